@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-next bench-check lint types policies docs format lock clean
+.PHONY: help venv demo test test-all test-next lint types policies docs format lock clean
 MAKEFLAGS += --no-print-directory
 
 help: ## list the targets
@@ -51,14 +51,6 @@ test-next: venv ## what needs no device, against the sources of vLLM 0.33 (minut
 	@$(PY) scripts/setup_next.py .next
 	@PYTHONPATH=.next $(PY) -m pytest -q -m "not engine" -n $(CORES) --dist loadfile \
 	    --ignore tests/serving/unit/startup/test_versions.py tests/serving/unit $(PYTEST)
-
-bench-check: venv ## the load test's stop-watch against a known schedule and vllm bench serve
-	@echo "bench-check: the stop-watch, against the mock server"
-	@$(PY) -m pytest -q tests/benchmarks/common/test_client.py tests/benchmarks/load/test_run.py
-	@echo "bench-check: vllm bench serve, against the mock server"
-	@$(PY) -m benchmarks.load check --mock --out out/load/check-mock
-	@echo "bench-check: vllm bench serve, against mini-LLaVA"
-	@$(PY) -m benchmarks.load check --out out/load/check
 
 lint: venv ## style and format, checked
 	@echo "lint: ruff check, ruff format"

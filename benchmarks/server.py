@@ -20,18 +20,10 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from benchmarks.common import BenchmarkError
 from vllm_autoprune.ops.dtype import choose_dtype
 
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 """Environment of small models on a CPU; a server on a GPU ignores it."""
-
-POLLING = 1.2
-"""Seconds after which the worker of an idle server has stopped polling.
-
-It polls for one second after its last step (``busy_loop_s`` of vLLM's ``SpinCondition``), and takes
-the processor from a server on the same machine that is measured meanwhile.
-"""
 
 
 class ServerDied(RuntimeError):
@@ -83,32 +75,9 @@ class Server:
                 raise ServerDied(f"{count} API servers were not ready after {patience:.0f} s")
             time.sleep(0.2)
 
-    def resident_bytes(self) -> int:
-        """Resident memory of all its processes; pages that they share count in each."""
-        return sum(resident_by_process(self.process.pid).values())
-
-    def processor_seconds(self) -> float:
-        """Processor time of its API server and worker so far.
-
-        The engine core between them polls while the worker computes, which is not work.
-        """
-        root = psutil.Process(self.process.pid)
-        processes = (root, *root.children(recursive=True))
-        return sum(
-            _processor_seconds(one.pid)
-            for one in processes
-            if "VLLM::EngineCore" not in " ".join(one.cmdline())
-        )
-
     def logged(self) -> str:
         """Everything the server has printed so far."""
         return self.log.read_text(errors="replace")
-
-
-def _processor_seconds(pid: int) -> float:
-    """In nanoseconds' resolution, where /proc counts in hundredths of a second."""
-    # What clock_getcpuclockid(3) returns on Linux, for all threads of a process.
-    return time.clock_gettime(~pid << 3 | 2)
 
 
 def resident_by_process(pid: int, *, files: bool = True) -> dict[str, int]:
@@ -152,37 +121,15 @@ def command(
     model: str | Path,
     port: int,
     flags: Sequence[str] = (),
-    vllm: Path | None = None,
     subcommand: Sequence[str] = ("serve",),
 ) -> list[str]:
-    """The command line of a small local server, run by ``vllm``, or by this interpreter's.
+    """The command line of a small local server, run by this interpreter's ``vllm``.
 
     Without a ``--dtype`` among ``flags`` it serves in the one that this machine multiplies fast.
     """
-    vllm = vllm or Path(sys.executable).with_name("vllm")
+    vllm = Path(sys.executable).with_name("vllm")
     where = ("--host", "127.0.0.1", "--port", str(port), "--dtype", choose_dtype())
     return [str(vllm), *subcommand, str(model), *where, *flags]
-
-
-def run_engine(module: str, *arguments: str | Path, log: Path) -> str:
-    """Run ``python -m MODULE ARGUMENTS``, which starts an engine in that process; its last line.
-
-    Raises :class:`BenchmarkError` where it fails.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as out:
-        process = subprocess.run(
-            [sys.executable, "-m", module, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=out,
-            # The engine must not run in a child, because its objects are inspected.
-            env={**CPU_ENVIRONMENT, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-            text=True,
-            check=False,
-        )
-    if process.returncode:
-        raise BenchmarkError(f"the engine ended with {process.returncode}; see {log}")
-    return process.stdout.splitlines()[-1]
 
 
 @contextlib.contextmanager
@@ -192,12 +139,11 @@ def serve(
     env: Mapping[str, str] | None = None,
     log: Path | None = None,
     patience: float = 300.0,
-    vllm: Path | None = None,
     subcommand: Sequence[str] = ("serve",),
 ) -> Iterator[Server]:
     """Serve ``model`` until the block ends, however it ends.
 
-    ``vllm``: the command of another environment; ``subcommand``: its words before the model.
+    ``subcommand``: words of ``vllm`` before the model.
 
     The server gets a process group of its own, which is ended as a whole; on Linux it is
     also ended when this process is killed (which vLLM ignores while it starts).
@@ -210,7 +156,7 @@ def serve(
             log = Path(folder) / "server.log"
         out = stack.enter_context(log.open("wb"))
         process = subprocess.Popen(
-            command(model, port, flags, vllm, subcommand),
+            command(model, port, flags, subcommand),
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

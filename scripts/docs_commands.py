@@ -49,22 +49,18 @@ _NOT_TYPED: tuple[tuple[str, str], ...] = (
 """Pattern -> why a command is not typed."""
 
 _LESS: tuple[tuple[str, str], ...] = (
-    ("^make (demo|bench-check)$", "VENV=none PYTHON=python"),
+    ("^make demo$", "VENV=none PYTHON=python"),
     ("^vllm-autoprune selftest$", "llava_next --runner v1"),
     ("^vllm-autoprune search .*--server-url", "--rounds 1 --per-round 2 --images 4"),
     (r"^vllm serve ", "--enforce-eager --block-size 32"),
     (r"\.cost efficiency", "--requests 1 --scenes 2 --policies cdpruner"),
-    (r"\.cost questions (ttft|blocks)", "--rounds 1 --questions 2 --many 2"),
-    (r"\.cost state-cost", "--seconds 0.01 --only prune"),
     (r"\.accuracy\.yardsticks .*--methods", "--images 2"),
     (r"\.accuracy\.yardsticks", "--images 2 --methods random cdpruner"),
     (r"\.accuracy\.minillava", "--scenes 2 --budgets 8 --cases random policies"),
-    (r"\.minillava\.conversations(?!\.)", "--conversations 4 --budgets 8 --recalls 4"),
     (r"\.load prepare", "--model benchmarks/minillava/checkpoint/llava --requests 6 --warm-up 1"),
     (r"\.load paired .*--users", "--users 1,2 --requests 4 --warm-up 1 --passes 1"),
     (r"\.load paired .*--rates", "--requests 4 --warm-up 1 --passes 1"),
     (r"\.search study", "--seeds 1 --budgets 8 --rounds 1 --yardsticks minillava"),
-    (r"\.search rank", "--budgets 8 --best 1 --strategies tpe"),
     (r"\.search compare", "--budget 8 --rounds 1 --seeds 1 --scenes 4 4 4"),
     (r"tests\.fuzz", "--count 200"),
 )
@@ -76,13 +72,10 @@ Of an option that is given twice the second value counts.
 _SERVE = re.compile(r"^(VLLM_CPU_KVCACHE_SPACE=1 )?vllm serve (benchmarks|out)/")
 _NEEDS_SERVER = re.compile(r"(localhost|127\.0\.0\.1):8000")
 _LONG = re.compile(
-    r"^(python -m (benchmarks|tests)\.|locust |for |make (demo|bench-check)$"
+    r"^(python -m (benchmarks|tests)\.|locust |for |make demo$"
     r"|vllm-autoprune (search|selftest))"
 )
-_BUSY = re.compile(
-    r"not valid: (the client was the bottleneck|client \S+ used|other programs)"
-    r"|inconclusive: rounds vary more"
-)
+_BUSY = re.compile(r"not valid: (the client was the bottleneck|client \S+ used)")
 """What measurements answer, with status 1, where the machine is not idle."""
 
 

@@ -1,4 +1,4 @@
-"""Estimates with 95 % bootstrap intervals, medians and quartiles, slopes, and verdicts on bounds.
+"""Estimates with 95 % bootstrap intervals, medians and quartiles, and verdicts on bounds.
 
 Every interval is a percentile bootstrap (Efron 1979). What is drawn depends on the benchmark:
 rounds of alternating measurements, images (questions about one image are correlated), or blocks of
@@ -12,7 +12,7 @@ resamples can be added, subtracted and divided, and stay paired.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -99,22 +99,11 @@ def estimate(figure: Floats) -> Estimate:
 
 def ratio_of_medians(over: Rounds, under: Rounds) -> Estimate:
     """median(over) / median(under), resampled by rounds, which are paired."""
-    return _compare_medians(over, under, lambda a, b: a / b)
-
-
-def difference_of_medians(over: Rounds, under: Rounds) -> Estimate:
-    """median(over) - median(under), resampled by rounds, which are paired."""
-    return _compare_medians(over, under, lambda a, b: a - b)
-
-
-def _compare_medians(
-    over: Rounds, under: Rounds, compare: Callable[[Floats, Floats], Floats]
-) -> Estimate:
     first, second = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
     if first.ndim != 2 or second.ndim != 2 or len(first) != len(second) or not first.size:
         raise ValueError(f"rounds of shapes {first.shape} and {second.shape} cannot be paired")
     rows = resample(len(first), DRAWS)
-    return estimate(compare(medians(first, rows), medians(second, rows)))
+    return estimate(medians(first, rows) / medians(second, rows))
 
 
 def medians(values: Floats, rows: Indices) -> Floats:
@@ -160,25 +149,11 @@ class ClusterBootstrap:
         return mean
 
 
-def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Theil-Sen slope: the median over all pairs of points, robust against a few jumps."""
-    at, values = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    first, second = np.triu_indices(len(at), k=1)
-    return float(np.median((values[second] - values[first]) / (at[second] - at[first])))
-
-
 def at_most(estimate: Estimate, bound: float) -> Verdict:
     """Whether a figure is at most ``bound``: decided by its whole interval."""
     if estimate.high <= bound:
         return "holds"
     return "does not hold" if estimate.low > bound else "inconclusive"
-
-
-def within(estimate: Estimate, low: float, high: float) -> Verdict:
-    """Whether a figure lies in ``[low, high]``: decided by its whole interval."""
-    if low <= estimate.low and estimate.high <= high:
-        return "holds"
-    return "does not hold" if estimate.low > high or estimate.high < low else "inconclusive"
 
 
 def verdict_of(condition: bool) -> Verdict:

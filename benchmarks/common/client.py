@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from benchmarks.common import BenchmarkError
 from benchmarks.common.request_record import Phase, Record
 
 PATH = "/v1/chat/completions"
@@ -76,16 +73,12 @@ class Client:
         phase: Phase = "measured",
         worker: int = 0,
         images: int = 1,
-        start: threading.Barrier | None = None,
     ) -> Record:
-        """The record of one request; whatever goes wrong is in its ``error``.
-
-        With ``start``, the clock starts once the connection is open and all others wait as well.
-        """
+        """The record of one request; whatever goes wrong is in its ``error``."""
         started = self.clock()
         exchange, failure = _Exchange(), None
         try:
-            failure = self._exchange(body, exchange, start)
+            failure = self._exchange(body, exchange)
         except (OSError, http.client.HTTPException) as error:
             when = "the answer was cut short" if exchange.reads else "no answer"
             failure = f"{when}: {type(error).__name__}: {error}"
@@ -93,8 +86,6 @@ class Client:
         stream = parse(exchange.reads) if exchange.status == 200 else None
         if stream is not None and failure is None:
             failure = stream.error or _find_missing_part(stream.text, stream.finished)
-        if start is not None and exchange.connected is not None:
-            started = exchange.connected
         return Record(
             index=index,
             phase=phase,
@@ -115,21 +106,6 @@ class Client:
             text=stream.text[:_KEPT_TEXT] if stream else "",
             error=failure,
         )
-
-    def send_together(self, bodies: Sequence[bytes]) -> list[Record]:
-        """All requests at the same moment, each on a thread of its own.
-
-        Raises :class:`BenchmarkError` where one is not answered, or without usage.
-        """
-        barrier = threading.Barrier(len(bodies), timeout=self.timeout)
-        with ThreadPoolExecutor(len(bodies)) as pool:
-            records = list(pool.map(lambda body: self.send(body, start=barrier), bodies))
-        for record in records:
-            if record.error is not None:
-                raise BenchmarkError(record.error)
-            if record.prompt_tokens is None:
-                raise BenchmarkError("the answer contains no usage")
-        return records
 
     def post(self, body: bytes) -> tuple[int, str]:
         """Status and text of a whole answer; status 0 and the reason where there is none."""
@@ -155,14 +131,10 @@ class Client:
     def _all_headers(self) -> dict[str, str]:
         return {"Content-Type": "application/json", "Connection": "close", **self.headers}
 
-    def _exchange(
-        self, body: bytes, exchange: _Exchange, start: threading.Barrier | None
-    ) -> str | None:
+    def _exchange(self, body: bytes, exchange: _Exchange) -> str | None:
         """Fill in the time stamps; a line about what the server refused, or None."""
         with closing(self._connection()) as connection:
             connection.connect()
-            if start is not None:
-                start.wait()
             exchange.connected = self.clock()
             connection.request("POST", self._path, body, self._all_headers)
             exchange.sent = self.clock()

@@ -1,7 +1,6 @@
 """A fake OpenAI chat server without a model: replies and their timing are known beforehand.
 
-Tests of clients run against it, and ``benchmarks.load check --mock`` proves the stop-watch on it:
-what a client records must be what was emitted.
+Tests of clients run against it: what a client records must be what was emitted.
 
     python -m benchmarks.common.fake_server --port 8000 --first 0.2 --gaps 0.02,0.05,0.1
 """
@@ -42,8 +41,6 @@ class Reply:
     """Seconds from the request to the first text."""
     gaps: tuple[float, ...] = (0.02,)
     """Seconds between deltas, repeated as long as needed."""
-    role_first: bool = True
-    """Send the chunk that only names the role at once; else with the first text, as vLLM does."""
     usage: Mapping[str, object] | None = field(default_factory=dict)
     """Fields that differ from the default usage; None: no usage at all."""
     status: int = 200
@@ -89,7 +86,6 @@ class _Settings:
     pages: Pages
     serves: int | None
     slots: contextlib.AbstractContextManager[object]
-    gather: int
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -102,7 +98,7 @@ class _Server(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.settings = settings
         self.record = FakeServer(f"http://127.0.0.1:{self.server_address[1]}")
-        self.stop, self.gathered, self.lock = threading.Event(), threading.Event(), threading.Lock()
+        self.stop, self.lock = threading.Event(), threading.Lock()
         self._open: set[socket.socket] = set()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.02,))
         self._thread.start()
@@ -117,7 +113,6 @@ class _Server(socketserver.ThreadingTCPServer):
         self.refuse()
         self._thread.join()
         self.stop.set()
-        self.gathered.set()
         with self.lock:
             for connection in self._open:
                 with contextlib.suppress(OSError):  # the client closed it
@@ -162,9 +157,6 @@ class _Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.record.seen.append(body)
             seen = len(server.record.seen)
-        if seen >= settings.gather:
-            server.gathered.set()
-        server.gathered.wait()
         if settings.serves is not None and seen > settings.serves:
             server.refuse()
         elif settings.model is not None and body.get("model") != settings.model:
@@ -197,13 +189,10 @@ class _Handler(BaseHTTPRequestHandler):
         texts, emitted = reply.texts(body), list[float]()
         options = body.get("stream_options") or {}
         usage = _usage(reply, body) if options.get("continuous_usage_stats") else {}
-        if reply.role_first:
-            self._write_delta(usage, 0, role="assistant", content="")
+        self._write_delta(usage, 0, role="assistant", content="")
         for number, (text, at) in enumerate(zip(texts, reply.times(len(texts)), strict=True)):
             if self.server.stop.wait(max(begin + at - time.perf_counter(), 0)):
                 return
-            if number == 0 and not reply.role_first:
-                self._write_delta(usage, 0, role="assistant", content="")
             emitted.append(time.perf_counter())
             self._write_delta(usage, number + 1, content=text)
             if reply.cut and number >= len(texts) // 2:
@@ -258,7 +247,6 @@ def fake_server(
     pages: Pages | None = None,
     serves: int | None = None,
     slots: int | None = None,
-    gather: int = 0,
     port: int = 0,
 ) -> Iterator[FakeServer]:
     """Serve from threads until the block ends.
@@ -266,7 +254,6 @@ def fake_server(
     ``model``: the only one that is served; None: any. ``pages``: added to ``/v1/models``,
     ``/version`` and ``/metrics``. ``serves``: after so many requests connections are cut and new
     ones refused. ``slots``: requests worked on at once; the others wait, so that rates saturate.
-    ``gather``: no request is answered before so many have arrived.
     """
     reply = respond or Reply()
     models = json.dumps({"object": "list", "data": [{"id": model or MODEL, "object": "model"}]})
@@ -284,7 +271,6 @@ def fake_server(
             pages={**standard, **(pages or {})},
             serves=serves,
             slots=threading.Semaphore(slots) if slots else contextlib.nullcontext(),
-            gather=gather,
         ),
     )
     try:

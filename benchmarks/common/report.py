@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import os
 import platform
 import sys
@@ -53,23 +52,6 @@ class Section:
 def markdown(sections: Iterable[Section], title: str) -> str:
     """A whole report."""
     return "\n".join([f"# {title}\n", *(section.markdown() for section in sections)])
-
-
-def write_section(section: Section, out: Path, order: Sequence[str], title: str) -> None:
-    """Write `NAME.json`, and `summary.md` over all sections in the folder, in the given order."""
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(dataclasses.asdict(section), indent=1, sort_keys=True)
-    (out / f"{section.name}.json").write_text(text + "\n")
-    paths = [out / f"{name}.json" for name in order]
-    sections = [_read_section(path) for path in paths if path.is_file()]
-    (out / "summary.md").write_text(markdown(sections, title))
-
-
-def _read_section(path: Path) -> Section:
-    content = json.loads(path.read_text())
-    content["claims"] = [Claim(**claim) for claim in content["claims"]]
-    content["tables"] = [Table(**table) for table in content["tables"]]
-    return Section(**content)
 
 
 def environment() -> dict[str, str]:
@@ -126,12 +108,6 @@ def format_excess(ratio: Estimate) -> str:
     """A ratio as the per cent by which it differs from 1."""
     value, low, high = (f"{100 * (x - 1):+.1f}" for x in dataclasses.astuple(ratio))
     return f"{value} % (95 %: {low} to {high})"
-
-
-def format_milliseconds(difference: Estimate) -> str:
-    """A difference in seconds, as milliseconds."""
-    value, low, high = (f"{1000 * x:+.0f}" for x in dataclasses.astuple(difference))
-    return f"{value} ms (95 %: {low} to {high})"
 
 
 def format_spread(sample: Spread, unit: float = 1000.0) -> str:

@@ -8,6 +8,7 @@ Such folders are served with ``--load-format dummy``.
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -183,11 +184,9 @@ def write_clip(folder: Path) -> Path:
     return folder
 
 
-def write_llava_next(
-    folder: Path, layers: int, *, tower_layers: int = TOWER_LAYERS, width: int = WIDTH
-) -> Path:
+def write_llava_next(folder: Path, layers: int) -> Path:
     """LLaVA-1.6 with Vicuna-7B: LLaVA-1.5's shape, with image tiles; returns the folder."""
-    write_llava(folder, layers, tower_layers=tower_layers, width=width)
+    write_llava(folder, layers)
     _edit(
         folder / "config.json",
         {
@@ -220,6 +219,14 @@ def build_word_tokenizer(size: int, special: dict[int, str], known: dict[int, st
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.add_special_tokens(list(special.values()))
     return tokenizer
+
+
+def draw_words(count: int, number: int, vocabulary: int = 31_000) -> str:
+    """``count`` words of one token each, unique by number from the start: no prefix is shared."""
+    generator = random.Random(number)
+    head = [number % 1000, number // 1000]
+    tail = [generator.randrange(1000, vocabulary) for _ in range(count - len(head))]
+    return " ".join(f"w{i}" for i in (*head, *tail))
 
 
 def _write(path: Path, content: Json) -> Json:

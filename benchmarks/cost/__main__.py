@@ -14,14 +14,10 @@ from collections.abc import Mapping, Sequence
 from types import FrameType, ModuleType
 
 COMMANDS: Mapping[str, str] = {
-    "overhead": "cost of the plugin itself: time to first token, memory, and without a state",
     "efficiency": "FLOPs, prefill, decode, KV cache, memory and score of each policy, as a table",
     "depth": "time to first token at full depth, composed from two efficiency tables",
-    "questions": "cost of the first and of further questions on an image: stock, pruned, split",
-    "capacity": "concurrent requests that a KV cache of fixed size holds, stock and pruned",
     "gpu": "what a machine with a GPU shows in eight minutes, with or without vLLM",
     "selection": "time and memory of token selection, compared with the published code",
-    "state-cost": "predicted and measured time of one selection, for many states",
     "soak": "a pruned server under mixed load: errors, memory growth, metrics",
 }
 
@@ -64,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _import_command(name: str) -> ModuleType:
-    return importlib.import_module(f"benchmarks.cost.{name.replace('-', '_')}")
+    return importlib.import_module(f"benchmarks.cost.{name}")
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

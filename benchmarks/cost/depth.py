@@ -59,19 +59,16 @@ class Composed:
     """TTFT of a second question on the same image, over that of the first."""
 
 
-def read_efficiency(path: Path, times: tuple[str, str] = ("ttft", "again")) -> Efficiency:
-    """The table in a file, without arms that could not be served.
-
-    ``times``: names of the seconds of first and second questions, for files that hold several.
-    """
+def read_efficiency(path: Path) -> Efficiency:
+    """The table in a file, without arms that could not be served."""
     content = json.loads(path.read_text())
     first, again = (
         {
             arm: tuple(value for one in passes for value in one.get(name, ()))
             for arm, passes in content["passes"].items()
-            if all(times[0] in one for one in passes)
+            if all("ttft" in one for one in passes)
         }
-        for name in times
+        for name in ("ttft", "again")
     )
     return Efficiency(
         content["model"], content["layers"], content["budget"], content["digests"], first, again
@@ -86,39 +83,23 @@ def compose(shallow: Efficiency, deep: Efficiency, depth: int) -> dict[str, Comp
     """
     layers = (shallow.layers, deep.layers)
     rows = _draw_rows(shallow, deep)
-    drawn = {
-        arm: _fit_line(layers, shallow.ttft[arm], deep.ttft[arm], rows) for arm in shallow.ttft
-    }
-    seconds = compose_seconds(shallow, deep, depth)
-    first_slope, first_rest = next(iter(drawn.values()))
+    fits, seconds = {}, {}
+    for arm in shallow.ttft:
+        slope, rest = fits[arm] = _fit_line(layers, shallow.ttft[arm], deep.ttft[arm], rows)
+        again_slope, again_rest = _fit_line(layers, shallow.again[arm], deep.again[arm], rows)
+        seconds[arm] = (rest + slope * depth, again_rest + again_slope * depth)
+    reference = next(iter(fits))
     return {
         arm: Composed(
             layer=estimate(slope),
             fixed=estimate(rest),
-            ttft=estimate(rest + slope * depth),
-            prefill_gain=estimate(first_slope / slope),
-            ttft_gain=estimate((first_rest + first_slope * depth) / (rest + slope * depth)),
+            ttft=estimate(seconds[arm][0]),
+            prefill_gain=estimate(fits[reference][0] / slope),
+            ttft_gain=estimate(seconds[reference][0] / seconds[arm][0]),
             again=estimate(seconds[arm][1] / seconds[arm][0]),
         )
-        for arm, (slope, rest) in drawn.items()
+        for arm, (slope, rest) in fits.items()
     }
-
-
-def compose_seconds(
-    shallow: Efficiency, deep: Efficiency, depth: int
-) -> dict[str, tuple[Floats, Floats]]:
-    """Seconds of first and second questions at ``depth`` layers, for every resample.
-
-    Raises :class:`BenchmarkError` where the tables cannot be combined.
-    """
-    layers, rows = (shallow.layers, deep.layers), _draw_rows(shallow, deep)
-    both = ((shallow.ttft, deep.ttft), (shallow.again, deep.again))
-    seconds = {}
-    for arm in shallow.ttft:
-        fits = [_fit_line(layers, low[arm], high[arm], rows) for low, high in both]
-        first, again = (rest + slope * depth for slope, rest in fits)
-        seconds[arm] = (first, again)
-    return seconds
 
 
 def _draw_rows(shallow: Efficiency, deep: Efficiency) -> Indices:

@@ -12,14 +12,15 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from benchmarks.common import BenchmarkError
-from benchmarks.common.client import Client
+from benchmarks.common.client import Client, build_body, build_content
+from benchmarks.common.pictures import draw_picture, encode_picture
 from benchmarks.common.progress import Advance, Progress
 from benchmarks.common.request_record import Record
-from benchmarks.common.shapes import TOKENS, write_llava
-from benchmarks.cost.overhead.settings import build_request, draw_words, image_url
+from benchmarks.common.shapes import TOKENS, draw_words, write_llava
 from benchmarks.demo.failure import build_start_error
 from benchmarks.demo.interrupt import InterruptHandler
 from benchmarks.demo.kv_cache import read_kv_layout
@@ -140,9 +141,12 @@ def time_requests(
 
     def send(number: int, image: int) -> Record:
         text = draw_words(QUESTION_WORDS, first + number)
-        body = build_request(
-            SERVED_NAME, text, image_url(first + image), ANSWER_TOKENS, pruning=fields
-        )
+        content = build_content(text, [draw_image_url(first + image)])
+        # A special first token would have no text to be timed.
+        answer: dict[str, object] = {"ignore_eos": True, "skip_special_tokens": False}
+        if fields:
+            answer["mm_processor_kwargs"] = {"autoprune": dict(fields)}
+        body = build_body(SERVED_NAME, content, tokens=ANSWER_TOKENS, fields=answer)
         record = client.send(body)
         advance()
         if record.error is not None or not record.deltas:
@@ -154,7 +158,7 @@ def time_requests(
     alone = [send(number, number) for number in range(10, 10 + plan.alone)]
     numbers = range(100, 100 + plan.together)
     # Pictures are drawn before the clock starts.
-    _ = [image_url(first + number) for number in numbers]
+    _ = [draw_image_url(first + number) for number in numbers]
     start = time.perf_counter()
     with ThreadPoolExecutor(USERS) as pool:
         together = list(pool.map(lambda number: send(number, number), numbers))
@@ -172,6 +176,12 @@ def time_requests(
         requests_per_second=plan.together / seconds,
         questions=tuple(map(_first_tokens, by_question)),
     )
+
+
+@lru_cache(maxsize=64)
+def draw_image_url(seed: int) -> str:
+    """A picture as a PNG data URL, as chat clients send it."""
+    return encode_picture(draw_picture(seed, 640, 480))
 
 
 def _first_tokens(records: Sequence[Record]) -> Spread:

@@ -130,14 +130,6 @@ def _report(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _check(chosen: argparse.Namespace) -> int:
-    from benchmarks.load.crosscheck import cross_check
-
-    agreement = cross_check(arguments.parse_cross_check(chosen))
-    print("\n".join(agreement.format()))
-    return 0 if agreement.holds else 1
-
-
 Command = tuple[
     str,
     Callable[[argparse.ArgumentParser], None],
@@ -153,7 +145,6 @@ COMMANDS: Mapping[str, Command] = {
         _paired,
     ),
     "report": ("write the page of a paired experiment again", arguments.add_report, _report),
-    "check": ("compare one point with vllm bench serve", arguments.add_check, _check),
 }
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from benchmarks.common import BenchmarkError
 from benchmarks.common.shapes import TOWER_LAYERS, WIDTH, write_llava
 from benchmarks.load import options
 from benchmarks.load.arms import Arm, build_arms, parse_attached
-from benchmarks.load.crosscheck import CrossCheck
 from benchmarks.load.option_types import (
     aspect_mix,
     format_mix_type,
@@ -116,25 +115,6 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def add_check(parser: argparse.ArgumentParser) -> None:
-    """Options of ``check``."""
-    parser.add_argument("--url", help="running server (default: serve mini-LLaVA)")
-    parser.add_argument("--mock", action="store_true", help="use the fake server instead")
-    parser.add_argument("--model", default="", help="name of the served model, with --url")
-    parser.add_argument("--requests", type=whole_number(1), default=100, help="requests a round")
-    parser.add_argument("--users", type=whole_number(1), default=2, help="users of the closed loop")
-    parser.add_argument(
-        "--rounds", type=whole_number(1), default=4, help="rounds, alternating (ABBA)"
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=positive_number,
-        default=0.1,
-        help="relative difference that is tolerated",
-    )
-    parser.add_argument("--out", default="out/load/check", help="folder of all files")
-
-
 def parse_workload(given: argparse.Namespace) -> Workload:
     """The workload; raises :class:`BenchmarkError` where its own data cannot be read."""
     computed = ("data_digest", "first_item")
@@ -170,11 +150,6 @@ def parse_plan(given: argparse.Namespace) -> Plan:
         patience=given.patience,
         most=given.most,
     )
-
-
-def parse_cross_check(given: argparse.Namespace) -> CrossCheck:
-    """A cross-check."""
-    return CrossCheck.model_validate({name: vars(given)[name] for name in CrossCheck.model_fields})
 
 
 def _arms(given: argparse.Namespace) -> tuple[Arm, ...]:

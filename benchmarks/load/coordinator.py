@@ -18,7 +18,6 @@ from benchmarks.common.metrics import MetricsWatcher, server_info
 from benchmarks.common.report import command_line
 from benchmarks.common.request_record import Journal, Record
 from benchmarks.load.export import REQUESTS_CSV, write_requests_csv
-from benchmarks.load.foreign_load import ForeignLoad, ForeignLoadWatch
 from benchmarks.load.messages import (
     DONE,
     READY,
@@ -50,8 +49,8 @@ class Coordinator:
         self._prepared: Prepared = load_prepared(options.workload)
         self._journal = Journal(options.out / RECORDS)
         self._watch = MetricsWatcher(options.url)
-        self._other_load = ForeignLoadWatch(options.url)
-        self._foreign: ForeignLoad | None = None
+        # Before the run, whose own load is not to be taken for that of other programs.
+        self._environment = client_environment()
         self._ready: dict[str, Ready] = {}
         self._done: dict[str, ClientFacts] = {}
         self._server_info: dict[str, str] = {}
@@ -86,7 +85,6 @@ class Coordinator:
             clients=tuple(self._done.values()),
             unwritten=self._journal.failure,
             broken=self._broken or unfinished or None,
-            foreign=self._foreign,
         )
         summary, metrics = summarize(records, self._options.slo), self._watch.metrics()
         load, workload = self._options.load, self._prepared.workload
@@ -104,7 +102,7 @@ class Coordinator:
             metrics=metrics,
             facts=facts,
             server=self._server_info,
-            environment=client_environment(),
+            environment=self._environment,
             command=command_line(),
         )
         print("\n".join(format_result(result)), flush=True)
@@ -136,7 +134,6 @@ class Coordinator:
         self._started = True
         self._server_info = server_info(self._options.url)
         self._watch.update()
-        self._other_load.start()
         at = time.time() + HEAD_START
         for index, client in enumerate(self._ready):
             start = Start(at=at, index=index, of=len(self._ready))
@@ -166,7 +163,6 @@ class Coordinator:
         self._done[msg.node_id] = Done.model_validate(msg.data).facts
         if len(self._done) >= len(self._ready):
             self._watch.update()
-            self._foreign = self._other_load.stop()
             gevent.spawn(self._runner.quit)
 
     def _end(self, reason: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.common import StrictModel
-from benchmarks.load.foreign_load import ForeignLoad
 
 READY, START, RECORD, DONE = "load-ready", "load-start", "load-record", "load-done"
 
@@ -35,8 +34,6 @@ class RunFacts(StrictModel):
     """Why records could not be written."""
     broken: str | None = None
     """Why the run ended early, where no client reports it."""
-    foreign: ForeignLoad | None = None
-    """Load of other programs on the coordinator's machine."""
 
     @property
     def early(self) -> Sequence[str]:

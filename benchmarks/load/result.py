@@ -67,6 +67,9 @@ def format_result(result: Result) -> Iterator[str]:
     """Verdict first, then figures, a line each."""
     summary, metrics = result.summary, result.metrics
     yield f"{result.label}: {result.load.describe()}; {result.verdict.describe()}"
+    busy, cores = result.environment["load average"], result.environment["cores"]
+    if float(busy) > int(cores):
+        yield f"  warning: load average {busy} on {cores} cores before the run: use an idle machine"
     for note in result.verdict.notes:
         yield f"  note: {note}"
     yield (

@@ -243,7 +243,7 @@ def build_settings(paired: Paired, runs: Sequence[Run]) -> Section:
     rows = [[key, value] for key, value in _workload(paired.plan.workload)]
     rows += [[key, value] for key, value in (runs[0].result.environment.items() if runs else ())]
     busy = [run.result.environment["load average"] for run in runs]
-    rows.append(["load average after each run", ", ".join(busy)])
+    rows.append(["load average before each run", ", ".join(busy)])
     head = ["arm", "digest of the state", "served as", "server information"]
     return Section(
         "Settings",

@@ -20,8 +20,6 @@ BUSY = 0.9
 """Share of a CPU core above which a client's time stamps are not trusted, as in locust."""
 KEPT_UP = 0.95
 """Share of the offered rate that a server which keeps up completes."""
-FOREIGN_SHARE = 0.1
-"""Limit of the CPU time of other programs on the machine of client and server."""
 FOREIGN_REQUESTS = 0.01
 """Limit of the requests of other clients of the server, as a share of our own."""
 FAILED_SHARE = 0.01
@@ -65,12 +63,12 @@ def judge_run(
                 _answers(workload, records),
                 _client(load, facts, summary),
                 _caches(workload, metrics),
-                _others(records, facts, metrics),
+                _others(records, metrics),
             )
             for reason in part
         ),
         too_few=_describe_few(summary),
-        notes=tuple(_notes(load, summary, metrics, facts)),
+        notes=tuple(_notes(load, summary, metrics)),
     )
 
 
@@ -155,26 +153,14 @@ def _caches(workload: Workload, metrics: ServerMetrics) -> Iterator[str]:
         yield f"cache state is 'off', but {prefix:.0f} prompt tokens came from the prefix cache"
 
 
-def _others(records: Sequence[Record], facts: RunFacts, metrics: ServerMetrics) -> Iterator[str]:
-    """Other programs on the machine of the server, and other clients of the server."""
-    foreign = facts.foreign
-    if foreign is not None and foreign.server_known and foreign.share > FOREIGN_SHARE:
-        yield (
-            f"other programs used {100 * foreign.share:.0f} % of the CPU time of "
-            f"{foreign.cores} cores; end them, or use an idle machine"
-        )
+def _others(records: Sequence[Record], metrics: ServerMetrics) -> Iterator[str]:
+    """Other clients of the server."""
     others = (metrics.finished or 0.0) - len(records)
     if others > max(FOREIGN_REQUESTS * len(records), 2):
         yield f"the server also answered {others:.0f} requests of other clients"
 
 
-def _notes(load: Load, summary: Summary, metrics: ServerMetrics, facts: RunFacts) -> Iterator[str]:
-    foreign = facts.foreign
-    if foreign and foreign.server_here and not foreign.server_known:
-        yield (
-            "the processes of the server are not known, so load of other programs could not be "
-            "detected"
-        )
+def _notes(load: Load, summary: Summary, metrics: ServerMetrics) -> Iterator[str]:
     if not metrics.read:
         yield "the server's /metrics could not be read: no cache hits, KV use or visual tokens"
     offered = summary.offered_rate

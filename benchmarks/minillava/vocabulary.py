@@ -27,8 +27,6 @@ CLIP_LENGTH = 40
 
 BEFORE_IMAGE = "USER: "
 AFTER_IMAGE = "\n{question} ASSISTANT:"
-LATER_TURN = BEFORE_IMAGE + "{question} ASSISTANT:"
-"""A later turn of a conversation, after the end token of the answer before it."""
 
 VOCABULARY = 640
 

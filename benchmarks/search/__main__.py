@@ -6,10 +6,8 @@ import argparse
 import asyncio
 import contextlib
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.accuracy.yardsticks.catalogue import open_yardstick
@@ -24,7 +22,6 @@ from benchmarks.search.study import (
     RELEASED,
     Study,
     format_tables,
-    rank_winners,
 )
 from benchmarks.zoo.states import QUOTAS
 from offline_search.dataset import Split
@@ -49,8 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_command(options: argparse.Namespace) -> None:
-    if options.command == "speed":
-        _measure_speed(options)
     if options.command == "data":
         write_data(options.out, _scenes(options), each=options.each)
     elif options.command == "compare":
@@ -63,9 +58,6 @@ def _run_command(options: argparse.Namespace) -> None:
         _run_study(options)
     elif options.command == "ablations":
         _run_ablations(options)
-    elif options.command == "rank":
-        chosen = (options.yardstick, options.strategies, options.state)
-        print(rank_winners(options.out, *chosen, options.budgets, options.best), end="")
     if options.command in ("compare", "table"):
         print(format_tables(options.out, options.strategies, _seeds(options)), end="")
 
@@ -73,20 +65,6 @@ def _run_command(options: argparse.Namespace) -> None:
 def _scenes(options: argparse.Namespace) -> dict[Split, int]:
     search, validation, test = options.scenes
     return {"search": search, "validation": validation, "test": test}
-
-
-def _measure_speed(options: argparse.Namespace) -> None:
-    from benchmarks.search.speed import llava_7b_widths, measure_speed, mini_llava
-    from offline_search.dataset import read_dataset
-
-    dataset = read_dataset(options.data, limit=options.images)
-    with tempfile.TemporaryDirectory() as folder:
-        served = mini_llava(dataset)
-        if options.layers is not None:
-            served = llava_7b_widths(dataset, options.layers, Path(folder))
-        print(
-            measure_speed(served, options.candidates, options.few, budget=8).as_markdown(), end=""
-        )
 
 
 def _confirm(options: argparse.Namespace) -> None:
@@ -190,21 +168,16 @@ def _list_length(options: argparse.Namespace) -> int:
 
 def _run_comparison(options: argparse.Namespace) -> None:
     from benchmarks.search.comparison import CachingEvaluator, run_comparison
-    from benchmarks.search.stand_ins import RecordedProposer
     from benchmarks.search.yardstick_evaluator import YardstickEvaluator
     from offline_search.proposers.proposal_client import Proposer
 
-    recorded = RecordedProposer(options.replies) if options.replies else None
-    proposer_name = (
-        _proposer_name(options) if recorded is None else f"{len(recorded)} recorded replies"
-    )
     settings = Settings(
         rounds=options.rounds,
         per_round=options.per_round,
         base_policy=options.base_policy,
         other_bases=tuple(options.other_bases),
         budgets=tuple(options.budget),
-        proposer=proposer_name,
+        proposer=_proposer_name(options),
         menu=_menu_width(options),
         race=options.race,
         proposals_per_reply=_list_length(options),
@@ -234,9 +207,8 @@ def _run_comparison(options: argparse.Namespace) -> None:
         length = settings.proposals_per_reply
         return _open_endpoint(url, settings.proposer, requests, seeded, length)
 
-    needed = needs_proposer(options.strategies, settings)
-    if recorded is not None or not needed:
-        asyncio.run(run(recorded))
+    if not needs_proposer(options.strategies, settings):
+        asyncio.run(run(None))
     elif options.proposer_url:
         requests = options.per_round * options.concurrency
         asyncio.run(run(endpoint(options.proposer_url, not options.no_seeds, requests)))

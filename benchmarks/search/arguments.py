@@ -61,17 +61,6 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     )
     study.add_argument("--proposer-url", help="endpoint; default: the embedded model is started")
     study.add_argument("--proposer-model", help="its name there")
-    rank = commands.add_parser(
-        "rank", help="rank the winners of a study, and compare the best with another state"
-    )
-    rank.add_argument("--out", type=Path, required=True, help="folder of one yardstick and K")
-    rank.add_argument("--state", type=Path, required=True, help="the state to compare with")
-    rank.add_argument("--yardstick", choices=YARDSTICKS, required=True, help="model to measure on")
-    rank.add_argument("--budgets", type=int, nargs="+", default=[4, 8, 16, 32], help="each K")
-    rank.add_argument("--best", type=int, default=3, help="winners measured on test questions")
-    rank.add_argument(
-        "--strategies", nargs="+", default=list(ARMS), help="strategies whose winners are ranked"
-    )
     candidates = commands.add_parser(
         "candidates", help="print valid, best, mean, worst and std of the candidates of searches"
     )
@@ -84,8 +73,8 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
             "--strategies",
             nargs="+",
             default=list(_DEFAULT_STRATEGIES),
-            help="strategies to compare; with @none without a language model, with @random with "
-            "replies drawn at random; then with @numbers or another space in that",
+            help="strategies to compare; with @none without a language model; then with @numbers "
+            "or another space in that",
         )
         _add_seeds(command, 5)
     for command in (compare, study):
@@ -124,17 +113,6 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
             "--each", type=int, metavar="N", help="maximum number of questions about a scene"
         )
     _add_compare_arguments(compare)
-    speed = commands.add_parser("speed", help="time three methods of evaluation with vLLM")
-    speed.add_argument("--data", type=Path, required=True, help="folder written by `data`")
-    speed.add_argument("--candidates", type=int, default=50, help="candidates of the fast method")
-    speed.add_argument("--few", type=int, default=3, help="candidates of the slow methods")
-    speed.add_argument(
-        "--layers",
-        type=int,
-        metavar="N",
-        help="instead of mini-LLaVA: LLaVA-1.5-7B's widths with N language layers and no weights",
-    )
-    speed.add_argument("--images", type=int, help="maximum number of images")
     return parser
 
 
@@ -161,13 +139,6 @@ def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
     compare.add_argument("--per-round", type=int, default=5, help="candidates of a round")
     compare.add_argument("--proposer-url", help="endpoint; default: the embedded model is started")
     compare.add_argument("--proposer-model", help="model of the endpoint")
-    compare.add_argument(
-        "--replies",
-        type=Path,
-        nargs="+",
-        metavar="LEDGER",
-        help="use the replies recorded in these ledgers as proposer",
-    )
     compare.add_argument(
         "--no-seeds", action="store_true", help="send no seed, for endpoints that fail on one"
     )

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.search.results import add_result, has_ended, ledger_path
-from benchmarks.search.stand_ins import RandomProposer
 from offline_search.candidates.released_spaces import SPACES
 from offline_search.dataset import Dataset
 from offline_search.evaluation.answers import Answers
@@ -31,10 +30,7 @@ from offline_search.strategies import STRATEGIES
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 WITHOUT_MODEL = "@none"
-"""Behind the name of a strategy: the arm that uses no language model where the strategy may."""
-
-RANDOM_REPLIES = "@random"
-"""Behind the name of a strategy: the control whose replies are drawn by :class:`RandomProposer`.
+"""Behind the name of a strategy: the arm that uses no language model where the strategy may.
 
 The name of a smaller space, such as ``@numbers``, may follow.
 """
@@ -90,7 +86,7 @@ async def run_comparison(
 ) -> None:
     """Run all searches that have not finished, seed by seed.
 
-    A strategy may end in :data:`WITHOUT_MODEL` or :data:`RANDOM_REPLIES`, and in a space.
+    A strategy may end in :data:`WITHOUT_MODEL`, and in a space.
 
     ``concurrency`` searches run together, because a small model answers 25 prompts in little more
     time than 5. Searches are independent, so this changes no record except its clock.
@@ -106,7 +102,7 @@ async def run_comparison(
 
 def needs_proposer(arms: Sequence[str], settings: Settings) -> bool:
     """Whether any arm of a comparison asks a language model."""
-    used = [arm for arm in arms if WITHOUT_MODEL not in arm and RANDOM_REPLIES not in arm]
+    used = [arm for arm in arms if WITHOUT_MODEL not in arm]
     return any(STRATEGIES[arm.partition("@")[0]](settings).uses_proposer for arm in used)
 
 
@@ -129,8 +125,6 @@ async def _run_search(
     progress = ProgressLog(lambda line: print(f"{arm} {seed}: {line}", flush=True))
     with Ledger(ledger_path(folder, arm, seed)) as ledger:
         unavailable = UnavailableBackend(own_settings.evaluator, evaluator.dataset)
-        if RANDOM_REPLIES in arm:
-            proposer = RandomProposer()
         own_proposer = proposer if own_settings.proposer and proposer else unavailable
         search = Search(own_settings, ledger, evaluator, own_proposer, observer=progress)
         try:
@@ -143,12 +137,10 @@ async def _run_search(
 
 def _settings_of(arm: str, seed: int, settings: Settings, evaluator: str) -> Settings:
     """Settings of one search, without those of the language model that its strategy ignores."""
-    drawn = RANDOM_REPLIES in arm
     strategy = arm.partition("@")[0]
     asks = WITHOUT_MODEL not in arm and STRATEGIES[strategy](settings).uses_proposer
     reads_menu = asks and strategy not in STRATEGIES_WITHOUT_MENU
-    writes_lists = asks and strategy in STRATEGIES_WITH_LISTS and not drawn
-    proposer = RandomProposer.name if drawn else settings.proposer
+    writes_lists = asks and strategy in STRATEGIES_WITH_LISTS
     return settings.model_copy(
         update={
             "strategy": strategy,
@@ -156,7 +148,7 @@ def _settings_of(arm: str, seed: int, settings: Settings, evaluator: str) -> Set
             "seed": seed,
             "evaluator": evaluator,
             "equal_evaluations": True,
-            "proposer": proposer if asks else "",
+            "proposer": settings.proposer if asks else "",
             "menu": settings.menu if reads_menu else 0,
             "proposals_per_reply": settings.proposals_per_reply if writes_lists else 1,
         }

@@ -60,7 +60,7 @@ class SearchResult(FrozenModel):
 
     @property
     def arm(self) -> str:
-        """The strategy, with the ending of its arm (``@none``, ``@random``) if it has one."""
+        """The strategy, with the ending of its arm, such as ``@none``, if it has one."""
         return self.name.rpartition("-")[0]
 
 

@@ -22,15 +22,13 @@ from benchmarks.search.comparison import (
     space_of,
 )
 from benchmarks.search.comparison_table import as_markdown
-from benchmarks.search.results import read_results, require_model, results_of
-from benchmarks.search.state_ranking import rank_states
+from benchmarks.search.results import read_results, results_of
 from benchmarks.search.yardstick_evaluator import YardstickEvaluator
 from offline_search.dataset import Split
 from offline_search.evaluation.evaluator import Evaluator
 from offline_search.proposers.proposal_client import Proposer
 from offline_search.settings import Settings
 from offline_search.strategies.start_states import base_state, paper_state
-from vllm_autoprune.tpdsl.states.load import load_state
 
 ARMS = (
     "random",
@@ -170,24 +168,3 @@ def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> st
     if confirmation.read_confirmation(folder):
         tables += [confirmation.as_markdown(folder, g, seeds, arm) for arm, g in groups.items()]
     return "\n".join(tables)
-
-
-def rank_winners(
-    folder: Path, name: str, arms: Sequence[str], state: Path, budgets: Sequence[int], best: int
-) -> str:
-    """The winners of one yardstick compared with the state in a file, in Markdown.
-
-    Raises :class:`SearchError` for searches on another model.
-    """
-    yardstick, base = open_yardstick(name), BASE_POLICIES[name]
-    evaluator, confirming = (
-        CachingEvaluator(YardstickEvaluator(yardstick, images, each=1, base_policy=base))
-        for images in (_IMAGES, _CONFIRMING_IMAGES)
-    )
-    states = {}
-    for result in read_results(folder).values():
-        if result.winner is not None and result.arm in arms:
-            require_model(result, evaluator.name)
-            states[result.name] = result.winner.load()
-    baseline = load_state(state.read_text(encoding="utf-8"))
-    return asyncio.run(rank_states(evaluator, confirming, states, baseline, budgets, best))

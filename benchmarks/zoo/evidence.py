@@ -124,9 +124,7 @@ def _describe(family: str, policy: PruningPolicy) -> str:
     if family == "instruction-free":
         return f"`{SOURCE}` upon {policy.base.name}, which reads no instruction"
     if family == "source":
-        return (
-            f"the paper's released policy: {policy.base.name}, {policy.quota} tokens exchanged"
-        )
+        return f"the paper's released policy: {policy.base.name}, {policy.quota} tokens exchanged"
     if family == "search result":
         core = policy.state.core
         shared = "" if core is None else f", {core.share:.0%} of K the same for every question"

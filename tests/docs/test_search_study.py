@@ -64,29 +64,6 @@ def test_a_row_of_the_embedded_model_is_that_of_its_results(cell: str, strategy:
     assert f"| {' | '.join(row)} |" in PAGE
 
 
-@pytest.mark.parametrize("cell", WITH_MODEL)
-def test_the_row_of_the_control_is_that_of_its_results(cell: str) -> None:
-    yardstick, _, budget = cell.partition("-k")
-    confirmed = read_confirmation(RECORDED / cell)
-    control, tpe, model = (
-        [confirmed[f"{arm}-{seed}"] for seed in SEEDS]
-        for arm in ("autoprune@random", "tpe", "autoprune")
-    )
-    gaps = [
-        [one.objective - other.objective for one, other in zip(left, right, strict=True)]
-        for left, right in ((control, tpe), (model, control))
-    ]
-    row = [
-        NAMES[yardstick],
-        budget,
-        "`autoprune@random`",
-        format_mean([one.objective for one in control], 2),
-        format_mean([100 * one.accuracy for one in control], 1),
-        *map(format_gap, gaps),
-    ]
-    assert f"| {' | '.join(row)} |" in PAGE
-
-
 @pytest.mark.parametrize("cell", CELLS)
 def test_recorded_winners_are_those_that_were_confirmed(cell: str) -> None:
     confirmed = read_confirmation(RECORDED / cell)

@@ -71,11 +71,6 @@ def _measure_size(size: Size, layer: Layer, rounds: int) -> Times:
     return measure_alternately(works, rounds, warm_up=1, clock=time.process_time)
 
 
-def select_once(name: str, size: Size) -> ReferenceSelection:
-    """One selection of a policy from random images."""
-    return select(name, TokenSource(size), size.kept)
-
-
 def select(name: str, draw: TokenSource, budget: int) -> ReferenceSelection:
     """One selection of a policy, from features to indices."""
     policy = BASE_POLICIES[name]

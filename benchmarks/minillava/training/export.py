@@ -27,9 +27,6 @@ from benchmarks.minillava.vocabulary import (
 
 Json = dict[str, object]
 
-PROJECTOR, LANGUAGE_MODEL = "multi_modal_projector.", "language_model."
-"""Prefixes of tensor names."""
-
 _CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- message['role'].upper() + ': ' -}}"
@@ -110,12 +107,6 @@ def _llava_config(
     }
 
 
-def language_tensors(projector: nn.Module, model: LlamaForCausalLM) -> dict[str, Tensor]:
-    """Projector and language model, the part of a LLaVA behind its vision tower."""
-    projected = _bf16_tensors(projector, PROJECTOR)
-    return projected | _bf16_tensors(model, LANGUAGE_MODEL)
-
-
 def write_checkpoint(
     out: Path,
     canvas: Canvas,
@@ -130,7 +121,8 @@ def write_checkpoint(
     folder = out / "llava"
     folder.mkdir(parents=True, exist_ok=True)
     tensors = _bf16_tensors(clip.vision_model, "vision_tower.vision_model.")
-    tensors |= language_tensors(projector, model)
+    tensors |= _bf16_tensors(projector, "multi_modal_projector.")
+    tensors |= _bf16_tensors(model, "language_model.")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _write_json(folder, "config.json", _llava_config(canvas, clip, model, language_tokenizer))
     ids = {

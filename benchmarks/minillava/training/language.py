@@ -21,7 +21,6 @@ from benchmarks.minillava.training.sequences import (
     IGNORED,
     PADDING,
     PREFIX,
-    TEXT,
     UNSCORED,
     TextSequence,
     answer_loss,
@@ -38,10 +37,8 @@ from benchmarks.minillava.training.towers import LossParts
 from benchmarks.minillava.vocabulary import AFTER_IMAGE, BEFORE_IMAGE, END, PAD, token_id
 from benchmarks.minillava.wordings import KINDS
 
-TURNS = ("turn 1", "turn 2", "turn 3", "turn 4")
-RECALLED = "recalled"
-EVERY_KIND = (*KINDS, *PHRASE_KINDS, *TURNS, RECALLED)
-"""Names under which the log has accuracies: kinds of question, and turns of a conversation."""
+EVERY_KIND = (*KINDS, *PHRASE_KINDS)
+"""Names under which the log has accuracies."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +64,8 @@ class LanguageBatch:
     """Sequences of a shared prefix ("USER: " and K image tokens) and one block per question.
 
     `kept` (B, K) raster patches ascending; `before` (P,) ids; `texts`, `labels`, `kinds` (B, L),
-    where kinds are indices into `EVERY_KIND` at the answer tokens that are scored; `patches` (B, L)
-    raster patches at image tokens within the texts, -1 elsewhere; `positions`, `blocks`
-    (B, P + K + L).
+    where kinds are indices into `EVERY_KIND` at the answer tokens that are scored; `positions`,
+    `blocks` (B, P + K + L).
     """
 
     values: Tensor
@@ -78,7 +74,6 @@ class LanguageBatch:
     texts: Tensor
     labels: Tensor
     kinds: Tensor
-    patches: Tensor
     positions: Tensor
     blocks: Tensor
 
@@ -174,7 +169,6 @@ def pad_batch(
         texts=pad_rows([sequence.texts for sequence in sequences], pad),
         labels=pad_rows([sequence.labels for sequence in sequences], IGNORED),
         kinds=pad_rows([sequence.kinds for sequence in sequences], UNSCORED),
-        patches=pad_rows([sequence.patches for sequence in sequences], TEXT),
         positions=torch.cat((torch.arange(start).expand(size, start), positions), 1),
         blocks=torch.cat((torch.full((size, start), PREFIX), blocks), 1),
     )
@@ -191,12 +185,6 @@ def language_loss(
     image = projector(patches[rows, batch.kept])
     embed = model.get_input_embeddings()
     before, texts = embed(batch.before).expand(len(rows), -1, -1), embed(batch.texts)
-    within = batch.patches >= 0
-    if within.any():
-        sequences, _ = within.nonzero(as_tuple=True)
-        texts = texts.masked_scatter(
-            within[:, :, None], projector(patches[sequences, batch.patches[within]])
-        )
     hidden = model.model(
         inputs_embeds=torch.cat((before, image, texts), 1),
         attention_mask=attention_mask(batch.blocks, torch.bfloat16),

@@ -17,8 +17,6 @@ from benchmarks.minillava.training.towers import LossParts
 PREFIX, PADDING = -1, -2
 UNSCORED = -1
 """In `kinds`: no answer token that is scored."""
-TEXT = -1
-"""In `patches`: no image token."""
 IGNORED = -100
 """In `labels`: no answer token."""
 
@@ -31,32 +29,18 @@ class TextSequence:
     texts: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
-    patches: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
 
-    def add(
-        self,
-        block: int,
-        kind: int | None,
-        question: list[int],
-        answer: list[int],
-        patches: Sequence[int] | None = None,
-    ) -> None:
-        """Append a question and its answer to a block; `kind` is None if it is not trained on.
-
-        `patches` has a raster patch for every image token of the question, -1 for its text.
-        """
+    def add(self, block: int, kind: int, question: list[int], answer: list[int]) -> None:
+        """Append a question and its answer to a block."""
         # The label of a position is the token that follows it; the end token is not scored.
         length = len(question) + len(answer)
         first = self.start + self.blocks.count(block)
-        labels = [IGNORED] * len(answer) if kind is None else answer
-        scored = UNSCORED if kind is None else kind
         self.texts += question + answer
-        self.labels += [IGNORED] * (len(question) - 1) + labels + [IGNORED]
-        self.kinds += [UNSCORED] * (len(question) - 1) + [scored] * (len(answer) - 1)
+        self.labels += [IGNORED] * (len(question) - 1) + answer + [IGNORED]
+        self.kinds += [UNSCORED] * (len(question) - 1) + [kind] * (len(answer) - 1)
         self.kinds += [UNSCORED] * 2
-        self.patches += [*(patches or [TEXT] * len(question)), *[TEXT] * len(answer)]
         self.positions += range(first, first + length)
         self.blocks += [block] * length
 

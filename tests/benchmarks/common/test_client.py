@@ -9,7 +9,6 @@ from statistics import median
 
 import pytest
 
-from benchmarks.common import BenchmarkError
 from benchmarks.common.client import Client, parse
 from benchmarks.common.fake_server import MODEL, PROMPT_TOKENS, Reply, fake_server
 from benchmarks.common.request_record import Record
@@ -93,27 +92,6 @@ def test_a_refused_connection_is_recorded() -> None:
 def test_an_answer_without_usage_has_no_token_counts() -> None:
     (record,) = send(Reply(usage=None, first=0.01, gaps=(0.001,)))
     assert record.ok and record.completion_tokens is None and record.tpot is None
-
-
-def test_requests_sent_together_are_in_flight_together() -> None:
-    # No request is answered before all have come; one at a time none would ever be answered.
-    with fake_server(Reply(first=0.05), gather=8) as server:
-        records = Client(server.url, timeout=60).send_together([body()] * 8)
-    assert len(records) == 8
-    assert all(0.05 <= record.ttft < record.e2e for record in records)
-
-
-@pytest.mark.parametrize(
-    ("reply", "problem"),
-    [
-        (Reply(status=400, error="wrong"), "status 400.*wrong"),
-        (Reply(deltas=("", "")), "contains no text"),
-        (Reply(usage=None, first=0.01), "contains no usage"),
-    ],
-)
-def test_requests_sent_together_must_all_be_answered(reply: Reply, problem: str) -> None:
-    with fake_server(reply) as server, pytest.raises(BenchmarkError, match=problem):
-        Client(server.url).send_together([body(2)])
 
 
 def test_a_whole_answer_has_status_and_text() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 from benchmarks.common.report import (
     Claim,
     Section,
@@ -13,7 +10,6 @@ from benchmarks.common.report import (
     format_excess,
     format_spread,
     markdown,
-    write_section,
 )
 from vllm_autoprune.statistics import Estimate, Spread
 
@@ -34,15 +30,6 @@ def test_a_section_reads_as_markdown() -> None:
     assert "| at most 5 % | +4.0 % | **inconclusive** |" in text
     assert "| request | ms |\n| :-- | --: |\n| a\\|b <i> | 1.0 |" in text
     assert text.endswith("Environment: vllm 0.\n")
-
-
-def test_a_summary_covers_all_sections_in_the_folder_in_order(tmp_path: Path) -> None:
-    for name in ("second", "first"):
-        section = Section(name, f"Part {name}", [], [], SECTION.tables, {}, {})
-        write_section(section, tmp_path, ("first", "second", "third"), "All")
-    text = (tmp_path / "summary.md").read_text()
-    assert text.index("Part first") < text.index("Part second")
-    assert json.loads((tmp_path / "first.json").read_text())["tables"][0]["caption"] == "Times."
 
 
 def test_a_ratio_is_written_as_the_excess_over_one() -> None:

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoProcessor
 
-from benchmarks.common.shapes import IMAGE_TOKEN, TOKENS, VOCABULARY, write_llava
-from benchmarks.cost.overhead.settings import BUDGET, QUESTION, draw_words
+from benchmarks.common.shapes import (
+    IMAGE_TOKEN,
+    TOKENS,
+    VOCABULARY,
+    draw_words,
+    write_llava,
+    write_llava_next,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +53,15 @@ def test_there_are_no_weights(folder: Path) -> None:
 
 def test_an_image_is_n_tokens_and_a_word_is_one(folder: Path) -> None:
     processor = AutoProcessor.from_pretrained(folder)
-    parts = [{"type": "image"}, {"type": "text", "text": draw_words(QUESTION, 5)}]
+    parts = [{"type": "image"}, {"type": "text", "text": draw_words(24, 5)}]
     prompt = processor.apply_chat_template([{"role": "user", "content": parts}])
     ids = processor.tokenizer(prompt)["input_ids"]
 
     assert ids.count(IMAGE_TOKEN) == 1
     assert processor.tokenizer.unk_token_id not in ids
-    text = [{"role": "user", "content": draw_words(BUDGET + QUESTION, 6)}]
+    text = [{"role": "user", "content": draw_words(64 + 24, 6)}]
     as_long = processor.tokenizer(processor.apply_chat_template(text))["input_ids"]
-    assert len(as_long) == len(ids) - 1 + BUDGET
+    assert len(as_long) == len(ids) - 1 + 64
 
 
 def test_every_id_has_a_text(folder: Path) -> None:
@@ -63,3 +69,9 @@ def test_every_id_has_a_text(folder: Path) -> None:
 
     assert len(tokenizer) == VOCABULARY
     assert all(tokenizer.convert_ids_to_tokens(list(range(VOCABULARY))))
+
+
+def test_a_tiled_shape_has_the_published_pinpoints(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(write_llava_next(tmp_path / "next", 1))
+
+    assert [672, 672] in [list(pair) for pair in config.image_grid_pinpoints]

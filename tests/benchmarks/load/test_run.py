@@ -27,8 +27,8 @@ from benchmarks.server import free_port
 WORKLOAD = Workload(model=MODEL, requests=40, warm_up=2, output_tokens=6, sides=((48, 1.0),))
 REPLY = Reply(first=0.08, gaps=(0.02, 0.04))
 LOAD = Load(rate=20.0)
-OF_A_BUSY_MACHINE = ("the client was the bottleneck", "other programs used")
-"""The only reasons against a run that a busy machine may cause."""
+OF_A_BUSY_MACHINE = "the client was the bottleneck"
+"""The only reason against a run that a busy machine may cause."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,6 @@ def test_an_open_loop_sends_everything_by_its_schedule(opened: tuple[Result, Pat
     assert result.load == LOAD and result.workload == WORKLOAD
     assert result.metrics.peak_kv_use == 0.25
     assert result.server == {"server version": "mock"}
-    assert result.facts.foreign is not None and result.facts.foreign.server_known
     assert all(reason.startswith(OF_A_BUSY_MACHINE) for reason in result.verdict.reasons)
 
 

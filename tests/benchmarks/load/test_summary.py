@@ -84,3 +84,10 @@ def test_a_run_at_a_rate_states_the_offered_and_the_achieved_rate() -> None:
     assert "2.00 offered, 2.00 achieved requests/s" in lines
     closed = "\n".join(format_result(result(records, Load(users=1))))
     assert "offered" not in closed and "2.00 requests/s" in closed
+
+
+def test_a_busy_machine_is_warned_about_under_the_verdict() -> None:
+    calm = result([record(n) for n in range(4)], Load(users=1))
+    busy = calm.model_copy(update={"environment": {"load average": "2.10", "cores": "2"}})
+    assert "warning" not in "\n".join(format_result(calm))
+    assert list(format_result(busy))[1].startswith("  warning: load average 2.10 on 2 cores")

@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.common.metrics import ServerMetrics
 from benchmarks.common.request_record import Record
-from benchmarks.load.foreign_load import ForeignLoad
 from benchmarks.load.messages import ClientFacts, RunFacts
 from benchmarks.load.schedule import Load, Slo
 from benchmarks.load.summary import summarize
@@ -31,14 +30,12 @@ def verdict(
     broken: str | None = None,
     metrics: ServerMetrics = READ,
     cache: Cache = "unique",
-    foreign: ForeignLoad | None = None,
 ) -> Verdict:
     facts = RunFacts(
         planned=len(records) if planned is None else planned,
         clients=(client,),
         unwritten=unwritten,
         broken=broken,
-        foreign=foreign,
     )
     workload = Workload(model="mock", output_tokens=4, cache=cache)
     return judge_run(workload, load, records, facts, summarize(records, Slo()), metrics)
@@ -106,20 +103,6 @@ def test_cache_hits_against_the_declared_state_invalidate(
 def test_expected_cache_hits_are_valid(cache: Cache) -> None:
     hit = READ.model_copy(update={"mm_cache_hits": 30, "prefix_cache_hits": 3000})
     assert verdict(cache=cache, metrics=hit).valid
-
-
-def foreign(share: float, *, here: bool = True, known: bool = True) -> ForeignLoad:
-    return ForeignLoad(share=share, cores=2, server_here=here, server_known=known)
-
-
-def test_other_programs_on_the_machine_of_the_server_invalidate() -> None:
-    (reason,) = verdict(foreign=foreign(0.23)).reasons
-    assert reason.startswith("other programs used 23 % of the CPU time of 2 cores")
-    assert verdict(foreign=foreign(0.08)).valid
-    # Where the server is elsewhere, the client's own delay tells; where it is hidden, nothing does.
-    assert verdict(foreign=foreign(0.9, here=False, known=False)).valid
-    hidden = verdict(foreign=foreign(0.9, known=False))
-    assert hidden.valid and "could not be detected" in hidden.notes[0]
 
 
 def test_other_clients_of_the_server_invalidate() -> None:

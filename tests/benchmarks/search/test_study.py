@@ -126,6 +126,6 @@ def test_the_ablations_search_smaller_spaces_and_sweep_the_quota(
 def test_every_strategy_is_an_arm_and_the_model_is_left_out_where_an_arm_says_so() -> None:
     assert {arm.removesuffix("@none") for arm in ARMS} == set(STRATEGIES)
     settings = Settings(proposer="m")
-    without: Sequence[str] = ("random", "tpe", "autoprune+@none", "autoprune@random")
+    without: Sequence[str] = ("random", "tpe", "autoprune+@none")
     assert not needs_proposer(without, settings)
     assert all(needs_proposer([arm], settings) for arm in ARMS if arm not in without)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cost.state_cost import build_states
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, PruningState, StateError, load_state, materialize, refine
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -29,9 +28,14 @@ def test_shipped_states_are_far_below_the_bound(name: str) -> None:
 
 
 def test_every_atom_has_a_cost() -> None:
-    for name, one in build_states():
+    changes: list[dict[str, object]] = [
+        {"/constraints/selector": {"atom": name}} for name in ATOMS.names("selection_constraints")
+    ]
+    pools = [name for name in ATOMS.names("candidate_pool") if name.endswith("_builder")]
+    changes += [{"/constraints/pool": [{"atom": name}]} for name in pools]
+    for one in [*map(load_state, shipped_states()), *map(state, changes)]:
         costs = atom_costs(one)
-        assert all(cost.milliseconds > 0 for cost in costs), name
+        assert all(cost.milliseconds > 0 for cost in costs), one
         assert state_cost(one) == sum(cost.milliseconds for cost in costs)
     for signal in ATOMS.names("scoring"):
         assert state_cost(state({"/scoring/signals": [{"atom": signal}]})) > 0

@@ -2,8 +2,7 @@
 
 Every atom declares its work as calls of torch, numbers read or written, and multiplications, as
 functions of its parameters and of an image's shape. Three measured rates turn work into
-milliseconds of one CPU core (``python -m benchmarks.cost state-cost`` compares predictions with
-measurements).
+milliseconds of one CPU core (``docs/data/state-cost.csv`` compares predictions with measurements).
 
 The computation of a state's inputs is not included: it is at most one pass over the unpruned image,
 which a request without pruning costs as well.

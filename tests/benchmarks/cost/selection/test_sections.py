@@ -66,7 +66,7 @@ def test_every_policy_has_a_share_of_the_prefill(selection: float, verdict: str)
 @pytest.mark.parametrize("name", sorted(BASE_POLICIES))
 def test_every_policy_runs_on_the_measured_images(name: str) -> None:
     size = Size(16, 5, 1, 8)
-    assert policies.select_once(name, size).picks.shape[0] == 1
+    assert policies.select(name, policies.TokenSource(size), size.kept).picks.shape[0] == 1
 
 
 @pytest.mark.parametrize(("full", "verdict"), [(1.09, "holds"), (1.11, "does not hold")])

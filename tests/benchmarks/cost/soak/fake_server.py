@@ -18,6 +18,7 @@ from vllm_autoprune.serving.api.recall import choose_recalls
 from vllm_autoprune.serving.api.request_fields import RecallTurn, parse_request
 from vllm_autoprune.serving.shared.placeholders import TokenCount
 from vllm_autoprune.serving.shared.request_rules import RequestRules
+from vllm_autoprune.tpdsl.states.load import load_state
 
 TOKENS, BUDGET, RECALL, TEXT, KV_BYTES = 144, 8, 4, 20, 3072
 START = 5
@@ -40,7 +41,8 @@ class PlannedReplies:
     def __init__(self, faults: Faults) -> None:
         self.counts: Counter[str] = Counter()
         self._faults = faults
-        self._state = replace(served(), rules=RequestRules("states", 1, 65536, recall=RECALL))
+        rules = RequestRules("states", 1, 65536, recall=RECALL)
+        self._state = replace(served(), state=load_state("autoprune"), rules=rules)
 
     def metrics(self) -> str:
         return "".join(f"{name} {float(count)}\n" for name, count in sorted(self.counts.items()))

@@ -33,14 +33,12 @@ from tests.benchmarks.cost.soak.fake_server import (
     Faults,
     serve_planned,
 )
-from tests.serving.unit.samples import served
 
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
 
 def mix() -> RequestMix:
-    state = served().state.name
-    return RequestMix("model", TOKENS, state, BUDGET, RECALL, START, ("first", "second"))
+    return RequestMix("model", TOKENS, "autoprune", BUDGET, RECALL, START, ("first", "second"))
 
 
 def metrics(url: str) -> dict[str, float]:

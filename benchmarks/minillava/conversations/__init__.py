@@ -1,1 +1,0 @@
-"""Conversations about one image: a language model trained on them, and its accuracy by turn."""

@@ -1,1 +1,0 @@
-"""Training of the second language model, on conversations of several turns about one image."""

@@ -1,1 +1,0 @@
-"""Search for states with a shared core, against the best states without one."""

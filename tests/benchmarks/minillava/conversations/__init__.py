@@ -1,1 +1,0 @@
-"""Tests of conversations on mini-LLaVA."""
