@@ -153,7 +153,6 @@ def prepare_folder(folder: Path) -> None:
     from PIL import Image
 
     sys.path.insert(0, str(ROOT))
-    import numpy as np
 
     from benchmarks.minillava.split import draw_examples, png
     from benchmarks.search.scenes import write_data
@@ -177,16 +176,6 @@ def prepare_folder(folder: Path) -> None:
             line = {"image": "scene.png", "question": example.question, "answer": example.answer}
             file.write(json.dumps(line) + "\n")
     write_data(folder / "questions", {"search": 4, "validation": 4, "test": 4}, each=1)
-    rng = np.random.default_rng(0)
-    np.savez(
-        folder / "arrays.npz",
-        allow_pickle=False,
-        features=rng.normal(size=(576, 16)),
-        patches=rng.normal(size=(576, 8)),
-        text=rng.normal(size=(2, 8)),
-        cls_attention=rng.random(576),
-        sign=1,
-    )
 
 
 def type_quick(command: Command, folder: Path) -> int:
