@@ -77,7 +77,7 @@ _SERVE = re.compile(r"^(VLLM_CPU_KVCACHE_SPACE=1 )?vllm serve (benchmarks|out)/"
 _NEEDS_SERVER = re.compile(r"(localhost|127\.0\.0\.1):8000")
 _LONG = re.compile(
     r"^(python -m (benchmarks|tests)\.|locust |for |make (demo|bench-check)$"
-    r"|vllm-autoprune (search|selftest))"
+    r"|vllm-autoprune (search|selftest|explain))"
 )
 _BUSY = re.compile(
     r"not valid: (the client was the bottleneck|client \S+ used|other programs)"
@@ -127,7 +127,7 @@ class Command:
 def read_commands() -> list[Command]:
     """All commands, in the order of the pages of the site, the README first."""
     nav = re.findall(r"^ +- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    pages = [ROOT / "README.md", *(ROOT / "docs" / name for name in nav)]
+    pages = [ROOT / "README.md", *(ROOT / "docs" / name for name in nav if name != "atoms.md")]
     studies = sorted((ROOT / "docs").glob("*/*.md"))
     return [
         Command(str(page.relative_to(ROOT)), line)

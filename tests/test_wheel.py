@@ -139,7 +139,13 @@ def test_every_command_runs_from_the_installed_wheel(installed: Path, tmp_path: 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(name, marks=pytest.mark.engine if name == "explain" else ())
+        for name in COMMANDS
+    ],
+)
 def test_every_command_runs_as_a_program(installed: Path, tmp_path: Path, command: str) -> None:
     arguments = forms(tmp_path)[command]
     ran = subprocess.run(
