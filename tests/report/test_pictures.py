@@ -50,7 +50,6 @@ def explanation(question: str = QUESTION, trace: Trace = TRACE) -> Explanation:
         question,
         "mine",
         "0123456789abcdef",
-        "cdpruner",
         trace,
         panels,
     )
