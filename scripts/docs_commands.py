@@ -73,7 +73,7 @@ _SERVE = re.compile(r"^(VLLM_CPU_KVCACHE_SPACE=1 )?vllm serve (benchmarks|out)/"
 _NEEDS_SERVER = re.compile(r"(localhost|127\.0\.0\.1):8000")
 _LONG = re.compile(
     r"^(python -m (benchmarks|tests)\.|locust |for |make demo$"
-    r"|vllm-autoprune (search|selftest))"
+    r"|vllm-autoprune (search|selftest|explain))"
 )
 _BUSY = re.compile(r"not valid: (the client was the bottleneck|client \S+ used)")
 """What measurements answer, with status 1, where the machine is not idle."""
@@ -120,7 +120,7 @@ class Command:
 def read_commands() -> list[Command]:
     """All commands, in the order of the pages of the site, the README first."""
     nav = re.findall(r"^ +- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    pages = [ROOT / "README.md", *(ROOT / "docs" / name for name in nav)]
+    pages = [ROOT / "README.md", *(ROOT / "docs" / name for name in nav if name != "atoms.md")]
     studies = sorted((ROOT / "docs").glob("*/*.md"))
     return [
         Command(str(page.relative_to(ROOT)), line)
@@ -146,7 +146,6 @@ def prepare_folder(folder: Path) -> None:
     from PIL import Image
 
     sys.path.insert(0, str(ROOT))
-    import numpy as np
 
     from benchmarks.minillava.split import draw_examples, png
     from benchmarks.search.scenes import write_data
@@ -170,16 +169,6 @@ def prepare_folder(folder: Path) -> None:
             line = {"image": "scene.png", "question": example.question, "answer": example.answer}
             file.write(json.dumps(line) + "\n")
     write_data(folder / "questions", {"search": 4, "validation": 4, "test": 4}, each=1)
-    rng = np.random.default_rng(0)
-    np.savez(
-        folder / "arrays.npz",
-        allow_pickle=False,
-        features=rng.normal(size=(576, 16)),
-        patches=rng.normal(size=(576, 8)),
-        text=rng.normal(size=(2, 8)),
-        cls_attention=rng.random(576),
-        sign=1,
-    )
 
 
 def type_quick(command: Command, folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""Update the generated parts of the pages: demo results, shipped states and supported models.
+"""Update the generated parts of the pages: demo results and shipped states.
 
 Run ``make demo`` first, then ``python scripts/readme.py``.
 """
@@ -13,11 +13,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the benchmarks are not part of what is installed
 
 from benchmarks.zoo.evidence import as_markdown as zoo_table  # noqa: E402
-from vllm_autoprune.serving.startup import support  # noqa: E402
 
 PARTS = {
     "README.md": ("demo",),
-    "docs/support.md": ("support",),
     "docs/shipped-states.md": ("zoo",),
 }
 """Page -> names of its generated parts."""
@@ -33,7 +31,7 @@ def replace_part(text: str, name: str, part: str, page: str = "README.md") -> st
 
 def main() -> int:
     """Rewrite the pages; a part without a source is kept and reported."""
-    sources = {"support": support.as_markdown(), "zoo": zoo_table()}
+    sources = {"zoo": zoo_table()}
     results = ROOT / "out" / "demo" / "table.md"
     if results.is_file():
         sources["demo"] = results.read_text()

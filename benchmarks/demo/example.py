@@ -56,7 +56,7 @@ class Explainer:
         self, image: Image.Image, question: str, configuration: Configuration
     ) -> Explanation:
         """The tokens that a server would keep, and the answer that it would give."""
-        tokens = self._vision.encode(image, question).tokens
+        tokens = self._vision.encode(image, question)
         budget, owners = configuration.budget, tuple[int, ...]()
         if configuration.keep == "full" or budget is None:
             kept, rows = torch.arange(tokens.count), tokens.features[0]

@@ -142,17 +142,17 @@ def probes_from_checkpoint(
 ) -> Sequence[VisualTokens]:
     """Probes from a local checkpoint: the first search images, each with its first question.
 
-    Raises :class:`ConfigError` or :class:`UnsupportedModelError` as `explain` does.
+    Raises :class:`ConfigError` or :class:`UnsupportedModelError`.
     """
     # Imported here, because it loads transformers.
     from PIL import Image
 
-    from vllm_autoprune.checkpoints import open_vision
+    from vllm_autoprune.checkpoints.llava import open_vision
 
     vision = open_vision(checkpoint, text_tower)
     by_image = {example.image: example for example in reversed(dataset.examples("search"))}
     probes = []
     for example in islice(reversed(by_image.values()), PROBE_IMAGES):
         with Image.open(dataset.folder / example.image) as image:
-            probes.append(vision.encode(image, example.question).tokens)
+            probes.append(vision.encode(image, example.question))
     return probes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from benchmarks.minillava import split
 from benchmarks.miniqwen.reader import Reader
 from benchmarks.miniqwen.split import CHECKPOINT, convert_image, draw_examples
+from vllm_autoprune.checkpoints.llava import open_vision
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.executor.refine import refine
@@ -57,16 +60,33 @@ def test_an_engine_keeps_what_transformers_inputs_give(tmp_path: Path) -> None:
         assert drawn.width > 1000
 
 
+def test_the_picture_is_what_the_model_sees(tmp_path: Path) -> None:
+    """mini-LLaVA's processor crops the margins away."""
+    path, picture = tmp_path / "wide.png", tmp_path / "why.png"
+    margins, wide = (255, 0, 255), Image.new("RGB", (336, 168), (255, 0, 255))
+    wide.paste(Image.open(io.BytesIO(split.png(split.draw_examples("test", 1)[0].image))), (84, 0))
+    wide.save(path)
+    options = ("--text-tower", str(split.CLIP), "--state", "cdpruner", "--budget", "16")
+    (region,) = read_regions(explain(split.LLAVA, path, *options, "-o", str(picture)))
+    tokens = open_vision(split.LLAVA, split.CLIP).encode(wide, "What is written?")
+    expected = set(refine(materialize(load_state("cdpruner"), 16), tokens).indices[0].tolist())
+    # Tokens of a flat background are of nearly equal rank, and bfloat16 rounds differently.
+    assert len(region["kept"]) == 16 and len(expected & set(region["kept"])) >= 12
+    with Image.open(picture) as drawn:
+        colours = drawn.getcolors(1 << 20)
+        assert colours is not None and margins not in {colour for _, colour in colours}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "regions"), [("internvl", 1), ("llava_next", 2), ("gemma3", 1)])
 def test_regions_and_tiles_share_the_budget(name: str, regions: int, tmp_path: Path) -> None:
-    path, page = tmp_path / "wide.png", tmp_path / "why.html"
+    path, page = tmp_path / "wide.png", tmp_path / "why.png"
     Image.effect_mandelbrot((180, 112), (-2, -1, 1, 1), 50).convert("RGB").save(path)
     checkpoint = build(name, tmp_path / name)
     found = read_regions(explain(checkpoint, path, "--budget", "9", "-o", str(page)))
     assert len(found) == regions
     assert sum(len(region["kept"]) for region in found) == 9
-    assert page.read_text().count("<section") == regions
+    assert page.is_file()
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""explain, on the committed mini-LLaVA: pictures and pages of any image."""
+"""explain: its output and its refusals; ``tests/checkpoints/test_engine.py`` starts engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import pytest
 from PIL import Image
 
 from benchmarks.minillava.split import CLIP, LLAVA, draw_examples, png
+from vllm_autoprune.checkpoints import engine, find_checkpoint
+from vllm_autoprune.checkpoints.llava import open_vision
+from vllm_autoprune.cli.commands.explain import read_image
 from vllm_autoprune.cli.main import main
+from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.executor.refine import refine
 
 Captured = pytest.CaptureFixture[str]
 
@@ -23,31 +29,38 @@ def scene(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_picture_and_a_page(scene: Path, tmp_path: Path, capsys: Captured) -> None:
-    question = draw_examples("test", 1)[0].question
-    picture, page = tmp_path / "out.png", tmp_path / "out.html"
-    call = ["explain", str(scene), question, *MODEL, "--budget", "8"]
-    assert main([*call, "-o", str(picture), "-o", str(page), "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert "keeps 8 of 144" in record["summary"]
-    assert len(record["trace"]["kept"]) == 8
+def test_a_picture_and_json(
+    scene: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def select(
+        checkpoint: Path, tower: Path, policy: PruningPolicy, image: Image.Image, question: str
+    ) -> list[engine.SelectedRegion]:
+        tokens = open_vision(checkpoint, tower).encode(image, question)
+        return [engine.SelectedRegion(image, policy, tokens, refine(policy, tokens))]
+
+    monkeypatch.setattr(engine, "select_in_engine", select)
+    picture = tmp_path / "out.png"
+    call = ["explain", str(scene), "What?", *MODEL, "--budget", "8", "-o", str(picture)]
+    assert main(call) == 0
+    assert capsys.readouterr().out.endswith(f"\nwrote {picture}\n")
     with Image.open(picture) as image:
         assert image.width > 1000
-    assert question in page.read_text()
+    assert main([*call, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert "keeps 8 of 144" in record["summary"]
+    assert len(record["trace"]["kept"]) == 8 and record["regions"] == [record["trace"]]
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "L", "P", "I;16"])
-def test_any_mode_and_shape_of_image(tmp_path: Path, mode: str, capsys: Captured) -> None:
+def test_any_mode_of_image(tmp_path: Path, mode: str) -> None:
     path = tmp_path / "wide.png"
     source = Image.new("L", (400, 120), 90)
     (source if mode == "I;16" else source.convert(mode)).save(path)
-    assert main(["explain", str(path), "?", *MODEL, "--budget", "4"]) == 0
-    assert "keeps 4 of 144" in capsys.readouterr().out
+    image = read_image(path)
+    assert (image.mode, image.size) == ("RGB", (400, 120))
 
 
 def test_transparent_pixels_become_white(tmp_path: Path) -> None:
-    from vllm_autoprune.cli.commands.explain import read_image
-
     path = tmp_path / "clear.png"
     Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(path)
     assert read_image(path).getpixel((0, 0)) == (255, 255, 255)
@@ -62,7 +75,7 @@ def test_files_that_cannot_be_read_or_written(
         (text, MODEL, "cannot be read"),
         (tmp_path / "lost.png", MODEL, "No such file"),
         (tmp_path, MODEL, "cannot be read"),
-        (scene, [*MODEL, "-o", str(tmp_path / "out.gif")], ".png or .html"),
+        (scene, [*MODEL, "-o", str(tmp_path / "out.gif")], "end it in .png"),
         (scene, ["--checkpoint", str(tmp_path)], "config.json cannot be read"),
         (scene, ["--checkpoint", str(CLIP)], "is not supported here"),
     ):
@@ -70,24 +83,15 @@ def test_files_that_cannot_be_read_or_written(
         assert message in capsys.readouterr().err
 
 
-def test_a_checkpoint_may_be_an_id_on_the_hub(
-    scene: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+def test_a_checkpoint_may_be_an_id_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    asked: list[str] = []
-
     def download(name: str, **options: object) -> str:
-        asked.append(name)
         if name != "org/llava":
             raise FileNotFoundError(name)
         return str(LLAVA)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    call = ["explain", str(scene), "What?", "--budget", "8", "--checkpoint"]
-    assert main([*call, "org/llava"]) == 0
-    assert main([*call, "org/other"]) == 1
-    assert asked == ["org/llava", "org/other"]
-    error = capsys.readouterr().err
-    assert "org/other: is no folder, and not to be had from the Hub" in error
-    assert error.count("\n") == 1
+    assert find_checkpoint("org/llava") == LLAVA
+    with pytest.raises(ConfigError, match="is no folder, and not to be had from the Hub"):
+        find_checkpoint("org/other")

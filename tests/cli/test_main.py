@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from vllm_autoprune.cli.main import COMMANDS, main, parser
-from vllm_autoprune.serving.startup.support import SUPPORT, as_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,13 +62,6 @@ def test_a_misspelt_command_is_answered_in_one_line(capsys: pytest.CaptureFixtur
     assert main(["valdate"]) == 2
     output = capsys.readouterr().err
     assert "did you mean 'validate'?" in output and output.count("\n") == 1
-
-
-def test_the_page_of_support_shows_the_table() -> None:
-    """Fix with: python scripts/readme.py."""
-    assert as_markdown() in (ROOT / "docs/support.md").read_text()
-    assert main(["support", "--json"]) == 0
-    assert {row.status for row in SUPPORT} <= {"yes", "refused", "no", "untested"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

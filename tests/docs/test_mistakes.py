@@ -100,7 +100,6 @@ MISTAKES: dict[str, Answer] = {
     ),
     "`vllm-autoprune advise --probe 640x480`": typed("advise", "--probe", "640x480"),
     "`vllm-autoprune advise --probe 640`": typed("advise", "--probe", "640"),
-    "`vllm-autoprune select cdpruner missing.npz`": typed("select", "cdpruner", "missing.npz"),
     "`vllm serve ... --autoprune-budget 64`": served_with(budget="64"),
     "`vllm serve ... --autoprune-state cdprunner`": served_with(state="cdprunner"),
     "`vllm serve ... --autoprune-state cdpruner --autoprune-budget many`": served_with(

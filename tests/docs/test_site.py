@@ -1,4 +1,4 @@
-"""The documentation site: `make docs` builds it strictly; this tests its hook and its order."""
+"""The documentation site: `make docs` builds it strictly; this tests its hooks and its order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.site_links import restore_pipes, rewrite_links
+from scripts.site_hooks import generate_files, restore_pipes, rewrite_links
+from vllm_autoprune.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,11 +44,21 @@ def test_code_in_tables_is_shown_without_backslashes() -> None:
     )
 
 
+def test_the_site_has_what_the_commands_print(capsys: pytest.CaptureFixture[str]) -> None:
+    files = generate_files()
+    for name, command in (
+        ("atoms.md", ["atoms", "--markdown"]),
+        ("autoprune-state-1.schema.json", ["schema"]),
+    ):
+        assert main(command) == 0
+        assert files[name] == capsys.readouterr().out
+
+
 def test_every_page_has_a_place_in_the_order() -> None:
     placed = re.findall(r"^ +- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     docs = ROOT / "docs"
     found = (*docs.glob("*.md"), *docs.glob("studies/*.md"))
-    pages = {path.relative_to(docs).as_posix() for path in found}
+    pages = {"atoms.md", *(path.relative_to(docs).as_posix() for path in found)}
     assert sorted(placed) == sorted(pages) and placed[0] == "index.md"
 
 

@@ -1,19 +1,14 @@
-"""Pictures and pages: tokens are drawn at their places, and pages fetch nothing."""
+"""Pictures: tokens are drawn at their places."""
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import io
-import json
-import re
-from html.parser import HTMLParser
 
 import pytest
 from PIL import Image
 
 from vllm_autoprune import Grid
-from vllm_autoprune.report.page import render_page
 from vllm_autoprune.report.panels import Explanation, Panel
 from vllm_autoprune.report.picture import (
     CORE,
@@ -30,7 +25,7 @@ from vllm_autoprune.report.picture import (
 from vllm_autoprune.report.trace import SignalTrace, Trace
 
 GRID = Grid(4, 6)
-QUESTION = 'Is </script><b>this</b> & that "safe"?'
+QUESTION = "Is this safe?"
 TRACE = Trace(
     grid=GRID,
     reference=(7, 3, 20),
@@ -55,7 +50,6 @@ def explanation(question: str = QUESTION, trace: Trace = TRACE) -> Explanation:
         question,
         "mine",
         "0123456789abcdef",
-        "cdpruner",
         trace,
         panels,
     )
@@ -128,93 +122,11 @@ def test_any_question_can_be_drawn(question: str) -> None:
         assert again.format == "PNG" and again.size == sheet.size
 
 
-class Reader(HTMLParser):
-    """Collects what a browser would fetch, and the text of scripts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fetched: list[str] = []
-        self.scripts: list[str] = []
-        self.figures = 0
-        self._script = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.figures += tag == "figure"
-        self._script = tag == "script"
-        self.fetched += [value or "" for key, value in attrs if key in ("src", "href")]
-
-    def handle_endtag(self, tag: str) -> None:
-        self._script = False
-
-    def handle_data(self, data: str) -> None:
-        if self._script:
-            self.scripts.append(data)
-
-
-def test_page_is_self_contained() -> None:
-    text = render_page([explanation()])
-    reader = Reader()
-    reader.feed(text)
-    assert reader.figures == 3
-    assert reader.fetched and all(url.startswith("data:image/png") for url in reader.fetched)
-    assert all(url.startswith("url(data:") for url in re.findall(r"url\([^)]{0,12}", text))
-    assert "http://" not in text and "https://" not in text and "@import" not in text
-    assert "default-src 'none'" in text
-
-
-def test_a_page_can_be_read_by_tapping() -> None:
-    text = render_page([explanation()])
-    assert 'addEventListener("pointerdown", read)' in text
-    assert "<main" not in text, "several main elements are invalid"
-
-
-def test_question_is_escaped_in_the_page() -> None:
-    text = render_page([explanation()])
-    assert "<b>" not in text and "&lt;b&gt;this&lt;/b&gt;" in text
-    reader = Reader()
-    reader.feed(text)
-    assert len(reader.scripts) == 2
-
-
-def test_a_page_has_the_values_of_every_token() -> None:
-    reader = Reader()
-    reader.feed(render_page([explanation()]))
-    (data,) = json.loads(reader.scripts[0])
-    assert data["place"][8] == [1, 2]
-    assert data["status"][8] == "swapped in"
-    assert data["status"][3] == "swapped out, pick 2 of the reference"
-    assert data["status"][7] == "kept, pick 1 of the reference"
-    assert data["status"][0] == "not kept"
-    assert data["values"]["quality g"][0] == 1.0
-    assert data["values"]["local contrast saliency"][23] == 1.0
-
-
-def test_the_picture_in_the_page_is_the_image() -> None:
-    match = re.search(
-        r"--picture:url\(data:image/png;base64,([^)]+)\)", render_page([explanation()])
-    )
-    assert match is not None
-    with Image.open(io.BytesIO(base64.b64decode(match[1]))) as image:
-        assert image.size == (120, 80) and image.getpixel((0, 0)) == (200, 40, 40)
-
-
-class TestCore:
-    """Tokens of the core have a colour of their own, which the legend explains."""
-
-    def split(self) -> Explanation:
-        trace = dataclasses.replace(TRACE, left=(), entered=(), core=(7,))
-        panels = (Panel("reference selection", "3 tokens", lit=trace.kept, core=trace.core),)
-        return dataclasses.replace(explanation(trace=trace), panels=panels)
-
-    def test_picture(self) -> None:
-        colours = draw_sheet(self.split()).getcolors(1 << 20)
-        assert colours is not None and CORE in {colour for _, colour in colours}
-        plain = draw_sheet(explanation()).getcolors(1 << 20)
-        assert plain is not None and CORE not in {colour for _, colour in plain}
-
-    def test_page(self) -> None:
-        page = render_page([self.split()])
-        assert page.count('<rect class="core"') == 1 and page.count('<rect class="kept"') == 2
-        assert "core, kept for every question" in page
-        assert "kept for every question, pick 1 of the reference" in page
-        assert "for every question" not in render_page([explanation()])
+def test_tokens_of_the_core_have_a_colour_of_their_own() -> None:
+    trace = dataclasses.replace(TRACE, left=(), entered=(), core=(7,))
+    panels = (Panel("reference selection", "3 tokens", lit=trace.kept, core=trace.core),)
+    split = dataclasses.replace(explanation(trace=trace), panels=panels)
+    colours = draw_sheet(split).getcolors(1 << 20)
+    assert colours is not None and CORE in {colour for _, colour in colours}
+    plain = draw_sheet(explanation()).getcolors(1 << 20)
+    assert plain is not None and CORE not in {colour for _, colour in plain}

@@ -10,7 +10,6 @@ from PIL import Image
 
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, materialize, refine
-from vllm_autoprune.report.page import render_page
 from vllm_autoprune.report.panels import atom_title, cell, explain
 from vllm_autoprune.report.trace import Trace, trace_images
 from vllm_autoprune.tpdsl.optional_inputs import MergerInput
@@ -171,8 +170,6 @@ def test_owners_are_the_kept_tokens_that_dropped_ones_are_merged_into() -> None:
         assert "24 dropped ones are merged into them" in explanation.summary
         (panel,) = [panel for panel in explanation.panels if panel.title == "merged"]
         assert panel.owners == image.owners and panel.lit == image.kept
-        page = render_page([explanation])
-        assert '<i class="merged"></i><i></i>merged into the framed token' in page
 
 
 def test_a_state_that_merges_nothing_has_no_owners() -> None:

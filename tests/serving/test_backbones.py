@@ -12,7 +12,7 @@ from tests.serving.runners import Runner
 from vllm_autoprune.selftest.backbones import BUILDERS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
 from vllm_autoprune.selftest.report import Report
-from vllm_autoprune.serving.startup.support import BACKBONE_SUPPORT
+from vllm_autoprune.serving.models import BACKBONES
 
 pytestmark = [
     pytest.mark.engine,
@@ -26,7 +26,10 @@ ON_BOTH_RUNNERS = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 """Tiles, M-RoPE and deepstack, which the model runners handle each in its own way; `make test`
 serves the other backbones by V1."""
 
-NAMES = [row.name for row in BACKBONE_SUPPORT if row.name in BUILDERS]
+WITHOUT_VIDEO = ("llava_next", "idefics3", "smolvlm", "gemma3")
+"""Their models, or vLLM's classes for them, take no videos."""
+
+NAMES = list(BUILDERS)
 
 
 def names(quick: Collection[str]) -> list[ParameterSet]:
@@ -55,7 +58,7 @@ def test_selftest_checks_pass_on_both_model_runners(runner: Runner, name: str) -
 
 def assert_checks_pass(report: Report, name: str) -> None:
     assert {check: CHECKS[check](report) for check in CHECKS} == dict.fromkeys(CHECKS, "")
-    (row,) = (row for row in BACKBONE_SUPPORT if row.name == name)
+    (backbone,) = (backbone for backbone in BACKBONES.values() if backbone.name == name)
     axes = {len(completion.positions) for completion in report.stock.values()}
-    assert axes == {3 if row.positions == "time, height, width" else 1}
-    assert (report.video_stock is not None) == (row.video == "untouched")
+    assert axes == {3 if backbone.mrope else 1}
+    assert (report.video_stock is not None) == (name not in WITHOUT_VIDEO)

@@ -1,18 +1,23 @@
-"""Selection inside a vLLM engine of this process, with the code that serves, for every backbone."""
+"""Selection inside a vLLM engine of this process, with the code that serves, for every backbone.
+
+Also pictures of what the model sees of an image: its tiles, after resizing and cropping.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from PIL import Image
 from torch import Tensor
 
-from vllm_autoprune.checkpoints.regions import SelectedRegion, join_tiles, restore_picture
+from vllm_autoprune.checkpoints import require_architecture
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.tpdsl.base_policy import Given
 from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
@@ -41,6 +46,19 @@ Selection = tuple[PruningPolicy, VisualTokens, RefinedTokens]
 """A policy with a region's share of K, the region's tokens, and what is kept of them."""
 
 
+@dataclass(frozen=True)
+class SelectedRegion:
+    """One region of an image: its picture, its tokens (B = 1), and what a policy keeps of them.
+
+    ``policy`` has the region's share of K. The grid of ``tokens`` covers ``picture``.
+    """
+
+    picture: Image.Image
+    policy: PruningPolicy
+    tokens: VisualTokens
+    refined: RefinedTokens
+
+
 def select_in_engine(
     checkpoint: Path,
     text_tower: Path | None,
@@ -50,8 +68,10 @@ def select_in_engine(
 ) -> list[SelectedRegion]:
     """Each region of an image, and what a server with this policy's state keeps of it.
 
-    Raises :class:`ConfigError` where K is not below the image's tokens.
+    Raises :class:`ConfigError` for folders without a checkpoint and where K is not below the
+    image's tokens, :class:`UnsupportedModelError` for architectures that are not served.
     """
+    require_architecture(checkpoint, BACKBONES)
     keep_engine_in_process()
     llm = _start_engine(checkpoint, text_tower, policy)
     with record_selections() as selections, _record_tiles(llm) as tiles:
@@ -129,7 +149,7 @@ def record_selections() -> Iterator[list[Selection]]:
 
 @contextmanager
 def _record_tiles(llm: LLM) -> Iterator[list[EncodedTiles]]:
-    """Record the pixels and the features of images that are encoded in tiles."""
+    """Record the pixels and the features of images, but for models that take patches."""
     from vllm_autoprune.serving.models.pruned_model import PrunedModel
 
     (model,) = llm.apply_model(lambda model: model)
@@ -140,8 +160,8 @@ def _record_tiles(llm: LLM) -> Iterator[list[EncodedTiles]]:
     def encode_and_record(images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         features = encode(images)
         pixels = images[0]["pixel_values"]
-        if pixels.ndim == 4:
-            tiles.append((pixels, features[0]))
+        if pixels.ndim >= 3:
+            tiles.append((pixels.reshape(-1, *pixels.shape[-3:]), features[0]))
         return features
 
     vision.encode = encode_and_record  # type: ignore[method-assign]
@@ -165,7 +185,7 @@ def _draw_regions(
     tiles: Sequence[EncodedTiles],
     checkpoint: Path,
 ) -> list[Image.Image]:
-    """What each region shows: the image, its tiles side by side, or one tile."""
+    """What each region shows: the image, its tiles side by side, or one tile, cropped."""
     if not tiles:
         return [image] * len(selections)
     from transformers import AutoImageProcessor
@@ -173,6 +193,8 @@ def _draw_regions(
     processor = AutoImageProcessor.from_pretrained(checkpoint)
     pixels, features = tiles[-1]
     pictures = [restore_picture(tile.cpu(), processor) for tile in pixels]
+    if len(pictures) == 1:
+        return pictures * len(selections)
     budget = sum(policy.budget for policy, _, _ in selections)
     if shown := find_tiles_of_regions(features, len(pictures), budget):
         return [pictures[tile] for tile in shown]
@@ -189,3 +211,28 @@ def find_tiles_of_regions(features: ImageFeatures, tiles: int, budget: int) -> l
         return []
     shares = split_over_regions(budget, regions, features.first)
     return [tile for tile, share in enumerate(shares) if share]
+
+
+class Normalisation(Protocol):
+    """Mean and standard deviation with which an image processor normalises pixels."""
+
+    image_mean: list[float]
+    image_std: list[float]
+
+
+def restore_picture(pixels: Tensor, normalisation: Normalisation) -> Image.Image:
+    """The picture of normalised pixel values ``(3, H, W)``."""
+    pixels = pixels.float()
+    mean = pixels.new_tensor(normalisation.image_mean)[:, None, None]
+    std = pixels.new_tensor(normalisation.image_std)[:, None, None]
+    levels = ((pixels * std + mean) * 255).round().clamp(0, 255).byte()
+    return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
+
+
+def join_tiles(tiles: Sequence[Image.Image]) -> Image.Image:
+    """Tiles of one size side by side."""
+    width, height = tiles[0].size
+    joined = Image.new("RGB", (width * len(tiles), height))
+    for number, tile in enumerate(tiles):
+        joined.paste(tile, (number * width, 0))
+    return joined

@@ -1,5 +1,7 @@
 """LLaVA-1.5's vision side with transformers: tower, projector, relevance, first language layers.
 
+The search reads the tokens of its candidates' probes from it, without an engine.
+
 Inputs equal a server's except for the rounding of bfloat16 in other kernels, which at small budgets
 may exchange one of the tokens of lowest rank.
 """
@@ -7,7 +9,6 @@ may exchange one of the tokens of lowest rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,14 +16,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vllm_autoprune.checkpoints.regions import restore_picture
+from vllm_autoprune.checkpoints import require_architecture
 from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
 from vllm_autoprune.ops.dtype import Dtype
 from vllm_autoprune.serving.api.content_words import split_content_words
 from vllm_autoprune.serving.api.instruction_tokens import truncate_clip_ids, truncate_text
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.shared.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
-from vllm_autoprune.serving.shared.text_tower import TextTower
+from vllm_autoprune.serving.shared.text_tower import TextTower, read_text_tower
 from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings, RelevanceSpace
 from vllm_autoprune.tpdsl.decoder_prefix import DecoderLayer, DecoderPrefix
 from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
@@ -32,6 +33,9 @@ from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 if TYPE_CHECKING:
     from transformers import LlamaModel, LlavaConfig, PreTrainedTokenizerBase
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+
+ARCHITECTURE = "LlavaForConditionalGeneration"
 
 
 def build_prefix(
@@ -73,16 +77,16 @@ def _layer(model: LlamaModel, block: LlamaDecoderLayer) -> DecoderLayer:
 _Hook = Callable[[nn.Module, object, Tensor], None]
 
 
-@dataclass(frozen=True)
-class EncodedImage:
-    """One image after the processor and the vision tower.
+def open_vision(checkpoint: Path, text_tower: Path | None = None) -> LlavaVision:
+    """Open the vision side of a checkpoint, with relevance measured by a CLIP text tower if given.
 
-    ``picture`` is the image after resizing and cropping, with all tiles side by side, so that the
-    grid of ``tokens`` (B = 1) covers it. ``tokens`` has every input that can be computed.
+    Without a text tower the language model's input embeddings measure it, as on a server. Raises
+    :class:`ConfigError` for folders without a checkpoint and :class:`UnsupportedModelError` for
+    other architectures than LLaVA-1.5.
     """
-
-    picture: Image.Image
-    tokens: VisualTokens
+    require_architecture(checkpoint, [ARCHITECTURE])
+    tower = None if text_tower is None else read_text_tower(str(text_tower))
+    return LlavaVision(checkpoint, tower)
 
 
 class LlavaVision:
@@ -115,15 +119,11 @@ class LlavaVision:
             self._words = AutoTokenizer.from_pretrained(tower.path)
         self._clip = tower is not None
 
-    def encode(self, image: Image.Image, instruction: str) -> EncodedImage:
-        """Encode an image: the picture after cropping, and its visual tokens."""
+    @torch.no_grad()
+    def encode(self, image: Image.Image, instruction: str) -> VisualTokens:
+        """Visual tokens of an image (B = 1), with every input that can be computed."""
         prepared = self.processor.image_processor(image.convert("RGB"), return_tensors="pt")
         pixels = prepared["pixel_values"]
-        picture = restore_picture(pixels[0], self.processor.image_processor)
-        return EncodedImage(picture, self._tokens(pixels, instruction))
-
-    @torch.no_grad()
-    def _tokens(self, pixels: Tensor, instruction: str) -> VisualTokens:
         tower, project = self.model.model.vision_tower, self.model.model.multi_modal_projector
         layer = self.model.config.vision_feature_layer
         # hidden_states start with the embeddings, so -2 is the output of the second last layer.
@@ -192,7 +192,7 @@ def _require_supported(
         what = f"lacks weights: {', '.join(missing[:3])}" + (", ..." if len(missing) > 3 else "")
         fix = "give a complete checkpoint"
         raise ConfigError("checkpoint", [Problem(str(checkpoint), what, fix)])
-    backbone = BACKBONES["LlavaForConditionalGeneration"]
+    backbone = BACKBONES[ARCHITECTURE]
     problems = list(backbone.problems(config))
     if problems:
         raise UnsupportedModelError(f"checkpoint {checkpoint}", problems)

@@ -19,7 +19,6 @@ from vllm_autoprune.cli.commands import (
     list_states,
     materialize,
     search,
-    select,
     selftest,
     show,
     validate,
@@ -40,15 +39,13 @@ COMMANDS: dict[str, Command] = {
     "atoms": language.ATOMS_COMMAND,
     "schema": language.SCHEMA_COMMAND,
     "materialize": materialize.COMMAND,
-    "select": select.COMMAND,
     "explain": explain.COMMAND,
     "cost": cost.COMMAND,
     "advise": advise.COMMAND,
     "search": search.COMMAND,
     "eval": eval.COMMAND,
-    "doctor": doctor.DOCTOR,
+    "doctor": doctor.COMMAND,
     "selftest": selftest.COMMAND,
-    "support": doctor.SUPPORT_TABLE,
 }
 
 WRONG_ARGUMENTS = 2

@@ -134,7 +134,7 @@ def add_evaluator_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--checkpoint",
         type=Path,
-        help="the served model's folder, to detect candidates that keep the same tokens",
+        help="folder of a served LLaVA-1.5, to detect candidates that keep the same tokens",
     )
     group.add_argument(
         "--text-tower", type=Path, help="with --checkpoint: the text tower that the server uses"

@@ -1,1 +1,1 @@
-"""Explanations of what a state does: text, pictures and HTML pages. Needs no server."""
+"""Explanations of what a state does: text and pictures. Needs no server."""

@@ -33,7 +33,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Data of the picture or page about one question and one region of an image.
+    """Data of the picture about one question and one region of an image.
 
     ``region`` names the region, where the image has several.
     """
@@ -42,7 +42,6 @@ class Explanation:
     question: str
     state: str
     digest: str
-    base_policy: str
     trace: Trace
     panels: tuple[Panel, ...]
     region: str = ""
@@ -92,9 +91,7 @@ def explain(
             Panel(atom_title(s.atom), f"weight {s.weight:.3g}", s.values) for s in trace.signals
         ]
     state = policy.state
-    return Explanation(
-        picture, question, state.name, state.digest, base, trace, tuple(panels), region
-    )
+    return Explanation(picture, question, state.name, state.digest, trace, tuple(panels), region)
 
 
 def atom_title(atom: str) -> str:

@@ -55,11 +55,6 @@ def stretch_values(values: Sequence[float]) -> list[float]:
     return [(value - low) / (high - low) if low <= value <= high else 0.0 for value in values]
 
 
-def css_colour(colour: Colour) -> str:
-    """A colour in CSS notation."""
-    return "#{:02x}{:02x}{:02x}".format(*colour)
-
-
 SIDE = 420
 """Width of one tile's panel in pixels, up to a whole number of pixels a token."""
 

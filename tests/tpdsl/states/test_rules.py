@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,3 +80,9 @@ def test_schema_violations_are_not_rules(pointer: str, value: object, kind: str)
     text = changed(pointer, value)
     assert not ACCEPTS(json.loads(text))
     assert broken(text) == {kind} and kind not in RULES
+
+
+def test_the_page_on_states_lists_every_rule() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs/states.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(.+)` \| (.+) \| (.+) \|$", page, flags=re.MULTILINE)
+    assert listed == [(rule.kind, rule.requires, rule.why) for rule in RULES.values()]

@@ -1,4 +1,4 @@
-"""`doctor`: whether this installation can serve; `support`: what the plugin supports.
+"""`doctor`: whether this installation can serve.
 
 Every check also works where the packages it looks for are missing.
 """
@@ -28,7 +28,6 @@ from vllm_autoprune.serving.compat import require_vllm, uses_rust_frontend, vllm
 from vllm_autoprune.serving.plugin import DISABLE, disabled
 from vllm_autoprune.serving.shared.text_tower import read_text_tower
 from vllm_autoprune.serving.startup.hooks import HOOKS, find_missing_names
-from vllm_autoprune.serving.startup.support import BACKBONE_SUPPORT, SUPPORT, as_markdown
 from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
 
@@ -194,7 +193,7 @@ def _states() -> Iterator[Finding]:
     yield Finding("shipped states", "ok", f"{len(names)} load and materialize: {shown}")
 
 
-def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-tower",
         metavar="PATH|HF_ID",
@@ -202,7 +201,7 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run_doctor(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     findings = examine(options.text_tower)
     able = all(finding.status != "fail" for finding in findings)
     if options.json:
@@ -219,21 +218,4 @@ def _format_findings(findings: tuple[Finding, ...]) -> str:
     return format_table(["", "check", "result"], rows, wrap=WIDTH)
 
 
-DOCTOR = Command("check whether this installation can serve", _doctor_arguments, _run_doctor)
-
-
-def _support_arguments(parser: argparse.ArgumentParser) -> None:
-    """No arguments of its own."""
-
-
-def _run_support(options: argparse.Namespace) -> int:
-    if options.json:
-        backbones = [dataclasses.asdict(row) for row in BACKBONE_SUPPORT]
-        features = [dataclasses.asdict(row) for row in SUPPORT]
-        print(as_json({"backbones": backbones, "features": features}))
-    else:
-        print(as_markdown(), end="")
-    return 0
-
-
-SUPPORT_TABLE = Command("print what is and is not supported", _support_arguments, _run_support)
+COMMAND = Command("check whether this installation can serve", _arguments, _run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +15,6 @@ from vllm_autoprune.tpdsl.states.load import load_state
 
 if TYPE_CHECKING:
     from PIL import Image
-
-    from vllm_autoprune.report.panels import Explanation
-
-FORMATS = (".png", ".html")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,51 +38,43 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         type=Path,
-        action="append",
         metavar="FILE",
-        help="a .png picture or a self-contained .html page; may be given more than once",
+        help="picture to write, a .png",
     )
 
 
 def _run(options: argparse.Namespace) -> int:
-    outputs: list[Path] = options.output or []
-    _require_formats(outputs)
+    output: Path | None = options.output
+    if output is not None and output.suffix.lower() != ".png":
+        problem = Problem(f"-o {output}", "not a known format", "end it in .png")
+        raise ConfigError("explain", [problem])
     policy = materialize(load_state(options.state), options.budget)
     image = read_image(options.image)
 
-    from vllm_autoprune.checkpoints import find_checkpoint, select_regions
+    from vllm_autoprune.checkpoints import find_checkpoint
+    from vllm_autoprune.checkpoints.engine import select_in_engine
     from vllm_autoprune.report.panels import explain
+    from vllm_autoprune.report.picture import draw_sheets, encode_png
     from vllm_autoprune.report.trace import trace_images
 
     checkpoint = find_checkpoint(options.checkpoint)
-    regions = select_regions(checkpoint, options.text_tower, policy, image, options.question)
+    regions = select_in_engine(checkpoint, options.text_tower, policy, image, options.question)
     traces, explanations = [], []
     for number, region in enumerate(regions, start=1):
         (trace,) = trace_images(region.policy, region.tokens, region.refined)
         name = f"region {number} of {len(regions)}" if len(regions) > 1 else ""
         explanations.append(explain(region.policy, region.picture, options.question, trace, name))
         traces.append(trace)
-    for path in outputs:
-        write_file(path, _render(explanations, path.suffix.lower()))
+    if output is not None:
+        write_file(output, encode_png(draw_sheets(explanations)))
     summary = "\n".join(explanation.summary for explanation in explanations)
     if options.json:
         shown = [dataclasses.asdict(trace) for trace in traces]
         print(as_json({"summary": summary, "trace": shown[0], "regions": shown}))
     else:
         print(summary)
-        print("\n".join(f"wrote {path}" for path in outputs) or "no -o FILE: nothing written")
+        print("no -o FILE: nothing written" if output is None else f"wrote {output}")
     return 0
-
-
-def _require_formats(outputs: list[Path]) -> None:
-    fix = f"end it in {' or '.join(FORMATS)}"
-    problems = [
-        Problem(f"-o {path}", "not a known format", fix)
-        for path in outputs
-        if path.suffix.lower() not in FORMATS
-    ]
-    if problems:
-        raise ConfigError("explain", problems)
 
 
 def read_image(path: Path) -> Image.Image:
@@ -106,16 +93,6 @@ def read_image(path: Path) -> Image.Image:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "not an image"
         what = f"cannot be read ({reason})"
         raise ConfigError("image", [Problem(str(path), what, "give an image file")]) from None
-
-
-def _render(explanations: Sequence[Explanation], suffix: str) -> bytes:
-    if suffix == ".png":
-        from vllm_autoprune.report.picture import draw_sheets, encode_png
-
-        return encode_png(draw_sheets(explanations))
-    from vllm_autoprune.report.page import render_page
-
-    return render_page(explanations).encode()
 
 
 COMMAND = Command(

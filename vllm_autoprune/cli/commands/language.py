@@ -14,7 +14,7 @@ from vllm_autoprune.tpdsl.states.state import PruningState
 def _atoms_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", choices=list(ROLES), help="atoms of one group only")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="the reference page, docs/atoms.md")
+    form.add_argument("--markdown", action="store_true", help="the reference page, as on the site")
     form.add_argument(
         "--prompt", action="store_true", help="the language as an LLM proposer reads it"
     )

@@ -14,9 +14,6 @@ from vllm_autoprune.tpdsl.tokens import Need
 if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseProcessingInfo
 
-LAST_WORDS = LANGUAGE_IDS
-"""Tokens that the language model's first layers see of an instruction: its last ones."""
-
 MAX_CHARACTERS = 16 * RELEVANCE_IDS
 """Characters of an instruction that are tokenized: its last ones, from the beginning of a word.
 

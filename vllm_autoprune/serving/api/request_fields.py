@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Mapping
-from functools import cache
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
@@ -17,8 +14,6 @@ from vllm_autoprune.serving.shared.plan import Chooser
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.states.diagnosis import suggest_name
 from vllm_autoprune.tpdsl.states.json_values import escape_unprintable
-
-logger = logging.getLogger("vllm.autoprune")
 
 REQUEST_FIELD = "autoprune"
 """Key of the plugin's entry in a request's ``mm_processor_kwargs``."""
@@ -127,9 +122,6 @@ _FIX = {
     "recall_turns": 'give a list of {"images": images before the turn, "text": its text}',
 }
 
-_OLD_STATE_FIELD = "policy"
-"""Deprecated spelling of ``state``."""
-
 
 def parse_request(entry: object) -> PruningRequest:
     """The parsed entry; raises RequestError with every problem, which vLLM answers by 400."""
@@ -139,7 +131,6 @@ def parse_request(entry: object) -> PruningRequest:
         raise request_error("", "is not an object", f"write {format_entry(entry)}")
     if not all(isinstance(key, str) for key in entry):
         raise request_error("", "has keys that are no text", f"use: {', '.join(_FIX)}")
-    entry = _rename_state_field(entry)
     try:
         return PruningRequest.model_validate(entry)
     except ValidationError as error:
@@ -155,23 +146,6 @@ def parse_request(entry: object) -> PruningRequest:
                 what, fix = "is not a known field", suggest_name(place[0], list(_FIX))
             problems.setdefault(where, Problem(where, escape_unprintable(what, 200), fix))
         raise RequestError("request", list(problems.values())) from None
-
-
-def _rename_state_field(entry: Mapping[str, object]) -> Mapping[str, object]:
-    """The entry with ``state`` where it has the deprecated ``policy``."""
-    if _OLD_STATE_FIELD not in entry:
-        return entry
-    if "state" in entry:
-        what = "is the old name of 'state', which is given as well"
-        raise request_error(_OLD_STATE_FIELD, what, "give 'state' alone")
-    _warn_old_state_field()
-    return {"state" if key == _OLD_STATE_FIELD else key: entry[key] for key in entry}
-
-
-@cache
-def _warn_old_state_field() -> None:
-    """Warn once a process: clients choose how often they send the old field."""
-    logger.warning("The request field 'policy' is deprecated; use 'state' with the same value.")
 
 
 def format_entry(value: object) -> str:

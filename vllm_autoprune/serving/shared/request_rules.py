@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -13,8 +12,6 @@ from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.states.diagnosis import suggest_name
 
-logger = logging.getLogger("vllm.autoprune")
-
 FLAG = "--autoprune-requests"
 
 Level = Literal["none", "budget", "shipped-states", "states"]
@@ -22,9 +19,6 @@ Level = Literal["none", "budget", "shipped-states", "states"]
 ships with the package; also any state. Each level allows what the ones before it do."""
 
 LEVELS: tuple[Level, ...] = get_args(Level)
-
-_OLD_LEVELS: dict[str, Level] = {"policies": "shipped-states"}
-"""Deprecated names of levels, still understood with a warning."""
 
 _FORM = re.compile(r"(?P<level>[a-z-]+)(?::(?P<least>\d{1,6})-(?P<most>\d{1,6}))?")
 
@@ -81,7 +75,7 @@ def parse_rules(value: object, problems: list[Problem]) -> RequestRules:
     if value is None:
         return DEFAULT_RULES
     match = _FORM.fullmatch(str(value).strip())
-    level = None if match is None else _parse_level(match["level"])
+    level = next((name for name in LEVELS if match and name == match["level"]), None)
     if match is None or level is None:
         what = f"{str(value)[:80]!r} is not known"
         near = suggest_name(str(value).partition(":")[0], LEVELS)
@@ -93,12 +87,3 @@ def parse_rules(value: object, problems: list[Problem]) -> RequestRules:
         what = f"{least}-{most} is no range of tokens"
         problems.append(Problem(FLAG, what, f"give two numbers from 1 to {MAX_BUDGET}, in order"))
     return RequestRules(level, least, most, explicit=True)
-
-
-def _parse_level(name: str) -> Level | None:
-    """The level of a name, old names included; None where there is none."""
-    if name in _OLD_LEVELS:
-        level = _OLD_LEVELS[name]
-        logger.warning("%s %s is deprecated; use %s %s.", FLAG, name, FLAG, level)
-        return level
-    return next((level for level in LEVELS if level == name), None)

@@ -137,32 +137,3 @@ def test_an_unknown_key_is_reported_on_a_short_line(key: str) -> None:
     lines = str(caught.value).split("\n")
     assert len(lines) == 3  # the subject and two problems
     assert all(line.isprintable() and len(line) < 300 for line in lines)
-
-
-@pytest.fixture
-def old_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warning of the deprecated field has not been given in this process yet."""
-    request_fields._warn_old_state_field.cache_clear()
-
-
-@pytest.mark.usefixtures("old_field")
-def test_the_old_name_of_the_state_field_works_with_one_warning(
-    logged: pytest.LogCaptureFixture,
-) -> None:
-    for _ in range(3):
-        assert parse_request({"policy": "visionzip", "budget": 8}) == parse_request(
-            {"state": "visionzip", "budget": 8}
-        )
-    (record,) = logged.records
-    assert record.levelname == "WARNING"
-    assert "'policy' is deprecated; use 'state'" in record.getMessage()
-
-
-def test_old_and_new_name_of_the_state_field_together_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"autoprune/policy: .*give 'state' alone"):
-        parse_request({"policy": "visionzip", "state": "visionzip"})
-
-
-def test_a_wrong_value_under_the_old_name_is_located_under_the_new_one() -> None:
-    with pytest.raises(RequestError, match="autoprune/state: "):
-        parse_request({"policy": 3})

@@ -48,12 +48,3 @@ def test_invalid_values_are_reported_and_allow_nothing(value: object) -> None:
 def test_invalid_range(value: str) -> None:
     _, (problem,) = read(value)
     assert "no range" in problem.what
-
-
-def test_the_old_name_of_a_level_works_with_a_warning(logged: pytest.LogCaptureFixture) -> None:
-    assert parse_rules("policies:8-64", []) == RequestRules("shipped-states", 8, 64, explicit=True)
-    (record,) = logged.records
-    assert record.levelname == "WARNING"
-    assert record.getMessage() == (
-        "--autoprune-requests policies is deprecated; use --autoprune-requests shipped-states."
-    )

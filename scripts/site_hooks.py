@@ -1,4 +1,6 @@
-"""Hook of mkdocs: what reads differently there than in the repository.
+"""Hooks of mkdocs: pages that are generated, and what reads differently than in the repository.
+
+The reference of atoms and the JSON Schema of states are written here and are not in git.
 
 Links from a page to files outside docs become the path of the file, or, where ``repo_url`` is set,
 links to the file there. A file that is missing stops the build. ``\\|`` in code within a table is
@@ -7,10 +9,15 @@ a plain ``|`` in the repository, but would keep its backslash on the site.
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
@@ -54,6 +61,23 @@ def rewrite_links(text: str, repo_url: str | None, page: str = "index.md") -> st
         return f"{label} (`{path}` in the repository)"
 
     return _LINK.sub(replace, text)
+
+
+def on_files(files: Files, *, config: MkDocsConfig, **_: object) -> None:
+    """Called by mkdocs with the files of the site: adds those that are generated."""
+    from mkdocs.structure.files import File
+
+    for name, content in generate_files().items():
+        files.append(File.generated(config, name, content=content))
+
+
+def generate_files() -> dict[str, str]:
+    """What ``vllm-autoprune atoms --markdown`` and ``vllm-autoprune schema`` print."""
+    from vllm_autoprune.tpdsl.states.catalogue import render_page
+    from vllm_autoprune.tpdsl.states.state import PruningState
+
+    schema = json.dumps(PruningState.model_json_schema(), indent=2, ensure_ascii=False)
+    return {"atoms.md": render_page(), "autoprune-state-1.schema.json": schema + "\n"}
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: Config, **_: object) -> str:
