@@ -28,7 +28,7 @@ Space = Literal[
 (:mod:`offline_search.candidates.released_spaces`)."""
 
 MAX_QUOTA = 640
-"""Largest q_e and r_min that the language allows; a selector cuts them to K."""
+"""Largest q_e that the language allows; a selector cuts it to K."""
 
 STRATEGIES_WITHOUT_MENU = (
     "evoprompting-code",
@@ -184,14 +184,12 @@ class Settings(FrozenModel):
         return self
 
     @model_validator(mode="after")
-    def _require_space_with_r_min(self) -> Settings:
-        if self.space == "all":
-            return self
-        if len(self.budgets) > 1 or self.source_budget > MAX_QUOTA:
-            what = f"r_min of the space {self.space} is for one K of at most {MAX_QUOTA}"
-            raise ValueError(f"{what}: leave others out")
-        if self.menu or self.library == "paper":
+    def _require_space_of_its_own(self) -> Settings:
+        if self.space != "all" and (self.menu or self.library == "paper"):
             raise ValueError(f"the space {self.space} has atoms of its own: leave others out")
+        if self.space == "without-anchoring" and max(self.budgets) > MAX_QUOTA:
+            what = f"anchoring cannot be removed above K = {MAX_QUOTA}, the largest q_e"
+            raise ValueError(f"{what}: give a smaller K")
         return self
 
     @property

@@ -83,7 +83,7 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
     state = load_state(json.dumps(document))
     if settings.space == "all":
         return state
-    return load_state(document | project(state, settings.space, settings.source_budget))
+    return load_state(document | project(state, settings.space))
 
 
 def _chosen_base(choice: JsonValue, settings: Settings) -> JsonObject:

@@ -34,9 +34,9 @@ _STRENGTH_OF_SEVERAL = 0.003
 class ReleasedSpace:
     """What is searched of the released policy; its other parts stay as they are.
 
-    ``ranges`` hold inclusive bounds of numbers, r_min less K; ``fixed`` numbers that differ from
-    the released ones. ``signals`` are those of the policy, any of them with any weights, or a
-    single one.
+    ``ranges`` hold inclusive bounds of numbers, ``fixed`` numbers that differ from the released
+    ones. ``signals`` are those of the policy, any of them with any weights, or a single one. r_min
+    is K - q_e throughout, because a larger one is the same policy as a smaller q_e.
     """
 
     ranges: Mapping[str, tuple[float, float]]
@@ -46,7 +46,6 @@ class ReleasedSpace:
 
 _NUMBERS = {
     "q_e": (0, 3),
-    "r_min": (-3, 0),
     "lam": (0.04, 0.22),
     "keep_weight": (0.1, 0.8),
     "power": (0.7, 1.5),
@@ -76,21 +75,17 @@ def released_policy() -> PruningState:
     return load_state("autoprune")
 
 
-def draw_components(source: ChoiceSource, space: Space, budget: int) -> JsonObject:
-    """The components of a state of a space, at K = ``budget``."""
+def draw_components(source: ChoiceSource, space: Space) -> JsonObject:
+    """The components of a state of a space."""
     searched, released = SPACES[space], Components.from_state(released_policy())
     calls = released.constraints.selector, released.reassembly
     numbers = dict(calls[0]) | dict(calls[1]) | searched.fixed
     for name, (low, high) in searched.ranges.items():
-        if name == "r_min":
-            low, high = max(0, budget + low), budget + high
         if name != "bias":
-            numbers[name] = source.number(name, low, high, integer=name in ("q_e", "r_min"))
-    numbers["q_e"] = quota = min(int(numbers["q_e"]), budget)
-    # Null where it says no more than q_e, so that the state has the same quota at any other K.
-    r_min = int(numbers["r_min"] or 0)
-    numbers["r_min"] = r_min if r_min > budget - quota else None
-    if quota >= 2:
+            integer = name == "q_e"
+            number = source.number(name, low, high, integer)
+            numbers[name] = int(number) if integer else number
+    if numbers["q_e"] >= 2:
         numbers["strength"] = min(numbers["strength"], _STRENGTH_OF_SEVERAL)
     selector, reassembly = (
         call.model_copy(update={n: v for n, v in numbers.items() if n in call.parameters()})
@@ -124,7 +119,7 @@ def _draw_signals(
     return tuple(drawn)
 
 
-def choices_in_spaces(state: PruningState, budget: int) -> dict[str, Choice]:
+def choices_in_spaces(state: PruningState) -> dict[str, Choice]:
     """The choices for which :func:`draw_components` gives the state nearest to any state.
 
     What this lacks is that of the released policy.
@@ -145,12 +140,12 @@ def choices_in_spaces(state: PruningState, budget: int) -> dict[str, Choice]:
             # Not a dump, which leaves defaults out.
             numbers = {name: value for name, value in call if name in _NUMBERS | _BIAS}
             choices |= {name: value for name, value in numbers.items() if value is not None}
-    return choices | {"r_min": state.constraints.selector.bounds(budget)[1]}
+    return choices
 
 
-def project(state: PruningState, space: Space, budget: int) -> JsonObject:
+def project(state: PruningState, space: Space) -> JsonObject:
     """Components of the nearest state of a space: fixed parts overwritten, numbers clipped."""
-    return draw_components(_ClippingSource(choices_in_spaces(state, budget)), space, budget)
+    return draw_components(_ClippingSource(choices_in_spaces(state)), space)
 
 
 class _ClippingSource:
@@ -175,11 +170,7 @@ def describe_space(space: Space) -> str:
     if space == "all":
         return ""
     searched = SPACES[space]
-    parts = [
-        f"{name} {low:g} to {high:g}"
-        for name, (low, high) in searched.ranges.items()
-        if name != "r_min"
-    ]
+    parts = [f"{name} {low:g} to {high:g}" for name, (low, high) in searched.ranges.items()]
     parts += {"fixed": [], "any": ["signals and their weights"], "single": ["the one signal"]}[
         searched.signals
     ]

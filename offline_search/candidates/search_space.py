@@ -106,7 +106,7 @@ def sample_proposal(
     if space == "all":
         proposal = _sample_components(source, budget, library)
     else:
-        proposal = draw_components(source, space, budget)
+        proposal = draw_components(source, space)
     if core and source.option("with core", ("no", "yes")) == "yes":
         proposal[CORE] = _sample_core(source)
     if rank_at:
@@ -186,7 +186,7 @@ def choices_of_state(
     if space == "all":
         choices = _choices_of_components(state, budget, library)
     else:
-        choices = choices_in_spaces(state, budget)
+        choices = choices_in_spaces(state)
     if core:
         choices |= _choices_of_core(state.core)
     if bases:

@@ -167,7 +167,7 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Datas
             "--space: 'none' is refused -> give a value that is 'all', 'numbers'",
         ),
         (["--space", "numbers", "--menu", "1"], "--space, --menu: the space numbers has atoms of"),
-        (["--space", "numbers", "--budget", "8", "16"], "--budget, --space: r_min of the space"),
+        (["--space", "without-anchoring", "--budget", "720"], "anchoring cannot be removed above"),
         (["--menu", "1", "--strategy", "tpe"], "--menu: only a language model"),
         (["--menu", "1", "--objective", "latency"], "--objective: latency"),
         (["--data", "/nowhere"], "search.jsonl"),
