@@ -47,7 +47,7 @@ def test_lines_are_short_enough_to_read_unless_a_text_is_long(tmp_path: Path) ->
     lines = (tmp_path / "state.json").read_text().splitlines()
     texts = ('"found_by"', '"evaluated_on"', '"notes"')
     assert all(len(line) <= 100 for line in lines if not line.strip().startswith(texts))
-    assert any(line.strip().startswith('{"atom": "attention_proxy_saliency"') for line in lines)
+    assert any(line.strip().startswith('{"atom": "spatial_centrality_prior"') for line in lines)
 
 
 @pytest.mark.parametrize("value", [{}, [], {"a": []}, {"a": {"b": [1, "\u00e4", None]}}, [[1], {}]])
