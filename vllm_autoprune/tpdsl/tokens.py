@@ -198,6 +198,17 @@ class VisualTokens:
             return self.known_cosine
         return cosines(self.features, self.norm)
 
+    @property
+    def scoped(self) -> VisualTokens:
+        """The tokens that are compared with each other: each tile as an image, as ``tile_scope``.
+
+        Features alone, and their cosines.
+        """
+        if self.grid.tiles == 1 or self.tile_scope == "global":
+            return self
+        grid, rows = Grid(self.grid.height, self.grid.width), self.by_tile(self.features)
+        return VisualTokens(rows, grid, known_cosine=self.tile_cosine)
+
     def by_tile(self, values: Tensor) -> Tensor:
         """Reshape ``(B, N, ...)`` to ``(B * T, n, ...)``."""
         return values.reshape(self.batch * self.grid.tiles, self.grid.per_tile, *values.shape[2:])

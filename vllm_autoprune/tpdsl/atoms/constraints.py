@@ -135,12 +135,18 @@ def reference_residual_exchange_selector(
 def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
     """Replace the q reference tokens of lowest quality, whatever takes their place.
 
-    Candidates enter one by one, by ``quality^power - lam * largest kernel to a kept token``. A
-    reference token stays where the pool is exhausted.
+    Candidates enter one by one, by ``quality^power - lam * largest kernel to a kept token``, of
+    those in its tile where the state compares tokens by tile. A reference token stays where the
+    pool is exhausted.
     """
-    kernel, pool, kept = revision.kernel.similarity, revision.pool, revision.staying
+    tokens, pool, kept = revision.tokens, revision.pool, revision.staying
+    batch, count = pool.shape
+    scoped = tokens.scoped
+    kernel = run_kernel(revision.kernel_call, scoped, revision.g.view(-1, scoped.count)).similarity
     quality = min_max_normalise(revision.g).clamp_min(1e-6) ** power
-    nearest = kernel.masked_fill(~kept[:, :, None], -torch.inf).amax(dim=1)
+    nearest = kernel.masked_fill(~kept.view(-1, scoped.count, 1), -torch.inf).amax(dim=1)
+    nearest, rows = nearest.view(batch, count), kernel.reshape(batch, count, scoped.count)
+    tile = torch.arange(count, device=pool.device) // scoped.count
     for step in range(revision.outgoing.shape[1]):
         # Where no token is kept yet, the largest kernel is minus infinity.
         score = quality - lam * nearest.clamp_min(-1)
@@ -149,11 +155,12 @@ def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
             pool.any(dim=1, keepdim=True), entering, revision.outgoing[:, step : step + 1]
         )
         kept, pool = kept.scatter(1, entering, True), pool.scatter(1, entering, False)
-        row = kernel.gather(1, entering[:, :, None].expand(-1, -1, kernel.shape[2]))[:, 0]
-        nearest = torch.maximum(nearest, row)
+        row = rows.gather(1, entering[:, :, None].expand(-1, -1, scoped.count))[:, 0]
+        row = row.repeat(1, count // scoped.count)
+        nearest = nearest.maximum(row.masked_fill(tile != tile[entering], -torch.inf))
     if revision.given is None:
         return kept
-    return kept & ~mask_from_indices(revision.given.indices, kept.shape[1])
+    return kept & ~mask_from_indices(revision.given.indices, count)
 
 
 @atom("selection_constraints", MarginSelector)

@@ -26,8 +26,7 @@ from vllm_autoprune.tpdsl.atoms.reassembly.output import (
     ExchangeCall,
     Groups,
     NearestCall,
-    nearest_weights,
-    residual,
+    nearest_residual,
 )
 from vllm_autoprune.tpdsl.outcome import TokenSelection
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, declare
@@ -148,9 +147,7 @@ def _rows(recipe: Recipe, call: AtomCall, tokens: VisualTokens, chosen: TokenSel
     if _idle(call):
         return anchors
     if isinstance(call, NearestCall) and call.nearest:
-        weights = nearest_weights(tokens, indices, chosen.mergeable)
-        kept = torch.ones_like(weights[:, 0])
-        return residual(call, Groups(tokens, indices, anchors, weights, kept, weights > 0))
+        return nearest_residual(call.strength, tokens, indices, anchors, chosen.mergeable)
     weights, own, largest = _weigh(recipe, call, tokens, indices, chosen.mergeable)
     groups = Groups(tokens, indices, anchors, weights, own, largest & (weights > 0))
     rows = recipe.form.function(call, groups)

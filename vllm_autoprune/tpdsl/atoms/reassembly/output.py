@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as functional
 from pydantic import Field
 from torch import Tensor
 
@@ -98,23 +99,54 @@ def residual(call: BlendCall, groups: Groups) -> Tensor:
     return (anchors + call.strength * step).to(groups.anchors.dtype)
 
 
-def nearest_weights(tokens: VisualTokens, indices: Tensor, mergeable: Tensor | None) -> Tensor:
-    """Weights ``(B, N, P)`` of tokens in the groups of their nearest anchors, as released.
+def nearest_residual(
+    strength: float,
+    tokens: VisualTokens,
+    indices: Tensor,
+    anchors: Tensor,
+    mergeable: Tensor | None,
+) -> Tensor:
+    """x_a + strength * (weighted mean of the group - x_a), as released.
 
-    Not normalised: exp(0.05 (1 - distance from the centre) - 0.03 likeness to another token), of
+    The group of an anchor is itself and the tokens of its tile that are most similar to it; weights
+    are exp(0.05 (1 - distance from the centre) - 0.03 likeness to another token of the tile), of
     which the distance is divided by the largest and the likeness is min-max normalised.
     """
-    count, kept = tokens.count, torch.arange(indices.shape[1], device=indices.device)
-    similarity = tokens.cosine.gather(2, indices[:, None, :].expand(-1, count, -1))
-    owner = similarity.argmax(dim=2).scatter(1, indices, kept.expand_as(indices))
-    distance = centre_distance(tokens.grid, indices.device)
-    diagonal = torch.eye(count, dtype=torch.bool, device=indices.device)
-    likeness = min_max_normalise(tokens.cosine.masked_fill(diagonal, -torch.inf).amax(dim=2))
+    count, kept = tokens.count, indices.shape[1]
+    per_tile, device = tokens.grid.per_tile, indices.device
+    within = tokens.tile_cosine
+    tile = torch.arange(count, device=device) // per_tile
+    similarity = tokens.by_image(within).gather(
+        2, (indices % per_tile)[:, None].expand(-1, count, -1)
+    )
+    apart = tile[:, None] != tile[indices][:, None]
+    similarity = similarity.masked_fill(apart, -torch.inf)
+    place = torch.arange(kept, device=device).expand_as(indices)
+    nearest, owner = similarity.max(dim=2)
+    owner = owner.scatter(1, indices, place)
+    distance = centre_distance(tokens.grid, device)
     far = distance / distance.max().clamp_min(SETTLED)
-    weight = torch.exp(0.05 * (1 - far) - 0.03 * likeness)
+    itself = torch.eye(per_tile, dtype=torch.bool, device=device)
+    likeness = tokens.by_image(within.masked_fill(itself, -torch.inf).amax(dim=2))
+    weight = torch.exp(0.05 * (1 - far) - 0.03 * min_max_normalise(likeness))
+    joins = nearest.isfinite()  # a tile may have no anchor
     if mergeable is not None:
-        weight = weight.masked_fill(~(mergeable.scatter(1, indices, True)), 0.0)
-    return torch.zeros_like(similarity).scatter(2, owner[:, :, None], weight[:, :, None])
+        joins = joins & mergeable.scatter(1, indices, True)
+    weight = weight.masked_fill(~joins, 0.0)
+    means = [
+        _sum_groups(groups, shares[:, None] * rows.float(), kept)
+        / _sum_groups(groups, shares[:, None], kept)
+        for groups, shares, rows in zip(owner, weight, tokens.features, strict=True)
+    ]
+    start = anchors.float()
+    return (start + strength * (torch.stack(means) - start)).to(anchors.dtype)
+
+
+def _sum_groups(owner: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Sums ``(P, D)`` of the rows ``(N, D)`` of each group ``(N,)``, in the same order always."""
+    if rows.is_cuda:  # where index_add adds in any order
+        return functional.one_hot(owner, count).T.to(rows.dtype) @ rows
+    return rows.new_zeros(count, rows.shape[1]).index_add_(0, owner, rows)
 
 
 def average(call: BlendCall, groups: Groups) -> Tensor:
