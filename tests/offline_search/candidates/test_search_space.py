@@ -79,7 +79,7 @@ def test_the_numbers_of_a_state_have_their_values_and_bounds(settings: Settings)
     state = paper_state(settings)
     numbers = numeric_parameters(state)
     values = {parameter.name: value for parameter, value in numbers.items()}
-    assert values["scoring/signals/0/weight"] == 0.4
+    assert values["scoring/signals/0/weight"] == 0.28
     assert values["constraints/selector/q_e"] == 2
     assert [parameter.path[-1] for parameter in numbers if parameter.is_quota] == ["q_e"]
     assert all(parameter.low <= value <= parameter.high for parameter, value in numbers.items())
