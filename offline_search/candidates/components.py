@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
@@ -23,9 +25,20 @@ RANK_AT = "rank_at"
 BASE = "base_policy"
 """The optional components, searched where the settings say so."""
 
-
 LIBRARY_COMPONENTS = ("source", "budget", *COMPONENTS, "safety")
 """Fields that take the 131 atoms of the paper."""
+
+Choice = float | str
+
+
+class ChoiceSource(Protocol):
+    """Makes named choices; one name always has the same options or range."""
+
+    def option(self, name: str, options: Sequence[str]) -> str:
+        """One of several options."""
+
+    def number(self, name: str, low: float, high: float, integer: bool) -> float:
+        """A number between two inclusive bounds."""
 
 
 def searched_components(

@@ -24,10 +24,9 @@ import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from random import Random
 
-from offline_search.candidates.components import structure
+from offline_search.candidates.components import Choice, structure
 from offline_search.candidates.proposal import Draft, assemble_state
 from offline_search.candidates.search_space import (
-    Choice,
     RandomSource,
     choices_of_state,
     sample_proposal,
