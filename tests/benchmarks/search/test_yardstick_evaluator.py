@@ -59,7 +59,10 @@ def test_probes_distinguish_states(evaluator: YardstickEvaluator) -> None:
     names = ("cdpruner", "visionzip", "autoprune", "divprune")
     seen = {name: selection_fingerprint(load_state(name), (8,), probes) for name in names}
     assert len(set(seen.values())) == len(names)
-    assert seen["cdpruner"] == selection_fingerprint(load_state("ablation-quota-0"), (8,), probes)
+    # Other signals, the same tokens; `ablation-quota-0` still adds residuals to CDPruner's rows.
+    alone = load_state("autoprune").without_exchange()
+    assert alone.digest != load_state("cdpruner").digest
+    assert seen["cdpruner"] == selection_fingerprint(alone, (8,), probes)
 
 
 async def test_a_budget_is_a_share_where_images_differ_in_size() -> None:
