@@ -30,26 +30,11 @@ Space = Literal[
 MAX_QUOTA = 640
 """Largest q_e and r_min that the language allows; a selector cuts them to K."""
 
-STRATEGIES_WITHOUT_MENU = (
-    "evoprompting-code",
-    "openevolve-code",
-    "openevolve-states",
-    "random",
-    "tpe",
-)
-"""Strategies that ignore menus: their candidates are programs or come from no language model."""
-
 STRATEGIES_WITH_LISTS = ("autoprune", "autoprune+")
 """Strategies that may ask a language model for several proposals at once."""
 
 DEFAULT_LIST = 5
 """Proposals in a reply of a model behind an endpoint: one for each purpose."""
-
-DEFAULT_MENU = 1
-"""Menu width for the embedded model, which would otherwise repeat the example it is shown.
-
-One, because between three atoms it chooses by their names and always takes the same few.
-"""
 
 
 class FrozenModel(BaseModel):
@@ -115,9 +100,6 @@ class Settings(FrozenModel):
         default=5, ge=1, le=50, description="best candidates to measure on validation"
     )
     proposer: str = Field(default="", description="model that proposes; empty: none")
-    menu: int = Field(
-        default=0, ge=0, le=100, description="atoms offered per changed part; 0: no menu"
-    )
     proposals_per_reply: int = Field(
         default=1,
         ge=1,
@@ -132,15 +114,6 @@ class Settings(FrozenModel):
         default=1024, ge=64, le=32768, description="maximum tokens of a proposal"
     )
     evaluator: str = Field(default="", description="model and data that candidates are measured on")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _ignore_former_ablations(cls, data: object) -> object:
-        """Older ledgers hold two more fields; without an ablation the search is the same."""
-        if not isinstance(data, dict):
-            return data
-        former = {name for name in ("without", "quota") if data.get(name) in ([], None)}
-        return {name: value for name, value in data.items() if name not in former}
 
     @model_validator(mode="after")
     def _require_different_budgets(self) -> Settings:
@@ -161,19 +134,11 @@ class Settings(FrozenModel):
         return self
 
     @model_validator(mode="after")
-    def _require_menu_reader(self) -> Settings:
-        if self.menu and (not self.proposer or self.strategy in STRATEGIES_WITHOUT_MENU):
-            raise ValueError("only a language model that writes states reads a menu: leave it out")
-        if self.menu and self.library == "paper":
-            raise ValueError("a menu offers a part of the atoms: leave it out")
-        return self
-
-    @model_validator(mode="after")
     def _require_writer_of_lists(self) -> Settings:
         writes = self.proposer and self.strategy in STRATEGIES_WITH_LISTS
-        if self.proposals_per_reply > 1 and (self.menu or not writes):
+        if self.proposals_per_reply > 1 and not writes:
             names = " and ".join(STRATEGIES_WITH_LISTS)
-            raise ValueError(f"only {names} ask for lists, of a language model without a menu")
+            raise ValueError(f"only {names} ask for lists, of a language model")
         return self
 
     @model_validator(mode="after")
@@ -190,7 +155,7 @@ class Settings(FrozenModel):
         if len(self.budgets) > 1 or self.source_budget > MAX_QUOTA:
             what = f"r_min of the space {self.space} is for one K of at most {MAX_QUOTA}"
             raise ValueError(f"{what}: leave others out")
-        if self.menu or self.library == "paper":
+        if self.library == "paper":
             raise ValueError(f"the space {self.space} has atoms of its own: leave others out")
         return self
 

@@ -71,8 +71,8 @@ class SettingsRecord(_Record):
         return "opened"
 
 
-Attempt = Literal["first", "repair", "skill"]
-"""What a reply answers: a request, the problems of a first reply, or a question to test skill."""
+Attempt = Literal["first", "repair"]
+"""What a reply answers: a request, or the problems of a first reply."""
 
 
 class ReplyRecord(_Record):

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from offline_search.evaluation.history import FAILURES_TO_GIVE_UP, gave_up
 from offline_search.ledger.records import Comparison, WinnerRecord
 from offline_search.report.search_report import CandidateRow, SearchReport
-from offline_search.strategies.ranking_skill import MAX_QUESTIONS, SHORTLIST_SIZE
 from vllm_autoprune.statistics import Estimate, count_decimals
 
 _MAX_ROWS = 10
@@ -169,7 +168,7 @@ def count_candidates(report: SearchReport) -> str:
 
 
 def describe_cost(report: SearchReport) -> Iterator[str]:
-    """Sentences on the cost of the proposer, what was shown of it, and the evaluator's cost."""
+    """Sentences on the cost of the proposer and of the evaluator."""
     cost, proposer = report.cost, report.cost.proposer
     price = f", at a price of {proposer.money:.4f}" if proposer.money else ""
     yield (
@@ -178,27 +177,10 @@ def describe_cost(report: SearchReport) -> Iterator[str]:
         f"{proposer.prompt_tokens:,} prompt and {proposer.completion_tokens:,} completion "
         f"tokens{price}."
     )
-    if cost.skill_questions:
-        yield _describe_skill(report)
     yield (
         f"Evaluator: {cost.answers:,} answers in {cost.evaluator_seconds:,.0f} s "
         f"({cost.failed_evaluations} evaluations failed). The whole search: "
         f"{report.duration:,.0f} s."
-    )
-
-
-def _describe_skill(report: SearchReport) -> str:
-    """Sentences on the test of a model that ranks."""
-    ranked = sum(row.proposal.origin == "ranked" for row in report.rows)
-    if ranked:
-        outcome = f"It did so better than by chance, and then chose {ranked} of the candidates."
-    elif report.winner is None and report.cost.skill_questions < MAX_QUESTIONS:
-        outcome = "Whether it does so better than by chance is not known yet."
-    else:
-        outcome = "It did not do so better than by chance, and chose no candidate."
-    return (
-        f"The proposer was asked {report.cost.skill_questions} times for the best of "
-        f"{SHORTLIST_SIZE} measured candidates. {outcome}"
     )
 
 

@@ -44,7 +44,6 @@ STATUS_WORDS: Mapping[Status, str] = {
 ORIGIN_WORDS: Mapping[str, str] = {
     "llm": "language model",
     "tpe": "TPE",
-    "ranked": "TPE, ranked by the model",
 }
 """Origins of candidates as a report names them, where that differs from the ledger."""
 
@@ -89,15 +88,11 @@ class CandidateRow:
 
 @dataclass(frozen=True)
 class SearchCost:
-    """Cost of a search: requests and time of its proposer, and of its evaluator.
-
-    ``skill_questions`` were asked of a model that ranks, about measured candidates.
-    """
+    """Cost of a search: requests and time of its proposer, and of its evaluator."""
 
     replies: int
     failed_replies: int
     repairs: int
-    skill_questions: int
     proposer: Cost
     proposer_seconds: float
     answers: int
@@ -287,7 +282,6 @@ def _sum_cost(records: Sequence[Record]) -> SearchCost:
         replies=len(replies),
         failed_replies=sum(reply.text is None for reply in replies),
         repairs=sum(reply.attempt == "repair" for reply in replies),
-        skill_questions=sum(reply.attempt == "skill" for reply in replies),
         proposer=sum((reply.cost for reply in replies), Cost()),
         proposer_seconds=_busy_seconds(replies),
         answers=sum(len(record.logprob) for record in evaluations),

@@ -15,7 +15,6 @@ from offline_search.ledger import Ledger, read_ledger
 from offline_search.ledger.records import (
     Cost,
     ProposalRecord,
-    ReplyRecord,
     TrialRecord,
     WinnerRecord,
 )
@@ -31,7 +30,6 @@ from offline_search.settings import Settings
 from offline_search.strategies.start_states import base_state
 from tests.offline_search.replies import HOSTILE, valid_replies
 from tests.offline_search.synthetic import (
-    KnowingProposer,
     ScriptedProposer,
     SyntheticEvaluator,
     list_reply,
@@ -296,31 +294,3 @@ async def test_progress_and_final_word_name_the_same_winner(
     assert other.startswith("On the search split alone 9.9 was better") and (
         f"{report.winner.winner} is" in other
     )
-
-
-@pytest.mark.parametrize(
-    ("skill", "ended", "outcome"),
-    [
-        (True, True, "It did so better than by chance, and then chose "),
-        (False, True, "It did not do so better than by chance, and chose no candidate."),
-        (False, False, "Whether it does so better than by chance is not known yet."),
-    ],
-)
-async def test_the_report_says_whether_a_model_that_ranks_has_skill(
-    skill: bool, ended: bool, outcome: str, data: Dataset, tmp_path: Path
-) -> None:
-    evaluator = SyntheticEvaluator(data, probes=False)
-    settings = Settings(
-        strategy="autoprune+", rounds=4, per_round=4, budgets=(8,), seed=1, proposer="scripted",
-        menu=1, evaluator=evaluator.name,
-    )  # fmt: skip
-    proposer = KnowingProposer(settings) if skill else ScriptedProposer(["I cannot say"])
-    with Ledger(tmp_path / "l") as ledger:
-        await Search(settings, ledger, evaluator, proposer).run()
-    records = read_ledger(tmp_path / "l")
-    if not ended:
-        asked = [one for one in records if isinstance(one, ReplyRecord)][:6]
-        records = [*records[: records.index(asked[-1]) + 1]]
-    (line,) = [one for one in as_markdown(read_report(records)).splitlines() if "was asked" in one]
-    assert line.startswith("The proposer was asked ") and outcome in line
-    assert " of 4 measured candidates." in line
