@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from offline_search.candidates.hypothesis import list_purposes
 from offline_search.dataset import SPLITS, Dataset, Split
-from offline_search.evaluation.winner_selection import MAX_FRONT_MEMBERS
 from offline_search.proposers.endpoint import Price
 from offline_search.proposers.prompt import Messages, list_prompt, proposal_prompt
 from offline_search.settings import Settings
@@ -65,7 +64,6 @@ def estimate_cost(settings: Settings, dataset: Dataset, price: Price) -> CostEst
     prompt_tokens = round(calls * (length + 4 * _REPLY_TOKENS))
     completion_tokens = rounds * proposals * _REPLY_TOKENS
     size = {split: len(dataset.examples(split)) for split in SPLITS}
-    front = MAX_FRONT_MEMBERS if settings.is_multi_objective else 0
     budgets = len(settings.budgets)
     return CostEstimate(
         messages=messages,
@@ -78,6 +76,6 @@ def estimate_cost(settings: Settings, dataset: Dataset, price: Price) -> CostEst
             # The unpruned model and the base policy are measured as well as the candidates.
             "search": size["search"] * (1 + budgets * (settings.total_candidates + 1)),
             "validation": size["validation"] * (1 + budgets * (settings.confirmed + 1)),
-            "test": size["test"] * (1 + budgets * (2 + front)),
+            "test": size["test"] * (1 + budgets * 2),
         },
     )

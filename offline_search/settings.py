@@ -10,12 +10,8 @@ from vllm_autoprune.tpdsl.atoms.budget import FIXED_BUDGETS, BudgetCall, RatioBu
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.registry import default_call
 
-Across = Literal["mean", "worst"]
-"""How the objectives of several budgets are aggregated: their mean or their minimum."""
-
-Objective = Literal["quality", "mme", "budgets", "tasks", "latency"]
-"""Optimization targets: overall quality, MME's total in its place, quality per budget, quality per
-category, latency."""
+Objective = Literal["quality", "mme"]
+"""What is maximized: log-probability of the reference answers, or MME's total in its place."""
 
 Library = Literal["searched", "paper"]
 """Atoms that a language model is offered: those of the searched components, extensions among them;
@@ -63,10 +59,7 @@ class Settings(FrozenModel):
         default=(32,),
         description="K_0, tokens kept; with several, every candidate is measured at each",
     )
-    across: Across = Field(default="mean", description="how several budgets are aggregated")
-    objectives: Annotated[tuple[Objective, ...], Field(min_length=1)] = Field(
-        default=("quality",), description="with several, candidates are ranked by Pareto fronts"
-    )
+    objective: Objective = Field(default="quality", description="what is maximized")
     space: Space = Field(
         default="all",
         exclude_if=lambda space: space == "all",
@@ -122,18 +115,6 @@ class Settings(FrozenModel):
         return self
 
     @model_validator(mode="after")
-    def _require_quality(self) -> Settings:
-        if set(self.objectives) == {"latency"}:
-            raise ValueError("latency alone would favour doing no selection at all: add quality")
-        return self
-
-    @model_validator(mode="after")
-    def _require_one_quality(self) -> Settings:
-        if self.scored_by_mme and not set(self.objectives) <= {"mme", "latency"}:
-            raise ValueError("MME's total can only be joined by latency: leave the others out")
-        return self
-
-    @model_validator(mode="after")
     def _require_writer_of_lists(self) -> Settings:
         writes = self.proposer and self.strategy in STRATEGIES_WITH_LISTS
         if self.proposals_per_reply > 1 and not writes:
@@ -164,16 +145,6 @@ class Settings(FrozenModel):
         """Base policies to choose from, the search's own first; empty if there is no choice."""
         names = dict.fromkeys((self.base_policy, *self.other_bases))
         return tuple(names) if self.other_bases else ()
-
-    @property
-    def is_multi_objective(self) -> bool:
-        """Whether candidates are ranked by more than overall quality."""
-        return set(self.objectives) not in ({"quality"}, {"mme"})
-
-    @property
-    def scored_by_mme(self) -> bool:
-        """Whether quality is MME's total instead of the log-probability of answers."""
-        return "mme" in self.objectives
 
     @property
     def source_budget(self) -> int:

@@ -105,9 +105,7 @@ def _best_of_each_structure(ranked: Sequence[Trial]) -> list[Trial]:
 
 def _describe(trial: Trial, history: History) -> str:
     """One candidate on one line: score, comparison with the best, and what was changed."""
-    latency = trial.result.axes.get("latency")
-    slow = "" if latency is None else f" in {-latency:.2g} ms"
-    figures = f"{_score(trial.score)}{_compare(trial, history)}{slow}"
+    figures = f"{_score(trial.score)}{_compare(trial, history)}"
     return f"- {trial.name}: {figures}; {_origin(trial, history)}"
 
 

@@ -43,7 +43,7 @@ _MAX_SHOWN_REPLY = 4000
 
 def describe_score(settings: Settings) -> str:
     """What the scores in prompts are."""
-    if settings.scored_by_mme:
+    if settings.objective == "mme":
         return (
             "the MME total of the model (accuracy and accuracy+ of each category in per cent, "
             "summed) less that of the model with all tokens; higher is better"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from offline_search.dataset import Split
-from offline_search.evaluation.objectives import objective_unit
+from offline_search.evaluation.answers import objective_unit
 from offline_search.ledger.records import WinnerRecord
 from offline_search.report.search_report import CandidateRow, SearchReport
 from vllm_autoprune.pages.charts import Chart, Mark, Rule, Series

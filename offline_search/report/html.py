@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from offline_search.evaluation.objectives import describe_objective, objective_unit
+from offline_search.evaluation.answers import describe_objective, objective_unit
 from offline_search.ledger.records import WinnerRecord
 from offline_search.report import markdown
 from offline_search.report.charts import anchor, draw_charts
@@ -92,9 +92,6 @@ def _winner_sections(report: SearchReport, winner: WinnerRecord) -> Iterator[Sec
         "about an image. MME total: accuracy and accuracy+ in per cent, added over all categories."
     )
     yield Section("Result on the test split", [text], tables=[table])
-    if winner.front:
-        head, front = markdown.front_table(winner)
-        yield Section("Pareto front", [markdown.FRONT_CAPTION], tables=[PageTable(head, front)])
 
 
 def _finalists(report: SearchReport, winner: WinnerRecord) -> PageTable:

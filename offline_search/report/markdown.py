@@ -13,9 +13,6 @@ _MAX_ROWS = 10
 
 RESULT_HEAD = ["", "objective", "accuracy %", "accuracy+ %", "MME total"]
 CANDIDATE_HEAD = ["candidate", "objective", "accuracy %", "accuracy+ %", "answers", "origin"]
-FRONT_CAPTION = (
-    "Pareto front: no other candidate is better on every axis. Figures of the test split:"
-)
 
 
 def as_markdown(report: SearchReport) -> str:
@@ -39,12 +36,6 @@ def _lines(report: SearchReport) -> Iterator[str]:
         yield ""
         yield from table(RESULT_HEAD, result_rows(winner.test, winner.base), "lrrrr")
     yield ""
-    if winner is not None and winner.front:
-        yield FRONT_CAPTION
-        yield ""
-        head, rows = front_table(winner)
-        yield from table(head, rows, "l" + "r" * (len(head) - 1))
-        yield ""
     candidates = [_candidate_cells(row) for row in report.ranked[:_MAX_ROWS]]
     yield from table(CANDIDATE_HEAD, candidates, "lrrrrl")
     yield ""
@@ -72,18 +63,6 @@ def result_rows(test: Comparison, base: Comparison) -> list[list[str]]:
         *rows,
         ["gain, paired", gain, accuracy_gain, "", f"{test.mme_total - base.mme_total:+.1f}"],
     ]
-
-
-def front_table(winner: WinnerRecord) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table of the Pareto front; latency in milliseconds."""
-    names = list(next(iter(winner.front.values())).test)
-    head = ["candidate", *("selection ms" if name == "latency" else name for name in names)]
-    rows = [
-        [candidate, *(f"{-member.test[name]:.2g}" if name == "latency"
-                      else f"{member.test[name]:+.4f}" for name in names)]
-        for candidate, member in winner.front.items()
-    ]  # fmt: skip
-    return head, rows
 
 
 def explain_winner(report: SearchReport, winner: WinnerRecord) -> Iterator[str]:

@@ -179,15 +179,14 @@ def _measure_base(records: Sequence[Record], settings: Settings) -> float | None
         if record.split == "search" and record.start == 0 and not record.failure
         if record.digest in (digest, ALL_TOKENS)
     }
-    if settings.scored_by_mme:
+    if settings.objective == "mme":
         return None  # the ledger does not have the categories of the questions
     full = answers.get((ALL_TOKENS, 0))
     own = [answers[digest, budget] for budget in settings.budgets if (digest, budget) in answers]
     if full is None or len(own) < len(settings.budgets):
         return None
     means = [float((values - full[: len(values)]).mean()) for values in own]
-    value = min(means) if settings.across == "worst" else sum(means) / len(means)
-    return round(value, 6)
+    return round(sum(means) / len(means), 6)
 
 
 def _of_type(records: Iterable[Record], kind: type[R]) -> list[R]:

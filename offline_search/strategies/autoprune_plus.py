@@ -64,7 +64,7 @@ class AutoPrunePlus:
         writes = self.uses_proposer and (self._settings.proposals_per_reply > 1 or best)
         written_count = int(_MODEL_SHARE * current.count) if writes else 0
         slots = current.count - written_count
-        # Without a race a round has few slots, and warm starts alone would fill several rounds.
+        # In small rounds warm starts alone would fill several.
         warm_starts = self._take_warm_starts(slots // 2 if best else slots)
         slots -= len(warm_starts)
         derive = self._derive if best else self._draw_random

@@ -61,11 +61,8 @@ def has_fixed_evaluations(settings: Settings, strategy: Strategy) -> bool:
 
 
 def races(settings: Settings, strategy: Strategy) -> bool:
-    """Whether candidates are dropped after a part of the examples, and more of them proposed.
-
-    Never with several objectives, where a candidate may be poor in one only.
-    """
-    return (settings.race or strategy.stops_early) and not settings.is_multi_objective
+    """Whether candidates are dropped after a part of the examples, and more of them proposed."""
+    return settings.race or strategy.stops_early
 
 
 def maximum_rounds(settings: Settings, strategy: Strategy) -> int:

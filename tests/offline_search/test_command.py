@@ -150,11 +150,6 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Datas
         (["--budget", "8", "8"], "--budget: "),
         (["--temperature", "nan"], "--temperature: nan is refused"),
         (
-            ["--objective", "latency"],
-            "--objective: latency alone would favour doing no selection at all -> add quality",
-        ),
-        (["--objective", "mme", "tasks"], "--objective: MME's total"),
-        (
             ["--space", "none"],
             "--space: 'none' is refused -> give a value that is 'all', 'numbers'",
         ),

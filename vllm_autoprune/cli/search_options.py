@@ -35,7 +35,7 @@ def _amount(text: str) -> float:
 
 
 def add_search_arguments(group: argparse._ArgumentGroup) -> None:
-    """Options on the search itself: strategy, space, budgets, objectives."""
+    """Options on the search itself: strategy, space, budgets, objective."""
     group.add_argument(
         "--strategy",
         default="autoprune+",
@@ -56,18 +56,10 @@ def add_search_arguments(group: argparse._ArgumentGroup) -> None:
         "--budget", type=int, nargs="+", default=[32], metavar="K", help="tokens kept of an image"
     )
     group.add_argument(
-        "--across",
-        choices=("mean", "worst"),
-        default="mean",
-        help="how the objectives of several budgets are aggregated",
-    )
-    group.add_argument(
         "--objective",
-        nargs="+",
-        default=["quality"],
-        choices=("quality", "mme", "budgets", "tasks", "latency"),
-        help="objectives: quality, or MME's total in its place; with others, a search finds a "
-        "Pareto front",
+        default="quality",
+        choices=("quality", "mme"),
+        help="quality (default): log-probability of the reference answers; mme: MME's total",
     )
     group.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     group.add_argument(

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _FLAGS = {
     "budgets": "--budget",
-    "objectives": "--objective",
     "proposer": "--proposer-model",
 }
 """Flags that are not named like their field of the settings."""
@@ -53,8 +52,7 @@ def read_settings_and_data(options: argparse.Namespace) -> tuple[Settings, Datas
             "base_policy": options.base_policy,
             "other_bases": tuple(options.other_bases),
             "budgets": tuple(options.budget),
-            "across": options.across,
-            "objectives": tuple(options.objective),
+            "objective": options.objective,
             "seed": options.seed,
             "space": options.space,
             "core": options.core,

@@ -77,20 +77,19 @@ def test_autoprune_plus_uses_every_origin(data: Dataset, tmp_path: Path) -> None
 async def test_warm_starts_that_have_no_slot_in_a_round_are_next_in_the_following(
     data: Dataset, tmp_path: Path
 ) -> None:
-    """They fill the first round, then at most half of one, also where nothing is raced."""
-    bases = ("dart", "trim")
-    raced = Settings(strategy="autoprune+", rounds=4, per_round=3, budgets=(8,), other_bases=bases)
-    several = raced.model_copy(update={"objectives": ("quality", "tasks"), "rounds": 12})
-    for name, settings, slots in (("raced", raced, 9), ("several", several, 3)):
-        await run_search(tmp_path / name, settings, SyntheticEvaluator(data, probes=False))
-        proposed = records_of_kind(tmp_path / name, ProposalRecord)
-        counts = Counter(one.round for one in proposed if one.origin == "warm start")
-        left = len(warm_start_states(settings)) - slots - slots // 2
-        assert [counts[1], counts[2], counts[3]] == [slots, slots // 2, min(slots // 2, left)]
-        assert all(count <= slots // 2 for number, count in counts.items() if number > 1)
-        starts = {one.digest for one in proposed if one.origin == "warm start"}
-        expected = {state.digest for state in warm_start_states(settings)}
-        assert starts == expected if name == "raced" else starts <= expected
+    """They fill the first round, then at most half of one."""
+    settings = Settings(
+        strategy="autoprune+", rounds=4, per_round=3, budgets=(8,), other_bases=("dart", "trim")
+    )
+    await run_search(tmp_path / "l", settings, SyntheticEvaluator(data, probes=False))
+    proposed = records_of_kind(tmp_path / "l", ProposalRecord)
+    starts = [one for one in proposed if one.origin == "warm start"]
+    counts = Counter(one.round for one in starts)
+    slots, expected = 9, warm_start_states(settings)
+    rest = len(expected) - slots - slots // 2
+    assert [counts[1], counts[2], counts[3]] == [slots, slots // 2, min(slots // 2, rest)]
+    assert all(count <= slots // 2 for number, count in counts.items() if number > 1)
+    assert {one.digest for one in starts} == {state.digest for state in expected}
 
 
 def test_a_language_model_gets_less_than_a_third_of_the_slots(
