@@ -49,9 +49,7 @@ class Settings(FrozenModel):
         default="cdpruner", description="pi_P, the base policy of every candidate"
     )
     other_bases: tuple[str, ...] = Field(
-        default=(),
-        exclude_if=lambda names: not names,
-        description="base policies that candidates may have instead",
+        default=(), description="base policies that candidates may have instead"
     )
     budgets: Annotated[
         tuple[Annotated[int, Field(ge=1, le=MAX_BUDGET)], ...], Field(min_length=1)
@@ -60,30 +58,18 @@ class Settings(FrozenModel):
         description="K_0, tokens kept; with several, every candidate is measured at each",
     )
     objective: Objective = Field(default="quality", description="what is maximized")
-    space: Space = Field(
-        default="all",
-        exclude_if=lambda space: space == "all",
-        description="what candidates may be",
-    )
+    space: Space = Field(default="all", description="what candidates may be")
     core: bool = Field(
-        default=False,
-        exclude_if=lambda core: not core,
-        description="whether candidates may split K into a core and a delta",
+        default=False, description="whether candidates may split K into a core and a delta"
     )
     library: Library = Field(
-        default="searched",
-        exclude_if=lambda library: library == "searched",
-        description="atoms that a language model is offered",
+        default="searched", description="atoms that a language model is offered"
     )
     rank_at: bool = Field(
-        default=False,
-        exclude_if=lambda rank_at: not rank_at,
-        description="whether candidates may rank tokens before the patch merger",
+        default=False, description="whether candidates may rank tokens before the patch merger"
     )
     race: bool = Field(
-        default=False,
-        exclude_if=lambda race: not race,
-        description="whether candidates are dropped after a part of the examples",
+        default=False, description="whether candidates are dropped after a part of the examples"
     )
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of all random choices")
     equal_evaluations: bool = Field(
@@ -97,7 +83,6 @@ class Settings(FrozenModel):
         default=1,
         ge=1,
         le=20,
-        exclude_if=lambda count: count == 1,
         description="proposals that a language model writes at once, each with a hypothesis",
     )
     temperature: float = Field(

@@ -131,14 +131,6 @@ def mme_total(examples: Sequence[Example], answers: Answers) -> float:
     return total
 
 
-def category_means(examples: Sequence[Example], values: Floats) -> dict[str, float]:
-    """Mean value of each category."""
-    groups: dict[str, list[float]] = {}
-    for example, value in zip(examples, values.tolist(), strict=False):
-        groups.setdefault(example.category, []).append(value)
-    return {name: round(float(np.mean(groups[name])), 6) for name in sorted(groups)}
-
-
 def bootstrap_mean(examples: Sequence[Example], values: Floats) -> Estimate:
     """Mean with its 95 % bootstrap interval, clustered by image, rounded to six decimals."""
     bootstrap = ClusterBootstrap([example.image for example in examples])

@@ -17,7 +17,6 @@ from offline_search.evaluation.answers import (
     Answers,
     accuracy,
     accuracy_plus,
-    category_means,
     relative_values,
     significantly_below,
 )
@@ -269,7 +268,6 @@ class RoundEvaluator:
             "objective": scores.objective(),
             "accuracy": _mean([accuracy(each) for each in answers]),
             "accuracy_plus": _mean([accuracy_plus(self._examples, each) for each in answers]),
-            "by_category": category_means(self._examples, scores.combined()),
         }
 
 

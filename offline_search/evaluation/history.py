@@ -84,8 +84,6 @@ class History:
     examples: Sequence[Example] = ()
     names_bases: bool = False
     """Whether a language model chooses among base policies, which prompts then name."""
-    trends: bool = True
-    """Whether summaries have score trends."""
 
     def evaluated(self) -> list[Trial]:
         """Trials that were evaluated on the whole search split, in order of proposal."""

@@ -59,11 +59,6 @@ class SettingsRecord(_Record):
 
     kind: Literal["opened"] = "opened"
     settings: Settings
-    trends: bool = Field(
-        default=False,
-        exclude_if=lambda trends: not trends,
-        description="whether summaries have score trends; older ledgers have none",
-    )
 
     @property
     def key(self) -> str:
@@ -193,7 +188,6 @@ class TrialRecord(_Record):
     objective: float | None = None
     accuracy: float | None = None
     accuracy_plus: float | None = None
-    by_category: dict[str, float] = Field(default_factory=dict)
 
     @property
     def key(self) -> str:

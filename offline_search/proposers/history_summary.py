@@ -40,7 +40,7 @@ def summarize(history: History) -> str:
     """Loss by category, score trends, best candidates, the last round, limits, failures."""
     lines = [f"Base policy alone: {_score(history.base.objective)}."]
     lines += _describe_categories(history)
-    lines += _describe_trends(history) if history.trends else ()
+    lines += _describe_trends(history)
     ranked = [trial for trial in history.ranked() if trial.state is not None]
     best = _best_of_each_structure(ranked)
     if ranked:
