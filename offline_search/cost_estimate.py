@@ -8,13 +8,11 @@ from dataclasses import dataclass
 
 from offline_search.candidates.hypothesis import list_purposes
 from offline_search.dataset import SPLITS, Dataset, Split
-from offline_search.evaluation.winner_selection import MAX_FRONT_MEMBERS
 from offline_search.proposers.endpoint import Price
-from offline_search.proposers.prompt import Messages, list_prompt, proposal_prompt, ranking_prompt
+from offline_search.proposers.prompt import Messages, list_prompt, proposal_prompt
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
-from offline_search.strategies.ranking_skill import MAX_QUESTIONS, SHORTLIST_SIZE
-from offline_search.strategies.start_states import minimal_state, warm_start_states
+from offline_search.strategies.start_states import minimal_state
 from offline_search.strategies.strategy import RACED_PER_PLACE, maximum_rounds
 
 _CHARACTERS_PER_TOKEN = 3.5
@@ -22,9 +20,6 @@ _CHARACTERS_PER_TOKEN = 3.5
 
 _REPLY_TOKENS = 300
 """Approximate tokens of a proposal; the history adds about four times as many to a prompt."""
-
-_CHOICE_TOKENS = 8
-"""Tokens of a reply that chooses one of a shortlist; its prompt has no history."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +38,10 @@ class CostEstimate:
     answers: Mapping[Split, int]
 
 
-def _prompt(settings: Settings, ranks: bool) -> Messages:
+def _prompt(settings: Settings) -> Messages:
     """The first prompt, with a placeholder for the history."""
-    if ranks:
-        return ranking_prompt(settings, [], warm_start_states(settings)[:SHORTLIST_SIZE])
-    history, example, total = (
-        "(the history comes here)",
-        minimal_state(settings),
-        settings.per_round,
-    )
+    history, example = "(the history comes here)", minimal_state(settings)
+    total = settings.per_round
     if settings.proposals_per_reply == 1:
         return proposal_prompt(settings, history, example, 0, total)
     count = min(settings.proposals_per_reply, total)
@@ -59,37 +49,25 @@ def _prompt(settings: Settings, ranks: bool) -> Messages:
     return list_prompt(settings, history, example, 0, count, total, purposes)
 
 
-def _describe_reply(settings: Settings, ranks: bool) -> str:
-    if ranks:
-        return "a choice between suggestions of TPE"
-    length = settings.proposals_per_reply
-    return "one proposal" if length == 1 else f"up to {length} proposals"
-
-
 def estimate_cost(settings: Settings, dataset: Dataset, price: Price) -> CostEstimate:
     """Cost of a search at a price on a data set."""
     strategy = STRATEGIES[settings.strategy](settings)
-    ranks = bool(settings.menu) and strategy.stops_early
-    messages = _prompt(settings, ranks)
+    messages = _prompt(settings)
     # Proposals that repeat earlier ones cost a call and no evaluation, so there may be more calls.
     rounds = maximum_rounds(settings, strategy)
     proposals = settings.per_round if strategy.uses_proposer else 0
     if settings.race and not strategy.stops_early:  # `autoprune+` asks for three slots in ten
         proposals *= RACED_PER_PLACE
-    calls = rounds * math.ceil(proposals / settings.proposals_per_reply)
+    listed = settings.proposals_per_reply
+    calls = rounds * math.ceil(proposals / listed)
     length = sum(len(message["content"]) for message in messages) / _CHARACTERS_PER_TOKEN
     prompt_tokens = round(calls * (length + 4 * _REPLY_TOKENS))
     completion_tokens = rounds * proposals * _REPLY_TOKENS
-    if ranks:
-        calls += MAX_QUESTIONS
-        prompt_tokens = round(calls * length)
-        completion_tokens = calls * _CHOICE_TOKENS
     size = {split: len(dataset.examples(split)) for split in SPLITS}
-    front = MAX_FRONT_MEMBERS if settings.is_multi_objective else 0
     budgets = len(settings.budgets)
     return CostEstimate(
         messages=messages,
-        reply=_describe_reply(settings, ranks),
+        reply="one proposal" if listed == 1 else f"up to {listed} proposals",
         calls=calls,
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
@@ -98,6 +76,6 @@ def estimate_cost(settings: Settings, dataset: Dataset, price: Price) -> CostEst
             # The unpruned model and the base policy are measured as well as the candidates.
             "search": size["search"] * (1 + budgets * (settings.total_candidates + 1)),
             "validation": size["validation"] * (1 + budgets * (settings.confirmed + 1)),
-            "test": size["test"] * (1 + budgets * (2 + front)),
+            "test": size["test"] * (1 + budgets * 2),
         },
     )

@@ -62,9 +62,8 @@ async def replay(recording: Path, into: Path, dataset: Dataset) -> tuple[WinnerR
     settings = recorded_settings(recording, recorded)
     _require_recorded_data(recording, settings, dataset)
     backend = UnavailableBackend(settings.evaluator, dataset)
-    trends = any(isinstance(record, SettingsRecord) and record.trends for record in recorded)
     with Ledger(into, recorded) as ledger:
-        winner = await Search(settings, ledger, backend, backend, trends=trends).run()
+        winner = await Search(settings, ledger, backend, backend).run()
         return winner, digest_records(recorded), ledger.digest()
 
 

@@ -61,16 +61,12 @@ class Search:
     proposer: Proposer
     limits: SpendingLimits = field(default_factory=SpendingLimits)
     observer: SearchObserver | None = None
-    trends: bool = True
-    """Whether a new ledger's summaries have score trends; one that is resumed says it itself."""
 
     async def run(self) -> WinnerRecord:
         """Run or resume the search; raises :class:`SearchError` if it cannot continue."""
         settings, ledger = self.settings, self.ledger
         require_same_settings(ledger, settings)
-        opened = ledger.find(SettingsRecord, "opened")
-        trends = self.trends if opened is None else opened.trends
-        ledger.put(SettingsRecord(settings=settings, trends=trends))
+        ledger.put(SettingsRecord(settings=settings))
         strategy = STRATEGIES[settings.strategy](settings)
         base = base_state(settings)
         evaluator = RecordedEvaluator(ledger, self.evaluator, base.digest)
@@ -80,7 +76,6 @@ class Search:
         selector = WinnerSelector(settings, evaluator, dataset, base)
         client = ProposalClient(settings, ledger, self.proposer, self.limits)
         history = await rounds.evaluate_baselines(base)
-        history.trends = trends
         await selector.evaluate_baselines()
         if self.observer is not None:
             self.observer.on_start(history, len(examples))

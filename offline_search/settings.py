@@ -10,12 +10,8 @@ from vllm_autoprune.tpdsl.atoms.budget import FIXED_BUDGETS, BudgetCall, RatioBu
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.registry import default_call
 
-Across = Literal["mean", "worst"]
-"""How the objectives of several budgets are aggregated: their mean or their minimum."""
-
-Objective = Literal["quality", "mme", "budgets", "tasks", "latency"]
-"""Optimization targets: overall quality, MME's total in its place, quality per budget, quality per
-category, latency."""
+Objective = Literal["quality", "mme"]
+"""What is maximized: log-probability of the reference answers, or MME's total in its place."""
 
 Library = Literal["searched", "paper"]
 """Atoms that a language model is offered: those of the searched components, extensions among them;
@@ -30,26 +26,11 @@ Space = Literal[
 MAX_QUOTA = 640
 """Largest q_e that the language allows; a selector cuts it to K."""
 
-STRATEGIES_WITHOUT_MENU = (
-    "evoprompting-code",
-    "openevolve-code",
-    "openevolve-states",
-    "random",
-    "tpe",
-)
-"""Strategies that ignore menus: their candidates are programs or come from no language model."""
-
 STRATEGIES_WITH_LISTS = ("autoprune", "autoprune+")
 """Strategies that may ask a language model for several proposals at once."""
 
 DEFAULT_LIST = 5
 """Proposals in a reply of a model behind an endpoint: one for each purpose."""
-
-DEFAULT_MENU = 1
-"""Menu width for the embedded model, which would otherwise repeat the example it is shown.
-
-One, because between three atoms it chooses by their names and always takes the same few.
-"""
 
 
 class FrozenModel(BaseModel):
@@ -68,9 +49,7 @@ class Settings(FrozenModel):
         default="cdpruner", description="pi_P, the base policy of every candidate"
     )
     other_bases: tuple[str, ...] = Field(
-        default=(),
-        exclude_if=lambda names: not names,
-        description="base policies that candidates may have instead",
+        default=(), description="base policies that candidates may have instead"
     )
     budgets: Annotated[
         tuple[Annotated[int, Field(ge=1, le=MAX_BUDGET)], ...], Field(min_length=1)
@@ -78,34 +57,19 @@ class Settings(FrozenModel):
         default=(32,),
         description="K_0, tokens kept; with several, every candidate is measured at each",
     )
-    across: Across = Field(default="mean", description="how several budgets are aggregated")
-    objectives: Annotated[tuple[Objective, ...], Field(min_length=1)] = Field(
-        default=("quality",), description="with several, candidates are ranked by Pareto fronts"
-    )
-    space: Space = Field(
-        default="all",
-        exclude_if=lambda space: space == "all",
-        description="what candidates may be",
-    )
+    objective: Objective = Field(default="quality", description="what is maximized")
+    space: Space = Field(default="all", description="what candidates may be")
     core: bool = Field(
-        default=False,
-        exclude_if=lambda core: not core,
-        description="whether candidates may split K into a core and a delta",
+        default=False, description="whether candidates may split K into a core and a delta"
     )
     library: Library = Field(
-        default="searched",
-        exclude_if=lambda library: library == "searched",
-        description="atoms that a language model is offered",
+        default="searched", description="atoms that a language model is offered"
     )
     rank_at: bool = Field(
-        default=False,
-        exclude_if=lambda rank_at: not rank_at,
-        description="whether candidates may rank tokens before the patch merger",
+        default=False, description="whether candidates may rank tokens before the patch merger"
     )
     race: bool = Field(
-        default=False,
-        exclude_if=lambda race: not race,
-        description="whether candidates are dropped after a part of the examples",
+        default=False, description="whether candidates are dropped after a part of the examples"
     )
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of all random choices")
     equal_evaluations: bool = Field(
@@ -115,14 +79,10 @@ class Settings(FrozenModel):
         default=5, ge=1, le=50, description="best candidates to measure on validation"
     )
     proposer: str = Field(default="", description="model that proposes; empty: none")
-    menu: int = Field(
-        default=0, ge=0, le=100, description="atoms offered per changed part; 0: no menu"
-    )
     proposals_per_reply: int = Field(
         default=1,
         ge=1,
         le=20,
-        exclude_if=lambda count: count == 1,
         description="proposals that a language model writes at once, each with a hypothesis",
     )
     temperature: float = Field(
@@ -133,15 +93,6 @@ class Settings(FrozenModel):
     )
     evaluator: str = Field(default="", description="model and data that candidates are measured on")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _ignore_former_ablations(cls, data: object) -> object:
-        """Older ledgers hold two more fields; without an ablation the search is the same."""
-        if not isinstance(data, dict):
-            return data
-        former = {name for name in ("without", "quota") if data.get(name) in ([], None)}
-        return {name: value for name, value in data.items() if name not in former}
-
     @model_validator(mode="after")
     def _require_different_budgets(self) -> Settings:
         if len(set(self.budgets)) < len(self.budgets):
@@ -149,31 +100,11 @@ class Settings(FrozenModel):
         return self
 
     @model_validator(mode="after")
-    def _require_quality(self) -> Settings:
-        if set(self.objectives) == {"latency"}:
-            raise ValueError("latency alone would favour doing no selection at all: add quality")
-        return self
-
-    @model_validator(mode="after")
-    def _require_one_quality(self) -> Settings:
-        if self.scored_by_mme and not set(self.objectives) <= {"mme", "latency"}:
-            raise ValueError("MME's total can only be joined by latency: leave the others out")
-        return self
-
-    @model_validator(mode="after")
-    def _require_menu_reader(self) -> Settings:
-        if self.menu and (not self.proposer or self.strategy in STRATEGIES_WITHOUT_MENU):
-            raise ValueError("only a language model that writes states reads a menu: leave it out")
-        if self.menu and self.library == "paper":
-            raise ValueError("a menu offers a part of the atoms: leave it out")
-        return self
-
-    @model_validator(mode="after")
     def _require_writer_of_lists(self) -> Settings:
         writes = self.proposer and self.strategy in STRATEGIES_WITH_LISTS
-        if self.proposals_per_reply > 1 and (self.menu or not writes):
+        if self.proposals_per_reply > 1 and not writes:
             names = " and ".join(STRATEGIES_WITH_LISTS)
-            raise ValueError(f"only {names} ask for lists, of a language model without a menu")
+            raise ValueError(f"only {names} ask for lists, of a language model")
         return self
 
     @model_validator(mode="after")
@@ -185,7 +116,7 @@ class Settings(FrozenModel):
 
     @model_validator(mode="after")
     def _require_space_of_its_own(self) -> Settings:
-        if self.space != "all" and (self.menu or self.library == "paper"):
+        if self.space != "all" and self.library == "paper":
             raise ValueError(f"the space {self.space} has atoms of its own: leave others out")
         if self.space == "without-anchoring" and max(self.budgets) > MAX_QUOTA:
             what = f"anchoring cannot be removed above K = {MAX_QUOTA}, the largest q_e"
@@ -197,16 +128,6 @@ class Settings(FrozenModel):
         """Base policies to choose from, the search's own first; empty if there is no choice."""
         names = dict.fromkeys((self.base_policy, *self.other_bases))
         return tuple(names) if self.other_bases else ()
-
-    @property
-    def is_multi_objective(self) -> bool:
-        """Whether candidates are ranked by more than overall quality."""
-        return set(self.objectives) not in ({"quality"}, {"mme"})
-
-    @property
-    def scored_by_mme(self) -> bool:
-        """Whether quality is MME's total instead of the log-probability of answers."""
-        return "mme" in self.objectives
 
     @property
     def source_budget(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,9 +24,7 @@ from benchmarks.search.study import (
 )
 from benchmarks.zoo.states import QUOTAS
 from offline_search.dataset import Split
-from offline_search.proposers.embedded_model import EMBEDDED_MODEL, prepare_model
-from offline_search.proposers.embedded_server import CONCURRENT_REQUESTS, serve_model
-from offline_search.settings import DEFAULT_LIST, DEFAULT_MENU, Settings
+from offline_search.settings import DEFAULT_LIST, Settings
 from vllm_autoprune.errors import AutopruneError, SearchError
 
 if TYPE_CHECKING:
@@ -93,22 +90,17 @@ def _run_study(options: argparse.Namespace) -> None:
         _seeds(options),
         options.rounds,
         _proposer_name(options),
-        menu=_menu_width(options),
         proposals_per_reply=_list_length(options),
         concurrency=options.concurrency,
         base_policy=options.base_policy,
     )
-    with contextlib.ExitStack() as stack:
-        connect: Callable[[], EndpointProposer] | None = None
-        if study.needs_proposer(options.yardsticks, options.budgets):
-            url = options.proposer_url or stack.enter_context(serve_model(prepare_model()))
-            given = options.proposer_url is not None
-            requests = PER_ROUND * study.concurrency if given else CONCURRENT_REQUESTS
-            length = study.proposals_per_reply
-            connect = partial(_open_endpoint, url, study.proposer, requests, given, length)
-        for yardstick in options.yardsticks:
-            for budget in options.budgets:
-                print(study.run(yardstick, budget, connect), flush=True)
+    connect: Callable[[], EndpointProposer] | None = None
+    if study.needs_proposer(options.yardsticks, options.budgets):
+        _require_endpoint(options)
+        connect = partial(_open_endpoint, options, PER_ROUND * study.concurrency)
+    for yardstick in options.yardsticks:
+        for budget in options.budgets:
+            print(study.run(yardstick, budget, connect), flush=True)
 
 
 def _run_ablations(options: argparse.Namespace) -> None:
@@ -118,22 +110,32 @@ def _run_ablations(options: argparse.Namespace) -> None:
         ABLATIONS,
         _seeds(options),
         options.rounds,
-        proposer="",
-        menu=0,
         base_policy=base_policy,
         quotas=QUOTAS,
     )
     print(study.run(options.yardstick, budget, None))
 
 
-def _open_endpoint(
-    url: str, model: str, requests: int, seeded: bool, proposals: int
-) -> EndpointProposer:
+def _require_endpoint(options: argparse.Namespace) -> None:
+    if not options.proposer_url:
+        raise SearchError(
+            f"--strategies {' '.join(options.strategies)}: some ask a language model -> give "
+            "--proposer-url, or leave them out"
+        )
+
+
+def _open_endpoint(options: argparse.Namespace, requests: int) -> EndpointProposer:
+    """The language model, asked for at most so many replies at once."""
     from offline_search.proposers.endpoint import EndpointProposer, EndpointSettings
 
-    tokens = Settings().reply_tokens * proposals
     return EndpointProposer(
-        EndpointSettings(url, model, reply_tokens=tokens, max_in_flight=requests, seeded=seeded)
+        EndpointSettings(
+            options.proposer_url,
+            _proposer_name(options),
+            reply_tokens=Settings().reply_tokens * _list_length(options),
+            max_in_flight=requests,
+            seeded=not options.no_seeds,
+        )
     )
 
 
@@ -145,31 +147,20 @@ def _proposer_name(options: argparse.Namespace) -> str:
     """The model's name, of which settings and results keep a record."""
     if options.proposer_url and not options.proposer_model:
         raise SearchError("--proposer-url: which model? -> give --proposer-model")
-    return options.proposer_model or EMBEDDED_MODEL
-
-
-def _menu_width(options: argparse.Namespace) -> int:
-    default = 0 if options.proposer_url else DEFAULT_MENU
-    return default if options.menu is None else int(options.menu)
+    return options.proposer_model or ""
 
 
 def _list_length(options: argparse.Namespace) -> int:
-    """Proposals of a reply; a model that is offered a menu writes one."""
-    given, menu = options.proposals_per_reply, _menu_width(options)
-    if menu and given is not None and given > 1:
-        raise SearchError(
-            f"--proposals-per-reply {given}: a model that is offered a menu writes one proposal a "
-            "reply -> leave it out, or give --proposer-url, or --menu 0"
-        )
-    if given is not None:
-        return int(given)
-    return DEFAULT_LIST if options.proposer_url and not menu else 1
+    """Proposals of a reply."""
+    length = options.proposals_per_reply
+    if length is not None and not options.proposer_url:
+        raise SearchError("--proposals-per-reply: no language model writes -> give --proposer-url")
+    return int(length or (DEFAULT_LIST if options.proposer_url else 1))
 
 
 def _run_comparison(options: argparse.Namespace) -> None:
     from benchmarks.search.comparison import CachingEvaluator, run_comparison
     from benchmarks.search.yardstick_evaluator import YardstickEvaluator
-    from offline_search.proposers.proposal_client import Proposer
 
     settings = Settings(
         rounds=options.rounds,
@@ -178,17 +169,21 @@ def _run_comparison(options: argparse.Namespace) -> None:
         other_bases=tuple(options.other_bases),
         budgets=tuple(options.budget),
         proposer=_proposer_name(options),
-        menu=_menu_width(options),
         race=options.race,
         proposals_per_reply=_list_length(options),
     )
+    asks = needs_proposer(options.strategies, settings)
+    if asks:
+        _require_endpoint(options)
     yardstick = open_yardstick(options.yardstick, options.checkpoint)
     own = YardstickEvaluator(
         yardstick, _scenes(options), each=options.each, base_policy=options.base_policy
     )
     evaluator = CachingEvaluator(own)
 
-    async def run(proposer: Proposer | None) -> None:
+    async def run() -> None:
+        requests = options.per_round * options.concurrency
+        proposer = _open_endpoint(options, requests) if asks else None
         try:
             await run_comparison(
                 options.out,
@@ -203,18 +198,7 @@ def _run_comparison(options: argparse.Namespace) -> None:
             if proposer is not None:
                 await proposer.close()
 
-    def endpoint(url: str, seeded: bool, requests: int) -> EndpointProposer:
-        length = settings.proposals_per_reply
-        return _open_endpoint(url, settings.proposer, requests, seeded, length)
-
-    if not needs_proposer(options.strategies, settings):
-        asyncio.run(run(None))
-    elif options.proposer_url:
-        requests = options.per_round * options.concurrency
-        asyncio.run(run(endpoint(options.proposer_url, not options.no_seeds, requests)))
-    else:
-        with serve_model(prepare_model()) as url:
-            asyncio.run(run(endpoint(url, False, CONCURRENT_REQUESTS)))
+    asyncio.run(run())
 
 
 if __name__ == "__main__":

@@ -6,11 +6,9 @@ import argparse
 from pathlib import Path
 
 from benchmarks.accuracy.yardsticks.catalogue import YARDSTICKS
-from benchmarks.search.study import ARMS
-from offline_search.settings import DEFAULT_LIST, DEFAULT_MENU
+from benchmarks.search.study import ARMS, WITHOUT_PROPOSER
+from offline_search.settings import DEFAULT_LIST
 from vllm_autoprune.cli.output import CommandParser
-
-_DEFAULT_STRATEGIES = ("autoprune+", "autoprune", "random")
 
 
 def build_parser(description: str | None) -> argparse.ArgumentParser:
@@ -57,10 +55,12 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     )
     study.add_argument("--budgets", type=int, nargs="+", default=[8, 16], help="K, one by one")
     study.add_argument(
-        "--strategies", nargs="+", default=list(ARMS), help="strategies, as in `compare`"
+        "--strategies",
+        nargs="+",
+        default=list(WITHOUT_PROPOSER),
+        help=f"strategies, as in `compare`, of {', '.join(ARMS)}; default: those that ask no "
+        "language model",
     )
-    study.add_argument("--proposer-url", help="endpoint; default: the embedded model is started")
-    study.add_argument("--proposer-model", help="its name there")
     candidates = commands.add_parser(
         "candidates", help="print valid, best, mean, worst and std of the candidates of searches"
     )
@@ -72,18 +72,16 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
         command.add_argument(
             "--strategies",
             nargs="+",
-            default=list(_DEFAULT_STRATEGIES),
+            default=list(WITHOUT_PROPOSER),
             help="strategies to compare; with @none without a language model; then with @numbers "
             "or another space in that",
         )
         _add_seeds(command, 5)
     for command in (compare, study):
+        command.add_argument("--proposer-url", help="endpoint of a language model; default: none")
+        command.add_argument("--proposer-model", help="its name there")
         command.add_argument(
-            "--menu",
-            type=int,
-            metavar="N",
-            help="atoms offered per changed part of a proposal; 0: no restriction, the default "
-            f"with --proposer-url; else {DEFAULT_MENU}",
+            "--no-seeds", action="store_true", help="send no seed, for endpoints that fail on one"
         )
         command.add_argument(
             "--proposals-per-reply",
@@ -137,11 +135,6 @@ def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
     compare.add_argument("--budget", type=int, nargs="+", default=[8], help="each K")
     compare.add_argument("--rounds", type=int, default=10, help="rounds of proposals")
     compare.add_argument("--per-round", type=int, default=5, help="candidates of a round")
-    compare.add_argument("--proposer-url", help="endpoint; default: the embedded model is started")
-    compare.add_argument("--proposer-model", help="model of the endpoint")
-    compare.add_argument(
-        "--no-seeds", action="store_true", help="send no seed, for endpoints that fail on one"
-    )
     compare.add_argument(
         "--race", action="store_true", help="race the candidates of every strategy"
     )

@@ -20,12 +20,7 @@ from offline_search.proposers.proposal_client import Proposer
 from offline_search.replay import UnavailableBackend
 from offline_search.report.progress import ProgressLog
 from offline_search.search import Search
-from offline_search.settings import (
-    STRATEGIES_WITH_LISTS,
-    STRATEGIES_WITHOUT_MENU,
-    Settings,
-    Space,
-)
+from offline_search.settings import STRATEGIES_WITH_LISTS, Settings, Space
 from offline_search.strategies import STRATEGIES
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -139,7 +134,6 @@ def _settings_of(arm: str, seed: int, settings: Settings, evaluator: str) -> Set
     """Settings of one search, without those of the language model that its strategy ignores."""
     strategy = arm.partition("@")[0]
     asks = WITHOUT_MODEL not in arm and STRATEGIES[strategy](settings).uses_proposer
-    reads_menu = asks and strategy not in STRATEGIES_WITHOUT_MENU
     writes_lists = asks and strategy in STRATEGIES_WITH_LISTS
     return settings.model_copy(
         update={
@@ -149,7 +143,6 @@ def _settings_of(arm: str, seed: int, settings: Settings, evaluator: str) -> Set
             "evaluator": evaluator,
             "equal_evaluations": True,
             "proposer": settings.proposer if asks else "",
-            "menu": settings.menu if reads_menu else 0,
             "proposals_per_reply": settings.proposals_per_reply if writes_lists else 1,
         }
     )

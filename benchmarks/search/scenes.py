@@ -14,12 +14,6 @@ from benchmarks.minillava.split import Example as SceneQuestion
 from benchmarks.minillava.split import draw_examples, png
 from offline_search.dataset import SPLITS, Example, Split, write_split
 
-RECORDED = Path(__file__).with_name("recorded") / "minillava-k8.jsonl"
-"""A small search through vLLM with the embedded language model, to replay."""
-
-RECORDED_SCENES: dict[Split, int] = {"search": 24, "validation": 12, "test": 12}
-"""Scenes of its data folder, each with one question."""
-
 
 def select_questions(
     split: Split, scenes: int, *, each: int | None = None

@@ -30,10 +30,11 @@ from offline_search.proposers.proposal_client import Proposer
 from offline_search.settings import Settings
 from offline_search.strategies.start_states import base_state, paper_state
 
+WITHOUT_PROPOSER = ("random", "tpe", f"autoprune+{WITHOUT_MODEL}")
+"""Strategies that ask no language model."""
+
 ARMS = (
-    "random",
-    "tpe",
-    f"autoprune+{WITHOUT_MODEL}",
+    *WITHOUT_PROPOSER,
     "autoprune+",
     "autoprune",
     "evoprompting-states",
@@ -79,8 +80,7 @@ class Study:
     arms: Sequence[str]
     seeds: Sequence[int]
     rounds: int
-    proposer: str
-    menu: int
+    proposer: str = ""
     proposals_per_reply: int = 1
     concurrency: int = 1
     base_policy: str = ""
@@ -147,7 +147,6 @@ class Study:
             base_policy=base_policy,
             budgets=(budget,),
             proposer=self.proposer,
-            menu=self.menu,
             proposals_per_reply=self.proposals_per_reply,
         )
 

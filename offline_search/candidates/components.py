@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
@@ -23,9 +25,20 @@ RANK_AT = "rank_at"
 BASE = "base_policy"
 """The optional components, searched where the settings say so."""
 
-
 LIBRARY_COMPONENTS = ("source", "budget", *COMPONENTS, "safety")
 """Fields that take the 131 atoms of the paper."""
+
+Choice = float | str
+
+
+class ChoiceSource(Protocol):
+    """Makes named choices; one name always has the same options or range."""
+
+    def option(self, name: str, options: Sequence[str]) -> str:
+        """One of several options."""
+
+    def number(self, name: str, low: float, high: float, integer: bool) -> float:
+        """A number between two inclusive bounds."""
 
 
 def searched_components(
@@ -138,16 +151,3 @@ def structure(state: PruningState) -> tuple[str, ...]:
     rank = () if state.rank_at == "merger_out" else (f"{RANK_AT}={state.rank_at}",)
     base = f"{BASE}={state.base_policy.name}"
     return (*(call.atom for call in (*source, *atom_calls(state))), *core, *rank, base)
-
-
-def feature_names(state: PruningState) -> frozenset[str]:
-    """Set of atom names and ``q_e=VALUE``, for comparing states that share features."""
-    quota = exchange_quota(state)
-    names = set(structure(state))
-    return frozenset(names if quota is None else names | {f"q_e={quota}"})
-
-
-def exchange_quota(state: PruningState) -> int | None:
-    """q_e of the selector, or None for a selector without one."""
-    quota = state.constraints.selector.model_dump().get("q_e")
-    return quota if isinstance(quota, int) else None

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from offline_search.candidates.components import Components, JsonObject
+from offline_search.candidates.components import Choice, ChoiceSource, Components, JsonObject
 from offline_search.settings import MAX_QUOTA, Space
 from vllm_autoprune.tpdsl.registry import AtomCall
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.states.state import PruningState
-
-if TYPE_CHECKING:
-    from offline_search.candidates.search_space import Choice, ChoiceSource
 
 _CENTRALITY, _REDUNDANCY = "spatial_centrality_prior", "redundancy_density_penalty"
 

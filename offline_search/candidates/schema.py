@@ -18,10 +18,8 @@ from offline_search.candidates.search_space import excluded_atoms
 from offline_search.settings import MAX_QUOTA, Library, Space
 from vllm_autoprune.tpdsl.states.state import PruningState
 
-MAX_SIGNALS = 6
-
 # Limits on list lengths, so that a small model's constrained output comes to an end.
-_MAX_ITEMS = {"signals": MAX_SIGNALS, "pool": 3}
+_MAX_ITEMS = {"signals": 6, "pool": 3}
 
 # Schema keywords that do not constrain the output.
 _UNUSED_KEYWORDS = ("title", "description", "discriminator", "default", "allOf", "$schema", "$id")
@@ -55,9 +53,9 @@ def proposal_schema(
         "additionalProperties": False,
     }
     if bases:
-        _object_at(schema, "properties")[BASE] = base_choice_schema(bases)
+        _object_at(schema, "properties")[BASE] = _base_choice_schema(bases)
         schema["required"] = [*COMPONENTS, BASE]
-    needed = referenced_definitions(schema, known)
+    needed = _referenced_definitions(schema, known)
     schema["$defs"] = {
         name: _restrict(definition, bounds) for name, definition in known.items() if name in needed
     }
@@ -65,7 +63,7 @@ def proposal_schema(
     return _remove_atoms(schema, left_out) if left_out else schema
 
 
-def base_choice_schema(bases: Sequence[str]) -> JsonObject:
+def _base_choice_schema(bases: Sequence[str]) -> JsonObject:
     """Schema of the choice of a base policy."""
     return {
         "type": "object",
@@ -157,7 +155,7 @@ def _restrict_properties(properties: JsonObject, bounds: Bounds) -> JsonObject:
     return restricted
 
 
-def referenced_definitions(value: JsonValue, known: Mapping[str, JsonValue]) -> set[str]:
+def _referenced_definitions(value: JsonValue, known: Mapping[str, JsonValue]) -> set[str]:
     """Names of the definitions that a schema refers to, directly or through others."""
     names, pending = set[str](), list(list_references(value))
     while pending:

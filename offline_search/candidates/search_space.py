@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
-from typing import Protocol, get_args
+from typing import get_args
 
 from pydantic import JsonValue
 
@@ -17,6 +17,8 @@ from offline_search.candidates.components import (
     BASE,
     CORE,
     RANK_AT,
+    Choice,
+    ChoiceSource,
     Components,
     JsonObject,
     atom_calls,
@@ -37,18 +39,6 @@ from vllm_autoprune.tpdsl.tokens import RankAt
 # Not searched: guards against division by zero, a bound that follows from q_e, and a weight that
 # changes no pick.
 _FIXED_PARAMETERS = ("eps", "r_min", "iters", "keep_weight")
-
-Choice = float | str
-
-
-class ChoiceSource(Protocol):
-    """Makes named choices; one name always has the same options or range."""
-
-    def option(self, name: str, options: Sequence[str]) -> str:
-        """One of several options."""
-
-    def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        """A number between two inclusive bounds."""
 
 
 class RandomSource:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from offline_search.dataset import Example
+from offline_search.settings import Settings
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats, estimate
 
 
@@ -33,6 +34,31 @@ class Answers:
 
 
 NO_ANSWERS = Answers((), ())
+
+
+def describe_objective(settings: Settings) -> str:
+    """What the objective of a search is, with its unit."""
+    unit = objective_unit(settings)
+    if settings.objective == "mme":
+        return f"MME's total less that of the model with all tokens, in {unit}"
+    return f"mean log-probability of the reference answer less the full-token model's, in {unit}"
+
+
+def objective_unit(settings: Settings) -> str:
+    """The unit of the objective."""
+    return "thousand points" if settings.objective == "mme" else "nats"
+
+
+def relative_values(
+    settings: Settings, examples: Sequence[Example], answers: Answers, full: Answers
+) -> Floats:
+    """Value of each answered example ``(M,)`` less that of the unpruned model; their mean counts.
+
+    ``examples`` are those of the whole split.
+    """
+    if settings.objective == "mme":
+        return relative_mme(examples, answers, full)
+    return relative_logprob(answers, full)
 
 
 def relative_logprob(answers: Answers, full: Answers) -> Floats:
@@ -103,14 +129,6 @@ def mme_total(examples: Sequence[Example], answers: Answers) -> float:
         )
         total += 100 * (accuracy(part) + accuracy_plus([examples[i] for i in rows], part))
     return total
-
-
-def category_means(examples: Sequence[Example], values: Floats) -> dict[str, float]:
-    """Mean value of each category."""
-    groups: dict[str, list[float]] = {}
-    for example, value in zip(examples, values.tolist(), strict=False):
-        groups.setdefault(example.category, []).append(value)
-    return {name: round(float(np.mean(groups[name])), 6) for name in sorted(groups)}
 
 
 def bootstrap_mean(examples: Sequence[Example], values: Floats) -> Estimate:

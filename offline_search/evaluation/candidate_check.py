@@ -1,10 +1,8 @@
-"""Safety check of a candidate, fingerprint of its selections, and latency of one selection."""
+"""Safety check of a candidate, and fingerprint of its selections."""
 
 from __future__ import annotations
 
 import hashlib
-import statistics
-import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -20,8 +18,7 @@ from offline_search.settings import Settings
 from vllm_autoprune.errors import AutopruneError, ProblemsError, SelectionError
 from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.tpdsl.executor.check import safety_check
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, materialize
-from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.executor.refine import refine
 from vllm_autoprune.tpdsl.states.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -31,8 +28,6 @@ Probes = Sequence[VisualTokens]
 
 PROBE_IMAGES = 16
 """Images of the probe set, each with one question."""
-
-_TIMED_PROBES, _TIMING_REPEATS = 2, 5
 
 
 def check_candidate(state: PruningState, settings: Settings, probes: Probes) -> VerdictRecord:
@@ -49,14 +44,12 @@ def check_candidate(state: PruningState, settings: Settings, probes: Probes) -> 
     if problems:
         return VerdictRecord(digest=state.digest, valid=False, problems=tuple(problems))
     policy = materialize(state, settings.source_budget)
-    timed = "latency" in settings.objectives
     return VerdictRecord(
         digest=state.digest,
         valid=True,
         quota=policy.quota,
         r_min=policy.r_min,
         behaviour=selection_fingerprint(state, settings.budgets, probes),
-        latency=measure_latency(state, settings, probes) if timed else None,
     )
 
 
@@ -105,30 +98,6 @@ def selection_fingerprint(state: PruningState, budgets: Sequence[int], probes: P
 def _update_fingerprint(digest: hashlib._Hash, indices: Tensor, features: Tensor) -> None:
     digest.update(indices.contiguous().numpy().tobytes())
     digest.update(features.float().contiguous().numpy().tobytes())
-
-
-@torch.no_grad()
-def measure_latency(state: PruningState, settings: Settings, probes: Probes) -> float:
-    """Milliseconds of one selection: median of repeats, mean over budgets and probes.
-
-    Rounded to two digits, so that noise does not add candidates to the Pareto front. Synthetic
-    images are used if there are no probes.
-    """
-    timed = (probes or synthetic_probes(settings.source_budget))[:_TIMED_PROBES]
-    medians = []
-    for budget in settings.budgets:
-        policy = materialize(state, budget)
-        for tokens in timed:
-            sized = policy.at(tokens.count, tokens.grid.tiles)
-            times = [_time_selection(sized, tokens) for _ in range(_TIMING_REPEATS)]
-            medians.append(1000 * statistics.median(times) / len(tokens.features))
-    return float(f"{statistics.mean(medians):.2g}")
-
-
-def _time_selection(policy: PruningPolicy, tokens: VisualTokens) -> float:
-    start = time.perf_counter()
-    refine(policy, tokens)
-    return time.perf_counter() - start
 
 
 def _messages(error: AutopruneError) -> list[str]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from offline_search.candidates.proposal import Draft
 from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.dataset import Example
@@ -15,7 +17,7 @@ from offline_search.evaluation.answers import (
     Answers,
     accuracy,
     accuracy_plus,
-    category_means,
+    relative_values,
     significantly_below,
 )
 from offline_search.evaluation.candidate_check import Probes, check_candidate, check_program
@@ -25,11 +27,6 @@ from offline_search.evaluation.evaluator import (
     RecordedEvaluator,
 )
 from offline_search.evaluation.history import History, Trial
-from offline_search.evaluation.objectives import (
-    across_budgets,
-    objective_vector,
-    relative_values,
-)
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import ProposalRecord, Status, TrialRecord, VerdictRecord
 from offline_search.settings import Settings
@@ -63,13 +60,14 @@ class ScoreAccumulator:
         return relative_values(self.settings, self.examples, self.answers[budget], self.full)
 
     def combined(self) -> Floats:
-        """Value of each answered example, mean over the budgets or that of the worst one."""
-        return across_budgets(self.settings, [self.values(k) for k in self.settings.budgets])
+        """Value of each answered example, mean over the budgets."""
+        mean: Floats = np.mean([self.values(k) for k in self.settings.budgets], axis=0)
+        return mean
 
     def objective(self) -> float:
-        """Mean or worst objective over the budgets."""
+        """Mean objective over the budgets."""
         each = [float(self.values(budget).mean()) for budget in self.settings.budgets]
-        return round(min(each) if self.settings.across == "worst" else sum(each) / len(each), 6)
+        return round(sum(each) / len(each), 6)
 
     def answer_count(self) -> int:
         """Number of answers, over all budgets."""
@@ -254,8 +252,6 @@ class RoundEvaluator:
         figures: dict[str, Any] = {}
         if scores is not None and scores.answers and status != "unevaluated":
             figures = self._summary_scores(scores)
-        if scores is not None and status == "evaluated":
-            figures["axes"] = self._objective_vector(proposal.digest, scores)
         return TrialRecord(
             round=proposal.round,
             index=proposal.index,
@@ -272,19 +268,7 @@ class RoundEvaluator:
             "objective": scores.objective(),
             "accuracy": _mean([accuracy(each) for each in answers]),
             "accuracy_plus": _mean([accuracy_plus(self._examples, each) for each in answers]),
-            "by_category": category_means(self._examples, scores.combined()),
         }
-
-    def _objective_vector(self, digest: str, scores: ScoreAccumulator) -> dict[str, float]:
-        verdict = self._ledger.find(VerdictRecord, f"verdict/{digest}")
-        settings = self._settings
-        return objective_vector(
-            settings,
-            self._examples,
-            {budget: scores.values(budget) for budget in settings.budgets},
-            scores.objective(),
-            None if verdict is None else verdict.latency,
-        )
 
 
 def _unfinished(candidates: Sequence[_Candidate]) -> Iterator[_Candidate]:

@@ -11,7 +11,6 @@ import numpy as np
 from offline_search.candidates.hypothesis import BASE_PARENT
 from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.dataset import Example
-from offline_search.evaluation.objectives import pareto_ranks
 from offline_search.ledger.records import ProposalRecord, TrialRecord
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.states.state import PruningState
@@ -85,25 +84,14 @@ class History:
     examples: Sequence[Example] = ()
     names_bases: bool = False
     """Whether a language model chooses among base policies, which prompts then name."""
-    trends: bool = True
-    """Whether summaries have score trends."""
 
     def evaluated(self) -> list[Trial]:
         """Trials that were evaluated on the whole search split, in order of proposal."""
         return [trial for trial in self.trials if trial.objective is not None]
 
     def ranked(self) -> list[Trial]:
-        """Evaluated trials by Pareto rank, then by objective; earlier trials first among equals."""
-        evaluated = self.evaluated()
-        ranks = pareto_ranks([trial.result.axes for trial in evaluated])
-        order = sorted(zip(ranks, evaluated, strict=True), key=lambda r: (r[0], -r[1].score))
-        return [trial for _, trial in order]
-
-    def pareto_front(self) -> list[Trial]:
-        """Non-dominated trials, best objective first; all of them with one objective."""
-        ranked = self.ranked()
-        ranks = pareto_ranks([trial.result.axes for trial in ranked])
-        return [trial for trial, rank in zip(ranked, ranks, strict=True) if rank == 0]
+        """Evaluated trials, best objective first; earlier trials first among equals."""
+        return sorted(self.evaluated(), key=lambda trial: -trial.score)
 
     def best(self) -> Trial | None:
         """The trial with the highest objective so far."""

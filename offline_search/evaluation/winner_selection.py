@@ -18,7 +18,9 @@ from offline_search.evaluation.answers import (
     accuracy,
     accuracy_plus,
     bootstrap_mean,
+    describe_objective,
     mme_total,
+    relative_values,
 )
 from offline_search.evaluation.evaluator import (
     EvaluationFailed,
@@ -26,20 +28,11 @@ from offline_search.evaluation.evaluator import (
     RecordedEvaluator,
 )
 from offline_search.evaluation.history import History, Trial
-from offline_search.evaluation.objectives import (
-    across_budgets,
-    describe_objective,
-    objective_vector,
-    relative_values,
-)
-from offline_search.ledger.records import Comparison, FrontMember, TrialRecord, WinnerRecord
+from offline_search.ledger.records import Comparison, WinnerRecord
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.states.state import PruningState
-
-MAX_FRONT_MEMBERS = 12
-"""Members of the Pareto front that are measured on the test split, best objective first."""
 
 
 class NothingMeasured(SearchError):
@@ -101,7 +94,6 @@ class WinnerSelector:
             estimates=estimates,
             test=test,
             base=base,
-            front=await self._measure_front(history),
         )
 
     async def _confirm(self, candidates: Iterable[Trial]) -> dict[str, Comparison]:
@@ -132,33 +124,6 @@ class WinnerSelector:
             "look at the server's log and begin a new ledger"
         )
 
-    async def _measure_front(self, history: History) -> dict[str, FrontMember]:
-        """Pareto front and base policy on the test split; empty in a single-objective search."""
-        if not self._settings.is_multi_objective:
-            return {}
-        candidates: list[tuple[str, Candidate, TrialRecord]] = [("base", self._base, history.base)]
-        for trial in history.pareto_front()[:MAX_FRONT_MEMBERS]:
-            candidates.append((trial.name, trial.require_candidate(), trial.result))
-        front: dict[str, FrontMember] = {}
-        for name, candidate, result in candidates:
-            try:
-                test = await self._test_objectives(candidate, result)
-            except EvaluationFailed:
-                continue
-            front[name] = FrontMember(digest=candidate.digest, search=result.axes, test=test)
-        return front
-
-    async def _test_objectives(self, candidate: Candidate, result: TrialRecord) -> dict[str, float]:
-        full = await self._measure(None, 0, "test")
-        values = {
-            budget: self._relative(await self._measure(candidate, budget, "test"), full, "test")
-            for budget in self._settings.budgets
-        }
-        objective = round(float(across_budgets(self._settings, list(values.values())).mean()), 6)
-        latency = -result.axes["latency"] if "latency" in result.axes else None
-        examples = self._dataset.examples("test")
-        return objective_vector(self._settings, examples, values, objective, latency)
-
     def _estimate_objective(self, trial: Trial, validation: Comparison) -> float:
         """Objective over search and validation examples together.
 
@@ -176,7 +141,7 @@ class WinnerSelector:
         ours = [await self._measure(candidate, budget, split) for budget in budgets]
         theirs = [await self._measure(self._base, budget, split) for budget in budgets]
         values, base_values = (
-            across_budgets(self._settings, [self._relative(one, full, split) for one in answers])
+            np.mean([relative_values(self._settings, examples, one, full) for one in answers], 0)
             for answers in (ours, theirs)
         )
 
@@ -193,9 +158,6 @@ class WinnerSelector:
             gain=bootstrap_mean(examples, values - base_values),
             accuracy_gain=bootstrap_mean(examples, _mean_correct(ours) - _mean_correct(theirs)),
         )
-
-    def _relative(self, answers: Answers, full: Answers, split: Split) -> Floats:
-        return relative_values(self._settings, self._dataset.examples(split), answers, full)
 
     async def _measure(self, candidate: Candidate | None, budget: int, split: Split) -> Answers:
         count = len(self._dataset.examples(split))

@@ -59,11 +59,6 @@ class SettingsRecord(_Record):
 
     kind: Literal["opened"] = "opened"
     settings: Settings
-    trends: bool = Field(
-        default=False,
-        exclude_if=lambda trends: not trends,
-        description="whether summaries have score trends; older ledgers have none",
-    )
 
     @property
     def key(self) -> str:
@@ -71,8 +66,8 @@ class SettingsRecord(_Record):
         return "opened"
 
 
-Attempt = Literal["first", "repair", "skill"]
-"""What a reply answers: a request, the problems of a first reply, or a question to test skill."""
+Attempt = Literal["first", "repair"]
+"""What a reply answers: a request, or the problems of a first reply."""
 
 
 class ReplyRecord(_Record):
@@ -146,9 +141,6 @@ class VerdictRecord(_Record):
     r_min: int = 0
     problems: tuple[str, ...] = ()
     behaviour: str = ""
-    latency: float | None = Field(
-        default=None, description="milliseconds of one selection, if latency is an objective"
-    )
 
     @property
     def key(self) -> str:
@@ -196,10 +188,6 @@ class TrialRecord(_Record):
     objective: float | None = None
     accuracy: float | None = None
     accuracy_plus: float | None = None
-    by_category: dict[str, float] = Field(default_factory=dict)
-    axes: dict[str, float] = Field(
-        default_factory=dict, description="objective vector, in a multi-objective search"
-    )
 
     @property
     def key(self) -> str:
@@ -233,14 +221,6 @@ class Comparison(FrozenModel):
     accuracy_gain: Estimate
 
 
-class FrontMember(FrozenModel):
-    """A Pareto-optimal candidate: its objective vectors on the search and on the test split."""
-
-    digest: str
-    search: dict[str, float]
-    test: dict[str, float]
-
-
 class WinnerRecord(_Record):
     """The winner among the confirmed candidates, with its scores on the test split."""
 
@@ -257,13 +237,10 @@ class WinnerRecord(_Record):
         description="by proposal: scores on the validation split"
     )
     estimates: dict[str, float] = Field(
-        default_factory=dict, description="by proposal: objective on search and validation examples"
+        description="by proposal: objective on search and validation examples"
     )
     test: Comparison
     base: Comparison
-    front: dict[str, FrontMember] = Field(
-        default_factory=dict, description="by proposal, with the base policy: the Pareto front"
-    )
 
     @property
     def base_validation(self) -> float:

@@ -40,7 +40,7 @@ def summarize(history: History) -> str:
     """Loss by category, score trends, best candidates, the last round, limits, failures."""
     lines = [f"Base policy alone: {_score(history.base.objective)}."]
     lines += _describe_categories(history)
-    lines += _describe_trends(history) if history.trends else ()
+    lines += _describe_trends(history)
     ranked = [trial for trial in history.ranked() if trial.state is not None]
     best = _best_of_each_structure(ranked)
     if ranked:
@@ -105,9 +105,7 @@ def _best_of_each_structure(ranked: Sequence[Trial]) -> list[Trial]:
 
 def _describe(trial: Trial, history: History) -> str:
     """One candidate on one line: score, comparison with the best, and what was changed."""
-    latency = trial.result.axes.get("latency")
-    slow = "" if latency is None else f" in {-latency:.2g} ms"
-    figures = f"{_score(trial.score)}{_compare(trial, history)}{slow}"
+    figures = f"{_score(trial.score)}{_compare(trial, history)}"
     return f"- {trial.name}: {figures}; {_origin(trial, history)}"
 
 

@@ -18,7 +18,6 @@ from offline_search.candidates.hypothesis import (
     MAX_CHARACTERS,
     PURPOSES,
 )
-from offline_search.candidates.menu import Menu
 from offline_search.candidates.proposal_list import PROPOSALS
 from offline_search.candidates.released_spaces import describe_space
 from offline_search.candidates.search_space import excluded_atoms
@@ -44,7 +43,7 @@ _MAX_SHOWN_REPLY = 4000
 
 def describe_score(settings: Settings) -> str:
     """What the scores in prompts are."""
-    if settings.scored_by_mme:
+    if settings.objective == "mme":
         return (
             "the MME total of the model (accuracy and accuracy+ of each category in per cent, "
             "summed) less that of the model with all tokens; higher is better"
@@ -119,13 +118,12 @@ def proposal_prompt(
     example: PruningState,
     number: int,
     count: int,
-    menu: Menu | None = None,
 ) -> Messages:
     """Prompt for one of ``count`` candidates, given the summary H_(t-1) and an example."""
     request = (
         f"{summary}\n\nA valid candidate looks like this:\n{_components(example, settings)}\n\n"
         f"Propose candidate {number + 1} of {count}, with a higher score. "
-        f"{_menu_sentence(menu)}JSON only."
+        "JSON only."
     )
     return _conversation(settings, request)
 
@@ -149,9 +147,7 @@ def list_prompt(
     return _conversation(settings, request)
 
 
-def crossover_prompt(
-    settings: Settings, parents: Sequence[Trial], menu: Menu | None = None
-) -> Messages:
+def crossover_prompt(settings: Settings, parents: Sequence[Trial]) -> Messages:
     """EvoPrompting's prompt: parents with their scores, and the score a child should exceed."""
     described = [
         f"Score {_score(parent.score)}:\n{_components(parent.require_state(), settings)}"
@@ -160,28 +156,9 @@ def crossover_prompt(
     best = max(parent.score for parent in parents)
     request = (
         "Parents:\n" + "\n".join(described) + "\n\nCombine the parents, to "
-        f"score above {_score(best)}. {_menu_sentence(menu)}JSON only."
+        f"score above {_score(best)}. JSON only."
     )
     return _conversation(settings, request)
-
-
-def ranking_prompt(
-    settings: Settings, best: Sequence[Trial], options: Sequence[PruningState]
-) -> Messages:
-    """Prompt for the option that is expected to score highest; short, for a small model."""
-    measured = [
-        f"{_score(one.score)}: {_components(one.require_state(), settings)}" for one in best
-    ]
-    listed = [
-        f"{number}: {_components(state, settings)}" for number, state in enumerate(options, 1)
-    ]
-    request = (
-        "A policy chooses which visual tokens of an image a vision-language model keeps. Higher "
-        "scores are better. Measured scores of policies:\n" + "\n".join(measured) + "\n\n"
-        "Policies that were not measured:\n" + "\n".join(listed) + "\n\n"
-        f'Which of 1 to {len(options)} scores highest? Answer {{"choice": NUMBER}}.'
-    )
-    return ({"role": "user", "content": request},)
 
 
 def repair_prompt(request: Messages, reply: str, problems: Sequence[str]) -> Messages:
@@ -217,10 +194,6 @@ def _conversation(settings: Settings, request: str) -> Messages:
 
 def _components(state: PruningState, settings: Settings) -> str:
     return compact_text(state, bool(settings.bases))
-
-
-def _menu_sentence(menu: Menu | None) -> str:
-    return "" if menu is None else f"{menu.describe()} "
 
 
 def _score(value: float) -> str:

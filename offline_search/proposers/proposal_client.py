@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,6 @@ from typing import Protocol
 
 from offline_search.candidates.compact_schema import shorten_schema
 from offline_search.candidates.components import JsonObject
-from offline_search.candidates.menu import Menu
 from offline_search.candidates.proposal import MAX_REPLY_CHARACTERS, Draft, parse_proposal
 from offline_search.candidates.proposal_list import list_schema, parse_list
 from offline_search.candidates.schema import proposal_schema
@@ -72,7 +70,6 @@ class ProposalRequest:
     messages: Messages
     origin: str
     parents: tuple[str, ...] = ()
-    menu: Menu | None = None
 
 
 class ProposalClient:
@@ -88,7 +85,7 @@ class ProposalClient:
 
     async def request_proposal(self, request: ProposalRequest) -> Draft:
         """The draft in a reply, after one attempt to repair an invalid reply."""
-        schema = self._schema(request.menu)
+        schema = self._schema()
         reply = await self._recorded_reply(request, "first", request.messages, schema)
         draft = self._parse(reply, request)
         if draft.state is not None or reply.text is None:
@@ -105,7 +102,7 @@ class ProposalClient:
 
         A proposal may have one of ``names`` as its parent.
         """
-        schema = self._schema(request.menu)
+        schema = self._schema()
         reply = await self._recorded_reply(
             request, "first", request.messages, list_schema(schema, count)
         )
@@ -171,27 +168,6 @@ class ProposalClient:
         draft = Draft(request.origin, None, (), request.parents, code)
         return replace(draft, selection=SelectionProgram(code))
 
-    async def request_choice(
-        self, request: ProposalRequest, count: int, attempt: Attempt
-    ) -> int | None:
-        """The index of one of ``count`` options, which a reply chooses by number.
-
-        It is 0 after an invalid reply, None without a reply.
-        """
-        numbers = list(range(1, count + 1))
-        schema: JsonObject = {
-            "type": "object",
-            "properties": {"choice": {"type": "integer", "enum": list(numbers)}},
-            "required": ["choice"],
-            "additionalProperties": False,
-        }
-        reply = await self._recorded_reply(request, attempt, request.messages, schema)
-        if reply.text is None:
-            return None
-        chosen = re.search(r"\d+", reply.text)
-        number = int(chosen.group()) if chosen else 0
-        return number - 1 if number in numbers else 0
-
     def total_cost(self) -> Cost:
         """Cost of all replies of this search, including those before it was resumed."""
         total = Cost()
@@ -200,7 +176,7 @@ class ProposalClient:
                 total += record.cost
         return total
 
-    def _schema(self, menu: Menu | None) -> JsonObject:
+    def _schema(self) -> JsonObject:
         """The schema of one proposal."""
         settings = self._settings
         schema = proposal_schema(
@@ -211,7 +187,7 @@ class ProposalClient:
             settings.bases,
             settings.space,
         )
-        return shorten_schema(schema if menu is None else menu.restrict(schema))
+        return shorten_schema(schema)
 
     async def _run(self, code: str, request: ProposalRequest) -> ProgramRecord:
         output = await run_program(code, self._settings.source_budget)

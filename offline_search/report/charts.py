@@ -1,4 +1,4 @@
-"""Charts of a search: its progress, candidates with their parents, and finalists by split."""
+"""Charts of a search: its progress, and finalists by split."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from offline_search.dataset import Split
-from offline_search.evaluation.objectives import objective_unit
+from offline_search.evaluation.answers import objective_unit
 from offline_search.ledger.records import WinnerRecord
 from offline_search.report.search_report import CandidateRow, SearchReport
 from vllm_autoprune.pages.charts import Chart, Mark, Rule, Series
@@ -26,7 +26,6 @@ def draw_charts(report: SearchReport) -> list[Chart]:
     half = _better_half(measured)
     if half:
         charts.append(_progress("The same, better half of the candidates", half, report))
-    charts.append(_parents(half or measured, report, better_half=bool(half)))
     if report.winner is not None:
         charts.append(_splits(report, report.winner))
     return charts
@@ -35,14 +34,6 @@ def draw_charts(report: SearchReport) -> list[Chart]:
 def anchor(name: str) -> str:
     """The page's name for a candidate."""
     return f"candidate-{name}"
-
-
-def describe_candidate(row: CandidateRow, report: SearchReport) -> str:
-    """Lines for a tooltip: name and origin, objective, status."""
-    value = row.result.objective
-    objective = "" if value is None else f"\nobjective {report.format_objective(value)}"
-    status = "" if row.result.status == "evaluated" else f"\n{row.status}"
-    return f"{row.name} by {row.origin}{objective}{status}"
 
 
 def _progress(title: str, rows: Sequence[CandidateRow], report: SearchReport) -> Chart:
@@ -70,46 +61,6 @@ def _progress(title: str, rows: Sequence[CandidateRow], report: SearchReport) ->
         [one for one in series if one.marks or one.path],
         _base_rule(report, rows),
         x_zero=True,
-    )
-
-
-def _parents(rows: Sequence[CandidateRow], report: SearchReport, *, better_half: bool) -> Chart:
-    """Objective over round by origin, each candidate joined with its first parent."""
-    places = {
-        row.name: (float(row.proposal.round), row.result.objective)
-        for row in rows
-        if row.result.objective is not None
-    }
-    edges = []
-    for row in rows:
-        parent = places.get(row.proposal.parents[0]) if row.proposal.parents else None
-        if parent is not None and row.name in places:
-            x, y = places[row.name]
-            edges.append((parent[0], parent[1], x, y))
-    origins = list(dict.fromkeys(row.origin for row in rows))
-    rounds = sorted({row.proposal.round for row in rows})
-    series = [
-        Series(
-            origin,
-            [
-                _mark(report, row, row.proposal.round, hollow=row.result.status != "evaluated")
-                for row in rows
-                if row.origin == origin
-            ],
-            line="none",
-            colour=colour,
-        )
-        for colour, origin in enumerate(origins)
-    ]
-    which = ", better half" if better_half else ""
-    return Chart(
-        f"Candidates and their parents{which}",
-        "round",
-        _objective_label(report),
-        series,
-        _base_rule(report, rows),
-        edges=edges,
-        x_names={float(number): str(number) for number in rounds} if len(rounds) < 10 else {},
     )
 
 
@@ -156,9 +107,13 @@ def _objective_label(report: SearchReport) -> str:
 
 
 def _mark(report: SearchReport, row: CandidateRow, x: float, *, hollow: bool = False) -> Mark:
-    assert row.result.objective is not None
-    link = f"#{anchor(row.name)}"
-    return Mark(x, row.result.objective, describe_candidate(row, report), hollow=hollow, link=link)
+    """A candidate's point, with its name, origin, objective and status as a tooltip."""
+    objective = row.result.objective
+    assert objective is not None
+    tip = f"{row.name} by {row.origin}\nobjective {report.format_objective(objective)}"
+    if row.result.status != "evaluated":
+        tip += f"\n{row.status}"
+    return Mark(x, objective, tip, hollow=hollow, link=f"#{anchor(row.name)}")
 
 
 def _base_rule(report: SearchReport, rows: Sequence[CandidateRow]) -> list[Rule]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from offline_search.evaluation.objectives import describe_objective, objective_unit
+from offline_search.evaluation.answers import describe_objective, objective_unit
 from offline_search.ledger.records import WinnerRecord
 from offline_search.report import markdown
 from offline_search.report.charts import anchor, draw_charts
-from offline_search.report.family import build_family
-from offline_search.report.importance import rank_parameters
 from offline_search.report.markdown import format_percent
 from offline_search.report.search_report import CandidateRow, SearchReport
-from offline_search.report.winner import explain_winner
 from vllm_autoprune.pages.document import Details, Document, Section, Tone, render_document
 from vllm_autoprune.pages.table import Cell, PageRow, PageTable, split_interval
 from vllm_autoprune.statistics import Estimate
@@ -41,7 +38,7 @@ def as_html(report: SearchReport) -> str:
             *([] if winner is None else _winner_sections(report, winner)),
             *_progress_sections(report),
             *_table_sections(report),
-            *([build_family(report), _candidate_section(report)] if report.rows else []),
+            *([_candidate_section(report)] if report.rows else []),
         ],
     )
     return render_document(document)
@@ -83,7 +80,7 @@ def _list_facts(report: SearchReport) -> list[str]:
 def _winner_sections(report: SearchReport, winner: WinnerRecord) -> Iterator[Section]:
     yield Section(
         "Why this candidate",
-        [*explain_winner(report, winner), _objective_note(report)],
+        [*markdown.explain_winner(report, winner), _objective_note(report)],
         tables=[_finalists(report, winner)],
     )
     rows = markdown.result_rows(winner.test, winner.base)
@@ -95,9 +92,6 @@ def _winner_sections(report: SearchReport, winner: WinnerRecord) -> Iterator[Sec
         "about an image. MME total: accuracy and accuracy+ in per cent, added over all categories."
     )
     yield Section("Result on the test split", [text], tables=[table])
-    if winner.front:
-        head, front = markdown.front_table(winner)
-        yield Section("Pareto front", [markdown.FRONT_CAPTION], tables=[PageTable(head, front)])
 
 
 def _finalists(report: SearchReport, winner: WinnerRecord) -> PageTable:
@@ -161,27 +155,6 @@ def _progress_sections(report: SearchReport) -> Iterator[Section]:
 
 
 def _table_sections(report: SearchReport) -> Iterator[Section]:
-    if parameters := rank_parameters(report.rows):
-        rows: list[PageRow] = [
-            [
-                one.name,
-                Cell(f"{100 * one.share:.0f}"),
-                Cell(str(one.values)),
-                Cell(one.best, f"{one.best_count} candidates"),
-                Cell(report.format_objective(one.best_mean)),
-            ]
-            for one in parameters
-        ]
-        head = ["parameter", "variance explained, %", "values", "best value", "its mean objective"]
-        yield Section(
-            "Parameter importance",
-            [
-                "Share of the variance of all measured objectives that a parameter explains by "
-                "itself (adjusted R squared). A search does not vary parameters independently, so "
-                "shares overlap, and a large one is a hint, not an effect."
-            ],
-            tables=[PageTable(head, rows)],
-        )
     if report.common_atoms:
         head = ["atom", "of the best five, %", "of all, %"]
         table = PageTable(head, markdown.common_atom_rows(report))

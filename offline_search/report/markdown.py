@@ -7,16 +7,12 @@ from collections.abc import Iterator, Sequence
 from offline_search.evaluation.history import FAILURES_TO_GIVE_UP, gave_up
 from offline_search.ledger.records import Comparison, WinnerRecord
 from offline_search.report.search_report import CandidateRow, SearchReport
-from offline_search.strategies.ranking_skill import MAX_QUESTIONS, SHORTLIST_SIZE
 from vllm_autoprune.statistics import Estimate, count_decimals
 
 _MAX_ROWS = 10
 
 RESULT_HEAD = ["", "objective", "accuracy %", "accuracy+ %", "MME total"]
 CANDIDATE_HEAD = ["candidate", "objective", "accuracy %", "accuracy+ %", "answers", "origin"]
-FRONT_CAPTION = (
-    "Pareto front: no other candidate is better on every axis. Figures of the test split:"
-)
 
 
 def as_markdown(report: SearchReport) -> str:
@@ -40,12 +36,6 @@ def _lines(report: SearchReport) -> Iterator[str]:
         yield ""
         yield from table(RESULT_HEAD, result_rows(winner.test, winner.base), "lrrrr")
     yield ""
-    if winner is not None and winner.front:
-        yield FRONT_CAPTION
-        yield ""
-        head, rows = front_table(winner)
-        yield from table(head, rows, "l" + "r" * (len(head) - 1))
-        yield ""
     candidates = [_candidate_cells(row) for row in report.ranked[:_MAX_ROWS]]
     yield from table(CANDIDATE_HEAD, candidates, "lrrrrl")
     yield ""
@@ -75,16 +65,43 @@ def result_rows(test: Comparison, base: Comparison) -> list[list[str]]:
     ]
 
 
-def front_table(winner: WinnerRecord) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table of the Pareto front; latency in milliseconds."""
-    names = list(next(iter(winner.front.values())).test)
-    head = ["candidate", *("selection ms" if name == "latency" else name for name in names)]
-    rows = [
-        [candidate, *(f"{-member.test[name]:.2g}" if name == "latency"
-                      else f"{member.test[name]:+.4f}" for name in names)]
-        for candidate, member in winner.front.items()
-    ]  # fmt: skip
-    return head, rows
+def explain_winner(report: SearchReport, winner: WinnerRecord) -> Iterator[str]:
+    """The rule, the margin to the next candidate, and the leader of the search split if another."""
+    ranked = sorted(winner.estimates, key=lambda name: -winner.estimates[name])
+    yield (
+        f"The {len(winner.confirmed)} best candidates of the search split were measured on the "
+        "validation split. The winner has the highest objective on the examples of both together: "
+        "the search split alone favours candidates that were lucky on it."
+    )
+    rivals = [name for name in ranked if name != winner.winner]
+    if rivals and winner.winner in winner.estimates:
+        margin = winner.estimates[winner.winner] - winner.estimates[rivals[0]]
+        own_estimate = report.format_objective(winner.estimates[winner.winner])
+        yield (
+            f"On both together {winner.winner} has {own_estimate}, "
+            f"{report.format_objective(margin).lstrip('+')} more than {rivals[0]}, the next."
+        )
+    yield describe_leader(winner, report.ranked[0].name if report.ranked else None)
+    own = winner.confirmed[winner.winner].objective
+    score = next((row.objective for row in report.rows if row.name == winner.winner), None)
+    if score is not None:
+        search, validation, test = map(
+            report.format_objective, (score, own.value, winner.test.objective.value)
+        )
+        yield (
+            f"Its objective is {search} on the search split, {validation} on the validation split "
+            f"and {test} on the test split."
+        )
+
+
+def describe_leader(winner: WinnerRecord, leader: str | None) -> str:
+    """Whether the winner also led on the search split, as the progress of the search shows it."""
+    if leader is None or leader == winner.winner:
+        return f"{winner.winner} was also the best on the search split."
+    return (
+        f"On the search split alone {leader} was better; with the validation split "
+        f"{winner.winner} is."
+    )
 
 
 def cause_rows(report: SearchReport) -> list[list[str]]:
@@ -130,7 +147,7 @@ def count_candidates(report: SearchReport) -> str:
 
 
 def describe_cost(report: SearchReport) -> Iterator[str]:
-    """Sentences on the cost of the proposer, what was shown of it, and the evaluator's cost."""
+    """Sentences on the cost of the proposer and of the evaluator."""
     cost, proposer = report.cost, report.cost.proposer
     price = f", at a price of {proposer.money:.4f}" if proposer.money else ""
     yield (
@@ -139,27 +156,10 @@ def describe_cost(report: SearchReport) -> Iterator[str]:
         f"{proposer.prompt_tokens:,} prompt and {proposer.completion_tokens:,} completion "
         f"tokens{price}."
     )
-    if cost.skill_questions:
-        yield _describe_skill(report)
     yield (
         f"Evaluator: {cost.answers:,} answers in {cost.evaluator_seconds:,.0f} s "
         f"({cost.failed_evaluations} evaluations failed). The whole search: "
         f"{report.duration:,.0f} s."
-    )
-
-
-def _describe_skill(report: SearchReport) -> str:
-    """Sentences on the test of a model that ranks."""
-    ranked = sum(row.proposal.origin == "ranked" for row in report.rows)
-    if ranked:
-        outcome = f"It did so better than by chance, and then chose {ranked} of the candidates."
-    elif report.winner is None and report.cost.skill_questions < MAX_QUESTIONS:
-        outcome = "Whether it does so better than by chance is not known yet."
-    else:
-        outcome = "It did not do so better than by chance, and chose no candidate."
-    return (
-        f"The proposer was asked {report.cost.skill_questions} times for the best of "
-        f"{SHORTLIST_SIZE} measured candidates. {outcome}"
     )
 
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 
 from offline_search.evaluation.history import FAILURES_TO_GIVE_UP, History, Trial, gave_up
 from offline_search.ledger.records import Cost, WinnerRecord
-from offline_search.report.markdown import format_interval
-from offline_search.report.winner import describe_leader
+from offline_search.report.markdown import describe_leader, format_interval
 
 
 class ProgressLog:

@@ -44,7 +44,6 @@ STATUS_WORDS: Mapping[Status, str] = {
 ORIGIN_WORDS: Mapping[str, str] = {
     "llm": "language model",
     "tpe": "TPE",
-    "ranked": "TPE, ranked by the model",
 }
 """Origins of candidates as a report names them, where that differs from the ledger."""
 
@@ -89,15 +88,11 @@ class CandidateRow:
 
 @dataclass(frozen=True)
 class SearchCost:
-    """Cost of a search: requests and time of its proposer, and of its evaluator.
-
-    ``skill_questions`` were asked of a model that ranks, about measured candidates.
-    """
+    """Cost of a search: requests and time of its proposer, and of its evaluator."""
 
     replies: int
     failed_replies: int
     repairs: int
-    skill_questions: int
     proposer: Cost
     proposer_seconds: float
     answers: int
@@ -184,15 +179,14 @@ def _measure_base(records: Sequence[Record], settings: Settings) -> float | None
         if record.split == "search" and record.start == 0 and not record.failure
         if record.digest in (digest, ALL_TOKENS)
     }
-    if settings.scored_by_mme:
+    if settings.objective == "mme":
         return None  # the ledger does not have the categories of the questions
     full = answers.get((ALL_TOKENS, 0))
     own = [answers[digest, budget] for budget in settings.budgets if (digest, budget) in answers]
     if full is None or len(own) < len(settings.budgets):
         return None
     means = [float((values - full[: len(values)]).mean()) for values in own]
-    value = min(means) if settings.across == "worst" else sum(means) / len(means)
-    return round(value, 6)
+    return round(sum(means) / len(means), 6)
 
 
 def _of_type(records: Iterable[Record], kind: type[R]) -> list[R]:
@@ -287,7 +281,6 @@ def _sum_cost(records: Sequence[Record]) -> SearchCost:
         replies=len(replies),
         failed_replies=sum(reply.text is None for reply in replies),
         repairs=sum(reply.attempt == "repair" for reply in replies),
-        skill_questions=sum(reply.attempt == "skill" for reply in replies),
         proposer=sum((reply.cost for reply in replies), Cost()),
         proposer_seconds=_busy_seconds(replies),
         answers=sum(len(record.logprob) for record in evaluations),

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from random import Random
 
-from offline_search.candidates.menu import draw_menu_if_enabled
 from offline_search.candidates.proposal import Draft
 from offline_search.evaluation.history import Trial
 from offline_search.proposers.prompt import crossover_prompt, proposal_prompt
@@ -60,18 +59,15 @@ class EvoPrompting:
         self, current: Round, index: int, population: Sequence[Trial]
     ) -> Awaitable[Draft]:
         example = minimal_state(self._settings)
-        menu = draw_menu_if_enabled(self._settings, current.rng, [example])
-        messages = proposal_prompt(self._settings, "", example, index, current.count, menu)
-        request = ProposalRequest(current.number, index, messages, "llm", (), menu)
+        messages = proposal_prompt(self._settings, "", example, index, current.count)
+        request = ProposalRequest(current.number, index, messages, "llm")
         return current.client.request_proposal(request)
 
     def _cross(self, current: Round, index: int, population: Sequence[Trial]) -> Awaitable[Draft]:
         parents = draw_parents(population, current.rng)
-        states = [parent.require_state() for parent in parents]
-        menu = draw_menu_if_enabled(self._settings, current.rng, states)
-        messages = crossover_prompt(self._settings, parents, menu)
+        messages = crossover_prompt(self._settings, parents)
         names = parent_names(*parents)
-        request = ProposalRequest(current.number, index, messages, "crossover", names, menu)
+        request = ProposalRequest(current.number, index, messages, "crossover", names)
         return current.client.request_proposal(request)
 
 

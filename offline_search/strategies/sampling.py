@@ -6,13 +6,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from offline_search.candidates.components import Choice, ChoiceSource
 from offline_search.candidates.proposal import Draft, assemble_state
-from offline_search.candidates.search_space import (
-    Choice,
-    ChoiceSource,
-    RandomSource,
-    sample_proposal,
-)
+from offline_search.candidates.search_space import RandomSource, sample_proposal
 from offline_search.settings import Settings
 from offline_search.strategies.strategy import Round
 from vllm_autoprune.errors import ConfigError, Problem

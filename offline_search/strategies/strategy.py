@@ -9,7 +9,6 @@ from random import Random
 from typing import Protocol
 
 from offline_search.candidates.hypothesis import PURPOSES, list_purposes
-from offline_search.candidates.menu import draw_menu_if_enabled
 from offline_search.candidates.proposal import Draft
 from offline_search.evaluation.history import History, Trial
 from offline_search.proposers.prompt import list_prompt, proposal_prompt
@@ -62,11 +61,8 @@ def has_fixed_evaluations(settings: Settings, strategy: Strategy) -> bool:
 
 
 def races(settings: Settings, strategy: Strategy) -> bool:
-    """Whether candidates are dropped after a part of the examples, and more of them proposed.
-
-    Never with several objectives, where a candidate may be poor in one only.
-    """
-    return (settings.race or strategy.stops_early) and not settings.is_multi_objective
+    """Whether candidates are dropped after a part of the examples, and more of them proposed."""
+    return settings.race or strategy.stops_early
 
 
 def maximum_rounds(settings: Settings, strategy: Strategy) -> int:
@@ -113,16 +109,11 @@ def _request_list(
 def _request_improvement(
     current: Round, settings: Settings, index: int, default: PruningState
 ) -> Awaitable[Draft]:
-    """Request a proposal that improves on the best trial, or on a default state without trials.
-
-    The menu is drawn before this function returns, so that the random generator is used in the
-    order of the calls.
-    """
+    """Request a proposal that improves on the best trial, or on a default state without trials."""
     best = current.history.best()
     example = default if best is None else best.state or default
-    menu = draw_menu_if_enabled(settings, current.rng, [example])
-    messages = proposal_prompt(settings, current.summary, example, index, current.count, menu)
-    request = ProposalRequest(current.number, index, messages, "llm", parent_names(best), menu)
+    messages = proposal_prompt(settings, current.summary, example, index, current.count)
+    request = ProposalRequest(current.number, index, messages, "llm", parent_names(best))
     return current.client.request_proposal(request)
 
 

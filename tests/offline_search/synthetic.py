@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -18,7 +17,6 @@ from typing import TypeVar
 from pydantic import JsonValue
 
 from offline_search.candidates.components import JsonObject
-from offline_search.candidates.proposal import assemble_state
 from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.dataset import Dataset, Example, read_dataset, write_split
 from offline_search.evaluation.answers import Answers
@@ -143,24 +141,6 @@ class WaitingProposer(ScriptedProposer):
         replied = await super().reply(messages, schema, seed)
         await asyncio.wait_for(self._enough.wait(), 30)
         return replied
-
-
-class KnowingProposer(ScriptedProposer):
-    """Chooses the state with the highest score of those that a prompt lists."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__([])
-        self._settings = settings
-        self.chosen: set[str] = set()
-        """Digests of its choices."""
-
-    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
-        listed = re.findall(r"^\d+: (\{.*\})$", messages[-1]["content"], re.MULTILINE)
-        assert len(listed) == 4
-        states = [assemble_state(json.loads(one), self._settings) for one in listed]
-        best = max(states, key=score_state)
-        self.chosen.add(best.digest)
-        return Reply(json.dumps({"choice": 1 + states.index(best)}))
 
 
 def hash_request(messages: Messages, seed: int) -> int:

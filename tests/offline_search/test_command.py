@@ -12,7 +12,6 @@ from offline_search.dataset import Dataset
 from offline_search.ledger.records import SettingsRecord
 from offline_search.proposers.endpoint import Price
 from offline_search.settings import Settings
-from offline_search.strategies.ranking_skill import MAX_QUESTIONS
 from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, endpoint, error
 from tests.offline_search.synthetic import answer_search, records_of_kind
 from vllm_autoprune import load_state
@@ -63,7 +62,6 @@ def test_the_command_searches_reports_and_replays(
     [
         ([], 5),
         (["--strategy", "autoprune+"], 5),
-        (["--menu", "1"], 1),
         (["--strategy", "evoprompting-states"], 1),
         (["--proposals-per-reply", "3"], 3),
         (["--proposals-per-reply", "1"], 1),
@@ -139,11 +137,6 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Datas
             estimate = estimate_cost(lists, data, Price())
             assert estimate.calls == calls * {1: 5, 3: 2, 5: 1}[length] // 5
             assert estimate.completion_tokens == tokens
-    ranks = Settings(strategy="autoprune+", proposer="scripted", menu=1)
-    estimate = estimate_cost(ranks, data, Price())
-    assert estimate.calls == 200 + MAX_QUESTIONS
-    assert "Which of 1 to 4 scores highest?" in estimate.messages[0]["content"]
-    assert estimate.completion_tokens < 5_000
 
 
 @pytest.mark.parametrize(
@@ -157,27 +150,14 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Datas
         (["--budget", "8", "8"], "--budget: "),
         (["--temperature", "nan"], "--temperature: nan is refused"),
         (
-            ["--objective", "latency"],
-            "--objective: latency alone would favour doing no selection at all -> add quality",
-        ),
-        (["--objective", "mme", "tasks"], "--objective: MME's total"),
-        (["--menu", "1", "--library", "paper"], "--library, --menu: a menu offers a part"),
-        (
             ["--space", "none"],
             "--space: 'none' is refused -> give a value that is 'all', 'numbers'",
         ),
-        (["--space", "numbers", "--menu", "1"], "--space, --menu: the space numbers has atoms of"),
+        (["--space", "numbers", "--library", "paper"], "--space, --library: the space numbers has"),
         (["--space", "without-anchoring", "--budget", "720"], "anchoring cannot be removed above"),
-        (["--menu", "1", "--strategy", "tpe"], "--menu: only a language model"),
-        (["--menu", "1", "--objective", "latency"], "--objective: latency"),
         (["--data", "/nowhere"], "search.jsonl"),
         (["--seed", "-1"], "--seed: -1 is refused"),
         (["--proposals-per-reply", "0"], "--proposals-per-reply: 0 is refused"),
-        (
-            ["--proposals-per-reply", "5", "--menu", "1"],
-            "--menu, --proposals-per-reply: only autoprune and autoprune+ ask for lists, of a "
-            "language model without a menu -> leave one of them out",
-        ),
         (
             ["--proposals-per-reply", "5", "--strategy", "tpe"],
             "search: --proposals-per-reply: only autoprune and autoprune+ ask for lists",
@@ -266,11 +246,7 @@ def test_a_language_model_takes_part_only_where_it_is_given(
 
     assert dry_run() == 0
     assert json.loads(capsys.readouterr().out)["calls"] == 0
-    assert dry_run("--embedded-proposer") == 0
-    assert json.loads(capsys.readouterr().out)["calls"] > 0
     assert dry_run("--strategy", "autoprune") == 1
     assert "autoprune needs a language model -> give --proposer-url" in capsys.readouterr().err
     assert dry_run("--proposer-model", "m") == 1
     assert "--proposer-model: has no endpoint -> give --proposer-url" in capsys.readouterr().err
-    assert dry_run("--strategy", "autoprune", "--embedded-proposer") == 0
-    assert json.loads(capsys.readouterr().out)["calls"] > 0

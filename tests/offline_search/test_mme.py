@@ -159,7 +159,7 @@ async def test_a_search_for_mmes_total_finds_what_log_probability_hides(
 
     found = {}
     for objective in ("mme", "quality"):
-        settings = Settings(strategy="random", rounds=4, budgets=(8,), objectives=(objective,))
+        settings = Settings(strategy="random", rounds=4, budgets=(8,), objective=objective)
         evaluator = MoreRightLessLikely(data, probes=False)
         winner = await run_search(tmp_path / objective, settings, evaluator)
         found[objective] = winner
@@ -168,11 +168,3 @@ async def test_a_search_for_mmes_total_finds_what_log_probability_hides(
     assert found["mme"].test.mme_total == 400 and found["quality"].test.mme_total == 100
     assert found["mme"].test.objective.value == 0
     assert "thousand points" in json.dumps(found["mme"].state)
-
-
-@pytest.mark.parametrize("others", [("quality",), ("tasks", "latency"), ("budgets",)])
-def test_mmes_total_takes_the_place_of_quality(others: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="joined by latency"):
-        Settings.model_validate({"objectives": ("mme", *others)})
-    assert Settings.model_validate({"objectives": ("mme", "latency")}).is_multi_objective
-    assert not Settings.model_validate({"objectives": ("mme",)}).is_multi_objective

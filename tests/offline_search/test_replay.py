@@ -9,13 +9,11 @@ from offline_search.dataset import Dataset, read_dataset
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import ProposalRecord, ReplyRecord
 from offline_search.replay import replay
-from offline_search.search import Search
 from offline_search.settings import Settings
 from tests.offline_search.replies import HOSTILE, valid_replies
 from tests.offline_search.synthetic import (
     STATE_STRATEGIES,
     VALID_REPLIES,
-    ScriptedProposer,
     SyntheticEvaluator,
     ledger_digest,
     records_of_kind,
@@ -77,21 +75,6 @@ async def test_a_recorded_search_replays_without_endpoints(
     again, before, after = await replay(tmp_path / "l", tmp_path / "replayed", data)
     assert before == after
     assert again.digest == chosen.digest and again.test == chosen.test
-
-
-@pytest.mark.parametrize("trends", [False, True])
-async def test_a_ledger_keeps_the_form_of_its_summaries(
-    trends: bool, settings: Settings, data: Dataset, tmp_path: Path
-) -> None:
-    evaluator, proposer = SyntheticEvaluator(data), ScriptedProposer(VALID_REPLIES)
-    named = settings.model_copy(update={"evaluator": evaluator.name})
-    with Ledger(tmp_path / "l") as ledger:
-        await Search(named, ledger, evaluator, proposer, trends=trends).run()
-    text = (tmp_path / "l").read_text()
-    assert ('"trends"' in text) == ("Scores by round" in text) == trends
-    await run_search(tmp_path / "l", settings, evaluator)  # resumed
-    _, before, after = await replay(tmp_path / "l", tmp_path / "replayed", data)
-    assert before == after
 
 
 async def test_a_recording_is_only_read(settings: Settings, data: Dataset, tmp_path: Path) -> None:

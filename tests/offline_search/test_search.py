@@ -8,8 +8,6 @@ import pytest
 
 from offline_search.candidates.components import compact_json
 from offline_search.dataset import Dataset
-from offline_search.evaluation.answers import Answers
-from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.evaluation.winner_selection import NothingMeasured
 from offline_search.ledger.records import (
     ProposalRecord,
@@ -114,11 +112,10 @@ async def test_spending_limits_stop_requests(
         assert len(replies) - len(spent) <= settings.per_round * 2
 
 
-@pytest.mark.parametrize("across", ["mean", "worst"])
 async def test_several_budgets_are_aggregated(
-    across: str, settings: Settings, data: Dataset, tmp_path: Path
+    settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
-    settings = settings.model_copy(update={"budgets": (8, 4), "across": across})
+    settings = settings.model_copy(update={"budgets": (8, 4)})
     evaluator = SyntheticEvaluator(data)
     await run_search(tmp_path / "l", settings, evaluator)
     measured = {
@@ -163,24 +160,6 @@ async def test_the_winner_has_the_best_combined_estimate(
     assert tested == {chosen.digest, base_state(settings).digest}
 
 
-async def test_the_worst_budget_counts_on_held_out_splits(
-    settings: Settings, data: Dataset, tmp_path: Path
-) -> None:
-    class WeakSmallBudget(SyntheticEvaluator):
-        async def evaluate(self, job: EvaluationJob) -> Answers:
-            answers = await super().evaluate(job)
-            loss = 0.5 if job.candidate is not None and job.budget == 4 else 0.0
-            return Answers(tuple(value - loss for value in answers.logprob), answers.right)
-
-    worst = settings.model_copy(update={"budgets": (8, 4), "across": "worst"})
-    chosen = await run_search(tmp_path / "worst", worst, WeakSmallBudget(data))
-    mean = await run_search(
-        tmp_path / "mean", worst.model_copy(update={"across": "mean"}), WeakSmallBudget(data)
-    )
-    loss = mean.base.objective.value - chosen.base.objective.value
-    assert loss == pytest.approx(0.25, abs=0.01)
-
-
 @pytest.mark.parametrize("changes", [{"race": True}, {"proposals_per_reply": 3}, {"core": True}])
 async def test_resuming_with_another_setting_names_it(
     changes: dict[str, object], settings: Settings, data: Dataset, tmp_path: Path
@@ -194,47 +173,3 @@ async def test_resuming_with_another_setting_names_it(
             await run_search(path, before, SyntheticEvaluator(data))
         with pytest.raises(SearchError, match=f"{name} is .*, was .* -> give"):
             await run_search(path, after, SyntheticEvaluator(data))
-
-
-async def test_several_objectives_keep_to_the_evaluations_of_a_search(
-    settings: Settings, data: Dataset, tmp_path: Path
-) -> None:
-    changes = {"strategy": "autoprune+", "objectives": ("quality", "tasks"), "rounds": 2}
-    evaluator = SyntheticEvaluator(data)
-    settings = settings.model_copy(update=changes)
-    await run_search(tmp_path / "l", settings, evaluator)
-    trials = records_of_kind(tmp_path / "l", TrialRecord)
-    assert not [trial for trial in trials if trial.status == "dropped"]
-    spent = sum(trial.examples for trial in trials)
-    assert 0 < spent <= settings.total_candidates * len(data.examples("search"))
-
-
-async def test_a_race_by_the_worst_budget_keeps_the_best_of_them(
-    settings: Settings, data: Dataset, tmp_path: Path
-) -> None:
-    """Candidates differ at K = 4 in one direction, at K = 8 in the other, and more so."""
-
-    class Opposed(SyntheticEvaluator):
-        async def evaluate(self, job: EvaluationJob) -> Answers:
-            examples = self.dataset.examples(job.split)[job.start : job.stop]
-            level = 0.0
-            if job.candidate is not None:
-                place = int(job.candidate.digest[:4], 16) / 0xFFFF
-                level = -2.0 - place if job.budget == 8 else -2.0 + 3.0 * place
-            noise = [0.01 * (n % 2) for n in range(len(examples))]
-            return Answers(tuple(level + one for one in noise), (True,) * len(examples))
-
-    settings = settings.model_copy(
-        update={"budgets": (8, 4), "across": "worst", "strategy": "random", "race": True}
-    )
-    await run_search(tmp_path / "l", settings, Opposed(data, probes=False))
-    trials = records_of_kind(tmp_path / "l", TrialRecord)
-    places = {
-        r.name: int(r.digest[:4], 16) for r in records_of_kind(tmp_path / "l", ProposalRecord)
-    }
-    for number in {trial.round for trial in trials}:
-        own = [trial for trial in trials if trial.round == number]
-        kept = [places[f"{t.round}.{t.index}"] for t in own if t.status == "evaluated"]
-        dropped = [places[f"{t.round}.{t.index}"] for t in own if t.status == "dropped"]
-        assert not kept or not dropped or max(kept) <= min(dropped)
-    assert {trial.status for trial in trials} >= {"dropped", "evaluated"}

@@ -31,7 +31,6 @@ def chart(**changes: object) -> Chart:
 
 def document() -> Document:
     table = PageTable(["a", "b"], [["x", Cell("1.0", "0.9–1.1", "runs/a", "good")]])
-    inner = Details("inner", name="one", code=HOSTILE)
     return Document(
         f"Report {HOSTILE}",
         f"The answer {HOSTILE}",
@@ -41,7 +40,7 @@ def document() -> Document:
         [
             Section("Charts", [f"Text {HOSTILE}"], [chart()]),
             Section("Tables", tables=[table], code=HOSTILE, folded=True),
-            Section("Entries", entries=[Details(HOSTILE, ["text"], ["item"], entries=[inner])]),
+            Section("Entries", entries=[Details(HOSTILE, ["text"], ["item"], HOSTILE, "one")]),
         ],
     )
 

@@ -6,8 +6,7 @@ import argparse
 import contextlib
 import math
 import os
-import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ def _amount(text: str) -> float:
 
 
 def add_search_arguments(group: argparse._ArgumentGroup) -> None:
-    """Options on the search itself: strategy, space, budgets, objectives."""
+    """Options on the search itself: strategy, space, budgets, objective."""
     group.add_argument(
         "--strategy",
         default="autoprune+",
@@ -57,18 +56,10 @@ def add_search_arguments(group: argparse._ArgumentGroup) -> None:
         "--budget", type=int, nargs="+", default=[32], metavar="K", help="tokens kept of an image"
     )
     group.add_argument(
-        "--across",
-        choices=("mean", "worst"),
-        default="mean",
-        help="how the objectives of several budgets are aggregated",
-    )
-    group.add_argument(
         "--objective",
-        nargs="+",
-        default=["quality"],
-        choices=("quality", "mme", "budgets", "tasks", "latency"),
-        help="objectives: quality, or MME's total in its place; with others, a search finds a "
-        "Pareto front",
+        default="quality",
+        choices=("quality", "mme"),
+        help="quality (default): log-probability of the reference answers; mme: MME's total",
     )
     group.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     group.add_argument(
@@ -143,16 +134,10 @@ def add_evaluator_arguments(group: argparse._ArgumentGroup) -> None:
 
 def add_proposer_arguments(group: argparse._ArgumentGroup) -> None:
     """Options on the language model that proposes, and limits on its cost."""
-    where = group.add_mutually_exclusive_group()
-    where.add_argument(
+    group.add_argument(
         "--proposer-url",
         metavar="URL",
         help="OpenAI-compatible endpoint, ends in /v1; default: no language model",
-    )
-    where.add_argument(
-        "--embedded-proposer",
-        action="store_true",
-        help="start a language model of 135 M parameters beside the search",
     )
     group.add_argument("--proposer-model", metavar="NAME", help="model at --proposer-url")
     group.add_argument(
@@ -163,12 +148,6 @@ def add_proposer_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--temperature", type=float, default=1.0, help="sampling temperature of the proposer"
     )
-    group.add_argument(
-        "--menu", type=int, metavar="N",
-        help="restrict each proposal to N random atoms per changed part, or in autoprune+ let the "
-        "model only rank suggestions; 0: no restriction, the default with --proposer-url; default "
-        "with --embedded-proposer: 1",
-    )  # fmt: skip
     group.add_argument(
         "--proposals-per-reply", type=int, metavar="N",
         help="proposals that the language model writes at once, with different purposes and a "
@@ -215,41 +194,25 @@ def build_evaluator(options: argparse.Namespace, dataset: Dataset) -> ServedEval
 async def open_proposer(
     options: argparse.Namespace, settings: Settings, dataset: Dataset
 ) -> AsyncIterator[Proposer]:
-    """Proposer of the search: an endpoint, or the embedded model on a server started for it."""
+    """Proposer of the search: the endpoint, or none."""
     from offline_search.proposers.endpoint import EndpointProposer, EndpointSettings, Price
     from offline_search.replay import UnavailableBackend
 
     if not settings.proposer:
         yield UnavailableBackend(settings.evaluator, dataset)
         return
-    with _endpoint_url(options) as url:
-        endpoint = EndpointSettings(
-            url,
-            settings.proposer,
-            os.environ.get(options.proposer_key_env) or "none",
-            settings.temperature,
-            settings.reply_tokens * settings.proposals_per_reply,
-            Price(*options.price),
-            # No seed for the embedded model: vLLM on a CPU crashes on one.
-            seeded=options.proposer_url is not None and not options.no_seeds,
-        )
-        proposer = EndpointProposer(endpoint)
-        try:
-            await proposer.prepare()
-            yield proposer
-        finally:
-            await proposer.close()
-
-
-@contextlib.contextmanager
-def _endpoint_url(options: argparse.Namespace) -> Iterator[str]:
-    """Address of the proposer, which is started if none is given."""
-    if options.proposer_url is not None:
-        yield options.proposer_url
-        return
-    from offline_search.proposers.embedded_model import prepare_model
-    from offline_search.proposers.embedded_server import serve_model
-
-    print("starting the embedded proposer ...", file=sys.stderr, flush=True)
-    with serve_model(prepare_model()) as url:
-        yield url
+    endpoint = EndpointSettings(
+        options.proposer_url,
+        settings.proposer,
+        os.environ.get(options.proposer_key_env) or "none",
+        settings.temperature,
+        settings.reply_tokens * settings.proposals_per_reply,
+        Price(*options.price),
+        seeded=not options.no_seeds,
+    )
+    proposer = EndpointProposer(endpoint)
+    try:
+        await proposer.prepare()
+        yield proposer
+    finally:
+        await proposer.close()

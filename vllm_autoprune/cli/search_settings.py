@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _FLAGS = {
     "budgets": "--budget",
-    "objectives": "--objective",
     "proposer": "--proposer-model",
 }
 """Flags that are not named like their field of the settings."""
@@ -43,7 +42,7 @@ def read_settings_and_data(options: argparse.Namespace) -> tuple[Settings, Datas
     strategy = STRATEGIES[options.strategy](_build_settings({"proposer": proposer_name}))
     if strategy.uses_proposer and not proposer_name:
         what = f"{options.strategy} needs a language model"
-        fix = "give --proposer-url or --embedded-proposer, or one of autoprune+, tpe and random"
+        fix = "give --proposer-url, or one of autoprune+, tpe and random"
         raise ConfigError("search", [Problem("--strategy", what, fix)])
     settings = _build_settings(
         {
@@ -53,8 +52,7 @@ def read_settings_and_data(options: argparse.Namespace) -> tuple[Settings, Datas
             "base_policy": options.base_policy,
             "other_bases": tuple(options.other_bases),
             "budgets": tuple(options.budget),
-            "across": options.across,
-            "objectives": tuple(options.objective),
+            "objective": options.objective,
             "seed": options.seed,
             "space": options.space,
             "core": options.core,
@@ -62,7 +60,6 @@ def read_settings_and_data(options: argparse.Namespace) -> tuple[Settings, Datas
             "rank_at": options.rank_at,
             "library": options.library,
             "proposer": proposer_name if strategy.uses_proposer else "",
-            "menu": _menu_width(options, strategy.uses_proposer),
             "proposals_per_reply": _list_length(options, strategy.uses_proposer),
             "temperature": options.temperature,
         }
@@ -119,34 +116,22 @@ def _find_message(values: Mapping[str, object]) -> str:
     return ""
 
 
-def _menu_width(options: argparse.Namespace, uses_proposer: bool) -> int:
-    from offline_search.settings import DEFAULT_MENU, STRATEGIES_WITHOUT_MENU
-
-    if options.menu is not None:
-        return int(options.menu)
-    embedded = uses_proposer and options.embedded_proposer
-    return DEFAULT_MENU if embedded and options.strategy not in STRATEGIES_WITHOUT_MENU else 0
-
-
 def _list_length(options: argparse.Namespace, uses_proposer: bool) -> int:
-    """Proposals in a reply; one of the embedded model, which only writes what a menu leaves it."""
+    """Proposals in a reply."""
     from offline_search.settings import DEFAULT_LIST, STRATEGIES_WITH_LISTS
 
     if options.proposals_per_reply is not None:
         return int(options.proposals_per_reply)
-    writes = uses_proposer and options.proposer_url is not None and not options.menu
-    return DEFAULT_LIST if writes and options.strategy in STRATEGIES_WITH_LISTS else 1
+    return DEFAULT_LIST if uses_proposer and options.strategy in STRATEGIES_WITH_LISTS else 1
 
 
 def _proposer_name(options: argparse.Namespace) -> str:
     """Name of the language model in the ledger; empty without one."""
-    from offline_search.proposers.embedded_model import EMBEDDED_MODEL
-
     if options.proposer_url is None:
         if options.proposer_model:
             fix = "give --proposer-url, or leave it out"
             raise ConfigError("search", [Problem("--proposer-model", "has no endpoint", fix)])
-        return EMBEDDED_MODEL if options.embedded_proposer else ""
+        return ""
     if not options.proposer_model:
         fix = "name a model at --proposer-url"
         raise ConfigError("search", [Problem("--proposer-model", "is missing", fix)])

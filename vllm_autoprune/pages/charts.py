@@ -74,8 +74,6 @@ class Chart:
     x_zero: bool = False
     y_zero: bool = False
     y_most: float = math.inf
-    edges: Sequence[tuple[float, float, float, float]] = ()
-    """Thin lines behind the points, each from (x, y) to (x, y)."""
     x_names: Mapping[float, str] = field(default_factory=dict)
     """Names of places along the x axis, in place of numbers."""
     side_by_side: bool = False
@@ -100,7 +98,6 @@ def draw_chart(chart: Chart) -> Markup:
             chart=chart,
             series=series,
             rules=[(rule, frame.y(rule.y)) for rule in chart.rules],
-            edges=[(frame.x(a), frame.y(b), frame.x(c), frame.y(d)) for a, b, c, d in chart.edges],
             x_ticks=_thin_out((name, frame.x(tick)) for name, tick in _x_ticks(chart, frame)),
             y_ticks=[(name, frame.y(tick)) for name, tick in frame.up.labelled_ticks()],
             width=WIDTH,

@@ -29,16 +29,14 @@ _JOINT = re.compile(r"(?<=[a-z][_./])(?=[a-z]{2})")
 
 @dataclass(frozen=True)
 class Details:
-    """An entry that is folded to its summary; entries may contain others."""
+    """An entry that is folded to its summary."""
 
     summary: str
     texts: Sequence[str] = ()
     items: Sequence[str] = ()
     code: str = ""
-    entries: Sequence[Details] = ()
     name: str = ""
     """What links to it refer to, as ``#name``."""
-    folded: bool = True
 
 
 @dataclass(frozen=True)

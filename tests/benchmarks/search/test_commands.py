@@ -62,7 +62,8 @@ def test_a_folder_of_several_base_policies_is_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--proposals-per-reply", "5"], "--proposals-per-reply 5: a model that is offered a menu"),
+        (["--proposals-per-reply", "5"], "no language model writes -> give --proposer-url"),
+        (["--strategies", "tpe", "autoprune"], "some ask a language model -> give --proposer-url"),
         (["--proposer-url", "http://localhost:1/v1"], "give --proposer-model"),
     ],
 )

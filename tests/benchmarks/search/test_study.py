@@ -60,12 +60,12 @@ def test_a_study_compares_arms_with_and_without_a_model(
     measured: list[SyntheticEvaluator], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arms = ("tpe", "autoprune+@none", "autoprune+")
-    study = Study(tmp_path / "out", arms, range(2), 2, "scripted", menu=1)
+    study = Study(tmp_path / "out", arms, range(2), 2, "scripted")
     assert study.needs_proposer(["minillava"], [8])
     proposers: list[ScriptedProposer] = []
 
     def connect() -> ScriptedProposer:
-        proposers.append(ScriptedProposer(['{"choice": 2}']))
+        proposers.append(ScriptedProposer(valid_replies(8)))
         return proposers[-1]
 
     text = study.run("minillava", 8, connect)
@@ -100,7 +100,7 @@ def test_a_study_compares_arms_with_and_without_a_model(
 
 def test_searches_of_a_study_share_the_batches_of_the_model(tmp_path: Path) -> None:
     arms = ("random", "autoprune")
-    study = Study(tmp_path / "out", arms, range(2), 1, "scripted", menu=1, concurrency=4)
+    study = Study(tmp_path / "out", arms, range(2), 1, "scripted", concurrency=4)
     # Replies wait until two searches have sent the five requests of a round.
     proposer = WaitingProposer(valid_replies(20), 10)
     text = study.run("minillava", 8, lambda: proposer)

@@ -59,7 +59,9 @@ def test_probes_distinguish_states(evaluator: YardstickEvaluator) -> None:
     names = ("cdpruner", "visionzip", "autoprune", "divprune")
     seen = {name: selection_fingerprint(load_state(name), (8,), probes) for name in names}
     assert len(set(seen.values())) == len(names)
+    # Other signals, the same tokens; `ablation-quota-0` still adds residuals to CDPruner's rows.
     alone = load_state("autoprune").without_exchange()
+    assert alone.digest != load_state("cdpruner").digest
     assert seen["cdpruner"] == selection_fingerprint(alone, (8,), probes)
 
 

@@ -111,7 +111,7 @@ def test_a_candidate_with_any_fixed_budget_is_one_at_the_k_of_the_search(budget:
 def test_the_shorter_schema_accepts_the_same_proposals(library: Library) -> None:
     schema = proposal_schema(BUDGET, library=library)
     merged = shorten_schema(schema)
-    assert 2.5 * len(json.dumps(merged)) < len(json.dumps(schema))
+    assert 5 * len(json.dumps(merged)) < 2 * len(json.dumps(schema))
     long, short = (jsonschema.Draft202012Validator(one) for one in (schema, merged))
     valid = 0
     for seed in range(60):
@@ -124,4 +124,4 @@ def test_the_shorter_schema_accepts_the_same_proposals(library: Library) -> None
         changed = json.loads(text)
         assert long.is_valid(changed) == short.is_valid(changed)
         valid += long.is_valid(changed)
-    assert 10 < valid < 60
+    assert 5 < valid < 60

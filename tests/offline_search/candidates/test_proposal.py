@@ -136,9 +136,3 @@ def test_a_search_of_cores_tells_and_accepts_them(settings: Settings) -> None:
     assert assemble_state(compact_json(state), split).core == state.core
     assert "core (/core)" in describe_language(split) and '"core": {' in describe_language(split)
     assert '"core"' not in describe_language(settings)
-
-
-def test_settings_without_cores_are_written_as_before(settings: Settings) -> None:
-    assert "core" not in settings.model_dump(mode="json")
-    split = settings.model_copy(update={"core": True})
-    assert Settings.model_validate_json(split.model_dump_json()) == split

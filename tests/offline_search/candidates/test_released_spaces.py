@@ -126,9 +126,3 @@ async def test_every_strategy_stays_in_the_space(
 def test_a_space_is_of_states_of_the_released_atoms(other: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="leave others out"):
         Settings.model_validate({"space": "numbers", "proposer": "m", **other})
-
-
-def test_ledgers_with_the_former_ablation_fields_are_read() -> None:
-    assert Settings.model_validate_json('{"without": [], "quota": null}') == Settings()
-    with pytest.raises(ValueError, match="quota"):
-        Settings.model_validate_json('{"quota": 2}')

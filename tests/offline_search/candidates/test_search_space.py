@@ -13,7 +13,6 @@ from offline_search.candidates.components import (
     JsonObject,
     atom_calls,
     compact_json,
-    feature_names,
     structure,
 )
 from offline_search.candidates.proposal import assemble_state, parse_proposal
@@ -63,10 +62,16 @@ def test_every_sampled_proposal_is_a_valid_state(source: RandomSource, settings:
     assert assemble_state(sample_proposal(source, BUDGET), settings).scoring.signals
 
 
+def list_features(state: PruningState) -> set[str]:
+    """Atoms and q_e of a state."""
+    quota = state.constraints.selector.model_dump().get("q_e")
+    return {*structure(state)} | ({f"q_e={quota}"} if quota is not None else set())
+
+
 def test_every_searched_atom_is_sampled(settings: Settings) -> None:
     drawn: set[str] = set()
     for seed in range(600):
-        drawn |= feature_names(
+        drawn |= list_features(
             assemble_state(sample_proposal(RandomSource(Random(seed)), BUDGET), settings)
         )
     for group in ("scoring", "score_fusion", "similarity_kernel", "selection_constraints"):
@@ -132,7 +137,7 @@ def test_other_states_are_approximated_by_choices(settings: Settings) -> None:
         near = assemble_state(
             sample_proposal(FixedSource(choices_of_state(state, BUDGET)), BUDGET), settings
         )
-        assert feature_names(near) == feature_names(state)
+        assert list_features(near) == list_features(state)
 
 
 def test_fixed_parameters_are_not_searched(settings: Settings) -> None:
@@ -192,7 +197,7 @@ class TestCore:
         lowest = assemble_state(with_lowest_numbers(state), split)
         assert lowest.core is not None and lowest.core.share == 0.01
         assert structure(lowest) == structure(state)
-        assert "core=divprune" in feature_names(state)
+        assert "core=divprune" in list_features(state)
 
     def test_a_search_without_cores_drops_a_proposed_one(self, settings: Settings) -> None:
         proposal = sample_proposal(RandomSource(Random(0)), BUDGET)

@@ -9,7 +9,6 @@ from offline_search.evaluation.answers import (
     accuracy,
     accuracy_plus,
     bootstrap_mean,
-    category_means,
     mme_total,
     paired_error,
     relative_logprob,
@@ -46,8 +45,6 @@ def test_scores_are_relative_to_the_unpruned_model() -> None:
     pruned = Answers((-1.0, -0.5, -0.25), (True, True, True))
     values = relative_logprob(pruned, full)
     assert values.tolist() == [-0.5, 0.0, 0.25]
-    rows = [example(0, "a"), example(1, "a"), example(2, "b")]
-    assert category_means(rows, values) == {"a": -0.25, "b": 0.25}
 
 
 def test_an_interval_resamples_images_not_questions() -> None:

@@ -107,7 +107,7 @@ def test_a_dropped_candidate_names_questions_and_not_answers_at_each_budget(
 
 def test_every_candidate_is_a_line_with_its_changes(history: History) -> None:
     text = summarize(history)
-    assert "- 2.3: -750; 1.0 with /reassembly/strength 0 -> 1" in text
+    assert "- 2.3: -750; 1.0 with /reassembly/strength 0.0005 -> 1" in text
     assert "- 2.0: -1700 (-950 ± " in text and "1.0 with /constraints/selector/q_e 2 -> 4" in text
     assert "2.2 kept the same tokens as 1.0." in text
     assert "2.1 was dropped after 2 questions at about " in text

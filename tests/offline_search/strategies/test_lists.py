@@ -69,7 +69,7 @@ async def test_one_request_of_a_round_brings_all_its_candidates(
 
 async def test_a_race_asks_for_as_many_lists_as_it_needs(data: Dataset, tmp_path: Path) -> None:
     race = SETTINGS.model_copy(update={"race": True, "rounds": 1, "per_round": 4})
-    proposer = await search(tmp_path / "l", race, data, [list_reply(n, 5) for n in range(7)])
+    proposer = await search(tmp_path / "l", race, data, [list_reply(n, 5) for n in range(2, 9)])
     asked = [messages[1]["content"].splitlines()[-1] for messages in proposer.requests]
     ranges = ["candidates 1 to 5", "candidates 6 to 10", "candidates 11 to 12"]
     assert [line.partition(" of ")[0] for line in asked[:3]] == [f"Propose {one}" for one in ranges]
