@@ -16,6 +16,9 @@ Place = tuple[Any, Any]
 
 Mutation = Callable[[Json, Random], None]
 
+# Sorted, so that a seed draws the same mutations wherever atoms are declared.
+_ATOMS = sorted(ATOMS.names())
+
 ODD_TEXTS = (
     "",
     " ",
@@ -170,7 +173,7 @@ def intrude(state: Json, random: Random) -> None:
     def holds_fields(container: Any, key: Any) -> bool:
         return isinstance(container, dict)
 
-    known = [name for atom in ATOMS.names() for name in ATOMS[atom].call.parameters()]
+    known = [name for atom in _ATOMS for name in sorted(ATOMS[atom].call.parameters())]
     for container, _ in _find_place(state, random, holds_fields):
         container[random.choice([*known, "atom", "name", "limit", "Weight"])] = anything(random)
 
@@ -195,7 +198,7 @@ def swap_atom(state: Json, random: Random) -> None:
         return isinstance(value, str) and (value in ATOMS.names() or value in BASE_POLICIES)
 
     for container, key in _find_place(state, random, names_an_atom):
-        container[key] = random.choice([*ATOMS.names(), *BASE_POLICIES])
+        container[key] = random.choice([*_ATOMS, *sorted(BASE_POLICIES)])
 
 
 def graft(state: Json, random: Random) -> None:

@@ -1,0 +1,130 @@
+"""Pins of the command line, of what README shows, of the hostile suite, and of imports."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import itertools
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+from PIL import Image
+
+import tests.hostile.attacks  # noqa: F401  (registers them)
+from tests.benchmarks.accuracy.minillava.server import answering
+from tests.hostile.attack import ATTACKS
+from tests.offline_search.endpoint import endpoint
+from tests.offline_search.synthetic import answer_search, dataset
+from tests.pins.table import ROOT, Table, key_paths, table
+from vllm_autoprune.cli.commands import selftest
+from vllm_autoprune.cli.main import COMMANDS, main
+from vllm_autoprune.selftest.run import SelftestError
+
+ADVISE = (
+    "advise --questions 16 --tokens 2928 --budget 320 --core 256 --tower-ms 12424 --layers 32 "
+    "--layer-ms 2949=6570.9 341=805.5"
+)
+SEARCH = "--proposer-model m --budget 8 --rounds 1 --per-round 2 --strategy autoprune"
+
+
+def run(*arguments: str) -> str:
+    """What a command prints."""
+    printed = io.StringIO()
+    with (
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.suppress(SystemExit),
+    ):
+        main(arguments)
+    return printed.getvalue()
+
+
+@table
+def commands() -> Table:
+    """Flags of each command, and the keys of what it prints with ``--json``."""
+    usages = {name: run(name, "--help").partition("\n\n")[0] for name in COMMANDS}
+    flags = {name: re.findall(r"--[a-z][a-z-]*", usage) for name, usage in usages.items()}
+    keys = {f"{name} --json": sorted(key_paths(json.loads(text))) for name, text in printed()}
+    return {**flags, **keys}
+
+
+def printed() -> Iterator[tuple[str, str]]:
+    """What commands print with ``--json``; servers are fakes, the selftest serves nothing."""
+    yield "validate", run("validate", "autoprune", "--json")
+    yield "advise", run(*ADVISE.split(), "--json")
+    fails = SelftestError("not served here")
+    with patch.object(selftest, "run_backbone", side_effect=fails):
+        yield "selftest", run("selftest", "llava_next", "--runner", "v1", "--json")
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
+        lines = []
+        for colour, answer in itertools.product(("red", "blue"), ("yes", "no")):
+            Image.new("RGB", (8, 8), colour).save(f"{colour}.png")
+            about = {"image": f"{colour}.png", "question": f"{answer}?", "category": colour}
+            lines.append(json.dumps({**about, "answer": answer}))
+        Path("questions.jsonl").write_text("\n".join(lines))
+        with endpoint(answering) as server:
+            evaluate = f"eval --data questions.jsonl --server-url {server.url} --budgets 8 --json"
+            yield "eval", run(*evaluate.split())
+        with endpoint(answer_search) as server:
+            search = f"search --data {dataset(Path(name)).folder} --ledger ledger.jsonl {SEARCH}"
+            search += f" --server-url {server.url} --proposer-url {server.url} --json"
+            yield "search --dry-run", run(*search.split(), "--dry-run")
+            yield "search", run(*search.split())
+        yield "search report", run("search", "report", "--ledger", "ledger.jsonl", "--json")
+
+
+@table
+def readme() -> Table:
+    """Commands of README, and the rows of the demo's table."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    lines = re.sub(r" *\\\n *", " ", blocks).splitlines()
+    demo = text.partition("<!-- demo -->")[2].partition("<!-- /demo -->")[0]
+    return {
+        "commands": [line.partition("   #")[0] for line in lines],
+        "demo": re.findall(r"^\| (.*?) \|", demo, re.MULTILINE),
+    }
+
+
+@table
+def attacks() -> Table:
+    """Attacks of the hostile suite: their server, whether pytest runs them, their backbones."""
+    return {
+        name: [attack.profile, "quick" if attack.quick else "slow", *attack.backbones]
+        for name, attack in ATTACKS.items()
+    }
+
+
+OUTSIDE = ("torch", "transformers", "vllm")
+
+
+@table
+def imports() -> Table:
+    """Rooms of the repository that a room imports, and libraries that not every room may import."""
+    packages = ("vllm_autoprune", "offline_search", "benchmarks", "scripts", "examples")
+    files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    rooms: dict[str, set[str]] = {}
+    for path in files:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        names = rooms.setdefault(room(module), set())
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {room(alias.name) for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names |= {room(f"{node.module}.{alias.name}") for alias in node.names}
+    known = {*rooms, *OUTSIDE}
+    return {name: sorted((names & known) - {name}) for name, names in rooms.items()}
+
+
+def room(module: str) -> str:
+    """The part of the package that a module is in; other packages are one room."""
+    parts = module.split(".")
+    inside = (
+        len(parts) > 1 and parts[0] == "vllm_autoprune" and (ROOT / parts[0] / parts[1]).is_dir()
+    )
+    return ".".join(parts[:2]) if inside else parts[0]

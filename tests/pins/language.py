@@ -1,0 +1,169 @@
+"""Pins of the language: what states and atoms keep, digests, the loader's verdicts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import Any
+
+import torch
+
+from tests.fuzz.mutate import mutate
+from tests.pins.table import ROOT, Table, digest, table
+from tests.tpdsl.samples import Json, edited, shipped
+from vllm_autoprune import (
+    Grid,
+    PruningPolicy,
+    PruningState,
+    StateError,
+    VisualTokens,
+    load_state,
+    materialize,
+    refine,
+)
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.registry import ATOMS
+from vllm_autoprune.tpdsl.states.load import shipped_states
+
+K, PROBE = 16, 63
+"""Tokens that are kept, and the K that probes are made for: they have N = 64."""
+
+MUTANTS = 100
+"""Mutated texts of each shipped state."""
+
+ACTIVE = {
+    "strength": 0.5, "margin": 0.0, "q_e": 6, "floor": 0.5, "pool_ratio": 0.75, "cell_cap": 1,
+    "scale_variance": True,
+}  # fmt: skip
+"""Parameters of atoms that are idle, or not told from others, at their default."""
+
+SIGNALS = ("redundancy_density_penalty", "visual_token_norm_saliency")
+
+PLACES = {
+    "token_source_base_policy": ("/source/tokens", "/source/priors/0"),
+    "budget_control": ("/budget",),
+    "scoring": ("/scoring/signals/0",),
+    "similarity_kernel": ("/scoring/kernel",),
+    "score_fusion": ("/scoring/fusion",),
+    "candidate_pool": ("/constraints/pool/0", "/constraints/partition"),
+    "selection_constraints": ("/constraints/selector",),
+    "reassembly": ("/reassembly",),
+    "safety_checks": ("/safety/0",),
+}
+"""Where a state has the atoms of each group."""
+
+
+def call(name: str) -> Json:
+    """An atom as a state has it, with parameters at which it is not idle."""
+    taken = () if ATOMS[name].group == "budget_control" else ATOMS[name].call.parameters()
+    return {"atom": name, **{key: value for key, value in ACTIVE.items() if key in taken}}
+
+
+def state_using(name: str) -> PruningState:
+    """The shipped divprune with an exchange by two signals, and the atom in its place."""
+    changes: dict[str, object] = {
+        "/scoring/signals": [*map(call, SIGNALS)],
+        "/constraints/selector": call("constrained_pool_dpp_selector"),
+        "/source/priors": [call("reference_mask_prior")],
+        "/safety": [call("preserve_budget")],
+    }
+    for place in PLACES[ATOMS[name].group]:
+        with suppress(StateError):  # other atoms of the group stand there
+            return load_state(edited(edited(shipped("divprune"), changes), {place: call(name)}))
+    raise AssertionError(f"no state has a place for {name}")
+
+
+@cache
+def probe(device: str = "cpu") -> VisualTokens:
+    """The probe without equal tokens, between which the processor's rounding would decide."""
+    return synthetic_probes(PROBE, torch.device(device))[0]
+
+
+def kept(policy: PruningPolicy) -> Table:
+    """Tokens kept of an image, and of one in four tiles; the shape of rows without values.
+
+    Tokens are a count, a digest of their indices, and a weighted sum of their rows.
+    """
+    tower = probe().tower
+    assert tower is not None and tower.cls is not None
+    tiles = replace(tower, cls=tower.cls.expand(-1, 4, -1))
+    row: Table = {"policy": [policy.budget, policy.quota, policy.r_min, policy.core]}
+    tiled = replace(probe(), grid=Grid(4, 4, tiles=4), tower=tiles)
+    for name, tokens in (("image", probe()), ("tiles", tiled)):
+        outcome = refine(policy, tokens)
+        rows = outcome.features.flatten().double()
+        total = (rows * torch.arange(len(rows)).cos()).sum().item()
+        row[name] = [outcome.indices.shape[1], digest(outcome.indices.tolist()), round(total, 2)]
+    return {**row, "meta": [*refine(policy, probe("meta")).features.shape]}
+
+
+@table
+def states() -> Table:
+    """What each shipped state keeps at K = 16, and the K that it ships with."""
+    loaded = {name: load_state(name) for name in shipped_states()}
+    return {
+        name: {"shipped K": materialize(state).budget, **kept(materialize(state, K))}
+        for name, state in loaded.items()
+    }
+
+
+@table
+def atoms() -> Table:
+    """What a state keeps that uses the atom: 16 tokens, or what the atom of a budget says."""
+    budgets = ATOMS.names("budget_control")
+    return {
+        name: kept(materialize(state_using(name), None if name in budgets else K))
+        for name in ATOMS.names()
+    }
+
+
+@table
+def digests() -> Table:
+    """States and cores, atoms and base policies with their parameters, published figures."""
+    rows: Table = {"schema": digest(PruningState.model_json_schema())}
+    for name in shipped_states():
+        state = load_state(name)
+        rows[f"state {name}"] = [state.digest[:16], state.core_digest[:16]]
+    for atom in map(ATOMS.__getitem__, ATOMS.names()):
+        cells = [atom.origin, *sorted(atom.needs), parameters(atom.call)]
+        rows[f"{atom.group} {atom.name}"] = cells
+    for name, policy in BASE_POLICIES.items():
+        rows[f"base policy {name}"] = parameters(policy.call)
+    for folder in (ROOT / "tests/golden/data").iterdir():
+        rows[f"golden cases {folder.name}"] = len([*folder.glob("*.npz")])
+    (published,) = (ROOT / "vllm_autoprune").rglob("published.json")
+    tables = json.loads(published.read_text(encoding="utf-8"))["tables"]
+    printed = [row for block in tables for row in block["rows"]]
+    return {**rows, "published rows": [len(printed), digest(printed)]}
+
+
+def parameters(model: Any) -> Json:
+    """Default and range of each parameter, by the JSON Schema of a call."""
+    schema = model.model_json_schema()
+    return {
+        name: {key: value for key, value in field.items() if key not in ("title", "description")}
+        for part in (schema, *schema.get("$defs", {}).values())
+        for name, field in part["properties"].items()
+        if name not in ("atom", "name", "params")
+    }
+
+
+@table
+def loader() -> Table:
+    """Verdicts on mutations of each shipped state: how many are loaded, and problems by kind."""
+    rows = {name: Counter[str]() for name in shipped_states()}
+    for name, verdicts in rows.items():
+        for number in range(MUTANTS):
+            body = shipped(name)
+            mutate(body, Random(f"{name}/{number}"))
+            try:
+                load_state(body)
+                verdicts["loaded"] += 1
+            except StateError as error:
+                verdicts.update({problem.kind for problem in error.problems})
+    return {name: dict(sorted(verdicts.items())) for name, verdicts in rows.items()}

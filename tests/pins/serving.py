@@ -1,0 +1,190 @@
+"""Pins of serving: what requests become, what they are refused with, flags, fields, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.pins.table import Table, digest, key_paths, read, table
+from tests.serving.unit.api.tiny_processor import LARGE, OTHER, SMALL, Sender
+from tests.serving.unit.samples import served
+from vllm_autoprune import load_state
+from vllm_autoprune.selftest.backbones import build
+from vllm_autoprune.serving import plugin
+from vllm_autoprune.serving.api.endpoint import AutopruneEndpoint
+from vllm_autoprune.serving.api.metrics import count_refused_request, count_request
+from vllm_autoprune.serving.api.misplaced_fields import check_request
+from vllm_autoprune.serving.api.pruning_choice import ImageChoice
+from vllm_autoprune.serving.api.request_fields import PruningRequest
+from vllm_autoprune.serving.api.request_headers import SentRequest, handling
+from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
+from vllm_autoprune.serving.shared.request_rules import RequestRules
+from vllm_autoprune.serving.worker.fallbacks import FallbackMeter
+from vllm_autoprune.serving.worker.features import FeatureCache
+from vllm_autoprune.serving.worker.metrics import WorkerMetrics
+from vllm_autoprune.serving.worker.stopwatch import Stopwatch
+
+Request = dict[str, Any]
+"""``entry`` has the pruning fields of a request, ``brings`` names the state that it holds in full;
+``kwargs`` and ``body`` are what stands around the entry; ``headers``, ``images`` and ``salt``;
+``level`` is what its server lets requests set."""
+
+IMAGES = {"large": LARGE, "other": OTHER, "small": SMALL}
+
+
+@cache
+def folder() -> tempfile.TemporaryDirectory[str]:
+    """The folder of a tiny Qwen2.5-VL; entered, because a model's name is part of identities."""
+    made = tempfile.TemporaryDirectory()
+    os.chdir(made.name)
+    build("qwen2_5_vl", Path("tiny"))
+    return made
+
+
+@cache
+def sender(level: Any) -> Sender:
+    """The model's processor, on a server that lets requests set so much."""
+    folder()
+    rules = RequestRules(level, 2, 256, explicit=True, detail=DetailBudgets(low=4, high=16))
+    return Sender("tiny", budget=8, rules=rules).with_blocks(16)
+
+
+def answer(request: Request) -> list[str] | str:
+    """Identity, feature key and plan of each item that a request becomes, or its refusal."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    receiver = sender(request.get("level", "states"))
+    entry = request.get("entry", {})
+    if "brings" in request:
+        entry = {**entry, "state": json.loads(load_state(request["brings"]).dumps())}
+    kwargs = request.get("kwargs", {"autoprune": entry})
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}], **request.get("body", {})}
+    try:
+        sent = ChatCompletionRequest.model_validate({**body, "mm_processor_kwargs": kwargs})
+        with handling(SentRequest([*request.get("headers", {}).items()])):
+            check_request(receiver._config, sent, trusted=False)
+        images = [IMAGES[name] for name in request.get("images", ("large", "other"))]
+        entry = (sent.mm_processor_kwargs or {}).get("autoprune") or {}
+        made = receiver.send(images, salt=request.get("salt", ""), **entry)
+    except ValueError as error:
+        return str(error)
+    items = zip(made.identities, made.plans, made.lengths, strict=True)
+    return [
+        f"{length} tokens, identity {identity[:8]}, key {digest(plan.key)}, "
+        f"plan {digest(plan.encode().tolist())}"
+        for identity, plan, length in items
+    ]
+
+
+def served_requests() -> Iterator[Request]:
+    """Requests that are served: budgets, states, questions, controls, recalls, headers."""
+    budgets = (None, 8, [8, 16], {"shared": 20})
+    questions = (["what", "what"], ["colour is the cat", "what"])
+    for state, budget, question in product((None, "divprune", "shared-core"), budgets, questions):
+        yield {"entry": {"state": state, "budget": budget, "instructions": question}}
+    for keep, budget in product(("reference", "random", "resized"), (8, 16)):
+        yield {"entry": {"keep": keep, "budget": budget}}
+    for state, recall, text in product((None, "shared-core"), (4, 200), ("is the cat", "")):
+        turns = [{"images": 1, "text": text}, {"images": 2, "text": "what"}]
+        yield {"entry": {"state": state, "recall": recall, "recall_turns": turns}}
+    for details, budget in product((["low", "high"], ["high", None], ["low"]), (None, 8)):
+        yield {"entry": {"details": details, "budget": budget}, "level": "budget"}
+    for salt, images in product(
+        ("", "tenant"), (["small"], ["large", "large"], ["small", "other"])
+    ):
+        yield {"salt": salt, "images": images}
+    for name in ("divprune", "trim", "shared-core"):
+        yield {"brings": name, "entry": {"budget": 8}}
+    for places in ([0, 0], [0, 1], [None, None]):
+        yield {"entry": {"state": "shared-core", "turns": places}}
+    both = {"x-autoprune-budget": "[8, 16]", "x-autoprune-state": "divprune"}
+    for headers in ({"x-autoprune-budget": "16"}, {"x-autoprune-state": "trim"}, both):
+        yield {"headers": headers}
+        yield {"headers": headers, "entry": {"keep": "reference"}}
+    yield {"entry": {"enabled": False}}
+    yield {"entry": {"policy": "trim", "budget": 64}}
+
+
+@table
+def requests() -> Table:
+    """What is made of requests that are served."""
+    return {json.dumps(request): answer(request) for request in served_requests()}
+
+
+@table
+def refusals() -> Table:
+    """Messages of status 400. The requests are the keys of the table; add one with a null."""
+    return {request: answer(json.loads(request)) for request in read("refusals")}
+
+
+@table
+def server() -> Table:
+    """Flags of ``vllm serve``, fields of a request, keys of ``GET /v1/autoprune``, metrics."""
+    schema = PruningRequest.model_json_schema()
+    models = {"": schema, **{f"{name}.": part for name, part in schema["$defs"].items()}}
+    fields = {
+        f"field {model}{name}": field
+        for model, part in models.items()
+        for name, field in part["properties"].items()
+    }
+    return {**fields, **flags(), **endpoint(), **metrics()}
+
+
+def flags() -> Table:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    plugin.register()
+    return {
+        f"flag {action.option_strings[0]}": [action.default, action.metavar, action.help]
+        for action in EngineArgs.add_cli_args(FlexibleArgumentParser())._actions
+        if action.dest.startswith("autoprune")
+    }
+
+
+def endpoint() -> Table:
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    app, route = FastAPI(), AutopruneEndpoint()
+    config = SimpleNamespace(autoprune=served({"/core": {"share": 0.5}}))
+    engine: Any = SimpleNamespace(model_config=config)
+    asyncio.run(route.init_state(engine, None, None))  # type: ignore[arg-type]
+    route.attach_router(app)
+    return {"GET /v1/autoprune": sorted(key_paths(TestClient(app).get("/v1/autoprune").json()))}
+
+
+def metrics() -> Table:
+    """Type, labels and help of each metric of the API server and of a worker."""
+    count_request("autoprune", [ImageChoice(8, 64, "state")], 2)
+    count_refused_request()
+    meter, watch = FallbackMeter(), Stopwatch(torch.device("cpu"))
+    meter.add(torch.tensor([1], dtype=torch.uint8))
+    meter.add_error(ValueError())
+    worker = CollectorRegistry()
+    with tempfile.TemporaryDirectory() as folder:
+        WorkerMetrics(folder).publish(watch, meter, FeatureCache(1), 1)
+        MultiProcessCollector(worker, path=folder)  # type: ignore[no-untyped-call]
+        pages = [generate_latest(registry).decode() for registry in (REGISTRY, worker)]
+    return {
+        f"metric {family.name}": [
+            family.type,
+            sorted({label for sample in family.samples for label in sample.labels}),
+            family.documentation,
+        ]
+        for family in text_string_to_metric_families("".join(pages))
+        if family.name.startswith("autoprune") and not family.name.endswith("_created")
+    }

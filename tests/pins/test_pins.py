@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pins import table
+
+
+@pytest.mark.slow
+@pytest.mark.compat
+def test_what_must_not_change_is_as_it_was() -> None:
+    """Where a change is meant: ``python -m tests.pins write``, and the reason in the commit."""
+    call = [sys.executable, "-m", "tests.pins", "check"]
+    done = subprocess.run(call, cwd=table.ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"\n{done.stdout}\n{done.stderr[-2000:]}"
+
+
+def test_rows_that_differ_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: table.Table = {"same": [0.5, "x"], "gone": {"a": 1}, "sum": [2, 0.51], "part": {"b": 1}}
+    monkeypatch.setattr(table, "DATA", tmp_path)
+    monkeypatch.setitem(table.TABLES, "sample", lambda: rows)
+    table.write("sample")
+    rows = {"same": [0.51, "x"], "new": None, "sum": [2, 0.61], "part": {"b": 1, "c": 2}}
+    shown = ['- gone: {"a": 1}', "+ new: null", '- part: {"b": 1}', '+ part: {"c": 2}']
+    shown += ["- sum: [0.51]", "+ sum: [0.61]"]
+    assert [line.replace("sample: ", "") for line in table.differences("sample")] == shown
