@@ -16,25 +16,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import Field, ValidationError
-
-from offline_search.line_problems import describe_document, describe_problems
-from offline_search.settings import FrozenModel
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.question_lines import Example, read_lines
 
 Split = Literal["search", "validation", "test"]
 
 SPLITS: tuple[Split, ...] = get_args(Split)
-
-
-class Example(FrozenModel):
-    """One question about one image; ``image`` is a path relative to the data folder."""
-
-    image: str = Field(min_length=1)
-    question: str = Field(min_length=1)
-    answer: str = Field(min_length=1)
-    category: str = Field(default="all", min_length=1)
-    pair: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,33 +71,6 @@ def read_split(path: Path, problems: list[Problem]) -> list[Example]:
     """The examples of one JSONL file; problems of the file are added to ``problems``."""
     fix = "a data folder has search.jsonl, validation.jsonl and test.jsonl"
     return [example for _, example in read_lines(path, problems, fix)]
-
-
-def read_lines(path: Path, problems: list[Problem], fix: str) -> list[tuple[int, Example]]:
-    """The examples of one JSONL file with their line numbers; empty lines are left out.
-
-    Problems are added to ``problems``; ``fix`` is for a file that cannot be read.
-    """
-    try:
-        # Editors on Windows put a byte order mark before the first line.
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        problems.append(Problem(path.name or str(path), f"cannot be read ({reason})", fix))
-        return []
-    if problem := describe_document(text, path.name):
-        problems.append(problem)
-        return []
-    examples = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            examples.append((number, Example.model_validate_json(line)))
-        except ValidationError as error:
-            where = f"{path.name}:{number}"
-            problems += describe_problems(line, where, error, tuple(Example.model_fields))
-    return examples
 
 
 def _shuffle_images(examples: Sequence[Example], seed: int, limit: int | None) -> list[Example]:

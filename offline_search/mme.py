@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offline_search.dataset import SPLITS, Example, Split, write_split
+from offline_search.dataset import SPLITS, Split, write_split
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.question_lines import Example
 
 SHARES: dict[Split, float] = {"search": 0.5, "validation": 0.2, "test": 0.3}
 """Shares of the images of each category."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.atoms.budget import FIXED_BUDGETS, BudgetCall, RatioBudget
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.registry import default_call
@@ -31,12 +32,6 @@ STRATEGIES_WITH_LISTS = ("autoprune", "autoprune+")
 
 DEFAULT_LIST = 5
 """Proposals in a reply of a model behind an endpoint: one for each purpose."""
-
-
-class FrozenModel(BaseModel):
-    """Base of all ledger content: immutable, and unknown fields are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Settings(FrozenModel):

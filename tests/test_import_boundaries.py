@@ -24,6 +24,7 @@ LAYERS = (
     {"vllm_autoprune.backbones"},
     {"vllm_autoprune.cost"},
     {"vllm_autoprune.statistics"},
+    {"vllm_autoprune.record_file"},
     {"vllm_autoprune.pages"},
     {"vllm_autoprune.advice"},
     {"vllm_autoprune.ops"},
@@ -31,8 +32,8 @@ LAYERS = (
     {"vllm_autoprune.base_policies"},
     {"vllm_autoprune.serving"},
     {"vllm_autoprune.checkpoints", "vllm_autoprune.report", "vllm_autoprune.selftest"},
-    {"offline_search"},
     {"vllm_autoprune.evaluation"},
+    {"offline_search"},
     {"vllm_autoprune.cli"},
     {"benchmarks"},
 )

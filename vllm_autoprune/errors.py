@@ -80,3 +80,7 @@ class SelectionError(AutopruneError, ValueError):
 
 class SearchError(AutopruneError):
     """An offline search cannot start or continue; its results so far are kept."""
+
+
+class EvaluationFailed(SearchError):
+    """A candidate or a case could not be measured, for the reason in the message."""

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from benchmarks.common import BenchmarkError, StrictModel
-from offline_search.ledger.record_file import FileErrors, read_records
+from vllm_autoprune.record_file import FileErrors, read_records
 
 Phase = Literal["warm-up", "ramp", "measured", "drain"]
 

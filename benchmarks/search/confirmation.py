@@ -23,7 +23,7 @@ from offline_search.candidates.selection_program import Candidate
 from offline_search.evaluation.answers import Answers, relative_logprob
 from offline_search.evaluation.evaluator import EvaluationJob, Evaluator
 from offline_search.report.markdown import table
-from offline_search.settings import FrozenModel
+from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.states.state import PruningState
 
 FILE = "confirmation.json"

@@ -16,8 +16,9 @@ from offline_search.candidates.selection_program import Candidate, SelectionProg
 from offline_search.ledger import read_ledger
 from offline_search.ledger.records import WinnerRecord
 from offline_search.report import SearchReport, read_report
-from offline_search.settings import FrozenModel, Settings
+from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
+from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.states.load import load_state
 
 FILE = "results.jsonl"

@@ -17,9 +17,9 @@ from benchmarks.search.scenes import as_example, sample_questions
 from offline_search.candidates.selection_program import SelectionProgram
 from offline_search.dataset import SPLITS, Dataset, Split
 from offline_search.evaluation.answers import Answers
-from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
+from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.programs.selection import select_with_program
-from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.errors import AutopruneError, EvaluationFailed
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _PROBE_IMAGES = 16

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from pydantic import Field, JsonValue
 
 from offline_search.candidates.components import JsonObject
-from offline_search.settings import FrozenModel
+from vllm_autoprune.record_file import FrozenModel
 
 Expectation = Literal["higher", "same", "lower"]
 """Expected score of a proposal, compared with its parent's."""

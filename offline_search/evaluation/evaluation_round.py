@@ -11,7 +11,6 @@ import numpy as np
 
 from offline_search.candidates.proposal import Draft
 from offline_search.candidates.selection_program import Candidate, SelectionProgram
-from offline_search.dataset import Example
 from offline_search.evaluation.answers import (
     NO_ANSWERS,
     Answers,
@@ -22,7 +21,6 @@ from offline_search.evaluation.answers import (
 )
 from offline_search.evaluation.candidate_check import Probes, check_candidate, check_program
 from offline_search.evaluation.evaluator import (
-    EvaluationFailed,
     EvaluationJob,
     RecordedEvaluator,
 )
@@ -30,6 +28,8 @@ from offline_search.evaluation.history import History, Trial
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import ProposalRecord, Status, TrialRecord, VerdictRecord
 from offline_search.settings import Settings
+from vllm_autoprune.errors import EvaluationFailed
+from vllm_autoprune.evaluation.question_lines import Example
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.states.state import PruningState
 

@@ -13,15 +13,11 @@ from offline_search.dataset import Dataset, Split
 from offline_search.evaluation.answers import NO_ANSWERS, Answers
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import ALL_TOKENS, Clock, EvaluationRecord
-from vllm_autoprune.errors import SearchError
+from vllm_autoprune.errors import EvaluationFailed, SearchError
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _DECIMALS = 5
 """Recorded decimals of a log-probability; bfloat16 is less precise than that."""
-
-
-class EvaluationFailed(SearchError):
-    """A candidate could not be measured, for the reason in the message."""
 
 
 class BaselineFailed(SearchError):

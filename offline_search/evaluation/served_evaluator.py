@@ -22,23 +22,21 @@ from dataclasses import dataclass
 import httpx
 
 from offline_search.candidates.selection_program import SelectionProgram
-from offline_search.dataset import Dataset, Example
+from offline_search.dataset import Dataset
 from offline_search.evaluation.answers import Answers
-from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
-from offline_search.evaluation.scoring_request import (
+from offline_search.evaluation.evaluator import EvaluationJob
+from vllm_autoprune.errors import ConfigError, EvaluationFailed, Problem, SearchError
+from vllm_autoprune.evaluation.client import MAX_IN_FLIGHT
+from vllm_autoprune.evaluation.question_lines import Example
+from vllm_autoprune.evaluation.scoring_request import (
     pruning_options,
     score_reference_answer,
     scoring_request,
 )
-from vllm_autoprune.errors import ConfigError, Problem, SearchError
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 REQUIRED_FLAG = "--autoprune-requests states"
-
-MAX_IN_FLIGHT = 128
-"""Concurrent requests a server. On two cores an answer took 16 ms of processor time with 128, 23 ms
-with 32 and 45 ms with one, because requests share the cost of an engine step."""
 
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 """Long, because a request may wait for all others that are in flight."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from offline_search.candidates.selection_program import Candidate
-from offline_search.dataset import Dataset, Example, Split
+from offline_search.dataset import Dataset, Split
 from offline_search.evaluation.answers import (
     Answers,
     accuracy,
@@ -23,14 +23,14 @@ from offline_search.evaluation.answers import (
     relative_values,
 )
 from offline_search.evaluation.evaluator import (
-    EvaluationFailed,
     EvaluationJob,
     RecordedEvaluator,
 )
 from offline_search.evaluation.history import History, Trial
 from offline_search.ledger.records import Comparison, WinnerRecord
 from offline_search.settings import Settings
-from vllm_autoprune.errors import SearchError
+from vllm_autoprune.errors import EvaluationFailed, SearchError
+from vllm_autoprune.evaluation.question_lines import Example
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.states.state import PruningState
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from offline_search.ledger.record_file import FileErrors, RecordFile, read_records
 from offline_search.ledger.records import (
     EXTERNAL_RECORDS,
     RECORD_ADAPTER,
@@ -20,6 +19,7 @@ from offline_search.ledger.records import (
     canonical_json,
 )
 from vllm_autoprune.errors import SearchError
+from vllm_autoprune.record_file import FileErrors, RecordFile, read_records
 
 R = TypeVar("R", bound=Record)
 

@@ -16,7 +16,8 @@ from pydantic import Field, JsonValue, TypeAdapter
 
 from offline_search.candidates.hypothesis import Hypothesis
 from offline_search.dataset import Split
-from offline_search.settings import FrozenModel, Settings
+from offline_search.settings import Settings
+from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.statistics import Estimate
 
 ALL_TOKENS = "full"

@@ -18,9 +18,9 @@ from pydantic import JsonValue
 
 from offline_search.candidates.components import JsonObject
 from offline_search.candidates.selection_program import Candidate, SelectionProgram
-from offline_search.dataset import Dataset, Example, read_dataset, write_split
+from offline_search.dataset import Dataset, read_dataset, write_split
 from offline_search.evaluation.answers import Answers
-from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
+from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.ledger import Ledger, read_ledger
 from offline_search.ledger.records import Cost, Record, WinnerRecord
 from offline_search.proposers.prompt import Messages
@@ -30,6 +30,8 @@ from offline_search.settings import Settings
 from offline_search.strategies import CODE_STRATEGIES, STRATEGIES
 from tests.offline_search.endpoint import Answer, Body, completion
 from tests.offline_search.replies import valid_replies
+from vllm_autoprune.errors import EvaluationFailed
+from vllm_autoprune.evaluation.question_lines import Example
 from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
 from vllm_autoprune.tpdsl.states.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from offline_search.dataset import Dataset, read_dataset, read_lines
+from offline_search.dataset import Dataset, read_dataset
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.question_lines import read_lines
 
 
 def test_splits_are_shuffled_by_image_and_cut_by_image(data: Dataset) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offline_search.dataset import SPLITS, Dataset, Example, read_dataset
+from offline_search.dataset import SPLITS, Dataset, read_dataset
 from offline_search.evaluation.answers import Answers, mme_total, relative_mme
 from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.ledger.records import TrialRecord
@@ -16,6 +16,7 @@ from offline_search.settings import Settings
 from tests.offline_search.synthetic import SyntheticEvaluator, records_of_kind, run_search
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.evaluation.question_lines import Example
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from offline_search.ledger.record_file import FileErrors, RecordFile, read_records
 from vllm_autoprune.evaluation.records import (
     RECORD,
     Answer,
@@ -20,6 +19,7 @@ from vllm_autoprune.evaluation.records import (
     Setup,
     Total,
 )
+from vllm_autoprune.record_file import FileErrors, RecordFile, read_records
 
 JOURNAL = "samples.jsonl"
 

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from offline_search.dataset import Example, read_lines
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.client import PreparedQuestion
+from vllm_autoprune.evaluation.question_lines import Example, read_lines
 from vllm_autoprune.evaluation.records import MME, Question
 
 _MAX_PROBLEMS = 20

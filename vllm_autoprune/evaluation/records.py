@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter
 
-from offline_search.settings import FrozenModel
 from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.record_file import FrozenModel
 
 MME = "MME"
 """The benchmark of yes/no pairs by category, which is scored in points."""

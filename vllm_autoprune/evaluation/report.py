@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from offline_search.settings import FrozenModel
 from vllm_autoprune.evaluation.aggregate import (
     MMBENCH,
     Scores,
@@ -26,6 +25,7 @@ from vllm_autoprune.evaluation.journal import Contents
 from vllm_autoprune.evaluation.records import MME, Case, EvaluationError, Setup
 from vllm_autoprune.evaluation.resizing import Comparison, compare_with_resizing
 from vllm_autoprune.evaluation.scoring import Figures, Scoring
+from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.statistics import Estimate, Floats, estimate
 
 _DIGITS = 4

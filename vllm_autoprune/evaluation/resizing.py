@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from offline_search.settings import FrozenModel
 from vllm_autoprune.evaluation.records import Case, Question, kind_of
 from vllm_autoprune.evaluation.scoring import Figures
+from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.statistics import Estimate, estimate
 
 Winner = Literal["pruning", "resizing", "not decided", "too few images"]

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from offline_search.evaluation.served_evaluator import MAX_IN_FLIGHT
 from vllm_autoprune import __version__
 from vllm_autoprune.base_policies import __all__ as _policies_are_loaded
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
 from vllm_autoprune.evaluation.client import (
+    MAX_IN_FLIGHT,
     REJECTED,
     AnswerClient,
     PreparedQuestion,

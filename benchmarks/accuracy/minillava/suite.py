@@ -20,9 +20,8 @@ from benchmarks.accuracy.minillava.model import (
     prepare_questions,
 )
 from benchmarks.server import ServerDied, command, serve
-from offline_search.evaluation.served_evaluator import MAX_IN_FLIGHT
 from vllm_autoprune.evaluation import served
-from vllm_autoprune.evaluation.client import questions_digest
+from vllm_autoprune.evaluation.client import MAX_IN_FLIGHT, questions_digest
 from vllm_autoprune.evaluation.journal import Contents, Journal, unanswered
 from vllm_autoprune.evaluation.records import MME, Case, EvaluationError, Setup
 from vllm_autoprune.evaluation.run import Progress

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from offline_search.ledger.record_file import FileErrors, RecordFile
-from offline_search.settings import FrozenModel
 from vllm_autoprune.evaluation.records import EvaluationError
+from vllm_autoprune.record_file import FileErrors, FrozenModel, RecordFile
 
 _ERRORS = FileErrors(
     error_type=EvaluationError,

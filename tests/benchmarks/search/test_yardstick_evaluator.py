@@ -12,8 +12,9 @@ from offline_search.candidates.selection_program import Candidate, SelectionProg
 from offline_search.dataset import Split
 from offline_search.evaluation.answers import Answers, accuracy, relative_logprob
 from offline_search.evaluation.candidate_check import selection_fingerprint
-from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
+from offline_search.evaluation.evaluator import EvaluationJob
 from vllm_autoprune import load_state
+from vllm_autoprune.errors import EvaluationFailed
 
 SCENES = 10
 

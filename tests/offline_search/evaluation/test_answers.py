@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offline_search.dataset import Example
 from offline_search.evaluation.answers import (
     Answers,
     accuracy,
@@ -14,6 +13,7 @@ from offline_search.evaluation.answers import (
     relative_logprob,
     significantly_below,
 )
+from vllm_autoprune.evaluation.question_lines import Example
 
 
 def example(image: int, category: str = "digit", pair: int | None = None) -> Example:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from offline_search.dataset import Dataset
-from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
+from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.evaluation.served_evaluator import RetryPolicy, ServedEvaluator
 from tests.offline_search.endpoint import (
     Answer,
@@ -20,7 +20,7 @@ from tests.offline_search.endpoint import (
     model_list,
 )
 from vllm_autoprune import load_state
-from vllm_autoprune.errors import ConfigError, SearchError
+from vllm_autoprune.errors import ConfigError, EvaluationFailed, SearchError
 
 FAST_RETRIES = RetryPolicy(attempts=3, first_wait=0.01)
 STATE = load_state("visionzip")

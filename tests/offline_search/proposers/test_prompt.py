@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from offline_search.candidates.hypothesis import PURPOSES
-from offline_search.dataset import Example
 from offline_search.evaluation.history import History, Trial
 from offline_search.ledger.records import ProposalRecord, Status, TrialRecord
 from offline_search.proposers.history_summary import summarize
@@ -19,6 +18,7 @@ from offline_search.proposers.prompt import (
 )
 from offline_search.settings import Settings
 from offline_search.strategies.start_states import base_state, minimal_state, paper_state
+from vllm_autoprune.evaluation.question_lines import Example
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.states.state import PruningState
 

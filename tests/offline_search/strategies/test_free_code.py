@@ -6,7 +6,7 @@ import pytest
 
 from offline_search.candidates.selection_program import SelectionProgram
 from offline_search.dataset import Dataset
-from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
+from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.evaluation.served_evaluator import ServedEvaluator
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import ProposalRecord, TrialRecord, VerdictRecord, WinnerRecord
@@ -20,6 +20,7 @@ from tests.offline_search.synthetic import (
     SyntheticEvaluator,
     records_of_kind,
 )
+from vllm_autoprune.errors import EvaluationFailed
 
 HEAD = "def select(features, signals, K):\n"
 BODIES = (

@@ -1,14 +1,27 @@
-"""What is wrong with a line of questions, which field is meant, and how to fix it."""
+"""Questions of a JSONL file, one a line; what is wrong with a line, and how to fix it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from vllm_autoprune.errors import Problem
+from vllm_autoprune.record_file import FrozenModel
+
+
+class Example(FrozenModel):
+    """One question about one image; ``image`` is a path relative to the data folder."""
+
+    image: str = Field(min_length=1)
+    question: str = Field(min_length=1)
+    answer: str = Field(min_length=1)
+    category: str = Field(default="all", min_length=1)
+    pair: int | None = None
+
 
 _OTHER_NAMES = {
     "answers": "answer",
@@ -110,3 +123,30 @@ def _meant(name: str, fields: Sequence[str]) -> str:
     if lowered in _OTHER_NAMES:
         return _OTHER_NAMES[lowered]
     return next(iter(get_close_matches(lowered, fields, 1)), "")
+
+
+def read_lines(path: Path, problems: list[Problem], fix: str) -> list[tuple[int, Example]]:
+    """The examples of one JSONL file with their line numbers; empty lines are left out.
+
+    Problems are added to ``problems``; ``fix`` is for a file that cannot be read.
+    """
+    try:
+        # Editors on Windows put a byte order mark before the first line.
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        problems.append(Problem(path.name or str(path), f"cannot be read ({reason})", fix))
+        return []
+    if problem := describe_document(text, path.name):
+        problems.append(problem)
+        return []
+    examples = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            examples.append((number, Example.model_validate_json(line)))
+        except ValidationError as error:
+            where = f"{path.name}:{number}"
+            problems += describe_problems(line, where, error, tuple(Example.model_fields))
+    return examples

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offline_search.evaluation.evaluator import EvaluationFailed
+from vllm_autoprune.errors import EvaluationFailed
 from vllm_autoprune.tpdsl.states.state import PruningState
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from offline_search.ledger.record_file import FileErrors, RecordFile, read_records
 from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.record_file import FileErrors, RecordFile, read_records
 
 
 class Note(BaseModel):
