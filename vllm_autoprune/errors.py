@@ -8,6 +8,7 @@ AutopruneError
 ├── UnsupportedModelError    the plugin does not support the served architecture
 ├── SelectionError           input tensors do not fit the policy or each other
 └── SearchError              an offline search cannot start or continue
+    └── EvaluationFailed      a candidate or a case could not be measured
 """
 
 from __future__ import annotations
