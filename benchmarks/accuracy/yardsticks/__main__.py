@@ -18,6 +18,7 @@ from benchmarks.accuracy.yardsticks.journal import YardstickJournal
 from benchmarks.accuracy.yardsticks.measure import measure
 from benchmarks.accuracy.yardsticks.report import (
     Measured,
+    as_csv,
     as_json,
     as_markdown,
     write_between_markers,
@@ -27,7 +28,7 @@ from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.evaluation.run import Progress
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "accuracy.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     if options.write_docs:
-        write_between_markers(DOCS, as_markdown(measured))
+        write_between_markers(DOCS / "accuracy.md", as_markdown(measured))
+        (DOCS / "data" / "accuracy.csv").write_text(as_csv(measured), encoding="utf-8")
     else:
         print(as_json(measured) if options.json else as_markdown(measured), end="")
     return 0
@@ -86,7 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="all rows as JSON")
     output.add_argument(
-        "--write-docs", action="store_true", help="write the table into docs/accuracy.md"
+        "--write-docs",
+        action="store_true",
+        help="write docs/accuracy.md's tables and docs/data/accuracy.csv",
     )
     return parser
 

@@ -1,19 +1,20 @@
-"""The table as Markdown and JSON, and its place in ``docs/accuracy.md``."""
+"""The rows as CSV and JSON, and as a table in ``docs/accuracy.md``."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.accuracy.yardsticks.cases import FULL
+from benchmarks.accuracy.yardsticks.cases import BEFORE
 from benchmarks.accuracy.yardsticks.table import Row
 from vllm_autoprune.pages.table import Table
 from vllm_autoprune.statistics import Estimate
 
-_MAX_CATEGORY_COLUMNS = 3
-"""With more categories, the table by kind has to do."""
+_ESTIMATES = ("accuracy", "less_resized", "less_base", "less_default")
 
 BEGIN, END = "<!-- yardsticks -->", "<!-- /yardsticks -->"
 
@@ -26,7 +27,7 @@ class Measured:
     model: str
     default: str
     detailed_budget: str
-    """The budget whose differences are shown for every kind of question."""
+    """The budget whose verdicts are given for every category of questions."""
     rows: Sequence[Row]
 
 
@@ -35,24 +36,68 @@ def as_json(measured: Sequence[Measured]) -> str:
     return json.dumps([asdict(one) for one in measured], indent=1)
 
 
+def as_csv(measured: Sequence[Measured]) -> str:
+    """All rows, one a line; an estimate is three columns, its 95 % interval ``low`` to ``high``."""
+    records = [_flat_row(row) for one in measured for row in one.rows]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, records[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def _flat_row(row: Row) -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, value in asdict(row).items():
+        if name in _ESTIMATES:
+            value = value or dict.fromkeys(("value", "low", "high"))
+            flat |= {
+                name: value["value"],
+                f"{name}_low": value["low"],
+                f"{name}_high": value["high"],
+            }
+        else:
+            flat[name] = value[:12] if name == "digest" else value
+    return flat
+
+
 def as_markdown(measured: Sequence[Measured]) -> str:
-    """A verdict on each default state, and the tables of every yardstick."""
+    """A verdict on each default state, and one table of every yardstick."""
     lines: list[str] = []
     for one in measured:
         overall = [row for row in one.rows if row.category is None and row.kind is None]
-        first = overall[0]
+        full = overall[0]
         lines += [f"### {one.name}", ""]
         lines.append(
-            f"{one.model}; {first.questions} questions about {first.images} images of the test "
-            f"split. With all tokens ({first.tokens:.1f} on average) {format_share(first.accuracy)}"
+            f"{one.model}; {full.questions} questions about {full.images} images of the test "
+            f"split. With all tokens ({full.tokens:.1f} on average) {format_share(full.accuracy)}"
             " are right."
         )
-        lines += ["", *_default_lines(one), ""]
-        for budget in dict.fromkeys(row.budget for row in overall if row.name != FULL):
-            lines += [f"#### {one.name}, {budget}", "", _budget_table(one, budget).markdown(), ""]
-        lines += [f"#### {one.name}, {one.detailed_budget}, by kind: less the resize control", ""]
-        lines += [_kinds_table(one).markdown(), ""]
+        lines += ["", *_default_lines(one), "", _table(one, overall[1:]).markdown(), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(measured: Measured, rows: Sequence[Row]) -> Table:
+    """Per cent right at every budget, and points more than resizing; no rows before the merger."""
+    budgets = list(dict.fromkeys(row.budget for row in rows))
+    cells = []
+    for name in dict.fromkeys(row.name for row in rows if not row.name.endswith(BEFORE)):
+        at = {row.budget: row for row in rows if row.name == name}
+        question = {True: "read", False: "not read", None: ""}[
+            next(iter(at.values())).reads_question
+        ]
+        label = f"**{name}**" if name == measured.default else name
+        cells.append((label, question, *(_figures(at.get(budget)) for budget in budgets)))
+    return Table("", ("method", "question", *budgets), cells, "--" + "r" * len(budgets))
+
+
+def _figures(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    figure, more = f"{row.accuracy.value:.1f}", row.less_resized
+    if more is None:
+        return figure
+    return f"{figure} {more.value:+.1f}±{max(more.high - more.value, more.value - more.low):.1f}"
 
 
 def _default_lines(measured: Measured) -> Iterator[str]:
@@ -69,54 +114,6 @@ def _default_lines(measured: Measured) -> Iterator[str]:
         elif row.less_resized.high < 0:
             verdict = f"resizing is better than `{row.name}`"
         yield f"- {row.budget}, {part}: {format_difference(row.less_resized)}; {verdict}"
-
-
-def _budget_table(measured: Measured, budget: str) -> Table:
-    rows = [row for row in measured.rows if row.budget == budget and row.kind is None]
-    overall = {row.name: row for row in rows if row.category is None}
-    categories = list(dict.fromkeys(row.category for row in rows if row.category is not None))
-    if len(categories) > _MAX_CATEGORY_COLUMNS:
-        categories = []
-    columns = (
-        "method", "question", "tokens", "% right", "less resized", "less base", "less default",
-        *(f"{category}, less resized" for category in categories),
-    )  # fmt: skip
-    cells = []
-    for name, row in overall.items():
-        own = {one.category: one for one in rows if one.name == name}
-        cells.append((
-            f"**{name}**" if name == measured.default else name,
-            {True: "read", False: "not read", None: ""}[row.reads_question],
-            f"{row.tokens:.1f}",
-            f"{row.accuracy.value:.1f}",
-            format_difference(row.less_resized),
-            format_difference(row.less_base),
-            format_difference(row.less_default),
-            *(_category_cell(own[category]) for category in categories),
-        ))  # fmt: skip
-    return Table("", columns, cells, "--" + "r" * (len(columns) - 2))
-
-
-def _kinds_table(measured: Measured) -> Table:
-    rows = [row for row in measured.rows if row.budget == measured.detailed_budget and row.kind]
-    kinds = list(dict.fromkeys(row.kind for row in rows if row.kind is not None))
-    names = list(dict.fromkeys(row.name for row in rows))
-    cells = []
-    for name in names:
-        own = {row.kind: row for row in rows if row.name == name}
-        figures = [
-            f"{own[kind].accuracy.value:.0f}"
-            if own[kind].less_resized is None
-            else format_difference(own[kind].less_resized, 0)
-            for kind in kinds
-        ]
-        cells.append((name, *figures))
-    return Table("", ("method", *kinds), cells, "-" + "r" * len(kinds))
-
-
-def _category_cell(row: Row) -> str:
-    figure = f"{row.accuracy.value:.1f}"
-    return f"{figure}; {format_difference(row.less_resized)}" if row.less_resized else figure
 
 
 def format_share(share: Estimate) -> str:
