@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.common import BenchmarkError, StrictModel
-from benchmarks.load.workload import Cache
+from benchmarks.common.shapes import write_llava
+from benchmarks.load.settings import SHAPE, PairedOptions
+from benchmarks.minillava.split import CLIP, LLAVA
 from benchmarks.server import ServerDied, serve
 from vllm_autoprune import PruningState, load_state
 
@@ -28,57 +30,55 @@ class Arm(StrictModel):
     environment: tuple[tuple[str, str], ...] = ()
 
 
-def build_arms(
-    model: Path,
-    state: str,
-    *,
-    budget: int | None,
-    text_tower: Path | None,
-    served_name: str,
-    common: Sequence[str],
-    cache: Cache,
-    environment: Sequence[tuple[str, str]] = (),
-) -> tuple[Arm, ...]:
-    """Stock, the state's base policy alone, and the state; otherwise with the same flags."""
-    refined = load_state(state)
-    base = load_state(refined.base_policy.name)
-    off = cache == "off"
-    shared = ("--served-model-name", served_name, *common, *(CACHE_FLAGS if off else ()))
+def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
+    """The running servers; else stock, the state's base policy alone and the state, by this order.
+
+    The three servers have the same flags otherwise.
+    """
+    if options.attach:
+        return tuple(Arm(name=name, url=url.rstrip("/")) for name, url in options.attach)
+    model, tower, common = Path(options.model), options.text_tower, options.server_flags
+    if options.model.startswith(f"{SHAPE}:"):
+        layers = options.model.partition(":")[2]
+        if not layers.isdecimal() or int(layers) < 1:
+            raise BenchmarkError(f"--model {options.model}: {layers!r} is not a whole number")
+        folder = Path("out/load") / f"llava-{layers}-{options.tower_layers}-{options.width}"
+        model = write_llava(
+            folder, int(layers), tower_layers=options.tower_layers, width=options.width
+        )
+        common = (*common, "--load-format", "dummy")
+    elif model == LLAVA:
+        tower = tower or CLIP
+    elif not model.exists() and len(model.parts) != 2:
+        raise BenchmarkError(
+            f"--model {model}: no such folder -> name a checkpoint, ORGANISATION/NAME on the "
+            f"Hub, or {SHAPE}:LAYERS"
+        )
+    off = options.cache == "off"
+    shared = ("--served-model-name", options.served_name, *common, *(CACHE_FLAGS if off else ()))
     pruning = (
-        *(() if budget is None else ("--autoprune-budget", str(budget))),
-        *(() if text_tower is None else ("--autoprune-text-tower", str(text_tower))),
+        *(() if options.budget is None else ("--autoprune-budget", str(options.budget))),
+        *(() if tower is None else ("--autoprune-text-tower", str(tower))),
         *(FEATURE_CACHE if off else ()),
     )
+    state = load_state(options.state)
+    base = load_state(state.base_policy.name)
 
-    def arm(name: str, of: PruningState | None, flag: str = "") -> Arm:
-        flags = shared if of is None else (*shared, "--autoprune-state", flag, *pruning)
-        digest = None if of is None else of.digest
+    def arm(name: str, served: PruningState | None, flag: str = "") -> Arm:
+        own = () if served is None else ("--autoprune-state", flag, *pruning)
         return Arm(
             name=name,
             model=str(model),
-            flags=flags,
-            digest=digest,
-            environment=tuple(environment),
+            flags=(*shared, *own),
+            digest=None if served is None else served.digest,
+            environment=(("VLLM_CPU_KVCACHE_SPACE", str(options.kv_cache_gb)),),
         )
 
     return (
         arm("stock", None),
-        arm("base policy", base, refined.base_policy.name),
-        arm("AutoPrune", refined, state),
+        arm("base policy", base, state.base_policy.name),
+        arm("AutoPrune", state, options.state),
     )
-
-
-def parse_attached(pairs: Sequence[str]) -> tuple[Arm, ...]:
-    """From ``NAME=URL`` each; raises :class:`BenchmarkError` for anything else."""
-    arms = []
-    for pair in pairs:
-        name, equals, url = pair.partition("=")
-        if not (name and equals and url.startswith(("http://", "https://"))):
-            raise BenchmarkError(f"--attach {pair}: expected NAME=http://HOST:PORT")
-        arms.append(Arm(name=name, url=url.rstrip("/")))
-    if len({arm.name for arm in arms}) < len(arms):
-        raise BenchmarkError("--attach: two servers have the same name")
-    return tuple(arms)
 
 
 def interleave(arms: Sequence[Arm], passes: int) -> list[tuple[int, Arm]]:

@@ -29,11 +29,11 @@ from benchmarks.load.messages import (
     RunFacts,
     Start,
 )
-from benchmarks.load.options import Options
-from benchmarks.load.prepared_requests import Prepared, load_prepared
 from benchmarks.load.result import RECORDS, Result, client_environment, format_result
+from benchmarks.load.settings import RunOptions
 from benchmarks.load.summary import summarize
 from benchmarks.load.verdict import judge_run
+from benchmarks.load.workload import Prepared, load_prepared
 
 POLL = 0.5
 """Seconds between two readings of the server's ``/metrics``."""
@@ -44,7 +44,7 @@ HEAD_START = 0.5
 class Coordinator:
     """Tracks the workers; a run that loses one is not valid."""
 
-    def __init__(self, runner: Runner, options: Options) -> None:
+    def __init__(self, runner: Runner, options: RunOptions) -> None:
         self._runner, self._options = runner, options
         self._prepared: Prepared = load_prepared(options.workload)
         self._journal = Journal(options.out / RECORDS)
@@ -77,7 +77,7 @@ class Coordinator:
     def finish(self) -> int:
         """Judge the run, write and print its result; returns the exit status."""
         self._journal.close()
-        planned = len(self._prepared.measured[: self._options.first])
+        planned = len(self._prepared.measured[: self._options.first or None])
         unfinished = "" if len(self._done) >= max(len(self._ready), 1) else "stopped before its end"
         records = self._journal.records
         facts = RunFacts(
@@ -90,7 +90,7 @@ class Coordinator:
         load, workload = self._options.load, self._prepared.workload
         verdict = judge_run(workload, load, records, facts, summary, metrics)
         result = Result(
-            label=self._options.label,
+            label=self._options.label or load.label,
             url=self._options.url,
             began=self._began,
             workload=workload,

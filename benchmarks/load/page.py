@@ -21,7 +21,7 @@ from benchmarks.load.sections import (
     build_settings,
     build_sweeps,
 )
-from benchmarks.load.workload import CACHES
+from benchmarks.load.settings import CACHES
 from vllm_autoprune.pages.document import Document, Section, render_document
 
 REPORT = "report.html"

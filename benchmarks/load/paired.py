@@ -11,15 +11,14 @@ from benchmarks.common import BenchmarkError, StrictModel
 from benchmarks.common.progress import log_progress
 from benchmarks.common.report import command_line
 from benchmarks.common.request_record import read_journal
-from benchmarks.load.arms import Arm, interleave, serve_arm
-from benchmarks.load.options import Options
+from benchmarks.load.arms import Arm, choose_arms, interleave, serve_arm
 from benchmarks.load.points import Point, Run
-from benchmarks.load.prepared_requests import prepare
 from benchmarks.load.result import RECORDS, read_result
 from benchmarks.load.run import run
 from benchmarks.load.schedule import Load, Slo
-from benchmarks.load.sweep import choose_rates, is_past_saturation
-from benchmarks.load.workload import Workload
+from benchmarks.load.settings import SHAPE, PairedOptions, RunOptions, Workload
+from benchmarks.load.sweep import STEPS, choose_rates, is_past_saturation
+from benchmarks.load.workload import make_workload, prepare
 
 PAIRED = "paired.json"
 
@@ -64,6 +63,30 @@ class Paired(StrictModel):
     def runs(self, folder: Path) -> list[Run]:
         """All runs, read from the experiment's folder."""
         return [_read_run(entry, folder) for entry in self.made]
+
+
+def make_plan(options: PairedOptions) -> Plan:
+    """The experiment of these options; raises :class:`BenchmarkError` for its data or its model."""
+    arms = choose_arms(options)
+    rates = () if options.rates == "find" else options.rates
+    find_rates = options.rates == "find"
+    loads = len(options.users) + (len(STEPS) + 1 if find_rates else len(rates))
+    workload = make_workload(options, options.served_name, max(loads, 1))
+    if options.model.startswith(f"{SHAPE}:"):
+        workload = workload.model_copy(update={"vocabulary": "numbered"})
+    return Plan(
+        arms=arms,
+        workload=workload,
+        users=options.users,
+        rates=rates,
+        find_rates=find_rates,
+        burstiness=options.burstiness,
+        passes=options.passes,
+        slo=options.slo,
+        workers=options.workers,
+        patience=options.patience,
+        most=options.most,
+    )
 
 
 def measure(plan: Plan, out: Path) -> Paired:
@@ -140,18 +163,22 @@ def _run_once(
     prepare(workload, folder)
     name = f"runs/{number}-{arm.name.replace(' ', '-')}/{load.label}"
     result = run(
-        Options(
+        RunOptions(
             url=url,
             workload=folder,
             out=out / name,
             label=f"{arm.name}, pass {number + 1}",
-            load=load,
-            slo=plan.slo,
+            rate=load.rate or 0.0,
+            users=load.users,
+            burstiness=load.burstiness,
+            schedule_seed=load.seed,
+            slo_ttft=1000 * (plan.slo.ttft or 0.0),
+            slo_tpot=1000 * (plan.slo.tpot or 0.0),
+            slo_e2e=1000 * (plan.slo.e2e or 0.0),
             patience=plan.patience,
             most=plan.most,
-            first=None,
-        ),
-        plan.workers,
+            workers=plan.workers,
+        )
     )
     entries.append(RunEntry(arm=arm.name, number=number, folder=name))
     latest, median = _read_run(entries[-1], out), result.summary.ttft

@@ -15,9 +15,9 @@ from benchmarks.load.messages import RunFacts
 from benchmarks.load.percentiles import LEVELS, Distribution
 from benchmarks.load.priority import describe_priority
 from benchmarks.load.schedule import Load, Slo
+from benchmarks.load.settings import Workload
 from benchmarks.load.summary import Summary
 from benchmarks.load.verdict import Verdict
-from benchmarks.load.workload import Workload
 
 RESULT, RECORDS = "run.json", "records.jsonl"
 

@@ -12,17 +12,17 @@ from pathlib import Path
 
 from benchmarks.common import BenchmarkError
 from benchmarks.common.metrics import list_models
-from benchmarks.load.options import Options, to_arguments
-from benchmarks.load.prepared_requests import load_prepared
 from benchmarks.load.priority import raise_priority
 from benchmarks.load.result import RESULT, Result, read_result
+from benchmarks.load.settings import LOCUST_OWN, RunOptions, to_flags
+from benchmarks.load.workload import load_prepared
 from benchmarks.server import free_port
 
 LOCUSTFILE = Path(__file__).resolve().parents[1] / "locustfile.py"
 LOG = "locust.log"
 
 
-def check_server(options: Options) -> None:
+def check_server(options: RunOptions) -> None:
     """Raise :class:`BenchmarkError` where the server is down or does not serve the model."""
     names = list_models(options.url)
     model = load_prepared(options.workload).workload.model
@@ -33,10 +33,10 @@ def check_server(options: Options) -> None:
         )
 
 
-def run(options: Options, workers: int = 0) -> Result:
+def run(options: RunOptions) -> Result:
     """Send the workload once; the result is valid or has the reasons why not.
 
-    ``workers`` above 0 starts a master and so many workers on this machine. Raises
+    Where it has workers, a master and so many workers are started on this machine. Raises
     :class:`BenchmarkError` where there is no result at all.
     """
     check_server(options)
@@ -44,7 +44,7 @@ def run(options: Options, workers: int = 0) -> Result:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / RESULT).unlink(missing_ok=True)
         with (options.out / LOG).open("wb") as log:
-            status = _locust(options, workers, log.fileno())
+            status = _locust(options, log.fileno())
     except OSError as error:
         raise BenchmarkError(f"{options.out}: cannot be written: {error}") from error
     if not (options.out / RESULT).is_file():
@@ -55,15 +55,23 @@ def run(options: Options, workers: int = 0) -> Result:
     return read_result(options.out)
 
 
-def _locust(options: Options, workers: int, log: int) -> int:
+def _locust(options: RunOptions, log: int) -> int:
     common = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE)]
-    head = [*common, "--headless", "--only-summary", *to_arguments(options)]
+    head = [*common, "--headless", "--only-summary", *to_flags(options, LOCUST_OWN)]
+    head += ["--host", options.url]
+    head += ["--users", str(options.users)] if options.users else []
     with contextlib.ExitStack() as stack:
-        if workers:
+        if options.workers:
             port = str(free_port())
-            head += ["--master", "--expect-workers", str(workers), "--master-bind-port", port]
+            head += [
+                "--master",
+                "--expect-workers",
+                str(options.workers),
+                "--master-bind-port",
+                port,
+            ]
             join = [*common, "--worker", "--master-port", port]
-            for _ in range(workers):
+            for _ in range(options.workers):
                 stack.enter_context(_process(join, log))
         with _process(head, log) as process:
             return process.wait()

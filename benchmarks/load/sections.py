@@ -10,8 +10,8 @@ from benchmarks.load.paired import Paired
 from benchmarks.load.percentiles import LEVELS, Distribution
 from benchmarks.load.points import Point, Run, e2e, itl, tpot, ttft
 from benchmarks.load.result import format_hits
+from benchmarks.load.settings import CACHES, Workload
 from benchmarks.load.sweep import KNEE, Sweep, build_sweep
-from benchmarks.load.workload import CACHES, Workload, describe_mix
 from vllm_autoprune.pages.document import Section
 from vllm_autoprune.pages.table import Cell, CellTone, PageRow, PageTable
 from vllm_autoprune.statistics import Estimate
@@ -270,3 +270,11 @@ def _workload(workload: Workload) -> Iterator[tuple[str, str]]:
     yield "formats", describe_mix(workload.formats)
     yield "words in a question", describe_mix(workload.words)
     yield "seed", str(workload.seed)
+
+
+def describe_mix(mix: tuple[tuple[object, float], ...]) -> str:
+    """The mix in words: each value with its share."""
+    if len(mix) == 1:
+        return f"{mix[0][0]}"
+    total = sum(weight for _, weight in mix)
+    return ", ".join(f"{value} ({100 * weight / total:.0f} %)" for value, weight in mix)

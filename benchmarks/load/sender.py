@@ -22,8 +22,8 @@ from benchmarks.common import BenchmarkError
 from benchmarks.common.client import Client
 from benchmarks.common.request_record import Phase, Record
 from benchmarks.load.messages import DONE, READY, RECORD, START, ClientFacts, Done, Ready, Start
-from benchmarks.load.options import Options
-from benchmarks.load.prepared_requests import Line, Prepared, load_prepared
+from benchmarks.load.settings import RunOptions
+from benchmarks.load.workload import Line, Prepared, load_prepared
 
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -107,11 +107,11 @@ class Sender:
         self._zero = self._cpu = 0.0
         self._broken: str | None = None
         self._lag: Lag | None = None
-        self._options: Options | None = None
+        self._options: RunOptions | None = None
         self._prepared: Prepared | None = None
         runner.register_message(START, self._on_start)
 
-    def begin(self, options: Options) -> None:
+    def begin(self, options: RunOptions) -> None:
         """Read the bodies, warm up the server, and report to the coordinator."""
         self._options = options
         try:
@@ -155,7 +155,7 @@ class Sender:
         message = Start.model_validate(msg.data)
         prepared, options = self._prepared, self._options
         assert prepared is not None and options is not None
-        lines = prepared.measured[: options.first]
+        lines = prepared.measured[: options.first or None]
         phases, due = options.load.phases(len(lines)), options.load.due(len(lines))
         schedule = [((line, phase), at) for line, phase, at in zip(lines, phases, due, strict=True)]
         self._share = schedule[message.index :: message.of]

@@ -11,8 +11,8 @@ from benchmarks.common.request_record import Record
 from benchmarks.load.messages import RunFacts
 from benchmarks.load.percentiles import ENOUGH
 from benchmarks.load.schedule import Load
+from benchmarks.load.settings import Workload
 from benchmarks.load.summary import Summary
-from benchmarks.load.workload import Workload
 
 DELAY_SHARE = 0.05
 """Limit of the client's p99 delay, as a share of the median TTFT."""

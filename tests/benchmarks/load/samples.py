@@ -13,9 +13,9 @@ from benchmarks.load.messages import ClientFacts, RunFacts
 from benchmarks.load.points import Point, Run
 from benchmarks.load.result import Result
 from benchmarks.load.schedule import Load, Slo
+from benchmarks.load.settings import Workload
 from benchmarks.load.summary import summarize
 from benchmarks.load.verdict import Verdict
-from benchmarks.load.workload import Workload
 
 WORKLOAD = Workload(model="mock", requests=8, warm_up=2, output_tokens=4, sides=((64, 1.0),))
 CALM = ClientFacts(cpu=0.2, lag_p50=0.0001, lag_p99=0.0005)

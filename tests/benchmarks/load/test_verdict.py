@@ -10,9 +10,9 @@ from benchmarks.common.metrics import ServerMetrics
 from benchmarks.common.request_record import Record
 from benchmarks.load.messages import ClientFacts, RunFacts
 from benchmarks.load.schedule import Load, Slo
+from benchmarks.load.settings import Cache, Workload
 from benchmarks.load.summary import summarize
 from benchmarks.load.verdict import Verdict, judge_run
-from benchmarks.load.workload import Cache, Workload
 from tests.benchmarks.load.samples import CALM, record
 
 OPEN, CLOSED = Load(rate=10.0), Load(users=2)
