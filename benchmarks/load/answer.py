@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from benchmarks.common.report import format_estimate
 from benchmarks.load.compare import compare_arms
-from benchmarks.load.percentiles import ENOUGH
 from benchmarks.load.plots import choose_common_load
 from benchmarks.load.points import Point
+from benchmarks.load.result import ENOUGH
 from benchmarks.load.schedule import Load, Slo
 from benchmarks.load.sweep import build_sweep
 from vllm_autoprune.pages.document import Tone

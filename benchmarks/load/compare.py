@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks.common import StrictModel
-from benchmarks.load.percentiles import ratio, share
 from benchmarks.load.points import Point, Run, Values, e2e, tpot, ttft
+from benchmarks.load.result import ratio, share
 from benchmarks.load.schedule import Load
 from vllm_autoprune.statistics import Estimate
 

@@ -17,22 +17,28 @@ from locust.runners import MasterRunner, Runner
 from benchmarks.common.metrics import MetricsWatcher, server_info
 from benchmarks.common.report import command_line
 from benchmarks.common.request_record import Journal, Record
-from benchmarks.load.export import REQUESTS_CSV, write_requests_csv
 from benchmarks.load.messages import (
     DONE,
     READY,
     RECORD,
     START,
-    ClientFacts,
     Done,
     Ready,
-    RunFacts,
     Start,
 )
-from benchmarks.load.result import RECORDS, Result, client_environment, format_result
+from benchmarks.load.result import (
+    RECORDS,
+    REQUESTS_CSV,
+    ClientFacts,
+    Result,
+    RunFacts,
+    client_environment,
+    format_result,
+    judge_run,
+    summarize,
+    write_requests_csv,
+)
 from benchmarks.load.settings import RunOptions
-from benchmarks.load.summary import summarize
-from benchmarks.load.verdict import judge_run
 from benchmarks.load.workload import Prepared, load_prepared
 
 POLL = 0.5

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from benchmarks.common.request_record import Record
-from benchmarks.load.percentiles import Distribution, distribution, share
-from benchmarks.load.result import RECORDS, RESULT, Result
+from benchmarks.load.result import RECORDS, RESULT, Distribution, Result, distribution, share
 from benchmarks.load.schedule import Load
 from vllm_autoprune.statistics import Estimate
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.load.compare import FIGURES, Comparison, compare_answers, compare_arms
 from benchmarks.load.paired import Paired
-from benchmarks.load.percentiles import LEVELS, Distribution
 from benchmarks.load.points import Point, Run, e2e, itl, tpot, ttft
-from benchmarks.load.result import format_hits
+from benchmarks.load.result import LEVELS, Distribution, format_hits
 from benchmarks.load.settings import CACHES, Workload
 from benchmarks.load.sweep import KNEE, Sweep, build_sweep
 from vllm_autoprune.pages.document import Section

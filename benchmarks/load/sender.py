@@ -21,7 +21,8 @@ from locust.runners import Runner
 from benchmarks.common import BenchmarkError
 from benchmarks.common.client import Client
 from benchmarks.common.request_record import Phase, Record
-from benchmarks.load.messages import DONE, READY, RECORD, START, ClientFacts, Done, Ready, Start
+from benchmarks.load.messages import DONE, READY, RECORD, START, Done, Ready, Start
+from benchmarks.load.result import ClientFacts
 from benchmarks.load.settings import RunOptions
 from benchmarks.load.workload import Line, Prepared, load_prepared
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.common import StrictModel
 from benchmarks.load.points import Point, Values, e2e, ttft
+from benchmarks.load.result import KEPT_UP
 from benchmarks.load.schedule import Slo
-from benchmarks.load.verdict import KEPT_UP
 
 GOOD_SHARE = 0.99
 """Share of requests that have to meet the objective."""
