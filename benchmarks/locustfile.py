@@ -20,8 +20,8 @@ from locust.exception import StopUser
 from locust.runners import MasterRunner, WorkerRunner
 
 from benchmarks.common import BenchmarkError
+from benchmarks.load.client import Sender
 from benchmarks.load.coordinator import Coordinator
-from benchmarks.load.sender import Sender
 from benchmarks.load.settings import LOCUST_OWN, RunOptions, add_flags, list_options, read_options
 
 _SENDERS: list[Sender] = []

@@ -7,7 +7,6 @@ are resampled in blocks of about sqrt(n); resampled one by one, intervals would 
 from __future__ import annotations
 
 import csv
-import importlib.metadata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,9 +16,8 @@ from pydantic import ValidationError
 
 from benchmarks.common import BenchmarkError, StrictModel
 from benchmarks.common.metrics import ServerMetrics
-from benchmarks.common.report import environment, format_estimate
+from benchmarks.common.report import format_estimate
 from benchmarks.common.request_record import Record, answered
-from benchmarks.load.priority import describe_priority
 from benchmarks.load.schedule import Load, Slo
 from benchmarks.load.settings import Workload
 from vllm_autoprune.statistics import Estimate, Floats, estimate, resample
@@ -370,12 +368,6 @@ def read_result(folder: Path) -> Result:
         return Result.model_validate_json((folder / RESULT).read_text())
     except (OSError, ValidationError) as error:
         raise BenchmarkError(f"{folder / RESULT}: {str(error).splitlines()[0]}") from error
-
-
-def client_environment() -> dict[str, str]:
-    """Versions, machine and scheduling priority of the client."""
-    versions = {name: importlib.metadata.version(name) for name in ("locust", "gevent")}
-    return {**environment(), **versions, "priority": describe_priority()}
 
 
 def format_result(result: Result) -> Iterator[str]:

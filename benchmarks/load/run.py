@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.common import BenchmarkError
 from benchmarks.common.metrics import list_models
-from benchmarks.load.priority import raise_priority
+from benchmarks.load.client import raise_priority
 from benchmarks.load.result import RESULT, Result, read_result
 from benchmarks.load.settings import LOCUST_OWN, RunOptions, to_flags
 from benchmarks.load.workload import load_prepared

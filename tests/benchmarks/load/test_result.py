@@ -165,25 +165,6 @@ def test_no_requests_give_no_latencies() -> None:
     assert summary.request_rate == 0 and summary.offered_rate is None
 
 
-def test_phases_exclude_ramp_and_drain() -> None:
-    closed = Load(users=3).phases(20)
-    assert closed == ["ramp"] * 3 + ["measured"] * 14 + ["drain"] * 3
-    assert Load(rate=2.0).phases(40) == ["ramp"] * 2 + ["measured"] * 38
-    # Where nothing would be left, everything counts.
-    assert Load(users=16).phases(20) == ["measured"] * 20
-
-
-def test_a_load_has_either_a_rate_or_users() -> None:
-    with pytest.raises(ValueError, match="open loop"):
-        Load()
-    with pytest.raises(ValueError, match="open loop"):
-        Load(rate=1.0, users=2)
-    assert Load(users=2).due(3) == [0.0, 0.0, 0.0]
-    assert Load(rate=1.0).describe() == "open loop, Poisson arrivals at 1 request/s"
-    assert Load(users=1).describe() == "closed loop, 1 user"
-    assert Load(rate=2.0).describe() == "open loop, Poisson arrivals at 2 requests/s"
-
-
 def test_a_run_at_a_rate_states_the_offered_and_the_achieved_rate() -> None:
     records = [record(n, scheduled=0.5 * n, ttft=0.5, gap=0.0) for n in range(11)]
     lines = "\n".join(format_result(result(records, Load(rate=2.0))))
