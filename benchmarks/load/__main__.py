@@ -76,8 +76,8 @@ def _prepare(options: PrepareOptions) -> int:
 
 
 def _run(options: RunOptions) -> int:
+    from benchmarks.load.experiment import run
     from benchmarks.load.result import format_result
-    from benchmarks.load.run import run
 
     result = run(options)
     print(result.model_dump_json() if options.as_json else "\n".join(format_result(result)))
@@ -85,8 +85,8 @@ def _run(options: RunOptions) -> int:
 
 
 def _paired(options: PairedOptions) -> int:
-    from benchmarks.load.page import write_report
-    from benchmarks.load.paired import make_plan, measure
+    from benchmarks.load.experiment import make_plan, measure
+    from benchmarks.load.report import write_report
 
     paired = measure(make_plan(options), options.out)
     if not paired.made:
@@ -104,7 +104,7 @@ def _paired(options: PairedOptions) -> int:
 
 
 def _report(options: ReportOptions) -> int:
-    from benchmarks.load.page import write_report
+    from benchmarks.load.report import write_report
 
     report = write_report(options.folder)
     text = f"{report.answer.sentence}\n{report.path}"

@@ -15,7 +15,7 @@ from benchmarks.common.client import EMPTY, Client, build_body, build_content
 from benchmarks.common.metrics import MetricsWatcher, stage_seconds
 from benchmarks.common.request_record import Record
 from benchmarks.cost.efficiency.models import Model
-from benchmarks.load.arms import Arm
+from benchmarks.load.experiment import Arm
 from benchmarks.load.settings import Workload
 from benchmarks.load.workload import Line, Prepared, build_request_body, prepare
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS

@@ -9,7 +9,7 @@ from PIL import Image
 
 from benchmarks.common.metrics import ServerMetrics
 from benchmarks.common.request_record import Phase, Record
-from benchmarks.load.points import Point, Run
+from benchmarks.load.compare import Point, Run
 from benchmarks.load.result import ClientFacts, Result, RunFacts, Verdict, summarize
 from benchmarks.load.schedule import Load, Slo
 from benchmarks.load.settings import Workload

@@ -16,8 +16,8 @@ import pytest
 from benchmarks.common import BenchmarkError
 from benchmarks.common.fake_server import MODEL, Reply, fake_server
 from benchmarks.common.request_record import read_journal
+from benchmarks.load.experiment import run
 from benchmarks.load.result import RECORDS, Result
-from benchmarks.load.run import check_server, run
 from benchmarks.load.schedule import Load
 from benchmarks.load.settings import RunOptions, Workload
 from benchmarks.load.workload import prepare
@@ -132,4 +132,4 @@ def test_a_wrong_model_name_is_reported_with_the_served_ones(
         fake_server(model="llava") as server,
         pytest.raises(BenchmarkError, match="does not serve 'mock', only llava"),
     ):
-        check_server(options(server.url, workload, tmp_path))
+        run(options(server.url, workload, tmp_path))

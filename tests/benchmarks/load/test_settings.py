@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from benchmarks.cost.__main__ import build_parser as build_cost_parser
 from benchmarks.load.__main__ import COMMANDS, main, parse_arguments
-from benchmarks.load.paired import Plan, make_plan
+from benchmarks.load.experiment import Plan, make_plan
 from benchmarks.load.settings import PairedOptions, list_options
 from benchmarks.load.workload import load_prepared
 from benchmarks.server import free_port
@@ -122,7 +122,7 @@ def test_a_mistake_is_answered_in_one_line_before_anything_starts(
     def start(*_: object) -> None:
         raise AssertionError("a server was started")
 
-    monkeypatch.setattr("benchmarks.load.paired.serve_arm", start)
+    monkeypatch.setattr("benchmarks.load.experiment.serve_arm", start)
     command = ["paired", "--users", "1", "--out", str(tmp_path / "o"), *shlex.split(flags)]
     try:
         status: object = main(command)

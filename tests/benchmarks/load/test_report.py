@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.load.__main__ import main
-from benchmarks.load.answer import answer_question
-from benchmarks.load.arms import Arm
-from benchmarks.load.page import REPORT
-from benchmarks.load.paired import PAIRED, Paired, Plan, RunEntry
-from benchmarks.load.points import Point
+from benchmarks.load.compare import Point, answer_question
+from benchmarks.load.experiment import PAIRED, Arm, Paired, Plan, RunEntry
+from benchmarks.load.report import REPORT
 from benchmarks.load.result import RECORDS
 from benchmarks.load.schedule import Load, Slo
 from tests.benchmarks.load.samples import WORKLOAD, point

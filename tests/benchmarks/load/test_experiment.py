@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import BenchmarkError
-from benchmarks.load import paired
-from benchmarks.load.arms import Arm
-from benchmarks.load.paired import Plan, measure, read_paired
+from benchmarks.load import experiment as module
+from benchmarks.load.experiment import STEPS, Arm, Plan, choose_rates, measure, read_paired
 from benchmarks.load.result import RECORDS, Result
 from benchmarks.load.schedule import Slo
 from benchmarks.load.settings import RunOptions
-from benchmarks.load.sweep import STEPS, choose_rates
 from benchmarks.load.workload import load_prepared
 from tests.benchmarks.load.samples import WORKLOAD, record, result, write_images
 
@@ -41,7 +39,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[RunOptions]:
         (options.out / RECORDS).write_text("".join(lines))
         return run_result
 
-    monkeypatch.setattr(paired, "run", run)
+    monkeypatch.setattr(module, "run", run)
     return requested
 
 
