@@ -316,8 +316,8 @@ def choose_common_load(points: Sequence[Point]) -> Load | None:
     for point in points:
         by_load.setdefault(point.load, []).append(point)
     arms = {point.arm for point in points}
-    common = {load: own for load, own in by_load.items() if {p.arm for p in own} == arms}
-    valid = [load for load, own in common.items() if all(p.valid for p in own)]
+    common = {load: each for load, each in by_load.items() if {p.arm for p in each} == arms}
+    valid = [load for load, each in common.items() if all(p.valid for p in each)]
     below = [load for load in valid if not any(p.past_saturation for p in common[load])]
     loads = below or valid or list(common)
     return max(loads, key=lambda load: (load.rate or 0, load.users or 0), default=None)
@@ -373,7 +373,7 @@ def answer_question(points: Sequence[Point], slo: Slo, broken: str | None) -> An
         )
     by_arm = [open_points([p for p in points if p.arm == arm]) for arm in (arms[-1], arms[0])]
     if all(by_arm):
-        mine, other = (build_sweep(own, slo).highest for own in by_arm)
+        mine, other = (build_sweep(swept, slo).highest for swept in by_arm)
         sentence += f", and it serves {mine} requests/s within the objective against {other}"
     return Answer(f"{few}{sentence}.", "open" if few else tone, limits)
 

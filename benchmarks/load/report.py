@@ -380,46 +380,23 @@ def _estimate_cell(estimate: Estimate | None, unit: float, mark: str = "") -> Ce
 
 def draw_charts(points: Sequence[Point], slo: Slo) -> list[Chart]:
     """All charts for which there are points; an arm has the same colour in every chart."""
-    limit = [] if slo.ttft is None else [Rule(1000 * slo.ttft, f"objective {1000 * slo.ttft:g} ms")]
-    curves = []
+    curves, sweep = [], []
     for colour, (arm, mine) in enumerate(_by_arm(points)):
         # In order of load: beyond the knee throughput may fall, and the line turns back.
         closed = sorted((p for p in mine if p.load.users), key=lambda p: p.load.users or 0)
         for kind, chosen in (("closed", closed), ("open", open_points(mine))):
             if chosen:
-                line = _draw_line(chosen, lambda p: p.completed, 50, colour)
-                name = f"{arm}, {kind} loop"
-                curves.append(dataclasses.replace(line, name=name, dashed=kind == "open"))
-    charts = [
-        Chart(
-            "Latency over throughput",
-            "achieved, requests/s",
-            "median TTFT, ms",
-            curves,
-            limit,
-            y_scale="log",
-            x_zero=True,
-        )
-    ]
-    swept = open_points(points)
-    if swept:
-        sweep = []
-        for colour, (arm, mine) in enumerate(_by_arm(swept)):
-            for level in (50, 99):
-                line = _draw_line(mine, _offered, level, colour)
-                name = f"{arm}, p{level}"
-                sweep.append(dataclasses.replace(line, name=name, dashed=level == 99))
-        charts.append(
-            Chart(
-                "Latency over rate",
-                "offered, requests/s",
-                "TTFT from the scheduled time, ms",
-                sweep,
-                limit,
-                y_scale="log",
-                x_zero=True,
-            )
-        )
+                line = _draw_line(chosen, lambda p: p.completed, 50, colour, f"{arm}, {kind} loop")
+                curves.append(dataclasses.replace(line, dashed=kind == "open"))
+        for level in (50, 99):
+            line = _draw_line(open_points(mine), _offered, level, colour, f"{arm}, p{level}")
+            sweep.append(dataclasses.replace(line, dashed=level == 99))
+    limit = [] if slo.ttft is None else [Rule(1000 * slo.ttft, f"objective {1000 * slo.ttft:g} ms")]
+    titles = ("Latency over throughput", "achieved, requests/s", "median TTFT, ms")
+    charts = [Chart(*titles, curves, limit, y_scale="log", x_zero=True)]
+    if swept := open_points(points):
+        titles = ("Latency over rate", "offered, requests/s", "TTFT from the scheduled time, ms")
+        charts.append(Chart(*titles, sweep, limit, y_scale="log", x_zero=True))
         charts.append(_draw_goodput(swept))
     load = choose_common_load(points)
     if load is not None:
@@ -428,7 +405,7 @@ def draw_charts(points: Sequence[Point], slo: Slo) -> list[Chart]:
 
 
 def _draw_line(
-    points: Sequence[Point], x: Callable[[Point], float], level: int, colour: int
+    points: Sequence[Point], x: Callable[[Point], float], level: int, colour: int, name: str
 ) -> Series:
     """A percentile of the TTFT, with its intervals."""
     marks = []
@@ -440,34 +417,23 @@ def _draw_line(
             text += f"\n{point.completed:.2f} requests/s achieved"
             tip, link = _describe_mark(point, text), point.runs[0].link()
             marks.append(Mark(x(point), value, tip, low, high, not point.valid, link))
-    return Series("", marks, colour=colour)
+    return Series(name, marks, colour=colour)
 
 
 def _draw_goodput(points: Sequence[Point]) -> Chart:
     """Requests a second that met the objective, over the offered rate."""
     series = []
     for colour, (arm, mine) in enumerate(_by_arm(points)):
-        marks = [
-            Mark(
-                _offered(point),
-                point.good,
-                _describe_mark(point, f"{point.good:.2f} of {_offered(point):.2f} requests/s good"),
-                hollow=not point.valid,
-                link=point.runs[0].link(),
-            )
-            for point in mine
-        ]
+        marks = []
+        for point in mine:
+            x, y, link = _offered(point), point.good, point.runs[0].link()
+            tip = _describe_mark(point, f"{y:.2f} of {x:.2f} requests/s good")
+            marks.append(Mark(x, y, tip, hollow=not point.valid, link=link))
         series.append(Series(arm, marks, colour=colour))
     most = max(map(_offered, points))
     series.append(Series("all requests", path=[(0, 0), (most, most)], dashed=True, colour=5))
-    return Chart(
-        "Goodput over rate",
-        "offered, requests/s",
-        "within the objective, requests/s",
-        series,
-        x_zero=True,
-        y_zero=True,
-    )
+    titles = ("Goodput over rate", "offered, requests/s", "within the objective, requests/s")
+    return Chart(*titles, series, x_zero=True, y_zero=True)
 
 
 def _draw_distribution(points: Sequence[Point], load: Load) -> Chart:
@@ -487,14 +453,9 @@ def _draw_distribution(points: Sequence[Point], load: Load) -> Chart:
                 for level, value in ranks
             ]
             series.append(Series(name, marks, path, "steps", dashed=not point.valid, colour=colour))
-    return Chart(
-        f"Distribution of TTFT, {load.describe()}",
-        "TTFT, ms",
-        "requests answered within it, %",
-        series,
-        x_scale="log",
-        y_zero=True,
-    )
+    title = f"Distribution of TTFT, {load.describe()}"
+    y_label = "requests answered within it, %"
+    return Chart(title, "TTFT, ms", y_label, series, x_scale="log", y_zero=True)
 
 
 def _describe_mark(point: Point, text: str) -> str:

@@ -116,7 +116,9 @@ def make_workload(options: RequestOptions, model: str, loads: int = 1) -> Worklo
     fields = {name: getattr(options, name) for name in RequestOptions.model_fields}
     if options.data:
         path = Path(options.data).resolve()
-        fields |= {"data": str(path), "data_digest": open_data(path).digest}
+        described = json.dumps([item.described for item in open_data(path)])
+        digest = hashlib.sha256(described.encode()).hexdigest()[:16]
+        fields |= {"data": str(path), "data_digest": digest}
     workload = Workload(model=model, **fields)
     require_items(workload, loads)
     return workload
@@ -137,8 +139,8 @@ def prepare(workload: Workload, folder: Path) -> Prepared:
         with (folder / BODIES).open("wb") as out:
             for number, request in enumerate((*measured, *warm_up)):
                 size = out.write(build_request_body(workload, request))
-                late = number >= len(measured)
-                lines.append(Line(ask=request, offset=offset, size=size, warm_up=late))
+                warms_up = number >= len(measured)
+                lines.append(Line(ask=request, offset=offset, size=size, warm_up=warms_up))
                 offset += size
         text = "".join(line.model_dump_json() + "\n" for line in lines)
         (folder / REQUESTS).write_text(text)
@@ -172,16 +174,18 @@ def load_prepared(folder: Path) -> Prepared:
 def build_request_body(workload: Workload, request: Request) -> bytes:
     """The JSON body of one request."""
     # Without skip_special_tokens, special tokens have no text, and their deltas would not count.
-    own = {"ignore_eos": True, "skip_special_tokens": False} if workload.dialect == "vllm" else {}
+    fields: dict[str, object] = {}
+    if workload.dialect == "vllm":
+        fields = {"ignore_eos": True, "skip_special_tokens": False}
     urls = [_image_url(workload.data, picture) for picture in request.pictures]
     content = build_content(request.question, urls)
-    return build_body(workload.model, content, tokens=workload.output_tokens, fields=own)
+    return build_body(workload.model, content, tokens=workload.output_tokens, fields=fields)
 
 
 @lru_cache(maxsize=64)
 def _image_url(data: str, spec: PictureSpec | OwnPicture) -> str:
     if isinstance(spec, OwnPicture):
-        return as_data_url(open_data(Path(data)).items[spec.item].images[spec.number]())
+        return as_data_url(open_data(Path(data))[spec.item].images[spec.number]())
     return encode_picture(draw_picture(spec.seed, spec.width, spec.height), spec.format)
 
 
@@ -221,7 +225,7 @@ def require_items(workload: Workload, loads: int = 1) -> None:
     """
     if not workload.data:
         return
-    count = len(open_data(Path(workload.data)).items)
+    count = len(open_data(Path(workload.data)))
     unique = workload.cache == "unique"
     needed = (_count_distinct(workload) + workload.warm_up) * (loads if unique else 1)
     if count < needed:
@@ -241,7 +245,7 @@ def _draw_request(workload: Workload, index: int, identity: int) -> Request:
     pictures: tuple[PictureSpec | OwnPicture, ...]
     if workload.data:
         item = workload.first_item + identity
-        images = open_data(Path(workload.data)).items[item].images
+        images = open_data(Path(workload.data))[item].images
         pictures = tuple(OwnPicture(item=item, number=number) for number in range(len(images)))
     else:
         generator = _generator(workload, 1, identity)
@@ -265,7 +269,7 @@ def _draw_picture(workload: Workload, generator: np.random.Generator, number: in
 def _find_question(workload: Workload, number: int) -> str:
     """The question of an item of one's own data; else one that is drawn and contains the number."""
     if workload.data:
-        items = open_data(Path(workload.data)).items
+        items = open_data(Path(workload.data))
         question = items[(workload.first_item + number) % len(items)].question
         if question is not None:
             return question
@@ -298,17 +302,9 @@ class OwnItem:
     """What the digest covers: names and sizes of the images, and the question."""
 
 
-@dataclass(frozen=True)
-class OwnData:
-    """All items, and a digest of their names, sizes and questions."""
-
-    items: Sequence[OwnItem]
-    digest: str
-
-
 @lru_cache(maxsize=2)
-def open_data(path: Path) -> OwnData:
-    """The data at a path; raises :class:`BenchmarkError` with the fix for what cannot be read."""
+def open_data(path: Path) -> Sequence[OwnItem]:
+    """The items at a path; raises :class:`BenchmarkError` with the fix for what cannot be read."""
     if path.is_dir() and (path / "state.json").is_file():
         items = _read_data_set(path)
     elif path.is_dir() and (path / "dataset_dict.json").is_file():
@@ -327,8 +323,7 @@ def open_data(path: Path) -> OwnData:
         raise BenchmarkError(
             f"--data {path}: contains no images -> put {', '.join(SUFFIXES)} files there"
         )
-    described = json.dumps([item.described for item in items])
-    return OwnData(items, hashlib.sha256(described.encode()).hexdigest()[:16])
+    return items
 
 
 def as_data_url(data: bytes) -> str:

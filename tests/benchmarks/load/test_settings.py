@@ -114,10 +114,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("flags", MISTAKES)
 def test_a_mistake_is_answered_in_one_line_before_anything_starts(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    flags: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
     def start(*_: object) -> None:
         raise AssertionError("a server was started")
