@@ -54,12 +54,12 @@ def _split_pairs(value: object) -> object:
     if isinstance(value, Mapping):
         return tuple(value.items())
     parts = value if isinstance(value, list | tuple) else str(value).split(",")
-    return tuple(
-        part
-        if isinstance(part, list | tuple)
-        else (str(part).partition("=")[0].strip(), str(part).partition("=")[2] or 1)
-        for part in parts
-    )
+    pairs: list[object] = []
+    for part in parts:
+        name, _, weight = str(part).partition("=")
+        is_pair = isinstance(part, list | tuple)
+        pairs.append(part if is_pair else (name.strip(), weight or 1))
+    return tuple(pairs)
 
 
 def _split_list(value: object) -> object:
@@ -218,7 +218,8 @@ class RunOptions(SendingOptions):
 
     @model_validator(mode="after")
     def _check_load(self) -> RunOptions:
-        _ = self.load  # exactly one of rate and users
+        if bool(self.rate) == (self.users is not None):
+            raise ValueError("give a --rate (open loop) or --users (closed loop)")
         return self
 
     @property
@@ -268,10 +269,14 @@ class PairedOptions(RequestOptions, SendingOptions):
     )
     served_name: str = Field(default="served", description="name of the served model")
     users: Annotated[tuple[Whole, ...], BeforeValidator(_split_list)] = Field(
-        default=(), description="closed loops, such as 1,2,4,8,16,32"
+        default=(), min_length=1, description="closed loops, such as 1,2,4,8,16,32"
     )
     rates: Annotated[
-        Annotated[tuple[Positive, ...], AfterValidator(lambda rates: tuple(sorted(rates)))]
+        Annotated[
+            tuple[Positive, ...],
+            Field(min_length=1),
+            AfterValidator(lambda rates: tuple(sorted(rates))),
+        ]
         | Literal["find"],
         BeforeValidator(_split_list),
     ] = Field(

@@ -94,6 +94,8 @@ MISTAKES = {
     "--zipf inf": "--zipf: 'inf': Input should be a finite number",
     "--users a": "--users: 'a': Input should be a valid integer",
     "--users 0": "--users: '0': Input should be greater than or equal to 1; closed loops, such as",
+    "--users ,": "--users: ',': Tuple should have at least 1 item",
+    "--rates ,": "--rates: ',': Tuple should have at least 1 item",
     "--rates 1,fast": "--rates: '1,fast': Input should be a valid number",
     "--rates 0": "--rates: '0': Input should be greater than 0",
     "--passes 0 --pool 0": "--pool: '0': Input should be greater than or equal to 1",
@@ -166,8 +168,11 @@ def test_a_run_needs_a_server_and_either_a_rate_or_users(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for flags, message in (
-        (["--url", "http://x"], "give a rate (open loop) or a number of users (closed loop)"),
-        (["--url", "http://x", "--rate", "1", "--users", "2"], "give a rate (open loop) or"),
+        (["--url", "http://x"], "load: give a --rate (open loop) or --users (closed loop)\n"),
+        (
+            ["--url", "http://x", "--rate", "1", "--users", "2"],
+            "load: give a --rate (open loop) or --users",
+        ),
         (["--users", "1"], "--url: Field required; server, such as http://127.0.0.1:8000"),
     ):
         with pytest.raises(SystemExit, match="2"):
