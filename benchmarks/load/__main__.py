@@ -95,9 +95,9 @@ def _paired(options: PairedOptions) -> int:
     invalid = sum(not run.result.verdict.valid for run in runs)
     report = write_report(options.out)
     if options.as_json:
-        print(json.dumps(report.summary))
+        print(json.dumps(report))
     else:
-        print(f"{report.answer.sentence}\n{report.path}: {len(runs)} runs, {invalid} not valid")
+        print(f"{report['answer']}\n{report['report']}: {len(runs)} runs, {invalid} not valid")
     if paired.broken:
         print(f"load: ended early: {paired.broken}", file=sys.stderr)
     return 1 if invalid or paired.broken else 0
@@ -107,8 +107,8 @@ def _report(options: ReportOptions) -> int:
     from benchmarks.load.report import write_report
 
     report = write_report(options.folder)
-    text = f"{report.answer.sentence}\n{report.path}"
-    print(json.dumps(report.summary) if options.as_json else text)
+    text = f"{report['answer']}\n{report['report']}"
+    print(json.dumps(report) if options.as_json else text)
     return 0
 
 

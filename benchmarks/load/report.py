@@ -8,14 +8,12 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.load.compare import (
     FIGURES,
     KNEE,
     LATENCIES,
-    Answer,
     Point,
     Run,
     answer_question,
@@ -41,17 +39,8 @@ CURVE_POINTS = 200
 NO_ANSWER = Cell("no answer")
 
 
-@dataclass(frozen=True)
-class WrittenReport:
-    """A report that has been written: its path, its answer, and its figures as JSON."""
-
-    path: Path
-    answer: Answer
-    summary: dict[str, object]
-
-
-def write_report(folder: Path) -> WrittenReport:
-    """Write ``report.html`` and ``points.csv`` from an experiment's folder."""
+def write_report(folder: Path) -> dict[str, object]:
+    """Write ``report.html`` and ``points.csv`` of an experiment; return what ``--json`` prints."""
     paired = read_paired(folder)
     runs, plan, path = paired.runs(folder), paired.plan, folder / REPORT
     # Closed loops before open ones, each by load; arms of one load stay in their order.
@@ -80,7 +69,7 @@ def write_report(folder: Path) -> WrittenReport:
     path.write_text(render_document(document))
     described = [describe_point(point) for point in points]
     write_csv(folder / POINTS_CSV, described)
-    summary: dict[str, object] = {
+    return {
         "answer": answer.sentence,
         "tone": answer.tone,
         "limits": list(answer.limits),
@@ -88,7 +77,6 @@ def write_report(folder: Path) -> WrittenReport:
         "points": described,
         "comparisons": [each.model_dump(mode="json") for each in compare_arms(points)],
     }
-    return WrittenReport(path, answer, summary)
 
 
 def describe_point(point: Point) -> dict[str, object]:

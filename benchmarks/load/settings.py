@@ -33,6 +33,7 @@ from benchmarks.load.schedule import Load, Slo
 from benchmarks.minillava.split import LLAVA
 
 M = TypeVar("M", bound=StrictModel)
+T = TypeVar("T")
 Cache = Literal["unique", "repeat", "same-image", "off"]
 Format = Literal["jpeg", "png"]
 
@@ -95,18 +96,9 @@ Whole = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Limit = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 """0 is no limit."""
-WholeMix = Annotated[
-    tuple[tuple[Whole, Positive], ...], BeforeValidator(_split_pairs), Field(min_length=1)
-]
-"""Whole numbers with their weights, such as ``((480, 1.0), (640, 2.0))``."""
-AspectMix = Annotated[
-    tuple[tuple[Annotated[str, AfterValidator(_check_aspect)], Positive], ...],
-    BeforeValidator(_split_pairs),
-    Field(min_length=1),
-]
-FormatMix = Annotated[
-    tuple[tuple[Format, Positive], ...], BeforeValidator(_split_pairs), Field(min_length=1)
-]
+Aspect = Annotated[str, AfterValidator(_check_aspect)]
+Mix = Annotated[tuple[tuple[T, Positive], ...], BeforeValidator(_split_pairs), Field(min_length=1)]
+"""Values with their weights, such as ``((480, 1.0), (640, 2.0))``."""
 
 
 class RequestOptions(StrictModel):
@@ -131,19 +123,21 @@ class RequestOptions(StrictModel):
         default=1.1,
         description="exponent of Zipf's law: the k-th image comes in proportion to k ** -zipf",
     )
-    sides: WholeMix = Field(
+    sides: Mix[Whole] = Field(
         default=((480, 1.0), (640, 2.0), (1024, 1.0)),
         description="longer side of an image, pixels, VALUE=WEIGHT,...",
     )
-    aspects: AspectMix = Field(
+    aspects: Mix[Aspect] = Field(
         default=(("4/3", 4.0), ("3/4", 2.0), ("1/1", 2.0), ("16/9", 1.0)),
         description="width over height, VALUE=WEIGHT,...",
     )
-    images: WholeMix = Field(default=((1, 1.0),), description="images a request, VALUE=WEIGHT,...")
-    formats: FormatMix = Field(
+    images: Mix[Whole] = Field(
+        default=((1, 1.0),), description="images a request, VALUE=WEIGHT,..."
+    )
+    formats: Mix[Format] = Field(
         default=(("jpeg", 4.0), ("png", 1.0)), description="image formats, jpeg=WEIGHT,png=WEIGHT"
     )
-    words: WholeMix = Field(
+    words: Mix[Whole] = Field(
         default=((8, 2.0), (16, 2.0), (32, 1.0)),
         description="words in a question, VALUE=WEIGHT,...",
     )
