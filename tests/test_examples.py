@@ -78,14 +78,14 @@ def read(path: Path) -> Any:
 
 
 def test_the_job_runs_a_load_test_whose_options_parse() -> None:
-    from benchmarks.load.__main__ import build_parser
+    from benchmarks.load.__main__ import parse_arguments
 
     job = read(EXAMPLES / "kubernetes/load-test-job.yaml")
     assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     command = shlex.split(container["args"][0].partition(";")[0])
     assert command[:3] == ["python", "-m", "benchmarks.load"]
-    assert build_parser().parse_args(command[3:]).command == "paired"
+    assert parse_arguments(command[3:])[0] == "paired"
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]}
 

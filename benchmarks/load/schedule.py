@@ -1,8 +1,6 @@
-"""When requests are sent (an open loop at a rate, a closed loop of users), and which are good."""
+"""Schedule of requests: an open loop at a rate, or a closed loop of users; and their objective."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,17 +82,13 @@ class Slo(StrictModel):
         if not record.ok:
             return False
         pairs = ((record.ttft, self.ttft), (record.tpot, self.tpot), (record.e2e, self.e2e))
-        return all(value is None or bound is None or value <= bound for value, bound in pairs)
+        return all(value is None or limit is None or value <= limit for value, limit in pairs)
 
     def describe(self) -> str:
         """In words, milliseconds."""
-        named: Sequence[tuple[str, float | None]] = (
-            ("TTFT", self.ttft), ("TPOT", self.tpot), ("E2E", self.e2e),
-        )  # fmt: skip
-        limits = [
-            f"{name} at most {1000 * bound:g} ms" for name, bound in named if bound is not None
-        ]
-        return ", ".join(limits) or "none declared"
+        limits = {"TTFT": self.ttft, "TPOT": self.tpot, "E2E": self.e2e}
+        described = [f"{k} at most {1000 * v:g} ms" for k, v in limits.items() if v is not None]
+        return ", ".join(described) or "none declared"
 
 
 def draw_arrivals(

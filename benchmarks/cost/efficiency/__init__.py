@@ -16,7 +16,7 @@ from benchmarks.common.report import command_line, environment, format_environme
 from benchmarks.cost.efficiency.measure import SERVED, Pass, Refusal, measure, prepare_requests
 from benchmarks.cost.efficiency.models import MINI, NAMES, Model, find_text_tower, load_model
 from benchmarks.cost.efficiency.table import FULL, markdown
-from benchmarks.load.arms import Arm, interleave
+from benchmarks.load.experiment import Arm, interleave
 from vllm_autoprune import load_state
 
 POLICIES = (

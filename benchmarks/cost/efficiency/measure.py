@@ -15,9 +15,9 @@ from benchmarks.common.client import EMPTY, Client, build_body, build_content
 from benchmarks.common.metrics import MetricsWatcher, stage_seconds
 from benchmarks.common.request_record import Record
 from benchmarks.cost.efficiency.models import Model
-from benchmarks.load.arms import Arm
-from benchmarks.load.prepared_requests import Line, Prepared, build_request_body, prepare
-from benchmarks.load.workload import Workload
+from benchmarks.load.experiment import Arm
+from benchmarks.load.settings import Workload
+from benchmarks.load.workload import Line, Prepared, build_request_body, prepare
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from benchmarks.minillava.split import draw_examples, grade_answers, png_url
 from benchmarks.server import Server, ServerDied, serve

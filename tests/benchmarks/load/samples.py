@@ -9,13 +9,10 @@ from PIL import Image
 
 from benchmarks.common.metrics import ServerMetrics
 from benchmarks.common.request_record import Phase, Record
-from benchmarks.load.messages import ClientFacts, RunFacts
-from benchmarks.load.points import Point, Run
-from benchmarks.load.result import Result
+from benchmarks.load.compare import Point, Run
+from benchmarks.load.result import ClientFacts, Result, RunFacts, Verdict, summarize
 from benchmarks.load.schedule import Load, Slo
-from benchmarks.load.summary import summarize
-from benchmarks.load.verdict import Verdict
-from benchmarks.load.workload import Workload
+from benchmarks.load.settings import Workload
 
 WORKLOAD = Workload(model="mock", requests=8, warm_up=2, output_tokens=4, sides=((64, 1.0),))
 CALM = ClientFacts(cpu=0.2, lag_p50=0.0001, lag_p99=0.0005)

@@ -16,12 +16,11 @@ import pytest
 from benchmarks.common import BenchmarkError
 from benchmarks.common.fake_server import MODEL, Reply, fake_server
 from benchmarks.common.request_record import read_journal
-from benchmarks.load.options import Options
-from benchmarks.load.prepared_requests import prepare
+from benchmarks.load.experiment import run
 from benchmarks.load.result import RECORDS, Result
-from benchmarks.load.run import check_server, run
-from benchmarks.load.schedule import Load, Slo
-from benchmarks.load.workload import Workload
+from benchmarks.load.schedule import Load
+from benchmarks.load.settings import RunOptions, Workload
+from benchmarks.load.workload import prepare
 from benchmarks.server import free_port
 
 WORKLOAD = Workload(model=MODEL, requests=40, warm_up=2, output_tokens=6, sides=((48, 1.0),))
@@ -38,17 +37,17 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options(url: str, workload: Path, out: Path, load: Load = LOAD) -> Options:
-    return Options(
+def options(url: str, workload: Path, out: Path, load: Load = LOAD, workers: int = 0) -> RunOptions:
+    return RunOptions(
         url=url,
         workload=workload,
         out=out,
         label="test",
-        load=load,
-        slo=Slo(),
+        rate=load.rate or 0.0,
+        users=load.users,
         patience=20,
         most=64,
-        first=None,
+        workers=workers,
     )
 
 
@@ -88,7 +87,7 @@ def test_gaps_recorded_through_locust_are_right_within_3_ms(opened: tuple[Result
 
 def test_two_workers_share_the_schedule_of_one(workload: Path, tmp_path: Path) -> None:
     with fake_server(REPLY) as server:
-        result = run(options(server.url, workload, tmp_path), workers=2)
+        result = run(options(server.url, workload, tmp_path, workers=2))
         seen = len(server.seen)
     records = read_journal(tmp_path / RECORDS)
     assert seen == 40 + 2 * 2  # each worker warms up for itself
@@ -133,4 +132,4 @@ def test_a_wrong_model_name_is_reported_with_the_served_ones(
         fake_server(model="llava") as server,
         pytest.raises(BenchmarkError, match="does not serve 'mock', only llava"),
     ):
-        check_server(options(server.url, workload, tmp_path))
+        run(options(server.url, workload, tmp_path))

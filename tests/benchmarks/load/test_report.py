@@ -11,15 +11,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.load.__main__ import main
-from benchmarks.load.answer import answer_question
-from benchmarks.load.arms import Arm
-from benchmarks.load.export import write_requests_csv
-from benchmarks.load.page import REPORT
-from benchmarks.load.paired import PAIRED, Paired, Plan, RunEntry
-from benchmarks.load.points import Point
+from benchmarks.load.compare import Point, answer_question
+from benchmarks.load.experiment import PAIRED, Arm, Paired, Plan, RunEntry
+from benchmarks.load.report import REPORT
 from benchmarks.load.result import RECORDS
 from benchmarks.load.schedule import Load, Slo
-from tests.benchmarks.load.samples import WORKLOAD, point, record
+from tests.benchmarks.load.samples import WORKLOAD, point
 
 SLO = Slo(ttft=0.5)
 
@@ -144,15 +141,6 @@ def test_the_report_is_given_as_json_and_csv_too(
     assert [row["arm"] for row in rows] == ["stock", "AutoPrune"]
     assert float(rows[1]["ttft_p50_ms"]) == pruned["ttft_p50_ms"]
     assert float(rows[1]["ttft_p50_ms_low"]) <= float(rows[1]["ttft_p50_ms"])
-
-
-def test_requests_are_given_as_csv(tmp_path: Path) -> None:
-    records = [record(0, scheduled=1.0, ttft=0.25), record(1, error='status 500: a, "b"')]
-    write_requests_csv(records, tmp_path / "requests.csv")
-    with (tmp_path / "requests.csv").open() as file:
-        first, second = csv.DictReader(file)
-    assert float(first["ttft"]) == pytest.approx(0.25) and first["error"] == ""
-    assert second["ttft"] == "" and second["error"] == 'status 500: a, "b"'
 
 
 def test_an_experiment_that_ended_early_has_a_report(tmp_path: Path) -> None:

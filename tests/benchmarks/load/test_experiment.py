@@ -10,25 +10,23 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import BenchmarkError
-from benchmarks.load import paired
-from benchmarks.load.arms import Arm
-from benchmarks.load.options import Options
-from benchmarks.load.paired import Plan, measure, read_paired
-from benchmarks.load.prepared_requests import load_prepared
+from benchmarks.load import experiment as module
+from benchmarks.load.experiment import STEPS, Arm, Plan, choose_rates, measure, read_paired
 from benchmarks.load.result import RECORDS, Result
 from benchmarks.load.schedule import Slo
-from benchmarks.load.sweep import STEPS, choose_rates
+from benchmarks.load.settings import RunOptions
+from benchmarks.load.workload import load_prepared
 from tests.benchmarks.load.samples import WORKLOAD, record, result, write_images
 
 SLO = Slo(ttft=0.5)
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[RunOptions]:
     """Options of all runs; servers sustain 2 requests/s, and those named dead do not answer."""
-    requested: list[Options] = []
+    requested: list[RunOptions] = []
 
-    def run(options: Options, workers: int = 0) -> Result:
+    def run(options: RunOptions) -> Result:
         requested.append(options)
         if "dead" in options.url:
             raise BenchmarkError(f"server {options.url}: /v1/models is not answered")
@@ -41,7 +39,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
         (options.out / RECORDS).write_text("".join(lines))
         return run_result
 
-    monkeypatch.setattr(paired, "run", run)
+    monkeypatch.setattr(module, "run", run)
     return requested
 
 
@@ -50,7 +48,7 @@ def plan(**changes: object) -> Plan:
     return Plan(arms=arms, workload=WORKLOAD, slo=SLO).model_copy(update=changes)
 
 
-def test_arms_alternate_and_loads_share_no_images(seen: list[Options], tmp_path: Path) -> None:
+def test_arms_alternate_and_loads_share_no_images(seen: list[RunOptions], tmp_path: Path) -> None:
     experiment = measure(plan(users=(1, 2), rates=(1.0,)), tmp_path)
     order = [(one.url[-1], one.load.label) for one in seen]
     loads = ["users-1", "users-2", "rate-1"]
@@ -62,7 +60,7 @@ def test_arms_alternate_and_loads_share_no_images(seen: list[Options], tmp_path:
     assert read_paired(tmp_path) == experiment and experiment.broken is None
 
 
-def test_loads_share_no_image_of_ones_own_data(seen: list[Options], tmp_path: Path) -> None:
+def test_loads_share_no_image_of_ones_own_data(seen: list[RunOptions], tmp_path: Path) -> None:
     write_images(tmp_path / "data", 30)
     workload = WORKLOAD.model_copy(update={"data": str(tmp_path / "data")})
     measure(plan(workload=workload, users=(1, 2), rates=(1.0,)), tmp_path / "out")
@@ -75,7 +73,7 @@ def test_loads_share_no_image_of_ones_own_data(seen: list[Options], tmp_path: Pa
 
 
 def test_rates_are_chosen_once_and_raised_until_saturation(
-    seen: list[Options], tmp_path: Path
+    seen: list[RunOptions], tmp_path: Path
 ) -> None:
     experiment = measure(plan(users=(4,), find_rates=True, passes=1), tmp_path)
     capacity = experiment.runs(tmp_path)[0].result.summary.request_rate
@@ -88,14 +86,14 @@ def test_rates_are_chosen_once_and_raised_until_saturation(
 
 
 def test_without_a_closed_loop_the_capacity_is_measured_first(
-    seen: list[Options], tmp_path: Path
+    seen: list[RunOptions], tmp_path: Path
 ) -> None:
     measure(plan(find_rates=True, passes=1), tmp_path)
     assert seen[0].load.users == 16
     assert all(one.load.rate for one in seen[1:])
 
 
-def test_runs_before_a_failure_are_kept(seen: list[Options], tmp_path: Path) -> None:
+def test_runs_before_a_failure_are_kept(seen: list[RunOptions], tmp_path: Path) -> None:
     arms = (Arm(name="a", url="http://a"), Arm(name="b", url="http://dead"))
     experiment = measure(plan(arms=arms, users=(1,)), tmp_path)
     assert experiment.broken == "server http://dead: /v1/models is not answered"
@@ -103,7 +101,7 @@ def test_runs_before_a_failure_are_kept(seen: list[Options], tmp_path: Path) -> 
     assert read_paired(tmp_path).broken == experiment.broken
 
 
-def test_an_experiment_without_a_load_is_refused(seen: list[Options], tmp_path: Path) -> None:
+def test_an_experiment_without_a_load_is_refused(seen: list[RunOptions], tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match="nothing to measure"):
         measure(plan(), tmp_path)
     assert not seen
