@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.pins import table
+from tests.pins.mutants import mutants_of
 
 
 @pytest.mark.slow
@@ -27,3 +28,11 @@ def test_rows_that_differ_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     shown = ['- gone: {"a": 1}', "+ new: null", '- part: {"b": 1}', '+ part: {"c": 2}']
     shown += ["- sum: [0.51]", "+ sum: [0.61]"]
     assert [line.replace("sample: ", "") for line in table.differences("sample")] == shown
+
+
+def test_mutants_of_a_function() -> None:
+    text = "def f(a: int = 1):\n    if a < 1:\n        g(f'{a - 1}')\n    return a\n"
+    mutants = {mutant.mutant for _, mutant in mutants_of("f.py", text) if mutant.function == "f"}
+    conditions = {"if not a < 1:", "if a <= 1:", "if a < 2:", "if a < 0:"}
+    defaults = {"def f(a: int = 2):", "def f(a: int = 0):"}
+    assert mutants == conditions | defaults | {"pass", "return None"}
