@@ -1,0 +1,52 @@
+"""Size of the repository against ``budgets.toml``."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BUDGETS = tomllib.loads((ROOT / "budgets.toml").read_text(encoding="utf-8"))
+AREAS = BUDGETS["python"]
+
+
+def files(suffix: str) -> Iterator[Path]:
+    """Files of the repository, without environments, caches and what commands write."""
+    for path in ROOT.rglob(f"*{suffix}"):
+        parts = path.relative_to(ROOT).parts
+        if not any(part.startswith(".") or part in ("out", "dist") for part in parts):
+            yield path
+
+
+def measure() -> dict[str, Counter[str]]:
+    """Files, lines and public names of each area; a file is in the most specific one."""
+    sizes: dict[str, Counter[str]] = {area: Counter() for area in AREAS}
+    for path in files(".py"):
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        inside = (area for area in AREAS if name.startswith(f"{area}/"))
+        size = sizes[max(inside, key=len, default="other")]
+        size["files"] += 1
+        size["lines"] += text.count("\n")
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                size["names"] += not node.name.startswith("_")
+    return sizes
+
+
+def test_nothing_is_above_its_budget() -> None:
+    sizes = measure()
+    source = sum((size for area, size in sizes.items() if area != "tests"), Counter[str]())
+    names = 1000 * source["names"] / source["lines"]
+    words = sum(len(path.read_text(encoding="utf-8").split()) for path in files(".md"))
+    above = {
+        f"{kind} of {area}": sizes[area][kind] - AREAS[area][kind]
+        for area in AREAS
+        for kind in ("files", "lines")
+    } | {
+        "public names per 1,000 lines": names - BUDGETS["public_names_per_1000_lines"],
+        "words of documents": words - BUDGETS["words"],
+    }
+    assert {what: excess for what, excess in above.items() if excess > 0} == {}
