@@ -24,8 +24,11 @@ def main(verb: str = "", *names: str) -> int:
     for name in names or TABLES:
         if verb == "write":
             write(name)
-        else:
+            continue
+        try:
             lines += differences(name)
+        except Exception as error:  # of one table, which is not to hide the others
+            lines.append(f"! {name}: {type(error).__name__}: {error}")
     print(*lines, sep="\n", end="")
     return 1 if lines else 0
 

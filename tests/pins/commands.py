@@ -110,7 +110,7 @@ def imports() -> Table:
     files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     rooms: dict[str, set[str]] = {}
     for path in files:
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         names = rooms.setdefault(room(module), set())
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
@@ -122,9 +122,8 @@ def imports() -> Table:
 
 
 def room(module: str) -> str:
-    """The part of the package that a module is in; other packages are one room."""
-    parts = module.split(".")
-    inside = (
-        len(parts) > 1 and parts[0] == "vllm_autoprune" and (ROOT / parts[0] / parts[1]).is_dir()
-    )
-    return ".".join(parts[:2]) if inside else parts[0]
+    """The folder or file of the product that a module is in; other packages are one room."""
+    package, _, rest = module.partition(".")
+    part = ROOT / package / rest.partition(".")[0]
+    inside = package == "vllm_autoprune" and (part.is_dir() or part.with_suffix(".py").exists())
+    return f"{package}.{part.name}" if rest and inside else package

@@ -87,7 +87,8 @@ def probe(device: str = "cpu") -> VisualTokens:
 def kept(policy: PruningPolicy) -> Table:
     """Tokens kept of an image, and of one in four tiles; the shape of rows without values.
 
-    Tokens are a count, a digest of their indices, and a weighted sum of their rows.
+    Tokens are a count, a digest of their indices, and a weighted sum of their rows, so far rounded
+    that processors agree.
     """
     tower = probe().tower
     assert tower is not None and tower.cls is not None
@@ -98,7 +99,7 @@ def kept(policy: PruningPolicy) -> Table:
         outcome = refine(policy, tokens)
         rows = outcome.features.flatten().double()
         total = (rows * torch.arange(len(rows)).cos()).sum().item()
-        row[name] = [outcome.indices.shape[1], digest(outcome.indices.tolist()), round(total, 2)]
+        row[name] = [outcome.indices.shape[1], digest(outcome.indices.tolist()), round(total, 1)]
     return {**row, "meta": [*refine(policy, probe("meta")).features.shape]}
 
 

@@ -54,27 +54,15 @@ def differences(name: str) -> Iterator[str]:
     """Two lines for each row that has changed, one for each that is new or has gone."""
     pinned, made = read(name), json.loads(json.dumps(TABLES[name]()))
     for key in sorted({*pinned, *made}):
-        if not (key in pinned and key in made and equal(pinned[key], made[key])):
-            for sign, rows, others in (("-", pinned, made), ("+", made, pinned)):
-                if key in rows:
-                    yield f"{sign} {name}: {key}: {json.dumps(apart(rows[key], others.get(key)))}"
+        for sign, rows, others in (("-", pinned, made), ("+", made, pinned)):
+            if key in rows and (key not in others or rows[key] != others[key]):
+                yield f"{sign} {name}: {key}: {json.dumps(apart(rows[key], others.get(key)))}"
 
 
 def apart(row: object, other: object) -> object:
     """What a row has and the other one has not."""
     if isinstance(row, dict) and isinstance(other, dict):
-        return {key: row[key] for key in row if not equal(row[key], other.get(key))} or row
+        return {key: row[key] for key in row if row[key] != other.get(key)} or row
     if isinstance(row, list) and isinstance(other, list):
-        return [item for item in row if not any(equal(item, cell) for cell in other)] or row
+        return [item for item in row if item not in other] or row
     return row
-
-
-def equal(row: object, other: object) -> bool:
-    """Whether rows are equal but for the last digit of sums, which processors round differently."""
-    if isinstance(row, dict) and isinstance(other, dict):
-        return row.keys() == other.keys() and all(equal(row[key], other[key]) for key in row)
-    if isinstance(row, list) and isinstance(other, list):
-        return len(row) == len(other) and all(map(equal, row, other))
-    if isinstance(row, float) and isinstance(other, float):
-        return abs(row - other) < 0.02
-    return row == other

@@ -12,21 +12,22 @@ from tests.pins.mutants import mutants_of
 
 @pytest.mark.slow
 @pytest.mark.compat
+@pytest.mark.timeout(900)
 def test_what_must_not_change_is_as_it_was() -> None:
     """Where a change is meant: ``python -m tests.pins write``, and the reason in the commit."""
     call = [sys.executable, "-m", "tests.pins", "check"]
-    done = subprocess.run(call, cwd=table.ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(call, cwd=table.ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, f"\n{done.stdout}\n{done.stderr[-2000:]}"
 
 
 def test_rows_that_differ_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: table.Table = {"same": [0.5, "x"], "gone": {"a": 1}, "sum": [2, 0.51], "part": {"b": 1}}
+    rows: table.Table = {"same": [0.5, "x"], "gone": {"a": 1}, "sum": [2, 0.5], "part": {"b": 1}}
     monkeypatch.setattr(table, "DATA", tmp_path)
     monkeypatch.setitem(table.TABLES, "sample", lambda: rows)
     table.write("sample")
-    rows = {"same": [0.51, "x"], "new": None, "sum": [2, 0.61], "part": {"b": 1, "c": 2}}
+    rows = {"same": [0.5, "x"], "new": None, "sum": [2, 0.6], "part": {"b": 1, "c": 2}}
     shown = ['- gone: {"a": 1}', "+ new: null", '- part: {"b": 1}', '+ part: {"c": 2}']
-    shown += ["- sum: [0.51]", "+ sum: [0.61]"]
+    shown += ["- sum: [0.5]", "+ sum: [0.6]"]
     assert [line.replace("sample: ", "") for line in table.differences("sample")] == shown
 
 
