@@ -19,7 +19,7 @@ def test_the_page_has_a_row_for_every_backbone() -> None:
     reads_tower = [backbone.input_problems is check_clip_inputs for backbone in backbones]
     assert [row[4] for row in rows].count("yes") == sum(reads_tower)
     positions = [row[5] for row in rows]
-    assert positions.count("time, height, width") == sum(b.mrope for b in backbones)
+    assert positions.count("M-RoPE") == sum(b.mrope for b in backbones)
 
 
 def test_every_feature_names_tests_that_exist() -> None:
