@@ -15,7 +15,16 @@ from vllm_autoprune.selftest.report import Report
 from vllm_autoprune.selftest.tiny_engine import STEPS_BETWEEN_PREEMPTIONS, TinyEngine
 from vllm_autoprune.tpdsl.states.load import load_state
 
-SETTINGS = {"state": "autoprune", "budget": 4096, "requests": "budget"}
+
+def _state(**more: object) -> dict[str, Any]:
+    """``autoprune`` that reads attention and leaves rows as they are: checks find tokens by them."""
+    state: dict[str, Any] = load_state("autoprune").model_dump(mode="json")
+    signals = state["scoring"]["signals"]
+    signals[1] = {"atom": "attention_proxy_saliency", "weight": 0.1}
+    return {**state, "reassembly": {"atom": "mean_residual"}, **more}
+
+
+SETTINGS = {"state": _state(), "budget": 4096, "requests": "budget"}
 """K above N of every image here; requests ask for less."""
 
 
@@ -83,9 +92,7 @@ def _serve_split(folder: Path, budget: int, merger: bool) -> dict[str, Any]:
 
     The state ranks tokens before the patch merger where the model has one.
     """
-    state = {**load_state("autoprune").model_dump(mode="json"), "core": {"share": 0.7}}
-    if merger:
-        state["rank_at"] = "merger_in"
+    state = _state(core={"share": 0.7}, **({"rank_at": "merger_in"} if merger else {}))
     settings = {"state": state, "budget": budget, "requests": "budget"}
     engine = TinyEngine(folder, settings)
     splittable = engine.splittable
