@@ -17,7 +17,7 @@ from vllm_autoprune.tpdsl.states.load import load_state
 
 
 def _state(**more: object) -> dict[str, Any]:
-    """``autoprune`` that reads attention and leaves rows as they are: checks find tokens by them."""
+    """``autoprune`` reading attention, with rows left as they are: checks find tokens by them."""
     state: dict[str, Any] = load_state("autoprune").model_dump(mode="json")
     signals = state["scoring"]["signals"]
     signals[1] = {"atom": "attention_proxy_saliency", "weight": 0.1}
