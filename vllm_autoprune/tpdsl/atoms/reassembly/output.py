@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as functional
 from pydantic import Field
 from torch import Tensor
 
@@ -145,7 +144,8 @@ def nearest_residual(
 def _sum_groups(owner: Tensor, rows: Tensor, count: int) -> Tensor:
     """Sums ``(P, D)`` of the rows ``(N, D)`` of each group ``(N,)``, in the same order always."""
     if rows.is_cuda:  # where index_add adds in any order
-        return functional.one_hot(owner, count).T.to(rows.dtype) @ rows
+        member = owner == torch.arange(count, device=rows.device)[:, None]
+        return member.to(rows.dtype) @ rows
     return rows.new_zeros(count, rows.shape[1]).index_add_(0, owner, rows)
 
 
