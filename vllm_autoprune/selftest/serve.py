@@ -17,10 +17,30 @@ from vllm_autoprune.tpdsl.states.load import load_state
 
 
 def _state(**more: object) -> dict[str, Any]:
-    """``autoprune`` reading attention, with rows left as they are: checks find tokens by them."""
+    """CDPruner refined by signals that read question and attention, with rows left as they are.
+
+    Checks find tokens by their rows. The signals of ``autoprune``, of means and norms, are nearly
+    equal for tokens of a random model, where the two model runners round in another way.
+    """
     state: dict[str, Any] = load_state("autoprune").model_dump(mode="json")
-    signals = state["scoring"]["signals"]
-    signals[1] = {"atom": "attention_proxy_saliency", "weight": 0.1}
+    weights = {
+        "instruction_guided_visual_relevance": 0.4,
+        "attention_proxy_saliency": 0.2,
+        "spatial_centrality_prior": 0.1,
+        "redundancy_density_penalty": 0.2,
+        "local_contrast_saliency": 0.1,
+    }
+    state["scoring"] = {
+        "signals": [{"atom": atom, "weight": weight} for atom, weight in weights.items()],
+        "kernel": {"atom": "pairwise_cosine_kernel"},
+        "fusion": {"atom": "weighted_product_fusion"},
+    }
+    pools = (
+        {"atom": "quality_pool_builder"},
+        {"atom": "diversity_pool_builder", "pool_ratio": 0.5},
+    )
+    selector = {"atom": "reference_residual_exchange_selector"}
+    state["constraints"] = {"pool": pools, "selector": selector}
     return {**state, "reassembly": {"atom": "mean_residual"}, **more}
 
 
