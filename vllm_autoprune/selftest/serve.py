@@ -16,11 +16,12 @@ from vllm_autoprune.selftest.tiny_engine import STEPS_BETWEEN_PREEMPTIONS, TinyE
 from vllm_autoprune.tpdsl.states.load import load_state
 
 
-def _state(**more: object) -> dict[str, Any]:
-    """CDPruner refined by signals that read question and attention, with rows left as they are.
+def _settings(budget: int, **more: object) -> dict[str, Any]:
+    """Settings of a server: CDPruner refined by signals that read question and attention.
 
-    Checks find tokens by their rows. The signals of ``autoprune``, of means and norms, are nearly
-    equal for tokens of a random model, where the two model runners round in another way.
+    Rows stay as they are, because checks find tokens by them. The signals of ``autoprune``, of
+    means and norms, are nearly equal for tokens of a random model, where the two model runners
+    round in another way.
     """
     state: dict[str, Any] = load_state("autoprune").model_dump(mode="json")
     weights = {
@@ -35,16 +36,17 @@ def _state(**more: object) -> dict[str, Any]:
         "kernel": {"atom": "pairwise_cosine_kernel"},
         "fusion": {"atom": "weighted_product_fusion"},
     }
-    pools = (
+    pools = [
         {"atom": "quality_pool_builder"},
         {"atom": "diversity_pool_builder", "pool_ratio": 0.5},
-    )
+    ]
     selector = {"atom": "reference_residual_exchange_selector"}
     state["constraints"] = {"pool": pools, "selector": selector}
-    return {**state, "reassembly": {"atom": "mean_residual"}, **more}
+    state = {**state, "reassembly": {"atom": "mean_residual"}, **more}
+    return {"state": state, "budget": budget, "requests": "budget"}
 
 
-SETTINGS = {"state": _state(), "budget": 4096, "requests": "budget"}
+LARGE_BUDGET = 4096
 """K above N of every image here; requests ask for less."""
 
 
@@ -64,7 +66,7 @@ def _serve_settings(folder: Path) -> Report:
     results["embeddings_stock"] = engine.ask_about_embeddings()
     engine.stop()
 
-    engine = TinyEngine(folder, SETTINGS)
+    engine = TinyEngine(folder, _settings(LARGE_BUDGET))
     model = engine.model
     results["predicted"] = engine.predict_tokens()
     results["whole"] = {name: engine.ask(name) for name in QUESTIONS}
@@ -92,7 +94,7 @@ def _serve_settings(folder: Path) -> Report:
     results["errors"] = dict(meter.errors)
     engine.stop()
 
-    settings = {**SETTINGS, "budget": SMALL_BUDGET}
+    settings = _settings(SMALL_BUDGET)
     engine = TinyEngine(folder, settings, max_num_batched_tokens=8, max_num_seqs=2)
     results["chunked"] = {name: engine.ask(name) for name in QUESTIONS}
     results["video_pruned"] = engine.ask_about_video()
@@ -112,8 +114,8 @@ def _serve_split(folder: Path, budget: int, merger: bool) -> dict[str, Any]:
 
     The state ranks tokens before the patch merger where the model has one.
     """
-    state = _state(core={"share": 0.7}, **({"rank_at": "merger_in"} if merger else {}))
-    settings = {"state": state, "budget": budget, "requests": "budget"}
+    place = {"rank_at": "merger_in"} if merger else {}
+    settings = _settings(budget, core={"share": 0.7}, **place)
     engine = TinyEngine(folder, settings)
     splittable = engine.splittable
     split = {}
