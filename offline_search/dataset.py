@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.question_lines import Example, read_lines
+from vllm_autoprune.evaluation.questions import Example, read_lines
 
 Split = Literal["search", "validation", "test"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from offline_search.dataset import SPLITS, Split, write_split
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.question_lines import Example
+from vllm_autoprune.evaluation.questions import Example
 
 SHARES: dict[Split, float] = {"search": 0.5, "validation": 0.2, "test": 0.3}
 """Shares of the images of each category."""

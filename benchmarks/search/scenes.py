@@ -13,7 +13,7 @@ from random import Random
 from benchmarks.minillava.split import Example as SceneQuestion
 from benchmarks.minillava.split import draw_examples, png
 from offline_search.dataset import SPLITS, Split, write_split
-from vllm_autoprune.evaluation.question_lines import Example
+from vllm_autoprune.evaluation.questions import Example
 
 
 def select_questions(

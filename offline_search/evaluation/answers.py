@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from offline_search.settings import Settings
-from vllm_autoprune.evaluation.question_lines import Example
+from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats, estimate
 
 

@@ -29,7 +29,7 @@ from offline_search.ledger import Ledger
 from offline_search.ledger.records import ProposalRecord, Status, TrialRecord, VerdictRecord
 from offline_search.settings import Settings
 from vllm_autoprune.errors import EvaluationFailed
-from vllm_autoprune.evaluation.question_lines import Example
+from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.states.state import PruningState
 

@@ -11,7 +11,7 @@ import numpy as np
 from offline_search.candidates.hypothesis import BASE_PARENT
 from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.ledger.records import ProposalRecord, TrialRecord
-from vllm_autoprune.evaluation.question_lines import Example
+from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.states.state import PruningState
 

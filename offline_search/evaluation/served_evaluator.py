@@ -26,13 +26,13 @@ from offline_search.dataset import Dataset
 from offline_search.evaluation.answers import Answers
 from offline_search.evaluation.evaluator import EvaluationJob
 from vllm_autoprune.errors import ConfigError, EvaluationFailed, Problem, SearchError
-from vllm_autoprune.evaluation.client import MAX_IN_FLIGHT
-from vllm_autoprune.evaluation.question_lines import Example
+from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.evaluation.scoring_request import (
     pruning_options,
     score_reference_answer,
     scoring_request,
 )
+from vllm_autoprune.http_client import MAX_IN_FLIGHT
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 

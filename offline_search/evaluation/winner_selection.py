@@ -30,7 +30,7 @@ from offline_search.evaluation.history import History, Trial
 from offline_search.ledger.records import Comparison, WinnerRecord
 from offline_search.settings import Settings
 from vllm_autoprune.errors import EvaluationFailed, SearchError
-from vllm_autoprune.evaluation.question_lines import Example
+from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.states.state import PruningState
 

@@ -20,7 +20,7 @@ from offline_search.candidates.search_space import numeric_parameters
 from offline_search.evaluation.answers import paired_error
 from offline_search.evaluation.history import History, Trial
 from offline_search.proposers.hypothesis_outcomes import describe_hypotheses
-from vllm_autoprune.evaluation.question_lines import Example
+from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.states.differences import list_changes
 from vllm_autoprune.tpdsl.states.state import PruningState

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.evaluation.question_file import read_questions
+from vllm_autoprune.evaluation.questions import read_questions
 from vllm_autoprune.evaluation.records import MME
 
 

@@ -31,7 +31,7 @@ from offline_search.strategies import CODE_STRATEGIES, STRATEGIES
 from tests.offline_search.endpoint import Answer, Body, completion
 from tests.offline_search.replies import valid_replies
 from vllm_autoprune.errors import EvaluationFailed
-from vllm_autoprune.evaluation.question_lines import Example
+from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
 from vllm_autoprune.tpdsl.states.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens

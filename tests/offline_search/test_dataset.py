@@ -7,7 +7,7 @@ import pytest
 
 from offline_search.dataset import Dataset, read_dataset
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.question_lines import read_lines
+from vllm_autoprune.evaluation.questions import read_lines
 
 
 def test_splits_are_shuffled_by_image_and_cut_by_image(data: Dataset) -> None:

@@ -16,7 +16,7 @@ from offline_search.settings import Settings
 from tests.offline_search.synthetic import SyntheticEvaluator, records_of_kind, run_search
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.evaluation.question_lines import Example
+from vllm_autoprune.evaluation.questions import Example
 
 
 @pytest.fixture

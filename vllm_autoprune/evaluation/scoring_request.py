@@ -1,4 +1,4 @@
-"""One request that scores a reference answer: its body, and what its response says.
+"""One request that scores a reference answer: its body, its response, and its retries.
 
 The answer is part of the prompt, so that its log-probability costs a prefill and no decoding.
 """
@@ -6,10 +6,53 @@ The answer is part of the prompt, so that its log-probability costs a prefill an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_autoprune.errors import EvaluationFailed
+from vllm_autoprune.http_client import AsyncServerClient, chat_with_retries
 from vllm_autoprune.tpdsl.states.state import PruningState
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredAnswer:
+    """What a server says of a reference answer."""
+
+    logprob: float
+    """ln p of the answer."""
+    right: bool
+    """Whether greedy decoding gives it."""
+    following: str
+    """The token after it."""
+    prompt_tokens: int
+
+
+async def score_answer(
+    servers: Sequence[AsyncServerClient],
+    model: str,
+    image: str,
+    question: str,
+    answer: str,
+    pruning: Mapping[str, object],
+    *,
+    attempts: int = 4,
+    first_wait: float = 1.0,
+) -> ScoredAnswer:
+    """Score a reference answer, as :func:`chat_with_retries` asks and raises.
+
+    Raises :class:`EvaluationFailed` too for an answer without the log-probabilities of the prompt.
+    """
+    body = scoring_request(model, image, question, answer, pruning)
+    content = await chat_with_retries(servers, body, attempts, first_wait)
+    try:
+        logprob, right = score_reference_answer(content["prompt_logprobs"], answer)
+        following = str(content["choices"][0]["message"]["content"] or "")
+        return ScoredAnswer(logprob, right, following, int(content["usage"]["prompt_tokens"]))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise EvaluationFailed(
+            f"answers without the log-probabilities of the prompt ({reason})"
+        ) from None
 
 
 def pruning_options(state: PruningState | None, budget: int) -> Mapping[str, object]:

@@ -16,18 +16,27 @@ from pydantic import JsonValue
 
 from vllm_autoprune import __version__
 from vllm_autoprune.base_policies import __all__ as _policies_are_loaded
-from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
-from vllm_autoprune.evaluation.client import (
-    MAX_IN_FLIGHT,
-    REJECTED,
-    AnswerClient,
-    PreparedQuestion,
-    questions_digest,
-)
+from vllm_autoprune.errors import AutopruneError, ConfigError, EvaluationFailed, Problem
 from vllm_autoprune.evaluation.journal import Contents, Journal, unanswered
-from vllm_autoprune.evaluation.question_file import read_questions
-from vllm_autoprune.evaluation.records import MME, RESIZED, Answer, Arm, Case, Setup
+from vllm_autoprune.evaluation.questions import PreparedQuestion, questions_digest, read_questions
+from vllm_autoprune.evaluation.records import (
+    MME,
+    RESIZED,
+    Answer,
+    Arm,
+    Case,
+    EvaluationError,
+    Setup,
+)
 from vllm_autoprune.evaluation.run import Progress
+from vllm_autoprune.evaluation.scoring_request import score_answer
+from vllm_autoprune.http_client import (
+    MAX_IN_FLIGHT,
+    AsyncServerClient,
+    ServerLost,
+    choose_model,
+    reporting_failures,
+)
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.states.load import load_state
@@ -42,6 +51,13 @@ SOURCE = "autoprune"
 
 ALL = "all"
 """Name that stands for every base policy."""
+
+_REJECTED = "status 4"
+"""How the failure of a request begins that the server rejected, and would reject again."""
+
+_ATTEMPTS = 3
+_DIGITS = 5
+"""Decimals of log-probabilities; bfloat16 has less precision."""
 
 _REJECTIONS = 2
 """Questions that a server rejects in a row, from the first on, before a case counts as refused."""
@@ -113,14 +129,14 @@ async def score_answers(
     A case whose state the server rejects from the first question on is recorded as refused, with
     the server's reason. Raises :class:`ConfigError` where it rejects every state, or any choice.
     """
-    client = AnswerClient(settings.url, settings.max_in_flight, settings.wait)
+    server = AsyncServerClient(settings.url, settings.max_in_flight)
     queue, done = iter(pairs), list[Answer]()
     refusals = Refusals(settings.url, [case for case, _ in pairs], journal.contents)
 
     async def work() -> None:
         for case, question in queue:
             if case.name not in refusals.reasons:
-                answer = await client.score(case, question)
+                answer = await _score(server, model, case, question, settings.wait)
                 refusals.add(case, answer)
                 done.append(answer)
             progress.advance()
@@ -129,7 +145,9 @@ async def score_answers(
                 done.clear()
 
     try:
-        await client.select_model(settings.served_name)
+        with reporting_failures(settings.url):
+            models = await server.list_models()
+        model = choose_model(settings.url, models, settings.served_name)
         async with asyncio.TaskGroup() as group:
             for _ in range(settings.max_in_flight):
                 group.create_task(work())
@@ -145,7 +163,34 @@ async def score_answers(
             cases[name].model_copy(update={"refused": reason})
             for name, reason in refusals.reasons.items()
         ])  # fmt: skip
-        await client.close()
+        await server.close()
+
+
+async def _score(
+    server: AsyncServerClient, model: str, case: Case, question: PreparedQuestion, wait: float
+) -> Answer:
+    """The answer is right if greedy decoding gives it and then stops or starts another word.
+
+    Raises :class:`EvaluationError` if the server has stopped answering.
+    """
+    record = Answer(case=case.name, question=question.record.id)
+    try:
+        scored = await score_answer(
+            [server], model, question.image, question.text, question.answer, case.pruning,
+            attempts=_ATTEMPTS, first_wait=wait,
+        )  # fmt: skip
+    except EvaluationFailed as error:
+        return record.model_copy(update={"failure": str(error)})
+    except ServerLost as error:
+        fix = "start it again and add --resume: nothing is lost"
+        raise EvaluationError(f"{error} -> {fix}") from None
+    return record.model_copy(
+        update={
+            "score": float(scored.right and not scored.following[:1].isalnum()),
+            "logprob": round(scored.logprob, _DIGITS),
+            "prompt_tokens": scored.prompt_tokens,
+        }
+    )
 
 
 def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -171,7 +216,7 @@ class Refusals:
 
     def add(self, case: Case, answer: Answer) -> None:
         """Count an answer; raises :class:`ConfigError` once nothing is left to compare."""
-        if not (answer.failure or "").startswith(REJECTED):
+        if not (answer.failure or "").startswith(_REJECTED):
             self._served.add(case.name)
             self.reasons.pop(case.name, None)
             return

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.minillava.split import CHECKPOINT, draw_examples, png_url, weights_digest
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.client import PreparedQuestion
+from vllm_autoprune.evaluation.questions import PreparedQuestion
 from vllm_autoprune.evaluation.records import MME, Question
 
 EMBEDDED = "embedded"

@@ -21,11 +21,12 @@ from benchmarks.accuracy.minillava.model import (
 )
 from benchmarks.server import ServerDied, command, serve
 from vllm_autoprune.evaluation import served
-from vllm_autoprune.evaluation.client import MAX_IN_FLIGHT, questions_digest
 from vllm_autoprune.evaluation.journal import Contents, Journal, unanswered
+from vllm_autoprune.evaluation.questions import questions_digest
 from vllm_autoprune.evaluation.records import MME, Case, EvaluationError, Setup
 from vllm_autoprune.evaluation.run import Progress
 from vllm_autoprune.evaluation.served import SCORER, score_answers
+from vllm_autoprune.http_client import MAX_IN_FLIGHT
 
 NAME = "minillava"
 FLAGS = (

@@ -13,7 +13,7 @@ from offline_search.evaluation.answers import (
     relative_logprob,
     significantly_below,
 )
-from vllm_autoprune.evaluation.question_lines import Example
+from vllm_autoprune.evaluation.questions import Example
 
 
 def example(image: int, category: str = "digit", pair: int | None = None) -> Example:

@@ -8,7 +8,7 @@ from offline_search.evaluation.history import History, Trial
 from offline_search.ledger.records import ProposalRecord, Status, TrialRecord
 from offline_search.proposers.history_summary import summarize
 from offline_search.proposers.hypothesis_outcomes import describe_hypotheses
-from vllm_autoprune.evaluation.question_lines import Example
+from vllm_autoprune.evaluation.questions import Example
 
 EXAMPLES = tuple(Example(image=f"{n}.png", question=f"Q{n}?", answer="a") for n in range(16))
 BASE = np.full(16, -3.0)

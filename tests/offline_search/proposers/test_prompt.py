@@ -18,7 +18,7 @@ from offline_search.proposers.prompt import (
 )
 from offline_search.settings import Settings
 from offline_search.strategies.start_states import base_state, minimal_state, paper_state
-from vllm_autoprune.evaluation.question_lines import Example
+from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.states.state import PruningState
 

@@ -8,18 +8,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-import json
 import shlex
-import urllib.error
-import urllib.request
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
-import httpx
 from PIL import Image
 
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.client import describe_rejection
 from vllm_autoprune.evaluation.journal import Contents, Journal
 from vllm_autoprune.evaluation.lmms.benchmarks import PINNED, Benchmark
 from vllm_autoprune.evaluation.lmms.output import read_output
@@ -28,6 +23,13 @@ from vllm_autoprune.evaluation.lmms.servers import Server
 from vllm_autoprune.evaluation.records import Case, EvaluationError, Setup
 from vllm_autoprune.evaluation.run import Progress
 from vllm_autoprune.evaluation.served import Refusals
+from vllm_autoprune.http_client import (
+    FAILURES,
+    RequestRefused,
+    ServerClient,
+    choose_model,
+    reporting_failures,
+)
 
 _TOLERANCE = 0.05
 """Points by which a total may differ from the mean of its samples, as both are rounded."""
@@ -112,10 +114,11 @@ class LmmsSuite:
                 "mm_processor_kwargs": {"autoprune": server.case.pruning},
             }
             # A server that fails otherwise fails in the task as well, which tells how.
-            with contextlib.suppress(httpx.HTTPError):
-                response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300)
-                if 400 <= response.status_code < 500:
-                    refusals.refuse(server.case, describe_rejection(response))
+            with contextlib.suppress(*FAILURES), ServerClient(server.url) as client:
+                try:
+                    client.chat(body)
+                except RequestRefused as error:
+                    refusals.refuse(server.case, str(error))
         journal.append(
             [s.case.model_copy(update={"refused": refusals.reasons[s.case.name]})
              for s in own if s.case.name in refusals.reasons]
@@ -149,16 +152,12 @@ class LmmsSuite:
 
     def _problems(self, server: Server) -> Iterator[Problem]:
         """Whether a server does not answer, or serves another model."""
-        name = self._lmms_eval.served_name
         try:
-            with urllib.request.urlopen(f"{server.url}/v1/models", timeout=30) as answer:
-                names = [str(model["id"]) for model in json.load(answer)["data"]]
-        except (OSError, ValueError, KeyError, TypeError, urllib.error.URLError) as error:
-            what = f"does not answer ({type(error).__name__})"
-            yield Problem(server.url, what, "start the server, or correct its address")
-            return
-        if name not in names:
-            yield Problem(server.url, f"serves {', '.join(names)}", f"serve {name}")
+            with reporting_failures(server.url), ServerClient(server.url) as client:
+                models = client.list_models()
+            choose_model(server.url, models, self._lmms_eval.served_name)
+        except ConfigError as error:
+            yield from error.problems
 
     def objections(self, contents: Contents) -> Sequence[str]:
         """Totals that differ from the mean of their samples, and servers that do not prune.

@@ -10,7 +10,7 @@ from benchmarks.accuracy.minillava.model import (
     prepare_questions,
 )
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.evaluation.client import questions_digest
+from vllm_autoprune.evaluation.questions import questions_digest
 from vllm_autoprune.evaluation.records import MME
 
 

@@ -1,0 +1,143 @@
+"""The client of a server: addresses, models, metrics, retries, and what is said of each failure."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.offline_search.endpoint import Answer, Body, completion, endpoint, error, model_list
+from vllm_autoprune.errors import ConfigError, EvaluationFailed
+from vllm_autoprune.http_client import (
+    AsyncServerClient,
+    Metrics,
+    RequestRefused,
+    ServerClient,
+    ServerLost,
+    chat_with_retries,
+    choose_model,
+    reporting_failures,
+    server_address,
+)
+
+PAGE = """\
+# HELP images Images.
+# TYPE images counter
+images_total{stage="before",engine="0"} 10.0
+images_total{stage="before",engine="1"} 5.0
+images_total{stage="after",engine="0"} 3.0
+# TYPE seconds histogram
+seconds_bucket{le="+Inf"} 4.0
+seconds_count 4.0
+seconds_sum 6.0
+info{block_size="16"} 1.0
+"""
+
+
+def test_metrics_are_summed_over_the_samples_with_a_label() -> None:
+    metrics = Metrics(PAGE)
+    assert metrics.total("images_total") == 18.0
+    assert metrics.total("images_total", stage="before") == 15.0
+    assert metrics.total("images_total", stage="between") is None
+    assert metrics.total("absent") is None and metrics.mean("absent") is None
+    assert metrics.mean("seconds") == 1.5
+    assert metrics.label("info", "block_size") == "16" and metrics.label("info", "other") is None
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_an_address_may_end_in_v1(url: str) -> None:
+    assert server_address(url) == "http://h:1"
+
+
+def failure(url: str) -> str:
+    with pytest.raises(ConfigError) as caught, reporting_failures(url), ServerClient(url) as client:
+        client.list_models()
+    (problem,) = caught.value.problems
+    return str(problem)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "127.0.0.1:8000", "server", "http://h:port"])
+def test_an_address_without_http_is_named(url: str) -> None:
+    assert failure(url).endswith("is not the address of a server -> give it as http://HOST:PORT")
+
+
+def test_a_server_that_is_not_running_is_to_be_started() -> None:
+    assert "does not answer (ConnectError) -> start the server" in failure("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("models", "text"),
+    [
+        (error(401, "who are\nyou"), "status 401: who are you -> set VLLM_API_KEY"),
+        (error(503, "down"), "status 503: down -> look into the server's log"),
+        (error(404), "status 404: no -> give the address of a vllm serve"),
+        ((200, b"<html>", {}), "answers in an unknown format"),
+        ((200, b"[]", {}), "answers in an unknown format"),
+        (model_list(), "lists no model"),
+    ],
+)
+def test_a_server_that_cannot_be_used_says_why(models: Answer, text: str) -> None:
+    with endpoint(lambda body, number: completion("")) as server:
+        server.models = models
+        assert text in failure(server.url)
+
+
+def test_a_model_that_is_not_served_is_named() -> None:
+    assert choose_model("http://h", {"a": 0, "b": 0}) == "a"
+    assert choose_model("http://h", {"a": 0, "b": 0}, "b") == "b"
+    with pytest.raises(ConfigError, match="serves a, b -> serve c, or name a served model"):
+        choose_model("http://h", {"a": 0, "b": 0}, "c")
+
+
+def test_a_refused_request_says_why() -> None:
+    with (
+        endpoint(lambda body, number: error(400, "no image")) as server,
+        ServerClient(server.url) as client,
+        pytest.raises(RequestRefused, match="400: no image"),
+    ):
+        client.chat({})
+
+
+async def ask(*urls: str) -> str:
+    servers = [AsyncServerClient(url, max_in_flight=1) for url in urls]
+    try:
+        answer = await chat_with_retries(servers, {}, attempts=3, first_wait=0.001)
+    finally:
+        for server in servers:
+            await server.close()
+    return str(answer["choices"][0]["message"]["content"])
+
+
+async def test_failures_that_may_pass_are_retried_and_refusals_are_not() -> None:
+    busy = [error(503), error(429), completion("yes")]
+    with endpoint(lambda body, number: busy[number]) as server:
+        assert await ask(server.url) == "yes"
+    with endpoint(lambda body, number: error(422, "never")) as server:
+        with pytest.raises(RequestRefused, match="never"):
+            await ask(server.url)
+        assert len(server.requests) == 1
+    with (
+        endpoint(lambda body, number: (200, b"no JSON", {})) as server,
+        pytest.raises(EvaluationFailed, match=r"JSONDecodeError.*, after 3 attempts"),
+    ):
+        await ask(server.url)
+
+
+async def test_the_next_server_is_asked_after_a_failure() -> None:
+    with endpoint(lambda body, number: completion("yes")) as server:
+        assert await ask("http://127.0.0.1:9", server.url) == "yes"
+
+
+async def test_servers_that_stopped_are_told_from_a_failed_request() -> None:
+    def dying(body: Body, number: int) -> Answer:
+        server.down = True
+        return error(500, json.dumps(body))
+
+    with endpoint(dying) as server, pytest.raises(ServerLost, match="stopped answering"):
+        await ask(server.url)
+
+
+def test_the_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with ServerClient("http://h") as client:
+        assert client.http.headers["authorization"] == "Bearer secret"
