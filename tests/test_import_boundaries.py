@@ -21,6 +21,7 @@ MAY_IMPORT = {
 # All packages of the repository, lowest first: a package imports itself and those of lower layers.
 LAYERS = (
     {"vllm_autoprune.errors"},
+    {"vllm_autoprune.http_client"},
     {"vllm_autoprune.backbones"},
     {"vllm_autoprune.cost"},
     {"vllm_autoprune.statistics"},
