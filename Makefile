@@ -50,7 +50,7 @@ test-all: ## make test, and the exhaustive sweeps (an hour and a half)
 test-next: venv ## what needs no device, against the sources of vLLM 0.33 (minutes; not in CI)
 	@$(PY) scripts/setup_next.py .next
 	@PYTHONPATH=.next $(PY) -m pytest -q -m "not engine" -n $(CORES) --dist loadfile \
-	    --ignore tests/serving/unit/startup/test_versions.py tests/serving/unit $(PYTEST)
+	    --ignore tests/serving/unit/test_versions.py tests/serving/unit $(PYTEST)
 
 lint: venv ## style and format, checked
 	@echo "lint: ruff check, ruff format"

@@ -19,8 +19,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.pins.table import Table, digest, key_paths, read, table
-from tests.serving.unit.api.tiny_processor import LARGE, OTHER, SMALL, Sender
-from tests.serving.unit.samples import served
+from tests.serving.unit.samples import LARGE, OTHER, SMALL, Sender, served
 from vllm_autoprune import load_state
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving import plugin

@@ -1,4 +1,4 @@
-"""Fixtures of the unit tests: recorded registrations, captured log, a tiny CLIP."""
+"""Fixtures of the unit tests: recorded registrations, captured log, a tiny CLIP, a processor."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import pytest
 import torch
 
 from tests.serving.unit import samples
+from tests.serving.unit.samples import Sender
+from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving import compat
 from vllm_autoprune.serving.api import engine_requests
 from vllm_autoprune.serving.compat import api, worker
 from vllm_autoprune.serving.startup import activation, config
+
+# ---- conftest ----
 
 
 @dataclass
@@ -82,3 +86,21 @@ def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> TinyClip:
     model.save_pretrained(folder)
     samples.add_tokenizer(folder)
     return TinyClip(model, folder)
+
+
+# ---- conftest ----
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return build("qwen2_5_vl", tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="session")
+def without_cache(folder: Any) -> Sender:
+    return Sender(folder, budget=8)
+
+
+@pytest.fixture
+def sender(folder: Any) -> Sender:
+    return Sender(folder, budget=8).with_cache()

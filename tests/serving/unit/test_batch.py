@@ -1,0 +1,620 @@
+"""Batches of images: rows, budgets, inputs of policies, regions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.serving.unit.samples import (
+    SIX,
+    N,
+    Space,
+    blind,
+    image,
+    images,
+    parts,
+    plan,
+    pruned,
+    region,
+    rows_of,
+    served,
+)
+from vllm_autoprune import PruningPolicy, VisualTokens
+from vllm_autoprune.serving.shared.part_shares import split_over_parts
+from vllm_autoprune.serving.shared.plan import Ids
+from vllm_autoprune.serving.shared.state_codec import encode_state
+from vllm_autoprune.serving.worker import region_selection
+from vllm_autoprune.serving.worker.batch import prune_images
+from vllm_autoprune.serving.worker.cores import CoreCache
+from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.worker.features import ImageFeatures, TowerFeatures
+from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
+from vllm_autoprune.serving.worker.region_selection import ModelParts, SelectionContext
+from vllm_autoprune.serving.worker.region_shares import split_over_regions
+from vllm_autoprune.serving.worker.selection import select_with_fallback
+from vllm_autoprune.tpdsl.base_policy import (
+    BASE_POLICIES,
+    BasePolicyParams,
+    Given,
+    ReferenceSelection,
+)
+from vllm_autoprune.tpdsl.executor.pooling import pool_tokens
+from vllm_autoprune.tpdsl.outcome import RefinedTokens
+from vllm_autoprune.tpdsl.tokens import Grid, Need
+
+
+@pytest.fixture
+def selections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Budget and batch size of every selection that is run."""
+    run: list[tuple[int, int]] = []
+
+    def noted(
+        policy: PruningPolicy,
+        tokens: VisualTokens,
+        reporter: FallbackReporter,
+        given: Given | None,
+        known: Sequence[Tensor | None],
+    ) -> RefinedTokens:
+        run.append((policy.budget, tokens.batch))
+        return select_with_fallback(policy, tokens, reporter, given, known)
+
+    monkeypatch.setattr(region_selection, "select_with_fallback", noted)
+    return run
+
+
+def test_rows_come_in_the_order_of_the_images_one_selection_a_budget(
+    selections: list[tuple[int, int]],
+) -> None:
+    image_list = images(6)
+    plans = [plan(8), plan(4, ids=(1,)), plan(8, ids=(2,)), plan(12), plan(4), plan(8, ids=(3,))]
+    together = pruned(plans, image_list)
+    assert sorted(selections) == [(4, 2), (8, 3), (12, 1)]
+    for one, rows, item_plan in zip(image_list, together, plans, strict=True):
+        assert rows.shape == (item_plan.budget, 16)
+        kept = rows_of(one, rows)
+        assert kept == sorted(set(kept))
+        assert torch.equal(rows, pruned([item_plan], [one])[0])
+
+
+def test_the_instruction_is_the_image_s_own() -> None:
+    (one,) = images(1)
+    first, second = pruned([plan(8, ids=(1,)), plan(8, ids=(2,))], [one, one])
+    assert rows_of(one, first) != rows_of(one, second)
+    assert torch.equal(second, pruned([plan(8, ids=(2,))], [one])[0])
+
+
+def test_nothing_is_selected_or_copied_where_everything_is_kept(
+    selections: list[tuple[int, int]],
+) -> None:
+    one, other = images(2)
+    all_rows, few = pruned([plan(N), plan(8)], [one, other])
+    assert all_rows is one.regions[0].projected
+    assert few.shape == (8, 16)
+    assert selections == [(8, 1)]
+
+
+def test_profiling_gets_n_rows_and_pays_for_a_selection(selections: list[tuple[int, int]]) -> None:
+    image_list = images(3)
+    rows = pruned([plan(8, profile=True)] * 3, image_list)
+    assert all(torch.equal(r, i.rows()) for r, i in zip(rows, image_list, strict=True))
+    assert selections == [(8, 3)]
+
+
+def test_the_reference_alone_is_the_base_policy_s_selection(
+    selections: list[tuple[int, int]],
+) -> None:
+    (one,) = images(1)
+    alone = served({"/constraints/selector/q_e": 0})
+    (kept,) = pruned([plan(8, keep="reference")], [one])
+    assert torch.equal(kept, pruned([plan(8)], [one], alone)[0])
+    wide = served({"/constraints/selector/q_e": 8})
+    assert not torch.equal(kept, pruned([plan(8)], [one], wide)[0])
+    assert selections == [(8, 1)] * 3
+
+
+def test_a_random_keep_depends_on_the_image_s_key_alone() -> None:
+    one, other = images(2)
+    rows = pruned(
+        [plan(8, 5, keep="random"), plan(8, 6, keep="random"), plan(8, 5, (9,), keep="random")],
+        [one, one, other],
+    )
+    first, second, third = (rows_of(i, r) for i, r in zip([one, one, other], rows, strict=True))
+    assert first == third == sorted(set(first))
+    assert first != second
+    assert rows_of(one, pruned([plan(8, 5, keep="random")], [one])[0]) == first
+
+
+def test_a_random_keep_takes_a_key_below_zero() -> None:
+    (one,) = images(1)
+    (rows,) = pruned([plan(8, -(2**63), keep="random")], [one])
+    assert rows.shape == (8, 16)
+
+
+def test_a_resized_image_of_a_fixed_grid_is_pooled_whatever_the_question() -> None:
+    one, other = images(2)
+    first, second, asked = pruned(
+        [plan(9, keep="resized"), plan(9, keep="resized"), plan(9, ids=(9,), keep="resized")],
+        [one, other, one],
+    )
+    # 6 x 6 tokens in 3 x 3 cells.
+    square = one.regions[0].projected.view(3, 2, 3, 2, -1).mean(dim=(1, 3)).flatten(0, 1)
+    assert torch.allclose(first, square, atol=1e-6)
+    assert torch.equal(first, asked)
+    assert not torch.equal(first, second)
+
+
+def test_a_pooled_row_stands_where_the_centre_of_its_cell_does() -> None:
+    """Positions and rows for later layers are channels that cannot be averaged."""
+    (one,) = images(1)
+    channels = torch.arange(float(N))[:, None]
+    placed = dataclasses.replace(one.regions[0], extra_channels=channels)
+    (rows,) = pruned([plan(9, keep="resized")], [ImageFeatures((placed,))])
+    assert rows[:, -1].tolist() == [7, 9, 11, 19, 21, 23, 31, 33, 35]
+
+
+def test_keeps_of_one_budget_do_not_mix() -> None:
+    (one,) = images(1)
+    keeps = ("random", "state", "reference", "resized")
+    plans = [plan(8, 5, keep=keep) for keep in keeps]
+    together = pruned(plans, [one] * 4)
+    assert all(
+        torch.equal(rows, pruned([item_plan], [one])[0])
+        for rows, item_plan in zip(together, plans, strict=True)
+    )
+
+
+@pytest.mark.parametrize("off", [-3, 1])
+def test_wrong_number_of_rows_is_fitted_to_the_placeholders(
+    off: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM silently drops surplus rows, and its engine crashes on missing ones."""
+
+    def wrong(
+        policy: PruningPolicy, tokens: VisualTokens, reporter: FallbackReporter, *more: object
+    ) -> Any:
+        return select_with_fallback(served().policy(policy.budget + off), tokens, reporter)
+
+    monkeypatch.setattr(region_selection, "select_with_fallback", wrong)
+    reporter = FallbackReporter()
+    with caplog.at_level("ERROR", "vllm.autoprune"):
+        (rows,) = prune_images(SelectionContext(served(), parts(), reporter), [plan(8)], images(1))
+    assert rows.shape[0] == 8
+    assert reporter.meter.errors == {"SelectionError": 1}
+    assert f"{8 + off} rows for a placeholder of 8" in caplog.text
+
+
+@pytest.mark.parametrize("budget", [N + 1, 4 * N])
+def test_image_smaller_than_its_plan_is_padded(budget: int) -> None:
+    """The last row is repeated, because vLLM's engine crashes on missing rows."""
+    image_list, reporter = images(2), FallbackReporter()
+    large, small = prune_images(
+        SelectionContext(served(), parts(), reporter), [plan(budget), plan(8)], image_list
+    )
+    assert torch.equal(large[:N], image_list[0].rows())
+    assert torch.equal(large[N:], image_list[0].rows()[-1:].expand(budget - N, -1))
+    assert small.shape[0] == 8
+    assert reporter.meter.errors == {"SelectionError": 1}
+
+
+def test_a_policy_that_raises_still_answers_for_every_image(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> RefinedTokens:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("vllm_autoprune.serving.worker.selection.select_tokens", broken)
+    reporter = FallbackReporter()
+    image_list = images(2)
+    rows = prune_images(
+        SelectionContext(served(), parts(), reporter), [plan(8), plan(4)], image_list
+    )
+    assert [r.shape[0] for r in rows] == [8, 4]
+    assert reporter.meter.errors == {"RuntimeError": 2}
+
+
+def test_rows_without_a_token_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = torch.full((1, 2, 16), 7.0)
+
+    def two_more(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        return ReferenceSelection(torch.arange(budget - 2)[None], extra=extra)
+
+    real = BASE_POLICIES["cdpruner"]
+    policy = dataclasses.replace(real, needs=frozenset(), function=two_more)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
+    (one,) = images(1)
+    reporter = FallbackReporter()
+    (rows,) = prune_images(SelectionContext(blind(), parts(), reporter), [plan(8)], [one])
+    assert reporter.meter.errors == {}
+    assert torch.equal(rows[:6], one.rows()[:6])
+    assert torch.equal(rows[6:], extra[0])
+
+
+@pytest.mark.parametrize("core", [N - 2, N - 1, N, N + 1, 1000])
+@pytest.mark.parametrize("budget", [1, 2, 8, N, N + 1])
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_a_delta_of_any_forged_core_has_its_number_of_rows(
+    core: int, budget: int, tiles: int
+) -> None:
+    """A client may forge both numbers; without rows the engine would end."""
+    state = served({"/core": {"share": 0.5}})
+    regions = tuple(region for seed in range(tiles) for region in image(seed).regions)
+    plans = [plan(budget, key=5, part="delta", core=core), plan(8, key=6, part="core", core=8)]
+    reporter = FallbackReporter()
+    rows = prune_images(
+        SelectionContext(state, parts(), reporter), plans, [ImageFeatures(regions), image(9)]
+    )
+    assert [len(own) for own in rows] == [budget, 8]
+    assert all(bool(own.isfinite().all()) for own in rows)
+    if core >= N * tiles:
+        assert reporter.meter.errors["RequestError"] == 1
+
+
+def test_a_delta_may_be_all_tokens_beside_its_core() -> None:
+    state = served({"/core": {"share": 0.5}})
+    (one,) = images(1)
+    core, delta = pruned(
+        [plan(30, part="core", core=30), plan(N - 30, part="delta", core=30)], [one, one], state
+    )
+    assert sorted(rows_of(one, core) + rows_of(one, delta)) == list(range(N))
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 8, 16, 32])
+@pytest.mark.parametrize("r_min", [None, 0, 1])
+def test_a_sound_state_passes_its_first_image_of_several_regions(
+    budget: int, r_min: int | None
+) -> None:
+    """A region exchanges some of the image's q_e, so it keeps fewer reference tokens than r_min."""
+    state = served({"/constraints/selector/r_min": r_min})
+    first, second, third = images(3)
+    several = ImageFeatures((*first.regions, *second.regions, *third.regions))
+    check, reporter = FirstImageCheck(), FallbackReporter()
+    context = SelectionContext(state, parts(), reporter, check)
+    (rows,) = prune_images(context, [plan(budget, key=3)], [several])
+    assert rows.shape == (budget, 16)
+    assert (check.unsafe, reporter.meter.errors) == (0, {})
+
+
+@pytest.mark.parametrize("budget", [N - 1, N, N + 1, N + 4, N + 5])
+def test_a_delta_beyond_all_tokens_ends_in_the_fillers_of_its_image(budget: int) -> None:
+    """LLaVA-NeXT has newlines between rows of tokens; K may lie between its tokens and N."""
+    (one,) = images(1)
+    order = torch.arange(N) // 6 * 7 + torch.arange(N) % 6
+    spaced = ImageFeatures((dataclasses.replace(one.regions[0], order=order),), torch.ones(16), 5)
+    state = served({"/core": {"share": 0.5}})
+    plans = [plan(8, part="core", core=8), plan(budget - 8, part="delta", core=8)]
+    core, delta = pruned(plans, [spaced, spaced], state)
+    tokens = min(budget, N) - 8
+    assert len(delta) == budget - 8
+    assert sorted(rows_of(one, core) + rows_of(one, delta[:tokens]))[-1] < N
+    assert torch.equal(delta[tokens:], torch.ones(budget - 8 - tokens, 16))
+
+
+# ---- test_batch_inputs ----
+
+
+class Prefix:
+    """Fake language prefix that records its image and token ids."""
+
+    def __init__(self, image: Tensor, ids: Ids) -> None:
+        self.image, self.ids = image, ids
+        self.start, self.layers = 1, 4
+        self.text = torch.ones(1, max(1, len(ids)), dtype=torch.bool)
+
+    def embeddings(self) -> Tensor:
+        return self.image[None]
+
+    def states(self, layer: int) -> Tensor:
+        return self.image[None]
+
+    def normed(self, layer: int) -> Tensor:
+        return self.image[None]
+
+    def keys(self, layer: int) -> Tensor:
+        return self.image[None, None]
+
+    def attention(self, layer: int) -> Tensor:
+        return self.image[None, None]
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> list[VisualTokens]:
+    """Make the shipped state's base policy read everything, and record its inputs."""
+    seen: list[VisualTokens] = []
+    real = BASE_POLICIES["cdpruner"]
+
+    def noted(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        seen.append(tokens)
+        return ReferenceSelection(torch.arange(budget).expand(tokens.batch, -1))
+
+    needs: frozenset[Need] = frozenset({"tower", "next_layer", "language"})
+    policy = dataclasses.replace(real, needs=needs, function=noted)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
+    return seen
+
+
+def towered(seed: int) -> ImageFeatures:
+    source = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source)
+
+    tower = TowerFeatures(random(N, 5), random(1, 5), random(N, 3), random(N).abs(), random(N, 5))
+    return ImageFeatures((dataclasses.replace(region(seed, SIX), tower=tower),))
+
+
+def test_a_policy_is_given_the_tower_and_the_language_model(reading: list[VisualTokens]) -> None:
+    image_list = [towered(1), towered(2)]
+    plans = [plan(8, 1, language=(5, 6)), plan(8, 2, language=(7,))]
+    model = ModelParts(lambda rows: 2 * rows, Space(), Prefix)
+    reporter = FallbackReporter()
+    rows = prune_images(SelectionContext(blind(), model, reporter), plans, image_list)
+    assert reporter.meter.errors == {}
+    assert [r.shape for r in rows] == [(8, 16)] * 2
+    for tokens, one, item_plan in zip(reading, image_list, plans, strict=True):
+        assert tokens.batch == 1, "instructions differ in length, and nothing may be padded"
+        assert isinstance(tokens.language, Prefix)
+        assert tokens.language.ids == item_plan.language
+        assert torch.equal(tokens.language.image, one.rows())
+        tower, known = tokens.require_tower(), one.regions[0].tower
+        assert known is not None
+        assert torch.equal(tower.patches[0], known.patches)
+        assert torch.equal(tower.keys[0], known.keys)
+        assert tower.cls is not None and torch.equal(tower.cls[0], known.cls)
+        following = tokens.require_next_layer()
+        read = (following.attention[0], following.keys[0])
+        assert known.next_attention is not None and torch.equal(read[0], known.next_attention)
+        assert known.next_keys is not None and torch.equal(read[1], known.next_keys)
+        assert torch.equal(tower.project(tower.patches), 2 * tower.patches)
+
+
+def test_the_tower_alone_is_read_of_many_images_at_once(
+    reading: list[VisualTokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs: frozenset[Need] = frozenset({"tower"})
+    policy = dataclasses.replace(BASE_POLICIES["cdpruner"], needs=needs)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
+    image_list = [towered(1), towered(2), towered(3)]
+    plans = [plan(8), plan(4), plan(8)]
+    reporter = FallbackReporter()
+    prune_images(SelectionContext(blind(), parts(), reporter), plans, image_list)
+    assert reporter.meter.errors == {}
+    assert [tokens.batch for tokens in reading] == [2, 1]
+    assert reading[0].language is None
+    third = image_list[2].regions[0].tower
+    assert third is not None
+    assert torch.equal(reading[0].require_tower().patches[1], third.patches)
+
+
+def test_a_policy_is_given_words_and_tokens_before_the_projector(
+    reading: list[VisualTokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs: frozenset[Need] = frozenset({"encoder", "words"})
+    policy = dataclasses.replace(BASE_POLICIES["cdpruner"], needs=needs)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
+    encoder = torch.randn(N, 5, generator=torch.Generator().manual_seed(4))
+    alone = ImageFeatures((dataclasses.replace(region(1, SIX), encoder=encoder),))
+    plans = [plan(8, 1, language=(5, 6)), plan(8, 2, language=())]
+    model = ModelParts(
+        lambda rows: rows, Space(), embed=lambda ids: ids[:, None].float() * torch.ones(16)
+    )
+    reporter = FallbackReporter()
+    prune_images(SelectionContext(blind(), model, reporter), plans, [alone, towered(2)])
+    assert reporter.meter.errors == {}
+    first, second = reading
+    assert first.batch == second.batch == 1, "questions differ in length; nothing is padded"
+    words = first.require_words()
+    assert words.embeddings[0, :, 0].tolist() == [5, 6] and words.used.tolist() == [[True, True]]
+    assert second.require_words().embeddings.shape == (1, 0, 16)
+    assert torch.equal(first.require_encoder()[0], encoder)
+    # A tower holds the same tokens, so they are not kept twice.
+    tower = second.require_tower().patches
+    assert torch.equal(second.require_encoder(), tower)
+
+
+def test_a_state_that_reads_no_instruction_embeds_none() -> None:
+    space = Space()
+    image_list = images(2)
+    plans = [plan(8, ids=()), plan(8, ids=())]
+    reporter = FallbackReporter()
+    assert (
+        len(
+            prune_images(
+                SelectionContext(blind("divprune"), parts(space), reporter), plans, image_list
+            )
+        )
+        == 2
+    )
+    assert (space.asked, reporter.meter.errors) == ([], {})
+
+
+def test_patches_are_compared_where_the_images_have_them() -> None:
+    (one,) = images(1)
+    (whole,) = one.regions
+    mirrored = ImageFeatures((dataclasses.replace(whole, patches=-whole.projected),))
+    itself = ImageFeatures((dataclasses.replace(whole, patches=whole.projected),))
+    plain, same, other = (pruned([plan(8)], [i])[0] for i in (one, itself, mirrored))
+    assert torch.equal(plain, same)
+    assert not torch.equal(plain, other)
+
+
+BEFORE: dict[str, object] = {"/rank_at": "merger_in", "/base_policy": {"name": "divprune"}}
+AFTER: dict[str, object] = {"/base_policy": {"name": "divprune"}}
+
+
+def merged(seed: int) -> ImageFeatures:
+    """An image with the tokens that enter its merger, wider than those that leave it."""
+    source = torch.Generator().manual_seed(100 + seed)
+    rows = torch.randn(N, 24, generator=source)
+    norms = torch.stack([rows.abs().sum(dim=1), rows.norm(dim=1)], dim=1)
+    alone = dataclasses.replace(region(seed, SIX), encoder=rows, merger_norms=norms)
+    return ImageFeatures((alone,))
+
+
+def ranked(one: ImageFeatures) -> ImageFeatures:
+    """An image that has nothing but the tokens that enter the merger."""
+    (own,) = one.regions
+    assert own.encoder is not None
+    alone = dataclasses.replace(own, projected=own.encoder, patches=own.projected, encoder=None)
+    return ImageFeatures((alone,))
+
+
+def test_a_state_that_ranks_before_the_merger_keeps_rows_after_it() -> None:
+    image_list = [merged(1), merged(2)]
+    plans = [plan(8, 1), plan(8, 2)]
+    rows = pruned(plans, image_list, served(BEFORE))
+    alone = pruned(plans, [ranked(one) for one in image_list], served(AFTER))
+    for one, kept, expected in zip(image_list, rows, alone, strict=True):
+        assert rows_of(one, kept) == rows_of(ranked(one), expected)
+    after = pruned(plans, image_list, served(AFTER))
+    assert not torch.equal(torch.stack(after), torch.stack(rows))
+
+
+def test_plans_that_rank_before_and_after_the_merger_mix() -> None:
+    """Each image of a mixed batch keeps what it keeps alone, whichever state is the server's."""
+    image_list = [merged(seed) for seed in range(4)]
+    before, after = (encode_state(served(changes).state) for changes in (BEFORE, AFTER))
+    plans = [plan(8, seed, state=(before, after, b"")[seed % 3]) for seed in range(4)]
+    for own in (BEFORE, AFTER):
+        together = pruned(plans, image_list, served(own))
+        for one, rows, item in zip(image_list, together, plans, strict=True):
+            assert torch.equal(rows, pruned([item], [one], served(own))[0])
+    swapped = pruned(plans, image_list, served(BEFORE))
+    assert torch.equal(swapped[0], together[0]) and torch.equal(swapped[1], together[1])
+
+
+def test_the_known_cosine_is_that_of_the_server_s_own_state(
+    reading: list[VisualTokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs: frozenset[Need] = frozenset()
+    policy = dataclasses.replace(BASE_POLICIES["cdpruner"], needs=needs)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
+    cosine = torch.rand(N, N)
+    (own,) = merged(1).regions
+    image = ImageFeatures((dataclasses.replace(own, cosine=cosine),))
+    before, after = (served({"/rank_at": place}) for place in ("merger_in", "merger_out"))
+    encoded = encode_state(before.state), encode_state(after.state)
+    assert own.encoder is not None
+    for state, known, other in ((before, encoded[0], encoded[1]), (after, *encoded[::-1])):
+        reading.clear()
+        pruned([plan(8, state=known), plan(8, state=other)], [image, image], state)
+        own_view, other_view = (
+            next(t for t in reading if (t.merged is None) == (s is encoded[1]))
+            for s in (known, other)
+        )
+        assert torch.equal(own_view.cosine[0], cosine)
+        assert not torch.equal(other_view.cosine[0], cosine)
+
+
+def test_states_that_rank_elsewhere_share_no_core() -> None:
+    """One image, one core policy, one cache: each delta stands beside its own state's core."""
+    one, core = merged(1), {"/core": {"share": 0.5}}
+    cores = CoreCache(1 << 20)
+
+    def delta(changes: dict[str, object], known: CoreCache) -> Tensor:
+        reporter = FallbackReporter()
+        context = SelectionContext(served({**changes, **core}), parts(), reporter, cores=known)
+        (rows,) = prune_images(context, [plan(4, 1, part="delta", core=8)], [one])
+        assert reporter.meter.errors == {}
+        return rows
+
+    first, second = delta(AFTER, cores), delta(BEFORE, cores)
+    assert torch.equal(first, delta(AFTER, CoreCache(0)))
+    assert torch.equal(second, delta(BEFORE, CoreCache(0)))
+    assert not torch.equal(first, second)
+
+
+def test_images_without_a_merger_s_input_fall_back_and_say_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reporter = FallbackReporter()
+    with caplog.at_level("ERROR", "vllm.autoprune"):
+        (rows,) = prune_images(
+            SelectionContext(served(BEFORE), parts(), reporter), [plan(8)], images(1)
+        )
+    assert rows.shape == (8, 16)
+    assert reporter.meter.errors == {"SelectionError": 2}
+    assert "rank_at" in caplog.text
+
+
+# ---- test_tile_rows ----
+
+BY_QUALITY: dict[str, object] = {
+    "/reassembly": {"atom": "reassemble/nearest.mean.residual.score", "strength": 0.0}
+}
+"""Rows in the order of their quality, whatever their places."""
+
+
+def test_the_remainder_goes_to_the_tile_that_shows_the_whole_image() -> None:
+    assert split_over_parts(5, [9] * 3, [1] * 3, first=-1) == (2, 1, 2)
+    assert split_over_parts(1, [9] * 3, [1] * 3, first=-1) == (0, 0, 1)
+    assert split_over_parts(26, [9] * 3, [1] * 3, first=-1) == (9, 8, 9)
+    assert split_over_parts(40, [9] * 3, [1] * 3, first=-1) == (9, 9, 9)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 5, 3 * N - 1])
+@pytest.mark.parametrize(
+    ("keep", "changes"),
+    [("state", {}), ("state", BY_QUALITY), ("random", {}), ("reference", {})],
+    ids=["state", "by quality", "random", "reference"],
+)
+def test_rows_stand_in_their_tile(budget: int, keep: Any, changes: dict[str, object]) -> None:
+    tiles = tuple(image(seed).regions[0] for seed in range(3))
+    whole = ImageFeatures(tiles, first=-1)
+    (rows,) = pruned([plan(budget, key=3, keep=keep)], [whole], served(changes))
+    expected = split_over_parts(budget, [N] * 3, [1] * 3, first=-1)
+    assert [row // N for row in rows_of(whole, rows)] == [
+        tile for tile, count in enumerate(expected) for _ in range(count)
+    ]
+
+
+def test_each_tile_is_pooled_to_its_share() -> None:
+    tiles = tuple(image(seed).regions[0] for seed in range(3))
+    whole = ImageFeatures(tiles, first=-1)
+    (rows,) = pruned([plan(8, key=3, keep="resized")], [whole], served())
+    expected = [
+        pool_tokens(count, VisualTokens(tile.projected[None], tile.grid)).features[0]
+        for tile, count in zip(tiles, (3, 2, 3), strict=True)
+    ]
+    assert torch.equal(rows, torch.cat(expected))
+
+
+# ---- test_region_shares ----
+
+
+@dataclass(frozen=True)
+class Region:
+    grid: Grid
+    share: int
+
+
+def test_every_tile_counts_the_same() -> None:
+    base, crops = Region(Grid(4, 4), 1), Region(Grid(6, 8), 4)
+    assert split_over_regions(10, [base, crops]) == (2, 8)
+    assert split_over_regions(11, [base, crops]) == (3, 8)
+    assert split_over_regions(1, [base, crops]) == (1, 0)
+
+
+def test_surplus_goes_to_regions_with_room() -> None:
+    base, crops = Region(Grid(4, 4), 1), Region(Grid(2, 3), 4)
+    assert split_over_regions(20, [base, crops]) == (14, 6)
+    assert split_over_regions(100, [base, crops]) == (16, 6)
+
+
+@given(
+    st.integers(0, 300),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 5)), min_size=1),
+)
+def test_the_parts_add_up(budget: int, shapes: list[tuple[int, int, int]]) -> None:
+    regions = [Region(Grid(h, w), share) for h, w, share in shapes]
+    shares = split_over_regions(budget, regions)
+    room = [region.grid.tokens for region in regions]
+    assert sum(shares) == min(budget, sum(room))
+    assert all(0 <= share <= size for share, size in zip(shares, room, strict=True))

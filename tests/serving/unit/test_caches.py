@@ -1,0 +1,241 @@
+"""Both caches of processed images hold the same, whatever becomes of the requests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_autoprune.serving.api.sender_cache import RenderedItem, Rendering, Waiting
+from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.shared.receiver_cache import wrap_get_and_update_features
+
+pytestmark = pytest.mark.compat
+
+
+IMAGE_BYTES = 400
+
+
+class Server:
+    """vLLM's two caches with room for ``images``, and the steps of a request between them."""
+
+    def __init__(self, images: int = 100) -> None:
+        from vllm.multimodal.cache import (
+            LruKeyReplicatedReceiverCache,
+            LruKeyReplicatedSenderCache,
+        )
+
+        gigabytes = images * IMAGE_BYTES / (1 << 30)
+        config: Any = SimpleNamespace(
+            get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=gigabytes)
+        )
+        self.sender = LruKeyReplicatedSenderCache(config)
+        self.engine = LruKeyReplicatedReceiverCache(config)
+        stock = LruKeyReplicatedReceiverCache.get_and_update_features
+        self._receive: Any = wrap_get_and_update_features(getattr(stock, "__wrapped__", stock))
+        self.waiting = Waiting()
+        self.processed: list[str] = []
+
+    def render(self, *keys: str, by_name: bool = False) -> Any:
+        """A request with images of these keys, as vLLM's processor renders it."""
+        rendering = Rendering(self.sender, self.waiting)
+        cached = rendering.is_cached(list(keys))
+        items = [
+            rendering.get_and_update_item(None if known else (self._process(key), []), key)[0]
+            for key, known in zip(keys, cached, strict=True)
+        ]
+        if not by_name:
+            rendering.process_again = lambda: {
+                key: RenderedItem(self._process(key), []) for key in keys
+            }
+        plan = element(torch.zeros(13, dtype=torch.int64))
+        features = [
+            SimpleNamespace(mm_hash=key, identifier="i", data={**(item or {}), FIELD: plan})
+            for key, item in zip(keys, items, strict=True)
+        ]
+        return SimpleNamespace(features=features, rendering=rendering)
+
+    def _process(self, key: str) -> Any:
+        from vllm.multimodal.inputs import MultiModalKwargsItem
+
+        self.processed.append(key)
+        name = torch.tensor([ord(letter) for letter in key.ljust(IMAGE_BYTES // 4)]).to(torch.int32)
+        return MultiModalKwargsItem({"pixel_values": element(name)})
+
+    def send(self, request: Any) -> list[bool]:
+        """Which items had tensors; raises MultiModalCacheMissError, which vLLM answers by 500."""
+        request.rendering.hand_over(request.features)
+        had = [set(feature.data) != {FIELD} for feature in request.features]
+        self.receive(request.features)
+        return had
+
+    def receive(self, features: Sequence[Any]) -> None:
+        for feature in self._receive(self.engine, list(features)):
+            key = "".join(map(chr, feature.data["pixel_values"].data)).rstrip()
+            assert (key, FIELD in feature.data) == (feature.mm_hash, True)
+
+    @property
+    def agree(self) -> bool:
+        return list(self.sender._cache.order) == list(self.engine._cache.order)
+
+
+def element(data: Any) -> Any:
+    from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
+
+    return MultiModalFieldElem(data, MultiModalBatchedField())
+
+
+def test_images_of_a_refused_request_are_sent_by_the_next_one() -> None:
+    server = Server()
+    server.render("a", "b")
+    assert server.send(server.render("a", "b")) == [True, True]
+    assert server.send(server.render("b", "a")) == [False, False]
+
+
+def test_a_request_rendered_while_another_one_waits_processes_nothing_again() -> None:
+    server = Server()
+    refused, meanwhile = server.render("a"), server.render("a")
+    assert server.processed == ["a"]
+    del refused
+    assert server.send(meanwhile) == [True]
+
+
+def test_a_request_that_overtakes_the_first_one_sends_the_tensors() -> None:
+    server = Server()
+    first, second = server.render("a"), server.render("a")
+    assert server.send(second) == [True]
+    assert server.send(first) == [False]
+
+
+def test_items_of_one_image_send_its_tensors_once() -> None:
+    server = Server()
+    assert server.send(server.render("a", "b", "a", "a")) == [True, True, False, False]
+    tiny = Server(images=1)
+    assert tiny.send(tiny.render("a", "b", "a", "b")) == [True, True, False, False]
+
+
+def test_an_image_that_the_engine_dropped_while_its_request_waited_is_sent() -> None:
+    server = Server(images=1)
+    server.send(server.render("a"))
+    waits = server.render("a")
+    server.send(server.render("b"))
+    assert server.send(waits) == [True]
+
+
+def test_an_image_that_came_by_name_and_was_dropped_fails_its_request_alone() -> None:
+    from vllm.multimodal.cache import MultiModalCacheMissError
+
+    server = Server(images=1)
+    server.send(server.render("a"))
+    waits = server.render("a", by_name=True)
+    server.send(server.render("b"))
+    with pytest.raises(MultiModalCacheMissError):
+        server.send(waits)
+    assert server.send(server.render("b")) == [False]
+
+
+def test_samples_of_a_request_are_sent_whole() -> None:
+    server = Server(images=2)
+    request = server.render("a")
+    server.send(request)
+    server.send(server.render("b"))
+    request.rendering.hand_over(request.features, again=True)
+    server.receive(request.features)
+    assert server.agree
+
+
+def test_no_image_is_larger_than_the_request_that_waits_for_it() -> None:
+    server = Server()
+    for i in range(100):
+        server.render(f"{i}")
+    assert not server.waiting
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_caches_agree_whatever_is_refused_and_overtaken(seed: int) -> None:
+    rng = random.Random(seed)
+    server, waiting = Server(images=4), list[Any]()
+    for _ in range(300):
+        waiting.append(server.render(*rng.choices("abcdefgh", k=rng.randint(1, 5))))
+        if rng.random() < 0.3:
+            waiting.pop(rng.randrange(len(waiting)))
+        while len(waiting) > rng.randint(0, 4):
+            server.send(waiting.pop(rng.randrange(len(waiting))))
+            assert server.agree
+
+
+# ---- test_receiver_cache ----
+
+CAT, DOG = torch.full((4,), 1.0), torch.full((4,), 2.0)
+
+
+def feature(key: str, pixels: torch.Tensor | None = None, budget: int | None = 4) -> Any:
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+    )
+
+    parts: dict[str, Any] = {"pixel_values": pixels}
+    if budget is not None:
+        parts[FIELD] = ItemPlan(budget, (1, 1)).encode()
+    field = MultiModalBatchedField()
+    item = {k: MultiModalFieldElem(v, field) for k, v in parts.items() if v is not None}
+    data = MultiModalKwargsItem(item) if item else None
+    return SimpleNamespace(mm_hash=key, identifier=f"{key} asked {budget}", data=data)
+
+
+class Engine:
+    """vLLM's receiver cache, with the wrapper around its method."""
+
+    def __init__(self) -> None:
+        from vllm.multimodal.cache import LruKeyReplicatedReceiverCache
+
+        config: Any = SimpleNamespace(
+            get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=1)
+        )
+        self.cache = LruKeyReplicatedReceiverCache(config)
+        stock = LruKeyReplicatedReceiverCache.get_and_update_features
+        self._receive = wrap_get_and_update_features(getattr(stock, "__wrapped__", stock))
+
+    def receive(self, *features: Any) -> list[tuple[float, int | None]]:
+        """Pixel and K of each item."""
+        return [
+            (
+                float(one.data["pixel_values"].data[0]),
+                ItemPlan.decode(one.data[FIELD].data).budget if FIELD in one.data else None,
+            )
+            for one in self._receive(self.cache, list(features))
+        ]
+
+
+def test_the_first_item_of_an_image_brings_the_tensors_of_the_others() -> None:
+    items = feature("cat", CAT, 3), feature("dog", DOG), feature("cat", None, 1)
+    assert Engine().receive(*items) == [(1, 3), (2, 4), (1, 1)]
+
+
+def test_an_image_is_kept_once_and_without_a_plan() -> None:
+    engine = Engine()
+    engine.receive(*(feature("cat", CAT if k == 1 else None, k) for k in range(1, 9)))
+    assert engine.receive(feature("cat", None, 9)) == [(1, 9)]
+    assert engine.receive(feature("cat", None, None)) == [(1, None)]
+    assert list(engine.cache._cache) == ["cat"]
+    assert set(engine.cache._cache["cat"]) == {"pixel_values"}
+
+
+def test_an_image_that_is_not_known_fails_its_request_alone() -> None:
+    from vllm.multimodal.cache import MultiModalCacheMissError
+
+    engine = Engine()
+    with pytest.raises(MultiModalCacheMissError) as error:
+        engine.receive(feature("dog", DOG), feature("cat", None))
+    assert error.value.mm_hashes == ["cat"]
+    assert engine.receive(feature("cat", CAT)) == [(1, 4)]
+
+
+def test_two_images_that_a_peer_sends_under_one_key_keep_their_tensors() -> None:
+    assert Engine().receive(feature("x", CAT), feature("x", DOG)) == [(1, 4), (2, 4)]

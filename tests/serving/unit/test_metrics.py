@@ -1,0 +1,189 @@
+"""Metrics of workers, shown by API servers."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from tests.serving.unit.samples import image, vllm_config
+from vllm_autoprune import Grid
+from vllm_autoprune.serving.shared import metrics_setup as under_test
+from vllm_autoprune.serving.shared.metrics_setup import (
+    MULTIPROCESS,
+    attach_metrics_setup,
+    find_metrics_setup,
+)
+from vllm_autoprune.serving.worker.fallbacks import FallbackMeter
+from vllm_autoprune.serving.worker.features import FeatureCache
+from vllm_autoprune.serving.worker.metrics import MISSES, SELECTION, WorkerMetrics
+from vllm_autoprune.serving.worker.stopwatch import Stopwatch
+
+
+def shown(folder: Path) -> dict[str, float]:
+    """Metrics that an API server exports from a folder."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(folder))  # type: ignore[no-untyped-call]
+    lines = generate_latest(registry).decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+def test_worker_metrics_are_exported(tmp_path: Path) -> None:
+    meter, cache = FallbackMeter(), FeatureCache(1 << 20)
+    meter.add(torch.tensor([0, 1, 1, 2], dtype=torch.uint8))
+    meter.add(torch.tensor([1, 0], dtype=torch.uint8), "error")
+    meter.add_error(ValueError("no"))
+    cache.put((1, 1), image(1, Grid(3, 3)))
+    cache.get((1, 1))
+    cache.get((2, 2))
+    watch = Stopwatch(torch.device("cpu"))
+    with watch.measure():
+        pass
+    with closing(WorkerMetrics(str(tmp_path))) as worker:
+        for _ in range(2):  # totals, so writing them again changes nothing
+            worker.publish(watch, meter, cache, 1)
+    metrics = shown(tmp_path)
+    assert metrics['autoprune_fallbacks_total{fallback="reference",reason="scores"}'] == 2
+    assert metrics['autoprune_fallbacks_total{fallback="uniform",reason="scores"}'] == 1
+    assert metrics['autoprune_fallbacks_total{fallback="reference",reason="error"}'] == 1
+    assert metrics['autoprune_selection_errors_total{error="ValueError"}'] == 1
+    assert metrics["autoprune_unsafe_states_total"] == 1
+    assert metrics["autoprune_feature_cache_hits_total"] == 1
+    assert metrics["autoprune_feature_cache_misses_total"] == 1
+    assert metrics["autoprune_feature_cache_bytes"] == cache.used_bytes > 0
+    assert metrics["autoprune_selection_seconds_count"] == 1
+
+
+def test_seconds_fall_into_buckets(tmp_path: Path) -> None:
+    with closing(WorkerMetrics(str(tmp_path))) as worker:
+        worker.add_selections([0.0005, 0.001, 0.3])
+        worker.add_selections([99.0])
+    metrics = shown(tmp_path)
+    edges = {f'{SELECTION}_bucket{{le="{edge}"}}': n for edge, n in
+             (("0.001", 2), ("0.25", 2), ("0.5", 3), ("2.5", 3), ("+Inf", 4))}  # fmt: skip
+    assert {name: metrics[name] for name in edges} == edges
+    assert metrics[f"{SELECTION}_sum"] == pytest.approx(99.3015)
+
+
+def test_workers_add_up_also_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for process, hits in ((10, 3), (11, 4)):
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        with closing(WorkerMetrics(str(tmp_path))) as worker:
+            worker.set_counter("autoprune_feature_cache_hits", hits)
+    assert shown(tmp_path)["autoprune_feature_cache_hits_total"] == 7
+
+
+def test_missing_folder_is_logged_once(tmp_path: Path, logged: pytest.LogCaptureFixture) -> None:
+    """The API server is on another machine."""
+    worker = WorkerMetrics(str(tmp_path / "elsewhere"))
+    for _ in range(3):
+        worker.set_counter("autoprune_feature_cache_hits", 1)
+    (record,) = logged.records
+    assert "elsewhere" in record.getMessage()
+
+
+# ---- test_metrics_setup ----
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process without a metrics folder; restores the registry afterwards."""
+    monkeypatch.delenv(MULTIPROCESS, raising=False)
+    under_test._shared_folder.cache_clear()
+    known = list(REGISTRY._collector_to_names)
+    yield
+    for collector in [c for c in REGISTRY._collector_to_names if c not in known]:
+        REGISTRY.unregister(collector)
+    under_test._shared_folder.cache_clear()
+
+
+def opened() -> Any:
+    config = vllm_config()
+    attach_metrics_setup(config)
+    setup = find_metrics_setup(config.model_config)
+    assert setup is not None
+    return setup
+
+
+def test_one_api_server_shows_what_its_workers_write() -> None:
+    folder = opened().folder
+    assert opened().folder == folder, "an engine more is no folder more"
+    with closing(WorkerMetrics(folder)) as worker:
+        worker.set_counter(MISSES, 5)
+    assert REGISTRY.get_sample_value(f"{MISSES}_total") == 5
+
+
+def test_several_api_servers_have_a_folder_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MULTIPROCESS, str(tmp_path))
+    before = len(REGISTRY._collector_to_names)
+    assert opened().folder == str(tmp_path)
+    # vLLM exports all of that folder; exporting it here as well would count everything twice.
+    assert len(REGISTRY._collector_to_names) == before
+
+
+def test_bytes_of_one_token() -> None:
+    assert opened().kv_bytes == 2 * 4 * 6 * 32 * 2
+    config = vllm_config()
+    config.cache_config.cache_dtype = "fp8"
+    attach_metrics_setup(config)
+    setup = find_metrics_setup(config.model_config)
+    assert setup is not None and setup.kv_bytes == 2 * 4 * 6 * 32
+
+
+def test_setup_survives_pickling() -> None:
+    sent = opened()
+    assert pickle.loads(pickle.dumps(sent)) == copy.deepcopy(sent) == sent
+    assert os.path.isdir(sent.folder)
+
+
+def test_no_setup_without_a_state() -> None:
+    assert find_metrics_setup(vllm_config().model_config) is None
+
+
+# ---- test_stopwatch ----
+
+
+def test_every_block_is_collected_once() -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    assert watch.collect() == []
+    for seconds in (0.02, 0.0):
+        with watch.measure():
+            time.sleep(seconds)
+    first, second = watch.collect()
+    assert 0.02 <= first < 5
+    assert 0 <= second < first
+    assert watch.collect() == []
+
+
+def test_a_block_that_raises_is_not_timed() -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    with pytest.raises(RuntimeError), watch.measure():
+        raise RuntimeError
+    assert watch.collect() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_collect_does_not_wait_for_the_gpu() -> None:
+    watch = Stopwatch(torch.device("cuda"))
+    with watch.measure():
+        torch.cuda._sleep(200_000_000)
+    assert watch.collect() == []
+    torch.cuda.synchronize()
+    (seconds,) = watch.collect()
+    assert seconds > 0.01

@@ -1,0 +1,571 @@
+"""Backbones: pruned classes, encoded images, rows and placeholders of tiles."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import SmolVLMImageProcessor
+from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.processing.processor import PromptUpdateDetails
+
+from tests.serving.unit.conftest import Registered
+from tests.serving.unit.samples import Sender, hf_config, image, picture, served
+from vllm_autoprune.backbones import find_backbone
+from vllm_autoprune.selftest.backbones import build
+from vllm_autoprune.selftest.comparisons import count_between
+from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.models.any_resolution import (
+    Join,
+    compute_joined_layout,
+    join_features,
+    split_joined_images,
+)
+from vllm_autoprune.serving.models.checkpoint_checks import check_siglip_checkpoint
+from vllm_autoprune.serving.models.idefics3 import PLACEHOLDERS
+from vllm_autoprune.serving.models.tiled import TiledVision
+from vllm_autoprune.serving.models.vision import ImageInputs, Tiles
+from vllm_autoprune.serving.shared.part_shares import split_over_parts
+from vllm_autoprune.serving.shared.placeholders import shorten_placeholders
+from vllm_autoprune.serving.shared.plan import NO_KEY, ItemPlan
+from vllm_autoprune.serving.startup.activation import activate
+from vllm_autoprune.serving.worker.batch import prune_images
+from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.worker.features import FeatureCache, ImageFeatures
+from vllm_autoprune.serving.worker.region_selection import ModelParts, SelectionContext
+from vllm_autoprune.tpdsl.tokens import Grid
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("architecture", BACKBONES)
+def test_import_path_of_every_backbone(architecture: str) -> None:
+    """The class is a subclass of the stock class with its own processor."""
+    from vllm.model_executor.models import registry
+
+    module, _, name = BACKBONES[architecture].model.partition(":")
+    model_class = vars(importlib.import_module(module))[name]
+    stock = registry._VLLM_MODELS[architecture]
+    base = vars(importlib.import_module(f"vllm.model_executor.models.{stock[0]}"))[stock[1]]
+    assert issubclass(model_class, base)
+    assert model_class is not base
+    assert model_class._processor_factory is not base._processor_factory
+    assert model_class._processor_factory.info is base._processor_factory.info
+
+
+@pytest.mark.parametrize("architecture", BACKBONES)
+def test_a_model_without_problems_has_none(architecture: str) -> None:
+    config = hf_config()
+    if BACKBONES[architecture].problems is check_siglip_checkpoint:
+        config.vision_config.model_type = "siglip_vision_model"
+        config.vision_feature_select_strategy = "full"
+    assert list(BACKBONES[architecture].problems(config)) == []
+
+
+def test_activation_registers_the_class_and_the_renderer_once(registered: Registered) -> None:
+    for _ in range(3):
+        activate("LlavaForConditionalGeneration")
+    record = BACKBONES["LlavaForConditionalGeneration"]
+    assert registered.models == [("LlavaForConditionalGeneration", record.model)]
+    assert registered.renderers == [
+        ("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
+    ]
+
+
+@pytest.mark.compat
+def test_import_path_of_the_renderer(registered: Registered) -> None:
+    from vllm.renderers.hf import HfRenderer
+
+    activate("LlavaForConditionalGeneration")
+    ((_, module, name),) = registered.renderers
+    assert issubclass(vars(importlib.import_module(module))[name], HfRenderer)
+
+
+class Tower(nn.Module):
+    """A vision tower whose states are the pixels themselves, with a [CLS] row before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = SimpleNamespace(self_attn=None)
+        self.vision_model = SimpleNamespace(encoder=SimpleNamespace(layers=[layer]))
+        self.shown: list[list[float]] = []
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        self.shown.append(pixels[:, 0, 0, 0].tolist())
+        return nn.functional.pad(pixels[:, 0].flatten(1)[..., None], (0, 0, 1, 0), value=-1.0)
+
+
+def _vision(cache_bytes: int) -> tuple[Any, list[list[float]]]:
+    """The vision side with a tower that records the images it encodes."""
+    from vllm_autoprune.serving.models.llava import LlavaVision
+
+    state = served(
+        {"/base_policy": {"name": "divprune"}, "/constraints/selector/q_e": 0},
+        cache_bytes=cache_bytes,
+    )
+    tower = Tower()
+    model = SimpleNamespace(
+        config=SimpleNamespace(vision_config=SimpleNamespace(image_size=6, patch_size=1)),
+        vision_tower=tower,
+        multi_modal_projector=nn.Identity(),
+    )
+    return LlavaVision(model, state), tower.shown
+
+
+def _pixels(*values: float) -> list[dict[str, Tensor]]:
+    return [{"pixel_values": torch.full((3, 6, 6), float(value))} for value in values]
+
+
+def _keys(*keys: int) -> list[tuple[int, int]]:
+    return [(key, key) for key in keys]
+
+
+def test_each_image_is_encoded_once() -> None:
+    vision, encoded = _vision(cache_bytes=1 << 20)
+    first = vision.features(_keys(1, 2, 1), _pixels(1, 2, 1))
+    assert encoded == [[1.0, 2.0]]
+    assert [f.rows()[0, 0].item() for f in first] == [1, 2, 1]
+    again = vision.features(_keys(2, 3), _pixels(2, 3))
+    assert encoded[1:] == [[3.0]]
+    assert [f.rows()[0, 0].item() for f in again] == [2, 3]
+
+
+def test_features_of_another_geometry_are_not_used() -> None:
+    """Two shapes of pixels under one key: a plan may be forged, and keys are digests."""
+    vision, encoded = _vision(cache_bytes=1 << 20)
+    first, other = _pixels(1), [{"pixel_values": torch.full((4, 6, 6), 2.0)}]
+    vision.features(_keys(1), first)
+    (features,) = vision.features(_keys(1), other)
+    assert encoded == [[1.0], [2.0]]
+    assert features.rows()[0, 0].item() == 2
+    assert [f.rows()[0, 0].item() for f in vision.features(_keys(1), first)] == [1]
+    assert len(encoded) == 2
+
+
+@pytest.mark.compat
+def test_geometry_is_shapes_and_the_numbers_on_the_cpu() -> None:
+    from vllm_autoprune.serving.models.vision import describe_geometry
+
+    wide = {"pixel_values": torch.zeros(16, 4), "image_grid_thw": torch.tensor([1, 2, 8])}
+    high = {**wide, "image_grid_thw": torch.tensor([1, 8, 2])}
+    assert describe_geometry(wide) != describe_geometry(high)
+    assert describe_geometry(wide) == describe_geometry({**wide, "pixel_values": torch.ones(16, 4)})
+    assert describe_geometry(wide) != describe_geometry({"pixel_values": torch.zeros(16, 4)})
+    on_device = [{name: part.to("meta") for name, part in one.items()} for one in (wide, high)]
+    assert describe_geometry(on_device[0]) == describe_geometry(on_device[1])
+
+
+@pytest.mark.compat
+def test_geometry_has_no_pixels_of_a_mask() -> None:
+    """Idefics3's masks have as many numbers as its tiles have pixels."""
+    from vllm_autoprune.serving.models.vision import describe_geometry
+
+    tiles = torch.zeros(17, 3, 64, 64)
+    image = {"pixel_values": tiles, "pixel_attention_mask": torch.ones(17, 64, 64).bool()}
+    assert len(str(describe_geometry(image))) < 200
+
+
+def test_images_without_a_key_are_encoded_and_not_kept() -> None:
+    vision, encoded = _vision(cache_bytes=1 << 20)
+    for _ in range(2):
+        features = vision.features([NO_KEY, NO_KEY, (1, 1)], _pixels(4, 5, 6))
+        assert [f.rows()[0, 0].item() for f in features] == [4, 5, 6]
+    assert encoded == [[4.0, 5.0, 6.0], [4.0, 5.0]]
+    assert len(vision.cache) == 1
+    assert (vision.cache.hits, vision.cache.misses) == (1, 5)
+
+
+def test_cached_rows_do_not_keep_their_batch_alive() -> None:
+    vision, _ = _vision(cache_bytes=1 << 20)
+    for features in vision.features(_keys(1, 2), _pixels(1, 2)):
+        assert sum(p.untyped_storage().nbytes() for p in features.tensors()) == features.nbytes
+
+
+def test_profiling_encodes_every_dummy_image() -> None:
+    vision, encoded = _vision(cache_bytes=1 << 20)
+    assert len(vision.features(_keys(0, 0, 0), _pixels(0, 0, 0), profile=True)) == 3
+    assert encoded == [[0.0, 0.0, 0.0]]
+    assert len(vision.cache) == 0
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("rank", [0, 1])
+def test_times_of_selections_are_kept_by_the_rank_that_publishes_them(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_autoprune.serving.models import pruned_model
+    from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+    from vllm_autoprune.serving.worker.stopwatch import Stopwatch
+
+    published: list[list[float]] = []
+    monkeypatch.setattr(pruned_model, "is_rank_zero", lambda: rank == 0)
+    monkeypatch.setattr(pruned_model, "prune_images", lambda *_: [])
+    vision, _ = _vision(cache_bytes=0)
+    monkeypatch.setattr(vision, "images", lambda _: [])
+    monkeypatch.setattr(type(vision), "sample_weight", torch.zeros(1))
+    model: Any = SimpleNamespace(
+        autoprune=vision,
+        autoprune_state=vision.served,
+        autoprune_reporter=FallbackReporter(),
+        autoprune_first_check=SimpleNamespace(unsafe=0),
+        autoprune_watch=Stopwatch(torch.device("cpu")),
+        autoprune_metrics=SimpleNamespace(
+            publish=lambda watch, *_: published.append(watch.collect())
+        ),
+    )
+    for _ in range(3):
+        pruned_model.PrunedModel.autoprune_rows(model, [], {})
+    assert [len(times) for times in published] == ([1, 1, 1] if rank == 0 else [])
+    assert model.autoprune_watch.collect() == []
+
+
+@pytest.mark.compat
+def test_new_weights_clear_cached_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reloads weights into a running engine without building the model anew."""
+    from vllm.model_executor.models.llava import LlavaForConditionalGeneration
+
+    from vllm_autoprune.serving.models.llava import AutopruneLlavaForConditionalGeneration
+
+    monkeypatch.setattr(LlavaForConditionalGeneration, "load_weights", lambda *_: {"w"})
+    model = AutopruneLlavaForConditionalGeneration.__new__(AutopruneLlavaForConditionalGeneration)
+    nn.Module.__init__(model)
+    cache = FeatureCache(1 << 20)
+    cache.put((1, 1), image(0))
+    vision = SimpleNamespace(capture_weights=lambda weights: weights, finish_loading=cache.clear)
+    model.__dict__["autoprune"] = vision
+    assert model.load_weights([]) == {"w"}
+    assert cache.get((1, 1)) is None
+
+
+@pytest.mark.compat
+def test_server_without_images_has_no_vision_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--limit-mm-per-prompt '{"image": 0}'` leaves the tower out; text is served as ever."""
+    from vllm.model_executor.models.llava import LlavaForConditionalGeneration
+    from vllm.model_executor.models.utils import StageMissingLayer
+
+    from vllm_autoprune.serving.models.llava import AutopruneLlavaForConditionalGeneration
+
+    def stock(self: nn.Module, **_: object) -> None:
+        nn.Module.__init__(self)
+        self.vision_tower = StageMissingLayer("image_tower", nn.Linear(1, 1))
+
+    monkeypatch.setattr(LlavaForConditionalGeneration, "__init__", stock)
+    monkeypatch.setattr(LlavaForConditionalGeneration, "load_weights", lambda *_: set())
+    config = SimpleNamespace(model_config=SimpleNamespace(autoprune=served()))
+    model = AutopruneLlavaForConditionalGeneration(vllm_config=config)
+    assert model.autoprune is None
+    assert model.load_weights([]) == set()
+    assert model.autoprune_split([None, None]) == [slice(0, 2)]
+
+
+def test_every_backbone_has_a_tiny_model() -> None:
+    """Engine tests are parametrised by these; LLaVA-1.5 has the trained mini-LLaVA."""
+    from vllm_autoprune.selftest.backbones import BUILDERS
+
+    assert {backbone.name for backbone in BACKBONES.values()} == {"llava", *BUILDERS}
+
+
+# ---- test_idefics3 ----
+
+ARCHITECTURES = {
+    "idefics3": "Idefics3ForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+}
+TILE = 9
+"""Tokens of a tile of both tiny models."""
+WHOLE = 4096
+SIZES = {(260, 260): 4, (260, 130): 2, (130, 260): 2, (40, 400): 2, (1, 1): 4, (900, 650): 4}
+"""Image size -> tiles beside the whole image."""
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def sender(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Sender]:
+    """Makes the processor of one tiny model from a budget and the server's processor options."""
+    name: str = request.param
+    folder = build(name, tmp_path_factory.mktemp(name))
+
+    def make(budget: int, **options: object) -> Sender:
+        architecture = ARCHITECTURES[name]
+        return Sender(
+            folder, budget, architecture=architecture, placeholder="<image>", options=options
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(("size", "tiles"), SIZES.items())
+def test_each_tile_keeps_its_share_and_the_text_between_tiles_stays(
+    sender: Callable[..., Sender], size: tuple[int, int], tiles: int
+) -> None:
+    images = [picture(*size)]
+    whole, pruned = sender(WHOLE).send(images), sender(7).send(images)
+    assert (whole.lengths, pruned.lengths) == ([TILE * (tiles + 1)], [7])
+    token = PLACEHOLDERS.token(sender(7).info)
+    shares = split_over_parts(7, [TILE] * (tiles + 1), [1] * (tiles + 1), first=-1)
+    assert runs(pruned.prompt, token) == [share for share in shares if share]
+    assert [i for i in pruned.prompt if i != token] == [i for i in whole.prompt if i != token]
+
+
+def test_an_image_that_is_not_split_is_its_whole_view_alone(
+    sender: Callable[..., Sender],
+) -> None:
+    """``do_image_splitting`` switched off for the server."""
+    images = [picture(260, 260)]
+    whole = sender(WHOLE, do_image_splitting=False).send(images)
+    pruned = sender(4, do_image_splitting=False).send(images)
+    token = PLACEHOLDERS.token(sender(4).info)
+    assert runs(whole.prompt, token) == [TILE]
+    assert runs(pruned.prompt, token) == [4]
+
+
+def test_a_square_has_most_tokens(sender: Callable[..., Sender]) -> None:
+    assert PLACEHOLDERS.count_largest(sender(7).info).tokens == TILE * 5
+
+
+def test_vllm_takes_no_videos(sender: Callable[..., Sender]) -> None:
+    frames = numpy.zeros((4, 56, 56, 3), dtype=numpy.uint8)
+    with pytest.raises(VLLMValidationError, match=r"At most 0 video\(s\)"):
+        sender(7).info.parse_mm_data({"video": frames})
+
+
+@pytest.mark.parametrize(
+    ("name", "tile", "patch", "scale"),
+    [("idefics3-8b", 364, 14, 2), ("smolvlm2-2.2b", 384, 14, 3), ("smolvlm2-500m", 512, 16, 4)],
+)
+def test_shapes_have_the_tokens_of_a_square_image(
+    name: str, tile: int, patch: int, scale: int
+) -> None:
+    """Tiles as the image processor counts them, of patches that are shuffled into tokens."""
+    pixels = SmolVLMImageProcessor(
+        size={"longest_edge": 4 * tile}, max_image_size={"longest_edge": tile}
+    )
+    tiles, _, _ = pixels.get_number_of_image_patches(1000, 1000)
+    assert find_backbone(name).tokens == tiles * (tile // patch // scale) ** 2
+
+
+def runs(prompt: list[int], token: int) -> list[int]:
+    """Lengths of the runs of one token."""
+    return [run for run in count_between(prompt, token) if run]
+
+
+# ---- test_tiled ----
+
+TOKENS, WIDTH = 4, 3
+
+
+class Attention(nn.Module):
+    """Attention with the call signature of vLLM's ``MMEncoderAttention``."""
+
+    num_heads, scale = 1, 0.5
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return value
+
+
+class TwoByTwoVision(TiledVision):
+    """Tiles of four tokens, which are the pixels themselves."""
+
+    pixels = "pixel_values"
+    counts = "num_patches"
+    _model: Any
+
+    @staticmethod
+    def tower(model: Any) -> nn.Module:
+        tower: nn.Module = model.attention
+        return tower
+
+    def tile_tokens(self) -> int:
+        return TOKENS
+
+    def last_attention(self) -> nn.Module:
+        attention: nn.Module = self._model.attention
+        return attention
+
+    def rows(self, tiles: ImageInputs) -> Tensor:
+        pixels = tiles[self.pixels]
+        rows: Tensor = self._model.attention(pixels, pixels, pixels)
+        return rows
+
+
+def test_cached_images_do_not_keep_their_batch_alive() -> None:
+    state = served({"/base_policy": {"name": "visionzip"}}, cache_bytes=1 << 20)
+    vision = TwoByTwoVision(SimpleNamespace(attention=Attention()), state)
+    images = [{"pixel_values": torch.randn(tiles, TOKENS, WIDTH)} for tiles in (1, 2)]
+    for features, tiles in zip(vision.encode(images), (1, 2), strict=True):
+        attention = features.regions[0].cls_attention
+        assert attention is not None and attention.shape == (tiles * TOKENS,)
+        assert sum(p.untyped_storage().nbytes() for p in features.tensors()) == features.nbytes
+
+
+# ---- test_any_resolution ----
+
+SIDE, SIZE = 4, 16
+STATE = {"/base_policy": {"name": "divprune"}, "/constraints/selector/q_e": 0}
+
+
+def join_of(rows: int, columns: int, cut: int = 0) -> Join:
+    """LLaVA-NeXT's order: base view, then the stitched map without ``cut`` rows at both ends."""
+
+    def join(tiles: Tensor, newline: Tensor) -> Tensor:
+        base, crops = tiles[0], tiles[1 : 1 + rows * columns]
+        stitched = crops.reshape(rows, columns, SIDE, SIDE, -1).permute(0, 2, 1, 3, 4)
+        whole = stitched.reshape(rows * SIDE, columns * SIDE, -1)
+        whole = whole[cut : len(whole) - cut]
+        ends = newline.expand(len(whole), 1, -1)
+        return torch.cat([base, torch.cat([whole, ends], dim=1).flatten(0, 1)])
+
+    return join
+
+
+def tiled_image(
+    join: Join, tiles: int, width: int = 8, blank: int = 0
+) -> tuple[Tensor, ImageFeatures]:
+    """Random tiles: the rows of the stock model, and the joined features.
+
+    ``blank`` tiles stand behind them, as where a larger image was processed in the same call.
+    """
+    source = torch.Generator().manual_seed(tiles)
+    projected = torch.randn(tiles, SIZE, width, generator=source)
+    attention = projected[:, :, 0].exp()
+    newline = torch.full((width,), 9.0)
+    padded = Tiles(
+        nn.functional.pad(projected, (0, 0, 0, 0, 0, blank)),
+        nn.functional.pad(attention, (0, 0, 0, blank)),
+    )
+    inputs = {"image_sizes": torch.tensor([SIDE, SIDE * (tiles - 1)])}
+    joined = join_features(padded, inputs, lambda _: join, newline, config_of(tiles))
+    return join(projected, newline), joined
+
+
+def config_of(tiles: int) -> Any:
+    """Of a model that cuts every image into so many tiles, the base view among them."""
+    return SimpleNamespace(
+        image_grid_pinpoints=[[SIDE, SIDE * (tiles - 1)]],
+        vision_config=SimpleNamespace(image_size=SIDE, patch_size=1),
+    )
+
+
+def test_without_padding_base_view_and_crops_are_equal_tiles() -> None:
+    join = join_of(2, 2)
+    (place,) = compute_joined_layout(join, 5, SIDE).places
+    assert (place.grid, place.share) == (Grid(SIDE, SIDE, 5), 5)
+    rows, joined = tiled_image(join, 5)
+    assert (joined.tokens, joined.candidates, joined.gaps) == (len(rows), 80, 8)
+    assert torch.equal(joined.rows(), rows)
+    source = torch.Generator().manual_seed(5)
+    tiles = torch.randn(5, SIZE, 8, generator=source)
+    assert torch.equal(joined.regions[0].projected, tiles.flatten(0, 1)), "tile after tile"
+
+
+def test_where_padding_was_cut_off_crops_are_one_region() -> None:
+    join = join_of(2, 2, cut=1)
+    base, crops = compute_joined_layout(join, 5, SIDE).places
+    assert (base.grid, base.share) == (Grid(SIDE, SIDE), 1)
+    assert (crops.grid, crops.share) == (Grid(6, 8), 4)
+    rows, joined = tiled_image(join, 5)
+    assert torch.equal(joined.rows(), rows)
+    for region in joined.regions:
+        assert region.cls_attention is not None
+        assert torch.equal(region.cls_attention, region.projected[:, 0].exp())
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_blank_tiles_of_a_batch_change_nothing(cut: int) -> None:
+    """As the model cuts them off: neither layout nor shares of the budget count them."""
+    join = join_of(2, 2, cut)
+    (_, alone), (_, padded) = tiled_image(join, 5), tiled_image(join, 5, blank=4)
+    assert torch.equal(padded.rows(), alone.rows())
+    for region, own in zip(padded.regions, alone.regions, strict=True):
+        assert (region.grid, region.share) == (own.grid, own.share)
+        assert region.cls_attention is not None and own.cls_attention is not None
+        assert torch.equal(region.cls_attention, own.cls_attention)
+    tiles = torch.zeros(1, 9, 3, SIDE, SIDE)
+    inputs = {"pixel_values": tiles, "image_sizes": torch.tensor([[SIDE, 4 * SIDE]])}
+    (split,) = split_joined_images(inputs, lambda _: join, config_of(5))
+    assert split.tokens == alone.tokens
+
+
+def _pruned(joined: ImageFeatures, budget: int) -> Tensor:
+    reporter = FallbackReporter()
+    state = served(STATE)
+    parts = ModelParts(lambda rows: rows)
+    (rows,) = prune_images(
+        SelectionContext(state, parts, reporter), [ItemPlan(budget, (1, 1))], [joined]
+    )
+    assert reporter.meter.errors == {}
+    return rows
+
+
+def _places(rows: Tensor, whole: Tensor) -> list[int]:
+    same = (rows[:, None] == whole[None]).all(dim=2)
+    assert bool(same.any(dim=1).all())
+    return [int(i) for i in same.long().argmax(dim=1)]
+
+
+def test_kept_rows_come_in_the_model_s_own_order_without_newlines() -> None:
+    for join, tiles in ((join_of(2, 2), 5), (join_of(1, 3, cut=1), 4), (join_of(3, 1), 4)):
+        rows, joined = tiled_image(join, tiles)
+        kept = _places(_pruned(joined, 9), rows)
+        assert len(kept) == 9
+        assert kept == sorted(set(kept))
+        assert not any(bool((rows[i] == 9.0).all()) for i in kept)
+
+
+def test_budget_is_split_over_tiles() -> None:
+    _, joined = tiled_image(join_of(2, 2), 5)
+    whole = joined.regions[0].projected
+    kept = _places(_pruned(joined, 10), whole)
+    assert [sum(i // SIZE == tile for i in kept) for tile in range(5)] == [2] * 5
+    rows, cut = tiled_image(join_of(2, 2, cut=1), 5)
+    kept = _places(_pruned(cut, 10), rows)
+    assert sum(i < SIZE for i in kept) == 2
+
+
+def test_newlines_fill_rows_beyond_the_tokens() -> None:
+    rows, joined = tiled_image(join_of(2, 2, cut=1), 5)
+    newlines = int((rows == 9.0).all(dim=1).sum())
+    assert joined.gaps == newlines == 6
+    some = _pruned(joined, joined.candidates + 2)
+    is_newline = (rows == 9.0).all(dim=1)
+    first_two = is_newline & (is_newline.cumsum(0) <= 2)
+    assert torch.equal(some, rows[~is_newline | first_two])
+    assert torch.equal(_pruned(joined, joined.tokens), rows)
+
+
+# ---- test_placeholders ----
+
+IMAGE, OTHER = 7, 1
+
+
+def test_a_run_of_placeholders_is_cut() -> None:
+    assert shorten_placeholders(PromptUpdateDetails.from_seq([IMAGE] * 6), 4).full == [IMAGE] * 4
+    whole = PromptUpdateDetails.from_seq([IMAGE] * 6)
+    assert shorten_placeholders(whole, 6) is whole
+    assert shorten_placeholders(whole, 60) is whole
+
+
+def test_tokens_around_placeholders_are_kept() -> None:
+    content = PromptUpdateDetails.select_token_id([OTHER, *[IMAGE] * 6, OTHER, OTHER], IMAGE)
+    cut = shorten_placeholders(content, 2)
+    assert cut.full == [OTHER, IMAGE, IMAGE, OTHER, OTHER]
+    assert cut.is_embed is not None
+    assert torch.equal(cut.is_embed(cut.full), torch.tensor([False, True, True, False, False]))
+
+
+def test_each_tile_keeps_its_share() -> None:
+    """What does not divide goes to the first tile, or to the one that shows the whole image."""
+    tiles = [OTHER, *[IMAGE] * 3, OTHER, *[IMAGE] * 3, OTHER, *[IMAGE] * 3, OTHER]
+    content = PromptUpdateDetails.select_token_id(tiles, IMAGE)
+    assert _runs(shorten_placeholders(content, 5).full) == [2, 2, 1]
+    assert _runs(shorten_placeholders(content, 5, first=-1).full) == [2, 1, 2]
+    assert _runs(shorten_placeholders(content, 1, first=-1).full) == [0, 0, 1]
+    assert shorten_placeholders(content, 9) is content
+
+
+def _runs(ids: Sequence[int]) -> list[int]:
+    return count_between(list(ids), IMAGE)[1:-1]

@@ -1,0 +1,242 @@
+"""Nothing that a worker does for a selection waits for a GPU, or mixes its tensors with the host's.
+
+Left out are two places that wait by design: the safety check of a state on its first image, once
+for each K, and the positions under Model Runner V1, which keeps them on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.serving.unit.conftest import TinyClip
+from tests.serving.unit.samples import VISION_WIDTH, served
+from tests.serving.unit.test_relevance import START, Served, llama
+from tests.serving.unit.test_signals import Qkv, attention
+from tests.stand_in_device import DEVICE, forbid_waiting
+from vllm_autoprune import Grid
+from vllm_autoprune.serving.shared.plan import Choice, ItemPlan
+from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.shared.text_tower import read_text_tower
+from vllm_autoprune.serving.worker.attention_hook import AttentionHook
+from vllm_autoprune.serving.worker.batch import prune_images
+from vllm_autoprune.serving.worker.cores import CoreCache
+from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region, TowerFeatures
+from vllm_autoprune.serving.worker.language_layers import FirstLanguageLayers
+from vllm_autoprune.serving.worker.mrope import position_channels
+from vllm_autoprune.serving.worker.qkv_hook import QkvHook
+from vllm_autoprune.serving.worker.region_selection import ModelParts, SelectionContext
+from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
+
+__all__ = ["llama"]
+
+WIDTH, TOWER_WIDTH = 24, 20
+ONE, TILES = Grid(6, 6), Grid(3, 3, tiles=4)
+
+
+@contextmanager
+def worker_step() -> Iterator[None]:
+    """As a worker runs a step, but on the stand-in for a GPU."""
+    with torch.inference_mode(), forbid_waiting():
+        yield
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=DEVICE)
+
+
+def region(grid: Grid, order: bool = False, share: int = 1) -> Region:
+    """A region with everything that any policy reads."""
+    count = grid.tokens
+    tower = TowerFeatures(
+        empty(count, TOWER_WIDTH),
+        empty(grid.tiles, TOWER_WIDTH),
+        empty(count, 8),
+        empty(count, dtype=torch.float32),
+        empty(count, TOWER_WIDTH),
+    )
+    return Region(
+        grid,
+        empty(count, WIDTH),
+        empty(count, dtype=torch.float32),
+        cosine=empty(count, count, dtype=torch.float32),
+        tower=tower,
+        extra_channels=empty(count, 4),
+        order=torch.arange(count, device=DEVICE) if order else None,
+        share=share,
+    )
+
+
+def whole_image(grid: Grid = ONE) -> ImageFeatures:
+    return ImageFeatures((region(grid),))
+
+
+def image_of_two_regions() -> ImageFeatures:
+    """A base view and cropped tiles with newlines between their rows, as LLaVA-NeXT's."""
+    regions = (region(ONE, order=True), region(Grid(4, 5), order=True, share=2))
+    return ImageFeatures(regions, filler=empty(WIDTH + 4), gaps=4)
+
+
+@pytest.fixture(scope="module")
+def parts(llama: Any) -> ModelParts:
+    """Parts of a model whose language model is a small Llama on the device."""
+    layers = Served(llama.to(DEVICE))
+    embedding = llama.embed_tokens
+    projector = empty(TOWER_WIDTH, WIDTH)
+    return ModelParts(
+        lambda rows: rows @ projector,
+        InputEmbeddings(embedding, DEVICE),
+        FirstLanguageLayers(layers, (START,), DEVICE).read,
+        embedding,
+    )
+
+
+def rows_of(
+    parts: ModelParts, state: ServedState, plans: list[ItemPlan], images: list[ImageFeatures]
+) -> list[Tensor]:
+    """The rows of each image; fails where a policy raised and something else was kept."""
+    reporter = FallbackReporter()
+    context = SelectionContext(state, parts, reporter, cores=CoreCache(1 << 20))
+    with worker_step():
+        rows = prune_images(context, plans, images)
+    assert reporter.meter.errors == {}
+    assert all(one.is_meta for one in rows)
+    return rows
+
+
+def asked(budget: int, key: int, ids: tuple[int, ...] = (7, 8), **fields: Any) -> ItemPlan:
+    return ItemPlan(budget, (key, key), ids, language=ids, **fields)
+
+
+def mixed(images: Callable[[], ImageFeatures]) -> tuple[list[ItemPlan], list[ImageFeatures]]:
+    """One batch of every kind of plan: budgets, controls, an image that keeps all, a recall."""
+    later = replace(asked(4, 6, part="recall"), earlier=(Choice(9, (7,), (7,)),))
+    plans = [
+        asked(9, 0),
+        asked(9, 1, ids=(5,)),
+        asked(5, 2, ids=()),
+        asked(9, 3, keep="reference"),
+        asked(9, 4, keep="random"),
+        asked(9, 5, keep="resized"),
+        later,
+        asked(images().tokens, 8),
+        asked(9, 9, profile=True),
+    ]
+    return plans, [images() for _ in plans]
+
+
+def assert_mixed(base: str, image: Callable[[], ImageFeatures], parts: ModelParts) -> None:
+    plans, images = mixed(image)
+    rows = rows_of(parts, served({"/base_policy": {"name": base}}), plans, images)
+    assert [len(one) for one in rows[:7]] == [9, 9, 5, 9, 9, 9, 4]
+    assert [len(one) for one in rows[7:]] == [images[-1].tokens] * 2
+
+
+@pytest.mark.parametrize("base", BASE_POLICIES)
+def test_batches_of_mixed_plans(base: str, parts: ModelParts) -> None:
+    assert_mixed(base, whole_image, parts)
+
+
+@pytest.mark.parametrize("base", ["cdpruner", "visionzip", "fastv"])
+def test_batches_of_images_with_two_regions(base: str, parts: ModelParts) -> None:
+    assert_mixed(base, image_of_two_regions, parts)
+
+
+@pytest.mark.parametrize("base", BASE_POLICIES)
+def test_core_and_delta(base: str, parts: ModelParts) -> None:
+    core = asked(8, 1, ids=(), part="core", core=8)
+    delta = asked(4, 1, part="delta", core=8)
+    state = served({"/base_policy": {"name": base}, "/core": {"share": 0.5}})
+    image = whole_image(TILES)
+    assert [len(one) for one in rows_of(parts, state, [core, delta], [image] * 2)] == [8, 4]
+    (further,) = rows_of(parts, state, [replace(delta, instruction=(5,))], [image])
+    assert len(further) == 4
+
+
+def test_fallbacks_are_counted(parts: ModelParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: object) -> ReferenceSelection:
+        raise ValueError("no selection")
+
+    monkeypatch.setitem(
+        BASE_POLICIES, "cdpruner", replace(BASE_POLICIES["cdpruner"], function=failing)
+    )
+    reporter = FallbackReporter()
+    context = SelectionContext(served(), parts, reporter)
+    with worker_step():
+        for _ in range(2):
+            (rows,) = prune_images(context, [asked(12, 0)], [whole_image()])
+            assert rows.shape == (12, WIDTH + 4)
+        reporter.report_refused_plan(ValueError("not a plan"), DEVICE)
+    assert reporter.meter.errors["ValueError"] > 1
+    assert reporter.meter.counts_on_host().keys() == {
+        (kind, reason)
+        for kind in ("reference", "uniform")
+        for reason in ("scores", "error", "plan")
+    }
+
+
+def test_instructions_in_the_space_of_clip(tiny_clip: TinyClip) -> None:
+    tower = ClipTower(read_text_tower(str(tiny_clip.folder)), DEVICE)
+    with worker_step():
+        for _ in range(2):  # the second time, one of them is known
+            text, used = tower.instructions([(62, 5, 63), tuple(range(20)), ()])
+            assert text.is_meta and used.is_meta
+        assert tower.patches(empty(2, 9, VISION_WIDTH)).is_meta
+
+
+def test_attention_of_towers_with_and_without_cls() -> None:
+    qkv = Qkv(empty(3 * 4 * 6, TOWER_WIDTH), empty(3 * 4 * 6))
+    hook = QkvHook(attention(qkv, 4, scale=0.37))
+    with worker_step():
+        qkv(empty(2, 10, TOWER_WIDTH))
+        captured = hook.take()
+        assert captured.cls_attention().shape == (2, 9)
+        assert captured.mean_keys().shape == (2, 9, 6)
+
+    class Attention(nn.Module):
+        num_heads, scale = 2, 0.5
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return value
+
+    module = Attention()
+    received = AttentionHook(module)
+    packed = empty(1, 600, 2, 4)
+    with worker_step():
+        with received.recording():
+            module(packed, packed, packed)
+        assert [len(one) for one in received.take([590, 10])] == [590, 10]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("share_token", [False, True], ids=["Qwen", "GLM"])
+def test_positions_of_kept_tokens(share_token: bool) -> None:
+    """As Model Runner V2 asks for them: token ids and positions lie on the device."""
+    from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA
+    from vllm_autoprune.serving.models.qwen_vision import QwenVision
+    from vllm_autoprune.serving.models.qwen_vl import PrunedQwen
+
+    vision = QwenVision.__new__(QwenVision)
+    vision.row_width = WIDTH
+    config = SimpleNamespace(image_token_id=9)
+    model: Any = SimpleNamespace(autoprune=vision, config=config, videos_share_token=share_token)
+    ids, positions = empty(40, dtype=torch.int64), empty(3, 40, dtype=torch.int64)
+    with worker_step():
+        places = position_channels(4, 3, DEVICE).to(torch.bfloat16)
+        rows = torch.cat([empty(12, WIDTH), places], dim=1)
+        video = empty(6, WIDTH)
+        embeddings, placed, delta = PrunedQwen.recompute_mrope_positions(
+            model, ids, [rows[:5], video, rows[:7]], positions, 4
+        )
+    assert [one.shape for one in embeddings] == [(5, WIDTH), (6, WIDTH), (7, WIDTH)]
+    assert placed.shape == (3, 40) and placed.is_meta
+    assert delta == UNCHANGED_DELTA

@@ -1,0 +1,477 @@
+"""Cores and deltas in the worker: the same tokens together, apart, and one after the other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.serving.unit.samples import SIX, N, images, parts, plan, region, rows_of, served
+from vllm_autoprune.ops.dpp_torch import Conditioned, condition
+from vllm_autoprune.serving.shared.plan import NO_KEY, Choice, Chooser, ItemPlan
+from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.worker import cores, region_selection
+from vllm_autoprune.serving.worker.batch import prune_images
+from vllm_autoprune.serving.worker.cores import MAX_CORES, CoreCache
+from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.worker.features import ImageFeatures
+from vllm_autoprune.serving.worker.region_selection import SelectionContext
+from vllm_autoprune.tpdsl.atoms import constraints
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.tokens import Grid
+
+K, CORE = 12, 8
+
+
+def with_core(base: str = "cdpruner", **core: object) -> ServedState:
+    """The shipped state on another base policy, with a core by DivPrune."""
+    return served({"/base_policy": {"name": base}, "/core": {"share": 0.5, **core}})
+
+
+def core_plan(key: int = 1, core: int = CORE) -> ItemPlan:
+    return ItemPlan(core, (key, key), part="core", core=core)
+
+
+def delta_plan(ids: Sequence[int] = (7,), key: int = 1, core: int = CORE) -> ItemPlan:
+    return ItemPlan(K - core, (key, key), tuple(ids), part="delta", core=core)
+
+
+def kept(
+    plans: Sequence[ItemPlan],
+    image_list: Sequence[ImageFeatures],
+    state: ServedState | None = None,
+    cores: CoreCache | None = None,
+) -> list[Tensor]:
+    reporter = FallbackReporter()
+    context = SelectionContext(
+        state or with_core(), parts(), reporter, cores=cores or CoreCache(1 << 20)
+    )
+    rows = prune_images(context, plans, image_list)
+    assert reporter.meter.errors == {}
+    return rows
+
+
+@pytest.mark.parametrize("base", ["cdpruner", "divprune", "cen_cdpruner", "cen_divprune"])
+def test_parts_are_disjoint_and_the_core_does_not_depend_on_the_question(base: str) -> None:
+    (one,) = images(1)
+    state = with_core(base)
+    core, first, second = kept([core_plan(), delta_plan((7,)), delta_plan((8,))], [one] * 3, state)
+    kept_by_core = rows_of(one, core)
+    for delta in (first, second):
+        rows = rows_of(one, delta)
+        assert len(rows) == K - CORE
+        assert not set(rows) & set(kept_by_core)
+    if base.endswith("cdpruner"):
+        assert rows_of(one, first) != rows_of(one, second)
+
+
+def test_a_delta_alone_is_the_one_that_came_with_its_core() -> None:
+    (one,) = images(1)
+    _, together = kept([core_plan(), delta_plan()], [one, one])
+    (alone,) = kept([delta_plan()], [one])
+    (without_cache,) = kept([delta_plan()], [one], cores=CoreCache(0))
+    assert torch.equal(together, alone)
+    assert torch.equal(together, without_cache)
+
+
+def test_both_parts_are_the_tokens_of_one_item() -> None:
+    (one,) = images(1)
+    core, delta = kept([core_plan(core=6), delta_plan(core=6)], [one, one])
+    (whole,) = kept([plan(K)], [one])
+    assert sorted(rows_of(one, core) + rows_of(one, delta)) == sorted(rows_of(one, whole))
+
+
+def test_parts_of_many_images_in_one_batch_are_those_of_each_alone() -> None:
+    image_list = images(4)
+    plans = [core_plan(key) for key in range(1, 5)] + [
+        delta_plan((key,), key) for key in range(1, 5)
+    ]
+    together = kept(plans, image_list * 2)
+    for one, rows, item in zip(image_list * 2, together, plans, strict=True):
+        assert torch.equal(rows, kept([item], [one])[0])
+
+
+def test_a_further_question_neither_chooses_the_core_nor_conditions_on_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (one,) = images(1)
+    cores = CoreCache(1 << 20)
+    first = kept([core_plan(), delta_plan((8,))], [one, one], cores=cores)
+
+    def unexpected(*arguments: object) -> None:
+        raise AssertionError("the core was chosen or conditioned on again")
+
+    divprune, cdpruner = BASE_POLICIES["divprune"], BASE_POLICIES["cdpruner"]
+    monkeypatch.setattr(type(divprune), "select_picks", unexpected, raising=False)
+    monkeypatch.setattr(region_selection, "select_region", unexpected)
+    object.__setattr__(cdpruner, "condition", unexpected)
+    try:
+        (again,) = kept([delta_plan((8,))], [one], cores=cores)
+    finally:
+        object.__setattr__(cdpruner, "condition", _CONDITION)
+    assert torch.equal(again, first[1])
+
+
+@pytest.mark.parametrize(
+    "selector", ["anchor_controlled", "runtime_reference_anchor", "constrained"]
+)
+def test_a_greedy_selector_takes_no_step_for_the_core_and_conditions_on_it_once(
+    monkeypatch: pytest.MonkeyPatch, selector: str
+) -> None:
+    name = "capped_greedy_map" if selector == "constrained" else "greedy_map"
+    greedy, steps, conditioned = getattr(constraints, name), [], []
+
+    def count_steps(similarity: Tensor, quality: Tensor, count: int, **more: object) -> Tensor:
+        steps.append(count)
+        return greedy(similarity, quality, count, **more)
+
+    def count_conditions(similarity: Tensor, given: Tensor) -> Conditioned:
+        conditioned.append(given.shape[1])
+        return condition(similarity, given)
+
+    monkeypatch.setattr(constraints, name, count_steps)
+    monkeypatch.setattr(constraints, "condition", count_conditions, raising=False)
+    atom = {"atom": f"{selector}_pool_dpp_selector", "q_e": 2}
+    state = served({"/constraints/selector": atom, "/core": {"share": 0.5}})
+    (one,) = images(1)
+    cores = CoreCache(1 << 20)
+    first = kept([core_plan(), delta_plan((8,))], [one, one], state, cores)
+    second = kept([delta_plan((9,))], [one], state, cores)
+    assert (steps, conditioned) == ([K - CORE] * 2, [CORE])
+    assert rows_of(one, first[1]) == rows_of(one, kept([delta_plan((8,))], [one], state)[0])
+    assert not set(rows_of(one, second[0])) & set(rows_of(one, first[0]))
+
+
+def test_two_policies_upon_one_core_do_not_share_what_they_condition() -> None:
+    """Cen-CDPruner compares centred tokens: CDPruner's conditioned cosines are not its own."""
+    cores = CoreCache(1 << 20)
+    first, second = with_core("cdpruner"), with_core("cen_cdpruner")
+    for seed, key in enumerate(range(1, 5)):
+        alone = region(seed, SIX)
+        one = ImageFeatures((replace(alone, projected=alone.projected + 4),))
+        for state in (first, second):
+            (expected,) = kept([delta_plan((8,), key)], [one], state, CoreCache(1 << 20))
+            (actual,) = kept([delta_plan((8,), key)], [one], state, cores)
+            assert torch.equal(actual, expected)
+
+
+_CONDITION = BASE_POLICIES["cdpruner"].condition
+
+
+def test_the_indices_of_a_core_outlive_a_change_of_the_features() -> None:
+    """As where a tower rounds differently in another batch: nothing is kept twice."""
+    one, other = images(2)
+    cores = CoreCache(1 << 20)
+    (core,) = kept([core_plan()], [one], cores=cores)
+    (delta,) = kept([delta_plan()], [other], cores=cores)
+    assert not set(rows_of(other, delta)) & set(rows_of(one, core))
+
+
+def rounded_otherwise(image: ImageFeatures, seed: int) -> ImageFeatures:
+    """The image in bfloat16 with other values in the last two bits of its features."""
+    bits = image.regions[0].projected.bfloat16().view(torch.int16)
+    changes = torch.randint(4, bits.shape, generator=torch.Generator().manual_seed(seed))
+    other = (bits ^ changes.to(bits.dtype)).view(torch.bfloat16)
+    return ImageFeatures((replace(image.regions[0], projected=other),))
+
+
+@pytest.mark.parametrize(
+    ("state", "fields"),
+    [
+        (served(), {}),
+        (served(), {"keep": "reference"}),
+        (served({"/reassembly": {"atom": "reassemble/nearest.mean.residual.score"}}), {}),
+        (with_core(), {}),
+        (with_core(), {"part": "delta", "core": CORE}),
+    ],
+    ids=["state", "reference", "by score", "whole with a core", "delta"],
+)
+def test_an_image_that_is_encoded_again_keeps_the_tokens_that_it_was_given_first(
+    state: ServedState, fields: dict[str, Any]
+) -> None:
+    """Near ties fall otherwise beside other images, and KV of the first tokens may be left."""
+    before, again = ([rounded_otherwise(one, seed) for one in images(16)] for seed in (1, 2))
+    plans = [plan(K, key, **fields) for key in range(1, 17)]
+
+    def chosen(image_list: list[ImageFeatures], cores: CoreCache) -> list[list[int]]:
+        rows = kept(plans, image_list, state, cores)
+        return [rows_of(*one) for one in zip(image_list, rows, strict=True)]
+
+    cores, anew = CoreCache(1 << 20), chosen(again, CoreCache(1 << 20))
+    first = chosen(before, cores)
+    assert first != anew
+    assert chosen(again, cores) == first
+    (alone,) = kept(plans[3:4], again[3:4], state, cores)
+    assert rows_of(again[3], alone) == first[3]
+    cores.clear()
+    assert chosen(again, cores) == anew
+
+
+def test_tokens_of_profiling_and_after_an_exception_are_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (one,) = images(1)
+    cores = CoreCache(0)
+    kept([plan(K, profile=True)], [one], served(), cores)
+    expected = kept([plan(K)], [one], served())
+
+    def broken(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_autoprune.serving.worker.selection.select_tokens", broken)
+        context = SelectionContext(served(), parts(), FallbackReporter(), cores=cores)
+        (fallen,) = prune_images(context, [plan(K)], [one])
+    assert not torch.equal(fallen, expected[0])
+    assert torch.equal(kept([plan(K)], [one], served(), cores)[0], expected[0])
+
+
+def test_regions_share_core_and_delta_like_their_budget() -> None:
+    first, second = region(0, SIX), region(1, Grid(4, 8))
+    image = ImageFeatures(
+        (
+            replace(first, order=torch.arange(N)),
+            replace(second, order=N + torch.arange(second.grid.tokens)),
+        )
+    )
+    core, delta = kept([core_plan(), delta_plan()], [image, image])
+    kept_rows = rows_of(image, core) + rows_of(image, delta)
+    assert len(set(kept_rows)) == K
+    inside = [sum(row < N for row in rows_of(image, part)) for part in (core, delta)]
+    assert inside == [CORE // 2, (K - CORE) // 2]
+
+
+def test_images_without_a_key_leave_nothing_in_the_cache() -> None:
+    (one,) = images(1)
+    cores = CoreCache(1 << 20)
+    plans = [
+        ItemPlan(CORE, NO_KEY, part="core", core=CORE),
+        ItemPlan(K - CORE, NO_KEY, (7,), part="delta", core=CORE),
+    ]
+    kept(plans, [one, one], cores=cores)
+    assert cores.used_bytes == 0
+    assert cores.indices(None) is None
+
+
+def recall_plan(
+    ids: Sequence[int] = (9,), budget: int = 5, core: int = 0, **fields: Any
+) -> ItemPlan:
+    """Plan of a third turn, which recalls tokens; the second turn has recalled some before it."""
+    earlier = (Choice(K, (7,)), Choice(4, (8,)))
+    return ItemPlan(budget, (1, 1), tuple(ids), part="recall", core=core, earlier=earlier, **fields)
+
+
+@pytest.mark.parametrize("base", ["cdpruner", "divprune"])
+@pytest.mark.parametrize("core", [0, CORE])
+@pytest.mark.parametrize("keep", ["state", "reference"])
+def test_a_recall_keeps_new_tokens_as_they_are(base: str, core: int, keep: Chooser) -> None:
+    (one,) = images(1)
+    asked = recall_plan(core=core, keep=keep)
+    items = [*asked.items_before(), asked]
+    together = kept(items, [one] * len(items), with_core(base))
+    recalled = rows_of(one, together[-1])
+    assert len(set(recalled)) == 5
+    earlier = recall_plan((8,), 4, core, keep=keep)
+    earlier = replace(earlier, earlier=earlier.earlier[:1])
+    assert items[-2] == earlier
+    assert not set(recalled) & set(rows_of(one, together[-2]))
+    (alone,) = kept([asked], [one], with_core(base))
+    assert torch.equal(alone, together[-1])
+    (without_cache,) = kept([asked], [one], with_core(base), CoreCache(0))
+    assert torch.equal(alone, without_cache)
+
+
+def test_what_a_recall_keeps_depends_on_every_question_before_it() -> None:
+    (one,) = images(1)
+    asked = recall_plan()
+    first, second = asked.earlier
+    others = [
+        asked,
+        recall_plan((10,)),
+        replace(asked, earlier=(replace(first, instruction=(11,)), second)),
+        replace(asked, earlier=(first, replace(second, instruction=(12,)))),
+    ]
+    assert len({tuple(rows_of(one, rows)) for rows in kept(others, [one] * 4)}) == 4
+
+
+def test_recalls_of_many_images_in_one_batch_are_those_of_each_alone() -> None:
+    image_list = images(4)
+    plans = [replace(recall_plan((i,)), key=(i, i)) for i in range(1, 5)]
+    for one, rows, item in zip(image_list, kept(plans, image_list), plans, strict=True):
+        assert torch.equal(rows, kept([item], [one])[0])
+
+
+def test_a_random_control_recalls_the_next_tokens_of_its_draw() -> None:
+    (one,) = images(1)
+    asked = recall_plan(keep="random")
+    items = [*asked.items_before(), asked]
+    drawn = [rows_of(one, rows) for rows in kept(items, [one] * 3)]
+    (longer,) = kept([plan(K + 9, key=1, keep="random")], [one])
+    assert sorted(chain(*drawn)) == sorted(rows_of(one, longer))
+
+
+def test_everything_that_is_left_can_be_recalled() -> None:
+    (one,) = images(1)
+    asked = recall_plan(budget=N - K - 4)
+    items = [*asked.items_before(), asked]
+    rows = [rows_of(one, rows) for rows in kept(items, [one] * 3, with_core("divprune"))]
+    assert sorted(chain(*rows)) == [*range(N)]
+
+
+def test_a_forged_recall_of_an_image_that_is_all_kept_is_a_random_draw() -> None:
+    (one,) = images(1)
+    reporter = FallbackReporter()
+    context = SelectionContext(with_core(), parts(), reporter)
+    (rows,) = prune_images(context, [replace(recall_plan(), earlier=(Choice(N),))], [one])
+    assert rows.shape[0] == 5
+    assert reporter.meter.errors == {"RequestError": 1}
+
+
+def test_recalls_of_several_regions_keep_their_shares() -> None:
+    first, second = region(0, SIX), region(1, Grid(4, 8))
+    image = ImageFeatures(
+        (
+            replace(first, order=torch.arange(N)),
+            replace(second, order=N + torch.arange(second.grid.tokens)),
+        )
+    )
+    asked = recall_plan(budget=6)
+    items = [*asked.items_before(), asked]
+    each = [rows_of(image, rows) for rows in kept(items, [image] * 3)]
+    assert len(set(chain(*each))) == K + 4 + 6
+    assert [sum(row < N for row in rows) for rows in each] == [K // 2, 2, 3]
+
+
+def test_the_cache_of_cores_is_bounded() -> None:
+    cores = CoreCache(0)
+    for i in range(MAX_CORES + 5):
+        cores.put_indices(i, torch.tensor([i]))
+    assert cores.indices(4) is None
+    assert cores.indices(5) is not None
+    cores.clear()
+    assert cores.indices(5) is None
+
+
+# ---- test_cores ----
+
+
+def remembered(cache: CoreCache, keys: Iterable[Hashable]) -> list[Hashable]:
+    """Which of the keys have their indices, without making them newer."""
+    return [key for key in keys if key in cache._indices._spans]
+
+
+def test_memory_is_bounded_whatever_the_size_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "MAX_INDICES", 100)
+    cache = CoreCache(0)
+    for key in range(10):
+        cache.put_indices(key, torch.arange(8))
+    assert cache.indices(0) is not None
+    cache.put_indices("large", torch.arange(60))
+    # The first was used last, so it stays beside the two others that were not overwritten.
+    assert remembered(cache, range(10)) == [0, 8, 9]
+    cache.put_indices("larger than all", torch.arange(101))
+    assert cache.indices("larger than all") is None
+    assert cache.indices("large") is not None
+
+
+def test_indices_are_those_that_were_put_however_often_the_buffer_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Against a dictionary, with cores of random sizes that are put and read in random order."""
+    monkeypatch.setattr(cores, "MAX_INDICES", 64)
+    monkeypatch.setattr(cores, "MAX_CORES", 12)
+    random, cache, put = Random(0), CoreCache(0), dict[Hashable, list[int]]()
+    hits = 0
+    for step in range(3000):
+        key = random.randrange(30)
+        found = cache.indices(key)
+        if found is None:
+            put[key] = [step] * random.randint(1, 20)
+            cache.put_indices(key, torch.tensor(put[key]))
+        else:
+            hits += 1
+            assert found.tolist() == put[key]
+        spans = sorted(cache._indices._spans.values(), key=lambda span: span.start)
+        assert len(spans) <= 12
+        assert all(one.stop <= two.start for one, two in pairwise(spans))
+    assert hits > 300
+
+
+def test_a_core_that_is_asked_for_stays_however_many_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Small cores too, of which the number is bounded before the buffer is full."""
+    monkeypatch.setattr(cores, "MAX_CORES", 10)
+    monkeypatch.setattr(cores, "MAX_INDICES", 10 * 160)
+    cache = CoreCache(0)
+    cache.put_indices("hot", torch.arange(3))
+    for key in range(100):
+        cache.put_indices(key, torch.arange(2))
+        assert cache.indices("hot") is not None
+    assert len(remembered(cache, range(100))) == 9
+
+
+def test_indices_that_were_read_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "MAX_INDICES", 8)
+    cache = CoreCache(0)
+    cache.put_indices("image", torch.arange(4))
+    read = cache.indices("image")
+    for key in range(4):
+        cache.put_indices(key, torch.full((4,), 9))
+    assert read is not None
+    assert read.tolist() == [0, 1, 2, 3]
+
+
+def test_cores_have_no_tensors_of_their_own() -> None:
+    """Small tensors that live long would keep an allocator from joining the memory around them."""
+    cache = CoreCache(0)
+    cache.put_indices("first", torch.arange(8))
+
+    def count_tensors() -> int:
+        gc.collect()
+        return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+
+    before = count_tensors()
+    for key in range(200):
+        cache.put_indices(key, torch.arange(8))
+    assert count_tensors() - before < 10
+    assert cache.indices("first") is not None
+
+
+def test_the_first_indices_of_a_core_are_kept() -> None:
+    cache = CoreCache(0)
+    cache.put_indices("image", torch.tensor([1, 2]))
+    cache.put_indices("image", torch.tensor([3, 4]))
+    cache.put_indices(None, torch.tensor([5]))
+    indices = cache.indices("image")
+    assert indices is not None
+    assert indices.tolist() == [1, 2]
+    assert cache.indices(None) is None
+
+
+def test_clearing_drops_the_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "MAX_INDICES", 8)
+    cache = CoreCache(0)
+    for _ in range(3):
+        cache.put_indices("image", torch.arange(8))
+        assert cache.indices("image") is not None
+        cache.clear()
+        assert cache.indices("image") is None
+
+
+def test_cores_are_kept_inside_and_outside_of_inference_mode() -> None:
+    cache = CoreCache(0)
+    with torch.inference_mode():
+        cache.put_indices("inside", torch.arange(4))
+    cache.put_indices("outside", torch.arange(3))
+    with torch.inference_mode():
+        cache.put_indices("inside again", torch.arange(2))
+    sizes = [cache.indices(key) for key in ("inside", "outside", "inside again")]
+    assert [len(one) for one in sizes if one is not None] == [4, 3, 2]

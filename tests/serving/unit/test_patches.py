@@ -1,0 +1,302 @@
+"""Patches of vLLM's worker and scheduler: caches, encoder calls, encoder budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_autoprune.serving.compat import worker as patches
+from vllm_autoprune.serving.compat.worker import spread_recalls
+from vllm_autoprune.serving.encoder_budget import UnprunedBudgetManager
+from vllm_autoprune.serving.models.vision import group_by_tokens
+from vllm_autoprune.serving.shared.plan import FIELD, Choice, ItemPlan, is_recall
+
+
+@pytest.mark.compat
+def test_a_model_may_leave_a_request_s_delta_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.mm.rope import RopeState
+
+    name, deltas = "update_prefill_positions", list[int]()
+
+    def update(self: object, req_idx: int, positions: object, delta: int) -> None:
+        deltas.append(delta)
+
+    monkeypatch.setattr(RopeState, name, update)
+    patches.keep_deltas()
+    requests = SimpleNamespace(prefill_delta=SimpleNamespace(np=[0, -7]))
+    for delta in (patches.UNCHANGED_DELTA, 3):
+        getattr(RopeState, name)(requests, 1, None, delta)
+    assert deltas == [-7, 3]
+
+
+def test_models_are_asked_for_positions_where_positions_are_kept() -> None:
+    """Only the marked instance reports support, and only for images."""
+
+    class Config:
+        rate = 0.0
+
+        def is_multimodal_pruning_enabled(self) -> bool:
+            return self.rate > 0
+
+    own, foreign = Config(), Config()
+    for _ in range(2):
+        patches.request_positions(own)
+    assert (own.is_multimodal_pruning_enabled(), foreign.is_multimodal_pruning_enabled()) == (
+        True,
+        False,
+    )
+    foreign.rate = 0.5
+    assert foreign.is_multimodal_pruning_enabled()
+    assert own.rate == 0.0
+
+
+WORKER_CALLS = (
+    "reset_encoder_cache",
+    "reset_mm_cache",
+    "reload_weights",
+    "update_weights",
+    "finish_weight_update",
+)
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's worker with a fake runner and a fake weight transfer."""
+    from vllm.v1.worker import gpu_worker
+
+    def nothing(*_: object, **__: object) -> None:
+        return None
+
+    for name in WORKER_CALLS:
+        monkeypatch.setattr(gpu_worker.Worker, name, gpu_worker.Worker.__dict__[name])
+    monkeypatch.setattr(gpu_worker, "set_current_vllm_config", lambda _: nullcontext())
+    worker = gpu_worker.Worker.__new__(gpu_worker.Worker)
+    calls = ("reset_encoder_cache", "reset_mm_cache", "reload_weights", "reset_lora_state")
+    worker.model_runner = SimpleNamespace(
+        **dict.fromkeys(calls, nothing), get_model=lambda: "the model"
+    )
+    transfer = ("update_weights", "finish_weight_update", "reset_weight_update_target")
+    worker.weight_transfer_engine = SimpleNamespace(**dict.fromkeys(transfer, nothing))
+    worker.vllm_config = SimpleNamespace()
+    worker._weight_update_active = True
+    worker._weight_update_is_draft = False
+    return worker
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", WORKER_CALLS)
+def test_features_are_cleared_when_a_worker_drops_images_or_takes_weights(
+    worker: Any, name: str
+) -> None:
+    cleared: list[object] = []
+    for _ in range(2):
+        patches.clear_with_worker_caches(cleared.append)
+    getattr(worker, name)(*([{}] if name == "update_weights" else []))
+    assert cleared == ["the model"]
+
+
+@pytest.mark.compat
+def test_features_are_cleared_after_a_partial_weight_update(worker: Any) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("the trainer is gone")
+
+    cleared: list[object] = []
+    patches.clear_with_worker_caches(cleared.append)
+    worker.weight_transfer_engine.update_weights = fail
+    with pytest.raises(OSError, match="trainer is gone"):
+        worker.update_weights({})
+    assert cleared == ["the model"]
+
+
+# ---- test_encoder_calls ----
+
+BOUND = 100
+
+
+@given(st.lists(st.integers(0, 150)), st.integers(1, 200))
+def test_groups_are_all_images_in_order_within_the_bound(sizes: list[int], bound: int) -> None:
+    groups = list(group_by_tokens(sizes, bound))
+    assert [size for some in groups for size in sizes[some]] == sizes
+    for some in groups:
+        group = sizes[some]
+        assert group and (len(group) == 1 or sum(group) <= bound)
+    for some, following in pairwise(groups):
+        assert sum(sizes[some]) + sizes[following][0] > bound, "these would have gone together"
+
+
+class Model:
+    """Fake model whose items are numbers of tokens; None is an item without data."""
+
+    def autoprune_split(self, items: Sequence[int | None]) -> list[slice]:
+        return list(group_by_tokens([item or 0 for item in items], BOUND))
+
+
+def first_runner(model: object, features: dict[str, list[int | None]]) -> Any:
+    """The part of ``GPUModelRunner`` that the wrapper reads."""
+    requests = {
+        name: SimpleNamespace(mm_features=[SimpleNamespace(data=item) for item in items])
+        for name, items in features.items()
+    }
+    return SimpleNamespace(get_model=lambda: model, requests=requests)
+
+
+def first_calls(model: object, features: dict[str, list[int | None]]) -> list[dict[str, list[int]]]:
+    """Inputs of each call of runner V1's stock method, where all inputs are scheduled together."""
+    calls: list[dict[str, list[int]]] = []
+
+    def stock(self: object, scheduler_output: Any) -> Any:
+        assert scheduler_output.free_encoder_mm_hashes == ["freed"]
+        scheduled = scheduler_output.scheduled_encoder_inputs
+        calls.append(scheduled)
+        return [f"{name}{i}" for name, inputs in scheduled.items() for i in inputs]
+
+    scheduled = {name: list(range(len(items))) for name, items in features.items()}
+    output: Any = SimpleNamespace(
+        scheduled_encoder_inputs=scheduled, free_encoder_mm_hashes=["freed"]
+    )
+    outputs = patches._wrap_encoder_v1(stock)(first_runner(model, features), output)
+    assert outputs == [f"{name}{i}" for name, inputs in scheduled.items() for i in inputs]
+    assert output.scheduled_encoder_inputs is scheduled
+    return calls
+
+
+def test_runner_v1_is_given_one_group_after_another() -> None:
+    assert first_calls(Model(), {"a": [60, 30, 30], "b": [10], "c": [101]}) == [
+        {"a": [0, 1]},
+        {"a": [2], "b": [0]},
+        {"c": [0]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "features"),
+    [
+        (Model(), {"a": [60, 30], "b": [10, None]}),
+        (Model(), {"a": [500]}),
+        (object(), {"a": [60, 60], "b": [60]}),  # a model without the plugin
+    ],
+)
+def test_runner_v1_is_unchanged_if_one_call_suffices(model: object, features: Any) -> None:
+    assert len(first_calls(model, features)) == 1
+
+
+@pytest.mark.parametrize(("model", "groups"), [(Model(), [[60, 30], [30], [150]]), (object(), 1)])
+def test_runner_v2_is_given_one_group_after_another(model: object, groups: Any) -> None:
+    items: Any = [("image", size) for size in (60, 30, 30, 150)]
+    calls: list[list[int]] = []
+
+    def stock(self: object, mm_kwargs: list[tuple[str, Any]]) -> Any:
+        calls.append([size for _, size in mm_kwargs])
+        return list(calls[-1])
+
+    runner: Any = SimpleNamespace(model=model)
+    assert patches._wrap_encoder_v2(stock)(runner, items) == [60, 30, 30, 150]
+    assert calls == (groups if isinstance(groups, list) else [[60, 30, 30, 150]])
+
+
+# ---- test_encoder_budget ----
+
+K, BUDGET, CACHE = 8, 1000, 4096
+
+
+@pytest.fixture
+def manager() -> UnprunedBudgetManager:
+    scheduler = SimpleNamespace(max_num_encoder_input_tokens=BUDGET)
+    config: Any = SimpleNamespace(scheduler_config=scheduler)
+    return UnprunedBudgetManager.create_manager(cache_size=CACHE, vllm_config=config)
+
+
+def request(name: str, *sizes: int | None) -> Any:
+    """A request with an image of each size, kept as K; None is an image without a plan."""
+    features = [
+        SimpleNamespace(
+            identifier=f"{name}-{i}",
+            data=None
+            if size is None
+            else {FIELD: SimpleNamespace(data=ItemPlan(K, (0, 0), tokens=size).encode())},
+        )
+        for i, size in enumerate(sizes)
+    ]
+    return SimpleNamespace(
+        request_id=name, mm_features=features, get_num_encoder_embeds=lambda i: K
+    )
+
+
+def scheduled(manager: Any, req: Any) -> list[int]:
+    """Inputs of a request that this step takes, tried and allocated as the scheduler does."""
+    scheduled_inputs: list[int] = []
+    for i in range(len(req.mm_features)):
+        if manager.check_and_update_cache(req, i):
+            continue
+        if not manager.can_allocate(req, i, CACHE, K * len(scheduled_inputs)):
+            break
+        scheduled_inputs.append(i)
+    for i in scheduled_inputs:
+        manager.allocate(req, i)
+    return scheduled_inputs
+
+
+def test_step_is_bounded_by_unpruned_tokens(manager: UnprunedBudgetManager) -> None:
+    one, other = request("one", 400, 400, 400), request("other", 300, 100)
+    assert scheduled(manager, one) == [0, 1]
+    assert scheduled(manager, other) == []
+    manager.get_freed_mm_hashes()
+    assert scheduled(manager, one) == [2]
+    assert scheduled(manager, other) == [0, 1]
+
+
+def test_an_image_above_the_budget_has_a_step_of_its_own(manager: UnprunedBudgetManager) -> None:
+    large, small = request("large", 5000), request("small", 10)
+    assert scheduled(manager, large) == [0]
+    assert scheduled(manager, small) == []
+    manager.get_freed_mm_hashes()
+    assert scheduled(manager, small) == [0]
+
+
+def test_unscheduled_request_uses_no_budget(manager: UnprunedBudgetManager) -> None:
+    """It was tried but not allocated, for lack of room."""
+    assert manager.can_allocate(request("no room", 900), 0, CACHE, 0)
+    assert scheduled(manager, request("other", 900)) == [0]
+
+
+def test_cache_is_counted_in_kept_tokens(manager: UnprunedBudgetManager) -> None:
+    scheduled(manager, request("one", 400, 400))
+    assert manager.num_free_slots == CACHE - 2 * K
+    assert scheduled(manager, request("one", 400, 400)) == []  # in the cache
+
+
+def test_images_without_a_plan_are_counted_as_in_stock(manager: UnprunedBudgetManager) -> None:
+    assert len(scheduled(manager, request("one", *[None] * 100))) == 100
+
+
+def test_full_cache_is_refused_as_in_stock(manager: UnprunedBudgetManager) -> None:
+    manager.num_free_slots = manager.num_freeable_slots = K - 1
+    assert scheduled(manager, request("one", 10)) == []
+
+
+def test_a_step_takes_a_few_recalls_and_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a conversation with five, every other request waits for two at a time."""
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+    for name in ("can_allocate", "get_freed_mm_hashes"):
+        stock = getattr(EncoderCacheManager, name)
+        monkeypatch.setattr(EncoderCacheManager, name, getattr(stock, "__wrapped__", stock))
+    spread_recalls(is_recall)
+    manager = EncoderCacheManager(CACHE)
+    recall = ItemPlan(K, (0, 0), tokens=100, part="recall", earlier=(Choice(K),)).encode()
+    long, other = request("long", 100, *[100] * 5), request("other", 100, 100)
+    for feature in long.mm_features[1:]:
+        feature.data[FIELD].data = recall
+    steps = []
+    for _ in range(3):
+        steps.append((scheduled(manager, long), scheduled(manager, other)))
+        manager.get_freed_mm_hashes()
+    assert steps == [([0, 1, 2], [0, 1]), ([3, 4], []), ([5], [])]
+    assert not is_recall(None)

@@ -1,0 +1,540 @@
+"""The processor of tiny models, without an engine: identities, keys and plans of what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from transformers.models.glm4v.image_processing_glm4v import smart_resize
+from vllm.multimodal.parse import ImageProcessorItems, ImageSize, MultiModalDataItems
+
+from tests.serving.unit.samples import (
+    LARGE,
+    OTHER,
+    SMALL,
+    Processed,
+    Sender,
+    picture,
+    processing,
+)
+from vllm_autoprune import RequestError
+from vllm_autoprune.selftest.backbones import BUILDERS, build
+from vllm_autoprune.serving.api import named_images
+from vllm_autoprune.serving.api.named_images import NamedImages
+from vllm_autoprune.serving.api.pruning_choice import ImageChoice
+from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT
+from vllm_autoprune.serving.api.resized_images import choose_sizes, resize_images
+from vllm_autoprune.serving.models import BACKBONES, glm4v
+from vllm_autoprune.serving.models.qwen_vl import shrink_to_budget
+from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
+from vllm_autoprune.serving.shared.identities import hash_picture, make_feature_key
+from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount
+from vllm_autoprune.serving.shared.plan import NO_KEY
+from vllm_autoprune.serving.shared.request_rules import RequestRules
+
+pytestmark = pytest.mark.compat
+
+
+def test_features_are_cached_by_content_and_not_by_uuid(without_cache: Sender) -> None:
+    unnamed = without_cache.send([LARGE, OTHER])
+    one_name = without_cache.send([LARGE, OTHER], ["x", "x"])
+    # What vLLM itself calls images where both of its caches are off; a client may send it too.
+    counted = without_cache.send([LARGE], ["renderer0-mm-7-image-0"])
+    assert unnamed.keys == one_name.keys
+    assert len({*unnamed.keys, NO_KEY}) == 3
+    assert counted.keys == unnamed.keys[:1]
+
+
+def test_pruned_images_are_identified_by_content(without_cache: Sender) -> None:
+    unnamed = without_cache.send([LARGE, OTHER])
+    assert without_cache.send([LARGE, OTHER], ["x", "x"]).identities == unnamed.identities
+    assert len(set(unnamed.identities)) == 2
+    assert all(int(identity, 16) and len(identity) == 64 for identity in unnamed.identities)
+
+
+def test_an_unpruned_image_has_the_stock_identity_and_is_not_cached(
+    without_cache: Sender,
+) -> None:
+    sent = without_cache.send([SMALL, LARGE], ["x", "x"])
+    assert sent.identities[0] == stock_identity(without_cache, SMALL) != sent.identities[1]
+    assert sent.keys[0] == NO_KEY != sent.keys[1]
+    assert sent.lengths == [4, 8]
+
+
+def stock_identity(sender: Sender, image: Any) -> str:
+    from vllm.multimodal.processing import ProcessorInputs
+
+    inputs = ProcessorInputs([], sender.info.parse_mm_data({"image": [image]}))
+    (identity,) = inputs.get_mm_hashes(sender.info.model_id, "blake3")["image"]
+    return identity
+
+
+@pytest.mark.parametrize("modality", ["image", "video"])
+def test_no_uuid_is_the_identity_of_an_image(folder: Any, modality: str) -> None:
+    """Whoever knows a public image can compute both of its identities, and send other pixels."""
+    from vllm.multimodal.processing import ProcessorInputs
+    from vllm.multimodal.processing.context import TimingContext
+
+    rules = RequestRules("budget", explicit=True)
+    sender = Sender(folder, budget=8, rules=rules)
+    public = sender.send([LARGE])
+    for name in (*public.identities, stock_identity(sender, LARGE), stock_identity(sender, OTHER)):
+        frames = numpy.zeros((4, 56, 56, 3), numpy.uint8)
+        data: Any = (
+            [OTHER] if modality == "image" else [(frames, {"fps": 2.0, "total_num_frames": 4})]
+        )
+        pad = "<|image_pad|>" if modality == "image" else "<|video_pad|>"
+        inputs = ProcessorInputs(
+            sender.info.get_tokenizer().encode(f"user {pad} what"),
+            sender.info.parse_mm_data({modality: data}),
+            {modality: [name]},
+            {REQUEST_FIELD: {"enabled": False}},
+        )
+        made = sender._processor.apply(inputs, TimingContext(enabled=False))
+        (identity,) = made["mm_hashes"][modality]
+        assert identity == stock_identity(sender, OTHER) if modality == "image" else True
+        assert identity not in (*public.identities, stock_identity(sender, LARGE))
+
+
+def test_one_uuid_for_images_of_two_sizes_in_two_requests(sender: Sender) -> None:
+    """Each has its own identity, its own plan and as many placeholders as without a name."""
+    alone = [sender.send([image]) for image in (SMALL, LARGE, OTHER)]
+    named = [sender.send([image], ["x"]) for image in (SMALL, LARGE, OTHER)]
+    assert [sent.lengths for sent in named] == [sent.lengths for sent in alone] == [[4], [8], [8]]
+    assert [sent.identities for sent in named[1:]] == [sent.identities for sent in alone[1:]]
+
+
+def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(sender: Sender) -> None:
+    first = sender.send([LARGE], ["x"])
+    assert sender.send([None], ["x"]) == replace(first, data=[None])
+    second = sender.send([OTHER], ["x"])
+    assert sender.send([None], ["x"]).identities == second.identities != first.identities
+
+
+def test_an_unknown_uuid_without_an_image_is_refused(sender: Sender) -> None:
+    sender.send([LARGE], ["x"])
+    for uuid, salt in (("y", ""), ("x", "a tenant")):
+        with pytest.raises(ValueError, match="data is not provided"):
+            sender.send([None], [uuid], salt)
+
+
+def test_a_budget_by_detail_is_fixed_when_an_image_is_sent(folder: Any) -> None:
+    """What a later turn appends changes neither length nor identity of the images before."""
+    rules = RequestRules("none", detail=DetailBudgets(low=4, high=16))
+    sender = Sender(folder, budget=8, rules=rules)
+    first = sender.send([LARGE], details=["low"])
+    for detail, length in (("low", 4), ("high", 16), (None, 8)):
+        longer = sender.send([LARGE, OTHER], details=["low", detail])
+        assert longer.lengths == [4, length]
+        assert longer.identities[0] == first.identities[0]
+    levels = [sender.send([LARGE], details=[detail]).identities for detail in ("low", "high", None)]
+    assert len({identity for (identity,) in levels}) == 3
+
+
+def test_tenants_of_two_salts_share_nothing(sender: Sender) -> None:
+    sent = [sender.send([LARGE], salt=salt) for salt in ("", "a", "b")]
+    assert len({one.identities[0] for one in sent}) == 3
+    assert len({one.keys[0] for one in sent}) == 3
+    assert [one.sent for one in sent] == [[True]] * 3, "in the cache of another tenant"
+    assert sender.send([LARGE], salt="a").sent == [False]
+
+
+def test_a_salt_that_a_request_writes_itself_is_none(without_cache: Sender) -> None:
+    from vllm.multimodal.processing import ProcessorInputs
+    from vllm.multimodal.processing.context import TimingContext
+
+    processor = without_cache._processor
+    prompt = processor.info.get_tokenizer().encode("user <|image_pad|> what")
+    said = {SALT: "a", REQUEST_FIELD: {"instructions": ["what"]}}
+    items = processor.info.parse_mm_data({"image": [LARGE]})
+    made = processor.apply(
+        ProcessorInputs(prompt, items, hf_processor_mm_kwargs=said), TimingContext(enabled=False)
+    )
+    assert made["mm_hashes"]["image"] == without_cache.send([LARGE]).identities
+
+
+def test_a_random_keep_is_drawn_from_content(without_cache: Sender) -> None:
+    draws = [
+        without_cache.send([image], [uuid], salt, keep="random").plans[0]
+        for image, uuid, salt in (
+            (LARGE, "one", ""),
+            (LARGE, "two", ""),
+            (LARGE, "one", "tenant"),
+            (OTHER, "one", ""),
+        )
+    ]
+    first, renamed, salted, other = [plan.key[0] for plan in draws]
+    assert first == renamed == salted != other
+    assert first == make_feature_key("", seed=hash_picture(LARGE))[0], "of pixels alone"
+    with pytest.raises(RequestError, match="drawn from pixels"):
+        without_cache.send([None], ["one"], keep="random")
+
+
+OPTIONS: Mapping[str, Sequence[Mapping[str, object]]] = {
+    "gemma3": ({}, {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 32}),
+    "idefics3": ({}, {"do_image_splitting": False}),
+    "smolvlm": ({}, {"do_image_splitting": False}),
+}
+"""Backbone -> processor options of servers, where those make other tiles of an image."""
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of GLM's image processor
+@pytest.mark.parametrize("gigabytes", [0, 4])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, options) for name in BUILDERS for options in OPTIONS.get(name, ({},))],
+)
+def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
+    name: str,
+    options: Mapping[str, object],
+    gigabytes: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Processors pad a call to its largest image; with and without caches of processed images."""
+    folder = tmp_path_factory.getbasetemp() / f"beside-{name}"
+    if not folder.exists():
+        build(name, folder)
+    (architecture,) = (at for at, backbone in BACKBONES.items() if backbone.name == name)
+    small, large = picture(100, 48), picture(330, 300, 1)
+
+    def send(*calls: Sequence[Any]) -> dict[int, set[str]]:
+        """By image, everything that one processor sends of it in these calls."""
+        sender = Sender(folder, 5, architecture=architecture, placeholder="", options=options)
+        sender._config.get_multimodal_config().mm_processor_cache_gb = gigabytes
+        sender = sender.with_cache() if gigabytes else sender
+        made: dict[int, set[str]] = {}
+        for images in calls:
+            for image, data in zip(images, sender.send(images).data, strict=True):
+                if data is not None:  # else vLLM's cache has it
+                    made.setdefault(id(image), set()).add(data)
+        return made
+
+    alone = send([small]) | send([large])
+    orders = ([small, large], [large, small], [small, large, small])
+    for calls in (*((order,) for order in orders), ([small, large], [small], [large])):
+        assert send(*calls) == alone
+
+
+# ---- test_processor_parts ----
+
+
+def resized(sender: Sender, image: Image.Image | None, budget: int, **entry: Any) -> Processed:
+    return sender.send([image], budget=budget, keep="resized", **entry)
+
+
+def test_a_resized_image_is_the_smaller_image_through_the_processor(folder: Any) -> None:
+    """8 x 8 merged tokens, of which the processor's arithmetic makes 4 x 4 for K = 20."""
+    sender = Sender(folder, budget=8)
+    sent = resized(sender, LARGE, 20)
+    assert sent.lengths == [16]
+    (plan,) = sent.plans
+    assert plan.keep == "resized"
+    assert plan.keeps_all, "the worker has nothing to choose"
+    assert (plan.instruction, plan.key) == ((), NO_KEY)
+    smaller = LARGE.resize((112, 112), Image.Resampling.BICUBIC)
+    assert torch.equal(
+        pixels(sender, [LARGE], budget=20, keep="resized"), pixels(sender, [smaller])
+    )
+
+
+def pixels(sender: Sender, images: Sequence[Image.Image], **entry: Any) -> Any:
+    from vllm.multimodal.processing import ProcessorInputs
+    from vllm.multimodal.processing.context import TimingContext
+
+    processor = sender._processor
+    prompt = processor.info.get_tokenizer().encode("user <|image_pad|> what")
+    kwargs = {REQUEST_FIELD: {"instructions": ["what"], **entry}}
+    items = processor.info.parse_mm_data({"image": list(images)})
+    inputs = ProcessorInputs(prompt, items, hf_processor_mm_kwargs=kwargs)
+    made = processor.apply(inputs, TimingContext(enabled=False))
+    return made["mm_kwargs"]["image"][0]["pixel_values"].data
+
+
+def test_a_resized_image_is_shared_by_questions_and_by_nothing_else(folder: Any) -> None:
+    sender = Sender(folder, budget=8).with_cache()
+    first = resized(sender, LARGE, 20)
+    asked = resized(sender, LARGE, 20, instructions=["how many"])
+    assert asked.identities == first.identities
+    assert asked.sent == [False], "vLLM's cache has it"
+    others = [
+        resized(sender, LARGE, 8),
+        resized(sender, OTHER, 20),
+        resized(sender, LARGE, 20, salt="tenant"),
+        sender.send([LARGE], budget=16),
+        sender.send([LARGE], budget=16, keep="random"),
+        sender.send([LARGE], budget=64),
+    ]
+    assert len({one.identities[0] for one in (first, *others)}) == 7
+
+
+def test_an_image_that_has_k_tokens_is_not_resized(folder: Any) -> None:
+    sender = Sender(folder, budget=8)
+    assert resized(sender, LARGE, 64).identities == sender.send([LARGE], budget=64).identities
+    assert resized(sender, SMALL, 4).lengths == [4]
+
+
+def test_a_resized_image_may_be_sent_by_its_name(folder: Any) -> None:
+    sender = Sender(folder, budget=8).with_cache()
+    first = resized(sender, LARGE, 20, uuids=["one"])
+    again = resized(sender, None, 20, uuids=["one"])
+    assert again.identities == first.identities
+    assert resized(sender, OTHER, 20, uuids=["one"]).identities != first.identities
+
+
+def split_sender(
+    folder: Any, blocks: int | None = 16, placeholder: str = "<|image_pad|>"
+) -> Sender:
+    """A server of a state with a core: half of K = 24, of which blocks of 16 make 15."""
+    sender = Sender(folder, 24, placeholder=placeholder, core={"share": 0.5}).with_cache()
+    return sender if blocks is None else sender.with_blocks(blocks)
+
+
+def test_a_split_image_is_two_items_of_which_one_knows_no_question(folder: Any) -> None:
+    sender = split_sender(folder)
+    first = sender.send([LARGE], instructions=["what is it"])
+    assert first.lengths == [15, 9]
+    core, delta = first.plans
+    assert (core.part, core.core, core.instruction) == ("core", 15, ())
+    assert (delta.part, delta.core) == ("delta", 15)
+    assert delta.instruction
+    assert core.key == delta.key != NO_KEY
+    second = sender.send([LARGE], instructions=["how many"])
+    assert second.identities[0] == first.identities[0]
+    assert second.identities[1] != first.identities[1]
+    assert (first.sent, second.sent) == ([True, False], [False, False])
+    assert sender.send([LARGE], salt="a").identities[0] != first.identities[0]
+
+
+def test_a_question_that_occurs_by_chance_before_the_image_does_not_stop_the_split(
+    folder: Any,
+) -> None:
+    assert split_sender(folder).send([LARGE], instructions=["use"]).lengths == [15, 9]
+    for placeholder in ("<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"):
+        asked_before = split_sender(folder, placeholder=placeholder)
+        assert asked_before.send([LARGE], instructions=["user"]).lengths == [24]
+
+
+def test_images_are_laid_out_by_their_turns(folder: Any) -> None:
+    sender = split_sender(folder)
+    together = sender.send([LARGE, OTHER], turns=[0, 0])
+    assert sender.send([LARGE, OTHER]).prompt == together.prompt
+    first, second = sender.send([LARGE], turns=[0]), sender.send([LARGE, OTHER], turns=[0, 2])
+    assert second.identities[:2] == first.identities
+    assert together.identities[:2] != first.identities
+    assert sender.send([LARGE, OTHER], turns=[None, None]).lengths == [24, 24]
+
+
+def test_cores_are_shared_by_budgets_and_states_with_the_same_core(folder: Any) -> None:
+    one = split_sender(folder).send([LARGE])
+    other = Sender(folder, 28, core={"share": 0.45}, base_policy={"name": "divprune"})
+    shared = other.with_blocks(16).send([LARGE])
+    assert shared.lengths == [15, 13]
+    assert shared.identities[0] == one.identities[0]
+    assert shared.identities[1] != one.identities[1]
+    strength = Sender(folder, 24, core={"share": 0.5, "cover": 0.5, "strength": 0.3})
+    assert strength.with_blocks(16).send([LARGE]).identities[0] != one.identities[0]
+
+
+def test_parts_of_an_image_are_processed_once_and_carry_the_same_pixels(folder: Any) -> None:
+    sender = split_sender(folder)
+    with processing(sender) as runs:
+        keys = sender.send([LARGE, OTHER]).keys
+    assert runs == [1, 1], "each by itself"
+    assert keys[0] == keys[2] != keys[1] == keys[3]
+
+
+def test_images_stay_whole_without_a_prefix_cache(folder: Any) -> None:
+    sent = split_sender(folder, blocks=None).send([LARGE])
+    assert sent.lengths == [24]
+    assert [plan.part for plan in sent.plans] == ["whole"]
+
+
+# ---- test_repeated_questions ----
+
+
+def test_another_question_or_k_sends_a_plan_alone(sender: Sender) -> None:
+    with processing(sender) as runs:
+        first = sender.send([LARGE], instructions=["what is it"])
+        again = sender.send([LARGE], instructions=["where is it"])
+        fewer = sender.send([LARGE], budget=4)
+    assert sum(runs) == 1
+    assert (first.sent, again.sent, fewer.sent) == ([True], [False], [False])
+    assert len({*first.identities, *again.identities, *fewer.identities}) == 3
+    assert (again.lengths, fewer.lengths) == ([8], [4])
+
+
+def test_a_new_image_beside_a_known_one_is_processed_alone(sender: Sender) -> None:
+    sender.send([LARGE], instructions=["what is it"])
+    with processing(sender) as runs:
+        both = sender.send([LARGE, OTHER], instructions=["how many", "how many"])
+    assert (sum(runs), both.sent) == (1, [False, True])
+
+
+def test_another_tenant_gets_tensors_of_its_own(sender: Sender) -> None:
+    with processing(sender) as runs:
+        sender.send([LARGE], instructions=["what"])
+        sender.send([LARGE], instructions=["where"], salt="tenant")
+    assert sum(runs) == 2
+
+
+def test_an_operator_without_a_cache_of_images_has_none_here(without_cache: Sender) -> None:
+    with processing(without_cache) as runs:
+        for question in ("what", "where"):
+            assert without_cache.send([LARGE], instructions=[question]).sent == [True]
+    assert sum(runs) == 2
+
+
+def test_a_request_that_is_not_handed_over_changes_no_cache(sender: Sender) -> None:
+    before = sender.send([OTHER])
+    sender.send([LARGE], hands_over=False)
+    assert len(sender.cache._cache) == 1
+    assert sender.send([LARGE]).sent == [True]
+    assert (sender.send([OTHER]).sent, before.sent) == ([False], [True])
+
+
+# ---- test_resized_images ----
+
+UNIT = 28
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The fields of vLLM's ``ProcessorInputs`` that are read."""
+
+    mm_data_items: Any = None
+    hf_processor_mm_kwargs: dict[str, object] = field(default_factory=dict)
+
+
+def qwen(least: int = 1) -> tuple[Any, Placeholders]:
+    """A model of 28 x 28 pixels a merged token, whose processor makes at least so many."""
+    vision = SimpleNamespace(patch_size=14, spatial_merge_size=2)
+    info: Any = SimpleNamespace(
+        get_hf_config=lambda: SimpleNamespace(vision_config=vision),
+        get_hf_processor=lambda: SimpleNamespace(image_processor=SimpleNamespace(resample=3)),
+    )
+
+    def count(_: object, size: ImageSize, __: object) -> TokenCount:
+        return TokenCount(max(size.width // UNIT * (size.height // UNIT), least))
+
+    return info, Placeholders(count, lambda _: TokenCount(1), lambda _: 0, resize=shrink_to_budget)
+
+
+def choose(width: int, height: int, budget: int, least: int = 1, **fields: Any) -> ImageChoice:
+    info, placeholders = qwen(least)
+    choice = ImageChoice(budget, 10**6, "resized", identity="state", **fields)
+    inputs: Any = Inputs()
+    (chosen,) = choose_sizes(info, placeholders, inputs, [ImageSize(width, height)], [choice])
+    return chosen
+
+
+@given(st.integers(28, 4000), st.integers(28, 4000), st.integers(1, 200))
+def test_a_resized_image_has_at_most_k_tokens(width: int, height: int, budget: int) -> None:
+    if max(width, height) > 200 * min(width, height):
+        return
+    chosen = choose(width, height, budget)
+    assert chosen.resized is not None
+    assert 1 <= chosen.kept <= budget
+    assert chosen.kept * UNIT**2 == chosen.resized[0] * chosen.resized[1]
+
+
+@given(st.integers(28, 4000), st.integers(28, 4000), st.integers(1, 200))
+def test_glm_s_processor_leaves_a_resized_image_as_it_is(
+    width: int, height: int, budget: int
+) -> None:
+    """It counts the pixels of two frames, of which an image is one."""
+    if max(width, height) > 200 * min(width, height):
+        return
+    vision = SimpleNamespace(patch_size=14, spatial_merge_size=2, temporal_patch_size=2)
+    info: Any = SimpleNamespace(get_hf_config=lambda: SimpleNamespace(vision_config=vision))
+    smaller = glm4v.shrink_to_budget(info, ImageSize(width, height), budget)
+    sides = smaller.height, smaller.width
+    assert 1 <= sides[0] * sides[1] // UNIT**2 <= budget
+    if max(sides) <= 200 * min(sides):
+        most = 2 * 10**9
+        assert smart_resize(2, *sides, factor=UNIT, min_pixels=1, max_pixels=most) == sides
+
+
+def test_the_sides_keep_their_ratio() -> None:
+    chosen = choose(640, 480, 48)
+    assert chosen.resized == (8 * UNIT, 6 * UNIT)
+    assert chosen.kept == 48
+
+
+def test_a_budget_below_the_processor_s_least_is_refused() -> None:
+    with pytest.raises(RequestError, match="makes at least 4 tokens -> ask for 4 or more"):
+        choose(640, 480, 3, least=4)
+
+
+def test_other_choices_stay_as_they_are() -> None:
+    info, placeholders = qwen()
+    fixed = Placeholders(placeholders.count, placeholders.count_largest, placeholders.token)
+    size = ImageSize(640, 480)
+    for choice, rules in (
+        (ImageChoice(8, 64, "random"), placeholders),
+        (ImageChoice(64, 64, "resized"), placeholders),
+        (ImageChoice(8, 64, "resized"), fixed),  # the worker pools its tokens
+    ):
+        inputs: Any = Inputs()
+        assert choose_sizes(info, rules, inputs, [size], [choice]) == (choice,)
+
+
+def items(*images: object) -> Any:
+    listed: list[Any] = list(images)
+    return Inputs(MultiModalDataItems({"image": ImageProcessorItems(listed)}))
+
+
+def test_only_images_with_a_size_are_resized() -> None:
+    info, _ = qwen()
+    source = items(Image.new("RGB", (50, 40)), Image.new("L", (50, 40)), None)
+    images = resize_images(info, source, [None, (28, 56), (28, 28)]).mm_data_items["image"]
+    assert [image and (image.size, image.mode) for image in map(images.get, range(3))] == [
+        ((50, 40), "RGB"),
+        ((28, 56), "RGB"),
+        None,
+    ]
+    assert resize_images(info, source, [None, None, None]) is source
+
+
+def test_an_array_cannot_be_resized() -> None:
+    info, _ = qwen()
+    with pytest.raises(RequestError, match="send it as a picture"):
+        resize_images(info, items(numpy.zeros((40, 50, 3))), [(28, 28)])
+
+
+# ---- test_named_images ----
+
+
+def test_a_uuid_means_the_content_last_sent_with_it() -> None:
+    images = NamedImages()
+    images.remember("cat", "", ("first", None))
+    images.remember("cat", "", ("second", None))
+    assert images.find("cat", "") == ("second", None)
+
+
+def test_uuids_of_one_salt_are_unknown_under_another() -> None:
+    images = NamedImages()
+    images.remember("cat", "a", ("a cat", None))
+    assert images.find("cat", "a") == ("a cat", None)
+    unknown = [images.find("cat", "b"), images.find("cat", ""), images.find("ca", "ta")]
+    assert all(size is None and content.startswith("unknown ") for content, size in unknown)
+    assert len({content for content, _ in unknown}) == 3
+
+
+def test_the_least_recently_used_uuids_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named_images, "MAX_NAMES", 2)
+    images = NamedImages()
+    for name in ("one", "two"):
+        images.remember(name, "", (name, None))
+    images.find("one", "")
+    images.remember("three", "", ("three", None))
+    assert images.find("one", "")[0] == "one"
+    assert images.find("two", "")[0].startswith("unknown ")
+    assert images.find("three", "")[0] == "three"

@@ -1,0 +1,430 @@
+"""Relevance by a text tower or input embeddings, and the language model's first layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.golden.case import load, names
+from tests.serving.unit.conftest import TinyClip
+from tests.serving.unit.samples import (
+    BOS,
+    EOS,
+    SEGMENT,
+    VISION_WIDTH,
+    WIDTH,
+    clip_config,
+    served,
+)
+from vllm_autoprune.serving.models.vision import EncoderInputs, ImageInputs, ModelImage, Vision
+from vllm_autoprune.serving.shared.plan import Ids
+from vllm_autoprune.serving.shared.text_tower import read_text_tower
+from vllm_autoprune.serving.worker import language_layers as under_test
+from vllm_autoprune.serving.worker.features import ImageFeatures
+from vllm_autoprune.serving.worker.language_layers import FirstLanguageLayers, LlamaPrefix
+from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings, split_segments
+from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
+
+CPU = torch.device("cpu")
+SHORT: Ids = (BOS, 5, EOS)
+LONGER: Ids = (BOS, 5, 6, 7, 8, EOS)
+LONG: Ids = (BOS, *range(10, 26), EOS)  # three segments of 8, 8 and 2
+NO_END: Ids = (BOS, 5, 6)
+
+
+@pytest.fixture(scope="module")
+def tower(tiny_clip: TinyClip) -> ClipTower:
+    return ClipTower(read_text_tower(str(tiny_clip.folder)), CPU)
+
+
+def published(model: Any, ids: Ids, size: int) -> Tensor:
+    """CDPruner's segments: zero-padded to a multiple of the length, then split."""
+    count = max(1, -(-len(ids) // size))
+    padded = torch.zeros(count * size, dtype=torch.int64)
+    padded[: len(ids)] = torch.tensor(ids)
+    mask = (torch.arange(count * size) < len(ids)).long()
+    with torch.no_grad():
+        output = model.text_model(
+            input_ids=padded.view(count, size), attention_mask=mask.view(count, size)
+        )
+        return model.text_projection(output.pooler_output)
+
+
+@pytest.mark.parametrize("name", names("clip_chunk"))
+def test_segments_are_those_of_the_published_code(name: str) -> None:
+    expected = load(name).expected
+    ids = tuple(int(i) for i in expected["token_ids"])
+    segments = split_segments(ids, 77)
+    padded = np.zeros_like(expected["segments"])
+    for row, segment in zip(padded, segments, strict=True):
+        row[: len(segment)] = segment
+    assert np.array_equal(padded, expected["segments"])
+    lengths = expected["mask"].sum(axis=1).tolist()
+    assert [len(segment) for segment in segments] == lengths
+
+
+def test_no_ids_are_one_empty_segment() -> None:
+    assert split_segments((), 77) == [()]
+
+
+@pytest.mark.parametrize("ids", [SHORT, LONGER, LONG, NO_END])
+def test_padding_to_the_full_length_would_change_nothing(
+    tiny_clip: TinyClip, tower: ClipTower, ids: Ids
+) -> None:
+    text, used = tower.instructions([ids])
+    assert used.all()
+    torch.testing.assert_close(text[0], published(tiny_clip.model, ids, SEGMENT))
+
+
+def test_a_batch_is_each_of_its_instructions_alone(tower: ClipTower) -> None:
+    instructions = [SHORT, LONG, LONGER]
+    text, used = tower.instructions(instructions)
+    assert text.shape == (3, 3, WIDTH)
+    assert used.tolist() == [[True, False, False], [True] * 3, [True, False, False]]
+    for row, ids in enumerate(instructions):
+        alone, _ = tower.instructions([ids])
+        torch.testing.assert_close(text[row][used[row]], alone[0])
+
+
+def test_different_instructions_have_different_embeddings(tower: ClipTower) -> None:
+    text, _ = tower.instructions([(BOS, 5, 6, EOS), (BOS, 6, 5, EOS)])
+    assert not torch.allclose(text[0], text[1], atol=1e-3)
+
+
+def test_instruction_without_token_ids(tower: ClipTower) -> None:
+    """A tokenizer without special tokens returns no ids for an empty instruction."""
+    for instructions in ([()], [SHORT, ()]):
+        text, used = tower.instructions(instructions)
+        assert text.shape[:2] == used.shape == (len(instructions), 1)
+        assert text.isfinite().all()
+
+
+def test_later_segments_pool_where_the_published_code_did(tmp_path: Any) -> None:
+    """Legacy checkpoints state end token 2 and pool at the largest id of each row."""
+    from transformers import CLIPModel
+
+    torch.manual_seed(3)
+    config = clip_config(
+        vocab_size=49408, hidden_size=8, max_position_embeddings=77, eos_token_id=2
+    )
+    model = CLIPModel(config).eval()
+    model.save_pretrained(tmp_path)
+    tower = _tower_of(tmp_path, segment=77)
+    for name in names("clip_chunk"):
+        expected = load(name).expected
+        text, _ = tower.instructions([tuple(int(i) for i in expected["token_ids"])])
+        with torch.no_grad():
+            states = model.text_model(
+                input_ids=torch.from_numpy(expected["segments"]).long(),
+                attention_mask=torch.from_numpy(expected["mask"]).long(),
+            ).last_hidden_state
+            at = torch.from_numpy(expected["pooled_pos"]).long()
+            pooled = model.text_projection(states[torch.arange(len(at)), at])
+        torch.testing.assert_close(text[0], pooled)
+
+
+def _tower_of(folder: Any, segment: int) -> ClipTower:
+    from vllm_autoprune.serving.shared.text_tower import TextTower
+
+    return ClipTower(TextTower(str(folder), -1, "test", segment, WIDTH, VISION_WIDTH), CPU)
+
+
+def test_patches_go_through_the_norm_and_the_projection(
+    tiny_clip: TinyClip, tower: ClipTower
+) -> None:
+    hidden = torch.randn(2, 16, VISION_WIDTH)
+    model = tiny_clip.model
+    with torch.no_grad():
+        expected = model.visual_projection(model.vision_model.post_layernorm(hidden))
+    torch.testing.assert_close(tower.patches(hidden), expected)
+    half = tower.patches(hidden.bfloat16())
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, tower.patches(hidden.bfloat16().float()))
+
+
+def test_the_tower_s_sign_is_the_description_s(tiny_clip: TinyClip, tower: ClipTower) -> None:
+    assert tower.sign == read_text_tower(str(tiny_clip.folder)).sign == -1
+
+
+def test_nothing_of_the_tower_is_trained(tower: ClipTower) -> None:
+    text, _ = tower.instructions([SHORT])
+    assert not text.requires_grad
+    assert not tower.patches(torch.randn(1, 4, VISION_WIDTH)).requires_grad
+
+
+class Lookup:
+    """An embedding table that counts lookups."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(4)
+        self.table = nn.Embedding(32, 6)
+        self.calls = 0
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        rows: Tensor = self.table(ids).detach()
+        return rows
+
+
+def test_input_embeddings_are_the_mean_of_the_instruction() -> None:
+    lookup = Lookup()
+    relevance = InputEmbeddings(lookup, CPU)
+    text, used = relevance.instructions([(3, 4, 4)])
+    rows = lookup.table.weight.detach()
+    assert text.shape == (1, 1, 6)
+    assert used.tolist() == [[True]]
+    torch.testing.assert_close(text[0, 0], (rows[3] + 2 * rows[4]) / 3)
+    assert relevance.sign == 1
+    assert InputEmbeddings.patches(relevance, torch.zeros(1, 4, 6)) is None  # type: ignore[func-returns-value]
+
+
+def test_an_empty_instruction_has_no_segment() -> None:
+    relevance = InputEmbeddings(Lookup(), CPU)
+    for instructions in ([()], [(), ()], [(1,), (), (2, 3)]):
+        text, used = relevance.instructions(instructions)
+        assert used[:, 0].tolist() == [len(ids) > 0 for ids in instructions]
+        assert text.isfinite().all()
+        assert not text[[not ids for ids in instructions]].any()
+
+
+def test_a_batch_is_one_lookup_and_each_instruction_alone() -> None:
+    lookup = Lookup()
+    relevance = InputEmbeddings(lookup, CPU)
+    instructions: list[Ids] = [(1, 2), (), (3,), (4, 5, 6)]
+    text, _ = relevance.instructions(instructions)
+    assert lookup.calls == 1
+    for row, ids in enumerate(instructions):
+        alone, _ = relevance.instructions([ids])
+        assert torch.equal(text[row], alone[0])
+
+
+def test_half_precision_embeddings_are_averaged_in_float32() -> None:
+    lookup = Lookup()
+    lookup.table.to(torch.bfloat16)
+    text, _ = InputEmbeddings(lookup, CPU).instructions([tuple(range(32))])
+    assert text.dtype == torch.float32
+    torch.testing.assert_close(text[0, 0], lookup.table.weight.detach().float().mean(dim=0))
+
+
+class AdaptedEmbedding(nn.Module):
+    """Like vLLM's ``VocabParallelEmbeddingWithLoRA``: adds adapters of the running batch."""
+
+    def __init__(self, base_layer: nn.Embedding) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, ids: Tensor) -> Tensor:
+        embedded: Tensor = self.base_layer(ids) + 1.0
+        return embedded
+
+
+class LanguageModel(nn.Module):
+    """Scales what its inner model embeds, as Gemma 3 does."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.model: Any = nn.Module()
+        self.model.embed_tokens = layer
+
+    def embed_input_ids(self, ids: Tensor) -> Tensor:
+        embedded: Tensor = self.model.embed_tokens(ids) * 3.0
+        return embedded
+
+
+class EmbeddingsVision(Vision):
+    """Vision side for tests of relevance by input embeddings only."""
+
+    @staticmethod
+    def tower(model: Any) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
+        raise AssertionError("not called")
+
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
+        raise AssertionError("not called")
+
+
+@torch.no_grad()
+def test_instructions_are_embedded_without_the_adapters_of_other_requests() -> None:
+    base = nn.Embedding(16, 8)
+    plain, adapted = LanguageModel(base), LanguageModel(AdaptedEmbedding(base))
+    layer = adapted.model.embed_tokens
+    model: Any = SimpleNamespace(get_language_model=lambda: adapted)
+    relevance = EmbeddingsVision(model, served({"/constraints/selector/q_e": 4})).relevance()
+    assert relevance is not None
+    text, _ = relevance.instructions([(1, 2, 3)])
+    expected = plain.embed_input_ids(torch.tensor([1, 2, 3])).mean(dim=0)
+    assert torch.equal(text[0, 0], expected)
+    assert adapted.model.embed_tokens is layer
+
+
+# ---- test_language_layers ----
+
+START, LAYERS, HIDDEN, HEADS, KEY_HEADS, HEAD = 1, 3, 24, 4, 2, 6
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    """Transformers' own model with grouped key heads, eager, so that it shows its attention."""
+    from transformers import LlamaConfig, LlamaModel
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        intermediate_size=40,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+        head_dim=HEAD,
+        max_position_embeddings=128,
+        attn_implementation="eager",
+    )
+    model = LlamaModel(config).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        nn.init.normal_(weight, mean=float("norm" in name), std=0.3)
+    return model
+
+
+class Served:
+    """The same weights with the names and shapes of vLLM's ``LlamaModel``."""
+
+    def __init__(self, llama: Any) -> None:
+        self.embed_tokens = llama.embed_tokens
+        self.norm = llama.norm
+        self.ran: list[int] = []
+        self.layers = [self._layer(llama, i) for i in range(LAYERS)]
+
+    def _layer(self, llama: Any, index: int) -> SimpleNamespace:
+        layer = llama.layers[index]
+        own = layer.self_attn
+
+        def qkv(hidden: Tensor) -> tuple[Tensor, None]:
+            return torch.cat([f(hidden) for f in (own.q_proj, own.k_proj, own.v_proj)], -1), None
+
+        def rotary(positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+            from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+            cos, sin = llama.rotary_emb(query[None], positions[None])
+            heads = [part.unflatten(-1, (-1, HEAD)).transpose(0, 1)[None] for part in (query, key)]
+            turned = apply_rotary_pos_emb(heads[0], heads[1], cos, sin)
+            return tuple(part[0].transpose(0, 1).flatten(1) for part in turned)
+
+        def mlp(hidden: Tensor) -> Tensor:
+            self.ran.append(index)
+            done: Tensor = layer.mlp(hidden)
+            return done
+
+        attention = SimpleNamespace(
+            qkv_proj=qkv,
+            rotary_emb=rotary,
+            o_proj=lambda mixed: (own.o_proj(mixed), None),
+            q_size=HEADS * HEAD,
+            kv_size=KEY_HEADS * HEAD,
+            head_dim=HEAD,
+            scaling=HEAD**-0.5,
+            total_num_kv_heads=KEY_HEADS,
+        )
+        return SimpleNamespace(
+            self_attn=attention,
+            mlp=mlp,
+            input_layernorm=layer.input_layernorm,
+            post_attention_layernorm=layer.post_attention_layernorm,
+        )
+
+
+def image(tokens: int = 9, seed: int = 0) -> Tensor:
+    return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def read(served: Served, *ids: int, shown: Tensor | None = None) -> LlamaPrefix:
+    first = FirstLanguageLayers(served, (START,), CPU)
+    return first.read(image() if shown is None else shown, ids)
+
+
+def test_it_is_a_language_prefix(llama: Any) -> None:
+    prefix: LanguagePrefix = read(Served(llama), 5, 6, 7)
+    assert prefix.start == 1
+    assert prefix.text.tolist() == [[True, True, True]]
+
+
+def test_the_sequence_is_start_image_instruction(llama: Any) -> None:
+    shown = image()
+    (row,) = read(Served(llama), 5, 6, shown=shown).embeddings()
+    table = llama.embed_tokens.weight
+    assert torch.equal(row, torch.cat([table[[START]], shown, table[[5, 6]]]))
+
+
+def test_empty_instruction_is_the_start_token(llama: Any) -> None:
+    prefix = read(Served(llama))
+    assert prefix.text.tolist() == [[True]]
+    assert torch.equal(prefix.embeddings()[0, -1], llama.embed_tokens.weight[START])
+    assert prefix.attention(0).shape == (1, HEADS, 1, 11)
+
+
+def test_layers_equal_transformers(llama: Any) -> None:
+    """States, normed states, rotated keys and the text's attention rows, in float32."""
+    prefix = read(Served(llama), 5, 6, 7)
+    whole = llama(
+        inputs_embeds=prefix.embeddings(), output_hidden_states=True, output_attentions=True
+    )
+    for layer in range(LAYERS):
+        attention = prefix.attention(layer)
+        assert attention.dtype == torch.float32
+        torch.testing.assert_close(attention, whole.attentions[layer][:, :, -3:])
+        torch.testing.assert_close(prefix.keys(layer), whole.past_key_values.layers[layer].keys)
+        if layer < LAYERS - 1:  # transformers norms the last one
+            torch.testing.assert_close(prefix.states(layer), whole.hidden_states[layer + 1])
+            expected = llama.norm(whole.hidden_states[layer + 1])
+            torch.testing.assert_close(prefix.normed(layer), expected)
+    torch.testing.assert_close(prefix.normed(LAYERS - 1), whole.last_hidden_state)
+
+
+def test_only_requested_layers_run(llama: Any) -> None:
+    served = Served(llama)
+    prefix = read(served, 5)
+    prefix.embeddings()
+    prefix.keys(0)
+    prefix.attention(0)
+    assert served.ran == []
+    prefix.attention(1)
+    prefix.states(0)
+    prefix.normed(0)
+    prefix.keys(1)
+    assert served.ran == [0]
+    prefix.states(1)
+    assert served.ran == [0, 1]
+
+
+def test_attention_is_causal(llama: Any) -> None:
+    rows = read(Served(llama), 5, 6, 7).attention(1)[0]
+    assert (rows[:, 0, -2:] == 0).all() and (rows[:, 1, -1:] == 0).all()
+    assert (rows[:, 2] > 0).all()
+    torch.testing.assert_close(rows.sum(dim=-1), torch.ones(HEADS, 3))
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_heads_of_ranks_are_concatenated(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, copies: int
+) -> None:
+    """Two ranks, or four that hold each of two key heads twice."""
+    whole = read(Served(llama), 5, 6, 7)
+    expected = (whole.keys(1), whole.attention(1))
+    part = read(Served(llama), 5, 6, 7)
+    monkeypatch.setattr(under_test, "world_size", lambda: KEY_HEADS * copies)
+
+    def joined(mine: Tensor, dim: int) -> Tensor:
+        # Stands in for the gather: key heads come as often as ranks hold them.
+        assert dim == 0
+        return mine.repeat_interleave(copies, dim=0) if len(mine) == KEY_HEADS else mine
+
+    monkeypatch.setattr(under_test, "gather_over_ranks", joined)
+    assert torch.equal(part.keys(1), expected[0])
+    assert torch.equal(part.attention(1), expected[1])

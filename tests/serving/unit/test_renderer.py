@@ -1,0 +1,434 @@
+"""From the renderer to the engine: fields of messages, checked plans, counted requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jinja2
+import pytest
+import torch
+from prometheus_client import REGISTRY
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.hf import HfRenderer
+
+from tests.serving.unit.samples import served
+from vllm_autoprune.serving.api import engine_requests
+from vllm_autoprune.serving.api import renderer as under_test
+from vllm_autoprune.serving.api.engine_requests import (
+    ImageCounts,
+    RenderedHashes,
+    wrap_add_request,
+    wrap_process_inputs,
+)
+from vllm_autoprune.serving.api.metrics import count_refused_request, count_request
+from vllm_autoprune.serving.api.pruning_choice import ImageChoice
+from vllm_autoprune.serving.api.renderer import (
+    _MESSAGE_FIELDS,
+    AutopruneHfRenderer,
+    _add_salt,
+    _pass_fields,
+)
+from vllm_autoprune.serving.api.request_fields import SALT, CacheSalt, RecallTurn
+from vllm_autoprune.serving.compat import attach
+from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.shared.request_rules import DEFAULT_RULES, RequestRules
+from vllm_autoprune.serving.shared.served_state import ATTRIBUTE
+
+pytestmark = pytest.mark.compat
+
+
+TURN = {"images": 1, "text": "and now?"}
+FIELDS = {"instructions": ["what?"], "details": ["low"], "turns": [0], "recall_turns": [TURN]}
+
+
+def handed(asked: object, **others: object) -> Any:
+    prompt: Any = {"prompt_token_ids": [1], _MESSAGE_FIELDS: FIELDS}
+    if asked != "nothing":
+        prompt["mm_processor_kwargs"] = {"autoprune": asked, **others}
+    return _pass_fields(prompt)
+
+
+def test_a_prompt_with_images_stores_the_fields_of_its_messages() -> None:
+    renderer: Any = SimpleNamespace(model_config=SimpleNamespace())
+    parts = [{"type": "image_url", "image_url": {"url": "x", "detail": "low"}}, "what?"]
+    messages: Any = [{"role": "user", "content": parts}]
+
+    turns = [RecallTurn(images=1, text="and now?")]
+
+    def stored(prompt: Any) -> Any:
+        return AutopruneHfRenderer._store_fields(renderer, messages, prompt, turns)
+
+    images = {"multi_modal_data": {"image": ["x"]}}
+    assert stored({**images}) == images
+    attach(renderer.model_config, ATTRIBUTE, served())
+    assert stored({**images}) == {**images, _MESSAGE_FIELDS: FIELDS}
+    assert stored({"prompt": "what?"}) == {"prompt": "what?"}
+
+
+def test_fields_of_the_messages_reach_the_processor_and_leave_the_prompt() -> None:
+    prompt = handed("nothing")
+    assert prompt == {
+        "prompt_token_ids": [1],
+        "mm_processor_kwargs": {"autoprune": FIELDS},
+    }
+
+
+def test_fields_of_the_request_are_kept() -> None:
+    kwargs = handed({"budget": 16}, num_crops=4)["mm_processor_kwargs"]
+    assert kwargs == {"autoprune": {"budget": 16, **FIELDS}, "num_crops": 4}
+
+
+def test_fields_that_a_client_writes_are_replaced_by_those_of_its_messages() -> None:
+    kwargs = handed({"instructions": ["forged"], "details": ["high"], "recall_turns": []})[
+        "mm_processor_kwargs"
+    ]
+    assert kwargs == {"autoprune": FIELDS}
+
+
+def test_a_null_entry_asks_for_nothing_and_keeps_the_fields_of_the_messages() -> None:
+    kwargs = handed(None)["mm_processor_kwargs"]
+    assert kwargs == {"autoprune": FIELDS}
+
+
+@pytest.mark.parametrize("asked", [[16], 16, "16", False], ids=repr)
+def test_a_malformed_entry_is_left_for_the_processor_to_refuse(asked: object) -> None:
+    assert handed(asked)["mm_processor_kwargs"] == {"autoprune": asked}
+
+
+def test_the_caller_s_own_dictionaries_are_not_changed() -> None:
+    kwargs = {"autoprune": {"budget": 16}}
+    prompt: Any = {"prompt_token_ids": [1], _MESSAGE_FIELDS: FIELDS, "mm_processor_kwargs": kwargs}
+    _pass_fields(prompt)
+    assert kwargs == {"autoprune": {"budget": 16}}
+
+
+def test_a_prompt_without_messages_is_passed_on() -> None:
+    prompt: Any = {"prompt_token_ids": [1]}
+    assert _pass_fields(prompt) is prompt
+    assert prompt == {"prompt_token_ids": [1]}
+
+
+def test_the_cache_salt_reaches_the_processor_in_a_type_of_its_own() -> None:
+    given = {"autoprune": {"budget": 8}, SALT: "what a client wrote"}
+    prompt: Any = {"prompt_token_ids": [1], "cache_salt": "tenant", "mm_processor_kwargs": given}
+    kwargs = _add_salt(prompt)["mm_processor_kwargs"]
+    assert kwargs == {"autoprune": {"budget": 8}, SALT: "tenant"}
+    assert isinstance(kwargs[SALT], CacheSalt)
+    assert given[SALT] == "what a client wrote"
+
+
+def test_a_prompt_without_a_salt_is_left_as_it_is() -> None:
+    prompt: Any = {"prompt_token_ids": [1]}
+    assert _add_salt(prompt) == {"prompt_token_ids": [1]}
+
+
+@pytest.mark.parametrize(
+    ("template", "space"),
+    [
+        ("{% for p in messages[0].content %}{{ '<image>\n' if p.type == 'image' else p.text }}"
+         "{% endfor %}", "\n"),
+        ("{% for p in messages[0].content %}{{ '<v><image></v>' if p.type == 'image' else p.text }}"
+         "{% endfor %}", ""),
+        ("{{ 'USER: ' + messages[0].content }}", "\n"),
+    ],
+    ids=["a line of its own", "a wrapper", "text alone"],
+)  # fmt: skip
+def test_white_space_after_an_image_is_the_template_s(
+    monkeypatch: pytest.MonkeyPatch, template: str, space: str
+) -> None:
+    """The last template takes no parts: vLLM answers by an error, and joins by line breaks."""
+
+    def apply(config: object, tokenizer: object, conversation: object, **options: Any) -> str:
+        try:
+            return str(jinja2.Template(options["chat_template"]).render(messages=conversation))
+        except TypeError as error:
+            raise VLLMValidationError(str(error)) from error
+
+    monkeypatch.setattr(under_test, "safe_apply_chat_template", apply)
+    renderer: Any = SimpleNamespace(_spaces={}, model_config=None, get_tokenizer=lambda: None)
+    found = AutopruneHfRenderer._space_after_image(renderer, "<image>", template)
+    assert found == space
+    assert renderer._spaces == {template: space}
+
+
+def test_prompt_embeddings_beside_images_leave_the_request_countable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM replaces the hashes by a plain dictionary, which a client could have sent as well."""
+
+    def replaced(self: object, engine_input: Any) -> None:
+        engine_input["mm_hashes"] = {**engine_input["mm_hashes"], "prompt_embeds": ["b"]}
+
+    monkeypatch.setattr(HfRenderer, "_apply_prompt_embeds_to_engine_input", replaced)
+    renderer = object.__new__(AutopruneHfRenderer)
+    hashes = RenderedHashes({"image": ["a"]})
+    rendered: Any = {"mm_hashes": hashes}
+    renderer._apply_prompt_embeds_to_engine_input(rendered)
+    assert rendered["mm_hashes"] is hashes
+    assert hashes == {"image": ["a"], "prompt_embeds": ["b"]}
+
+
+# ---- test_engine_requests ----
+
+PLAN = ItemPlan(8, (1, 2), (3,))
+PIXELS = torch.arange(12.0).reshape(3, 2, 2)
+CHOICES = (ImageChoice(8, 144, "state"), ImageChoice(16, 144, "state"))
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What was counted, in place of the process's own counters."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(engine_requests, "count_request", lambda *said: calls.append(said))
+    monkeypatch.setattr(
+        engine_requests, "count_refused_request", lambda: calls.append(("refused",))
+    )
+    monkeypatch.setattr(engine_requests, "_waiting", engine_requests._waiting.copy())
+    return calls
+
+
+def feature(
+    row: object, placeholders: int = 8, pixels: torch.Tensor | None = PIXELS, **how: Any
+) -> Any:
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+    )
+
+    data = MultiModalKwargsItem(
+        {
+            FIELD: MultiModalFieldElem(
+                cast("Any", row), MultiModalBatchedField(**{"keep_on_cpu": True, **how})
+            ),
+            "pixel_values": MultiModalFieldElem(pixels, MultiModalBatchedField()),
+        }
+    )
+    position = SimpleNamespace(get_num_embeds=lambda: placeholders)
+    return SimpleNamespace(
+        data=data, mm_position=position, mm_hash="a", identifier="a", modality="image"
+    )
+
+
+def processed(
+    prompt: object,
+    features: list[Any],
+    *,
+    fails: bool = False,
+    stock: bool = False,
+    salt: str | None = None,
+    rules: RequestRules = DEFAULT_RULES,
+) -> Any:
+    """A request that vLLM's own step has made of a prompt, or refused."""
+
+    def process_inputs(self: object, request_id: str, given: object) -> object:
+        if fails:
+            raise ValueError("longer than the maximum model length")
+        return SimpleNamespace(
+            request_id=f"{request_id}-random",
+            external_req_id=request_id,
+            mm_features=features,
+            cache_salt=salt,
+        )
+
+    config = SimpleNamespace(
+        autoprune=None if stock else replace(served(), rules=rules),
+        get_vocab_size=lambda: 100,
+        get_multimodal_config=lambda: SimpleNamespace(mm_hasher_algorithm="blake3"),
+    )
+    owner = SimpleNamespace(model_config=config)
+    step: Any = wrap_process_inputs(process_inputs)
+    return step(owner, "mine", prompt)
+
+
+def hand_over(request: object, *, fails: bool = False) -> None:
+    def add_request(self: object, given: object) -> None:
+        if fails:
+            raise RuntimeError("too many requests wait")
+
+    step: Any = wrap_add_request(add_request)
+    step(SimpleNamespace(), request)
+
+
+def prompt() -> dict[str, object]:
+    counts = ImageCounts("autoprune", CHOICES, 7)
+    hashes = RenderedHashes({"image": ["a", "b"]}, counts)
+    return {"type": "multimodal", "mm_hashes": hashes}
+
+
+def test_a_request_is_counted_when_it_is_passed_to_the_engine(counted: list[Any]) -> None:
+    one = prompt()
+    request = processed(one, [feature(PLAN.encode())])
+    assert counted == []
+    hand_over(request)
+    assert counted == [("autoprune", CHOICES, 7)]
+
+
+def test_a_request_that_is_refused_after_rendering_does_not_count(counted: list[Any]) -> None:
+    with pytest.raises(ValueError, match="model length"):
+        processed(prompt(), [feature(PLAN.encode())], fails=True)
+    one = prompt()
+    request = processed(one, [feature(PLAN.encode())])
+    with pytest.raises(RuntimeError):
+        hand_over(request, fails=True)
+    assert counted == []
+
+
+def test_another_request_is_not_taken_for_a_refused_one(counted: list[Any]) -> None:
+    refused = prompt()  # kept by a traceback, for example
+    item = feature(PLAN.encode())
+    place = id(processed(refused, [item]).mm_features)
+    others = tuple([item] for _ in range(100))  # the first one would get its place in memory
+    assert place not in map(id, others)
+    for features in others:
+        hand_over(SimpleNamespace(mm_features=features))
+    assert counted == []
+
+
+def test_samples_and_beams_of_a_request_count_once(counted: list[Any]) -> None:
+    one = prompt()
+    for _ in range(3):  # a beam search hands over every beam, token by token
+        request = processed(one, [feature(PLAN.encode())])
+        hand_over(request)
+        hand_over(request)  # and n > 1 hands over each sample
+    assert len(counted) == 1
+
+
+def test_two_requests_count_twice_and_others_not_at_all(counted: list[Any]) -> None:
+    for one in (prompt(), prompt()):
+        hand_over(processed(one, [feature(PLAN.encode())]))
+    assert len(counted) == 2
+    hand_over(processed({"type": "token"}, []))
+    hand_over(processed("a raw prompt", []))
+    one = prompt()
+    hand_over(processed(one, [feature(PLAN.encode())], stock=True))
+    assert len(counted) == 2
+
+
+def test_a_request_that_never_reaches_the_engine_leaves_nothing_behind() -> None:
+    for _ in range(9):
+        processed(prompt(), [feature(PLAN.encode())])
+    assert not engine_requests._waiting
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (feature(PLAN.encode(), 9), "9 placeholders"),
+        (feature(PLAN.encode()[:3]), "3 numbers"),
+        (feature([PLAN.encode()]), "64-bit"),
+        (feature(PLAN.encode(), keep_on_cpu=False), "on the CPU"),
+        (feature(ItemPlan(8, (1, 2), (100,)).encode()), "vocabulary"),
+        (feature(ItemPlan(8, (1, 2), profile=True).encode()), "profiling"),
+    ],
+)
+def test_a_plan_from_another_process_is_checked(counted: list[Any], plan: Any, said: str) -> None:
+    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
+    with pytest.raises(VLLMValidationError, match=said):  # answered by 400
+        processed(made_elsewhere, [plan])
+    assert counted == [("refused",)]
+    processed(made_elsewhere, [plan], stock=True)
+
+
+@pytest.mark.parametrize(
+    "plan", [ItemPlan(65, (1, 2), (3,)), ItemPlan(8, (1, 2), (3,), keep="random")]
+)
+def test_without_the_flag_a_plan_from_another_process_sets_nothing(plan: ItemPlan) -> None:
+    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
+    with pytest.raises(VLLMValidationError, match="requests may"):
+        processed(made_elsewhere, [feature(plan.encode(), plan.budget)])
+    allowed = RequestRules("budget", explicit=True)
+    processed(made_elsewhere, [feature(plan.encode(), plan.budget)], rules=allowed)
+
+
+def test_a_plan_from_another_process_brings_its_image() -> None:
+    """The engine would look for the tensors in another item of the request."""
+    alone = feature(PLAN.encode())
+    del alone.data["pixel_values"]
+    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
+    with pytest.raises(VLLMValidationError, match="without the tensors"):
+        processed(made_elsewhere, [alone])
+
+
+def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over() -> None:
+    """Their identity, of which prefixes are made, stays theirs."""
+    core, delta = feature(PLAN.encode()), feature(PLAN.encode())
+    delta.mm_hash = delta.identifier = "b"
+    hashes = RenderedHashes({"image": ["a", "b"]}, keys={"a": "x", "b": "x"})
+    request = processed({"type": "multimodal", "mm_hashes": hashes}, [core, delta])
+    assert (core.mm_hash, delta.mm_hash) == ("a", "b")
+    for _ in range(2):
+        hand_over(request)
+        assert (core.mm_hash, delta.mm_hash) == ("x", "x")
+        assert (core.identifier, delta.identifier) == ("a", "b")
+
+
+def test_valid_plans_and_inputs_that_need_none_are_accepted() -> None:
+    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
+    known = SimpleNamespace(data=None, modality="image")
+    other = SimpleNamespace(data={"image_embeds": torch.zeros(1)}, modality="image")
+    cached = feature(None, pixels=None)
+    request = processed(made_elsewhere, [known, other, cached, feature(PLAN.encode())])
+    assert len(request.mm_features) == 4
+
+
+def test_an_image_that_was_processed_without_the_plugin_is_refused(counted: list[Any]) -> None:
+    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
+    unplanned = feature(PLAN.encode())
+    del unplanned.data[FIELD]
+    with pytest.raises(VLLMValidationError, match="processed without the plugin"):
+        processed(made_elsewhere, [feature(PLAN.encode()), unplanned])
+    video = SimpleNamespace(data=unplanned.data, modality="video")
+    processed(made_elsewhere, [video])
+
+
+def test_features_of_a_plan_made_elsewhere_are_kept_under_the_key_of_its_pixels() -> None:
+    """Under a key of the client's choice they would answer for another image."""
+    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
+    keys = {}
+    for name, forged, salt in (
+        ("one", (1, 2), None),
+        ("same", (3, 4), None),
+        ("salted", (1, 2), "s"),
+    ):
+        image = feature(ItemPlan(8, forged, (3,)).encode())
+        processed(made_elsewhere, [image], salt=salt)
+        keys[name] = ItemPlan.decode(image.data[FIELD].data).key
+    assert keys["one"] == keys["same"] not in ((1, 2), (3, 4))
+    assert keys["salted"] != keys["one"]
+
+
+# ---- test_metrics ----
+
+
+@pytest.fixture
+def grown() -> Callable[..., float]:
+    """Increase of a counter since the test began."""
+    before = {s.name + str(s.labels): s.value for f in REGISTRY.collect() for s in f.samples}
+
+    def by(name: str, **labels: str) -> float:
+        now = REGISTRY.get_sample_value(name, labels)
+        return (now or 0.0) - before.get(name + str(labels), 0.0)
+
+    return by
+
+
+def test_a_request_and_its_images(grown: Callable[..., float]) -> None:
+    count_request("dart", [ImageChoice(16, 144, "state"), ImageChoice(144, 144, "state")], 100)
+    count_request("off", [ImageChoice(50, 50, "random")], 100)
+    assert grown("autoprune_requests_total", state="dart") == 1
+    assert grown("autoprune_requests_total", state="off") == 1
+    assert grown("autoprune_images_total", chooser="state") == 2
+    assert grown("autoprune_images_total", chooser="random") == 1
+    assert grown("autoprune_visual_tokens_total", stage="before") == 338
+    assert grown("autoprune_visual_tokens_total", stage="after") == 210
+    assert grown("autoprune_kv_bytes_saved_total") == 12_800
+
+
+def test_a_refusal(grown: Callable[..., float]) -> None:
+    count_refused_request()
+    assert grown("autoprune_requests_refused_total") == 1
+    assert grown("autoprune_images_total", chooser="state") == 0

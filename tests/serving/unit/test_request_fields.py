@@ -1,0 +1,360 @@
+"""What a request may say, where, and how it is refused: fields, misplaced fields, headers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.serving.unit.samples import served
+from vllm_autoprune import RequestError
+from vllm_autoprune.serving.api import request_fields
+from vllm_autoprune.serving.api.misplaced_fields import (
+    KWARGS,
+    check_request,
+    find_misplaced_field,
+)
+from vllm_autoprune.serving.api.request_fields import (
+    MAX_COUNTED,
+    MAX_PROBLEMS,
+    PruningRequest,
+    SharedBudget,
+    parse_request,
+)
+from vllm_autoprune.serving.api.request_headers import (
+    KeepRequest,
+    SentRequest,
+    current_request,
+    handling,
+    merge_headers,
+    read_headers,
+)
+from vllm_autoprune.serving.compat.api import _wrap_preprocess
+from vllm_autoprune.serving.shared.plan import CHOOSERS
+from vllm_autoprune.serving.shared.request_rules import RequestRules
+from vllm_autoprune.serving.shared.served_state import ATTRIBUTE
+from vllm_autoprune.serving.startup.flags import MIDDLEWARE
+
+
+def test_a_request_without_fields_gets_the_server_default() -> None:
+    nothing = PruningRequest(budget=None, state=None, enabled=True, keep="state")
+    assert parse_request(None) == parse_request({}) == nothing
+
+
+def test_all_request_fields_are_parsed() -> None:
+    for keep in CHOOSERS:
+        asked = {"budget": 16, "keep": keep, "instructions": ["what?", ""]}
+        request = parse_request(asked)
+        assert (request.budget, request.keep, request.instructions) == (16, keep, ["what?", ""])
+
+
+def test_details_have_one_level_or_none_for_each_image() -> None:
+    assert parse_request({"details": ["low", "high", None]}).details == ["low", "high", None]
+    assert parse_request({}).details is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "read"), [(16, 16), ([16, 8], (16, 8)), ({"shared": 24}, SharedBudget(shared=24))]
+)
+def test_the_three_forms_of_a_budget(asked: object, read: object) -> None:
+    assert parse_request({"budget": asked}).budget == read
+
+
+def test_a_policy_is_a_name_or_an_unparsed_state() -> None:
+    assert parse_request({"state": "visionzip"}).state == "visionzip"
+    state = {"schema": "x", "name": [{"deep": None}]}
+    assert parse_request({"state": state}).state == state
+    assert not parse_request({"enabled": False}).enabled
+
+
+@pytest.mark.parametrize(
+    ("asked", "where"),
+    [
+        ({"budget": []}, "budget"),
+        ({"budget": [8, True]}, "budget"),
+        ({"budget": [8, None]}, "budget"),
+        ({"budget": {}}, "budget"),
+        ({"budget": {"shared": 1.0}}, "budget"),
+        ({"budget": {"shared": 8, "by": "size"}}, "budget"),
+        ({"budget": {"total": 8}}, "budget"),
+        ({"state": 3}, "state"),
+        ({"state": ["visionzip"]}, "state"),
+        ({"enabled": "false"}, "enabled"),
+        ({"enabled": 0}, "enabled"),
+        ({"enabled": None}, "enabled"),
+        ({"strange": 1}, "strange"),
+        ({3: 1}, None),
+        ({"budget": "16"}, "budget"),
+        ({"budget": 1.5}, "budget"),
+        ({"budget": 16.0}, "budget"),
+        ({"budget": True}, "budget"),
+        ({"buget": 16}, "buget"),
+        ({"keep": "best"}, "keep"),
+        ({"keep": None}, "keep"),
+        ({"instructions": "what?"}, "instructions"),
+        ({"instructions": [1]}, "instructions/0"),
+        ({"details": "low"}, "details"),
+        ({"turns": [0, -1]}, "turns/1"),
+        ({"turns": [True]}, "turns/0"),
+        ({"details": ["low", 64]}, "details/1"),
+        ({"details": ["auto"]}, "details/0"),
+        ([16], None),
+        (16, None),
+        ("16", None),
+        (True, None),
+    ],
+    ids=repr,
+)
+def test_other_values_are_refused_with_their_pointer(asked: object, where: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request(asked)
+    (problem,) = caught.value.problems
+    entry = "mm_processor_kwargs/autoprune"
+    assert problem.where == (entry if where is None else f"{entry}/{where}")
+    assert problem.fix
+
+
+def test_a_misspelt_field_is_answered_with_its_name() -> None:
+    with pytest.raises(RequestError, match="did you mean 'budget'"):
+        parse_request({"buget": 16})
+    with pytest.raises(RequestError, match="use one of: budget, state"):
+        parse_request({"colour": 16})
+
+
+def test_all_problems_are_reported_in_one_error() -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request({"budget": "x", "keep": "y", "z": 1})
+    assert {p.where.rpartition("/")[2] for p in caught.value.problems} == {"budget", "keep", "z"}
+    assert isinstance(caught.value, ValueError)  # vLLM answers those by 400
+
+
+def test_an_answer_stays_short_whatever_is_asked() -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request({"x" * 10_000 + str(i): "y" * 10_000 for i in range(1000)})
+    assert len(caught.value.problems) <= MAX_PROBLEMS
+    assert len(str(caught.value)) < 10_000
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {f"x{i}": 1 for i in range(MAX_COUNTED + 1)},
+        {"details": ["x"] * (MAX_COUNTED + 1)},
+        {"recall_turns": [{f"x{i}": 1 for i in range(MAX_COUNTED + 1)}]},
+    ],
+    ids=["fields", "items", "fields of an item"],
+)
+def test_many_problems_are_only_counted(
+    asked: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_fields, "escape_unprintable", lambda *_: pytest.fail("a message"))
+    with pytest.raises(RequestError, match=r"has 25\d problems"):
+        parse_request(asked)
+
+
+@pytest.mark.parametrize("key", ["a\nERROR forged line", "\x1b[2J", "\u2028", "x" * 10_000 + "\n"])
+def test_an_unknown_key_is_reported_on_a_short_line(key: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request({key: 1, "budget": {key: 2}})
+    lines = str(caught.value).split("\n")
+    assert len(lines) == 3  # the subject and two problems
+    assert all(line.isprintable() and len(line) < 300 for line in lines)
+
+
+# ---- test_misplaced_fields ----
+
+ENTRY = {"budget": 16}
+PART = {"type": "image_url", "image_url": {"url": "x"}, "autoprune": 8}
+IN_DATA = f"multi_modal_data/{KWARGS}/autoprune"
+
+
+@pytest.mark.parametrize(
+    ("extra", "kwargs", "where", "fix"),
+    [
+        ({"autoprune": ENTRY}, {}, "autoprune", '"mm_processor_kwargs": {"autoprune"'),
+        ({"autoprune_budget": 16}, {}, "autoprune_budget", "mm_processor_kwargs"),
+        ({"extra": 1}, {"budget": 16}, "mm_processor_kwargs/budget", "one level down"),
+        ({}, {"state": "visionzip"}, "mm_processor_kwargs/state", "one level down"),
+        ({}, {"auto_prune": ENTRY}, "mm_processor_kwargs/auto_prune", "'autoprune'"),
+        ({}, {"autopurne": ENTRY}, "mm_processor_kwargs/autopurne", "'autoprune'"),
+        ({"autoprune": False}, {}, "autoprune", '{"enabled": false}'),
+        ({"autoprune": 32}, {}, "autoprune", '{"budget": 32}'),
+        ({"extra_body": {"autoprune": ENTRY}}, {}, "extra_body/autoprune", KWARGS),
+        ({"extra_body": {KWARGS: ENTRY}}, {}, f"extra_body/{KWARGS}/budget", KWARGS),
+        ({"multi_modal_data": {KWARGS: {"autoprune": ENTRY}}}, {}, IN_DATA, KWARGS),
+        ({"messages": [{"content": [PART]}]}, {}, "messages/0/content/0/autoprune", KWARGS),
+        ({"input": [{"image_url": {"budget": 8}}]}, {}, "input/0/image_url/budget", KWARGS),
+        ({KWARGS: {"autoprune": ENTRY}}, {}, f"{KWARGS}/autoprune", KWARGS),
+        ({"extra_headers": {"x-autoprune-state": "trim"}}, {}, "extra_headers/x-", KWARGS),
+    ],
+)
+def test_a_field_in_the_wrong_place_is_named_with_the_right_one(
+    extra: dict[str, object], kwargs: dict[str, object], where: str, fix: str
+) -> None:
+    problem = find_misplaced_field(extra, kwargs)
+    assert problem is not None
+    assert problem.where.startswith(where)
+    assert fix in problem.fix
+
+
+HARMLESS = {
+    "autotune": True,
+    "autorun": {"budget": 1},
+    "autoprune": None,
+    "budget": 64,
+    "metadata": {"autoprune": "on"},
+    "tools": [{"function": {"name": "autoprune", "parameters": {"autoprune": {}}}}],
+    "messages": [
+        {"role": "user", "content": "autoprune"},
+        {"tool_calls": [{"function": {"arguments": '{"autoprune": 1}'}}]},
+        {"content": [{"type": "tool_use", "input": {"autoprune": 1}}, {"text": "autoprune: 64"}]},
+    ],
+    "prompt": list(range(9)),
+}
+
+
+def test_other_fields_are_left_alone() -> None:
+    assert find_misplaced_field({"user_id": 1, "auto": 2}, {"autoprune": ENTRY}) is None
+    assert find_misplaced_field({}, {"size": {"height": 1}, "do_resize": False}) is None
+    assert find_misplaced_field(HARMLESS, {}) is None
+
+
+def model_config(rules: RequestRules) -> Any:
+    state = dataclasses.replace(served(), rules=rules)
+    return SimpleNamespace(**{ATTRIBUTE: state})
+
+
+def request(**fields: object) -> Any:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+    return ChatCompletionRequest.model_validate({**body, **fields})
+
+
+@pytest.mark.compat
+def test_an_entry_that_no_flag_allows_is_answered_with_the_plugin_s_flag() -> None:
+    default = model_config(RequestRules())
+    with pytest.raises(RequestError, match="--autoprune-requests budget"):
+        check_request(default, request(mm_processor_kwargs={"autoprune": ENTRY}), False)
+    check_request(default, request(mm_processor_kwargs={"autoprune": ENTRY}), True)
+    allowing = model_config(RequestRules(explicit=True))
+    check_request(allowing, request(mm_processor_kwargs={"autoprune": ENTRY}), False)
+
+
+@pytest.mark.compat
+def test_a_server_without_a_state_checks_nothing() -> None:
+    nothing: Any = SimpleNamespace()
+    check_request(nothing, request(autoprune=ENTRY, mm_processor_kwargs={"budget": 3}), False)
+
+
+@pytest.mark.compat
+def test_vllm_s_own_request_is_refused_before_it_is_rendered() -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    async def stock(self: object, request: object) -> str:
+        return "rendered"
+
+    preprocess = _wrap_preprocess(check_request, 0, stock)
+    server: Any = SimpleNamespace(
+        model_config=model_config(RequestRules(explicit=True)), trust_request_mm_kwargs=False
+    )
+    with pytest.raises(VLLMValidationError, match="ignored at the top of a request"):
+        preprocess(server, request(autoprune=ENTRY))
+    answer: Any = preprocess(server, request(mm_processor_kwargs={"autoprune": ENTRY}))
+    assert asyncio.run(answer) == "rendered"
+
+
+# ---- test_request_headers ----
+
+BUDGET, STATE = "x-autoprune-budget", "x-autoprune-state"
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [("64", 64), ("[64, 32]", [64, 32]), ('{"shared": 96}', {"shared": 96}), ("0", 0)],
+)
+def test_a_header_says_what_the_entry_says(text: str, budget: object) -> None:
+    fields = {"budget": budget, "state": "visionzip"}
+    assert read_headers([(BUDGET, text), (STATE, "visionzip")]) == fields
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        *(
+            [(BUDGET, text)]
+            for text in ("", "many", "8.5", "8, 9", "null", "true", "[", "{}", '"8"')
+        ),
+        [(BUDGET, "9" * 5000)],
+        [(BUDGET, "[" * 5000)],
+        [(BUDGET, "8"), (BUDGET, "8")],
+        [(STATE, "")],
+        [("x-autoprune-recall", "8")],
+        [("x-autoprune", "8")],
+    ],
+    ids=str,
+)
+def test_a_malformed_header_is_refused_on_a_short_line(headers: list[tuple[str, str]]) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_headers(headers)
+    (problem,) = caught.value.problems
+    assert problem.where.startswith("header x-autoprune")
+    assert problem.fix and len(str(problem)) < 200
+
+
+def test_header_and_entry_have_to_agree() -> None:
+    fields: dict[str, object] = {"budget": 64}
+    assert merge_headers(None, fields) == fields
+    assert merge_headers({"state": "trim"}, fields) == {"state": "trim", "budget": 64}
+    assert merge_headers({"budget": None}, fields) == fields
+    assert merge_headers({"budget": 64}, fields) == fields
+    with pytest.raises(RequestError, match="send one of the two"):
+        merge_headers({"budget": 63}, fields)
+
+
+def test_each_request_sees_its_own_headers() -> None:
+    seen: dict[str, object] = {}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0)
+        with handling(None):
+            assert current_request() is None
+        await receive()
+        await asyncio.sleep(0)
+        sent = await asyncio.create_task(read())
+        seen[scope["name"]] = (sent.headers, sent.take_body())
+
+    async def read() -> SentRequest:
+        sent = current_request()
+        assert sent is not None
+        return sent
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b'{"autoprune": 1}'}
+
+    async def send(message: object) -> None: ...
+
+    def scope(i: int) -> dict[str, object]:
+        headers = [(BUDGET.encode(), str(i).encode()), (b"host", b"x")]
+        path = "/v1/messages" if i % 2 else "/v1/chat/completions"
+        return {"type": "http", "name": str(i), "path": path, "headers": headers}
+
+    async def all_at_once() -> None:
+        keep = KeepRequest(app)
+        await asyncio.gather(*(keep(scope(i), receive, send) for i in range(20)))
+        assert current_request() is None
+
+    asyncio.run(all_at_once())
+    expected = {
+        str(i): ([(BUDGET, str(i))], {"autoprune": 1} if i % 2 else None) for i in range(20)
+    }
+    assert seen == expected
+
+
+def test_the_middleware_is_where_the_flags_say() -> None:
+    module, _, name = MIDDLEWARE.rpartition(".")
+    assert getattr(importlib.import_module(module), name) is KeepRequest

@@ -1,0 +1,316 @@
+"""States of requests and of servers: loading, safety check, encoding between processes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.serving.unit.samples import refusal, served, vllm_config
+from tests.tpdsl.samples import edited, sample, state
+from vllm_autoprune import (
+    PruningPolicy,
+    RequestError,
+    SafetyRecord,
+    StateError,
+    VisualTokens,
+    load_state,
+)
+from vllm_autoprune.serving.api.request_state import MAX_STATE_CHARACTERS, load_request_state
+from vllm_autoprune.serving.shared import state_safety
+from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
+from vllm_autoprune.serving.shared.request_rules import RequestRules
+from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.shared.state_codec import MAX_ENCODED_BYTES, decode_state, encode_state
+from vllm_autoprune.serving.shared.text_tower import TextTower
+from vllm_autoprune.serving.startup.config import resolve_settings
+from vllm_autoprune.tpdsl.atoms.safety import Verdict
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
+from vllm_autoprune.tpdsl.executor import check
+from vllm_autoprune.tpdsl.states.load import shipped_states
+from vllm_autoprune.tpdsl.states.state import PruningState
+
+
+def refused(policy: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        load_request_state(policy)
+    for problem in caught.value.problems:
+        assert problem.where.startswith("mm_processor_kwargs/autoprune/state")
+        assert problem.what and problem.fix
+    assert len(str(caught.value)) < 10_000
+    return str(caught.value)
+
+
+def test_a_shipped_name_and_a_whole_state() -> None:
+    assert load_request_state("visionzip").digest == load_state("visionzip").digest
+    assert load_request_state(sample()).digest == state().digest
+
+
+def test_a_name_is_never_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(sample()))
+    monkeypatch.chdir(tmp_path)
+    for name in (str(file), "mine.json", "mine", "../policies/autoprune.json", "/etc/passwd", "~"):
+        assert "ships with this server" in refused(name)
+
+
+def test_a_name_is_never_the_text_of_a_state() -> None:
+    assert "ships with this server" in refused(json.dumps(sample()))
+
+
+@pytest.mark.parametrize("name", ["", "visionzi", "VISIONZIP", "x" * 1_000_000, "\0", "\ud800"])
+def test_an_unknown_name(name: str) -> None:
+    assert "ships with this server" in refused(name)
+
+
+def test_a_state_with_mistakes_is_pointed_at() -> None:
+    said = refused(
+        edited(sample(), {"/scoring/fusion/atom": "no", "/constraints/selector/q_e": -1})
+    )
+    assert "state/scoring/fusion/atom" in said
+    assert "state/constraints/selector/q_e" in said
+
+
+def test_a_state_of_many_megabytes_is_not_even_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(text: str) -> object:
+        raise AssertionError("parsed")
+
+    monkeypatch.setattr("vllm_autoprune.serving.api.request_state.load_state", never)
+    huge = edited(sample(), {"/provenance": {"notes": "n" * 10_000_000}})
+    assert str(MAX_STATE_CHARACTERS) in refused(huge)
+
+
+def test_invalid_values_of_every_type() -> None:
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    for junk in ({}, {"a": 1}, deep, {"schema": float("nan")}, {"x": object()}, {1: {2: 3}}):
+        refused(junk)
+
+
+def test_a_state_that_violates_the_guarantees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is served as its base policy, or refused where it says so; either way by its digest."""
+
+    def broken(policy: PruningPolicy) -> SafetyRecord:
+        return SafetyRecord((Verdict("shapes", False, "made to fail"),))
+
+    monkeypatch.setattr(f"{state_safety.__name__}.safety_check", broken)
+    falling = edited(sample(), {"/constraints/selector/q_e": 7})
+    loaded = load_request_state(falling)
+    assert loaded.digest == state({"/constraints/selector/q_e": 7}).without_exchange().digest
+    strict = edited(falling, {"/safety": ["preserve_budget"]})
+    assert "made to fail" in refused(strict)
+
+
+def test_clients_cannot_fill_the_log_with_unsafe_states(
+    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    def broken(policy: PruningPolicy) -> SafetyRecord:
+        return SafetyRecord((Verdict("shapes", False, "made to fail"),))
+
+    monkeypatch.setattr(f"{state_safety.__name__}.safety_check", broken)
+    monkeypatch.setattr(state_safety, "_warnings", itertools.count(1))
+    for quota in range(20, 20 + 2 * state_safety.MAX_WARNINGS):
+        load_request_state(edited(sample(), {"/constraints/selector/q_e": quota}))
+    lines = [record.getMessage() for record in logged.records]
+    assert len(lines) == state_safety.MAX_WARNINGS
+    assert ["not logged" in line for line in lines] == [False] * (len(lines) - 1) + [True]
+
+
+def test_a_state_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    real = check.safety_check
+
+    def noted(policy: PruningPolicy) -> SafetyRecord:
+        asked.append(policy.state.digest)
+        return real(policy)
+
+    monkeypatch.setattr(f"{state_safety.__name__}.safety_check", noted)
+    one = edited(sample(), {"/constraints/selector/q_e": 6})
+    for name in ("a", "b", "c"):
+        load_request_state(edited(one, {"/name": name}))
+    assert asked == [state({"/constraints/selector/q_e": 6}).digest]
+
+
+def dear() -> Any:
+    """What the language allows and no server should run for a client."""
+    signal = {"atom": "cluster_centroid_representativeness", "clusters": 64, "weight": 0.5}
+    prior = {"atom": "external_policy", "policy": "divprune"}
+    source = {"atom": "diversity_pool_builder", "pool_ratio": 8.0}
+    pool = {"atom": "multi_source_pool_builder", "pool_ratio": 8.0, "sources": [source] * 8}
+    return edited(
+        sample(),
+        {
+            "/scoring/signals": [signal] * 32,
+            "/source/priors": [prior] * 8,
+            "/constraints/pool": [pool] * 8,
+        },
+    )
+
+
+def test_a_costly_state_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(policy: PruningPolicy) -> SafetyRecord:
+        raise AssertionError("it was run")
+
+    monkeypatch.setattr(f"{state_safety.__name__}.safety_check", never)
+    said = refused(dear())
+    assert "ms of one CPU core" in said and "may take 200" in said
+    assert "8 x external_policy" in said and "32 x cluster_centroid_repre" in said
+    assert "--autoprune-request-cost" in said
+
+
+def test_the_bound_can_be_raised_and_lowered() -> None:
+    load_request_state(edited(sample(), {"/constraints/selector/q_e": 5}), cost=100.0)
+    with pytest.raises(RequestError, match="may take 20"):
+        load_request_state(edited(sample(), {"/constraints/selector/q_e": 5}), cost=20.0)
+
+
+def test_a_state_that_fails_its_check_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def broken(policy: PruningPolicy) -> SafetyRecord:
+        asked.append(policy.state.digest)
+        return SafetyRecord((Verdict("shapes", False, "made to fail"),))
+
+    monkeypatch.setattr(f"{state_safety.__name__}.safety_check", broken)
+    strict = edited(sample(), {"/constraints/selector/q_e": 9, "/safety": ["preserve_budget"]})
+    for _ in range(3):
+        assert "made to fail" in refused(strict)
+    assert len(asked) == 1
+
+
+# ---- test_state_codec ----
+
+
+@pytest.mark.parametrize("name", shipped_states())
+def test_decoded_state_has_the_same_digest(name: str) -> None:
+    sent = load_state(name)
+    assert decode_state(encode_state(sent)).digest == sent.digest
+
+
+def test_name_and_provenance_are_not_encoded() -> None:
+    other = edited(sample(), {"/name": "other", "/provenance": {"notes": "n" * 50_000}})
+    assert encode_state(PruningState.model_validate(other)) == encode_state(state())
+    assert encode_state(state({"/constraints/selector/q_e": 3})) != encode_state(state())
+
+
+def test_state_of_many_signals_fits() -> None:
+    signal = {"atom": "spatial_centrality_prior", "weight": 0.125}
+    fits = state({"/scoring/signals": [signal] * 32})
+    assert len(encode_state(fits)) < MAX_ENCODED_BYTES
+
+
+def test_more_than_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode_state.cache_clear()  # other tests may have encoded this state
+    monkeypatch.setattr("vllm_autoprune.serving.shared.state_codec.MAX_ENCODED_BYTES", 100)
+    with pytest.raises(StateError, match="100") as caught:
+        encode_state(state({"/constraints/selector/q_e": 5}))
+    assert caught.value.problems[0].fix
+
+
+# ---- test_state_safety ----
+
+DIVPRUNE: dict[str, object] = {"/base_policy": {"name": "divprune"}}
+CHECKS = ["preserve_budget", "no_shape_change", "deterministic"]
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base policy that repeats a token."""
+    sound = BASE_POLICIES["divprune"]
+
+    def repeats(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        picks = sound.select(params, tokens, budget).picks
+        return ReferenceSelection(torch.cat([picks[:, :1], picks[:, :-1]], dim=1))
+
+    monkeypatch.setitem(BASE_POLICIES, "divprune", dataclasses.replace(sound, function=repeats))
+
+
+@pytest.mark.usefixtures("broken")
+def test_unsafe_state_is_replaced_by_its_base_policy(
+    logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_safety, "_warnings", itertools.count(1))
+    data = edited(sample(), DIVPRUNE)
+    served_state = resolve_settings({"state": data}, vllm_config())
+    assert not served_state.policy().refines
+    assert served_state.state.digest == state(DIVPRUNE).without_exchange().digest
+    (record,) = logged.records
+    assert record.levelname == "WARNING"
+    assert "valid_indices" in record.getMessage()
+
+
+@pytest.mark.usefixtures("broken")
+def test_unsafe_state_without_fallback_is_refused() -> None:
+    data = edited(sample(), {**DIVPRUNE, "/safety": CHECKS})
+    (problem,) = refusal({"state": data})
+    assert problem.where == "state#/safety"
+    assert "valid_indices" in problem.what
+    assert "fallback_to_selection" in problem.fix
+
+
+def test_safe_state_is_served(logged: pytest.LogCaptureFixture) -> None:
+    for changes in ({}, {"/safety": CHECKS}):
+        served_state = resolve_settings(
+            {"state": edited(sample(), {**DIVPRUNE, **changes})}, vllm_config()
+        )
+        assert served_state.policy().refines
+    assert logged.records == []
+
+
+def test_a_state_is_checked_at_its_own_budget_up_to_the_largest_quota(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked: list[int] = []
+
+    def noted(policy: PruningPolicy) -> SafetyRecord:
+        checked.append(policy.budget)
+        return SafetyRecord(())
+
+    monkeypatch.setattr("vllm_autoprune.serving.shared.state_safety.safety_check", noted)
+    for budget in (16, 320, 4096):
+        resolve_settings({"state": "autoprune", "budget": budget}, vllm_config())
+    large = {"/budget/atom": "fixed_budget@512", "/constraints/selector/r_min": 512}
+    data = edited(sample(), large)
+    resolve_settings({"state": data, "budget": 4096}, vllm_config())
+    assert checked == [16, 320, 640, 640]
+
+
+# ---- test_served_state ----
+
+
+def test_policies_of_a_served_state() -> None:
+    served_state = served({"/constraints/selector/q_e": 2}, budget=8)
+    assert (served_state.policy().budget, served_state.policy().quota) == (8, 2)
+    assert (served_state.policy(16).budget, served_state.policy(16).quota) == (16, 2)
+    assert served_state.policy(16, "reference").quota == 0
+    assert served_state.policy(16) is served_state.policy(16)
+
+
+def test_needs_are_those_of_every_budget_a_request_may_ask_for() -> None:
+    """r_min = K leaves nothing to exchange at the default budget, but at a larger one."""
+    fixed = served({"/base_policy": {"name": "divprune"}, "/constraints/selector/r_min": 8})
+    assert fixed.policy().needs == frozenset()
+    assert fixed.needs == fixed.policy(16).needs == {"cls_attention", "instruction"}
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+def test_a_served_state_survives_pickling_and_copying(how: str) -> None:
+    tower = TextTower("some/clip", 1, "because", 77, 768, 1024)
+    sent = served({"/base_policy": {"name": "divprune"}}, 16, tower, cache_bytes=5)
+    rules = RequestRules("states", 8, 64, explicit=True, detail=DetailBudgets(8, 64))
+    sent = dataclasses.replace(sent, rules=rules, unavailable=(("language", "because"),))
+    received = pickle.loads(pickle.dumps(sent)) if how == "pickle" else copy.deepcopy(sent)
+    assert isinstance(received, ServedState)
+    assert received.state.digest == sent.state.digest
+    assert received.policy() == sent.policy()
+    assert received.policy(8, "reference") == sent.policy(8, "reference")
+    assert (received.budget, received.tower, received.cache_bytes) == (16, tower, 5)
+    assert (received.rules, received.unavailable) == (rules, sent.unavailable)

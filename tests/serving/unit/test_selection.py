@@ -1,0 +1,394 @@
+"""Selection with its fallbacks, the check on the first image, and the cache of features."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tpdsl.samples import images, state
+from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize, refine
+from vllm_autoprune.ops.rowwise import evenly_spaced
+from vllm_autoprune.serving.worker import first_image_check
+from vllm_autoprune.serving.worker import selection as under_test
+from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.worker.features import (
+    FeatureCache,
+    ImageFeatures,
+    Region,
+    TowerFeatures,
+)
+from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
+from vllm_autoprune.serving.worker.selection import select_at_random, select_with_fallback
+from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord, Verdict
+from vllm_autoprune.tpdsl.executor import check
+from vllm_autoprune.tpdsl.executor import refine as executor
+from vllm_autoprune.tpdsl.executor.refine import keep_reference
+
+
+@pytest.fixture
+def policy() -> PruningPolicy:
+    return materialize(state(), 8)
+
+
+def failing(*names: str) -> Any:
+    def fail(*_: object) -> Any:
+        raise RuntimeError(f"broken: {names}")
+
+    return fail
+
+
+def test_valid_policy_equals_refine(policy: PruningPolicy) -> None:
+    reporter, tokens = FallbackReporter(), images()
+    result, expected = select_with_fallback(policy, tokens, reporter), refine(policy, tokens)
+    assert torch.equal(result.indices, expected.indices)
+    assert torch.equal(result.features, expected.features)
+    assert reporter.meter.counts() == {"none": 2, "reference": 0, "uniform": 0}
+    assert reporter.meter.errors == {}
+
+
+def test_features_with_gradients_are_no_failure(policy: PruningPolicy) -> None:
+    """vLLM's warm-up on a CPU passes tensors that require gradients."""
+    reporter, tokens = FallbackReporter(), images()
+    tracked = dataclasses.replace(tokens, features=tokens.features.clone().requires_grad_())
+    result = select_with_fallback(policy, tracked, reporter)
+    assert reporter.meter.errors == {} and reporter.meter.counts()["none"] == 2
+    assert torch.equal(
+        result.indices, select_with_fallback(policy, tokens, FallbackReporter()).indices
+    )
+    assert not result.features.requires_grad
+
+
+def test_exception_falls_back_to_the_reference(
+    policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporter, tokens = FallbackReporter(), images()
+    monkeypatch.setattr(under_test, "select_tokens", failing("refine"))
+    result = select_with_fallback(policy, tokens, reporter)
+    assert torch.equal(result.indices, keep_reference(policy, tokens).indices)
+    assert reporter.meter.counts() == {"none": 0, "reference": 2, "uniform": 0}
+    assert reporter.meter.errors == {"RuntimeError": 1}
+
+
+def test_failing_base_policy_gives_evenly_spaced_tokens(
+    policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporter, tokens = FallbackReporter(), images()
+    monkeypatch.setattr(under_test, "select_tokens", failing("refine"))
+    monkeypatch.setattr(under_test, "keep_reference", failing("base"))
+    result = select_with_fallback(policy, tokens, reporter)
+    assert torch.equal(result.indices, evenly_spaced(2, tokens.count, 8, tokens.features.device))
+    assert reporter.meter.counts() == {"none": 0, "reference": 0, "uniform": 2}
+    assert reporter.meter.errors == {"RuntimeError": 2}
+
+
+def test_missing_input_falls_back() -> None:
+    """The worker made no instruction for a state that reads one."""
+    policy = materialize(state({"/base_policy": {"name": "divprune"}}), 8)
+    reporter, tokens = FallbackReporter(), images()
+    result = select_with_fallback(policy, VisualTokens(tokens.features, tokens.grid), reporter)
+    assert result.indices.shape == (2, 8)
+    assert reporter.meter.errors == {"SelectionError": 1}
+    assert reporter.meter.counts()["reference"] == 2
+
+
+def test_an_interrupt_is_not_swallowed(
+    policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(under_test, "select_tokens", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        select_with_fallback(policy, images(), FallbackReporter())
+
+
+def test_non_finite_images_are_counted(policy: PruningPolicy) -> None:
+    tokens = images(batch=3)
+    tokens.features[1, 5] = torch.nan
+    reporter = FallbackReporter()
+    select_with_fallback(policy, tokens, reporter)
+    select_with_fallback(policy, tokens, reporter)
+    assert reporter.meter.counts() == {"none": 4, "reference": 0, "uniform": 2}
+
+
+def test_meter_adds_up_and_each_kind_is_logged_once(logged: pytest.LogCaptureFixture) -> None:
+    reporter = FallbackReporter()
+    assert reporter.meter.counts() == {"none": 0, "reference": 0, "uniform": 0}
+    for codes in ([0, 0], [1, 0], [1, 1], [0], [2], [2], [1], [0]):
+        reporter.report(torch.tensor(codes, dtype=torch.uint8))
+    assert reporter.meter.counts() == {"none": 5, "reference": 4, "uniform": 2}
+    messages = [record.getMessage() for record in logged.records]
+    assert [("reference" in line, "uniform" in line) for line in messages] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_no_log_without_fallbacks(logged: pytest.LogCaptureFixture) -> None:
+    reporter = FallbackReporter()
+    for _ in range(3):
+        reporter.report(torch.zeros(4, dtype=torch.uint8))
+    assert logged.records == []
+
+
+def test_errors_are_logged_once_a_type_with_their_traceback(
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    reporter = FallbackReporter()
+    for error in (ValueError("a"), ValueError("b"), KeyError("c")):
+        reporter.report_error(error)
+    assert reporter.meter.errors == {"ValueError": 2, "KeyError": 1}
+    assert [r.exc_info[0] for r in logged.records if r.exc_info] == [ValueError, KeyError]
+
+
+def test_a_random_keep_is_untouched_tokens_in_raster_order() -> None:
+    tokens = images(batch=3)
+    result = select_at_random(8, tokens, [(1, 0), (2, 0), (1, 9)])
+    assert (result.indices.diff(dim=1) > 0).all()
+    rows = [tokens.features[b][result.indices[b]] for b in range(3)]
+    assert torch.equal(result.features, torch.stack(rows))
+    assert torch.equal(result.indices[0], result.indices[2])
+    assert not torch.equal(result.indices[0], result.indices[1])
+    assert (result.fallback == 0).all()
+
+
+# ---- test_first_image_check ----
+
+
+@pytest.fixture
+def refining() -> PruningPolicy:
+    return materialize(state({"/constraints/selector/q_e": 4}), 8)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    def fails(*_: object) -> torch.Tensor:
+        raise RuntimeError("made to fail")
+
+    monkeypatch.setattr(executor, "run_fusion", fails)
+    return monkeypatch
+
+
+def test_safe_state_is_checked_once(refining: PruningPolicy, broken: pytest.MonkeyPatch) -> None:
+    broken.undo()
+    first = FirstImageCheck()
+    assert first.replace_unsafe(refining, images()) is refining
+    broken.setattr("vllm_autoprune.serving.worker.first_image_check.safety_check", None)
+    assert first.replace_unsafe(refining, images()) is refining
+    assert first.unsafe == 0
+
+
+def test_unsafe_state_is_replaced_by_its_base_policy(
+    refining: PruningPolicy, broken: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    first, tokens = FirstImageCheck(), images()
+    replacement = first.replace_unsafe(refining, tokens)
+    expected = materialize(refining.state.without_exchange(), 8)
+    assert torch.equal(refine(replacement, tokens).indices, refine(expected, tokens).indices)
+    broken.undo()
+    assert first.replace_unsafe(refining, tokens) == replacement
+    assert first.unsafe == 1
+    (record,) = logged.records
+    assert record.levelname == "ERROR"
+    message = record.getMessage()
+    assert "FAILS" in message and "made to fail" in message and "cdpruner" in message
+
+
+def test_replacement_keeps_the_budget(refining: PruningPolicy, broken: pytest.MonkeyPatch) -> None:
+    first, tokens = FirstImageCheck(), images()
+    first.replace_unsafe(refining, tokens)
+    other = first.replace_unsafe(materialize(refining.state, 5), tokens)
+    assert refine(other, tokens).indices.shape == (2, 5)
+
+
+def test_non_finite_images_fail_no_state(
+    refining: PruningPolicy, logged: pytest.LogCaptureFixture
+) -> None:
+    first, tokens = FirstImageCheck(), images()
+    spoilt = VisualTokens(
+        tokens.features * float("nan"), tokens.grid, tokens.cls_attention, tokens.instruction
+    )
+    assert first.replace_unsafe(refining, spoilt) is refining
+    assert (first.unsafe, logged.records) == (0, [])
+    assert first.replace_unsafe(refining, tokens) is refining
+    assert first.unsafe == 0
+
+
+def fails_at(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[int]:
+    """Make every state fail its safety check at one budget; return the list of checked budgets."""
+    checked: list[int] = []
+    stock = check.safety_check
+
+    def at_one_budget(refining: PruningPolicy, probes: list[VisualTokens]) -> SafetyRecord:
+        checked.append(refining.budget)
+        if refining.budget == budget:
+            return SafetyRecord((Verdict("shapes", False, "made to fail"),))
+        return stock(refining, probes)
+
+    monkeypatch.setattr(first_image_check, "safety_check", at_one_budget)
+    return checked
+
+
+@pytest.mark.parametrize("budgets", [(8, 5), (5, 8)])
+def test_verdict_applies_to_one_budget(
+    refining: PruningPolicy, monkeypatch: pytest.MonkeyPatch, budgets: tuple[int, int]
+) -> None:
+    """In either order, the verdict at one budget does not affect the other."""
+    checked = fails_at(monkeypatch, 5)
+    first, tokens = FirstImageCheck(), images()
+    for _ in range(2):
+        for budget in budgets:
+            requested = materialize(refining.state, budget)
+            replacement = first.replace_unsafe(requested, tokens)
+            assert (replacement is requested) == (budget != 5)
+            assert replacement.quota == (0 if budget == 5 else requested.quota)
+    assert checked == list(budgets)
+    assert first.unsafe == 1
+
+
+def test_verdict_applies_to_one_number_of_tiles(
+    refining: PruningPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = fails_at(monkeypatch, 0)
+    first, whole = FirstImageCheck(), images()
+    grid = whole.grid
+    tiled = replace(whole, grid=Grid(grid.height // 2, grid.width, 2))
+    for tokens in (whole, tiled, whole, tiled):
+        first.replace_unsafe(refining, tokens)
+    assert len(checked) == 2
+
+
+def test_failing_state_is_logged_once(
+    refining: PruningPolicy, broken: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    """Clients choose budgets: they must not be able to fill the log."""
+    first, tokens = FirstImageCheck(), images()
+    for budget in (5, 6, 7, 8):
+        assert first.replace_unsafe(materialize(refining.state, budget), tokens).quota == 0
+    assert first.unsafe == 1
+    assert len(logged.records) == 1
+
+
+# ---- test_features ----
+
+FIVE = Grid(1, 5)
+
+
+def _towered(tower: TowerFeatures) -> ImageFeatures:
+    region = Region(FIVE, torch.zeros(5, 4), cosine=torch.zeros(5, 5), tower=tower)
+    return ImageFeatures((region,))
+
+
+def sized(units: int) -> ImageFeatures:
+    """Features of ``16 * units`` bytes."""
+    return ImageFeatures((Region(Grid(1, units), torch.zeros(units, 4)),))
+
+
+def test_nbytes_of_features() -> None:
+    half = torch.zeros(5, 4, dtype=torch.bfloat16)
+    full = ImageFeatures((Region(FIVE, half, torch.zeros(5), torch.zeros(5, 3)),))
+    assert full.nbytes == 5 * 4 * 2 + 5 * 4 + 5 * 3 * 4
+
+
+def test_nbytes_includes_tower_features() -> None:
+    half = torch.zeros(5, 8, dtype=torch.bfloat16)
+    tower = TowerFeatures(half, half[:1], torch.zeros(5, 2))
+    image = _towered(tower)
+    seen = 5 * 8 * 2 + 8 * 2 + 5 * 2 * 4
+    assert image.nbytes == 5 * 4 * 4 + 5 * 5 * 4 + seen
+    following = TowerFeatures(half, half[:1], torch.zeros(5, 2), torch.zeros(5), half)
+    more = _towered(following)
+    assert more.nbytes == image.nbytes + 5 * 4 + 5 * 8 * 2
+
+
+def test_tokens_before_the_projector_count_once() -> None:
+    half = torch.zeros(5, 8, dtype=torch.bfloat16)
+    alone = Region(FIVE, torch.zeros(5, 4), encoder=half)
+    assert ImageFeatures((alone,)).nbytes == 5 * 4 * 4 + 5 * 8 * 2
+    assert alone.encoder_rows is half
+    tower = TowerFeatures(half, half[:1], torch.zeros(5, 2))
+    assert Region(FIVE, torch.zeros(5, 4), tower=tower).encoder_rows is half
+    assert Region(FIVE, torch.zeros(5, 4)).encoder_rows is None
+
+
+def test_copied_image_does_not_keep_its_batch_alive() -> None:
+    batch = TowerFeatures(
+        torch.randn(3, 5, 8), torch.randn(3, 1, 8), torch.randn(3, 5, 2),
+        torch.randn(3, 5), torch.randn(3, 5, 8),
+    )  # fmt: skip
+    one = batch.copy_image(1)
+    for part, whole in zip(one.tensors(), batch.tensors(), strict=True):
+        assert torch.equal(part, whole[1])
+        assert part.untyped_storage().nbytes() == part.nbytes
+
+
+@given(st.integers(0, 10), st.lists(st.tuples(st.integers(0, 8), st.integers(1, 12)), max_size=60))
+def test_cache_never_exceeds_its_bound(limit: int, puts: list[tuple[int, int]]) -> None:
+    cache = FeatureCache(16 * limit)
+    for key, units in puts:
+        cache.put((key, 0), sized(units))
+        assert cache.used_bytes <= cache.limit
+        inside = [features for k in range(9) if (features := cache.get((k, 0))) is not None]
+        assert cache.used_bytes == sum(features.nbytes for features in inside)
+        assert len(cache) == len(inside)
+
+
+def test_the_least_recently_used_entry_is_evicted_first() -> None:
+    cache = FeatureCache(3 * 16)
+    for key in (1, 2, 3):
+        cache.put((key, 0), sized(1))
+    cache.get((1, 0))
+    cache.put((4, 0), sized(1))
+    assert [cache.get((key, 0)) is not None for key in (1, 2, 3, 4)] == [True, False, True, True]
+    cache.put((5, 0), sized(2))  # evicts as many as needed
+    assert [cache.get((key, 0)) is not None for key in (1, 3, 4, 5)] == [False, False, True, True]
+
+
+def test_too_large_image_is_not_cached_and_evicts_nothing() -> None:
+    cache = FeatureCache(2 * 16)
+    cache.put((1, 0), sized(2))
+    cache.put((2, 0), sized(3))
+    assert cache.get((1, 0)) is not None
+    assert cache.get((2, 0)) is None
+
+
+def test_bound_of_zero_caches_nothing() -> None:
+    cache = FeatureCache(0)
+    cache.put((1, 0), sized(1))
+    assert (len(cache), cache.used_bytes) == (0, 0)
+    assert cache.reserve(torch.device("cuda")) is None
+
+
+def test_a_key_is_both_of_its_numbers_and_is_counted_once() -> None:
+    cache = FeatureCache(4 * 16)
+    first = sized(1)
+    cache.put((1, 2), first)
+    cache.put((1, 2), sized(1))
+    assert cache.used_bytes == 16
+    assert cache.get((1, 2)) is first
+    assert cache.get((2, 1)) is None
+    assert (cache.hits, cache.misses) == (1, 1)
+
+
+def test_clear_keeps_the_counters() -> None:
+    cache = FeatureCache(16)
+    cache.put((1, 0), sized(1))
+    cache.get((1, 0))
+    cache.clear()
+    assert (len(cache), cache.used_bytes, cache.hits) == (0, 0, 1)
+    assert cache.get((1, 0)) is None
+    cache.put((1, 0), sized(1))
+    assert len(cache) == 1
+
+
+def test_profiling_reserves_the_bound_where_memory_is_measured() -> None:
+    assert FeatureCache(64).reserve(torch.device("cpu")) is None
+    buffer = FeatureCache(64).reserve(torch.device("meta"))
+    assert buffer is not None
+    assert buffer.nbytes == 64

@@ -1,0 +1,447 @@
+"""Signals of the vision tower: attention, keys, the layer after it, what enters the merger."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.serving.unit.samples import clip_config
+from vllm_autoprune import ConfigError
+from vllm_autoprune.serving.worker import attention_hook
+from vllm_autoprune.serving.worker import qkv_hook as under_test
+from vllm_autoprune.serving.worker.attention_hook import AttentionHook
+from vllm_autoprune.serving.worker.merger_hook import MergerHook
+from vllm_autoprune.serving.worker.next_tower_layer import NAMES, NextTowerLayer
+from vllm_autoprune.serving.worker.qkv_hook import QkvHook, QueriesAndKeys
+
+HEADS, WIDTH = 2, 4
+
+
+class Attention(nn.Module):
+    """Attention with the call signature of vLLM's ``MMEncoderAttention``."""
+
+    num_heads, scale = HEADS, 0.5
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return value
+
+
+def plain(query: Tensor, key: Tensor) -> Tensor:
+    """``(n,)`` of one sequence, head by head."""
+    heads = [
+        (query[:, h] @ key[:, h].T * Attention.scale).softmax(dim=-1).mean(dim=0)
+        for h in range(HEADS)
+    ]
+    return torch.stack(heads).mean(dim=0)
+
+
+def _made(*shape: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(1)
+    return torch.randn(*shape, generator=source), torch.randn(*shape, generator=source)
+
+
+def test_a_batch_of_sequences() -> None:
+    module = Attention()
+    listening = AttentionHook(module)
+    query, key = _made(3, 7, HEADS * WIDTH)
+    with listening.recording():
+        module(query, key, key)
+    for received, q, k in zip(listening.take(), query, key, strict=True):
+        expected = plain(q.view(7, HEADS, WIDTH), k.view(7, HEADS, WIDTH))
+        torch.testing.assert_close(received, expected)
+        torch.testing.assert_close(received.sum(), torch.tensor(1.0))
+
+
+def test_packed_sequences_attend_only_to_themselves() -> None:
+    module = Attention()
+    listening = AttentionHook(module)
+    query, key = _made(1, 9, HEADS, WIDTH)
+    with listening.recording():
+        module(query=query, key=key, value=key)
+    first, second = listening.take([4, 5])
+    torch.testing.assert_close(first, plain(query[0, :4], key[0, :4]))
+    torch.testing.assert_close(second, plain(query[0, 4:], key[0, 4:]))
+
+
+def test_queries_are_taken_a_few_at_a_time() -> None:
+    module = Attention()
+    listening = AttentionHook(module)
+    query, key = _made(1, attention_hook._MAX_QUERIES + 3, HEADS, WIDTH)
+    with listening.recording():
+        module(query, key, key)
+    (received,) = listening.take()
+    torch.testing.assert_close(received, plain(query[0], key[0]))
+
+
+def test_nothing_is_kept_of_calls_that_are_not_recorded() -> None:
+    """Videos go through the same tower, and nobody takes what was read of them."""
+    module, (query, key) = Attention(), _made(1, 5, HEADS * WIDTH)
+    AttentionHook(module)
+    references = weakref.ref(query), weakref.ref(key)
+    module(query, key, key)
+    del query, key
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+# ---- test_qkv_hook ----
+
+
+class Qkv(nn.Module):
+    """Like vLLM's QKVParallelLinear: one fused product, and None as bias."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        return nn.functional.linear(hidden, self.weight, self.bias), None
+
+
+def attention(qkv: Qkv, heads: int, scale: float) -> Any:
+    return SimpleNamespace(
+        qkv_proj=qkv, num_heads=heads, num_heads_per_partition=heads, scale=scale, tp_size=1
+    )
+
+
+def test_cls_attention_is_the_softmax_row_of_the_first_token() -> None:
+    torch.manual_seed(0)
+    batch, tokens, heads, size = 3, 10, 4, 6
+    qkv = Qkv(torch.randn(3 * heads * size, 24), torch.randn(3 * heads * size))
+    hook = QkvHook(attention(qkv, heads, scale=0.37))
+    hidden = torch.randn(batch, tokens, 24)
+    packed, _ = qkv(hidden)
+    q, k, _ = packed.chunk(3, dim=-1)
+    total = torch.zeros(batch, tokens)
+    for h in range(heads):
+        part = slice(h * size, (h + 1) * size)
+        scores = q[..., part] @ k[..., part].transpose(1, 2) * 0.37
+        total += scores.softmax(dim=-1)[:, 0]
+    captured = hook.take()
+    attention_row = captured.cls_attention()
+    assert attention_row.shape == (batch, tokens - 1)
+    torch.testing.assert_close(attention_row, (total / heads)[:, 1:])
+    keys = sum(k[..., h * size : (h + 1) * size] for h in range(heads)) / heads
+    torch.testing.assert_close(captured.mean_keys(), keys[:, 1:])
+
+
+def test_attention_and_keys_are_those_of_the_layer_the_model_reads() -> None:
+    """Transformers' ``attentions[-2]``, from the same weights in one fused projection."""
+    from transformers import CLIPVisionModel
+
+    torch.manual_seed(1)
+    config = clip_config().vision_config
+    model = CLIPVisionModel._from_config(config, attn_implementation="eager").eval()
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.2)
+    pixels = torch.randn(2, 3, config.image_size, config.image_size)
+    with torch.no_grad():
+        seen = model(pixels, output_attentions=True, output_hidden_states=True)
+    (layer,) = [m for name, m in model.named_modules() if name.endswith("encoder.layers.1")]
+    projections = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+    qkv = Qkv(
+        torch.cat([p.weight.detach() for p in projections]),
+        torch.cat([p.bias.detach() for p in projections]),
+    )
+    heads = config.num_attention_heads
+    hook = QkvHook(attention(qkv, heads, scale=(config.hidden_size // heads) ** -0.5))
+    with torch.no_grad():
+        normed = layer.layer_norm1(seen.hidden_states[-3])
+        qkv(normed)
+        captured = hook.take()
+        keys = layer.self_attn.k_proj(normed).unflatten(-1, (heads, -1)).mean(dim=2)
+    attention_row = captured.cls_attention()
+    torch.testing.assert_close(captured.mean_keys(), keys[:, 1:])
+    assert len(seen.attentions) == 3
+    torch.testing.assert_close(attention_row, seen.attentions[-2].mean(dim=1)[:, 0, 1:])
+    assert not torch.allclose(attention_row, seen.attentions[-1].mean(dim=1)[:, 0, 1:], atol=1e-3)
+
+
+def test_half_precision_attention_is_summed_in_float32() -> None:
+    torch.manual_seed(2)
+    qkv = Qkv(torch.randn(24, 8), torch.zeros(24)).to(torch.bfloat16)
+    hook = QkvHook(attention(qkv, 2, scale=0.5))
+    qkv(torch.randn(1, 500, 8, dtype=torch.bfloat16))
+    captured = hook.take()
+    attention_row = captured.cls_attention().detach()
+    assert attention_row.dtype == captured.mean_keys().dtype == torch.float32
+    assert 0.5 < float(attention_row.sum()) <= 1.0
+
+
+@pytest.mark.parametrize("summed", [QueriesAndKeys.cls_attention, QueriesAndKeys.mean_keys])
+def test_attention_is_averaged_over_the_heads_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, summed: Callable[[QueriesAndKeys], Tensor]
+) -> None:
+    """Two ranks of two heads each give the result of one rank with four heads."""
+    torch.manual_seed(3)
+    query, key = torch.randn(2, 7, 4, 5), torch.randn(2, 7, 4, 5)
+    whole = QueriesAndKeys(query, key, 0.4, heads=4, sharded=False)
+    halves = [
+        QueriesAndKeys(query[:, :, part], key[:, :, part], 0.4, heads=4, sharded=True)
+        for part in (slice(0, 2), slice(2, 4))
+    ]
+    parts: list[Tensor] = []
+
+    def record_part(part: Tensor) -> Tensor:
+        parts.append(part)
+        return part
+
+    monkeypatch.setattr(under_test, "sum_over_ranks", record_part)
+    for half in halves:
+        summed(half)
+    monkeypatch.setattr(under_test, "sum_over_ranks", lambda _: parts[0] + parts[1])
+    sums = [summed(half) for half in halves]
+    assert torch.equal(sums[0], sums[1])
+    torch.testing.assert_close(sums[0], summed(whole))
+
+
+def test_values_of_a_batch_can_be_taken_once() -> None:
+    qkv = Qkv(torch.randn(24, 8), torch.zeros(24))
+    hook = QkvHook(attention(qkv, 2, scale=0.5))
+    with pytest.raises(AssertionError, match="has not run"):
+        hook.take()
+    qkv(torch.randn(1, 5, 8))
+    hook.take()
+    with pytest.raises(AssertionError, match="has not run"):
+        hook.take()
+
+
+# ---- test_merger_hook ----
+
+PATCHES, CHANNELS, N = 4, 6, 5
+
+
+def entering(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Patches ``(N, 4, C)`` of N tokens."""
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(N, PATCHES, CHANNELS, generator=source).to(dtype)
+
+
+def mean_and_norms(patches: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and norms of tokens, one patch after the other."""
+    rows, norms = [], []
+    for token in patches.double():
+        rows.append(sum(token) / len(token))
+        sizes = [[float(patch.abs().sum()), float((patch**2).sum()) ** 0.5] for patch in token]
+        norms.append(torch.tensor(sizes, dtype=torch.float64).mean(dim=0))
+    return torch.stack(rows).float(), torch.stack(norms).float()
+
+
+def test_rows_are_the_mean_of_patches_and_norms_the_mean_of_theirs() -> None:
+    merger = nn.Identity()
+    hook, patches = MergerHook(merger, PATCHES, merger), entering()
+    with hook.recording():
+        merger(patches.view(N * PATCHES, 1, CHANNELS))
+    for found, expected in zip(hook.take(), mean_and_norms(patches), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_norms_may_be_read_before_another_merger() -> None:
+    merger, first = nn.Identity(), nn.Identity()
+    hook = MergerHook(merger, PATCHES, first)
+    early, last = entering(1), entering(2)
+    with hook.recording():
+        first(early.flatten(0, 1))
+        merger(last.flatten(0, 1))
+    rows, norms = hook.take()
+    torch.testing.assert_close(rows, mean_and_norms(last)[0])
+    torch.testing.assert_close(norms, mean_and_norms(early)[1])
+
+
+def test_joined_patches_are_one_vector_to_a_norm() -> None:
+    merger = nn.Identity()
+    hook, patches = MergerHook(merger, PATCHES, merger, joined=True), entering()
+    with hook.recording():
+        merger(patches.view(1, N, PATCHES * CHANNELS))
+    rows, norms = hook.take()
+    torch.testing.assert_close(rows, mean_and_norms(patches)[0])
+    whole = patches.view(N, -1)
+    expected = torch.stack([whole.abs().sum(dim=1), (whole**2).sum(dim=1).sqrt()], dim=1)
+    torch.testing.assert_close(norms, expected)
+
+
+def test_half_precision_is_widened_before_it_is_summed() -> None:
+    merger = nn.Identity()
+    hook, patches = MergerHook(merger, PATCHES, merger), entering(dtype=torch.bfloat16)
+    with hook.recording():
+        merger(patches.flatten(0, 1))
+    for found, expected in zip(hook.take(), mean_and_norms(patches), strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_nothing_is_read_or_kept_outside_of_a_recording() -> None:
+    merger = nn.Identity()
+    hook = MergerHook(merger, PATCHES, merger)
+    assert not merger._forward_pre_hooks
+    with hook.recording():
+        merger(entering().flatten(0, 1))
+    assert not merger._forward_pre_hooks
+    rows, _ = hook.take()
+    merger(entering(1).flatten(0, 1))
+    with hook.recording():
+        merger(entering().flatten(0, 1))
+    assert torch.equal(hook.take()[0], rows)
+    assert rows.untyped_storage().nbytes() == N * CHANNELS * 4, "the merger's input is not kept"
+
+
+# ---- test_next_tower_layer ----
+
+CONFIG = clip_config().vision_config  # three layers; the model reads what the second one gives
+NEXT = 2
+LIKE = torch.zeros(1)
+PREFIXES = (
+    "vision_tower.vision_model.encoder.layers.",
+    "model.vision_tower.vision_model.encoder.layers.",
+    "model.vision_tower.encoder.layers.",
+)
+
+
+@pytest.fixture(scope="module")
+def tower() -> Any:
+    """A CLIP tower of transformers whose weights are all random."""
+    from transformers import CLIPVisionModel
+
+    torch.manual_seed(1)
+    model = CLIPVisionModel._from_config(CONFIG, attn_implementation="eager").eval()
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.2)
+    return model
+
+
+def checkpoint(tower: Any, prefix: str = PREFIXES[0]) -> Iterator[tuple[str, Tensor]]:
+    """The tower's layers as a checkpoint streams them, among other things."""
+    yield "language_model.model.layers.2.self_attn.q_proj.weight", torch.zeros(3, 3)
+    for name, weight in tower.state_dict().items():
+        _, separator, rest = name.partition("encoder.layers.")
+        if separator:
+            yield prefix + rest, weight
+
+
+def load_layer(tower: Any, prefix: str = PREFIXES[0], like: Tensor = LIKE) -> NextTowerLayer:
+    layer = NextTowerLayer(CONFIG, NEXT)
+    for _ in layer.capture_weights(checkpoint(tower, prefix), like):
+        pass
+    layer.require_weights()
+    return layer
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_attention_is_of_one_wide_head_of_the_next_layer(tower: Any, prefix: str) -> None:
+    """PruMerge's own rule, from transformers' modules: q k^T / sqrt(Dv) over [CLS] and patches."""
+    pixels = torch.randn(2, 3, CONFIG.image_size, CONFIG.image_size)
+    with torch.no_grad():
+        states = tower(pixels, output_hidden_states=True).hidden_states[-2]
+        (block,) = [m for name, m in tower.named_modules() if name.endswith(f"layers.{NEXT}")]
+        normed = block.layer_norm1(states)
+        query, key = block.self_attn.q_proj(normed), block.self_attn.k_proj(normed)
+        whole = (query @ key.transpose(1, 2) * CONFIG.hidden_size**-0.5).softmax(dim=-1)
+    attention, keys = load_layer(tower, prefix)(states)
+    torch.testing.assert_close(attention, whole[:, 0, 1:])
+    torch.testing.assert_close(keys, key[:, 1:])
+
+
+def test_weights_are_passed_through_unchanged(tower: Any) -> None:
+    layer = NextTowerLayer(CONFIG, NEXT)
+    for (name, weight), (own, same) in zip(
+        layer.capture_weights(checkpoint(tower), LIKE), checkpoint(tower), strict=True
+    ):
+        assert name == own
+        assert weight is same or torch.equal(weight, same)
+
+
+def test_copies_are_kept_in_the_tower_s_dtype(tower: Any) -> None:
+    """Loaders reuse their buffers, and serve in another dtype than checkpoints have."""
+    weights = {name: weight.clone() for name, weight in checkpoint(tower)}
+    layer = NextTowerLayer(CONFIG, NEXT)
+    for _ in layer.capture_weights(iter(weights.items()), LIKE):
+        pass
+    for weight in weights.values():
+        weight.fill_(torch.nan)
+    attention, keys = layer(torch.randn(1, 5, CONFIG.hidden_size))
+    assert attention.isfinite().all() and keys.isfinite().all()
+    half = load_layer(tower, like=torch.zeros(1, dtype=torch.bfloat16))
+    attention, keys = half(torch.randn(1, 5, CONFIG.hidden_size, dtype=torch.bfloat16))
+    assert (attention.dtype, keys.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_other_weights_replace_the_first_while_the_model_has_none(tower: Any) -> None:
+    """``reload_weights`` of a running engine: the model's parameters are on the meta device."""
+    layer, states = load_layer(tower), torch.randn(1, 5, CONFIG.hidden_size)
+    _, before = layer(states)
+    doubled = ((name, weight * 2) for name, weight in checkpoint(tower))
+    for _ in layer.capture_weights(doubled, torch.zeros(1, device="meta")):
+        pass
+    _, after = layer(states)
+    assert after.isfinite().all() and not torch.allclose(before, after)
+
+
+@pytest.mark.parametrize("lost", NAMES)
+def test_missing_weights_are_named(tower: Any, lost: str) -> None:
+    layer = NextTowerLayer(CONFIG, NEXT)
+    weights = ((n, w) for n, w in checkpoint(tower) if not n.endswith(f"layers.{NEXT}.{lost}"))
+    for _ in layer.capture_weights(weights, LIKE):
+        pass
+    with pytest.raises(ConfigError) as caught:
+        layer.require_weights()
+    (problem,) = caught.value.problems
+    assert problem.where.endswith(f"encoder.layers.{NEXT}.{lost}")
+    assert "not in the checkpoint" in problem.what
+
+
+def test_checkpoint_without_the_layer(tower: Any) -> None:
+    layer = NextTowerLayer(CONFIG, NEXT)
+    for _ in layer.capture_weights(
+        (w for w in checkpoint(tower) if f"layers.{NEXT}." not in w[0]), LIKE
+    ):
+        pass
+    with pytest.raises(ConfigError) as caught:
+        layer.require_weights()
+    assert len(caught.value.problems) == len(NAMES)
+
+
+def test_weights_of_another_shape_are_refused(tower: Any) -> None:
+    layer = NextTowerLayer(CONFIG, NEXT)
+    packed = (
+        (name, weight[:, :3] if name.endswith("k_proj.weight") else weight)
+        for name, weight in checkpoint(tower)
+    )
+    for _ in layer.capture_weights(packed, LIKE):
+        pass
+    with pytest.raises(ConfigError, match=r"has shape \(24, 3\), not \(24, 24\)"):
+        layer.require_weights()
+
+
+def test_a_part_that_is_loaded_again_replaces_the_old_one(tower: Any) -> None:
+    """vLLM reloads weights in pieces; what a piece does not hold stays as it was."""
+    layer = load_layer(tower)
+    states = torch.randn(1, 5, CONFIG.hidden_size)
+    _, before = layer(states)
+    bias = f"{PREFIXES[0]}{NEXT}.self_attn.k_proj.bias"
+    for _ in layer.capture_weights([(bias, torch.zeros(CONFIG.hidden_size))], LIKE):
+        pass
+    layer.require_weights()
+    _, after = layer(states)
+    old = dict(checkpoint(tower))[bias]
+    torch.testing.assert_close(before - after, old.expand_as(after))
+
+
+def test_dummies_serve_where_nothing_was_loaded(tower: Any) -> None:
+    """``--load-format dummy`` never shows the model a checkpoint."""
+    layer = NextTowerLayer(CONFIG, NEXT)
+    layer.init_dummy_weights(LIKE)
+    attention, keys = layer(torch.randn(2, 10, CONFIG.hidden_size))
+    assert attention.shape == (2, 9)
+    assert keys.shape == (2, 9, CONFIG.hidden_size)
+    assert attention.isfinite().all()
+    real = load_layer(tower)
+    before = real(torch.ones(1, 3, CONFIG.hidden_size))[1]
+    real.init_dummy_weights(LIKE)
+    assert torch.equal(real(torch.ones(1, 3, CONFIG.hidden_size))[1], before)
