@@ -28,7 +28,7 @@ _CHECK_TIMEOUT = 30.0
 """For the list of models, which tells whether a server is alive."""
 
 _MODELS = "/v1/models"
-_CHAT = "/v1/chat/completions"
+CHAT = "/v1/chat/completions"
 _RETRIED = (408, 429)
 """Client errors that another attempt may not meet."""
 _ADDRESS = "give it as http://HOST:PORT"
@@ -100,7 +100,7 @@ class ServerClient:
 
     def chat(self, body: Mapping[str, object]) -> dict[str, Any]:
         """The answer to a chat request; :class:`RequestRefused` where the server refuses it."""
-        return _read_answer(self.http.post(self.url + _CHAT, json=body))
+        return _read_answer(self.http.post(self.url + CHAT, json=body))
 
 
 class AsyncServerClient:
@@ -132,7 +132,7 @@ class AsyncServerClient:
     async def chat(self, body: Mapping[str, object]) -> dict[str, Any]:
         """As :meth:`ServerClient.chat`."""
         async with self._client() as client:
-            return _read_answer(await client.post(self.url + _CHAT, json=body))
+            return _read_answer(await client.post(self.url + CHAT, json=body))
 
     async def close(self) -> None:
         """Close all connections that are not in use."""

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common.fake_server import fake_server
-from tests.advice.test_probe import VISUAL, N, PrunedServer, running
-from tests.advice.test_server_metrics import PAGE
+from tests.test_probe import PAGE, VISUAL, N, PrunedServer, running
 from vllm_autoprune.cli.commands import advise
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.tpdsl.states.load import load_state
@@ -143,7 +142,7 @@ def test_a_probe(capsys: Captured) -> None:
         ("--probe 10x10", "--probe: needs --server"),
         ("--layer-ms 10=1", "--layer-ms: needs --layers"),
         ("--server http://127.0.0.1:1", "does not answer"),
-        ("--server nonsense", "does not answer"),
+        ("--server nonsense", "is not the address of a server"),
         ("--server http://[", "does not answer"),
     ],
 )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.advice.test_model import recorded
-from vllm_autoprune.advice.model import WAYS
+from tests.test_advise import recorded
+from vllm_autoprune.advise import WAYS
 from vllm_autoprune.cli.main import main, parser
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "choosing.md").read_text(encoding="utf-8")

@@ -5,62 +5,71 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import os
 import socket
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import asdict
 from urllib.parse import urlsplit
 
-from vllm_autoprune.advice.model import estimate_ways, fit_layers
-from vllm_autoprune.advice.observation import Observation, complete
-from vllm_autoprune.advice.verdict import judge
-from vllm_autoprune.cli.advice_output import Advice, advice_record, format_advice
+from vllm_autoprune.advise import (
+    ASSUMPTIONS,
+    Estimate,
+    Known,
+    Timings,
+    Traffic,
+    Way,
+    complete,
+    estimate_ways,
+    fit_layers,
+    judge,
+    keep_known,
+    shares_of,
+    ttft_of,
+)
 from vllm_autoprune.cli.commands import Command
-from vllm_autoprune.cli.output import as_json
+from vllm_autoprune.cli.output import as_json, format_paragraph, format_table
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.http_client import ServerClient, reporting_failures
 from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
+from vllm_autoprune.probe import probe_server, read_times, read_traffic
+from vllm_autoprune.tpdsl.atoms.budget import run_budget
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState
 
-if TYPE_CHECKING:
-    from vllm_autoprune.tpdsl.states.state import PruningState
+_TRAFFIC = (
+    ("questions", float, "Q", "mean number of questions on one image"),
+    ("tokens", int, "N", "visual tokens of an image"),
+    ("budget", int, "K", "kept tokens (default: N / 9)"),
+    ("core", int, "K_c", "core tokens of a split (default: 3/4 of K)"),
+    ("state", str, "STATE", "read --budget and --core from a state, by file or name"),
+    ("template", int, "T", "text tokens before the image (default 0)"),
+    ("prompt", int, "U", "text tokens behind the image (default 32)"),
+    ("answer", int, "A", "answer tokens (default 64)"),
+    ("block_size", int, "b", "tokens of a KV block (default 16)"),
+)
+_TIMES = {
+    "decode_image": ("--decode-image-ms", "fetching and decoding one image"),
+    "processor": ("--processor-ms", "the image processor, one image"),
+    "tower": ("--tower-ms", "vision tower and projector, one image"),
+    "selection": ("--selection-ms", "one selection"),
+    "request": ("--request-ms", "what a request takes however long its prompt is"),
+    "prefill": ("--prefill-ms-per-token", "prefill of one token, all layers"),
+    "decode": ("--decode-ms", "one decoded token"),
+}
+"""By field of the model's times, their flags."""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     traffic = parser.add_argument_group("traffic")
-    traffic.add_argument(
-        "--questions", type=float, metavar="Q", help="mean number of questions on one image"
-    )
-    traffic.add_argument("--tokens", type=int, metavar="N", help="visual tokens of an image")
-    traffic.add_argument("--budget", type=int, metavar="K", help="kept tokens (default: N / 9)")
-    traffic.add_argument(
-        "--core", type=int, metavar="K_c", help="core tokens of a split (default: 3/4 of K)"
-    )
-    traffic.add_argument(
-        "--state", metavar="STATE", help="read --budget and --core from a state, by file or name"
-    )
-    traffic.add_argument(
-        "--template", type=int, metavar="T", help="text tokens before the image (default 0)"
-    )
-    traffic.add_argument(
-        "--prompt", type=int, metavar="U", help="text tokens behind the image (default 32)"
-    )
-    traffic.add_argument("--answer", type=int, metavar="A", help="answer tokens (default 64)")
-    traffic.add_argument(
-        "--block-size", type=int, metavar="b", help="tokens of a KV block (default 16)"
-    )
+    for name, kind, symbol, text in _TRAFFIC:
+        flag = f"--{name.replace('_', '-')}"
+        traffic.add_argument(flag, type=kind, metavar=symbol, help=text)
     traffic.add_argument(
         "--no-prefix-caching", action="store_true", help="the server keeps no prefix cache"
     )
     times = parser.add_argument_group("measured times, milliseconds")
-    for flag, text in (
-        ("--decode-image-ms", "fetching and decoding one image"),
-        ("--processor-ms", "the image processor, one image"),
-        ("--tower-ms", "vision tower and projector, one image"),
-        ("--selection-ms", "one selection"),
-        ("--request-ms", "what a request takes however long its prompt is"),
-        ("--prefill-ms-per-token", "prefill of one token, all layers"),
-        ("--decode-ms", "one decoded token"),
-    ):
-        times.add_argument(flag, type=float, metavar="MS", help=text)
+    for field, (flag, text) in _TIMES.items():
+        times.add_argument(flag, dest=field, type=float, metavar="MS", help=text)
     times.add_argument("--layers", type=int, metavar="L", help="layers, for --layer-ms")
     times.add_argument(
         "--layer-ms",
@@ -104,7 +113,7 @@ def _parse_size(text: str) -> tuple[int, int]:
 
 def _run(options: argparse.Namespace) -> int:
     # Before a probe, so that a mistake in its name is answered at once.
-    state = None if options.state is None else _load_state(options.state)
+    state = None if options.state is None else load_state(options.state)
     known = _read_flags(options)
     if options.server is not None:
         known = _ask_server(options, known)
@@ -117,9 +126,97 @@ def _run(options: argparse.Namespace) -> int:
     if _is_local(options.server) and choose_dtype() == "float32":
         notes += (f"If the server runs in bfloat16 here: {SLOW_BFLOAT16} -> {SERVE_FLOAT32}.",)
     estimates = estimate_ways(traffic, timings)
-    advice = Advice(traffic, timings, estimates, judge(traffic, estimates), notes)
-    print(as_json(advice_record(advice)) if options.json else format_advice(advice))
+    verdict = judge(traffic, estimates)
+    if options.json:
+        stock = estimates["stock"]
+        ways = {way: _make_record(e, stock, traffic.questions) for way, e in estimates.items()}
+        record = {
+            "traffic": asdict(traffic),
+            "seconds": asdict(timings),
+            "ways": ways,
+            "verdict": asdict(verdict),
+            "notes": notes,
+            "assumptions": ASSUMPTIONS,
+        }
+        print(as_json(record))
+        return 0
+    blocks = [
+        "\n".join(format_paragraph(text) for text in _describe_inputs(traffic, timings)),
+        "\n".join(format_paragraph(line) for line in verdict.lines),
+        *_format_tables(traffic.questions, estimates),
+        "\n".join(format_paragraph(f"- {note}") for note in (*notes, *ASSUMPTIONS)),
+    ]
+    print("\n\n".join(blocks))
     return 0
+
+
+def _describe_inputs(traffic: Traffic, timings: Timings) -> tuple[str, str]:
+    """The traffic, and the times of its parts."""
+    cache = f"KV blocks of {traffic.block}" if traffic.block else "no prefix cache"
+    sizes = (
+        f"{traffic.questions:g} questions an image; N = {traffic.tokens}, K = {traffic.budget}, "
+        f"K_c = {traffic.core}; {traffic.template} text tokens before the image and "
+        f"{traffic.prompt} behind it, {traffic.answer} of the answer; {cache}"
+    )
+    times = (
+        f"ms: image decoding {_ms(timings.decode_image)}, processor {_ms(timings.processor)}, "
+        f"tower {_ms(timings.tower)}, selection {_ms(timings.selection)}, request "
+        f"{_ms(timings.request)}, prefill of a token {_ms(timings.prefill)}, decoding of a token "
+        f"{_ms(timings.decode)}"
+    )
+    return sizes, times
+
+
+def _format_tables(questions: float, estimates: Mapping[Way, Estimate]) -> list[str]:
+    """What each way takes, and where its time to first token goes."""
+    stock = estimates["stock"]
+    head = ("", "first, ms", "another, ms", "another/first", "total, s", "gain")
+    costs = [
+        [
+            way,
+            _ms(ttft_of(estimate.first)),
+            _ms(ttft_of(estimate.another)),
+            f"{estimate.ratio:.2f}",
+            f"{estimate.total(questions):.4g}",
+            f"{stock.total(questions) / estimate.total(questions):.2f}x",
+            "" if way == "stock" else str(estimate.advantage(stock)),
+        ]
+        for way, estimate in estimates.items()
+    ]
+    shares = [
+        [f"{way}, {which}", *(f"{share:.0%}" for share in shares_of(parts).values())]
+        for way, estimate in estimates.items()
+        for which, parts in (("first", estimate.first), ("another", estimate.another))
+    ]
+    return [
+        "Time to first token of two questions on an image, and the time of all questions:",
+        format_table((*head, "cheaper than stock"), costs, "<>>>>><"),
+        "Where the time to first token goes:",
+        format_table(("", *stock.first), shares, "<>>>>>>"),
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.4g}" if seconds < 10 else f"{1000 * seconds:.0f}"
+
+
+def _make_record(estimate: Estimate, stock: Estimate, questions: float) -> dict[str, object]:
+    """One way to serve as JSON; times in seconds."""
+    advantage = estimate.advantage(stock)
+    upper = advantage.upper if math.isfinite(advantage.upper) else None
+    parts = {
+        name: {"ttft": ttft_of(seconds), "seconds": seconds, "shares": shares_of(seconds)}
+        for name, seconds in (("first", estimate.first), ("another", estimate.another))
+    }
+    return {
+        **parts,
+        "another_of_first": estimate.ratio,
+        "total_seconds": estimate.total(questions),
+        "gain": stock.total(questions) / estimate.total(questions),
+        # Questions an image; null: no bound, and in place of both: never.
+        "cheaper_than_stock": None if advantage.never else {"from": advantage.lower, "to": upper},
+        "mean_question": estimate.mean_parts(questions),
+    }
 
 
 def _is_local(url: str | None) -> bool:
@@ -127,68 +224,41 @@ def _is_local(url: str | None) -> bool:
     return url is None or urlsplit(url).hostname in here
 
 
-def _read_flags(options: argparse.Namespace) -> Observation:
-    prefill, layers_request = _seconds(options.prefill_ms_per_token), 0.0
+def _read_flags(options: argparse.Namespace) -> Known:
+    flags = vars(options)
+    times = {name: flags[name] / 1000 for name in _TIMES if flags[name] is not None}
     if options.layer_ms is not None:
         if options.layers is None or options.layers < 1:
             fix = "give the number of layers of the language model"
             raise ConfigError("inputs", [Problem("--layer-ms", "needs --layers", fix)])
-        prefill, layers_request = fit_layers(options.layers, options.layer_ms)
-    request = _seconds(options.request_ms)
-    if layers_request:
-        request = layers_request + (request or 0.0)
-    return Observation(
-        questions=options.questions,
-        tokens=options.tokens,
-        budget=options.budget,
-        core=options.core,
-        template=options.template,
-        prompt=options.prompt,
-        answer=options.answer,
-        block=0 if options.no_prefix_caching else options.block_size,
-        tower=_seconds(options.tower_ms),
-        prefill=prefill,
-        decode_image=_seconds(options.decode_image_ms),
-        processor=_seconds(options.processor_ms),
-        selection=_seconds(options.selection_ms),
-        request=request,
-        decode=_seconds(options.decode_ms),
-    )
+        times["prefill"], request = fit_layers(options.layers, options.layer_ms)
+        if request:
+            times["request"] = times.get("request", 0.0) + request
+    sizes = {name: flags[name] for name, *_ in _TRAFFIC if name != "state"}
+    block = 0 if options.no_prefix_caching else sizes.pop("block_size", None)
+    return keep_known(**{**times, **sizes, "block": block})
 
 
-def _load_state(reference: str) -> PruningState:
-    from vllm_autoprune.tpdsl.states.load import load_state
-
-    return load_state(reference)
-
-
-def _apply_state(
-    state: PruningState, options: argparse.Namespace, known: Observation
-) -> Observation:
+def _apply_state(state: PruningState, options: argparse.Namespace, known: Known) -> Known:
     """K and K_c by a state instead of the server's, where the flags do not say them.
 
     K may depend on N, which a probe or ``/metrics`` may have found.
     """
-    from vllm_autoprune.tpdsl.atoms.budget import run_budget
-
-    budget, core = known.budget, known.core
-    if options.budget is None and known.tokens is not None:
-        budget = min(run_budget(state.budget, known.tokens), known.tokens)
-    if core is None and budget is not None and state.core is not None:
-        core = state.core.tokens(budget)
-    return known.model_copy(update={"budget": budget, "core": core})
+    values = dict(known.values)
+    if options.budget is None and "tokens" in values:
+        values["budget"] = min(run_budget(state.budget, values["tokens"]), values["tokens"])
+    if "core" not in values and "budget" in values and state.core is not None:
+        values["core"] = state.core.tokens(values["budget"])
+    return Known(values, known.notes)
 
 
-def _ask_server(options: argparse.Namespace, known: Observation) -> Observation:
-    from vllm_autoprune.advice.probe import probe_server
-    from vllm_autoprune.advice.server_client import ServerClient
-    from vllm_autoprune.advice.server_metrics import read_times, read_traffic
-
-    key = os.environ.get("VLLM_API_KEY")
-    with ServerClient(options.server, options.model, key) as client:
-        metrics = client.read_metrics()
+def _ask_server(options: argparse.Namespace, known: Known) -> Known:
+    with ServerClient(options.server) as client:
+        with reporting_failures(client.url):
+            metrics = client.read_metrics()
         if options.probe is not None:
-            known = known.filled_from(probe_server(client, options.probe, report=_report))
+            probed = probe_server(client, options.probe, options.model, report=_report)
+            known = known.filled_from(probed)
     if metrics is not None:
         known = known.filled_from(read_traffic(metrics))
         if options.probe is None:
@@ -198,10 +268,6 @@ def _ask_server(options: argparse.Namespace, known: Observation) -> Observation:
 
 def _report(line: str) -> None:
     print(f"probe: {line}", file=sys.stderr, flush=True)
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000
 
 
 COMMAND = Command(

@@ -1,0 +1,382 @@
+"""What a running server says of its traffic and times: its ``/metrics``, and a short measurement.
+
+``/metrics`` has means since the server's start. ``request_prefill_time`` contains the vision tower,
+the selection and the prefill, so one of tower and prefill has to come from elsewhere:
+
+    prefill time of a mean request = tower x images that went through it / requests
+                                     + selection x selections / requests
+                                     + p x computed tokens of a mean request
+
+The probe sends four kinds of request, one at a time, a few rounds: a short text, a long text, a
+question about a new image, and another question about that image. With c a request's tokens, TTFT
+at the client, and everything a median over rounds:
+
+    p            = (TTFT(long) - TTFT(short)) / (c(long) - c(short))
+    request      = TTFT(short) - p x c(short)
+    outside      = TTFT - queue - prefill        time outside the engine, by /metrics
+    front end    = outside(first question) - outside(short)
+    decode image = outside(another question) - outside(short), at most the front end
+    processor    = front end - decode image
+    tower        = TTFT(first question) - front end - selection - request - p x c(first question)
+
+Without ``/metrics`` the front end cannot be told from the tower, and counts as part of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from vllm_autoprune.advise import Known, keep_known
+from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.http_client import (
+    CHAT,
+    Metrics,
+    ServerClient,
+    choose_model,
+    describe_rejection,
+    reporting_failures,
+)
+
+_ROUNDS = 5
+_ANSWER_TOKENS = 8
+_QUESTION_WORDS = 16
+_LONG_WORDS = 600
+_WORDS = (
+    "the a red blue green small large round square left right near far above below house tree "
+    "car dog cat table chair lamp window door road river cloud bird boat sign clock cup plate "
+    "is are was has shows holds stands lies sits moves which what where who how many much and "
+    "or but not very more less first last next same other every some two three four five"
+)
+
+
+def read_traffic(metrics: Metrics) -> Known:
+    """Sizes, and the times that a histogram of its own measures."""
+    images = metrics.total("autoprune_images_total")
+    visual = "autoprune_visual_tokens_total"
+    before = _divide(metrics.total(visual, stage="before"), images)
+    after = _divide(metrics.total(visual, stage="after"), images)
+    requests = metrics.total("vllm:request_prompt_tokens_count")
+    prompt = metrics.mean("vllm:request_prompt_tokens")
+    if prompt is not None and after is not None and images is not None and requests:
+        prompt -= after * images / requests
+    misses = metrics.total("autoprune_feature_cache_misses_total")
+    hits = metrics.total("autoprune_feature_cache_hits_total")
+    questions = _divide((hits or 0.0) + (misses or 0.0), misses)
+    notes = () if questions is None else (
+        f"{questions:.1f} questions an image, from the feature cache: hits and misses over "
+        "misses. Repeated questions and evicted images make the true number larger.",
+    )  # fmt: skip
+    return keep_known(
+        *notes,
+        questions=questions,
+        tokens=_round(before),
+        budget=_round(after),
+        prompt=_round(prompt) if after is not None else None,
+        answer=_round(metrics.mean("vllm:request_generation_tokens")),
+        block=_block_size(metrics),
+        selection=metrics.mean("autoprune_selection_seconds"),
+        decode=metrics.mean("vllm:request_time_per_output_token_seconds"),
+    )
+
+
+def read_times(metrics: Metrics, known: Known) -> Known:
+    """Front end, and of tower and prefill the one that is not known while the other one is."""
+    ttft, queue, prefill = (
+        metrics.mean(f"vllm:{name}_seconds")
+        for name in ("time_to_first_token", "request_queue_time", "request_prefill_time")
+    )
+    if ttft is None or queue is None or prefill is None:
+        return Known({})
+    notes = [
+        "Times are means over all requests since the server's start, under its load.",
+        "Front end: mean TTFT less queue and prefill, all of it counted as decoding of images.",
+    ]
+    requests = metrics.total("vllm:request_prefill_time_seconds_count")
+    misses = _divide(metrics.total("autoprune_feature_cache_misses_total"), requests)
+    selections = _divide(metrics.total("autoprune_selection_seconds_count"), requests) or 0.0
+    computed = metrics.mean("vllm:request_prefill_kv_computed_tokens")
+    rest = prefill - selections * known.values.get("selection", 0.0)
+    tower, per_token = known.values.get("tower"), known.values.get("prefill")
+    found: dict[str, float] = {}
+    if per_token is None and tower is not None and misses is not None and computed:
+        found["prefill"] = max(rest - misses * tower, 0.0) / computed
+        notes.append(
+            "Prefill per token: mean prefill time less tower and selection; what a request takes "
+            "however long its prompt is counts as prefill."
+        )
+    elif per_token is not None and tower is None and misses and computed is not None:
+        found["tower"] = max(rest - per_token * computed, 0.0) / misses
+        notes.append("Tower: mean prefill time less selection and computed tokens.")
+    return keep_known(*notes, decode_image=max(ttft - queue - prefill, 0.0), **found)
+
+
+def _block_size(metrics: Metrics) -> int | None:
+    """Tokens of a KV block, 0 without a prefix cache."""
+    name = "vllm:cache_config_info"
+    if metrics.label(name, "enable_prefix_caching") == "False":
+        return 0
+    size = metrics.label(name, "block_size")
+    return int(size) if size is not None and size.isdigit() else None
+
+
+def _divide(total: float | None, count: float | None) -> float | None:
+    return total / count if total is not None and count else None
+
+
+def _round(value: float | None) -> int | None:
+    return None if value is None else max(round(value), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One streamed answer, in seconds, and the engine's part of it."""
+
+    ttft: float
+    gaps: tuple[float, ...]
+    """Between chunks with text."""
+    prompt_tokens: int
+    outside: float | None
+    """TTFT less the engine's queue and prefill; None without ``/metrics``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The four requests of one round."""
+
+    short: Timing
+    long: Timing
+    first: Timing
+    another: Timing
+
+
+def probe_server(
+    client: ServerClient,
+    size: tuple[int, int],
+    model: str | None = None,
+    rounds: int = _ROUNDS,
+    report: Callable[[str], None] = lambda line: None,
+) -> Known:
+    """Measure a server with images of ``size`` pixels; raises :class:`ConfigError`."""
+    with reporting_failures(client.url):
+        models = client.list_models()
+        name = choose_model(client.url, models, model)
+        notes = []
+        before = client.read_metrics()
+        if before is None:
+            notes.append(
+                "The server has no /metrics: front end, selection and tower count as tower."
+            )
+        elif before.total("vllm:num_requests_running"):
+            notes.append(
+                "The server was busy while it was probed: times contain waiting for others."
+            )
+        source = random.Random()  # another seed each time, so that no cache knows the images
+        report("warm-up")
+        _ask_round(client, name, models[name], size, source)
+        warm = client.read_metrics()
+        results = []
+        for number in range(rounds):
+            report(f"round {number + 1} of {rounds}")
+            results.append(_ask_round(client, name, models[name], size, source))
+        after = client.read_metrics()
+    selection = "autoprune_selection_seconds"
+    known = summarize(
+        results,
+        _divide(
+            _increase(warm, after, f"{selection}_sum") or 0.0,
+            _increase(warm, after, f"{selection}_count"),
+        ),
+        client.url,
+    )
+    # Visual tokens of an image before and after pruning, by a server with the plugin.
+    images = _increase(warm, after, "autoprune_images_total")
+    visual = "autoprune_visual_tokens_total"
+    tokens = _divide(_increase(warm, after, visual, stage="before"), images)
+    kept = _divide(_increase(warm, after, visual, stage="after"), images)
+    measured = (
+        f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds: first "
+        f"question {1000 * median(one.first.ttft for one in results):.1f} ms, another question "
+        f"{1000 * median(one.another.ttft for one in results):.1f} ms."
+    )
+    counted: dict[str, float | None] = {
+        "tokens": _round(tokens) if tokens else known.values["budget"],
+        # A server without a state keeps all tokens, which is no budget.
+        "budget": _round(kept) if tokens and kept != tokens else None,
+        "block": None if before is None else _block_size(before),
+    }
+    return keep_known(measured, *notes, *known.notes, **{**known.values, **counted})
+
+
+def summarize(rounds: Sequence[Round], selection: float | None, url: str) -> Known:
+    """Values of the model from the rounds; ``budget`` is what an image adds to a prompt.
+
+    That may be a few tokens of the chat template more than the image itself takes. Raises
+    :class:`ConfigError` for a server whose times say nothing.
+    """
+    short = median(one.short.ttft for one in rounds)
+    first = median(one.first.ttft for one in rounds)
+    length = median(one.short.prompt_tokens for one in rounds)
+    more = median(one.long.prompt_tokens for one in rounds) - length
+    longer = median(one.long.ttft for one in rounds) - short
+    visual = round(median(one.first.prompt_tokens - one.short.prompt_tokens for one in rounds))
+    if visual < 1:
+        raise _error(url, "an image adds no tokens to a prompt", "serve a model that takes images")
+    if more <= 0 or longer <= 0:
+        what = f"a prompt of {more:g} more tokens takes no longer"
+        raise _error(url, what, "probe an idle server, or give --prefill-ms-per-token")
+    per_token = longer / more
+    request = max(short - per_token * length, 0.0)
+    front_end = _median_difference([(one.first, one.short) for one in rounds])
+    decode_image = _median_difference([(one.another, one.short) for one in rounds])
+    processor = None
+    if front_end is None or decode_image is None:
+        front_end = decode_image = None
+    else:
+        decode_image = min(decode_image, front_end)
+        processor = front_end - decode_image
+    prompt = median(one.first.prompt_tokens for one in rounds)
+    tower = first - (front_end or 0.0) - (selection or 0.0) - request - per_token * prompt
+    gaps = [gap for one in rounds for answer in (one.short, one.first) for gap in answer.gaps]
+    note = "The tower takes too little to be seen beside prefill; it counts as 0."
+    return keep_known(
+        *([] if tower > 0 else [note]),
+        budget=visual,
+        tower=max(tower, 0.0),
+        prefill=per_token,
+        decode_image=decode_image,
+        processor=processor,
+        selection=selection,
+        request=request,
+        decode=median(gaps) if gaps else None,
+    )
+
+
+def draw_image(size: tuple[int, int], source: random.Random) -> str:
+    """A picture of coloured rectangles as a JPEG data URL; no two are the same."""
+    from PIL import Image, ImageDraw
+
+    width, height = size
+    image = Image.new("RGB", size, _draw_colour(source))
+    pen = ImageDraw.Draw(image)
+    for _ in range(200):
+        x, y = source.randrange(width), source.randrange(height)
+        corner = (x + source.randint(1, width // 4 + 1), y + source.randint(1, height // 4 + 1))
+        pen.rectangle(((x, y), corner), fill=_draw_colour(source))
+    buffer = io.BytesIO()
+    image.save(buffer, format="JPEG", quality=90)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _ask_round(
+    client: ServerClient, model: str, context: int, size: tuple[int, int], source: random.Random
+) -> Round:
+    """``context``: longest prompt and answer that the server takes; 0: it does not say."""
+    image = draw_image(size, source)
+    question, another = _draw_text(_QUESTION_WORDS, source), _draw_text(_QUESTION_WORDS, source)
+    # A word may be more than one token.
+    words = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS
+    return Round(
+        short=_ask(client, model, question),
+        long=_ask(client, model, _draw_text(words, source)),
+        first=_ask(client, model, question, image),
+        another=_ask(client, model, another, image),
+    )
+
+
+def _ask(client: ServerClient, model: str, text: str, image: str | None = None) -> Timing:
+    """One streamed answer; ``image`` is a data URL."""
+    content: list[Mapping[str, object]] = [{"type": "text", "text": text}]
+    if image is not None:
+        content.insert(0, {"type": "image_url", "image_url": {"url": image}})
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": _ANSWER_TOKENS,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    before = client.read_metrics()
+    times, tokens, finished = list[float](), 0, None
+    start = time.perf_counter()
+    with client.http.stream("POST", client.url + CHAT, json=body) as answer:
+        if not answer.is_success:
+            answer.read()
+            what, fix = (
+                "a chat request",
+                "set VLLM_API_KEY where it asks for one, or look at its log",
+            )
+            if image is not None:
+                what = "a request with an image"
+                fix = "serve a model that takes images, and allow one of this size"
+            raise _error(client.url, f"refuses {what}: {describe_rejection(answer)}", fix)
+        for line in answer.iter_lines():
+            now = time.perf_counter() - start
+            data = line.removeprefix("data:").strip()
+            if not line.startswith("data:") or data == "[DONE]":
+                continue
+            chunk = json.loads(data)
+            if "error" in chunk:
+                what = f"an answer broke off: {str(chunk['error'])[:200]}"
+                raise _error(client.url, what, "look at the server's log")
+            for choice in chunk.get("choices") or ():
+                delta = choice.get("delta") or {}
+                if delta.get("content") or delta.get("reasoning_content"):
+                    times.append(now)
+                elif choice.get("finish_reason"):
+                    finished = now
+            tokens = int((chunk.get("usage") or {}).get("prompt_tokens") or tokens)
+    if not times and finished is not None:
+        times.append(finished)  # the first token was the last one
+    if not times or not tokens:
+        what = "a streamed answer has no token or no usage"
+        raise _error(client.url, what, "give a vllm serve")
+    after = client.read_metrics()
+    outside = None
+    # Otherwise another client's request came between.
+    if _increase(before, after, "vllm:request_prefill_time_seconds_count") == 1:
+        queue, prefill = (
+            _increase(before, after, f"vllm:request_{stage}_time_seconds_sum") or 0.0
+            for stage in ("queue", "prefill")
+        )
+        outside = max(times[0] - queue - prefill, 0.0)
+    gaps = tuple(late - early for early, late in itertools.pairwise(times))
+    return Timing(times[0], gaps, tokens, outside)
+
+
+def _draw_text(count: int, source: random.Random) -> str:
+    return " ".join(source.choices(_WORDS.split(), k=count))
+
+
+def _draw_colour(source: random.Random) -> tuple[int, int, int]:
+    return source.randrange(256), source.randrange(256), source.randrange(256)
+
+
+def _median_difference(pairs: Sequence[tuple[Timing, Timing]]) -> float | None:
+    values = [
+        more.outside - less.outside
+        for more, less in pairs
+        if more.outside is not None and less.outside is not None
+    ]
+    return max(median(values), 0.0) if values else None
+
+
+def _increase(
+    before: Metrics | None, after: Metrics | None, name: str, **labels: str
+) -> float | None:
+    end = after.total(name, **labels) if after is not None else None
+    if end is None or before is None:
+        return None
+    return end - (before.total(name, **labels) or 0.0)
+
+
+def _error(url: str, what: str, fix: str) -> ConfigError:
+    return ConfigError("server", [Problem(url, what, fix)])
