@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -104,3 +106,148 @@ def write_split(path: Path, examples: Sequence[Example]) -> None:
     """Write one split file of a data folder."""
     lines = [json.dumps(example.model_dump(exclude_none=True)) for example in examples]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+SHARES: dict[Split, float] = {"search": 0.5, "validation": 0.2, "test": 0.3}
+"""Shares of the images of each category."""
+
+_IMAGE_ENDINGS = (".png", ".jpg", ".jpeg")
+_QUESTIONS = "questions_answers_YN"
+
+
+@dataclass(frozen=True, slots=True)
+class _TextFile:
+    """Questions of one category about one image; ``content`` is the SHA-256 of the image file."""
+
+    category: str
+    image: Path
+    content: str
+    questions: Sequence[tuple[str, str]]
+
+
+def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
+    """Write the three splits and the images; returns the number of questions of each split.
+
+    The two questions about an image are a pair, as accuracy+ counts them. An image that several
+    categories use is in one split, and in one file. Raises :class:`ConfigError` with every problem.
+    """
+    problems: list[Problem] = []
+    folders = sorted(path for path in source.iterdir() if path.is_dir()) if source.is_dir() else []
+    files = [file for folder in folders for file in _read_category(folder, problems)]
+    split_of = _draw_splits(files, seed)
+    if not files and not problems:
+        fix = "give MME's folder, which has a folder for each category"
+        problems.append(Problem(str(source), "contains no question", fix))
+    if not problems and set(split_of.values()) != set(SPLITS):
+        what = f"has too few images for three splits ({len(split_of)})"
+        problems.append(Problem(str(source), what, "give more categories, or more of their files"))
+    if problems:
+        raise ConfigError(f"MME {source}", problems[:20])
+    try:
+        return _write_splits(files, split_of, target)
+    except OSError as error:
+        what = f"cannot be written ({error.strerror or error})"
+        fix = "choose another folder with --data"
+        raise ConfigError("search", [Problem(str(target), what, fix)]) from None
+
+
+def _read_category(folder: Path, problems: list[Problem]) -> Iterator[_TextFile]:
+    separate = (folder / _QUESTIONS).is_dir()
+    texts = folder / _QUESTIONS if separate else folder
+    images = folder / "images" if separate else folder
+    for path in sorted(texts.glob("*.txt")):
+        where = str(path.relative_to(folder.parent))
+        found = [images / f"{path.stem}{ending}" for ending in _IMAGE_ENDINGS]
+        image = next((one for one in found if one.exists()), None)
+        if image is None:
+            fix = f"put {path.stem}.png or .jpg beside it"
+            problems.append(Problem(where, "has no image", fix))
+            continue
+        try:
+            content = hashlib.sha256(image.read_bytes()).hexdigest()
+            # Editors on Windows put a byte order mark before the first line.
+            lines = path.read_text("utf-8-sig").splitlines()
+        except OSError as error:
+            name = Path(str(error.filename)).name
+            what = f"cannot be read ({name}: {error.strerror})"
+            problems.append(Problem(where, what, "make both files readable"))
+            continue
+        except UnicodeDecodeError:
+            problems.append(Problem(where, "is not UTF-8", "save it as UTF-8"))
+            continue
+        questions = _read_questions(lines, where, problems)
+        if questions:
+            yield _TextFile(folder.name, image, content, questions)
+
+
+def _read_questions(
+    lines: Sequence[str], where: str, problems: list[Problem]
+) -> list[tuple[str, str]]:
+    """The questions of a text file and their answers; empty where a line is neither."""
+    questions, invalid = [], False
+    fix = "a line is a question, a tab and the answer"
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        parts = [part.strip() for part in line.split("\t")]
+        if len(parts) == 2 and all(parts):
+            questions.append((parts[0], parts[1]))
+        else:
+            problems.append(Problem(f"{where}:{number}", "is no question with an answer", fix))
+            invalid = True
+    if not questions and not invalid:
+        problems.append(Problem(where, "has no question", fix))
+    return [] if invalid else questions
+
+
+def _draw_splits(files: Sequence[_TextFile], seed: int) -> dict[str, Split]:
+    """A random split for each image content, so that each category has its :data:`SHARES`."""
+    rng = random.Random(seed)
+    sizes = Counter(file.category for file in files)
+    places = {category: _count_places(size) for category, size in sizes.items()}
+    categories: dict[str, list[str]] = {}
+    for file in files:
+        categories.setdefault(file.content, []).append(file.category)
+    split_of: dict[str, Split] = {}
+    # Images of several categories first: the others can then fill the places that are left.
+    for content in sorted(categories, key=lambda one: -len(categories[one])):
+        own = categories[content]
+        free = [max(0, min(places[name][split] for name in own)) for split in SPLITS]
+        if not any(free):  # in all of them: then in any of them
+            free = [sum(max(0, places[name][split]) for name in own) for split in SPLITS]
+        (split,) = rng.choices(SPLITS, weights=free)
+        split_of[content] = split
+        for name in own:
+            places[name][split] -= 1
+    return split_of
+
+
+def _count_places(images: int) -> dict[Split, int]:
+    """Images of a category that each split gets."""
+    begin, share, places = 0, 0.0, dict[Split, int]()
+    for split in SPLITS:
+        share += SHARES[split]
+        end = round(share * images)
+        places[split] = end - begin
+        begin = end
+    return places
+
+
+def _write_splits(
+    files: Sequence[_TextFile], split_of: Mapping[str, Split], target: Path
+) -> dict[Split, int]:
+    splits: dict[Split, list[Example]] = {split: [] for split in SPLITS}
+    names: dict[str, str] = {}
+    for pair, file in enumerate(files):
+        if file.content not in names:
+            name = names[file.content] = f"images/{file.category}/{file.image.name}"
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file.image, target / name)
+        splits[split_of[file.content]] += [
+            Example(image=names[file.content], question=question, answer=answer,
+                    category=file.category, pair=pair)
+            for question, answer in file.questions
+        ]  # fmt: skip
+    for split, examples in splits.items():
+        write_split(target / f"{split}.jsonl", examples)
+    return {split: len(examples) for split, examples in splits.items()}

@@ -15,17 +15,14 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-from offline_search.evaluation.evaluation_round import RoundEvaluator
-from offline_search.evaluation.evaluator import Evaluator, RecordedEvaluator
-from offline_search.evaluation.history import History, Trial, gave_up
-from offline_search.evaluation.winner_selection import WinnerSelector
-from offline_search.ledger import Ledger
-from offline_search.ledger.records import Cost, SettingsRecord, SummaryRecord, WinnerRecord
-from offline_search.proposers.history_summary import summarize
-from offline_search.proposers.proposal_client import ProposalClient, Proposer, SpendingLimits
+from offline_search.candidates import base_state
+from offline_search.evaluator import Evaluator, RecordedEvaluator
+from offline_search.history import History, Trial, gave_up
+from offline_search.ledger import Cost, Ledger, SettingsRecord, SummaryRecord, WinnerRecord
+from offline_search.proposer import ProposalClient, Proposer, SpendingLimits
+from offline_search.rounds import RoundEvaluator
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
-from offline_search.strategies.start_states import base_state
 from offline_search.strategies.strategy import (
     RACED_PER_PLACE,
     Round,
@@ -33,6 +30,8 @@ from offline_search.strategies.strategy import (
     maximum_rounds,
     races,
 )
+from offline_search.summary import summarize
+from offline_search.winner import WinnerSelector
 from vllm_autoprune.errors import SearchError
 
 

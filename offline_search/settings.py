@@ -22,7 +22,7 @@ Space = Literal[
     "all", "numbers", "released", "without-diversity", "without-fusion", "without-anchoring"
 ]
 """What candidates may be: any state, or the released policy with some of its parts searched
-(:mod:`offline_search.candidates.released_spaces`)."""
+(:mod:`offline_search.search_space`)."""
 
 MAX_QUOTA = 640
 """Largest q_e that the language allows; a selector cuts it to K."""

@@ -28,7 +28,7 @@ from offline_search.settings import DEFAULT_LIST, Settings
 from vllm_autoprune.errors import AutopruneError, SearchError
 
 if TYPE_CHECKING:
-    from offline_search.proposers.endpoint import EndpointProposer
+    from offline_search.proposer import EndpointProposer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,7 +126,7 @@ def _require_endpoint(options: argparse.Namespace) -> None:
 
 def _open_endpoint(options: argparse.Namespace, requests: int) -> EndpointProposer:
     """The language model, asked for at most so many replies at once."""
-    from offline_search.proposers.endpoint import EndpointProposer, EndpointSettings
+    from offline_search.proposer import EndpointProposer, EndpointSettings
 
     return EndpointProposer(
         EndpointSettings(

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from offline_search.ledger import read_ledger
-from offline_search.report import SearchReport, read_report
-from offline_search.report.markdown import table
+from offline_search.report import SearchReport, read_report, table
 
 _HEAD = ("candidates", "valid", "evaluated", "best", "mean", "worst", "std")
 

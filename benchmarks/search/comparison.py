@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.search.results import add_result, has_ended, ledger_path
-from offline_search.candidates.released_spaces import SPACES
 from offline_search.dataset import Dataset
-from offline_search.evaluation.answers import Answers
-from offline_search.evaluation.evaluator import EvaluationJob, Evaluator
-from offline_search.evaluation.winner_selection import NothingMeasured
+from offline_search.evaluator import EvaluationJob, Evaluator
+from offline_search.history import Answers
 from offline_search.ledger import Ledger
-from offline_search.proposers.proposal_client import Proposer
+from offline_search.proposer import Proposer
 from offline_search.replay import UnavailableBackend
-from offline_search.report.progress import ProgressLog
+from offline_search.report import ProgressLog
 from offline_search.search import Search
+from offline_search.search_space import SPACES
 from offline_search.settings import STRATEGIES_WITH_LISTS, Settings, Space
 from offline_search.strategies import STRATEGIES
+from offline_search.winner import NothingMeasured
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 WITHOUT_MODEL = "@none"

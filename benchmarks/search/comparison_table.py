@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.search.results import CURVE_SHARES, SearchResult, read_results, results_of
-from offline_search.report.markdown import table
+from offline_search.report import table
 
 # Two-sided 95 % quantiles of Student's t distribution, for 1 to 9 degrees of freedom.
 _T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)

@@ -19,10 +19,10 @@ from pydantic import Field, TypeAdapter
 from benchmarks.common.progress import log_progress
 from benchmarks.search.comparison_table import format_mean, t_quantile
 from benchmarks.search.results import read_results, require_model, search_name
-from offline_search.candidates.selection_program import Candidate
-from offline_search.evaluation.answers import Answers, relative_logprob
-from offline_search.evaluation.evaluator import EvaluationJob, Evaluator
-from offline_search.report.markdown import table
+from offline_search.components import Candidate
+from offline_search.evaluator import EvaluationJob, Evaluator
+from offline_search.history import Answers, relative_logprob
+from offline_search.report import table
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.states.state import PruningState
 

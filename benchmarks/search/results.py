@@ -12,9 +12,8 @@ from pathlib import Path
 
 from pydantic import Field, JsonValue
 
-from offline_search.candidates.selection_program import Candidate, SelectionProgram
-from offline_search.ledger import read_ledger
-from offline_search.ledger.records import WinnerRecord
+from offline_search.components import Candidate, SelectionProgram
+from offline_search.ledger import WinnerRecord, read_ledger
 from offline_search.report import SearchReport, read_report
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError

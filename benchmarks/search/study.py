@@ -24,11 +24,11 @@ from benchmarks.search.comparison import (
 from benchmarks.search.comparison_table import as_markdown
 from benchmarks.search.results import read_results, results_of
 from benchmarks.search.yardstick_evaluator import YardstickEvaluator
+from offline_search.candidates import base_state, paper_state
 from offline_search.dataset import Split
-from offline_search.evaluation.evaluator import Evaluator
-from offline_search.proposers.proposal_client import Proposer
+from offline_search.evaluator import Evaluator
+from offline_search.proposer import Proposer
 from offline_search.settings import Settings
-from offline_search.strategies.start_states import base_state, paper_state
 
 WITHOUT_PROPOSER = ("random", "tpe", f"autoprune+{WITHOUT_MODEL}")
 """Strategies that ask no language model."""

@@ -14,11 +14,11 @@ from benchmarks.accuracy.yardsticks.cases import ALL_TOKENS, FULL, Budget, Case
 from benchmarks.accuracy.yardsticks.yardstick import EncodedBatch, Yardstick, batches
 from benchmarks.minillava.split import Example as SceneQuestion
 from benchmarks.search.scenes import as_example, sample_questions
-from offline_search.candidates.selection_program import SelectionProgram
+from offline_search.components import SelectionProgram
 from offline_search.dataset import SPLITS, Dataset, Split
-from offline_search.evaluation.answers import Answers
-from offline_search.evaluation.evaluator import EvaluationJob
-from offline_search.programs.selection import select_with_program
+from offline_search.evaluator import EvaluationJob
+from offline_search.history import Answers
+from offline_search.programs import select_with_program
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from offline_search.settings import Settings
-from offline_search.strategies.autoprune_plus import AutoPrunePlus
-from offline_search.strategies.free_code import EvoPromptingCode, OpenEvolveCode
-from offline_search.strategies.language_model import AutoPrune, EvoPrompting
+from offline_search.strategies.language_model import (
+    AutoPrune,
+    EvoPrompting,
+    EvoPromptingCode,
+    OpenEvolveCode,
+)
 from offline_search.strategies.openevolve import OpenEvolve
-from offline_search.strategies.sampling import RandomSearch, TpeSearch
+from offline_search.strategies.sampling import AutoPrunePlus, RandomSearch, TpeSearch
 from offline_search.strategies.strategy import Strategy
 
 __all__ = ["CODE_STRATEGIES", "STRATEGIES", "Strategy"]

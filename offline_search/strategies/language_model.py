@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 
-from offline_search.candidates.proposal import Draft
-from offline_search.evaluation.history import Trial
-from offline_search.proposers.prompt import crossover_prompt, proposal_prompt
-from offline_search.proposers.proposal_client import ProposalRequest
+from offline_search.candidates import Draft, minimal_state
+from offline_search.components import SelectionProgram
+from offline_search.history import Trial
+from offline_search.prompt import (
+    INITIAL_PROGRAM,
+    crossover_prompt,
+    describe_code_task,
+    extract_program,
+    program_crossover_prompt,
+    program_prompt,
+    proposal_prompt,
+)
+from offline_search.proposer import ProposalClient, ProposalRequest
 from offline_search.settings import Settings
-from offline_search.strategies.start_states import minimal_state
+from offline_search.strategies.openevolve import OpenEvolve
 from offline_search.strategies.strategy import Round, parent_names, request_improvements
 
 _PARENTS = 2
@@ -79,3 +88,37 @@ def draw_parents(population: Sequence[Trial], rng: Random) -> list[Trial]:
 
 def _draw_by_rank(population: Sequence[Trial], rng: Random) -> Trial:
     return rng.choices(population, [1 / (1 + rank) for rank in range(len(population))])[0]
+
+
+class OpenEvolveCode(OpenEvolve):
+    """`openevolve-code`: OpenEvolve changes a program that selects tokens."""
+
+    def _initial_program(self) -> Draft:
+        selection = SelectionProgram(INITIAL_PROGRAM)
+        return Draft("initial", None, program=selection.code, selection=selection)
+
+    def _system_prompt(self) -> str:
+        return f"{describe_code_task(self._settings)}\n\nYou improve such a program."
+
+    def _request(
+        self, client: ProposalClient, request: ProposalRequest, extract: Callable[[str], str]
+    ) -> Awaitable[Draft]:
+        return client.request_selection(request, extract)
+
+
+class EvoPromptingCode(EvoPrompting):
+    """`evoprompting-code`: the model crosses two programs, drawn by rank from the best trials."""
+
+    def _initialize(
+        self, current: Round, index: int, population: Sequence[Trial]
+    ) -> Awaitable[Draft]:
+        messages = program_prompt(self._settings, INITIAL_PROGRAM, index, current.count)
+        request = ProposalRequest(current.number, index, messages, "llm")
+        return current.client.request_selection(request, extract_program)
+
+    def _cross(self, current: Round, index: int, population: Sequence[Trial]) -> Awaitable[Draft]:
+        parents = draw_parents(population, current.rng)
+        messages = program_crossover_prompt(self._settings, parents)
+        names = parent_names(*parents)
+        request = ProposalRequest(current.number, index, messages, "crossover", names)
+        return current.client.request_selection(request, extract_program)

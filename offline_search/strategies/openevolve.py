@@ -25,13 +25,12 @@ from random import Random
 from textwrap import indent
 from typing import TYPE_CHECKING
 
-from offline_search.candidates.components import compact_json
-from offline_search.candidates.proposal import Draft
-from offline_search.evaluation.history import History, Trial
-from offline_search.proposers.prompt import Messages, describe_language
-from offline_search.proposers.proposal_client import ProposalClient, ProposalRequest
+from offline_search.candidates import Draft, minimal_state
+from offline_search.components import compact_json
+from offline_search.history import History, Trial
+from offline_search.prompt import Messages, describe_language
+from offline_search.proposer import ProposalClient, ProposalRequest
 from offline_search.settings import Settings
-from offline_search.strategies.start_states import minimal_state
 from offline_search.strategies.strategy import Round
 from vllm_autoprune.errors import ConfigError, Problem
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from offline_search.candidates.hypothesis import PURPOSES, list_purposes
-from offline_search.candidates.proposal import Draft
-from offline_search.evaluation.history import History, Trial
-from offline_search.proposers.prompt import list_prompt, proposal_prompt
-from offline_search.proposers.proposal_client import ProposalClient, ProposalRequest
+from offline_search.candidates import PURPOSES, Draft, list_purposes
+from offline_search.history import History, Trial
+from offline_search.prompt import list_prompt, proposal_prompt
+from offline_search.proposer import ProposalClient, ProposalRequest
 from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.states.state import PruningState
 

@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-import offline_search.evaluation.served_evaluator
-import offline_search.proposers.endpoint
+import offline_search.evaluator
+import offline_search.proposer
 import offline_search.report
-import offline_search.report.progress
 import offline_search.search  # noqa: F401
 from offline_search.ledger import Ledger
 from vllm_autoprune.cli.main import main

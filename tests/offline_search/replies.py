@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from random import Random
 
-from offline_search.candidates.search_space import RandomSource, sample_proposal
+from offline_search.search_space import RandomSource, sample_proposal
 
 BUDGET = 8
 

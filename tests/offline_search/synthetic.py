@@ -16,15 +16,13 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
-from offline_search.candidates.components import JsonObject
-from offline_search.candidates.selection_program import Candidate, SelectionProgram
+from offline_search.components import Candidate, JsonObject, SelectionProgram
 from offline_search.dataset import Dataset, read_dataset, write_split
-from offline_search.evaluation.answers import Answers
-from offline_search.evaluation.evaluator import EvaluationJob
-from offline_search.ledger import Ledger, read_ledger
-from offline_search.ledger.records import Cost, Record, WinnerRecord
-from offline_search.proposers.prompt import Messages
-from offline_search.proposers.proposal_client import Reply, SpendingLimits
+from offline_search.evaluator import EvaluationJob
+from offline_search.history import Answers
+from offline_search.ledger import Cost, Ledger, Record, WinnerRecord, read_ledger
+from offline_search.prompt import Messages
+from offline_search.proposer import Reply, SpendingLimits
 from offline_search.search import Search
 from offline_search.settings import Settings
 from offline_search.strategies import CODE_STRATEGIES, STRATEGIES

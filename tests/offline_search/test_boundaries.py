@@ -17,7 +17,7 @@ def dotted(path: Path) -> str:
 
 
 def test_the_search_imports_no_server() -> None:
-    assert len(MODULES) > 30
+    assert len(MODULES) > 10
     for path in MODULES:
         for name in imported_by(path):
             assert name.split(".")[0] not in ("vllm", "benchmarks", "tests"), path.name

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from offline_search.cost_estimate import estimate_cost
 from offline_search.dataset import Dataset
-from offline_search.ledger.records import SettingsRecord
-from offline_search.proposers.endpoint import Price
+from offline_search.ledger import SettingsRecord
+from offline_search.proposer import Price
+from offline_search.replay import estimate_cost
 from offline_search.settings import Settings
 from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, endpoint, error
 from tests.offline_search.synthetic import answer_search, records_of_kind

@@ -5,24 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from offline_search.candidates.components import compact_json
-from offline_search.candidates.proposal import Draft, assemble_state
+from offline_search.candidates import Draft, assemble_state, base_state, paper_state
+from offline_search.components import compact_json
 from offline_search.dataset import Dataset
-from offline_search.evaluation.answers import Answers
-from offline_search.evaluation.evaluation_round import RoundEvaluator
-from offline_search.evaluation.evaluator import (
-    BaselineFailed,
-    EvaluationJob,
-    RecordedEvaluator,
+from offline_search.evaluator import BaselineFailed, EvaluationJob, RecordedEvaluator
+from offline_search.history import Answers, gave_up
+from offline_search.ledger import (
+    Ledger,
+    ReplyRecord,
+    Status,
+    TrialRecord,
+    WinnerRecord,
+    read_ledger,
 )
-from offline_search.evaluation.history import gave_up
-from offline_search.evaluation.winner_selection import NothingMeasured
-from offline_search.ledger import Ledger, read_ledger
-from offline_search.ledger.records import ReplyRecord, Status, TrialRecord, WinnerRecord
-from offline_search.report import read_report
-from offline_search.report.markdown import count_candidates
+from offline_search.report import count_candidates, read_report
+from offline_search.rounds import RoundEvaluator
 from offline_search.settings import Settings
-from offline_search.strategies.start_states import base_state, paper_state
+from offline_search.winner import NothingMeasured
 from tests.offline_search.replies import HOSTILE
 from tests.offline_search.synthetic import (
     VALID_REPLIES,

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from offline_search.dataset import Dataset
-from offline_search.ledger import read_ledger
-from offline_search.ledger.records import EvaluationRecord, WinnerRecord
+from offline_search.ledger import EvaluationRecord, WinnerRecord, read_ledger
 from tests.offline_search.endpoint import Answer, Body, endpoint
 from tests.offline_search.synthetic import answer_search
 

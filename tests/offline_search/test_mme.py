@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offline_search.dataset import SPLITS, Dataset, read_dataset
-from offline_search.evaluation.answers import Answers, mme_total, relative_mme
-from offline_search.evaluation.evaluator import EvaluationJob
-from offline_search.ledger.records import TrialRecord
-from offline_search.mme import convert_mme
+from offline_search.dataset import SPLITS, Dataset, convert_mme, read_dataset
+from offline_search.evaluator import EvaluationJob
+from offline_search.history import Answers, mme_total, relative_mme
+from offline_search.ledger import TrialRecord
 from offline_search.settings import Settings
 from tests.offline_search.synthetic import SyntheticEvaluator, records_of_kind, run_search
 from vllm_autoprune.cli.main import main

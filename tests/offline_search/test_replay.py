@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from offline_search.dataset import Dataset, read_dataset
-from offline_search.ledger import Ledger
-from offline_search.ledger.records import ProposalRecord, ReplyRecord
+from offline_search.ledger import Ledger, ProposalRecord, ReplyRecord
 from offline_search.replay import replay
 from offline_search.settings import Settings
 from tests.offline_search.replies import HOSTILE, valid_replies

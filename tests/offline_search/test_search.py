@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from offline_search.candidates.components import compact_json
+from offline_search.candidates import base_state, paper_state
+from offline_search.components import compact_json
 from offline_search.dataset import Dataset
-from offline_search.evaluation.winner_selection import NothingMeasured
-from offline_search.ledger.records import (
+from offline_search.ledger import (
     ProposalRecord,
     ReplyRecord,
     SummaryRecord,
@@ -17,9 +17,9 @@ from offline_search.ledger.records import (
     VerdictRecord,
     WinnerRecord,
 )
-from offline_search.proposers.proposal_client import SpendingLimits
+from offline_search.proposer import SpendingLimits
 from offline_search.settings import Settings
-from offline_search.strategies.start_states import base_state, paper_state
+from offline_search.winner import NothingMeasured
 from tests.offline_search.synthetic import (
     STATE_STRATEGIES,
     SyntheticEvaluator,

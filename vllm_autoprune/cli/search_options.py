@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from offline_search.dataset import Dataset
-    from offline_search.evaluation.served_evaluator import ServedEvaluator
-    from offline_search.proposers.proposal_client import Proposer
+    from offline_search.evaluator import ServedEvaluator
+    from offline_search.proposer import Proposer
     from offline_search.settings import Settings
     from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -174,11 +174,11 @@ def add_proposer_arguments(group: argparse._ArgumentGroup) -> None:
 
 def build_evaluator(options: argparse.Namespace, dataset: Dataset) -> ServedEvaluator:
     """Evaluator on the given servers."""
-    from offline_search.evaluation.served_evaluator import ServedEvaluator
+    from offline_search.evaluator import ServedEvaluator
 
     probes: Sequence[VisualTokens] = ()
     if options.checkpoint is not None:
-        from offline_search.evaluation.candidate_check import probes_from_checkpoint
+        from offline_search.rounds import probes_from_checkpoint
 
         probes = probes_from_checkpoint(options.checkpoint, options.text_tower, dataset)
     return ServedEvaluator(
@@ -195,7 +195,7 @@ async def open_proposer(
     options: argparse.Namespace, settings: Settings, dataset: Dataset
 ) -> AsyncIterator[Proposer]:
     """Proposer of the search: the endpoint, or none."""
-    from offline_search.proposers.endpoint import EndpointProposer, EndpointSettings, Price
+    from offline_search.proposer import EndpointProposer, EndpointSettings, Price
     from offline_search.replay import UnavailableBackend
 
     if not settings.proposer:

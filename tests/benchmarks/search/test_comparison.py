@@ -8,9 +8,8 @@ from benchmarks.search.comparison import CachingEvaluator, run_comparison
 from benchmarks.search.comparison_table import as_markdown, format_mean
 from benchmarks.search.results import read_results, results_of
 from offline_search.dataset import Dataset
-from offline_search.evaluation.evaluator import EvaluationJob
-from offline_search.ledger import Ledger, read_ledger
-from offline_search.ledger.records import SettingsRecord
+from offline_search.evaluator import EvaluationJob
+from offline_search.ledger import Ledger, SettingsRecord, read_ledger
 from offline_search.settings import Settings
 from tests.offline_search.replies import valid_replies
 from tests.offline_search.synthetic import (

@@ -17,10 +17,9 @@ from benchmarks.search.results import (
     require_model,
     results_of,
 )
-from offline_search.candidates.selection_program import SelectionProgram
+from offline_search.components import SelectionProgram
 from offline_search.dataset import Dataset
-from offline_search.ledger import read_ledger
-from offline_search.ledger.records import TrialRecord
+from offline_search.ledger import TrialRecord, read_ledger
 from offline_search.settings import Settings
 from tests.offline_search.synthetic import SyntheticEvaluator, dataset, run_search
 from vllm_autoprune.errors import SearchError

@@ -13,8 +13,7 @@ from benchmarks.search.comparison import needs_proposer
 from benchmarks.search.results import ledger_path, read_results
 from benchmarks.search.study import ABLATIONS, ARMS, Study, format_tables
 from offline_search.dataset import Dataset, Split
-from offline_search.ledger import read_ledger
-from offline_search.ledger.records import ReplyRecord, SettingsRecord
+from offline_search.ledger import ReplyRecord, SettingsRecord, read_ledger
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
 from tests.offline_search.replies import valid_replies

@@ -8,11 +8,11 @@ import torch
 
 from benchmarks.accuracy.yardsticks.catalogue import open_yardstick
 from benchmarks.search.yardstick_evaluator import YardstickEvaluator
-from offline_search.candidates.selection_program import Candidate, SelectionProgram
+from offline_search.components import Candidate, SelectionProgram
 from offline_search.dataset import Split
-from offline_search.evaluation.answers import Answers, accuracy, relative_logprob
-from offline_search.evaluation.candidate_check import selection_fingerprint
-from offline_search.evaluation.evaluator import EvaluationJob
+from offline_search.evaluator import EvaluationJob
+from offline_search.history import Answers, accuracy, relative_logprob
+from offline_search.rounds import selection_fingerprint
 from vllm_autoprune import load_state
 from vllm_autoprune.errors import EvaluationFailed
 

@@ -9,12 +9,11 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from pydantic import JsonValue
 
-from offline_search.candidates.compact_schema import shorten_schema
-from offline_search.candidates.components import JsonObject
-from offline_search.candidates.proposal import assemble_state, parse_proposal
-from offline_search.candidates.schema import proposal_schema
-from offline_search.candidates.search_space import RandomSource, sample_proposal
-from offline_search.proposers.prompt import describe_language
+from offline_search.candidates import assemble_state, parse_proposal
+from offline_search.components import JsonObject
+from offline_search.prompt import describe_language
+from offline_search.schema import proposal_schema, shorten_schema
+from offline_search.search_space import RandomSource, sample_proposal
 from offline_search.settings import Library, Settings
 from vllm_autoprune.errors import StateError
 from vllm_autoprune.tpdsl.registry import ATOMS

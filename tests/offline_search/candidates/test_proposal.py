@@ -7,17 +7,18 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from offline_search.candidates.components import compact_json
-from offline_search.candidates.proposal import assemble_state, parse_proposal
-from offline_search.candidates.schema import proposal_schema
-from offline_search.candidates.search_space import RandomSource, sample_proposal
-from offline_search.proposers.prompt import describe_language
-from offline_search.settings import Settings
-from offline_search.strategies.start_states import (
+from offline_search.candidates import (
+    assemble_state,
     minimal_state,
     paper_state,
+    parse_proposal,
     warm_start_states,
 )
+from offline_search.components import compact_json
+from offline_search.prompt import describe_language
+from offline_search.schema import proposal_schema
+from offline_search.search_space import RandomSource, sample_proposal
+from offline_search.settings import Settings
 from tests.offline_search.replies import BUDGET, HOSTILE, valid_replies
 from vllm_autoprune import load_state, materialize
 from vllm_autoprune.tpdsl.states.load import shipped_states

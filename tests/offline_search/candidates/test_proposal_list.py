@@ -7,11 +7,16 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from pydantic import JsonValue
 
-from offline_search.candidates.compact_schema import shorten_schema
-from offline_search.candidates.hypothesis import MAX_CHARACTERS, PURPOSES, list_purposes
-from offline_search.candidates.proposal import Draft, parse_proposal
-from offline_search.candidates.proposal_list import list_schema, parse_list
-from offline_search.candidates.schema import proposal_schema
+from offline_search.candidates import (
+    MAX_CHARACTERS,
+    PURPOSES,
+    Draft,
+    list_purposes,
+    list_schema,
+    parse_list,
+    parse_proposal,
+)
+from offline_search.schema import proposal_schema, shorten_schema
 from offline_search.settings import Settings
 from tests.offline_search.replies import BUDGET, HOSTILE, valid_replies
 

@@ -6,18 +6,12 @@ from random import Random
 
 import pytest
 
-from offline_search.candidates.components import Components
-from offline_search.candidates.proposal import assemble_state
-from offline_search.candidates.released_spaces import SPACES
-from offline_search.candidates.search_space import (
-    RandomSource,
-    choices_of_state,
-    sample_proposal,
-)
+from offline_search.candidates import assemble_state, paper_state, warm_start_states
+from offline_search.components import Components
 from offline_search.dataset import Dataset
-from offline_search.ledger.records import ProposalRecord
+from offline_search.ledger import ProposalRecord
+from offline_search.search_space import SPACES, RandomSource, choices_of_state, sample_proposal
 from offline_search.settings import MAX_QUOTA, Settings, Space
-from offline_search.strategies.start_states import paper_state, warm_start_states
 from tests.offline_search.candidates.test_search_space import FixedSource
 from tests.offline_search.replies import BUDGET, valid_replies
 from tests.offline_search.synthetic import SyntheticEvaluator, records_of_kind, run_search

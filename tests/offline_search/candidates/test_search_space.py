@@ -8,26 +8,25 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from offline_search.candidates.components import (
-    Components,
-    JsonObject,
-    atom_calls,
-    compact_json,
-    structure,
+from offline_search.candidates import (
+    assemble_state,
+    base_state,
+    paper_state,
+    parse_proposal,
+    warm_start_states,
 )
-from offline_search.candidates.proposal import assemble_state, parse_proposal
-from offline_search.candidates.schema import proposal_schema
-from offline_search.candidates.search_space import (
+from offline_search.components import Components, JsonObject, atom_calls, compact_json, structure
+from offline_search.prompt import describe_language
+from offline_search.schema import proposal_schema
+from offline_search.search_space import (
     RandomSource,
     choices_of_state,
     numeric_parameters,
     quota_scale,
     sample_proposal,
 )
-from offline_search.proposers.prompt import describe_language
 from offline_search.settings import Settings
 from offline_search.strategies.sampling import sample_draft
-from offline_search.strategies.start_states import base_state, paper_state, warm_start_states
 from tests.offline_search.replies import BUDGET
 from vllm_autoprune import materialize, safety_check
 from vllm_autoprune.tpdsl.registry import ATOMS

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offline_search.evaluation.answers import (
+from offline_search.history import (
     Answers,
     accuracy,
     accuracy_plus,

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offline_search.evaluation.history import History, Trial
-from offline_search.ledger.records import ProposalRecord, Status, TrialRecord
+from offline_search.history import History, Trial
+from offline_search.ledger import ProposalRecord, Status, TrialRecord
 from vllm_autoprune.tpdsl.states.load import load_state
 
 EASY, HARD = [-1.0] * 4, [-3.0] * 4

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from offline_search.dataset import Dataset
-from offline_search.evaluation.evaluator import EvaluationJob
-from offline_search.evaluation.served_evaluator import RetryPolicy, ServedEvaluator
+from offline_search.evaluator import EvaluationJob, RetryPolicy, ServedEvaluator
 from tests.offline_search.endpoint import (
     Answer,
     Body,

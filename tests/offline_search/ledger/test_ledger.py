@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from offline_search.ledger import Ledger, read_ledger
-from offline_search.ledger.ledger import digest_records
-from offline_search.ledger.records import (
+from offline_search.ledger import (
     Clock,
     EvaluationRecord,
+    Ledger,
     SettingsRecord,
     SummaryRecord,
     TrialRecord,
+    digest_records,
+    read_ledger,
 )
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError

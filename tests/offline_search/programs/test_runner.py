@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from offline_search.programs import runner
-from offline_search.programs.runner import Output, run_program
+from offline_search import programs as runner
+from offline_search.programs import Output, run_program
 
 
 def run(code: str, budget: int = 8) -> Output:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from offline_search.candidates.selection_program import SelectionProgram
-from offline_search.programs.selection import SIGNALS, select_with_program
-from offline_search.proposers.code_prompt import INITIAL_PROGRAM
+from offline_search.components import SelectionProgram
+from offline_search.programs import SIGNALS, select_with_program
+from offline_search.prompt import INITIAL_PROGRAM
 from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.executor.probes import synthetic_probes

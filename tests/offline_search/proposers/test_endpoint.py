@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from offline_search.candidates.components import JsonObject
-from offline_search.proposers.endpoint import EndpointProposer, EndpointSettings, Price
-from offline_search.proposers.prompt import Messages
-from offline_search.proposers.proposal_client import Reply
+from offline_search.components import JsonObject
+from offline_search.prompt import Messages
+from offline_search.proposer import EndpointProposer, EndpointSettings, Price, Reply
 from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, completion, endpoint, error
 from vllm_autoprune.errors import ConfigError
 

@@ -3,11 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offline_search.candidates.hypothesis import Expectation, Hypothesis
-from offline_search.evaluation.history import History, Trial
-from offline_search.ledger.records import ProposalRecord, Status, TrialRecord
-from offline_search.proposers.history_summary import summarize
-from offline_search.proposers.hypothesis_outcomes import describe_hypotheses
+from offline_search.candidates import Expectation, Hypothesis
+from offline_search.history import History, Trial
+from offline_search.ledger import ProposalRecord, Status, TrialRecord
+from offline_search.summary import describe_hypotheses, summarize
 from vllm_autoprune.evaluation.questions import Example
 
 EXAMPLES = tuple(Example(image=f"{n}.png", question=f"Q{n}?", answer="a") for n in range(16))

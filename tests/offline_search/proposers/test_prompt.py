@@ -6,18 +6,12 @@ import re
 import numpy as np
 import pytest
 
-from offline_search.candidates.hypothesis import PURPOSES
-from offline_search.evaluation.history import History, Trial
-from offline_search.ledger.records import ProposalRecord, Status, TrialRecord
-from offline_search.proposers.history_summary import summarize
-from offline_search.proposers.prompt import (
-    crossover_prompt,
-    list_prompt,
-    proposal_prompt,
-    repair_list_prompt,
-)
+from offline_search.candidates import PURPOSES, base_state, minimal_state, paper_state
+from offline_search.history import History, Trial
+from offline_search.ledger import ProposalRecord, Status, TrialRecord
+from offline_search.prompt import crossover_prompt, list_prompt, proposal_prompt, repair_list_prompt
 from offline_search.settings import Settings
-from offline_search.strategies.start_states import base_state, minimal_state, paper_state
+from offline_search.summary import summarize
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.states.state import PruningState

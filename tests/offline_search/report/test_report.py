@@ -7,27 +7,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offline_search.candidates import base_state
 from offline_search.dataset import Dataset
-from offline_search.evaluation.answers import Answers
-from offline_search.evaluation.evaluator import EvaluationJob
-from offline_search.evaluation.history import History, Trial
-from offline_search.ledger import Ledger, read_ledger
-from offline_search.ledger.records import (
+from offline_search.evaluator import EvaluationJob
+from offline_search.history import Answers, History, Trial
+from offline_search.ledger import (
     Cost,
+    Ledger,
     ProposalRecord,
     TrialRecord,
     WinnerRecord,
+    read_ledger,
 )
-from offline_search.proposers.history_summary import summarize
-from offline_search.proposers.proposal_client import SpendingLimits
+from offline_search.proposer import SpendingLimits
 from offline_search.replay import replay
-from offline_search.report import as_html, as_markdown, read_report
-from offline_search.report.charts import draw_charts
-from offline_search.report.markdown import describe_leader
-from offline_search.report.progress import ProgressLog
+from offline_search.report import ProgressLog, as_markdown, describe_leader, read_report
+from offline_search.report_page import as_html, draw_charts
 from offline_search.search import Search
 from offline_search.settings import Settings
-from offline_search.strategies.start_states import base_state
+from offline_search.summary import summarize
 from tests.offline_search.replies import HOSTILE, valid_replies
 from tests.offline_search.synthetic import (
     ScriptedProposer,

@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from offline_search.candidates.selection_program import SelectionProgram
+from offline_search.components import SelectionProgram
 from offline_search.dataset import Dataset
-from offline_search.evaluation.evaluator import EvaluationJob
-from offline_search.evaluation.served_evaluator import ServedEvaluator
-from offline_search.ledger import Ledger
-from offline_search.ledger.records import ProposalRecord, TrialRecord, VerdictRecord, WinnerRecord
-from offline_search.proposers.code_prompt import INITIAL_PROGRAM, extract_program
+from offline_search.evaluator import EvaluationJob, ServedEvaluator
+from offline_search.ledger import Ledger, ProposalRecord, TrialRecord, VerdictRecord, WinnerRecord
+from offline_search.prompt import INITIAL_PROGRAM, extract_program
 from offline_search.replay import replay
 from offline_search.search import Search
 from offline_search.settings import Settings

@@ -5,19 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from offline_search.candidates.components import JsonObject
-from offline_search.candidates.hypothesis import PURPOSES
-from offline_search.candidates.proposal_list import PROPOSALS
+from offline_search.candidates import PROPOSALS, PURPOSES
+from offline_search.components import JsonObject
 from offline_search.dataset import Dataset
-from offline_search.ledger import Ledger
-from offline_search.ledger.records import (
-    ProposalRecord,
-    ReplyRecord,
-    SummaryRecord,
-    TrialRecord,
-)
-from offline_search.proposers.prompt import Messages
-from offline_search.proposers.proposal_client import Reply
+from offline_search.ledger import Ledger, ProposalRecord, ReplyRecord, SummaryRecord, TrialRecord
+from offline_search.prompt import Messages
+from offline_search.proposer import Reply
 from offline_search.replay import replay
 from offline_search.search import Search
 from offline_search.settings import Settings

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from offline_search.dataset import Dataset
-from offline_search.evaluation.history import History, Trial
-from offline_search.ledger import Ledger, read_ledger
-from offline_search.ledger.records import ProgramRecord, ProposalRecord, TrialRecord
-from offline_search.programs.runner import run_program
+from offline_search.history import History, Trial
+from offline_search.ledger import Ledger, ProgramRecord, ProposalRecord, TrialRecord, read_ledger
+from offline_search.programs import run_program
 from offline_search.replay import replay
 from offline_search.search import Search
 from offline_search.settings import Settings

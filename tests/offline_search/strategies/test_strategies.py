@@ -9,17 +9,15 @@ from random import Random
 
 import pytest
 
+from offline_search.candidates import warm_start_states
 from offline_search.dataset import Dataset
-from offline_search.evaluation.answers import Answers
-from offline_search.evaluation.evaluator import EvaluationJob
-from offline_search.evaluation.history import Trial
-from offline_search.ledger import Ledger
-from offline_search.ledger.records import ProposalRecord, ReplyRecord, TrialRecord
+from offline_search.evaluator import EvaluationJob
+from offline_search.history import Answers, Trial
+from offline_search.ledger import Ledger, ProposalRecord, ReplyRecord, TrialRecord
 from offline_search.replay import replay
 from offline_search.search import Search
 from offline_search.settings import Settings
 from offline_search.strategies.language_model import draw_parents
-from offline_search.strategies.start_states import warm_start_states
 from tests.offline_search.replies import valid_replies
 from tests.offline_search.synthetic import (
     ScriptedProposer,

@@ -23,7 +23,7 @@ from vllm_autoprune.errors import ConfigError, Problem, SearchError
 
 if TYPE_CHECKING:
     from offline_search.dataset import Dataset
-    from offline_search.ledger.records import WinnerRecord
+    from offline_search.ledger import WinnerRecord
     from offline_search.settings import Settings
 
 
@@ -83,8 +83,8 @@ async def _run_search(
     options: argparse.Namespace, settings: Settings, dataset: Dataset
 ) -> WinnerRecord:
     from offline_search.ledger import Ledger
-    from offline_search.proposers.proposal_client import SpendingLimits
-    from offline_search.report.progress import ProgressLog
+    from offline_search.proposer import SpendingLimits
+    from offline_search.report import ProgressLog
     from offline_search.search import Search
 
     async with contextlib.AsyncExitStack() as stack:
@@ -136,7 +136,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _convert_mme(options: argparse.Namespace) -> int:
-    from offline_search.mme import convert_mme
+    from offline_search.dataset import convert_mme
 
     if options.mme is None:
         fix = "name the folder that has a folder for each category of MME"
@@ -150,8 +150,8 @@ def _convert_mme(options: argparse.Namespace) -> int:
 
 
 def _dry_run(options: argparse.Namespace, settings: Settings, dataset: Dataset) -> int:
-    from offline_search.cost_estimate import estimate_cost
-    from offline_search.proposers.endpoint import Price
+    from offline_search.proposer import Price
+    from offline_search.replay import estimate_cost
 
     estimate = estimate_cost(settings, dataset, Price(*options.price))
     if options.json:
@@ -174,7 +174,8 @@ def _dry_run(options: argparse.Namespace, settings: Settings, dataset: Dataset) 
 
 def _report(options: argparse.Namespace) -> int:
     from offline_search.ledger import read_ledger
-    from offline_search.report import as_html, as_markdown, read_report
+    from offline_search.report import as_markdown, read_report
+    from offline_search.report_page import as_html
 
     report = read_report(read_ledger(options.ledger))
     if options.output is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -151,3 +153,19 @@ def structure(state: PruningState) -> tuple[str, ...]:
     rank = () if state.rank_at == "merger_out" else (f"{RANK_AT}={state.rank_at}",)
     base = f"{BASE}={state.base_policy.name}"
     return (*(call.atom for call in (*source, *atom_calls(state))), *core, *rank, base)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionProgram:
+    """Python code with a function ``select(features, signals, K)`` that returns K indices."""
+
+    code: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the code, which identifies the candidate as a state's digest does."""
+        return hashlib.sha256(self.code.encode()).hexdigest()
+
+
+Candidate = PruningState | SelectionProgram
+"""What a search evaluates: a state, or a program that selects tokens."""

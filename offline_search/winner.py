@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from offline_search.candidates.selection_program import Candidate
+from offline_search.components import Candidate
 from offline_search.dataset import Dataset, Split
-from offline_search.evaluation.answers import (
+from offline_search.evaluator import EvaluationJob, RecordedEvaluator
+from offline_search.history import (
     Answers,
+    History,
+    Trial,
     accuracy,
     accuracy_plus,
     bootstrap_mean,
@@ -22,12 +25,7 @@ from offline_search.evaluation.answers import (
     mme_total,
     relative_values,
 )
-from offline_search.evaluation.evaluator import (
-    EvaluationJob,
-    RecordedEvaluator,
-)
-from offline_search.evaluation.history import History, Trial
-from offline_search.ledger.records import Comparison, WinnerRecord
+from offline_search.ledger import Comparison, WinnerRecord
 from offline_search.settings import Settings
 from vllm_autoprune.errors import EvaluationFailed, SearchError
 from vllm_autoprune.evaluation.questions import Example

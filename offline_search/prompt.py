@@ -6,22 +6,18 @@ asked for and what was measured, and give no advice on what to propose.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Literal
 
 from typing_extensions import TypedDict
 
-from offline_search.candidates.components import BASE, compact_text, searched_components
-from offline_search.candidates.hypothesis import (
-    BASE_PARENT,
-    MAX_CHARACTERS,
-    PURPOSES,
-)
-from offline_search.candidates.proposal_list import PROPOSALS
-from offline_search.candidates.released_spaces import describe_space
-from offline_search.candidates.search_space import excluded_atoms
-from offline_search.evaluation.history import Trial
+from offline_search.candidates import BASE_PARENT, MAX_CHARACTERS, PROPOSALS, PURPOSES
+from offline_search.components import BASE, compact_text, searched_components
+from offline_search.history import Trial
+from offline_search.programs import SIGNALS
+from offline_search.search_space import describe_space, excluded_atoms
 from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.states.catalogue import render_proposer_text
@@ -125,7 +121,7 @@ def proposal_prompt(
         f"Propose candidate {number + 1} of {count}, with a higher score. "
         "JSON only."
     )
-    return _conversation(settings, request)
+    return _conversation(_system_prompt(settings), request)
 
 
 def list_prompt(
@@ -144,7 +140,7 @@ def list_prompt(
         f"Propose {which} of {total}, each different from all others, in search of a higher "
         f"score. Their purposes, in order: {', '.join(purposes)}. JSON only."
     )
-    return _conversation(settings, request)
+    return _conversation(_system_prompt(settings), request)
 
 
 def crossover_prompt(settings: Settings, parents: Sequence[Trial]) -> Messages:
@@ -158,7 +154,7 @@ def crossover_prompt(settings: Settings, parents: Sequence[Trial]) -> Messages:
         "Parents:\n" + "\n".join(described) + "\n\nCombine the parents, to "
         f"score above {_score(best)}. JSON only."
     )
-    return _conversation(settings, request)
+    return _conversation(_system_prompt(settings), request)
 
 
 def repair_prompt(request: Messages, reply: str, problems: Sequence[str]) -> Messages:
@@ -187,9 +183,8 @@ def repair_list_prompt(
     return (*request, {"role": "assistant", "content": shown}, correction)
 
 
-def _conversation(settings: Settings, request: str) -> Messages:
-    system: Message = {"role": "system", "content": _system_prompt(settings)}
-    return (system, {"role": "user", "content": request})
+def _conversation(system: str, request: str) -> Messages:
+    return ({"role": "system", "content": system}, {"role": "user", "content": request})
 
 
 def _components(state: PruningState, settings: Settings) -> str:
@@ -198,3 +193,69 @@ def _components(state: PruningState, settings: Settings) -> str:
 
 def _score(value: float) -> str:
     return f"{1000 * value:+.0f}"
+
+
+_FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+FUNCTION = "select"
+"""Name of the function that a program defines."""
+
+INITIAL_PROGRAM = """import numpy as np
+
+
+def select(features, signals, K):
+    kept = [int(index) for index in signals["reference"]]
+    norms = np.linalg.norm(features, axis=1)
+    kept[-1] = next(int(index) for index in np.argsort(-norms) if index not in kept)
+    return kept
+"""
+"""The base policy's picks with the last one exchanged: what the smallest state does."""
+
+
+def describe_code_task(settings: Settings) -> str:
+    """The constant part of all prompts: what is designed, its inputs, and how it is scored."""
+    policy = BASE_POLICIES[settings.base_policy]
+    signals = "\n".join(f"- {name}: {effect}" for name, effect in SIGNALS.items())
+    return f"""You design a policy that decides which {settings.source_budget} visual tokens of an \
+image a vision-language model keeps. It is a Python function select(features, signals, K) that \
+returns the indices of K different tokens. features is a numpy array (N, D), the tokens as the \
+language model reads them; signals is a dict of numpy arrays:
+
+{signals}
+
+The base policy is {policy.name}: {policy.doc} The function is called once for each image and \
+question. A score is {describe_score(settings)}. The program may import numpy, math and random; \
+it has no files and no network, and returns the same indices each time."""
+
+
+def program_prompt(settings: Settings, example: str, number: int, count: int) -> Messages:
+    """Prompt for one of ``count`` programs, given an example."""
+    return _conversation(
+        describe_code_task(settings),
+        f"A valid program looks like this:\n{_fence(example)}\n\nWrite program {number + 1} of "
+        f"{count}, with a higher score. Python only.",
+    )
+
+
+def program_crossover_prompt(settings: Settings, parents: Sequence[Trial]) -> Messages:
+    """EvoPrompting's prompt: parents with their scores, and the score a child should exceed."""
+    described = [f"Score {_score(one.score)}:\n{_fence(one.proposal.program)}" for one in parents]
+    best = max(parent.score for parent in parents)
+    return _conversation(
+        describe_code_task(settings),
+        "Parents:\n" + "\n".join(described) + "\n\nCombine the parents, to score above "
+        f"{_score(best)}. Python only.",
+    )
+
+
+def extract_program(reply: str) -> str:
+    """The program in a reply, fenced or not; raises :class:`ValueError` if there is none."""
+    blocks = _FENCED.findall(reply) or [reply]
+    programs = [block for block in blocks if f"def {FUNCTION}(" in block]
+    if not programs:
+        raise ValueError(f"the reply defines no function {FUNCTION}(features, signals, K)")
+    return f"{programs[0].strip()}\n"
+
+
+def _fence(code: str) -> str:
+    return f"```python\n{code.strip()}\n```"

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
+
 # Modules that programs may import have to be loaded before opening files is forbidden.
 for _name in ("collections", "copy", "functools", "itertools", "math", "random", "re", "string"):
     __import__(_name)

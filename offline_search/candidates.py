@@ -1,0 +1,361 @@
+"""Hypothesis of a proposal: what the change is for, and the measured difference it expects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from typing import Literal, get_args
+
+from pydantic import Field, JsonValue
+
+from offline_search.components import (
+    BASE,
+    COMPONENTS,
+    CORE,
+    RANK_AT,
+    Candidate,
+    Components,
+    JsonObject,
+    SelectionProgram,
+    searched_components,
+)
+from offline_search.search_space import atom_names, project
+from offline_search.settings import MAX_QUOTA, Settings, budget_call
+from vllm_autoprune.errors import Problem, StateError
+from vllm_autoprune.record_file import FrozenModel
+from vllm_autoprune.tpdsl.registry import ATOMS
+from vllm_autoprune.tpdsl.states.json_text import parse_json
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import SCHEMA, Core, PruningState
+
+Expectation = Literal["higher", "same", "lower"]
+"""Expected score of a proposal, compared with its parent's."""
+
+EXPLORE = "explore"
+
+PURPOSES: Mapping[str, str] = {
+    "exploit": "the best candidate with other numbers",
+    "ablate": "a candidate without one of its parts, or with that part replaced by a simpler one",
+    EXPLORE: "a structure that is not listed",
+    "combine": "parts of two or more candidates",
+    "worst_category": "a change for the category with the largest share of the loss",
+}
+"""What proposals are asked for, in this order, and what each means in a prompt."""
+
+MAX_CHARACTERS = 200
+"""Length of a hypothesis; a longer one is cut, because prompts repeat it."""
+
+BASE_PARENT = "base"
+"""Name of the base policy alone, where a proposal names its parent."""
+
+
+class Hypothesis(FrozenModel):
+    """Purpose, reason and expectation of a proposal; empty where the reply has none."""
+
+    purpose: str = ""
+    text: str = Field(default="", max_length=MAX_CHARACTERS)
+    expect: Expectation = "higher"
+
+
+def list_purposes(first: int, count: int, measured: bool) -> Sequence[str]:
+    """Purposes of ``count`` proposals, in turn from the place ``first`` on.
+
+    Before a candidate is measured, all explore.
+    """
+    return list(islice(cycle(PURPOSES if measured else [EXPLORE]), first, first + count))
+
+
+def parse_hypothesis(proposal: Mapping[str, JsonValue]) -> Hypothesis:
+    """The hypothesis in a proposal; fields with other values than asked for are left out."""
+    purpose, text, expect = (proposal.get(name) for name in ("purpose", "hypothesis", "expect"))
+    words = " ".join(text.split()) if isinstance(text, str) else ""
+    printable = "".join(character for character in words if character.isprintable())
+    return Hypothesis(
+        purpose=purpose if isinstance(purpose, str) and purpose in PURPOSES else "",
+        text=printable[:MAX_CHARACTERS],
+        expect=next((one for one in get_args(Expectation) if one == expect), "higher"),
+    )
+
+
+def hypothesis_fields() -> JsonObject:
+    """JSON Schemas of the fields that a proposal of a list has beside its components."""
+    return {
+        "purpose": {"enum": list(PURPOSES)},
+        "hypothesis": {"type": "string", "maxLength": MAX_CHARACTERS},
+        "parent": {"type": "string", "maxLength": 8},
+        "expect": {"enum": list(get_args(Expectation))},
+    }
+
+
+SAFETY_CHECKS = ("preserve_budget", "no_shape_change", "deterministic", "fallback_to_selection")
+
+MAX_REPLY_CHARACTERS = 20_000
+"""Longer replies are invalid; a proposal has about a thousand characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A proposed candidate: its state, or the problems that make it invalid.
+
+    ``origin`` names the source of the proposal, ``parents`` the earlier candidates that it was
+    derived from, ``program`` the code that returned it if the proposal was a program. A candidate
+    in free code has ``selection`` in place of a state.
+    """
+
+    origin: str
+    state: PruningState | None
+    problems: tuple[Problem, ...] = ()
+    parents: tuple[str, ...] = ()
+    program: str = ""
+    selection: SelectionProgram | None = None
+    hypothesis: Hypothesis | None = None
+
+    @property
+    def candidate(self) -> Candidate | None:
+        """What is evaluated, or None for an invalid proposal."""
+        return self.selection if self.state is None else self.state
+
+
+def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> PruningState:
+    """The state with these components and the search's base policy, budget and safety checks.
+
+    Raises :class:`StateError` with every problem.
+    """
+    searched = searched_components(
+        settings.core, settings.rank_at, settings.library, bool(settings.bases)
+    )
+    parts = {name: components[name] for name in searched if name in components}
+    if BASE in parts:
+        parts[BASE] = _chosen_base(parts[BASE], settings)
+    if settings.library == "paper":
+        _refuse_extensions(parts)
+    budget = budget_call(settings.source_budget).model_dump(mode="json")
+    chosen = parts.get("budget")
+    if isinstance(chosen, dict) and chosen.get("atom") in ATOMS.names("budget_control"):
+        # Candidates are instantiated at K_0 (equation 6), so that their scores compare.
+        parts["budget"] = {**chosen, **budget, "limit": chosen.get("limit")}
+    document: JsonObject = {
+        "schema": SCHEMA,
+        "name": "candidate",
+        "base_policy": {"name": settings.base_policy},
+        "budget": budget,
+        "safety": list(SAFETY_CHECKS),
+        **parts,
+        "provenance": {"found_by": f"vllm-autoprune search, strategy {settings.strategy}"},
+    }
+    state = load_state(json.dumps(document))
+    if settings.space == "all":
+        return state
+    return load_state(document | project(state, settings.space))
+
+
+def _chosen_base(choice: JsonValue, settings: Settings) -> JsonObject:
+    """The name alone, because parameters of base policies are not searched.
+
+    Raises :class:`StateError` for a base policy that is not offered.
+    """
+    name = choice.get("name") if isinstance(choice, dict) else choice
+    if name not in settings.bases:
+        fix = f"write {' or '.join(settings.bases)}"
+        problem = Problem(f"/{BASE}", f"{str(name)[:80]!r} is not offered", fix)
+        raise StateError("proposal", [problem])
+    return {"name": name}
+
+
+def _refuse_extensions(value: JsonValue | Mapping[str, JsonValue], where: str = "") -> None:
+    """Raise :class:`StateError` for an atom that is not one of the paper's 131."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            _refuse_extensions(item, f"{where}/{index}")
+    elif isinstance(value, Mapping):
+        atom = value.get("atom")
+        if isinstance(atom, str) and atom in ATOMS and ATOMS[atom].origin == "extension":
+            problem = Problem(where, f"{atom} is an extension", "write an atom of the list")
+            raise StateError("proposal", [problem])
+        for name, item in value.items():
+            _refuse_extensions(item, f"{where}/{name}")
+
+
+def parse_proposal(text: str, settings: Settings, origin: str, parents: tuple[str, ...]) -> Draft:
+    """The draft in a reply: its JSON object, whatever text surrounds it.
+
+    Never raises: an invalid reply gives a draft with problems.
+    """
+    try:
+        return Draft(origin, assemble_state(parse_object(text), settings), (), parents)
+    except StateError as error:
+        return Draft(origin, None, error.problems, parents)
+
+
+def parse_object(text: str) -> JsonObject:
+    """The outermost JSON object of a text; raises :class:`StateError`."""
+    if not text.strip():
+        raise _unreadable("the reply is empty", "reply.empty")
+    if len(text) > MAX_REPLY_CHARACTERS:
+        raise _unreadable(f"the reply has {len(text)} characters", "reply.long")
+    begin, end = text.find("{"), text.rfind("}")
+    if begin < 0:
+        raise _unreadable("the reply holds no JSON object", "reply.no_object")
+    if end < begin:
+        raise _unreadable("the reply ends within its JSON object", "reply.cut")
+    data, problems = parse_json(text[begin : end + 1], "proposal")
+    if problems or not isinstance(data, dict):
+        raise StateError("proposal", problems)
+    return data
+
+
+def _unreadable(what: str, kind: str) -> StateError:
+    fix = f"write one JSON object with {', '.join(COMPONENTS)}"
+    return StateError("proposal", [Problem("", what, fix, kind)])
+
+
+PROPOSALS = "proposals"
+"""The one field of the reply."""
+
+
+def list_schema(schema: JsonObject, count: int) -> JsonObject:
+    """JSON Schema of ``count`` proposals, given that of one."""
+    one = {name: part for name, part in schema.items() if name != "$defs"}
+    fields, properties, required = hypothesis_fields(), one["properties"], one["required"]
+    assert isinstance(properties, dict) and isinstance(required, list)
+    one |= {"properties": {**fields, **properties}, "required": [*fields, *required]}
+    items: JsonObject = {"type": "array", "items": one, "minItems": count, "maxItems": count}
+    return {
+        "type": "object",
+        "properties": {PROPOSALS: items},
+        "required": [PROPOSALS],
+        "additionalProperties": False,
+        "$defs": schema["$defs"],
+    }
+
+
+def parse_list(
+    text: str, settings: Settings, count: int, default: Draft, names: Collection[str]
+) -> list[Draft]:
+    """The ``count`` drafts in a reply; what it has beyond them is ignored.
+
+    Each proposal is read by itself, so that one that is invalid or cut off spoils no other. Origin
+    and parents are those of ``default``, unless a proposal names one of ``names`` as its parent.
+    Never raises: missing proposals are drafts with a problem.
+    """
+    texts = [one for one, _ in zip(_split_objects(text), range(count), strict=False)]
+    drafts = [_parse_item(one, settings, default, names) for one in texts]
+    if not drafts:  # the reply as a whole has the problem
+        drafts = [parse_proposal(text, settings, default.origin, default.parents)]
+    what = f"the reply has {len(texts)} of {count} proposals"
+    missing = Problem("", what, "write all of them", "reply.missing")
+    return drafts + [replace(default, problems=(missing,))] * (count - len(drafts))
+
+
+def _parse_item(text: str, settings: Settings, default: Draft, names: Collection[str]) -> Draft:
+    draft = parse_proposal(text, settings, default.origin, default.parents)
+    try:
+        item = parse_object(text)
+    except StateError:
+        return draft
+    parent = item.get("parent")
+    if parent == BASE_PARENT:
+        draft = replace(draft, parents=())
+    elif isinstance(parent, str) and parent in names:
+        draft = replace(draft, parents=(parent,))
+    return replace(draft, hypothesis=parse_hypothesis(item))
+
+
+def _split_objects(text: str) -> Iterator[str]:
+    """Texts of the complete objects of a list, or of those that stand without one."""
+    wrapped = text.find(f'"{PROPOSALS}"')
+    begin = text.find("[", max(0, wrapped))
+    if wrapped < 0 and (begin < 0 or 0 <= text.find("{") < begin):
+        begin = -1  # the first bracket is within an object
+    depth, start, quoted, escaped = 0, 0, False, False
+    for place in range(begin + 1, len(text)):
+        character = text[place]
+        if quoted:
+            quoted = escaped or character != '"'
+            escaped = character == "\\" and not escaped
+        elif character == '"':
+            quoted = depth > 0
+        elif character == "{":
+            start = start if depth else place
+            depth += 1
+        elif character == "}" and depth:
+            depth -= 1
+            if not depth:
+                yield text[start : place + 1]
+        elif character == "]" and not depth and begin >= 0:
+            return
+
+
+WARM_START_SHARES = (0.5, 0.75)
+"""Shares of the core of warm starts, in a search of cores."""
+
+
+def base_state(settings: Settings) -> PruningState:
+    """The base policy alone, as a state of this search."""
+    return paper_state(settings).without_exchange()
+
+
+def paper_state(settings: Settings, quota: int = 2) -> PruningState:
+    """The paper's selected structure on this search's base policy and budget."""
+    source = Components.from_state(load_state("autoprune"))
+    update = {"q_e": min(quota, settings.source_budget), "r_min": None}
+    selector = source.constraints.selector.model_copy(update=update)
+    return assemble_state(source.with_constraints(selector=selector).to_json(), settings)
+
+
+def minimal_state(settings: Settings) -> PruningState:
+    """The simplest state that exchanges tokens, which is the example of the first prompt."""
+    return _one_signal_state("visual_token_norm_saliency", 1, settings)
+
+
+def _one_signal_state(name: str, quota: int, settings: Settings) -> PruningState:
+    components: JsonObject = {
+        "scoring": {
+            "signals": [{"atom": name, "weight": 1.0}],
+            "kernel": {"atom": "pairwise_cosine_kernel"},
+            "fusion": {"atom": "weighted_sum_fusion"},
+        },
+        "constraints": {
+            "pool": [{"atom": "quality_pool_builder"}],
+            "selector": {"atom": "reference_residual_exchange_selector", "q_e": quota},
+        },
+        "reassembly": {"atom": "mean_residual"},
+    }
+    return assemble_state(components, settings)
+
+
+def warm_start_states(settings: Settings) -> list[PruningState]:
+    """The paper's structure at its q_e and at K, then every signal alone with q_e = K.
+
+    Which signals matter differs from model to model: alone, a signal shows it in one evaluation,
+    among several it takes many. q_e is K because with a weak base policy a full exchange may be
+    best. A search of cores starts with two of them as well, after the paper's own state, and a
+    search of where tokens are ranked with that state ranking before the merger. A search of base
+    policies has each alone, where any state may be a candidate.
+    """
+    source = Components.from_state(paper_state(settings))
+    largest_quota = min(settings.source_budget, MAX_QUOTA)
+    bases = [
+        assemble_state({**source.to_json(), BASE: {"name": name}}, settings).without_exchange()
+        for name in (settings.other_bases if settings.space == "all" else ())
+    ]
+    variants = []
+    if settings.core:
+        cores = [Core.model_validate({"share": share}) for share in WARM_START_SHARES]
+        variants += [source.model_copy(update={CORE: core}) for core in cores]
+    if settings.rank_at:
+        variants.append(source.model_copy(update={RANK_AT: "merger_in"}))
+    states = [
+        paper_state(settings),
+        *bases,
+        *(assemble_state(components.to_json(), settings) for components in variants),
+        paper_state(settings, largest_quota),
+        *(
+            _one_signal_state(name, largest_quota, settings)
+            for name in atom_names("scoring", settings.library)
+        ),
+    ]
+    # With a small K or in a small space, some of them are equal.
+    return list({state.digest: state for state in states}.values())

@@ -1,1 +1,0 @@
-"""Candidate states: components, JSON Schema, parsing of proposals, and sampling of new ones."""

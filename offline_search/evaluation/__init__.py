@@ -1,1 +1,0 @@
-"""Evaluation of candidates: safety check, measurement on served models, comparison, history."""

@@ -1,1 +1,0 @@
-"""Programs that a language model wrote: the sandbox, and what they return."""

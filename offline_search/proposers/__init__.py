@@ -1,1 +1,0 @@
-"""Proposers: prompts, the client that requests proposals, endpoints, and the embedded model."""
