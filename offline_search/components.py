@@ -14,7 +14,7 @@ from offline_search.settings import Library
 from vllm_autoprune.tpdsl.atoms.reassembly import Reassembly
 from vllm_autoprune.tpdsl.atoms.source import Source
 from vllm_autoprune.tpdsl.registry import AtomCall
-from vllm_autoprune.tpdsl.states.state import Constraints, Core, PruningState, Scoring
+from vllm_autoprune.tpdsl.state import Constraints, Core, PruningState, Scoring
 from vllm_autoprune.tpdsl.tokens import RankAt
 
 JsonObject = dict[str, JsonValue]

@@ -27,7 +27,7 @@ from vllm_autoprune.evaluation.scoring_request import (
     scoring_request,
 )
 from vllm_autoprune.http_client import MAX_IN_FLIGHT
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _DECIMALS = 5

@@ -20,7 +20,7 @@ from offline_search.ledger import ProposalRecord, TrialRecord
 from offline_search.settings import Settings
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats, estimate
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.state import PruningState
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from offline_search.programs import SIGNALS
 from offline_search.search_space import describe_space, excluded_atoms
 from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.states.catalogue import render_proposer_text
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.reference import render_proposer_text
+from vllm_autoprune.tpdsl.state import PruningState
 
 
 class Message(TypedDict):

@@ -30,7 +30,7 @@ from offline_search.ledger import (
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.statistics import Estimate, count_decimals
-from vllm_autoprune.tpdsl.states.differences import Change, list_changes
+from vllm_autoprune.tpdsl.transfer import Change, list_changes
 
 R = TypeVar("R", bound=Record)
 

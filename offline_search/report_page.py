@@ -15,7 +15,7 @@ from vllm_autoprune.pages.charts import Chart, Mark, Rule, Series
 from vllm_autoprune.pages.document import Details, Document, Section, Tone, render_document
 from vllm_autoprune.pages.table import Cell, PageRow, PageTable, split_interval
 from vllm_autoprune.statistics import Estimate
-from vllm_autoprune.tpdsl.states.differences import Change
+from vllm_autoprune.tpdsl.transfer import Change
 
 
 def _objective_note(report: SearchReport) -> str:

@@ -35,10 +35,10 @@ from vllm_autoprune.errors import AutopruneError, EvaluationFailed, ProblemsErro
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.statistics import Floats
-from vllm_autoprune.tpdsl.executor.check import safety_check
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.executor.refine import refine
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.refine import refine
+from vllm_autoprune.tpdsl.safety import safety_check
+from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 Probes = Sequence[VisualTokens]

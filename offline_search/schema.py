@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from offline_search.components import BASE, COMPONENTS, JsonObject, searched_components
 from offline_search.search_space import excluded_atoms
 from offline_search.settings import MAX_QUOTA, Library, Space
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.state import PruningState
 
 # Limits on list lengths, so that a small model's constrained output comes to an end.
 _MAX_ITEMS = {"signals": 6, "pool": 3}

@@ -24,12 +24,11 @@ from offline_search.components import (
     atom_calls,
 )
 from offline_search.settings import MAX_QUOTA, Library, Space
-from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall
-from vllm_autoprune.tpdsl.atoms.pools import JoinedPool
+from vllm_autoprune.tpdsl.atoms.pools import JoinedPool, PartitionCall
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.reference import CORE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Group
-from vllm_autoprune.tpdsl.states.catalogue import CORE_POLICIES
-from vllm_autoprune.tpdsl.states.load import load_state
-from vllm_autoprune.tpdsl.states.state import Core, PruningState
+from vllm_autoprune.tpdsl.state import Core, PruningState
 from vllm_autoprune.tpdsl.tokens import RankAt
 
 # Not searched: guards against division by zero, a bound that follows from q_e, and a weight that

@@ -21,8 +21,8 @@ from offline_search.history import History, Trial, paired_error
 from offline_search.search_space import numeric_parameters
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Floats
-from vllm_autoprune.tpdsl.states.differences import list_changes
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.transfer import list_changes
 
 _MAX_BEST = 10
 """Best candidates of different structures that a summary lists."""

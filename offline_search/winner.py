@@ -30,7 +30,7 @@ from offline_search.settings import Settings
 from vllm_autoprune.errors import EvaluationFailed, SearchError
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Floats
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.state import PruningState
 
 
 class NothingMeasured(SearchError):

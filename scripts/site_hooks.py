@@ -73,8 +73,8 @@ def on_files(files: Files, *, config: MkDocsConfig, **_: object) -> None:
 
 def generate_files() -> dict[str, str]:
     """What ``vllm-autoprune atoms --markdown`` and ``vllm-autoprune schema`` print."""
-    from vllm_autoprune.tpdsl.states.catalogue import render_page
-    from vllm_autoprune.tpdsl.states.state import PruningState
+    from vllm_autoprune.tpdsl.reference import render_page
+    from vllm_autoprune.tpdsl.state import PruningState
 
     schema = json.dumps(PruningState.model_json_schema(), indent=2, ensure_ascii=False)
     return {"atoms.md": render_page(), "autoprune-state-1.schema.json": schema + "\n"}

@@ -39,8 +39,6 @@ LAYERS = (
     {"vllm_autoprune.cli"},
     {"benchmarks"},
 )
-# Rooms of tpdsl, lowest first; the modules beside them are below all of them.
-ROOMS = ("atoms", "states", "executor")
 HEAVY = ("vllm", "transformers")
 
 
@@ -76,19 +74,6 @@ def test_arrows_point_down(folder: str) -> None:
         if name.startswith("vllm_autoprune.") and name.split(".")[1] not in allowed
     }
     assert wrong == set()
-
-
-@pytest.mark.parametrize("room", ["", *ROOMS])
-def test_rooms_of_the_language_import_only_lower_rooms(room: str) -> None:
-    higher = set(ROOMS) if not room else set(ROOMS[ROOMS.index(room) + 1 :])
-    paths = modules(f"tpdsl/{room}") if room else sorted((PACKAGE / "tpdsl").glob("*.py"))
-    wrong = {
-        f"{path.name}: {name}"
-        for path in paths
-        for name in imported_by(path)
-        if name.startswith("vllm_autoprune.tpdsl.") and name.split(".")[2] in higher
-    }
-    assert paths and wrong == set()
 
 
 def test_the_core_has_no_import_cycle() -> None:

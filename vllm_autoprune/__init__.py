@@ -14,14 +14,13 @@ from vllm_autoprune.errors import (
     UnsupportedModelError,
 )
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
-from vllm_autoprune.tpdsl.executor.check import safety_check
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, materialize
-from vllm_autoprune.tpdsl.executor.refine import refine
-from vllm_autoprune.tpdsl.optional_inputs import Instruction
-from vllm_autoprune.tpdsl.outcome import RefinedTokens
-from vllm_autoprune.tpdsl.states.load import load_state
-from vllm_autoprune.tpdsl.states.state import PruningState
-from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+from vllm_autoprune.tpdsl.base_policy import RefinedTokens
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.refine import refine
+from vllm_autoprune.tpdsl.safety import safety_check
+from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,6 @@
 """First layers of the language model over prompt, image and question, for policies that need them.
 
-Implements the protocol `vllm_autoprune.tpdsl.language_prefix.LanguagePrefix`.
+Implements the protocol `vllm_autoprune.tpdsl.prefix.LanguagePrefix`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,14 @@ from benchmarks.minillava.render import normalize_pixels
 from benchmarks.minillava.split import Example
 from benchmarks.minillava.vocabulary import AFTER_IMAGE, BEFORE_IMAGE
 from vllm_autoprune.serving.api.content_words import split_content_words
-from vllm_autoprune.tpdsl.optional_inputs import Instruction, NextLayer, TowerStates, Words
-from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+from vllm_autoprune.tpdsl.tokens import (
+    Grid,
+    Instruction,
+    NextLayer,
+    TowerStates,
+    VisualTokens,
+    Words,
+)
 
 
 @dataclass(frozen=True)

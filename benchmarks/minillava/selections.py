@@ -12,7 +12,7 @@ from benchmarks.minillava.split import Example
 from vllm_autoprune.base_policies import __all__ as _policies_are_loaded
 from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicy
-from vllm_autoprune.tpdsl.executor.pooling import pool_tokens
+from vllm_autoprune.tpdsl.refine import pool_tokens
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 Selection = Callable[[Sequence[Example], VisualTokens, int], Tensor]

@@ -34,9 +34,9 @@ from benchmarks.miniqwen.vocabulary import prompt
 from vllm_autoprune.checkpoints.engine import keep_engine_in_process, record_selections
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.ops.dtype import choose_dtype
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.executor.refine import refine
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.refine import refine
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -20,8 +20,7 @@ from benchmarks.miniqwen.split import convert_image
 from benchmarks.miniqwen.tower_inputs import TowerHooks
 from benchmarks.miniqwen.vocabulary import AFTER_IMAGE, BEFORE_IMAGE
 from vllm_autoprune.serving.api.content_words import split_content_words
-from vllm_autoprune.tpdsl.optional_inputs import Instruction, MergerInput, Words
-from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, MergerInput, VisualTokens, Words
 
 
 @dataclass(frozen=True)

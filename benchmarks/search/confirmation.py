@@ -24,7 +24,7 @@ from offline_search.evaluator import EvaluationJob, Evaluator
 from offline_search.history import Answers, relative_logprob
 from offline_search.report import table
 from vllm_autoprune.record_file import FrozenModel
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.state import PruningState
 
 FILE = "confirmation.json"
 

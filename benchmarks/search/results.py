@@ -18,7 +18,7 @@ from offline_search.report import SearchReport, read_report
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.record_file import FrozenModel
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 
 FILE = "results.jsonl"
 

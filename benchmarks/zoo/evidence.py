@@ -12,7 +12,7 @@ from benchmarks.zoo.states import SEARCH_RESULTS, SOURCE, build_states
 from vllm_autoprune import PruningState, load_state, materialize
 from vllm_autoprune.evaluation.records import RESIZED
 from vllm_autoprune.statistics import Estimate
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
 
 EVALUATED_ON = (
     "the embedded mini-LLaVA through vLLM on a CPU, test split, every kind of question, "

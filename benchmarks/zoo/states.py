@@ -15,8 +15,7 @@ from pydantic import JsonValue
 from vllm_autoprune import PruningState, load_state
 from vllm_autoprune.backbones import BACKBONE_SHAPES
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.executor.transfer import transfer
-from vllm_autoprune.tpdsl.states.instruction_free import instruction_free
+from vllm_autoprune.tpdsl.transfer import instruction_free, transfer
 
 SOURCE = "autoprune"
 

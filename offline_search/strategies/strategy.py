@@ -13,7 +13,7 @@ from offline_search.history import History, Trial
 from offline_search.prompt import list_prompt, proposal_prompt
 from offline_search.proposer import ProposalClient, ProposalRequest
 from offline_search.settings import Settings
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.state import PruningState
 
 
 @dataclass(frozen=True)

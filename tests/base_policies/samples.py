@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vllm_autoprune import Grid, Instruction, VisualTokens
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, PublishedSelection, ReferenceSelection
-from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
-from vllm_autoprune.tpdsl.optional_inputs import NextLayer, TowerStates, Words
+from vllm_autoprune.tpdsl.prefix import RecordedPrefix
+from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
 
 WIDTH, TOWER_WIDTH, TEXT, START = 16, 12, 6, 3
 

@@ -11,7 +11,7 @@ from tests.tpdsl.samples import images, plain, take, with_relevance
 from vllm_autoprune import Grid, Instruction, SelectionError, VisualTokens
 from vllm_autoprune.base_policies import cdpruner as under_test
 from vllm_autoprune.base_policies.cdpruner import CDPrunerParams
-from vllm_autoprune.tpdsl.tiles import split_over_tiles
+from vllm_autoprune.tpdsl.tokens import split_over_tiles
 
 AS_PUBLISHED = CDPrunerParams(theta=None)
 

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from tests.base_policies.samples import prefix, select
 from vllm_autoprune import SelectionError
-from vllm_autoprune.base_policies.language_attention import last_token_rows
-from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
+from vllm_autoprune.tpdsl.prefix import RecordedPrefix, last_token_rows
 
 NOTHING = torch.nan
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.base_policies.samples import images, select
 from tests.base_policies.test_cen import continued
 from vllm_autoprune import Grid, VisualTokens
-from vllm_autoprune.tpdsl.optional_inputs import Words
+from vllm_autoprune.tpdsl.tokens import Words
 
 
 def normed(rows: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.base_policies.samples import images, native, select, tower_of
 from vllm_autoprune import Grid, SelectionError, VisualTokens
-from vllm_autoprune.tpdsl.optional_inputs import NextLayer, TowerStates
+from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates
 
 COUNT = 40
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.base_policies.samples import images, native, select, tower_of
 from vllm_autoprune import Grid, SelectionError
-from vllm_autoprune.ops.principal_groups import (
+from vllm_autoprune.base_policies.prunesid import (
     find_distinct,
     group_quotas,
     mean_of_pairs,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.base_policies.samples import native, prefix, select
-from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix, attention_rows
+from vllm_autoprune.tpdsl.prefix import RecordedPrefix, attention_rows
 
 
 class LayerRecorder(RecordedPrefix):

@@ -15,7 +15,7 @@ from vllm_autoprune.base_policies.sparsevlm import (
     rater_attention,
     recycled_count,
 )
-from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
+from vllm_autoprune.tpdsl.prefix import LanguagePrefix
 
 
 def required(language: LanguagePrefix | None) -> LanguagePrefix:

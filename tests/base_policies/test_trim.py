@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.base_policies.samples import images, native, select
 from vllm_autoprune import Grid, Instruction, SelectionError, VisualTokens
-from vllm_autoprune.tpdsl.optional_inputs import TowerStates
+from vllm_autoprune.tpdsl.tokens import TowerStates
 
 
 def image_of(dots: list[float], tiles: int = 1, sign: int = -1) -> VisualTokens:

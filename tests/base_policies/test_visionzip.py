@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.base_policies.samples import images, native, select, tower_of
 from vllm_autoprune import Grid, SelectionError, VisualTokens
 from vllm_autoprune.base_policies.visionzip import VisionZipParams
-from vllm_autoprune.tpdsl.optional_inputs import TowerStates
+from vllm_autoprune.tpdsl.tokens import TowerStates
 
 # Eight patches: attention falls from 3 on, keys point in two directions, patches count in
 # powers of two so that a sum says what is in it.

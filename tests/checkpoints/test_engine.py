@@ -18,9 +18,9 @@ from benchmarks.miniqwen.reader import Reader
 from benchmarks.miniqwen.split import CHECKPOINT, convert_image, draw_examples
 from vllm_autoprune.checkpoints.llava import open_vision
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.executor.refine import refine
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.refine import refine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -12,7 +12,7 @@ from benchmarks.common.fake_server import fake_server
 from tests.test_probe import PAGE, VISUAL, N, PrunedServer, running
 from vllm_autoprune.cli.commands import advise
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 
 Captured = pytest.CaptureFixture[str]
 

@@ -14,8 +14,8 @@ from vllm_autoprune.checkpoints.llava import open_vision
 from vllm_autoprune.cli.commands.explain import read_image
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
-from vllm_autoprune.tpdsl.executor.refine import refine
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.refine import refine
 
 Captured = pytest.CaptureFixture[str]
 

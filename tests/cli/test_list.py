@@ -5,7 +5,7 @@ import json
 import pytest
 
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.tpdsl.states.load import shipped_states
+from vllm_autoprune.tpdsl.loading import shipped_states
 
 
 def test_every_shipped_state_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.tpdsl.samples import edited, shipped
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.tpdsl.states.state import required_inputs
+from vllm_autoprune.tpdsl.state import required_inputs
 
 Captured = pytest.CaptureFixture[str]
 

@@ -26,9 +26,9 @@ from vllm_autoprune import (
     safety_check,
 )
 from vllm_autoprune.tpdsl.atoms.safety import VERDICTS
-from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
-from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
-from vllm_autoprune.tpdsl.states.rules import RULES
+from vllm_autoprune.tpdsl.loading import RULES
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.safety import synthetic_probes
 
 SLOW = 1.0
 """Seconds of processor time within which any text must be accepted or refused."""

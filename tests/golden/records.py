@@ -12,9 +12,15 @@ import torch
 from torch import Tensor
 
 from tests.golden.case import Case
-from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix, attention_rows
-from vllm_autoprune.tpdsl.optional_inputs import Instruction, NextLayer, TowerStates, Words
-from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+from vllm_autoprune.tpdsl.prefix import RecordedPrefix, attention_rows
+from vllm_autoprune.tpdsl.tokens import (
+    Grid,
+    Instruction,
+    NextLayer,
+    TowerStates,
+    VisualTokens,
+    Words,
+)
 
 
 def _unchanged(rows: Tensor) -> Tensor:

@@ -13,10 +13,9 @@ from tests.golden.case import Case
 from tests.golden.compare import Problems, find_differences, find_distances
 from tests.golden.records import plain_instruction
 from vllm_autoprune import PruningState, load_state
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.executor.refine import refine
-from vllm_autoprune.tpdsl.optional_inputs import Words
-from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.refine import refine
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens, Words
 
 AUTOPRUNE = Path(__file__).parents[2] / "policies" / "autoprune.json"
 

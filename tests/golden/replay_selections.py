@@ -20,8 +20,7 @@ from vllm_autoprune.base_policies.holov import HoloVParams, band_quotas
 from vllm_autoprune.base_policies.prunesid import PruneSIDParams, group_tokens
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, Given
-from vllm_autoprune.tpdsl.tiles import TileGroup
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.tokens import TileGroup, VisualTokens
 
 
 def cen_divprune(case: Case) -> Problems:

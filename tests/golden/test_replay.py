@@ -14,8 +14,8 @@ from tests.golden.degenerate import Demand, demand, first_picks, residual_bound
 from tests.golden.replay import METHODS, replay
 from tests.golden.replay_released import released_state, released_tokens
 from tests.golden.test_case import changed
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.executor.refine import refine
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.refine import refine
 
 
 @pytest.mark.parametrize("name", [name for method in METHODS for name in names(method)])

@@ -20,7 +20,7 @@ from tests.serving.http import body
 from tests.tpdsl.samples import sample
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD
 from vllm_autoprune.serving.shared.plan import FIELD
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 
 BODY = "body"
 """The kind of requests that change what vLLM reads itself."""

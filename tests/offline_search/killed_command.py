@@ -23,7 +23,7 @@ import offline_search.report
 import offline_search.search  # noqa: F401
 from offline_search.ledger import Ledger
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 
 load_state("autoprune")
 

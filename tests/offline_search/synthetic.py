@@ -30,8 +30,8 @@ from tests.offline_search.endpoint import Answer, Body, completion
 from tests.offline_search.replies import valid_replies
 from vllm_autoprune.errors import EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
-from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.safety import synthetic_probes
+from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 

@@ -30,7 +30,7 @@ from tests.offline_search.synthetic import (
     run_search,
 )
 from vllm_autoprune.errors import EvaluationFailed, SearchError
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.state import PruningState
 
 
 @pytest.mark.parametrize("name", HOSTILE)

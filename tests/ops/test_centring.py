@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_autoprune.ops.centring import (
+from vllm_autoprune.ops.similarity import (
     map_weight,
     mean_dissimilarity,
     scale_to_unit_variance,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_autoprune.ops.coverage import covered_by, greedy_coverage
+from vllm_autoprune.ops.greedy import covered_by, greedy_coverage
 
 
 def coverage(degrees: Tensor, count: int, weight: list[float] | None = None) -> list[int]:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_autoprune.ops.farthest import (
+from vllm_autoprune.ops.greedy import (
     distance_to_kept,
     distance_to_others,
     farthest_points,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_autoprune.ops.filling import fill_by_weight
+from vllm_autoprune.ops.greedy import fill_by_weight
 
 PICKS = torch.tensor([[3, 1, 0]])
 WEIGHT = torch.tensor([[0.2, 0.9, 0.5, 0.1, 0.5]])

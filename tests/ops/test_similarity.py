@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
-from vllm_autoprune.ops.farthest import farthest_points
+from vllm_autoprune.ops.greedy import farthest_points
 from vllm_autoprune.ops.similarity import (
     cosines,
     cosines_between,

@@ -26,9 +26,9 @@ from vllm_autoprune import (
     refine,
 )
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.registry import ATOMS
-from vllm_autoprune.tpdsl.states.load import shipped_states
+from vllm_autoprune.tpdsl.safety import synthetic_probes
 
 K, PROBE = 16, 63
 """Tokens that are kept, and the K that probes are made for: they have N = 64."""

@@ -12,8 +12,7 @@ from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, materialize, refine
 from vllm_autoprune.report.panels import atom_title, cell, explain
 from vllm_autoprune.report.trace import Trace, trace_images
-from vllm_autoprune.tpdsl.optional_inputs import MergerInput
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.tokens import MergerInput, VisualTokens
 
 
 def trace_batch(

@@ -10,12 +10,8 @@ import torch
 
 from vllm_autoprune.selftest import device as under_test
 from vllm_autoprune.selftest.device import WAITING, check_kernel, check_selections
-from vllm_autoprune.tpdsl.base_policy import (
-    BASE_POLICIES,
-    BasePolicyParams,
-    ReferenceSelection,
-)
-from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
+from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 CPU = torch.device("cpu")

@@ -189,7 +189,7 @@ def render_prompt(
 
 def _choose(budget: int, policy: str | None) -> dict[str, object]:
     """A request's pruning entry."""
-    from vllm_autoprune.tpdsl.states.load import load_state
+    from vllm_autoprune.tpdsl.loading import load_state
 
     if policy == "off":
         return {"enabled": False}

@@ -13,7 +13,7 @@ from vllm_autoprune.serving.worker import batch, region_selection, selection
 from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.serving.worker.region_selection import SelectionContext
 from vllm_autoprune.serving.worker.region_shares import RegionShare
-from vllm_autoprune.tpdsl.outcome import RefinedTokens, TokenSelection
+from vllm_autoprune.tpdsl.base_policy import RefinedTokens, TokenSelection
 
 
 @dataclass

@@ -7,7 +7,7 @@ import pytest
 from tests.serving.paths import TOKENS
 from tests.serving.runners import Runner
 from tests.serving.scenarios import Report
-from vllm_autoprune.tpdsl.states.load import shipped_states
+from vllm_autoprune.tpdsl.loading import shipped_states
 
 PATIENCE = 570.0
 

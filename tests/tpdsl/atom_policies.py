@@ -10,13 +10,12 @@ import torch
 
 from tests.tpdsl.samples import images, state, take
 from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize
-from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall
-from vllm_autoprune.tpdsl.atoms.reassembly.output import BlendCall, ExchangeCall
-from vllm_autoprune.tpdsl.atoms.selector_calls import BoundedSelector
+from vllm_autoprune.tpdsl.atoms.pools import PartitionCall
+from vllm_autoprune.tpdsl.atoms.reassembly import BlendCall, ExchangeCall
+from vllm_autoprune.tpdsl.atoms.selectors import BoundedSelector
 from vllm_autoprune.tpdsl.atoms.source import ReferencePrior, ViewCall
-from vllm_autoprune.tpdsl.optional_inputs import TowerStates
 from vllm_autoprune.tpdsl.registry import ATOMS, Group
-from vllm_autoprune.tpdsl.tokens import Need
+from vllm_autoprune.tpdsl.tokens import Need, TowerStates
 
 GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3)]
 

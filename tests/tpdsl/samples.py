@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune import Grid, Instruction, PruningState, StateError, VisualTokens, load_state
-from vllm_autoprune.tpdsl.base_policy import ReferenceSelection
-from vllm_autoprune.tpdsl.outcome import TokenSelection
+from vllm_autoprune.tpdsl.base_policy import ReferenceSelection, TokenSelection
+from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.registry import ATOMS
-from vllm_autoprune.tpdsl.states.load import shipped_states
 
 Json = dict[str, Any]
 

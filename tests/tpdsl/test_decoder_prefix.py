@@ -6,8 +6,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
-from vllm_autoprune.tpdsl.decoder_prefix import DecoderLayer, DecoderPrefix
-from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
+from vllm_autoprune.tpdsl.prefix import DecoderLayer, DecoderPrefix, LanguagePrefix
 
 START, COUNT, TEXT = 2, 9, 5
 LENGTH = START + COUNT + TEXT

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_autoprune import SelectionError
-from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix, RecordedPrefix, attention_rows
+from vllm_autoprune.tpdsl.prefix import LanguagePrefix, RecordedPrefix, attention_rows
 
 
 def test_recording_returns_its_tensors_for_any_layer() -> None:

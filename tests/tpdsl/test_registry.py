@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, AtomCall, Group, Registry, atom, declare
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.state import PruningState
 
 BY_GROUP: dict[Group, list[str]] = {
     "budget_control": [

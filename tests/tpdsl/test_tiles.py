@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from vllm_autoprune import Grid, VisualTokens
-from vllm_autoprune.tpdsl.tiles import (
-    TileGroup,
-    join_groups,
-    join_tiles,
-    tile_groups,
-)
+from vllm_autoprune.tpdsl.tokens import TileGroup, join_groups, join_tiles, tile_groups
 
 
 def image_of(tiles: int, batch: int = 2) -> VisualTokens:

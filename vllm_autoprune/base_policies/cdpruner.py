@@ -13,16 +13,14 @@ from torch import Tensor
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.dpp_torch import Conditioned, condition
 from vllm_autoprune.ops.rowwise import min_max_normalise
-from vllm_autoprune.tpdsl.atoms.kernels import sharpen
-from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
+from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance, sharpen
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
     Given,
     ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.tiles import join_tiles, split_over_tiles
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.tokens import VisualTokens, join_tiles, split_over_tiles
 
 
 class CDPrunerParams(BasePolicyParams):

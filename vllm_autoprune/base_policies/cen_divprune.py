@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_autoprune.base_policies.centred import CentredParams, centred_geometry, scoped_rows
-from vllm_autoprune.ops.farthest import distance_to_kept, weighted_farthest_points
+from vllm_autoprune.base_policies.cen_cdpruner import CentredParams, centred_geometry, scoped_rows
+from vllm_autoprune.ops.greedy import distance_to_kept, weighted_farthest_points
 from vllm_autoprune.tpdsl.base_policy import Given, ReferenceSelection, base_policy
-from vllm_autoprune.tpdsl.tiles import join_tiles, split_over_tiles
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.tokens import VisualTokens, join_tiles, split_over_tiles
 
 FLOOR = 1e-6
 """Weighted distance at or below which the other tokens come by weight."""

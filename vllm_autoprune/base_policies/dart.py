@@ -14,12 +14,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.base_policies.language_attention import (
-    MOST_LAYERS,
-    require_layer,
-    text_span,
-    visual_span,
-)
 from vllm_autoprune.ops.rowwise import gather_rows, rank_descending
 from vllm_autoprune.ops.similarity import cosines_with
 from vllm_autoprune.tpdsl.base_policy import (
@@ -29,6 +23,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     base_policy,
     require_budget,
 )
+from vllm_autoprune.tpdsl.prefix import MOST_LAYERS, require_layer, text_span, visual_span
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 VISUAL_PIVOTS = 4

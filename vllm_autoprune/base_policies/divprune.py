@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.farthest import distance_to_kept, farthest_points
+from vllm_autoprune.ops.greedy import distance_to_kept, farthest_points
 from vllm_autoprune.ops.rowwise import argmax_within, mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
@@ -19,8 +19,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.tiles import join_tiles, split_over_tiles
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.tokens import VisualTokens, join_tiles, split_over_tiles
 
 
 class DivPruneParams(BasePolicyParams):

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.farthest import weighted_farthest_points
+from vllm_autoprune.ops.greedy import weighted_farthest_points
 from vllm_autoprune.ops.rowwise import gather_rows, min_max_normalise, rank_descending
 from vllm_autoprune.ops.similarity import matmul_each
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
@@ -23,14 +23,15 @@ from vllm_autoprune.tpdsl.base_policy import (
     base_policy,
     require_budget,
 )
-from vllm_autoprune.tpdsl.tiles import (
+from vllm_autoprune.tpdsl.tokens import (
+    Need,
     TileGroup,
+    VisualTokens,
     join_groups,
     join_tiles,
     split_over_tiles,
     tile_groups,
 )
-from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
 FLOOR = 1e-6
 """Distance at or below which the other tokens come by priority."""

@@ -19,8 +19,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     base_policy,
     require_budget,
 )
-from vllm_autoprune.tpdsl.tiles import join_groups, tile_groups
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.tokens import VisualTokens, join_groups, tile_groups
 
 _SCALE = 1090.0
 """Published factor of a band's mean attention: 1000, and 0.09 of that for the variance."""

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.farthest import distance_to_kept
+from vllm_autoprune.ops.greedy import distance_to_kept
 from vllm_autoprune.ops.rowwise import argmax_within
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
 from vllm_autoprune.tpdsl.base_policy import (
@@ -22,8 +22,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.tiles import join_tiles, split_over_tiles
-from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Need, VisualTokens, join_tiles, split_over_tiles
 
 _OFFSET = 1e-6
 """Added to the range that importance is divided by, as published."""

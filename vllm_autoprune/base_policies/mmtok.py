@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.coverage import covered_by, greedy_coverage
+from vllm_autoprune.ops.greedy import covered_by, greedy_coverage
 from vllm_autoprune.ops.similarity import cosines, cosines_between
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
@@ -19,8 +19,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.tiles import join_tiles, split_over_tiles
-from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Need, VisualTokens, join_tiles, split_over_tiles
 
 FLOOR = 1e-12
 """Gain at or below which the other tokens come by index."""

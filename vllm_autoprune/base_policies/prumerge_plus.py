@@ -27,8 +27,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.tiles import TileGroup
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.tokens import TileGroup, VisualTokens
 
 NEIGHBOURS = 32
 """Number of most similar tokens that are merged into a kept one."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from vllm_autoprune.base_policies.language_attention import MOST_LAYERS, last_token_attention
 from vllm_autoprune.ops.rowwise import rank_descending
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
@@ -18,6 +17,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     base_policy,
     require_budget,
 )
+from vllm_autoprune.tpdsl.prefix import MOST_LAYERS, last_token_attention
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 

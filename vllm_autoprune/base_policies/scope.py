@@ -8,7 +8,7 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.coverage import covered_by, greedy_coverage
+from vllm_autoprune.ops.greedy import covered_by, greedy_coverage
 from vllm_autoprune.ops.similarity import plain_cosines
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
@@ -16,8 +16,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.tiles import join_tiles, split_over_tiles
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.tokens import VisualTokens, join_tiles, split_over_tiles
 
 FLOOR = 1e-9
 """Weighted gain at or below which the other tokens come by weight."""

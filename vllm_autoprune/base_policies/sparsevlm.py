@@ -11,12 +11,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.base_policies.language_attention import (
-    MOST_LAYERS,
-    require_layer,
-    text_span,
-    visual_span,
-)
 from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices, rank_descending
 from vllm_autoprune.ops.similarity import matmul_each
 from vllm_autoprune.tpdsl.base_policy import (
@@ -26,7 +20,13 @@ from vllm_autoprune.tpdsl.base_policy import (
     base_policy,
     require_budget,
 )
-from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
+from vllm_autoprune.tpdsl.prefix import (
+    MOST_LAYERS,
+    LanguagePrefix,
+    require_layer,
+    text_span,
+    visual_span,
+)
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 

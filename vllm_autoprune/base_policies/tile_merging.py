@@ -13,8 +13,7 @@ from torch import Tensor
 
 from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.tpdsl.base_policy import PublishedSelection, ReferenceSelection
-from vllm_autoprune.tpdsl.tiles import TileGroup, join_groups, tile_groups
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.tokens import TileGroup, VisualTokens, join_groups, tile_groups
 
 
 @dataclass(frozen=True, slots=True)

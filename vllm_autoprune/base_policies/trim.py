@@ -19,8 +19,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.tiles import TileGroup
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.tokens import TileGroup, VisualTokens
 
 
 class TrimParams(BasePolicyParams):

@@ -26,8 +26,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     base_policy,
     require_budget,
 )
-from vllm_autoprune.tpdsl.tiles import TileGroup
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.tokens import TileGroup, VisualTokens
 
 
 class VisionZipParams(BasePolicyParams):

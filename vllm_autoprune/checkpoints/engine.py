@@ -18,9 +18,8 @@ from torch import Tensor
 from vllm_autoprune.checkpoints import require_architecture
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.tpdsl.base_policy import Given
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
-from vllm_autoprune.tpdsl.outcome import RefinedTokens
+from vllm_autoprune.tpdsl.base_policy import Given, RefinedTokens
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 if TYPE_CHECKING:

@@ -25,10 +25,15 @@ from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.shared.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
 from vllm_autoprune.serving.shared.text_tower import TextTower, read_text_tower
 from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings, RelevanceSpace
-from vllm_autoprune.tpdsl.decoder_prefix import DecoderLayer, DecoderPrefix
-from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
-from vllm_autoprune.tpdsl.optional_inputs import Instruction, NextLayer, TowerStates, Words
-from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+from vllm_autoprune.tpdsl.prefix import DecoderLayer, DecoderPrefix, LanguagePrefix
+from vllm_autoprune.tpdsl.tokens import (
+    Grid,
+    Instruction,
+    NextLayer,
+    TowerStates,
+    VisualTokens,
+    Words,
+)
 
 if TYPE_CHECKING:
     from transformers import LlamaModel, LlavaConfig, PreTrainedTokenizerBase

@@ -29,7 +29,7 @@ from vllm_autoprune.cli.output import (
     error_record,
     format_error,
 )
-from vllm_autoprune.tpdsl.states.diagnosis import suggest_name
+from vllm_autoprune.tpdsl.loading import suggest_name
 
 COMMANDS: dict[str, Command] = {
     "validate": validate.COMMAND,

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.resizing import Comparison
 from vllm_autoprune.statistics import Estimate
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.state import PruningState
 
 _FIX = "serve smaller images at this K, or another state"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_autoprune.errors import EvaluationFailed
 from vllm_autoprune.http_client import AsyncServerClient, chat_with_retries
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.state import PruningState
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,9 @@ from vllm_autoprune.http_client import (
     reporting_failures,
 )
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.states.load import load_state
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.state import PruningState
 
 SCORER = f"vllm-autoprune {__version__}: greedy decoding gives the reference answer"
 FULL = Case(name="full", arm="full", label="full", pruning={"enabled": False})

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_autoprune.ops.filling import fill_by_weight
+from vllm_autoprune.ops.greedy import fill_by_weight
 from vllm_autoprune.ops.rowwise import argmax_within
 from vllm_autoprune.ops.similarity import ALIGNED
 

@@ -24,7 +24,7 @@ from vllm_autoprune.ops.dpp_torch import (
     Conditioned,
     greedy_map_torch,
 )
-from vllm_autoprune.ops.filling import HUGE
+from vllm_autoprune.ops.greedy import HUGE
 from vllm_autoprune.ops.rowwise import TIE
 
 logger = logging.getLogger("vllm.autoprune")

@@ -1,4 +1,4 @@
-"""Row-wise tensor helpers shared by atoms and base policies: normalising, ranking, masks.
+"""Tensor helpers shared by atoms and base policies: normalising, ranking, masks, uploads.
 
 All of them keep shapes static, so none of them synchronises with the device.
 """
@@ -120,3 +120,13 @@ def _quantile(ordered: Tensor, share: float) -> Tensor:
     a, b = ordered[:, below], ordered[:, min(below + 1, ordered.shape[1] - 1)]
     # Interpolate from the nearer end, where the result is exact.
     return a + (b - a) * part if part < 0.5 else b - (b - a) * (1 - part)
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to a device; on a CPU it is the tensor itself.
+
+    A plain ``values.to(device)`` or ``torch.tensor(..., device=device)`` returns only once a GPU
+    has finished all its work, because the copy is made from memory that is not pinned.
+    """
+    staged = values.pin_memory() if device.type == "cuda" else values
+    return staged.to(device, non_blocking=True)

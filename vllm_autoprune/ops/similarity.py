@@ -1,17 +1,21 @@
-"""Batch-invariant matrix products and cosines: results are bit-identical alone and in a batch.
+"""Batch-invariant products, cosines and centred features: the same bits alone and in a batch.
 
 A batched matrix product may use a different blocking for one matrix than for eight, and with it a
 different rounding. Here each matrix of the batch is multiplied separately, which for large matrices
-takes no extra time.
+takes no extra time; means over an image are taken alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
+
+from vllm_autoprune.ops.greedy import farthest_points
+from vllm_autoprune.ops.rowwise import FLAT
 
 ALIGNED = 16
 """Float32 numbers per cache line: sums over aligned rows are rounded the same way everywhere."""
@@ -37,6 +41,10 @@ _NONZERO = 1e-30
 
 _ROUNDING = 1e-6
 """Squared distance of unit vectors below which float32 products cannot tell them apart."""
+
+
+SETTLED = 1e-12
+"""Squared length below which a centroid has no direction, because its members cancel out."""
 
 
 def matmul_each(left: Tensor, right: Tensor) -> Tensor:
@@ -184,3 +192,85 @@ def mean_of_neighbours(similarity: Tensor, height: int, width: int, radius: int)
     inside = inside.view(height * width, -1)
     near = similarity.gather(2, place.expand(similarity.shape[0], -1, -1))
     return near.where(inside, 0.0).sum(dim=-1) / inside.sum(dim=-1).clamp_min(1)
+
+
+WeightMap = Literal["none", "minmax", "sigmoid"]
+"""How a score becomes a weight."""
+
+EPSILON = 1e-6
+"""Added to a variance, a range or a deviation that is divided by."""
+
+
+def scale_to_unit_variance(rows: Tensor) -> Tensor:
+    """Rows ``(B, n, D)`` float32 with every channel divided by its deviation in the image."""
+    deviations = [(one - one.mean(dim=0)).square().mean(dim=0) for one in rows]
+    return rows * (torch.stack(deviations)[:, None] + EPSILON).rsqrt()
+
+
+def subtract_mean(rows: Tensor) -> Tensor:
+    """Rows ``(B, n, D)`` less the mean row of their image."""
+    return rows - torch.stack([one.mean(dim=0) for one in rows])[:, None]
+
+
+def mean_dissimilarity(rows: Tensor) -> Tensor:
+    """Minus the mean cosine of each token with the others ``(B, n)``, of rows ``(B, n, D)``.
+
+    Summed in float64: in concentrated spaces the means differ little, and where all tokens are
+    alike they must not differ at all.
+    """
+    directions = rows / rows.norm(dim=-1, keepdim=True).clamp_min(NONZERO_NORM)
+    means = []
+    for one in directions:
+        unit = one.double()
+        # The cosines with all tokens are one product with the sum of unit vectors, the own is 1.
+        own = one.square().sum(dim=-1).round()
+        means.append(own - unit @ unit.sum(dim=0))
+    return torch.stack(means) / max(1, rows.shape[1] - 1)
+
+
+def map_weight(score: Tensor, kind: WeightMap) -> Tensor:
+    """Weight ``(R, n)`` float32 in [0, 1] of a score; all ones where the score is constant."""
+    low, high = score.amin(dim=1, keepdim=True), score.amax(dim=1, keepdim=True)
+    spread = high - low
+    ones = torch.ones_like(score)
+    if kind == "none":
+        return ones.float()
+    if kind == "minmax":
+        mapped = (score - low) / (spread + EPSILON)
+    else:
+        apart = score - score.mean(dim=1, keepdim=True)
+        deviation = apart.square().mean(dim=1, keepdim=True).sqrt()
+        mapped = torch.sigmoid(apart / (deviation + EPSILON))
+    return torch.where(spread < FLAT, ones, mapped).float()
+
+
+def spherical_kmeans(cosine: Tensor, clusters: int, iters: int) -> tuple[Tensor, Tensor]:
+    """Spherical k-means on cosines ``(B, N, N)``: labels, and cosines ``(B, N, C)`` to centroids.
+
+    Features are not needed: a centroid is the sum of its members' directions, so its cosines are
+    sums of theirs. Seeds are the token farthest from the image's mean and then farthest points; a
+    cluster that loses all its members keeps its centroid.
+    """
+    batch, tokens, _ = cosine.shape
+    count = min(clusters, tokens)
+    distance = 1 - cosine
+    first = cosine.sum(dim=2).argmin(dim=1, keepdim=True)
+    nearest = distance.gather(1, first[:, :, None].expand(-1, -1, tokens))[:, 0]
+    taken = torch.zeros(batch, tokens, dtype=torch.bool, device=cosine.device)
+    rest = farthest_points(
+        distance, count - 1, nearest=nearest, taken=taken.scatter(1, first, True)
+    )
+    seeds = torch.cat([first, rest], dim=1)
+    near = cosine.gather(2, seeds[:, None, :].expand(-1, tokens, -1))
+    for _ in range(iters):
+        near = _to_centroids(cosine, near)
+    return near.argmax(dim=2), near
+
+
+def _to_centroids(cosine: Tensor, near: Tensor) -> Tensor:
+    """Cosines ``(B, N, C)`` to the centroids of the clusters assigned by the cosines ``near``."""
+    member = torch.zeros_like(near).scatter_(2, near.argmax(dim=2, keepdim=True), 1.0)
+    along = matmul_each(cosine, member)
+    squared = (along * member).sum(dim=1, keepdim=True)
+    known = squared > SETTLED
+    return torch.where(known, along * squared.clamp_min(SETTLED).rsqrt(), near)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, materialize
-from vllm_autoprune.tpdsl.executor.transfer import state_document
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
-from vllm_autoprune.tpdsl.states.differences import Change, list_changes
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import RankAt
+from vllm_autoprune.tpdsl.transfer import Change, list_changes, state_document
 
 
 @dataclass(frozen=True, slots=True)

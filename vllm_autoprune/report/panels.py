@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from PIL import Image
 
 from vllm_autoprune.report.trace import Trace
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.tokens import Grid
 
 

@@ -11,8 +11,8 @@ from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.tpdsl.atoms.reassembly import find_owners
 from vllm_autoprune.tpdsl.atoms.scoring import run_signal
 from vllm_autoprune.tpdsl.atoms.source import apply_view
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
-from vllm_autoprune.tpdsl.outcome import FALLBACKS, RefinedTokens
+from vllm_autoprune.tpdsl.base_policy import FALLBACKS, RefinedTokens
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 

@@ -10,14 +10,12 @@ from statistics import median
 
 import torch
 
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.executor.check import safety_check
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, materialize
-from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
-from vllm_autoprune.tpdsl.executor.refine import refine
-from vllm_autoprune.tpdsl.outcome import RefinedTokens
-from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, RefinedTokens
+from vllm_autoprune.tpdsl.loading import load_state, shipped_states
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.refine import refine
+from vllm_autoprune.tpdsl.safety import safety_check, synthetic_probes
+from vllm_autoprune.tpdsl.state import PruningState
 
 BUDGET = 64
 

@@ -13,7 +13,7 @@ from vllm_autoprune.selftest.part_checks import SPLIT_BUDGET, SPLIT_QUESTION
 from vllm_autoprune.selftest.questions import FURTHER, QUESTIONS, QUESTIONS_WITH_BUDGETS, SECOND
 from vllm_autoprune.selftest.report import Report
 from vllm_autoprune.selftest.tiny_engine import STEPS_BETWEEN_PREEMPTIONS, TinyEngine
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 
 
 def _settings(budget: int, **more: object) -> dict[str, Any]:

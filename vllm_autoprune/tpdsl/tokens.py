@@ -1,4 +1,4 @@
-"""VisualTokens: the input record of all atoms and base policies.
+"""VisualTokens, the input record of all atoms and base policies, and its split into tiles.
 
 Shapes: B images of equal N and K, T tiles per image, n = N / T tokens per tile, D feature width,
 C width of the space in which relevance is measured, M text segments, Dv width of the vision tower,
@@ -7,6 +7,7 @@ W words of the instruction.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -15,15 +16,92 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.ops.similarity import cosines, plain_cosines
-from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
-from vllm_autoprune.tpdsl.optional_inputs import (
-    Instruction,
-    MergerInput,
-    NextLayer,
-    TowerStates,
-    Words,
-)
+from vllm_autoprune.ops.similarity import cosines, cosines_with, plain_cosines
+from vllm_autoprune.tpdsl.prefix import LanguagePrefix
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """Embeddings of tokens and instruction in the space where relevance is measured.
+
+    patches ``(B, N, C)``; text ``(B, M, C)``, one row per text segment; segments ``(B, M)`` bool,
+    false for padding; sign +1 or -1, the sign of the cosine that means relevance (-1 for OpenAI's
+    CLIP as LLaVA uses it, +1 for a language model's embedding space).
+    """
+
+    patches: Tensor
+    text: Tensor
+    segments: Tensor
+    sign: int
+
+    @cached_property
+    def cosines(self) -> Tensor:
+        """Unsigned cosines ``(B, N, M)`` of each token with each segment.
+
+        Computed in float32, as the published policies do with CLIP's projections.
+        """
+        return cosines_with(self.patches, self.text)
+
+
+@dataclass(frozen=True)
+class Words:
+    """Input embeddings of the instruction's words in the language model.
+
+    embeddings ``(B, W, D)``, one row per token of a word; used ``(B, W)`` bool, false for padding.
+    """
+
+    embeddings: Tensor
+    used: Tensor
+
+
+@dataclass(frozen=True)
+class NextLayer:
+    """Attention of the layer after the one that the projector reads, computed as a single head.
+
+    attention ``(B, N)``: the [CLS] row of softmax(q k^T / sqrt(Dv)) over [CLS] and the patches of
+    a tile, without the entry of [CLS]; for towers without [CLS] the mean over all queries. keys
+    ``(B, N, Dv)``: the keys of all heads, concatenated.
+    """
+
+    attention: Tensor
+    keys: Tensor
+
+
+@dataclass(frozen=True)
+class TowerStates:
+    """Output of the vision-tower layer that the projector reads.
+
+    patches ``(B, N, Dv)``; cls ``(B, T, Dv)``, None if the tower has no [CLS]; keys ``(B, N, dk)``,
+    the attention keys of that layer averaged over heads; project is the model's projector, from
+    rows ``(..., Dv)`` to ``(..., D)``.
+    """
+
+    patches: Tensor
+    keys: Tensor
+    project: Callable[[Tensor], Tensor]
+    cls: Tensor | None = None
+    next_layer: NextLayer | None = None
+
+    def projected(self, rows: Tensor) -> Tensor:
+        """Project rows ``(R, m, Dv)`` to ``(R, m, D)``.
+
+        One of the R at a time, so that results are bit-identical alone and in a batch.
+        """
+        return torch.stack([self.project(part) for part in rows])
+
+
+@dataclass(frozen=True)
+class MergerInput:
+    """What only a backbone with a patch merger has of the tokens that enter it.
+
+    norms ``(B, N, 2)`` float32: the sum of absolute values and the Euclidean norm of each token,
+    the mean over its patches; known_cosine ``(B, N, N)`` is a precomputed cosine between the
+    encoder's tokens, where there is one.
+    """
+
+    norms: Tensor
+    known_cosine: Tensor | None = None
+
 
 Need = Literal[
     "cls_attention",
@@ -276,3 +354,81 @@ def _missing(what: str, field: str) -> SelectionError:
         f"this policy reads {what}, but VisualTokens.{field} is None: fill it "
         "(policy.needs lists what a policy reads)"
     )
+
+
+def split_over_tiles(budget: int, tiles: int) -> tuple[int, ...]:
+    """Shares of K per tile: ``K // T`` each, and one more for the first ``K % T`` tiles."""
+    share, rest = divmod(budget, tiles)
+    return tuple(share + (tile < rest) for tile in range(tiles))
+
+
+def join_tiles(
+    picks: Tensor, tokens: VisualTokens, shares: Sequence[int], first: int = 0
+) -> Tensor:
+    """Picks ``(B * T, max share)`` within tiles as picks ``(B, K)`` within images.
+
+    For nested selections, whose first k picks do not depend on how many follow: a tile with a
+    smaller share drops its last pick. Picks of the tiles are interleaved by rank, so that earlier
+    picks still mean higher confidence. The larger shares are those of the tiles from ``first`` on.
+    """
+    tiles, size = tokens.grid.tiles, tokens.grid.per_tile
+    if tiles == 1:
+        return picks
+    offset = torch.arange(tiles, device=picks.device)[:, None] * size
+    by_tile = picks.reshape(tokens.batch, tiles, -1) + offset
+    by_rank = by_tile.roll(-first, dims=1).transpose(1, 2)
+    flat = by_rank.reshape(tokens.batch, -1)
+    return flat[:, : sum(shares)]
+
+
+@dataclass(frozen=True, slots=True)
+class TileGroup:
+    """Adjacent tiles with an equal share of the budget."""
+
+    first: int
+    tiles: int
+    share: int
+
+    def of(self, values: Tensor, tokens: VisualTokens) -> Tensor:
+        """Values ``(B, N, ...)`` of the group's tokens, as ``(B * tiles, n, ...)``."""
+        shape = (tokens.batch, tokens.grid.tiles, tokens.grid.per_tile, *values.shape[2:])
+        return values.reshape(shape).narrow(1, self.first, self.tiles).flatten(0, 1)
+
+    def within_image(self, picks: Tensor, tokens: VisualTokens) -> Tensor:
+        """Picks ``(B * tiles, p)`` within tiles as picks within the image, same shape."""
+        tile = torch.arange(self.first, self.first + self.tiles, device=picks.device)
+        return picks + (tile * tokens.grid.per_tile).repeat(tokens.batch)[:, None]
+
+
+def tile_groups(tokens: VisualTokens, budget: int) -> tuple[TileGroup, ...]:
+    """Group tiles by their share of the budget, larger share first, omitting a share of 0.
+
+    For selections that are not nested: the picks at k are not the first k picks at k + 1, so each
+    share (there are at most two) has to be computed separately.
+    """
+    shares = split_over_tiles(budget, tokens.grid.tiles)
+    groups, first = [], 0
+    for share in sorted(set(shares), reverse=True):
+        count = shares.count(share)
+        if share:
+            groups.append(TileGroup(first, count, share))
+        first += count
+    return tuple(groups)
+
+
+def join_groups(
+    parts: Sequence[Tensor], groups: Sequence[TileGroup], tokens: VisualTokens
+) -> Tensor:
+    """Join parts ``(B * tiles, p, ...)``, one per group, as ``(B, sum, ...)`` interleaved by rank.
+
+    The first group has as many rows per tile as the second, or one more.
+    """
+    spread = [
+        part.reshape(tokens.batch, group.tiles, *part.shape[1:]).transpose(1, 2)
+        for part, group in zip(parts, groups, strict=True)
+    ]
+    if len(spread) == 1:
+        return spread[0].flatten(1, 2)
+    common = spread[1].shape[1]
+    both = torch.cat([spread[0][:, :common], spread[1]], dim=2).flatten(1, 2)
+    return torch.cat([both, spread[0][:, common:].flatten(1, 2)], dim=1)

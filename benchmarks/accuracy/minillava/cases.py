@@ -22,7 +22,7 @@ from vllm_autoprune.evaluation.served import (
     resized_case,
 )
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 
 Family = Literal["random", "resized", "policies", "found", "quota"]
 FAMILIES: tuple[Family, ...] = get_args(Family)

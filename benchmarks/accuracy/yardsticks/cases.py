@@ -12,9 +12,9 @@ from torch import Tensor
 from benchmarks.zoo.states import SEARCH_RESULTS, SOURCE
 from vllm_autoprune.base_policies import __all__ as _policies_are_loaded
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.loading import load_state, shipped_states
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need
 
 Control = Literal["full", "resized", "random", "oracle"]

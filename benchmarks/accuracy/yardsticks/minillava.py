@@ -30,8 +30,8 @@ from benchmarks.minillava.split import (
 )
 from benchmarks.minillava.wordings import CATEGORIES
 from vllm_autoprune.ops.rowwise import gather_rows
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.executor.refine import refine
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
 TOKENS = 144

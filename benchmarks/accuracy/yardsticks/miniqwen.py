@@ -17,8 +17,8 @@ from benchmarks.miniqwen.evaluate import DIVISORS, keep_evidence, keep_random
 from benchmarks.miniqwen.reader import EncodedImage, Reader
 from benchmarks.miniqwen.split import CHECKPOINT, draw_examples, weights_digest
 from benchmarks.miniqwen.wordings import CATEGORIES
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.executor.refine import refine
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
 

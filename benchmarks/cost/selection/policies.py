@@ -35,8 +35,8 @@ from vllm_autoprune import VisualTokens
 from vllm_autoprune.base_policies.published_forms import PUBLISHED_FORMS
 from vllm_autoprune.statistics import at_most, ratio_of_medians, spread
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
-from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
-from vllm_autoprune.tpdsl.optional_inputs import NextLayer, TowerStates, Words
+from vllm_autoprune.tpdsl.prefix import RecordedPrefix
+from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
 
 SIZES = (LLAVA[1], LLAVA_NEXT[1])
 """576 to 64 and 2880 to 320."""

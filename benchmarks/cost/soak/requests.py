@@ -17,7 +17,7 @@ from PIL import Image
 from benchmarks.common.client import build_body, build_content
 from benchmarks.common.pictures import draw_picture, encode_picture
 from vllm_autoprune.serving.api.image_split import SplitImage, align_core
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 
 BUDGETS = (1, 4, 8, 16, 31, 64, 143, 144, 4096)
 OWN_BUDGETS = (16, 32, 64)

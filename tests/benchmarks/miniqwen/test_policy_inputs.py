@@ -13,7 +13,7 @@ from benchmarks.minillava.split import Example
 from benchmarks.miniqwen.reader import Reader
 from benchmarks.miniqwen.split import draw_examples, image_size
 from vllm_autoprune import load_state, materialize
-from vllm_autoprune.tpdsl.executor.refine import refine
+from vllm_autoprune.tpdsl.refine import refine
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from benchmarks.zoo.evidence import (
 )
 from vllm_autoprune import PruningState, load_state
 from vllm_autoprune.statistics import Estimate
-from vllm_autoprune.tpdsl.states.load import shipped_states
+from vllm_autoprune.tpdsl.loading import shipped_states
 
 EVIDENCE = Evidence(
     model="mini",

@@ -5,10 +5,10 @@ import pytest
 from benchmarks.zoo.states import BUDGETS, QUOTAS, SEARCH_RESULTS, SOURCE, Entry, build_states
 from vllm_autoprune import load_state, materialize
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.executor.materialize import core_policy
-from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
-from vllm_autoprune.tpdsl.executor.refine import refine
-from vllm_autoprune.tpdsl.states.load import shipped_states
+from vllm_autoprune.tpdsl.loading import shipped_states
+from vllm_autoprune.tpdsl.materialize import core_policy
+from vllm_autoprune.tpdsl.refine import refine
+from vllm_autoprune.tpdsl.safety import synthetic_probes
 
 SHIPPED = shipped_states()
 

@@ -19,9 +19,9 @@ from tests.hostile.pictures import Picture
 from tests.tpdsl.samples import sample
 from vllm_autoprune.serving.shared.plan import ItemPlan
 from vllm_autoprune.serving.shared.state_codec import encode_state
-from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
-from vllm_autoprune.tpdsl.states.load import load_state
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.state import PruningState
 
 _PICTURE = Picture(50, *LARGE)
 _QUESTIONS = ("what colour is the cat", "how many are on the left", "which dog is blue")

@@ -219,7 +219,7 @@ def plans_of(request: Mapping[str, Any]) -> list[ItemPlan]:
 def state_where_none_is_allowed(site: Site) -> Iterable[str]:
     """A state in a forged plan, on a server whose requests may set nothing."""
     from vllm_autoprune.serving.shared.state_codec import encode_state
-    from vllm_autoprune.tpdsl.states.load import load_state
+    from vllm_autoprune.tpdsl.loading import load_state
 
     request = rendered(site.client, _PICTURE)
     state = encode_state(load_state("visionzip"))

@@ -14,7 +14,7 @@ from tests.hostile.attacks.texts import SPECIAL, no_worse
 from tests.hostile.client import Client, Reply, content, nearest
 from tests.hostile.pictures import Picture
 from vllm_autoprune.serving.shared.plan import MAX_RECALLS, Choice, ItemPlan
-from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
 _PICTURE = Picture(60, *LARGE)
 _QUESTION, _LATER = "what colour is the cat", "how many are on the left"

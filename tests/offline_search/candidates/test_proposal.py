@@ -21,7 +21,7 @@ from offline_search.search_space import RandomSource, sample_proposal
 from offline_search.settings import Settings
 from tests.offline_search.replies import BUDGET, HOSTILE, valid_replies
 from vllm_autoprune import load_state, materialize
-from vllm_autoprune.tpdsl.states.load import shipped_states
+from vllm_autoprune.tpdsl.loading import shipped_states
 
 
 @pytest.mark.parametrize("name", HOSTILE)

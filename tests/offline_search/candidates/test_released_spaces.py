@@ -16,7 +16,7 @@ from tests.offline_search.candidates.test_search_space import FixedSource
 from tests.offline_search.replies import BUDGET, valid_replies
 from tests.offline_search.synthetic import SyntheticEvaluator, records_of_kind, run_search
 from vllm_autoprune import PruningState, load_state
-from vllm_autoprune.tpdsl.states.differences import list_changes
+from vllm_autoprune.tpdsl.transfer import list_changes
 
 SELECTOR, SIGNALS = "/constraints/selector", "/scoring/signals"
 NUMBERS = {

@@ -29,9 +29,9 @@ from offline_search.settings import Settings
 from offline_search.strategies.sampling import sample_draft
 from tests.offline_search.replies import BUDGET
 from vllm_autoprune import materialize, safety_check
+from vllm_autoprune.tpdsl.reference import CORE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS
-from vllm_autoprune.tpdsl.states.catalogue import CORE_POLICIES
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.state import PruningState
 
 
 class LowestSource:

@@ -5,7 +5,7 @@ import pytest
 
 from offline_search.history import History, Trial
 from offline_search.ledger import ProposalRecord, Status, TrialRecord
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 
 EASY, HARD = [-1.0] * 4, [-3.0] * 4
 

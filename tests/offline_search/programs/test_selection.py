@@ -10,7 +10,7 @@ from offline_search.programs import SIGNALS, select_with_program
 from offline_search.prompt import INITIAL_PROGRAM
 from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.safety import synthetic_probes
 
 TOKENS = synthetic_probes(8)[0]
 HEAD = "import numpy as np\ndef select(features, signals, K):\n    "

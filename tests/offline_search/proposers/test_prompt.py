@@ -14,7 +14,7 @@ from offline_search.settings import Settings
 from offline_search.summary import summarize
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.state import PruningState
 
 SETTINGS = Settings(budgets=(8,), base_policy="visionzip", proposer="scripted")
 LISTS = SETTINGS.model_copy(update={"proposals_per_reply": 5})

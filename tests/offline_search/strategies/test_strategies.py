@@ -27,7 +27,7 @@ from tests.offline_search.synthetic import (
     run_search,
 )
 from vllm_autoprune import load_state
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.state import PruningState
 
 WARM_STARTS = warm_start_states(Settings(strategy="autoprune+", budgets=(8,)))
 SEEDS = range(3)

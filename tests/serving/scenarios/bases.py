@@ -29,7 +29,7 @@ from tests.serving.scenarios.hostile import breaking
 from tests.serving.selection_recorder import Watch, watch
 from vllm_autoprune import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -28,7 +28,7 @@ from tests.serving.engine import (
 from tests.serving.scenarios import Report, scenario
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune.serving.api.request_state import load_request_state
-from vllm_autoprune.tpdsl.executor import refine as executor
+from vllm_autoprune.tpdsl import refine as executor
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -18,7 +18,7 @@ from tests.serving.engine import (
 from tests.serving.paths import TOKENS
 from tests.serving.scenarios import Report, scenario
 from vllm_autoprune import materialize
-from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
+from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 
 SMALL = {"max_model_len": 512, "num_gpu_blocks_override": 64}
 HALF = TOKENS // 2

@@ -27,7 +27,7 @@ from tests.serving.scenarios import Report, scenario
 from tests.serving.selection_recorder import watch
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.questions import picture
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 
 POLICIES = ("visionzip", "prumerge_plus", "fastv")
 """They read the vision tower, its next layer, and the language model's first layers."""

@@ -21,7 +21,7 @@ from tests.serving.engine import (
 from tests.serving.interleave import TILED, interleaved, interleaved_tiles
 from tests.serving.scenarios import Report, scenario
 from tests.serving.selection_recorder import watch
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -22,7 +22,7 @@ from tests.serving.scenarios import Report, scenario
 from tests.serving.selection_recorder import Watch, watch
 from vllm_autoprune.serving.api import item_plans
 from vllm_autoprune.serving.shared.identities import make_cache_identity, make_core_identity
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 
 if TYPE_CHECKING:
     from torch import Tensor

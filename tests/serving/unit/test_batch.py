@@ -45,9 +45,9 @@ from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
     Given,
     ReferenceSelection,
+    RefinedTokens,
 )
-from vllm_autoprune.tpdsl.executor.pooling import pool_tokens
-from vllm_autoprune.tpdsl.outcome import RefinedTokens
+from vllm_autoprune.tpdsl.refine import pool_tokens
 from vllm_autoprune.tpdsl.tokens import Grid, Need
 
 

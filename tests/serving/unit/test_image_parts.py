@@ -35,8 +35,8 @@ from vllm_autoprune.serving.api.request_plan import RequestPlanner
 from vllm_autoprune.serving.shared.placeholders import Placeholders
 from vllm_autoprune.serving.shared.plan import MAX_RECALLS
 from vllm_autoprune.serving.shared.request_rules import RequestRules
-from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST, state_cost
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.cost import DEFAULT_COST, state_cost
+from vllm_autoprune.tpdsl.loading import load_state
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
 TOKEN = 7

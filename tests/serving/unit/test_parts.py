@@ -23,7 +23,7 @@ from vllm_autoprune.serving.worker.cores import MAX_CORES, CoreCache
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.serving.worker.region_selection import SelectionContext
-from vllm_autoprune.tpdsl.atoms import constraints
+from vllm_autoprune.tpdsl.atoms import selectors
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.tokens import Grid
 
@@ -126,7 +126,7 @@ def test_a_greedy_selector_takes_no_step_for_the_core_and_conditions_on_it_once(
     monkeypatch: pytest.MonkeyPatch, selector: str
 ) -> None:
     name = "capped_greedy_map" if selector == "constrained" else "greedy_map"
-    greedy, steps, conditioned = getattr(constraints, name), [], []
+    greedy, steps, conditioned = getattr(selectors, name), [], []
 
     def count_steps(similarity: Tensor, quality: Tensor, count: int, **more: object) -> Tensor:
         steps.append(count)
@@ -136,8 +136,8 @@ def test_a_greedy_selector_takes_no_step_for_the_core_and_conditions_on_it_once(
         conditioned.append(given.shape[1])
         return condition(similarity, given)
 
-    monkeypatch.setattr(constraints, name, count_steps)
-    monkeypatch.setattr(constraints, "condition", count_conditions, raising=False)
+    monkeypatch.setattr(selectors, name, count_steps)
+    monkeypatch.setattr(selectors, "condition", count_conditions, raising=False)
     atom = {"atom": f"{selector}_pool_dpp_selector", "q_e": 2}
     state = served({"/constraints/selector": atom, "/core": {"share": 0.5}})
     (one,) = images(1)

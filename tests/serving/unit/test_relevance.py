@@ -29,7 +29,7 @@ from vllm_autoprune.serving.worker import language_layers as under_test
 from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.serving.worker.language_layers import FirstLanguageLayers, LlamaPrefix
 from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings, split_segments
-from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
+from vllm_autoprune.tpdsl.prefix import LanguagePrefix
 
 CPU = torch.device("cpu")
 SHORT: Ids = (BOS, 5, EOS)

@@ -31,11 +31,11 @@ from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.shared.state_codec import MAX_ENCODED_BYTES, decode_state, encode_state
 from vllm_autoprune.serving.shared.text_tower import TextTower
 from vllm_autoprune.serving.startup.config import resolve_settings
+from vllm_autoprune.tpdsl import safety
 from vllm_autoprune.tpdsl.atoms.safety import Verdict
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
-from vllm_autoprune.tpdsl.executor import check
-from vllm_autoprune.tpdsl.states.load import shipped_states
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.loading import shipped_states
+from vllm_autoprune.tpdsl.state import PruningState
 
 
 def refused(policy: Any) -> str:
@@ -126,7 +126,7 @@ def test_clients_cannot_fill_the_log_with_unsafe_states(
 
 def test_a_state_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    real = check.safety_check
+    real = safety.safety_check
 
     def noted(policy: PruningPolicy) -> SafetyRecord:
         asked.append(policy.state.digest)

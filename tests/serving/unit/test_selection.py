@@ -25,10 +25,10 @@ from vllm_autoprune.serving.worker.features import (
 )
 from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
 from vllm_autoprune.serving.worker.selection import select_at_random, select_with_fallback
+from vllm_autoprune.tpdsl import refine as executor
+from vllm_autoprune.tpdsl import safety
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord, Verdict
-from vllm_autoprune.tpdsl.executor import check
-from vllm_autoprune.tpdsl.executor import refine as executor
-from vllm_autoprune.tpdsl.executor.refine import keep_reference
+from vllm_autoprune.tpdsl.refine import keep_reference
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_non_finite_images_fail_no_state(
 def fails_at(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[int]:
     """Make every state fail its safety check at one budget; return the list of checked budgets."""
     checked: list[int] = []
-    stock = check.safety_check
+    stock = safety.safety_check
 
     def at_one_budget(refining: PruningPolicy, probes: list[VisualTokens]) -> SafetyRecord:
         checked.append(refining.budget)

@@ -32,8 +32,8 @@ from vllm_autoprune.serving.shared.request_rules import RequestRules
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.shared.text_tower import SIGN_KEY, TextTower, read_text_tower
 from vllm_autoprune.serving.startup.config import resolve_settings
-from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST
-from vllm_autoprune.tpdsl.states.load import shipped_states
+from vllm_autoprune.tpdsl.cost import DEFAULT_COST
+from vllm_autoprune.tpdsl.loading import shipped_states
 
 SELECTOR = sample()["constraints"]["selector"]
 MISSING = "atom-that-is-not"

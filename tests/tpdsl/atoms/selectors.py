@@ -8,7 +8,7 @@ from torch import Tensor
 from tests.tpdsl.samples import call
 from vllm_autoprune import VisualTokens
 from vllm_autoprune.ops.rowwise import mask_from_indices
-from vllm_autoprune.tpdsl.atoms.constraints import SelectorInputs, run_selector
+from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs, run_selector
 
 
 def select_batch(

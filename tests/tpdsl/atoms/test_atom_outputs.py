@@ -16,12 +16,9 @@ from tests.tpdsl.atom_policies import (
 from tests.tpdsl.samples import call, state
 from vllm_autoprune import Grid, materialize, refine
 from vllm_autoprune.ops.rowwise import mask_from_indices
-from vllm_autoprune.tpdsl.atoms.fusion import run_fusion
-from vllm_autoprune.tpdsl.atoms.kernels import run_kernel
-from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall, run_partition
-from vllm_autoprune.tpdsl.atoms.pools import PoolCall, build_pool
+from vllm_autoprune.tpdsl.atoms.pools import PartitionCall, PoolCall, build_pool, run_partition
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
-from vllm_autoprune.tpdsl.atoms.scoring import run_signal
+from vllm_autoprune.tpdsl.atoms.scoring import run_fusion, run_kernel, run_signal
 from vllm_autoprune.tpdsl.atoms.source import (
     PriorCall,
     PriorInputs,

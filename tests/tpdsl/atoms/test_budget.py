@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tests.tpdsl.atom_policies import means
 from tests.tpdsl.samples import call, images, state
 from vllm_autoprune import BudgetError, StateError, materialize, refine, safety_check
-from vllm_autoprune.tpdsl.atoms.budget import FIXED_BUDGETS, run_budget
+from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, run_budget
 from vllm_autoprune.tpdsl.registry import ATOMS
-from vllm_autoprune.tpdsl.tiles import split_over_tiles
+from vllm_autoprune.tpdsl.tokens import split_over_tiles
 
 
 def test_the_ten_budgets() -> None:

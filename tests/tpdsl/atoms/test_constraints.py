@@ -9,7 +9,7 @@ from tests.tpdsl.atom_policies import means
 from tests.tpdsl.atoms.selectors import select_batch, select_one
 from tests.tpdsl.samples import call, images, plain
 from vllm_autoprune.ops.rowwise import mask_from_indices
-from vllm_autoprune.tpdsl.atoms.selector_calls import resolve_constraints
+from vllm_autoprune.tpdsl.atoms.selectors import resolve_constraints
 from vllm_autoprune.tpdsl.registry import ATOMS
 
 SELECTORS = ATOMS.names("selection_constraints")

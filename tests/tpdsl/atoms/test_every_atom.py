@@ -31,12 +31,12 @@ from tests.tpdsl.samples import state
 from tests.tpdsl.selection_assertions import same, vars_of
 from vllm_autoprune import Grid, RefinedTokens, VisualTokens, materialize, refine
 from vllm_autoprune.ops.rowwise import mask_from_indices
-from vllm_autoprune.tpdsl.atoms.budget import run_budget
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, orders_by_quality
 from vllm_autoprune.tpdsl.atoms.scoring import run_signal
-from vllm_autoprune.tpdsl.executor.check import safety_check
+from vllm_autoprune.tpdsl.atoms.source import run_budget
 from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Group
-from vllm_autoprune.tpdsl.states.state import required_inputs
+from vllm_autoprune.tpdsl.safety import safety_check
+from vllm_autoprune.tpdsl.state import required_inputs
 
 EVERY = ATOMS.names()
 ALL = (slice(None), slice(None))

@@ -5,7 +5,7 @@ import torch
 
 from tests.tpdsl.atom_policies import means
 from tests.tpdsl.samples import call
-from vllm_autoprune.tpdsl.atoms.fusion import run_fusion
+from vllm_autoprune.tpdsl.atoms.scoring import run_fusion
 
 PRODUCT = call("weighted_product_fusion")
 PICKS = torch.tensor([[2, 0]])

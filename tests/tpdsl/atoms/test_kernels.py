@@ -8,7 +8,7 @@ import torch
 from tests.tpdsl.atom_policies import means
 from tests.tpdsl.samples import call, plain
 from vllm_autoprune import Grid
-from vllm_autoprune.tpdsl.atoms.kernels import run_kernel, sharpen
+from vllm_autoprune.tpdsl.atoms.scoring import run_kernel, sharpen
 
 TOKENS = plain(torch.tensor([[1.0, 0.0], [3.0, 4.0], [-2.0, 0.0]]))
 G = torch.tensor([[0.1, 0.3, 0.5]])

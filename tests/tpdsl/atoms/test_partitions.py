@@ -6,7 +6,8 @@ import torch
 from tests.tpdsl.atom_policies import means
 from tests.tpdsl.samples import call, images, plain
 from vllm_autoprune import Grid
-from vllm_autoprune.tpdsl.atoms.partitions import run_partition, spherical_kmeans
+from vllm_autoprune.ops.similarity import spherical_kmeans
+from vllm_autoprune.tpdsl.atoms.pools import run_partition
 
 
 @means("spatial_grid_partition")

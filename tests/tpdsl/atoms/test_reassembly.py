@@ -11,11 +11,8 @@ from torch import Tensor
 from tests.tpdsl.samples import call, images, plain, token_selection, with_relevance
 from vllm_autoprune import Grid, VisualTokens
 from vllm_autoprune.ops.rowwise import gather_rows
-from vllm_autoprune.tpdsl.atoms.reassembly import assignment as assign
-from vllm_autoprune.tpdsl.atoms.reassembly import run_reassembly
-from vllm_autoprune.tpdsl.atoms.reassembly.assignment import neighbourhood
-from vllm_autoprune.tpdsl.base_policy import ReferenceSelection
-from vllm_autoprune.tpdsl.outcome import TokenSelection
+from vllm_autoprune.tpdsl.atoms.reassembly import ASSIGNMENTS, neighbourhood, run_reassembly
+from vllm_autoprune.tpdsl.base_policy import ReferenceSelection, TokenSelection
 from vllm_autoprune.tpdsl.registry import AtomCall
 
 # Token 2 is like 0, token 3 is between, token 4 is like 1; 0 and 1 are kept.
@@ -29,25 +26,25 @@ def near(values: Tensor, expected: list[list[float]]) -> bool:
 
 
 class TestAssignment:
-    SIMILAR = torch.tensor([COSINES])
+    @staticmethod
+    def share(level: int, call: AtomCall) -> Tensor:
+        share = ASSIGNMENTS[level].function(call, torch.tensor([COSINES]), KEPT, Grid(1, 5))
+        assert isinstance(share, Tensor)
+        return share
 
     def test_nearest_gives_all_to_the_most_similar_and_ties_to_the_first(self) -> None:
-        share = assign.nearest(call("mean_residual"), self.SIMILAR, KEPT, Grid(1, 5))
+        share = self.share(0, call("mean_residual"))
         assert share[0].tolist() == [[1, 0], [0, 1], [1, 0], [1, 0], [0, 1]]
 
     def test_soft_shares_by_a_softmax(self) -> None:
-        share = assign.soft(
-            call("anchor_weighted_residual", tau=0.5), self.SIMILAR, KEPT, Grid(1, 5)
-        )
+        share = self.share(1, call("anchor_weighted_residual", tau=0.5))
         odds = math.exp((0.8944 - 0.4472) / 0.5)
         assert share[0, 2].tolist() == pytest.approx([odds / (1 + odds), 1 / (1 + odds)], abs=1e-4)
         assert share[0, 3].tolist() == pytest.approx([0.5, 0.5])
 
     def test_local_gives_to_no_anchor_out_of_reach(self) -> None:
         # In one row, token 3 reaches only anchor 1, and token 4 none, with a radius of 2.
-        share = assign.local(
-            call("spatial_local_residual_merge", radius=2), self.SIMILAR, KEPT, Grid(1, 5)
-        )
+        share = self.share(2, call("spatial_local_residual_merge", radius=2))
         assert share[0, 2:].tolist() == [[1, 0], [0, 1], [0, 0]]
 
     def test_tokens_of_different_tiles_are_no_neighbours(self) -> None:

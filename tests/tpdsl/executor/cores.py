@@ -16,7 +16,7 @@ from vllm_autoprune import (
     refine,
 )
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.executor.materialize import core_policy
+from vllm_autoprune.tpdsl.materialize import core_policy
 
 QUESTION_FREE = [name for name, policy in BASE_POLICIES.items() if policy.core is not None]
 CORES: dict[str, dict[str, object]] = {

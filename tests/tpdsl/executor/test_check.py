@@ -21,13 +21,12 @@ from vllm_autoprune import (
     refine,
     safety_check,
 )
+from vllm_autoprune.tpdsl import safety
 from vllm_autoprune.tpdsl.atoms.safety import VERDICTS
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
-from vllm_autoprune.tpdsl.executor import check
-from vllm_autoprune.tpdsl.executor.check import MAX_PROBED_BUDGET
-from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.registry import ATOMS
-from vllm_autoprune.tpdsl.states.load import shipped_states
+from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, synthetic_probes
 
 Break = Callable[[RefinedTokens], dict[str, Tensor]]
 
@@ -66,7 +65,7 @@ def replace_outcome(monkeypatch: pytest.MonkeyPatch, break_: Break) -> None:
         actual = refine(policy, tokens)
         return dataclasses.replace(actual, **break_(actual))
 
-    monkeypatch.setattr(check, "refine", broken)
+    monkeypatch.setattr(safety, "refine", broken)
 
 
 @pytest.mark.parametrize("name", shipped_states())

@@ -32,10 +32,10 @@ from vllm_autoprune import (
 )
 from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import Given
-from vllm_autoprune.tpdsl.executor.materialize import core_policy
-from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
-from vllm_autoprune.tpdsl.executor.refine import give_core, keep_reference, select_tokens
-from vllm_autoprune.tpdsl.optional_inputs import NextLayer
+from vllm_autoprune.tpdsl.materialize import core_policy
+from vllm_autoprune.tpdsl.refine import give_core, keep_reference, select_tokens
+from vllm_autoprune.tpdsl.safety import synthetic_probes
+from vllm_autoprune.tpdsl.tokens import NextLayer
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

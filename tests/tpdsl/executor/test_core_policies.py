@@ -30,9 +30,9 @@ from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.executor.materialize import core_policy, delta_policy
-from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
-from vllm_autoprune.tpdsl.executor.refine import give_core, select_tokens
+from vllm_autoprune.tpdsl.materialize import core_policy, delta_policy
+from vllm_autoprune.tpdsl.refine import give_core, select_tokens
+from vllm_autoprune.tpdsl.safety import synthetic_probes
 
 
 @pytest.mark.parametrize("core", CORES)

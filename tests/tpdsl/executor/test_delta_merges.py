@@ -4,7 +4,7 @@ import torch
 
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import RefinedTokens, materialize, refine
-from vllm_autoprune.tpdsl.executor.refine import most_similar
+from vllm_autoprune.tpdsl.refine import most_similar
 
 CORE = {"share": 0.5, "cover": 0.25, "strength": 0.5}
 

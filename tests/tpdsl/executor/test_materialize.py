@@ -7,7 +7,7 @@ import pytest
 from tests.tpdsl.atom_policies import means
 from tests.tpdsl.samples import state
 from vllm_autoprune import BudgetError, materialize
-from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
 SELECTOR = "reference_residual_exchange_selector"
 DIVPRUNE = {"/base_policy": {"name": "divprune"}}

@@ -12,10 +12,10 @@ from tests.tpdsl.executor.cores import CORES, with_core
 from tests.tpdsl.selection_assertions import VARIANTS, policy_of
 from vllm_autoprune import Grid, Instruction, VisualTokens, load_state, materialize, refine
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.executor.refine import keep_evenly, keep_reference
-from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
-from vllm_autoprune.tpdsl.optional_inputs import NextLayer, TowerStates, Words
-from vllm_autoprune.tpdsl.states.load import shipped_states
+from vllm_autoprune.tpdsl.loading import shipped_states
+from vllm_autoprune.tpdsl.prefix import RecordedPrefix
+from vllm_autoprune.tpdsl.refine import keep_evenly, keep_reference
+from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
 
 
 def shapes_alone(device: str, grid: Grid, dtype: torch.dtype) -> VisualTokens:

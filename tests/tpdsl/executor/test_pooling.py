@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_autoprune import Grid, VisualTokens
-from vllm_autoprune.tpdsl.executor.pooling import pool_tokens, split_into_bands
+from vllm_autoprune.tpdsl.refine import pool_tokens, split_into_bands
 
 
 def tokens_of(grid: Grid, width: int = 3, batch: int = 1) -> VisualTokens:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.safety import synthetic_probes
 
 
 @pytest.mark.parametrize("budget", [1, 33, 640])

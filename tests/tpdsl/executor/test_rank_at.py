@@ -16,14 +16,13 @@ from vllm_autoprune import Grid, SelectionError, VisualTokens, load_state, mater
 from vllm_autoprune.backbones import find_backbone
 from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.executor.check import safety_check
-from vllm_autoprune.tpdsl.executor.materialize import core_policy
-from vllm_autoprune.tpdsl.executor.refine import keep_reference
-from vllm_autoprune.tpdsl.executor.state_cost import state_cost
-from vllm_autoprune.tpdsl.executor.transfer import transfer
-from vllm_autoprune.tpdsl.executor.work import Shape
-from vllm_autoprune.tpdsl.optional_inputs import MergerInput, Words
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.cost import Shape, state_cost
+from vllm_autoprune.tpdsl.materialize import core_policy
+from vllm_autoprune.tpdsl.refine import keep_reference
+from vllm_autoprune.tpdsl.safety import safety_check
+from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.tokens import MergerInput, Words
+from vllm_autoprune.tpdsl.transfer import transfer
 
 IN: dict[str, object] = {"/rank_at": "merger_in"}
 UNCHANGED: dict[str, object] = {"/constraints/selector/q_e": 0}

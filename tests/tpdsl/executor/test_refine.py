@@ -11,7 +11,7 @@ from tests.tpdsl.samples import images, plain, state, take, with_relevance
 from tests.tpdsl.selection_assertions import EVENLY, GRIDS, VARIANTS, assert_sound, policy_of, same
 from vllm_autoprune import Grid, PruningPolicy, SelectionError, VisualTokens, materialize, refine
 from vllm_autoprune.ops.rowwise import gather_rows
-from vllm_autoprune.tpdsl.executor.refine import keep_evenly, keep_indices, keep_reference
+from vllm_autoprune.tpdsl.refine import keep_evenly, keep_indices, keep_reference
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

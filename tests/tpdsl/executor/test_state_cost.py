@@ -11,15 +11,16 @@ import pytest
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, PruningState, StateError, load_state, materialize, refine
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.executor.state_cost import (
+from vllm_autoprune.tpdsl.cost import (
     DEFAULT_COST,
+    REFERENCE,
+    Shape,
     atom_costs,
     require_affordable,
     state_cost,
 )
-from vllm_autoprune.tpdsl.executor.work import REFERENCE, Shape
+from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.registry import ATOMS
-from vllm_autoprune.tpdsl.states.load import shipped_states
 
 
 @pytest.mark.parametrize("name", shipped_states())

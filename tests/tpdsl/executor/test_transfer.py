@@ -20,14 +20,14 @@ from vllm_autoprune.backbones import (
     QWEN_7B,
     BackboneShape,
 )
-from vllm_autoprune.tpdsl.atoms.budget import FIXED_BUDGETS
-from vllm_autoprune.tpdsl.executor.transfer import (
+from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS
+from vllm_autoprune.tpdsl.transfer import (
     Transfer,
     check_transfer,
+    set_at_pointer,
     state_document,
     transfer,
 )
-from vllm_autoprune.tpdsl.states.differences import set_at_pointer
 
 STRUCTURE = ("base_policy", "scoring", "reassembly", "safety")
 

@@ -9,15 +9,15 @@ from pydantic import ValidationError
 
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
-from vllm_autoprune.tpdsl.states.catalogue import (
+from vllm_autoprune.tpdsl.reference import (
     CORE_POLICIES,
     PLACES,
     list_parameters,
     render_page,
     render_proposer_text,
 )
-from vllm_autoprune.tpdsl.states.state import Core
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
+from vllm_autoprune.tpdsl.state import Core
 
 BY_CALL = [(name, p) for name in ATOMS.names() for p in list_parameters(ATOMS[name].call)]
 

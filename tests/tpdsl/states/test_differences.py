@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from vllm_autoprune.tpdsl.states.differences import Change, list_changes, set_at_pointer
+from vllm_autoprune.tpdsl.transfer import Change, list_changes, set_at_pointer
 
 SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.text("ab~/", max_size=3)
 DOCUMENTS = st.recursive(

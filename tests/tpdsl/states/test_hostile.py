@@ -9,8 +9,8 @@ import pytest
 
 from tests.tpdsl.samples import edited, refused, refused_with, sample
 from vllm_autoprune import StateError, load_state
-from vllm_autoprune.tpdsl.states.json_values import MAX_BYTES, MAX_VALUES
-from vllm_autoprune.tpdsl.states.load import MAX_PROBLEMS
+from vllm_autoprune.tpdsl.json_text import MAX_BYTES, MAX_VALUES
+from vllm_autoprune.tpdsl.loading import MAX_PROBLEMS
 
 HOSTILE = {
     "unknown fields": "{" + ",".join(f'"a{i}":0' for i in range(MAX_VALUES - 9)) + "}",

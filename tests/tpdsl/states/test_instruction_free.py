@@ -6,7 +6,7 @@ import torch
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import PruningState, StateError, VisualTokens, materialize, refine
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.states.instruction_free import NEAREST, instruction_free
+from vllm_autoprune.tpdsl.transfer import NEAREST, instruction_free
 
 
 @pytest.mark.parametrize("policy", list(BASE_POLICIES))

@@ -7,7 +7,7 @@ import pytest
 
 from tests.tpdsl.samples import edited, refused, sample, state
 from vllm_autoprune import load_state
-from vllm_autoprune.tpdsl.states.json_values import MAX_BYTES, MAX_DEPTH, MAX_VALUES
+from vllm_autoprune.tpdsl.json_text import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 
 
 def in_file(tmp_path: Path, content: bytes) -> list[tuple[str, str]]:

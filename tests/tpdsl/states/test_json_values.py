@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_autoprune.tpdsl.states.json_values import child_pointer, escape_unprintable, format_value
+from vllm_autoprune.tpdsl.json_text import child_pointer, escape_unprintable, format_value
 
 
 @pytest.mark.parametrize(

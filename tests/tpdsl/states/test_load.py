@@ -13,8 +13,8 @@ import pytest
 
 from tests.tpdsl.samples import DELETE, edited, refused, refused_with, sample, shipped
 from vllm_autoprune import StateError, load_state
-from vllm_autoprune.tpdsl.states.json_values import MAX_BYTES, MAX_VALUES
-from vllm_autoprune.tpdsl.states.load import shipped_states
+from vllm_autoprune.tpdsl.json_text import MAX_BYTES, MAX_VALUES
+from vllm_autoprune.tpdsl.loading import shipped_states
 
 
 def test_a_file_a_text_and_a_name_are_the_same_state(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune import PruningState, StateError, load_state
-from vllm_autoprune.tpdsl.states.json_values import MAX_BYTES, MAX_DEPTH, MAX_VALUES
-from vllm_autoprune.tpdsl.states.rules import RULES
+from vllm_autoprune.tpdsl.json_text import MAX_BYTES, MAX_DEPTH, MAX_VALUES
+from vllm_autoprune.tpdsl.loading import RULES
 
 ACCEPTS = jsonschema.Draft202012Validator(PruningState.model_json_schema()).is_valid
 

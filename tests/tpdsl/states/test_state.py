@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from tests.tpdsl.samples import DELETE, Json, edited, sample, shipped, state
 from vllm_autoprune import PruningState, StateError, load_state, materialize
+from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.registry import ATOMS
-from vllm_autoprune.tpdsl.states.load import shipped_states
 
 SCHEMA = PruningState.model_json_schema()
 

@@ -32,9 +32,9 @@ from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import ServerClient, reporting_failures
 from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
 from vllm_autoprune.probe import probe_server, read_times, read_traffic
-from vllm_autoprune.tpdsl.atoms.budget import run_budget
-from vllm_autoprune.tpdsl.states.load import load_state
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.atoms.source import run_budget
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.state import PruningState
 
 _TRAFFIC = (
     ("questions", float, "Q", "mean number of questions on one image"),

@@ -28,8 +28,8 @@ from vllm_autoprune.serving.compat import require_vllm, uses_rust_frontend, vllm
 from vllm_autoprune.serving.plugin import DISABLE, disabled
 from vllm_autoprune.serving.shared.text_tower import read_text_tower
 from vllm_autoprune.serving.startup.hooks import HOOKS, find_missing_names
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
+from vllm_autoprune.tpdsl.loading import load_state, shipped_states
+from vllm_autoprune.tpdsl.materialize import materialize
 
 Status = Literal["ok", "warn", "fail"]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import as_json, write_file
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import materialize
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -6,9 +6,9 @@ import argparse
 
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import WIDTH, as_json, format_table
+from vllm_autoprune.tpdsl.reference import render_page, render_proposer_text
 from vllm_autoprune.tpdsl.registry import ATOMS, ROLES
-from vllm_autoprune.tpdsl.states.catalogue import render_page, render_proposer_text
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.state import PruningState
 
 
 def _atoms_arguments(parser: argparse.ArgumentParser) -> None:

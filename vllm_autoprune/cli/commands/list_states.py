@@ -6,8 +6,8 @@ import argparse
 
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import as_json, format_table
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
+from vllm_autoprune.tpdsl.loading import load_state, shipped_states
+from vllm_autoprune.tpdsl.materialize import materialize
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,10 +11,9 @@ from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape, find_backbo
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import WIDTH, as_json, format_table, format_value, write_file
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
-from vllm_autoprune.tpdsl.executor.transfer import Transfer, check_transfer, transfer
-from vllm_autoprune.tpdsl.states.instruction_free import instruction_free
-from vllm_autoprune.tpdsl.states.load import load_state
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.transfer import Transfer, check_transfer, instruction_free, transfer
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

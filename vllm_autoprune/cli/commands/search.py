@@ -102,7 +102,7 @@ async def _run_search(
 def _print_winner(options: argparse.Namespace, winner: WinnerRecord) -> int:
     from offline_search.ledger import read_ledger
     from offline_search.report import as_markdown, read_report
-    from vllm_autoprune.tpdsl.states.load import load_state
+    from vllm_autoprune.tpdsl.loading import load_state
 
     if options.output is not None and winner.state is not None:
         state = load_state(winner.state)

@@ -8,7 +8,7 @@ import dataclasses
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import WIDTH, as_json, format_paragraph, format_table, format_value
 from vllm_autoprune.report.describe import Comparison, Description, Parameters, compare, describe
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,9 +11,9 @@ from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import as_json
 from vllm_autoprune.errors import BudgetError, StateError
 from vllm_autoprune.evaluation.evidence import find_losses, find_reported_losses
-from vllm_autoprune.tpdsl.executor.check import safety_check
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.safety import safety_check
 
 
 @dataclass(frozen=True, slots=True)

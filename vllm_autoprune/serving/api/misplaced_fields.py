@@ -23,7 +23,7 @@ from vllm_autoprune.serving.api.request_headers import (
 )
 from vllm_autoprune.serving.shared.request_rules import FLAG, RequestRules
 from vllm_autoprune.serving.shared.served_state import served_state
-from vllm_autoprune.tpdsl.states.json_values import escape_unprintable
+from vllm_autoprune.tpdsl.json_text import escape_unprintable
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

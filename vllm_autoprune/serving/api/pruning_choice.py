@@ -13,8 +13,8 @@ from vllm_autoprune.serving.shared.request_rules import FLAG, Level, RequestRule
 from vllm_autoprune.serving.shared.served_state import ServedState, make_policy
 from vllm_autoprune.serving.shared.state_codec import encode_state
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
-from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET, PruningPolicy
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy
+from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need
 
 Size = tuple[int, int]

@@ -19,9 +19,9 @@ from vllm_autoprune.serving.api.instruction import message_parts, part_text, sho
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice, split_shared_budget
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, RecallTurn, request_error
 from vllm_autoprune.serving.shared.plan import MAX_RECALLS
-from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
-from vllm_autoprune.tpdsl.executor.state_cost import state_cost
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.cost import state_cost
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.state import PruningState
 
 MAX_TURNS = 256
 """Turns of a conversation that may recall, the first ones: more would take seconds to plan."""

@@ -11,9 +11,9 @@ from pydantic_core import PydanticCustomError
 from vllm_autoprune.errors import Problem, RequestError
 from vllm_autoprune.serving.shared.detail_budgets import Detail
 from vllm_autoprune.serving.shared.plan import Chooser
-from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
-from vllm_autoprune.tpdsl.states.diagnosis import suggest_name
-from vllm_autoprune.tpdsl.states.json_values import escape_unprintable
+from vllm_autoprune.tpdsl.json_text import escape_unprintable
+from vllm_autoprune.tpdsl.loading import suggest_name
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
 REQUEST_FIELD = "autoprune"
 """Key of the plugin's entry in a request's ``mm_processor_kwargs``."""

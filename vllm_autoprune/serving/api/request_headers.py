@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_autoprune.errors import Problem, RequestError
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, parse_request
-from vllm_autoprune.tpdsl.states.json_values import escape_unprintable
+from vllm_autoprune.tpdsl.json_text import escape_unprintable
 
 PREFIX = f"x-{REQUEST_FIELD}"
 FIXES = {"budget": 'a number of tokens, such as "64"', "state": "the name of a shipped state"}

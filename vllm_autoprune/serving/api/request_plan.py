@@ -54,7 +54,7 @@ from vllm_autoprune.serving.shared.plan import (
 )
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.shared.state_codec import decode_state
-from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalHashes

@@ -11,12 +11,11 @@ from vllm_autoprune.errors import Problem, RequestError, StateError
 from vllm_autoprune.serving.api.request_fields import ENTRY, MAX_PROBLEMS, request_error
 from vllm_autoprune.serving.shared.state_codec import MAX_CACHED_STATES, decode_state, encode_state
 from vllm_autoprune.serving.shared.state_safety import CHECKED_REQUEST_BUDGET, replace_unsafe_state
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST, require_affordable
-from vllm_autoprune.tpdsl.states.diagnosis import suggest_name
-from vllm_autoprune.tpdsl.states.json_values import escape_unprintable
-from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.cost import DEFAULT_COST, require_affordable
+from vllm_autoprune.tpdsl.json_text import escape_unprintable
+from vllm_autoprune.tpdsl.loading import load_state, shipped_states, suggest_name
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.state import PruningState
 
 MAX_STATE_CHARACTERS = 1 << 16
 """Bound of a whole state as JSON; the encoded behaviour has a lower bound of its own."""

@@ -11,7 +11,7 @@ from vllm_autoprune.serving.shared.detail_budgets import FLAG as DETAIL_FLAG
 from vllm_autoprune.serving.shared.request_rules import FLAG, RequestRules
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.shared.text_tower import TextTower
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
 
 
 def format_summary(served: ServedState) -> str:

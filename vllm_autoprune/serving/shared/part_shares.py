@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_autoprune.tpdsl.tiles import split_over_tiles
+from vllm_autoprune.tpdsl.tokens import split_over_tiles
 
 
 def split_over_parts(

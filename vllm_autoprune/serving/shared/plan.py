@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import Problem, RequestError
-from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalKwargsItem

@@ -18,8 +18,8 @@ from vllm_autoprune.serving.shared.plan import ItemPlan, plan_error
 from vllm_autoprune.serving.shared.request_rules import FLAG
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.shared.state_codec import MAX_CACHED_STATES, decode_state, encode_state
-from vllm_autoprune.tpdsl.executor.state_cost import require_affordable
-from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
+from vllm_autoprune.tpdsl.cost import require_affordable
+from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving.shared.detail_budgets import NO_DETAIL_BUDGETS, DetailBudgets
-from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
-from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST
-from vllm_autoprune.tpdsl.states.diagnosis import suggest_name
+from vllm_autoprune.tpdsl.cost import DEFAULT_COST
+from vllm_autoprune.tpdsl.loading import suggest_name
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
 FLAG = "--autoprune-requests"
 
@@ -30,7 +30,7 @@ class RequestRules:
     ``explicit`` where the operator gave the flag: vLLM's own check of ``mm_processor_kwargs`` then
     lets the plugin's entry pass, which otherwise needs ``--trust-request-mm-kwargs``. ``cost``
     bounds the predicted milliseconds of a request's state
-    (:mod:`vllm_autoprune.tpdsl.executor.state_cost`). ``detail`` has the budgets that any request
+    (:mod:`vllm_autoprune.tpdsl.cost`). ``detail`` has the budgets that any request
     may choose by ``image_url.detail``, at every level; ``recall`` is the number of tokens that
     later turns of a conversation recall where their request does not say it.
     """

@@ -11,16 +11,16 @@ from vllm_autoprune.serving.shared.plan import Chooser, ItemPlan
 from vllm_autoprune.serving.shared.request_rules import DEFAULT_RULES, RequestRules
 from vllm_autoprune.serving.shared.state_codec import decode_state
 from vllm_autoprune.serving.shared.text_tower import TextTower
-from vllm_autoprune.tpdsl.atoms.selector_calls import resolve_constraints
-from vllm_autoprune.tpdsl.executor.materialize import (
+from vllm_autoprune.tpdsl.atoms.selectors import resolve_constraints
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import (
     MAX_BUDGET,
     PruningPolicy,
     core_policy,
     materialize,
     recall_policy,
 )
-from vllm_autoprune.tpdsl.states.load import load_state
-from vllm_autoprune.tpdsl.states.state import PruningState, required_inputs
+from vllm_autoprune.tpdsl.state import PruningState, required_inputs
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.serving.shared.plan import MAX_STATE
-from vllm_autoprune.tpdsl.states.state import Provenance, PruningState
+from vllm_autoprune.tpdsl.state import Provenance, PruningState
 
 MAX_ENCODED_BYTES = MAX_STATE
 """Bound of one encoded state in bytes; those that ship take 1,200."""

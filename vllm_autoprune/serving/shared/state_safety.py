@@ -6,9 +6,9 @@ import itertools
 import logging
 
 from vllm_autoprune.errors import Problem, StateError
-from vllm_autoprune.tpdsl.executor.check import MAX_PROBED_BUDGET, safety_check
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, safety_check
+from vllm_autoprune.tpdsl.state import PruningState
 
 logger = logging.getLogger("vllm.autoprune")
 

@@ -45,8 +45,8 @@ from vllm_autoprune.serving.startup.settings import (
     read_state,
     read_tower,
 )
-from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets, parse_de
 from vllm_autoprune.serving.shared.request_rules import FLAG as REQUESTS_FLAG
 from vllm_autoprune.serving.shared.request_rules import RequestRules
 from vllm_autoprune.serving.shared.text_tower import TextTower, read_text_tower
-from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET, materialize
-from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST, FLAG
-from vllm_autoprune.tpdsl.states.load import load_state
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.cost import DEFAULT_COST, FLAG
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, materialize
+from vllm_autoprune.tpdsl.state import PruningState
 
 SETTINGS = (
     "state",

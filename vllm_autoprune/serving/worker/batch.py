@@ -20,7 +20,7 @@ from vllm_autoprune.serving.worker.region_selection import (
     stack_present,
 )
 from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
-from vllm_autoprune.tpdsl.outcome import RefinedTokens
+from vllm_autoprune.tpdsl.base_policy import RefinedTokens
 from vllm_autoprune.tpdsl.tokens import Need
 
 

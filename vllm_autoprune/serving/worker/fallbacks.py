@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from vllm_autoprune.tpdsl.outcome import FALLBACKS
+from vllm_autoprune.tpdsl.base_policy import FALLBACKS
 
 logger = logging.getLogger("vllm.autoprune")
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from vllm_autoprune.serving.worker.tensor_parallel import broadcast_rank_zero, world_size
-from vllm_autoprune.tpdsl.executor.check import safety_check
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.safety import safety_check
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 logger = logging.getLogger("vllm.autoprune")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vllm_autoprune.ops.upload import upload
+from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.shared.plan import Ids
 from vllm_autoprune.serving.worker.tensor_parallel import gather_over_ranks, world_size
-from vllm_autoprune.tpdsl.language_prefix import attention_rows
+from vllm_autoprune.tpdsl.prefix import attention_rows
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaModel
@@ -44,7 +44,7 @@ class FirstLanguageLayers:
 
 
 class LlamaPrefix:
-    """:class:`~vllm_autoprune.tpdsl.language_prefix.LanguagePrefix` of one image, layer by layer.
+    """:class:`~vllm_autoprune.tpdsl.prefix.LanguagePrefix` of one image, layer by layer.
 
     Every tensor-parallel rank must make the same calls in the same order; results are bit-identical
     on all ranks.

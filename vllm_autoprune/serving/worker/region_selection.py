@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp_torch import Conditioned
-from vllm_autoprune.ops.upload import upload
+from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.shared.plan import NO_KEY, Choice, Ids, ItemPlan, runs_policy
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.worker.cores import CoreCache
@@ -27,26 +27,25 @@ from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
 from vllm_autoprune.serving.worker.region_shares import RegionShare, share_over_regions
 from vllm_autoprune.serving.worker.relevance import RelevanceSpace
 from vllm_autoprune.serving.worker.selection import select_at_random, select_with_fallback
-from vllm_autoprune.tpdsl.atoms.constraints import compares_greedily
-from vllm_autoprune.tpdsl.base_policy import Given
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, delta_policy
-from vllm_autoprune.tpdsl.executor.pooling import pool_tokens
-from vllm_autoprune.tpdsl.executor.refine import (
+from vllm_autoprune.tpdsl.atoms.selectors import compares_greedily
+from vllm_autoprune.tpdsl.base_policy import Given, RefinedTokens
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, delta_policy
+from vllm_autoprune.tpdsl.prefix import LanguagePrefix
+from vllm_autoprune.tpdsl.refine import (
     condition_exchange,
     give_core,
     give_kept,
     keep_evenly,
+    pool_tokens,
 )
-from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
-from vllm_autoprune.tpdsl.optional_inputs import (
+from vllm_autoprune.tpdsl.tokens import (
     Instruction,
     MergerInput,
     NextLayer,
     TowerStates,
+    VisualTokens,
     Words,
 )
-from vllm_autoprune.tpdsl.outcome import RefinedTokens
-from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from vllm_autoprune.serving.shared.part_shares import split_over_parts
 from vllm_autoprune.serving.shared.plan import ItemPlan
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.tokens import Grid
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from vllm_autoprune.ops.upload import upload
+from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.shared.plan import Ids
 from vllm_autoprune.serving.shared.text_tower import TextTower
 

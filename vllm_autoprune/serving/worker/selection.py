@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm_autoprune.ops.upload import upload
+from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.shared.plan import Key
 from vllm_autoprune.serving.worker.fallbacks import FallbackReason, FallbackReporter
 from vllm_autoprune.serving.worker.tensor_parallel import broadcast_rank_zero, world_size
-from vllm_autoprune.tpdsl.base_policy import Given
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, core_policy, delta_policy
-from vllm_autoprune.tpdsl.executor.refine import (
+from vllm_autoprune.tpdsl.base_policy import Given, RefinedTokens, TokenSelection
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, core_policy, delta_policy
+from vllm_autoprune.tpdsl.refine import (
     assemble_rows,
     give_core,
     join_parts,
@@ -25,7 +25,6 @@ from vllm_autoprune.tpdsl.executor.refine import (
     order_rows,
     select_tokens,
 )
-from vllm_autoprune.tpdsl.outcome import RefinedTokens, TokenSelection
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 

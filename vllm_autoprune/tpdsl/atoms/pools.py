@@ -1,4 +1,4 @@
-"""Candidate pools (C): tokens outside the reference selection that may be exchanged in.
+"""Candidate pools and partitions (C): tokens that may be exchanged in, and parts of the image.
 
 The builders that a state lists are applied in sequence: the first sees every token outside the
 reference selection, each later one the pool of the one before it. Quality followed by diversity
@@ -7,7 +7,8 @@ pools instead, use ``multi_source_pool_builder``, which takes tokens from its so
 
 Every builder returns ``(B, N)`` int64: the position of each token in the builder's own order, N for
 a token outside its pool. The largest possible size of a pool is known in advance, so builders that
-compare candidates with each other need no work of size N x N.
+compare candidates with each other need no work of size N x N. A partition, which a state names as
+``constraints.partition``, labels every token ``(B, N)`` int64 in 0..N-1.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.farthest import farthest_points
+from vllm_autoprune.ops.greedy import farthest_points
 from vllm_autoprune.ops.rowwise import (
     gather_rows,
     indices_from_mask,
@@ -29,10 +30,63 @@ from vllm_autoprune.ops.rowwise import (
     positions_in_order,
     rank_descending,
 )
-from vllm_autoprune.ops.similarity import cosines, cosines_between
-from vllm_autoprune.tpdsl.atoms.partitions import grid_cells
+from vllm_autoprune.ops.similarity import (
+    cosines,
+    cosines_between,
+    spherical_kmeans,
+)
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom, default_call
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+
+
+class PartitionCall(AtomCall):
+    """An atom that labels tokens."""
+
+
+class GridPartition(PartitionCall):
+    """Parameters of spatial_grid_partition."""
+
+    cells: int = Field(4, ge=2, le=12, description="cells per side of each tile")
+
+
+class ClusterPartition(PartitionCall):
+    """Parameters of feature_cluster_partition."""
+
+    clusters: int = Field(16, ge=2, le=64, description="number of clusters")
+    iters: int = Field(5, ge=1, le=20, description="iterations of k-means")
+
+
+Partition = Annotated[PartitionCall, OneOf("candidate_pool", PartitionCall)]
+
+
+def grid_cells(grid: Grid, cells: int, device: torch.device) -> tuple[Tensor, int]:
+    """Cell ``(N,)`` of each token, and the number of cells; every tile has its own cells."""
+    rows, columns = min(cells, grid.height), min(cells, grid.width)
+    y = torch.arange(grid.height, device=device) * rows // grid.height
+    x = torch.arange(grid.width, device=device) * columns // grid.width
+    of_tile = (y[:, None] * columns + x).flatten()
+    first = torch.arange(grid.tiles, device=device)[:, None] * (rows * columns)
+    return (first + of_tile).flatten(), grid.tiles * rows * columns
+
+
+@atom("candidate_pool", ClusterPartition)
+def feature_cluster_partition(call: ClusterPartition, tokens: VisualTokens) -> Tensor:
+    """Label tokens by spherical k-means on their features, seeded with farthest points."""
+    return spherical_kmeans(tokens.cosine, call.clusters, call.iters)[0]
+
+
+@atom("candidate_pool", GridPartition)
+def spatial_grid_partition(call: GridPartition, tokens: VisualTokens) -> Tensor:
+    """Label tokens by their cell in a regular grid over each tile."""
+    cells, _ = grid_cells(tokens.grid, call.cells, tokens.features.device)
+    return cells.expand(tokens.batch, -1)
+
+
+def run_partition(call: PartitionCall, tokens: VisualTokens) -> Tensor:
+    """Run the partition of a call: labels ``(B, N)``."""
+    labels = ATOMS.of(call).function(call, tokens)
+    assert isinstance(labels, Tensor)
+    return labels
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from vllm_autoprune.ops.rowwise import mask_from_indices
-from vllm_autoprune.tpdsl.outcome import RefinedTokens
+from vllm_autoprune.tpdsl.base_policy import RefinedTokens
 from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, atom
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 

@@ -1,13 +1,19 @@
-"""Scoring atoms (S): quality signals per visual token; larger is better.
+"""Scoring (S): quality signals per token, their fusion, and how redundant two tokens are.
 
-Every function takes its call, B images and the reference selection ``(B, P)`` in pick order, and
-returns ``(B, N)`` float32. Signals are min-max normalised before fusion, so only their order and
-relative gaps within an image matter.
+A signal takes its call, B images and the reference selection ``(B, P)`` in pick order, and returns
+``(B, N)`` float32, larger is better. Signals are min-max normalised before fusion, so only their
+order and relative gaps within an image matter. A fusion takes them normalised to 0..1, with a
+weight each (a parameter of the signal), and makes one token quality g of them.
+
+A kernel L = diag(q) S diag(q) is kept as its factors S and q: greedy selection reads only K rows of
+L, which it computes one at a time, so L is never materialised.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -15,18 +21,22 @@ import torch.nn.functional as functional
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.centring import map_weight, mean_dissimilarity, scale_to_unit_variance
 from vllm_autoprune.ops.rowwise import min_max_normalise, pick_confidence
 from vllm_autoprune.ops.similarity import (
+    SETTLED,
     cosines_with,
     distance_to_neighbours,
+    map_weight,
+    mean_dissimilarity,
     mean_of_largest_others,
     mean_of_neighbours,
+    plain_cosines,
+    scale_to_unit_variance,
+    spherical_kmeans,
+    subtract_mean,
 )
-from vllm_autoprune.tpdsl.atoms.partitions import SETTLED, spherical_kmeans
-from vllm_autoprune.tpdsl.optional_inputs import Instruction
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, added, atom
-from vllm_autoprune.tpdsl.tokens import Grid, Need, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, Need, VisualTokens
 
 ROUNDS = 5
 """Iterations of k-means in cluster_centroid_representativeness."""
@@ -342,3 +352,160 @@ def run_signal(call: SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:
     score = ATOMS.of(call).function(call, tokens, picks)
     assert isinstance(score, Tensor)
     return score.float()
+
+
+class ProductFusion(AtomCall):
+    """Parameters of weighted_product_fusion."""
+
+    eps: float = Field(
+        1e-3,
+        ge=1e-6,
+        le=0.05,
+        description="floor of a signal, so that a single 0 does not make the product 0",
+    )
+    normalised: bool = added(
+        False, description="divide the weights by their sum, and min-max normalise the product"
+    )
+
+
+class ConfidenceFusion(ProductFusion):
+    """Parameters of reference_confidence_weighted_product_fusion."""
+
+    beta: float = Field(
+        0.5, ge=0.0, le=4.0, description="relative gain of the base policy's first pick"
+    )
+
+
+Fusion = Annotated[AtomCall, OneOf("score_fusion")]
+
+
+@atom("score_fusion")
+def weighted_sum_fusion(
+    call: AtomCall, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
+) -> Tensor:
+    """Weighted sum of the signals."""
+    # Added one by one: a reduction over a stacked axis rounds differently in a batch and alone.
+    total = torch.zeros_like(signals[0])
+    for signal, weight in zip(signals, weights, strict=True):
+        total = total + weight * signal
+    return total
+
+
+@atom("score_fusion", ProductFusion)
+def weighted_product_fusion(
+    call: ProductFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
+) -> Tensor:
+    """Product of the signals, each raised to the power of its weight (equation 11)."""
+    total = torch.zeros_like(signals[0])
+    for signal, weight in zip(signals, weights, strict=True):
+        total = total + weight * signal.clamp_min(call.eps).log()
+    return min_max_normalise((total / sum(weights)).exp()) if call.normalised else total.exp()
+
+
+@atom("score_fusion", ConfidenceFusion)
+def reference_confidence_weighted_product_fusion(
+    call: ConfidenceFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
+) -> Tensor:
+    """Weighted product, increased for tokens that the base policy picked early."""
+    gain = 1 + call.beta * pick_confidence(picks, signals[0].shape[1])
+    return weighted_product_fusion(call, signals, weights, picks) * gain
+
+
+def run_fusion(
+    call: AtomCall, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
+) -> Tensor:
+    """Min-max normalise signals ``(B, N)`` and fuse them into token quality g ``(B, N)`` >= 0."""
+    scaled = min_max_normalise(torch.stack(list(signals), dim=1)).unbind(dim=1)
+    fused = ATOMS.of(call).function(call, scaled, weights, picks)
+    assert isinstance(fused, Tensor)
+    return fused
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """L = diag(quality) similarity diag(quality): ``(B, N, N)`` and ``(B, N)``, float32."""
+
+    similarity: Tensor
+    quality: Tensor
+
+
+class CosineKernel(AtomCall):
+    """Parameters of pairwise_cosine_kernel."""
+
+    clamp_negative: bool = Field(False, description="count negative cosines as 0")
+    shifted: bool = added(False, description="(1 + cosine) / 2, within 0 to 1")
+
+
+class ConditionalKernel(AtomCall):
+    """Parameters of runtime_conditional_similarity_kernel."""
+
+    theta: float | None = Field(
+        None,
+        ge=0.0,
+        le=0.95,
+        description="strength of the exponential weight of quality; null: quality itself",
+    )
+    eps: float = Field(
+        1e-6,
+        ge=1e-8,
+        le=1e-3,
+        description="added to the normalised quality, so that it is above 0 for every token",
+    )
+
+
+class CentredKernel(AtomCall):
+    """Parameters of centred_cosine_kernel."""
+
+    scale_variance: bool = Field(
+        False, description="divide every channel by its deviation in the image first"
+    )
+    weighted: bool = Field(False, description="scale by the normalised token quality on both sides")
+
+
+SimilarityKernel = Annotated[AtomCall, OneOf("similarity_kernel")]
+
+
+def sharpen(quality: Tensor, theta: float | None) -> Tensor:
+    """exp(alpha q) with alpha = theta / (2 (1 - theta)); q itself if theta is None."""
+    return quality if theta is None else torch.exp(theta / (2 * (1 - theta)) * quality)
+
+
+def conditional_kernel(
+    tokens: VisualTokens, r: Tensor, eps: float = 1e-6, theta: float | None = None
+) -> Kernel:
+    """Kernel diag(r) S diag(r) of cosines S, with r ``(B, N)`` min-max normalised."""
+    return Kernel(tokens.cosine, sharpen(min_max_normalise(r, eps), theta))
+
+
+@atom("similarity_kernel", CosineKernel)
+def pairwise_cosine_kernel(call: CosineKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
+    """Cosine of token features, independent of token quality."""
+    cosine = tokens.cosine.clamp_min(0) if call.clamp_negative else tokens.cosine
+    if call.shifted:
+        cosine = ((1 + cosine) / 2).clamp(0, 1)
+    return Kernel(cosine, torch.ones_like(g))
+
+
+@atom("similarity_kernel", ConditionalKernel)
+def runtime_conditional_similarity_kernel(
+    call: ConditionalKernel, tokens: VisualTokens, g: Tensor
+) -> Kernel:
+    """Cosine of token features, scaled on both sides by the normalised token quality."""
+    return conditional_kernel(tokens, g, call.eps, call.theta)
+
+
+@atom("similarity_kernel", CentredKernel, origin="extension")
+def centred_cosine_kernel(call: CentredKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
+    """Cosine of token features less the mean token of their tile (Cen-Prune's similarity)."""
+    rows = tokens.by_tile(tokens.features).float()
+    if call.scale_variance:
+        rows = scale_to_unit_variance(rows)
+    similarity = plain_cosines(tokens.by_image(subtract_mean(rows)))
+    return Kernel(similarity, min_max_normalise(g, 1e-6) if call.weighted else torch.ones_like(g))
+
+
+def run_kernel(call: AtomCall, tokens: VisualTokens, g: Tensor) -> Kernel:
+    """Compute the kernel of a call, for token quality g ``(B, N)``."""
+    kernel = ATOMS.of(call).function(call, tokens, g)
+    assert isinstance(kernel, Kernel)
+    return kernel

@@ -11,7 +11,7 @@ from benchmarks.minillava.selections import EQUAL_POLICIES
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.served import residual_on
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 
 
 def test_the_paper_s_tables_by_default() -> None:

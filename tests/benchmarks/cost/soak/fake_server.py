@@ -18,7 +18,7 @@ from vllm_autoprune.serving.api.recall import choose_recalls
 from vllm_autoprune.serving.api.request_fields import RecallTurn, parse_request
 from vllm_autoprune.serving.shared.placeholders import TokenCount
 from vllm_autoprune.serving.shared.request_rules import RequestRules
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.loading import load_state
 
 TOKENS, BUDGET, RECALL, TEXT, KV_BYTES = 144, 8, 4, 20, 3072
 START = 5

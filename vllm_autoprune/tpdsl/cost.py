@@ -16,27 +16,158 @@ from functools import lru_cache
 from typing import TypeVar
 
 from vllm_autoprune.errors import Problem, StateError
-from vllm_autoprune.tpdsl.atoms.kernels import CentredKernel
-from vllm_autoprune.tpdsl.atoms.partitions import ClusterPartition, PartitionCall
-from vllm_autoprune.tpdsl.atoms.pools import CoveragePool, JoinedPool, PoolCall, SizedPool
-from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, orders_by_quality
-from vllm_autoprune.tpdsl.atoms.reassembly.output import BlendCall, ExchangeCall, NearestCall
-from vllm_autoprune.tpdsl.atoms.scoring import ROUNDS, ClusterCentroid, Contrast, Detail
-from vllm_autoprune.tpdsl.atoms.selector_calls import ResidualSelector, resolve_constraints
-from vllm_autoprune.tpdsl.atoms.source import ExternalPolicy, PriorCall, is_idle
-from vllm_autoprune.tpdsl.executor.base_policy_cost import base_policy_work
-from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
-from vllm_autoprune.tpdsl.executor.work import (
-    REFERENCE,
-    Shape,
-    Work,
-    centring_work,
-    cosines_work,
-    farthest_work,
-    greedy_work,
+from vllm_autoprune.tpdsl.atoms.pools import (
+    ClusterPartition,
+    CoveragePool,
+    JoinedPool,
+    PartitionCall,
+    PoolCall,
+    SizedPool,
 )
+from vllm_autoprune.tpdsl.atoms.reassembly import (
+    RECIPES,
+    BlendCall,
+    ExchangeCall,
+    NearestCall,
+    orders_by_quality,
+)
+from vllm_autoprune.tpdsl.atoms.scoring import (
+    ROUNDS,
+    CentredKernel,
+    ClusterCentroid,
+    Contrast,
+    Detail,
+)
+from vllm_autoprune.tpdsl.atoms.selectors import ResidualSelector, resolve_constraints
+from vllm_autoprune.tpdsl.atoms.source import ExternalPolicy, PriorCall, is_idle
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.registry import AtomCall
-from vllm_autoprune.tpdsl.states.state import Core, PruningState
+from vllm_autoprune.tpdsl.state import Core, PruningState
+
+MS_PER_CALL = 1e-3
+MS_PER_NUMBER = 4e-7
+MS_PER_PRODUCT = 1.75e-8
+"""Rates of one core of the machine that the model was fitted on: a call of torch, one float32 read
+and written, one multiply-add of a matrix product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An image of N tokens of width D, of which K are kept; Dv is the width of the tower."""
+
+    tokens: int = 576
+    budget: int = 192
+    width: int = 4096
+    tower: int = 1024
+
+
+REFERENCE = Shape()
+"""The image that states of requests are judged by: LLaVA-1.5's, with a third of it kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work of one atom: torch calls, numbers read or written, and multiplications."""
+
+    calls: float = 0.0
+    numbers: float = 0.0
+    products: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.calls + other.calls,
+            self.numbers + other.numbers,
+            self.products + other.products,
+        )
+
+    @property
+    def milliseconds(self) -> float:
+        """Predicted time on one CPU core."""
+        return (
+            self.calls * MS_PER_CALL + self.numbers * MS_PER_NUMBER + self.products * MS_PER_PRODUCT
+        )
+
+
+def cosines_work(shape: Shape) -> Work:
+    """Work of the cosines between all tokens."""
+    n, d = shape.tokens, shape.width
+    return Work(12, 3 * n * d + n * n, 0.65 * n * n * d)
+
+
+def greedy_work(shape: Shape, steps: int) -> Work:
+    """Work of greedy MAP: every step reads all earlier steps."""
+    n = shape.tokens
+    return Work(14 * steps, 8 * n * steps + n * steps * steps / 2, n * steps * steps / 2)
+
+
+def farthest_work(tokens: int, steps: int) -> Work:
+    """Work of farthest-point selection, given the distances."""
+    return Work(4 + 5 * steps, 2 * tokens * steps, 0)
+
+
+def centring_work(shape: Shape, *, scaled: bool) -> Work:
+    """Work of subtracting the mean token, and of scaling by deviations."""
+    return Work(12, (3 + 4 * scaled) * shape.tokens * shape.width)
+
+
+WORDS = 16
+"""Word tokens of a question, in the cost of policies that cover them."""
+
+
+def _coverage(shape: Shape, rows: int) -> Work:
+    """Work of greedy coverage: every step reads how well each token covers each row.
+
+    The degrees of one image stay in the cache, so a number takes less than elsewhere.
+    """
+    return Work(14 * shape.budget, 0.7 * shape.tokens * rows * shape.budget)
+
+
+def _tower_cosines(shape: Shape) -> Work:
+    return cosines_work(replace(shape, width=shape.tower))
+
+
+def base_policy_work(name: str, shape: Shape) -> Work:
+    """Work of a base policy on given inputs."""
+    n, k, d = shape.tokens, shape.budget, shape.tower
+    match name:
+        case "cen_divprune":
+            geometry = (
+                centring_work(shape, scaled=True) + cosines_work(shape) + Work(20, 12 * n * n)
+            )
+            return geometry + Work(40 * k, 12 * n * k)
+        case "cen_cdpruner":
+            geometry = centring_work(shape, scaled=True) + cosines_work(shape)
+            return geometry + Work(20, 4 * n * d) + greedy_work(shape, k)
+        case "scope":
+            return _tower_cosines(shape) + _coverage(shape, n)
+        case "mmtok":
+            return _tower_cosines(shape) + Work(30, 6 * n * n) + _coverage(shape, n + WORDS)
+        case "prunesid":
+            # In float64: the Gram matrix, and about 9 n^3 of an eigendecomposition.
+            solved = Work(20, 12 * n * d, 2 * n * n * d + 18 * n**3)
+            return _tower_cosines(shape) + solved + Work(4 * n, 12 * n * n)
+        case "holov":
+            return Work(60 + 45 * k, 40 * n)
+        case "fsr":
+            chosen = cosines_work(shape) + Work(40 + 16 * k, 12 * n * n + 8 * n * k)
+            return chosen + Work(40, 8 * n * k + 3 * n * shape.width, n * k * shape.width)
+        case "idpruner":
+            return cosines_work(shape) + Work(30 + 50 * k, 6 * n * n + 12 * n * k)
+        case "cdpruner":
+            return Work(20, 4 * n * d) + greedy_work(shape, k)
+        case "divprune":
+            gram = Work(10, 3 * n * shape.width + 8 * n * n, n * n * shape.width)
+            return gram + farthest_work(n, k)
+        case "visionzip":
+            return Work(60, 6 * n * d + 2 * n * k, n * k * d / 3)
+        case "prumerge_plus":
+            return Work(80, 8 * n * d + 30 * n * k, 2 * n * k * d)
+        case "trim":
+            return Work(40, 6 * n * d)
+        case "dart":
+            return Work(400, 500 * n + 3 * n * shape.width)
+    return Work(40, 256 * n * 8)  # by attention of the language model's first layers
+
 
 FLAG = "--autoprune-request-cost"
 

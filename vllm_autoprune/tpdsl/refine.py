@@ -13,6 +13,7 @@ core, for the other tokens, the delta.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -25,22 +26,21 @@ from vllm_autoprune.ops.rowwise import (
     mask_from_indices,
     positions_in_order,
     rank_descending,
+    upload,
 )
-from vllm_autoprune.tpdsl.atoms.constraints import (
-    SelectorInputs,
-    condition_selector,
-    run_selector,
-)
-from vllm_autoprune.tpdsl.atoms.fusion import run_fusion
 from vllm_autoprune.tpdsl.atoms.pools import build_pool
 from vllm_autoprune.tpdsl.atoms.reassembly import run_reassembly
-from vllm_autoprune.tpdsl.atoms.scoring import run_signal
+from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance, run_fusion, run_signal
+from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs, condition_selector, run_selector
 from vllm_autoprune.tpdsl.atoms.source import PriorInputs, apply_view, is_idle, run_prior
-from vllm_autoprune.tpdsl.base_policy import Given, ReferenceSelection
-from vllm_autoprune.tpdsl.executor.finite import inputs_finite, relevance_finite
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, core_policy, delta_policy
-from vllm_autoprune.tpdsl.outcome import RefinedTokens, TokenSelection
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.base_policy import (
+    Given,
+    ReferenceSelection,
+    RefinedTokens,
+    TokenSelection,
+)
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, core_policy, delta_policy
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens, split_over_tiles
 
 
 def refine(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
@@ -326,3 +326,96 @@ def _exchange(
         given=given,
     )
     return run_selector(constraints.selector, revision)
+
+
+def inputs_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
+    """Whether all inputs that the base policy reads are finite, ``(B,)`` bool."""
+    # A norm is finite only if all components are, and the norms are computed anyway.
+    readable = tokens.norm.isfinite().flatten(1).all(dim=1)
+    inputs: list[Tensor] = [] if tokens.merged is None else [tokens.merged]
+    needs = policy.base.needs_of(policy.state.base_policy.params)
+    if "instruction" in needs and tokens.instruction is not None:
+        if tokens.instruction.patches is not tokens.output:
+            inputs.append(tokens.instruction.patches)
+        used = tokens.instruction.segments[:, :, None]
+        inputs.append(torch.where(used, tokens.instruction.text, 0.0))
+    if "cls_attention" in needs and tokens.cls_attention is not None:
+        inputs.append(tokens.cls_attention[:, :, None])
+    if "encoder" in needs and tokens.encoder is not None and tokens.merged is None:
+        inputs.append(tokens.encoder)
+    if "words" in needs and tokens.words is not None:
+        used = tokens.words.used[:, :, None]
+        inputs.append(torch.where(used, tokens.words.embeddings, 0.0))
+    if "tower" in needs and tokens.tower is not None:
+        inputs += [tokens.tower.patches, tokens.tower.keys]
+    if "next_layer" in needs and tokens.tower is not None:
+        following = tokens.require_next_layer()
+        inputs += [following.attention[:, :, None], following.keys]
+    if "language" in needs and tokens.language is not None:
+        inputs.append(tokens.language.embeddings())
+    for part in inputs:
+        readable &= part.norm(dim=-1).isfinite().all(dim=1)
+    return readable
+
+
+def relevance_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
+    """Whether relevance, as read by scores and reassembly, is finite, ``(B,)`` bool."""
+    instruction = tokens.instruction
+    if "instruction" not in policy.needs or instruction is None:
+        return torch.ones(tokens.batch, dtype=torch.bool, device=tokens.features.device)
+    return instruction_relevance(instruction).isfinite().all(dim=1)
+
+
+def pool_tokens(budget: int, tokens: VisualTokens) -> RefinedTokens:
+    """Replace the tokens of each image by the means of K cells ``(B, K, D)``, in raster order.
+
+    The cells of a tile cover it without overlap, and a token on a border counts in each cell by
+    the part of its area inside, so every token has the same weight in all cells together. The
+    index of a row is the token at the centre of its cell, for positions and what else cannot be
+    averaged.
+    """
+    if budget >= tokens.count:
+        return keep_all(tokens)
+    device = tokens.features.device
+    weights, centres = (upload(part, device) for part in _cells(budget, tokens.grid))
+    finite = tokens.features.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    # One image at a time: a batched product may round differently.
+    rows = torch.stack([weights @ image for image in finite])
+    kept = keep_indices(tokens, centres.expand(tokens.batch, -1))
+    return replace(kept, features=rows.to(tokens.features.dtype))
+
+
+def split_into_bands(budget: int, height: int, width: int) -> tuple[int, ...]:
+    """Cells of each horizontal band, top to bottom: K cells in all, about as high as wide."""
+    bands = round((budget * height / width) ** 0.5)
+    bands = max(-(-budget // width), min(bands, height, budget))
+    return split_over_tiles(budget, bands)
+
+
+@lru_cache(maxsize=64)
+def _cells(budget: int, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Weights ``(K, N)`` of all tokens in each cell, and the token at its centre ``(K,)``."""
+    weights, centres = [], []
+    for tile, share in enumerate(split_over_tiles(budget, grid.tiles)):
+        bands = split_into_bands(share, grid.height, grid.width) if share else ()
+        vertical = _overlaps(len(bands), grid.height)
+        for band, cells in enumerate(bands):
+            row = int((band + 0.5) * grid.height / len(bands))
+            horizontal = _overlaps(cells, grid.width)
+            for cell in range(cells):
+                column = int((cell + 0.5) * grid.width / cells)
+                centres.append(tile * grid.per_tile + row * grid.width + column)
+                whole = torch.zeros(grid.tokens, dtype=torch.float64)
+                area = torch.outer(vertical[band], horizontal[cell]).flatten()
+                whole[tile * grid.per_tile : (tile + 1) * grid.per_tile] = area
+                weights.append(whole)
+    return torch.stack(weights).float(), torch.tensor(centres)
+
+
+def _overlaps(parts: int, length: int) -> Tensor:
+    """Share of each of ``length`` units in each of equal ``parts``, ``(parts, length)``; sums 1."""
+    edges = torch.arange(parts + 1, dtype=torch.float64) * length / max(parts, 1)
+    units = torch.arange(length, dtype=torch.float64)
+    upper = torch.minimum(edges[1:, None], units + 1)
+    lower = torch.maximum(edges[:-1, None], units)
+    return (upper - lower).clamp_min(0) * parts / length

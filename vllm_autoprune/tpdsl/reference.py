@@ -1,6 +1,6 @@
-"""Reference documentation of the language, generated from the registry of atoms.
+"""Reference of the language from its registry: the page on atoms, and the text for a proposer.
 
-Two forms: the page on atoms of the documentation site, and the text for an LLM proposer.
+Both list what is declared, so neither can fall behind the code.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from typing import cast, get_args
 
 from pydantic import JsonValue, TypeAdapter
 
-from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall
-from vllm_autoprune.tpdsl.atoms.pools import PoolCall
+from vllm_autoprune.tpdsl.atoms.pools import PartitionCall, PoolCall
 from vllm_autoprune.tpdsl.atoms.reassembly import (
     AGGREGATIONS,
     ASSIGNMENTS,
     ORDERINGS,
     OUTPUTS,
     PRINTED,
+    NearestCall,
 )
-from vllm_autoprune.tpdsl.atoms.reassembly.output import NearestCall
 from vllm_autoprune.tpdsl.atoms.source import PriorCall, ViewCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Atom, AtomCall, Group
-from vllm_autoprune.tpdsl.states.state import Core
+from vllm_autoprune.tpdsl.state import Core
 from vllm_autoprune.tpdsl.tokens import RankAt
 
 _JSON: TypeAdapter[object] = TypeAdapter(object)

@@ -1,31 +1,236 @@
-"""Transfer: adapt a state to another budget or backbone, with a record of every change.
+"""States adapted: to another budget or backbone, or to questions that share an image.
 
-The searched structure stays the same: base policy, signals and weights, pool and quota. Only fields
-that depend on the budget or the backbone change (the paper's cross-budget and cross-backbone
-transfer), together with the name and the provenance.
+Every change is recorded, with its JSON pointer and reason. In a transfer the searched structure
+stays the same: base policy, signals and weights, pool and quota. Only fields that depend on the
+budget or the backbone change (the paper's cross-budget and cross-backbone transfer), together with
+the name and the provenance. Items of a list are matched by their ``atom`` (or by their own value,
+if that is a string).
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from pydantic import JsonValue
 
 from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
-from vllm_autoprune.tpdsl.atoms.budget import FIXED_BUDGETS, BudgetCall
+from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
 from vllm_autoprune.tpdsl.atoms.scoring import Relevance
-from vllm_autoprune.tpdsl.atoms.selector_calls import BoundedSelector
-from vllm_autoprune.tpdsl.atoms.source import EmbeddedView, ProjectedView, TowerView, ViewCall
-from vllm_autoprune.tpdsl.executor.check import MAX_PROBED_BUDGET, safety_check
-from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET, PruningPolicy, materialize
-from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.atoms.selectors import BoundedSelector
+from vllm_autoprune.tpdsl.atoms.source import (
+    FIXED_BUDGETS,
+    BudgetCall,
+    EmbeddedView,
+    ProjectedView,
+    TowerView,
+    ViewCall,
+)
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, BasePolicyCall
+from vllm_autoprune.tpdsl.json_text import child_pointer
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy, materialize
 from vllm_autoprune.tpdsl.registry import ATOMS, default_call
-from vllm_autoprune.tpdsl.states.differences import Change, set_at_pointer
-from vllm_autoprune.tpdsl.states.state import PruningState
-from vllm_autoprune.tpdsl.tiles import split_over_tiles
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, safety_check, synthetic_probes
+from vllm_autoprune.tpdsl.state import PruningState, required_inputs
+from vllm_autoprune.tpdsl.tokens import VisualTokens, split_over_tiles
+
+Kind = Literal["changed", "added", "removed", "reordered"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One difference. ``where`` points into the first document, or into the second if added.
+
+    ``before`` is None for an added field, ``after`` for a removed one; ``why`` is the reason, if
+    one is known.
+    """
+
+    where: str
+    kind: Kind
+    before: JsonValue
+    after: JsonValue
+    why: str = ""
+
+
+def list_changes(before: JsonValue, after: JsonValue, where: str = "") -> tuple[Change, ...]:
+    """All differences between two documents, in the order of the first."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return _objects(before, after, where)
+    if isinstance(before, list) and isinstance(after, list):
+        return _lists(before, after, where)
+    if type(before) is type(after) and before == after:
+        return ()
+    return (Change(where, "changed", before, after),)
+
+
+def _objects(
+    before: Mapping[str, JsonValue], after: Mapping[str, JsonValue], where: str
+) -> tuple[Change, ...]:
+    differences: list[Change] = []
+    for key in dict.fromkeys((*before, *after)):
+        below = child_pointer(where, key)
+        if key not in after:
+            differences.append(Change(below, "removed", before[key], None))
+        elif key not in before:
+            differences.append(Change(below, "added", None, after[key]))
+        else:
+            differences += list_changes(before[key], after[key], below)
+    return tuple(differences)
+
+
+def _lists(
+    before: Sequence[JsonValue], after: Sequence[JsonValue], where: str
+) -> tuple[Change, ...]:
+    """Compare items of the same name with each other, whatever their positions."""
+    old, new = _index_by_name(before), _index_by_name(after)
+    differences: list[Change] = []
+    for name, index in old.items():
+        below = child_pointer(where, index)
+        if name in new:
+            differences += list_changes(before[index], after[new[name]], below)
+        else:
+            differences.append(Change(below, "removed", before[index], None))
+    for name, index in new.items():
+        if name not in old:
+            differences.append(Change(child_pointer(where, index), "added", None, after[index]))
+    order = [name for name in old if name in new]
+    reordered = [name for name in new if name in old]
+    if order != reordered:
+        names: list[list[JsonValue]] = [[name for name, _ in row] for row in (order, reordered)]
+        differences.append(Change(where, "reordered", names[0], names[1]))
+    return tuple(differences)
+
+
+def _index_by_name(items: Sequence[JsonValue]) -> dict[tuple[str, int], int]:
+    """(name, occurrence of that name) -> index of the item."""
+    seen: Counter[str] = Counter()
+    indices: dict[tuple[str, int], int] = {}
+    for index, item in enumerate(items):
+        atom = item.get("atom") if isinstance(item, dict) else item
+        name = atom if isinstance(atom, str) else ""
+        indices[name, seen[name]] = index
+        seen[name] += 1
+    return indices
+
+
+def set_at_pointer(document: JsonValue, where: str, value: JsonValue) -> None:
+    """Set the field at a JSON pointer, in place; its parent must exist."""
+    *path, last = [step.replace("~1", "/").replace("~0", "~") for step in where.split("/")[1:]]
+    parent = document
+    for step in path:
+        parent = parent[int(step)] if isinstance(parent, list) else _as_object(parent)[step]
+    if isinstance(parent, list):
+        parent[int(last)] = value
+    else:
+        _as_object(parent)[last] = value
+
+
+def _as_object(value: JsonValue) -> dict[str, JsonValue]:
+    if not isinstance(value, dict):
+        raise TypeError(f"the JSON pointer leads into {value!r}, not an object")
+    return value
+
+
+NEAREST = {
+    "cdpruner": ("divprune", "diversity without conditioning on relevance"),
+    "dart": ("divprune", "both keep tokens that are dissimilar to each other"),
+    "trim": ("visionzip", "saliency in the vision tower in place of relevance to the text"),
+    "fastv": ("visionzip", "attention of the vision tower in place of the language model's"),
+    "pyramiddrop": ("visionzip", "attention of the vision tower in place of the language model's"),
+    "sparsevlm": ("visionzip", "attention of the vision tower in place of the language model's"),
+}
+"""Base policy that always reads the instruction -> the most similar one that does not, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionFree:
+    """The variant, and every field in which it differs from the original state."""
+
+    state: PruningState
+    changes: tuple[Change, ...]
+
+
+def instruction_free(state: PruningState, name: str | None = None) -> InstructionFree:
+    """Variant with the same budget, pool, quota and reassembly that reads no instruction.
+
+    Signals that read the instruction are dropped; the others keep their weights, since only the
+    ratios matter. A core is dropped: questions then share all KV blocks without it, and the rest of
+    the state chooses better among K tokens than among K - K_c; a state that is all core is kept.
+    Raises :class:`StateError` if a part without a substitute reads it.
+    """
+    before: dict[str, JsonValue] = state.model_dump(mode="json")
+    after: dict[str, JsonValue] = state.model_dump(mode="json")
+    policy = state.base_policy.name
+    why = {"/name": "distinguishes the variant from the original"}
+    if state.core is not None and state.core.share < 1:
+        del after["core"]
+        why["/core"] = "without the instruction, questions share all KV blocks anyway"
+    if BASE_POLICIES[policy].needs_of(state.base_policy.params) & INSTRUCTION_NEEDS:
+        after["base_policy"], why["/base_policy"] = _question_free(state.base_policy)
+    scoring = after["scoring"]
+    assert isinstance(scoring, dict)
+    kept: list[JsonValue] = [
+        call.model_dump(mode="json")
+        for call in state.scoring.signals
+        if not ATOMS.of(call).needs_of(call) & INSTRUCTION_NEEDS
+    ]
+    # A state that scores by relevance alone falls back to attention in the vision tower.
+    scoring["signals"] = kept or [{"atom": "attention_proxy_saliency"}]
+    why["/scoring/signals"] = "reads the instruction"
+    after["name"] = name or f"{state.name}-instruction-free"[-128:]
+    after["provenance"] = {
+        "found_by": state.provenance.found_by,
+        "notes": f"Instruction-free variant of {state.name} ({state.digest[:12]}).",
+    }
+    why["/provenance"] = "scores of the original state do not apply to the variant"
+    variant = PruningState.model_validate(after)
+    _refuse_readers(variant)
+    return InstructionFree(
+        variant,
+        tuple(
+            replace(change, why=_reason(change.where, why))
+            for change in list_changes(before, variant.model_dump(mode="json"))
+        ),
+    )
+
+
+def _question_free(call: BasePolicyCall) -> tuple[JsonValue, str]:
+    """The base policy's own form without the question, else the most similar policy; and why."""
+    policy = BASE_POLICIES[call.name]
+    if policy.core is not None:
+        params: JsonValue = policy.question_free_params(call.params).model_dump(mode="json")
+        return {
+            "name": call.name,
+            "params": params,
+        }, "the same policy in its form that reads no question"
+    other, reason = NEAREST[call.name]
+    return {"name": other, "params": {}}, reason
+
+
+def _reason(where: str, why: dict[str, str]) -> str:
+    return next((reason for start, reason in why.items() if where.startswith(start)), "")
+
+
+def _refuse_readers(state: PruningState) -> None:
+    """Raise :class:`StateError` if the selector or the reassembly reads the instruction."""
+    if not required_inputs(state, exchange=True) & INSTRUCTION_NEEDS:
+        return
+    parts = {
+        "/constraints/selector": state.constraints.selector,
+        "/reassembly": state.reassembly,
+    }
+    readers = [
+        Problem(where, f"{call.atom!r} reads the instruction", "choose an atom that does not")
+        for where, call in parts.items()
+        if ATOMS.of(call).needs_of(call) & INSTRUCTION_NEEDS
+    ]
+    unnamed = Problem("", "a part of the state reads the instruction", "remove that part")
+    raise StateError(f"instruction-free variant of state {state.name}", readers or [unnamed])
+
 
 _R_MIN = "/constraints/selector/r_min"
 _MAX_R_MIN = 640

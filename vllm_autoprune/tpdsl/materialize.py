@@ -8,11 +8,11 @@ from functools import lru_cache
 from pydantic import JsonValue
 
 from vllm_autoprune.errors import BudgetError, Problem
-from vllm_autoprune.tpdsl.atoms.budget import run_budget
 from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
-from vllm_autoprune.tpdsl.atoms.selector_calls import resolve_constraints
+from vllm_autoprune.tpdsl.atoms.selectors import resolve_constraints
+from vllm_autoprune.tpdsl.atoms.source import run_budget
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, BasePolicy
-from vllm_autoprune.tpdsl.states.state import SCHEMA, Core, PruningState, required_inputs
+from vllm_autoprune.tpdsl.state import SCHEMA, Core, PruningState, required_inputs
 from vllm_autoprune.tpdsl.tokens import Need, RankAt
 
 MAX_BUDGET = 65536

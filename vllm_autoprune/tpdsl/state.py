@@ -14,27 +14,22 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
-from vllm_autoprune.tpdsl.atoms.budget import Budget
-from vllm_autoprune.tpdsl.atoms.constraints import Selector
-from vllm_autoprune.tpdsl.atoms.fusion import Fusion
-from vllm_autoprune.tpdsl.atoms.kernels import SimilarityKernel
-from vllm_autoprune.tpdsl.atoms.partitions import Partition, PartitionCall
-from vllm_autoprune.tpdsl.atoms.pools import Pool
+from vllm_autoprune.tpdsl.atoms.pools import Partition, PartitionCall, Pool
 from vllm_autoprune.tpdsl.atoms.reassembly import Reassembly, orders_by_quality
 from vllm_autoprune.tpdsl.atoms.safety import SafetyCall
-from vllm_autoprune.tpdsl.atoms.scoring import Signal
-from vllm_autoprune.tpdsl.atoms.selector_calls import SelectorCall
-from vllm_autoprune.tpdsl.atoms.source import Source, is_idle
+from vllm_autoprune.tpdsl.atoms.scoring import Fusion, Signal, SimilarityKernel
+from vllm_autoprune.tpdsl.atoms.selectors import Selector, SelectorCall
+from vllm_autoprune.tpdsl.atoms.source import Budget, Source, is_idle
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
     AnyBasePolicy,
     BasePolicyCall,
     QuestionFreePolicy,
 )
-
-# The grammar below is built from the registry, so these imports have to declare the atoms first.
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, default_call
 from vllm_autoprune.tpdsl.tokens import Need, RankAt, VisualTokens
+
+# The grammar below is built from the registry, so these imports have to declare the atoms first.
 
 SCHEMA = "autoprune-state/1"
 

@@ -1,12 +1,35 @@
-"""Farthest-point selection, batched and without host syncs."""
+"""Greedy selection, batched and without host syncs: farthest points, and coverage."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
-from vllm_autoprune.ops.filling import fill_by_weight
 from vllm_autoprune.ops.rowwise import argmax_within
+
+HUGE = 2.0**100
+"""Value of an infinite or NaN weight, when tokens are ordered by weight alone."""
+
+
+def fill_by_weight(
+    picks: Tensor, gains: Tensor, weight: Tensor, eligible: Tensor | None, floor: float
+) -> Tensor:
+    """Replace the picks whose gain is at most ``floor`` or NaN by tokens of descending weight.
+
+    picks and gains ``(B, count)``, weight ``(B, N)``, eligible ``(B, N)`` bool. Picks that are kept
+    come first, in their order; equal weights go to the lower index. ``count`` must not exceed the
+    number of eligible tokens.
+    """
+    count, tokens = picks.shape[1], weight.shape[1]
+    key = weight.float().nan_to_num(nan=HUGE, posinf=HUGE, neginf=-HUGE)
+    if eligible is not None:
+        key = key.masked_fill(~eligible, -torch.inf)
+    priority = 2 * HUGE * torch.arange(count, 0, -1, dtype=key.dtype, device=key.device)
+    # An extra column takes the priorities of invalid picks and is cut off.
+    key = functional.pad(key, (0, 1))
+    key.scatter_(1, picks.where(gains > floor, tokens), priority.expand_as(picks))
+    return key[:, :tokens].argsort(dim=1, descending=True, stable=True)[:, :count]
 
 
 def farthest_points(distance: Tensor, count: int, *, nearest: Tensor, taken: Tensor) -> Tensor:
@@ -92,3 +115,55 @@ def distance_to_others(distance: Tensor) -> Tensor:
 def distance_to_kept(distance: Tensor, kept: Tensor) -> Tensor:
     """Distance ``(B, N)`` of each token to the nearest kept one, by a mask ``(B, N)``."""
     return distance.masked_fill(~kept[:, :, None], torch.inf).amin(dim=1)
+
+
+def greedy_coverage(
+    degrees: Tensor,
+    weight: Tensor,
+    count: int,
+    *,
+    covered: Tensor,
+    taken: Tensor,
+    floor: float,
+    scale: bool = True,
+) -> Tensor:
+    """Pick ``count`` candidates, each adding most to what is covered, in pick order.
+
+    degrees ``(B, N, R)``: how well each candidate covers each row; covered ``(B, R)``: how well
+    earlier picks do; taken ``(B, N)`` bool excludes candidates. With ``scale``, gains are
+    multiplied by weight ``(B, N)``. From the first gain of at most ``floor`` on, candidates come by
+    descending weight. Returns ``(B, count)`` int64, unique; ties go to the lower index
+    (:func:`argmax_within`). ``count`` must not exceed the number of candidates not taken.
+    """
+    batch = degrees.shape[0]
+    if count == 0:
+        return torch.empty(batch, 0, dtype=torch.int64, device=degrees.device)
+    parts = [
+        _greedy(*one, count, scale) for one in zip(degrees, weight, covered, taken, strict=True)
+    ]
+    picks, gains = (torch.stack(part) for part in zip(*parts, strict=True))
+    return fill_by_weight(picks, gains, weight, ~taken, floor)
+
+
+def _greedy(
+    degrees: Tensor, weight: Tensor, covered: Tensor, taken: Tensor, count: int, scale: bool
+) -> tuple[Tensor, Tensor]:
+    """Picks and gains ``(count,)`` of one image."""
+    excluded, added = taken.clone(), torch.empty_like(degrees)
+    picks, gains = [], []
+    for _ in range(count):
+        torch.sub(degrees, covered, out=added)
+        total = added.clamp_min_(0).sum(dim=1)
+        if scale:
+            total = total * weight
+        pick, gain = argmax_within(total.masked_fill(excluded, -torch.inf)[None], relative=True)
+        picks.append(pick)
+        gains.append(gain)
+        excluded.index_fill_(0, pick, True)
+        covered = torch.maximum(covered, degrees.index_select(0, pick)[0])
+    return torch.cat(picks), torch.cat(gains)[:, 0]
+
+
+def covered_by(degrees: Tensor, kept: Tensor) -> Tensor:
+    """How well the candidates of a mask ``(B, N)`` cover each row, at least 0: ``(B, R)``."""
+    return degrees.masked_fill(~kept[:, :, None], 0.0).amax(dim=1).clamp_min(0)

@@ -1,0 +1,496 @@
+"""Reassembly (R): compute the rows of the kept tokens that the language model reads.
+
+Discarded tokens are merged into kept ones, and the rows may be reordered; K and the set of kept
+tokens never change. The 81 atoms are 3 assignments x 3 aggregations x 3 outputs x 3 orderings,
+composed from one function per level; eight of them have a name in the paper.
+
+- Assignment: shares ``(B, N, P)`` float32 of each token for the anchors (kept tokens) at indices
+  ``(B, P)``, from the cosines ``(B, N, P)`` to them. Shares of a token sum to 1, or are all 0 if it
+  has no anchor; shares of kept tokens are ignored.
+- Aggregation: weights >= 0 of all tokens for each anchor ``(B, N, P)``, or ``(B, N, 1)`` if they
+  are the same for every anchor, and of the anchors themselves ``(B, P)``.
+- Output: rows ``(B, P, D)``, from the members of each group and their weights.
+- Ordering: a permutation ``(B, P)`` of the ascending indices, or None for no change. Position ids
+  are assigned to rows in order, so any order but raster changes the position that the model sees
+  for a token; whether that helps is left to the search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.ops.rowwise import (
+    gather_rows,
+    mask_from_indices,
+    min_max_normalise,
+    positions_in_order,
+    rank_descending,
+)
+from vllm_autoprune.ops.similarity import SETTLED, matmul_each
+from vllm_autoprune.tpdsl.atoms.scoring import centre_distance, instruction_relevance
+from vllm_autoprune.tpdsl.base_policy import TokenSelection
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, added, declare
+from vllm_autoprune.tpdsl.tokens import Grid, Need, VisualTokens
+
+
+class SoftCall(AtomCall):
+    """Parameters of the soft assignment."""
+
+    tau: float = Field(
+        0.1, ge=0.01, le=1.0, description="temperature; small values approach the nearest anchor"
+    )
+
+
+class LocalCall(AtomCall):
+    """Parameters of the local assignment."""
+
+    radius: int = Field(3, ge=1, le=12, description="largest distance of an anchor, in tokens")
+
+
+def _assign_nearest(call: AtomCall, similarity: Tensor, indices: Tensor, grid: Grid) -> Tensor:
+    """All of it to the most similar anchor; ties go to the first."""
+    return _one_hot(similarity.argmax(dim=2), similarity)
+
+
+def _assign_soft(call: SoftCall, similarity: Tensor, indices: Tensor, grid: Grid) -> Tensor:
+    """Softmax of cosine / tau over all anchors."""
+    return (similarity / call.tau).softmax(dim=2)
+
+
+def _assign_local(call: LocalCall, similarity: Tensor, indices: Tensor, grid: Grid) -> Tensor:
+    """All of it to the most similar anchor within the radius and the tile, if there is one."""
+    near = neighbourhood(grid, call.radius, similarity.device)[indices].transpose(1, 2)
+    nearby = similarity.masked_fill(~near, -torch.inf)
+    return _one_hot(nearby.argmax(dim=2), similarity) * near
+
+
+def neighbourhood(grid: Grid, radius: int, device: torch.device) -> Tensor:
+    """Mask ``(N, N)`` of pairs of tokens in one tile within ``radius`` rows and columns."""
+    token = torch.arange(grid.tokens, device=device)
+    tile, inside = token // grid.per_tile, token % grid.per_tile
+    y, x = inside // grid.width, inside % grid.width
+    apart = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
+    return (tile[:, None] == tile) & (apart <= radius)
+
+
+def _one_hot(owner: Tensor, similarity: Tensor) -> Tensor:
+    return torch.zeros_like(similarity).scatter_(2, owner[:, :, None], 1.0)
+
+
+class GatedCall(AtomCall):
+    """Parameters of semantic_gated."""
+
+    gate_quantile: float = Field(
+        0.5, ge=0.0, le=0.95, description="share of tokens, the least relevant ones, with weight 0"
+    )
+
+
+Weights = tuple[Tensor, Tensor]
+
+
+def _weigh_mean(
+    call: AtomCall, tokens: VisualTokens, similarity: Tensor, indices: Tensor
+) -> Weights:
+    """Equal weights."""
+    return torch.ones_like(similarity[:, :, :1]), torch.ones_like(similarity[:, 0])
+
+
+def _weigh_similarity_weighted(
+    call: AtomCall, tokens: VisualTokens, similarity: Tensor, indices: Tensor
+) -> Weights:
+    """Cosine to the anchor; negative cosines count as 0."""
+    return similarity.clamp_min(0), torch.ones_like(similarity[:, 0])
+
+
+def _weigh_semantic_gated(
+    call: GatedCall, tokens: VisualTokens, similarity: Tensor, indices: Tensor
+) -> Weights:
+    """Normalised relevance to the instruction; 0 below the gate quantile."""
+    instruction = tokens.require_instruction()
+    r = min_max_normalise(instruction_relevance(instruction, sign=instruction.sign))
+    gate = r.sort(dim=1).values[:, int(call.gate_quantile * (tokens.count - 1)), None]
+    weight = r.masked_fill(r < gate, 0.0)
+    return weight[:, :, None], weight.gather(1, indices)
+
+
+ROUNDING = 1e-5
+"""Gain in cosine below which two members count as equally central, as in any group of two."""
+
+
+class BlendCall(AtomCall):
+    """Parameters of residual and average; with strength 0 no row changes."""
+
+    strength: float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="weight of the mean of the group in the row; 0: rows do not change",
+    )
+
+    @property
+    def idle(self) -> bool:
+        """Whether no row changes."""
+        return self.strength == 0.0
+
+
+class NearestCall(BlendCall):
+    """Parameters of anchor_weighted_residual."""
+
+    nearest: bool = added(
+        False,
+        description="each token is merged into its most similar kept one alone, kept ones into "
+        "themselves, with softmax weights that favour the centre and what resembles no other token",
+    )
+
+
+class ExchangeCall(AtomCall):
+    """Parameters of exchange; cosines differ by at most 2, so with a margin of 2 no row changes."""
+
+    margin: float = Field(
+        10.0,
+        ge=0.0,
+        le=10.0,
+        description="smallest gain in cosine to the group's mean; from 2 on, rows do not change",
+    )
+
+    @property
+    def idle(self) -> bool:
+        """Whether no row changes."""
+        return self.margin >= 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Anchors and the groups of tokens assigned to them.
+
+    indices ``(B, P)`` of the anchors and their rows anchors ``(B, P, D)``; weights ``(B, N, P)``,
+    zero for kept tokens; own ``(B, P)``, the weight of an anchor in its own group; member
+    ``(B, N, P)`` bool, true for the anchor with the largest share of a token, if its weight is
+    positive.
+    """
+
+    tokens: VisualTokens
+    indices: Tensor
+    anchors: Tensor
+    weights: Tensor
+    own: Tensor
+    member: Tensor
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Weighted sums of rows ``(B, P, D)`` float32, and sums of weights ``(B, P, 1)``."""
+        # One image at a time: bit-identical in any batch, with a single float32 copy.
+        pairs = zip(self.weights, self.tokens.features, strict=True)
+        rows = torch.stack([weight.T @ features.float() for weight, features in pairs])
+        return rows, self.weights.sum(dim=1)[:, :, None]
+
+
+def _form_residual(call: BlendCall, groups: Groups) -> Tensor:
+    """x_a + strength * (weighted mean of the members - x_a)."""
+    rows, total = groups.sums()
+    anchors = groups.anchors.float()
+    mean = rows / total.clamp_min(SETTLED)
+    step = torch.where(total > SETTLED, mean - anchors, torch.zeros_like(mean))
+    return (anchors + call.strength * step).to(groups.anchors.dtype)
+
+
+def nearest_residual(
+    strength: float,
+    tokens: VisualTokens,
+    indices: Tensor,
+    anchors: Tensor,
+    mergeable: Tensor | None,
+) -> Tensor:
+    """x_a + strength * (weighted mean of the group - x_a), as released.
+
+    The group of an anchor is itself and the tokens of its tile that are most similar to it; weights
+    are exp(0.05 (1 - distance from the centre) - 0.03 likeness to another token of the tile), of
+    which the distance is divided by the largest and the likeness is min-max normalised.
+    """
+    count, kept = tokens.count, indices.shape[1]
+    per_tile, device = tokens.grid.per_tile, indices.device
+    within = tokens.tile_cosine
+    tile = torch.arange(count, device=device) // per_tile
+    similarity = tokens.by_image(within).gather(
+        2, (indices % per_tile)[:, None].expand(-1, count, -1)
+    )
+    apart = tile[:, None] != tile[indices][:, None]
+    similarity = similarity.masked_fill(apart, -torch.inf)
+    place = torch.arange(kept, device=device).expand_as(indices)
+    nearest, owner = similarity.max(dim=2)
+    owner = owner.scatter(1, indices, place)
+    distance = centre_distance(tokens.grid, device)
+    far = distance / distance.max().clamp_min(SETTLED)
+    itself = torch.eye(per_tile, dtype=torch.bool, device=device)
+    likeness = tokens.by_image(within.masked_fill(itself, -torch.inf).amax(dim=2))
+    weight = torch.exp(0.05 * (1 - far) - 0.03 * min_max_normalise(likeness))
+    joins = nearest.isfinite()  # a tile may have no anchor
+    if mergeable is not None:
+        joins = joins & mergeable.scatter(1, indices, True)
+    weight = weight.masked_fill(~joins, 0.0)
+    means = [
+        _sum_groups(groups, shares[:, None] * rows.float(), kept)
+        / _sum_groups(groups, shares[:, None], kept)
+        for groups, shares, rows in zip(owner, weight, tokens.features, strict=True)
+    ]
+    start = anchors.float()
+    return (start + strength * (torch.stack(means) - start)).to(anchors.dtype)
+
+
+def _sum_groups(owner: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Sums ``(P, D)`` of the rows ``(N, D)`` of each group ``(N,)``, in the same order always."""
+    if rows.is_cuda:  # where index_add adds in any order
+        member = owner == torch.arange(count, device=rows.device)[:, None]
+        return member.to(rows.dtype) @ rows
+    return rows.new_zeros(count, rows.shape[1]).index_add_(0, owner, rows)
+
+
+def _form_average(call: BlendCall, groups: Groups) -> Tensor:
+    """(1 - strength) * x_a + strength * weighted mean of the members and the anchor itself."""
+    rows, total = groups.sums()
+    anchors, own = groups.anchors.float(), groups.own[:, :, None]
+    total = total + own
+    mean = (rows + own * anchors) / total.clamp_min(SETTLED)
+    mean = torch.where(total > SETTLED, mean, anchors)
+    return ((1 - call.strength) * anchors + call.strength * mean).to(groups.anchors.dtype)
+
+
+def _form_exchange(call: ExchangeCall, groups: Groups) -> Tensor:
+    """Row of the member nearest to the group's mean direction, if nearer than x_a by the margin.
+
+    Weights only define the mean direction: choosing the member of largest weight would never
+    replace an anchor, because no weight exceeds the anchor's own.
+    """
+    indices, cosine = groups.indices[:, None, :], groups.tokens.cosine
+    weights = groups.weights.scatter(1, indices, groups.own[:, None, :])
+    along = matmul_each(cosine, weights)
+    length = (along * weights).sum(dim=1, keepdim=True).clamp_min(SETTLED).sqrt()
+    near = along / length
+    best, member = near.masked_fill(~groups.member, -torch.inf).max(dim=1)
+    replaced = best - near.gather(1, indices)[:, 0] > call.margin + ROUNDING
+    features = groups.tokens.features
+    rows = features.gather(1, member[:, :, None].expand(-1, -1, features.shape[2]))
+    return torch.where(replaced[:, :, None], rows.to(groups.anchors.dtype), groups.anchors)
+
+
+def _order_raster(chosen: TokenSelection, count: int) -> None:
+    """Raster order of the image."""
+
+
+def _order_score(chosen: TokenSelection, count: int) -> Tensor:
+    """Descending quality; ties in raster order."""
+    assert chosen.quality is not None, "a policy that orders by quality computes it"
+    return rank_descending(chosen.quality.gather(1, chosen.indices))
+
+
+def _order_pick(chosen: TokenSelection, count: int) -> Tensor:
+    """Pick order of the base policy, then exchanged tokens in raster order."""
+    picks = chosen.reference.picks
+    every = torch.ones(picks.shape[0], count, dtype=torch.bool, device=picks.device)
+    return positions_in_order(picks, every).gather(1, chosen.indices).argsort(dim=1, stable=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of one of the four axes."""
+
+    name: str
+    function: Callable[..., object]
+    description: str
+    call: type[AtomCall] | None = None
+
+
+ASSIGNMENTS = (
+    Level("nearest", _assign_nearest, "Assign each discarded token to its most similar kept one"),
+    Level(
+        "soft", _assign_soft, "Assign each discarded token to all kept ones by softmax", SoftCall
+    ),
+    Level(
+        "local",
+        _assign_local,
+        "Assign each discarded token to the most similar kept one nearby",
+        LocalCall,
+    ),
+)
+AGGREGATIONS = (
+    Level("mean", _weigh_mean, "equally"),
+    Level("similarity_weighted", _weigh_similarity_weighted, "by similarity"),
+    Level("semantic_gated", _weigh_semantic_gated, "by relevance above a quantile", GatedCall),
+)
+OUTPUTS = (
+    Level("residual", _form_residual, "move the kept row towards their mean", BlendCall),
+    Level("average", _form_average, "blend the kept row with the mean of its group", BlendCall),
+    Level(
+        "exchange",
+        _form_exchange,
+        "replace the kept row by the most central one of its group",
+        ExchangeCall,
+    ),
+)
+ORDERINGS = (
+    Level("raster", _order_raster, "rows in raster order"),
+    Level("score", _order_score, "rows by descending quality"),
+    Level("pick", _order_pick, "rows in the base policy's pick order"),
+)
+
+PRINTED = {
+    "nearest.mean.average.raster": "nearest_anchor",
+    "soft.mean.residual.raster": "anchor_weighted_residual",
+    "nearest.mean.residual.raster": "mean_residual",
+    "nearest.similarity_weighted.exchange.raster": "anchor_exchange",
+    "soft.similarity_weighted.average.raster": "weighted_average",
+    "nearest.semantic_gated.residual.raster": "semantic_gated_residual_merge",
+    "nearest.similarity_weighted.residual.raster": "similarity_weighted_residual_merge",
+    "local.mean.residual.raster": "spatial_local_residual_merge",
+}
+"""The four levels of an atom -> its name in the paper."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One of the 81 atoms: a level of each axis."""
+
+    assign: Level
+    aggregate: Level
+    form: Level
+    order: Level
+
+    @property
+    def levels(self) -> tuple[Level, Level, Level, Level]:
+        """The four levels, in the order of the axes."""
+        return self.assign, self.aggregate, self.form, self.order
+
+    @property
+    def cell(self) -> str:
+        """Names of the levels, such as ``nearest.mean.residual.raster``."""
+        return ".".join(level.name for level in self.levels)
+
+    @property
+    def calls(self) -> tuple[type[AtomCall], ...]:
+        """Parameter models of the levels."""
+        calls = tuple(level.call for level in self.levels if level.call) or (AtomCall,)
+        if PRINTED.get(self.cell) == "anchor_weighted_residual":
+            return tuple(NearestCall if call is BlendCall else call for call in calls)
+        return calls
+
+    def reads(self, call: AtomCall) -> frozenset[Need]:
+        """The instruction, if rows are weighted by relevance to it."""
+        gated = isinstance(call, GatedCall) and not _idle(call)
+        return frozenset({"instruction"}) if gated else frozenset()
+
+    def __call__(self, call: AtomCall, tokens: VisualTokens, chosen: TokenSelection) -> Rows:
+        """Rows of the kept tokens, and the token of each row."""
+        rows = _rows(self, call, tokens, chosen)
+        permutation = self.order.function(chosen, tokens.count)
+        if not isinstance(permutation, Tensor):
+            return rows, chosen.indices
+        return gather_rows(rows, permutation), chosen.indices.gather(1, permutation)
+
+
+Rows = tuple[Tensor, Tensor]
+"""Rows ``(B, P, D)``, and the index ``(B, P)`` of the token of each row."""
+
+
+def _idle(call: AtomCall) -> bool:
+    return isinstance(call, BlendCall | ExchangeCall) and call.idle
+
+
+def _rows(recipe: Recipe, call: AtomCall, tokens: VisualTokens, chosen: TokenSelection) -> Tensor:
+    """Rows ``(B, P, D)`` in the order of ``chosen.indices``."""
+    indices = chosen.indices
+    anchors = gather_rows(chosen.reference.rows(tokens), indices)
+    if _idle(call):
+        return anchors
+    if isinstance(call, NearestCall) and call.nearest:
+        return nearest_residual(call.strength, tokens, indices, anchors, chosen.mergeable)
+    weights, own, largest = _weigh(recipe, call, tokens, indices, chosen.mergeable)
+    groups = Groups(tokens, indices, anchors, weights, own, largest & (weights > 0))
+    rows = recipe.form.function(call, groups)
+    assert isinstance(rows, Tensor)
+    return rows
+
+
+def _weigh(
+    recipe: Recipe,
+    call: AtomCall,
+    tokens: VisualTokens,
+    indices: Tensor,
+    mergeable: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights ``(B, N, P)`` of tokens in groups, of the kept tokens, and each largest share."""
+    kept = mask_from_indices(indices, tokens.count)[:, :, None]
+    similarity = tokens.cosine.gather(2, indices[:, None, :].expand(-1, tokens.count, -1))
+    share = recipe.assign.function(call, similarity, indices, tokens.grid)
+    assert isinstance(share, Tensor)
+    largest = torch.zeros_like(share, dtype=torch.bool)
+    largest = largest.scatter(2, share.argmax(dim=2, keepdim=True), True)
+    weight, own = _weight_pair(recipe.aggregate.function(call, tokens, similarity, indices))
+    if mergeable is not None:
+        kept = kept | ~mergeable[:, :, None]
+    return (share * weight).masked_fill(kept, 0.0), own, largest
+
+
+def find_owners(call: AtomCall, tokens: VisualTokens, indices: Tensor) -> Tensor:
+    """The kept token ``(B, N)`` that each dropped token is merged into most; -1 for none.
+
+    ``indices`` ``(B, P)`` are the kept tokens.
+    """
+    if _idle(call):
+        return torch.full((tokens.batch, tokens.count), -1, device=indices.device)
+    weights, _, _ = _weigh(RECIPES[call.atom], call, tokens, indices, None)
+    most, place = weights.max(dim=2)
+    return indices.gather(1, place).masked_fill(most <= 0, -1)
+
+
+def _weight_pair(weights: object) -> tuple[Tensor, Tensor]:
+    assert isinstance(weights, tuple)
+    of_members, of_anchors = weights
+    assert isinstance(of_members, Tensor) and isinstance(of_anchors, Tensor)
+    return of_members, of_anchors
+
+
+def _declare(recipe: Recipe) -> str:
+    name = PRINTED.get(recipe.cell, f"reassemble/{recipe.cell}")
+    assign, aggregate, form, order = (level.description for level in recipe.levels)
+    declare(
+        name,
+        "reassembly",
+        recipe.calls,
+        recipe,
+        needs=frozenset({"instruction"} if GatedCall in recipe.calls else ()),
+        origin="printed" if recipe.cell in PRINTED else "listed",
+        doc=f"{assign}, weight them {aggregate}, {form}; {order}.",
+        reads=recipe.reads,
+    )
+    return name
+
+
+RECIPES = {
+    _declare(recipe): recipe
+    for recipe in (
+        Recipe(*levels) for levels in product(ASSIGNMENTS, AGGREGATIONS, OUTPUTS, ORDERINGS)
+    )
+}
+"""Atom name -> its four levels."""
+
+Reassembly = Annotated[AtomCall, OneOf("reassembly")]
+
+
+def orders_by_quality(call: AtomCall) -> bool:
+    """Whether rows are ordered by token quality g, which then has to be computed."""
+    return RECIPES[call.atom].order.name == "score"
+
+
+def run_reassembly(call: AtomCall, tokens: VisualTokens, chosen: TokenSelection) -> Rows:
+    """Run the reassembly of a call: rows of the kept tokens, and the token of each row."""
+    reassembled = ATOMS.of(call).function(call, tokens, chosen)
+    assert isinstance(reassembled, tuple)
+    rows, order = reassembled
+    assert isinstance(rows, Tensor) and isinstance(order, Tensor)
+    return rows, order

@@ -1,1 +1,0 @@
-"""Execution of states: Materialize, Algorithm 1, the safety check, and transfer."""
