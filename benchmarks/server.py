@@ -12,18 +12,24 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import httpx
 
 from vllm_autoprune.ops.dtype import choose_dtype
 
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 """Environment of small models on a CPU; a server on a GPU ignores it."""
+
+
+@cache
+def _connect() -> httpx.Client:
+    """One client, because it takes 60 ms to make, with a new connection for each request."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx.Client(headers={"Connection": "close"}, limits=limits)
 
 
 class ServerDied(RuntimeError):
@@ -40,29 +46,22 @@ class Server:
     log: Path
 
     def get(self, path: str) -> str:
-        """Body of a GET request, such as ``/metrics``."""
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
-            return str(answer.read().decode())
+        """Body of a GET request, such as ``/metrics``; raises :class:`httpx.HTTPError`."""
+        return _connect().get(self.url + path, timeout=60.0).raise_for_status().text
 
     def post(
         self, path: str, body: Mapping[str, object], headers: Mapping[str, str] | None = None
     ) -> tuple[int, dict[str, object]]:
         """Status and JSON body of a POST request, on a connection of its own."""
-        request = urllib.request.Request(
-            self.url + path,
-            data=json.dumps(body).encode(),
-            headers={
-                "Content-Type": "application/json",
-                "Connection": "close",
-                **(headers or {}),
-            },
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        answer = _connect().post(
+            self.url + path, content=json.dumps(body), headers=sent, timeout=300.0
         )
         try:
-            with urllib.request.urlopen(request, timeout=300) as answer:
-                return answer.status, json.loads(answer.read() or b"{}")
-        except urllib.error.HTTPError as error:
-            text = error.read().decode()
-            return error.code, json.loads(text) if text.startswith("{") else {"error": text}
+            content = answer.json() if answer.content else {}
+        except ValueError:
+            content = answer.text
+        return answer.status_code, content if isinstance(content, dict) else {"error": content}
 
     def await_api_servers(self, count: int, patience: float = 60.0) -> None:
         """Wait until so many API servers are up: the first one alone answers the health check.
@@ -78,36 +77,6 @@ class Server:
     def logged(self) -> str:
         """Everything the server has printed so far."""
         return self.log.read_text(errors="replace")
-
-
-def resident_by_process(pid: int, *, files: bool = True) -> dict[str, int]:
-    """Resident bytes of a process and all its descendants, by process id and short title.
-
-    Without ``files``, pages of files and those shared with other processes are left out: the kernel
-    takes pages of files back when memory is scarce.
-    Raises psutil.NoSuchProcess where there is no such process.
-    """
-    root = psutil.Process(pid)
-    resident: dict[str, int] = {}
-    for process in [root, *root.children(recursive=True)]:
-        try:
-            title = " ".join(process.cmdline())
-            memory = process.memory_info()
-            size = int(memory.rss if files else memory.rss - memory.shared)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-        if size:
-            resident[f"{process.pid} {_shorten(title)}"] = size
-    return resident
-
-
-def _shorten(title: str) -> str:
-    """``VLLM::EngineCore``, or the first three words of a command line, without folders."""
-    first, *rest = title.split() or ["?"]
-    if first.startswith("VLLM::"):
-        return first
-    words = [word.rsplit("/", 1)[-1] for word in (first, *rest) if not word.startswith("-")]
-    return " ".join(words[:3])
 
 
 def free_port() -> int:
@@ -186,7 +155,7 @@ def _await_health(server: Server, patience: float) -> None:
         if server.process.poll() is not None:
             tail = "\n".join(server.logged().splitlines()[-40:])
             raise ServerDied(f"vllm serve ended with {server.process.returncode}:\n{tail}")
-        with contextlib.suppress(urllib.error.URLError, OSError):
+        with contextlib.suppress(httpx.HTTPError):
             server.get("/health")
             return
         time.sleep(0.25)

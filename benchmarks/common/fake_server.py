@@ -1,26 +1,20 @@
 """A fake OpenAI chat server without a model: replies and their timing are known beforehand.
 
 Tests of clients run against it: what a client records must be what was emitted.
-
-    python -m benchmarks.common.fake_server --port 8000 --first 0.2 --gaps 0.02,0.05,0.1
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import socket
 import socketserver
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any
-
-from vllm_autoprune.cli.output import CommandParser
 
 MODEL = "mock"
 PROMPT_TOKENS = 600
@@ -277,26 +271,3 @@ def fake_server(
         yield server.record
     finally:
         server.close()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until Ctrl-C."""
-    parser = CommandParser(
-        prog="python -m benchmarks.common.fake_server", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
-    parser.add_argument("--first", type=float, default=0.1, help="seconds to the first text")
-    parser.add_argument("--gaps", default="0.02", help="seconds between deltas, repeated")
-    parser.add_argument("--slots", type=int, help="requests worked on at once (default: all)")
-    parser.add_argument("--model", default=MODEL, help="name of the model")
-    options = parser.parse_args(arguments)
-    reply = Reply(first=options.first, gaps=tuple(float(gap) for gap in options.gaps.split(",")))
-    with fake_server(reply, model=options.model, slots=options.slots, port=options.port) as server:
-        print(f"fake server: {server.url}, model {options.model}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,57 +1,36 @@
-"""Reports: claims with verdicts, tables, environment; as JSON, Markdown and HTML."""
+"""What reports of benchmarks share: environment, command, figures as text; progress on stderr."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.pages.table import Table as Table  # exported from here too
-from vllm_autoprune.statistics import Estimate, Spread, Verdict
+from vllm_autoprune.statistics import Estimate, Spread
 
 MIB = 1 << 20
 
-
-@dataclass(frozen=True)
-class Claim:
-    """A promise, what was measured, and whether it holds."""
-
-    promise: str
-    measured: str
-    verdict: Verdict
-
-
-@dataclass(frozen=True)
-class Section:
-    """One part of a report; ``data`` holds every single measured value."""
-
-    name: str
-    title: str
-    setup: Sequence[str]
-    claims: Sequence[Claim]
-    tables: Sequence[Table]
-    data: Mapping[str, object]
-    environment: Mapping[str, str] = field(default_factory=lambda: environment())
-
-    def markdown(self) -> str:
-        """Setup, claims with their verdicts, tables, environment."""
-        parts = [f"## {self.title}\n", "\n".join(f"* {line}" for line in self.setup) + "\n"]
-        claims = [(c.promise, c.measured, f"**{c.verdict}**") for c in self.claims]
-        parts.append(Table("", ("promise", "measured", "verdict"), claims).markdown() + "\n")
-        for table in self.tables:
-            parts += [f"{table.caption}\n", table.markdown() + "\n"]
-        return "\n".join([*parts, f"Environment: {format_environment(self.environment)}.\n"])
-
-
-def markdown(sections: Iterable[Section], title: str) -> str:
-    """A whole report."""
-    return "\n".join([f"# {title}\n", *(section.markdown() for section in sections)])
+Advance = Callable[[], None]
+_BEGIN = time.monotonic()
+_STDERR = Console(stderr=True)
 
 
 def environment() -> dict[str, str]:
@@ -104,12 +83,6 @@ def format_estimate(
     return f"{value} ({low}{between}{high})"
 
 
-def format_excess(ratio: Estimate) -> str:
-    """A ratio as the per cent by which it differs from 1."""
-    value, low, high = (f"{100 * (x - 1):+.1f}" for x in dataclasses.astuple(ratio))
-    return f"{value} % (95 %: {low} to {high})"
-
-
 def format_spread(sample: Spread, unit: float = 1000.0) -> str:
     """Median and quartiles; of seconds, in milliseconds, without decimals from 1,000 on."""
     digits = 0 if unit * sample.median >= 1000 else 1
@@ -117,3 +90,39 @@ def format_spread(sample: Spread, unit: float = 1000.0) -> str:
         f"{unit * figure:,.{digits}f}" for figure in (sample.median, sample.low, sample.high)
     )
     return f"{median} ({low}–{high})"
+
+
+def log_progress(line: str, console: Console = _STDERR) -> None:
+    """Print one line with the seconds since the start of this process."""
+    text = f"[{time.monotonic() - _BEGIN:6.1f} s] {line}"
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def show_stage(
+    name: str, total: int | None = None, console: Console = _STDERR
+) -> Iterator[Advance]:
+    """Show a stage of ``total`` steps, or of unknown length; yields what to call after each step.
+
+    A bar on a terminal; elsewhere a line at the start, at each quarter, and at the end.
+    """
+    if not console.is_terminal:
+        start, steps = time.monotonic(), 0
+        log_progress(f"{name} ...", console)
+
+        def advance() -> None:
+            nonlocal steps
+            steps += 1
+            if total and steps < total and steps * 4 // total > (steps - 1) * 4 // total:
+                log_progress(f"{name}: {steps} of {total}", console)
+
+        yield advance
+        log_progress(f"{name}: done, {time.monotonic() - start:.0f} s", console)
+        return
+    columns = [SpinnerColumn(), TextColumn(f"{name:<34}"), BarColumn(bar_width=28)]
+    counted = [MofNCompleteColumn()] if total is not None else []
+    with Progress(*columns, *counted, TimeElapsedColumn(), console=console) as bars:
+        task = bars.add_task(name, total=total)
+        yield lambda: bars.advance(task)
+        # A stage of unknown length is shown full once it is over.
+        bars.update(task, total=total or 1, completed=total or 1)

@@ -1,7 +1,8 @@
-"""Model folders of true widths, without weights: LLaVA-1.5 and LLaVA-NeXT (7B), CLIP-L.
+"""Model folders of true widths, without weights, and what a checkpoint's config.json determines.
 
-The language model's depth is an option; all other sizes are those of the published configs
-(llava-hf/llava-1.5-7b-hf, llava-hf/llava-v1.6-vicuna-7b-hf, openai/clip-vit-large-patch14-336).
+LLaVA-1.5, LLaVA-NeXT and Qwen2.5-VL (7B), and CLIP-L. The language model's depth is an option; all
+other sizes are those of the published configs (llava-hf/llava-1.5-7b-hf,
+llava-hf/llava-v1.6-vicuna-7b-hf, Qwen/Qwen2.5-VL-7B-Instruct, openai/clip-vit-large-patch14-336).
 Such folders are served with ``--load-format dummy``.
 """
 
@@ -9,12 +10,16 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
+
+from vllm_autoprune.ops.dtype import choose_dtype
 
 Json = dict[str, object]
 
@@ -121,7 +126,7 @@ def write_llava(
     }
     _write(folder / "processor_config.json", processor)
     special = {0: "<unk>", 1: "<s>", 2: "</s>", IMAGE_TOKEN: "<image>", PAD: "<pad>"}
-    tokenizer = build_word_tokenizer(VOCABULARY, special, {3: "USER", 4: "ASSISTANT", 5: ":"})
+    tokenizer = _build_word_tokenizer(VOCABULARY, special, {3: "USER", 4: "ASSISTANT", 5: ":"})
     tokenizer.save(str(folder / "tokenizer.json"))
     tokenizer_config: Json = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -167,7 +172,7 @@ def write_clip(folder: Path) -> Path:
     CLIPModel(config).to(torch.bfloat16).save_pretrained(folder)
     begin, finish = "<|startoftext|>", "<|endoftext|>"
     special = {0: "<unk>", end - 1: begin, end: finish}
-    tokenizer = build_word_tokenizer(CLIP_VOCABULARY, special, {})
+    tokenizer = _build_word_tokenizer(CLIP_VOCABULARY, special, {})
     tokenizer.post_processor = TemplateProcessing(
         single=f"{begin} $A {finish}", special_tokens=[(begin, end - 1), (finish, end)]
     )
@@ -209,7 +214,94 @@ def write_llava_next(folder: Path, layers: int) -> Path:
     return folder
 
 
-def build_word_tokenizer(size: int, special: dict[int, str], known: dict[int, str]) -> Tokenizer:
+_QWEN_VOCABULARY = 152064
+_QWEN_SPECIALS = {
+    151643: "<|endoftext|>",
+    151644: "<|im_start|>",
+    151645: "<|im_end|>",
+    151652: "<|vision_start|>",
+    151653: "<|vision_end|>",
+    151655: "<|image_pad|>",
+    151656: "<|video_pad|>",
+}
+_QWEN_TEMPLATE = (
+    "{% for message in messages %}<|im_start|> {{ message['role'] }} "
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %} {% endfor %}{% endif %}"
+    "<|im_end|> {% endfor %}{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
+)
+
+
+def write_qwen(folder: Path, layers: int) -> Path:
+    """Qwen/Qwen2.5-VL-7B-Instruct; its vision tower at full depth. Returns the folder."""
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+    )
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = Qwen2_5_VLConfig(
+        vision_config={
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "out_hidden_size": 3584,
+            "num_heads": 16,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+        text_config={
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": _QWEN_VOCABULARY,
+            "max_position_embeddings": 32768,
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [16, 24, 24],
+            },
+        },
+        image_token_id=151655,
+        video_token_id=151656,
+        vision_start_token_id=151652,
+        vision_end_token_id=151653,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+        architectures=["Qwen2_5_VLForConditionalGeneration"],
+    )
+    config.save_pretrained(folder)
+    known = {0: "<unk>", 1: "user", 2: "assistant"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_build_word_tokenizer(_QWEN_VOCABULARY, _QWEN_SPECIALS, known),
+        unk_token="<unk>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=_QWEN_TEMPLATE,
+    )
+    sizes = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280 * 4}
+    cut = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "size": sizes}
+    Qwen2_5_VLProcessor(
+        Qwen2VLImageProcessor(**cut),
+        tokenizer,
+        Qwen2VLVideoProcessor(**cut),
+        chat_template=_QWEN_TEMPLATE,
+    ).save_pretrained(folder)
+    return folder
+
+
+def _build_word_tokenizer(size: int, special: dict[int, str], known: dict[int, str]) -> Tokenizer:
     """One token a word: ``w0``, ``w1``, ...; every id has a text, since dummy weights emit any."""
     fixed = {**special, **known}
     free = (i for i in range(size) if i not in fixed)
@@ -237,3 +329,58 @@ def _write(path: Path, content: Json) -> Json:
 def _edit(path: Path, changes: Json) -> Json:
     """Replace some fields of a JSON file; returns the new content."""
     return _write(path, json.loads(path.read_text()) | changes)
+
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The sizes that determine the bytes of a token: a key and a value in every layer."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """2 x layers x KV heads x head dimension x bytes of the dtype."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def formula(self) -> str:
+        """The computation in words and numbers."""
+        return (
+            "prompt tokens x 2 (key, value) "
+            f"x {self.layers} layers x {self.kv_heads} KV heads x {self.head_dim} head dimension "
+            f"x {self.dtype_bytes} bytes = prompt tokens x {self.bytes_per_token}"
+        )
+
+
+def read_kv_layout(checkpoint: Path, dtype: str | None = None) -> KvLayout:
+    """The layout of a checkpoint's language model, served in ``dtype``, or this machine's."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    text = config.get("text_config", config)
+    heads = _size(text, "num_attention_heads")
+    return KvLayout(
+        layers=_size(text, "num_hidden_layers"),
+        kv_heads=_size(text, "num_key_value_heads", heads),
+        head_dim=_size(text, "head_dim")
+        if "head_dim" in text
+        else _size(text, "hidden_size") // heads,
+        dtype_bytes=_DTYPE_BYTES[dtype or choose_dtype()],
+    )
+
+
+def count_visual_tokens(checkpoint: Path) -> int:
+    """Visual tokens of one image before pruning, N."""
+    vision = json.loads((checkpoint / "config.json").read_text())["vision_config"]
+    return (_size(vision, "image_size") // _size(vision, "patch_size")) ** 2
+
+
+def _size(config: Mapping[str, object], key: str, default: int | None = None) -> int:
+    value = config.get(key, default)
+    if not isinstance(value, int):
+        raise ValueError(f"config.json says {key} = {value!r}, expected a whole number")
+    return value

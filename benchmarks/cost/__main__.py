@@ -1,7 +1,6 @@
 """`python -m benchmarks.cost COMMAND`: what pruning costs and what it saves.
 
-Each command is a module with ``add_arguments`` and ``run``. Only the chosen one is imported:
-``selection gpu`` runs where nothing but torch and triton is installed.
+Each command is a module with ``add_arguments`` and ``run``; only the chosen one is imported.
 """
 
 from __future__ import annotations
@@ -13,11 +12,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType, ModuleType
 
+from vllm_autoprune.errors import AutopruneError
+
 COMMANDS: Mapping[str, str] = {
     "efficiency": "FLOPs, prefill, decode, KV cache, memory and score of each policy, as a table",
     "depth": "time to first token at full depth, composed from two efficiency tables",
     "gpu": "what a machine with a GPU shows in eight minutes, with or without vLLM",
-    "selection": "time and memory of token selection, compared with the published code",
+    "selection": "time of token selection, compared with the published code and the prefill",
     "soak": "a pruned server under mixed load: errors, memory growth, metrics",
 }
 
@@ -46,15 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser(arguments[0] if arguments else None).parse_args(arguments)
     signal.signal(signal.SIGTERM, _stop)  # servers are ended as after Ctrl-C
     try:
+        if options.command == "selection" and options.device == "gpu":
+            return int(_import_command("gpu").measure_selection_loops(options.quick))
         return int(_import_command(options.command).run(options))
     except KeyboardInterrupt:
         print(f"{options.command}: stopped, no server is left running", file=sys.stderr)
         return 130
-    except Exception as error:
-        from vllm_autoprune.errors import AutopruneError
-
-        if not isinstance(error, AutopruneError):
-            raise
+    except AutopruneError as error:
         print(f"{options.command}: {error}", file=sys.stderr)
         return 1
 

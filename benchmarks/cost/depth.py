@@ -21,16 +21,13 @@ import numpy as np
 
 from benchmarks.common import BenchmarkError
 from benchmarks.common.report import Table, format_estimate
-from benchmarks.cost.efficiency.models import SHAPES
-from vllm_autoprune.statistics import (
-    DRAWS,
-    Estimate,
-    Floats,
-    Indices,
-    estimate,
-    medians,
-    resample,
-)
+from benchmarks.cost.efficiency import SHAPES
+from vllm_autoprune.statistics import DRAWS, Estimate, Floats, estimate, medians, resample
+
+COLUMNS = (
+    "arm", "a layer, ms", "all but the layers, ms", "TTFT, s", "prefill gain", "TTFT gain",
+    "second question / first",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,23 +43,10 @@ class Efficiency:
     """The same for a second question on each image."""
 
 
-@dataclass(frozen=True)
-class Composed:
-    """One arm at full depth, in seconds, and its gain over the first arm, as ratios."""
-
-    layer: Estimate
-    fixed: Estimate
-    ttft: Estimate
-    prefill_gain: Estimate
-    ttft_gain: Estimate
-    again: Estimate
-    """TTFT of a second question on the same image, over that of the first."""
-
-
 def read_efficiency(path: Path) -> Efficiency:
     """The table in a file, without arms that could not be served."""
     content = json.loads(path.read_text())
-    first, again = (
+    ttft, again = (
         {
             arm: tuple(value for one in passes for value in one.get(name, ()))
             for arm, passes in content["passes"].items()
@@ -70,99 +54,47 @@ def read_efficiency(path: Path) -> Efficiency:
         }
         for name in ("ttft", "again")
     )
-    return Efficiency(
-        content["model"], content["layers"], content["budget"], content["digests"], first, again
-    )
+    model, layers, budget = content["model"], content["layers"], content["budget"]
+    return Efficiency(model, layers, budget, content["digests"], ttft, again)
 
 
-def compose(shallow: Efficiency, deep: Efficiency, depth: int) -> dict[str, Composed]:
-    """Every arm at ``depth`` layers, and its gain over the first arm.
+def compose(shallow: Efficiency, deep: Efficiency, depth: int) -> dict[str, tuple[Estimate, ...]]:
+    """Figures of every arm at ``depth`` layers, as in :data:`COLUMNS`, seconds and ratios.
 
-    Intervals: 95 %, by bootstrap over requests, which are the same in every arm and at both depths.
-    Raises :class:`BenchmarkError` where the tables cannot be combined.
+    Gains are over the first arm. Intervals: 95 %, by bootstrap over requests, which are the same in
+    every arm and at both depths. Raises :class:`BenchmarkError` where tables cannot be combined.
     """
-    layers = (shallow.layers, deep.layers)
-    rows = _draw_rows(shallow, deep)
-    fits, seconds = {}, {}
-    for arm in shallow.ttft:
-        slope, rest = fits[arm] = _fit_line(layers, shallow.ttft[arm], deep.ttft[arm], rows)
-        again_slope, again_rest = _fit_line(layers, shallow.again[arm], deep.again[arm], rows)
-        seconds[arm] = (rest + slope * depth, again_rest + again_slope * depth)
-    reference = next(iter(fits))
-    return {
-        arm: Composed(
-            layer=estimate(slope),
-            fixed=estimate(rest),
-            ttft=estimate(seconds[arm][0]),
-            prefill_gain=estimate(fits[reference][0] / slope),
-            ttft_gain=estimate(seconds[reference][0] / seconds[arm][0]),
-            again=estimate(seconds[arm][1] / seconds[arm][0]),
-        )
-        for arm, (slope, rest) in fits.items()
-    }
-
-
-def _draw_rows(shallow: Efficiency, deep: Efficiency) -> Indices:
-    """Resamples of requests; raises :class:`BenchmarkError` where tables cannot be combined."""
     described = (shallow.model, shallow.budget, shallow.digests, list(shallow.ttft))
     if described != (deep.model, deep.budget, deep.digests, list(deep.ttft)):
         raise BenchmarkError(
             "the tables differ in model, budget, states or arms -> measure both again"
         )
-    if shallow.layers >= deep.layers:
+    more = deep.layers - shallow.layers
+    if more <= 0:
         raise BenchmarkError(
             f"depths {shallow.layers} and {deep.layers}: give the shallow one first"
         )
-    counts = {
-        len(times)
-        for table in (shallow, deep)
-        for times in (*table.ttft.values(), *table.again.values())
-    }
+    tables = (shallow.ttft, shallow.again, deep.ttft, deep.again)
+    counts = {len(times) for table in tables for times in table.values()}
     if len(counts) != 1:
         raise BenchmarkError(f"arms answered different numbers of requests: {sorted(counts)}")
-    (count,) = counts
-    return resample(count, DRAWS)
+    rows = resample(counts.pop(), DRAWS)
 
+    def fit(low: Sequence[float], high: Sequence[float]) -> tuple[Floats, Floats]:
+        """Slope per layer and value at zero layers, for every resample."""
+        below, above = (medians(np.asarray(times, dtype=np.float64), rows) for times in (low, high))
+        slope = (above - below) / more
+        return slope, below - slope * shallow.layers
 
-def _fit_line(
-    layers: tuple[int, int], shallow: Sequence[float], deep: Sequence[float], rows: Indices
-) -> tuple[Floats, Floats]:
-    """Slope per layer and value at zero layers, for every resample."""
-    low, high = (medians(np.asarray(times, dtype=np.float64), rows) for times in (shallow, deep))
-    slope = (high - low) / (layers[1] - layers[0])
-    return slope, low - slope * layers[0]
-
-
-def markdown(
-    shallow: Efficiency, deep: Efficiency, depth: int, arms: Mapping[str, Composed]
-) -> str:
-    """The composed table, with its origin."""
-    count = len(next(iter(shallow.ttft.values())))
-    columns = (
-        "arm", "a layer, ms", "all but the layers, ms", "TTFT, s", "prefill gain", "TTFT gain",
-        "second question / first",
-    )  # fmt: skip
-    rows = [
-        (
-            arm,
-            _format(composed.layer, 1000, 1),
-            _format(composed.fixed, 1000, 0),
-            _format(composed.ttft),
-            _format(composed.prefill_gain),
-            _format(composed.ttft_gain),
-            _format(composed.again),
-        )
-        for arm, composed in arms.items()
-    ]
-    return (
-        f"{shallow.model}, K = {shallow.budget}; composed for {depth} language layers from "
-        f"measurements of {shallow.layers} and {deep.layers}; {count} requests each\n\n"
-        + Table("", columns, rows, "l" + "r" * 6).markdown()
-    )
-
-
-def _format(figure: Estimate, unit: float = 1.0, digits: int = 2) -> str:
-    return format_estimate(figure, unit, digits, " to ")
+    composed, reference = {}, None
+    for arm in shallow.ttft:
+        layer, fixed = fit(shallow.ttft[arm], deep.ttft[arm])
+        layer_again, fixed_again = fit(shallow.again[arm], deep.again[arm])
+        ttft, again = fixed + layer * depth, fixed_again + layer_again * depth
+        reference = reference or (layer, ttft)
+        figures = (layer, fixed, ttft, reference[0] / layer, reference[1] / ttft, again / ttft)
+        composed[arm] = tuple(map(estimate, figures))
+    return composed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,5 +112,18 @@ def run(options: argparse.Namespace) -> int:
         raise BenchmarkError(str(error)) from error
     except (ValueError, KeyError, TypeError) as error:
         raise BenchmarkError(f"not a table of benchmarks.cost efficiency: {error!r}") from error
-    print(markdown(shallow, deep, depth, compose(shallow, deep, depth)))
+    styles = ((1000.0, 1), (1000.0, 0), (1.0, 2), (1.0, 2), (1.0, 2), (1.0, 2))
+    rows = [
+        (
+            arm,
+            *(format_estimate(f, *style, " to ") for f, style in zip(figures, styles, strict=True)),
+        )
+        for arm, figures in compose(shallow, deep, depth).items()
+    ]
+    print(
+        f"{shallow.model}, K = {shallow.budget}; composed for {depth} language layers from "
+        f"measurements of {shallow.layers} and {deep.layers}; "
+        f"{len(next(iter(shallow.ttft.values())))} requests each\n"
+    )
+    print(Table("", COLUMNS, rows, "l" + "r" * 6).markdown())
     return 0

@@ -1,35 +1,154 @@
 """`python -m benchmarks.cost gpu`: what a machine with a GPU shows in eight minutes, as tables.
 
-The selection loops need torch and Triton, the base policies this package's dependencies as well,
-and requests to a server vLLM. What is missing is named, and the rest is measured.
+`python -m benchmarks.cost selection gpu` measures the loops alone, at more sizes, as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import cast
+from statistics import median, quantiles
+from typing import Any
 
 import torch
 
-from benchmarks.cost.selection import NO_GPU
-from benchmarks.cost.selection import gpu as loops
-from benchmarks.cost.selection.images import LLAVA, LLAVA_NEXT, Size
-from benchmarks.cost.selection.timing import log_progress, measure_alternately
+from benchmarks.common.report import Table, log_progress
+from benchmarks.cost.selection import (
+    LLAVA,
+    LLAVA_NEXT,
+    Size,
+    TokenSource,
+    build_published_kernel,
+    draw_images,
+    measure_alternately,
+    select_greedily,
+)
+from vllm_autoprune.ops import dpp_triton
+from vllm_autoprune.ops.dpp_torch import greedy_map_torch
+from vllm_autoprune.ops.similarity import cosines
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
-SIZES = (LLAVA[1], Size(576, 1, 8, 64), LLAVA_NEXT[1], Size(576, 5, 8, 320))
-
+NO_GPU = 2
+"""Exit status where there is no GPU."""
+AIM = 5.0
+"""How many times as fast as the published loop the Triton form has to be."""
 SECONDS = 440
-"""Seconds that all of it may take."""
-
+"""Seconds that all of the tables may take."""
 SERVING_SECONDS = 240
 """Seconds that two servers of LLaVA-1.5-7B need for their starts and requests."""
+SIZES = (LLAVA[1], Size(576, 1, 8, 64), LLAVA_NEXT[1], Size(576, 5, 8, 320))
+TIMES, FASTER = "seconds (median, quartiles)", "published loop / triton loop"
+AGREEMENT = "picks as the published loop's"
+
+
+def find_missing_requirement() -> str | None:
+    """Why this machine cannot measure; None where it can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device here; `python -m benchmarks.cost selection cpu` needs none"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install triton"
+    return None
+
+
+def measure_loops(size: Size, rounds: int, device: str = "cuda") -> dict[str, Any]:
+    """Times of the loops on one kernel, and of selections from features to indices."""
+    images = draw_images(size, device=device)
+    count = size.kept // size.tiles
+    tiled = images.features.view(size.batch * size.tiles, size.per_tile, -1)
+    kernel = build_published_kernel(images)
+    # With q_j = r_j, L_jj = q_j^2; and S = L / (q_i q_j) are the cosines.
+    quality = kernel.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+    similarity = cosines(tiled, tiled.norm(dim=-1, keepdim=True))
+    triton = dpp_triton.greedy_map_triton
+
+    def select_with_triton() -> object:
+        return triton(cosines(tiled, tiled.norm(dim=-1, keepdim=True)), quality, count)
+
+    times = measure_alternately(
+        {
+            "published loop": partial(select_greedily, kernel, count),
+            "torch loop": partial(greedy_map_torch, similarity, quality, count),
+            "triton loop": partial(triton, similarity, quality, count),
+            "published selection": images.select_as_published,
+            "triton selection, relevance given": select_with_triton,
+        },
+        rounds,
+    )
+    log_progress(f"{size}: loops")
+    picks = triton(similarity, quality, count)
+
+    def agreement(other: torch.Tensor) -> float:
+        """Share of the picks that both have in common."""
+        return float((picks[:, :, None] == other[:, None, :]).any(dim=2).float().mean())
+
+    faster = median(times["published loop"]) / median(times["triton loop"])
+    return {
+        TIMES: {name: [median(t), *quantiles(t, n=4)[::2]] for name, t in times.items()},
+        FASTER: faster,
+        "aim met": faster >= AIM,
+        AGREEMENT: agreement(select_greedily(kernel, count)),
+        "picks as the torch form's": agreement(greedy_map_torch(similarity, quality, count)),
+    }
+
+
+def measure_selection_loops(quick: bool) -> int:
+    """Print the loops at LLaVA-1.5's and LLaVA-NeXT's shapes, and the smallest and largest N."""
+    reason = find_missing_requirement()
+    if reason is not None:
+        print(f"selection: {reason}", file=sys.stderr)
+        return NO_GPU
+    if not dpp_triton.works():
+        raise RuntimeError("Triton does not work on this machine; the log says why")
+    shapes = (
+        [LLAVA[1]] if quick else [Size(64, 1, 1, 8), *LLAVA, *LLAVA_NEXT, Size(2880, 1, 1, 320)]
+    )
+    sizes = [
+        Size(s.per_tile, s.tiles, b, s.kept)
+        for s in shapes
+        for b in (1, 2, 4, 8)[: 1 if quick else 4]
+    ]
+    results = {str(size): measure_loops(size, 5 if quick else 31) for size in sizes}
+    holds = all(result["aim met"] for result in results.values())
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "aim": f"the Triton form at least {AIM:g} times as fast as the published loop",
+        "sizes": results,
+        "verdict": "holds" if holds else "does not hold",
+    }
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+def format_loops(sizes: Sequence[Size], rounds: int, device: str = "cuda") -> str:
+    """A table of the greedy loops: milliseconds of each, and whether they pick the same tokens."""
+    rows = []
+    for size in sizes:
+        result = measure_loops(size, rounds, device)
+        times = (result[TIMES][f"{name} loop"][0] for name in ("published", "torch", "triton"))
+        faster, same = f"{result[FASTER]:.1f} x", f"{result[AGREEMENT]:.1%}"
+        rows.append((str(size), *(f"{1000 * seconds:.2f}" for seconds in times), faster, same))
+    columns = ("greedy MAP, ms", "published", "torch", "Triton", "faster", "picks as published")
+    return Table("", columns, rows).markdown()
+
+
+def format_policies(sizes: Sequence[Size], rounds: int, device: str = "cuda") -> str:
+    """A table of every base policy alone, in milliseconds an image; layers are not included."""
+    names = sorted(BASE_POLICIES)
+    cells = {name: [f"`{name}`"] for name in names}
+    for size in sizes:
+        source = TokenSource(size, device)
+        times = measure_alternately({n: partial(source.select, n) for n in names}, rounds)
+        for name in names:
+            cells[name].append(f"{1000 * median(times[name]):.2f}")
+        log_progress(f"{size}: {len(names)} base policies")
+    return Table("", ("base policy, ms", *map(str, sizes)), list(cells.values())).markdown()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,79 +160,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """The exit status: 0 once everything possible is measured, 2 without a GPU."""
     deadline = time.monotonic() + SECONDS
-    reason = loops.find_missing_requirement()
+    reason = find_missing_requirement()
     if reason is not None:
         print(f"gpu: {reason}", file=sys.stderr)
         return NO_GPU
-    loops.import_package_without_init()
-    from vllm_autoprune.ops.dpp_triton import works
-
     print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    if works():
-        print("\n".join(measure_loops(SIZES, 5 if options.quick else 21)))
+    if dpp_triton.works():
+        print(format_loops(SIZES, 5 if options.quick else 21), "\n")
     else:
         print("Triton does not work on this machine; the log says why.\n")
-    if importlib.util.find_spec("pydantic") is None:
-        print("Base policies and servers are not measured: pydantic is not installed.")
+    print(format_policies(SIZES[::2], 3 if options.quick else 9), "\n")
+    reasons = "; ".join(_list_reasons_not_to_serve(options.quick, deadline - time.monotonic()))
+    if reasons:
+        print(f"Served requests are not measured: {reasons}.")
         return 0
-    print("\n".join(measure_policies(SIZES[::2], 3 if options.quick else 9)))
-    left_out = _why_not_served(options.quick, deadline - time.monotonic())
-    if left_out:
-        print(f"Served requests are not measured: {left_out}.")
-        return 0
-    return _serve(options.out)
-
-
-def measure_loops(sizes: Sequence[Size], rounds: int, device: str = "cuda") -> Iterator[str]:
-    """A table of the greedy loops: milliseconds of each, and whether they pick the same tokens."""
-    yield "| greedy MAP, ms | published | torch | Triton | faster | picks as published |"
-    yield "|---|---|---|---|---|---|"
-    for size in sizes:
-        result = loops.measure_size(size, rounds, device)
-        seconds = cast("dict[str, list[float]]", result[loops.SECONDS])
-        medians = (seconds[f"{name} loop"][0] for name in ("published", "torch", "triton"))
-        times = " | ".join(f"{1000 * own:.2f}" for own in medians)
-        same = result["picks as the published loop's"]
-        yield f"| {size} | {times} | {result[loops.FASTER]:.1f} x | {same:.1%} |"
-    yield ""
-
-
-def measure_policies(sizes: Sequence[Size], rounds: int, device: str = "cuda") -> Iterator[str]:
-    """A table of every base policy alone, in milliseconds an image; layers are not included."""
-    from benchmarks.cost.selection.policies import TokenSource, select
-    from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-
-    names = sorted(BASE_POLICIES)
-    columns: list[dict[str, float]] = []
-    for size in sizes:
-        draw = TokenSource(size, device)
-        works = {name: partial(select, name, draw, size.kept) for name in names}
-        times = measure_alternately(works, rounds)
-        columns.append({name: 1000 * median(own) for name, own in times.items()})
-        log_progress(f"{size}: {len(names)} base policies")
-    yield f"| base policy, ms | {' | '.join(map(str, sizes))} |"
-    yield "|---" * (1 + len(sizes)) + "|"
-    for name in names:
-        yield f"| `{name}` | {' | '.join(f'{own[name]:.2f}' for own in columns)} |"
-    yield ""
-
-
-def _why_not_served(quick: bool, left: float) -> str:
-    """Why no server is started; empty where one is."""
-    if quick:
-        return "--quick"
-    if importlib.util.find_spec("vllm") is None:
-        return "vLLM is not installed"
-    if left < SERVING_SECONDS:
-        return f"{left:.0f} s are left, and two servers need {SERVING_SECONDS} s"
-    return ""
-
-
-def _serve(out: Path) -> int:
-    """LLaVA-1.5-7B of full depth with random weights, stock and pruned."""
+    # LLaVA-1.5-7B of full depth with random weights, stock and pruned.
     from benchmarks.cost import efficiency
 
     parser = argparse.ArgumentParser()
     efficiency.add_arguments(parser)
     chosen = ["--model", "llava-1.5-7b", "--layers", "32", "--policies", "", "--scenes", "0"]
-    return efficiency.run(parser.parse_args([*chosen, "--requests", "10", "--out", str(out)]))
+    arguments = [*chosen, "--requests", "10", "--out", str(options.out)]
+    return efficiency.run(parser.parse_args(arguments))
+
+
+def _list_reasons_not_to_serve(quick: bool, seconds: float) -> Iterator[str]:
+    if quick:
+        yield "--quick"
+    if importlib.util.find_spec("vllm") is None:
+        yield "vLLM is not installed"
+    if seconds < SERVING_SECONDS:
+        yield f"{seconds:.0f} s are left, and two servers need {SERVING_SECONDS} s"

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from benchmarks.common import BenchmarkError
-from benchmarks.common.client import EMPTY, Client, build_body, build_content
-from benchmarks.common.request_record import Record
+from benchmarks.common.client import EMPTY, Client, Record, build_body, build_content
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from benchmarks.minillava.split import Example, png_url
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common.progress import Progress
-from benchmarks.common.report import environment
+from benchmarks.common.report import environment, show_stage
+from benchmarks.common.shapes import count_visual_tokens, read_kv_layout
 from benchmarks.demo.chat_client import (
     SERVED_NAME,
     Answer,
@@ -24,7 +24,6 @@ from benchmarks.demo.configurations import (
 )
 from benchmarks.demo.failure import build_start_error
 from benchmarks.demo.interrupt import InterruptHandler
-from benchmarks.demo.kv_cache import count_visual_tokens, read_kv_layout
 from benchmarks.demo.results import Results, build_control, build_row
 from benchmarks.demo.speed import measure_speed
 from benchmarks.minillava.split import LLAVA, Example, draw_examples
@@ -92,21 +91,19 @@ def draw_questions(scenes: int) -> Questions:
     return Questions(examples, tuple(build_query(e, _ASKED) for e in examples))
 
 
-def measure(
-    settings: Settings, progress: Progress, interrupt: InterruptHandler
-) -> tuple[Results, Questions, Measured]:
+def measure(settings: Settings, interrupt: InterruptHandler) -> tuple[Results, Questions, Measured]:
     """Measure all servers, one after the other; interrupts end the running one."""
     settings.out.mkdir(parents=True, exist_ok=True)
     tokens = count_visual_tokens(settings.model)
     layout = read_kv_layout(settings.model, settings.dtype)
-    with progress.stage("draw scenes"):
+    with show_stage("draw scenes"):
         questions = draw_questions(settings.scenes)
     kept = everything_kept(tokens)
     with interrupt.guard():
-        stock = _serve_and_ask(settings, "stock", (), questions, (FULL,), progress)
+        stock = _serve_and_ask(settings, "stock", (), questions, (FULL,))
     with interrupt.guard():
         flags, asked = settings.pruning_flags, (*PRUNED, kept)
-        pruned = _serve_and_ask(settings, "pruned", flags, questions, asked, progress)
+        pruned = _serve_and_ask(settings, "pruned", flags, questions, asked)
     measured = Measured(stock.answers | pruned.answers)
     rows = tuple(
         build_row(c, questions.examples, measured.answers[c], layout) for c in (FULL, *PRUNED)
@@ -120,7 +117,7 @@ def measure(
         kv_formula=layout.formula,
         dtype=settings.dtype,
         environment=environment(),
-        speed=measure_speed(settings.out, progress, interrupt),
+        speed=measure_speed(settings.out, interrupt),
     )
     return results, questions, measured
 
@@ -131,17 +128,16 @@ def _serve_and_ask(
     flags: Sequence[str],
     questions: Questions,
     asked: Sequence[Configuration],
-    progress: Progress,
 ) -> Measured:
     log = settings.out / f"{name}.log"
     with contextlib.ExitStack() as stack:
-        with progress.stage(f"mini-LLaVA, {name}: start"):
+        with show_stage(f"mini-LLaVA, {name}: start"):
             try:
                 flags = (*COMMON_FLAGS, "--dtype", settings.dtype, *flags)
                 server = stack.enter_context(serve(settings.model, *flags, log=log))
             except ServerDied:
                 raise build_start_error(log) from None
-        return send_questions(server.url, name, questions, asked, progress)
+        return send_questions(server.url, name, questions, asked)
 
 
 def send_questions(
@@ -149,12 +145,11 @@ def send_questions(
     name: str,
     questions: Questions,
     asked: Sequence[Configuration],
-    progress: Progress,
 ) -> Measured:
     """Send all questions in every configuration, several at a time."""
     answers: dict[Configuration, list[Answer]] = {}
     total = len(asked) * len(questions.queries)
-    with progress.stage(f"mini-LLaVA, {name}: questions", total) as advance:
+    with show_stage(f"mini-LLaVA, {name}: questions", total) as advance:
         for configuration in asked:
             extra = configuration.extra_body
             answers[configuration] = ask_all(url, [(q, extra) for q in questions.queries], advance)

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.padding import Padding
 
 from benchmarks.common import BenchmarkError
-from benchmarks.common.progress import create_progress
 from benchmarks.common.report import Table as ReportTable
+from benchmarks.common.report import show_stage
 from benchmarks.common.shapes import TOKENS
 from benchmarks.demo.configurations import NAMES
 from benchmarks.demo.example import ExamplePicture, draw_example
@@ -110,9 +110,8 @@ def run_demo(options: argparse.Namespace, interrupt: InterruptHandler) -> None:
     print(introduction, file=sys.stderr, flush=True)
     # Busy-waiting threads of torch in the client would slow the server that is measured.
     torch.set_num_threads(1)
-    progress = create_progress()
-    results, questions, measured = measure(settings, progress, interrupt)
-    with progress.stage("picture"):
+    results, questions, measured = measure(settings, interrupt)
+    with show_stage("picture"):
         picture = draw_example(settings, questions, measured)
     results = dataclasses.replace(results, seconds=time.monotonic() - start)
     _write(settings, results, picture)

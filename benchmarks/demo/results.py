@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from benchmarks.common.shapes import KvLayout
 from benchmarks.demo.chat_client import Answer
 from benchmarks.demo.configurations import FULL, Configuration, Keep
-from benchmarks.demo.kv_cache import KvLayout
 from benchmarks.demo.speed import Speed
 from benchmarks.minillava.split import Example, grade_answers
 

@@ -16,14 +16,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from benchmarks.common import BenchmarkError
-from benchmarks.common.client import Client, build_body, build_content
+from benchmarks.common.client import Client, Record, build_body, build_content
 from benchmarks.common.pictures import draw_picture, encode_picture
-from benchmarks.common.progress import Advance, Progress
-from benchmarks.common.request_record import Record
-from benchmarks.common.shapes import TOKENS, draw_words, write_llava
+from benchmarks.common.report import Advance, show_stage
+from benchmarks.common.shapes import TOKENS, draw_words, read_kv_layout, write_llava
 from benchmarks.demo.failure import build_start_error
 from benchmarks.demo.interrupt import InterruptHandler
-from benchmarks.demo.kv_cache import read_kv_layout
 from benchmarks.server import ServerDied, serve
 from vllm_autoprune.statistics import Spread, spread
 
@@ -84,19 +82,17 @@ class Speed:
     budget: int = BUDGET
 
 
-def measure_speed(
-    out: Path, progress: Progress, interrupt: InterruptHandler, plan: Plan | None = None
-) -> Speed:
+def measure_speed(out: Path, interrupt: InterruptHandler, plan: Plan | None = None) -> Speed:
     """Serve the shape stock, then pruned, and time the same requests on both."""
     plan = plan or Plan()
     folder = write_llava(out / "shape", LAYERS, tower_layers=TOWER_LAYERS, width=WIDTH)
     token_bytes = read_kv_layout(folder).bytes_per_token
     with interrupt.guard():
         arms: dict[str, Mapping[str, object]] = {"stock": {}}
-        rows = _serve_and_time(folder, out, (), arms, plan, token_bytes, progress)
+        rows = _serve_and_time(folder, out, (), arms, plan, token_bytes)
     with interrupt.guard():
         arms = {"pruned": {}, "resized": {"keep": "resized"}}
-        rows |= _serve_and_time(folder, out, _PRUNING, arms, plan, token_bytes, progress)
+        rows |= _serve_and_time(folder, out, _PRUNING, arms, plan, token_bytes)
     return Speed(rows["stock"], rows["resized"], rows["pruned"])
 
 
@@ -107,19 +103,18 @@ def _serve_and_time(
     arms: Mapping[str, Mapping[str, object]],
     plan: Plan,
     token_bytes: int,
-    progress: Progress,
 ) -> dict[str, SpeedRow]:
     name = next(iter(arms))
     log = out / f"speed-{name}.log"
     with contextlib.ExitStack() as stack:
-        with progress.stage(f"large server, {name}: start"):
+        with show_stage(f"large server, {name}: start"):
             try:
                 server = stack.enter_context(serve(folder, *_FLAGS, *flags, log=log))
             except ServerDied:
                 raise build_start_error(log) from None
         rows = {}
         for number, (arm, fields) in enumerate(arms.items()):
-            with progress.stage(f"large server, {arm}: times", plan.requests) as advance:
+            with show_stage(f"large server, {arm}: times", plan.requests) as advance:
                 first = 1000 * (number + 1)
                 rows[arm] = time_requests(server.url, fields, plan, token_bytes, first, advance)
         return rows

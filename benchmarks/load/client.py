@@ -21,8 +21,7 @@ from gevent.event import Event
 from gevent.pool import Pool
 
 from benchmarks.common import BenchmarkError, StrictModel
-from benchmarks.common.client import Client
-from benchmarks.common.request_record import Phase
+from benchmarks.common.client import Client, Phase
 from benchmarks.load.result import ClientFacts
 from benchmarks.load.settings import RunOptions
 from benchmarks.load.workload import Line, Prepared, load_prepared

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from benchmarks.common import StrictModel
+from benchmarks.common.client import Record
 from benchmarks.common.report import format_estimate
-from benchmarks.common.request_record import Record
 from benchmarks.load.result import (
     ENOUGH,
     KEPT_UP,

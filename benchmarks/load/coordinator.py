@@ -15,9 +15,9 @@ from locust.env import Environment
 from locust.rpc import Message
 from locust.runners import MasterRunner, Runner
 
+from benchmarks.common.client import Journal, Record
 from benchmarks.common.metrics import MetricsWatcher, server_info
 from benchmarks.common.report import command_line, environment
-from benchmarks.common.request_record import Journal, Record
 from benchmarks.load.client import DONE, READY, RECORD, START, Ready, Start, describe_priority
 from benchmarks.load.result import (
     RECORDS,

@@ -18,10 +18,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from benchmarks.common import BenchmarkError, StrictModel
+from benchmarks.common.client import read_journal
 from benchmarks.common.metrics import list_models
-from benchmarks.common.progress import log_progress
-from benchmarks.common.report import command_line
-from benchmarks.common.request_record import read_journal
+from benchmarks.common.report import command_line, log_progress
 from benchmarks.common.shapes import write_llava
 from benchmarks.load.client import raise_priority
 from benchmarks.load.compare import Point, Run

@@ -15,9 +15,9 @@ import numpy as np
 from pydantic import ValidationError
 
 from benchmarks.common import BenchmarkError, StrictModel
+from benchmarks.common.client import Record, answered
 from benchmarks.common.metrics import ServerMetrics
 from benchmarks.common.report import format_estimate
-from benchmarks.common.request_record import Record, answered
 from benchmarks.load.schedule import Load, Slo
 from benchmarks.load.settings import Workload
 from vllm_autoprune.statistics import Estimate, Floats, estimate, resample

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from benchmarks.common import BenchmarkError, StrictModel
-from benchmarks.common.request_record import Phase, Record
+from benchmarks.common.client import Phase, Record
 
 OPEN_RAMP = 0.05
 """Share of an open loop's requests that do not count: the first meet an emptier server."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field, TypeAdapter
 
-from benchmarks.common.progress import log_progress
+from benchmarks.common.report import log_progress
 from benchmarks.search.comparison_table import format_mean, t_quantile
 from benchmarks.search.results import read_results, require_model, search_name
 from offline_search.components import Candidate

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-import urllib.error
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import httpx
 
 from benchmarks.server import Server
 from tests.hostile.attack import SAME, Attack, Profile, Site
@@ -47,7 +48,7 @@ def run_attack(
     problems: list[str] = []
     try:
         problems += attack.run(site)
-    except (AssertionError, urllib.error.URLError, OSError, KeyError) as error:
+    except (AssertionError, httpx.HTTPError, OSError, KeyError) as error:
         problems.append(f"{type(error).__name__}: {error}")
     problems += _problems_since(site.client, before)
     return Outcome(

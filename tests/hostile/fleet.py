@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import httpx
+
 from benchmarks.server import Server, serve
 from tests.hostile.attack import Profile
 from tests.serving.paths import CLIP, LLAVA
@@ -108,6 +110,6 @@ def _lives(server: Server) -> bool:
     """Whether a server's engine lives; the server itself ends some seconds after it."""
     try:
         server.get("/health")
-    except OSError:
+    except httpx.HTTPError:
         return False
     return True

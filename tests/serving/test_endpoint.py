@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import urllib.error
 
+import httpx
 import pytest
 
 from benchmarks.server import Server
@@ -30,7 +30,6 @@ def test_endpoint_is_read_only(two_front_ends: Server) -> None:
 
 
 def test_endpoint_is_off_by_default(pruned: Server) -> None:
-    with pytest.raises(urllib.error.HTTPError) as caught:
+    with pytest.raises(httpx.HTTPStatusError) as caught:
         pruned.get(PATH)
-    assert caught.value.code == 404
-    caught.value.close()
+    assert caught.value.response.status_code == 404

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
@@ -68,7 +69,7 @@ def _status(server: Server, number: int) -> int:
     long = {"max_tokens": 1800, "ignore_eos": True}
     try:
         return server.post("/v1/chat/completions", body(server, examples(2)[number], **long))[0]
-    except OSError:
+    except httpx.HTTPError:
         return 0
 
 

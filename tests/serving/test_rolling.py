@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+import httpx
 import pytest
 
 from benchmarks.minillava.split import Example
@@ -54,7 +55,7 @@ class Traffic:
             try:
                 answer = ask(self.server, self.questions[which], max_tokens=12)
                 self.answers.append((which, prompt_tokens(answer), text_of(answer)))
-            except (OSError, AssertionError) as error:
+            except (httpx.HTTPError, AssertionError) as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
             at += 1
 

@@ -1,18 +1,20 @@
-"""The streaming client, against a server that emits deltas on a schedule known beforehand."""
+"""The streaming client, against a server whose schedule is known beforehand, and its journal."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 
 import pytest
 
-from benchmarks.common.client import Client, parse
+from benchmarks.common.client import Client, Journal, Record, parse, read_journal
 from benchmarks.common.fake_server import MODEL, PROMPT_TOKENS, Reply, fake_server
-from benchmarks.common.request_record import Record
 from benchmarks.server import free_port
+from tests.benchmarks.load.samples import record as make_record
 
 GAPS = (0.010, 0.040, 0.025)
 
@@ -94,16 +96,6 @@ def test_an_answer_without_usage_has_no_token_counts() -> None:
     assert record.ok and record.completion_tokens is None and record.tpot is None
 
 
-def test_a_whole_answer_has_status_and_text() -> None:
-    request = json.dumps({"model": MODEL, "max_tokens": 3}).encode()
-    with fake_server() as server:
-        status, text = Client(server.url).post(request)
-        url = server.url
-    assert (status, json.loads(text)["choices"][0]["message"]["content"]) == (200, "0 1 2 ")
-    assert json.loads(text)["usage"]["completion_tokens"] == 3
-    assert Client(url).post(request)[0] == 0
-
-
 def event(**chunk: object) -> bytes:
     return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
@@ -154,3 +146,41 @@ def test_errors_in_the_stream_are_reported() -> None:
     assert parse([(1.0, event(error={"message": "engine is dead"}))]).error == "engine is dead"
     assert "not a JSON object" in (parse([(1.0, b"data: {oops\n\n")]).error or "")
     assert "not a JSON object" in (parse([(1.0, b"data: [1]\n\n")]).error or "")
+
+
+def test_records_are_written_when_they_are_added(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "deep" / "records.jsonl")
+    journal.add(make_record(1))
+    journal.add(make_record(0, error="gone"))
+    # Not closed: what a killed process leaves behind.
+    assert read_journal(tmp_path / "deep" / "records.jsonl") == [
+        make_record(0, error="gone"),
+        make_record(1),
+    ]
+    journal.close()
+
+
+def test_a_truncated_last_line_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text(make_record(0).model_dump_json() + "\n" + make_record(1).model_dump_json()[:40])
+    assert read_journal(path) == [make_record(0)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+def test_a_full_disk_is_reported_and_records_stay_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.symlink_to("/dev/full")
+    journal = Journal(path)
+    for index in range(3):
+        journal.add(make_record(index))
+    journal.close()
+    assert journal.failure is not None and "No space left on device" in journal.failure
+    assert [kept.index for kept in journal.records] == [0, 1, 2]
+
+
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    journal = Journal(tmp_path / "file" / "records.jsonl")
+    journal.add(make_record(0))
+    journal.close()
+    assert journal.failure is not None and len(journal.records) == 1

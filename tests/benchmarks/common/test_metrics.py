@@ -14,8 +14,6 @@ from benchmarks.common.metrics import (
     list_models,
     read_figures,
     server_info,
-    stage_seconds,
-    total,
 )
 from benchmarks.server import free_port
 
@@ -77,19 +75,6 @@ def test_the_models_of_a_server_are_listed() -> None:
         pytest.raises(BenchmarkError, match="not a list of models"),
     ):
         list_models(server.url)
-
-
-def test_a_metric_is_summed_over_its_labels() -> None:
-    text = """# HELP vllm:request_queue_time_seconds x
-vllm:request_queue_time_seconds_sum{engine="0",model_name="a b"} 1.5
-vllm:request_queue_time_seconds_count{engine="0"} 3.0
-vllm:request_prefill_time_seconds_sum{engine="0"} 0.25
-vllm:request_prefill_time_seconds_sum{engine="1"} 0.5
-"""
-    assert total(text, "vllm:request_prefill_time_seconds_sum") == 0.75
-    assert total(text, "vllm:request_prefill_time_seconds_sum", 'engine="1"') == 0.5
-    assert total(text, "vllm:other") is None
-    assert stage_seconds(text) == {"queue": 1.5, "prefill": 0.75}
 
 
 def test_version_and_state_of_a_server() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.common.fake_server import Body, Reply, fake_server
-from benchmarks.common.progress import LineProgress
+from benchmarks.common.shapes import KvLayout
 from benchmarks.demo.configurations import (
     BUDGETS,
     FULL,
@@ -20,7 +20,6 @@ from benchmarks.demo.configurations import (
     everything_kept,
 )
 from benchmarks.demo.example import choose_example
-from benchmarks.demo.kv_cache import KvLayout
 from benchmarks.demo.measure import Measured, Questions, draw_questions, send_questions
 from benchmarks.demo.output import COLUMNS, details
 from benchmarks.demo.results import Results, build_control, build_row, half_width
@@ -64,10 +63,9 @@ def measured(questions: Questions) -> Measured:
         text = "none" if blind else right[image_of(body), question_of(body)]
         return Reply(tuple(text), usage={"prompt_tokens": prompt_tokens(body)})
 
-    progress = LineProgress(Console(file=io.StringIO()))
     with fake_server(reply, model=None) as server:
-        stock = send_questions(server.url, "stock", questions, (FULL,), progress)
-        pruned = send_questions(server.url, "pruned", questions, (*PRUNED, KEPT), progress)
+        stock = send_questions(server.url, "stock", questions, (FULL,))
+        pruned = send_questions(server.url, "pruned", questions, (*PRUNED, KEPT))
     assert len(server.seen) == 10 * len(questions.queries)
     # The same questions in every configuration, whichever finished first.
     by_configuration: dict[str, list[str]] = {}

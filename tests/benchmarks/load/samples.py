@@ -7,8 +7,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from benchmarks.common.client import Phase, Record
 from benchmarks.common.metrics import ServerMetrics
-from benchmarks.common.request_record import Phase, Record
 from benchmarks.load.compare import Point, Run
 from benchmarks.load.result import ClientFacts, Result, RunFacts, Verdict, summarize
 from benchmarks.load.schedule import Load, Slo

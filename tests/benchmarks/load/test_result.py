@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.common.client import Record
 from benchmarks.common.metrics import ServerMetrics
-from benchmarks.common.request_record import Record
 from benchmarks.load.result import (
     ClientFacts,
     RunFacts,

@@ -14,8 +14,8 @@ from statistics import median
 import pytest
 
 from benchmarks.common import BenchmarkError
+from benchmarks.common.client import read_journal
 from benchmarks.common.fake_server import MODEL, Reply, fake_server
-from benchmarks.common.request_record import read_journal
 from benchmarks.load.experiment import run
 from benchmarks.load.result import RECORDS, Result
 from benchmarks.load.schedule import Load

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import benchmarks.cost.efficiency
 from vllm_autoprune.backbones import (
     LLAVA_7B,
     LLAVA_13B,
@@ -20,7 +19,7 @@ from vllm_autoprune.backbones import (
 )
 from vllm_autoprune.cost import TERA, estimate_cost
 
-PATH = Path(benchmarks.cost.efficiency.__file__).with_name("published.json")
+PATH = Path(__file__).with_name("published_costs.json")
 DATA: dict[str, Any] = json.loads(PATH.read_text())
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from benchmarks.common.fake_server import Body, Reply, fake_server
-from benchmarks.cost.soak.requests import BLOCK
+from benchmarks.cost.soak_requests import BLOCK
 from tests.serving.unit.samples import served
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.image_split import SplitImage, align_core

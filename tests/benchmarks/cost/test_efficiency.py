@@ -1,0 +1,181 @@
+"""The efficiency table and its extrapolation to full depth."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.common import BenchmarkError
+from benchmarks.common.client import EMPTY, Client, Record
+from benchmarks.cost.__main__ import main
+from benchmarks.cost.depth import Efficiency, compose, read_efficiency
+from benchmarks.cost.efficiency import (
+    COLUMNS,
+    DeviceMemory,
+    Model,
+    Pass,
+    compute_cost,
+    format_table,
+    measure_score,
+    read_device_memory,
+)
+from benchmarks.server import Server
+from tests.benchmarks.load.samples import record
+from vllm_autoprune.backbones import LLAVA_NEXT_7B
+
+MODEL = Model(LLAVA_NEXT_7B.name, Path(), LLAVA_NEXT_7B, LLAVA_NEXT_7B.layers, 672, ())
+
+
+@pytest.mark.parametrize(
+    ("arm", "times_fewer"),
+    [("cdpruner", 9.9), ("AutoPrune", 9.9), ("fastv", 7.6), ("pyramiddrop", 2.9),
+     ("sparsevlm", 6.1), ("dart", 6.1)],
+)  # fmt: skip
+def test_layers_that_rank_all_tokens_are_counted(arm: str, times_fewer: float) -> None:
+    cost = compute_cost(MODEL, arm, 320, [])
+    assert round(MODEL.estimate(2880).flops / cost.flops, 1) == times_fewer
+    assert cost.tokens == 320
+
+
+class FakeClient(Client):
+    """Gives every question the same answer; with ``failure``, every third request fails."""
+
+    def __init__(self, text: str, failure: str | None = None) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self.text, self.failure, self.asked = text, failure, itertools.count()
+
+    def send(self, body: bytes, **_: object) -> Record:
+        failed = self.failure is not None and next(self.asked) % 3 == 0
+        return record(0, error=self.failure if failed else None, text="" if failed else self.text)
+
+
+def test_an_answer_without_text_is_wrong_and_a_failed_request_raises() -> None:
+    accuracy, _ = measure_score(FakeClient("yes"), 1)
+    silent, _ = measure_score(FakeClient("yes", EMPTY), 1)
+    assert 0 < silent < accuracy
+    with pytest.raises(BenchmarkError, match="status 500"):
+        measure_score(FakeClient("yes", "status 500: out of memory"), 1)
+
+
+class Worker(DeviceMemory):
+    """A worker on a device that need not exist."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+
+class OneWorker(Server):
+    """A server whose endpoint calls one worker, as vLLM's /collective_rpc."""
+
+    worker: DeviceMemory
+
+    def post(
+        self, path: str, body: Mapping[str, object], headers: Mapping[str, str] | None = None
+    ) -> tuple[int, dict[str, object]]:
+        peak = getattr(self.worker, str(body["method"]))()
+        return 200, {"results": [peak if peak is None else str(peak)]}
+
+
+def memory_cell(device: str) -> str:
+    server = OneWorker("http://h", "m", None, Path())  # type: ignore[arg-type]
+    object.__setattr__(server, "worker", Worker(device))
+    row = Pass(ttft=(0.1,), prefill=0.1, decode=(0.01,), prompt_tokens=9, visual_tokens=None,
+               device_memory=read_device_memory(server))  # fmt: skip
+    (line,) = (n for n in format_table(MODEL, 320, {"full": [row]}).split("\n") if "| full |" in n)
+    return line.strip("| ").split(" | ")[COLUMNS.index("GPU memory, MiB")]
+
+
+def test_memory_is_that_of_the_workers_gpu_or_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peaks = {"cuda:1": 3 << 20}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[str(device)])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks[str(device)])
+    assert memory_cell("cuda:1") == "3" and memory_cell("cpu") == "not measured"
+    Worker("cuda:1").reset_device_memory()
+    Worker("cpu").reset_device_memory()
+
+
+def table(layers: int) -> Efficiency:
+    """TTFT at zero layers and per layer: stock 2 s + 1 s, later 0.1 s + 0.05 s; pruned 2.5 s or
+    0.5 s + 0.1 s.
+    """
+
+    def times(fixed: float, layer: float) -> tuple[float, ...]:
+        return tuple(fixed + layer * layers + noise for noise in (-0.02, 0.0, 0.01))
+
+    return Efficiency(
+        "llava-next-7b",
+        layers,
+        320,
+        {"full": None, "AutoPrune": "ab"},
+        {"full": times(2.0, 1.0), "AutoPrune": times(2.5, 0.1)},
+        {"full": times(0.1, 0.05), "AutoPrune": times(0.5, 0.1)},
+    )
+
+
+def test_times_are_linear_in_layers() -> None:
+    composed = compose(table(1), table(3), 32)
+    full = [figure.value for figure in composed["full"]]
+    assert full == pytest.approx([1.0, 2.0, 34.0, 1.0, 1.0, 1.7 / 34.0])
+    pruned = [figure.value for figure in composed["AutoPrune"]]
+    assert pruned == pytest.approx([0.1, 2.5, 5.7, 10.0, 34.0 / 5.7, 3.7 / 5.7])
+    gain = composed["AutoPrune"][4]
+    assert gain.low < gain.value < gain.high
+
+
+@pytest.mark.parametrize(
+    ("deep", "why"),
+    [
+        (replace(table(3), budget=160), "differ"),
+        (replace(table(3), digests={"full": None, "AutoPrune": "cd"}), "differ"),
+        (table(1), "shallow one first"),
+        (replace(table(3), again={"full": (1.0,), "AutoPrune": (1.0,)}), "different numbers"),
+        (replace(table(3), ttft={"full": (1.0,), "AutoPrune": (1.0,)}), "different numbers"),
+    ],
+)
+def test_tables_that_do_not_belong_together_are_refused(deep: Efficiency, why: str) -> None:
+    with pytest.raises(BenchmarkError, match=why):
+        compose(table(1), deep, 32)
+
+
+def test_files_are_read_and_arms_that_were_refused_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for layers in (1, 3):
+        read = table(layers)
+        passes: dict[str, object] = {
+            arm: [{"ttft": times, "again": read.again[arm]}] for arm, times in read.ttft.items()
+        }
+        content = {
+            "model": read.model, "layers": layers, "budget": 320, "digests": dict(read.digests),
+            "passes": {**passes, "fastv": [{"reason": "no attention"}]},
+        }  # fmt: skip
+        paths.append(tmp_path / f"{layers}.json")
+        paths[-1].write_text(json.dumps(content))
+
+    assert list(read_efficiency(paths[0]).ttft) == ["full", "AutoPrune"]
+    assert main(["depth", *map(str, paths)]) == 0
+    printed = capsys.readouterr().out
+    assert "composed for 32 language layers from measurements of 1 and 3" in printed
+    assert "| AutoPrune | 100.0 (" in printed
+    assert main(["depth", *map(str, reversed(paths))]) == 1
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"model": "llava-next-7b"}'])
+def test_an_invalid_table_is_refused_in_one_line(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "1.json"
+    if content is not None:
+        path.write_text(content)
+
+    assert main(["depth", str(path), str(path)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
