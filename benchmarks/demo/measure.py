@@ -1,42 +1,76 @@
-"""Measurements of the demo: the model is served stock and pruned, both get the same questions."""
+"""Measurements of the demo: two models, each served stock and pruned, are sent the same requests.
+
+mini-LLaVA is trained, so its answers are compared. The other one is LLaVA-1.5 at half the width,
+with four language layers and two of the vision tower, so that prefill takes about the share of a
+request that it takes at full size. Its weights are random: answers mean nothing, and costs are
+those of any weights.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
-from benchmarks.common.report import environment, show_stage
-from benchmarks.common.shapes import count_visual_tokens, read_kv_layout
-from benchmarks.demo.chat_client import (
-    SERVED_NAME,
-    Answer,
-    Query,
-    ask_all,
-    build_query,
+from benchmarks.common import BenchmarkError
+from benchmarks.common.client import EMPTY, Client, Record, build_body, build_content
+from benchmarks.common.pictures import draw_picture, encode_picture
+from benchmarks.common.report import Advance, show_stage
+from benchmarks.common.shapes import (
+    TOKENS,
+    count_visual_tokens,
+    draw_words,
+    read_kv_layout,
+    write_llava,
 )
-from benchmarks.demo.configurations import (
-    FULL,
-    PRUNED,
-    Configuration,
-    everything_kept,
-)
-from benchmarks.demo.failure import build_start_error
-from benchmarks.demo.interrupt import InterruptHandler
-from benchmarks.demo.results import Results, build_control, build_row
-from benchmarks.demo.speed import measure_speed
-from benchmarks.minillava.split import LLAVA, Example, draw_examples
+from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
+from benchmarks.minillava.split import LLAVA, Example, png_url
 from benchmarks.server import ServerDied, serve
 from vllm_autoprune.ops.dtype import Dtype, choose_dtype
+from vllm_autoprune.statistics import Spread, spread
 
-COMMON_FLAGS = (
-    "--served-model-name", SERVED_NAME, "--max-model-len", "1024",
-    "--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching",
-)  # fmt: skip
-"""Of both servers. Prefix caching is off, because a hit would look like a fast prefill."""
+Guard = Callable[[], AbstractContextManager[None]]
+"""Ends servers that are started within it after Ctrl-C."""
+Keep = Literal["full", "random", "resized", "reference", "state"]
 
-_ASKED = "asked"
+USERS = 8
+"""Requests at once."""
+SERVED_NAME = "llava"
+_FLAGS = ("--served-model-name", SERVED_NAME, "--max-model-len", "1024", "--block-size", "32",
+          "--enforce-eager")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One way to serve an image: all of its tokens, or ``budget`` of them."""
+
+    keep: Keep
+    budget: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Short and unique, such as ``reference 8``."""
+        return self.keep if self.budget is None else f"{self.keep} {self.budget}"
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """The pruning fields of a request; none for the stock server."""
+        if self.keep == "full":
+            return {}
+        return {"mm_processor_kwargs": {"autoprune": {"budget": self.budget, "keep": self.keep}}}
+
+
+FULL = Configuration("full")
+KEEPS: tuple[Keep, ...] = ("random", "resized", "reference", "state")
+"""Ways to have K tokens: two controls, then the state without its exchanges and with them."""
+PRUNED = tuple(Configuration(keep, budget) for budget in (16, 8) for keep in KEEPS)
 
 
 @dataclass(frozen=True)
@@ -54,103 +88,230 @@ class Settings:
         """mini-LLaVA's is float32 on every CPU, so that its answers are the same on all."""
         return choose_dtype(exact=self.model == LLAVA)
 
-    @property
-    def pruning_flags(self) -> tuple[str, ...]:
-        """Further flags of the pruned server; features of images are not cached, because a row
-        would profit from the one before it."""
-        return (
-            "--autoprune-state", self.state,
-            "--autoprune-text-tower", str(self.text_tower),
-            "--autoprune-feature-cache-gb", "0",
-            "--trust-request-mm-kwargs",
-        )  # fmt: skip
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The text of an answer, and the number of tokens of its prompt."""
+
+    text: str
+    prompt_tokens: int
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Answers by configuration, in the order of the examples."""
-
-    answers: dict[Configuration, list[Answer]]
-
-    def answer(self, configuration: Configuration, number: int) -> str:
-        """The text of the answer to one example."""
-        return self.answers[configuration][number].text
+Answers = dict[Configuration, list[Answer]]
+"""Answers in the order of the examples."""
 
 
-@dataclass(frozen=True)
-class Questions:
-    """Questions that are scored, as examples and as queries."""
+def measure_answers(settings: Settings, examples: Sequence[Example], guard: Guard) -> Answers:
+    """Answers of the stock server, and of the pruned one in every configuration.
 
-    examples: tuple[Example, ...]
-    queries: tuple[Query, ...]
-
-
-def draw_questions(scenes: int) -> Questions:
-    """Questions on scenes of the test split."""
-    examples = tuple(draw_examples("test", scenes))
-    return Questions(examples, tuple(build_query(e, _ASKED) for e in examples))
-
-
-def measure(settings: Settings, interrupt: InterruptHandler) -> tuple[Results, Questions, Measured]:
-    """Measure all servers, one after the other; interrupts end the running one."""
-    settings.out.mkdir(parents=True, exist_ok=True)
-    tokens = count_visual_tokens(settings.model)
-    layout = read_kv_layout(settings.model, settings.dtype)
-    with show_stage("draw scenes"):
-        questions = draw_questions(settings.scenes)
-    kept = everything_kept(tokens)
-    with interrupt.guard():
-        stock = _serve_and_ask(settings, "stock", (), questions, (FULL,))
-    with interrupt.guard():
-        flags, asked = settings.pruning_flags, (*PRUNED, kept)
-        pruned = _serve_and_ask(settings, "pruned", flags, questions, asked)
-    measured = Measured(stock.answers | pruned.answers)
-    rows = tuple(
-        build_row(c, questions.examples, measured.answers[c], layout) for c in (FULL, *PRUNED)
-    )
-    results = Results(
-        rows=rows,
-        control=build_control(measured.answers[FULL], measured.answers[kept]),
-        questions=len(questions.examples),
-        scenes=settings.scenes,
-        visual_tokens=tokens,
-        kv_formula=layout.formula,
-        dtype=settings.dtype,
-        environment=environment(),
-        speed=measure_speed(settings.out, interrupt),
-    )
-    return results, questions, measured
-
-
-def _serve_and_ask(
-    settings: Settings,
-    name: str,
-    flags: Sequence[str],
-    questions: Questions,
-    asked: Sequence[Configuration],
-) -> Measured:
-    log = settings.out / f"{name}.log"
-    with contextlib.ExitStack() as stack:
-        with show_stage(f"mini-LLaVA, {name}: start"):
-            try:
-                flags = (*COMMON_FLAGS, "--dtype", settings.dtype, *flags)
-                server = stack.enter_context(serve(settings.model, *flags, log=log))
-            except ServerDied:
-                raise build_start_error(log) from None
-        return send_questions(server.url, name, questions, asked)
+    Its last configuration keeps all tokens: a control, which must equal the stock server.
+    """
+    # A row would profit from the one before it by hits in caches, which look like a fast prefill.
+    flags: tuple[str, ...] = (*_FLAGS, "--no-enable-prefix-caching", "--dtype", settings.dtype)
+    pruning = (
+        "--autoprune-state", settings.state, "--autoprune-text-tower", str(settings.text_tower),
+        "--autoprune-feature-cache-gb", "0", "--trust-request-mm-kwargs",
+    )  # fmt: skip
+    everything = Configuration("state", count_visual_tokens(settings.model))
+    log = settings.out / "stock.log"
+    with guard(), _serve("mini-LLaVA, stock", settings.model, flags, log) as url:
+        answers = send_questions(url, "stock", examples, (FULL,))
+    log, flags = settings.out / "pruned.log", (*flags, *pruning)
+    with guard(), _serve("mini-LLaVA, pruned", settings.model, flags, log) as url:
+        return answers | send_questions(url, "pruned", examples, (*PRUNED, everything))
 
 
 def send_questions(
+    url: str, name: str, examples: Sequence[Example], configurations: Sequence[Configuration]
+) -> Answers:
+    """Send all questions in every configuration, several at a time.
+
+    Raises :class:`BenchmarkError` where a question is not answered.
+    """
+    contents = []
+    for example in examples:  # encoded once
+        image, question = build_content(example.question, [png_url(example.image)])
+        contents.append([{**image, "uuid": f"asked-{example.image_id}"}, question])
+    client, answers = Client(url, timeout=120.0), Answers()
+
+    def ask(content: Sequence[Mapping[str, object]], fields: Mapping[str, object]) -> Answer:
+        body = build_body(SERVED_NAME, content, tokens=MAX_ANSWER_TOKENS, fields=fields)
+        record = client.send(body)
+        if record.error is not None and record.error != EMPTY:
+            broken = record.status in (0, 200)
+            what = "stopped answering; its log is in --out" if broken else "refused a question"
+            raise BenchmarkError(f"the server {what}: {record.error}")
+        return Answer(record.text, record.prompt_tokens or 0)
+
+    total = len(configurations) * len(contents)
+    pool = ThreadPoolExecutor(USERS)
+    try:
+        with show_stage(f"mini-LLaVA, {name}: questions", total) as advance:
+            for configuration in configurations:
+                futures = [pool.submit(ask, content, configuration.fields) for content in contents]
+                answers[configuration] = []
+                for future in futures:
+                    answers[configuration].append(future.result())
+                    advance()
+    finally:
+        # Requests that are still running fail when the server ends, which must not wait for them.
+        pool.shutdown(wait=False, cancel_futures=True)
+    return answers
+
+
+WIDTH, LAYERS, TOWER_LAYERS = 2048, 4, 2
+STATE, BUDGET = "cdpruner", 64
+QUESTIONS = 3
+"""Questions about one image."""
+ANSWER_TOKENS, QUESTION_WORDS = 4, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Numbers of requests of one arm."""
+
+    alone: int = 6
+    together: int = 24
+    images: int = 4
+    """Images that are asked about several times."""
+
+    @property
+    def requests(self) -> int:
+        """Number of all requests, including two that warm the server up."""
+        return 2 + self.alone + self.together + self.images * QUESTIONS
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedRow:
+    """What one way to serve an image costs; milliseconds."""
+
+    prompt_tokens: int
+    kv_bytes: int
+    alone: Spread
+    together: Spread
+    requests_per_second: float
+    questions: tuple[Spread, ...]
+    """Time to first token of the first, second and third question about one image."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """All of the comparison."""
+
+    stock: SpeedRow
+    resized: SpeedRow
+    pruned: SpeedRow
+    tokens: int = TOKENS
+    budget: int = BUDGET
+
+
+def measure_speed(out: Path, guard: Guard, plan: Plan | None = None) -> Speed:
+    """Serve the shape stock, then pruned, and time the same requests on both."""
+    plan = plan or Plan()
+    folder = write_llava(out / "shape", LAYERS, tower_layers=TOWER_LAYERS, width=WIDTH)
+    token_bytes = read_kv_layout(folder).bytes_per_token
+    flags: tuple[str, ...] = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
+    pruning = ("--autoprune-state", STATE, "--autoprune-budget", str(BUDGET),
+               "--autoprune-requests", "budget")  # fmt: skip
+    rows: dict[str, SpeedRow] = {}
+
+    def time_arm(url: str, name: str, fields: Mapping[str, object], first: int) -> None:
+        with show_stage(f"large server, {name}: times", plan.requests) as advance:
+            rows[name] = time_requests(url, fields, plan, token_bytes, first, advance)
+
+    with guard(), _serve("large server, stock", folder, flags, out / "speed-stock.log") as url:
+        time_arm(url, "stock", {}, 1000)
+    flags, log = (*flags, *pruning), out / "speed-pruned.log"
+    with guard(), _serve("large server, pruned", folder, flags, log) as url:
+        time_arm(url, "pruned", {}, 1000)
+        time_arm(url, "resized", {"keep": "resized"}, 2000)
+    return Speed(rows["stock"], rows["resized"], rows["pruned"])
+
+
+def time_requests(
     url: str,
-    name: str,
-    questions: Questions,
-    asked: Sequence[Configuration],
-) -> Measured:
-    """Send all questions in every configuration, several at a time."""
-    answers: dict[Configuration, list[Answer]] = {}
-    total = len(asked) * len(questions.queries)
-    with show_stage(f"mini-LLaVA, {name}: questions", total) as advance:
-        for configuration in asked:
-            extra = configuration.extra_body
-            answers[configuration] = ask_all(url, [(q, extra) for q in questions.queries], advance)
-    return Measured(answers)
+    fields: Mapping[str, object],
+    plan: Plan,
+    token_bytes: int,
+    first: int,
+    advance: Advance,
+) -> SpeedRow:
+    """Time the requests of one arm.
+
+    ``first`` is the number of its first image and text, so that arms of one server share none.
+    """
+    client = Client(url)
+
+    def send(number: int, image: int) -> Record:
+        text = draw_words(QUESTION_WORDS, first + number)
+        content = build_content(text, [draw_image_url(first + image)])
+        # A special first token would have no text to be timed.
+        answer: dict[str, object] = {"ignore_eos": True, "skip_special_tokens": False}
+        if fields:
+            answer["mm_processor_kwargs"] = {"autoprune": dict(fields)}
+        body = build_body(SERVED_NAME, content, tokens=ANSWER_TOKENS, fields=answer)
+        record = client.send(body)
+        advance()
+        if record.error is not None or not record.deltas:
+            raise BenchmarkError(f"the large server did not answer: {record.error}")
+        return record
+
+    for number in range(2):
+        send(number, number)
+    alone = [send(number, number) for number in range(10, 10 + plan.alone)]
+    numbers = range(100, 100 + plan.together)
+    # Pictures are drawn before the clock starts.
+    _ = [draw_image_url(first + number) for number in numbers]
+    start = time.perf_counter()
+    with ThreadPoolExecutor(USERS) as pool:
+        together = list(pool.map(lambda number: send(number, number), numbers))
+    seconds = time.perf_counter() - start
+    by_question: list[list[Record]] = [[] for _ in range(QUESTIONS)]
+    for image in range(300, 300 + plan.images):
+        for question in range(QUESTIONS):
+            by_question[question].append(send(image + 100 * question, image))
+    tokens = alone[0].prompt_tokens or 0
+    return SpeedRow(
+        prompt_tokens=tokens,
+        kv_bytes=tokens * token_bytes,
+        alone=_first_tokens(alone),
+        together=_first_tokens(together),
+        requests_per_second=plan.together / seconds,
+        questions=tuple(map(_first_tokens, by_question)),
+    )
+
+
+@lru_cache(maxsize=64)
+def draw_image_url(seed: int) -> str:
+    """A picture as a PNG data URL, as chat clients send it."""
+    return encode_picture(draw_picture(seed, 640, 480))
+
+
+def _first_tokens(records: Sequence[Record]) -> Spread:
+    return spread([1000 * (record.deltas[0] - record.started) for record in records])
+
+
+@contextlib.contextmanager
+def _serve(name: str, model: Path, flags: Sequence[str], log: Path) -> Iterator[str]:
+    """The address of a server; raises :class:`BenchmarkError` with the reason from its log."""
+    with contextlib.ExitStack() as stack:
+        with show_stage(f"{name}: start"):
+            try:
+                server = stack.enter_context(serve(model, *flags, log=log))
+            except ServerDied:
+                cause = find_root_cause(log.read_text(errors="replace"))
+                raise BenchmarkError(f"the server did not start: {cause} (log: {log})") from None
+        yield server.url
+
+
+def find_root_cause(log: str) -> str:
+    """The plugin's refusal, else the first error in a log, else its last line.
+
+    Processes pass errors on, so the first one is the cause.
+    """
+    _, refused, refusal = log.partition("\nvllm-autoprune: ")
+    if refused:
+        return " ".join(refusal.split())
+    error = re.search(r"(?:^|\] )(\w*(?:Error|Exception): .*)$", log, re.MULTILINE)
+    lines = [line for line in log.split("\n") if line.strip()]
+    return error[1] if error else lines[-1] if lines else "no output"

@@ -1,4 +1,4 @@
-"""Output of the demo: its table and notes, printed and written."""
+"""Output of the demo: scores with their uncertainty, the table and its notes."""
 
 from __future__ import annotations
 
@@ -10,27 +10,39 @@ import statistics
 import sys
 import time
 import timeit
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from rich.box import HORIZONTALS
 from rich.console import Console
 from rich.padding import Padding
+from rich.table import Table as TerminalTable
 
 from benchmarks.common import BenchmarkError
-from benchmarks.common.report import Table as ReportTable
-from benchmarks.common.report import show_stage
-from benchmarks.common.shapes import TOKENS
-from benchmarks.demo.configurations import NAMES
-from benchmarks.demo.example import ExamplePicture, draw_example
-from benchmarks.demo.interrupt import InterruptHandler
-from benchmarks.demo.measure import Settings, measure
-from benchmarks.demo.results import Results, Row
-from benchmarks.demo.speed import WIDTH
-from benchmarks.demo.summary import summary, summary_notes, terminal
-from benchmarks.minillava.split import CLIP, LLAVA
+from benchmarks.common.report import Table, environment, show_stage
+from benchmarks.common.shapes import TOKENS, KvLayout, count_visual_tokens, read_kv_layout
+from benchmarks.demo.measure import (
+    ANSWER_TOKENS,
+    FULL,
+    PRUNED,
+    USERS,
+    WIDTH,
+    Answer,
+    Configuration,
+    Guard,
+    Keep,
+    Settings,
+    Speed,
+    SpeedRow,
+    measure_answers,
+    measure_speed,
+)
+from benchmarks.demo.picture import NAMES, draw_example
+from benchmarks.minillava.split import CLIP, LLAVA, Example, draw_examples, grade_answers
 from vllm_autoprune import load_state
 from vllm_autoprune.ops.dtype import Dtype, choose_dtype
-
-COLUMNS = ("K", "tokens chosen by", "accuracy %", "accuracy+ %", "prompt tokens", "KV bytes")
+from vllm_autoprune.statistics import Spread
 
 INTRODUCTION = """\
 This demo serves two models with `vllm serve`, stock and pruned, on this machine, and compares both
@@ -40,45 +52,218 @@ with resizing the image to as many tokens:
 The large one is served in {dtype}, which this machine multiplies fast, the tiny one in {small}. By
 a product timed just now it takes about {minutes} minutes here, longer beside other work, and ends
 with one table and a picture."""
-
 OTHER_SECONDS = 140
 """Starts of four servers and mini-LLaVA's questions, on two idle cores."""
 PRODUCTS = 1100
 """What all requests to the large model take, in products of one image's tokens in its MLP."""
+SHOWN_BUDGET = 16
+"""K of mini-LLaVA's 144 tokens in the table, the same ninth as 64 of 576."""
+HEAD = ("", "stock", "resized", "pruned")
+COLUMNS = ("K", "tokens chosen by", "accuracy %", "accuracy+ %", "prompt tokens", "KV bytes")
+_Z = 1.96
 
 
-def cells(row: Row, visual_tokens: int) -> tuple[str, ...]:
-    """The columns of one row, as text."""
-    budget = row.configuration.budget
-    return (
-        str(visual_tokens if budget is None else budget),
-        NAMES[row.configuration.keep],
-        f"{100 * row.accuracy:.1f} ± {100 * row.half_width:.1f}",
-        f"{100 * row.accuracy_plus:.1f}",
-        f"{row.prompt_tokens:.1f}",
-        f"{row.kv_bytes:,.0f}",
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One configuration. Shares lie between 0 and 1; tokens and bytes are means over questions."""
+
+    configuration: Configuration
+    accuracy: float
+    half_width: float
+    accuracy_plus: float
+    by_kind: Mapping[str, float]
+    prompt_tokens: float
+    kv_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All results of the demo."""
+
+    rows: tuple[Row, ...]
+    control: Mapping[str, int]
+    """Answers of the pruned server with all tokens that equal the stock server's, and all asked."""
+    questions: int
+    scenes: int
+    visual_tokens: int
+    kv_formula: str
+    dtype: str
+    environment: Mapping[str, str]
+    speed: Speed
+    seconds: float = 0.0
+
+    def row(self, keep: Keep, budget: int | None = None) -> Row:
+        """The row of one configuration."""
+        wanted = Configuration(keep, budget)
+        return next(row for row in self.rows if row.configuration == wanted)
+
+    def verdict(self, budget: int = 8) -> str:
+        """The result at one budget, in a sentence."""
+        keeps: tuple[Keep, ...] = ("reference", "state", "resized", "random")
+        shares = [f"{NAMES[k]} {100 * self.row(k, budget).accuracy:.1f} %" for k in keeps]
+        full = self.row("full")
+        fewer = full.prompt_tokens / self.row("state", budget).prompt_tokens
+        return (
+            f"At K = {budget} of {self.visual_tokens} visual tokens: {', '.join(shares)} "
+            f"(full: {100 * full.accuracy:.1f} %), with {fewer:.1f} times fewer prompt tokens "
+            "and KV bytes."
+        )
+
+
+def half_width(examples: Sequence[Example], answers: Sequence[str]) -> float:
+    """Half of the 95 % interval of accuracy: the wider of two intervals.
+
+    Wilson's takes questions as independent, and is correct near 0 and 1. The other one takes scenes
+    as independent, because questions on one image are correlated.
+    """
+    p, n = grade_answers(examples, answers).accuracy, len(examples)
+    wilson = _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
+    scenes: dict[int, list[int]] = {}
+    for place, example in enumerate(examples):
+        scenes.setdefault(example.image_id, []).append(place)
+    if len(scenes) < 2:
+        return wilson
+    by_scene = [
+        grade_answers([examples[i] for i in places], [answers[i] for i in places]).accuracy
+        for places in scenes.values()
+    ]
+    return max(wilson, _Z * statistics.stdev(by_scene) / math.sqrt(len(by_scene)))
+
+
+def build_row(
+    configuration: Configuration,
+    examples: Sequence[Example],
+    answers: Sequence[Answer],
+    layout: KvLayout,
+) -> Row:
+    """Scores and cost of one configuration."""
+    texts = [answer.text for answer in answers]
+    scored = grade_answers(examples, texts)
+    tokens = statistics.fmean(answer.prompt_tokens for answer in answers)
+    return Row(
+        configuration=configuration,
+        accuracy=scored.accuracy,
+        half_width=half_width(examples, texts),
+        accuracy_plus=scored.accuracy_plus,
+        by_kind=scored.by_kind,
+        prompt_tokens=tokens,
+        kv_bytes=tokens * layout.bytes_per_token,
     )
 
 
-def details(results: Results) -> str:
-    """All configurations of mini-LLaVA, as Markdown."""
-    rows = [cells(row, results.visual_tokens) for row in results.rows]
-    table = ReportTable("", COLUMNS, rows, "rl" + "r" * (len(COLUMNS) - 2)).markdown()
-    return "\n".join([table, "", results.verdict(), "", *(f"- {n}" for n in notes(results))]) + "\n"
+Cells = tuple[str, ...]
 
 
-def notes(results: Results) -> tuple[str, ...]:
-    """How to read the table of details."""
-    control = results.control
+def build_blocks(results: Results) -> tuple[list[Cells], list[Cells]]:
+    """Rows of the large model, and rows of mini-LLaVA; the first of each is its heading."""
+    speed = results.speed
+    three = (speed.stock, speed.resized, speed.pruned)
+
+    def questions(row: SpeedRow) -> str:
+        return "/".join(f"{sample.median:,.0f}" for sample in row.questions)
+
+    large = [
+        _heading("large, random weights", speed.tokens, speed.budget),
+        ("prompt tokens of a request", *(f"{row.prompt_tokens}" for row in three)),
+        ("KV cache of a request, MB", *(f"{row.kv_bytes / 1e6:.1f}" for row in three)),
+        ("first token, alone, ms", *(f"{row.alone.median:,.0f}" for row in three)),
+        (f"first token, {USERS} at once, ms", *(f"{row.together.median:,.0f}" for row in three)),
+        (f"requests/s, {USERS} at once", *(f"{row.requests_per_second:.2f}" for row in three)),
+        ("first token, question 1/2/3, ms", *map(questions, three)),
+    ]
+    rows = [
+        results.row("full"),
+        results.row("resized", SHOWN_BUDGET),
+        results.row("state", SHOWN_BUDGET),
+    ]
+    small = [
+        _heading("mini-LLaVA, trained", results.visual_tokens, SHOWN_BUDGET),
+        ("prompt tokens of a request", *(f"{row.prompt_tokens:.1f}" for row in rows)),
+        ("KV cache of a request, MB", *(f"{row.kv_bytes / 1e6:.2f}" for row in rows)),
+        ("right answers, %", *map(_accuracy, rows)),
+    ]
+    return large, small
+
+
+def _heading(model: str, tokens: int, budget: int) -> Cells:
+    return (model, f"N = {tokens}", f"K = {budget}", f"K = {budget}")
+
+
+def _accuracy(row: Row) -> str:
+    return f"{100 * row.accuracy:.1f} ± {100 * row.half_width:.1f}"
+
+
+def format_summary(results: Results) -> str:
+    """The table and its notes as Markdown."""
+    rows: list[Cells] = []
+    for heading, *others in build_blocks(results):
+        rows += [tuple(f"**{cell}**" for cell in heading), *others]
+    table = Table("", HEAD, rows, "lrrr").markdown()
+    return "\n".join([table, "", *(f"- {note}" for note in list_notes(results))]) + "\n"
+
+
+def build_terminal_table(results: Results) -> TerminalTable:
+    """The table for `rich`, with a rule between the models."""
+    table = TerminalTable(box=HORIZONTALS, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, name in enumerate(HEAD):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for block in build_blocks(results):
+        table.add_section()
+        for number, row in enumerate(block):
+            table.add_row(*row, style=None if number else "bold")
+    return table
+
+
+def list_notes(results: Results) -> tuple[str, ...]:
+    """How to read the table."""
+    speed, machine = results.speed, results.environment
+    alone, base = speed.stock.alone, results.row("reference", SHOWN_BUDGET)
+
+    def quartiles(sample: Spread) -> str:
+        return f"{sample.low:,.0f} to {sample.high:,.0f}"
+
     return (
+        "Large: LLaVA-1.5's shape at half its width, 4 language layers and 2 of the tower, in "
+        f"{machine['dtype of local servers']}. Medians of {alone.count} requests alone "
+        f"and {speed.stock.together.count} at once, each of {ANSWER_TOKENS} tokens and on a new "
+        f"image; quartiles alone: {quartiles(alone)} stock, "
+        f"{quartiles(speed.pruned.alone)} pruned. {machine['cores']} cores at a load average of "
+        f"{machine['load average']}: other work changes such times. Resized and pruned have the "
+        "same number of tokens; their times differ by more than the selection takes.",
+        "Question 1/2/3: one image asked about three times, prefix caching on. Stock finds "
+        "the image in its cache; a state that reads the question prefills K tokens again.",
+        f"mini-LLaVA, in {results.dtype}: {results.questions} held-out questions, ± half of the "
+        "95 % interval. Pruned is the state that a search found for it; its base policy alone: "
+        f"{100 * base.accuracy:.1f} %. Resized: its tokens pooled to K cells, which it was not "
+        "trained on, so it is a weak rival here.",
+    )
+
+
+def format_details(results: Results) -> str:
+    """All configurations of mini-LLaVA, as Markdown."""
+    rows = [
+        (
+            str(row.configuration.budget or results.visual_tokens),
+            NAMES[row.configuration.keep],
+            _accuracy(row),
+            f"{100 * row.accuracy_plus:.1f}",
+            f"{row.prompt_tokens:.1f}",
+            f"{row.kv_bytes:,.0f}",
+        )
+        for row in results.rows
+    ]
+    notes = (
         f"{results.questions} questions on {results.scenes} scenes, the same in every row. "
         "± is half of the 95 % interval. accuracy+ counts a yes/no pair only where both are "
         "right.",
         f"KV bytes = {results.kv_formula}. Prompt tokens as the server counts them, mean over "
         "the questions.",
         f"Control: keeping all {results.visual_tokens} tokens, the pruned server gave "
-        f"{control.same_answers} of {control.asked} answers exactly as the stock one.",
+        f"{results.control['same_answers']} of {results.control['asked']} answers exactly as the "
+        "stock one.",
     )
+    table = Table("", COLUMNS, rows, "rlrrrr").markdown()
+    return "\n".join([table, "", results.verdict(), "", *(f"- {note}" for note in notes)]) + "\n"
 
 
 def estimate_minutes(dtype: Dtype) -> int:
@@ -90,7 +275,32 @@ def estimate_minutes(dtype: Dtype) -> int:
     return math.ceil((OTHER_SECONDS + PRODUCTS * statistics.median(seconds)) / 60)
 
 
-def run_demo(options: argparse.Namespace, interrupt: InterruptHandler) -> None:
+def measure(
+    settings: Settings, guard: Guard
+) -> tuple[Results, Sequence[Example], dict[Configuration, list[Answer]]]:
+    """Measure all servers, one after the other; ``guard`` ends the running one."""
+    settings.out.mkdir(parents=True, exist_ok=True)
+    layout = read_kv_layout(settings.model, settings.dtype)
+    with show_stage("draw scenes"):
+        examples = draw_examples("test", settings.scenes)
+    answers = measure_answers(settings, examples, guard)
+    *_, everything = answers
+    pairs = list(zip(answers[FULL], answers[everything], strict=True))
+    results = Results(
+        rows=tuple(build_row(c, examples, answers[c], layout) for c in (FULL, *PRUNED)),
+        control={"same_answers": sum(a == b for a, b in pairs), "asked": len(pairs)},
+        questions=len(examples),
+        scenes=settings.scenes,
+        visual_tokens=count_visual_tokens(settings.model),
+        kv_formula=layout.formula,
+        dtype=settings.dtype,
+        environment=environment(),
+        speed=measure_speed(settings.out, guard),
+    )
+    return results, examples, answers
+
+
+def run_demo(options: argparse.Namespace, guard: Guard) -> None:
     """The whole demo."""
     start = time.monotonic()
     settings = Settings(
@@ -110,42 +320,28 @@ def run_demo(options: argparse.Namespace, interrupt: InterruptHandler) -> None:
     print(introduction, file=sys.stderr, flush=True)
     # Busy-waiting threads of torch in the client would slow the server that is measured.
     torch.set_num_threads(1)
-    results, questions, measured = measure(settings, interrupt)
+    results, examples, answers = measure(settings, guard)
     with show_stage("picture"):
-        picture = draw_example(settings, questions, measured)
+        picture = draw_example(settings, examples, answers)
     results = dataclasses.replace(results, seconds=time.monotonic() - start)
-    _write(settings, results, picture)
+    content = {**dataclasses.asdict(results), "verdict": results.verdict(), "picture": picture}
+    text = json.dumps(content, indent=2)
+    (settings.out / "results.json").write_text(text + "\n")
+    (settings.out / "accuracy.md").write_text(format_details(results))
+    (settings.out / "table.md").write_text(format_summary(results))
     if options.json:
-        print(_as_json(results, picture))
-    else:
-        _print(settings, results, picture)
-
-
-def _write(settings: Settings, results: Results, picture: ExamplePicture) -> None:
-    (settings.out / "results.json").write_text(_as_json(results, picture) + "\n")
-    (settings.out / "accuracy.md").write_text(details(results))
-    (settings.out / "table.md").write_text(summary(results))
-
-
-def _as_json(results: Results, picture: ExamplePicture) -> str:
-    content = {**dataclasses.asdict(picture), "agrees": picture.agrees}
-    return json.dumps({**results.to_json(), "picture": content}, indent=2)
-
-
-def _print(settings: Settings, results: Results, picture: ExamplePicture) -> None:
+        print(text)
+        return
     console = Console()
     if console.is_terminal:
-        console.print("", terminal(results))
-        for note in summary_notes(results):
+        console.print("", build_terminal_table(results))
+        for note in list_notes(results):
             console.print(Padding(f"• {note}", (0, 0, 0, 2)), style="dim", highlight=False)
     else:
-        print(summary(results), end="")
-    checked = "as served" if picture.agrees else f"different when served: {picture.served}"
-    console.print(
-        f"\npicture: {picture.path} (answers {checked}; patches recomputed with transformers, "
-        f"whose rounding may\nkeep a few others); every configuration: "
-        f"{settings.out / 'accuracy.md'}; {results.seconds:.0f} s in all",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        print(format_summary(results), end="")
+    last = (
+        f"\npicture: {picture['path']} (patches recomputed with transformers, whose rounding may "
+        f"keep a few\nothers); every configuration: {settings.out / 'accuracy.md'}; "
+        f"{results.seconds:.0f} s in all"
     )
+    console.print(last, highlight=False, markup=False, soft_wrap=True)

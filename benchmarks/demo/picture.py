@@ -1,19 +1,46 @@
-"""Draws a scene once for each way to choose its tokens: kept patches bright, the rest dimmed."""
+"""The picture at the end of the demo: one scene, the patches that each configuration keeps.
+
+The patches are recomputed: the checkpoint is opened with transformers, and the server's own code
+chooses the tokens. Its inputs equal the server's up to the rounding in other kernels, which may
+exchange patches of nearly equal rank. Answers are those of the server.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
+import torch
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
+from benchmarks.demo.measure import FULL, Answer, Configuration, Keep, Settings
+from benchmarks.minillava.split import Example, grade_answers, png
+from vllm_autoprune import load_state, materialize, refine
+from vllm_autoprune.checkpoints.llava import LlavaVision
 from vllm_autoprune.report.panels import group_colour
+from vllm_autoprune.report.trace import trace_images
+from vllm_autoprune.serving.shared.identities import hash_picture, make_feature_key
+from vllm_autoprune.serving.shared.text_tower import read_text_tower
+from vllm_autoprune.serving.worker.selection import select_at_random
+
+NAMES: Mapping[Keep, str] = {
+    "full": "full",
+    "random": "random keep",
+    "resized": "resize control",
+    "reference": "base policy",
+    "state": "shipped state",
+}
+BUDGET = 8
+SHOWN = (
+    FULL,
+    Configuration("random", BUDGET),
+    Configuration("reference", BUDGET),
+    Configuration("state", BUDGET),
+)
 
 Colour = tuple[int, int, int]
-
-PATCH = 14
-SCALE = 3
-GAP = 28
+PATCH, SCALE, GAP = 14, 3, 28
 PAPER: Colour = (255, 255, 255)
 TEXT: Colour = (32, 36, 44)
 QUIET: Colour = (104, 110, 122)
@@ -21,88 +48,131 @@ KEPT: Colour = (255, 255, 255)
 EVIDENCE: Colour = (255, 196, 0)
 RIGHT: Colour = (21, 128, 61)
 WRONG: Colour = (190, 30, 45)
+_TITLE, _LABEL, _LEGEND = 46, 35, 30
 
-_TITLE, _LABEL, _ANSWER, _LEGEND = 46, 35, 35, 30
+
+class Explainer:
+    """A checkpoint and a state, opened once, which choose patches as a server does."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._state = load_state(settings.state)
+        tower = read_text_tower(str(settings.text_tower))
+        self._vision = LlavaVision(settings.model, tower, settings.dtype)
+
+    @torch.no_grad()
+    def select(
+        self, image: Image.Image, question: str, configuration: Configuration
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Raster indices of the kept patches, and for every patch its owner.
+
+        The owner is the kept patch that it is merged into, or -1; empty where nothing is merged.
+        """
+        tokens = self._vision.encode(image, question)
+        budget = configuration.budget
+        if budget is None:
+            return tuple(range(tokens.count)), ()
+        if configuration.keep == "random":
+            key = make_feature_key(hash_picture(image))
+            return _ascending(select_at_random(budget, tokens, [key]).indices[0]), ()
+        exchanges = configuration.keep == "state"
+        policy = materialize(self._state if exchanges else self._state.without_exchange(), budget)
+        refined = refine(policy, tokens)
+        (trace,) = trace_images(policy, tokens, refined)
+        return _ascending(refined.indices[0]), trace.owners
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One copy of the scene: a title, what is kept (None: everything), and the answer.
+def _ascending(indices: torch.Tensor) -> tuple[int, ...]:
+    return tuple(sorted(indices.tolist()))
 
-    ``owners`` has for every patch the kept one that it is merged into, or -1.
+
+def choose_example(
+    examples: Sequence[Example], answers: Mapping[Configuration, Sequence[Answer]]
+) -> int:
+    """The first question that a random keep fails and the others answer.
+
+    Where there is none: the first that the full model answers, or the first of all.
     """
-
-    title: str
-    detail: str
-    kept: tuple[int, ...] | None
-    answer: str
-    right: bool
-    owners: tuple[int, ...] = ()
-
-
-def draw(
-    image: Image.Image, question: str, panels: Sequence[Panel], evidence: Sequence[int]
-) -> Image.Image:
-    """The picture: the question, and the panels side by side with their answers."""
-    side = image.width * SCALE
-    top, below = GAP + _TITLE + 28 + _LABEL + 16, 18 + _ANSWER + 28 + _LEGEND + GAP
-    width = GAP + len(panels) * (side + GAP)
-    sheet = Image.new("RGB", (width, top + side + below), PAPER)
-    pen = ImageDraw.Draw(sheet)
-    pen.text((GAP, GAP - 6), f"“{question}”", TEXT, _font(_TITLE))
-    for number, panel in enumerate(panels):
-        left = GAP + number * (side + GAP)
-        _label(pen, left, top - 16 - _LABEL, panel)
-        sheet.paste(scene(image, panel.kept, evidence, panel.owners), (left, top))
-        _answer(pen, left, top + side + 16, panel)
-    merged = any(panel.owners for panel in panels)
-    _legend(pen, GAP, top + side + 18 + _ANSWER + 28, merged)
-    return sheet
+    contrasting, answered = [], []
+    for number, example in enumerate(examples):
+        right = [_is_right(example, answers[c][number].text) for c in SHOWN]
+        if right == [True, False, True, True] and example.kind in ("digit", "colour", "shape"):
+            contrasting.append(number)
+        if right[0]:
+            answered.append(number)
+    return next(iter((*contrasting, *answered)), 0)
 
 
-def scene(
+def _is_right(example: Example, answer: str) -> bool:
+    return grade_answers([example], [answer]).accuracy == 1.0
+
+
+def draw_example(
+    settings: Settings,
+    examples: Sequence[Example],
+    answers: Mapping[Configuration, Sequence[Answer]],
+) -> dict[str, object]:
+    """Draw one question into ``kept.png``; its path, question and answers."""
+    number = choose_example(examples, answers)
+    example = examples[number]
+    image = Image.open(io.BytesIO(png(example.image))).convert("RGB")
+    explainer, side = Explainer(settings), image.width * SCALE
+    top = GAP + _TITLE + 28 + _LABEL + 16
+    height = top + side + 18 + _LABEL + 28 + _LEGEND + GAP
+    sheet = Image.new("RGB", (GAP + len(SHOWN) * (side + GAP), height), PAPER)
+    pen, merged = ImageDraw.Draw(sheet), False
+    pen.text((GAP, GAP - 6), f"“{example.question}”", TEXT, _font(_TITLE))
+    served = {c.label: answers[c][number].text.strip() for c in SHOWN}
+    for place, configuration in enumerate(SHOWN):
+        kept, owners = explainer.select(image, example.question, configuration)
+        left, answer = GAP + place * (side + GAP), served[configuration.label]
+        _write(
+            pen,
+            (left, top - 16 - _LABEL),
+            (f"{NAMES[configuration.keep]}  ", TEXT),
+            (f"{len(kept)} tokens", QUIET),
+        )
+        lit = None if configuration == FULL else kept
+        sheet.paste(draw_scene(image, lit, example.evidence, owners), (left, top))
+        colour = RIGHT if _is_right(example, answer) else WRONG
+        below = (left, top + side + 16)
+        _write(pen, below, ("answer: ", QUIET), (answer or "(nothing)", colour))
+        merged = merged or bool(owners)
+    _draw_legend(pen, GAP, top + side + 18 + _LABEL + 28, merged)
+    path, here = settings.out / "kept.png", Path.cwd()
+    sheet.save(path, optimize=True)
+    return {
+        "path": str(path.relative_to(here) if path.is_relative_to(here) else path),
+        "question": example.question,
+        "expected": example.answer,
+        "served": served,
+    }
+
+
+def draw_scene(
     image: Image.Image,
     kept: Iterable[int] | None,
     evidence: Sequence[int],
     owners: Sequence[int] = (),
 ) -> Image.Image:
-    """One panel's image, enlarged and marked; merged patches have the colour of their group."""
+    """The enlarged scene: kept patches bright, the rest dimmed; None keeps everything.
+
+    Merged patches have the colour of their group, and patches that hold the answer an outline.
+    """
     big = image.resize((image.width * SCALE, image.height * SCALE), Image.Resampling.NEAREST)
-    columns = image.width // PATCH
-    if kept is None:
-        shown, chosen = big.copy(), set[int]()
-    else:
-        grey = ImageEnhance.Color(big).enhance(0.3)
-        shown, chosen = ImageEnhance.Brightness(grey).enhance(0.42), set(kept)
+    columns, scene, chosen = image.width // PATCH, big.copy(), set(kept or ())
+    if kept is not None:
+        scene = ImageEnhance.Brightness(ImageEnhance.Color(big).enhance(0.3)).enhance(0.42)
     colours = {patch: group_colour(n) for n, patch in enumerate(sorted(chosen))} if owners else {}
     for patch, owner in enumerate(owners):
         if owner >= 0:
             box = patch_box(patch, columns)
             tint = Image.new("RGB", (PATCH * SCALE, PATCH * SCALE), colours[owner])
-            shown.paste(Image.blend(big.crop(box), tint, 0.5), box[:2])
+            scene.paste(Image.blend(big.crop(box), tint, 0.5), box[:2])
     for patch in chosen:
         box = patch_box(patch, columns)
-        shown.paste(big.crop(box), box[:2])
-    pen = ImageDraw.Draw(shown)
-    _outline(pen, evidence, columns)
-    for patch in chosen:
-        left, top, right, bottom = patch_box(patch, columns)
-        colour, width = colours.get(patch, KEPT), 6 if patch in colours else 3
-        pen.rectangle((left, top, right - 1, bottom - 1), outline=colour, width=width)
-    return shown
-
-
-def patch_box(patch: int, columns: int) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom of a raster patch in the enlarged scene."""
-    row, column = divmod(patch, columns)
-    size = PATCH * SCALE
-    return column * size, row * size, (column + 1) * size, (row + 1) * size
-
-
-def _outline(pen: ImageDraw.ImageDraw, patches: Sequence[int], columns: int) -> None:
-    """The border of a set of patches, without the lines between them."""
-    marked = set(patches)
-    for patch in marked:
+        scene.paste(big.crop(box), box[:2])
+    pen = ImageDraw.Draw(scene)
+    for patch in evidence:  # the border of the set, without the lines between its patches
         left, top, right, bottom = patch_box(patch, columns)
         column = patch % columns
         edges = {
@@ -112,24 +182,32 @@ def _outline(pen: ImageDraw.ImageDraw, patches: Sequence[int], columns: int) -> 
             (right, top, right, bottom): patch + 1 if column < columns - 1 else -1,
         }
         for line, neighbour in edges.items():
-            if neighbour not in marked:
+            if neighbour not in evidence:
                 pen.line(line, fill=EVIDENCE, width=7)
+    for patch in chosen:
+        left, top, right, bottom = patch_box(patch, columns)
+        colour, width = colours.get(patch, KEPT), 6 if patch in colours else 3
+        pen.rectangle((left, top, right - 1, bottom - 1), outline=colour, width=width)
+    return scene
 
 
-def _label(pen: ImageDraw.ImageDraw, left: int, top: int, panel: Panel) -> None:
-    pen.text((left, top), panel.title, TEXT, _font(_LABEL))
-    start = left + pen.textlength(panel.title, _font(_LABEL)) + 14
-    pen.text((start, top), panel.detail, QUIET, _font(_LABEL))
+def patch_box(patch: int, columns: int) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of a raster patch in the enlarged scene."""
+    row, column = divmod(patch, columns)
+    size = PATCH * SCALE
+    return column * size, row * size, (column + 1) * size, (row + 1) * size
 
 
-def _answer(pen: ImageDraw.ImageDraw, left: int, top: int, panel: Panel) -> None:
-    pen.text((left, top), "answer: ", QUIET, _font(_ANSWER))
-    start = left + pen.textlength("answer: ", _font(_ANSWER))
-    colour = RIGHT if panel.right else WRONG
-    pen.text((start, top), panel.answer or "(nothing)", colour, _font(_ANSWER), stroke_width=0.5)
+def _write(
+    pen: ImageDraw.ImageDraw, place: tuple[float, float], *words: tuple[str, Colour]
+) -> None:
+    left, top = place
+    for text, colour in words:
+        pen.text((left, top), text, colour, _font(_LABEL))
+        left += pen.textlength(text, _font(_LABEL))
 
 
-def _legend(pen: ImageDraw.ImageDraw, left: int, top: int, merged: bool) -> None:
+def _draw_legend(pen: ImageDraw.ImageDraw, left: int, top: int, merged: bool) -> None:
     size, step = 36, 12
     entries = [(KEPT, "kept patch"), (EVIDENCE, "patches that hold the answer")]
     if merged:

@@ -1,1 +1,0 @@
-"""Tests of the demo against a fake server."""

@@ -106,7 +106,7 @@ def test_the_whole_group_of_the_server_is_ended(
 
 def test_an_interrupt_before_any_server_ends_at_once() -> None:
     script = (
-        "import time; from benchmarks.demo.interrupt import InterruptHandler; InterruptHandler();"
+        "import time; from benchmarks.demo.__main__ import InterruptHandler; InterruptHandler();"
         "print('ready', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen(
