@@ -13,8 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.base_policies.samples import WIDTH, images, mapped, select, take
 from tests.stand_in_device import forbid_waiting
 from tests.tpdsl.samples import state
-from vllm_autoprune import Grid, SelectionError, VisualTokens, materialize, safety_check
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
+from vllm_autoprune import (
+    Grid,
+    SelectionError,
+    VisualTokens,
+    materialize,
+    safety_check,
+)
+from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Given, ReferenceSelection
+from vllm_autoprune.tpdsl.tokens import NextLayer
 
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     **{name: (name, {}) for name in sorted(BASE_POLICIES)},
@@ -100,6 +108,111 @@ def test_images_of_a_batch_are_independent(variant: str, grid: Grid) -> None:
             assert all(
                 torch.equal(a[image : image + 1], b) for a, b in zip(together, alone, strict=True)
             )
+
+
+# Golden cases of several tiles hold the one scale of relevance over them.
+SCALED_OVER_TILES = ("cdpruner", "cen_cdpruner", "fsr")
+"""Policies whose relevance is normalised over all tiles of an image."""
+
+PER_TILE = [
+    name
+    for name, (policy, params) in VARIANTS.items()
+    if "language" not in BASE_POLICIES[policy].needs
+    and "tile_scope" not in params
+    and (policy not in SCALED_OVER_TILES or "core" in name)
+    and params.get("importance") != "relevance"
+]
+
+
+@pytest.mark.parametrize("budget", [7, 11])
+@pytest.mark.parametrize("variant", PER_TILE)
+def test_tiles_are_selected_each_on_its_own(variant: str, budget: int) -> None:
+    tokens = images(4, batch=1, grid=Grid(3, 4, tiles=3), noise=1.0)
+    actual = run(variant, tokens, budget)
+    for tile in range(3):
+        alone = run(variant, tile_of(tokens, tile), budget // 3 + (tile < budget % 3))
+        mine = actual.picks[0] // 12 == tile
+        assert (actual.picks[0, mine] - 12 * tile).tolist() == alone.picks[0].tolist()
+        if alone.merged is not None and actual.merged is not None:
+            torch.testing.assert_close(actual.merged[0, mine], alone.merged[0])
+        if alone.extra is not None and actual.extra is not None:
+            torch.testing.assert_close(actual.extra[0, tile], alone.extra[0, 0])
+
+
+def tile_of(tokens: VisualTokens, tile: int) -> VisualTokens:
+    """A tile as an image of its own; what has one row a tile has one, and the text is the same."""
+    size = tokens.grid.per_tile
+
+    def cut(values: Tensor) -> Tensor:
+        if values.shape[1] == tokens.count:
+            return values[:, size * tile : size * (tile + 1)]
+        return values[:, tile : tile + 1] if values.shape[1] == tokens.grid.tiles else values
+
+    tower, instruction = tokens.require_tower(), tokens.require_instruction()
+    layer = tokens.require_next_layer()
+    return VisualTokens(
+        cut(tokens.features),
+        Grid(tokens.grid.height, tokens.grid.width),
+        cls_attention=cut(tokens.require_cls_attention()),
+        instruction=replace(instruction, patches=cut(instruction.patches)),
+        encoder=cut(tokens.require_encoder()),
+        words=tokens.words,
+        tower=replace(
+            tower,
+            patches=cut(tower.patches),
+            keys=cut(tower.keys),
+            cls=None if tower.cls is None else cut(tower.cls),
+            next_layer=NextLayer(cut(layer.attention), cut(layer.keys)),
+        ),
+    )
+
+
+GREEDY = [
+    *("divprune", "divprune global", "cdpruner", "cen_divprune", "cen_divprune scaled"),
+    *("cen_divprune global", "cen_cdpruner", "cen_cdpruner core", "cen_cdpruner global"),
+    *("scope", "mmtok", "mmtok core", "idpruner", "idpruner relevance"),
+]
+
+
+def given(tokens: VisualTokens, kept: Tensor) -> Given:
+    closed = mask_from_indices(kept, tokens.count)
+    return Given(kept, closed, closed, kept.shape[1])
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("variant", GREEDY)
+def test_a_greedy_policy_goes_on_from_its_own_picks(variant: str, grid: Grid) -> None:
+    """The first picks of a larger budget are those of a smaller one, as a core and a delta."""
+    tokens = images(7, grid=grid, noise=1.0)
+    name, params = VARIANTS[variant]
+    policy = BASE_POLICIES[name]
+    call = policy.call.model_validate({"name": name, "params": params})
+    whole = policy.select(call.params, tokens, 13).picks
+    for kept in (grid.tiles, grid.tiles + 2):
+        picks = whole[:, :kept]
+        assert torch.equal(policy.select(call.params, tokens, kept).picks, picks)
+        more = policy.select_given(call.params, tokens, 13 - kept, given(tokens, picks))
+        assert torch.equal(more, whole[:, kept:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_given_tokens_are_not_picked_again(variant: str) -> None:
+    tokens = images(8, grid=Grid(3, 4, tiles=3))
+    name, params = VARIANTS[variant]
+    policy = BASE_POLICIES[name]
+    call = policy.call.model_validate({"name": name, "params": params})
+    kept = torch.tensor([[3, 20, 9], [30, 1, 2]])
+    more = policy.select_given(call.params, tokens, 9, given(tokens, kept))
+    both = torch.cat([kept, more], dim=1)
+    assert all(row.unique().numel() == 12 for row in both)
+    if policy.continuation is None:  # its first picks that are not given
+        for image, order in enumerate(policy.select_picks(call.params, tokens, 13)):
+            first = [pick for pick in order.tolist() if pick not in kept[image].tolist()]
+            assert more[image].tolist()[:5] == first[:5] or name in NOT_NESTED
+
+
+NOT_NESTED = ("holov", "prunesid", "prumerge_plus", "visionzip", "dart", "sparsevlm")
+"""Policies whose picks at K are not the first of those at a larger K."""
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
