@@ -1,3 +1,5 @@
+"""Greedy MAP: its definition, anchors, conditioning and caps."""
+
 from __future__ import annotations
 
 import pytest
@@ -69,23 +71,6 @@ def test_anchors_come_first_and_the_rest_is_conditioned_on_them(
     assert picks[0].tolist() == expected
 
 
-def test_an_anchor_need_not_be_eligible() -> None:
-    similarity, quality = torch.eye(4)[None], torch.tensor([[0.9, 0.8, 0.7, 0.6]])
-    eligible = torch.tensor([[False, True, False, True]])
-    picks = greedy_map(similarity, quality, 3, anchors=torch.tensor([[2]]), eligible=eligible)
-    assert picks.tolist() == [[2, 1, 3]]
-
-
-def test_picks_computed_by_hand() -> None:
-    # Token 1 equals token 0, so after 0 its gain is 0 and token 2 of lower quality is next.
-    similarity = torch.tensor([[[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]])
-    assert greedy_map(similarity, torch.tensor([[0.9, 0.8, 0.1]]), 3).tolist() == [[0, 2, 1]]
-
-
-def test_ties_go_to_the_lower_index() -> None:
-    assert greedy_map(torch.eye(5)[None], torch.ones(1, 5), 4).tolist() == [[0, 1, 2, 3]]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_first_pick_does_not_depend_on_how_the_diagonal_is_rounded(dtype: torch.dtype) -> None:
     source = torch.Generator().manual_seed(8)
@@ -120,11 +105,6 @@ def test_nan_repeats_no_index_and_stays_in_its_own_row(count: int) -> None:
     picks = greedy_map(similarity, quality, count)
     assert torch.equal(picks[0], clean[0])
     assert all(row.unique().numel() == count for row in picks)
-
-
-def test_shape_of_the_result() -> None:
-    picks = greedy_map(*kernel(4, 3, 9), 5)
-    assert picks.shape == (3, 5) and picks.dtype == torch.int64
 
 
 @given(seed=st.integers(0, 10_000), data=st.data())
@@ -165,3 +145,115 @@ def test_given_tokens_are_not_picked_again_when_the_kernel_is_exhausted() -> Non
     quality = torch.tensor([[0.1, 0.5, 0.9, 0.5, 0.3]])
     picks = greedy_map(torch.ones(1, 5, 5), quality, 3, conditioned=conditioned)
     assert picks.tolist() == [[1, 3, 4]]
+
+
+def similarity(seed: int, batch: int = 2, tokens: int = 20, width: int = 24) -> torch.Tensor:
+    rows = torch.randn(batch, tokens, width, generator=torch.Generator().manual_seed(seed))
+    unit = torch.nn.functional.normalize(rows, dim=2)
+    return unit @ unit.transpose(1, 2)
+
+
+@given(seed=st.integers(0, 10_000), count=st.integers(1, 20), forced=st.integers(0, 4))
+def test_cap_that_never_binds_equals_greedy_map(seed: int, count: int, forced: int) -> None:
+    kernel, source = similarity(seed), torch.Generator().manual_seed(seed)
+    quality = torch.rand(2, 20, generator=source) + 0.1
+    anchors = torch.rand(2, 20, generator=source).argsort(dim=1)[:, : min(forced, count)]
+    every = torch.ones(2, 20, dtype=torch.bool)
+    actual = capped_greedy_map(
+        kernel, quality, count, anchors=anchors, eligible=every, cells=every.long() * 0, cap=20
+    )
+    expected = greedy_map(kernel, quality, count, anchors=anchors, eligible=every)
+    assert torch.equal(actual, expected)
+
+
+@given(seed=st.integers(0, 10_000), cap=st.integers(1, 5), cells=st.integers(4, 8))
+def test_no_cell_gets_more_than_the_cap_while_another_has_room(
+    seed: int, cap: int, cells: int
+) -> None:
+    source = torch.Generator().manual_seed(seed)
+    labels = torch.randint(cells, (2, 20), generator=source)
+    eligible = torch.rand(2, 20, generator=source) < 0.8
+    eligible[:, :4] = True
+    for image in range(2):
+        room = sum(
+            min(cap, int((eligible[image] & (labels[image] == c)).sum())) for c in range(cells)
+        )
+        actual = capped_greedy_map(
+            similarity(seed)[image : image + 1],
+            torch.ones(1, 20),
+            room,
+            anchors=torch.empty(1, 0, dtype=torch.int64),
+            eligible=eligible[image : image + 1],
+            cells=labels[image : image + 1],
+            cap=cap,
+        )[0]
+        assert len(set(actual.tolist())) == room and bool(eligible[image][actual].all())
+        assert int(labels[image][actual].bincount().max()) <= cap
+
+
+def test_by_hand() -> None:
+    # All tokens are unlike each other, so quality decides: 3, 2, 1, 0, and two share a cell.
+    actual = capped_greedy_map(
+        torch.eye(4)[None],
+        torch.tensor([[1.0, 2.0, 3.0, 4.0]]),
+        3,
+        anchors=torch.empty(1, 0, dtype=torch.int64),
+        eligible=torch.ones(1, 4, dtype=torch.bool),
+        cells=torch.tensor([[0, 1, 2, 2]]),
+        cap=1,
+    )
+    assert actual.tolist() == [[3, 1, 0]]
+
+
+def test_cap_is_ignored_if_all_cells_are_full() -> None:
+    actual = capped_greedy_map(
+        torch.eye(4)[None],
+        torch.tensor([[1.0, 2.0, 3.0, 4.0]]),
+        4,
+        anchors=torch.empty(1, 0, dtype=torch.int64),
+        eligible=torch.ones(1, 4, dtype=torch.bool),
+        cells=torch.zeros(1, 4, dtype=torch.int64),
+        cap=1,
+    )
+    assert actual.tolist() == [[3, 2, 1, 0]]
+
+
+@given(seed=st.integers(0, 10_000), cap=st.integers(1, 5), forced=st.integers(0, 4))
+def test_conditioned_on_tokens_it_picks_what_follows_them_as_anchors(
+    seed: int, cap: int, forced: int
+) -> None:
+    source = torch.Generator().manual_seed(seed)
+    kernel, labels = similarity(seed), torch.randint(5, (2, 20), generator=source)
+    quality = torch.rand(2, 20, generator=source) + 0.1
+    order = torch.rand(2, 20, generator=source).argsort(dim=1)
+    core, first = order[:, :6], order[:, 6 : 6 + forced]
+    eligible = (torch.rand(2, 20, generator=source) < 0.8).scatter(1, order[:, 6:16], True)
+    eligible = eligible.scatter(1, core, False)
+    anchored = capped_greedy_map(
+        *(kernel, quality, 14),
+        anchors=torch.cat([core, first], dim=1),
+        eligible=eligible,
+        cells=labels,
+        cap=cap,
+    )
+    conditioned = capped_greedy_map(
+        *(kernel, quality, 8),
+        anchors=first,
+        eligible=eligible,
+        cells=labels,
+        cap=cap,
+        conditioned=condition(kernel, core),
+    )
+    assert torch.equal(conditioned, anchored[:, 6:])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_non_finite_input_repeats_no_index(value: float) -> None:
+    kernel, quality = similarity(1), torch.rand(2, 20)
+    kernel[0, 3] = kernel[0, :, 3] = value
+    quality[0, 5] = value
+    every = torch.ones(2, 20, dtype=torch.bool)
+    given_ = {"eligible": every, "cells": torch.arange(20).expand(2, -1) % 5, "cap": 3}
+    none = torch.empty(2, 0, dtype=torch.int64)
+    actual = capped_greedy_map(kernel, quality, 12, anchors=none, **given_)  # type: ignore[arg-type]
+    assert [len(set(row)) for row in actual.tolist()] == [12, 12]

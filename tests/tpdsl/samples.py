@@ -1,20 +1,41 @@
-"""Small states and images that the tests are made from."""
+"""Small states, images and policies for the tests, and what every selection has to be."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 import torch
 from torch import Tensor
 
-from vllm_autoprune import Grid, Instruction, PruningState, StateError, VisualTokens, load_state
-from vllm_autoprune.tpdsl.base_policy import ReferenceSelection, TokenSelection
+from vllm_autoprune import (
+    Grid,
+    Instruction,
+    PruningPolicy,
+    PruningState,
+    RefinedTokens,
+    StateError,
+    VisualTokens,
+    load_state,
+    materialize,
+    refine,
+)
+from vllm_autoprune.ops.rowwise import evenly_spaced, mask_from_indices
+from vllm_autoprune.tpdsl.atoms.pools import PartitionCall
+from vllm_autoprune.tpdsl.atoms.reassembly import BlendCall, ExchangeCall
+from vllm_autoprune.tpdsl.atoms.selectors import BoundedSelector
+from vllm_autoprune.tpdsl.atoms.source import ReferencePrior, ViewCall
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection, TokenSelection
 from vllm_autoprune.tpdsl.loading import shipped_states
-from vllm_autoprune.tpdsl.registry import ATOMS
+from vllm_autoprune.tpdsl.materialize import core_policy
+from vllm_autoprune.tpdsl.registry import ATOMS, Group
+from vllm_autoprune.tpdsl.tokens import Need, TowerStates
 
 Json = dict[str, Any]
 
@@ -156,3 +177,224 @@ def fixed(changes: dict[str, object]) -> str:
         load_state(json.dumps(edited(sample(), changes)))
     (problem,) = raised.value.problems
     return problem.fix
+
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "shipped": {},
+    "divprune": {"/base_policy": {"name": "divprune"}},
+    "global": {"/base_policy": {"name": "divprune", "params": {"tile_scope": "global"}}},
+    "dpp": {"/constraints/selector": {"atom": "anchor_controlled_pool_dpp_selector", "q_e": 4}},
+    "conditional": {
+        "/constraints/selector": {"atom": "anchor_controlled_pool_dpp_selector", "q_e": 4},
+        "/scoring/kernel": {"atom": "runtime_conditional_similarity_kernel", "theta": 0.5},
+    },
+    "residual": {"/reassembly/strength": 0.5},
+    "base alone": {"/constraints/selector/q_e": 0},
+    "anything goes": {"/constraints/selector/q_e": 640},
+    "r_min": {"/constraints/selector": {**sample()["constraints"]["selector"], "r_min": 1}},
+}
+"""Changes to the shipped state; between them they run every atom but the safety checks."""
+
+GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3), Grid(1, 40), Grid(4, 4, tiles=5)]
+
+EVENLY: list[int] = evenly_spaced(1, 36, 8, torch.device("cpu"))[0].tolist()
+
+
+def policy_of(variant: str = "shipped", budget: int = 8) -> PruningPolicy:
+    return materialize(state(VARIANTS[variant]), budget)
+
+
+def same(
+    one: RefinedTokens, other: RefinedTokens, rows: tuple[slice | list[int], slice | list[int]]
+) -> bool:
+    """Whether the given rows of two results are bit-identical."""
+    mine, yours = rows
+    for field in dataclasses.fields(RefinedTokens):
+        a, b = vars_of(one)[field.name], vars_of(other)[field.name]
+        if (a is None) != (b is None):
+            return False
+        if a is not None and b is not None and not torch.equal(a[mine], b[yours]):
+            return False
+    return True
+
+
+def vars_of(outcome: RefinedTokens) -> dict[str, Tensor | None]:
+    return {
+        "features": outcome.features,
+        "indices": outcome.indices,
+        "reference": outcome.reference,
+        "exchanged": outcome.exchanged,
+        "fallback": outcome.fallback,
+        "quality": outcome.quality,
+    }
+
+
+def assert_sound(policy: PruningPolicy, tokens: VisualTokens, outcome: RefinedTokens) -> None:
+    """Assert the guarantees for every policy, image and budget below N."""
+    k = policy.budget
+    assert outcome.features.shape == (tokens.batch, k, tokens.features.shape[2])
+    assert outcome.features.dtype == tokens.features.dtype
+    assert bool(outcome.features.isfinite().all())
+    assert outcome.indices.shape == outcome.reference.shape == (tokens.batch, k)
+    assert bool((outcome.indices.diff(dim=1) > 0).all())
+    assert int(outcome.indices.min()) >= 0 and int(outcome.indices.max()) < tokens.count
+    base = mask_from_indices(outcome.reference, tokens.count)
+    assert base.sum(dim=1).tolist() == [k] * tokens.batch
+    shared = (mask_from_indices(outcome.indices, tokens.count) & base).sum(dim=1)
+    assert torch.equal(outcome.exchanged, k - shared)
+    assert int(shared.min()) >= policy.r_min
+    assert int(outcome.exchanged.max()) <= policy.quota
+
+
+ATOM_GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3)]
+
+MEANINGS: set[str] = set()
+"""Atoms whose values a test compares with a manual computation or a scalar loop."""
+
+T = TypeVar("T", bound=Callable[..., object])
+
+
+def means(*names: str) -> Callable[[T], T]:
+    """Mark a test, or a class of tests, as a test of these atoms' values."""
+    MEANINGS.update(names)
+    return lambda test: test
+
+
+def active_parameters(name: str) -> dict[str, object]:
+    """The atom as JSON, with parameters at which it is not idle."""
+    actual = ATOMS[name].call
+    call: dict[str, object] = {"atom": name}
+    if issubclass(actual, BlendCall):
+        call["strength"] = 0.5
+    if issubclass(actual, ExchangeCall):
+        call["margin"] = 0.0
+    if issubclass(actual, BoundedSelector):
+        call["q_e"] = 3
+    if issubclass(actual, ReferencePrior):
+        call["floor"] = 0.5
+    return call
+
+
+def active(name: str) -> Any:
+    """A call of the atom at which it is not idle."""
+    return ATOMS[name].call.model_validate(active_parameters(name))
+
+
+WITHOUT_NEEDS: dict[str, object] = {
+    "/base_policy": {"name": "divprune"},
+    "/scoring/signals": [{"atom": "visual_token_norm_saliency"}],
+    "/constraints/selector/q_e": 3,
+}
+"""Changes after which the shipped state reads only features."""
+
+
+def using(name: str) -> dict[str, object]:
+    """Changes to the shipped state after which the atom affects the result."""
+    call, kind = active_parameters(name), ATOMS[name].call
+    dpp = {"/constraints/selector": active_parameters("constrained_pool_dpp_selector")}
+    places: dict[Group, dict[str, object]] = {
+        "budget_control": {"/budget": call},
+        "scoring": {"/scoring/signals": [call]},
+        "similarity_kernel": {**dpp, "/scoring/kernel": call},
+        "score_fusion": {"/scoring/fusion": call},
+        "candidate_pool": {"/constraints/pool": [call]},
+        "selection_constraints": {"/constraints/selector": call},
+        "reassembly": {"/reassembly": call},
+        "safety_checks": {"/safety": [call]},
+    }
+    if issubclass(kind, PartitionCall):
+        return {**WITHOUT_NEEDS, **dpp, "/constraints/partition": call}
+    if ATOMS[name].group == "token_source_base_policy":
+        source = {"tokens": call} if issubclass(kind, ViewCall) else {"priors": [call]}
+        return {**WITHOUT_NEEDS, "/source": source}
+    changes = {**WITHOUT_NEEDS, **places[ATOMS[name].group]}
+    if "/constraints/selector" in changes:
+        del changes["/constraints/selector/q_e"]
+    return changes
+
+
+def policy_using(name: str, budget: int = 8) -> PruningPolicy:
+    """The policy that runs the atom, for K tokens."""
+    return materialize(state(using(name)), budget)
+
+
+def whole_images(
+    seed: int = 0, *, batch: int = 2, grid: Grid | None = None, dtype: torch.dtype = torch.float32
+) -> VisualTokens:
+    """Images with every input that an atom may read."""
+    tokens = images(seed, batch=batch, grid=grid, dtype=dtype)
+    source = torch.Generator().manual_seed(seed + 1)
+    count = tokens.count
+    patches = torch.randn(batch, count, 12, generator=source).to(dtype)
+    keys = torch.randn(batch, count, 4, generator=source).to(dtype)
+    tower = TowerStates(patches, keys, project=lambda rows: rows)
+    return dataclasses.replace(tokens, tower=tower)
+
+
+def take_with_towers(tokens: VisualTokens, rows: list[int]) -> VisualTokens:
+    """Some images of a batch, with their tower states."""
+    tower = tokens.tower
+    assert tower is not None
+    part = dataclasses.replace(tower, patches=tower.patches[rows], keys=tower.keys[rows])
+    return dataclasses.replace(take(tokens, rows), tower=part)
+
+
+def with_only(tokens: VisualTokens, needs: frozenset[Need]) -> VisualTokens:
+    """The images with only the needed optional inputs."""
+    return dataclasses.replace(
+        tokens,
+        cls_attention=tokens.cls_attention if "cls_attention" in needs else None,
+        instruction=tokens.instruction if "instruction" in needs else None,
+        tower=tokens.tower if "tower" in needs else None,
+    )
+
+
+QUESTION_FREE = [name for name, policy in BASE_POLICIES.items() if policy.core is not None]
+CORES: dict[str, dict[str, object]] = {
+    "divprune": {"share": 0.5},
+    "global": {
+        "share": 0.5,
+        "policy": {"name": "divprune", "params": {"tile_scope": "global"}},
+    },
+    "merging": {"share": 0.5, "policy": {"name": "visionzip"}},
+    "extra rows": {"share": 0.5, "policy": {"name": "prumerge_plus"}},
+    "cover": {"share": 0.5, "cover": 0.5, "strength": 0.25},
+    "almost all": {"share": 0.9, "cover": 0.9, "strength": 0.5},
+}
+UNCHANGED: dict[str, object] = {"/constraints/selector/q_e": 0}
+BLEND: dict[str, object] = {"/reassembly": {"atom": "mean_residual", "strength": 0.5}}
+
+
+def with_core(core: dict[str, object], changes: dict[str, object] | None = None) -> PruningState:
+    return state({**(changes or {}), "/core": core})
+
+
+def asked_otherwise(tokens: VisualTokens) -> VisualTokens:
+    """The same images with the opposite question."""
+    instruction = tokens.require_instruction()
+    opposite = dataclasses.replace(instruction, text=-instruction.text)
+    return dataclasses.replace(tokens, instruction=opposite)
+
+
+def assert_split(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
+    """K unique tokens, core first, no fallback, and a core that no question changes."""
+    actual = refine(policy, tokens)
+    assert actual.features.shape[1] == actual.indices.shape[1] == policy.budget
+    assert actual.fallback.tolist() == [0] * tokens.batch
+    assert all(row.unique().numel() == policy.budget for row in actual.indices)
+    if policy.core == 0:
+        return actual
+    own = slice(policy.core)
+    unasked = dataclasses.replace(tokens, instruction=None, language=None)
+    for other in (
+        refine(core_policy(policy.state, policy.core), unasked),
+        refine(policy, asked_otherwise(tokens)),
+    ):
+        assert torch.equal(actual.indices[:, own], other.indices[:, own])
+        assert torch.equal(actual.features[:, own], other.features[:, own])
+    return actual
+
+
+def accepts(core: dict[str, object]) -> bool:
+    schema = PruningState.model_json_schema()
+    return bool(jsonschema.Draft202012Validator(schema).is_valid(edited(sample(), {"/core": core})))

@@ -1,10 +1,9 @@
-"""States that rank tokens before the patch merger, and keep those after it."""
+"""States that rank tokens before the patch merger."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import pickle
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
@@ -16,7 +15,6 @@ from vllm_autoprune import Grid, SelectionError, VisualTokens, load_state, mater
 from vllm_autoprune.backbones import find_backbone
 from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.cost import Shape, state_cost
 from vllm_autoprune.tpdsl.materialize import core_policy
 from vllm_autoprune.tpdsl.refine import keep_reference
 from vllm_autoprune.tpdsl.safety import safety_check
@@ -70,13 +68,6 @@ def test_base_policies_compare_the_tokens_before_the_merger(name: str) -> None:
     assert not torch.equal(kept.indices, refine(materialize(after, K), tokens).indices)
 
 
-def test_relevance_stays_after_the_merger() -> None:
-    tokens = merged_images()
-    other = dataclasses.replace(tokens, instruction=images(7).instruction)
-    policy = materialize(by_policy("cdpruner"), K)
-    assert not torch.equal(refine(policy, tokens).indices, refine(policy, other).indices)
-
-
 def test_signals_kernel_and_pools_compare_the_tokens_before_the_merger() -> None:
     kernel: dict[str, object] = {"/scoring/kernel": {"atom": "centred_cosine_kernel"}}
     for seed, changes in enumerate(({}, kernel)):
@@ -85,12 +76,6 @@ def test_signals_kernel_and_pools_compare_the_tokens_before_the_merger() -> None
         alone = refine(materialize(state(changes), K), ranked(tokens))
         assert torch.equal(kept.indices, alone.indices)
         assert kept.exchanged.tolist() == alone.exchanged.tolist()
-
-
-def test_kept_rows_are_those_after_the_merger() -> None:
-    tokens = merged_images()
-    kept = refine(materialize(state(IN), K), tokens)
-    assert torch.equal(kept.features, gather_rows(tokens.features, kept.indices))
 
 
 def test_reassembly_merges_rows_after_the_merger() -> None:
@@ -137,18 +122,6 @@ def test_norms_are_those_of_patches(p: int) -> None:
     best = tokens.merger_input.norms[:, :, p - 1].topk(K).indices.sort(dim=1).values
     assert torch.equal(kept.indices, best)
     assert not torch.equal(kept.indices, refine(materialize(state(changes), K), tokens).indices)
-
-
-def test_a_known_cosine_changes_nothing() -> None:
-    tokens = merged_images()
-    known = ranked(tokens).cosine
-    assert tokens.merger_input is not None
-    given = dataclasses.replace(
-        tokens, merger_input=dataclasses.replace(tokens.merger_input, known_cosine=known)
-    )
-    assert given.before_merger.cosine is known
-    policy = materialize(state(IN), K)
-    assert torch.equal(refine(policy, tokens).features, refine(policy, given).features)
 
 
 @pytest.mark.parametrize("name", BASE_POLICIES)
@@ -221,14 +194,6 @@ def test_the_default_written_out_is_the_same_state() -> None:
     assert state(IN).digest != written.digest
 
 
-def test_a_state_is_the_same_after_writing_and_sending_it() -> None:
-    before = state(IN)
-    assert load_state(before.dumps()) == before
-    sent: PruningState = pickle.loads(pickle.dumps(before))
-    assert (sent.rank_at, sent.digest) == ("merger_in", before.digest)
-    assert before.without_exchange().rank_at == "merger_in"
-
-
 def test_other_places_are_refused_and_the_schema_agrees() -> None:
     checked = jsonschema.Draft202012Validator(PruningState.model_json_schema())
     for value, valid in (("merger_in", True), ("merger_out", True), ("merger", False), (1, False)):
@@ -245,8 +210,3 @@ def test_transfer_to_a_backbone_without_a_merger_says_what_changes() -> None:
     assert moved.state.rank_at == "merger_out"
     kept = transfer(state(IN), backbone=find_backbone("qwen2.5-vl-7b"))
     assert kept.state.rank_at == "merger_in"
-
-
-def test_comparing_narrower_tokens_is_predicted_to_cost_less() -> None:
-    wide = Shape(1024, 128, width=3584, tower=1280)
-    assert state_cost(state(IN), wide) < state_cost(state(), wide)

@@ -1,3 +1,5 @@
+"""Signals, fusion, kernels and partitions, with values computed by hand."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -9,13 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.tpdsl.atom_policies import means
-from tests.tpdsl.samples import call, images, plain, with_relevance
-from vllm_autoprune import Grid, Instruction, SelectionError, VisualTokens
-from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance, run_signal
-from vllm_autoprune.tpdsl.registry import ATOMS
+from tests.tpdsl.samples import call, images, means, plain
+from vllm_autoprune import Grid, Instruction, VisualTokens
+from vllm_autoprune.ops.similarity import spherical_kmeans
+from vllm_autoprune.tpdsl.atoms.pools import run_partition
+from vllm_autoprune.tpdsl.atoms.scoring import (
+    run_fusion,
+    run_kernel,
+    run_signal,
+)
 
-SIGNALS = ATOMS.names("scoring")
 E1, E2 = [1.0, 0.0], [0.0, 1.0]
 
 
@@ -28,28 +33,6 @@ def score(
 
 def rounded(values: Tensor) -> list[float]:
     return [round(value, 4) for value in values.tolist()]
-
-
-@pytest.mark.parametrize("name", SIGNALS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("grid", [Grid(4, 6), Grid(3, 3, tiles=5), Grid(1, 1), Grid(1, 7)])
-def test_every_signal_is_one_finite_float32_a_token(
-    name: str, dtype: torch.dtype, grid: Grid
-) -> None:
-    tokens = images(1, grid=grid, dtype=dtype)
-    actual = score(name, tokens)
-    assert actual.shape == (2, grid.tokens) and actual.dtype == torch.float32
-    assert bool(actual.isfinite().all())
-    assert torch.equal(actual, score(name, images(1, grid=grid, dtype=dtype)))
-
-
-@pytest.mark.parametrize("name", SIGNALS)
-def test_nan_in_one_image_stays_there(name: str) -> None:
-    clean, tokens = images(2), images(2)
-    assert tokens.cls_attention is not None and tokens.instruction is not None
-    for values in (tokens.features, tokens.cls_attention, tokens.instruction.patches):
-        values[1, 3] = torch.nan
-    assert torch.equal(score(name, tokens)[0], score(name, clean)[0])
 
 
 @means("instruction_guided_visual_relevance")
@@ -89,20 +72,6 @@ class TestRelevance:
     ) -> None:
         actual = score(self.NAME, self.instruction(tower, (True, False)), sign=sign)
         assert rounded(factor * actual[0]) == [1.0, 0.0, 0.6, 0.0]
-
-    def test_max_is_taken_in_the_direction_of_relevance(self) -> None:
-        actual = score(self.NAME, self.instruction(sign=-1), reduce="max")
-        assert rounded(actual[0]) == [0.0, 0.0, -0.6, 0.0]
-
-    def test_length_of_an_embedding_does_not_count(self) -> None:
-        given = images(3).instruction
-        assert given is not None
-        longer = dataclasses.replace(given, patches=given.patches * 8, text=given.text / 4)
-        assert torch.equal(instruction_relevance(longer), instruction_relevance(given))
-
-    def test_missing_instruction_is_named_in_the_error(self) -> None:
-        with pytest.raises(SelectionError, match=r"VisualTokens\.instruction is None"):
-            score(self.NAME, plain(torch.eye(3)))
 
 
 @means("attention_proxy_saliency")
@@ -165,10 +134,6 @@ class TestRedundancy:
         assert rounded(score(self.NAME, tokens, m=1)[0]) == [-1.0, -1.0, 0.0, 0.0]
         assert rounded(score(self.NAME, tokens, m=2)[0]) == [-0.5, -0.5, 0.0, 0.5]
 
-    def test_m_beyond_the_tile_means_all_others(self) -> None:
-        tokens = plain(torch.tensor([E1, E1, E2]))
-        assert rounded(score(self.NAME, tokens, m=64)[0]) == [-0.5, -0.5, 0.0]
-
     def test_tokens_of_other_tiles_do_not_count(self) -> None:
         tokens = plain(torch.tensor([E1, E2, E1, E1]), Grid(1, 2, tiles=2))
         assert rounded(score(self.NAME, tokens, m=1)[0]) == [0.0, 0.0, -1.0, -1.0]
@@ -177,16 +142,6 @@ class TestRedundancy:
 @means("local_contrast_saliency")
 class TestContrast:
     NAME = "local_contrast_saliency"
-
-    def test_by_hand_in_a_row(self) -> None:
-        tokens = plain(torch.tensor([E1, E1, E2, E2]), Grid(1, 4))
-        assert rounded(score(self.NAME, tokens)[0]) == [0.0, 0.5, 0.5, 0.0]
-
-    def test_by_hand_with_corners_as_neighbours(self) -> None:
-        tokens = plain(torch.tensor([E1, E1, E1, E2, E1, E1]), Grid(2, 3))
-        actual = rounded(score(self.NAME, tokens)[0])
-        # Token 3, the odd one out, is a neighbour of 0, 1 and 4, not of 2 and 5.
-        assert actual == [round(1 / 3, 4), 0.2, 0.0, 1.0, 0.2, 0.0]
 
     @given(seed=st.integers(0, 1000), radius=st.integers(1, 3))
     def test_it_is_the_mean_of_pairwise_cosines(self, seed: int, radius: int) -> None:
@@ -202,14 +157,6 @@ class TestContrast:
                 ]
                 expected = 1 - sum(near) / len(near)
                 assert float(actual[tile, i]) == pytest.approx(expected, abs=1e-5)
-
-
-def test_helper_produces_the_requested_relevance() -> None:
-    wanted = torch.tensor([[0.9, -0.3, 0.0]])
-    actual = score(
-        "instruction_guided_visual_relevance", with_relevance(plain(torch.eye(3)), wanted)
-    )
-    assert rounded(actual[0]) == [0.9, -0.3, 0.0]
 
 
 @means("visual_token_norm_saliency")
@@ -285,16 +232,189 @@ class TestDetail:
             here = actual.reshape(2, 2, 4, 5)[image, tile, y, x]
             assert float(here) == pytest.approx(float(variance), abs=1e-5)
 
-    def test_detail_is_highest_on_varied_directions(self) -> None:
-        # Nine letters, each another direction, in the middle of a page of one direction.
-        rows = torch.zeros(7, 7, 12)
-        rows[..., 0] = 1.0
-        rows[2:5, 2:5] = torch.eye(12)[1:10].reshape(3, 3, 12)
-        actual = score(self.NAME, plain(rows.reshape(49, 12), Grid(7, 7)))[0].reshape(7, 7)
-        assert actual[3, 3] == actual.max() and float(actual[0, 0]) == pytest.approx(0, abs=1e-6)
-        assert float(actual[3, 3]) == pytest.approx(1 - 1 / 9, abs=1e-6)
-        odd = torch.zeros(49, 12)
-        odd[:, 0] = 1.0
-        odd[24] = torch.eye(12)[5]
-        alone = score(self.NAME, plain(odd, Grid(7, 7)))[0]
-        assert float(alone.max()) < float(actual[3, 3]) / 2
+
+DISSIMILARITY = "mean_dissimilarity_saliency"
+FIRST = torch.zeros(1, 1, dtype=torch.int64)
+"""Two tokens of one direction and one across: mean cosines of 1/2, 1/2 and 0."""
+
+
+def dissimilarity(tokens: VisualTokens, **parameters: object) -> list[float]:
+    values: list[float] = run_signal(call(DISSIMILARITY, **parameters), tokens, FIRST)[0].tolist()
+    return values
+
+
+@means(DISSIMILARITY)
+def test_dissimilarity_of_scaled_channels() -> None:
+    rows = torch.tensor([[1e3, 1.0], [2e3, -3.0], [1e3, -1.0]])
+    scaled = rows / (rows - rows.mean(dim=0)).square().mean(dim=0).sqrt()
+    unit = scaled / scaled.norm(dim=1, keepdim=True)
+    g = -((unit @ unit.T).sum(dim=1) - 1) / 2
+    expected = ((g - g.min()) / (g.max() - g.min())).tolist()
+    assert dissimilarity(plain(rows), scale_variance=True) == pytest.approx(expected, abs=1e-4)
+    assert dissimilarity(plain(rows)) != pytest.approx(expected, abs=0.1)
+
+
+def test_tiles_are_compared_as_the_view_says() -> None:
+    grid = Grid(3, 4, tiles=3)
+    tokens = images(2, batch=1, grid=grid)
+    alone = [
+        dissimilarity(plain(tokens.features[0, 12 * tile : 12 * tile + 12])) for tile in range(3)
+    ]
+    assert dissimilarity(tokens) == pytest.approx(
+        [value for tile in alone for value in tile], abs=1e-6
+    )
+    whole = dataclasses.replace(tokens, tile_scope="global")
+    assert dissimilarity(whole) == pytest.approx(dissimilarity(plain(tokens.features[0])), abs=1e-6)
+
+
+PRODUCT = call("weighted_product_fusion")
+PICKS = torch.tensor([[2, 0]])
+
+
+@means("weighted_product_fusion")
+def test_product_of_powers_by_hand() -> None:
+    first = torch.tensor([[0.0, 5.0, 10.0]])  # normalised: 0, 0.5, 1
+    second = torch.tensor([[8.0, 4.0, 0.0]])  # normalised: 1, 0.5, 0
+    g = run_fusion(PRODUCT, [first, second], [2.0, 0.5], PICKS)
+    expected = [0.001**2, 0.5**2 * 0.5**0.5, 0.001**0.5]
+    assert g[0].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_signal_of_weight_zero_changes_nothing() -> None:
+    one, other = torch.rand(2, 9), torch.rand(2, 9)
+    with_it = run_fusion(PRODUCT, [one, other], [0.7, 0.0], PICKS)
+    assert torch.equal(with_it, run_fusion(PRODUCT, [one], [0.7], PICKS))
+
+
+def test_nan_is_not_hidden_by_the_floor() -> None:
+    g = run_fusion(PRODUCT, [torch.tensor([[0.0, torch.nan], [0.0, 1.0]])], [1.0], PICKS)
+    assert not g[0].isfinite().all() and g[1].isfinite().all()
+
+
+@means("weighted_sum_fusion")
+def test_sum_by_hand() -> None:
+    first = torch.tensor([[0.0, 5.0, 10.0]])
+    second = torch.tensor([[8.0, 4.0, 0.0]])
+    g = run_fusion(call("weighted_sum_fusion"), [first, second], [2.0, 0.5], PICKS)
+    assert g.tolist() == [[0.5, 1.25, 2.0]]
+
+
+@means("reference_confidence_weighted_product_fusion")
+def test_confidence_raises_the_first_pick_most_by_hand() -> None:
+    fusion = call("reference_confidence_weighted_product_fusion", beta=0.5)
+    signal = torch.tensor([[0.0, 5.0, 10.0]])
+    g = run_fusion(fusion, [signal], [1.0], PICKS)
+    # Token 2 was picked first: confidence 1; token 0 second of two: 0.5; token 1 not at all.
+    assert g[0].tolist() == pytest.approx([0.001 * 1.25, 0.5, 1.5], rel=1e-5)
+    none = call("reference_confidence_weighted_product_fusion", beta=0.0)
+    assert torch.equal(
+        run_fusion(none, [signal], [1.0], PICKS), run_fusion(PRODUCT, [signal], [1.0], PICKS)
+    )
+
+
+TOKENS = plain(torch.tensor([[1.0, 0.0], [3.0, 4.0], [-2.0, 0.0]]))
+G = torch.tensor([[0.1, 0.3, 0.5]])
+
+
+def approx(rows: list[list[float]]) -> list[object]:
+    return [pytest.approx(row, abs=1e-6) for row in rows]
+
+
+@means("pairwise_cosine_kernel")
+def test_cosine_kernel_ignores_quality() -> None:
+    kernel = run_kernel(call("pairwise_cosine_kernel"), TOKENS, G)
+    assert kernel.similarity[0].tolist() == approx([[1, 0.6, -1], [0.6, 1, -0.6], [-1, -0.6, 1]])
+    assert kernel.quality.tolist() == [[1, 1, 1]]
+
+
+def test_opposite_tokens_may_count_as_unrelated() -> None:
+    kernel = run_kernel(call("pairwise_cosine_kernel", clamp_negative=True), TOKENS, G)
+    assert kernel.similarity[0].tolist() == approx([[1, 0.6, 0], [0.6, 1, 0], [0, 0, 1]])
+
+
+@means("runtime_conditional_similarity_kernel")
+def test_the_conditional_kernel_scales_by_normalised_quality() -> None:
+    kernel = run_kernel(call("runtime_conditional_similarity_kernel", eps=1e-3), TOKENS, G)
+    assert torch.equal(kernel.similarity, TOKENS.cosine)
+    assert kernel.quality[0].tolist() == pytest.approx([0.0025, 0.5025, 1.0025], rel=1e-4)
+
+
+def test_theta_is_the_exponential_balance() -> None:
+    kernel = run_kernel(call("runtime_conditional_similarity_kernel", theta=0.8), TOKENS, G)
+    # alpha = 0.8 / (2 * 0.2) = 2
+    assert kernel.quality[0].tolist() == pytest.approx([1, math.e, math.e**2], rel=1e-4)
+
+
+@means("centred_cosine_kernel")
+def test_the_centred_kernel_compares_what_tokens_do_not_share() -> None:
+    """The mean token is (2, 4): less it, two tokens are opposite and one stands across them."""
+    tokens = plain(torch.tensor([[1.0, 4.0], [3.0, 4.0], [2.0, 7.0], [2.0, 1.0]]))
+    kernel = run_kernel(call("centred_cosine_kernel"), tokens, torch.rand(1, 4))
+    expected = [[1.0, -1, 0, 0], [-1.0, 1, 0, 0], [0.0, 0, 1, -1], [0.0, 0, -1, 1]]
+    assert kernel.similarity[0].tolist() == approx(expected)
+    assert kernel.quality.tolist() == [[1, 1, 1, 1]]
+
+
+def test_each_tile_has_a_mean_of_its_own() -> None:
+    features = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [0.0, 5.0], [0.0, 9.0]]])
+    tokens = plain(features, Grid(1, 2, tiles=2))
+    kernel = run_kernel(call("centred_cosine_kernel"), tokens, torch.ones(1, 4))
+    expected = [[1.0, -1, 0, 0], [-1.0, 1, 0, 0], [0.0, 0, 1, -1], [0.0, 0, -1, 1]]
+    assert kernel.similarity[0].tolist() == approx(expected)
+
+
+def test_scaled_variance_lets_no_channel_dominate() -> None:
+    """By the first channel alone the tokens are two pairs; scaled, both channels count alike."""
+    tokens = plain(torch.tensor([[1e3, 1.0], [1e3, -1.0], [-1e3, 1.0], [-1e3, -1.0]]))
+    flat, scaled = (
+        run_kernel(call("centred_cosine_kernel", scale_variance=on), tokens, torch.ones(1, 4))
+        for on in (False, True)
+    )
+    assert flat.similarity[0, 0].tolist() == pytest.approx([1, 1, -1, -1], abs=1e-4)
+    assert scaled.similarity[0, 0].tolist() == pytest.approx([1, 0, 0, -1], abs=1e-4)
+
+
+def test_the_centred_kernel_may_be_scaled_by_quality() -> None:
+    kernel = run_kernel(call("centred_cosine_kernel", weighted=True), TOKENS, G)
+    assert kernel.quality[0].tolist() == pytest.approx([0, 0.5, 1], abs=1e-4)
+
+
+@means("spatial_grid_partition")
+def test_cells_by_hand() -> None:
+    labels = run_partition(
+        call("spatial_grid_partition", cells=2), plain(torch.eye(12), Grid(3, 4))
+    )
+    assert labels.tolist() == [[0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 3, 3]]
+
+
+def test_tiles_have_cells_of_their_own_and_small_tiles_fewer() -> None:
+    tokens = plain(torch.eye(8), Grid(2, 2, tiles=2))
+    labels = run_partition(call("spatial_grid_partition", cells=12), tokens)
+    assert labels.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+@means("feature_cluster_partition")
+def test_well_separated_clusters() -> None:
+    angles = torch.tensor([0.0, 180.0, 5.0, 90.0, 185.0, 95.0, 355.0]).deg2rad()
+    tokens = plain(torch.stack([angles.cos(), angles.sin()], dim=1) * torch.rand(7, 1).add(0.5))
+    labels = run_partition(call("feature_cluster_partition", clusters=3), tokens)[0].tolist()
+    groups = {frozenset(i for i in range(7) if labels[i] == label) for label in set(labels)}
+    assert groups == {frozenset({0, 2, 6}), frozenset({1, 4}), frozenset({3, 5})}
+
+
+@pytest.mark.parametrize("iters", [2, 5])
+def test_cosines_to_centroids_are_those_of_the_mean_directions(iters: int) -> None:
+    tokens = images(3, batch=1)
+    before, _ = spherical_kmeans(tokens.cosine, 4, iters - 1)
+    _, near = spherical_kmeans(tokens.cosine, 4, iters)
+    unit = tokens.unit[0]
+    for cluster in range(4):
+        centroid = unit[before[0] == cluster].sum(dim=0)
+        expected = unit @ (centroid / centroid.norm())
+        assert torch.allclose(near[0, :, cluster], expected, atol=1e-5)
+
+
+def test_tokens_that_cancel_out_leave_their_centroid_where_it_was() -> None:
+    tokens = plain(torch.tensor([[1.0, 0.0], [-1.0, 0.0]] * 2))
+    labels = run_partition(call("feature_cluster_partition", clusters=2), tokens)
+    assert labels[0, 0] == labels[0, 2] != labels[0, 1] == labels[0, 3]

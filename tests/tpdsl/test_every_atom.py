@@ -15,28 +15,36 @@ from torch import Tensor
 import tests.ops
 import tests.tpdsl
 from tests.stand_in_device import forbid_waiting
-from tests.tpdsl.atom_policies import (
-    GRIDS,
+from tests.tpdsl.samples import (
+    ATOM_GRIDS,
     MEANINGS,
     WITHOUT_NEEDS,
     active,
     active_parameters,
+    call,
     policy_using,
+    same,
+    state,
     take_with_towers,
     using,
+    vars_of,
     whole_images,
     with_only,
 )
-from tests.tpdsl.samples import state
-from tests.tpdsl.selection_assertions import same, vars_of
 from vllm_autoprune import Grid, RefinedTokens, VisualTokens, materialize, refine
 from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune.tpdsl.atoms.pools import PartitionCall, run_partition
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, orders_by_quality
 from vllm_autoprune.tpdsl.atoms.scoring import run_signal
-from vllm_autoprune.tpdsl.atoms.source import run_budget
-from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Group
+from vllm_autoprune.tpdsl.atoms.source import (
+    PriorCall,
+    PriorInputs,
+    run_budget,
+    run_prior,
+)
+from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, AtomCall, Group, Registry, atom, declare
 from vllm_autoprune.tpdsl.safety import safety_check
-from vllm_autoprune.tpdsl.state import required_inputs
+from vllm_autoprune.tpdsl.state import PruningState, required_inputs
 
 EVERY = ATOMS.names()
 ALL = (slice(None), slice(None))
@@ -98,7 +106,7 @@ class TestPromises:
     """Each atom in a state that runs it, through Algorithm 1."""
 
     @pytest.mark.parametrize("name", EVERY)
-    @pytest.mark.parametrize("grid", GRIDS)
+    @pytest.mark.parametrize("grid", ATOM_GRIDS)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_k_unique_finite_rows_and_the_same_bits_again(
         self, name: str, grid: Grid, dtype: torch.dtype
@@ -111,7 +119,7 @@ class TestPromises:
         assert same(actual, again, ALL)
 
     @pytest.mark.parametrize("name", EVERY)
-    @pytest.mark.parametrize("grid", GRIDS)
+    @pytest.mark.parametrize("grid", ATOM_GRIDS)
     def test_an_image_gets_the_same_bits_alone_and_in_a_batch(self, name: str, grid: Grid) -> None:
         policy, tokens = policy_using(name), whole_images(5, batch=3, grid=grid)
         together = refine(policy, tokens)
@@ -199,7 +207,7 @@ def outputs(name: str) -> bytes:
     if isinstance(source, dict) and "tile_scope" in fields:
         source["tokens"] = {**source["tokens"], "tile_scope": "global"}
     policy = materialize(state(changes), 8)
-    grids = (*GRIDS, Grid(9, 8), Grid(12, 12))
+    grids = (*ATOM_GRIDS, Grid(9, 8), Grid(12, 12))
     kept = [refine(policy, whole_images(seed, grid=grid)) for seed in range(2) for grid in grids]
     return b"".join(p.numpy().tobytes() for one in kept for p in (one.indices, one.features))
 
@@ -239,7 +247,10 @@ class TestDescriptions:
             "diversity_pool_builder": "the diversity pool",
         }
         assert all(words in view for words in named.values())
-        tokens, best = whole_images(4, grid=GRIDS[1]), [active_parameters("quality_pool_builder")]
+        tokens, best = (
+            whole_images(4, grid=ATOM_GRIDS[1]),
+            [active_parameters("quality_pool_builder")],
+        )
         for name in [*ATOMS.names("scoring"), *ATOMS.names("candidate_pool")]:
             changes = {"/constraints/pool": best, **using(name)}
             kept = []
@@ -312,3 +323,128 @@ def fields_of(tokens: VisualTokens) -> dict[str, Any]:
 def test_every_field_of_an_outcome_is_compared() -> None:
     actual = refine(policy_using("mean_residual"), whole_images(1))
     assert set(vars_of(actual)) == set(RefinedTokens.__dataclass_fields__)
+
+
+RANGES: dict[str, tuple[float, float]] = {
+    "instruction_guided_visual_relevance": (-1, 1),
+    "attention_proxy_saliency": (0, 1),
+    "spatial_centrality_prior": (0, 1),
+    "redundancy_density_penalty": (-1, 1),
+    "local_contrast_saliency": (0, 2),
+    "visual_token_norm_saliency": (0, torch.inf),
+    "cluster_centroid_representativeness": (-1, 1),
+    "global_mean_representativeness": (-1, 1),
+    "channel_entropy_informativeness": (0, 1),
+    "reference_selection_confidence": (0, 1),
+    "local_detail_energy": (0, 2),
+    "mean_dissimilarity_saliency": (0, 1),
+}
+"""Range of each signal, to rounding."""
+
+TOKENS = whole_images(4, grid=Grid(3, 4, tiles=3))
+PICKS = torch.stack([torch.randperm(36)[:7] for _ in range(2)])
+G = torch.rand(2, 36)
+
+
+@pytest.mark.parametrize("name", ATOMS.names("scoring"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_signals_are_float32_and_keep_their_range(name: str, dtype: torch.dtype) -> None:
+    for grid in (*ATOM_GRIDS, Grid(1, 1), Grid(1, 7)):
+        tokens = whole_images(4, grid=grid, dtype=dtype)
+        picks = torch.zeros(2, 1, dtype=torch.int64)
+        actual = run_signal(call(name), tokens, picks)
+        assert actual.shape == (2, grid.tokens) and actual.dtype == torch.float32
+        least, most = RANGES[name]
+        assert bool(actual.isfinite().all())
+        assert least - 0.01 <= float(actual.min()) and float(actual.max()) <= most + 0.01
+
+
+@pytest.mark.parametrize("name", ATOMS.of_kind("candidate_pool", PartitionCall))
+def test_labels_count_from_zero_and_are_fewer_than_tokens(name: str) -> None:
+    for grid in (*ATOM_GRIDS, Grid(1, 1), Grid(1, 3)):
+        tokens = whole_images(4, grid=grid)
+        labels = run_partition(call(name), tokens)
+        assert labels.shape == (2, grid.tokens) and labels.dtype == torch.int64
+        assert int(labels.min()) >= 0 and int(labels.max()) < grid.tokens
+
+
+@pytest.mark.parametrize("name", ATOMS.of_kind("token_source_base_policy", PriorCall))
+def test_priors_lie_between_zero_and_one(name: str) -> None:
+    policy = policy_using(name, 7)
+    known = PriorInputs(TOKENS, policy.state.base_policy, 7, PICKS)
+    prior = run_prior(active(name), known)
+    assert prior.shape == (2, 36) and prior.dtype == torch.float32
+    assert float(prior.min()) >= 0 and float(prior.max()) == 1
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_another_order_moves_rows_together_with_their_indices(name: str) -> None:
+    tokens = whole_images(4)
+    here, there = (
+        refine(materialize(state({**using(name), "/reassembly": changed}), 8), tokens)
+        for changed in (
+            active_parameters(name),
+            active_parameters(_in_raster(name)),
+        )
+    )
+    back = here.indices.argsort(dim=1)
+    assert torch.equal(here.indices.gather(1, back), there.indices)
+    moved = here.features.gather(1, back[:, :, None].expand_as(here.features))
+    assert torch.equal(moved, there.features)
+    assert torch.equal(here.indices, there.indices) == (RECIPES[name].order.name == "raster")
+
+
+def _in_raster(name: str) -> str:
+    cell = RECIPES[name].cell.rpartition(".")[0] + ".raster"
+    return next(other for other, recipe in RECIPES.items() if recipe.cell == cell)
+
+
+@pytest.mark.parametrize("name", ATOMS.names())
+def test_atoms_and_parameters_are_documented(name: str) -> None:
+    entry = ATOMS[name]
+    assert entry.name == name and entry.role == ROLES[entry.group]
+    assert entry.doc.endswith(".") and "\n" not in entry.doc
+    for parameter in entry.call.parameters():
+        field = entry.call.model_fields[parameter]
+        assert field.description, f"{name}.{parameter} has no description"
+        assert not field.is_required(), f"{name}.{parameter} has no default"
+
+
+def test_duplicate_name_is_refused() -> None:
+    def quality_pool_builder() -> None:
+        """Another of that name."""
+
+    with pytest.raises(ValueError, match="'quality_pool_builder' is declared twice"):
+        atom("candidate_pool")(quality_pool_builder)
+
+
+def test_a_declaration_enters_name_group_parameters_and_doc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fresh = Registry()
+    monkeypatch.setattr("vllm_autoprune.tpdsl.registry.ATOMS", fresh)
+
+    class Call(AtomCall):
+        strength: float = 0.5
+
+    def brighten() -> None:
+        """Make it brighter.
+
+        More about it.
+        """
+
+    call = declare("brighten", "scoring", Call, brighten, origin="extension")
+    entry = fresh["brighten"]
+    assert (entry.name, entry.group, entry.role) == ("brighten", "scoring", "S")
+    assert entry.origin == "extension" and not entry.paper
+    assert entry.doc == "Make it brighter." and entry.function is brighten
+    assert call.model_validate({"atom": "brighten"}).model_dump() == {
+        "atom": "brighten",
+        "strength": 0.5,
+    }
+    assert len(fresh) == 1 and fresh.names("reassembly") == []
+
+
+def test_the_grammar_of_a_state_holds_every_atom() -> None:
+    schema = str(PruningState.model_json_schema())
+    assert all(f"'{name}'" in schema for name in ATOMS.names())

@@ -1,14 +1,20 @@
+"""Farthest points, coverage, and what fills up the rest."""
+
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_autoprune.ops.greedy import (
+    covered_by,
     distance_to_kept,
     distance_to_others,
     farthest_points,
+    fill_by_weight,
+    greedy_coverage,
     weighted_farthest_points,
 )
 
@@ -21,36 +27,6 @@ def on_a_line(places: list[float]) -> Tensor:
 
 def none_taken(count: int) -> Tensor:
     return torch.zeros(1, count, dtype=torch.bool)
-
-
-def test_by_hand_on_a_line() -> None:
-    distance = on_a_line([0.0, 1.0, 4.0, 9.0, 10.0])
-    taken = torch.tensor([[True, False, False, False, False]])
-    picks = farthest_points(distance, 4, nearest=distance[:, 0], taken=taken)
-    # From 0: 10 is farthest; then 4 (4 away from 0), then 1 and 9 are both 1 away.
-    assert picks.tolist() == [[4, 2, 1, 3]]
-
-
-def test_the_distances_to_earlier_choices_count() -> None:
-    distance = on_a_line([0.0, 1.0, 2.0])
-    picks = farthest_points(
-        distance, 1, nearest=torch.tensor([[5.0, 9.0, 7.0]]), taken=none_taken(3)
-    )
-    assert picks.tolist() == [[1]]
-
-
-def test_taken_tokens_are_never_picked() -> None:
-    distance = on_a_line([0.0, 1.0, 100.0])
-    taken = torch.tensor([[False, False, True]])
-    picks = farthest_points(distance, 2, nearest=distance[:, 2], taken=taken)
-    assert picks.tolist() == [[0, 1]]
-
-
-def test_ties_go_to_the_lower_index() -> None:
-    distance = torch.ones(1, 4, 4)
-    assert farthest_points(distance, 4, nearest=torch.ones(1, 4), taken=none_taken(4)).tolist() == [
-        [0, 1, 2, 3]
-    ]
 
 
 def test_rounding_breaks_no_tie() -> None:
@@ -149,3 +125,94 @@ class TestWeighted:
 
     def test_the_nearest_other_is_never_the_token_itself(self) -> None:
         assert distance_to_others(self.LINE).tolist() == [[1, 1, 3, 1, 1]]
+
+
+PICKS = torch.tensor([[3, 1, 0]])
+WEIGHT = torch.tensor([[0.2, 0.9, 0.5, 0.1, 0.5]])
+
+
+def test_picks_with_a_gain_stay_and_the_rest_comes_by_weight() -> None:
+    gains = torch.tensor([[2.0, 1.0, 0.5]])
+    assert fill_by_weight(PICKS, gains, WEIGHT, None, 0.1).tolist() == [[3, 1, 0]]
+    assert fill_by_weight(PICKS, gains, WEIGHT, None, 0.7).tolist() == [[3, 1, 2]]
+    assert fill_by_weight(PICKS, gains, WEIGHT, None, 5.0).tolist() == [[1, 2, 4]]
+
+
+def test_tokens_that_are_not_eligible_never_fill() -> None:
+    eligible = torch.tensor([[True, False, False, True, True]])
+    gains = torch.zeros(1, 3)
+    assert fill_by_weight(PICKS, gains, WEIGHT, eligible, 0.0).tolist() == [[4, 0, 3]]
+
+
+def test_nan_is_no_gain_and_a_nan_weight_comes_first() -> None:
+    gains = torch.tensor([[1.0, torch.nan, torch.nan]])
+    weight = torch.tensor([[torch.nan, 0.9, -torch.inf, 0.1, 0.5]])
+    assert fill_by_weight(PICKS, gains, weight, None, 0.0).tolist() == [[3, 0, 1]]
+
+
+def coverage(degrees: Tensor, count: int, weight: list[float] | None = None) -> list[int]:
+    """Picks of one image, from nothing covered and nothing taken."""
+    size, rows = degrees.shape
+    weights = torch.ones(1, size) if weight is None else torch.tensor([weight])
+    picks: list[int] = greedy_coverage(
+        degrees[None],
+        weights,
+        count,
+        covered=torch.zeros(1, rows),
+        taken=torch.zeros(1, size, dtype=torch.bool),
+        floor=1e-9,
+        scale=weight is not None,
+    )[0].tolist()
+    return picks
+
+
+DEGREES = torch.tensor([[0.5, 0.5, 0.0], [0.9, 0.0, 0.0], [0.0, 0.0, 0.6]])
+"""Candidates that cover two rows half, one row well, and the third row."""
+
+
+def test_each_pick_adds_most_to_what_is_covered() -> None:
+    # Sums 1.0, 0.9, 0.6; after the first, 0.4 and 0.6 are left.
+    assert coverage(DEGREES, 3) == [0, 2, 1]
+
+
+def test_rounding_breaks_no_tie_of_coverage() -> None:
+    assert coverage(torch.tensor([[0.1, 0.2], [0.3, 0.6], [0.6000001, 0.3]]), 1) == [1]
+
+
+def test_weights_scale_the_gains() -> None:
+    assert coverage(DEGREES, 3, [0.1, 1.0, 1.0]) == [1, 2, 0]
+
+
+def test_negative_degrees_cover_nothing() -> None:
+    assert coverage(torch.tensor([[-3.0, 0.1], [0.0, 0.2]]), 2) == [1, 0]
+
+
+def test_what_adds_nothing_comes_by_weight() -> None:
+    same = torch.ones(4, 2)
+    assert coverage(same, 4, [0.1, 0.9, 0.3, 0.9]) == [1, 3, 2, 0]
+    assert coverage(same, 4) == [0, 1, 2, 3]
+
+
+def test_taken_candidates_are_left_out_and_their_coverage_counts() -> None:
+    taken = torch.tensor([[True, False, False]])
+    covered = covered_by(DEGREES[None], taken)
+    assert covered.tolist() == [[0.5, 0.5, 0.0]]
+    picks = greedy_coverage(
+        DEGREES[None], torch.ones(1, 3), 2, covered=covered, taken=taken, floor=1e-9
+    )
+    assert picks.tolist() == [[2, 1]]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_images_of_a_batch_are_independent(count: int) -> None:
+    degrees = torch.rand(3, 6, 9, generator=torch.Generator().manual_seed(1))
+    weight, covered = torch.rand(3, 6), torch.zeros(3, 9)
+    taken = torch.zeros(3, 6, dtype=torch.bool)
+    together = greedy_coverage(degrees, weight, count, covered=covered, taken=taken, floor=0.0)
+    assert together.shape == (3, count)
+    for i in range(3):
+        one = slice(i, i + 1)
+        alone = greedy_coverage(
+            degrees[one], weight[one], count, covered=covered[one], taken=taken[one], floor=0.0
+        )
+        assert torch.equal(together[one], alone)

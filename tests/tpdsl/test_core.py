@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tpdsl.executor.cores import (
+from tests.tpdsl.samples import (
     BLEND,
     CORES,
+    GRIDS,
+    QUESTION_FREE,
     UNCHANGED,
+    VARIANTS,
+    accepts,
     assert_split,
-    with_core,
-)
-from tests.tpdsl.samples import (
     images,
     plain,
+    refused_with,
+    same,
     state,
     take,
+    with_core,
 )
-from tests.tpdsl.selection_assertions import GRIDS, VARIANTS, same
 from vllm_autoprune import (
+    BudgetError,
     Grid,
+    RefinedTokens,
     VisualTokens,
+    load_state,
     materialize,
     refine,
     safety_check,
 )
-from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices
-from vllm_autoprune.tpdsl.base_policy import Given
-from vllm_autoprune.tpdsl.materialize import core_policy
-from vllm_autoprune.tpdsl.refine import give_core, keep_reference, select_tokens
+from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices, min_max_normalise
+from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Given
+from vllm_autoprune.tpdsl.materialize import core_policy, delta_policy
+from vllm_autoprune.tpdsl.refine import give_core, keep_reference, most_similar, select_tokens
 from vllm_autoprune.tpdsl.safety import synthetic_probes
 from vllm_autoprune.tpdsl.tokens import NextLayer
 
@@ -133,16 +142,6 @@ def test_the_delta_neither_keeps_nor_merges_tokens_of_the_cover() -> None:
         assert not bool((by_core & by_delta).any())
 
 
-def test_a_core_of_all_tokens_is_the_question_free_policy() -> None:
-    tokens = dataclasses.replace(images(9, batch=3), instruction=None)
-    policy = materialize(with_core({"share": 1.0}), 12)
-    assert not policy.reads_instruction and policy.needs == frozenset()
-    alone = state({"/base_policy": {"name": "divprune"}, **UNCHANGED})
-    actual, expected = refine(policy, tokens), refine(materialize(alone, 12), tokens)
-    assert torch.equal(actual.indices, expected.indices)
-    assert torch.equal(actual.features, expected.features)
-
-
 @pytest.mark.parametrize(
     "selector",
     [
@@ -222,3 +221,154 @@ class TestFallback:
         assert actual.extra == 0 and actual.indices.shape[1] == policy.budget
         rows = gather_rows(tokens.features, actual.indices)
         assert torch.equal(actual.features, rows)
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("base", BASE_POLICIES)
+def test_every_core_of_every_base_policy(base: str, core: str) -> None:
+    split = with_core(CORES[core], {**BLEND, "/base_policy": {"name": base}})
+    for budget in (1, 5, 12):
+        policy = materialize(split, budget)
+        record = safety_check(policy)
+        assert record.valid, (budget, record.failures())
+        for tokens in synthetic_probes(budget):
+            assert_split(policy, tokens)
+
+
+CONTINUING = ["cdpruner", "cen_cdpruner", "cen_divprune", "divprune", "fsr", "idpruner"]
+"""Base policies that continue from a core by features, attention and relevance."""
+
+
+@pytest.mark.parametrize("base", CONTINUING)
+@pytest.mark.parametrize("tiles", [2, 3, 5])
+def test_every_size_of_core_next_to_all_tokens_of_all_tiles(base: str, tiles: int) -> None:
+    tokens = images(4, grid=Grid(2, 2, tiles=tiles))
+    split = with_core({"share": 0.5}, {"/base_policy": {"name": base}})
+    for core in range(1, tokens.count):
+        assert_split(materialize(split, tokens.count - 1, core), tokens)
+
+
+def test_the_delta_of_cdpruner_is_greedy_map_with_the_core_as_anchors() -> None:
+    tokens = images(6, batch=3)
+    policy = materialize(with_core({"share": 0.5}, UNCHANGED), 12)
+    actual = refine(policy, tokens)
+    instruction = tokens.require_instruction()
+    relevance = min_max_normalise(-instruction_relevance(instruction), offset=1e-6)
+    core = actual.indices[:, :6]
+    expected = greedy_map(tokens.cosine, relevance, 12, anchors=core)[:, 6:]
+    assert actual.reference[:, 6:].tolist() == expected.tolist()
+    assert actual.indices[:, 6:].tolist() == expected.sort(dim=1).values.tolist()
+
+
+def test_a_delta_from_cached_factors_is_the_same() -> None:
+    tokens = images(6, batch=3, grid=Grid(3, 4, tiles=3))
+    policy = materialize(with_core({"share": 0.5}), 12)
+    plain = give_core(
+        policy, tokens, refine(core_policy(policy.state, policy.core), tokens).indices
+    )
+    condition = policy.base.condition
+    assert condition is not None
+    known = dataclasses.replace(
+        plain, conditioned=condition(policy.state.base_policy.params, tokens, plain.indices)
+    )
+    fresh, kept = (select_tokens(delta_policy(policy), tokens, part) for part in (plain, known))
+    assert torch.equal(fresh.indices, kept.indices)
+
+
+@pytest.mark.parametrize(
+    ("base", "params"), [("cen_cdpruner", {"relevance": False}), ("mmtok", {"words": False})]
+)
+def test_the_core_of_a_policy_is_its_form_without_the_question(
+    base: str, params: dict[str, object]
+) -> None:
+    (tokens, *_) = synthetic_probes(12)
+    own: dict[str, object] = {"/base_policy": {"name": base}, **UNCHANGED}
+    split = with_core({"share": 0.5, "policy": {"name": base}}, own)
+    assert (
+        split.core is not None and split.core.policy.params.model_dump().items() >= params.items()
+    )
+    silent = state({**own, "/base_policy": {"name": base, "params": params}})
+    core = refine(materialize(split, 12), tokens).indices[:, :6]
+    assert torch.equal(core, refine(materialize(silent, 6), tokens).indices)
+    asking = with_core({"share": 0.5, "policy": {"name": base, "params": params}}, own)
+    assert asking.digest == split.digest
+    on = dict.fromkeys(params, True)
+    call = {"share": 0.5, "policy": {"name": base, "params": on}}
+    ((where, _),) = refused_with({"/core": call})
+    assert where.startswith("/core/policy/params/")
+    assert not accepts(call)
+
+
+def test_a_core_survives_json_and_pickling() -> None:
+    split = with_core(CORES["cover"])
+    again = pickle.loads(pickle.dumps(split))
+    assert again == split == load_state(split.dumps())
+    assert again.digest == split.digest != state().digest
+    assert '"core"' not in state().dumps()
+
+
+def test_states_with_another_share_have_the_same_core() -> None:
+    one, other, third = (
+        with_core({"share": share, "cover": cover}).core
+        for share, cover in ((0.5, 0.0), (0.75, 0.0), (0.5, 0.5))
+    )
+    assert one is not None and other is not None and third is not None
+    assert one.digest == other.digest != third.digest
+
+
+@pytest.mark.parametrize("base", sorted(set(BASE_POLICIES) - set(QUESTION_FREE)))
+def test_a_core_policy_that_reads_the_question_is_refused(base: str) -> None:
+    ((where, what),) = refused_with({"/core": {"share": 0.5, "policy": {"name": base}}})
+    assert where == "/core/policy/name" and base in what
+    assert "reads the question" in what
+    assert not accepts({"share": 0.5, "policy": {"name": base}})
+
+
+@pytest.mark.parametrize(
+    "core",
+    [{}, {"share": 0}, {"share": 1.1}, {"share": 0.5, "cover": 1}, {"share": 0.5, "size": 8}],
+)
+def test_schema_and_loader_refuse_the_same(core: dict[str, object]) -> None:
+    assert refused_with({"/core": core})[0][0].startswith("/core")
+    assert not accepts(core)
+
+
+@pytest.mark.parametrize(
+    ("share", "budget", "core"), [(0.07, 100, 7), (0.5, 1, 0), (1.0, 8, 8), (0.75, 32, 24)]
+)
+def test_core_tokens_of_a_budget(share: float, budget: int, core: int) -> None:
+    assert materialize(with_core({"share": share}), budget).core == core
+
+
+def test_a_core_of_more_than_k_tokens_is_refused() -> None:
+    with pytest.raises(BudgetError, match="9 core tokens of K = 8"):
+        materialize(with_core({"share": 0.5}), 8, 9)
+
+
+CORE = {"share": 0.5, "cover": 0.25, "strength": 0.5}
+
+
+def refined() -> RefinedTokens:
+    changes = {
+        "/constraints/selector/q_e": 0,
+        "/reassembly": {"atom": "mean_residual", "strength": 0.5},
+        "/core": CORE,
+    }
+    return refine(materialize(state(changes), 8), images(3))
+
+
+def test_the_delta_merges_every_token_that_the_core_does_not_stand_for() -> None:
+    tokens, kept = images(3), refined()
+    own, delta = kept.indices[:, :4], kept.indices[:, 4:]
+    covered = most_similar(tokens, own, int(CORE["cover"] * tokens.grid.per_tile))
+    for image in range(tokens.batch):
+        features, cosine = tokens.features[image].float(), tokens.cosine[image]
+        owner = cosine[:, delta[image]].argmax(dim=1)
+        free = ~covered[image]
+        free[delta[image]] = False
+        for row, token in enumerate(delta[image].tolist()):
+            group = features[free & (owner == row)]
+            expected = features[token]
+            if len(group):
+                expected = (expected + group.mean(dim=0)) / 2
+            torch.testing.assert_close(kept.features[image, 4 + row].float(), expected)

@@ -1,20 +1,22 @@
+"""The safety check and its probes, and the predicted cost of a state."""
+
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.tpdsl.atom_policies import means
-from tests.tpdsl.samples import images, plain, state
+from tests.tpdsl.samples import images, means, plain, state
 from vllm_autoprune import (
-    Grid,
     PruningPolicy,
     RefinedTokens,
     SafetyRecord,
+    StateError,
     VisualTokens,
     load_state,
     materialize,
@@ -24,6 +26,12 @@ from vllm_autoprune import (
 from vllm_autoprune.tpdsl import safety
 from vllm_autoprune.tpdsl.atoms.safety import VERDICTS
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
+from vllm_autoprune.tpdsl.cost import (
+    DEFAULT_COST,
+    atom_costs,
+    require_affordable,
+    state_cost,
+)
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, synthetic_probes
@@ -83,19 +91,6 @@ def test_the_probes_hold_more_tokens_than_are_kept(budget: int) -> None:
     assert {probe.grid.tiles for probe in probes} == {1, 5}
     # The probes include an image of identical tokens, the hardest case to select from.
     assert any(bool((probe.cosine > 0.999).all()) for probe in probes)
-
-
-def test_given_probes_are_used() -> None:
-    policy = materialize(state(), 4)
-    record = safety_check(policy, [images(1), images(2, batch=3)])
-    assert failed(record) == [] and details(record)["shapes"].startswith("features (2, 4, 16)")
-    fits = safety_check(policy, [images(3, grid=Grid(2, 2))])
-    assert failed(fits) == [] and "K = 4" in details(fits)["exact_count"]
-
-
-def test_empty_probes_do_not_pass() -> None:
-    # An empty list selects the synthetic probes: a record without verdicts would count as valid.
-    assert failed(safety_check(materialize(state(), 4), [])) == []
 
 
 @pytest.mark.parametrize("budget", [641, 65536])
@@ -259,10 +254,6 @@ class TestBrokenBasePolicies:
         replace_base(monkeypatch, lambda *_: torch.arange(10**6, 10**6 + 4).expand(2, -1))
         assert failed(safety_check(materialize(state(), 4))) == list(VERDICTS)
 
-    def test_picks_that_are_not_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        replace_base(monkeypatch, lambda *_: torch.full((2, 4), torch.nan))
-        assert failed(safety_check(materialize(state(), 4))) == list(VERDICTS)
-
 
 @pytest.mark.parametrize(
     "error", [ValueError("no such thing"), RuntimeError("out of memory"), KeyError("x")], ids=repr
@@ -283,3 +274,110 @@ def test_probe_without_required_inputs_is_a_failure() -> None:
     record = safety_check(materialize(state(), 4), [plain(torch.randn(2, 20, 4))])
     assert failed(record) == list(VERDICTS)
     assert "SelectionError" in details(record)["shapes"]
+
+
+@pytest.mark.parametrize("budget", [1, 33, 640])
+def test_probes_have_the_inputs_of_every_policy(budget: int) -> None:
+    for tokens in synthetic_probes(budget):
+        for policy in BASE_POLICIES.values():
+            actual = policy.select(policy.call.model_fields["params"].default, tokens, budget)
+            extra = 0 if actual.extra is None else actual.extra.shape[1]
+            assert actual.picks.shape == (2, budget - extra)
+
+
+def test_probes_are_deterministic() -> None:
+    for one, other in zip(synthetic_probes(9), synthetic_probes(9), strict=True):
+        assert torch.equal(one.features, other.features)
+        mine, yours = one.require_tower(), other.require_tower()
+        assert torch.equal(mine.patches, yours.patches)
+        assert torch.equal(mine.project(mine.patches), yours.project(yours.patches))
+        assert torch.equal(
+            one.require_language().attention(1), other.require_language().attention(5)
+        )
+
+
+@pytest.mark.parametrize("name", shipped_states())
+def test_shipped_states_are_far_below_the_bound(name: str) -> None:
+    assert 2 * state_cost(load_state(name)) < DEFAULT_COST
+
+
+def test_every_atom_has_a_cost() -> None:
+    changes: list[dict[str, object]] = [
+        {"/constraints/selector": {"atom": name}} for name in ATOMS.names("selection_constraints")
+    ]
+    pools = [name for name in ATOMS.names("candidate_pool") if name.endswith("_builder")]
+    changes += [{"/constraints/pool": [{"atom": name}]} for name in pools]
+    for one in [*map(load_state, shipped_states()), *map(state, changes)]:
+        costs = atom_costs(one)
+        assert all(cost.milliseconds > 0 for cost in costs), one
+        assert state_cost(one) == sum(cost.milliseconds for cost in costs)
+    for signal in ATOMS.names("scoring"):
+        assert state_cost(state({"/scoring/signals": [{"atom": signal}]})) > 0
+    for name in ATOMS.names("reassembly"):
+        field = "margin" if "margin" in ATOMS[name].call.model_fields else "strength"
+        working = state({"/reassembly": {"atom": name, field: 0.5}})
+        assert state_cost(working) > state_cost(state()), name
+    for base in BASE_POLICIES:
+        prior = {"atom": "external_policy", "policy": base}
+        assert state_cost(state({"/source/priors": [prior]})) > state_cost(state()), base
+
+
+GROWING: list[tuple[str, Any, Any]] = [
+    ("/scoring/signals/0/weight", 0.0, 0.5),
+    ("/scoring/signals/4/radius", 1, 3),
+    ("/constraints/pool/1/pool_ratio", 0.25, 2.0),
+    (
+        "/constraints/selector",
+        {"atom": "maximal_marginal_relevance_pool_selector", "q_e": 2},
+        {"atom": "maximal_marginal_relevance_pool_selector", "q_e": 100},
+    ),
+    (
+        "/scoring/signals/0",
+        {"atom": "cluster_centroid_representativeness", "clusters": 4},
+        {"atom": "cluster_centroid_representativeness", "clusters": 64},
+    ),
+]
+
+
+@pytest.mark.parametrize(("pointer", "less", "more"), GROWING, ids=lambda value: str(value)[:30])
+def test_more_work_costs_more(pointer: str, less: Any, more: Any) -> None:
+    assert state_cost(state({pointer: less})) < state_cost(state({pointer: more}))
+
+
+def test_large_r_min_does_not_reduce_the_cost() -> None:
+    """At the K of the check nothing can be exchanged, but requests may ask for a larger one."""
+    selector = {"atom": "reference_residual_exchange_selector", "q_e": 640, "r_min": 200}
+    signals = [{"atom": "cluster_centroid_representativeness", "clusters": 64}] * 32
+    hidden = state(
+        {
+            "/scoring/signals": signals,
+            "/constraints/selector": selector,
+            "/budget/atom": "fixed_budget@640",
+        }
+    )
+    assert state_cost(hidden) > 2 * state_cost(state())
+
+
+def test_the_refusal_names_the_sum_the_bound_and_the_dearest_atoms() -> None:
+    require_affordable(state(), DEFAULT_COST)
+    signals = [{"atom": "local_detail_energy", "radius": 3, "weight": 1.0}] * 32
+    with pytest.raises(StateError) as caught:
+        require_affordable(state({"/scoring/signals": signals}), 100.0)
+    (problem,) = caught.value.problems
+    assert "may take 100" in problem.what
+    assert "32 x local_detail_energy" in problem.what
+    assert "--autoprune-request-cost" in str(caught.value)
+
+
+def test_a_core_costs_its_policy_and_its_cover() -> None:
+    def cost(**core: object) -> float:
+        return state_cost(state({"/core": {"share": 0.5, **core}}))
+
+    assert state_cost(state()) < cost() < cost(cover=0.5) < cost(cover=0.5, strength=0.25)
+    places = {part.where for part in atom_costs(state({"/core": {"share": 0.5, "cover": 0.5}}))}
+    assert {"/core/policy", "/core/cover", "/base_policy"} <= places
+
+
+def test_a_state_that_is_all_core_costs_the_core_alone() -> None:
+    (only,) = atom_costs(state({"/core": {"share": 1.0}}))
+    assert only.where == "/core/policy"

@@ -1,3 +1,5 @@
+"""Problems of refused states: their place, and how to fix them."""
+
 from __future__ import annotations
 
 import json

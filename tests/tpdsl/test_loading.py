@@ -1,0 +1,580 @@
+"""Loading of states: files, texts, mappings, limits and rules."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import NoReturn
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+
+from tests.tpdsl.samples import DELETE, edited, refused, refused_with, sample, shipped, state
+from vllm_autoprune import PruningState, StateError, load_state
+from vllm_autoprune.tpdsl.json_text import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    MAX_VALUES,
+    child_pointer,
+    escape_unprintable,
+    format_value,
+)
+from vllm_autoprune.tpdsl.loading import MAX_PROBLEMS, RULES, shipped_states
+
+
+def test_a_file_a_text_and_a_name_are_the_same_state(tmp_path: Path) -> None:
+    text = json.dumps(shipped("autoprune"))
+    file = tmp_path / "s.json"
+    file.write_text(text, encoding="utf-8")
+    assert load_state(file) == load_state(str(file)) == load_state("\n  " + text)
+    assert load_state("autoprune") == load_state(file)
+
+
+@pytest.mark.parametrize("name", shipped_states())
+def test_a_mapping_is_the_same_state_as_its_text(name: str) -> None:
+    text = shipped_states()[name].read_text(encoding="utf-8")
+    assert load_state(MappingProxyType(json.loads(text))) == load_state(text)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"/budget": 7, "/schema": "autoprune-state/2"},
+        {"/scoring/signals/0/atom": "no_such_atom", "/extra": 1},
+        {"/constraints/selector/q_e": 2.0, "/scoring/signals/0/weight": float("inf")},
+        {"/scoring/signals/0/weight": float("nan"), "/provenance": {"scores": {"a": 10**400}}},
+        {"/name": "\ud800", "/provenance": {"scores": {"\udfff": "\ud800"}}},
+        {"/budget": {"atom": "fixed_budget@32", "limit": 16}},
+    ],
+)
+def test_a_mapping_is_refused_as_its_text_is(changes: dict[str, object]) -> None:
+    data = edited(sample(), changes)
+    with pytest.raises(StateError) as of_text:
+        load_state(json.dumps(data))
+    with pytest.raises(StateError) as of_mapping:
+        load_state(data)
+    kinds = [(problem.where, problem.kind) for problem in of_text.value.problems]
+    assert [(problem.where, problem.kind) for problem in of_mapping.value.problems] == kinds
+
+
+def test_numbers_of_a_mapping_are_read_as_in_its_text() -> None:
+    data = edited(sample(), {"/constraints/selector/q_e": 2.0, "/scoring/signals/0/weight": 1})
+    assert load_state(data) == load_state(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ({1, 2}, "set is not a JSON type"),
+        (b"x", "bytes is not a JSON type"),
+        ({1: 2}, "has a key of type int, not a string"),
+        pytest.param(
+            10**5000, "an integer of 16610 bits is larger than any 64-bit float", id="int"
+        ),
+    ],
+)
+def test_a_mapping_with_a_value_that_no_text_holds(value: object, what: str) -> None:
+    data = edited(sample(), {"/provenance": {"scores": {"a": value}}})
+    with pytest.raises(StateError) as raised:
+        load_state(data)
+    problems = [(problem.where, problem.what) for problem in raised.value.problems]
+    assert problems == [("/provenance/scores/a", what)]
+
+
+@pytest.mark.parametrize("kind", ["depth", "cycle", "values", "size"])
+def test_a_mapping_without_bounds(kind: str) -> None:
+    nested: dict[str, object] = {}
+    if kind == "depth":
+        for _ in range(100_000):
+            nested = {"a": nested}
+    elif kind == "cycle":
+        nested["a"] = nested
+    elif kind == "values":
+        nested["a"] = [0] * MAX_VALUES
+    else:
+        nested["a"] = "x" * MAX_BYTES
+    with pytest.raises(StateError) as raised:
+        load_state({**sample(), "provenance": {"scores": nested}})
+    (problem,) = raised.value.problems
+    assert problem.kind == {"cycle": "depth"}.get(kind, kind)
+
+
+def test_a_file_goes_before_a_shipped_state_and_a_folder_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("autoprune").mkdir()
+    assert load_state("autoprune").name == "autoprune"
+    Path("autoprune").rmdir()
+    Path("autoprune").write_text(json.dumps(edited(sample(), {"/name": "mine"})))
+    assert load_state("autoprune").name == "mine"
+
+
+def test_unknown_name_suggests_the_nearest() -> None:
+    with pytest.raises(StateError, match="did you mean 'autoprune'") as raised:
+        load_state("autoprun")
+    (problem,) = raised.value.problems
+    assert problem.what == "no such file, and no shipped state of that name"
+
+
+@pytest.mark.parametrize("source", ["\0", "\ud800", "missing.json", "a/b/c.json", Path("nowhere")])
+def test_missing_file(source: str | Path) -> None:
+    assert refused(source) == [("", "no such file, and no shipped state of that name")]
+
+
+def test_a_name_too_long_for_the_file_system() -> None:
+    assert refused("x" * 5000) == [("", "cannot be read (File name too long)")]
+    # Text that is not a JSON object is treated as a name.
+    assert refused(json.dumps([0] * 3000)) == [("", "cannot be read (File name too long)")]
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    assert refused(tmp_path) == [("", "is a folder")]
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "s.json"
+    file.write_text("{}")
+
+    def denied(*_: object, **__: object) -> NoReturn:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", denied)
+    assert refused(file) == [("", "cannot be read (Permission denied)")]
+
+
+def test_pipe_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "s.json")
+    assert refused(tmp_path / "s.json") == [("", "is a pipe")]
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "/dev/random"])
+def test_a_device_is_not_opened(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("a device was opened"))
+    assert refused(device) == [("", "is a device")]
+
+
+def test_a_file_that_turns_into_a_pipe_before_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "s.json"
+    file.write_text("{}")
+    opened = os.open
+
+    def swapped(path: Path, flags: int) -> int:
+        file.unlink()
+        os.mkfifo(file)
+        return opened(path, flags)
+
+    monkeypatch.setattr(os, "open", swapped)
+    assert refused(file) == [("", "is a pipe")]
+
+
+def test_a_link_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "s.json").symlink_to("s.json")
+    ((where, what),) = refused(tmp_path / "s.json")
+    assert where == "" and what == "cannot be read (Too many levels of symbolic links)"
+
+
+def test_file_with_a_wrong_reported_size() -> None:
+    # It reports size 0 and has no end, like a file that grows.
+    assert os.stat("/proc/self/maps").st_size == 0
+    ((where, what),) = refused("/proc/self/maps")
+    assert where == "" and what.startswith("not JSON")
+
+
+def test_a_file_that_grows_while_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "s.json"
+    file.write_bytes(b" " * MAX_BYTES)
+    growing = threading.Event()
+
+    def grow() -> None:
+        with file.open("ab") as end:
+            while not growing.wait(0.0001):
+                end.write(b" " * 4096)
+                end.flush()
+
+    writer = threading.Thread(target=grow)
+    writer.start()
+    try:
+        time.sleep(0.01)
+        assert refused(file) == [("", f"larger than {MAX_BYTES} bytes")]
+    finally:
+        growing.set()
+        writer.join()
+
+
+@pytest.mark.parametrize(
+    "url", ["https://example.com/state.json", "file:///etc/hostname", "s3://bucket/state.json"]
+)
+def test_a_url_is_a_name_and_is_not_opened(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*_: object, **__: object) -> NoReturn:
+        pytest.fail("a connection was opened")
+
+    monkeypatch.setattr(socket, "socket", opened)
+    monkeypatch.setattr(socket, "create_connection", opened)
+    assert refused(url) == [("", "no such file, and no shipped state of that name")]
+
+
+@pytest.mark.parametrize(
+    ("version", "shown"),
+    [
+        (DELETE, "missing"),
+        (None, "missing"),
+        ("autoprune-state/2", '"autoprune-state/2" is not known'),
+        (1, "1 is not known"),
+        ([], r"[] is not known"),
+    ],
+)
+def test_other_schema_version_is_refused(version: object, shown: str) -> None:
+    # Other fields are not validated, because they may be valid in another version.
+    actual = refused_with({"/schema": version, "/budget": 7, "/zzz": 1})
+    assert actual == [
+        ("/schema", f"schema version {shown}; this version reads 'autoprune-state/1'")
+    ]
+
+
+def in_file(tmp_path: Path, content: bytes) -> list[tuple[str, str]]:
+    file = tmp_path / "s.json"
+    file.write_bytes(content)
+    return refused(file)
+
+
+def test_not_utf8(tmp_path: Path) -> None:
+    content = json.dumps(sample()).encode().replace(b"sample", b"s\xfcmple", 1)
+    ((where, what),) = in_file(tmp_path, content)
+    assert where == "" and what.startswith("not UTF-8 text (invalid start byte at byte ")
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+)
+def test_wide_encodings_are_recognised(tmp_path: Path, encoding: str) -> None:
+    actual = in_file(tmp_path, json.dumps(sample()).encode(encoding))
+    assert actual == [("", "not UTF-8 text (it looks like UTF-16 or UTF-32)")]
+
+
+def test_a_byte_order_mark(tmp_path: Path) -> None:
+    text = json.dumps(sample())
+    expected = [("", "begins with a byte order mark")]
+    assert in_file(tmp_path, text.encode("utf-8-sig")) == expected
+    assert refused(f"\ufeff{text}") == expected
+
+
+def test_too_large(tmp_path: Path) -> None:
+    content = json.dumps(sample()).encode()
+    just = content + b" " * (MAX_BYTES - len(content))
+    (tmp_path / "just.json").write_bytes(just)
+    assert load_state(tmp_path / "just.json").name == "sample"
+    assert load_state(just.decode()).name == "sample"
+    assert in_file(tmp_path, just + b" ") == [("", "larger than 1048576 bytes")]
+    assert refused(just.decode() + " ") == [("", "larger than 1048576 bytes")]
+
+
+def test_a_text_is_measured_in_bytes() -> None:
+    long = edited(sample(), {"/provenance": {"notes": "\U0001f999" * (MAX_BYTES // 4)}})
+    text = json.dumps(long, ensure_ascii=False)
+    assert len(text) < MAX_BYTES
+    assert refused(text) == [("", "larger than 1048576 bytes")]
+
+
+def test_too_large_in_canonical_form() -> None:
+    # Lists deep in lists, each on its own indented line, take more to write than they hold.
+    deep = json.loads("[" * 27 + ",".join(["[]"] * 4000) + "]" * 27)
+    long = edited(sample(), {"/provenance": {"scores": {"x": deep}, "notes": "x" * 900_000}})
+    ((where, what),) = refused(json.dumps(long))
+    assert where == "" and what.startswith("larger than 1048576 bytes when written out")
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("", "is empty"),
+        (" \n", "is empty"),
+        ("schema: autoprune", "not JSON: Expecting value at line 1 col 1"),
+        ("[]", "a state is a JSON object, not []"),
+        ("null", "a state is a JSON object, not null"),
+        ('"{}"', 'a state is a JSON object, not "{}"'),
+        ("NaN", "NaN is not a JSON number"),
+        ("-1e999", "-1e999 is larger than any 64-bit float"),
+        ("7", "a state is a JSON object, not 7"),
+        ('{"schema": 1,}', "not JSON: "),
+        ('{"schema": 1} {}', "not JSON: Extra data at line 1 col 15"),
+        ("{'a': 1}", "not JSON: "),
+        ('{"a": 1} // so', "not JSON: "),
+        ('{"a": 01}', "not JSON: "),
+        ('{"a": "\n"}', "not JSON: "),
+        ('{"a": "\0"}', "not JSON: "),
+        ("\0\1\2\3", "not UTF-8 text (it looks like UTF-16 or UTF-32)"),
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply: 100001 levels"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "nested too deeply: 100000 levels"),
+        ("[" * MAX_BYTES, "nested too deeply: 1048576 levels"),
+        ('{"a": [' + "0," * 500_000 + "0]}", "about 500003 values"),
+    ],
+    ids=lambda value: value[:24],
+)
+def test_texts_that_are_not_one_json_object(tmp_path: Path, content: str, what: str) -> None:
+    actual = in_file(tmp_path, content.encode())
+    assert actual[0][0] == "" and actual[0][1].startswith(what)
+    if content.startswith("{"):
+        assert refused(content) == actual
+
+
+def test_limits_on_depth_and_count_are_inclusive() -> None:
+    deep = json.loads("[" * (MAX_DEPTH - 3) + "]" * (MAX_DEPTH - 3))
+    many = [0] * (MAX_VALUES - 200)
+    changed = edited(sample(), {"/provenance": {"scores": {"deep": deep, "many": many}}})
+    assert load_state(json.dumps(changed)).provenance.scores["deep"] == deep
+    changed["provenance"]["scores"]["deep"] = [deep]
+    assert refused(json.dumps(changed))[0][1].startswith("nested too deeply: 33 levels")
+
+
+def test_brackets_and_commas_in_strings_are_not_counted() -> None:
+    odd = '[{,\\"' * 20_000
+    changed = edited(sample(), {"/provenance": {"notes": odd, "scores": {odd: "\\"}}})
+    assert load_state(json.dumps(changed)).provenance.notes == odd
+
+
+def test_numbers_beyond_float_range_are_reported_at_their_pointers() -> None:
+    changed = edited(
+        sample(),
+        {
+            "/reassembly/strength": 10**310,
+            "/provenance": {"scores": {"a/b": [float("nan"), 123454321]}, "seed": 543212345},
+            "/scoring/signals/0/weight": float("-inf"),
+        },
+    )
+    text = json.dumps(changed).replace("123454321", "-1e400").replace("543212345", "9" * 5000)
+    assert refused(text) == [
+        ("/scoring/signals/0/weight", "-Infinity is not a JSON number"),
+        ("/reassembly/strength", "10000000000000000... is larger than any 64-bit float"),
+        ("/provenance/scores/a~1b/0", "NaN is not a JSON number"),
+        ("/provenance/scores/a~1b/1", "-1e400 is larger than any 64-bit float"),
+        ("/provenance/seed", "99999999999999999... is larger than any 64-bit float"),
+    ]
+
+
+def test_duplicate_keys_are_reported_with_all_other_problems() -> None:
+    text = json.dumps(edited(sample(), {"/reassembly/strength": 7}))
+    text = text.replace('"scoring": {', '"name": "n", "scoring": {"kernel": 1, "kernel": 2, ')
+    assert refused(text) == [
+        ("/name", 'key "name" occurs twice in one object'),
+        ("/scoring/kernel", 'key "kernel" occurs twice in one object'),
+        ("/reassembly/strength", "7 is refused"),
+    ]
+
+
+@pytest.mark.parametrize("escaped", [True, False])
+def test_lone_surrogates_are_refused(escaped: bool) -> None:
+    changed = edited(
+        sample(),
+        {"/name": "\ud800", "/provenance": {"scores": {"\udfff": 1, "ok": ["\udc00x"]}}},
+    )
+    assert refused(json.dumps(changed, ensure_ascii=escaped)) == [
+        ("/name", r'"\ud800" holds half of a surrogate pair'),
+        (r"/provenance/scores/\udfff", r'key "\udfff" holds half of a surrogate pair'),
+        ("/provenance/scores/ok/0", r'"\udc00x" holds half of a surrogate pair'),
+    ]
+    assert load_state(json.dumps(edited(sample(), {"/name": "\U0001f999"}))).name == "\U0001f999"
+
+
+@pytest.mark.parametrize("whole", ["2.0", "2e0", "0.2e1", "200E-2"])
+def test_a_whole_number_is_one_however_it_is_written(whole: str) -> None:
+    text = json.dumps(sample()).replace('"q_e": 2', f'"q_e": {whole}')
+    assert whole in text and load_state(text) == state()
+
+
+def test_minus_zero_is_zero() -> None:
+    text = json.dumps(sample()).replace('"strength": 0.0', '"strength": -0.0')
+    assert "-0.0" in text and load_state(text).digest == state().digest
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (-0.5, "-0.5"),
+        ("naïve 🦙", '"naïve 🦙"'),
+        ("a\n\x1b\u202e\ud800", r'"a\n\u001b\u202e\ud800"'),
+        (["a", {"b": [1, 2]}], '["a", {"b": [1, 2]}]'),
+        ([], "[]"),
+        ("x" * 100, f'"{"x" * 57}..."'),
+        ([1] * 100, "[" + "1, " * 18 + "1,..."),
+    ],
+)
+def test_a_value_is_shown_as_json_on_one_short_line(value: object, text: str) -> None:
+    assert format_value(value) == text and text.isprintable()
+
+
+def test_showing_a_large_value_is_fast() -> None:
+    deep: object = "x" * 1_000_000
+    for _ in range(30):
+        deep = {"k" * 1000: deep, "other": [deep] * 2}
+        assert len(format_value(deep)) <= 60
+
+
+@pytest.mark.parametrize(
+    ("step", "below"),
+    [("a", "/p/a"), (3, "/p/3"), ("", "/p/"), ("a/b~c", "/p/a~1b~0c"), ("\n", r"/p/\n")],
+)
+def test_a_pointer_goes_one_step_down(step: str | int, below: str) -> None:
+    assert child_pointer("/p", step) == below
+
+
+def test_a_long_text_is_cut() -> None:
+    assert (
+        escape_unprintable("x" * 61) == "x" * 57 + "..."
+        and escape_unprintable("x" * 60) == "x" * 60
+    )
+
+
+HOSTILE = {
+    "unknown fields": "{" + ",".join(f'"a{i}":0' for i in range(MAX_VALUES - 9)) + "}",
+    "unknown atoms": json.dumps(
+        edited(sample(), {"/safety": [f"{i}preserve_bugdet" for i in range(MAX_VALUES - 99)]})
+    ),
+    "unknown signals": json.dumps(
+        edited(sample(), {"/scoring/signals": [{"atom": f"{i}_proxy"} for i in range(3000)]})
+    ),
+    "keys that occur twice": "{" + '"a":0,' * (MAX_VALUES - 9) + '"b":1}',
+    "a long name": json.dumps(edited(sample(), {"/reassembly/atom": "mean_residual" * 80_000})),
+    "a long key": json.dumps(edited(sample(), {"/reassembly/" + "strength" * 100_000: 1})),
+    "a long list": json.dumps(edited(sample(), {"/reassembly": list(range(9000))})),
+    "a long number": json.dumps(sample()).replace('"q_e": 2', '"q_e": ' + "7" * 1_000_000),
+    "a long fraction": json.dumps(sample()).replace('"q_e": 2', '"q_e": 0.' + "7" * 1_000_000),
+    "quotes": '{"' * 500_000,
+    "backslashes": '{"' + "\\" * 1_000_000,
+    "pairs of brackets": '{"a": [' + "[]," * 340_000 + "[]]}",
+    "objects in objects": '{"a":' * 200_000,
+    "too much": "{" + " " * (2 * MAX_BYTES) + "}",
+}
+
+
+@pytest.mark.parametrize("text", [pytest.param(t, id=name) for name, t in HOSTILE.items()])
+def test_it_costs_less_than_a_second_and_little_memory(text: str) -> None:
+    text = text.replace('{"a0"', '{"schema":"autoprune-state/1","a0"')
+    # A busy host and garbage of other tests only ever add time: one quick attempt of five will do.
+    assert any(_seconds(text) < 1.0 for _ in range(5))
+    with pytest.raises(StateError) as raised:
+        load_state(text)
+    assert len(raised.value.problems) <= MAX_PROBLEMS + 1 and len(str(raised.value)) < 32_000
+    assert str(raised.value).replace("\n", "").isprintable()
+    tracemalloc.start()
+    try:
+        refused(text)
+        assert tracemalloc.get_traced_memory()[1] < 48 * MAX_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def _seconds(text: str) -> float:
+    """Processor time of this thread to refuse ``text``, without garbage collection."""
+    gc.collect()
+    gc.disable()
+    begun = time.thread_time()
+    try:
+        refused(text)
+        return time.thread_time() - begun
+    finally:
+        gc.enable()
+
+
+def test_omitted_problems_are_counted() -> None:
+    actual = refused_with({f"/extra{i}": 0 for i in range(1000)})
+    assert len(actual) == MAX_PROBLEMS + 1
+    assert actual[-1] == ("", f"{1000 - MAX_PROBLEMS} more problem(s)")
+
+
+def test_control_characters_are_not_repeated() -> None:
+    bad = "\x1b[2J\nstate ok: 0 problem(s)\u202e"
+    with pytest.raises(StateError) as raised:
+        load_state(json.dumps(edited(sample(), {"/reassembly/atom": bad, f"/{bad}": bad})))
+    assert len(str(raised.value).splitlines()) == 1 + len(raised.value.problems) == 3
+    assert str(raised.value).replace("\n", "").isprintable()
+    with pytest.raises(StateError) as raised:
+        load_state(bad)
+    assert len(str(raised.value).splitlines()) == 2
+
+
+ACCEPTS = jsonschema.Draft202012Validator(PruningState.model_json_schema()).is_valid
+
+
+def scores(value: object) -> str:
+    return json.dumps(edited(sample(), {"/provenance": {"scores": {"x": value}}}))
+
+
+def changed(pointer: str, value: object) -> str:
+    return json.dumps(edited(sample(), {pointer: value}))
+
+
+# For each rule a minimal breach, which the schema accepts.
+TEXTS: dict[str, Callable[[], str]] = {
+    "size": lambda: scores(1).ljust(MAX_BYTES + 1),
+    "syntax": lambda: scores(float("nan")),
+    "duplicate_key": lambda: scores(1).replace('"x": 1', '"x": 1, "x": 1'),
+    "surrogate": lambda: scores("\ud800"),
+    "number": lambda: scores(1).replace('"x": 1', '"x": 1e309'),
+    "depth": lambda: scores(json.loads("[" * (MAX_DEPTH - 2) + "]" * (MAX_DEPTH - 2))),
+    "values": lambda: scores([0] * MAX_VALUES),
+    "limit_below_budget": lambda: changed("/budget/limit", 31),
+    "r_min_above_budget": lambda: changed("/constraints/selector/r_min", 33),
+}
+
+
+def broken(source: str | Path) -> set[str]:
+    """Kinds of the problems of a refused state."""
+    with pytest.raises(StateError) as raised:
+        load_state(source)
+    return {problem.kind for problem in raised.value.problems}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_the_schema_accepts_what_only_the_rule_refuses(kind: str) -> None:
+    text = TEXTS[kind]()
+    assert ACCEPTS(json.loads(text))
+    assert broken(text) == {kind}
+
+
+def test_rules_about_files(tmp_path: Path) -> None:
+    pipe, marked = tmp_path / "pipe", tmp_path / "marked.json"
+    os.mkfifo(pipe)
+    marked.write_text(json.dumps(sample()), encoding="utf-8-sig")
+    assert ACCEPTS(json.loads(marked.read_text(encoding="utf-8-sig")))
+    assert broken(pipe) == {"file"} and broken(marked) == {"encoding"}
+
+
+def test_every_rule_is_tested_and_documented() -> None:
+    assert set(RULES) == {*TEXTS, "file", "encoding"}
+    assert all(rule.kind == kind and rule.requires and rule.why for kind, rule in RULES.items())
+
+
+@pytest.mark.parametrize(
+    ("pointer", "value", "kind"),
+    [
+        ("/schema", "autoprune-state/9", "version"),
+        ("/colour", 1, "unknown_field"),
+        ("/reassembly/atom", "x", "unknown_name"),
+        ("/scoring", {}, "missing"),
+        ("/budget/limit", 0, "value"),
+    ],
+)
+def test_schema_violations_are_not_rules(pointer: str, value: object, kind: str) -> None:
+    text = changed(pointer, value)
+    assert not ACCEPTS(json.loads(text))
+    assert broken(text) == {kind} and kind not in RULES
+
+
+def test_the_page_on_states_lists_every_rule() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/states.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(.+)` \| (.+) \| (.+) \|$", page, flags=re.MULTILINE)
+    assert listed == [(rule.kind, rule.requires, rule.why) for rule in RULES.values()]
