@@ -11,9 +11,20 @@ from offline_search.dataset import Split
 from offline_search.history import describe_objective, objective_unit
 from offline_search.ledger import WinnerRecord
 from offline_search.report import CandidateRow, SearchReport, format_percent
-from vllm_autoprune.pages.charts import Chart, Mark, Rule, Series
-from vllm_autoprune.pages.document import Details, Document, Section, Tone, render_document
-from vllm_autoprune.pages.table import Cell, PageRow, PageTable, split_interval
+from vllm_autoprune.report import (
+    Cell,
+    Chart,
+    Details,
+    Document,
+    Mark,
+    Row,
+    Rule,
+    Section,
+    Series,
+    Table,
+    Tone,
+    render_document,
+)
 from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.transfer import Change
 
@@ -85,9 +96,7 @@ def _winner_sections(report: SearchReport, winner: WinnerRecord) -> Iterator[Sec
         tables=[_finalists(report, winner)],
     )
     rows = markdown.result_rows(winner.test, winner.base)
-    table = PageTable(
-        markdown.RESULT_HEAD, [[split_interval(cell) for cell in row] for row in rows]
-    )
+    table = Table("", markdown.RESULT_HEAD, rows)
     text = (
         "Examples that no candidate was chosen on. accuracy+: both answers of a pair right, or all "
         "about an image. MME total: accuracy and accuracy+ in per cent, added over all categories."
@@ -95,10 +104,10 @@ def _winner_sections(report: SearchReport, winner: WinnerRecord) -> Iterator[Sec
     yield Section("Result on the test split", [text], tables=[table])
 
 
-def _finalists(report: SearchReport, winner: WinnerRecord) -> PageTable:
+def _finalists(report: SearchReport, winner: WinnerRecord) -> Table:
     """Search, validation and test of the finalists and of the base policy, side by side."""
     scores = {row.name: row.result.objective for row in report.rows}
-    rows: list[PageRow] = []
+    rows: list[Row] = []
     unknown = Cell("not measured")
     for name in sorted(winner.confirmed, key=lambda each: -winner.estimates.get(each, 0.0)):
         chosen = name == winner.winner
@@ -130,7 +139,7 @@ def _finalists(report: SearchReport, winner: WinnerRecord) -> PageTable:
     )
     head = ["candidate", "search", "validation", "search and validation", "test",
             "gain, validation", "gain, test"]  # fmt: skip
-    return PageTable(head, rows)
+    return Table("", head, rows)
 
 
 def _value_cell(report: SearchReport, value: float | None) -> Cell:
@@ -158,10 +167,10 @@ def _progress_sections(report: SearchReport) -> Iterator[Section]:
 def _table_sections(report: SearchReport) -> Iterator[Section]:
     if report.common_atoms:
         head = ["atom", "of the best five, %", "of all, %"]
-        table = PageTable(head, markdown.common_atom_rows(report))
+        table = Table("", head, markdown.common_atom_rows(report))
         yield Section("What the best five have in common", tables=[table], folded=True)
     if report.causes:
-        table = PageTable(["cause", "times"], markdown.cause_rows(report))
+        table = Table("", ["cause", "times"], markdown.cause_rows(report))
         yield Section("Why candidates were not evaluated", tables=[table], folded=True)
     yield Section("Cost", list(markdown.describe_cost(report)), folded=True)
 

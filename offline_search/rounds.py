@@ -134,7 +134,7 @@ def probes_from_checkpoint(
     # Imported here, because it loads transformers.
     from PIL import Image
 
-    from vllm_autoprune.checkpoints.llava import open_vision
+    from vllm_autoprune.checkpoint import open_vision
 
     vision = open_vision(checkpoint, text_tower)
     by_image = {example.image: example for example in reversed(dataset.examples("search"))}

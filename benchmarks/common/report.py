@@ -23,7 +23,7 @@ from rich.progress import (
 )
 
 from vllm_autoprune.ops.dtype import choose_dtype
-from vllm_autoprune.pages.table import Table as Table  # exported from here too
+from vllm_autoprune.report import Table as Table  # exported from here too
 from vllm_autoprune.statistics import Estimate, Spread
 
 MIB = 1 << 20

@@ -17,9 +17,9 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 from benchmarks.demo.measure import FULL, Answer, Configuration, Keep, Settings
 from benchmarks.minillava.split import Example, grade_answers, png
 from vllm_autoprune import load_state, materialize, refine
-from vllm_autoprune.checkpoints.llava import LlavaVision
-from vllm_autoprune.report.panels import group_colour
-from vllm_autoprune.report.trace import trace_images
+from vllm_autoprune.checkpoint import LlavaVision
+from vllm_autoprune.explain import trace_images
+from vllm_autoprune.picture import group_colour
 from vllm_autoprune.serving.shared.identities import hash_picture, make_feature_key
 from vllm_autoprune.serving.shared.text_tower import read_text_tower
 from vllm_autoprune.serving.worker.selection import select_at_random

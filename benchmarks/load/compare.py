@@ -24,7 +24,7 @@ from benchmarks.load.result import (
     share,
 )
 from benchmarks.load.schedule import Load, Slo
-from vllm_autoprune.pages.document import Tone
+from vllm_autoprune.report import Tone
 from vllm_autoprune.statistics import Estimate
 
 LATENCIES: Mapping[str, Callable[[Record], Sequence[float]]] = {

@@ -28,9 +28,19 @@ from benchmarks.load.experiment import Paired, read_paired
 from benchmarks.load.result import LEVELS, RESULT, format_hits, write_csv
 from benchmarks.load.schedule import Load, Slo
 from benchmarks.load.settings import CACHES, Workload
-from vllm_autoprune.pages.charts import Chart, Mark, Rule, Series
-from vllm_autoprune.pages.document import Document, Section, render_document
-from vllm_autoprune.pages.table import Cell, CellTone, PageRow, PageTable
+from vllm_autoprune.report import (
+    Cell,
+    CellTone,
+    Chart,
+    Document,
+    Mark,
+    Row,
+    Rule,
+    Section,
+    Series,
+    Table,
+    render_document,
+)
 from vllm_autoprune.statistics import Estimate
 
 REPORT, POINTS_CSV = "report.html", "points.csv"
@@ -106,7 +116,7 @@ def build_sections(paired: Paired, runs: Sequence[Run], points: Sequence[Point])
     """All sections; those without content have neither tables nor charts."""
     charts_text = (
         "Bars: 95 % intervals; hollow: not valid. Point at a mark for its figures, click "
-        "it for its records, click an entry of the legend to hide it."
+        "it for its records."
     )
     return [
         Section("Charts", [charts_text], draw_charts(points, paired.plan.slo) if points else []),
@@ -125,8 +135,8 @@ def _build_ratios(points: Sequence[Point]) -> Section:
     """Every arm against the first, load by load."""
     compared = compare_arms(points)
     against = compared[0].against if compared else ""
-    rows: list[PageRow] = []
-    passes: list[PageRow] = []
+    rows: list[Row] = []
+    passes: list[Row] = []
     for start in range(0, len(compared), len(FIGURES)):
         head = [compared[start].load.title, compared[start].arm]
         cells: list[Cell] = []
@@ -148,8 +158,8 @@ def _build_ratios(points: Sequence[Point]) -> Section:
         "compare the passes too."
     )
     tables = [
-        PageTable(head, rows, left=2),
-        PageTable(head, passes, left=2, caption="Ratios of each pass", folded=True),
+        Table("", head, rows, "ll"),
+        Table("Ratios of each pass", head, passes, "ll", folded=True),
     ]
     return Section(f"Against {against}", [text], tables=tables if rows else [])
 
@@ -176,7 +186,7 @@ def _build_sweeps(points: Sequence[Point], slo: Slo) -> Section:
 
 def _build_latencies(points: Sequence[Point]) -> Section:
     """Times to the first token, all passes together."""
-    rows: list[PageRow] = []
+    rows: list[Row] = []
     for point in points:
         offered = point.offered if point.load.rate is not None else None
         rows.append(
@@ -218,7 +228,7 @@ def _build_decoding(points: Sequence[Point]) -> Section:
 
 def _build_server_figures(points: Sequence[Point]) -> Section:
     """The server's own figures."""
-    rows: list[PageRow] = []
+    rows: list[Row] = []
     for point in points:
         before = point.mean(lambda r: r.metrics.visual_tokens_before)
         after = point.mean(lambda r: r.metrics.visual_tokens_after)
@@ -252,7 +262,7 @@ def _build_server_figures(points: Sequence[Point]) -> Section:
 
 def _build_agreement(points: Sequence[Point]) -> Section:
     """How often two arms give the same answer."""
-    rows: list[PageRow] = [
+    rows: list[Row] = [
         [load.title, arm, against, _estimate_cell(same, 100)]
         for load, arm, against, same in compare_answers(points)
     ]
@@ -270,7 +280,7 @@ def _build_agreement(points: Sequence[Point]) -> Section:
 def _build_runs(runs: Sequence[Run]) -> Section:
     """Each run with its verdict, and links to its files; notes where there are any."""
     noted = any(run.result.verdict.notes for run in runs)
-    rows: list[PageRow] = [
+    rows: list[Row] = [
         [
             f"{run.number + 1}",
             run.arm,
@@ -283,7 +293,7 @@ def _build_runs(runs: Sequence[Run]) -> Section:
         for run in runs
     ]
     head = ["pass", "arm", "load", "verdict", *(["notes"] if noted else []), "records", "figures"]
-    return Section("Every run, in order of time", tables=[PageTable(head, rows, left=len(head))])
+    return Section("Every run, in order of time", tables=[Table("", head, rows, "l" * len(head))])
 
 
 def _build_settings(paired: Paired, runs: Sequence[Run]) -> Section:
@@ -303,7 +313,7 @@ def _build_settings(paired: Paired, runs: Sequence[Run]) -> Section:
     return Section(
         "Settings",
         code=shlex.join(paired.command),
-        tables=[PageTable(head, arms, left=4), PageTable(["setting", "value"], rows, left=2)],
+        tables=[Table("", head, arms, "llll"), Table("", ["setting", "value"], rows, "ll")],
         folded=True,
     )
 
@@ -335,12 +345,12 @@ def _table_section(
     title: str,
     text: str,
     head: Sequence[str],
-    rows: Sequence[PageRow],
+    rows: Sequence[Row],
     *,
     left: int = 2,
     folded: bool = False,
 ) -> Section:
-    tables = [PageTable(head, rows, left=left)] if rows else []
+    tables = [Table("", head, rows, "l" * left)] if rows else []
     return Section(title, [text], tables=tables, folded=folded)
 
 

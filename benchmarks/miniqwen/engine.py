@@ -31,8 +31,8 @@ from benchmarks.miniqwen.split import (
     image_size,
 )
 from benchmarks.miniqwen.vocabulary import prompt
-from vllm_autoprune.checkpoints.engine import keep_engine_in_process, record_selections
 from vllm_autoprune.cli.output import CommandParser
+from vllm_autoprune.explain import keep_engine_in_process, record_selections
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize

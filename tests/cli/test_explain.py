@@ -1,4 +1,4 @@
-"""explain: its output and its refusals; ``tests/checkpoints/test_engine.py`` starts engines."""
+"""explain: its output and its refusals; ``tests/test_explain_engine.py`` starts engines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from benchmarks.minillava.split import CLIP, LLAVA, draw_examples, png
-from vllm_autoprune.checkpoints import engine, find_checkpoint
-from vllm_autoprune.checkpoints.llava import open_vision
+from vllm_autoprune import explain
+from vllm_autoprune.checkpoint import find_checkpoint, open_vision
 from vllm_autoprune.cli.commands.explain import read_image
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError
@@ -34,11 +34,11 @@ def test_a_picture_and_json(
 ) -> None:
     def select(
         checkpoint: Path, tower: Path, policy: PruningPolicy, image: Image.Image, question: str
-    ) -> list[engine.SelectedRegion]:
+    ) -> list[explain.SelectedRegion]:
         tokens = open_vision(checkpoint, tower).encode(image, question)
-        return [engine.SelectedRegion(image, policy, tokens, refine(policy, tokens))]
+        return [explain.SelectedRegion(image, policy, tokens, refine(policy, tokens))]
 
-    monkeypatch.setattr(engine, "select_in_engine", select)
+    monkeypatch.setattr(explain, "select_in_engine", select)
     picture = tmp_path / "out.png"
     call = ["explain", str(scene), "What?", *MODEL, "--budget", "8", "-o", str(picture)]
     assert main(call) == 0

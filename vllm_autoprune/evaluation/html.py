@@ -7,9 +7,16 @@ from collections.abc import Iterator
 from vllm_autoprune.evaluation.pages import all_tables, describe_notes, format_trial
 from vllm_autoprune.evaluation.report import Report, Row
 from vllm_autoprune.evaluation.resizing import format_verdicts
-from vllm_autoprune.pages.charts import Chart, Mark, Rule, Series
-from vllm_autoprune.pages.document import Document, Section, Tone, render_document
-from vllm_autoprune.pages.table import as_page_table
+from vllm_autoprune.report import (
+    Chart,
+    Document,
+    Mark,
+    Rule,
+    Section,
+    Series,
+    Tone,
+    render_document,
+)
 
 _PRUNING_ARMS = ("found", "autoprune", "base")
 """Kinds of cases that the answer may be about, the most specific first."""
@@ -76,10 +83,10 @@ def _sections(report: Report) -> Iterator[Section]:
         yield Section("Pruning or resizing?", verdicts)
     chart = _draw_budgets(report)
     if chart is not None:
-        text = "Bars: 95 % intervals, images resampled. Click an entry of the legend to hide it."
+        text = "Bars: 95 % intervals, images resampled."
         yield Section("Accuracy over K", [text], [chart])
     if report.rows:
-        tables = [as_page_table(table) for table in all_tables(report)]
+        tables = list(all_tables(report))
         yield Section("Tables", list(describe_notes(report)), tables=tables)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from vllm_autoprune.evaluation.published import read_published
 from vllm_autoprune.evaluation.report import Report
 from vllm_autoprune.evaluation.resizing import format_verdicts
 from vllm_autoprune.evaluation.tables import build_tables, compare_with_published
-from vllm_autoprune.pages.table import Table
+from vllm_autoprune.report import Row, Table
 
 _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
             **{sign: f"\\{sign}" for sign in "&%$#_{}"}}  # fmt: skip
@@ -122,8 +122,8 @@ def _latex(report: Report) -> Iterator[str]:
         yield r"\end{table}"
 
 
-def _latex_row(cells: Sequence[str]) -> str:
-    return " & ".join(_escape(cell) for cell in cells) + r" \\"
+def _latex_row(cells: Row) -> str:
+    return " & ".join(_escape(str(cell)) for cell in cells) + r" \\"
 
 
 def _escape(text: str) -> str:

@@ -9,7 +9,7 @@ from vllm_autoprune.evaluation import published
 from vllm_autoprune.evaluation.records import MME, Arm
 from vllm_autoprune.evaluation.report import Differences, Report, Row
 from vllm_autoprune.evaluation.resizing import format_difference
-from vllm_autoprune.pages.table import Table
+from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Estimate
 
 NO_VALUE = "-"

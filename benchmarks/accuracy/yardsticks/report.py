@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.accuracy.yardsticks.cases import BEFORE
 from benchmarks.accuracy.yardsticks.table import Row
-from vllm_autoprune.pages.table import Table
+from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Estimate
 
 _ESTIMATES = ("accuracy", "less_resized", "less_base", "less_default")

@@ -82,16 +82,15 @@ async def test_markdown_has_the_result_and_both_costs(ledger: Path) -> None:
     assert best == sorted(best) and best[-1] == report.ranked[0].result.objective
 
 
-async def test_the_page_is_self_contained_and_runs_no_script_of_others(ledger: Path) -> None:
+async def test_the_page_is_self_contained_and_runs_no_script(ledger: Path) -> None:
     page = as_html(read_report(read_ledger(ledger)))
     collector = TagCollector()
     collector.feed(page)
     assert not collector.tags & {"link", "img", "iframe", "object"}
     assert not {name for name in collector.attributes if name.startswith("on") or name == "src"}
-    assert page.count("<script") == 1 and "script-src 'sha256-" in page
-    assert "default-src 'none'" in page and SCRIPT_TAG not in page
+    assert "default-src 'none'" in page and "<script" not in page
     assert "&lt;script&gt;" in page
-    assert all(link.startswith("#candidate-") for link in re.findall(r'href="([^"]+)"', page))
+    assert all(link.startswith("#candidate-") for link in re.findall(r' href="([^"]+)"', page))
     for row in read_report(read_ledger(ledger)).rows:
         assert f'<details id="candidate-{row.name}"><summary>{row.name} ' in page
     assert re.search(r"Against \d+\.\d+", page), "a candidate's difference to its parent"
@@ -174,7 +173,7 @@ async def test_the_base_policy_is_measured_on_the_search_split(
     full = await SyntheticEvaluator(data).evaluate(EvaluationJob(None, 0, "search", 0, 24))
     wanted = np.mean(np.subtract(base.logprob, full.logprob))
     assert report.base_objective == pytest.approx(wanted, abs=1e-6)
-    assert as_html(report).count('<path class="rule"') >= 1
+    assert f">base policy {report.base_objective:+.4f}</text>" in as_html(report)
 
 
 async def test_charts_place_every_candidate_with_the_base_policy_on_every_split(

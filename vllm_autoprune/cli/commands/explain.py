@@ -51,25 +51,24 @@ def _run(options: argparse.Namespace) -> int:
     policy = materialize(load_state(options.state), options.budget)
     image = read_image(options.image)
 
-    from vllm_autoprune.checkpoints import find_checkpoint
-    from vllm_autoprune.checkpoints.engine import select_in_engine
-    from vllm_autoprune.report.panels import explain
-    from vllm_autoprune.report.picture import draw_sheets, encode_png
-    from vllm_autoprune.report.trace import trace_images
+    from vllm_autoprune.checkpoint import find_checkpoint
+    from vllm_autoprune.explain import select_in_engine, trace_images
+    from vllm_autoprune.picture import Explanation, encode_picture
 
     checkpoint = find_checkpoint(options.checkpoint)
     regions = select_in_engine(checkpoint, options.text_tower, policy, image, options.question)
-    traces, explanations = [], []
+    explanations = []
     for number, region in enumerate(regions, start=1):
         (trace,) = trace_images(region.policy, region.tokens, region.refined)
         name = f"region {number} of {len(regions)}" if len(regions) > 1 else ""
-        explanations.append(explain(region.policy, region.picture, options.question, trace, name))
-        traces.append(trace)
+        explanations.append(
+            Explanation(region.picture, options.question, region.policy, trace, name)
+        )
     if output is not None:
-        write_file(output, encode_png(draw_sheets(explanations)))
+        write_file(output, encode_picture(explanations))
     summary = "\n".join(explanation.summary for explanation in explanations)
     if options.json:
-        shown = [dataclasses.asdict(trace) for trace in traces]
+        shown = [dataclasses.asdict(explanation.trace) for explanation in explanations]
         print(as_json({"summary": summary, "trace": shown[0], "regions": shown}))
     else:
         print(summary)

@@ -1,4 +1,4 @@
-"""LLaVA-1.5's vision side with transformers: tower, projector, relevance, first language layers.
+"""Checkpoints: where one is, and LLaVA-1.5's vision side with transformers, without an engine.
 
 The search reads the tokens of its candidates' probes from it, without an engine.
 
@@ -8,7 +8,9 @@ may exchange one of the tokens of lowest rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vllm_autoprune.checkpoints import require_architecture
 from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
 from vllm_autoprune.ops.dtype import Dtype
 from vllm_autoprune.serving.api.content_words import split_content_words
@@ -40,7 +41,52 @@ if TYPE_CHECKING:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 
-ARCHITECTURE = "LlavaForConditionalGeneration"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+"""Files of a checkpoint that are downloaded."""
+
+
+def find_checkpoint(name: str) -> Path:
+    """The folder of a local checkpoint, or of one on the Hugging Face Hub, downloaded if need be.
+
+    Raises :class:`ConfigError` for an id of the Hub that cannot be had.
+    """
+    path = Path(name)
+    if path.exists() or not _HUB_ID.fullmatch(name):
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_FILES)))
+    except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        what = f"is no folder, and not to be had from the Hub ({type(error).__name__})"
+        fix = "give a folder with a Hugging Face checkpoint, or the id of one on the Hub"
+        raise ConfigError("checkpoint", [Problem(name, what, fix)]) from None
+
+
+def require_architecture(checkpoint: Path, known: Collection[str]) -> None:
+    """Require one of the known architectures in the config.json of a checkpoint.
+
+    Raises :class:`ConfigError` for folders without a checkpoint and
+    :class:`UnsupportedModelError` for other architectures.
+    """
+    try:
+        data = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not JSON"
+        what = f"config.json cannot be read ({reason})"
+        fix = "give a folder with a Hugging Face checkpoint"
+        raise ConfigError("checkpoint", [Problem(str(checkpoint), what, fix)]) from None
+    names = data.get("architectures") if isinstance(data, dict) else None
+    architecture = str(names[0]) if isinstance(names, list) and names else "unknown"
+    if architecture not in known:
+        what = f"architecture {architecture} is not supported here"
+        fix = f"give a checkpoint of {', '.join(known)}"
+        raise UnsupportedModelError("checkpoint", [Problem(str(checkpoint), what, fix)])
+
+
+_ARCHITECTURE = "LlavaForConditionalGeneration"
 
 
 def build_prefix(
@@ -89,7 +135,7 @@ def open_vision(checkpoint: Path, text_tower: Path | None = None) -> LlavaVision
     :class:`ConfigError` for folders without a checkpoint and :class:`UnsupportedModelError` for
     other architectures than LLaVA-1.5.
     """
-    require_architecture(checkpoint, [ARCHITECTURE])
+    require_architecture(checkpoint, [_ARCHITECTURE])
     tower = None if text_tower is None else read_text_tower(str(text_tower))
     return LlavaVision(checkpoint, tower)
 
@@ -197,7 +243,7 @@ def _require_supported(
         what = f"lacks weights: {', '.join(missing[:3])}" + (", ..." if len(missing) > 3 else "")
         fix = "give a complete checkpoint"
         raise ConfigError("checkpoint", [Problem(str(checkpoint), what, fix)])
-    backbone = BACKBONES[ARCHITECTURE]
+    backbone = BACKBONES[_ARCHITECTURE]
     problems = list(backbone.problems(config))
     if problems:
         raise UnsupportedModelError(f"checkpoint {checkpoint}", problems)

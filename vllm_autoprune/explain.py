@@ -1,6 +1,7 @@
-"""Selection inside a vLLM engine of this process, with the code that serves, for every backbone.
+"""Which tokens of an image a policy keeps and why: selected in an engine, and traced.
 
-Also pictures of what the model sees of an image: its tiles, after resizing and cropping.
+The engine runs in this process, with the code that serves, for every backbone. A trace has the
+reference selection, the exchange and every signal; ``picture`` draws it.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from PIL import Image
 from torch import Tensor
 
-from vllm_autoprune.checkpoints import require_architecture
+from vllm_autoprune.checkpoint import require_architecture
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.tpdsl.base_policy import Given, RefinedTokens
+from vllm_autoprune.tpdsl.atoms.reassembly import find_owners
+from vllm_autoprune.tpdsl.atoms.scoring import run_signal
+from vllm_autoprune.tpdsl.atoms.source import apply_view
+from vllm_autoprune.tpdsl.base_policy import FALLBACKS, Given, RefinedTokens
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -72,9 +78,13 @@ def select_in_engine(
     """
     require_architecture(checkpoint, BACKBONES)
     keep_engine_in_process()
+    from vllm import SamplingParams
+
     llm = _start_engine(checkpoint, text_tower, policy)
+    content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": question}]
+    message = {"role": "user", "content": content}
     with record_selections() as selections, _record_tiles(llm) as tiles:
-        _prefill(llm, image, question)
+        llm.chat([message], SamplingParams(max_tokens=1), use_tqdm=False)
     if not selections:
         what = f"K = {policy.budget} keeps every token of this image"
         raise ConfigError("explain", [Problem("--budget", what, "give a smaller K")])
@@ -170,14 +180,6 @@ def _record_tiles(llm: LLM) -> Iterator[list[EncodedTiles]]:
         vision.encode = encode  # type: ignore[method-assign]
 
 
-def _prefill(llm: LLM, image: Image.Image, question: str) -> None:
-    from vllm import SamplingParams
-
-    picture, text = {"type": "image_pil", "image_pil": image}, {"type": "text", "text": question}
-    message = {"role": "user", "content": [picture, text]}
-    llm.chat([message], SamplingParams(max_tokens=1), use_tqdm=False)
-
-
 def _draw_regions(
     selections: Sequence[Selection],
     image: Image.Image,
@@ -235,3 +237,88 @@ def join_tiles(tiles: Sequence[Image.Image]) -> Image.Image:
     for number, tile in enumerate(tiles):
         joined.paste(tile, (number * width, 0))
     return joined
+
+
+@dataclass(frozen=True, slots=True)
+class SignalTrace:
+    """One signal over all N tokens, normalised to 0..1 as the fusion sees it."""
+
+    atom: str
+    weight: float
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Trace of one image; indices are raster indices into its N tokens.
+
+    ``reference`` is in order of selection, ``kept`` ascending; ``left`` and ``entered`` are the
+    exchanged tokens, ascending; ``extra`` counts merged rows of the base policy, which are not
+    single tokens; ``core`` are the tokens of the core, ascending; ``quality`` is g, None if the
+    state does not score; ``fallback`` is one of ``tpdsl.base_policy.FALLBACKS``; ``owners`` has for
+    every token the kept one that it is merged into most, or -1, and is empty where nothing is
+    merged.
+    """
+
+    grid: Grid
+    reference: tuple[int, ...]
+    kept: tuple[int, ...]
+    left: tuple[int, ...]
+    entered: tuple[int, ...]
+    extra: int
+    signals: tuple[SignalTrace, ...]
+    quality: tuple[float, ...] | None
+    fallback: str
+    core: tuple[int, ...] = ()
+    owners: tuple[int, ...] = ()
+
+
+@torch.no_grad()
+def trace_images(
+    policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens
+) -> tuple[Trace, ...]:
+    """Trace each of the B images, of which ``refined`` is the result of ``policy``."""
+    policy = policy.at(tokens.count, tokens.grid.tiles)
+    calls = policy.state.scoring.signals if refined.quality is not None else ()
+    view = apply_view(policy.state.source.tokens, policy.state.ranked(tokens)) if calls else tokens
+    signals = [
+        (call.atom, call.weight, min_max_normalise(run_signal(call, view, refined.reference)))
+        for call in calls
+        if call.weight > 0
+    ]
+    core = policy.core if policy.budget < tokens.count else 0
+    # With a core, two policies merge, each into its own part.
+    merges = policy.core == 0 and policy.budget < tokens.count
+    owners = find_owners(policy.state.reassembly, tokens, refined.indices) if merges else None
+    traces = []
+    for image in range(tokens.batch):
+        fallback = int(refined.fallback[image])
+        reference = _integers(refined.reference[image])
+        kept = tuple(sorted(_integers(refined.indices[image])))
+        traces.append(
+            Trace(
+                grid=tokens.grid,
+                reference=reference,
+                kept=kept,
+                left=tuple(sorted(set(reference) - set(kept))),
+                entered=tuple(sorted(set(kept) - set(reference))),
+                extra=refined.extra,
+                signals=tuple(SignalTrace(a, w, _floats(v[image])) for a, w, v in signals),
+                quality=None if refined.quality is None else _floats(refined.quality[image]),
+                fallback=FALLBACKS[fallback],
+                core=_integers(refined.indices[image, :core]),
+                owners=()
+                # A fallback merges nothing.
+                if owners is None or fallback or bool((owners[image] < 0).all())
+                else _integers(owners[image]),
+            )
+        )
+    return tuple(traces)
+
+
+def _integers(row: Tensor) -> tuple[int, ...]:
+    return tuple(int(value) for value in row.tolist())
+
+
+def _floats(row: Tensor) -> tuple[float, ...]:
+    return tuple(float(value) for value in row.tolist())

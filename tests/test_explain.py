@@ -1,17 +1,17 @@
-"""Traces agree with the selection of the policy."""
+"""Traces agree with the selection of the policy; regions show what the model sees of an image."""
 
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
-import pytest
 import torch
-from PIL import Image
 
+from tests.serving.unit.samples import image as region_image
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, materialize, refine
-from vllm_autoprune.report.panels import atom_title, cell, explain
-from vllm_autoprune.report.trace import Trace, trace_images
+from vllm_autoprune.explain import Trace, find_tiles_of_regions, restore_picture, trace_images
+from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.tpdsl.tokens import MergerInput, VisualTokens
 
 
@@ -68,15 +68,6 @@ def test_signals_without_weight_are_left_out() -> None:
     assert "spatial_centrality_prior" not in [signal.atom for signal in image.signals]
 
 
-def test_a_weight_is_named_with_three_digits() -> None:
-    tokens = images()
-    policy = materialize(state({"/scoring/signals/2/weight": 3.99961}), 12)
-    trace = trace_images(policy, tokens, refine(policy, tokens))[0]
-    panels = explain(policy, Image.new("RGB", (60, 60)), "?", trace).panels
-    (detail,) = [p.detail for p in panels if p.title == "spatial centrality prior"]
-    assert detail == "weight 4"
-
-
 def test_a_base_policy_alone_scores_nothing() -> None:
     (image, _) = trace_batch(images(), {"/constraints/selector/q_e": 0})
     assert image.signals == () and image.quality is None
@@ -91,57 +82,15 @@ def test_a_fallback_is_reported() -> None:
     )
     (image, _) = trace_batch(broken)
     assert image.fallback == "reference" and image.entered == ()
-    policy = materialize(state(), 12)
-    picture = explain(policy, _blank(), "?", image)
-    assert "not finite, reference selection instead" in picture.summary
 
 
-def test_panels_show_image_selection_and_every_signal() -> None:
-    (image, _) = trace_batch(images())
-    policy = materialize(state(), 12)
-    explanation = explain(policy, _blank(), "What?", image)
-    assert [panel.title for panel in explanation.panels] == [
-        "image",
-        "reference selection",
-        "after exchange",
-        "quality g",
-        *(atom_title(signal.atom) for signal in image.signals),
-    ]
-    assert explanation.panels[1].lit == image.reference
-    assert (
-        explanation.panels[2].left == image.left and explanation.panels[2].entered == image.entered
-    )
-    assert explanation.summary.startswith("sample (") and "keeps 12 of 36" in explanation.summary
-
-
-def test_a_base_policy_alone_has_two_panels() -> None:
-    changes: dict[str, object] = {"/constraints/selector/q_e": 0}
-    (image, _) = trace_batch(images(), changes)
-    policy = materialize(state(changes), 12)
-    assert len(explain(policy, _blank(), "What?", image).panels) == 2
-
-
-@pytest.mark.parametrize(
-    ("token", "place"), [(0, (0, 0)), (5, (1, 2)), (6, (0, 3)), (11, (1, 5)), (17, (1, 8))]
-)
-def test_tiles_stand_side_by_side(token: int, place: tuple[int, int]) -> None:
-    assert cell(token, Grid(2, 3, tiles=3)) == place
-
-
-def _blank() -> Image.Image:
-    return Image.new("RGB", (60, 60), "grey")
-
-
-def test_a_trace_names_the_core_and_its_panels_mark_it() -> None:
+def test_a_trace_names_the_core() -> None:
     tokens = images(seed=3)
     policy = materialize(state({"/core": {"share": 0.5}}), 12)
     refined = refine(policy, tokens)
     for number, image in enumerate(trace_images(policy, tokens, refined)):
         assert list(image.core) == refined.indices[number, :6].tolist()
         assert set(image.core) < set(image.kept)
-        told = explain(policy, Image.new("RGB", (12, 12)), "?", image)
-        assert [bool(panel.core) for panel in told.panels[:3]] == [False, True, True]
-        assert "6 of them are the core" in told.summary
     assert {image.core for image in trace_batch(tokens)} == {()}
 
 
@@ -165,10 +114,6 @@ def test_owners_are_the_kept_tokens_that_dropped_ones_are_merged_into() -> None:
                 assert owner == -1
             else:
                 assert owner == max(image.kept, key=lambda kept: float(similarity[token, kept]))
-        explanation = explain(policy, Image.new("RGB", (60, 60)), "?", image)
-        assert "24 dropped ones are merged into them" in explanation.summary
-        (panel,) = [panel for panel in explanation.panels if panel.title == "merged"]
-        assert panel.owners == image.owners and panel.lit == image.kept
 
 
 def test_a_state_that_merges_nothing_has_no_owners() -> None:
@@ -181,17 +126,41 @@ def test_a_token_beyond_the_radius_of_every_kept_one_is_merged_into_none() -> No
     tokens = images(seed=5)
     policy = materialize(state({"/reassembly": local}), 3)
     (image, _) = trace_images(policy, tokens, refine(policy, tokens))
-    for token, owner in enumerate(image.owners):
-        if owner >= 0:
-            (row, column), (other, place) = cell(token, Grid(6, 6)), cell(owner, Grid(6, 6))
-            assert max(abs(row - other), abs(column - place)) <= 1
-    places = [cell(token, Grid(6, 6)) for token in range(36)]
-    lonely = {
-        token
-        for token, (row, column) in enumerate(places)
-        if all(
-            max(abs(row - r), abs(column - c)) > 1 for r, c in map(places.__getitem__, image.kept)
-        )
-    }
+    places = [divmod(token, 6) for token in range(36)]
+
+    def apart(token: int, other: int) -> int:
+        return max(abs(x - y) for x, y in zip(places[token], places[other], strict=True))
+
+    lonely = {t for t in range(36) if all(apart(t, kept) > 1 for kept in image.kept)}
     assert lonely
     assert {t for t, owner in enumerate(image.owners) if owner < 0} == lonely | set(image.kept)
+    assert all(apart(t, owner) <= 1 for t, owner in enumerate(image.owners) if owner >= 0)
+
+
+TILES = tuple(region_image(seed).regions[0] for seed in range(3))
+
+
+def test_regions_are_the_tiles_that_keep_tokens() -> None:
+    whole_image_last = ImageFeatures(TILES, first=-1)
+    assert find_tiles_of_regions(whole_image_last, 3, 5) == [0, 1, 2]
+    assert find_tiles_of_regions(whole_image_last, 3, 2) == [0, 2]
+    assert find_tiles_of_regions(whole_image_last, 3, 1) == [2]
+
+
+def test_other_regions_are_not_tiles() -> None:
+    """A base view and stitched crops, one grid, several tiles in one region."""
+    stitched = dataclasses.replace(TILES[1], order=torch.arange(36))
+    base = dataclasses.replace(TILES[0], order=torch.arange(36))
+    assert find_tiles_of_regions(ImageFeatures((base, stitched)), 2, 5) == []
+    assert find_tiles_of_regions(ImageFeatures(TILES[:1]), 1, 5) == []
+    assert find_tiles_of_regions(ImageFeatures(TILES[:1]), 4, 5) == []
+
+
+def test_pixels_come_back_as_they_were() -> None:
+    mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
+    levels = torch.randint(256, (3, 5, 4), generator=torch.Generator().manual_seed(0))
+    shift, scale = (torch.tensor(x)[:, None, None] for x in (mean, std))
+    normalised = SimpleNamespace(image_mean=mean, image_std=std)
+    picture = restore_picture((levels / 255 - shift) / scale, normalised)
+    assert picture.size == (4, 5)
+    assert picture.getpixel((3, 1)) == tuple(levels[:, 1, 3].tolist())

@@ -12,9 +12,9 @@ from PIL import Image
 from benchmarks.minillava.split import CLIP, LLAVA, draw_examples, png
 from tests.tpdsl.samples import state
 from vllm_autoprune import materialize, refine
-from vllm_autoprune.checkpoints.llava import LlavaVision, open_vision
+from vllm_autoprune.checkpoint import LlavaVision, open_vision
 from vllm_autoprune.errors import ConfigError, UnsupportedModelError
-from vllm_autoprune.report.trace import trace_images
+from vllm_autoprune.explain import trace_images
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 EXAMPLE = draw_examples("test", 1)[0]

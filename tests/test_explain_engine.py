@@ -16,7 +16,7 @@ from PIL import Image
 from benchmarks.minillava import split
 from benchmarks.miniqwen.reader import Reader
 from benchmarks.miniqwen.split import CHECKPOINT, convert_image, draw_examples
-from vllm_autoprune.checkpoints.llava import open_vision
+from vllm_autoprune.checkpoint import open_vision
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize

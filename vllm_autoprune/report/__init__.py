@@ -1,1 +1,0 @@
-"""Explanations of what a state does: text and pictures. Needs no server."""
