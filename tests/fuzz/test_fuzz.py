@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -10,14 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.fuzz import campaign as campaign_module
-from tests.fuzz.__main__ import main, report
-from tests.fuzz.campaign import Campaign, Run
-from tests.fuzz.grammar import Grammar, Json
-from tests.fuzz.judge import Finding, Judge
-from tests.fuzz.mutate import MUTATIONS, Mutation, Place
-from tests.fuzz.schema import plain, quick
-from tests.fuzz.tally import Tally
+from tests.fuzz.__main__ import main
+from tests.fuzz.generator import MUTATIONS, Grammar, Json, Mutation, Place, make_text
+from tests.fuzz.judge import Finding, Judge, plain, quick
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune import PruningState, StateError, load_state
 from vllm_autoprune.tpdsl.registry import ATOMS
@@ -26,14 +19,12 @@ SCHEMA = PruningState.model_json_schema()
 
 
 def test_a_sample_of_texts_is_judged_without_a_fault(tmp_path: Path) -> None:
-    campaign, judge, tally = Campaign(seed=1, count=400, full_every=10**9), Judge(tmp_path), Tally()
-    for index in range(campaign.count):
-        content, _ = campaign.text(index)
-        tally.add(index, judge.look(content), fully=False)
-    assert tally.faults == []
+    judge = Judge(tmp_path)
+    findings = [judge.look(make_text(1, index)[0]) for index in range(400)]
+    assert [finding.faults for finding in findings if finding.faults] == []
     # Valid and invalid texts must both be frequent for the sample to be informative.
-    assert tally.accepted > 60 and tally.texts - tally.accepted > 100
-    assert len(tally.refused) >= 10
+    assert 60 < sum(finding.accepted for finding in findings) < 300
+    assert len({kind for finding in findings for kind in finding.kinds}) >= 10
 
 
 class TestGrammar:
@@ -162,10 +153,9 @@ class TestJudge:
 
 
 def test_quick_schema_verdict_equals_the_full_one() -> None:
-    campaign = Campaign(seed=2, count=150, full_every=10**9)
     quickly, plainly, seen = quick(SCHEMA), plain(SCHEMA), set()
-    for index in range(campaign.count):
-        content, _ = campaign.text(index)
+    for index in range(150):
+        content, _ = make_text(2, index)
         try:
             value = json.loads(content)
         except (ValueError, RecursionError):
@@ -176,73 +166,8 @@ def test_quick_schema_verdict_equals_the_full_one() -> None:
     assert seen == {True, False}
 
 
-class TestRun:
-    def campaign(self, count: int = 6) -> Campaign:
-        return Campaign(seed=3, count=count, full_every=10**9)
-
-    def quietly(self, _: Tally) -> None:
-        """Report no progress."""
-
-    def test_text_is_determined_by_its_index(self) -> None:
-        texts = [self.campaign().text(index)[0] for index in range(6)]
-        assert texts == [self.campaign(99).text(index)[0] for index in range(6)]
-        assert len(set(texts)) == 6
-
-    def test_blocks_add_up_and_are_resumed(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(campaign_module, "BLOCK", 2)
-        whole = Run(self.campaign(), tmp_path / "a.jsonl", jobs=2).run(self.quietly)
-        assert whole.texts == 6 and whole.faults == []
-        Run(self.campaign(4), tmp_path / "b.jsonl").run(self.quietly)
-        resumed = Run(self.campaign(), tmp_path / "b.jsonl")
-        assert resumed.tally.texts == 4
-        assert resumed.run(self.quietly).refused == whole.refused
-
-    def test_journal_of_another_language_is_refused(self, tmp_path: Path) -> None:
-        Run(self.campaign(), tmp_path / "a.jsonl").run(self.quietly)
-        other = Campaign(seed=4, count=6, full_every=10**9)
-        assert Run(self.campaign(), tmp_path / "a.jsonl").tally.texts == 6
-        assert Run(other, tmp_path / "a.jsonl").tally.texts == 0
-
-    def test_crashed_process_is_a_fault_and_the_run_continues(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        text = Campaign.text
-
-        def deadly(campaign: Campaign, index: int) -> tuple[str | bytes, list[str]]:
-            if index == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return text(campaign, index)
-
-        monkeypatch.setattr(Campaign, "text", deadly)
-        tally = Run(self.campaign(), tmp_path / "a.jsonl").run(self.quietly)
-        assert tally.texts == 6
-        assert tally.faults == [(2, f"crash: exit code {-signal.SIGKILL}")]
-        assert "1 crashes" in report(tally, 500)
-
-    def test_hanging_process_is_a_fault_and_the_run_continues(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        text = Campaign.text
-
-        def slow(campaign: Campaign, index: int) -> tuple[str | bytes, list[str]]:
-            if index == 2:
-                signal.pause()
-            return text(campaign, index)
-
-        monkeypatch.setattr(Campaign, "text", slow)
-        monkeypatch.setattr(campaign_module, "PATIENCE", 3.0)
-        tally = Run(self.campaign(), tmp_path / "a.jsonl").run(self.quietly)
-        assert tally.texts == 6 and tally.faults == [(2, "crash: hangs")]
-
-
-def test_the_command_counts_and_shows_one_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    journal = ["--journal", str(tmp_path / "j.jsonl")]
-    assert main(["--count", "20", "--seed", "5", *journal]) == 0
-    printed = capsys.readouterr().out
-    assert "20 texts: " in printed and "0 crashes or hangs, 0 unknown exceptions" in printed
-    assert main(["--only", "7", "--seed", "5"]) == 0
-    assert "made by: " in capsys.readouterr().out
+def test_the_command_judges_texts_and_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--count", "20", "--seed", "3"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("0 faults")
+    texts = [make_text(3, index)[0] for index in range(6)]
+    assert texts == [make_text(3, index)[0] for index in range(6)] and len(set(texts)) == 6

@@ -5,7 +5,6 @@ Where a published method works on one tile at a time, each tile of a case is an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -161,28 +160,6 @@ def idpruner(case: Case) -> VisualTokens:
     """B images with attention summed over heads."""
     attention = case.given("cls_attn", cast=False).sum(dim=1)
     return _plain(case.given("features"), cls_attention=attention)
-
-
-RECORDS: Mapping[str, Callable[[Case], VisualTokens]] = {
-    "cdpruner": cdpruner,
-    "divprune": divprune,
-    "visionzip": visionzip,
-    "prumerge": prumerge,
-    "prumerge_budget": prumerge,
-    "trim": trim,
-    "dart": dart,
-    "fastv": fastv,
-    "pdrop": pdrop,
-    "sparsevlm": sparsevlm,
-    "cen_divprune": cen_divprune,
-    "cen_cdpruner": cen_cdpruner,
-    "scope": scope,
-    "mmtok": mmtok,
-    "prunesid": prunesid,
-    "holov": holov,
-    "fsr": fsr,
-    "idpruner": idpruner,
-}
 
 
 def _tiles_with_relevance(case: Case) -> VisualTokens:

@@ -1,38 +1,300 @@
-"""Replay of golden cases through the public interface of the base policies."""
+"""Replay of golden cases through the public interface of the base policies and of refine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable
+from math import isqrt
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.golden import records
 from tests.golden.case import Case
 from tests.golden.compare import (
+    Demand,
     Problems,
     compare_picks,
+    demand,
     find_differences,
     find_distances,
     find_unsound,
+    same_until_duplicates,
+    same_until_rank,
 )
-from tests.golden.degenerate import Demand, demand, same_until_duplicates, same_until_rank
-from tests.golden.records import RECORDS
-from tests.golden.replay_released import autoprune_released
-from tests.golden.replay_selections import SELECTIONS
+from tests.golden.records import plain_instruction
+from vllm_autoprune import PruningState, load_state
+from vllm_autoprune.base_policies.holov import HoloVParams, band_quotas
+from vllm_autoprune.base_policies.prunesid import PruneSIDParams, group_tokens
 from vllm_autoprune.base_policies.sparsevlm import (
     cluster_count,
     find_raters,
     rater_attention,
     recycled_tokens,
 )
+from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.serving.worker.relevance import split_segments
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
     BasePolicyParams,
+    Given,
     PublishedSelection,
     ReferenceSelection,
 )
-from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.refine import refine
+from vllm_autoprune.tpdsl.tokens import Grid, TileGroup, VisualTokens, Words
+
+AUTOPRUNE = Path(__file__).parents[2] / "policies" / "autoprune.json"
+
+_SIGNALS = {
+    "semantic": "instruction_guided_visual_relevance",
+    "attn": "attention_proxy_saliency",
+    "spatial": "spatial_centrality_prior",
+    "redundancy": "redundancy_density_penalty",
+    "contrast": "local_contrast_saliency",
+}
+
+
+METHODS: dict[str, Callable[[Case], Problems]] = {}
+"""What replays the cases of a folder, by its name."""
+
+
+def _method(function: Callable[[Case], Problems]) -> Callable[[Case], Problems]:
+    METHODS[function.__name__] = function
+    return function
+
+
+@_method
+def autoprune_released(case: Case) -> Problems:
+    """Reference picks in order, kept tokens, token quality within 1e-4, rows within 1e-4."""
+    refined = refine(materialize(released_state(case)), released_tokens(case))
+    yield from find_differences("reference", refined.reference, case.recorded("reference"))
+    yield from find_differences("keep", refined.indices, case.recorded("keep"))
+    yield from find_distances(refined.features, case.recorded("features"), 1e-4)
+    if refined.quality is not None:  # not computed where nothing is exchanged
+        yield from find_distances(refined.quality, case.recorded("quality"), 1e-4)
+
+
+def released_state(case: Case) -> PruningState:
+    """The shipped state with the numbers of the case, which mostly are its own."""
+    recipe: dict[str, Any] = case.recipe
+    document: dict[str, Any] = json.loads(AUTOPRUNE.read_text())
+    signals = {call["atom"]: call for call in document["scoring"]["signals"]}
+    relevance = {"negative_mean": "negative_mean", "cosine": "words"}[recipe["relevance"]]
+    signals[_SIGNALS["semantic"]]["measure"] = relevance
+    signals[_SIGNALS["spatial"]]["bias"] = recipe["center_bias"]
+    document["scoring"]["signals"] = [
+        {**signals[_SIGNALS[name]], "weight": weight} for name, weight in recipe["weights"].items()
+    ]
+    document["constraints"]["selector"] |= {
+        name: recipe[name] for name in ("q_e", "r_min", "lam", "keep_weight", "power")
+    }
+    document["reassembly"]["strength"] = recipe["scale"]
+    budget = recipe["K"]
+    document["budget"] = {"atom": "ratio_budget", "ratio": 1.0, "floor": budget, "ceiling": budget}
+    return load_state(document)
+
+
+def released_tokens(case: Case) -> VisualTokens:
+    """B images on a square grid; the pooled text as the only word, where the case has one."""
+    features = case.given("image_features")
+    side, batch = isqrt(features.shape[1]), features.shape[0]
+    text = case.given("text_embeds", cast=False).expand(batch, -1)
+    words = None
+    if "text_features" in case.inputs:
+        pooled = case.given("text_features")[:, None]
+        words = Words(pooled, torch.ones(pooled.shape[:2], dtype=torch.bool))
+    return VisualTokens(
+        features,
+        Grid(side, side),
+        instruction=plain_instruction(case.given("image_embeds", cast=False), text),
+        words=words,
+    )
+
+
+@_method
+def cen_divprune(case: Case) -> Problems:
+    """Pick order; of duplicates, each kind before a repeat."""
+    tokens = records.cen_divprune(case)
+    picks = _select_split(case, "cen_divprune", tokens, _centred(case))
+    yield from compare_picks(case, picks, case.recorded("order"), _budget(case))
+    yield from _find_early_repeats(case, tokens.features, picks)
+
+
+@_method
+def cen_cdpruner(case: Case) -> Problems:
+    """Pick order within each tile, with a core where the case has one."""
+    tokens = records.cen_cdpruner(case)
+    params, core = _centred(case), {"relevance": False}
+    picks = _select_split(case, "cen_cdpruner", tokens, params, {**params, **core})
+    yield from compare_picks(case, picks, case.recorded("order"), _budget(case))
+    yield from _find_early_repeats(case, tokens.features, picks)
+
+
+@_method
+def scope(case: Case) -> Problems:
+    """Pick order; of duplicates, each kind before a repeat."""
+    tokens = records.scope(case)
+    picks = _select_split(case, "scope", tokens, {"alpha": float(case.recipe.get("alpha", 1))})
+    yield from compare_picks(case, picks, case.recorded("order"), _budget(case))
+    yield from _find_early_repeats(case, tokens.require_encoder(), picks)
+
+
+@_method
+def mmtok(case: Case) -> Problems:
+    """Pick order, without excluded tokens, with a core where the case has one."""
+    tokens = records.mmtok(case)
+    recipe = case.recipe
+    params: dict[str, object] = {
+        "alpha": float(recipe.get("alpha", 0.5)),
+        "tau_text": recipe.get("t_tv", 0.02),
+        "tau_vision": recipe.get("t_vv", 0.2),
+    }
+    picks = _select_split(case, "mmtok", tokens, params, {**params, "words": False})
+    yield from compare_picks(case, picks, case.recorded("order"), _budget(case))
+    yield from _find_early_repeats(case, tokens.require_encoder(), picks)
+
+
+@_method
+def prunesid(case: Case) -> Problems:
+    """Order group by group, the groups and what each of them gives."""
+    tokens = records.prunesid(case)
+    mode = case.recipe["mode"]
+    params = _params("prunesid", {"mode": mode})
+    assert isinstance(params, PruneSIDParams)
+    count = min(case.recipe["K"], tokens.count + (mode == "cls"))
+    kept = count - (mode == "cls")
+    native = BASE_POLICIES["prunesid"].native(params, tokens, count)
+    picks = torch.stack([own[own >= 0] for own in native.indices])
+    yield from compare_picks(case, picks, case.recorded("order"), kept)
+    if kept:  # one row is a patch where it is served, and [CLS] as published
+        served = BASE_POLICIES["prunesid"].select(params, tokens, count).picks
+        yield from find_differences("served", _set(served), _set(picks))
+    if demand(case) is not Demand.SOUND:
+        grouped, _ = group_tokens(params, tokens, TileGroup(0, 1, count), kept)
+        yield from find_differences("groups", grouped.group, case.recorded("groups"))
+        yield from find_differences("take", grouped.take, case.recorded("take"))
+
+
+@_method
+def holov(case: Case) -> Problems:
+    """The kept set, band by band, and what each band gives."""
+    tokens = records.holov(case)
+    bands, count = case.recipe["bands"], _budget(case)
+    params = HoloVParams(bands=bands)
+    native = torch.stack(BASE_POLICIES["holov"].native(params, tokens, count).indices)
+    yield from compare_picks(case, _set(native), _set(case.recorded("order")), count)
+    served = BASE_POLICIES["holov"].select(params, tokens, count).picks
+    yield from find_differences("served", _set(served), _set(native))
+    if demand(case) is not Demand.SOUND:
+        take = band_quotas(tokens.require_cls_attention(), bands, count)
+        yield from find_differences("take", take, case.recorded("take"))
+
+
+@_method
+def fsr(case: Case) -> Problems:
+    """Focus by priority and then the scan, in each tile; rows after the merge."""
+    tokens, recipe = records.fsr(case), case.recipe
+    tiles, count = tokens.grid.tiles, _budget(case)
+    params = _params(
+        "fsr",
+        {
+            "alpha": float(recipe.get("a", 3)),
+            "beta": float(recipe.get("b", 1)),
+            "rho": recipe.get("rho", 0.9),
+            "kappa": float(recipe.get("kappa", 1)),
+        },
+    )
+    native = BASE_POLICIES["fsr"].native(params, tokens, count * tiles)
+    assert native.features is not None
+    picks = native.indices[0].reshape(tiles, -1)
+    picks = picks - torch.arange(tiles)[:, None] * tokens.grid.per_tile
+    yield from compare_picks(case, picks, case.recorded("order"), count)
+    served = BASE_POLICIES["fsr"].select(params, tokens, count * tiles).picks
+    yield from find_differences("served", _set(served), _set(native.indices[0][None]))
+    if not case.note:
+        rows = native.features[0].reshape(tiles, count, -1)
+        yield from find_distances(rows, case.recorded("features"), 1e-3)
+
+
+@_method
+def idpruner(case: Case) -> Problems:
+    """Pick order."""
+    tokens = records.idpruner(case)
+    picks = _select_split(case, "idpruner", tokens, {"balance": case.recipe.get("lam", 0.5)})
+    yield from compare_picks(case, picks, case.recorded("order"), _budget(case))
+
+
+def _centred(case: Case) -> dict[str, object]:
+    scale = bool(case.recipe.get("scale", 0))
+    return {"scale_variance": scale, "weight": case.recipe.get("gmap", "minmax")}
+
+
+def _params(policy: str, params: dict[str, object]) -> BasePolicyParams:
+    return BASE_POLICIES[policy].call.model_validate({"name": policy, "params": params}).params
+
+
+def _budget(case: Case) -> int:
+    """Tokens kept of a tile: all of them where K is larger."""
+    return int(min(case.recipe["K"], case.recipe["N"]))
+
+
+def _set(picks: Tensor) -> Tensor:
+    return picks.sort(dim=1).values
+
+
+def _select_split(
+    case: Case,
+    policy: str,
+    tokens: VisualTokens,
+    params: dict[str, object],
+    core: dict[str, object] | None = None,
+) -> Tensor:
+    """Picks ``(B, K)``, of one image of B tiles ``(T, K)``.
+
+    The first ``core`` picks are those of the question-free parameters, where the case has a core.
+    Excluded tokens are closed, unless too few are left.
+    """
+    recipe, chosen = case.recipe, BASE_POLICIES[policy]
+    tiles = tokens.grid.tiles
+    count, first = _budget(case) * tiles, recipe.get("core", 0) * tiles
+    picks = torch.empty(tokens.batch, 0, dtype=torch.int64)
+    if first and core is not None:
+        picks = chosen.select(_params(policy, core), tokens, first).picks
+    closed = mask_from_indices(picks, tokens.count)
+    excluded = recipe.get("exclude", [])
+    if excluded and tokens.count - len(excluded) >= recipe["K"]:
+        closed[:, excluded] = True
+    if not closed.any():
+        picks = chosen.select(_params(policy, params), tokens, count).picks
+    else:
+        given = Given(picks, closed, closed, int(closed.sum(dim=1).max()))
+        rest = chosen.select_given(_params(policy, params), tokens, count - first, given)
+        picks = torch.cat([picks, rest], dim=1)
+    if tiles == 1:
+        return picks
+    # Picks come in turn from every tile.
+    return picks.reshape(-1, tiles).T - torch.arange(tiles)[:, None] * tokens.grid.per_tile
+
+
+def _find_early_repeats(case: Case, rows: Tensor, picks: Tensor) -> Problems:
+    """Where the note demands it: tokens that equal a pick, before one of each kind is picked.
+
+    Kinds that are never picked before repeats start have a weight below the floor.
+    """
+    if "one token of every distinct group before any repeat" not in case.note:
+        return
+    floor = 2 if "weight below the floor excepted" in case.note else 0
+    for own, order in zip(rows, picks, strict=False):
+        alike = (own[:, None, :] == own[None, :, :]).all(dim=2)
+        kind = alike.to(torch.uint8).argmax(dim=1)
+        kinds = kind.unique().numel()
+        first = kind[order[: min(kinds - floor, len(order))]]
+        if first.unique().numel() != first.numel():
+            yield f"a token repeats among the first {first.numel()} picks, of {kinds} kinds"
 
 
 def replay(case: Case) -> list[str]:
@@ -43,9 +305,10 @@ def replay(case: Case) -> list[str]:
     return list(METHODS[method](case))
 
 
+@_method
 def cdpruner(case: Case) -> Problems:
     """Pick order within each tile, up to the kernel's rank where the published loop gives NaN."""
-    tokens = RECORDS["cdpruner"](case)
+    tokens = records.cdpruner(case)
     tiles, count = tokens.grid.tiles, case.recipe["K"]
     flat = _select("cdpruner", {}, tokens, count * tiles).picks
     # Picks come in turn from every tile.
@@ -54,19 +317,21 @@ def cdpruner(case: Case) -> Problems:
     yield from same_until_rank(case, tokens, picks)
 
 
+@_method
 def divprune(case: Case) -> Problems:
     """Pick order."""
-    tokens = RECORDS["divprune"](case)
+    tokens = records.divprune(case)
     picks = _select("divprune", {}, tokens, case.recipe["K"]).picks
     yield from compare_picks(case, picks, case.recorded("order")[None], case.recipe["K"])
     yield from same_until_duplicates(case, tokens.features[0], picks[0])
 
 
+@_method
 def visionzip(case: Case) -> Problems:
     """The dominant set, [CLS] as 0; rows before the projector."""
     dominant = case.recipe["dominant"]
     params = {"contextual": case.recipe["contextual"]}
-    tokens = RECORDS["visionzip"](case)
+    tokens = records.visionzip(case)
     actual = _native("visionzip", params, tokens, case.recipe["K"])
     features = _features(actual)
     for image, indices in enumerate(actual.indices):
@@ -80,19 +345,22 @@ def visionzip(case: Case) -> Problems:
             yield from find_distances(features[image], case.recorded("features")[image], tolerance)
 
 
+@_method
 def prumerge(case: Case) -> Problems:
     """PruMerge at its published count: indices in output order, and rows before the projector."""
     yield from _prumerge(case, {"plus": bool(case.recipe.get("plus", True))}, None)
 
 
+@_method
 def prumerge_budget(case: Case) -> Problems:
     """PruMerge with K tokens, by the rule of EffiVLM-Bench."""
     yield from _prumerge(case, {}, case.recipe["K"])
 
 
+@_method
 def trim(case: Case) -> Problems:
     """Kept patches of every tile in raster order; rows before the projector, the mean last."""
-    tokens = RECORDS["trim"](case)
+    tokens = records.trim(case)
     tiles, budget = tokens.grid.tiles, case.recipe.get("K")
     whole = None if budget is None else budget * tiles
     actual = _native("trim", {}, tokens, whole)
@@ -120,9 +388,10 @@ def trim(case: Case) -> Problems:
     yield from find_differences("n_out", torch.tensor(indices.shape[1]), case.recorded("n_out"))
 
 
+@_method
 def dart(case: Case) -> Problems:
     """Kept tokens in raster order, and the same number with that budget."""
-    tokens = RECORDS["dart"](case)
+    tokens = records.dart(case)
     kept = _native("dart", {}, tokens, case.recipe["K"]).indices[0]
     yield from find_differences("n_out", torch.tensor(kept.numel()), case.recorded("n_out"))
     yield from compare_picks(case, kept[None], case.recorded("keep")[None], kept.numel())
@@ -130,9 +399,10 @@ def dart(case: Case) -> Problems:
         yield from find_unsound(_select("dart", {}, tokens, budget).picks[0], budget, tokens.count)
 
 
+@_method
 def fastv(case: Case) -> Problems:
     """Pick order, and the surviving positions of the sequence."""
-    tokens = RECORDS["fastv"](case)
+    tokens = records.fastv(case)
     picks = _select("fastv", {}, tokens, case.recipe["K"]).picks
     yield from compare_picks(case, picks, case.recorded("order")[None], case.recipe["K"])
     if demand(case) is not Demand.SOUND:
@@ -152,16 +422,18 @@ def _surviving_positions(kept: Tensor, start: int, count: int, length: int) -> T
     return torch.cat([before, kept.sort(dim=1).values + start, after], dim=1)
 
 
+@_method
 def pdrop(case: Case) -> Problems:
     """Kept tokens of one stage in raster order."""
-    tokens = RECORDS["pdrop"](case)
+    tokens = records.pdrop(case)
     kept = _native("pyramiddrop", {}, tokens, case.recipe["K"]).indices[0]
     yield from compare_picks(case, kept[None], case.recorded("keep")[None], case.recipe["K"])
 
 
+@_method
 def sparsevlm(case: Case) -> Problems:
     """Raters, scores, kept tokens, recycled tokens and their clusters."""
-    tokens = RECORDS["sparsevlm"](case)
+    tokens = records.sparsevlm(case)
     language = tokens.require_language()
     actual = _native("sparsevlm", {}, tokens, case.recipe["K"])
     kept = actual.indices[0][actual.indices[0] >= 0]
@@ -187,6 +459,7 @@ def sparsevlm(case: Case) -> Problems:
         yield from find_distances(clusters, case.recorded("merged"), 1e-3)
 
 
+@_method
 def next_order(case: Case) -> Problems:
     """Order in which LLaVA-NeXT's language model reads the tokens of five tiles."""
     size = case.recipe["N"]
@@ -212,6 +485,7 @@ def _llava_next_order(kept: Tensor, grid: Grid, columns: int = 2) -> Tensor:
     return kept.gather(1, torch.where(tile == 0, place, whole).argsort(dim=1))
 
 
+@_method
 def clip_chunk(case: Case) -> Problems:
     """A long text as segments of CLIP's length, and where each of them is pooled."""
     wanted = case.recorded("segments")
@@ -229,26 +503,8 @@ def clip_chunk(case: Case) -> Problems:
     yield from find_differences("pooled_pos", padded.argmax(dim=1), case.recorded("pooled_pos"))
 
 
-METHODS: Mapping[str, Callable[[Case], Problems]] = {
-    "cdpruner": cdpruner,
-    "divprune": divprune,
-    "visionzip": visionzip,
-    "prumerge": prumerge,
-    "prumerge_budget": prumerge_budget,
-    "trim": trim,
-    "dart": dart,
-    "fastv": fastv,
-    "pdrop": pdrop,
-    "sparsevlm": sparsevlm,
-    "next_order": next_order,
-    "clip_chunk": clip_chunk,
-    "autoprune_released": autoprune_released,
-    **SELECTIONS,
-}
-
-
 def _prumerge(case: Case, params: dict[str, object], budget: int | None) -> Problems:
-    tokens = RECORDS["prumerge"](case)
+    tokens = records.prumerge(case)
     actual = _native("prumerge_plus", params, tokens, budget)
     indices, rows = actual.indices[0], _features(actual)[0]
     kept = indices[:-1]
@@ -258,11 +514,6 @@ def _prumerge(case: Case, params: dict[str, object], budget: int | None) -> Prob
         yield from find_distances(rows, case.recorded("features"), 1e-3)
     elif demand(case) is Demand.SET:
         yield from find_differences("idx", kept.sort().values, case.recorded("idx").sort().values)
-
-
-def _params(policy: str, params: dict[str, object]) -> BasePolicyParams:
-    call = BASE_POLICIES[policy].call.model_validate({"name": policy, "params": params})
-    return call.params
 
 
 def _select(

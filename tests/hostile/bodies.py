@@ -11,9 +11,7 @@ from typing import Any
 
 from benchmarks.minillava.split import Example
 from benchmarks.server import Server
-from tests.fuzz.grammar import anything
-from tests.fuzz.mutate import ODD_TEXTS, mutate
-from tests.fuzz.spoil import spoil
+from tests.fuzz.generator import ODD_TEXTS, anything, mutate, spoil
 from tests.hostile.attacks.texts import SPECIAL
 from tests.hostile.conversations import CORES, draw_conversation
 from tests.serving.http import body

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.minillava.split import Example
 from benchmarks.server import Server
-from tests.fuzz.mutate import ODD_NUMBERS, ODD_TEXTS, mutate
+from tests.fuzz.generator import ODD_NUMBERS, ODD_TEXTS, mutate
 from tests.hostile.attacks.texts import SPECIAL
 from tests.serving.http import body
 from tests.tpdsl.samples import sample

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.mutate import mutate
+from tests.fuzz.generator import mutate
 from tests.pins.table import ROOT, Table, digest, table
 from tests.tpdsl.samples import Json, edited, shipped
 from vllm_autoprune import (
