@@ -8,10 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import vllm_autoprune  # noqa: F401  (registers the base policies)
-from vllm_autoprune.backbones import LLAVA_7B
+from vllm_autoprune.backbones import BACKBONE_SHAPES
 from vllm_autoprune.base_policies.published_forms import PUBLISHED_FORMS, PublishedForm
 from vllm_autoprune.cost import prefill_flops
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, BasePolicy
+
+LLAVA_7B = BACKBONE_SHAPES["llava-1.5-7b"]
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "base-policies.md"
 BUDGETS = (64, 128)

@@ -6,19 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_autoprune.backbones import (
-    BACKBONE_SHAPES,
-    GEMMA3_4B,
-    LLAVA_7B,
-    LLAVA_13B,
-    LLAVA_NEXT_7B,
-    QWEN3_5_9B,
-    QWEN_7B,
-    BackboneShape,
-    find_backbone,
-)
+from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape, find_backbone
 from vllm_autoprune.cost import estimate_cost, prefill_flops, tokens_after_full_layers
 from vllm_autoprune.errors import ConfigError
+
+GEMMA3_4B = BACKBONE_SHAPES["gemma-3-4b"]
+LLAVA_7B = BACKBONE_SHAPES["llava-1.5-7b"]
+LLAVA_13B = BACKBONE_SHAPES["llava-1.5-13b"]
+LLAVA_NEXT_7B = BACKBONE_SHAPES["llava-next-7b"]
+QWEN3_5_9B = BACKBONE_SHAPES["qwen3.5-9b"]
+QWEN_7B = BACKBONE_SHAPES["qwen2.5-vl-7b"]
 
 PUBLISHED = [
     (LLAVA_7B, 576, 7.634, 288),

@@ -38,11 +38,15 @@ from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from benchmarks.minillava.split import CLIP, LLAVA, draw_examples, grade_answers, png_url
 from benchmarks.server import Server, ServerDied, serve
 from vllm_autoprune import load_state
-from vllm_autoprune.backbones import LLAVA_7B, LLAVA_NEXT_7B, QWEN_7B, BackboneShape
+from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
 from vllm_autoprune.cost import ASSUMPTIONS, Cost, estimate_cost
 from vllm_autoprune.http_client import Metrics
 from vllm_autoprune.statistics import spread
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+
+LLAVA_7B = BACKBONE_SHAPES["llava-1.5-7b"]
+LLAVA_NEXT_7B = BACKBONE_SHAPES["llava-next-7b"]
+QWEN_7B = BACKBONE_SHAPES["qwen2.5-vl-7b"]
 
 POLICIES = (
     "fastv", "pyramiddrop", "sparsevlm", "prumerge_plus", "trim", "visionzip", "dart",

@@ -21,13 +21,7 @@ from vllm_autoprune import (
     materialize,
     refine,
 )
-from vllm_autoprune.backbones import (
-    BACKBONE_SHAPES,
-    LLAVA_7B,
-    LLAVA_NEXT_7B,
-    QWEN_7B,
-    BackboneShape,
-)
+from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
 from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.transfer import (
@@ -41,6 +35,10 @@ from vllm_autoprune.tpdsl.transfer import (
     state_document,
     transfer,
 )
+
+LLAVA_7B = BACKBONE_SHAPES["llava-1.5-7b"]
+LLAVA_NEXT_7B = BACKBONE_SHAPES["llava-next-7b"]
+QWEN_7B = BACKBONE_SHAPES["qwen2.5-vl-7b"]
 
 STRUCTURE = ("base_policy", "scoring", "reassembly", "safety")
 

@@ -27,7 +27,9 @@ from benchmarks.cost.efficiency import (
 )
 from benchmarks.server import Server
 from tests.benchmarks.load.samples import record
-from vllm_autoprune.backbones import LLAVA_NEXT_7B
+from vllm_autoprune.backbones import BACKBONE_SHAPES
+
+LLAVA_NEXT_7B = BACKBONE_SHAPES["llava-next-7b"]
 
 MODEL = Model(LLAVA_NEXT_7B.name, Path(), LLAVA_NEXT_7B, LLAVA_NEXT_7B.layers, 672, ())
 

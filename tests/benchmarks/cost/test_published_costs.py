@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from vllm_autoprune.backbones import (
-    LLAVA_7B,
-    LLAVA_13B,
-    LLAVA_NEXT_7B,
-    BackboneShape,
-    find_backbone,
-)
+from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape, find_backbone
 from vllm_autoprune.cost import TERA, estimate_cost
+
+LLAVA_7B = BACKBONE_SHAPES["llava-1.5-7b"]
+LLAVA_13B = BACKBONE_SHAPES["llava-1.5-13b"]
+LLAVA_NEXT_7B = BACKBONE_SHAPES["llava-next-7b"]
 
 PATH = Path(__file__).with_name("published_costs.json")
 DATA: dict[str, Any] = json.loads(PATH.read_text())
