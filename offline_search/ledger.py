@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -22,7 +21,7 @@ from offline_search.candidates import Hypothesis
 from offline_search.dataset import Split
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
-from vllm_autoprune.record_file import FileErrors, FrozenModel, RecordFile, read_records
+from vllm_autoprune.record_file import FrozenModel, RecordFile, read_records
 from vllm_autoprune.statistics import Estimate
 
 ALL_TOKENS = "full"
@@ -285,18 +284,6 @@ def canonical_json(record: Record) -> str:
 
 R = TypeVar("R", bound=Record)
 
-_ERRORS = FileErrors(
-    error_type=SearchError,
-    file_label="ledger",
-    writer="another search",
-    fix_locked="wait for it, or begin another ledger",
-    fix_disk_full="make room and resume: everything up to here is kept",
-    fix_inaccessible="choose a file that can be written",
-    fix_invalid_line="give another file, or the version that wrote it",
-)
-
-_READING_ERRORS = replace(_ERRORS, fix_inaccessible="name the ledger of a search that has begun")
-
 
 class Ledger(RecordFile[Record]):
     """Records of one search by key, in order of writing; one process at a time may write."""
@@ -308,7 +295,7 @@ class Ledger(RecordFile[Record]):
         removed. Raises :class:`SearchError` for a file that is not a ledger, is locked, or cannot
         be written.
         """
-        super().__init__(path, RECORD_ADAPTER, _ERRORS)
+        super().__init__(path, RECORD_ADAPTER, SearchError)
         self._recorded = {
             record.key: record for record in recording if isinstance(record, EXTERNAL_RECORDS)
         }
@@ -364,7 +351,9 @@ class Ledger(RecordFile[Record]):
 
 def read_ledger(path: Path) -> list[Record]:
     """The complete records of a ledger, which another process may be writing; changes nothing."""
-    return read_records(path, RECORD_ADAPTER, _READING_ERRORS)
+    return read_records(
+        path, RECORD_ADAPTER, SearchError, "name the ledger of a search that has begun"
+    )
 
 
 def digest_records(records: Iterable[Record]) -> str:

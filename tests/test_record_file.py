@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, TypeAdapter
 
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.record_file import FileErrors, RecordFile, read_records
+from vllm_autoprune.record_file import RecordFile, read_records
 
 
 class Note(BaseModel):
@@ -22,23 +22,14 @@ class NotesError(AutopruneError):
 
 
 NOTE = TypeAdapter(Note)
-ERRORS = FileErrors(
-    error_type=NotesError,
-    file_label="notes",
-    writer="another author",
-    fix_locked="wait",
-    fix_disk_full="make room",
-    fix_inaccessible="choose another place",
-    fix_invalid_line="choose another file",
-)
 
 
 def open_notes(path: Path) -> RecordFile[Note]:
-    return RecordFile(path, NOTE, ERRORS)
+    return RecordFile(path, NOTE, NotesError)
 
 
 def numbers(path: Path) -> list[int]:
-    return [note.number for note in read_records(path, NOTE, ERRORS)]
+    return [note.number for note in read_records(path, NOTE, NotesError, "name one")]
 
 
 @pytest.fixture
@@ -51,7 +42,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_records_are_lines_in_order(path: Path) -> None:
-    with RecordFile(path, NOTE, ERRORS, exclude_none=True) as file:
+    with RecordFile(path, NOTE, NotesError, exclude_none=True) as file:
         assert file.records == [Note(number=1, text="one"), Note(number=2)]
         file.append([Note(number=3)])
         file.append([])
@@ -101,11 +92,11 @@ def test_foreign_content_is_refused_and_left_unchanged(
 ) -> None:
     path = tmp_path / "f"
     path.write_bytes(content)
-    message = f"^notes {path}, line {line}: not a record of this version .* -> choose another file$"
+    message = f"^{path}:{line}: not a record of this version .* -> name another file"
     with pytest.raises(NotesError, match=message):
-        RecordFile(path, NOTE, ERRORS)
+        RecordFile(path, NOTE, NotesError)
     with pytest.raises(NotesError, match=message):
-        read_records(path, NOTE, ERRORS)
+        read_records(path, NOTE, NotesError, "name one")
     assert path.read_bytes() == content
 
 
@@ -113,7 +104,7 @@ def test_a_repaired_file_can_be_opened(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content + b"milk\n")
     with pytest.raises(NotesError):
-        RecordFile(path, NOTE, ERRORS)
+        RecordFile(path, NOTE, NotesError)
     path.write_bytes(content)
     with open_notes(path) as file:  # the refusal let go of the lock
         assert len(file.records) == 2
@@ -121,8 +112,10 @@ def test_a_repaired_file_can_be_opened(path: Path) -> None:
 
 def test_a_locked_file_can_still_be_read(path: Path) -> None:
     with open_notes(path):
-        with pytest.raises(NotesError, match=r"notes\.jsonl: another author is writing it -> wait"):
-            RecordFile(path, NOTE, ERRORS)
+        with pytest.raises(
+            NotesError, match=r"notes\.jsonl: another process is writing it -> wait"
+        ):
+            RecordFile(path, NOTE, NotesError)
         assert numbers(path) == [1, 2]
     with open_notes(path) as file:
         file.append([Note(number=3)])
@@ -145,7 +138,7 @@ def test_a_full_disk_leaves_nothing_of_a_batch(path: Path) -> None:
         # Room for one and a half of them: a real write that ends half way, and then an error.
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(content) + 40, hard))
         try:
-            with pytest.raises(NotesError, match=r"File too large -> make room$"):
+            with pytest.raises(NotesError, match=r"File too large -> make room and resume"):
                 file.append(batch)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -168,7 +161,7 @@ def test_a_full_disk_reported_by_fsync(
     with open_notes(path) as file:
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", full)
-            with pytest.raises(NotesError, match=f"{os.strerror(number)} -> make room$"):
+            with pytest.raises(NotesError, match="-> make room and resume"):
                 file.append([Note(number=3)])
         assert contents == [content + b'{"number":3,"text":null}\n']
         assert path.read_bytes() == content
@@ -183,21 +176,17 @@ def test_a_broken_disk_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) 
     with open_notes(path) as file, monkeypatch.context() as patched:
         patched.setattr(os, "fsync", failing)
         patched.setattr(os, "ftruncate", failing)
-        with pytest.raises(NotesError, match=r"Input/output error -> choose another place$"):
+        with pytest.raises(
+            NotesError, match=r"Input/output error -> name a place that can be written$"
+        ):
             file.append([Note(number=3)])
 
 
 def test_an_unusable_path_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(NotesError, match=f"^notes {tmp_path}: Is a directory -> choose another"):
-        RecordFile(tmp_path, NOTE, ERRORS)
+    with pytest.raises(NotesError, match=f"^{tmp_path}: Is a directory -> name a place"):
+        RecordFile(tmp_path, NOTE, NotesError)
     (tmp_path / "file").touch()
-    with pytest.raises(NotesError, match="choose another place"):
-        RecordFile(tmp_path / "file" / "notes", NOTE, ERRORS)
-    with pytest.raises(NotesError, match="No such file or directory"):
-        read_records(tmp_path / "nowhere", NOTE, ERRORS)
-
-
-def test_an_empty_label_is_omitted(tmp_path: Path) -> None:
-    bare = FileErrors(NotesError, "", "a", "w", "r", "elsewhere", "o")
-    with pytest.raises(NotesError, match=f"^{tmp_path}: Is a directory -> elsewhere$"):
-        read_records(tmp_path, NOTE, bare)
+    with pytest.raises(NotesError, match="name a place that can be written"):
+        RecordFile(tmp_path / "file" / "notes", NOTE, NotesError)
+    with pytest.raises(NotesError, match=r"No such file or directory -> name one$"):
+        read_records(tmp_path / "nowhere", NOTE, NotesError, "name one")

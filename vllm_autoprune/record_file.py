@@ -12,7 +12,6 @@ import errno
 import fcntl
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Self, TypeVar
 
@@ -31,41 +30,6 @@ class FrozenModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-@dataclass(frozen=True, slots=True)
-class FileErrors:
-    """Exception type and messages for a record file that cannot be used."""
-
-    error_type: type[AutopruneError]
-    file_label: str
-    """Prefix before the path in every message; may be empty."""
-    writer: str
-    """Process that may hold the lock, such as "another search"."""
-    fix_locked: str
-    fix_disk_full: str
-    fix_inaccessible: str
-    fix_invalid_line: str
-
-    def invalid_line(self, path: Path, number: int, error: ValidationError) -> AutopruneError:
-        """Error for line ``number``, counted from 1, that is not a valid record."""
-        what = error.errors(include_url=False)[0]["msg"]
-        return self.error_type(
-            f"{self._label(path)}, line {number}: not a record of this version ({what}) -> "
-            f"{self.fix_invalid_line}"
-        )
-
-    def inaccessible(self, path: Path, error: OSError) -> AutopruneError:
-        """Error for an operating system failure, with the fix for its cause."""
-        reason, fix = error.strerror or str(error), self.fix_inaccessible
-        if error.errno in _DISK_FULL:
-            fix = self.fix_disk_full
-        elif isinstance(error, BlockingIOError):
-            reason, fix = f"{self.writer} is writing it", self.fix_locked
-        return self.error_type(f"{self._label(path)}: {reason} -> {fix}")
-
-    def _label(self, path: Path) -> str:
-        return f"{self.file_label} {path}".lstrip()
-
-
 class RecordFile(Generic[R]):
     """An open record file that is locked for writing by this process, until it is closed.
 
@@ -76,30 +40,30 @@ class RecordFile(Generic[R]):
         self,
         path: Path,
         adapter: TypeAdapter[R],
-        errors: FileErrors,
+        error_type: type[AutopruneError],
         *,
         exclude_none: bool = False,
     ) -> None:
         """Open or create the file and its folders, and remove an incomplete last line.
 
-        With ``exclude_none``, fields that are None are not written. Raises ``errors.error_type``
-        for a file with other content, which is left unchanged; that another process is writing; or
-        that cannot be written.
+        With ``exclude_none``, fields that are None are not written. Raises ``error_type`` for a
+        file with other content, which is left unchanged; that another process is writing; or that
+        cannot be written.
         """
         self.path = path
-        self._adapter, self._errors, self._exclude_none = adapter, errors, exclude_none
+        self._adapter, self._error_type, self._exclude_none = adapter, error_type, exclude_none
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise errors.inaccessible(path, error) from None
+            raise self._inaccessible(error) from None
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.records, self._size = _read_complete_lines(path, adapter, errors)
+            self.records, self._size = _read_complete_lines(path, adapter, error_type)
             os.ftruncate(self._handle, self._size)
         except OSError as error:
             os.close(self._handle)
-            raise errors.inaccessible(path, error) from None
+            raise self._inaccessible(error) from None
         except AutopruneError:
             os.close(self._handle)
             raise
@@ -126,27 +90,38 @@ class RecordFile(Generic[R]):
             # the file removes the incomplete line.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._handle, self._size)
-            raise self._errors.inaccessible(self.path, error) from None
+            raise self._inaccessible(error) from None
         self._size += len(lines)
 
     def close(self) -> None:
         """Release the lock and close the file."""
         os.close(self._handle)
 
+    def _inaccessible(self, error: OSError) -> AutopruneError:
+        reason, fix = error.strerror or str(error), "name a place that can be written"
+        if error.errno in _DISK_FULL:
+            fix = "make room and resume: everything up to here is kept"
+        elif isinstance(error, BlockingIOError):
+            reason = "another process is writing it"
+            fix = "wait for it, or name another place"
+        return self._error_type(f"{self.path}: {reason} -> {fix}")
 
-def read_records(path: Path, adapter: TypeAdapter[R], errors: FileErrors) -> list[R]:
+
+def read_records(
+    path: Path, adapter: TypeAdapter[R], error_type: type[AutopruneError], fix: str
+) -> list[R]:
     """The complete records of a file, which another process may be writing.
 
-    Raises ``errors.error_type`` for a file with other content or cannot be read.
+    Raises ``error_type`` for a file with other content, or that cannot be read: then with ``fix``.
     """
     try:
-        return _read_complete_lines(path, adapter, errors)[0]
+        return _read_complete_lines(path, adapter, error_type)[0]
     except OSError as error:
-        raise errors.inaccessible(path, error) from None
+        raise error_type(f"{path}: {error.strerror or error} -> {fix}") from None
 
 
 def _read_complete_lines(
-    path: Path, adapter: TypeAdapter[R], errors: FileErrors
+    path: Path, adapter: TypeAdapter[R], error_type: type[AutopruneError]
 ) -> tuple[list[R], int]:
     """All complete records and their size in bytes, without an incomplete last line."""
     records: list[R] = []
@@ -159,7 +134,11 @@ def _read_complete_lines(
             except ValidationError as error:
                 # Lines after an incomplete one mean that its writer has completed it meanwhile.
                 if (complete and file.readline()) or not _is_truncated(line, error):
-                    raise errors.invalid_line(path, number, error) from None
+                    what = error.errors(include_url=False)[0]["msg"]
+                    raise error_type(
+                        f"{path}:{number}: not a record of this version ({what}) -> name another "
+                        "file, or use the version that wrote it"
+                    ) from None
                 break
             if not complete:
                 break

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from pydantic import TypeAdapter
 
 from benchmarks.common import BenchmarkError, StrictModel
-from vllm_autoprune.record_file import FileErrors, read_records
+from vllm_autoprune.record_file import read_records
 
 PATH = "/v1/chat/completions"
 EMPTY = "the answer contains no text"
@@ -99,15 +99,6 @@ class Record(StrictModel):
 
 
 _RECORD = TypeAdapter(Record)
-_RECORD_ERRORS = FileErrors(
-    error_type=BenchmarkError,
-    file_label="records",
-    writer="a load test",
-    fix_locked="wait for it",
-    fix_disk_full="make room and measure again",
-    fix_inaccessible="name the folder of a finished run",
-    fix_invalid_line="measure again, or use the version that wrote it",
-)
 
 
 class Journal:
@@ -155,7 +146,9 @@ def read_journal(path: Path) -> list[Record]:
 
     Raises :class:`BenchmarkError` where the file cannot be read or contains anything else.
     """
-    return sorted(read_records(path, _RECORD, _RECORD_ERRORS), key=lambda record: record.index)
+    fix = "name the folder of a finished run"
+    records = read_records(path, _RECORD, BenchmarkError, fix)
+    return sorted(records, key=lambda record: record.index)
 
 
 def answered(records: Iterable[Record]) -> list[Record]:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 
 import pytest
@@ -86,37 +84,3 @@ def test_a_case_that_differs_from_its_record_is_refused(tmp_path: Path) -> None:
     other = RANDOM.model_copy(update={"digest": "another"})
     with Journal(path) as journal, pytest.raises(EvaluationError, match="case/random@8"):
         journal.append([other])
-
-
-def test_two_processes_do_not_write_one_journal(tmp_path: Path) -> None:
-    path = tmp_path / "j.jsonl"
-    with Journal(path), pytest.raises(EvaluationError, match="another evaluation"):
-        Journal(path)
-
-
-def test_a_file_that_is_not_a_journal_is_refused_with_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "j.jsonl"
-    path.write_text('{"kind":"elephant"}\n')
-    with pytest.raises(EvaluationError, match="line 1: not a record"):
-        Journal(path)
-
-
-def test_a_full_disk_leaves_no_incomplete_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, write = tmp_path / "j.jsonl", os.write
-    write_journal(path)
-    before = path.read_bytes()
-
-    def full(handle: int, data: bytes) -> int:
-        write(handle, data[:10])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with Journal(path) as journal:
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "write", full)
-            with pytest.raises(EvaluationError, match=r"No space left.*make room and add --resume"):
-                journal.append(answers("random@8", [0.0] * 6))
-        assert path.read_bytes() == before
-        journal.append(answers("random@8", [0.0] * 6))
-    assert len(read_journal(path).answers["random@8"]) == 6

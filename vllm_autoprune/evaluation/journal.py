@@ -19,19 +19,9 @@ from vllm_autoprune.evaluation.records import (
     Setup,
     Total,
 )
-from vllm_autoprune.record_file import FileErrors, RecordFile, read_records
+from vllm_autoprune.record_file import RecordFile, read_records
 
 JOURNAL = "samples.jsonl"
-
-_ERRORS = FileErrors(
-    error_type=EvaluationError,
-    file_label="",
-    writer="another evaluation",
-    fix_locked="wait for it, or name another --out",
-    fix_disk_full="make room and add --resume: everything up to here is kept",
-    fix_inaccessible="name a folder that can be written with --out",
-    fix_invalid_line="name another folder with --out, or use the version that wrote it",
-)
 
 
 class Contents:
@@ -81,7 +71,7 @@ class Journal(RecordFile[Record]):
         Raises :class:`EvaluationError` if the file is not a journal, is in use, or cannot be
         written.
         """
-        super().__init__(path, RECORD, _ERRORS, exclude_none=True)
+        super().__init__(path, RECORD, EvaluationError, exclude_none=True)
         self.contents = Contents(self.records)
 
     def begin(self, setup: Setup) -> None:
@@ -129,7 +119,7 @@ class Journal(RecordFile[Record]):
 
 def read_journal(path: Path) -> Contents:
     """Read a journal without opening it for writing; raises :class:`EvaluationError`."""
-    return Contents(read_records(path, RECORD, _ERRORS))
+    return Contents(read_records(path, RECORD, EvaluationError, "name a folder with --out"))
 
 
 def unanswered(

@@ -8,17 +8,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from vllm_autoprune.evaluation.records import EvaluationError
-from vllm_autoprune.record_file import FileErrors, FrozenModel, RecordFile
-
-_ERRORS = FileErrors(
-    error_type=EvaluationError,
-    file_label="",
-    writer="another run",
-    fix_locked="wait for it, or name another --out",
-    fix_disk_full="make room and run the command again: everything up to here is kept",
-    fix_inaccessible="name a folder that can be written with --out",
-    fix_invalid_line="name another folder with --out",
-)
+from vllm_autoprune.record_file import FrozenModel, RecordFile
 
 
 class BatchScores(FrozenModel):
@@ -44,7 +34,7 @@ class YardstickJournal(RecordFile[BatchScores]):
 
     def __init__(self, path: Path, model: str) -> None:
         """Open or create the file; raises :class:`EvaluationError`."""
-        super().__init__(path, _RECORD, _ERRORS)
+        super().__init__(path, _RECORD, EvaluationError)
         self._scores = {
             (record.case, record.questions): record
             for record in self.records

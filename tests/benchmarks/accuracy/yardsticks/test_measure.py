@@ -56,6 +56,6 @@ def test_two_runs_do_not_write_one_journal(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     with (
         YardstickJournal(path, "sample 1"),
-        pytest.raises(EvaluationError, match="another run is writing it"),
+        pytest.raises(EvaluationError, match="another process is writing it"),
     ):
         YardstickJournal(path, "sample 1")
