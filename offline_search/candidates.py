@@ -1,4 +1,7 @@
-"""Hypothesis of a proposal: what the change is for, and the measured difference it expects."""
+"""Candidates: replies parsed as proposals, assembled into states, and the first states of a search.
+
+A proposal in a list has a hypothesis: what its change is for, and the difference it expects.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from offline_search.components import (
     CORE,
     RANK_AT,
     Candidate,
-    Components,
     JsonObject,
     SelectionProgram,
+    components_json,
     searched_components,
 )
 from offline_search.search_space import atom_names, project
@@ -28,17 +31,17 @@ from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.json_text import parse_json
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.registry import ATOMS
-from vllm_autoprune.tpdsl.state import SCHEMA, Core, PruningState
+from vllm_autoprune.tpdsl.state import SCHEMA, PruningState
 
 Expectation = Literal["higher", "same", "lower"]
 """Expected score of a proposal, compared with its parent's."""
 
-EXPLORE = "explore"
+_EXPLORE = "explore"
 
 PURPOSES: Mapping[str, str] = {
     "exploit": "the best candidate with other numbers",
     "ablate": "a candidate without one of its parts, or with that part replaced by a simpler one",
-    EXPLORE: "a structure that is not listed",
+    _EXPLORE: "a structure that is not listed",
     "combine": "parts of two or more candidates",
     "worst_category": "a change for the category with the largest share of the loss",
 }
@@ -64,10 +67,10 @@ def list_purposes(first: int, count: int, measured: bool) -> Sequence[str]:
 
     Before a candidate is measured, all explore.
     """
-    return list(islice(cycle(PURPOSES if measured else [EXPLORE]), first, first + count))
+    return list(islice(cycle(PURPOSES if measured else [_EXPLORE]), first, first + count))
 
 
-def parse_hypothesis(proposal: Mapping[str, JsonValue]) -> Hypothesis:
+def _parse_hypothesis(proposal: Mapping[str, JsonValue]) -> Hypothesis:
     """The hypothesis in a proposal; fields with other values than asked for are left out."""
     purpose, text, expect = (proposal.get(name) for name in ("purpose", "hypothesis", "expect"))
     words = " ".join(text.split()) if isinstance(text, str) else ""
@@ -79,17 +82,7 @@ def parse_hypothesis(proposal: Mapping[str, JsonValue]) -> Hypothesis:
     )
 
 
-def hypothesis_fields() -> JsonObject:
-    """JSON Schemas of the fields that a proposal of a list has beside its components."""
-    return {
-        "purpose": {"enum": list(PURPOSES)},
-        "hypothesis": {"type": "string", "maxLength": MAX_CHARACTERS},
-        "parent": {"type": "string", "maxLength": 8},
-        "expect": {"enum": list(get_args(Expectation))},
-    }
-
-
-SAFETY_CHECKS = ("preserve_budget", "no_shape_change", "deterministic", "fallback_to_selection")
+_SAFETY_CHECKS = ("preserve_budget", "no_shape_change", "deterministic", "fallback_to_selection")
 
 MAX_REPLY_CHARACTERS = 20_000
 """Longer replies are invalid; a proposal has about a thousand characters."""
@@ -123,12 +116,10 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
 
     Raises :class:`StateError` with every problem.
     """
-    searched = searched_components(
-        settings.core, settings.rank_at, settings.library, bool(settings.bases)
-    )
+    searched = searched_components(settings)
     parts = {name: components[name] for name in searched if name in components}
-    if BASE in parts:
-        parts[BASE] = _chosen_base(parts[BASE], settings)
+    if settings.bases and BASE in components:
+        parts[BASE] = _chosen_base(components[BASE], settings)
     if settings.library == "paper":
         _refuse_extensions(parts)
     budget = budget_call(settings.source_budget).model_dump(mode="json")
@@ -141,7 +132,7 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
         "name": "candidate",
         "base_policy": {"name": settings.base_policy},
         "budget": budget,
-        "safety": list(SAFETY_CHECKS),
+        "safety": list(_SAFETY_CHECKS),
         **parts,
         "provenance": {"found_by": f"vllm-autoprune search, strategy {settings.strategy}"},
     }
@@ -215,22 +206,6 @@ PROPOSALS = "proposals"
 """The one field of the reply."""
 
 
-def list_schema(schema: JsonObject, count: int) -> JsonObject:
-    """JSON Schema of ``count`` proposals, given that of one."""
-    one = {name: part for name, part in schema.items() if name != "$defs"}
-    fields, properties, required = hypothesis_fields(), one["properties"], one["required"]
-    assert isinstance(properties, dict) and isinstance(required, list)
-    one |= {"properties": {**fields, **properties}, "required": [*fields, *required]}
-    items: JsonObject = {"type": "array", "items": one, "minItems": count, "maxItems": count}
-    return {
-        "type": "object",
-        "properties": {PROPOSALS: items},
-        "required": [PROPOSALS],
-        "additionalProperties": False,
-        "$defs": schema["$defs"],
-    }
-
-
 def parse_list(
     text: str, settings: Settings, count: int, default: Draft, names: Collection[str]
 ) -> list[Draft]:
@@ -260,7 +235,7 @@ def _parse_item(text: str, settings: Settings, default: Draft, names: Collection
         draft = replace(draft, parents=())
     elif isinstance(parent, str) and parent in names:
         draft = replace(draft, parents=(parent,))
-    return replace(draft, hypothesis=parse_hypothesis(item))
+    return replace(draft, hypothesis=_parse_hypothesis(item))
 
 
 def _split_objects(text: str) -> Iterator[str]:
@@ -288,7 +263,7 @@ def _split_objects(text: str) -> Iterator[str]:
             return
 
 
-WARM_START_SHARES = (0.5, 0.75)
+_CORE_SHARES = (0.5, 0.75)
 """Shares of the core of warm starts, in a search of cores."""
 
 
@@ -299,10 +274,12 @@ def base_state(settings: Settings) -> PruningState:
 
 def paper_state(settings: Settings, quota: int = 2) -> PruningState:
     """The paper's selected structure on this search's base policy and budget."""
-    source = Components.from_state(load_state("autoprune"))
+    released = load_state("autoprune")
     update = {"q_e": min(quota, settings.source_budget), "r_min": None}
-    selector = source.constraints.selector.model_copy(update=update)
-    return assemble_state(source.with_constraints(selector=selector).to_json(), settings)
+    selector = released.constraints.selector.model_copy(update=update)
+    constraints = released.constraints.model_copy(update={"selector": selector})
+    changed = released.model_copy(update={"constraints": constraints})
+    return assemble_state(components_json(changed), settings)
 
 
 def minimal_state(settings: Settings) -> PruningState:
@@ -335,22 +312,19 @@ def warm_start_states(settings: Settings) -> list[PruningState]:
     search of where tokens are ranked with that state ranking before the merger. A search of base
     policies has each alone, where any state may be a candidate.
     """
-    source = Components.from_state(paper_state(settings))
-    largest_quota = min(settings.source_budget, MAX_QUOTA)
+    paper = paper_state(settings)
+    components, largest_quota = components_json(paper), min(settings.source_budget, MAX_QUOTA)
     bases = [
-        assemble_state({**source.to_json(), BASE: {"name": name}}, settings).without_exchange()
+        assemble_state({**components, BASE: {"name": name}}, settings).without_exchange()
         for name in (settings.other_bases if settings.space == "all" else ())
     ]
-    variants = []
-    if settings.core:
-        cores = [Core.model_validate({"share": share}) for share in WARM_START_SHARES]
-        variants += [source.model_copy(update={CORE: core}) for core in cores]
-    if settings.rank_at:
-        variants.append(source.model_copy(update={RANK_AT: "merger_in"}))
+    cores: list[JsonObject] = [{CORE: {"share": share}} for share in _CORE_SHARES]
+    ranked: list[JsonObject] = [{RANK_AT: "merger_in"}]
+    variants = (cores if settings.core else []) + (ranked if settings.rank_at else [])
     states = [
-        paper_state(settings),
+        paper,
         *bases,
-        *(assemble_state(components.to_json(), settings) for components in variants),
+        *(assemble_state({**components, **variant}, settings) for variant in variants),
         paper_state(settings, largest_quota),
         *(
             _one_signal_state(name, largest_quota, settings)

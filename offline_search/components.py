@@ -1,4 +1,4 @@
-"""Searched components of a state, alpha = (S, C, R), as typed models and as JSON."""
+"""Searched components of a state, alpha = (S, C, R), as JSON, and what a candidate is."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import JsonValue
 
-from offline_search.settings import Library
-from vllm_autoprune.tpdsl.atoms.reassembly import Reassembly
+from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.atoms.source import Source
 from vllm_autoprune.tpdsl.registry import AtomCall
-from vllm_autoprune.tpdsl.state import Constraints, Core, PruningState, Scoring
-from vllm_autoprune.tpdsl.tokens import RankAt
+from vllm_autoprune.tpdsl.state import Constraints, PruningState
 
 JsonObject = dict[str, JsonValue]
 
@@ -27,7 +25,7 @@ RANK_AT = "rank_at"
 BASE = "base_policy"
 """The optional components, searched where the settings say so."""
 
-LIBRARY_COMPONENTS = ("source", "budget", *COMPONENTS, "safety")
+_LIBRARY_COMPONENTS = ("source", "budget", *COMPONENTS, "safety")
 """Fields that take the 131 atoms of the paper."""
 
 Choice = float | str
@@ -43,51 +41,33 @@ class ChoiceSource(Protocol):
         """A number between two inclusive bounds."""
 
 
-def searched_components(
-    core: bool = False,
-    rank_at: bool = False,
-    library: Library = "searched",
-    bases: bool = False,
-) -> tuple[str, ...]:
-    """Names of the searched components, with or without the optional ones."""
-    names = LIBRARY_COMPONENTS if library == "paper" else COMPONENTS
-    optional = {CORE: core, RANK_AT: rank_at, BASE: bases}
+@dataclass(frozen=True, slots=True)
+class SelectionProgram:
+    """Python code with a function ``select(features, signals, K)`` that returns K indices."""
+
+    code: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the code, which identifies the candidate as a state's digest does."""
+        return hashlib.sha256(self.code.encode()).hexdigest()
+
+
+Candidate = PruningState | SelectionProgram
+"""What a search evaluates: a state, or a program that selects tokens."""
+
+
+def searched_components(settings: Settings) -> tuple[str, ...]:
+    """Names of the components that a search varies, except the base policy."""
+    names = _LIBRARY_COMPONENTS if settings.library == "paper" else COMPONENTS
+    optional = {CORE: settings.core, RANK_AT: settings.rank_at}
     return (*names, *(name for name, searched in optional.items() if searched))
 
 
-class Components(BaseModel):
-    """The searched components, validated one by one; editing a copy keeps the types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    scoring: Scoring
-    constraints: Constraints
-    reassembly: Reassembly
-    core: Core | None = Field(default=None, exclude_if=lambda core: core is None)
-    rank_at: RankAt = Field(default="merger_out", exclude_if=lambda place: place == "merger_out")
-
-    @classmethod
-    def from_state(cls, state: PruningState) -> Components:
-        """The components of a state."""
-        return cls(
-            scoring=state.scoring,
-            constraints=state.constraints,
-            reassembly=state.reassembly,
-            core=state.core,
-            rank_at=state.rank_at,
-        )
-
-    def to_json(self) -> JsonObject:
-        """All fields, defaults included."""
-        return self.model_dump(mode="json")
-
-    def with_scoring(self, **changes: object) -> Components:
-        """A copy with some fields of the scoring replaced."""
-        return self.model_copy(update={"scoring": self.scoring.model_copy(update=changes)})
-
-    def with_constraints(self, **changes: object) -> Components:
-        """A copy with some fields of the constraints replaced."""
-        return self.model_copy(update={"constraints": self.constraints.model_copy(update=changes)})
+def components_json(state: PruningState) -> JsonObject:
+    """The components of a state, defaults included."""
+    body: JsonObject = state.model_dump(mode="json", include={*COMPONENTS, CORE, RANK_AT})
+    return {name: body[name] for name in (*COMPONENTS, CORE, RANK_AT) if name in body}
 
 
 def compact_json(state: PruningState, bases: bool = False) -> JsonObject:
@@ -102,21 +82,13 @@ def compact_json(state: PruningState, bases: bool = False) -> JsonObject:
         "pool": [call.model_dump(mode="json", exclude_defaults=True) for call in constraints.pool],
         "selector": constraints.selector.model_dump(mode="json", exclude={"r_min"}),
     }
-    if constraints.partition != Constraints.model_fields["partition"].get_default(
-        call_default_factory=True
-    ):
+    default = Constraints.model_fields["partition"].get_default(call_default_factory=True)
+    if constraints.partition != default:
         compact["partition"] = constraints.partition.model_dump(mode="json", exclude_defaults=True)
-    source: JsonObject = {}
     if state.source != Source():
-        source = {"source": state.source.model_dump(mode="json", exclude_defaults=True)}
-    reassembly = state.reassembly.model_dump(mode="json")
-    compacted: JsonObject = {
-        **source,
-        **body,
-        "constraints": compact,
-        "reassembly": reassembly,
-    }
-    return {**compacted, BASE: base_choice(state)} if bases else compacted
+        body = {"source": state.source.model_dump(mode="json", exclude_defaults=True), **body}
+    body |= {"constraints": compact, "reassembly": state.reassembly.model_dump(mode="json")}
+    return {**body, BASE: base_choice(state)} if bases else body
 
 
 def compact_text(state: PruningState, bases: bool = False) -> str:
@@ -153,19 +125,3 @@ def structure(state: PruningState) -> tuple[str, ...]:
     rank = () if state.rank_at == "merger_out" else (f"{RANK_AT}={state.rank_at}",)
     base = f"{BASE}={state.base_policy.name}"
     return (*(call.atom for call in (*source, *atom_calls(state))), *core, *rank, base)
-
-
-@dataclass(frozen=True, slots=True)
-class SelectionProgram:
-    """Python code with a function ``select(features, signals, K)`` that returns K indices."""
-
-    code: str
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the code, which identifies the candidate as a state's digest does."""
-        return hashlib.sha256(self.code.encode()).hexdigest()
-
-
-Candidate = PruningState | SelectionProgram
-"""What a search evaluates: a state, or a program that selects tokens."""

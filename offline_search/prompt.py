@@ -1,4 +1,4 @@
-"""Prompts of the proposer: the language of atoms, the task, and a summary of the history.
+"""Prompts of the proposer: the language of atoms or the task in code, and a summary of the history.
 
 The constant part comes first, so that a server's prefix cache computes it once. Prompts say what is
 asked for and what was measured, and give no advice on what to propose.
@@ -36,9 +36,27 @@ Messages = tuple[Message, ...]
 _MAX_SHOWN_REPLY = 4000
 """Characters of an invalid proposal that are sent back with its problems."""
 
+_FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 
-def describe_score(settings: Settings) -> str:
-    """What the scores in prompts are."""
+INITIAL_PROGRAM = """import numpy as np
+
+
+def select(features, signals, K):
+    kept = [int(index) for index in signals["reference"]]
+    norms = np.linalg.norm(features, axis=1)
+    kept[-1] = next(int(index) for index in np.argsort(-norms) if index not in kept)
+    return kept
+"""
+"""The base policy's picks with the last one exchanged: what the smallest state does."""
+
+
+@cache
+def describe_task(settings: Settings) -> str:
+    """The constant part of all prompts: what is designed, from what, and how it is scored."""
+    return _describe_code(settings) if settings.writes_code else _describe_language(settings)
+
+
+def _describe_score(settings: Settings) -> str:
     if settings.objective == "mme":
         return (
             "the MME total of the model (accuracy and accuracy+ of each category in per cent, "
@@ -50,20 +68,18 @@ def describe_score(settings: Settings) -> str:
     )
 
 
-@cache
-def describe_language(settings: Settings) -> str:
-    """The constant part of all prompts: what is designed, from which atoms, how it is scored."""
+def _describe_language(settings: Settings) -> str:
     budget = settings.source_budget
-    whole = settings.library == "paper"
-    added = f'"source", "budget" and "safety" may be added; K is {budget}, whatever the budget.'
-    library = f" {added}" if whole else ""
+    atoms = render_proposer_text(searched_components(settings), excluded_atoms(settings))
+    added = f' "source", "budget" and "safety" may be added; K is {budget}, whatever the budget.'
+    library = added if settings.library == "paper" else ""
     return f"""You design a policy that decides which visual tokens of an image a vision-language \
 model keeps. {_describe_bases(settings)} Your policy scores \
 all tokens by fused signals, gathers candidates in a pool, and lets a selector exchange at most \
 q_e of the {budget} picks for candidates. {describe_space(settings.space)}A score is \
-{describe_score(settings)}. These atoms can be used:
+{_describe_score(settings)}. These atoms can be used:
 
-{_render_atoms(settings).strip()}
+{atoms.strip()}
 
 A policy is one JSON object: {{"scoring": {{"signals": [...], "kernel": ..., "fusion": ...}}, \
 "constraints": {{"pool": [...], "selector": ...}}, "reassembly": ...\
@@ -84,17 +100,27 @@ def _describe_bases(settings: Settings) -> str:
     )
 
 
-def _render_atoms(settings: Settings) -> str:
-    components = searched_components(settings.core, settings.rank_at, settings.library)
-    return render_proposer_text(components, excluded_atoms(settings.library, settings.space))
+def _describe_code(settings: Settings) -> str:
+    policy = BASE_POLICIES[settings.base_policy]
+    signals = "\n".join(f"- {name}: {effect}" for name, effect in SIGNALS.items())
+    return f"""You design a policy that decides which {settings.source_budget} visual tokens of an \
+image a vision-language model keeps. It is a Python function select(features, signals, K) that \
+returns the indices of K different tokens. features is a numpy array (N, D), the tokens as the \
+language model reads them; signals is a dict of numpy arrays:
+
+{signals}
+
+The base policy is {policy.name}: {policy.doc} The function is called once for each image and \
+question. A score is {_describe_score(settings)}. The program may import numpy, math and random; \
+it has no files and no network, and returns the same indices each time."""
 
 
-def _system_prompt(settings: Settings) -> str:
-    language = describe_language(settings)
-    if settings.proposals_per_reply == 1:
-        return f"{language}\n\nAnswer with one such object and nothing else."
-    purposes = "\n".join(f"  - {name}: {meaning}" for name, meaning in PURPOSES.items())
-    return f"""{language}
+def _ask(settings: Settings, request: str) -> Messages:
+    """A request with the description of the task, and the form of the answer."""
+    system = describe_task(settings)
+    if settings.proposals_per_reply > 1:
+        purposes = "\n".join(f"  - {name}: {meaning}" for name, meaning in PURPOSES.items())
+        system += f"""
 
 Answer with {{"{PROPOSALS}": [...]}} and nothing else: a list of such objects, each beginning with
 
@@ -106,22 +132,21 @@ Answer with {{"{PROPOSALS}": [...]}} and nothing else: a list of such objects, e
 
 A hypothesis is confirmed if the measured difference to the parent is as expected: more than two \
 standard errors for higher or lower, less for same."""
+    elif not settings.writes_code:
+        system += "\n\nAnswer with one such object and nothing else."
+    form = "Python" if settings.writes_code else "JSON"
+    return (
+        {"role": "system", "content": system},
+        {"role": "user", "content": f"{request} {form} only."},
+    )
 
 
 def proposal_prompt(
-    settings: Settings,
-    summary: str,
-    example: PruningState,
-    number: int,
-    count: int,
+    settings: Settings, summary: str, example: PruningState, number: int, count: int
 ) -> Messages:
     """Prompt for one of ``count`` candidates, given the summary H_(t-1) and an example."""
-    request = (
-        f"{summary}\n\nA valid candidate looks like this:\n{_components(example, settings)}\n\n"
-        f"Propose candidate {number + 1} of {count}, with a higher score. "
-        "JSON only."
-    )
-    return _conversation(_system_prompt(settings), request)
+    which = f"Propose candidate {number + 1} of {count}, with a higher score."
+    return _ask(settings, f"{_show_history(settings, summary, example)}{which}")
 
 
 def list_prompt(
@@ -136,35 +161,38 @@ def list_prompt(
     """Prompt for ``count`` of a round's ``total`` candidates, given the summary and an example."""
     which = f"candidate {first + 1}" if count == 1 else f"candidates {first + 1} to {first + count}"
     request = (
-        f"{summary}\n\nA valid candidate looks like this:\n{_components(example, settings)}\n\n"
         f"Propose {which} of {total}, each different from all others, in search of a higher "
-        f"score. Their purposes, in order: {', '.join(purposes)}. JSON only."
+        f"score. Their purposes, in order: {', '.join(purposes)}."
     )
-    return _conversation(_system_prompt(settings), request)
+    return _ask(settings, f"{_show_history(settings, summary, example)}{request}")
+
+
+def program_prompt(settings: Settings, number: int, count: int) -> Messages:
+    """Prompt for one of ``count`` programs, before any is measured."""
+    which = f"Write program {number + 1} of {count}, with a higher score."
+    return _ask(settings, f"A valid program looks like this:\n{_fence(INITIAL_PROGRAM)}\n\n{which}")
 
 
 def crossover_prompt(settings: Settings, parents: Sequence[Trial]) -> Messages:
     """EvoPrompting's prompt: parents with their scores, and the score a child should exceed."""
-    described = [
-        f"Score {_score(parent.score)}:\n{_components(parent.require_state(), settings)}"
+    described = "\n".join(
+        f"Score {format_score(parent.score)}:\n"
+        + (
+            _fence(parent.proposal.program)
+            if settings.writes_code
+            else compact_text(parent.require_state(), bool(settings.bases))
+        )
         for parent in parents
-    ]
-    best = max(parent.score for parent in parents)
-    request = (
-        "Parents:\n" + "\n".join(described) + "\n\nCombine the parents, to "
-        f"score above {_score(best)}. JSON only."
     )
-    return _conversation(_system_prompt(settings), request)
+    best = format_score(max(parent.score for parent in parents))
+    return _ask(settings, f"Parents:\n{described}\n\nCombine the parents, to score above {best}.")
 
 
 def repair_prompt(request: Messages, reply: str, problems: Sequence[str]) -> Messages:
     """The conversation so far with the problems of its reply, asking for a corrected one."""
     listed = "\n".join(f"- {problem[:300]}" for problem in problems[:8])
-    correction: Message = {
-        "role": "user",
-        "content": f"That is not valid:\n{listed}\nWrite the corrected JSON object, nothing else.",
-    }
-    return (*request, {"role": "assistant", "content": reply[:_MAX_SHOWN_REPLY]}, correction)
+    correction = f"That is not valid:\n{listed}\nWrite the corrected JSON object, nothing else."
+    return _correct(request, reply[:_MAX_SHOWN_REPLY], correction)
 
 
 def repair_list_prompt(
@@ -174,87 +202,37 @@ def repair_list_prompt(
     listed = "\n".join(
         f"- proposal {number}: {'; '.join(texts)[:300]}" for number, texts in problems.items()
     )
-    correction: Message = {
-        "role": "user",
-        "content": f"Not valid are:\n{listed}\nWrite a list of these {len(problems)} proposals, "
-        "corrected, in this order, and nothing else.",
-    }
-    shown = reply[: _MAX_SHOWN_REPLY * count]
-    return (*request, {"role": "assistant", "content": shown}, correction)
-
-
-def _conversation(system: str, request: str) -> Messages:
-    return ({"role": "system", "content": system}, {"role": "user", "content": request})
-
-
-def _components(state: PruningState, settings: Settings) -> str:
-    return compact_text(state, bool(settings.bases))
-
-
-def _score(value: float) -> str:
-    return f"{1000 * value:+.0f}"
-
-
-_FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
-
-FUNCTION = "select"
-"""Name of the function that a program defines."""
-
-INITIAL_PROGRAM = """import numpy as np
-
-
-def select(features, signals, K):
-    kept = [int(index) for index in signals["reference"]]
-    norms = np.linalg.norm(features, axis=1)
-    kept[-1] = next(int(index) for index in np.argsort(-norms) if index not in kept)
-    return kept
-"""
-"""The base policy's picks with the last one exchanged: what the smallest state does."""
-
-
-def describe_code_task(settings: Settings) -> str:
-    """The constant part of all prompts: what is designed, its inputs, and how it is scored."""
-    policy = BASE_POLICIES[settings.base_policy]
-    signals = "\n".join(f"- {name}: {effect}" for name, effect in SIGNALS.items())
-    return f"""You design a policy that decides which {settings.source_budget} visual tokens of an \
-image a vision-language model keeps. It is a Python function select(features, signals, K) that \
-returns the indices of K different tokens. features is a numpy array (N, D), the tokens as the \
-language model reads them; signals is a dict of numpy arrays:
-
-{signals}
-
-The base policy is {policy.name}: {policy.doc} The function is called once for each image and \
-question. A score is {describe_score(settings)}. The program may import numpy, math and random; \
-it has no files and no network, and returns the same indices each time."""
-
-
-def program_prompt(settings: Settings, example: str, number: int, count: int) -> Messages:
-    """Prompt for one of ``count`` programs, given an example."""
-    return _conversation(
-        describe_code_task(settings),
-        f"A valid program looks like this:\n{_fence(example)}\n\nWrite program {number + 1} of "
-        f"{count}, with a higher score. Python only.",
+    correction = (
+        f"Not valid are:\n{listed}\nWrite a list of these {len(problems)} proposals, "
+        "corrected, in this order, and nothing else."
     )
+    return _correct(request, reply[: _MAX_SHOWN_REPLY * count], correction)
 
 
-def program_crossover_prompt(settings: Settings, parents: Sequence[Trial]) -> Messages:
-    """EvoPrompting's prompt: parents with their scores, and the score a child should exceed."""
-    described = [f"Score {_score(one.score)}:\n{_fence(one.proposal.program)}" for one in parents]
-    best = max(parent.score for parent in parents)
-    return _conversation(
-        describe_code_task(settings),
-        "Parents:\n" + "\n".join(described) + "\n\nCombine the parents, to score above "
-        f"{_score(best)}. Python only.",
+def _correct(request: Messages, reply: str, correction: str) -> Messages:
+    return (
+        *request,
+        {"role": "assistant", "content": reply},
+        {"role": "user", "content": correction},
     )
 
 
 def extract_program(reply: str) -> str:
     """The program in a reply, fenced or not; raises :class:`ValueError` if there is none."""
-    blocks = _FENCED.findall(reply) or [reply]
-    programs = [block for block in blocks if f"def {FUNCTION}(" in block]
-    if not programs:
-        raise ValueError(f"the reply defines no function {FUNCTION}(features, signals, K)")
-    return f"{programs[0].strip()}\n"
+    for block in _FENCED.findall(reply) or [reply]:
+        if "def select(" in block:
+            return f"{block.strip()}\n"
+    raise ValueError("the reply defines no function select(features, signals, K)")
+
+
+def format_score(value: float) -> str:
+    """A score as prompts show it: an objective in thousandths."""
+    return f"{1000 * value:+.0f}"
+
+
+def _show_history(settings: Settings, summary: str, example: PruningState) -> str:
+    shown = compact_text(example, bool(settings.bases))
+    return f"{summary}\n\nA valid candidate looks like this:\n{shown}\n\n"
 
 
 def _fence(code: str) -> str:

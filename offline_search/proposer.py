@@ -1,4 +1,4 @@
-"""Client that requests proposals, repairs invalid replies once, and records every reply."""
+"""Proposals by a language model: requests, their replies in the ledger, and the endpoint itself."""
 
 from __future__ import annotations
 
@@ -6,26 +6,19 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from random import Random
 from typing import Any, Protocol
 
 import openai
 from openai import AsyncOpenAI
 
-from offline_search.candidates import (
-    MAX_REPLY_CHARACTERS,
-    Draft,
-    list_schema,
-    parse_list,
-    parse_proposal,
-)
+from offline_search.candidates import MAX_REPLY_CHARACTERS, Draft, parse_list, parse_proposal
 from offline_search.components import JsonObject, SelectionProgram
 from offline_search.ledger import Attempt, Clock, Cost, Ledger, ProgramRecord, ReplyRecord
 from offline_search.programs import run_program
 from offline_search.prompt import Messages, repair_list_prompt, repair_prompt
-from offline_search.schema import proposal_schema, shorten_schema
+from offline_search.schema import list_schema, proposal_schema, shorten_schema
 from offline_search.settings import Settings
 from vllm_autoprune.errors import ConfigError, Problem
 
@@ -97,8 +90,7 @@ class ProposalClient:
         draft = self._parse(reply, request)
         if draft.state is not None or reply.text is None:
             return draft
-        problems = [str(problem) for problem in draft.problems]
-        messages = repair_prompt(request.messages, reply.text, problems)
+        messages = repair_prompt(request.messages, reply.text, list(map(str, draft.problems)))
         repaired = await self._recorded_reply(request, "repair", messages, schema)
         return draft if repaired.text is None else self._parse(repaired, request)
 
@@ -109,10 +101,8 @@ class ProposalClient:
 
         A proposal may have one of ``names`` as its parent.
         """
-        schema = self._schema()
-        reply = await self._recorded_reply(
-            request, "first", request.messages, list_schema(schema, count)
-        )
+        schema, messages = list_schema(self._schema(), count), request.messages
+        reply = await self._recorded_reply(request, "first", messages, schema)
         if reply.text is None:
             return [self._parse(reply, request)] * count
         default = Draft(request.origin, None, (), request.parents)
@@ -120,11 +110,10 @@ class ProposalClient:
         invalid = [index for index, draft in enumerate(drafts) if draft.state is None]
         if not invalid:
             return drafts
-        problems = {index + 1: [str(one) for one in drafts[index].problems] for index in invalid}
-        messages = repair_list_prompt(request.messages, reply.text, problems, count)
-        repaired = await self._recorded_reply(
-            request, "repair", messages, list_schema(schema, len(invalid))
-        )
+        problems = {index + 1: list(map(str, drafts[index].problems)) for index in invalid}
+        messages = repair_list_prompt(messages, reply.text, problems, count)
+        schema = list_schema(self._schema(), len(invalid))
+        repaired = await self._recorded_reply(request, "repair", messages, schema)
         if repaired.text is not None:
             again = parse_list(repaired.text, self._settings, len(invalid), default, names)
             for index, draft in zip(invalid, again, strict=True):
@@ -134,7 +123,7 @@ class ProposalClient:
     async def request_program(
         self, request: ProposalRequest, extract_code: Callable[[str], str]
     ) -> Draft:
-        """The draft that a program in a reply returns.
+        """The draft of a program in a reply: the state that it returns, or itself as a selection.
 
         ``extract_code`` raises :class:`ValueError` for a reply without a program. Failed programs
         are not repaired: later prompts show their errors.
@@ -142,59 +131,30 @@ class ProposalClient:
         reply = await self._recorded_reply(request, "first", request.messages, None)
         if reply.text is None:
             return self._parse(reply, request)
-        program = self._ledger.find(ProgramRecord, f"program/{request.round}/{request.index}")
-        if program is None:
-            try:
-                code = extract_code(reply.text)
-            except ValueError as error:
-                problem = Problem("", str(error), "change the program", "reply.program")
-                return Draft(request.origin, None, (problem,), request.parents)
-            program = await self._run(code, request)
-        if program.failure:
-            fix = "write a program that defines policy(budget)"
-            problem = Problem("", program.failure, fix, "reply.program")
-            return Draft(request.origin, None, (problem,), request.parents, program.code)
-        draft = parse_proposal(program.output, self._settings, request.origin, request.parents)
-        return replace(draft, program=program.code)
-
-    async def request_selection(
-        self, request: ProposalRequest, extract_code: Callable[[str], str]
-    ) -> Draft:
-        """The draft whose candidate is the program in a reply, which selects tokens itself.
-
-        ``extract_code`` and failed programs are as in :meth:`request_program`.
-        """
-        reply = await self._recorded_reply(request, "first", request.messages, None)
-        if reply.text is None:
-            return self._parse(reply, request)
+        draft = Draft(request.origin, None, (), request.parents)
         try:
             code = extract_code(reply.text)
         except ValueError as error:
             problem = Problem("", str(error), "change the program", "reply.program")
-            return Draft(request.origin, None, (problem,), request.parents)
-        draft = Draft(request.origin, None, (), request.parents, code)
-        return replace(draft, selection=SelectionProgram(code))
+            return replace(draft, problems=(problem,))
+        if self._settings.writes_code:
+            return replace(draft, program=code, selection=SelectionProgram(code))
+        key = f"program/{request.round}/{request.index}"
+        program = self._ledger.find(ProgramRecord, key) or await self._run(code, request)
+        if program.failure:
+            fix = "write a program that defines policy(budget)"
+            problem = Problem("", program.failure, fix, "reply.program")
+            return replace(draft, problems=(problem,), program=program.code)
+        draft = parse_proposal(program.output, self._settings, request.origin, request.parents)
+        return replace(draft, program=program.code)
 
     def total_cost(self) -> Cost:
         """Cost of all replies of this search, including those before it was resumed."""
-        total = Cost()
-        for record in self._ledger:
-            if isinstance(record, ReplyRecord):
-                total += record.cost
-        return total
+        replies = (record for record in self._ledger if isinstance(record, ReplyRecord))
+        return sum((reply.cost for reply in replies), Cost())
 
     def _schema(self) -> JsonObject:
-        """The schema of one proposal."""
-        settings = self._settings
-        schema = proposal_schema(
-            settings.source_budget,
-            settings.core,
-            settings.rank_at,
-            settings.library,
-            settings.bases,
-            settings.space,
-        )
-        return shorten_schema(schema)
+        return shorten_schema(proposal_schema(self._settings))
 
     async def _run(self, code: str, request: ProposalRequest) -> ProgramRecord:
         output = await run_program(code, self._settings.source_budget)
@@ -233,14 +193,14 @@ class ProposalClient:
             seed = (self._settings.seed * 1_000_003 + number * 1009 + index) % 2**31
             reply = await self._proposer.reply(messages, schema, seed)
         # One character more than is valid, so that a recorded reply is too long as well.
-        kept = MAX_REPLY_CHARACTERS * self._settings.proposals_per_reply + 1
+        length = MAX_REPLY_CHARACTERS * self._settings.proposals_per_reply + 1
         return self._ledger.put(
             ReplyRecord(
                 round=number,
                 index=index,
                 attempt=attempt,
                 request=hashlib.sha256(json.dumps(messages).encode()).hexdigest(),
-                text=None if reply.text is None else _encodable(reply.text[:kept]),
+                text=None if reply.text is None else _encodable(reply.text[:length]),
                 failure=_encodable(reply.failure),
                 cost=reply.cost,
                 clock=Clock(at=started_at, seconds=round(time.monotonic() - start, 3)),
@@ -276,8 +236,6 @@ class EndpointSettings:
     reply_tokens: int = 1024
     price: Price = field(default_factory=Price)
     retries: int = 4
-    first_wait: float = 1.0
-    longest_wait: float = 60.0
     timeout: float = 300.0
     max_in_flight: int = 8
     seeded: bool = True
@@ -293,23 +251,29 @@ _REFUSALS = (openai.BadRequestError, openai.UnprocessableEntityError)
 
 
 class EndpointProposer:
-    """Proposer at one endpoint; stops sending JSON Schemas once the endpoint refuses them."""
+    """Proposer behind any OpenAI-compatible endpoint: a service, or a model served by vLLM.
+
+    OpenAI's client retries what may pass, after ``Retry-After`` of two minutes at most or growing
+    waits with jitter; a failure that remains is a reply. JSON Schemas are no longer sent once they
+    are refused.
+    """
 
     def __init__(self, endpoint: EndpointSettings) -> None:
         self._endpoint = endpoint
         self._client = AsyncOpenAI(
-            base_url=endpoint.url, api_key=endpoint.key, max_retries=0, timeout=endpoint.timeout
+            base_url=endpoint.url,
+            api_key=endpoint.key,
+            max_retries=endpoint.retries,
+            timeout=endpoint.timeout,
         )
         self._slots = asyncio.Semaphore(endpoint.max_in_flight)
         self._supports_schema = True
-        # For the jitter of waits only, so it needs no seed.
-        self._rng = Random()
 
     async def prepare(self) -> None:
         """Send one short chat; raises :class:`ConfigError` for a wrong key, model or address."""
         where = "--proposer-url"
         try:
-            await self._client.chat.completions.create(
+            await self._client.with_options(max_retries=0).chat.completions.create(
                 model=self._endpoint.model,
                 messages=[{"role": "user", "content": "Say yes."}],
                 max_tokens=1,
@@ -327,38 +291,31 @@ class EndpointProposer:
             raise ConfigError("proposer", [Problem(where, what, fix)]) from None
         except openai.OpenAIError as error:
             what = f"{self._endpoint.url} does not answer ({_error_text(error)})"
-            raise ConfigError(
-                "proposer", [Problem(where, what, "start the endpoint, or correct its address")]
-            ) from None
+            fix = "start the endpoint, or correct its address"
+            raise ConfigError("proposer", [Problem(where, what, fix)]) from None
 
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
-        """Reply to a chat, with retries."""
+        """Reply to a chat; without the schema where the endpoint refuses one."""
         async with self._slots:
             used = schema if self._supports_schema else None
-            wait, retries = self._endpoint.first_wait, 0
-            while True:
+            try:
                 try:
-                    reply = await self._send(messages, used, seed)
-                except _PERMANENT_ERRORS as error:
-                    return Reply(None, f"{type(error).__name__}: {_error_text(error)}")
-                except _REFUSALS as error:
+                    return await self._send(messages, used, seed)
+                except _REFUSALS:
                     if used is None:
-                        return Reply(None, f"{type(error).__name__}: {_error_text(error)}")
-                    used = None
-                except openai.OpenAIError as error:
-                    failure = f"{type(error).__name__}: {_error_text(error)}"
-                    if retries == self._endpoint.retries:
-                        return Reply(None, f"{failure}, after {retries} retries")
-                    await asyncio.sleep(self._retry_delay(error, wait))
-                    wait = min(2 * wait, self._endpoint.longest_wait)
-                    retries += 1
-                except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
-                    # The client does not validate responses, so any of these can come from one.
-                    return Reply(None, f"the response is no chat completion: {_shorten(error)}")
-                else:
-                    # Only now is it known that the schema was what the endpoint refused.
-                    self._supports_schema &= used is schema
-                    return reply
+                        raise
+                reply = await self._send(messages, None, seed)
+                # Only now is it known that the schema was what the endpoint refused.
+                self._supports_schema = False
+                return reply
+            except openai.OpenAIError as error:
+                failure = f"{type(error).__name__}: {_error_text(error)}"
+                permanent = isinstance(error, (*_PERMANENT_ERRORS, *_REFUSALS))
+                retries = "" if permanent else f", after at most {self._endpoint.retries} retries"
+                return Reply(None, failure + retries)
+            except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
+                # The client does not validate responses, so any of these can come from one.
+                return Reply(None, f"the response is no chat completion: {_shorten(error)}")
 
     async def close(self) -> None:
         """Close the client's connections."""
@@ -370,7 +327,7 @@ class EndpointProposer:
         if schema is not None:
             named = {"name": "proposal", "schema": schema}
             extra["response_format"] = {"type": "json_schema", "json_schema": named}
-        create: Callable[..., Awaitable[Any]] = self._client.chat.completions.create
+        create: Callable[..., Any] = self._client.chat.completions.create
         completion = await create(
             model=endpoint.model,
             messages=list(messages),
@@ -389,20 +346,6 @@ class EndpointProposer:
         message = completion.choices[0].message
         text = message.content or message.refusal
         return Reply(text if isinstance(text, str) else "", "", cost)
-
-    def _retry_delay(self, error: openai.OpenAIError, wait: float) -> float:
-        """Seconds before the next attempt: ``Retry-After`` within bounds, or a wait with jitter.
-
-        Jitter spreads out retries of requests that were refused at the same time.
-        """
-        retry_after = ""
-        if isinstance(error, openai.APIStatusError):
-            retry_after = error.response.headers.get("retry-after", "")
-        try:
-            wait = float(retry_after)
-        except ValueError:
-            wait *= 1 + self._rng.random()
-        return min(max(wait, 0.0), self._endpoint.longest_wait)
 
     async def _list_models(self) -> str:
         try:

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from offline_search.candidates import base_state
-from offline_search.components import JsonObject, searched_components
+from offline_search.components import BASE, COMPONENTS, CORE, RANK_AT, JsonObject
 from offline_search.history import FAILURES_TO_GIVE_UP, History, Trial, gave_up
 from offline_search.ledger import (
     ALL_TOKENS,
@@ -217,7 +217,7 @@ def _changes(parent: ProposalRecord | None, child: ProposalRecord) -> tuple[Chan
 def _components(proposal: ProposalRecord | None) -> JsonObject | None:
     if proposal is None or proposal.state is None:
         return None
-    searched = searched_components(core=True, rank_at=True, bases=True)
+    searched = (*COMPONENTS, CORE, RANK_AT, BASE)
     return {name: proposal.state[name] for name in searched if name in proposal.state}
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from functools import cache
+from typing import get_args
 
 from pydantic import JsonValue
 
+from offline_search.candidates import MAX_CHARACTERS, PROPOSALS, PURPOSES, Expectation
 from offline_search.components import BASE, COMPONENTS, JsonObject, searched_components
 from offline_search.search_space import excluded_atoms
-from offline_search.settings import MAX_QUOTA, Library, Space
+from offline_search.settings import MAX_QUOTA, Settings
 from vllm_autoprune.tpdsl.state import PruningState
 
 # Limits on list lengths, so that a small model's constrained output comes to an end.
@@ -24,170 +24,69 @@ _UNUSED_KEYWORDS = ("title", "description", "discriminator", "default", "allOf",
 
 
 @cache
-def proposal_schema(
-    budget: int,
-    core: bool = False,
-    rank_at: bool = False,
-    library: Library = "searched",
-    bases: tuple[str, ...] = (),
-    space: Space = "all",
-) -> JsonObject:
-    """JSON Schema of a proposal at K = ``budget``: accepts a subset of what a state accepts.
-
-    With ``core``, a proposal may have one; with ``rank_at``, it may say where tokens are ranked;
-    with the library of the paper, it may have all 131 atoms, r_min, and no extension; with
-    ``bases``, it names one of them; a smaller space has the atoms of the released policy.
-    """
+def proposal_schema(settings: Settings) -> JsonObject:
+    """JSON Schema of a proposal of a search: accepts a subset of what a state accepts."""
     full: JsonObject = PruningState.model_json_schema()
-    properties, known = _object_at(full, "properties"), definitions(full)
-    parts: JsonObject = {
-        name: properties[name] for name in searched_components(core, rank_at, library)
-    }
-    bounds = Bounds(budget, library)
-    schema: JsonObject = {
-        "type": "object",
-        "properties": {name: _restrict(part, bounds) for name, part in parts.items()},
-        "required": list(COMPONENTS),
-        "additionalProperties": False,
-    }
-    if bases:
-        _object_at(schema, "properties")[BASE] = _base_choice_schema(bases)
-        schema["required"] = [*COMPONENTS, BASE]
-    needed = _referenced_definitions(schema, known)
-    schema["$defs"] = {
-        name: _restrict(definition, bounds) for name, definition in known.items() if name in needed
-    }
-    left_out = excluded_atoms(library, space)
-    return _remove_atoms(schema, left_out) if left_out else schema
-
-
-def _base_choice_schema(bases: Sequence[str]) -> JsonObject:
-    """Schema of the choice of a base policy."""
-    return {
-        "type": "object",
-        "properties": {"name": {"type": "string", "enum": list(bases)}},
-        "required": ["name"],
-        "additionalProperties": False,
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What restricts a proposal beyond the language itself."""
-
-    budget: int
-    library: Library
-
-
-def _remove_atoms(schema: JsonObject, left_out: frozenset[str]) -> JsonObject:
-    """The schema without some atoms."""
-    removed = {name for name, body in definitions(schema).items() if called_atom(body) in left_out}
-
-    def keep(value: JsonValue) -> JsonValue:
-        if isinstance(value, list):
-            return [keep(item) for item in value if reference_name(item) not in removed]
-        if isinstance(value, dict):
-            return {name: keep(item) for name, item in value.items() if name not in removed}
-        return value
-
-    kept = keep(schema)
-    assert isinstance(kept, dict)
-    return kept
-
-
-def called_atom(definition: JsonValue) -> str:
-    """The atom whose call a definition describes, or an empty string."""
-    if not isinstance(definition, dict) or not isinstance(
-        properties := definition.get("properties"), dict
-    ):
-        return ""
-    atom = properties.get("atom")
-    name = atom.get("const") if isinstance(atom, dict) else None
-    return name if isinstance(name, str) else ""
-
-
-def definitions(schema: JsonObject) -> JsonObject:
-    """The named definitions of a schema."""
-    return _object_at(schema, "$defs")
-
-
-def _object_at(schema: JsonObject, key: str) -> JsonObject:
-    value = schema[key]
-    if not isinstance(value, dict):
-        raise TypeError(f"{key} of a JSON Schema is an object")
-    return value
-
-
-def _restrict(value: JsonValue, bounds: Bounds, key: str = "") -> JsonValue:
-    if isinstance(value, list):
-        return [_restrict(item, bounds) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if key == "properties":  # its keys are field names, not schema keywords
-        return _restrict_properties(value, bounds)
-    restricted: JsonObject = {
-        name: _restrict(item, bounds, name)
-        for name, item in value.items()
-        if name not in _UNUSED_KEYWORDS
-    }
-    if "oneOf" in restricted:
-        # Equivalent here, because branches differ in a constant, and supported by every engine
-        # for constrained output.
-        restricted["anyOf"] = restricted.pop("oneOf")
-    return restricted
-
-
-def _restrict_properties(properties: JsonObject, bounds: Bounds) -> JsonObject:
-    """Bound list lengths and the quota; ``r_min`` follows from q_e where it is not offered."""
-    offers_r_min = bounds.library == "paper"
-    restricted: JsonObject = {
-        name: _restrict(item, bounds, name)
-        for name, item in properties.items()
-        if offers_r_min or name != "r_min"
-    }
-    for name, item in restricted.items():
-        if isinstance(item, dict) and name in _MAX_ITEMS:
-            item["maxItems"] = _MAX_ITEMS[name]
-        if isinstance(item, dict) and name == "q_e":
-            item["maximum"] = min(bounds.budget, MAX_QUOTA)
-    return restricted
-
-
-def _referenced_definitions(value: JsonValue, known: Mapping[str, JsonValue]) -> set[str]:
-    """Names of the definitions that a schema refers to, directly or through others."""
-    names, pending = set[str](), list(list_references(value))
+    known, fields = _object(full["$defs"]), _object(full["properties"])
+    parts: JsonObject = {name: fields[name] for name in searched_components(settings)}
+    properties = {name: _restrict(part, settings) for name, part in parts.items()}
+    required: list[JsonValue] = [*COMPONENTS]
+    if settings.bases:
+        properties[BASE] = {
+            "type": "object",
+            "properties": {"name": {"type": "string", "enum": list(settings.bases)}},
+            "required": ["name"],
+            "additionalProperties": False,
+        }
+        required.append(BASE)
+    needed, pending = set[str](), list(_references(properties))
     while pending:
         name = pending.pop()
-        if name not in names:
-            names.add(name)
-            pending += list_references(known[name])
-    return names
+        if name not in needed:
+            needed.add(name)
+            pending += _references(known[name])
+    definitions = {name: _restrict(known[name], settings) for name in known if name in needed}
+    schema: JsonObject = {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+        "$defs": definitions,
+    }
+    excluded = excluded_atoms(settings)
+    return _without(
+        schema, {n for n, body in definitions.items() if _called_atom(body) in excluded}
+    )
 
 
-def list_references(value: JsonValue) -> Iterator[str]:
-    """Names of the definitions that a schema refers to directly, as often as it does."""
-    if isinstance(value, list):
-        for item in value:
-            yield from list_references(item)
-    elif isinstance(value, dict):
-        if name := reference_name(value):
-            yield name
-        for key, item in value.items():
-            if key != "discriminator":
-                yield from list_references(item)
-
-
-def reference_name(value: JsonValue) -> str:
-    """The definition that ``{"$ref": ...}`` refers to, or an empty string for other values."""
-    reference = value.get("$ref") if isinstance(value, dict) else None
-    return reference.rpartition("/")[2] if isinstance(reference, str) else ""
+def list_schema(schema: JsonObject, count: int) -> JsonObject:
+    """JSON Schema of ``count`` proposals, each with its hypothesis, given that of one."""
+    proposal = {name: part for name, part in schema.items() if name != "$defs"}
+    hypothesis: JsonObject = {
+        "purpose": {"enum": list(PURPOSES)},
+        "hypothesis": {"type": "string", "maxLength": MAX_CHARACTERS},
+        "parent": {"type": "string", "maxLength": 8},
+        "expect": {"enum": list(get_args(Expectation))},
+    }
+    required = proposal["required"]
+    assert isinstance(required, list)
+    proposal["properties"] = {**hypothesis, **_object(proposal["properties"])}
+    proposal["required"] = [*hypothesis, *required]
+    items: JsonObject = {"type": "array", "items": proposal, "minItems": count, "maxItems": count}
+    return {
+        "type": "object",
+        "properties": {PROPOSALS: items},
+        "required": [PROPOSALS],
+        "additionalProperties": False,
+        "$defs": schema["$defs"],
+    }
 
 
 def shorten_schema(schema: JsonObject) -> JsonObject:
     """A schema of about a third of the length that accepts the same proposals."""
     merged = _merge_equal_calls(schema)
-    known = definitions(merged)
-    uses = Counter(list_references(merged))
+    known = _object(merged["$defs"])
+    uses = Counter(_references(merged))
     names = {name: f"d{number}" for number, name in enumerate(known) if uses[name] > 1}
 
     def shorten(value: JsonValue) -> JsonValue:
@@ -197,7 +96,7 @@ def shorten_schema(schema: JsonObject) -> JsonObject:
             return int(value)
         if not isinstance(value, dict):
             return value
-        if name := reference_name(value):
+        if name := _reference(value):
             return {"$ref": f"#/$defs/{names[name]}"} if name in names else shorten(known[name])
         typed = "enum" in value or "const" in value  # its values have their type
         return {
@@ -216,58 +115,106 @@ def _merge_equal_calls(schema: JsonObject) -> JsonObject:
     The 81 atoms of reassembly, for example, have twelve forms.
     """
     forms: dict[str, list[str]] = {}
-    known = definitions(schema)
+    known = dict(_object(schema["$defs"]))
     for name, body in known.items():
-        if atom := called_atom(body):
-            form = json.dumps(body, sort_keys=True).replace(json.dumps(atom), "ATOM")
+        if name_of_atom := _called_atom(body):
+            form = json.dumps(body, sort_keys=True).replace(json.dumps(name_of_atom), "ATOM")
             forms.setdefault(form, []).append(name)
-    merged: JsonObject = {}
-    replaced: set[str] = set()
-    for first, *others in forms.values():
-        if others and not _differ_in_place(schema, first, others):
-            atoms: list[JsonValue] = [called_atom(known[name]) for name in (first, *others)]
-            merged[first] = _with_atoms(known[first], atoms)
-            replaced |= set(others)
+    places, merged = list(_alternatives(schema)), set[str]()
+    for equal in forms.values():
+        # Not where some list of alternatives has only some of these atoms.
+        if len(equal) > 1 and all(names >= {*equal} for names in places if names & {*equal}):
+            call = _object(known[equal[0]])
+            atoms: list[JsonValue] = [_called_atom(known[name]) for name in equal]
+            atom: JsonObject = {"atom": {"type": "string", "enum": atoms}}
+            known[equal[0]] = {**call, "properties": _object(call["properties"]) | atom}
+            merged |= set(equal[1:])
+    return _without({**schema, "$defs": known}, merged)
+
+
+def _restrict(value: JsonValue, settings: Settings, key: str = "") -> JsonValue:
+    """A part of the state's schema, with limits on lists and q_e, without r_min where it follows.
+
+    The keys of ``properties`` are names of fields and not keywords.
+    """
+    if isinstance(value, list):
+        return [_restrict(item, settings) for item in value]
+    if not isinstance(value, dict):
+        return value
+    fields = key == "properties"
+    restricted: JsonObject = {
+        name: _restrict(item, settings, name)
+        for name, item in value.items()
+        if fields or name not in _UNUSED_KEYWORDS
+    }
+    if fields and settings.library != "paper":
+        restricted.pop("r_min", None)
+    for name, item in restricted.items() if fields else ():
+        if isinstance(item, dict) and name in _MAX_ITEMS:
+            item["maxItems"] = _MAX_ITEMS[name]
+        elif isinstance(item, dict) and name == "q_e":
+            item["maximum"] = min(settings.source_budget, MAX_QUOTA)
+    if not fields and "oneOf" in restricted:
+        # Equivalent here, because branches differ in a constant, and supported by every engine
+        # for constrained output.
+        restricted["anyOf"] = restricted.pop("oneOf")
+    return restricted
+
+
+def _without(schema: JsonObject, names: Collection[str]) -> JsonObject:
+    """The schema without some of its definitions, wherever a list refers to them."""
 
     def keep(value: JsonValue) -> JsonValue:
         if isinstance(value, list):
-            return [keep(item) for item in value if reference_name(item) not in replaced]
+            return [keep(item) for item in value if _reference(item) not in names]
         if isinstance(value, dict):
-            return {name: keep(item) for name, item in value.items()}
+            return {name: keep(item) for name, item in value.items() if name not in names}
         return value
 
-    kept = {name: body for name, body in {**known, **merged}.items() if name not in replaced}
-    result = keep({**schema, "$defs": kept})
-    assert isinstance(result, dict)
-    return result
-
-
-def _differ_in_place(schema: JsonObject, first: str, others: Sequence[str]) -> bool:
-    """Whether some list of alternatives has only some of these definitions."""
-    places = [names for names in _alternatives(schema) if first in names or names & set(others)]
-    return any(not {first, *others} <= names for names in places)
+    return _object(keep(schema)) if names else schema
 
 
 def _alternatives(value: JsonValue) -> Iterator[set[str]]:
+    """Definitions that a schema refers to, those of a list together."""
+    if isinstance(value, list):
+        yield {_reference(item) for item in value} - {""}
+        for item in value:
+            if not _reference(item):
+                yield from _alternatives(item)
+    elif isinstance(value, dict):
+        if name := _reference(value):
+            yield {name}
+        for item in value.values():
+            yield from _alternatives(item)
+
+
+def _references(value: JsonValue) -> Iterator[str]:
+    """Names of the definitions that a schema refers to directly, as often as it does."""
     if isinstance(value, list):
         for item in value:
-            yield from _alternatives(item)
+            yield from _references(item)
     elif isinstance(value, dict):
-        if name := reference_name(value):
-            yield {name}
+        if name := _reference(value):
+            yield name
         for key, item in value.items():
-            if key == "anyOf" and isinstance(item, list):
-                yield {reference_name(one) for one in item} - {""}
-                for one in item:
-                    if not reference_name(one):
-                        yield from _alternatives(one)
-            else:
-                yield from _alternatives(item)
+            if key != "discriminator":
+                yield from _references(item)
 
 
-def _with_atoms(definition: JsonValue, atoms: list[JsonValue]) -> JsonValue:
-    """The definition of a call for any of several atoms."""
-    body = copy.deepcopy(definition)
-    if isinstance(body, dict) and isinstance(properties := body.get("properties"), dict):
-        properties["atom"] = {"type": "string", "enum": atoms}
-    return body
+def _reference(value: JsonValue) -> str:
+    """The definition that ``{"$ref": ...}`` refers to, or an empty string for other values."""
+    reference = value.get("$ref") if isinstance(value, dict) else None
+    return reference.rpartition("/")[2] if isinstance(reference, str) else ""
+
+
+def _called_atom(definition: JsonValue) -> str:
+    """The atom whose call a definition describes, or an empty string."""
+    properties = definition.get("properties") if isinstance(definition, dict) else None
+    atom = properties.get("atom") if isinstance(properties, dict) else None
+    name = atom.get("const") if isinstance(atom, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _object(value: JsonValue) -> JsonObject:
+    assert isinstance(value, dict), "a part of a JSON Schema that is an object"
+    return value

@@ -1,15 +1,31 @@
-"""Settings of one search: the first record of its ledger, fixed for the whole search."""
+"""Settings of one search, and of what it runs on: flags and their help come from the fields."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
 
+from vllm_autoprune.http_client import MAX_IN_FLIGHT
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, BudgetCall, RatioBudget
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.registry import default_call
+
+Strategy = Literal[
+    "autoprune",
+    "autoprune+",
+    "evoprompting-code",
+    "evoprompting-states",
+    "openevolve-code",
+    "openevolve-states",
+    "random",
+    "tpe",
+]
+"""Names of the strategies; the candidates of those in ``-code`` are programs that select tokens."""
 
 Objective = Literal["quality", "mme"]
 """What is maximized: log-probability of the reference answers, or MME's total in its place."""
@@ -34,39 +50,82 @@ DEFAULT_LIST = 5
 """Proposals in a reply of a model behind an endpoint: one for each purpose."""
 
 
-class Settings(FrozenModel):
-    """Settings of one search; equal settings, replies and evaluations give equal ledgers."""
+def _problem(message: str, *fields: str) -> PydanticCustomError:
+    """An error of validation that names the fields to change; "what: fix"."""
+    return PydanticCustomError("search", "{message}", {"message": message, "fields": fields})
 
-    strategy: str = Field(default="autoprune+", description="name of the search strategy")
+
+def _require_known_policy(name: str) -> str:
+    if name not in BASE_POLICIES:
+        raise _problem(f"{name!r} is not known: give {', '.join(BASE_POLICIES)}")
+    return name
+
+
+_BasePolicy = Annotated[str, AfterValidator(_require_known_policy)]
+_Budget = Annotated[int, Field(ge=1, le=MAX_BUDGET)]
+_Temperature = Annotated[
+    float, Field(ge=0.0, le=2.0, description="sampling temperature of the proposer")
+]
+_ListLength = Annotated[int, Field(ge=1, le=20)]
+_Amount = Annotated[float, Field(ge=0)]
+
+
+class SearchChoices(FrozenModel):
+    """What is searched, and how: the recorded settings that have a flag of their own."""
+
+    strategy: Strategy = Field(
+        default="autoprune+",
+        description="autoprune+, autoprune, evoprompting-states, openevolve-states, random or tpe",
+    )
     rounds: int = Field(default=10, ge=1, le=10_000, description="T, rounds of proposals")
-    per_round: int = Field(default=5, ge=1, le=1000, description="m, candidates a round")
-    base_policy: str = Field(
-        default="cdpruner", description="pi_P, the base policy of every candidate"
+    per_round: int = Field(default=5, ge=1, le=1000, description="m, candidates per round")
+    base_policy: _BasePolicy = Field(
+        default="cdpruner", description="pi_P, base policy of every candidate"
     )
-    other_bases: tuple[str, ...] = Field(
-        default=(), description="base policies that candidates may have instead"
+    other_bases: tuple[_BasePolicy, ...] = Field(
+        default=(), title="NAME", description="base policies that candidates may have instead"
     )
-    budgets: Annotated[
-        tuple[Annotated[int, Field(ge=1, le=MAX_BUDGET)], ...], Field(min_length=1)
-    ] = Field(
+    budgets: tuple[_Budget, ...] = Field(
         default=(32,),
-        description="K_0, tokens kept; with several, every candidate is measured at each",
+        min_length=1,
+        title="K",
+        description="tokens kept of an image; with several, every candidate is measured at each",
     )
-    objective: Objective = Field(default="quality", description="what is maximized")
-    space: Space = Field(default="all", description="what candidates may be")
-    core: bool = Field(
-        default=False, description="whether candidates may split K into a core and a delta"
-    )
-    library: Library = Field(
-        default="searched", description="atoms that a language model is offered"
-    )
-    rank_at: bool = Field(
-        default=False, description="whether candidates may rank tokens before the patch merger"
-    )
-    race: bool = Field(
-        default=False, description="whether candidates are dropped after a part of the examples"
+    objective: Objective = Field(
+        default="quality",
+        description="quality: log-probability of the reference answers; mme: MME's total",
     )
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of all random choices")
+    space: Space = Field(
+        default="all",
+        description="any state (all), or the state autoprune with its six numbers searched "
+        "(numbers), its signals and weights too (released), or one of its ablations "
+        "(without-diversity, without-fusion, without-anchoring)",
+    )
+    race: bool = Field(
+        default=False,
+        description="propose three times as many candidates and drop most after an eighth of the "
+        "questions; autoprune+ always does",
+    )
+    core: bool = Field(
+        default=False,
+        description="candidates may split K into a core without the question and a delta",
+    )
+    library: Library = Field(
+        default="searched",
+        description="atoms that a language model is offered: those that the search varies "
+        "(searched), or the paper's 131, source, budget, safety and r_min among them, without "
+        "extensions (paper)",
+    )
+    rank_at: bool = Field(
+        default=False,
+        description="candidates may rank tokens before the patch merger; for models that have one",
+    )
+
+
+class Settings(SearchChoices):
+    """Settings of one search; equal settings, replies and evaluations give equal ledgers."""
+
     equal_evaluations: bool = Field(
         default=False, description="go on past T rounds until T x m full evaluations are spent"
     )
@@ -74,48 +133,34 @@ class Settings(FrozenModel):
         default=5, ge=1, le=50, description="best candidates to measure on validation"
     )
     proposer: str = Field(default="", description="model that proposes; empty: none")
-    proposals_per_reply: int = Field(
-        default=1,
-        ge=1,
-        le=20,
-        description="proposals that a language model writes at once, each with a hypothesis",
+    proposals_per_reply: _ListLength = Field(
+        default=1, description="proposals that a language model writes at once"
     )
-    temperature: float = Field(
-        default=1.0, ge=0.0, le=2.0, description="sampling temperature of the proposer"
-    )
+    temperature: _Temperature = 1.0
     reply_tokens: int = Field(
         default=1024, ge=64, le=32768, description="maximum tokens of a proposal"
     )
     evaluator: str = Field(default="", description="model and data that candidates are measured on")
 
     @model_validator(mode="after")
-    def _require_different_budgets(self) -> Settings:
+    def _require_consistent_fields(self) -> Settings:
         if len(set(self.budgets)) < len(self.budgets):
-            raise ValueError("a budget is given twice: leave one out")
-        return self
-
-    @model_validator(mode="after")
-    def _require_writer_of_lists(self) -> Settings:
+            raise _problem("a budget is given twice: leave one out", "budgets")
         writes = self.proposer and self.strategy in STRATEGIES_WITH_LISTS
         if self.proposals_per_reply > 1 and not writes:
             names = " and ".join(STRATEGIES_WITH_LISTS)
-            raise ValueError(f"only {names} ask for lists, of a language model")
-        return self
-
-    @model_validator(mode="after")
-    def _require_states_of_bases(self) -> Settings:
-        if self.strategy.endswith("-code") and (self.other_bases or self.space != "all"):
-            what = "a base policy" if self.other_bases else "a space"
-            raise ValueError(f"only a state has {what}, and no program: leave others out")
-        return self
-
-    @model_validator(mode="after")
-    def _require_space_of_its_own(self) -> Settings:
+            message = f"only {names} ask for lists, of a language model: leave it out"
+            raise _problem(message, "proposals_per_reply")
+        if self.writes_code and (self.other_bases or self.space != "all"):
+            field, what = ("other_bases", "base policy") if self.other_bases else ("space", "space")
+            message = f"only a state has a {what}, and no program: leave others out"
+            raise _problem(message, "strategy", field)
         if self.space != "all" and self.library == "paper":
-            raise ValueError(f"the space {self.space} has atoms of its own: leave others out")
+            message = f"the space {self.space} has atoms of its own: leave others out"
+            raise _problem(message, "space", "library")
         if self.space == "without-anchoring" and max(self.budgets) > MAX_QUOTA:
             what = f"anchoring cannot be removed above K = {MAX_QUOTA}, the largest q_e"
-            raise ValueError(f"{what}: give a smaller K")
+            raise _problem(f"{what}: give a smaller K", "space", "budgets")
         return self
 
     @property
@@ -133,6 +178,86 @@ class Settings(FrozenModel):
     def total_candidates(self) -> int:
         """T x m: the evaluation budget, in evaluations of the whole search split."""
         return self.rounds * self.per_round
+
+    @property
+    def writes_code(self) -> bool:
+        """Whether candidates are programs, which only an evaluator in this process can measure."""
+        return self.strategy.endswith("-code")
+
+
+class EvaluationOptions(FrozenModel):
+    """Where questions and served models are."""
+
+    data: Path | None = Field(
+        default=None,
+        title="FOLDER",
+        description="folder with search.jsonl, validation.jsonl and test.jsonl",
+    )
+    images: PositiveInt | None = Field(
+        default=None, description="maximum number of images of each split"
+    )
+    server_url: list[str] = Field(
+        default=[],
+        title="URL",
+        description="vllm serve with --autoprune-requests states; repeat it for several servers",
+    )
+    server_model: str | None = Field(
+        default=None, title="NAME", description="model to evaluate, if a server has several"
+    )
+    at_once: PositiveInt = Field(
+        default=MAX_IN_FLIGHT, title="N", description="concurrent requests per server"
+    )
+    checkpoint: Path | None = Field(
+        default=None,
+        description="folder of a served LLaVA-1.5, to detect candidates that keep the same tokens",
+    )
+    text_tower: Path | None = Field(
+        default=None, description="with --checkpoint: the text tower that the server uses"
+    )
+
+
+class ProposerOptions(FrozenModel):
+    """Where the language model is, how it is asked, and limits on its cost."""
+
+    proposer_url: str | None = Field(
+        default=None,
+        title="URL",
+        description="OpenAI-compatible endpoint, ends in /v1; default: no language model",
+    )
+    proposer_model: str | None = Field(
+        default=None, title="NAME", description="model at --proposer-url"
+    )
+    proposer_key_env: str = Field(
+        default="OPENAI_API_KEY", description="environment variable that holds the API key"
+    )
+    temperature: _Temperature = 1.0
+    proposals_per_reply: _ListLength | None = Field(
+        default=None,
+        title="N",
+        description="proposals that the language model writes at once, with different purposes "
+        f"and a hypothesis each; default with --proposer-url in autoprune and autoprune+: "
+        f"{DEFAULT_LIST}, else 1",
+    )
+    price: tuple[_Amount, _Amount] = Field(
+        default=(0.0, 0.0),
+        title="IN OUT",
+        description="price of a million prompt and completion tokens",
+    )
+    most_tokens: PositiveInt | None = Field(
+        default=None,
+        title="N",
+        description="send the proposer no further requests once N tokens are spent; a round in "
+        "flight may exceed it",
+    )
+    most_money: _Amount | None = Field(
+        default=None,
+        title="M",
+        description="send the proposer no further requests once M is spent, at --price; a round in "
+        "flight may exceed it",
+    )
+    no_seeds: bool = Field(
+        default=False, description="send no seed, for endpoints that fail on one"
+    )
 
 
 def budget_call(budget: int) -> BudgetCall:

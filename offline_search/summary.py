@@ -14,12 +14,12 @@ from offline_search.components import (
     JsonObject,
     base_choice,
     compact_text,
-    searched_components,
+    components_json,
     structure,
 )
 from offline_search.history import History, Trial, paired_error
-from offline_search.search_space import numeric_parameters
-from vllm_autoprune.evaluation.questions import Example
+from offline_search.prompt import format_score
+from offline_search.search_space import numbers_at_upper_end
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.transfer import list_changes
@@ -48,9 +48,12 @@ def summarize(history: History) -> str:
             "difference to the first with its standard error:"
         )
         lines += [_describe(trial, history) for trial in best]
-        lines += _describe_limits(ranked[0])
+        components = components_json(ranked[0].require_state())
+        numbers = (f"{path} = {value:g}" for path, value in numbers_at_upper_end(components))
+        if listed := ", ".join(numbers):
+            lines.append(f"At the upper end of its range in {ranked[0].name}: {listed}.")
     lines += _describe_last_round(history, {trial.name for trial in best})
-    lines += describe_hypotheses(history)
+    lines += _describe_hypotheses(history)
     if failures := history.count_failures().most_common(_MAX_FAILURES):
         lines.append("Proposals that were not valid:")
         lines += [f"- {reason[:160]} ({count} times)" for reason, count in failures]
@@ -63,9 +66,10 @@ def _describe_categories(history: History) -> Iterator[str]:
     total = float(best.sum())
     if not examples or len(examples) != len(best) or total >= 0:
         return
-    rows = sorted(
-        (float(best[rows].sum()) / total, name, rows) for name, rows in _by_category(examples)
-    )
+    places: dict[str, list[int]] = {}
+    for place, example in enumerate(examples):
+        places.setdefault(example.category, []).append(place)
+    rows = sorted((float(best[where].sum()) / total, name, where) for name, where in places.items())
     yield "Category: questions, base policy, best so far, share of what the best still loses:"
     for share, name, where in reversed(rows):
         means = ", ".join(_score(float(v[where].mean())) for v in (history.base_values, best))
@@ -88,11 +92,6 @@ def _describe_trends(history: History) -> Iterator[str]:
             for number, scores in rounds.items()
         ]
         yield f"Scores by round, best and median: {'; '.join(listed[-_MAX_ROUNDS:])}."
-
-
-def _by_category(examples: Sequence[Example]) -> Iterator[tuple[str, list[int]]]:
-    for name in sorted({example.category for example in examples}):
-        yield name, [row for row, example in enumerate(examples) if example.category == name]
 
 
 def _best_of_each_structure(ranked: Sequence[Trial]) -> list[Trial]:
@@ -133,18 +132,6 @@ def _origin(trial: Trial, history: History) -> str:
     return f"{parent.name} with {', '.join(listed) or 'no change'}"
 
 
-def _describe_limits(best: Trial) -> Iterator[str]:
-    """Parameters of the best candidate that stand at the upper end of their range."""
-    numbers = numeric_parameters(best.require_state())
-    listed = [
-        f"{parameter.name} = {value:g}"
-        for parameter, value in numbers.items()
-        if not parameter.is_quota and value == parameter.high
-    ]
-    if listed:
-        yield f"At the upper end of its range in {best.name}: {', '.join(listed)}."
-
-
 def _describe_last_round(history: History, listed: set[str]) -> Iterator[str]:
     """Candidates of the last round that are not listed among the best."""
     last = max((trial.proposal.round for trial in history.trials), default=0)
@@ -156,20 +143,15 @@ def _describe_last_round(history: History, listed: set[str]) -> Iterator[str]:
         elif trial.result.status == "same":
             yield f"{trial.name} kept the same tokens as {trial.result.same_as}."
         elif trial.result.status == "dropped":
-            estimate = history.estimate(trial)
+            count = 0 if trial.values is None else len(trial.values)
             yield (
-                f"{trial.name} was dropped after {_question_count(trial)} questions at about "
-                f"{_score(estimate)}; {_origin(trial, history)}"
+                f"{trial.name} was dropped after {count} questions at about "
+                f"{_score(history.estimate(trial))}; {_origin(trial, history)}"
             )
 
 
-def _question_count(trial: Trial) -> int:
-    return 0 if trial.values is None else len(trial.values)
-
-
 def _searched(state: PruningState, history: History) -> JsonObject:
-    searched = set(searched_components(core=True, rank_at=True))
-    body: JsonObject = state.model_dump(mode="json", include=searched)
+    body = components_json(state)
     return {**body, BASE: base_choice(state)} if history.names_bases else body
 
 
@@ -178,13 +160,10 @@ def _value(value: object) -> str:
 
 
 def _score(value: float | None) -> str:
-    return "not measured" if value is None else f"{1000 * value:+.0f}"
+    return "not measured" if value is None else format_score(value)
 
 
-_REASON_CHARACTERS = 100
-
-
-def describe_hypotheses(history: History) -> Iterator[str]:
+def _describe_hypotheses(history: History) -> Iterator[str]:
     """A line for each hypothesis of the last round, and what the lines have; none without any."""
     last = max((trial.proposal.round for trial in history.trials), default=0)
     tested = [
@@ -208,7 +187,7 @@ def _parent(trial: Trial) -> str:
 def _outcome(trial: Trial, hypothesis: Hypothesis, history: History) -> str:
     values = history.values_of(trial.name)
     if values is None:
-        return f"not measured, {trial.result.status}: {trial.result.reason[:_REASON_CHARACTERS]}"
+        return f"not measured, {trial.result.status}: {trial.result.reason[:100]}"
     reference = history.values_of(_parent(trial))
     if reference is None:  # its parent repeats a candidate whose measurement failed
         return f"{_score(float(values.mean()))}, parent not measured"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from benchmarks.search.results import add_result, has_ended, ledger_path
 from offline_search.dataset import Dataset
@@ -17,11 +18,9 @@ from offline_search.ledger import Ledger
 from offline_search.proposer import Proposer
 from offline_search.replay import UnavailableBackend
 from offline_search.report import ProgressLog
-from offline_search.search import Search
-from offline_search.search_space import SPACES
+from offline_search.search import NothingMeasured, Search
 from offline_search.settings import STRATEGIES_WITH_LISTS, Settings, Space
 from offline_search.strategies import STRATEGIES
-from offline_search.winner import NothingMeasured
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 WITHOUT_MODEL = "@none"
@@ -103,7 +102,7 @@ def needs_proposer(arms: Sequence[str], settings: Settings) -> bool:
 
 def space_of(arm: str) -> Space:
     """The space of an arm: the whole language unless its name ends in another."""
-    return next((space for space in SPACES if arm.endswith(f"@{space}")), "all")
+    return next((space for space in get_args(Space) if arm.endswith(f"@{space}")), "all")
 
 
 async def _run_search(

@@ -1,27 +1,23 @@
-"""Strategies that leave every decision to a language model that writes states."""
+"""Strategies that leave every decision to a language model, and its requests for improvements."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from random import Random
 
-from offline_search.candidates import Draft, minimal_state
-from offline_search.components import SelectionProgram
+from offline_search.candidates import PURPOSES, Draft, list_purposes, minimal_state
 from offline_search.history import Trial
 from offline_search.prompt import (
-    INITIAL_PROGRAM,
     crossover_prompt,
-    describe_code_task,
     extract_program,
-    program_crossover_prompt,
+    list_prompt,
     program_prompt,
     proposal_prompt,
 )
-from offline_search.proposer import ProposalClient, ProposalRequest
+from offline_search.proposer import ProposalRequest
 from offline_search.settings import Settings
-from offline_search.strategies.openevolve import OpenEvolve
-from offline_search.strategies.strategy import Round, parent_names, request_improvements
+from offline_search.strategies.strategy import Round
 
 _PARENTS = 2
 _POPULATION_SIZE = 10
@@ -38,12 +34,11 @@ class AutoPrune:
 
     async def propose(self, current: Round) -> list[Draft]:
         """All candidates of the round by the model."""
-        default = minimal_state(self._settings)
-        return await request_improvements(current, self._settings, current.count, default)
+        return await request_improvements(current, self._settings, current.count)
 
 
 class EvoPrompting:
-    """`evoprompting-states`: the model crosses two parents, drawn by rank from the best trials.
+    """`evoprompting-states`, `-code`: the model crosses two parents, drawn by rank from the best.
 
     The first generation is proposed without history, until there are enough parents.
     """
@@ -57,26 +52,23 @@ class EvoPrompting:
     async def propose(self, current: Round) -> list[Draft]:
         """Concurrent requests, each with its own pair of parents."""
         population = current.history.ranked()[:_POPULATION_SIZE]
-        request = self._cross if len(population) >= _PARENTS else self._initialize
-        return list(
-            await asyncio.gather(
-                *[request(current, index, population) for index in range(current.count)]
-            )
-        )
+        requests = [self._request(current, index, population) for index in range(current.count)]
+        return list(await asyncio.gather(*requests))
 
-    def _initialize(
-        self, current: Round, index: int, population: Sequence[Trial]
-    ) -> Awaitable[Draft]:
-        example = minimal_state(self._settings)
-        messages = proposal_prompt(self._settings, "", example, index, current.count)
-        request = ProposalRequest(current.number, index, messages, "llm")
-        return current.client.request_proposal(request)
-
-    def _cross(self, current: Round, index: int, population: Sequence[Trial]) -> Awaitable[Draft]:
-        parents = draw_parents(population, current.rng)
-        messages = crossover_prompt(self._settings, parents)
-        names = parent_names(*parents)
-        request = ProposalRequest(current.number, index, messages, "crossover", names)
+    def _request(self, current: Round, index: int, population: Sequence[Trial]) -> Awaitable[Draft]:
+        settings, origin, parents = self._settings, "llm", list[Trial]()
+        if len(population) >= _PARENTS:
+            origin, parents = "crossover", draw_parents(population, current.rng)
+            messages = crossover_prompt(settings, parents)
+        elif settings.writes_code:
+            messages = program_prompt(settings, index, current.count)
+        else:
+            example = minimal_state(settings)
+            messages = proposal_prompt(settings, "", example, index, current.count)
+        names = tuple(parent.name for parent in parents)
+        request = ProposalRequest(current.number, index, messages, origin, names)
+        if settings.writes_code:
+            return current.client.request_program(request, extract_program)
         return current.client.request_proposal(request)
 
 
@@ -90,35 +82,33 @@ def _draw_by_rank(population: Sequence[Trial], rng: Random) -> Trial:
     return rng.choices(population, [1 / (1 + rank) for rank in range(len(population))])[0]
 
 
-class OpenEvolveCode(OpenEvolve):
-    """`openevolve-code`: OpenEvolve changes a program that selects tokens."""
+async def request_improvements(current: Round, settings: Settings, count: int) -> list[Draft]:
+    """Request the first ``count`` drafts of a round, one by one or in lists.
 
-    def _initial_program(self) -> Draft:
-        selection = SelectionProgram(INITIAL_PROGRAM)
-        return Draft("initial", None, program=selection.code, selection=selection)
+    Each improves on the best trial, or on the simplest state before one is measured. Requests are
+    concurrent, share their prompt, and are batched by the endpoint. The purposes of a list follow
+    those of the lists before it, over all rounds.
+    """
+    history, number, client = current.history, current.number, current.client
+    best = history.best()
+    example = (best and best.state) or minimal_state(settings)
+    parents = () if best is None else (best.name,)
+    size = settings.proposals_per_reply
 
-    def _system_prompt(self) -> str:
-        return f"{describe_code_task(self._settings)}\n\nYou improve such a program."
+    def request_one(index: int) -> Awaitable[Draft]:
+        messages = proposal_prompt(settings, current.summary, example, index, current.count)
+        return client.request_proposal(ProposalRequest(number, index, messages, "llm", parents))
 
-    def _request(
-        self, client: ProposalClient, request: ProposalRequest, extract: Callable[[str], str]
-    ) -> Awaitable[Draft]:
-        return client.request_selection(request, extract)
+    def request_list(begin: int) -> Awaitable[list[Draft]]:
+        length = min(size, count - begin)
+        start = ((number - 1) * count + begin) % len(PURPOSES)
+        purposes = list_purposes(start, length, measured=best is not None)
+        messages = list_prompt(settings, current.summary, example, begin, length, count, purposes)
+        request = ProposalRequest(number, begin, messages, "llm", parents)
+        names = {one.name for one in history.trials if history.values_of(one.name) is not None}
+        return client.request_list(request, length, names)
 
-
-class EvoPromptingCode(EvoPrompting):
-    """`evoprompting-code`: the model crosses two programs, drawn by rank from the best trials."""
-
-    def _initialize(
-        self, current: Round, index: int, population: Sequence[Trial]
-    ) -> Awaitable[Draft]:
-        messages = program_prompt(self._settings, INITIAL_PROGRAM, index, current.count)
-        request = ProposalRequest(current.number, index, messages, "llm")
-        return current.client.request_selection(request, extract_program)
-
-    def _cross(self, current: Round, index: int, population: Sequence[Trial]) -> Awaitable[Draft]:
-        parents = draw_parents(population, current.rng)
-        messages = program_crossover_prompt(self._settings, parents)
-        names = parent_names(*parents)
-        request = ProposalRequest(current.number, index, messages, "crossover", names)
-        return current.client.request_selection(request, extract_program)
+    if size == 1:
+        return list(await asyncio.gather(*map(request_one, range(count))))
+    lists = await asyncio.gather(*map(request_list, range(0, count, size)))
+    return [draft for drafts in lists for draft in drafts]

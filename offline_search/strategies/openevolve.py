@@ -1,4 +1,6 @@
-"""`openevolve-states`: the package OpenEvolve evolves a program that returns a state.
+"""`openevolve-states`, `-code`: the package OpenEvolve evolves programs.
+
+A program returns a state, or in `-code` selects tokens.
 
 OpenEvolve selects parents and inspirations (`ProgramDatabase`, MAP-Elites), writes the prompt
 (`PromptSampler`) and extracts the program from a reply. Its controller is not used, because it runs
@@ -19,17 +21,17 @@ import logging
 import math
 import pprint
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from random import Random
 from textwrap import indent
 from typing import TYPE_CHECKING
 
 from offline_search.candidates import Draft, minimal_state
-from offline_search.components import compact_json
+from offline_search.components import SelectionProgram, compact_json
 from offline_search.history import History, Trial
-from offline_search.prompt import Messages, describe_language
-from offline_search.proposer import ProposalClient, ProposalRequest
+from offline_search.prompt import INITIAL_PROGRAM, Messages, describe_task
+from offline_search.proposer import ProposalRequest
 from offline_search.settings import Settings
 from offline_search.strategies.strategy import Round
 from vllm_autoprune.errors import ConfigError, Problem
@@ -65,28 +67,28 @@ class OpenEvolve:
             for index, (messages, parent) in enumerate(prompts, len(drafts))
         )
         changed = [
-            self._request(current.client, request, partial(_apply_change, parent.code))
+            current.client.request_program(request, partial(_apply_change, parent.code))
             for request, (_, parent) in zip(requests, prompts, strict=True)
         ]
         return [*drafts, *await asyncio.gather(*changed)]
 
-    def _request(
-        self, client: ProposalClient, request: ProposalRequest, extract: Callable[[str], str]
-    ) -> Awaitable[Draft]:
-        return client.request_program(request, extract)
-
     def _system_prompt(self) -> str:
+        task = describe_task(self._settings)
+        if self._settings.writes_code:
+            return f"{task}\n\nYou improve such a program."
         return (
-            f"{describe_language(self._settings)}\n\n"
+            f"{task}\n\n"
             "You improve a Python program: a function policy(budget) that returns such an object "
             "as a dict. It may compute and import math and random; it has no files and no network."
         )
 
     def _initial_program(self) -> Draft:
+        if self._settings.writes_code:
+            selection = SelectionProgram(INITIAL_PROGRAM)
+            return Draft("initial", None, program=selection.code, selection=selection)
         state = minimal_state(self._settings)
-        body = pprint.pformat(
-            compact_json(state, bool(self._settings.bases)), width=90, sort_dicts=False
-        )
+        components = compact_json(state, bool(self._settings.bases))
+        body = pprint.pformat(components, width=90, sort_dicts=False)
         literal = indent(body, " " * 11).strip()
         return Draft("initial", state, program=f"def policy(budget):\n    return {literal}\n")
 

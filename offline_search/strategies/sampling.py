@@ -1,26 +1,42 @@
-"""Strategies without a language model: uniform random search, and Optuna's TPE."""
+"""Strategies that sample choices: at random, by Optuna's TPE, and `autoprune+`.
+
+`autoprune+` races candidates of TPE, mutation and crossover, with or without a proposer. A round
+proposes three times as many candidates as other strategies, because most of them are dropped after
+an eighth of the examples. A search starts with the paper's structure, every signal alone, and
+proposals of a model that writes lists; what is left of the first round has random states. Every
+further slot goes to one origin:
+
+    llm        a state from a language model
+    tpe        structure and numbers by TPE over all candidates, raced ones by their estimates
+    mutation   one of the best with some choices changed
+    crossover  choices of two of the best
+
+The best are taken from different structures, because variants of one would crowd out the others.
+A language model gets at most three slots in ten; Centaur (arXiv 2603.24647) found more to be worse.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
-from offline_search.candidates import Draft, assemble_state, minimal_state, warm_start_states
+from offline_search.candidates import Draft, assemble_state, warm_start_states
 from offline_search.components import Choice, ChoiceSource, structure
 from offline_search.history import History, Trial
 from offline_search.search_space import RandomSource, choices_of_state, sample_proposal
-from offline_search.settings import Library, Settings, Space
-from offline_search.strategies.strategy import Round, request_improvements
+from offline_search.settings import Settings
+from offline_search.strategies.language_model import request_improvements
+from offline_search.strategies.strategy import Round
 from vllm_autoprune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     import optuna
     from optuna.distributions import BaseDistribution
 
-
 _STARTUP_TRIALS = 10
+"""Random suggestions before the first of TPE."""
 
 
 class RandomSearch:
@@ -35,7 +51,7 @@ class RandomSearch:
     async def propose(self, current: Round) -> list[Draft]:
         """Independent random states."""
         source = RandomSource(current.rng)
-        return [sample_draft("random", source, self._settings) for _ in range(current.count)]
+        return [_sample_draft("random", source, self._settings) for _ in range(current.count)]
 
 
 class TpeSearch:
@@ -46,8 +62,8 @@ class TpeSearch:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._study = TpeStudy(settings.seed, _STARTUP_TRIALS)
-        self._pending: dict[str, Suggestion] = {}
+        self._study = _TpeStudy(settings.seed, _STARTUP_TRIALS)
+        self._pending: dict[str, _Suggestion] = {}
 
     async def propose(self, current: Round) -> list[Draft]:
         """Report the results of the last round to the study, then take new suggestions."""
@@ -57,26 +73,16 @@ class TpeSearch:
         drafts = []
         for index in range(current.count):
             suggestion = self._study.suggest()
-            drafts.append(sample_draft("tpe", suggestion, self._settings))
+            drafts.append(_sample_draft("tpe", suggestion, self._settings))
             self._pending[f"{current.number}.{index}"] = suggestion
         return drafts
 
 
-def sample_draft(origin: str, source: ChoiceSource, settings: Settings) -> Draft:
-    """A draft of a state whose structure and numbers come from a source of choices."""
-    proposal = sample_proposal(
-        source,
-        settings.source_budget,
-        settings.core,
-        settings.rank_at,
-        settings.bases,
-        settings.library,
-        settings.space,
-    )
-    return Draft(origin, assemble_state(proposal, settings))
+def _sample_draft(origin: str, source: ChoiceSource, settings: Settings) -> Draft:
+    return Draft(origin, assemble_state(sample_proposal(source, settings), settings))
 
 
-class TpeStudy:
+class _TpeStudy:
     """A TPE study of (choices, objective) pairs that suggests further choices."""
 
     def __init__(self, seed: int, startup: int) -> None:
@@ -91,11 +97,11 @@ class TpeStudy:
             )
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
 
-    def suggest(self) -> Suggestion:
+    def suggest(self) -> _Suggestion:
         """New choices, whose result goes back with :meth:`report`."""
-        return Suggestion(self._study.ask())
+        return _Suggestion(self._study.ask())
 
-    def report(self, suggestion: Suggestion, objective: float | None) -> None:
+    def report(self, suggestion: _Suggestion, objective: float | None) -> None:
         """Add the result of a suggestion; None for a failed evaluation."""
         from optuna.trial import TrialState
 
@@ -104,20 +110,15 @@ class TpeStudy:
         else:
             self._study.tell(suggestion.trial, objective)
 
-    def add(
-        self,
-        choices: Mapping[str, Choice],
-        objective: float,
-        choose: Callable[[ChoiceSource], object],
-    ) -> None:
-        """Add a measured point: ``choices`` where ``choose`` asks for them, and its objective.
+    def add(self, choices: Mapping[str, Choice], objective: float, settings: Settings) -> None:
+        """Add a measured point: its choices and its objective.
 
         The point is written into the study without asking the sampler, which takes 50 ms a point.
         """
         import optuna
 
         recorder = _PointRecorder(choices)
-        choose(recorder)
+        sample_proposal(recorder, settings)
         self._study.add_trial(
             optuna.trial.create_trial(
                 params=dict(recorder.values),
@@ -127,7 +128,7 @@ class TpeStudy:
         )
 
 
-class Suggestion:
+class _Suggestion:
     """Choices of one trial of a study."""
 
     def __init__(self, trial: optuna.Trial) -> None:
@@ -219,8 +220,7 @@ class AutoPrunePlus:
         slots -= len(warm_starts)
         derive = self._derive if best else self._draw_random
         derived = derive(current, slots, best)
-        example = minimal_state(self._settings)
-        written = await request_improvements(current, self._settings, written_count, example)
+        written = await request_improvements(current, self._settings, written_count)
         return [*written, *warm_starts, *derived]
 
     def _take_warm_starts(self, count: int) -> list[Draft]:
@@ -230,7 +230,7 @@ class AutoPrunePlus:
 
     def _draw_random(self, current: Round, count: int, best: Sequence[Trial]) -> list[Draft]:
         source = RandomSource(current.rng)
-        return [sample_draft("random", source, self._settings) for _ in range(count)]
+        return [_sample_draft("random", source, self._settings) for _ in range(count)]
 
     def _derive(self, current: Round, count: int, best: Sequence[Trial]) -> list[Draft]:
         """Candidates that follow from what is measured."""
@@ -238,36 +238,27 @@ class AutoPrunePlus:
         origins = _spread_origins(count)
         return [self._sample(origin, study, best, current.rng) for origin in origins]
 
-    def _sample(self, origin: str, study: TpeStudy, best: Sequence[Trial], rng: Random) -> Draft:
+    def _sample(self, origin: str, study: _TpeStudy, best: Sequence[Trial], rng: Random) -> Draft:
         if origin == "tpe":
-            return sample_draft("tpe", study.suggest(), self._settings)
+            return _sample_draft("tpe", study.suggest(), self._settings)
         parents = [_draw_parent(best, rng)]
         if origin == "crossover":
-            parents.append(
-                _draw_parent([one for one in best if one is not parents[0]] or best, rng)
-            )
-        space = self._space
-        choices = [choices_of_state(one.require_state(), *space) for one in parents]
+            others = [trial for trial in best if trial is not parents[0]]
+            parents.append(_draw_parent(others or best, rng))
+        choices = [choices_of_state(trial.require_state(), self._settings) for trial in parents]
         rate = _MUTATION_RATE if origin == "mutation" else 0.0
-        proposal = sample_proposal(_ParentSource(choices, rate, rng), *space)
+        proposal = sample_proposal(_ParentSource(choices, rate, rng), self._settings)
         names = tuple(dict.fromkeys(parent.name for parent in parents))
         return Draft(origin, assemble_state(proposal, self._settings), (), names)
 
-    @property
-    def _space(self) -> tuple[int, bool, bool, tuple[str, ...], Library, Space]:
-        """K, whether candidates may have a core and rank before the merger, bases, library."""
-        one = self._settings
-        return one.source_budget, one.core, one.rank_at, one.bases, one.library, one.space
-
-    def _build_study(self, history: History, rng: Random) -> TpeStudy:
+    def _build_study(self, history: History, rng: Random) -> _TpeStudy:
         """TPE over all candidates that were measured, whatever their origin."""
-        space = self._space
-        study = TpeStudy(rng.randrange(2**31), startup=0)
+        study = _TpeStudy(rng.randrange(2**31), startup=0)
         for trial in history.trials:
             objective = history.estimate(trial)
             if objective is not None:
-                choices = choices_of_state(trial.require_state(), *space)
-                study.add(choices, objective, lambda source: sample_proposal(source, *space))
+                choices = choices_of_state(trial.require_state(), self._settings)
+                study.add(choices, objective, self._settings)
         return study
 
 

@@ -26,6 +26,12 @@ def completion(text: str | None, **message: object) -> Answer:
     return 200, json.dumps(body).encode(), {}
 
 
+def scored(prompt: list[dict[str, Any] | None]) -> Answer:
+    """Response of a served model to a request for the log-probabilities of its prompt."""
+    body = json.loads(completion(".")[1]) | {"prompt_logprobs": prompt}
+    return 200, json.dumps(body).encode(), {}
+
+
 def error(status: int, message: str = "no", **headers: str) -> Answer:
     """Error response in OpenAI's format."""
     body = {"error": {"message": message, "type": "x", "code": status}}

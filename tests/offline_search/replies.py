@@ -6,15 +6,16 @@ import json
 from random import Random
 
 from offline_search.search_space import RandomSource, sample_proposal
+from offline_search.settings import Settings
 
 BUDGET = 8
 
 
 def valid_replies(count: int) -> list[str]:
     """Random valid proposals."""
-    return [
-        json.dumps(sample_proposal(RandomSource(Random(seed)), BUDGET)) for seed in range(count)
-    ]
+    settings = Settings(budgets=(BUDGET,))
+    sources = (RandomSource(Random(seed)) for seed in range(count))
+    return [json.dumps(sample_proposal(source, settings)) for source in sources]
 
 
 HOSTILE = {

@@ -25,8 +25,8 @@ from offline_search.prompt import Messages
 from offline_search.proposer import Reply, SpendingLimits
 from offline_search.search import Search
 from offline_search.settings import Settings
-from offline_search.strategies import CODE_STRATEGIES, STRATEGIES
-from tests.offline_search.endpoint import Answer, Body, completion
+from offline_search.strategies import STRATEGIES
+from tests.offline_search.endpoint import Answer, Body, completion, scored
 from tests.offline_search.replies import valid_replies
 from vllm_autoprune.errors import EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
@@ -151,7 +151,7 @@ def hash_request(messages: Messages, seed: int) -> int:
 
 R = TypeVar("R", bound=Record)
 
-STATE_STRATEGIES = [name for name in STRATEGIES if name not in CODE_STRATEGIES]
+STATE_STRATEGIES = [name for name in STRATEGIES if not name.endswith("-code")]
 
 VALID_REPLIES = valid_replies(30)
 
@@ -178,7 +178,7 @@ def answer_search(body: Body, number: int) -> Answer:
     signals = body["mm_processor_kwargs"]["autoprune"].get("state", {}).get("scoring", {})
     value = -0.1 - 0.1 * (len(json.dumps(signals)) % 7)
     token = {"1": {"logprob": value, "rank": 1, "decoded_token": f" {answer}"}}
-    return 200, json.dumps({"prompt_logprobs": [None, token]}).encode(), {}
+    return scored([None, token])
 
 
 async def run_search(

@@ -11,7 +11,7 @@ from offline_search.dataset import Dataset
 from offline_search.ledger import SettingsRecord
 from offline_search.proposer import Price
 from offline_search.replay import estimate_cost
-from offline_search.settings import Settings
+from offline_search.settings import Settings, Strategy
 from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, endpoint, error
 from tests.offline_search.synthetic import answer_search, records_of_kind
 from vllm_autoprune import load_state
@@ -127,10 +127,11 @@ def test_a_dry_run_prints_an_estimate_and_sends_no_request(
 
 
 def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Dataset) -> None:
-    for strategy, fixed, calls, tokens in (
+    cases: list[tuple[Strategy, bool, int, int]] = [
         ("autoprune", False, 50, 15_000), ("autoprune", True, 200, 60_000),
         ("autoprune+", False, 200, 60_000), ("random", True, 0, 0),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for strategy, fixed, calls, tokens in cases:
         settings = Settings(strategy=strategy, equal_evaluations=fixed, proposer="scripted")
         for length in (1, 3, 5) if calls else (1,):
             lists = settings.model_copy(update={"proposals_per_reply": length})
@@ -142,13 +143,14 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Datas
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--strategy", "magic"], "--strategy: 'magic' is not known"),
+        (["--strategy", "magic"], "--strategy: 'magic' is refused -> give a value that is"),
+        (["--strategy", "openevolve-code"], "writes programs, and a server measures states"),
         (["--base-policy", "none"], "--base-policy: 'none' is not known"),
-        (["--rounds", "0"], "--rounds: 0 is refused -> give a value that is greater than"),
-        (["--per-round", "0"], "--per-round: 0 is refused"),
-        (["--budget", "0", "--dry-run"], "search: --budget: 0 is refused"),
+        (["--rounds", "0"], "--rounds: '0' is refused -> give a value that is greater than"),
+        (["--per-round", "0"], "--per-round: '0' is refused"),
+        (["--budget", "0", "--dry-run"], "search: --budget: '0' is refused"),
         (["--budget", "8", "8"], "--budget: "),
-        (["--temperature", "nan"], "--temperature: nan is refused"),
+        (["--temperature", "nan"], "--temperature: 'nan' is refused"),
         (
             ["--space", "none"],
             "--space: 'none' is refused -> give a value that is 'all', 'numbers'",
@@ -156,8 +158,15 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Datas
         (["--space", "numbers", "--library", "paper"], "--space, --library: the space numbers has"),
         (["--space", "without-anchoring", "--budget", "720"], "anchoring cannot be removed above"),
         (["--data", "/nowhere"], "search.jsonl"),
-        (["--seed", "-1"], "--seed: -1 is refused"),
-        (["--proposals-per-reply", "0"], "--proposals-per-reply: 0 is refused"),
+        (["--seed", "-1"], "--seed: '-1' is refused"),
+        (["--rounds", "x"], "--rounds: 'x' is refused -> give a value that is a valid integer"),
+        (["--objective", "speed"], "--objective: 'speed' is refused -> give a value that is"),
+        (["--images", "0"], "--images: '0' is refused"),
+        (["--at-once", "x"], "--at-once: 'x' is refused"),
+        (["--most-tokens", "0"], "--most-tokens: '0' is refused"),
+        (["--most-money", "-1"], "--most-money: '-1' is refused"),
+        (["--price", "nan", "1"], "--price: 'nan' is refused"),
+        (["--proposals-per-reply", "0"], "--proposals-per-reply: '0' is refused"),
         (
             ["--proposals-per-reply", "5", "--strategy", "tpe"],
             "search: --proposals-per-reply: only autoprune and autoprune+ ask for lists",
@@ -176,20 +185,28 @@ def test_wrong_options_give_one_error_with_a_fix(
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"),
-    [("--images", "0"), ("--images", "-1"), ("--at-once", "0"), ("--at-once", "x"),
-     ("--most-tokens", "0"), ("--most-money", "-1"), ("--most-money", "nan")],
-)  # fmt: skip
-def test_a_wrong_number_is_refused_with_its_option(
-    flag: str, value: str, served: FakeEndpoint, data: Dataset, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    with pytest.raises(SystemExit):
-        run_command(served, data, tmp_path / "l", flag, value)
-    assert f"argument {flag}: {value!r} is refused -> give a " in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        run_command(served, data, tmp_path / "l", "--price", "nan", "1")
-    assert not served.requests
+    "fields",
+    [
+        {"space": "numbers", "library": "paper"},
+        {"space": "numbers", "strategy": "openevolve-code"},
+        {"other_bases": ("dart",), "strategy": "evoprompting-code"},
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_each_other_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="leave others out"):
+        Settings.model_validate({"proposer": "m", **fields})
+
+
+def test_every_wrong_option_is_reported(
+    served: FakeEndpoint, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["--rounds", "0", "--images", "0", "--most-money", "x", "--budget", "0", "--json"]
+    assert run_command(served, data, tmp_path / "l", *wrong) == 1
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    where = [problem["where"] for problem in problems]
+    assert where == ["--rounds", "--budget", "--images", "--most-money"]
+    assert all(problem["fix"] for problem in problems)
 
 
 def test_a_server_without_request_states_is_an_error(

@@ -20,8 +20,8 @@ from offline_search.ledger import (
 )
 from offline_search.report import count_candidates, read_report
 from offline_search.rounds import RoundEvaluator
+from offline_search.search import NothingMeasured
 from offline_search.settings import Settings
-from offline_search.winner import NothingMeasured
 from tests.offline_search.replies import HOSTILE
 from tests.offline_search.synthetic import (
     VALID_REPLIES,

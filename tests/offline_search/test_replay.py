@@ -8,7 +8,7 @@ import pytest
 from offline_search.dataset import Dataset, read_dataset
 from offline_search.ledger import Ledger, ProposalRecord, ReplyRecord
 from offline_search.replay import replay
-from offline_search.settings import Settings
+from offline_search.settings import Settings, Strategy
 from tests.offline_search.replies import HOSTILE, valid_replies
 from tests.offline_search.synthetic import (
     STATE_STRATEGIES,
@@ -23,7 +23,7 @@ from vllm_autoprune.errors import SearchError
 
 @pytest.mark.parametrize("strategy", STATE_STRATEGIES)
 async def test_a_finished_search_repeats_no_step(
-    strategy: str, settings: Settings, data: Dataset, tmp_path: Path
+    strategy: Strategy, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": strategy})
     evaluator = SyntheticEvaluator(data)
@@ -35,7 +35,7 @@ async def test_a_finished_search_repeats_no_step(
 
 @pytest.mark.parametrize("strategy", STATE_STRATEGIES)
 async def test_a_search_resumes_from_any_prefix_of_its_ledger(
-    strategy: str, settings: Settings, data: Dataset, tmp_path: Path
+    strategy: Strategy, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": strategy, "rounds": 2})
     await run_search(tmp_path / "whole", settings, SyntheticEvaluator(data))
@@ -66,7 +66,7 @@ async def test_a_ledger_with_other_settings_is_refused(
 
 @pytest.mark.parametrize("strategy", STATE_STRATEGIES)
 async def test_a_recorded_search_replays_without_endpoints(
-    strategy: str, settings: Settings, data: Dataset, tmp_path: Path
+    strategy: Strategy, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": strategy})
     replies = [*VALID_REPLIES[:5], HOSTILE["prose"], None]
@@ -140,7 +140,7 @@ async def test_a_changed_recording_does_not_replay(
 
 @pytest.mark.parametrize("strategy", STATE_STRATEGIES)
 async def test_a_search_of_cores_replays(
-    strategy: str, settings: Settings, data: Dataset, tmp_path: Path
+    strategy: Strategy, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": strategy, "core": True, "rounds": 4})
     chosen = await run_search(tmp_path / "l", settings, SyntheticEvaluator(data))

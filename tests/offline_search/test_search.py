@@ -18,8 +18,8 @@ from offline_search.ledger import (
     WinnerRecord,
 )
 from offline_search.proposer import SpendingLimits
-from offline_search.settings import Settings
-from offline_search.winner import NothingMeasured
+from offline_search.search import NothingMeasured
+from offline_search.settings import Settings, Strategy
 from tests.offline_search.synthetic import (
     STATE_STRATEGIES,
     SyntheticEvaluator,
@@ -32,7 +32,7 @@ from vllm_autoprune.errors import SearchError
 
 @pytest.mark.parametrize("strategy", STATE_STRATEGIES)
 async def test_every_strategy_finds_a_state_that_loads(
-    strategy: str, settings: Settings, data: Dataset, tmp_path: Path
+    strategy: Strategy, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": strategy})
     chosen = await run_search(tmp_path / "l", settings, SyntheticEvaluator(data))

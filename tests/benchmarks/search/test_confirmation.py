@@ -15,7 +15,7 @@ from benchmarks.search.confirmation import (
 )
 from benchmarks.search.results import add_result
 from offline_search.dataset import Dataset
-from offline_search.settings import Settings
+from offline_search.settings import Settings, Strategy
 from tests.offline_search.synthetic import SyntheticEvaluator, dataset, run_search
 
 
@@ -25,7 +25,7 @@ def data(tmp_path: Path) -> Dataset:
     return dataset(tmp_path / "data")
 
 
-async def _search(folder: Path, data: Dataset, strategy: str, seed: int) -> None:
+async def _search(folder: Path, data: Dataset, strategy: Strategy, seed: int) -> None:
     settings = Settings(strategy=strategy, rounds=1, per_round=3, budgets=(8,), seed=seed)
     await run_search(folder / f"{strategy}-{seed}.jsonl", settings, SyntheticEvaluator(data))
     add_result(folder, strategy, seed)

@@ -6,7 +6,7 @@ import pytest
 from offline_search.candidates import Expectation, Hypothesis
 from offline_search.history import History, Trial
 from offline_search.ledger import ProposalRecord, Status, TrialRecord
-from offline_search.summary import describe_hypotheses, summarize
+from offline_search.summary import _describe_hypotheses, summarize
 from vllm_autoprune.evaluation.questions import Example
 
 EXAMPLES = tuple(Example(image=f"{n}.png", question=f"Q{n}?", answer="a") for n in range(16))
@@ -35,7 +35,7 @@ def trial(
 
 def lines(*trials: Trial) -> list[str]:
     base = TrialRecord(round=0, index=0, status="evaluated", objective=-3.0)
-    return list(describe_hypotheses(History(base, BASE, list(trials), EXAMPLES)))
+    return list(_describe_hypotheses(History(base, BASE, list(trials), EXAMPLES)))
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,16 @@ import pytest
 
 from offline_search.components import SelectionProgram
 from offline_search.dataset import Dataset
-from offline_search.evaluator import EvaluationJob, ServedEvaluator
 from offline_search.ledger import Ledger, ProposalRecord, TrialRecord, VerdictRecord, WinnerRecord
 from offline_search.prompt import INITIAL_PROGRAM, extract_program
 from offline_search.replay import replay
 from offline_search.search import Search
-from offline_search.settings import Settings
-from offline_search.strategies import CODE_STRATEGIES
+from offline_search.settings import Settings, Strategy
 from tests.offline_search.synthetic import (
     ScriptedProposer,
     SyntheticEvaluator,
     records_of_kind,
 )
-from vllm_autoprune.errors import EvaluationFailed
 
 HEAD = "def select(features, signals, K):\n"
 BODIES = (
@@ -39,7 +36,7 @@ REPLIES: dict[str, list[str | None]] = {
 }
 
 
-async def run_search(path: Path, data: Dataset, strategy: str) -> tuple[WinnerRecord, str]:
+async def run_search(path: Path, data: Dataset, strategy: Strategy) -> tuple[WinnerRecord, str]:
     evaluator = SyntheticEvaluator(data)
     settings = Settings(
         strategy=strategy, rounds=4, per_round=4, budgets=(8,), proposer="scripted",
@@ -51,8 +48,8 @@ async def run_search(path: Path, data: Dataset, strategy: str) -> tuple[WinnerRe
         return winner, ledger.digest()
 
 
-@pytest.mark.parametrize("strategy", CODE_STRATEGIES)
-async def test_programs_are_candidates(strategy: str, data: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", REPLIES)
+async def test_programs_are_candidates(strategy: Strategy, data: Dataset, tmp_path: Path) -> None:
     winner, digest = await run_search(tmp_path / "l", data, strategy)
     assert winner.state is None and SelectionProgram(winner.program).digest == winner.digest
     proposals = records_of_kind(tmp_path / "l", ProposalRecord)
@@ -81,10 +78,3 @@ def test_a_program_is_taken_from_its_fence() -> None:
     for reply in ("", "```python\nx = 1\n```", "{}"):
         with pytest.raises(ValueError, match="defines no function select"):
             extract_program(reply)
-
-
-async def test_a_server_measures_states_only(data: Dataset) -> None:
-    evaluator = ServedEvaluator(["http://127.0.0.1:1"], data)
-    with pytest.raises(EvaluationFailed, match="states only"):
-        await evaluator.evaluate(EvaluationJob(SelectionProgram("x"), 8, "search", 0, 1))
-    await evaluator.close()

@@ -13,7 +13,7 @@ from offline_search.prompt import Messages
 from offline_search.proposer import Reply
 from offline_search.replay import replay
 from offline_search.search import Search
-from offline_search.settings import Settings
+from offline_search.settings import Settings, Strategy
 from tests.offline_search.replies import HOSTILE
 from tests.offline_search.synthetic import (
     VALID_REPLIES,
@@ -113,7 +113,7 @@ async def test_a_proposal_that_repeats_another_of_its_list_is_measured_once(
 
 @pytest.mark.parametrize("strategy", ["autoprune", "autoprune+"])
 async def test_a_model_that_writes_no_lists_ends_no_search(
-    strategy: str, data: Dataset, tmp_path: Path
+    strategy: Strategy, data: Dataset, tmp_path: Path
 ) -> None:
     class InOrder(ScriptedProposer):
         async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
@@ -133,7 +133,7 @@ async def test_a_model_that_writes_no_lists_ends_no_search(
 
 @pytest.mark.parametrize("strategy", ["autoprune", "autoprune+"])
 async def test_searches_with_lists_resume_and_replay(
-    strategy: str, data: Dataset, tmp_path: Path
+    strategy: Strategy, data: Dataset, tmp_path: Path
 ) -> None:
     settings = SETTINGS.model_copy(update={"strategy": strategy, "rounds": 2, "per_round": 4})
     replies = [*(list_reply(n, 4) for n in range(5)), list_reply(9, 2), HOSTILE["prose"], None]

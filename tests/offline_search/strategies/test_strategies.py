@@ -16,7 +16,7 @@ from offline_search.history import Answers, Trial
 from offline_search.ledger import Ledger, ProposalRecord, ReplyRecord, TrialRecord
 from offline_search.replay import replay
 from offline_search.search import Search
-from offline_search.settings import Settings
+from offline_search.settings import Settings, Strategy
 from offline_search.strategies.language_model import draw_parents
 from tests.offline_search.replies import valid_replies
 from tests.offline_search.synthetic import (
@@ -34,7 +34,9 @@ SEEDS = range(3)
 REPLIES = valid_replies(40)
 
 
-def search_all_seeds(strategy: str, data: Dataset, folder: Path, rounds: int = 6) -> list[float]:
+def search_all_seeds(
+    strategy: Strategy, data: Dataset, folder: Path, rounds: int = 6
+) -> list[float]:
     """Test objective of each seed, with the same number of evaluations."""
     values = []
     for seed in SEEDS:
@@ -101,7 +103,7 @@ def test_a_language_model_gets_less_than_a_third_of_the_slots(
 
 
 @pytest.mark.parametrize("strategy", ["autoprune", "tpe"])
-async def test_any_strategy_can_race(strategy: str, data: Dataset, tmp_path: Path) -> None:
+async def test_any_strategy_can_race(strategy: Strategy, data: Dataset, tmp_path: Path) -> None:
     settings = Settings(
         strategy=strategy, rounds=3, per_round=4, budgets=(8,), race=True,
         proposer="scripted" if strategy == "autoprune" else "",
@@ -144,7 +146,7 @@ def test_two_parents_are_drawn_by_rank() -> None:
 
 @pytest.mark.parametrize("strategy", ["random", "tpe"])
 def test_seeds_search_differently_and_repeatably(
-    strategy: str, data: Dataset, tmp_path: Path
+    strategy: Strategy, data: Dataset, tmp_path: Path
 ) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
@@ -173,7 +175,7 @@ def test_autoprune_plus_runs_without_a_proposer(data: Dataset, tmp_path: Path) -
 
 @pytest.mark.parametrize("strategy", ["autoprune+", "random", "tpe"])
 async def test_base_policies_are_searched_where_several_are_given(
-    strategy: str, data: Dataset, tmp_path: Path
+    strategy: Strategy, data: Dataset, tmp_path: Path
 ) -> None:
     class BestOnDart(SyntheticEvaluator):
         """Another base policy is worth more than anything else."""
@@ -203,7 +205,7 @@ async def test_base_policies_are_searched_where_several_are_given(
 
 @pytest.mark.parametrize("strategy", ["autoprune", "autoprune+", "evoprompting-states"])
 async def test_a_language_model_chooses_among_base_policies(
-    strategy: str, data: Dataset, tmp_path: Path
+    strategy: Strategy, data: Dataset, tmp_path: Path
 ) -> None:
     bases = ("cdpruner", "divprune", "dart")
     settings = Settings(

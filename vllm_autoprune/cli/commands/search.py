@@ -5,26 +5,36 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.cli.commands import Command
-from vllm_autoprune.cli.output import as_json, format_paragraph, write_file
-from vllm_autoprune.cli.search_options import (
-    add_evaluator_arguments,
-    add_proposer_arguments,
-    add_search_arguments,
-    build_evaluator,
-    open_proposer,
+from pydantic import BaseModel, ValidationError
+
+from offline_search.settings import (
+    DEFAULT_LIST,
+    STRATEGIES_WITH_LISTS,
+    EvaluationOptions,
+    ProposerOptions,
+    SearchChoices,
+    Settings,
 )
-from vllm_autoprune.cli.search_settings import read_settings_and_data
+from vllm_autoprune.cli.commands import Command
+from vllm_autoprune.cli.flags import add_flags, flag_problems, read_flags
+from vllm_autoprune.cli.output import as_json, format_paragraph, write_file
 from vllm_autoprune.errors import ConfigError, Problem, SearchError
 
 if TYPE_CHECKING:
     from offline_search.dataset import Dataset
+    from offline_search.evaluator import ServedEvaluator
     from offline_search.ledger import WinnerRecord
-    from offline_search.settings import Settings
+    from offline_search.proposer import Proposer
+    from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+_FLAGS = {"budgets": "--budget", "proposer": "--proposer-model"}
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,36 +61,98 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mme", type=Path, metavar="FOLDER", help="with `mme`: the folder of MME's categories"
     )
-    add_search_arguments(parser.add_argument_group("search"))
-    add_evaluator_arguments(parser.add_argument_group("evaluation"))
-    add_proposer_arguments(parser.add_argument_group("proposer"))
+    add_flags(parser.add_argument_group("search"), SearchChoices, _FLAGS)
+    add_flags(parser.add_argument_group("evaluation"), EvaluationOptions, _FLAGS)
+    add_flags(parser.add_argument_group("proposer"), ProposerOptions, _FLAGS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flags:
+    """The validated flags of a command."""
+
+    search: SearchChoices
+    evaluation: EvaluationOptions
+    proposer: ProposerOptions
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.action == "report":
         return _report(options)
-    if options.data is None:
+    flags = _read_flags(options)
+    if flags.evaluation.data is None:
         fix = "name a folder with search.jsonl, validation.jsonl and test.jsonl"
         raise ConfigError("search", [Problem("--data", "is missing", fix)])
     if options.action == "mme":
-        return _convert_mme(options)
+        return _convert_mme(options, flags.evaluation.data, flags.search.seed)
     if options.replay is not None:
-        return _replay(options)
-    settings, dataset = read_settings_and_data(options)
+        return _replay(options, flags.evaluation.data, flags.evaluation.images)
+    from offline_search.dataset import read_dataset
+
+    settings = _build_settings(flags)
+    dataset = read_dataset(flags.evaluation.data, settings.seed, flags.evaluation.images)
     if options.dry_run:
-        return _dry_run(options, settings, dataset)
+        return _dry_run(options, flags, settings, dataset)
     if options.ledger.exists() and options.ledger.stat().st_size and not options.resume:
         what, fix = "holds a search already", "add --resume, or name another ledger"
         raise ConfigError("search", [Problem(str(options.ledger), what, fix)])
-    if not options.server_url:
+    if not flags.evaluation.server_url:
         fix = "give the address of a vllm serve with --autoprune-requests states"
         raise ConfigError("search", [Problem("--server-url", "is missing", fix)])
-    winner = asyncio.run(_run_search(options, settings, dataset))
+    winner = asyncio.run(_run_search(options, flags, settings, dataset))
     return _print_winner(options, winner)
 
 
+def _read_flags(options: argparse.Namespace) -> _Flags:
+    """The flags; raises :class:`ConfigError` with every problem of a single one."""
+    problems: list[Problem] = []
+    models: list[BaseModel] = []
+    for model in (SearchChoices, EvaluationOptions, ProposerOptions):
+        try:
+            models.append(read_flags(model, options))
+        except ValidationError as error:
+            problems += flag_problems(error, _FLAGS)
+    if problems:
+        raise ConfigError("search", problems)
+    search, evaluation, proposer = models
+    return _Flags(search, evaluation, proposer)  # type: ignore[arg-type]
+
+
+def _build_settings(flags: _Flags) -> Settings:
+    """The recorded settings; raises :class:`ConfigError` for flags that contradict each other."""
+    from offline_search.strategies import STRATEGIES
+
+    search, proposer = flags.search, flags.proposer
+    name = proposer.proposer_model or ""
+    if proposer.proposer_url is None and name:
+        fix = "give --proposer-url, or leave it out"
+        raise ConfigError("search", [Problem("--proposer-model", "has no endpoint", fix)])
+    if proposer.proposer_url is not None and not name:
+        fix = "name a model at --proposer-url"
+        raise ConfigError("search", [Problem("--proposer-model", "is missing", fix)])
+    if search.strategy.endswith("-code"):
+        what = f"{search.strategy} writes programs, and a server measures states"
+        fix = "give evoprompting-states or openevolve-states"
+        raise ConfigError("search", [Problem("--strategy", what, fix)])
+    strategy = STRATEGIES[search.strategy](Settings(proposer=name))
+    if strategy.uses_proposer and not name:
+        what = f"{search.strategy} needs a language model"
+        fix = "give --proposer-url, or one of autoprune+, tpe and random"
+        raise ConfigError("search", [Problem("--strategy", what, fix)])
+    lists = strategy.uses_proposer and search.strategy in STRATEGIES_WITH_LISTS
+    length = proposer.proposals_per_reply or (DEFAULT_LIST if lists else 1)
+    try:
+        return Settings(
+            **dict(search),
+            proposer=name if strategy.uses_proposer else "",
+            proposals_per_reply=length,
+            temperature=proposer.temperature,
+        )
+    except ValidationError as error:
+        raise ConfigError("search", flag_problems(error, _FLAGS)) from None
+
+
 async def _run_search(
-    options: argparse.Namespace, settings: Settings, dataset: Dataset
+    options: argparse.Namespace, flags: _Flags, settings: Settings, dataset: Dataset
 ) -> WinnerRecord:
     from offline_search.ledger import Ledger
     from offline_search.proposer import SpendingLimits
@@ -89,14 +161,60 @@ async def _run_search(
 
     async with contextlib.AsyncExitStack() as stack:
         ledger = stack.enter_context(Ledger(options.ledger))
-        evaluator = build_evaluator(options, dataset)
+        evaluator = _build_evaluator(flags.evaluation, dataset)
         stack.push_async_callback(evaluator.close)
         await evaluator.prepare()
         settings = settings.model_copy(update={"evaluator": evaluator.name})
-        proposer = await stack.enter_async_context(open_proposer(options, settings, dataset))
-        limits = SpendingLimits(options.most_tokens, options.most_money)
+        opened = _open_proposer(flags.proposer, settings, dataset)
+        proposer = await stack.enter_async_context(opened)
+        limits = SpendingLimits(flags.proposer.most_tokens, flags.proposer.most_money)
         progress = ProgressLog(lambda line: print(line, file=sys.stderr, flush=True))
         return await Search(settings, ledger, evaluator, proposer, limits, progress).run()
+
+
+def _build_evaluator(options: EvaluationOptions, dataset: Dataset) -> ServedEvaluator:
+    from offline_search.evaluator import ServedEvaluator
+
+    probes: Sequence[VisualTokens] = ()
+    if options.checkpoint is not None:
+        from offline_search.rounds import probes_from_checkpoint
+
+        probes = probes_from_checkpoint(options.checkpoint, options.text_tower, dataset)
+    return ServedEvaluator(
+        options.server_url,
+        dataset,
+        model=options.server_model,
+        max_in_flight=options.at_once,
+        probes=probes,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _open_proposer(
+    options: ProposerOptions, settings: Settings, dataset: Dataset
+) -> AsyncIterator[Proposer]:
+    """Proposer of the search: the endpoint, or none."""
+    from offline_search.proposer import EndpointProposer, EndpointSettings, Price
+    from offline_search.replay import UnavailableBackend
+
+    if not settings.proposer or options.proposer_url is None:
+        yield UnavailableBackend(settings.evaluator, dataset)
+        return
+    endpoint = EndpointSettings(
+        options.proposer_url,
+        settings.proposer,
+        os.environ.get(options.proposer_key_env) or "none",
+        settings.temperature,
+        settings.reply_tokens * settings.proposals_per_reply,
+        Price(*options.price),
+        seeded=not options.no_seeds,
+    )
+    proposer = EndpointProposer(endpoint)
+    try:
+        await proposer.prepare()
+        yield proposer
+    finally:
+        await proposer.close()
 
 
 def _print_winner(options: argparse.Namespace, winner: WinnerRecord) -> int:
@@ -114,7 +232,7 @@ def _print_winner(options: argparse.Namespace, winner: WinnerRecord) -> int:
     return 0
 
 
-def _replay(options: argparse.Namespace) -> int:
+def _replay(options: argparse.Namespace, data: Path, images: int | None) -> int:
     from offline_search.dataset import read_dataset
     from offline_search.ledger import read_ledger
     from offline_search.replay import recorded_settings, replay
@@ -124,7 +242,7 @@ def _replay(options: argparse.Namespace) -> int:
         raise ConfigError("search", [Problem(str(options.ledger), what, fix)])
     # The order of the questions, and with --images their choice, depends on the seed.
     seed = recorded_settings(options.replay, read_ledger(options.replay)).seed
-    dataset = read_dataset(options.data, seed, options.images)
+    dataset = read_dataset(data, seed, images)
     winner, before, after = asyncio.run(replay(options.replay, options.ledger, dataset))
     print(f"recording {before}\nreplay    {after}", file=sys.stderr)
     if before != after:
@@ -135,13 +253,13 @@ def _replay(options: argparse.Namespace) -> int:
     return _print_winner(options, winner)
 
 
-def _convert_mme(options: argparse.Namespace) -> int:
+def _convert_mme(options: argparse.Namespace, data: Path, seed: int) -> int:
     from offline_search.dataset import convert_mme
 
     if options.mme is None:
         fix = "name the folder that has a folder for each category of MME"
         raise ConfigError("search", [Problem("--mme", "is missing", fix)])
-    counts = convert_mme(options.mme, options.data, options.seed)
+    counts = convert_mme(options.mme, data, seed)
     if options.json:
         print(as_json(dict(counts)))
     else:
@@ -149,11 +267,13 @@ def _convert_mme(options: argparse.Namespace) -> int:
     return 0
 
 
-def _dry_run(options: argparse.Namespace, settings: Settings, dataset: Dataset) -> int:
+def _dry_run(
+    options: argparse.Namespace, flags: _Flags, settings: Settings, dataset: Dataset
+) -> int:
     from offline_search.proposer import Price
     from offline_search.replay import estimate_cost
 
-    estimate = estimate_cost(settings, dataset, Price(*options.price))
+    estimate = estimate_cost(settings, dataset, Price(*flags.proposer.price))
     if options.json:
         figures = {"calls": estimate.calls, "prompt_tokens": estimate.prompt_tokens,
                    "completion_tokens": estimate.completion_tokens, "money": estimate.money,

@@ -1,0 +1,178 @@
+"""The evaluator on servers; its client has tests of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from offline_search.components import SelectionProgram
+from offline_search.dataset import Dataset
+from offline_search.evaluator import EvaluationJob, ServedEvaluator
+from tests.offline_search.endpoint import (
+    Answer,
+    Body,
+    FakeEndpoint,
+    endpoint,
+    error,
+    model_list,
+    scored,
+)
+from vllm_autoprune import load_state
+from vllm_autoprune.errors import ConfigError, EvaluationFailed, SearchError
+
+STATE = load_state("visionzip")
+JOB = EvaluationJob(STATE, 8, "search", 0, 4)
+ONE = EvaluationJob(STATE, 8, "search", 0, 1)
+Answering = Callable[[Body, int], Answer]
+
+
+def token(text: str, logprob: float, rank: int = 1) -> dict[str, Any]:
+    return {str(hash(text) % 1000): {"logprob": logprob, "rank": rank, "decoded_token": text}}
+
+
+def prompt(*answer: dict[str, Any]) -> Answer:
+    return scored([None, token("USER:", -3.0, 5), token(" ASSISTANT:", -2.0, 7), *answer])
+
+
+def echo_answer(body: Body, number: int) -> Answer:
+    """Echoes the reference answer as two tokens."""
+    answer = body["messages"][-1]["content"]
+    return prompt(token(f" {answer[0]}", -0.25), token(answer[1:], -0.5))
+
+
+async def evaluate(servers: list[FakeEndpoint], data: Dataset, job: EvaluationJob) -> Any:
+    urls = [server.url for server in servers]
+    evaluator = ServedEvaluator(urls, data, model="m", first_wait=0.01)
+    try:
+        return await evaluator.evaluate(job)
+    finally:
+        await evaluator.close()
+
+
+async def test_the_reference_answer_is_scored_at_the_end_of_the_prompt(data: Dataset) -> None:
+    with endpoint(echo_answer) as server:
+        answers = await evaluate([server], data, JOB)
+        assert answers.logprob == (-0.75,) * 4 and answers.right == (True,) * 4
+        body = server.requests[0]
+        await evaluate([server], data, EvaluationJob(None, 0, "search", 0, 1))
+    pruning = body["mm_processor_kwargs"]["autoprune"]
+    assert pruning["budget"] == 8
+    assert load_state(json.dumps(pruning["state"])).digest == STATE.digest
+    assert body["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64")
+    questions = {body["messages"][0]["content"][1]["text"] for body in server.requests}
+    assert questions == {example.question for example in data.examples("search")[:4]}
+    assert server.requests[-1]["mm_processor_kwargs"] == {"autoprune": {"enabled": False}}
+
+
+async def test_an_answer_that_greedy_decoding_would_not_give_is_wrong(data: Dataset) -> None:
+    def answer(body: Body, number: int) -> Answer:
+        text = body["messages"][-1]["content"]
+        return prompt(token(f" {text[0]}", -0.25), token(text[1:], -4.0, rank=2))
+
+    with endpoint(answer) as server:
+        answers = await evaluate([server], data, ONE)
+    assert answers.right == (False,) and answers.logprob == (-4.25,)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda b, n: error(503), "after 4 attempts"),
+        (lambda b, n: (200, b"not json", {}), "after 4 attempts"),
+        (lambda b, n: (200, b"{}", {}), "without the log-probabilities"),
+        (lambda b, n: error(400, "no states here"), "no states here"),
+        (lambda b, n: prompt(token(" other", -0.1)), "not in the reference answer"),
+        (lambda b, n: prompt(), "not in the reference answer"),
+    ],
+    ids=["down", "no JSON", "no logprobs", "refused", "other answer", "no answer"],
+)
+async def test_a_failed_request_is_an_error_and_not_a_wrong_answer(
+    answer: Answering, message: str, data: Dataset
+) -> None:
+    with endpoint(answer) as server, pytest.raises(EvaluationFailed, match=message):
+        await evaluate([server], data, ONE)
+
+
+async def test_programs_and_servers_that_are_gone_cannot_be_measured(data: Dataset) -> None:
+    evaluator = ServedEvaluator(["http://127.0.0.1:9"], data, model="m", first_wait=0.01)
+    with pytest.raises(EvaluationFailed, match="states only"):
+        await evaluator.evaluate(EvaluationJob(SelectionProgram("x"), 8, "search", 0, 1))
+    with pytest.raises(SearchError, match="start it and resume") as caught:
+        await evaluator.evaluate(ONE)
+    await evaluator.close()
+    assert not isinstance(caught.value, EvaluationFailed), "it is not the candidate's fault"
+
+
+async def test_servers_share_the_images_and_replace_a_broken_server(data: Dataset) -> None:
+    job = EvaluationJob(STATE, 8, "search", 0, len(data.examples("search")))
+    with endpoint(echo_answer) as one, endpoint(echo_answer) as other:
+        answers = await evaluate([one, other], data, job)
+        assert len(answers) == len(one.requests) + len(other.requests)
+        images = [{b["messages"][0]["content"][0]["image_url"]["url"] for b in server.requests}
+                  for server in (one, other)]  # fmt: skip
+        assert images[0] and images[1] and not images[0] & images[1]
+    with endpoint(echo_answer) as one, endpoint(lambda b, n: error(500)) as broken:
+        assert len(await evaluate([one, broken], data, job)) == len(one.requests)
+
+
+async def check(urls: list[str], data: Dataset, model: str | None = None) -> list[tuple[str, str]]:
+    """What is wrong with servers, and how to fix it."""
+    evaluator = ServedEvaluator(urls, data, model=model, first_wait=0.01)
+    with pytest.raises(ConfigError) as caught:
+        await evaluator.prepare()
+    await evaluator.close()
+    return [(problem.what, problem.fix) for problem in caught.value.problems]
+
+
+ADDRESS = "give the address of a vllm serve"
+REFUSED = "--autoprune-requests states"
+
+
+@pytest.mark.parametrize(
+    ("models", "answer", "what", "fix"),
+    [
+        (model_list(), echo_answer, "lists no model", ADDRESS),
+        (error(404, "no page"), echo_answer, "answers with status 404: no page", ADDRESS),
+        (model_list("m"), lambda b, n: (200, b"<html>", {}), "unknown format", ADDRESS),
+        (model_list("m"), lambda b, n: (200, b"{}", {}), "unknown format", ADDRESS),
+        (model_list("m"), lambda b, n: scored(["x"]), "unknown format", ADDRESS),  # type: ignore[list-item]
+        (model_list("m"), lambda b, n: error(500, "boom"), "status 500: boom", "server's log"),
+        (model_list("m"), lambda b, n: error(400, "none"), "status 400: none", REFUSED),
+        (
+            model_list("m"),
+            lambda b, n: prompt(token(" other", -0.1)),
+            "not in the reference answer",
+            "chat template",
+        ),
+    ],
+)
+async def test_an_odd_server_is_reported_with_its_fix(
+    models: Answer, answer: Answering, what: str, fix: str, data: Dataset
+) -> None:
+    with endpoint(answer) as server:
+        server.models = models
+        ((found, advice),) = await check([server.url], data)
+    assert what in found and fix in advice
+
+
+async def test_all_servers_are_checked_and_serve_one_model(data: Dataset) -> None:
+    ((what, _),) = await check(["http://127.0.0.1:9"], data)
+    assert "does not answer" in what
+    with endpoint(echo_answer) as one, endpoint(echo_answer) as other:
+        one.models, other.models = model_list("a", "c"), model_list("b", "c")
+        ((what, fix),) = await check([one.url, other.url], data)
+        assert what == "serve different models: a, b" and "--server-model" in fix
+        ((what, fix),) = await check([one.url, other.url], data, model="a")
+        assert what == "serves b, c, not a" and "--server-model" in fix
+        evaluator = ServedEvaluator([one.url, other.url], data, model="c")
+        await evaluator.prepare()
+        await evaluator.close()
+        assert evaluator.name == f"c through vLLM, data {data.digest[:12]}"
+        assert {body["model"] for body in other.requests} == {"c"}
+    with endpoint(lambda b, n: error(400, "no")) as refusing, endpoint(echo_answer) as broken:
+        broken.models = error(500)
+        problems = await check([broken.url, refusing.url], data)
+    assert [what for what, _ in problems] == ["answers with status 500: no", "status 400: no"]

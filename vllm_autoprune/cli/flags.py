@@ -1,0 +1,72 @@
+"""Flags of a command from the fields of a pydantic model, and problems that name the flag.
+
+A field's description is the help and its title the metavar. A boolean field is a switch, a list
+may be given several times, a tuple takes several values.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from vllm_autoprune.errors import Problem
+
+M = TypeVar("M", bound=BaseModel)
+
+Names = Mapping[str, str]
+"""Flags that are not named like their field."""
+
+
+def add_flags(group: argparse._ArgumentGroup, model: type[BaseModel], names: Names) -> None:
+    """Add a flag for each field; those that are not given are left to the model's defaults."""
+    for name, field in model.model_fields.items():
+        flag = names.get(name, f"--{name.replace('_', '-')}")
+        keywords: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
+        annotation, default = field.annotation, field.default
+        shape = get_origin(annotation)
+        if annotation is bool:
+            group.add_argument(flag, action="store_true", help=field.description, **keywords)
+            continue
+        if shape is tuple:
+            values = get_args(annotation)
+            keywords["nargs"] = "+" if values[-1] is Ellipsis else len(values)
+        elif shape is list:
+            keywords["action"] = "append"
+        titles = tuple((field.title or name.upper()).split())
+        keywords["metavar"] = titles if len(titles) > 1 else titles[0]
+        text = field.description or ""
+        if default not in (None, "", (), []):
+            shown = " ".join(map(str, default)) if shape is tuple else default
+            text += f" (default: {shown})"
+        group.add_argument(flag, help=text.replace("%", "%%"), **keywords)
+
+
+def read_flags(model: type[M], options: argparse.Namespace) -> M:
+    """The model with the values of the flags that were given; raises pydantic's error."""
+    known = vars(options)
+    return model.model_validate({n: known[n] for n in model.model_fields if n in known})
+
+
+def flag_problems(error: ValidationError, names: Names) -> list[Problem]:
+    """What is wrong with which flags.
+
+    A validator names the fields to change in the context of its error, as ``fields``; its message
+    is "what: fix".
+    """
+    details = error.errors(include_url=False)
+    # A refused item of a tuple makes the tuple too short as well.
+    details = [one for one in details if one["type"] != "too_short" or len(details) == 1]
+    problems = []
+    for detail in details:
+        fields = detail.get("ctx", {}).get("fields") or [str(name) for name in detail["loc"][:1]]
+        where = ", ".join(names.get(name, f"--{name.replace('_', '-')}") for name in fields)
+        demand = detail["msg"].removeprefix("Input should be ")
+        if demand != detail["msg"]:
+            what, fix = f"{detail['input']!r} is refused", f"give a value that is {demand}"
+        else:
+            what, _, fix = demand.partition(": ")
+        problems.append(Problem(where, what, fix))
+    return problems
