@@ -148,7 +148,7 @@ def prepare_folder(folder: Path) -> None:
     sys.path.insert(0, str(ROOT))
 
     from benchmarks.minillava.split import draw_examples, png
-    from benchmarks.search.scenes import write_data
+    from benchmarks.search.evaluator import write_data
 
     leave_out = shutil.ignore_patterns(".*", "out", "__pycache__")
     shutil.copytree(ROOT, folder, ignore=leave_out, dirs_exist_ok=True)

@@ -1,1 +1,1 @@
-"""Benchmarks of the offline search on mini-LLaVA: comparison of strategies, evaluation speed."""
+"""Comparison of search strategies on the yardsticks: searches, winners confirmed, tables."""

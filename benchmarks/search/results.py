@@ -1,4 +1,4 @@
-"""Results of the searches of a comparison, one line each: what its tables are made of.
+"""Results of the searches of a comparison and of their winners' confirmation, by name.
 
 A ledger takes hundreds of kilobytes, a result two: those of published
 tables are in the repository. A search whose result is known is not run again.
@@ -7,10 +7,10 @@ tables are in the repository. A search whose result is known is not run again.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, TypeAdapter
 
 from offline_search.components import Candidate, SelectionProgram
 from offline_search.ledger import WinnerRecord, read_ledger
@@ -20,7 +20,10 @@ from vllm_autoprune.errors import SearchError
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.loading import load_state
 
-FILE = "results.jsonl"
+FILE, CONFIRMATION = "results.jsonl", "confirmation.json"
+
+BASE = "base policy"
+"""Name of the base policy alone among what was confirmed."""
 
 _SCORES = "provenance"
 """Part of a winner's state that results leave out, because they have its scores themselves."""
@@ -57,11 +60,6 @@ class SearchResult(FrozenModel):
     answers: int
     curve: tuple[float | None, ...]
     winner: Winner | None
-
-    @property
-    def arm(self) -> str:
-        """The strategy, with the ending of its arm, such as ``@none``, if it has one."""
-        return self.name.rpartition("-")[0]
 
 
 def require_model(result: SearchResult, evaluator: str) -> None:
@@ -157,3 +155,32 @@ def _best_after(report: SearchReport, answers: float) -> float | None:
     """Best objective after a number of answers."""
     values = [value for spent, value in report.curve() if spent <= answers]
     return values[-1] if values else None
+
+
+class Confirmed(FrozenModel):
+    """One winner or state: mean objective over its budgets, and accuracy."""
+
+    questions: int
+    evaluator: str
+    digest: str
+    objective: float
+    accuracy: float
+    blocks: tuple[float, ...] = Field(
+        default=(),
+        exclude_if=lambda blocks: not blocks,
+        description="mean objective of each of several equal blocks of the questions",
+    )
+
+
+_CONFIRMED: TypeAdapter[dict[str, Confirmed]] = TypeAdapter(dict[str, Confirmed])
+
+
+def read_confirmation(folder: Path) -> dict[str, Confirmed]:
+    """What was measured so far, by name of the search."""
+    path = folder / CONFIRMATION
+    return _CONFIRMED.validate_json(path.read_bytes()) if path.exists() else {}
+
+
+def write_confirmation(folder: Path, confirmed: Mapping[str, Confirmed]) -> None:
+    """Write all that was measured so far."""
+    (folder / CONFIRMATION).write_bytes(_CONFIRMED.dump_json(dict(confirmed), indent=1))

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.search.comparison_table import format_mean
-from benchmarks.search.confirmation import read_confirmation
-from benchmarks.search.results import read_results, results_of
+from benchmarks.search.results import read_confirmation, read_results, results_of
+from benchmarks.search.tables import format_mean
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/studies/search.md").read_text(encoding="utf-8")

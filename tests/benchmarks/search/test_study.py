@@ -1,5 +1,8 @@
+"""Searches of a comparison and of a study, resumed and printed, on a synthetic evaluator."""
+
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,13 +10,29 @@ from pathlib import Path
 import pytest
 
 from benchmarks.accuracy.yardsticks.yardstick import Yardstick
+from benchmarks.search import __main__ as commands
 from benchmarks.search import study as study_module
 from benchmarks.search.__main__ import main
-from benchmarks.search.comparison import needs_proposer
-from benchmarks.search.results import ledger_path, read_results
-from benchmarks.search.study import ABLATIONS, ARMS, Study, format_tables
+from benchmarks.search.results import (
+    add_result,
+    ledger_path,
+    read_confirmation,
+    read_results,
+    results_of,
+)
+from benchmarks.search.study import (
+    ABLATIONS,
+    ARMS,
+    CachingEvaluator,
+    Study,
+    format_tables,
+    needs_proposer,
+    run_comparison,
+)
+from benchmarks.search.tables import format_mean, format_searches
 from offline_search.dataset import Dataset, Split
-from offline_search.ledger import ReplyRecord, SettingsRecord, read_ledger
+from offline_search.evaluator import EvaluationJob
+from offline_search.ledger import Ledger, ReplyRecord, SettingsRecord, read_ledger
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
 from tests.offline_search.replies import valid_replies
@@ -22,14 +41,10 @@ from tests.offline_search.synthetic import (
     SyntheticEvaluator,
     WaitingProposer,
     dataset,
+    list_reply,
+    run_search,
 )
 from vllm_autoprune.errors import SearchError
-
-
-class StandIn:
-    """A yardstick's name, where its model is not needed."""
-
-    name = "stand-in"
 
 
 @pytest.fixture
@@ -37,6 +52,148 @@ def data(tmp_path: Path) -> Dataset:
     folder = tmp_path / "data"
     folder.mkdir()
     return dataset(folder)
+
+
+TWO = ("tpe", "random")
+
+
+def test_a_comparison_resumes_and_prints_its_results(data: Dataset, tmp_path: Path) -> None:
+    settings = Settings(rounds=2, per_round=3, budgets=(8,))
+    evaluator = SyntheticEvaluator(data)
+    run_comparison(tmp_path, TWO, [0], settings, CachingEvaluator(evaluator), None)
+    asked = len(evaluator.jobs)
+    run_comparison(tmp_path, TWO, [0], settings, CachingEvaluator(evaluator), None)
+    assert len(evaluator.jobs) == asked, "nothing is measured again"
+    run_comparison(tmp_path, TWO, [0, 1], settings, CachingEvaluator(evaluator), None)
+    known = read_results(tmp_path)
+    winners = {
+        name: [one.winner for one in results_of(known, name, range(3)).values() if one.winner]
+        for name in TWO
+    }
+    assert [len(ended) for ended in winners.values()] == [2, 2]
+    text = format_searches(tmp_path, TWO, range(3))
+    gaps = [
+        one.objective - other.objective
+        for one, other in zip(winners["tpe"], winners["random"], strict=True)
+    ]
+    assert f"tpe less random, paired by seed: {format_mean(gaps)}" in text
+    assert "| tpe | 2 |" in text
+
+
+def test_only_strategies_that_ask_for_lists_get_them(data: Dataset, tmp_path: Path) -> None:
+    settings = Settings(
+        rounds=1, per_round=3, budgets=(8,), proposer="scripted", proposals_per_reply=3
+    )
+    arms = {"autoprune": 3, "autoprune+": 3, "autoprune+@none": 1, "tpe": 1}
+    proposer = ScriptedProposer([list_reply(0, 3)])
+    run_comparison(tmp_path, list(arms), [0], settings, SyntheticEvaluator(data), lambda: proposer)
+    for arm, length in arms.items():
+        record = read_ledger(tmp_path / f"{arm}-0.jsonl")[0]
+        assert isinstance(record, SettingsRecord)
+        assert record.settings.proposals_per_reply == length
+
+
+def test_concurrent_searches_have_the_same_ledgers(data: Dataset, tmp_path: Path) -> None:
+    settings = Settings(rounds=2, per_round=3, budgets=(8,), proposer="m")
+    names, seeds, evaluator = ("autoprune", "random"), (0, 1), SyntheticEvaluator(data)
+    alone, together = (
+        ScriptedProposer(valid_replies(20)),
+        WaitingProposer(valid_replies(20), 2 * settings.per_round),
+    )
+    run_comparison(tmp_path / "a", names, seeds, settings, evaluator, lambda: alone)
+    run_comparison(tmp_path / "b", names, seeds, settings, evaluator, lambda: together, 4)
+    for name in names:
+        for seed in seeds:
+            with (
+                Ledger(tmp_path / "a" / f"{name}-{seed}.jsonl") as one,
+                Ledger(tmp_path / "b" / f"{name}-{seed}.jsonl") as other,
+            ):
+                assert one.digest() == other.digest()
+
+
+def test_a_model_that_writes_nothing_valid_does_not_stop_other_arms(
+    data: Dataset, tmp_path: Path
+) -> None:
+    settings = Settings(rounds=6, per_round=5, budgets=(8,), proposer="m")
+    names, evaluator = ("autoprune", "random"), SyntheticEvaluator(data)
+    model = ScriptedProposer(["no"])
+    run_comparison(tmp_path, names, [0], settings, evaluator, lambda: model)
+    results = read_results(tmp_path)
+    assert results["autoprune-0"].winner is None and results["random-0"].winner is not None
+    assert results["autoprune-0"].invalid == results["autoprune-0"].candidates == 25
+    lines = format_searches(tmp_path, names, [0]).splitlines()
+    assert "| autoprune | 0 |  |  |  |  | 100 |" in lines
+    assert any(line.startswith("| random | 1 |") and line.endswith("| 0 |") for line in lines)
+
+
+async def test_answers_are_cached_across_searches(data: Dataset) -> None:
+    evaluator = SyntheticEvaluator(data)
+    remembering = CachingEvaluator(evaluator)
+    job = EvaluationJob(None, 0, "search", 0, 4)
+    assert await remembering.evaluate(job) == await remembering.evaluate(job)
+    assert len(evaluator.jobs) == 1
+
+
+async def _add_search(folder: Path, data: Dataset, seed: int, base_policy: str) -> None:
+    settings = Settings(
+        strategy="random", rounds=1, per_round=2, budgets=(8,), seed=seed, base_policy=base_policy
+    )
+    await run_search(folder / f"random-{seed}.jsonl", settings, SyntheticEvaluator(data))
+    add_result(folder, "random", seed)
+
+
+def test_winners_are_confirmed_on_the_base_policy_of_their_search(
+    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases: list[str] = []
+
+    def evaluator(
+        yardstick: Yardstick, images: dict[Split, int], *, each: int, base_policy: str
+    ) -> SyntheticEvaluator:
+        bases.append(base_policy)
+        return SyntheticEvaluator(data)
+
+    monkeypatch.setattr(commands, "open_yardstick", lambda name, checkpoint: None)
+    monkeypatch.setattr(commands, "YardstickEvaluator", evaluator)
+    asyncio.run(_add_search(tmp_path, data, 0, "divprune"))
+    assert main(["confirm", "--out", str(tmp_path), "--strategies", "random"]) == 0
+    assert bases == ["divprune"] and set(read_confirmation(tmp_path)) == {"random-0"}
+
+
+def test_a_folder_of_several_base_policies_is_refused(
+    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed, base_policy in enumerate(("divprune", "visionzip")):
+        asyncio.run(_add_search(tmp_path, data, seed, base_policy))
+    assert main(["confirm", "--out", str(tmp_path)]) == 1
+    assert "2 base policies (divprune, visionzip) ->" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["compare", "study"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--proposals-per-reply", "5"], "no language model writes -> give --proposer-url"),
+        (["--strategies", "tpe", "autoprune"], "some ask a language model -> give --proposer-url"),
+        (["--proposer-url", "http://localhost:1/v1"], "give --proposer-model"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    command: str,
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([command, "--out", str(tmp_path / "out"), *options]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+class StandIn:
+    """A yardstick's name, where its model is not needed."""
+
+    name = "stand-in"
 
 
 @pytest.fixture(autouse=True)

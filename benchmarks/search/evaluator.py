@@ -1,25 +1,29 @@
 """Evaluator on a yardstick in this process, for comparisons that need thousands of evaluations.
 
 Vision features of every image are computed once, so a candidate costs a selection and one forward
-pass of the language model over K tokens and the question.
+pass of the language model over K tokens and the question. The splits use disjoint seeds, which
+training does not use; mini-LLaVA's are also a data folder of `vllm-autoprune search`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
+from itertools import groupby
 from pathlib import Path
+from random import Random
 
 from benchmarks.accuracy.yardsticks.cases import ALL_TOKENS, FULL, Budget, Case
 from benchmarks.accuracy.yardsticks.yardstick import EncodedBatch, Yardstick, batches
 from benchmarks.minillava.split import Example as SceneQuestion
-from benchmarks.search.scenes import as_example, sample_questions
+from benchmarks.minillava.split import draw_examples, png
 from offline_search.components import SelectionProgram
-from offline_search.dataset import SPLITS, Dataset, Split
+from offline_search.dataset import SPLITS, Dataset, Split, write_split
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers
 from offline_search.programs import select_with_program
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed
+from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _PROBE_IMAGES = 16
@@ -51,10 +55,10 @@ class YardstickEvaluator:
         self._yardstick = yardstick
         self._batches: dict[Split, list[list[SceneQuestion]]] = {}
         for split in SPLITS:
-            questions = sample_questions(yardstick.draw(split, images[split]), each)
+            questions = _sample_questions(yardstick.draw(split, images[split]), each)
             self._batches[split] = list(_merge(batches(yardstick, questions), yardstick))
         examples = {
-            split: [as_example(split, one) for batch in self._batches[split] for one in batch]
+            split: [_as_example(split, one) for batch in self._batches[split] for one in batch]
             for split in SPLITS
         }
         self.dataset = Dataset(Path(yardstick.name), examples)
@@ -135,3 +139,66 @@ def _merge(
             joined = []
         joined += batch
     yield joined
+
+
+def _sample_questions(
+    questions: Sequence[SceneQuestion], each: int | None
+) -> Sequence[SceneQuestion]:
+    """At most ``each`` questions about every image, a random sample that keeps pairs together.
+
+    Scores of questions about one image are correlated, so few questions about many images give a
+    more precise estimate than many about few.
+    """
+    if each is None:
+        return questions
+    by_scene = groupby(questions, key=lambda question: question.image_id)
+    return [
+        question
+        for scene, group in by_scene
+        for question in _sample(list(group), each, Random(scene))
+    ]
+
+
+def _sample(questions: list[SceneQuestion], size: int, rng: Random) -> list[SceneQuestion]:
+    """A random sample of one scene's questions without incomplete pairs, in their order."""
+    groups = [list(group) for _, group in groupby(enumerate(questions), key=_pair_key)]
+    rng.shuffle(groups)
+    sample: list[tuple[int, SceneQuestion]] = []
+    for group in groups:
+        if len(sample) + len(group) <= size:
+            sample += group
+    return [question for _, question in sorted(sample, key=lambda numbered: numbered[0])]
+
+
+def _pair_key(numbered: tuple[int, SceneQuestion]) -> tuple[str, int]:
+    index, question = numbered
+    return ("alone", index) if question.pair is None else ("pair", question.pair)
+
+
+def write_data(folder: Path, scenes: dict[Split, int], *, each: int | None = None) -> None:
+    """Write a data folder: images and the three splits."""
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        questions = _sample_questions(draw_examples(split, scenes[split]), each)
+        for question in questions:
+            path = folder / _image_name(split, question)
+            if not path.exists():
+                path.write_bytes(png(question.image))
+        examples = [_as_example(split, question) for question in questions]
+        write_split(folder / f"{split}.jsonl", examples)
+
+
+def _as_example(split: Split, question: SceneQuestion) -> Example:
+    """A scene question as an example of the search."""
+    return Example(
+        image=_image_name(split, question),
+        question=question.question,
+        answer=question.answer,
+        category=question.kind,
+        pair=question.pair,
+    )
+
+
+def _image_name(split: Split, question: SceneQuestion) -> str:
+    """Path of an image within the data folder."""
+    return f"images/{split}-{question.image_id}.png"

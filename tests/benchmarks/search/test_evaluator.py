@@ -2,14 +2,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.accuracy.yardsticks.catalogue import open_yardstick
-from benchmarks.search.yardstick_evaluator import YardstickEvaluator
+from benchmarks.minillava.split import draw_examples
+from benchmarks.minillava.wordings import KINDS
+from benchmarks.search.evaluator import YardstickEvaluator, write_data
 from offline_search.components import Candidate, SelectionProgram
-from offline_search.dataset import Split
+from offline_search.dataset import SPLITS, Split, read_dataset
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers, accuracy, relative_logprob
 from offline_search.rounds import selection_fingerprint
@@ -17,6 +20,7 @@ from vllm_autoprune import load_state
 from vllm_autoprune.errors import EvaluationFailed
 
 SCENES = 10
+FEW: dict[Split, int] = {"search": 2, "validation": 3, "test": 4}
 
 
 def _images(search: int) -> dict[Split, int]:
@@ -99,3 +103,27 @@ async def test_programs_are_measured_on_the_tokens_that_they_select(name: str, b
     wrong = SelectionProgram(f"{head} [0]")
     with pytest.raises(EvaluationFailed, match="different indices"):
         await measure(wrong)
+
+
+def test_the_data_folder_can_be_read_and_sampled_questions_keep_pairs_together(
+    tmp_path: Path,
+) -> None:
+    write_data(tmp_path / "all", FEW)
+    write_data(tmp_path / "few", FEW, each=5)
+    dataset, sampled = read_dataset(tmp_path / "all"), read_dataset(tmp_path / "few")
+    images = set()
+    for split in SPLITS:
+        questions, read = draw_examples(split, FEW[split]), dataset.examples(split)
+        assert {one.kind for one in questions} == set(KINDS)
+        assert sorted(e.question for e in read) == sorted(e.question for e in questions)
+        assert len({example.image for example in read}) == FEW[split]
+        images |= {dataset.image_bytes(example) for example in read}
+        some = sampled.examples(split)
+        for image in {example.image for example in some}:
+            about = [example for example in some if example.image == image]
+            assert 4 <= len(about) <= 5, "a pair that does not fit leaves one place"
+            pairs = [example.pair for example in about if example.pair is not None]
+            assert all(pairs.count(pair) == 2 for pair in pairs)
+        assert {example.category for example in some} > {some[0].category}
+    assert len(images) == sum(FEW.values()), "splits share no scene"
+    assert all(image.startswith(b"\x89PNG") for image in images)
