@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from benchmarks.zoo.states import SEARCH_RESULTS, SOURCE, build_states
 from vllm_autoprune import PruningState, load_state, materialize
-from vllm_autoprune.evaluation.records import RESIZED
+from vllm_autoprune.evaluation.journal import RESIZED
 from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from vllm_autoprune.evaluation.journal import Contents
-from vllm_autoprune.evaluation.records import MME, Answer, Arm, Case, Question, Setup
+from vllm_autoprune.evaluation.journal import (
+    MME,
+    Answer,
+    Arm,
+    Case,
+    Contents,
+    Journal,
+    Question,
+    Setup,
+)
 
 SETUP = Setup(suite="s", model="m", data="d", scorer="by hand", mme_divisor=2.0)
 
@@ -36,3 +45,9 @@ def contents(*cases: tuple[Case, Sequence[float]]) -> Contents:
     """The contents of a journal in which every case has one score per question."""
     records = [answer for one, values in cases for answer in answers(one.name, values)]
     return Contents([SETUP, *(one for one, _ in cases), *QUESTIONS, *records])
+
+
+def read_journal(path: Path) -> Contents:
+    """The contents of a journal that no process writes."""
+    with Journal(path) as journal:
+        return journal.contents

@@ -4,9 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.evaluation.samples import FULL, QUESTIONS, SETUP, answers, case
-from vllm_autoprune.evaluation.journal import Contents, Journal, read_journal, unanswered
-from vllm_autoprune.evaluation.records import Answer, EvaluationError
+from tests.evaluation.samples import FULL, QUESTIONS, SETUP, answers, case, read_journal
+from vllm_autoprune.evaluation.journal import (
+    Answer,
+    Contents,
+    EvaluationError,
+    Journal,
+    unanswered,
+)
 
 RANDOM = case("random@8", "random")
 

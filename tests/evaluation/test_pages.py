@@ -5,10 +5,8 @@ import re
 from collections.abc import Sequence
 
 from tests.evaluation.samples import FULL, QUESTIONS, SETUP, answers, case, contents
-from vllm_autoprune.evaluation.html import as_html
-from vllm_autoprune.evaluation.journal import Contents
-from vllm_autoprune.evaluation.pages import as_latex, as_markdown
-from vllm_autoprune.evaluation.records import Answer, Case, Question
+from vllm_autoprune.evaluation.journal import Answer, Case, Contents, Question
+from vllm_autoprune.evaluation.pages import as_html, as_latex, as_markdown
 from vllm_autoprune.evaluation.report import Report, build_report
 from vllm_autoprune.evaluation.run import as_json
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_autoprune import load_state
-from vllm_autoprune.evaluation.served import build_cases
+from vllm_autoprune.evaluation.run import build_cases
 
 
 def test_each_state_is_compared_with_its_base_policy() -> None:

@@ -1,27 +1,130 @@
-"""The journal: an append-only JSONL file of records, from which an evaluation can be resumed.
+"""The journal of an evaluation: an append-only JSONL file, from which it can be resumed.
 
-A killed process loses only the requests in flight; the next one asks the questions that are still
-unanswered. Failed answers count as unanswered.
+It records the set-up, the cases, and questions, answers and totals, one a line; all tables are
+computed from it. A killed process loses only the requests in flight; the next one asks the
+questions that are still unanswered. Failed answers count as unanswered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 
-from vllm_autoprune.evaluation.records import (
-    RECORD,
-    Answer,
-    Case,
-    EvaluationError,
-    Question,
-    Record,
-    Setup,
-    Total,
-)
-from vllm_autoprune.record_file import RecordFile, read_records
+from pydantic import Field, JsonValue, TypeAdapter
+
+from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.record_file import FrozenModel, RecordFile
+
+MME = "MME"
+"""The benchmark of yes/no pairs by category, which is scored in points."""
+
+RESIZED = "resize control"
+"""Name in tables of the case that resizes images."""
+
+Arm = Literal["full", "random", "resized", "base", "autoprune", "found", "quota"]
+"""How tokens are selected: all, at random, those of a resized image, by a base policy alone, with
+the shipped residual, or with the residual of a search on this model; and two kinds of ablation of
+the shipped residual."""
+
+
+class EvaluationError(AutopruneError):
+    """An evaluation cannot start or continue; the message says why and how to fix it.
+
+    Everything recorded until then is kept. A single failed request is recorded, not raised.
+    """
+
+
+class Setup(FrozenModel):
+    """The first record: what is measured. Only runs with the same set-up may share a journal."""
+
+    kind: Literal["setup"] = "setup"
+    suite: str
+    model: str = Field(description="the served model, with a digest where there is one")
+    data: str = Field(description="the questions, with a digest where there is one")
+    scorer: str = Field(description="the scorer of answers, with its version")
+    backbone: str = Field(default="", description="the backbone whose published rows are compared")
+    mme_divisor: float = Field(description="divides points of MME to give per cent, in Acc.")
+
+
+class Case(FrozenModel):
+    """One way to serve the questions; ``name`` is unique within an evaluation."""
+
+    kind: Literal["case"] = "case"
+    name: str
+    arm: Arm
+    label: str = Field(description="its name in tables")
+    budget: int = Field(default=0, description="K; 0 means all tokens")
+    base: str = Field(default="", description="the case it is compared with, besides full")
+    quota: int | None = Field(default=None, description="q_e, if the case prunes")
+    digest: str = Field(default="", description="digest of the served state")
+    pruning: dict[str, JsonValue] = Field(
+        default_factory=dict, description="the plugin's field in every request"
+    )
+    refused: str = Field(default="", description="why the case cannot be served, if it cannot")
+
+
+class Question(FrozenModel):
+    """One question; ``category`` and ``pair`` are MME's, a pair has one "yes" and one "no"."""
+
+    kind: Literal["question"] = "question"
+    id: str
+    benchmark: str
+    image: str = Field(description="questions about one image are resampled together")
+    category: str = ""
+    pair: str = ""
+
+
+def kind_of(question: Question) -> str:
+    """The kind of a question as the data calls it; those of MME are its categories."""
+    return question.category or question.benchmark
+
+
+class Answer(FrozenModel):
+    """The answer to one question in one case; a failed request has neither score nor text."""
+
+    kind: Literal["answer"] = "answer"
+    case: str
+    question: str
+    score: float | None = Field(default=None, description="0 to 1, if answers are scored singly")
+    logprob: float | None = Field(default=None, description="ln p of the reference answer")
+    prompt_tokens: int | None = None
+    text: str | None = None
+    failure: str | None = None
+
+
+class Total(FrozenModel):
+    """The score that a benchmark's own scorer gives to a case, in the benchmark's unit."""
+
+    kind: Literal["total"] = "total"
+    case: str
+    benchmark: str
+    metric: str
+    value: float
+    count: int = Field(description="number of answers scored")
+
+
+Record = Annotated[Setup | Case | Question | Answer | Total, Field(discriminator="kind")]
+
+RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+
 
 JOURNAL = "samples.jsonl"
+
+
+def _key(record: Record) -> tuple[str, ...]:
+    """Of two records with one key the later one counts."""
+    match record:
+        case Setup():
+            return ("setup",)
+        case Case():
+            return ("case", record.name)
+        case Question():
+            return ("question", record.id)
+        case Answer():
+            return ("answer", record.case, record.question)
+        case Total():
+            return ("total", record.case, record.benchmark)
 
 
 class Contents:
@@ -33,13 +136,13 @@ class Contents:
         self.questions: dict[str, Question] = {}
         self.answers: dict[str, dict[str, Answer]] = {}
         self.totals: dict[str, dict[str, Total]] = {}
-        self._by_key: dict[str, Record] = {}
+        self._by_key: dict[tuple[str, ...], Record] = {}
         for record in records:
             self.add(record)
 
     def add(self, record: Record) -> None:
         """Add one record."""
-        self._by_key[record.key] = record
+        self._by_key[_key(record)] = record
         match record:
             case Setup():
                 self.setup = record
@@ -54,7 +157,7 @@ class Contents:
 
     def existing(self, record: Record) -> Record | None:
         """The record with the same key, if there is one."""
-        return self._by_key.get(record.key)
+        return self._by_key.get(_key(record))
 
     def is_answered(self, case: str, question: str) -> bool:
         """Whether a question has an answer that did not fail."""
@@ -105,9 +208,10 @@ class Journal(RecordFile[Record]):
             else:
                 may_differ = existing is None or not isinstance(record, Question | Setup)
             if not may_differ:
+                name = "/".join(_key(record))
                 raise EvaluationError(
-                    f"{self.path}: {record.key} differs from the one recorded before -> name "
-                    "another folder with --out"
+                    f"{self.path}: {name} differs from the one recorded before -> name another "
+                    "folder with --out"
                 )
             new.append(record)
         if not new:
@@ -115,11 +219,6 @@ class Journal(RecordFile[Record]):
         super().append(new)
         for record in new:
             self.contents.add(record)
-
-
-def read_journal(path: Path) -> Contents:
-    """Read a journal without opening it for writing; raises :class:`EvaluationError`."""
-    return Contents(read_records(path, RECORD, EvaluationError, "name a folder with --out"))
 
 
 def unanswered(

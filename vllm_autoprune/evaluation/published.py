@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.aggregate import (
+from vllm_autoprune.evaluation.scoring import (
     MMBENCH,
     Scores,
     accuracy,

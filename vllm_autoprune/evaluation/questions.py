@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.records import MME, Question
+from vllm_autoprune.evaluation.journal import MME, Question
 from vllm_autoprune.record_file import FrozenModel
 
 

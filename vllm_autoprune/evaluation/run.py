@@ -1,23 +1,54 @@
-"""Runs of a suite: the protocol of suites, their progress, and the report files.
+"""Runs of an evaluation: suites, of which one asks a running server, progress, and report files.
 
-Whatever ends a run, the answers recorded until then are kept, and the report tells whether they are
-valid.
+Every request carries the pruning options of its case, so the server needs ``--autoprune-requests
+states``. Whatever ends a run, the answers recorded until then are kept, and the report tells
+whether they are valid.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.html import as_html
-from vllm_autoprune.evaluation.journal import JOURNAL, Contents, Journal
-from vllm_autoprune.evaluation.pages import as_latex, as_markdown
-from vllm_autoprune.evaluation.records import Case, EvaluationError, Setup
+from pydantic import JsonValue
+
+from vllm_autoprune import __version__
+from vllm_autoprune.base_policies import __all__ as _policies_are_loaded
+from vllm_autoprune.errors import AutopruneError, ConfigError, EvaluationFailed, Problem
+from vllm_autoprune.evaluation.journal import (
+    JOURNAL,
+    MME,
+    RESIZED,
+    Answer,
+    Arm,
+    Case,
+    Contents,
+    EvaluationError,
+    Journal,
+    Setup,
+    unanswered,
+)
+from vllm_autoprune.evaluation.pages import as_html, as_latex, as_markdown
+from vllm_autoprune.evaluation.questions import PreparedQuestion, questions_digest, read_questions
 from vllm_autoprune.evaluation.report import Report, build_report
+from vllm_autoprune.evaluation.scoring_request import score_answer
+from vllm_autoprune.http_client import (
+    MAX_IN_FLIGHT,
+    AsyncServerClient,
+    ServerLost,
+    choose_model,
+    reporting_failures,
+)
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.state import PruningState
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -129,3 +160,312 @@ def as_json(report: Report) -> str:
         exclude={"rows": {"__all__": {"case": {"pruning"}}}, "refused": {"__all__": {"pruning"}}},
     )
     return json.dumps({"valid": report.valid, **content}, indent=1)
+
+
+SCORER = f"vllm-autoprune {__version__}: greedy decoding gives the reference answer"
+FULL = Case(name="full", arm="full", label="full", pruning={"enabled": False})
+"""The unpruned model, which every other case is compared with."""
+
+SOURCE = "autoprune"
+"""The shipped state whose exchange is applied to every base policy."""
+
+ALL = "all"
+"""Name that stands for every base policy."""
+
+_REJECTED = "status 4"
+"""How the failure of a request begins that the server rejected, and would reject again."""
+
+_ATTEMPTS = 3
+_DIGITS = 5
+"""Decimals of log-probabilities; bfloat16 has less precision."""
+
+_REJECTIONS = 2
+"""Questions that a server rejects in a row, from the first on, before a case counts as refused."""
+
+_WRITE_EVERY = 64
+"""Answers that are written together; a killed process loses at most as many."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Address and model of the server, and limits of the requests to it."""
+
+    url: str
+    served_name: str | None = None
+    max_in_flight: int = MAX_IN_FLIGHT
+    wait: float = 1.0
+    """Seconds before a failed request is sent again."""
+
+
+def random_case(budget: int) -> Case:
+    """The case that keeps K tokens chosen at random."""
+    pruning: dict[str, JsonValue] = {"keep": "random", "budget": budget}
+    return Case(
+        name=f"random@{budget}", arm="random", label="random keep", budget=budget, pruning=pruning
+    )
+
+
+def resized_case(budget: int) -> Case:
+    """The resize control: the image at K tokens without a policy."""
+    pruning: dict[str, JsonValue] = {"keep": "resized", "budget": budget}
+    return Case(
+        name=f"resized@{budget}", arm="resized", label=RESIZED, budget=budget, pruning=pruning
+    )
+
+
+def prune_case(
+    name: str, arm: Arm, label: str, state: PruningState, budget: int, base: str = ""
+) -> Case:
+    """A case that sends a state in every request; refused if the state cannot have K = budget."""
+    refused, quota = "", None
+    try:
+        quota = materialize(state, budget).quota
+    except AutopruneError as error:
+        refused = str(error)
+    return Case(
+        name=name,
+        arm=arm,
+        label=label,
+        budget=budget,
+        base=base,
+        quota=quota,
+        digest=state.digest,
+        pruning={
+            "state": state.model_dump(mode="json", exclude={"provenance"}),
+            "budget": budget,
+        },
+        refused=refused,
+    )
+
+
+async def score_answers(
+    settings: Settings,
+    pairs: Sequence[tuple[Case, PreparedQuestion]],
+    journal: Journal,
+    progress: Progress,
+) -> None:
+    """Score all pairs concurrently, started in order; answers are written even after an error.
+
+    A case whose state the server rejects from the first question on is recorded as refused, with
+    the server's reason. Raises :class:`ConfigError` where it rejects every state, or any choice.
+    """
+    server = AsyncServerClient(settings.url, settings.max_in_flight)
+    queue, done = iter(pairs), list[Answer]()
+    refusals = Refusals(settings.url, [case for case, _ in pairs], journal.contents)
+
+    async def work() -> None:
+        for case, question in queue:
+            if case.name not in refusals.reasons:
+                answer = await _score(server, model, case, question, settings.wait)
+                refusals.add(case, answer)
+                done.append(answer)
+            progress.advance()
+            if len(done) >= _WRITE_EVERY:
+                journal.append(done)
+                done.clear()
+
+    try:
+        with reporting_failures(settings.url):
+            models = await server.list_models()
+        model = choose_model(settings.url, models, settings.served_name)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(settings.max_in_flight):
+                group.create_task(work())
+    except ExceptionGroup as errors:
+        error = _first_error(errors)
+        if isinstance(error, ConfigError):
+            done.clear()  # else the corrected command would have to say --resume
+        raise error from None
+    finally:
+        journal.append(done)
+        cases = {case.name: case for case, _ in pairs}
+        journal.append([
+            cases[name].model_copy(update={"refused": reason})
+            for name, reason in refusals.reasons.items()
+        ])  # fmt: skip
+        await server.close()
+
+
+async def _score(
+    server: AsyncServerClient, model: str, case: Case, question: PreparedQuestion, wait: float
+) -> Answer:
+    """The answer is right if greedy decoding gives it and then stops or starts another word.
+
+    Raises :class:`EvaluationError` if the server has stopped answering.
+    """
+    record = Answer(case=case.name, question=question.record.id)
+    try:
+        scored = await score_answer(
+            [server], model, question.image, question.text, question.answer, case.pruning,
+            attempts=_ATTEMPTS, first_wait=wait,
+        )  # fmt: skip
+    except EvaluationFailed as error:
+        return record.model_copy(update={"failure": str(error)})
+    except ServerLost as error:
+        fix = "start it again and add --resume: nothing is lost"
+        raise EvaluationError(f"{error} -> {fix}") from None
+    return record.model_copy(
+        update={
+            "score": float(scored.right and not scored.following[:1].isalnum()),
+            "logprob": round(scored.logprob, _DIGITS),
+            "prompt_tokens": scored.prompt_tokens,
+        }
+    )
+
+
+def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = errors.exceptions[0]
+    return _first_error(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+class Refusals:
+    """The cases whose states a server refuses; the others are measured without them."""
+
+    def __init__(self, url: str, cases: Sequence[Case], contents: Contents) -> None:
+        """``cases``: that of every question that will be asked."""
+        self.reasons: dict[str, str] = {}
+        """By case, the server's message."""
+        self._url, self._asked = url, Counter(case.name for case in cases)
+        self._states = {one.name for one in contents.cases.values() if "state" in one.pruning}
+        self._served = {
+            name
+            for name, answers in contents.answers.items()
+            if any(answer.failure is None for answer in answers.values())
+        }
+        self._rejected = Counter[str]()
+
+    def add(self, case: Case, answer: Answer) -> None:
+        """Count an answer; raises :class:`ConfigError` once nothing is left to compare."""
+        if not (answer.failure or "").startswith(_REJECTED):
+            self._served.add(case.name)
+            self.reasons.pop(case.name, None)
+            return
+        self._rejected[case.name] += 1
+        count = min(_REJECTIONS, self._asked[case.name])
+        if case.name not in self._served and self._rejected[case.name] >= count:
+            self.refuse(case, answer.failure or "")
+
+    def refuse(self, case: Case, reason: str) -> None:
+        """Record a refusal; raises :class:`ConfigError` once nothing is left to compare."""
+        if case.name in self._states:
+            self.reasons[case.name] = reason
+            left = (self._asked.keys() & self._states) - self.reasons.keys()
+            nothing = not left and not self._served & self._states
+        else:
+            nothing = case.name == FULL.name
+        if nothing:
+            fix = "start it with --autoprune-requests states, or name states that its model serves"
+            raise ConfigError("eval", [Problem(self._url, f"refuses every state: {reason}", fix)])
+
+
+class FileSuite:
+    """The questions of a JSONL file: full tokens, controls, base policies and states."""
+
+    def __init__(
+        self,
+        path: Path,
+        cases: Sequence[Case],
+        settings: Settings,
+        limit: int | None = None,
+    ) -> None:
+        """``limit`` is the maximum number of questions."""
+        self.cases = cases
+        self._path, self._settings = path, settings
+        self._questions = {q.record.id: q for q in read_questions(path, limit)}
+        records = [question.record for question in self._questions.values()]
+        categories = {record.category for record in records if record.benchmark == MME}
+        digest = questions_digest(list(self._questions.values()))
+        self.setup = Setup(
+            suite="data",
+            model=settings.served_name or "the first model of the server",
+            data=f"{path.name}, {len(records)} questions, {digest}",
+            scorer=SCORER,
+            mme_divisor=2.0 * max(len(categories), 1),
+        )
+
+    def plan(self) -> Sequence[str]:
+        """The server, and the number of requests."""
+        cases = [case for case in self.cases if not case.refused]
+        count = len(self._questions)
+        return [
+            f"(served at {self._settings.url})",
+            f"{len(cases)} cases x {count} questions: {len(cases) * count:,} requests",
+        ]
+
+    def measure(self, journal: Journal, progress: Progress) -> None:
+        """Score the unanswered questions."""
+        records = [question.record for question in self._questions.values()]
+        journal.append(records)
+        todo = list(unanswered(journal.contents, self.cases, records))
+        if not todo:
+            return
+        total = sum(not case.refused for case in self.cases) * len(records)
+        progress.begin(total, total - len(todo))
+        pairs = [(case, self._questions[question.id]) for case, question in todo]
+        asyncio.run(score_answers(self._settings, pairs, journal, progress))
+
+    def objections(self, contents: Contents) -> Sequence[str]:
+        """Cases without any prompt shorter than the unpruned one, so that K had no effect."""
+        full = contents.answers.get(FULL.name, {})
+        return list(self._check_lengths(contents, full))
+
+    def _check_lengths(self, contents: Contents, full: dict[str, Answer]) -> Iterator[str]:
+        for case in self.cases:
+            answers = contents.answers.get(case.name, {}) if case.budget else {}
+            pairs = [(answer, full[name]) for name, answer in answers.items() if name in full]
+            known = [
+                (answer.prompt_tokens, whole.prompt_tokens)
+                for answer, whole in pairs
+                if answer.prompt_tokens is not None and whole.prompt_tokens is not None
+            ]
+            if known and all(pruned >= unpruned for pruned, unpruned in known):
+                yield f"{case.name}: no prompt is shorter than unpruned: K keeps every token"
+
+
+def find_states(names: Sequence[str]) -> list[PruningState]:
+    """States by name or file; ``all`` is the exchange of ``autoprune`` on every base policy.
+
+    Each is measured beside its base policy alone, so ``all`` gives a table of base policies.
+    """
+    assert _policies_are_loaded, "importing the package registers its policies"
+    states = list[PruningState]()
+    for name in names:
+        states += map(residual_on, BASE_POLICIES) if name == ALL else [load_state(name)]
+    return states
+
+
+def residual_on(policy: str) -> PruningState:
+    """The shipped state with another base policy."""
+    source = load_state(SOURCE)
+    if policy == source.base_policy.name:
+        return source
+    data = source.model_dump(mode="json")
+    data |= {"name": f"{SOURCE}-on-{policy}", "base_policy": {"name": policy, "params": {}}}
+    return load_state(data | {"provenance": {}})
+
+
+def build_cases(states: Sequence[PruningState], budgets: Sequence[int]) -> Iterator[Case]:
+    """The full model; for each budget both controls, and each state with its base policy alone."""
+    yield FULL
+    names: set[str] = set()
+    for budget in budgets:
+        yield random_case(budget)
+        yield resized_case(budget)
+        for state in states:
+            alone = _base_policy_alone(state)
+            base = prune_case(f"{alone.name}@{budget}", "base", alone.name, alone, budget)
+            shipped = state.digest == residual_on(state.base_policy.name).digest
+            arm: Arm = "autoprune" if shipped else "found"
+            own = prune_case(f"{state.name}@{budget}", arm, state.name, state, budget, base.name)
+            cases = (base,) if state.digest == alone.digest else (base, own)
+            for case in cases:
+                if case.name not in names:
+                    names.add(case.name)
+                    yield case
+
+
+def _base_policy_alone(state: PruningState) -> PruningState:
+    """The base policy of a state with the same parameters, and no exchange."""
+    alone = load_state(state.base_policy.name).model_dump(mode="json")
+    alone["base_policy"] = state.base_policy.model_dump(mode="json")
+    return load_state(alone)

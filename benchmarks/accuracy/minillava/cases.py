@@ -12,8 +12,8 @@ from typing import Literal, get_args
 from benchmarks.minillava.selections import EQUAL_POLICIES
 from benchmarks.zoo.states import QUOTAS, SEARCH_RESULTS
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.records import Case
-from vllm_autoprune.evaluation.served import (
+from vllm_autoprune.evaluation.journal import Case
+from vllm_autoprune.evaluation.run import (
     FULL,
     SOURCE,
     prune_case,

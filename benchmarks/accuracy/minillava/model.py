@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.minillava.split import CHECKPOINT, draw_examples, png_url, weights_digest
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.journal import MME, Question
 from vllm_autoprune.evaluation.questions import PreparedQuestion
-from vllm_autoprune.evaluation.records import MME, Question
 
 EMBEDDED = "embedded"
 _REQUESTS = 60_000

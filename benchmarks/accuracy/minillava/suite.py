@@ -20,12 +20,18 @@ from benchmarks.accuracy.minillava.model import (
     prepare_questions,
 )
 from benchmarks.server import ServerDied, command, serve
-from vllm_autoprune.evaluation import served
-from vllm_autoprune.evaluation.journal import Contents, Journal, unanswered
+from vllm_autoprune.evaluation import run
+from vllm_autoprune.evaluation.journal import (
+    MME,
+    Case,
+    Contents,
+    EvaluationError,
+    Journal,
+    Setup,
+    unanswered,
+)
 from vllm_autoprune.evaluation.questions import questions_digest
-from vllm_autoprune.evaluation.records import MME, Case, EvaluationError, Setup
-from vllm_autoprune.evaluation.run import Progress
-from vllm_autoprune.evaluation.served import SCORER, score_answers
+from vllm_autoprune.evaluation.run import SCORER, Progress, score_answers
 from vllm_autoprune.http_client import MAX_IN_FLIGHT
 
 NAME = "minillava"
@@ -49,9 +55,9 @@ class Settings:
     wait: float = 1.0
     """Seconds before a failed request is sent again."""
 
-    def at(self, url: str) -> served.Settings:
+    def at(self, url: str) -> run.Settings:
         """The same settings for the server at ``url``."""
-        return served.Settings(url, self.served_name, self.max_in_flight, self.wait)
+        return run.Settings(url, self.served_name, self.max_in_flight, self.wait)
 
 
 class MiniLlavaSuite:

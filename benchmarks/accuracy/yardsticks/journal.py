@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from vllm_autoprune.evaluation.records import EvaluationError
+from vllm_autoprune.evaluation.journal import EvaluationError
 from vllm_autoprune.record_file import FrozenModel, RecordFile
 
 

@@ -10,16 +10,16 @@ import pytest
 from benchmarks.minillava.lmms import TASK, write_task
 from benchmarks.minillava.split import draw_examples
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.evaluation.lmms.benchmarks import (
+from vllm_autoprune.evaluation.journal import MME, RESIZED
+from vllm_autoprune.evaluation.lmms.output import (
     BENCHMARKS,
     COLUMN_SETS,
     PINNED,
     find_tasks,
     select_benchmarks,
 )
-from vllm_autoprune.evaluation.lmms.servers import parse_servers
+from vllm_autoprune.evaluation.lmms.suite import parse_servers
 from vllm_autoprune.evaluation.published import read_published
-from vllm_autoprune.evaluation.records import MME, RESIZED
 
 
 def test_the_paper_s_benchmarks_are_named_as_its_columns() -> None:

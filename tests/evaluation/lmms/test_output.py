@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
-from vllm_autoprune.evaluation.lmms.benchmarks import Benchmark, select_benchmarks
-from vllm_autoprune.evaluation.lmms.output import Output, read_output
-from vllm_autoprune.evaluation.lmms.process import IMAGES
-from vllm_autoprune.evaluation.records import EvaluationError
+from vllm_autoprune.evaluation.journal import EvaluationError
+from vllm_autoprune.evaluation.lmms.output import (
+    IMAGES,
+    Benchmark,
+    Output,
+    read_output,
+    select_benchmarks,
+)
 
 Line = dict[str, JsonValue]
 

@@ -15,9 +15,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from PIL import Image
 
-from vllm_autoprune.evaluation.lmms import process
+from vllm_autoprune.evaluation.lmms import output
 
-PLUGIN = Path(process.__file__).with_name("plugin")
+PLUGIN = Path(output.__file__).with_name("plugin")
 
 Message = dict[str, object]
 
@@ -86,7 +86,7 @@ def test_its_entry_point_names_an_existing_class(plugin: ModuleType) -> None:
 def test_images_are_recorded_and_requests_are_unchanged(
     plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(plugin.FILE, str(tmp_path / process.IMAGES))
+    monkeypatch.setenv(plugin.FILE, str(tmp_path / output.IMAGES))
     monkeypatch.setenv(plugin.PRUNING, "{}")
     colours = ["red", "red", "blue"]
 
@@ -100,7 +100,7 @@ def test_images_are_recorded_and_requests_are_unchanged(
         text.partition("<PIL")[0] for text in plugin.OpenAIWithImages().generate_until(requests())
     ]
     assert texts == [text.partition("<PIL")[0] for text in Model().generate_until(requests())]
-    lines = [json.loads(line) for line in (tmp_path / process.IMAGES).read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / output.IMAGES).read_text().splitlines()]
     assert [(line["task"], line["doc_id"]) for line in lines] == [("t", 0), ("t", 1), ("t", 2)]
     first, second, third = (line["image"] for line in lines)
     assert first == second != third

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_autoprune.evaluation.lmms.process import last_error
+from vllm_autoprune.evaluation.lmms.suite import last_error
 
 AT = "\x1b[32m2026-11-22 02:35:34\x1b[0m | \x1b[31m\x1b[1mERROR   \x1b[0m | "
 WHERE = "\x1b[36mlmms_eval.__main__\x1b[0m:\x1b[36mcli_evaluate\x1b[0m:\x1b[36m614\x1b[0m - "

@@ -10,17 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.lmms.fake_lmms_eval import GOLD
+from tests.evaluation.samples import read_journal
 from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, completion, endpoint, error
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.evaluation.journal import JOURNAL, Journal, read_journal
-from vllm_autoprune.evaluation.lmms.benchmarks import Benchmark, select_benchmarks
-from vllm_autoprune.evaluation.lmms.process import IMAGES, LmmsEval
-from vllm_autoprune.evaluation.lmms.servers import Server, parse_servers
-from vllm_autoprune.evaluation.lmms.suite import LmmsSuite
-from vllm_autoprune.evaluation.records import MME
+from vllm_autoprune.evaluation.journal import JOURNAL, MME, Journal
+from vllm_autoprune.evaluation.lmms.output import IMAGES, Benchmark, select_benchmarks
+from vllm_autoprune.evaluation.lmms.suite import LmmsEval, LmmsSuite, Server, parse_servers
 from vllm_autoprune.evaluation.report import Report
-from vllm_autoprune.evaluation.run import Progress, evaluate
-from vllm_autoprune.evaluation.served import build_cases, find_states
+from vllm_autoprune.evaluation.run import Progress, build_cases, evaluate, find_states
 
 FAKE = Path(__file__).with_name("fake_lmms_eval.py")
 

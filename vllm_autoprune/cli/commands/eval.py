@@ -15,7 +15,7 @@ from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from vllm_autoprune.evaluation.records import Case
+    from vllm_autoprune.evaluation.journal import Case
     from vllm_autoprune.evaluation.run import Suite
 
 
@@ -140,7 +140,7 @@ def _build_suite(options: argparse.Namespace) -> tuple[Suite, Path]:
 
 
 def _data_suite(options: argparse.Namespace, path: Path) -> Suite:
-    from vllm_autoprune.evaluation.served import FileSuite, Settings
+    from vllm_autoprune.evaluation.run import FileSuite, Settings
 
     if options.server_url is None:
         fix = "give the address of a vllm serve with --autoprune-requests states"
@@ -153,7 +153,7 @@ def _data_suite(options: argparse.Namespace, path: Path) -> Suite:
 
 def _build_cases(options: argparse.Namespace) -> list[Case]:
     """The cases of ``--state`` and ``--budgets``."""
-    from vllm_autoprune.evaluation.served import build_cases, find_states
+    from vllm_autoprune.evaluation.run import build_cases, find_states
 
     if wrong := [budget for budget in options.budgets if budget < 1]:
         values = " ".join(map(str, wrong))
@@ -162,10 +162,8 @@ def _build_cases(options: argparse.Namespace) -> list[Case]:
 
 
 def _lmms_suite(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
-    from vllm_autoprune.evaluation.lmms.benchmarks import find_tasks, select_benchmarks
-    from vllm_autoprune.evaluation.lmms.process import LmmsEval
-    from vllm_autoprune.evaluation.lmms.servers import Server, parse_servers
-    from vllm_autoprune.evaluation.lmms.suite import LmmsSuite
+    from vllm_autoprune.evaluation.lmms.output import find_tasks, select_benchmarks
+    from vllm_autoprune.evaluation.lmms.suite import LmmsEval, LmmsSuite, Server, parse_servers
     from vllm_autoprune.evaluation.published import mme_divisor
 
     if options.served_name is None:

@@ -9,7 +9,7 @@ from benchmarks.accuracy.minillava.cases import BUDGETS, FAMILIES, build_cases
 from benchmarks.accuracy.yardsticks.minillava import MiniLlava
 from benchmarks.minillava.selections import EQUAL_POLICIES
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.evaluation.served import residual_on
+from vllm_autoprune.evaluation.run import residual_on
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state
 

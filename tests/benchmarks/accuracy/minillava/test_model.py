@@ -10,8 +10,8 @@ from benchmarks.accuracy.minillava.model import (
     prepare_questions,
 )
 from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.evaluation.journal import MME
 from vllm_autoprune.evaluation.questions import questions_digest
-from vllm_autoprune.evaluation.records import MME
 
 
 def test_the_embedded_model_and_its_questions() -> None:

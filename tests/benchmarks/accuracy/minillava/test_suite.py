@@ -21,9 +21,10 @@ from benchmarks.accuracy.minillava.model import find_model
 from benchmarks.accuracy.minillava.suite import MiniLlavaSuite, Settings, build_suite
 from benchmarks.server import ServerDied
 from tests.benchmarks.accuracy.minillava.server import answering, arm, kept, reply
+from tests.evaluation.samples import read_journal
 from tests.offline_search.endpoint import Answer, Body, endpoint, error
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.evaluation.journal import JOURNAL, read_journal
+from vllm_autoprune.evaluation.journal import JOURNAL
 from vllm_autoprune.evaluation.report import Report
 from vllm_autoprune.evaluation.run import Progress, evaluate
 

@@ -8,7 +8,7 @@ from benchmarks.accuracy.yardsticks.cases import Case, build_cases
 from benchmarks.accuracy.yardsticks.journal import YardstickJournal
 from benchmarks.accuracy.yardsticks.measure import Results, measure
 from tests.benchmarks.accuracy.yardsticks.sample import SampleYardstick
-from vllm_autoprune.evaluation.records import EvaluationError
+from vllm_autoprune.evaluation.journal import EvaluationError
 from vllm_autoprune.evaluation.run import Progress
 
 NAMES = ("random", "divprune", "instruction-free")

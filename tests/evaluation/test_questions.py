@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.evaluation.journal import MME
 from vllm_autoprune.evaluation.questions import read_questions
-from vllm_autoprune.evaluation.records import MME
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.evaluation.samples import FULL
-from tests.evaluation.test_resizing import CONTROL, STATE, report_of, scores
+from tests.evaluation.test_report import CONTROL, STATE, report_of, scores
 from vllm_autoprune import PruningState, load_state
+from vllm_autoprune.cli.commands.validate import find_losses, find_reported_losses
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.evaluation.evidence import find_losses, find_reported_losses
 from vllm_autoprune.evaluation.report import Report
 from vllm_autoprune.evaluation.run import as_json
 
