@@ -10,11 +10,11 @@ import pytest
 from vllm_autoprune.selftest.checks import (
     CHECKS,
     SMALL_BUDGET,
+    SPLIT_QUESTION,
+    remaining_indices,
     runners_agree,
 )
-from vllm_autoprune.selftest.comparisons import remaining_indices
-from vllm_autoprune.selftest.part_checks import SPLIT_QUESTION
-from vllm_autoprune.selftest.report import Completion, Report
+from vllm_autoprune.selftest.run import Completion, Report
 
 IMAGE, N = 9, 12
 PARTS = [[0, 1, 2, 4, 6, 8, 9, 10, 11], [3, 5]]

@@ -88,7 +88,7 @@ def interleaved_tiles(backbone: str, count: int, seed: int = 0) -> dict[str, Any
     """
     from tests.serving.engine import model_of, release, start
     from vllm_autoprune.selftest.backbones import build
-    from vllm_autoprune.selftest.questions import picture
+    from vllm_autoprune.selftest.tiny_engine import picture
 
     random = Random(seed)
     pictures = [picture(*size, number) for number, size in enumerate(SIZES)]

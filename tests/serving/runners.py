@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.serving.scenarios import PATIENCE, Report, begin, run
-from vllm_autoprune.selftest import report
 from vllm_autoprune.selftest.run import RUNNERS
+from vllm_autoprune.selftest.run import Report as SelftestReport
 
 # Without these vLLM binds the threads of every engine to the same cores.
 _ONE_CORE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -48,6 +48,6 @@ class Runner:
         """The report of a scenario, in a separate process if there are ``more`` variables."""
         return run(scenario, {**self.environment, **(more or {})}, patience)
 
-    def examine(self, backbone: str) -> report.Report:
+    def examine(self, backbone: str) -> SelftestReport:
         """The selftest's report of a backbone."""
-        return report.Report.model_validate(self.run(f"selftest:{backbone}"))
+        return SelftestReport.model_validate(self.run(f"selftest:{backbone}"))

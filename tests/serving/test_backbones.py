@@ -11,7 +11,7 @@ from _pytest.mark import ParameterSet
 from tests.serving.runners import Runner
 from vllm_autoprune.selftest.backbones import BUILDERS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
-from vllm_autoprune.selftest.report import Report
+from vllm_autoprune.selftest.run import Report
 from vllm_autoprune.serving.models import BACKBONES
 
 pytestmark = [

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.selftest.glm_models import GLM_BUILDERS
-from vllm_autoprune.selftest.qwen_models import QWEN_BUILDERS
+from vllm_autoprune.selftest.mrope_models import MROPE_BUILDERS
 from vllm_autoprune.selftest.tiny_models import (
     CLIP_NAMES,
     TEXT,
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from transformers.image_processing_utils import BaseImageProcessor
     from transformers.processing_utils import ProcessorMixin
 
-BUILDERS: dict[str, Callable[[Path], None]] = {**QWEN_BUILDERS, **GLM_BUILDERS}
+BUILDERS: dict[str, Callable[[Path], None]] = dict(MROPE_BUILDERS)
 """Name of a backbone -> writes its model to a folder."""
 
 NEEDED_PACKAGES = {"smolvlm": "num2words"}
@@ -45,7 +44,7 @@ def build(name: str, folder: Path) -> Path:
     return folder
 
 
-def register_builder(name: str) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
+def _register(name: str) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
     """Register the function that writes a backbone's tiny model."""
 
     def register(function: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -55,7 +54,7 @@ def register_builder(name: str) -> Callable[[Callable[[Path], None]], Callable[[
     return register
 
 
-@register_builder("llava_next")
+@_register("llava_next")
 def _llava_next(folder: Path) -> None:
     from transformers import (
         LlavaNextConfig,
@@ -94,7 +93,7 @@ def _llava_next(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-@register_builder("llava_onevision")
+@_register("llava_onevision")
 def _onevision(folder: Path) -> None:
     from transformers import (
         LlavaOnevisionConfig,
@@ -135,7 +134,7 @@ def _onevision(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-@register_builder("internvl")
+@_register("internvl")
 def _internvl(folder: Path) -> None:
     from transformers import (
         GotOcr2ImageProcessor,
@@ -176,7 +175,7 @@ def _internvl(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-@register_builder("gemma3")
+@_register("gemma3")
 def _gemma3(folder: Path) -> None:
     from transformers import Gemma3Config, Gemma3ImageProcessor, Gemma3Processor
 
@@ -220,14 +219,14 @@ def _gemma3(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-@register_builder("idefics3")
+@_register("idefics3")
 def _idefics3(folder: Path) -> None:
     from transformers import Idefics3Config, Idefics3ImageProcessor, Idefics3Processor
 
     _write_idefics(folder, Idefics3Config, Idefics3ImageProcessor, Idefics3Processor, 84, 2)
 
 
-@register_builder("smolvlm")
+@_register("smolvlm")
 def _smolvlm(folder: Path) -> None:
     from transformers import (
         SmolVLMConfig,

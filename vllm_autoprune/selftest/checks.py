@@ -6,23 +6,170 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from vllm_autoprune.selftest.comparisons import (
-    BLOCK,
-    choose_tolerance,
-    count_between,
-    describe_difference,
-    first_change,
-    first_failure,
-    remaining_indices,
-)
-from vllm_autoprune.selftest.part_checks import (
-    later_turns_recall_other_tokens,
-    parts_give_the_same_completions,
-    parts_stand_on_one_grid,
-    questions_share_the_core,
-    recalled_tokens_stand_in_their_image,
-)
-from vllm_autoprune.selftest.report import Completion, Report
+from vllm_autoprune.selftest.run import Completion, Report
+
+BLOCK = 32
+"""Tokens of one block of the prefix cache."""
+
+TOLERANCE = 2e-2
+"""Difference of log-probabilities in half precision that counts as equal."""
+
+_HYBRID_TOLERANCE = 0.1
+"""The same with linear attention, where a token alone and one of many are computed by different
+kernels: 0.04 was measured."""
+
+
+def choose_tolerance(report: Report) -> float:
+    """Difference of log-probabilities that counts as equal for a report's model."""
+    return _HYBRID_TOLERANCE if report.hybrid else TOLERANCE
+
+
+def remaining_indices(stock: list[int], pruned: list[int], kept: list[list[int]]) -> list[int]:
+    """Indices into the stock prompt of the tokens that remain."""
+    (image,) = Counter(stock) - Counter(pruned)
+    indices: list[int] = []
+    at, rows = 0, iter(kept)
+    while at < len(stock):
+        if stock[at] != image:
+            indices.append(at)
+            at += 1
+            continue
+        indices += [at + row for row in next(rows)]
+        while at < len(stock) and stock[at] == image:
+            at += 1
+    return indices
+
+
+def count_between(prompt: list[int], image: int) -> list[int]:
+    """How many image tokens stand before, between and after the other tokens of a prompt."""
+    counts = [0]
+    for token in prompt:
+        if token == image:
+            counts[-1] += 1
+        else:
+            counts.append(0)
+    return counts
+
+
+def describe_difference(one: Completion, other: Completion, tolerance: float = TOLERANCE) -> str:
+    """The first difference between two completions, or the empty string."""
+    if one.prompt != other.prompt:
+        return "another prompt"
+    if one.ids != other.ids:
+        return f"another answer, {one.ids} and {other.ids}"
+    if not abs(one.logprob - other.logprob) <= tolerance:  # NaN is not equal either
+        return f"log-probabilities {one.logprob} and {other.logprob}"
+    return ""
+
+
+def _first_change(
+    completions: Mapping[str, Completion],
+    expected: Mapping[str, Completion],
+    tolerance: float = TOLERANCE,
+) -> str:
+    """The first completion that differs from the expected one, or whose positions do."""
+    for name, one in completions.items():
+        wrong = describe_difference(one, expected[name], tolerance)
+        if wrong or one.positions != expected[name].positions:
+            return f"{name}: {wrong or f'positions {one.positions}'}"
+    return ""
+
+
+def _first_difference(
+    completions: Mapping[str, Completion], expected: Mapping[str, Completion], report: Report
+) -> str:
+    """The first completion that differs from the expected one of its question."""
+    tolerance = choose_tolerance(report)
+    for name, one in completions.items():
+        if wrong := describe_difference(one, expected[name], tolerance):
+            return f"{name}: {wrong}"
+    return ""
+
+
+SPLIT_QUESTION = "large"
+"""Name of the question that is asked under a state with a core."""
+
+SPLIT_BUDGET = 40
+"""K of the completions under a state with a core, more than a block; less where N is."""
+
+RECALL = 6
+"""K_r of the later turns under a state with a core."""
+
+
+def questions_share_the_core(report: Report) -> str:
+    """A state with a core keeps two disjoint parts, and other questions reuse the core's blocks.
+
+    With linear attention from the third question on: its state at the end of a core is kept once
+    two prompts have parted there.
+    """
+    rows = [row for part in report.split_kept for row in part]
+    budget = _split_budget(report)
+    if len(report.split_kept) != 1 + report.splittable or len(set(rows)) != budget:
+        return f"parts {report.split_kept}"
+    cached = [report.split[name].cached for name in ("first", "second", "further")]
+    shared = [0, report.splittable and not report.hybrid, report.splittable]
+    if cached[0] or [count >= BLOCK for count in cached] != list(map(bool, shared)):
+        return f"{cached} tokens were reused"
+    return ""
+
+
+def _split_budget(report: Report) -> int:
+    return min(SPLIT_BUDGET, *(size - 1 for size in report.predicted[SPLIT_QUESTION]))
+
+
+def later_turns_recall_other_tokens(report: Report) -> str:
+    """Each later turn keeps more tokens of the image, and all before it stays in the cache.
+
+    A request for that is refused where an image cannot be several items of a prompt.
+    """
+    if not report.splittable and not report.recall_refused:
+        return "recall was not refused"
+    kept = [row for part in report.split_kept for row in part]
+    (size,) = report.predicted[SPLIT_QUESTION]
+    left = size - _split_budget(report)
+    wanted = [min(RECALL, left), min(RECALL, max(0, left - RECALL))] if report.splittable else []
+    if [len(rows) for rows in report.recalled] != [count for count in wanted if count]:
+        return f"recalled {report.recalled}, not {wanted}"
+    rows = [row for part in report.recalled for row in part]
+    if len({*kept, *rows}) != len(kept) + len(rows):
+        return f"{report.recalled} after {report.split_kept}"
+    if report.split["third"].cached < BLOCK:
+        return f"{report.split['third'].cached} tokens were reused"
+    return ""
+
+
+def recalled_tokens_stand_in_their_image(report: Report) -> str:
+    """Tokens that later turns recall have the positions they have in the image (M-RoPE)."""
+    stock, third = report.stock[SPLIT_QUESTION], report.split["alone third"]
+    if len(stock.positions) == 1:
+        return ""
+    (image,) = Counter(stock.prompt) - Counter(report.split["first"].prompt)
+    places = [i for i, token in enumerate(third.prompt) if token == image]
+    first = stock.prompt.index(image)
+    rows = [row for part in (*report.split_kept, *report.recalled) for row in part]
+    expected = [[axis[first + row] for row in rows] for axis in stock.positions]
+    stood = [[axis[i] for i in places] for axis in third.positions]
+    return "" if stood == expected else f"{stood}"
+
+
+def parts_give_the_same_completions(report: Report) -> str:
+    """Parts of an image give the same completions with empty caches, in small steps, preempted."""
+    # "alone second" is compared with "second".
+    expected = {name: report.split[name.split()[-1]] for name in report.split}
+    return _first_difference(report.split, expected, report)
+
+
+def parts_stand_on_one_grid(report: Report) -> str:
+    """Tokens of both parts have the positions they have in the unpruned prompt (M-RoPE)."""
+    stock, first = report.stock[SPLIT_QUESTION], report.split["first"]
+    if len(stock.positions) == 1:
+        return ""
+    rows = [row for part in report.split_kept for row in part]
+    indices = remaining_indices(stock.prompt, first.prompt, [rows])
+    indices += range(len(stock.prompt), len(stock.positions[0]))
+    same = first.positions == [[row[i] for i in indices] for row in stock.positions]
+    return "" if same else f"{first.positions}"
+
 
 SMALL_BUDGET = 5
 """K of the pruned completions."""
@@ -48,9 +195,8 @@ def answers_are_numbers(report: Report) -> str:
 
 def whole_is_stock(report: Report) -> str:
     """K >= N: token ids, log-probabilities, positions and cache hits equal stock vLLM's exactly."""
-    return first_failure(
-        report.whole, lambda name, one: one == report.stock[name], "differs from stock vLLM"
-    )
+    changed = (name for name, one in report.whole.items() if one != report.stock[name])
+    return next((f"{name}: differs from stock vLLM" for name in changed), "")
 
 
 def prompts_shrink_as_predicted(report: Report) -> str:
@@ -100,12 +246,12 @@ def kept_rows_stand_in_their_tiles(report: Report) -> str:
 
 def small_steps_keep_the_same(report: Report) -> str:
     """Chunked prefill that splits images gives the same completions."""
-    return first_change(report.chunked, report.pruned, choose_tolerance(report))
+    return _first_change(report.chunked, report.pruned, choose_tolerance(report))
 
 
 def preempted_requests_go_on(report: Report) -> str:
     """Requests preempted during prefill or decoding, and recomputed, give the same completions."""
-    return first_change(report.preempted, report.pruned, choose_tolerance(report))
+    return _first_change(report.preempted, report.pruned, choose_tolerance(report))
 
 
 def the_same_question_shares(report: Report) -> str:
@@ -123,26 +269,12 @@ def the_same_question_shares(report: Report) -> str:
 
 def questions_stand_alone(report: Report) -> str:
     """Questions about one image give the same completions as with empty caches."""
-    return next(
-        (
-            f"{name}: {wrong}"
-            for name, one in report.alone.items()
-            if (wrong := describe_difference(one, report.pruned[name], choose_tolerance(report)))
-        ),
-        "",
-    )
+    return _first_difference(report.alone, report.pruned, report)
 
 
 def names_do_not_matter(report: Report) -> str:
     """Images of several sizes with the same `uuid` give the same completions as without one."""
-    return next(
-        (
-            f"{name}: {wrong}"
-            for name, one in report.renamed.items()
-            if (wrong := describe_difference(one, report.unnamed[name], choose_tolerance(report)))
-        ),
-        "",
-    )
+    return _first_difference(report.renamed, report.unnamed, report)
 
 
 def images_are_seen_once(report: Report) -> str:
@@ -191,7 +323,7 @@ def embeddings_are_untouched(report: Report) -> str:
     stock, pruned = report.embeddings_stock, report.embeddings_pruned
     if stock is None or pruned is None:
         return "" if stock is pruned else "embeddings are not taken as by stock vLLM"
-    return first_change({"embeddings": pruned}, {"embeddings": stock}, choose_tolerance(report))
+    return _first_change({"embeddings": pruned}, {"embeddings": stock}, choose_tolerance(report))
 
 
 CHECKS: Mapping[str, Callable[[Report], str]] = {
@@ -234,7 +366,7 @@ def runners_agree(first: Report, second: Report) -> str:
     for setting, completions in _settings(first).items():
         if setting == "split":
             continue
-        if wrong := first_change(completions, _settings(second)[setting], _RUNNER_TOLERANCE):
+        if wrong := _first_change(completions, _settings(second)[setting], _RUNNER_TOLERANCE):
             return f"{setting}, {wrong}"
     return ""
 

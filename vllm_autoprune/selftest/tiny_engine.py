@@ -1,4 +1,4 @@
-"""vLLM on a tiny model, in this process: completions, with positions and kept rows observed."""
+"""A tiny model in an engine of this process, asked questions and observed while it answers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,111 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 from PIL import Image
+from torch import Tensor, nn
 
 from vllm_autoprune.errors import RequestError
 from vllm_autoprune.ops.dtype import choose_dtype
-from vllm_autoprune.selftest.comparisons import BLOCK
-from vllm_autoprune.selftest.engine_observer import EngineObserver
-from vllm_autoprune.selftest.part_checks import RECALL, SPLIT_QUESTION
-from vllm_autoprune.selftest.questions import PADDING, QUESTIONS, picture
-from vllm_autoprune.selftest.report import Completion
+from vllm_autoprune.selftest.checks import BLOCK, RECALL, SMALL_BUDGET, SPLIT_QUESTION
+from vllm_autoprune.selftest.run import Completion
 from vllm_autoprune.selftest.tiny_models import TEXT
+from vllm_autoprune.serving.models import pruned_model
+from vllm_autoprune.serving.shared.plan import ItemPlan
+from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.worker.batch import prune_images
+from vllm_autoprune.serving.worker.features import ImageFeatures
+
+
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    """A picture of coloured blocks."""
+    source = numpy.random.default_rng(seed)
+    blocks = source.integers(0, 255, (height // 8, width // 8, 3), dtype=numpy.uint8)
+    return Image.fromarray(blocks).resize((width, height))
+
+
+_WIDE, _TALL = picture(200, 112, 1), picture(96, 208, 2)
+QUESTIONS: Mapping[str, tuple[str, tuple[Image.Image, ...]]] = {
+    "square": ("what colour is the cat", (picture(112, 112, 0),)),
+    "wide": ("what colour is the cat", (_WIDE,)),
+    "high": ("what colour is the cat", (_TALL,)),
+    "large": ("what colour is the cat", (picture(330, 300, 4),)),
+    "two": ("how many are there", (_TALL, picture(120, 96, 3))),
+    "other question": ("which dog is on the left", (_WIDE,)),
+}
+QUESTIONS_WITH_BUDGETS: Mapping[str, tuple[str, tuple[Image.Image, ...], Sequence[int]]] = {
+    "two at once": (*QUESTIONS["two"], (SMALL_BUDGET, SMALL_BUDGET)),
+    "one pruned, one whole": (
+        QUESTIONS["two"][0],
+        (picture(96, 96, 5), _WIDE),
+        (SMALL_BUDGET, 4096),
+    ),
+    "first": (*QUESTIONS["high"], (SMALL_BUDGET,)),
+    "second": (*QUESTIONS["wide"], (SMALL_BUDGET,)),
+}
+"""Requests whose images all have the same `uuid`; each image has a budget."""
+SECOND = ("which dog is on the left", QUESTIONS[SPLIT_QUESTION][1])
+"""Another question about the same image."""
+
+FURTHER = ("how many are there", QUESTIONS[SPLIT_QUESTION][1])
+"""A third question about it."""
+
+PADDING = " and the sky is blue on the right" * 6
+"""Added to every question, so that image and text fill a block of the prefix cache."""
+
+
+class EngineObserver:
+    """Positions, kept rows and features of images since they were last read."""
+
+    def __init__(self) -> None:
+        self._positions: list[Tensor] = []
+        self.kept_rows: list[list[int]] = []
+        self.features: list[ImageFeatures] = []
+
+    def record_positions(self, layer: nn.Module) -> None:
+        """Record the positions that the language model's first layer receives.
+
+        The layer and not the model, because vLLM calls the model without running its hooks.
+        """
+        layer.register_forward_pre_hook(self._append_positions, with_kwargs=True)
+
+    def _append_positions(
+        self, layer: nn.Module, arguments: Sequence[Tensor], keywords: Mapping[str, Tensor]
+    ) -> None:
+        positions = keywords["positions"] if "positions" in keywords else arguments[0]
+        self._positions.append(positions.clone())
+
+    def take_positions(self, length: int, last: bool = False) -> list[list[int]]:
+        """Take positions of the first or last ``length`` tokens, one row for each axis."""
+        joined = torch.cat(self._positions, dim=-1)
+        self._positions.clear()
+        axes = joined.reshape(-1, joined.shape[-1])
+        return [list(map(int, row)) for row in (axes[:, -length:] if last else axes[:, :length])]
+
+    @contextmanager
+    def recording_rows(self) -> Iterator[None]:
+        """Record the features of images, and which of its unpruned rows each row of one is."""
+
+        def prune_and_record(
+            served: ServedState,
+            plans: Sequence[ItemPlan],
+            images: Sequence[ImageFeatures],
+            *rest: object,
+        ) -> list[Tensor]:
+            selected = prune_images(served, plans, images, *rest)  # type: ignore[arg-type]
+            for image, rows in zip(images, selected, strict=True):
+                same = (rows[:, None] == image.rows()[None]).all(dim=2).to(torch.int8)
+                place = torch.where(same.any(dim=1), same.argmax(dim=1), -1)
+                self.kept_rows.append(list(map(int, place)))
+                self.features.append(image)
+            return selected
+
+        pruned_model.prune_images = prune_and_record  # type: ignore[attr-defined, assignment]
+        try:
+            yield
+        finally:
+            pruned_model.prune_images = prune_images  # type: ignore[attr-defined]
+
 
 STEPS_BETWEEN_PREEMPTIONS = 11
 """A prompt takes 6 to 9 steps and decoding 3 more, so that the first request is preempted while it

@@ -15,7 +15,7 @@ from tests.serving.engine import STATE, Answer, chat, forget, model_of, release,
 from tests.serving.scenarios import Report, scenario
 from tests.serving.selection_recorder import watch
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.selftest.questions import picture
+from vllm_autoprune.selftest.tiny_engine import picture
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -26,7 +26,7 @@ from tests.serving.paths import CLIP, LLAVA
 from tests.serving.scenarios import Report, scenario
 from tests.serving.selection_recorder import watch
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.selftest.questions import picture
+from vllm_autoprune.selftest.tiny_engine import picture
 from vllm_autoprune.tpdsl.loading import load_state
 
 POLICIES = ("visionzip", "prumerge_plus", "fastv")

@@ -19,7 +19,7 @@ from tests.serving.unit.conftest import Registered
 from tests.serving.unit.samples import Sender, hf_config, image, picture, served
 from vllm_autoprune.backbones import find_backbone
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.selftest.comparisons import count_between
+from vllm_autoprune.selftest.checks import count_between
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.any_resolution import (
     Join,

@@ -21,10 +21,10 @@ from vllm_autoprune.selftest.device import (
     describe_device,
     find_gpu,
 )
-from vllm_autoprune.selftest.report import Report
 from vllm_autoprune.selftest.run import (
     RUNNERS,
     TIMEOUT,
+    Report,
     SelftestError,
     available_runners,
     run_backbone,
@@ -69,9 +69,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    names: list[str] = options.backbones or list(BUILDERS)
-    left_out = {} if options.backbones else _find_missing_packages()
-    if unknown := [name for name in names if name not in BUILDERS]:
+    if unknown := [name for name in options.backbones if name not in BUILDERS]:
         known = ", ".join(BUILDERS)
         print(f"no such backbone: {', '.join(unknown)}; use: {known}", file=sys.stderr)
         return 2
@@ -82,35 +80,14 @@ def _run(options: argparse.Namespace) -> int:
     if absent := [runner for runner in runners if runner not in available]:
         print(f"no model runner {', '.join(absent)} here: {_NO_V2}", file=sys.stderr)
         return 2
+    left_out = {} if options.backbones else _find_missing_packages()
     results = {
         name: _check_backbone(name, runners, not options.json)
-        for name in names
+        for name in options.backbones or BUILDERS
         if name not in left_out
     }
-    failed = _any_failed(results)
-    if options.json:
-        print(
-            as_json(
-                {"holds": not failed, "runners": runners, "found": results, "left_out": left_out}
-            )
-        )
-    else:
-        missing = "" if "v2" in available else f" ({_NO_V2})"
-        print(f"vLLM's model runner {' and '.join(runners)}{missing}\n")
-        print(_format_results(results, runners) + "\n")
-        _report_left_out(left_out)
-        passed = "All checks that were run passed." if left_out else "All checks passed."
-        print("Some checks failed: see above." if failed else passed)
-    return 1 if failed else 0
-
-
-def _any_failed(results: Results) -> bool:
-    return any(
-        message
-        for by_runner in results.values()
-        for verdicts in by_runner.values()
-        for message in verdicts.values()
-    )
+    missing = "" if "v2" in available else f" ({_NO_V2})"
+    return _print_results(options.json, {}, True, "", results, runners, left_out, missing)
 
 
 def _run_on_gpu(options: argparse.Namespace) -> int:
@@ -134,30 +111,47 @@ def _run_on_gpu(options: argparse.Namespace) -> int:
             left_out[name] = "no time left"
         else:
             results[name] = _check_backbone(name, runners, not options.json, left / len(runners))
-    failed = bool(kernel) or any(one.wrong for one in selections) or _any_failed(results)
-    if options.json:
-        print(
-            as_json(
-                {
-                    "holds": not failed,
-                    "device": describe_device(device),
-                    "kernel": kernel,
-                    "selections": [asdict(one) for one in selections],
-                    "runners": runners,
-                    "found": results,
-                    "left_out": left_out,
-                }
-            )
-        )
-        return 1 if failed else 0
-    print(f"{describe_device(device)}\n\n{_format_selections(kernel, selections)}\n")
+    record = {
+        "device": describe_device(device),
+        "kernel": kernel,
+        "selections": [asdict(one) for one in selections],
+    }
+    holds = not kernel and not any(one.wrong for one in selections)
+    table = f"{record['device']}\n\n{_format_selections(kernel, selections)}\n"
+    return _print_results(options.json, record, holds, table, results, runners, left_out)
+
+
+def _print_results(
+    json: bool,
+    record: Mapping[str, object],
+    holds: bool,
+    table: str,
+    results: Results,
+    runners: Sequence[str],
+    left_out: Mapping[str, str],
+    missing: str = "",
+) -> int:
+    """Print what was found, after the ``record`` or ``table`` of selections; the exit status."""
+    holds = holds and not any(
+        message
+        for by_runner in results.values()
+        for verdicts in by_runner.values()
+        for message in verdicts.values()
+    )
+    if json:
+        found = {"runners": runners, "found": results, "left_out": left_out}
+        print(as_json({"holds": holds, **record, **found}))
+        return 0 if holds else 1
+    if table:
+        print(table)
     if results:
-        print(
-            f"vLLM's model runner {' and '.join(runners)}\n\n{_format_results(results, runners)}\n"
-        )
-    _report_left_out(left_out)
-    print("Some checks failed: see above." if failed else "All checks that were run passed.")
-    return 1 if failed else 0
+        print(f"vLLM's model runner {' and '.join(runners)}{missing}\n")
+        print(_format_results(results, runners) + "\n")
+    for name, reason in left_out.items():
+        print(f"{name}: not served, {reason}")
+    passed = "All checks that were run passed." if table or left_out else "All checks passed."
+    print(passed if holds else "Some checks failed: see above.")
+    return 0 if holds else 1
 
 
 def _find_missing_packages() -> dict[str, str]:
@@ -167,11 +161,6 @@ def _find_missing_packages() -> dict[str, str]:
         for name, package in NEEDED_PACKAGES.items()
         if importlib.util.find_spec(package) is None
     }
-
-
-def _report_left_out(left_out: Mapping[str, str]) -> None:
-    for name, reason in left_out.items():
-        print(f"{name}: not served, {reason}")
 
 
 def _format_selections(kernel: str, selections: Sequence[SelectionResult]) -> str:

@@ -1,4 +1,4 @@
-"""Tiny models of the Qwen-VL families, with real configurations and processors."""
+"""Tiny models of the families with M-RoPE, Qwen-VL and GLM-V, with real configurations."""
 
 from __future__ import annotations
 
@@ -15,6 +15,70 @@ from vllm_autoprune.selftest.tiny_models import (
 )
 
 Part = Mapping[str, object]
+
+_GLM_VISION: Part = {
+    "depth": 3,
+    "hidden_size": 64,
+    "num_heads": 2,
+    "image_size": 224,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 64,
+    "intermediate_size": 96,
+}
+_GLM_TEXT: Part = {
+    **TEXT,
+    "vocab_size": VOCABULARY,
+    "head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 3, 3],
+    },
+}
+_GLM_EXPERTS: Part = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "use_qk_norm": False,
+}
+
+
+def _glm(folder: Path, kind: str, text: Part) -> None:
+    from transformers import (
+        AutoConfig,
+        Glm4vImageProcessor,
+        Glm4vProcessor,
+        Glm4vVideoProcessor,
+    )
+
+    image, video = "<|image|>", "<|video|>"
+    edges = [f"<|{edge}_of_{item}|>" for item in ("image", "video") for edge in ("begin", "end")]
+    tokenizer = build_tokenizer(image, video, *edges, image_text=f"{edges[0]}{image}{edges[1]}")
+    names = ("image_start", "image_end", "video_start", "video_end")
+    config = AutoConfig.for_model(
+        kind,
+        vision_config=dict(_GLM_VISION),
+        text_config=dict(text),
+        image_token_id=token_id(tokenizer, image),
+        video_token_id=token_id(tokenizer, video),
+        **{
+            f"{name}_token_id": token_id(tokenizer, edge)
+            for name, edge in zip(names, edges, strict=True)
+        },
+    )
+    write_checkpoint(folder, config)
+    size = {"shortest_edge": 112 * 112, "longest_edge": 2 * 512 * 512}
+    Glm4vProcessor(
+        Glm4vImageProcessor(size=size),
+        tokenizer,
+        Glm4vVideoProcessor(size=size),
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(folder)
 
 
 def _qwen(
@@ -175,12 +239,14 @@ def _qwen3_5_moe(folder: Path) -> None:
     _qwen(folder, "qwen3_5_moe", Qwen3VLProcessor, Qwen3VLVideoProcessor, _QWEN3_5, text)
 
 
-QWEN_BUILDERS: Mapping[str, Callable[[Path], None]] = {
+MROPE_BUILDERS: Mapping[str, Callable[[Path], None]] = {
     "qwen2_vl": _qwen2,
     "qwen2_5_vl": _qwen2_5,
     "qwen3_vl": _qwen3,
     "qwen3_vl_moe": _qwen3_moe,
     "qwen3_5": _qwen3_5,
     "qwen3_5_moe": _qwen3_5_moe,
+    "glm4v": lambda folder: _glm(folder, "glm4v", _GLM_TEXT),
+    "glm4v_moe": lambda folder: _glm(folder, "glm4v_moe", {**_GLM_TEXT, **_GLM_EXPERTS}),
 }
 """Name of a backbone -> writes its model to a folder."""

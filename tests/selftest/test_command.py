@@ -11,10 +11,8 @@ from tests.selftest.test_checks import good
 from vllm_autoprune.cli.commands import selftest
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.selftest.backbones import BUILDERS
-from vllm_autoprune.selftest.checks import CHECKS
-from vllm_autoprune.selftest.part_checks import SPLIT_QUESTION
-from vllm_autoprune.selftest.report import Report
-from vllm_autoprune.selftest.run import RUNNERS, SelftestError
+from vllm_autoprune.selftest.checks import CHECKS, SPLIT_QUESTION
+from vllm_autoprune.selftest.run import RUNNERS, Report, SelftestError
 
 Calls = list[tuple[str, str]]
 BrokenReports = Mapping[tuple[str, str], Mapping[str, object] | None]
