@@ -21,7 +21,7 @@ PARTS = {
 """Page -> names of its generated parts."""
 
 
-def replace_part(text: str, name: str, part: str, page: str = "README.md") -> str:
+def _replace_part(text: str, name: str, part: str, page: str = "README.md") -> str:
     """Replace the part between the markers ``<!-- name -->`` and ``<!-- /name -->``."""
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if not pattern.search(text):
@@ -41,7 +41,7 @@ def main() -> int:
         text = (ROOT / page).read_text()
         for name in names:
             if name in sources:
-                text = replace_part(text, name, sources[name], page)
+                text = _replace_part(text, name, sources[name], page)
         (ROOT / page).write_text(text)
     return 0
 

@@ -56,7 +56,7 @@ def find_missing_requirement() -> str | None:
     return None
 
 
-def measure_loops(size: Size, rounds: int, device: str = "cuda") -> dict[str, Any]:
+def _measure_loops(size: Size, rounds: int, device: str = "cuda") -> dict[str, Any]:
     """Times of the loops on one kernel, and of selections from features to indices."""
     images = draw_images(size, device=device)
     count = size.kept // size.tiles
@@ -113,7 +113,7 @@ def measure_selection_loops(quick: bool) -> int:
         for s in shapes
         for b in (1, 2, 4, 8)[: 1 if quick else 4]
     ]
-    results = {str(size): measure_loops(size, 5 if quick else 31) for size in sizes}
+    results = {str(size): _measure_loops(size, 5 if quick else 31) for size in sizes}
     holds = all(result["aim met"] for result in results.values())
     report = {
         "device": torch.cuda.get_device_name(),
@@ -130,7 +130,7 @@ def format_loops(sizes: Sequence[Size], rounds: int, device: str = "cuda") -> st
     """A table of the greedy loops: milliseconds of each, and whether they pick the same tokens."""
     rows = []
     for size in sizes:
-        result = measure_loops(size, rounds, device)
+        result = _measure_loops(size, rounds, device)
         times = (result[TIMES][f"{name} loop"][0] for name in ("published", "torch", "triton"))
         faster, same = f"{result[FASTER]:.1f} x", f"{result[AGREEMENT]:.1%}"
         rows.append((str(size), *(f"{1000 * seconds:.2f}" for seconds in times), faster, same))

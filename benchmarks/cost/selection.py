@@ -207,7 +207,7 @@ def measure_alternately(
     return seconds
 
 
-def measure_sizes(
+def _measure_sizes(
     sizes: Sequence[Size], build_works: Callable[[Size], Mapping[str, Work]], rounds: int
 ) -> dict[Size, Times]:
     """Times of the works of each size, logged."""
@@ -296,7 +296,7 @@ def list_sizes(quick: bool) -> list[Size]:
     ]
 
 
-def measure_selection(quick: bool) -> Section:
+def _measure_selection(quick: bool) -> Section:
     """CDPruner from features to indices: the product alone, the published code, and ours."""
 
     def build_works(size: Size) -> dict[str, Work]:
@@ -314,7 +314,7 @@ def measure_selection(quick: bool) -> Section:
         # About ten seconds a size, but never fewer than five rounds.
         work = size.batch * size.tiles * size.per_tile**2
         rounds = 2 if quick else max(5, min(31, int(8e7 / work)))
-        by_size |= measure_sizes([size], build_works, rounds)
+        by_size |= _measure_sizes([size], build_works, rounds)
     return build_selection(by_size)
 
 
@@ -460,7 +460,7 @@ class TokenSource:
         return policy.select(policy.default_params, self.tokens(), self._images.size.kept)
 
 
-def measure_policies(quick: bool) -> Section:
+def _measure_policies(quick: bool) -> Section:
     """Every base policy, the state, and a layer: CPU seconds of one thread, in turn."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -525,8 +525,8 @@ def build_policies(by_size: Mapping[Size, Times]) -> Section:
 
 
 PARTS: Mapping[str, Callable[[bool], Section]] = {
-    "selection": measure_selection,
-    "policies": measure_policies,
+    "selection": _measure_selection,
+    "policies": _measure_policies,
 }
 
 

@@ -283,7 +283,7 @@ def watch_memory(pid: int, every: float) -> Iterator[Samples]:
     def poll() -> None:
         while True:
             try:
-                resident = resident_by_process(pid)
+                resident = _resident_by_process(pid)
             except psutil.NoSuchProcess:
                 return  # the server ended: requests fail from now on
             samples.seconds.append(time.monotonic() - begin)
@@ -300,7 +300,7 @@ def watch_memory(pid: int, every: float) -> Iterator[Samples]:
         thread.join()
 
 
-def resident_by_process(pid: int) -> dict[str, int]:
+def _resident_by_process(pid: int) -> dict[str, int]:
     """Resident bytes of a process and all its descendants, by process id and short title.
 
     Pages of files and those shared with other processes are left out: the kernel takes pages of

@@ -244,7 +244,7 @@ def time_requests(
 
     def send(number: int, image: int) -> Record:
         text = draw_words(QUESTION_WORDS, first + number)
-        content = build_content(text, [draw_image_url(first + image)])
+        content = build_content(text, [_draw_image_url(first + image)])
         # A special first token would have no text to be timed.
         answer: dict[str, object] = {"ignore_eos": True, "skip_special_tokens": False}
         if fields:
@@ -261,7 +261,7 @@ def time_requests(
     alone = [send(number, number) for number in range(10, 10 + plan.alone)]
     numbers = range(100, 100 + plan.together)
     # Pictures are drawn before the clock starts.
-    _ = [draw_image_url(first + number) for number in numbers]
+    _ = [_draw_image_url(first + number) for number in numbers]
     start = time.perf_counter()
     with ThreadPoolExecutor(USERS) as pool:
         together = list(pool.map(lambda number: send(number, number), numbers))
@@ -282,7 +282,7 @@ def time_requests(
 
 
 @lru_cache(maxsize=64)
-def draw_image_url(seed: int) -> str:
+def _draw_image_url(seed: int) -> str:
     """A picture as a PNG data URL, as chat clients send it."""
     return encode_picture(draw_picture(seed, 640, 480))
 

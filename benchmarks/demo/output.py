@@ -154,7 +154,7 @@ def build_row(
 Cells = tuple[str, ...]
 
 
-def build_blocks(results: Results) -> tuple[list[Cells], list[Cells]]:
+def _build_blocks(results: Results) -> tuple[list[Cells], list[Cells]]:
     """Rows of the large model, and rows of mini-LLaVA; the first of each is its heading."""
     speed = results.speed
     three = (speed.stock, speed.resized, speed.pruned)
@@ -196,10 +196,10 @@ def _accuracy(row: Row) -> str:
 def format_summary(results: Results) -> str:
     """The table and its notes as Markdown."""
     rows: list[Cells] = []
-    for heading, *others in build_blocks(results):
+    for heading, *others in _build_blocks(results):
         rows += [tuple(f"**{cell}**" for cell in heading), *others]
     table = Table("", HEAD, rows, "lrrr").markdown()
-    return "\n".join([table, "", *(f"- {note}" for note in list_notes(results))]) + "\n"
+    return "\n".join([table, "", *(f"- {note}" for note in _list_notes(results))]) + "\n"
 
 
 def build_terminal_table(results: Results) -> TerminalTable:
@@ -207,14 +207,14 @@ def build_terminal_table(results: Results) -> TerminalTable:
     table = TerminalTable(box=HORIZONTALS, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for number, name in enumerate(HEAD):
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for block in build_blocks(results):
+    for block in _build_blocks(results):
         table.add_section()
         for number, row in enumerate(block):
             table.add_row(*row, style=None if number else "bold")
     return table
 
 
-def list_notes(results: Results) -> tuple[str, ...]:
+def _list_notes(results: Results) -> tuple[str, ...]:
     """How to read the table."""
     speed, machine = results.speed, results.environment
     alone, base = speed.stock.alone, results.row("reference", SHOWN_BUDGET)
@@ -266,7 +266,7 @@ def format_details(results: Results) -> str:
     return "\n".join([table, "", results.verdict(), "", *(f"- {note}" for note in notes)]) + "\n"
 
 
-def estimate_minutes(dtype: Dtype) -> int:
+def _estimate_minutes(dtype: Dtype) -> int:
     """Duration of the demo, by the time that a product of the large model takes now."""
     rows, weight = torch.randn(TOKENS, WIDTH), torch.randn(11008 * WIDTH // 4096, WIDTH)
     if dtype == "bfloat16":
@@ -315,7 +315,7 @@ def run_demo(options: argparse.Namespace, guard: Guard) -> None:
             raise BenchmarkError(f"{checkpoint} contains no checkpoint (model.safetensors)")
     load_state(settings.state)  # fails here rather than after a minute
     dtype = choose_dtype()
-    minutes = estimate_minutes(dtype)
+    minutes = _estimate_minutes(dtype)
     introduction = INTRODUCTION.format(dtype=dtype, small=settings.dtype, minutes=minutes)
     print(introduction, file=sys.stderr, flush=True)
     # Busy-waiting threads of torch in the client would slow the server that is measured.
@@ -335,7 +335,7 @@ def run_demo(options: argparse.Namespace, guard: Guard) -> None:
     console = Console()
     if console.is_terminal:
         console.print("", build_terminal_table(results))
-        for note in list_notes(results):
+        for note in _list_notes(results):
             console.print(Padding(f"• {note}", (0, 0, 0, 2)), style="dim", highlight=False)
     else:
         print(format_summary(results), end="")

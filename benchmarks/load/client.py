@@ -40,7 +40,7 @@ READY, START, RECORD, DONE = "load-ready", "load-start", "load-record", "load-do
 EARLY = 0.002
 """Seconds of busy waiting before a request is due: an event loop sleeps whole milliseconds."""
 TICK = 0.01
-"""Seconds that the greenlet of :class:`Lag` sleeps each time."""
+"""Seconds that the greenlet of :class:`_Lag` sleeps each time."""
 WARM_UP_AT_ONCE = 4
 MAX_FAILURES = 10
 """Consecutive failures after which the run is given up."""
@@ -121,7 +121,7 @@ def open_loop(
     return problem
 
 
-class Lag:
+class _Lag:
     """Wake-up lag of an idle greenlet, which bounds the error of each time stamp."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class Sender:
         self._unsent = self._consecutive_failures = self._index = 0
         self._zero = self._cpu = 0.0
         self._broken: str | None = None
-        self._lag: Lag | None = None
+        self._lag: _Lag | None = None
         self._options: RunOptions | None = None
         self._prepared: Prepared | None = None
         runner.register_message(START, self._on_start)
@@ -210,7 +210,7 @@ class Sender:
         self._queue = iter([item for item, _ in self._share])
         self._unsent, self._index = len(self._share), message.index
         self._zero = time.perf_counter() + (message.at - time.time())
-        self._lag, self._cpu = Lag(), time.process_time()
+        self._lag, self._cpu = _Lag(), time.process_time()
         # Users of a closed loop begin as soon as this event is set.
         gevent.spawn_later(max(message.at - time.time(), 0.0), self._start.set)
         if not self._share:

@@ -200,27 +200,6 @@ def compare_arms(points: Sequence[Point]) -> list[Comparison]:
     return comparisons
 
 
-def compare_answers(points: Sequence[Point]) -> list[tuple[Load, str, str, Estimate | None]]:
-    """Share of equal answers of each arm and the first: load, arm, against, share.
-
-    As a control, the first arm against itself, between passes.
-    """
-    pairs = [
-        (point, f"{point.arm}, pass 1", point.runs[:1], point.runs[1:2])
-        for point in points
-        if point.arm == points[0].arm and len(point.runs) > 1
-    ]
-    pairs += [(point, other.arm, point.runs, other.runs) for point, other in _pair_points(points)]
-    rows = []
-    for point, against, *sides in pairs:
-        mine, other = (
-            {record.index: record.text for run in runs for record in run.counted} for runs in sides
-        )
-        same = share([mine[index] == other[index] for index in sorted(mine.keys() & other.keys())])
-        rows.append((point.load, point.arm, against, same))
-    return rows
-
-
 def _pair_points(points: Sequence[Point]) -> list[tuple[Point, Point]]:
     """Each point of another arm with that of the first arm at the same load."""
     reference = {point.load: point for point in points if point.arm == points[0].arm}
@@ -252,6 +231,16 @@ class Edge:
     gap: bool
     """Whether a rate between the two was measured, but is not valid."""
 
+    @classmethod
+    def find(cls, points: Sequence[Point], holds: Callable[[Point], bool]) -> Edge:
+        """From points of rising rates; a rate counts only if all lower valid ones hold."""
+        rates = [(point.load.rate or 0.0, point) for point in points]
+        fails = next((rate for rate, point in rates if point.valid and not holds(point)), None)
+        below = [(rate, point) for rate, point in rates if fails is None or rate < fails]
+        highest = max((rate for rate, point in below if point.valid), default=None)
+        gap = any(not p.valid and (highest is None or rate > highest) for rate, p in below)
+        return cls(highest, fails, gap)
+
     def __str__(self) -> str:
         if self.holds is None:
             return "not known" if self.fails is None else f"below {self.fails:g}"
@@ -267,14 +256,12 @@ class Sweep:
     knee: Edge
     highest: Edge
     """The highest rate that the server keeps up with and at which p99 TTFT and goodput suffice."""
-    surely: Edge
-    """The same for the upper end of the interval of p99 TTFT."""
     saturated: bool
     """Whether the server did not keep up with some rate; if not, higher rates are needed."""
 
 
 def build_sweep(points: Sequence[Point], slo: Slo) -> Sweep:
-    """From the open-loop points of one arm; a rate counts only if all lower valid ones hold."""
+    """From the open-loop points of one arm."""
     ordered = open_points(points)
     lowest = next((p for p in ordered if p.valid), None)
     knee = KNEE * lowest.median("TTFT") if lowest else 0.0
@@ -283,31 +270,21 @@ def build_sweep(points: Sequence[Point], slo: Slo) -> Sweep:
     def keeps_up(point: Point) -> bool:
         return point.answered(idle) >= KEPT_UP * (point.offered or 0.0)
 
-    def meets(point: Point, surely: bool) -> bool:
+    def meets(point: Point) -> bool:
         times, goodput = point.distribution("TTFT"), point.goodput
         if times is None or goodput is None or not keeps_up(point):
             return False
-        p99 = times.at(99).high if surely else times.at(99).value
-        return (slo.ttft is None or p99 <= slo.ttft) and goodput.value >= GOOD_SHARE
+        late = slo.ttft is not None and times.at(99).value > slo.ttft
+        return not late and goodput.value >= GOOD_SHARE
 
     return Sweep(
-        knee=_find_edge(ordered, lambda p: keeps_up(p) and p.median("TTFT") <= knee),
-        highest=_find_edge(ordered, lambda p: meets(p, surely=False)),
-        surely=_find_edge(ordered, lambda p: meets(p, surely=True)),
+        knee=Edge.find(ordered, lambda p: keeps_up(p) and p.median("TTFT") <= knee),
+        highest=Edge.find(ordered, meets),
         saturated=any(p.valid and not keeps_up(p) for p in ordered),
     )
 
 
-def _find_edge(ordered: Sequence[Point], holds: Callable[[Point], bool]) -> Edge:
-    rates = [(point.load.rate or 0.0, point) for point in ordered]
-    fails = next((rate for rate, point in rates if point.valid and not holds(point)), None)
-    below = [(rate, point) for rate, point in rates if fails is None or rate < fails]
-    highest = max((rate for rate, point in below if point.valid), default=None)
-    gap = any(not p.valid and (highest is None or rate > highest) for rate, p in below)
-    return Edge(holds=highest, fails=fails, gap=gap)
-
-
-def choose_common_load(points: Sequence[Point]) -> Load | None:
+def _choose_common_load(points: Sequence[Point]) -> Load | None:
     """The highest load that every arm has, if possible valid and below saturation for all.
 
     Beyond saturation a queue grows as long as a run lasts, so that its latencies mean nothing.
@@ -335,7 +312,7 @@ class Answer:
 def answer_question(points: Sequence[Point], slo: Slo, broken: str | None) -> Answer:
     """The last arm against the first, at the highest load that is valid for both."""
     limits = tuple(_list_limits(points, broken))
-    load = choose_common_load(points)
+    load = _choose_common_load(points)
     if load is None or not any(point.valid for point in points):
         return Answer("No valid result: nothing can be compared.", "bad", limits)
     # A warning opens the sentence, where a load has too few requests for its percentiles.

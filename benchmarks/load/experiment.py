@@ -108,7 +108,7 @@ class Paired(StrictModel):
 
 def make_plan(options: PairedOptions) -> Plan:
     """The experiment of these options; raises :class:`BenchmarkError` for its data or its model."""
-    arms = choose_arms(options)
+    arms = _choose_arms(options)
     find_rates = options.rates == "find"
     rates = () if options.rates == "find" else options.rates
     loads = len(options.users) + (len(STEPS) + 1 if find_rates else len(rates))
@@ -120,7 +120,7 @@ def make_plan(options: PairedOptions) -> Plan:
     return Plan(arms=arms, workload=workload, rates=rates, find_rates=find_rates, **values)
 
 
-def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
+def _choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
     """The running servers; else stock, the state's base policy alone, and the state.
 
     These three have the same flags otherwise.

@@ -18,15 +18,13 @@ from benchmarks.load.compare import (
     Run,
     answer_question,
     build_sweep,
-    choose_common_load,
-    compare_answers,
     compare_arms,
     group_runs,
     open_points,
 )
 from benchmarks.load.experiment import Paired, read_paired
 from benchmarks.load.result import LEVELS, RESULT, format_hits, write_csv
-from benchmarks.load.schedule import Load, Slo
+from benchmarks.load.schedule import Slo
 from benchmarks.load.settings import CACHES, Workload
 from vllm_autoprune.report import (
     Cell,
@@ -44,8 +42,6 @@ from vllm_autoprune.report import (
 from vllm_autoprune.statistics import Estimate
 
 REPORT, POINTS_CSV = "report.html", "points.csv"
-CURVE_POINTS = 200
-"""Points at most of one curve of a distribution."""
 NO_ANSWER = Cell("no answer")
 
 
@@ -61,7 +57,7 @@ def write_report(folder: Path) -> dict[str, object]:
     answer = answer_question(points, plan.slo, paired.broken)
     valid = sum(run.result.verdict.valid for run in runs)
     requests = sum(run.result.summary.requests for run in runs)
-    sections = build_sections(paired, runs, points)
+    sections = _build_sections(paired, runs, points)
     document = Document(
         title=f"Load test: {', '.join(arm.name for arm in plan.arms)}",
         answer=answer.sentence,
@@ -77,7 +73,7 @@ def write_report(folder: Path) -> dict[str, object]:
         sections=[section for section in sections if section.tables or section.charts],
     )
     path.write_text(render_document(document))
-    described = [describe_point(point) for point in points]
+    described = [_describe_point(point) for point in points]
     write_csv(folder / POINTS_CSV, described)
     return {
         "answer": answer.sentence,
@@ -89,7 +85,7 @@ def write_report(folder: Path) -> dict[str, object]:
     }
 
 
-def describe_point(point: Point) -> dict[str, object]:
+def _describe_point(point: Point) -> dict[str, object]:
     """One arm at one load, times in milliseconds, each estimate with its interval."""
     row: dict[str, object] = {
         "load": point.load.label,
@@ -112,7 +108,7 @@ def describe_point(point: Point) -> dict[str, object]:
     return row
 
 
-def build_sections(paired: Paired, runs: Sequence[Run], points: Sequence[Point]) -> list[Section]:
+def _build_sections(paired: Paired, runs: Sequence[Run], points: Sequence[Point]) -> list[Section]:
     """All sections; those without content have neither tables nor charts."""
     charts_text = (
         "Bars: 95 % intervals; hollow: not valid. Point at a mark for its figures, click "
@@ -125,7 +121,6 @@ def build_sections(paired: Paired, runs: Sequence[Run], points: Sequence[Point])
         _build_latencies(points),
         _build_decoding(points),
         _build_server_figures(points),
-        _build_agreement(points),
         _build_runs(runs),
         _build_settings(paired, runs),
     ]
@@ -135,22 +130,17 @@ def _build_ratios(points: Sequence[Point]) -> Section:
     """Every arm against the first, load by load."""
     compared = compare_arms(points)
     against = compared[0].against if compared else ""
-    rows: list[Row] = []
-    passes: list[Row] = []
-    for start in range(0, len(compared), len(FIGURES)):
-        head = [compared[start].load.title, compared[start].arm]
-        cells: list[Cell] = []
-        by_pass: list[str] = []
-        for each in compared[start : start + len(FIGURES)]:
-            by_pass.append(", ".join(f"{ratio:.3f}" for ratio in each.by_pass))
-            ratio = each.ratio
-            if ratio is None:
-                cells.append(Cell("not valid"))
-                continue
+    rows: dict[tuple[str, str], list[Cell | str]] = {}
+    passes: dict[tuple[str, str], list[Cell | str]] = {}
+    for each in compared:
+        key, ratio = (each.load.title, each.arm), each.ratio
+        cell = Cell("not valid")
+        if ratio is not None:
             tone: CellTone = "good" if ratio.high < 1 else "bad" if ratio.low > 1 else ""
-            cells.append(Cell(f"{ratio.value:.3f}", f"{ratio.low:.3f}–{ratio.high:.3f}", tone=tone))
-        rows.append([*head, *cells])
-        passes.append([*head, *by_pass])
+            cell = Cell(f"{ratio.value:.3f}", f"{ratio.low:.3f}–{ratio.high:.3f}", tone=tone)
+        rows.setdefault(key, [*key]).append(cell)
+        by_pass = ", ".join(f"{value:.3f}" for value in each.by_pass)
+        passes.setdefault(key, [*key]).append(by_pass)
     head = ["load", "arm", *FIGURES]
     text = (
         f"Ratios to {against} on the same requests, with 95 % intervals: below 1 is less. An "
@@ -158,8 +148,8 @@ def _build_ratios(points: Sequence[Point]) -> Section:
         "compare the passes too."
     )
     tables = [
-        Table("", head, rows, "ll"),
-        Table("Ratios of each pass", head, passes, "ll", folded=True),
+        Table("", head, [*rows.values()], "ll"),
+        Table("Ratios of each pass", head, [*passes.values()], "ll", folded=True),
     ]
     return Section(f"Against {against}", [text], tables=tables if rows else [])
 
@@ -170,15 +160,14 @@ def _build_sweeps(points: Sequence[Point], slo: Slo) -> Section:
     for arm, mine in _by_arm(open_points(points)):
         sweep = build_sweep(mine, slo)
         note = "reached" if sweep.saturated else "not reached: try higher rates"
-        rows.append([arm, str(sweep.knee), str(sweep.highest), str(sweep.surely), note])
+        rows.append([arm, str(sweep.knee), str(sweep.highest), note])
     return _table_section(
         "Knee and highest rate, requests/s",
         f"Objective: {slo.describe()} for 99 % of requests. Knee: the highest rate that the "
         f"server keeps up with, median TTFT at most {KNEE:g} times that of the lowest valid "
         "rate. The highest rate within the objective is kept up with, too. Only measured "
-        "rates, two of them where a run between them is not valid. The upper bound is that of "
-        "the interval of p99 TTFT.",
-        ["arm", "knee", "within the objective", "by the upper bound", "saturation"],
+        "rates, two of them where a run between them is not valid.",
+        ["arm", "knee", "within the objective", "saturation"],
         rows,
         left=1,
     )
@@ -256,23 +245,6 @@ def _build_server_figures(points: Sequence[Point]) -> Section:
         "the plugin counts them. Token throughput is for information only: pruning lowers it.",
         head,
         rows,
-        folded=True,
-    )
-
-
-def _build_agreement(points: Sequence[Point]) -> Section:
-    """How often two arms give the same answer."""
-    rows: list[Row] = [
-        [load.title, arm, against, _estimate_cell(same, 100)]
-        for load, arm, against, same in compare_answers(points)
-    ]
-    return _table_section(
-        "Same answers",
-        "Share of requests with exactly the same answer. Greedy and of fixed length. It "
-        "detects broken output; it does not measure accuracy.",
-        ["load", "arm", "against", "same, %"],
-        rows,
-        left=3,
         folded=True,
     )
 
@@ -396,9 +368,6 @@ def draw_charts(points: Sequence[Point], slo: Slo) -> list[Chart]:
         titles = ("Latency over rate", "offered, requests/s", "TTFT from the scheduled time, ms")
         charts.append(Chart(*titles, sweep, limit, y_scale="log", x_zero=True))
         charts.append(_draw_goodput(swept))
-    load = choose_common_load(points)
-    if load is not None:
-        charts.append(_draw_distribution([p for p in points if p.load == load], load))
     return charts
 
 
@@ -432,28 +401,6 @@ def _draw_goodput(points: Sequence[Point]) -> Chart:
     series.append(Series("all requests", path=[(0, 0), (most, most)], dashed=True, colour=5))
     titles = ("Goodput over rate", "offered, requests/s", "within the objective, requests/s")
     return Chart(*titles, series, x_zero=True, y_zero=True)
-
-
-def _draw_distribution(points: Sequence[Point], load: Load) -> Chart:
-    """The share of requests whose first token came within a time, at one load."""
-    series = []
-    for colour, (arm, mine) in enumerate(_by_arm(points)):
-        for point in mine:
-            values = sorted(1000 * v for own in point.by_request("TTFT").values() for v in own)
-            if not values:
-                continue
-            name = arm if point.valid else f"{arm} (not valid)"
-            places = {round(n * (len(values) - 1) / CURVE_POINTS) for n in range(CURVE_POINTS + 1)}
-            path = [(values[n], 100 * (n + 1) / len(values)) for n in sorted(places)]
-            ranks = [(level, values[-(-level * len(values) // 100) - 1]) for level in LEVELS]
-            marks = [
-                Mark(value, level, f"{name}\np{level} {value:.0f} ms", hollow=not point.valid)
-                for level, value in ranks
-            ]
-            series.append(Series(name, marks, path, "steps", dashed=not point.valid, colour=colour))
-    title = f"Distribution of TTFT, {load.describe()}"
-    y_label = "requests answered within it, %"
-    return Chart(title, "TTFT, ms", y_label, series, x_scale="log", y_zero=True)
 
 
 def _describe_mark(point: Point, text: str) -> str:

@@ -380,7 +380,7 @@ def to_flags(options: StrictModel, without: Collection[str] = ()) -> list[str]:
     return [f"{_as_flag(key)}={value}" for key, value in values.items() if value is not None]
 
 
-def format_mix(mix: tuple[tuple[object, float], ...]) -> str:
+def _format_mix(mix: tuple[tuple[object, float], ...]) -> str:
     """The mix as the command line writes it."""
     return ",".join(f"{value}={weight:g}" for value, weight in mix)
 
@@ -412,5 +412,5 @@ def _format_default(value: object) -> str:
     if value is None or value is PydanticUndefined or value in ("", (), False):
         return ""
     if isinstance(value, tuple):
-        return format_mix(value) if isinstance(value[0], tuple) else " ".join(value)
+        return _format_mix(value) if isinstance(value[0], tuple) else " ".join(value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -63,7 +63,7 @@ class PictureSpec(StrictModel):
     format: Format
 
 
-class OwnPicture(StrictModel):
+class _OwnPicture(StrictModel):
     """One image of an item of one's own data."""
 
     item: int
@@ -74,7 +74,7 @@ class Request(StrictModel):
     """One request; requests with equal pictures and question have identical bodies."""
 
     index: int
-    pictures: tuple[PictureSpec | OwnPicture, ...]
+    pictures: tuple[PictureSpec | _OwnPicture, ...]
     question: str
 
 
@@ -120,7 +120,7 @@ def make_workload(options: RequestOptions, model: str, loads: int = 1) -> Worklo
         digest = hashlib.sha256(described.encode()).hexdigest()[:16]
         fields |= {"data": str(path), "data_digest": digest}
     workload = Workload(model=model, **fields)
-    require_items(workload, loads)
+    _require_items(workload, loads)
     return workload
 
 
@@ -183,8 +183,8 @@ def build_request_body(workload: Workload, request: Request) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def _image_url(data: str, spec: PictureSpec | OwnPicture) -> str:
-    if isinstance(spec, OwnPicture):
+def _image_url(data: str, spec: PictureSpec | _OwnPicture) -> str:
+    if isinstance(spec, _OwnPicture):
         return as_data_url(open_data(Path(data))[spec.item].images[spec.number]())
     return encode_picture(draw_picture(spec.seed, spec.width, spec.height), spec.format)
 
@@ -194,7 +194,7 @@ def draw_requests(workload: Workload) -> tuple[list[Request], list[Request]]:
 
     Raises :class:`BenchmarkError` where one's own data has too few images for that.
     """
-    require_items(workload)
+    _require_items(workload)
     if workload.cache == "unique":
         identities: Sequence[int] = range(workload.requests)
     else:
@@ -218,7 +218,7 @@ def draw_requests(workload: Workload) -> tuple[list[Request], list[Request]]:
     return measured, warm_up
 
 
-def require_items(workload: Workload, loads: int = 1) -> None:
+def _require_items(workload: Workload, loads: int = 1) -> None:
     """Raise :class:`BenchmarkError` where one's own data has too few items.
 
     Each of several loads with unique images has items of its own.
@@ -242,11 +242,11 @@ def _count_distinct(workload: Workload) -> int:
 
 def _draw_request(workload: Workload, index: int, identity: int) -> Request:
     """The request of that identity, which determines its pictures and its question."""
-    pictures: tuple[PictureSpec | OwnPicture, ...]
+    pictures: tuple[PictureSpec | _OwnPicture, ...]
     if workload.data:
         item = workload.first_item + identity
         images = open_data(Path(workload.data))[item].images
-        pictures = tuple(OwnPicture(item=item, number=number) for number in range(len(images)))
+        pictures = tuple(_OwnPicture(item=item, number=number) for number in range(len(images)))
     else:
         generator = _generator(workload, 1, identity)
         count = _draw_from(workload.images, generator)
@@ -293,7 +293,7 @@ def _generator(workload: Workload, stream: int, number: int) -> np.random.Genera
 
 
 @dataclass(frozen=True)
-class OwnItem:
+class _OwnItem:
     """Images that go together, read when they are needed, and their question, if there is one."""
 
     images: tuple[Callable[[], bytes], ...]
@@ -303,7 +303,7 @@ class OwnItem:
 
 
 @lru_cache(maxsize=2)
-def open_data(path: Path) -> Sequence[OwnItem]:
+def open_data(path: Path) -> Sequence[_OwnItem]:
     """The items at a path; raises :class:`BenchmarkError` with the fix for what cannot be read."""
     if path.is_dir() and (path / "state.json").is_file():
         items = _read_data_set(path)
@@ -334,7 +334,7 @@ def as_data_url(data: bytes) -> str:
     return f"data:image/{kinds[0]};base64,{base64.b64encode(data).decode()}"
 
 
-def _read_folder(path: Path) -> list[OwnItem]:
+def _read_folder(path: Path) -> list[_OwnItem]:
     prompts: list[str] = []
     if (path / "prompts.txt").is_file():
         lines = (path / "prompts.txt").read_text(encoding="utf-8").splitlines()
@@ -344,11 +344,11 @@ def _read_folder(path: Path) -> list[OwnItem]:
     for number, file in enumerate(files):
         question = prompts[number % len(prompts)] if prompts else None
         described = [file.name, file.stat().st_size, question]
-        items.append(OwnItem((file.read_bytes,), question, described))
+        items.append(_OwnItem((file.read_bytes,), question, described))
     return items
 
 
-def _read_lines(path: Path) -> list[OwnItem]:
+def _read_lines(path: Path) -> list[_OwnItem]:
     items = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -368,11 +368,11 @@ def _read_lines(path: Path) -> list[OwnItem]:
             raise BenchmarkError(f"{where}: {missing[0]} does not exist -> fix the path")
         question = _read_question(content)
         described = [names, [file.stat().st_size for file in files], question]
-        items.append(OwnItem(tuple(file.read_bytes for file in files), question, described))
+        items.append(_OwnItem(tuple(file.read_bytes for file in files), question, described))
     return items
 
 
-def _read_data_set(path: Path) -> list[OwnItem]:
+def _read_data_set(path: Path) -> list[_OwnItem]:
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
@@ -400,7 +400,7 @@ def _read_data_set(path: Path) -> list[OwnItem]:
         sizes = [len(image) for image in _list_images(row[column])]
         images = tuple(partial(read_cell, number, column, place) for place in range(len(sizes)))
         question = _read_question(row)
-        items.append(OwnItem(images, question, [number, sizes, question]))
+        items.append(_OwnItem(images, question, [number, sizes, question]))
     return items
 
 

@@ -171,7 +171,7 @@ def needs_proposer(arms: Sequence[str], settings: Settings) -> bool:
     return any(STRATEGIES[arm.partition("@")[0]](settings).uses_proposer for arm in used)
 
 
-def space_of(arm: str) -> Space:
+def _space_of(arm: str) -> Space:
     """The space of an arm: the whole language unless its name ends in another."""
     return next((space for space in get_args(Space) if arm.endswith(f"@{space}")), "all")
 
@@ -208,7 +208,7 @@ def _settings_of(arm: str, seed: int, settings: Settings, evaluator: str) -> Set
     return settings.model_copy(
         update={
             "strategy": strategy,
-            "space": space_of(arm),
+            "space": _space_of(arm),
             "seed": seed,
             "evaluator": evaluator,
             "equal_evaluations": True,
@@ -350,10 +350,10 @@ def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> st
     """
     tables = [format_searches(folder, arms, seeds)]
     groups = {arm: list(arms) for arm in REFERENCES if arm in arms} or {arms[0]: list(arms)}
-    if any(space_of(arm) != "all" for arm in arms):
+    if any(_space_of(arm) != "all" for arm in arms):
         strategies: dict[str, list[str]] = {}
         for arm in arms:
-            strategies.setdefault(arm.removesuffix(f"@{space_of(arm)}"), []).append(arm)
+            strategies.setdefault(arm.removesuffix(f"@{_space_of(arm)}"), []).append(arm)
         groups = {group[0]: group for group in strategies.values()}
     if read_confirmation(folder):
         tables += [format_confirmed(folder, g, seeds, arm) for arm, g in groups.items()]

@@ -70,11 +70,11 @@ def format_mean(values: Sequence[float], digits: int = 4) -> str:
     mean = statistics.mean(values)
     if len(values) < 2:
         return f"{mean:.{digits}f}"
-    width = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    width = _t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return f"{mean:.{digits}f} ± {width:.{digits}f}"
 
 
-def t_quantile(freedom: int) -> float:
+def _t_quantile(freedom: int) -> float:
     """Two-sided 95 % quantile of Student's t distribution.
 
     Above the table by the expansion around the normal quantile (Abramowitz and Stegun, 26.7.5),
@@ -162,7 +162,7 @@ def format_difference(pairs: Sequence[tuple[Confirmed, Confirmed]]) -> str:
     if not effects:
         return f"{mean:.2f}"
     variance = sum(statistics.variance(effect) / len(effect) for effect in effects)
-    width = t_quantile(min(map(len, effects)) - 1) * math.sqrt(variance)
+    width = _t_quantile(min(map(len, effects)) - 1) * math.sqrt(variance)
     return f"{mean:.2f} ± {width:.2f}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.load.compare import Point, build_sweep, compare_answers, compare_arms, group_runs
+from benchmarks.load.compare import Point, build_sweep, compare_arms, group_runs
 from benchmarks.load.experiment import Arm, choose_rates, interleave
 from benchmarks.load.schedule import Load, Slo
 from tests.benchmarks.load.samples import point
@@ -45,20 +45,6 @@ def test_only_loads_that_both_arms_have_are_compared() -> None:
     assert compare_arms([]) == []
 
 
-def test_answers_are_compared_across_arms_and_passes() -> None:
-    stock, pruned = point("stock", LOAD, [TIMES, TIMES]), point("AutoPrune", LOAD, [HALF])
-    records = [
-        record.model_copy(update={"text": "no"}) if record.index < 10 else record
-        for record in pruned.runs[0].records
-    ]
-    other = type(pruned.runs[0])("AutoPrune", 0, pruned.runs[0].result, tuple(records), "")
-    control, other_arm = compare_answers([stock, type(pruned)("AutoPrune", LOAD, (other,))])
-    assert control[:3] == (LOAD, "stock", "stock, pass 1")
-    assert control[3] is not None and control[3].value == 1.0
-    assert other_arm[:3] == (LOAD, "AutoPrune", "stock")
-    assert other_arm[3] is not None and other_arm[3].value == 0.75
-
-
 def test_passes_are_grouped_by_arm_and_load() -> None:
     first = point("stock", LOAD, [TIMES, HALF])
     other = point("AutoPrune", LOAD, [HALF])
@@ -84,7 +70,7 @@ def at(rate: float, ttft: float, *, valid: bool = True, late: int = 0) -> Point:
 
 def test_the_knee_may_lie_below_the_highest_good_rate() -> None:
     sweep = build_sweep([at(8, 3.0), at(1, 0.1), at(2, 0.15), at(4, 0.45)], SLO)
-    assert (sweep.knee.holds, sweep.highest.holds, sweep.surely.holds) == (2, 4, 4)
+    assert (sweep.knee.holds, sweep.highest.holds) == (2, 4)
     assert (sweep.knee.fails, sweep.highest.fails) == (4, 8)
     assert (str(sweep.knee), str(sweep.highest)) == ("2", "4")
 
@@ -122,12 +108,6 @@ def test_the_last_answer_does_not_count_as_backlog() -> None:
     short = point("stock", Load(rate=10), [[0.4] * 10], every=0.1, slo=SLO)
     assert short.completed < 0.8 * 10 < short.answered(0.4)
     assert str(build_sweep([short], SLO).highest) == "at least 10"
-
-
-def test_the_upper_bound_is_stricter_than_the_estimate() -> None:
-    sweep = build_sweep([at(1, 0.1), at(2, 0.1, late=2)], SLO)
-    assert (sweep.highest.holds, sweep.surely.holds) == (2, 1)
-    assert build_sweep([at(1, 0.1), at(2, 0.1, late=5)], SLO).highest.holds == 1
 
 
 def test_a_sweep_reports_whether_it_reached_saturation() -> None:
