@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vllm_autoprune.base_policies.published_forms import PUBLISHED_FORMS, PublishedForm
+
 import vllm_autoprune  # noqa: F401  (registers the base policies)
 from vllm_autoprune.backbones import BACKBONE_SHAPES
-from vllm_autoprune.base_policies.published_forms import PUBLISHED_FORMS, PublishedForm
 from vllm_autoprune.cost import prefill_flops
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, BasePolicy
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.minillava.split import Example
-from vllm_autoprune.base_policies import __all__ as _policies_are_loaded
 from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicy
 from vllm_autoprune.tpdsl.refine import pool_tokens
@@ -78,7 +77,6 @@ def _policy_selection(policy: BasePolicy) -> Selection:
 
 def selections() -> dict[str, Selection]:
     """Random, resize control, oracle, and every registered base policy at its defaults."""
-    assert _policies_are_loaded, "importing the package registers its policies"
     controls: dict[str, Selection] = {
         RANDOM: keep_random,
         RESIZED: pool_cells,

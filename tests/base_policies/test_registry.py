@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from scripts.base_policies import PAGE, page
 from vllm_autoprune import VisualTokens
-from vllm_autoprune.base_policies.published_forms import PUBLISHED_FORMS
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
+    INSTRUCTION_NEEDS,
     BasePolicyParams,
     ReferenceSelection,
     base_policy,
 )
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_base_policies_of_this_version() -> None:
@@ -54,22 +57,14 @@ def test_duplicate_name_is_refused() -> None:
         base_policy(BasePolicyParams)(divprune)
 
 
-def test_forms_and_base_policies_are_the_same_set() -> None:
-    assert sorted(PUBLISHED_FORMS) == sorted(BASE_POLICIES)
-
-
-@pytest.mark.parametrize("name", PUBLISHED_FORMS)
-def test_form_agrees_with_the_inputs_of_the_policy(name: str) -> None:
-    form = PUBLISHED_FORMS[name]
+@pytest.mark.parametrize("name", BASE_POLICIES)
+def test_the_page_on_base_policies_has_a_row_and_a_paragraph_of_each(name: str) -> None:
     policy = BASE_POLICIES[name]
-    needs = policy.needs_of(policy.default_params)
-    assert (form.layers > 0) == ("language" in needs)
-    assert (form.published == "in-LLM pruning") == (form.layers > 0)
-    merges = not {"tower", "next_layer"}.isdisjoint(needs)
-    assert (form.published == "pre-projector merge") == merges
-    assert form.ours and not any(note.endswith(".") for note in form.ours)
-
-
-def test_page_equals_the_command_output() -> None:
-    stale = "run: python scripts/base_policies.py"
-    assert PAGE.read_text(encoding="utf-8") == page(), stale
+    page = (ROOT / "docs/base-policies.md").read_text(encoding="utf-8")
+    lines = page.splitlines()
+    row = next(line.split(" | ") for line in lines if line.startswith(f"| `{name}` |"))
+    assert row[2] == (", ".join(f"`{need}`" for need in sorted(policy.needs)) or "-")
+    asks = "yes" if policy.core is None else "optional"
+    free = policy.needs.isdisjoint(INSTRUCTION_NEEDS)
+    assert row[3].rstrip(" |") == ("-" if free else asks)
+    assert f"**{name}**: {policy.doc} " in page

@@ -1,41 +1,10 @@
-"""Base policies: published token selectors, one module each, behind one interface."""
+"""Base policies: published token selectors, one module each, behind one interface.
 
-from vllm_autoprune.base_policies import (
-    cdpruner,
-    cen_cdpruner,
-    cen_divprune,
-    dart,
-    divprune,
-    fastv,
-    fsr,
-    holov,
-    idpruner,
-    mmtok,
-    prumerge_plus,
-    prunesid,
-    pyramiddrop,
-    scope,
-    sparsevlm,
-    trim,
-    visionzip,
-)
+Importing this package registers all of them.
+"""
 
-__all__ = [
-    "cdpruner",
-    "cen_cdpruner",
-    "cen_divprune",
-    "dart",
-    "divprune",
-    "fastv",
-    "fsr",
-    "holov",
-    "idpruner",
-    "mmtok",
-    "prumerge_plus",
-    "prunesid",
-    "pyramiddrop",
-    "scope",
-    "sparsevlm",
-    "trim",
-    "visionzip",
-]
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

@@ -49,7 +49,7 @@ class DartParams(BasePolicyParams):
     )
 
 
-def native(params: DartParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+def _native(params: DartParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
     """4 + 8 floor(K / 8) tokens in raster order: the visual pivots are added to the budget.
 
     Pivots are processed in the iteration order of a CPython set of their positions, as in the
@@ -73,7 +73,7 @@ def native(params: DartParams, tokens: VisualTokens, budget: int | None) -> Publ
 @base_policy(
     DartParams,
     needs=frozenset({"language"}),
-    native=native,
+    native=_native,
     # States of a layer need that layer as well.
     ranking_layers=lambda params, layers: params.layer if params.space == "layer" else 0,
 )

@@ -76,12 +76,12 @@ def _continue(params: FSRParams, tokens: VisualTokens, budget: int, given: Given
     return join_tiles(picks, tokens, shares, given.next_tile(tokens))
 
 
-def native(params: FSRParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+def _native(params: FSRParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
     """Per tile, focus by priority and then the scan, with merged rows in float32."""
     share = require_budget("fsr", budget) // tokens.grid.tiles
     whole = TileGroup(0, tokens.grid.tiles, share)
     chosen = _choose(params, tokens, whole)
-    rows = merge_into_scan(params, chosen, whole.of(tokens.output, tokens).float())
+    rows = _merge_into_scan(params, chosen, whole.of(tokens.output, tokens).float())
     picks = whole.within_image(chosen.picks, tokens).reshape(tokens.batch, -1)
     return PublishedSelection(tuple(picks), tuple(rows.reshape(*picks.shape, -1)))
 
@@ -89,7 +89,7 @@ def native(params: FSRParams, tokens: VisualTokens, budget: int | None) -> Publi
 @base_policy(
     FSRParams,
     needs=frozenset({"cls_attention", "instruction"}),
-    native=native,
+    native=_native,
     given=_continue,
     reads=_reads,
     core=FSRCoreParams,
@@ -103,14 +103,14 @@ def fsr(params: FSRParams, tokens: VisualTokens, budget: int) -> ReferenceSelect
         picks.append(group.within_image(chosen.picks, tokens))
         if params.kappa > 0:
             rows = group.of(tokens.output, tokens).float()
-            merged.append(merge_into_scan(params, chosen, rows).to(tokens.output.dtype))
+            merged.append(_merge_into_scan(params, chosen, rows).to(tokens.output.dtype))
     return ReferenceSelection(
         join_groups(picks, groups, tokens), join_groups(merged, groups, tokens) if merged else None
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class _Chosen:
     """Picks ``(R, K)`` of R tiles: the first focus ``(R, 1)`` of them, then the scan.
 
     priority ``(R, n)``; similarity ``(R, n, n)``.
@@ -141,7 +141,7 @@ def focus_size(phi: Tensor, rho: float) -> Tensor:
     return torch.where(rho * total > 0, (reached < rho * total).sum(dim=1, keepdim=True) + 1, 0)
 
 
-def _choose(params: FSRParams, tokens: VisualTokens, group: TileGroup) -> Chosen:
+def _choose(params: FSRParams, tokens: VisualTokens, group: TileGroup) -> _Chosen:
     phi = group.of(priority(params, tokens), tokens)
     count = group.share
     similarity = group.of(tokens.by_image(tokens.precise_tile_cosine), tokens)
@@ -158,10 +158,10 @@ def _choose(params: FSRParams, tokens: VisualTokens, group: TileGroup) -> Chosen
         leading=leading,
         fill=phi,
     )
-    return Chosen(picks, focus, phi, similarity)
+    return _Chosen(picks, focus, phi, similarity)
 
 
-def merge_into_scan(params: FSRParams, chosen: Chosen, rows: Tensor) -> Tensor:
+def _merge_into_scan(params: FSRParams, chosen: _Chosen, rows: Tensor) -> Tensor:
     """Rows ``(R, K, D)`` of the picks, from rows ``(R, n, D)`` float32 of all tokens.
 
     Each other token goes with its most similar pick of the scan; the most similar of these pairs

@@ -44,33 +44,33 @@ class HoloVParams(BasePolicyParams):
         return max(1, min(wanted, tokens))
 
 
-def native(params: HoloVParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+def _native(params: HoloVParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
     """Tokens band by band, by descending attention within a band."""
     share = require_budget("holov", budget) // tokens.grid.tiles
     attention = tokens.by_tile(tokens.require_cls_attention().float())
-    picks = select_by_band(attention, share, params.count(attention.shape[1], share))
+    picks = _select_by_band(attention, share, params.count(attention.shape[1], share))
     tile = torch.arange(tokens.grid.tiles, device=picks.device).repeat(tokens.batch)
     within = picks + tile[:, None] * tokens.grid.per_tile
     return PublishedSelection(tuple(within.reshape(tokens.batch, -1)))
 
 
-@base_policy(HoloVParams, needs=frozenset({"cls_attention"}), native=native)
+@base_policy(HoloVParams, needs=frozenset({"cls_attention"}), native=_native)
 def holov(params: HoloVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The most attended tokens of every band of rows, with quotas by the band's attention."""
     attention = tokens.require_cls_attention().float()
     groups, picks = tile_groups(tokens, budget), []
     for group in groups:
         own = group.of(attention, tokens)
-        banded = select_by_band(own, group.share, params.count(own.shape[1], group.share))
+        banded = _select_by_band(own, group.share, params.count(own.shape[1], group.share))
         order = rank_descending(own.gather(1, banded))
         picks.append(group.within_image(banded.gather(1, order), tokens))
     return ReferenceSelection(join_groups(picks, groups, tokens))
 
 
-def select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
+def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
     """Picks ``(R, count)`` of attention ``(R, n)``: band by band, by descending attention."""
     size = attention.shape[1]
-    band = band_of_tokens(size, bands, attention.device)
+    band = _band_of_tokens(size, bands, attention.device)
     take = band_quotas(attention, bands, count)
     order = rank_descending(attention)
     order = order.gather(1, band[order].argsort(dim=1, stable=True))
@@ -82,7 +82,7 @@ def select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
     return order.gather(1, places[:, :count])
 
 
-def band_of_tokens(size: int, bands: int, device: torch.device) -> Tensor:
+def _band_of_tokens(size: int, bands: int, device: torch.device) -> Tensor:
     """Band ``(n,)`` of each token: runs of n // P tokens, the first n mod P one token longer."""
     place = torch.arange(size, device=device)
     long, short = size % bands, size // bands
@@ -103,7 +103,7 @@ def band_quotas(attention: Tensor, bands: int, count: int) -> Tensor:
     zero rows there.
     """
     rows, size = attention.shape
-    member = _members(band_of_tokens(size, bands, attention.device), bands)
+    member = _members(_band_of_tokens(size, bands, attention.device), bands)
     sizes = member.sum(dim=0)
     finite = attention.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp_min(0)
     total = torch.stack([one @ member.to(one.dtype) for one in finite])

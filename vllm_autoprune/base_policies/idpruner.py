@@ -54,7 +54,7 @@ def _reads(params: IDPrunerParams) -> frozenset[Need]:
 def _select(params: IDPrunerParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
     """Marginal relevance, starting from the similarity to the given tokens."""
     shares = split_over_tiles(budget, tokens.grid.tiles)
-    picks = marginal_relevance(
+    picks = _marginal_relevance(
         _importance(params, tokens),
         tokens.precise_tile_cosine,
         shares[0],
@@ -89,7 +89,7 @@ def _importance(params: IDPrunerParams, tokens: VisualTokens) -> Tensor:
     return (score - low) / (high - low + _OFFSET)
 
 
-def marginal_relevance(
+def _marginal_relevance(
     importance: Tensor,
     similarity: Tensor,
     count: int,

@@ -44,7 +44,7 @@ class PruMergePlusParams(BasePolicyParams):
     )
 
 
-def native(
+def _native(
     params: PruMergePlusParams, tokens: VisualTokens, budget: int | None
 ) -> PublishedSelection:
     """Outliers by descending attention, then samples, then the sum of the dropped tokens.
@@ -68,7 +68,7 @@ def native(
     return native_by_tile(tokens, run)
 
 
-@base_policy(PruMergePlusParams, needs=frozenset({"tower", "next_layer"}), native=native)
+@base_policy(PruMergePlusParams, needs=frozenset({"tower", "next_layer"}), native=_native)
 def prumerge_plus(
     params: PruMergePlusParams, tokens: VisualTokens, budget: int
 ) -> ReferenceSelection:

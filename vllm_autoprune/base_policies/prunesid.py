@@ -91,7 +91,7 @@ class GroupedTokens:
         return self.rank < self.take.gather(1, self.group)
 
 
-def native(params: PruneSIDParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+def _native(params: PruneSIDParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
     """Per tile, [CLS] in mode ``cls``, then tokens group by group."""
     share = require_budget("prunesid", budget) // tokens.grid.tiles
     whole = TileGroup(0, tokens.grid.tiles, share)
@@ -106,7 +106,7 @@ def native(params: PruneSIDParams, tokens: VisualTokens, budget: int | None) -> 
 @base_policy(
     PruneSIDParams,
     needs=frozenset({"cls_attention", "encoder", "tower"}),
-    native=native,
+    native=_native,
     reads=_reads,
 )
 def prunesid(params: PruneSIDParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
@@ -157,8 +157,8 @@ def group_tokens(
         bound = _threshold(params, budget, size) * mean
     best = rank_descending(score)
     distinct = find_distinct(similarity, best, group, bound)
-    sizes = count_members(group, loadings.shape[2])
-    take = group_quotas(sizes, count_members(group, loadings.shape[2], distinct), budget, count)
+    sizes = _count_members(group, loadings.shape[2])
+    take = group_quotas(sizes, _count_members(group, loadings.shape[2], distinct), budget, count)
 
     order = best.gather(1, (~distinct).gather(1, best).to(torch.uint8).argsort(dim=1, stable=True))
     order = order.gather(1, group.gather(1, order).argsort(dim=1, stable=True))
@@ -214,7 +214,7 @@ def find_distinct(similarity: Tensor, order: Tensor, group: Tensor, bound: Tenso
     return torch.zeros_like(distinct).scatter_(1, order, distinct)
 
 
-def count_members(group: Tensor, groups: int, counted: Tensor | None = None) -> Tensor:
+def _count_members(group: Tensor, groups: int, counted: Tensor | None = None) -> Tensor:
     """Tokens of each group ``(R, q)``; only those of a mask ``(R, n)`` where one is given."""
     ones = torch.ones_like(group) if counted is None else counted.to(group.dtype)
     return torch.zeros_like(group[:, :1]).expand(-1, groups).scatter_add(1, group, ones)

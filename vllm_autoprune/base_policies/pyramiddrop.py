@@ -34,7 +34,7 @@ class PyramidDropParams(BasePolicyParams):
     )
 
 
-def native(
+def _native(
     params: PyramidDropParams, tokens: VisualTokens, budget: int | None
 ) -> PublishedSelection:
     """Kept tokens of one stage, in raster order."""
@@ -45,7 +45,7 @@ def native(
 @base_policy(
     PyramidDropParams,
     needs=frozenset({"language"}),
-    native=native,
+    native=_native,
     # Attention of a layer needs the layers before it.
     ranking_layers=lambda params, layers: layers // 4 if params.layer is None else params.layer,
 )

@@ -45,7 +45,9 @@ class SparseVLMParams(BasePolicyParams):
     )
 
 
-def native(params: SparseVLMParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+def _native(
+    params: SparseVLMParams, tokens: VisualTokens, budget: int | None
+) -> PublishedSelection:
     """One stage: kept tokens in raster order, then cluster means, of the layer's output."""
     language = tokens.require_language()
     score = rater_attention(language, params.layer, tokens.count)
@@ -64,7 +66,7 @@ def native(params: SparseVLMParams, tokens: VisualTokens, budget: int | None) ->
 @base_policy(
     SparseVLMParams,
     needs=frozenset({"language"}),
-    native=native,
+    native=_native,
     # Attention of a layer needs the layers before it, recycling the layer's own output.
     ranking_layers=lambda params, layers: params.layer + params.recycle,
 )

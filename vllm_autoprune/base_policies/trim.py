@@ -26,13 +26,13 @@ class TrimParams(BasePolicyParams):
     """TRIM has no parameters."""
 
 
-def native(params: TrimParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+def _native(params: TrimParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
     """Per tile, the kept patches in raster order, then the mean of all others.
 
     Without a budget, as many patches as the score has outliers, counted over all tiles; with a
     budget, K rows including the mean.
     """
-    score = tokens.by_tile(text_similarity(tokens))
+    score = tokens.by_tile(_text_similarity(tokens))
     patches = tokens.by_tile(tokens.require_tower().patches)
     tiles, size = tokens.grid.tiles, tokens.grid.per_tile
 
@@ -52,10 +52,10 @@ def native(params: TrimParams, tokens: VisualTokens, budget: int | None) -> Publ
     return native_by_tile(tokens, run)
 
 
-@base_policy(TrimParams, needs=frozenset({"instruction", "tower"}), native=native)
+@base_policy(TrimParams, needs=frozenset({"instruction", "tower"}), native=_native)
 def trim(params: TrimParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The K - 1 patches most similar to the instruction, and the mean of all others."""
-    score = text_similarity(tokens)
+    score = _text_similarity(tokens)
 
     def run(group: TileGroup) -> TileRows:
         # With a single row, keep a patch rather than the mean of all.
@@ -68,7 +68,7 @@ def trim(params: TrimParams, tokens: VisualTokens, budget: int) -> ReferenceSele
     return merge_by_tile(tokens, budget, run)
 
 
-def text_similarity(tokens: VisualTokens) -> Tensor:
+def _text_similarity(tokens: VisualTokens) -> Tensor:
     """Signed dot product of each token with the text, ``(B, N)`` float32.
 
     Neither side is normalised, as published. Several text segments are represented by their mean

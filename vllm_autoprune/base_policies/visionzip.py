@@ -49,7 +49,9 @@ class VisionZipParams(BasePolicyParams):
         return budget - contextual, contextual
 
 
-def native(params: VisionZipParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+def _native(
+    params: VisionZipParams, tokens: VisualTokens, budget: int | None
+) -> PublishedSelection:
     """Per tile: [CLS] row, dominant patches in raster order, contextual rows."""
     share = require_budget("visionzip", budget) // tokens.grid.tiles
     dominant, contextual = params.split(share)
@@ -66,7 +68,7 @@ def native(params: VisionZipParams, tokens: VisualTokens, budget: int | None) ->
     return native_by_tile(tokens, run)
 
 
-@base_policy(VisionZipParams, needs=frozenset({"cls_attention", "tower"}), native=native)
+@base_policy(VisionZipParams, needs=frozenset({"cls_attention", "tower"}), native=_native)
 def visionzip(params: VisionZipParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Patches with most attention from [CLS], then evenly spaced ones with the rest merged in."""
 

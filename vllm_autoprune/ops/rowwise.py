@@ -85,7 +85,7 @@ def positions_in_order(order: Tensor, allowed: Tensor) -> Tensor:
     return last.scatter_(1, order, rising).masked_fill(~allowed, count)
 
 
-def flatten_indices(at: Tensor, tokens: int) -> Tensor:
+def _flatten_indices(at: Tensor, tokens: int) -> Tensor:
     """Row indices per image ``(B, K)`` as indices ``(B * K,)`` into the rows of the batch."""
     first = torch.arange(0, at.shape[0] * tokens, tokens, device=at.device)
     return (at + first[:, None]).flatten()
@@ -98,7 +98,7 @@ def gather_rows(values: Tensor, at: Tensor) -> Tensor:
     """
     batch, tokens, width = values.shape
     rows = values.reshape(batch * tokens, width)
-    return rows.index_select(0, flatten_indices(at, tokens)).view(batch, -1, width)
+    return rows.index_select(0, _flatten_indices(at, tokens)).view(batch, -1, width)
 
 
 def find_outliers(score: Tensor) -> Tensor:

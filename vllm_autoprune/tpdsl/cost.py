@@ -66,15 +66,15 @@ REFERENCE = Shape()
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class _Work:
     """Work of one atom: torch calls, numbers read or written, and multiplications."""
 
     calls: float = 0.0
     numbers: float = 0.0
     products: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: _Work) -> _Work:
+        return _Work(
             self.calls + other.calls,
             self.numbers + other.numbers,
             self.products + other.products,
@@ -88,85 +88,85 @@ class Work:
         )
 
 
-def cosines_work(shape: Shape) -> Work:
+def _cosines_work(shape: Shape) -> _Work:
     """Work of the cosines between all tokens."""
     n, d = shape.tokens, shape.width
-    return Work(12, 3 * n * d + n * n, 0.65 * n * n * d)
+    return _Work(12, 3 * n * d + n * n, 0.65 * n * n * d)
 
 
-def greedy_work(shape: Shape, steps: int) -> Work:
+def _greedy_work(shape: Shape, steps: int) -> _Work:
     """Work of greedy MAP: every step reads all earlier steps."""
     n = shape.tokens
-    return Work(14 * steps, 8 * n * steps + n * steps * steps / 2, n * steps * steps / 2)
+    return _Work(14 * steps, 8 * n * steps + n * steps * steps / 2, n * steps * steps / 2)
 
 
-def farthest_work(tokens: int, steps: int) -> Work:
+def _farthest_work(tokens: int, steps: int) -> _Work:
     """Work of farthest-point selection, given the distances."""
-    return Work(4 + 5 * steps, 2 * tokens * steps, 0)
+    return _Work(4 + 5 * steps, 2 * tokens * steps, 0)
 
 
-def centring_work(shape: Shape, *, scaled: bool) -> Work:
+def _centring_work(shape: Shape, *, scaled: bool) -> _Work:
     """Work of subtracting the mean token, and of scaling by deviations."""
-    return Work(12, (3 + 4 * scaled) * shape.tokens * shape.width)
+    return _Work(12, (3 + 4 * scaled) * shape.tokens * shape.width)
 
 
 WORDS = 16
 """Word tokens of a question, in the cost of policies that cover them."""
 
 
-def _coverage(shape: Shape, rows: int) -> Work:
+def _coverage(shape: Shape, rows: int) -> _Work:
     """Work of greedy coverage: every step reads how well each token covers each row.
 
     The degrees of one image stay in the cache, so a number takes less than elsewhere.
     """
-    return Work(14 * shape.budget, 0.7 * shape.tokens * rows * shape.budget)
+    return _Work(14 * shape.budget, 0.7 * shape.tokens * rows * shape.budget)
 
 
-def _tower_cosines(shape: Shape) -> Work:
-    return cosines_work(replace(shape, width=shape.tower))
+def _tower_cosines(shape: Shape) -> _Work:
+    return _cosines_work(replace(shape, width=shape.tower))
 
 
-def base_policy_work(name: str, shape: Shape) -> Work:
+def _base_policy_work(name: str, shape: Shape) -> _Work:
     """Work of a base policy on given inputs."""
     n, k, d = shape.tokens, shape.budget, shape.tower
     match name:
         case "cen_divprune":
             geometry = (
-                centring_work(shape, scaled=True) + cosines_work(shape) + Work(20, 12 * n * n)
+                _centring_work(shape, scaled=True) + _cosines_work(shape) + _Work(20, 12 * n * n)
             )
-            return geometry + Work(40 * k, 12 * n * k)
+            return geometry + _Work(40 * k, 12 * n * k)
         case "cen_cdpruner":
-            geometry = centring_work(shape, scaled=True) + cosines_work(shape)
-            return geometry + Work(20, 4 * n * d) + greedy_work(shape, k)
+            geometry = _centring_work(shape, scaled=True) + _cosines_work(shape)
+            return geometry + _Work(20, 4 * n * d) + _greedy_work(shape, k)
         case "scope":
             return _tower_cosines(shape) + _coverage(shape, n)
         case "mmtok":
-            return _tower_cosines(shape) + Work(30, 6 * n * n) + _coverage(shape, n + WORDS)
+            return _tower_cosines(shape) + _Work(30, 6 * n * n) + _coverage(shape, n + WORDS)
         case "prunesid":
             # In float64: the Gram matrix, and about 9 n^3 of an eigendecomposition.
-            solved = Work(20, 12 * n * d, 2 * n * n * d + 18 * n**3)
-            return _tower_cosines(shape) + solved + Work(4 * n, 12 * n * n)
+            solved = _Work(20, 12 * n * d, 2 * n * n * d + 18 * n**3)
+            return _tower_cosines(shape) + solved + _Work(4 * n, 12 * n * n)
         case "holov":
-            return Work(60 + 45 * k, 40 * n)
+            return _Work(60 + 45 * k, 40 * n)
         case "fsr":
-            chosen = cosines_work(shape) + Work(40 + 16 * k, 12 * n * n + 8 * n * k)
-            return chosen + Work(40, 8 * n * k + 3 * n * shape.width, n * k * shape.width)
+            chosen = _cosines_work(shape) + _Work(40 + 16 * k, 12 * n * n + 8 * n * k)
+            return chosen + _Work(40, 8 * n * k + 3 * n * shape.width, n * k * shape.width)
         case "idpruner":
-            return cosines_work(shape) + Work(30 + 50 * k, 6 * n * n + 12 * n * k)
+            return _cosines_work(shape) + _Work(30 + 50 * k, 6 * n * n + 12 * n * k)
         case "cdpruner":
-            return Work(20, 4 * n * d) + greedy_work(shape, k)
+            return _Work(20, 4 * n * d) + _greedy_work(shape, k)
         case "divprune":
-            gram = Work(10, 3 * n * shape.width + 8 * n * n, n * n * shape.width)
-            return gram + farthest_work(n, k)
+            gram = _Work(10, 3 * n * shape.width + 8 * n * n, n * n * shape.width)
+            return gram + _farthest_work(n, k)
         case "visionzip":
-            return Work(60, 6 * n * d + 2 * n * k, n * k * d / 3)
+            return _Work(60, 6 * n * d + 2 * n * k, n * k * d / 3)
         case "prumerge_plus":
-            return Work(80, 8 * n * d + 30 * n * k, 2 * n * k * d)
+            return _Work(80, 8 * n * d + 30 * n * k, 2 * n * k * d)
         case "trim":
-            return Work(40, 6 * n * d)
+            return _Work(40, 6 * n * d)
         case "dart":
-            return Work(400, 500 * n + 3 * n * shape.width)
-    return Work(40, 256 * n * 8)  # by attention of the language model's first layers
+            return _Work(400, 500 * n + 3 * n * shape.width)
+    return _Work(40, 256 * n * 8)  # by attention of the language model's first layers
 
 
 FLAG = "--autoprune-request-cost"
@@ -185,75 +185,75 @@ class AtomCost:
 
 
 C = TypeVar("C", bound=AtomCall)
-Rule = Callable[[C, Shape], Work]
+Rule = Callable[[C, Shape], _Work]
 
 
-def _clusters(clusters: int, rounds: int, shape: Shape) -> Work:
+def _clusters(clusters: int, rounds: int, shape: Shape) -> _Work:
     """Work of spherical k-means, seeded with farthest points."""
     n, c = shape.tokens, min(clusters, shape.tokens)
-    begin = Work(12 + 5 * c, 3 * n * n + 2 * c * n, 0)
-    return begin + Work(rounds * 14, rounds * 12 * n * c, rounds * n * n * c)
+    begin = _Work(12 + 5 * c, 3 * n * n + 2 * c * n, 0)
+    return begin + _Work(rounds * 14, rounds * 12 * n * c, rounds * n * n * c)
 
 
-_SIGNALS: Mapping[str, Callable[..., Work]] = {
+_SIGNALS: Mapping[str, Callable[..., _Work]] = {
     "instruction_guided_visual_relevance": lambda call, s: (
-        Work(14, 4 * s.tokens * s.tower)
+        _Work(14, 4 * s.tokens * s.tower)
         if call.measure == "instruction"
-        else Work(8, 4 * s.tokens * s.width)
+        else _Work(8, 4 * s.tokens * s.width)
     ),
-    "attention_proxy_saliency": lambda call, s: Work(6, 2 * s.tokens),
-    "spatial_centrality_prior": lambda call, s: Work(18, 8 * s.tokens),
-    "redundancy_density_penalty": lambda call, s: Work(10, 9 * s.tokens**2),
+    "attention_proxy_saliency": lambda call, s: _Work(6, 2 * s.tokens),
+    "spatial_centrality_prior": lambda call, s: _Work(18, 8 * s.tokens),
+    "redundancy_density_penalty": lambda call, s: _Work(10, 9 * s.tokens**2),
     "local_contrast_saliency": lambda call, s: _contrast(call, s),
-    "visual_token_norm_saliency": lambda call, s: Work(4, (call.p == 1) * 3 * s.tokens * s.width),
+    "visual_token_norm_saliency": lambda call, s: _Work(4, (call.p == 1) * 3 * s.tokens * s.width),
     "cluster_centroid_representativeness": lambda call, s: _centroid(call, s),
-    "global_mean_representativeness": lambda call, s: Work(8, s.tokens**2),
-    "channel_entropy_informativeness": lambda call, s: Work(9, 14 * s.tokens * s.width),
-    "reference_selection_confidence": lambda call, s: Work(10, 4 * s.tokens),
+    "global_mean_representativeness": lambda call, s: _Work(8, s.tokens**2),
+    "channel_entropy_informativeness": lambda call, s: _Work(9, 14 * s.tokens * s.width),
+    "reference_selection_confidence": lambda call, s: _Work(10, 4 * s.tokens),
     "local_detail_energy": lambda call, s: _detail(call, s),
-    "mean_dissimilarity_saliency": lambda call, s: Work(
+    "mean_dissimilarity_saliency": lambda call, s: _Work(
         20, (6 + 4 * call.scale_variance) * s.tokens * s.width
     ),
 }
 
 
-def _contrast(call: Contrast, shape: Shape) -> Work:
+def _contrast(call: Contrast, shape: Shape) -> _Work:
     if call.neighbours == "four_wrapped":
-        return Work(24, 8 * shape.tokens**2)  # where a grid is not square: the 8 most similar
-    return Work(30, 8 * shape.tokens * (2 * call.radius + 1) ** 2)
+        return _Work(24, 8 * shape.tokens**2)  # where a grid is not square: the 8 most similar
+    return _Work(30, 8 * shape.tokens * (2 * call.radius + 1) ** 2)
 
 
-def _centroid(call: ClusterCentroid, shape: Shape) -> Work:
+def _centroid(call: ClusterCentroid, shape: Shape) -> _Work:
     return _clusters(call.clusters, ROUNDS, shape)
 
 
-def _detail(call: Detail, shape: Shape) -> Work:
-    return Work(14, 2 * shape.tokens**2 * (2 + (2 * call.radius + 1) ** 2))
+def _detail(call: Detail, shape: Shape) -> _Work:
+    return _Work(14, 2 * shape.tokens**2 * (2 + (2 * call.radius + 1) ** 2))
 
 
-def _partition(call: PartitionCall, shape: Shape) -> Work:
+def _partition(call: PartitionCall, shape: Shape) -> _Work:
     if isinstance(call, ClusterPartition):
         return _clusters(call.clusters, call.iters, shape)
-    return Work(14, 4 * shape.tokens)
+    return _Work(14, 4 * shape.tokens)
 
 
-def _pool(call: PoolCall, shape: Shape, candidates: int) -> tuple[Work, int]:
+def _pool(call: PoolCall, shape: Shape, candidates: int) -> tuple[_Work, int]:
     """Work of one pool builder on ``candidates``, and the largest size of its pool."""
     n, k = shape.tokens, shape.budget
     if isinstance(call, JoinedPool):
         size = min(n - k, int(call.pool_ratio * k) + 1)
-        total = Work(12, 10 * n + 4 * n * len(call.sources))
+        total = _Work(12, 10 * n + 4 * n * len(call.sources))
         for source in call.sources:
             total += _pool(source, shape, candidates)[0]
         return total, size
     if isinstance(call, CoveragePool):
-        return Work(40, 40 * n + 4 * n * call.cells**2), candidates
+        return _Work(40, 40 * n + 4 * n * call.cells**2), candidates
     assert isinstance(call, SizedPool)
     size = min(candidates, n - k, n if call.pool_ratio is None else int(call.pool_ratio * k) + 1)
     if call.atom == "quality_pool_builder":
-        return Work(14, 40 * n), size
+        return _Work(14, 40 * n), size
     gathered = candidates * (n + candidates + k)
-    return Work(20, 40 * n + 3 * gathered) + farthest_work(candidates, size), size
+    return _Work(20, 40 * n + 3 * gathered) + _farthest_work(candidates, size), size
 
 
 def _quota(state: PruningState, shape: Shape) -> int:
@@ -262,48 +262,48 @@ def _quota(state: PruningState, shape: Shape) -> int:
     return min(quota, shape.budget)
 
 
-def _selector(state: PruningState, shape: Shape) -> Work:
+def _selector(state: PruningState, shape: Shape) -> _Work:
     call, n, k = state.constraints.selector, shape.tokens, shape.budget
     quota = _quota(state, shape)
-    sort = Work(24, 60 * n)
+    sort = _Work(24, 60 * n)
     if isinstance(call, ResidualSelector) and call.lam is not None:
-        return sort + Work(20 + 24 * quota, 4 * n * n + quota * 12 * n)
+        return sort + _Work(20 + 24 * quota, 4 * n * n + quota * 12 * n)
     match call.atom:
         case "reference_strict_preservation_selector" | "quality_topk_selector":
-            return Work(4, 30 * n)
+            return _Work(4, 30 * n)
         case "reference_strict_margin_exchange_selector" | (
             "maximal_marginal_relevance_pool_selector"
         ):
-            return sort + Work(24 * quota, n * n + quota * n * (12 + quota / 2))
+            return sort + _Work(24 * quota, n * n + quota * n * (12 + quota / 2))
         case "constrained_pool_dpp_selector":
-            capped = Work(40 * k, 24 * n * k)
-            return _partition(state.constraints.partition, shape) + greedy_work(shape, k) + capped
+            capped = _Work(40 * k, 24 * n * k)
+            return _partition(state.constraints.partition, shape) + _greedy_work(shape, k) + capped
         case "anchor_controlled_pool_dpp_selector" | "runtime_reference_anchor_pool_dpp_selector":
-            return sort + greedy_work(shape, k)
+            return sort + _greedy_work(shape, k)
     return sort
 
 
-def _prior(call: PriorCall, state: PruningState, shape: Shape) -> Work:
+def _prior(call: PriorCall, state: PruningState, shape: Shape) -> _Work:
     if isinstance(call, ExternalPolicy):
-        return Work(10, 4 * shape.tokens) + base_policy_work(call.policy, shape)
+        return _Work(10, 4 * shape.tokens) + _base_policy_work(call.policy, shape)
     if call.atom == "native_teacher_mask_prior":
-        return Work(30, 4 * shape.tokens) + base_policy_work(state.base_policy.name, shape)
-    return Work(6, 4 * shape.tokens)
+        return _Work(30, 4 * shape.tokens) + _base_policy_work(state.base_policy.name, shape)
+    return _Work(6, 4 * shape.tokens)
 
 
-def _reassembly(call: AtomCall, shape: Shape) -> Work:
+def _reassembly(call: AtomCall, shape: Shape) -> _Work:
     n, k, d = shape.tokens, shape.budget, shape.width
-    kept = Work(20, 3 * k * d)
+    kept = _Work(20, 3 * k * d)
     if isinstance(call, BlendCall | ExchangeCall) and call.idle:
         return kept
     recipe = RECIPES[call.atom]
     if isinstance(call, NearestCall) and call.nearest:
-        kept += Work(20, 4 * n * n)
-    total = kept + Work(40, 14 * n * k + n * d, n * k * d)
+        kept += _Work(20, 4 * n * n)
+    total = kept + _Work(40, 14 * n * k + n * d, n * k * d)
     if recipe.assign.name == "local":
-        total += Work(14, 6 * n * n)
+        total += _Work(14, 6 * n * n)
     if recipe.form.name == "exchange":
-        total += Work(20, 8 * n * k, n * n * k)
+        total += _Work(20, 8 * n * k, n * n * k)
     return total
 
 
@@ -317,13 +317,13 @@ def atom_costs(state: PruningState, shape: Shape = REFERENCE) -> list[AtomCost]:
         return _core_costs(state.core, core, shape, alone=True)
     quota = _quota(state, shape)
     base, scores = state.base_policy.name, quota > 0 or orders_by_quality(state.reassembly)
-    own = base_policy_work(base, shape)
+    own = _base_policy_work(base, shape)
     if base in ("visionzip", "prumerge_plus", "trim", "fsr"):
-        own += Work(10, 7 * rows.tokens * rows.width)  # every row is written anew
+        own += _Work(10, 7 * rows.tokens * rows.width)  # every row is written anew
     costs = [_priced("/base_policy", base, own)]
     cosines = scores or base == "cdpruner"
     if cosines:
-        costs.append(_priced("", "cosines between all tokens", cosines_work(shape)))
+        costs.append(_priced("", "cosines between all tokens", _cosines_work(shape)))
     if scores:
         costs += _quality_costs(state, shape)
     if quota > 0:
@@ -340,7 +340,7 @@ def _quality_costs(state: PruningState, shape: Shape) -> list[AtomCost]:
     costs = []
     for i, signal in enumerate(state.scoring.signals):
         if signal.weight > 0:
-            work = _SIGNALS[signal.atom](signal, shape) + Work(6, 6 * shape.tokens)
+            work = _SIGNALS[signal.atom](signal, shape) + _Work(6, 6 * shape.tokens)
             costs.append(_priced(f"/scoring/signals/{i}", signal.atom, work))
     for i, prior in enumerate(state.source.priors):
         if not is_idle(prior):
@@ -358,7 +358,7 @@ def _exchange_costs(state: PruningState, shape: Shape) -> list[AtomCost]:
     selector, kernel = state.constraints.selector, state.scoring.kernel
     costs.append(_priced("/constraints/selector", selector.atom, _selector(state, shape)))
     if isinstance(kernel, CentredKernel):  # the others take the cosines that are known
-        work = centring_work(shape, scaled=kernel.scale_variance) + cosines_work(shape)
+        work = _centring_work(shape, scaled=kernel.scale_variance) + _cosines_work(shape)
         costs.append(_priced("/scoring/kernel", kernel.atom, work))
     return costs
 
@@ -370,20 +370,20 @@ def _core_costs(core: Core, count: int, shape: Shape, *, alone: bool) -> list[At
     """
     own = replace(shape, budget=count)
     name = core.policy.name
-    chosen = base_policy_work(name, own) + Work(10, 4 * shape.tokens)
+    chosen = _base_policy_work(name, own) + _Work(10, 4 * shape.tokens)
     costs = [_priced("/core/policy", name, chosen)]
     if core.cover == 0:
         return costs
-    cover = Work(24, shape.tokens * count + 60 * shape.tokens)
+    cover = _Work(24, shape.tokens * count + 60 * shape.tokens)
     if core.strength > 0:
-        cover += Work(40, 14 * shape.tokens * count, shape.tokens * count * shape.width)
+        cover += _Work(40, 14 * shape.tokens * count, shape.tokens * count * shape.width)
     costs.append(_priced("/core/cover", "cover of the core", cover))
     if alone:
-        costs.append(_priced("", "cosines between all tokens", cosines_work(shape)))
+        costs.append(_priced("", "cosines between all tokens", _cosines_work(shape)))
     return costs
 
 
-def _priced(where: str, name: str, work: Work) -> AtomCost:
+def _priced(where: str, name: str, work: _Work) -> AtomCost:
     return AtomCost(where, name, work.milliseconds)
 
 

@@ -79,7 +79,7 @@ class _Copier:
         """Copy the value at a JSON pointer; ``depth`` is its number of enclosing containers + 1."""
         self._values += 1
         if self._values > MAX_VALUES:
-            self._refuse(values_problem(f"more than {MAX_VALUES}"))
+            self._refuse(_values_problem(f"more than {MAX_VALUES}"))
         if isinstance(value, Mapping):
             return self._copy_object(value, where, depth)
         if isinstance(value, list | tuple):
@@ -124,13 +124,13 @@ class _Copier:
 
     def _check_depth(self, depth: int) -> None:
         if depth > MAX_DEPTH:
-            self._refuse(depth_problem(f"more than {MAX_DEPTH}"))
+            self._refuse(_depth_problem(f"more than {MAX_DEPTH}"))
 
     def _check_text(self, text: str, where: str, kind: str = "") -> None:
         self._characters += len(text)
         if self._characters > MAX_BYTES:
             self._refuse(SIZE_PROBLEM)
-        self.problems += surrogate_problems(text, where, kind)
+        self.problems += _surrogate_problems(text, where, kind)
 
     def _reject(
         self, what: str, where: str, fix: str = "use a dictionary such as json.load returns"
@@ -146,19 +146,19 @@ SIZE_PROBLEM = Problem(
 )
 
 
-def depth_problem(depth: str) -> Problem:
+def _depth_problem(depth: str) -> Problem:
     """The document is nested too deeply."""
     what = f"nested too deeply: {depth} levels, at most {MAX_DEPTH} are read"
     return Problem("", what, "a state is five levels deep: reduce the nesting", "depth")
 
 
-def values_problem(count: str) -> Problem:
+def _values_problem(count: str) -> Problem:
     """The document has too many values."""
     what = f"{count} values, at most {MAX_VALUES} are read"
     return Problem("", what, "a state has some dozens: shorten its lists", "values")
 
 
-def surrogate_problems(text: str, where: str, kind: str = "") -> Iterable[Problem]:
+def _surrogate_problems(text: str, where: str, kind: str = "") -> Iterable[Problem]:
     """A string or key with an unpaired surrogate, which UTF-8 cannot encode."""
     try:
         text.encode("utf-8")
@@ -296,10 +296,10 @@ def _nesting_problems(text: str) -> Iterator[Problem]:
     steps = (1 if char in "[{" else -1 for char in outside if char in "[]{}")
     depth = max(accumulate(steps), default=0)
     if depth > MAX_DEPTH:
-        yield depth_problem(str(depth))
+        yield _depth_problem(str(depth))
     values = 1 + sum(outside.count(char) for char in ",[{")
     if values > MAX_VALUES:
-        yield values_problem(f"about {values}")
+        yield _values_problem(f"about {values}")
 
 
 def _object(pairs: list[tuple[str, object]]) -> _Object:
@@ -328,7 +328,7 @@ def _integer(text: str) -> int | _InvalidNumber:
 def _problems(value: object, where: str) -> Iterator[Problem]:
     """Problems below one JSON pointer, in document order; invalid numbers are set to null."""
     if isinstance(value, str):
-        yield from surrogate_problems(value, where)
+        yield from _surrogate_problems(value, where)
     if isinstance(value, _Object):
         for key in value.duplicates:
             what = f"key {format_value(key)} occurs twice in one object"
@@ -339,7 +339,7 @@ def _problems(value: object, where: str) -> Iterator[Problem]:
     for step, inner in items:
         below = child_pointer(where, step)
         if isinstance(step, str):
-            yield from surrogate_problems(step, below, "key ")
+            yield from _surrogate_problems(step, below, "key ")
         if isinstance(inner, _InvalidNumber):
             yield _number_problem(inner, below)
             value[step] = None  # type: ignore[index]  # a key of this very container

@@ -39,7 +39,7 @@ from vllm_autoprune.tpdsl.state import SCHEMA, PruningState
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class _Rule:
     """One rule: its name, what it requires, and why a JSON Schema cannot express it."""
 
     kind: str
@@ -54,17 +54,17 @@ _TWO = "a schema cannot compare two fields"
 RULES = {
     rule.kind: rule
     for rule in (
-        Rule("file", "the path names a regular file that can be read", _TEXT),
-        Rule("size", f"at most {MAX_BYTES} bytes, as read and as written out again", _TEXT),
-        Rule("encoding", "UTF-8 without a byte order mark", _TEXT),
-        Rule("syntax", "one JSON value, by RFC 8259: no NaN, no Infinity, no comments", _TEXT),
-        Rule("duplicate_key", "no key twice in one object", _TEXT),
-        Rule("surrogate", "no half of a surrogate pair in a string or key", _TEXT),
-        Rule("number", "every number fits a 64-bit float", _TEXT),
-        Rule("depth", f"nested at most {MAX_DEPTH} deep", _WHOLE),
-        Rule("values", f"at most {MAX_VALUES} values", _WHOLE),
-        Rule("limit_below_budget", "budget.limit is at least the state's own K", _TWO),
-        Rule("r_min_above_budget", "constraints.selector.r_min is at most the state's K", _TWO),
+        _Rule("file", "the path names a regular file that can be read", _TEXT),
+        _Rule("size", f"at most {MAX_BYTES} bytes, as read and as written out again", _TEXT),
+        _Rule("encoding", "UTF-8 without a byte order mark", _TEXT),
+        _Rule("syntax", "one JSON value, by RFC 8259: no NaN, no Infinity, no comments", _TEXT),
+        _Rule("duplicate_key", "no key twice in one object", _TEXT),
+        _Rule("surrogate", "no half of a surrogate pair in a string or key", _TEXT),
+        _Rule("number", "every number fits a 64-bit float", _TEXT),
+        _Rule("depth", f"nested at most {MAX_DEPTH} deep", _WHOLE),
+        _Rule("values", f"at most {MAX_VALUES} values", _WHOLE),
+        _Rule("limit_below_budget", "budget.limit is at least the state's own K", _TWO),
+        _Rule("r_min_above_budget", "constraints.selector.r_min is at most the state's K", _TWO),
     )
 }
 
@@ -74,7 +74,7 @@ _BUDGET: TypeAdapter[BudgetCall] = TypeAdapter(Budget)
 _SELECTOR: TypeAdapter[SelectorCall] = TypeAdapter(Selector)
 
 
-def find_contradictions(data: Mapping[str, JsonValue]) -> Iterator[Problem]:
+def _find_contradictions(data: Mapping[str, JsonValue]) -> Iterator[Problem]:
     """Check the rules about two fields of a JSON object that may be invalid elsewhere.
 
     Only the parts that a rule reads must be valid, so that contradictions are reported together
@@ -105,7 +105,7 @@ def _part(adapter: TypeAdapter[T], data: JsonValue) -> T | None:
         return None
 
 
-def diagnose(error: ValidationError, data: JsonValue, most: int) -> tuple[list[Problem], int]:
+def _diagnose(error: ValidationError, data: JsonValue, most: int) -> tuple[list[Problem], int]:
     """At most ``most`` problems in pydantic's order, and the number of errors left out."""
     details = error.errors(include_url=False, include_input=False)
     outer = {d["loc"][:size] for d in details for size in range(len(d["loc"]))}
@@ -275,19 +275,19 @@ def load_state(source: str | Path | Mapping[str, object]) -> PruningState:
     No other file is read and no code is run.
     """
     if isinstance(source, Mapping):
-        return state_from_mapping(source)
+        return _state_from_mapping(source)
     if isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith("{"):
-        return state_from_text(source)
+        return _state_from_text(source)
     subject = f"state {escape_unprintable(str(source), 200)}"
-    return state_from_text(read_text(_locate(source, subject), subject), subject)
+    return _state_from_text(read_text(_locate(source, subject), subject), subject)
 
 
-def state_from_text(text: str, subject: str = "state text") -> PruningState:
+def _state_from_text(text: str, subject: str = "state text") -> PruningState:
     """Load a state from JSON text; ``subject`` names it in errors."""
     return _validate(*parse_json(text, subject), subject)
 
 
-def state_from_mapping(data: Mapping[str, object], subject: str = "state") -> PruningState:
+def _state_from_mapping(data: Mapping[str, object], subject: str = "state") -> PruningState:
     """Load a state from a mapping of JSON values, with the same checks as its text."""
     return _validate(*copy_json(data, subject), subject)
 
@@ -323,9 +323,9 @@ def _validate(data: JsonValue, problems: list[Problem], subject: str) -> Pruning
     try:
         state = PruningState.model_validate(data)
     except ValidationError as error:
-        invalid, omitted = diagnose(error, data, MAX_PROBLEMS)
+        invalid, omitted = _diagnose(error, data, MAX_PROBLEMS)
         problems += [problem for problem in invalid if problem.where not in replaced]
-    problems += find_contradictions(data)
+    problems += _find_contradictions(data)
     if problems:
         _refuse(subject, problems, omitted)
     if len(state.dumps().encode()) > MAX_BYTES:

@@ -150,7 +150,7 @@ def render_page() -> str:
         "",
         "| field | values | default | effect |",
         "|---|---|---|---|",
-        *(f"| `{p.name}` | {p.values} | {p.default} | {p.description} |" for p in core_fields()),
+        *(f"| `{p.name}` | {p.values} | {p.default} | {p.description} |" for p in _core_fields()),
         "",
         "## rank_at",
         "",
@@ -172,7 +172,7 @@ RANK_PLACES: dict[RankAt, str] = {
 """Values of a state's ``rank_at``, and what they mean."""
 
 
-def core_fields() -> list[Parameter]:
+def _core_fields() -> list[Parameter]:
     """Fields of a state's core, the extension that splits K."""
     fields = []
     for name, field in Core.model_fields.items():
@@ -238,7 +238,7 @@ def render_proposer_text(components: Collection[str] = (), left_out: Collection[
             "question, and shared by all questions about an image; the rest of the policy then"
         ]
         lines += ["chooses the others given it:"]
-        lines += [f"- {p.name} = {p.default} ({p.values}: {p.description})" for p in core_fields()]
+        lines += [f"- {p.name} = {p.default} ({p.values}: {p.description})" for p in _core_fields()]
     if not components or "rank_at" in components:
         lines += ["", "rank_at (/rank_at), an extension, optional: where tokens are scored and"]
         lines += ["compared; the tokens that are kept are those after the merger either way:"]

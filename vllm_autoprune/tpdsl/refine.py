@@ -131,12 +131,12 @@ def select_tokens(
     if "instruction" in policy.needs:
         tokens.require_instruction()
     tokens = policy.state.ranked(tokens)
-    readable = inputs_finite(policy, tokens)
+    readable = _inputs_finite(policy, tokens)
     reference = _trusted(_reference(policy, tokens, given), readable, tokens, given)
     picks = reference.picks
     kept, scored, g = (
         mask_from_indices(picks, tokens.count),
-        relevance_finite(policy, tokens),
+        _relevance_finite(policy, tokens),
         None,
     )
     if policy.reads_quality:
@@ -328,7 +328,7 @@ def _exchange(
     return run_selector(constraints.selector, revision)
 
 
-def inputs_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
+def _inputs_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
     """Whether all inputs that the base policy reads are finite, ``(B,)`` bool."""
     # A norm is finite only if all components are, and the norms are computed anyway.
     readable = tokens.norm.isfinite().flatten(1).all(dim=1)
@@ -358,7 +358,7 @@ def inputs_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
     return readable
 
 
-def relevance_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
+def _relevance_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
     """Whether relevance, as read by scores and reassembly, is finite, ``(B,)`` bool."""
     instruction = tokens.instruction
     if "instruction" not in policy.needs or instruction is None:

@@ -10,7 +10,6 @@ from typing import Final, Literal
 from torch import Tensor
 
 from benchmarks.zoo.states import SEARCH_RESULTS, SOURCE
-from vllm_autoprune.base_policies import __all__ as _policies_are_loaded
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import materialize
@@ -86,7 +85,6 @@ def build_cases(
     The full model and the resize control are always among them. Where a yardstick has a patch
     merger, every base policy and state that reads features also ranks before it.
     """
-    assert _policies_are_loaded, "importing the package registers its policies"
     wanted = {*names, FULL, RESIZED}
     cases = [Case(FULL, ALL_TOKENS, FULL)]
     for budget in budgets:

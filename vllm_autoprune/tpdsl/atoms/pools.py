@@ -59,7 +59,7 @@ class ClusterPartition(PartitionCall):
 Partition = Annotated[PartitionCall, OneOf("candidate_pool", PartitionCall)]
 
 
-def grid_cells(grid: Grid, cells: int, device: torch.device) -> tuple[Tensor, int]:
+def _grid_cells(grid: Grid, cells: int, device: torch.device) -> tuple[Tensor, int]:
     """Cell ``(N,)`` of each token, and the number of cells; every tile has its own cells."""
     rows, columns = min(cells, grid.height), min(cells, grid.width)
     y = torch.arange(grid.height, device=device) * rows // grid.height
@@ -78,7 +78,7 @@ def feature_cluster_partition(call: ClusterPartition, tokens: VisualTokens) -> T
 @atom("candidate_pool", GridPartition)
 def spatial_grid_partition(call: GridPartition, tokens: VisualTokens) -> Tensor:
     """Label tokens by their cell in a regular grid over each tile."""
-    cells, _ = grid_cells(tokens.grid, call.cells, tokens.features.device)
+    cells, _ = _grid_cells(tokens.grid, call.cells, tokens.features.device)
     return cells.expand(tokens.batch, -1)
 
 
@@ -90,7 +90,7 @@ def run_partition(call: PartitionCall, tokens: VisualTokens) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class _Candidates:
     """Tokens that a builder may take: a mask ``(B, N)``, and an upper bound on their number."""
 
     mask: Tensor
@@ -139,7 +139,7 @@ def _size(ratio: float | None, grid: Grid, picked: int) -> int:
 
 @atom("candidate_pool", SizedPool)
 def quality_pool_builder(
-    call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
+    call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
     """Tokens of highest quality g outside the reference selection."""
     order = rank_descending(g.masked_fill(~allowed.mask, -torch.inf))
@@ -148,10 +148,10 @@ def quality_pool_builder(
 
 @atom("candidate_pool", CoveragePool)
 def spatial_coverage_pool_builder(
-    call: CoveragePool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
+    call: CoveragePool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
     """The token of highest quality in each grid cell without a reference token."""
-    cells, count = grid_cells(tokens.grid, call.cells, g.device)
+    cells, count = _grid_cells(tokens.grid, call.cells, g.device)
     labels = cells.expand(tokens.batch, -1)
     covered = mask_from_indices(labels.gather(1, reference), count).gather(1, labels)
     scores = g.masked_fill(covered | ~allowed.mask, -torch.inf)
@@ -165,7 +165,7 @@ def spatial_coverage_pool_builder(
 
 @atom("candidate_pool", SizedPool, origin="listed")
 def diversity_pool_builder(
-    call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
+    call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
     """Tokens farthest, in cosine distance, from the reference selection and from each other."""
     # The candidates, padded to the upper bound with other tokens, which are masked as taken.
@@ -230,7 +230,7 @@ class JoinedPool(PoolCall):
 
 @atom("candidate_pool", JoinedPool)
 def multi_source_pool_builder(
-    call: JoinedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
+    call: JoinedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
     """Union of several pools, filled by taking the best token of each source in turn."""
     sources = [_places(source, tokens, g, reference, allowed) for source in call.sources]
@@ -249,15 +249,15 @@ def build_pool(
 ) -> Tensor:
     """Candidate pool T_S as a mask ``(B, N)``, from g ``(B, N)`` and reference ``(B, P)``."""
     picked = reference.shape[1]
-    allowed = Candidates(~mask_from_indices(reference, tokens.count), tokens.count - picked)
+    allowed = _Candidates(~mask_from_indices(reference, tokens.count), tokens.count - picked)
     for call in calls:
         mask = _places(call, tokens, g, reference, allowed) < tokens.count
-        allowed = Candidates(mask, min(allowed.most, call.most(tokens.grid, picked)))
+        allowed = _Candidates(mask, min(allowed.most, call.most(tokens.grid, picked)))
     return allowed.mask
 
 
 def _places(
-    call: PoolCall, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
+    call: PoolCall, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
     positions = ATOMS.of(call).function(call, tokens, g, reference, allowed)
     assert isinstance(positions, Tensor)

@@ -66,12 +66,12 @@ def _assign_soft(call: SoftCall, similarity: Tensor, indices: Tensor, grid: Grid
 
 def _assign_local(call: LocalCall, similarity: Tensor, indices: Tensor, grid: Grid) -> Tensor:
     """All of it to the most similar anchor within the radius and the tile, if there is one."""
-    near = neighbourhood(grid, call.radius, similarity.device)[indices].transpose(1, 2)
+    near = _neighbourhood(grid, call.radius, similarity.device)[indices].transpose(1, 2)
     nearby = similarity.masked_fill(~near, -torch.inf)
     return _one_hot(nearby.argmax(dim=2), similarity) * near
 
 
-def neighbourhood(grid: Grid, radius: int, device: torch.device) -> Tensor:
+def _neighbourhood(grid: Grid, radius: int, device: torch.device) -> Tensor:
     """Mask ``(N, N)`` of pairs of tokens in one tile within ``radius`` rows and columns."""
     token = torch.arange(grid.tokens, device=device)
     tile, inside = token // grid.per_tile, token % grid.per_tile
@@ -167,7 +167,7 @@ class ExchangeCall(AtomCall):
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class _Groups:
     """Anchors and the groups of tokens assigned to them.
 
     indices ``(B, P)`` of the anchors and their rows anchors ``(B, P, D)``; weights ``(B, N, P)``,
@@ -191,7 +191,7 @@ class Groups:
         return rows, self.weights.sum(dim=1)[:, :, None]
 
 
-def _form_residual(call: BlendCall, groups: Groups) -> Tensor:
+def _form_residual(call: BlendCall, groups: _Groups) -> Tensor:
     """x_a + strength * (weighted mean of the members - x_a)."""
     rows, total = groups.sums()
     anchors = groups.anchors.float()
@@ -200,7 +200,7 @@ def _form_residual(call: BlendCall, groups: Groups) -> Tensor:
     return (anchors + call.strength * step).to(groups.anchors.dtype)
 
 
-def nearest_residual(
+def _nearest_residual(
     strength: float,
     tokens: VisualTokens,
     indices: Tensor,
@@ -251,7 +251,7 @@ def _sum_groups(owner: Tensor, rows: Tensor, count: int) -> Tensor:
     return rows.new_zeros(count, rows.shape[1]).index_add_(0, owner, rows)
 
 
-def _form_average(call: BlendCall, groups: Groups) -> Tensor:
+def _form_average(call: BlendCall, groups: _Groups) -> Tensor:
     """(1 - strength) * x_a + strength * weighted mean of the members and the anchor itself."""
     rows, total = groups.sums()
     anchors, own = groups.anchors.float(), groups.own[:, :, None]
@@ -261,7 +261,7 @@ def _form_average(call: BlendCall, groups: Groups) -> Tensor:
     return ((1 - call.strength) * anchors + call.strength * mean).to(groups.anchors.dtype)
 
 
-def _form_exchange(call: ExchangeCall, groups: Groups) -> Tensor:
+def _form_exchange(call: ExchangeCall, groups: _Groups) -> Tensor:
     """Row of the member nearest to the group's mean direction, if nearer than x_a by the margin.
 
     Weights only define the mean direction: choosing the member of largest weight would never
@@ -297,7 +297,7 @@ def _order_pick(chosen: TokenSelection, count: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class _Level:
     """One level of one of the four axes."""
 
     name: str
@@ -307,11 +307,11 @@ class Level:
 
 
 ASSIGNMENTS = (
-    Level("nearest", _assign_nearest, "Assign each discarded token to its most similar kept one"),
-    Level(
+    _Level("nearest", _assign_nearest, "Assign each discarded token to its most similar kept one"),
+    _Level(
         "soft", _assign_soft, "Assign each discarded token to all kept ones by softmax", SoftCall
     ),
-    Level(
+    _Level(
         "local",
         _assign_local,
         "Assign each discarded token to the most similar kept one nearby",
@@ -319,14 +319,14 @@ ASSIGNMENTS = (
     ),
 )
 AGGREGATIONS = (
-    Level("mean", _weigh_mean, "equally"),
-    Level("similarity_weighted", _weigh_similarity_weighted, "by similarity"),
-    Level("semantic_gated", _weigh_semantic_gated, "by relevance above a quantile", GatedCall),
+    _Level("mean", _weigh_mean, "equally"),
+    _Level("similarity_weighted", _weigh_similarity_weighted, "by similarity"),
+    _Level("semantic_gated", _weigh_semantic_gated, "by relevance above a quantile", GatedCall),
 )
 OUTPUTS = (
-    Level("residual", _form_residual, "move the kept row towards their mean", BlendCall),
-    Level("average", _form_average, "blend the kept row with the mean of its group", BlendCall),
-    Level(
+    _Level("residual", _form_residual, "move the kept row towards their mean", BlendCall),
+    _Level("average", _form_average, "blend the kept row with the mean of its group", BlendCall),
+    _Level(
         "exchange",
         _form_exchange,
         "replace the kept row by the most central one of its group",
@@ -334,9 +334,9 @@ OUTPUTS = (
     ),
 )
 ORDERINGS = (
-    Level("raster", _order_raster, "rows in raster order"),
-    Level("score", _order_score, "rows by descending quality"),
-    Level("pick", _order_pick, "rows in the base policy's pick order"),
+    _Level("raster", _order_raster, "rows in raster order"),
+    _Level("score", _order_score, "rows by descending quality"),
+    _Level("pick", _order_pick, "rows in the base policy's pick order"),
 )
 
 PRINTED = {
@@ -356,13 +356,13 @@ PRINTED = {
 class Recipe:
     """One of the 81 atoms: a level of each axis."""
 
-    assign: Level
-    aggregate: Level
-    form: Level
-    order: Level
+    assign: _Level
+    aggregate: _Level
+    form: _Level
+    order: _Level
 
     @property
-    def levels(self) -> tuple[Level, Level, Level, Level]:
+    def levels(self) -> tuple[_Level, _Level, _Level, _Level]:
         """The four levels, in the order of the axes."""
         return self.assign, self.aggregate, self.form, self.order
 
@@ -408,9 +408,9 @@ def _rows(recipe: Recipe, call: AtomCall, tokens: VisualTokens, chosen: TokenSel
     if _idle(call):
         return anchors
     if isinstance(call, NearestCall) and call.nearest:
-        return nearest_residual(call.strength, tokens, indices, anchors, chosen.mergeable)
+        return _nearest_residual(call.strength, tokens, indices, anchors, chosen.mergeable)
     weights, own, largest = _weigh(recipe, call, tokens, indices, chosen.mergeable)
-    groups = Groups(tokens, indices, anchors, weights, own, largest & (weights > 0))
+    groups = _Groups(tokens, indices, anchors, weights, own, largest & (weights > 0))
     rows = recipe.form.function(call, groups)
     assert isinstance(rows, Tensor)
     return rows

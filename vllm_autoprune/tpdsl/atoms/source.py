@@ -241,7 +241,7 @@ class BudgetCall(AtomCall):
 
     def range(self) -> tuple[int, int]:
         """Smallest and largest K of any image."""
-        return fixed_budget(self, 0, 1), fixed_budget(self, 0, 1)
+        return _fixed_budget(self, 0, 1), _fixed_budget(self, 0, 1)
 
 
 class RatioBudget(BudgetCall):
@@ -269,7 +269,7 @@ class TileBudget(BudgetCall):
         return min(self.k, self.ceiling), self.ceiling
 
 
-def fixed_budget(call: BudgetCall, tokens: int, tiles: int) -> int:
+def _fixed_budget(call: BudgetCall, tokens: int, tiles: int) -> int:
     """Keep exactly K tokens, or all of an image that has fewer."""
     return int(call.atom.removeprefix("fixed_budget@"))
 
@@ -279,7 +279,7 @@ for _k in FIXED_BUDGETS:
         f"fixed_budget@{_k}",
         "budget_control",
         BudgetCall,
-        fixed_budget,
+        _fixed_budget,
         doc=f"Keep exactly K = {_k} tokens of an image, or all where it has fewer.",
     )
 
