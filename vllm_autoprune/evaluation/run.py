@@ -19,7 +19,6 @@ from typing import Protocol
 from pydantic import JsonValue
 
 from vllm_autoprune import __version__
-from vllm_autoprune.base_policies import __all__ as _policies_are_loaded
 from vllm_autoprune.errors import AutopruneError, ConfigError, EvaluationFailed, Problem
 from vllm_autoprune.evaluation.journal import (
     JOURNAL,
@@ -427,7 +426,6 @@ def find_states(names: Sequence[str]) -> list[PruningState]:
 
     Each is measured beside its base policy alone, so ``all`` gives a table of base policies.
     """
-    assert _policies_are_loaded, "importing the package registers its policies"
     states = list[PruningState]()
     for name in names:
         states += map(residual_on, BASE_POLICIES) if name == ALL else [load_state(name)]
