@@ -36,7 +36,7 @@ from vllm_autoprune import (
     materialize,
     refine,
 )
-from vllm_autoprune.base_policies.published_forms import PUBLISHED_FORMS
+from vllm_autoprune.backbones import find_backbone
 from vllm_autoprune.statistics import (
     Estimate,
     Verdict,
@@ -446,7 +446,9 @@ def _refine(policy: PruningPolicy, source: TokenSource) -> object:
 def build_policies(by_size: Mapping[Size, Times]) -> Section:
     """A claim for each shape, without policies that run the language model, and a row a policy."""
     names = sorted(next(iter(by_size.values())).keys() - {LAYER, FULL_LAYER})
-    layers = {n: PUBLISHED_FORMS[n].layers if n in PUBLISHED_FORMS else 0 for n in names}
+    layers, depth = dict.fromkeys(names, 0), find_backbone("llava-1.5-7b").layers
+    for name, policy in BASE_POLICIES.items():
+        layers[name] = policy.layers_read(policy.default_params, depth)
     heavy = ", ".join(f"`{name}`" for name in names if layers[name])
     claims, cells = [], {name: [f"`{name}`"] for name in names}
     columns = ["policy"]
