@@ -8,8 +8,7 @@ import pytest
 
 from offline_search.dataset import Dataset
 from offline_search.settings import Settings
-from tests.offline_search.replies import BUDGET
-from tests.offline_search.synthetic import dataset
+from tests.offline_search.synthetic import BUDGET, dataset
 
 
 @pytest.fixture

@@ -24,15 +24,48 @@ from offline_search.ledger import Cost, Ledger, Record, WinnerRecord, read_ledge
 from offline_search.prompt import Messages
 from offline_search.proposer import Reply, SpendingLimits
 from offline_search.search import Search
+from offline_search.search_space import RandomSource, sample_proposal
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
 from tests.offline_search.endpoint import Answer, Body, completion, scored
-from tests.offline_search.replies import valid_replies
 from vllm_autoprune.errors import EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.safety import synthetic_probes
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+BUDGET = 8
+
+
+def valid_replies(count: int) -> list[str]:
+    """Random valid proposals."""
+    settings = Settings(budgets=(BUDGET,))
+    sources = (RandomSource(Random(seed)) for seed in range(count))
+    return [json.dumps(sample_proposal(source, settings)) for source in sources]
+
+
+HOSTILE = {
+    "empty": "",
+    "blank": " \n\t ",
+    "refusal": "I'm sorry, but I cannot help with that.",
+    "prose": "First, let us think about relevance. " * 40,
+    "cut": valid_replies(1)[0][:-20],
+    "a list": "[1, 2, 3]",
+    "a number": "42",
+    "long": "x" * 100_000,
+    "long object": '{"scoring": "' + "x" * 100_000 + '"}',
+    "deep": '{"scoring": ' + "[" * 5000 + "]" * 5000 + "}",
+    "nan": '{"scoring": NaN, "constraints": Infinity, "reassembly": -Infinity}',
+    "huge number": '{"scoring": ' + "9" * 5000 + "}",
+    "twice": '{"scoring": 1, "scoring": 2, "constraints": 3, "reassembly": 4}',
+    "surrogate": '{"scoring": "\\ud800", "constraints": 3, "reassembly": 4}',
+    "nul": '{"scoring": "\\u0000"}',
+    "other keys": '{"__class__": "os.system", "state": "rm -rf /"}',
+    "script": '{"scoring": "<script>alert(1)</script>"}',
+    "unknown atom": valid_replies(1)[0].replace("_fusion", "_confusion"),
+    "out of range": valid_replies(1)[0].replace('"weight": ', '"weight": 1e9'),
+}
+"""Invalid replies by name."""
 
 
 def dataset(folder: Path, images: int = 12) -> Dataset:
@@ -204,3 +237,41 @@ def ledger_digest(path: Path) -> str:
 def records_of_kind(path: Path, kind: type[R]) -> list[R]:
     """Records of one type, in order."""
     return [record for record in read_ledger(path) if isinstance(record, kind)]
+
+
+def change(body: str) -> str:
+    """A reply that puts a statement at the beginning of any parent."""
+    head = "def policy(budget):\n"
+    return f"<<<<<<< SEARCH\n{head}=======\n{head}    {body}\n>>>>>>> REPLACE\n"
+
+
+_CHANGES: list[str | None] = [
+    *(
+        f"Better:\n{change(f'import json; return json.loads({text!r})')}"
+        for text in valid_replies(6)
+    ),
+    change("return open('/etc/passwd').read()"),
+    "I cannot help with that.",
+    None,
+]  # fmt: skip
+
+_HEAD = "def select(features, signals, K):\n"
+_BODIES = (
+    "return range(K)",
+    "return range(1, K + 1)",
+    "return sorted(signals['relevance'].argsort()[-K:])",
+    "return signals['attention'].argsort()[-K:]",
+    "return [0] * K",
+    "import os; return os.listdir('/')",
+)
+_PROGRAMS = [f"Here it is:\n```python\n{_HEAD}    {body}\n```\nDone." for body in _BODIES]
+_CODE_CHANGES = [
+    f"<<<<<<< SEARCH\n    return kept\n=======\n    {body}\n>>>>>>> REPLACE\n" for body in _BODIES
+]
+REPLIES_OF: dict[str, list[str | None]] = {
+    **{name: [*VALID_REPLIES[:9], HOSTILE["prose"], None] for name in STATE_STRATEGIES},
+    "openevolve-states": _CHANGES,
+    "evoprompting-code": [*_PROGRAMS, "No."],
+    "openevolve-code": [*_CODE_CHANGES, "No.", None],
+}
+"""Replies to each strategy, some of which are no proposals."""

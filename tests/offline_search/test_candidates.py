@@ -12,7 +12,7 @@ import pytest
 from pydantic import JsonValue
 
 from offline_search.candidates import (
-    MAX_CHARACTERS,
+    MAX_HYPOTHESIS,
     PURPOSES,
     Draft,
     assemble_state,
@@ -26,7 +26,7 @@ from offline_search.prompt import describe_task
 from offline_search.schema import list_schema, proposal_schema, shorten_schema
 from offline_search.search_space import RandomSource, sample_proposal
 from offline_search.settings import Settings
-from tests.offline_search.replies import BUDGET, HOSTILE, valid_replies
+from tests.offline_search.synthetic import BUDGET, HOSTILE, valid_replies
 from vllm_autoprune import load_state, materialize
 from vllm_autoprune.errors import StateError
 from vllm_autoprune.tpdsl.loading import shipped_states
@@ -318,7 +318,7 @@ def test_an_invalid_proposal_spoils_no_other(name: str) -> None:
     [
         ({"purpose": "win", "expect": "much higher", "parent": "9.9"}, "", None, "higher", "1.0"),
         ({"purpose": ["ablate"], "expect": 3, "parent": {}}, "", None, "higher", "1.0"),
-        ({"hypothesis": "x" * 10**4}, "ablate", "x" * MAX_CHARACTERS, "same", "1.1"),
+        ({"hypothesis": "x" * 10**4}, "ablate", "x" * MAX_HYPOTHESIS, "same", "1.1"),
         ({"hypothesis": ["why"]}, "ablate", "", "same", "1.1"),
         ({"hypothesis": " a\n\tb\u202e\u0007 "}, "ablate", "a b", "same", "1.1"),
         ({"hypothesis": 'a "b}" \\ ]{ c'}, "ablate", 'a "b}" \\ ]{ c', "same", "1.1"),

@@ -26,8 +26,13 @@ from offline_search.search_space import (
     sample_proposal,
 )
 from offline_search.settings import MAX_QUOTA, Settings, Space, Strategy
-from tests.offline_search.replies import BUDGET, valid_replies
-from tests.offline_search.synthetic import SyntheticEvaluator, records_of_kind, run_search
+from tests.offline_search.synthetic import (
+    BUDGET,
+    SyntheticEvaluator,
+    records_of_kind,
+    run_search,
+    valid_replies,
+)
 from vllm_autoprune import PruningState, load_state, materialize, safety_check
 from vllm_autoprune.tpdsl.reference import CORE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS

@@ -35,7 +35,6 @@ from offline_search.evaluator import EvaluationJob
 from offline_search.ledger import Ledger, ReplyRecord, SettingsRecord, read_ledger
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
-from tests.offline_search.replies import valid_replies
 from tests.offline_search.synthetic import (
     ScriptedProposer,
     SyntheticEvaluator,
@@ -43,6 +42,7 @@ from tests.offline_search.synthetic import (
     dataset,
     list_reply,
     run_search,
+    valid_replies,
 )
 from vllm_autoprune.errors import SearchError
 

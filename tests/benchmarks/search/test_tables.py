@@ -34,8 +34,7 @@ from offline_search.dataset import Dataset
 from offline_search.ledger import TrialRecord, read_ledger
 from offline_search.report import read_report
 from offline_search.settings import Settings, Strategy
-from tests.offline_search.replies import valid_replies
-from tests.offline_search.synthetic import SyntheticEvaluator, dataset, run_search
+from tests.offline_search.synthetic import SyntheticEvaluator, dataset, run_search, valid_replies
 from vllm_autoprune.errors import SearchError
 
 

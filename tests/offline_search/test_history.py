@@ -5,6 +5,8 @@ import pytest
 
 from offline_search.history import (
     Answers,
+    History,
+    Trial,
     accuracy,
     accuracy_plus,
     bootstrap_mean,
@@ -13,7 +15,9 @@ from offline_search.history import (
     relative_logprob,
     significantly_below,
 )
+from offline_search.ledger import ProposalRecord, Status, TrialRecord
 from vllm_autoprune.evaluation.questions import Example
+from vllm_autoprune.tpdsl.loading import load_state
 
 
 def example(image: int, category: str = "digit", pair: int | None = None) -> Example:
@@ -90,3 +94,46 @@ def test_equal_candidates_are_rarely_significantly_below() -> None:
         rival = generator.normal(size=40)
         dropped += significantly_below(rows, rival + generator.normal(size=40), rival)
     assert dropped / 500 < 0.01
+
+
+EASY, HARD = [-1.0] * 4, [-3.0] * 4
+
+
+def trial(index: int, values: list[float], status: Status = "evaluated") -> Trial:
+    result = TrialRecord(
+        round=1, index=index, status=status, objective=float(np.mean(values)),
+        examples=len(values),
+    )  # fmt: skip
+    proposal = ProposalRecord(round=1, index=index, origin="tpe")
+    return Trial(proposal, result, load_state("autoprune"), np.array(values))
+
+
+def history(*trials: Trial, base: float = -2.0) -> History:
+    result = TrialRecord(round=0, index=0, status="evaluated", objective=base)
+    return History(result, np.array(EASY + HARD), list(trials))
+
+
+def test_an_objective_of_exactly_zero_counts() -> None:
+    perfect, poor = trial(0, [0.0] * 8), trial(1, [-1.0] * 8)
+    known = history(perfect, poor)
+    assert known.best() is perfect and perfect.score == 0.0
+    assert known.ranked() == [perfect, poor]
+    assert known.best_values() is perfect.values
+
+
+def test_a_base_policy_as_good_as_the_unpruned_model_stays_the_reference() -> None:
+    known = history(trial(0, [-1.0] * 8), base=0.0)
+    assert known.best_values() is known.base_values
+
+
+def test_a_trial_that_was_not_measured_has_no_score() -> None:
+    with pytest.raises(ValueError, match="not evaluated to the end"):
+        _ = trial(0, EASY, "dropped").score
+
+
+def test_dropped_trials_are_estimated_by_the_difficulty_of_their_examples() -> None:
+    """Both are at -1 on the easy half, where the average trial is at -1 as well."""
+    dropped = trial(1, EASY, "dropped")
+    known = history(trial(0, EASY + HARD), dropped)
+    assert known.estimate(dropped) == pytest.approx(-2.0)
+    assert known.objective_of("1.1") == pytest.approx(-2.0)

@@ -26,13 +26,14 @@ from offline_search.report_page import as_html, draw_charts
 from offline_search.search import Search
 from offline_search.settings import Settings
 from offline_search.summary import summarize
-from tests.offline_search.replies import HOSTILE, valid_replies
 from tests.offline_search.synthetic import (
+    HOSTILE,
     ScriptedProposer,
     SyntheticEvaluator,
     list_reply,
     records_of_kind,
     run_search,
+    valid_replies,
 )
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.statistics import count_decimals
