@@ -47,7 +47,7 @@ PURPOSES: Mapping[str, str] = {
 }
 """What proposals are asked for, in this order, and what each means in a prompt."""
 
-MAX_CHARACTERS = 200
+MAX_HYPOTHESIS = 200
 """Length of a hypothesis; a longer one is cut, because prompts repeat it."""
 
 BASE_PARENT = "base"
@@ -58,16 +58,16 @@ class Hypothesis(FrozenModel):
     """Purpose, reason and expectation of a proposal; empty where the reply has none."""
 
     purpose: str = ""
-    text: str = Field(default="", max_length=MAX_CHARACTERS)
+    text: str = Field(default="", max_length=MAX_HYPOTHESIS)
     expect: Expectation = "higher"
 
 
-def list_purposes(first: int, count: int, measured: bool) -> Sequence[str]:
-    """Purposes of ``count`` proposals, in turn from the place ``first`` on.
+def list_purposes(begin: int, count: int, measured: bool) -> Sequence[str]:
+    """Purposes of ``count`` proposals, in turn from the place ``begin`` on.
 
     Before a candidate is measured, all explore.
     """
-    return list(islice(cycle(PURPOSES if measured else [_EXPLORE]), first, first + count))
+    return list(islice(cycle(PURPOSES if measured else [_EXPLORE]), begin, begin + count))
 
 
 def _parse_hypothesis(proposal: Mapping[str, JsonValue]) -> Hypothesis:
@@ -77,8 +77,8 @@ def _parse_hypothesis(proposal: Mapping[str, JsonValue]) -> Hypothesis:
     printable = "".join(character for character in words if character.isprintable())
     return Hypothesis(
         purpose=purpose if isinstance(purpose, str) and purpose in PURPOSES else "",
-        text=printable[:MAX_CHARACTERS],
-        expect=next((one for one in get_args(Expectation) if one == expect), "higher"),
+        text=printable[:MAX_HYPOTHESIS],
+        expect=next((word for word in get_args(Expectation) if word == expect), "higher"),
     )
 
 
@@ -175,12 +175,12 @@ def parse_proposal(text: str, settings: Settings, origin: str, parents: tuple[st
     Never raises: an invalid reply gives a draft with problems.
     """
     try:
-        return Draft(origin, assemble_state(parse_object(text), settings), (), parents)
+        return Draft(origin, assemble_state(_parse_object(text), settings), (), parents)
     except StateError as error:
         return Draft(origin, None, error.problems, parents)
 
 
-def parse_object(text: str) -> JsonObject:
+def _parse_object(text: str) -> JsonObject:
     """The outermost JSON object of a text; raises :class:`StateError`."""
     if not text.strip():
         raise _unreadable("the reply is empty", "reply.empty")
@@ -215,8 +215,8 @@ def parse_list(
     and parents are those of ``default``, unless a proposal names one of ``names`` as its parent.
     Never raises: missing proposals are drafts with a problem.
     """
-    texts = [one for one, _ in zip(_split_objects(text), range(count), strict=False)]
-    drafts = [_parse_item(one, settings, default, names) for one in texts]
+    texts = list(islice(_split_objects(text), count))
+    drafts = [_parse_item(item, settings, default, names) for item in texts]
     if not drafts:  # the reply as a whole has the problem
         drafts = [parse_proposal(text, settings, default.origin, default.parents)]
     what = f"the reply has {len(texts)} of {count} proposals"
@@ -227,7 +227,7 @@ def parse_list(
 def _parse_item(text: str, settings: Settings, default: Draft, names: Collection[str]) -> Draft:
     draft = parse_proposal(text, settings, default.origin, default.parents)
     try:
-        item = parse_object(text)
+        item = _parse_object(text)
     except StateError:
         return draft
     parent = item.get("parent")

@@ -58,7 +58,9 @@ def read_dataset(folder: Path, seed: int = 0, limit: int | None = None) -> Datas
     problems: list[Problem] = []
     splits: dict[Split, Sequence[Example]] = {}
     for split in SPLITS:
-        examples = read_split(folder / f"{split}.jsonl", problems)
+        fix = "a data folder has search.jsonl, validation.jsonl and test.jsonl"
+        lines = read_lines(folder / f"{split}.jsonl", problems, fix)
+        examples = [example for _, example in lines]
         splits[split] = _shuffle_images(examples, seed, limit)
         if not examples and not problems:
             fix = "give it at least one example"
@@ -67,12 +69,6 @@ def read_dataset(folder: Path, seed: int = 0, limit: int | None = None) -> Datas
     if problems:
         raise ConfigError(f"data {folder}", problems[:20])
     return Dataset(folder, splits)
-
-
-def read_split(path: Path, problems: list[Problem]) -> list[Example]:
-    """The examples of one JSONL file; problems of the file are added to ``problems``."""
-    fix = "a data folder has search.jsonl, validation.jsonl and test.jsonl"
-    return [example for _, example in read_lines(path, problems, fix)]
 
 
 def _shuffle_images(examples: Sequence[Example], seed: int, limit: int | None) -> list[Example]:
@@ -108,7 +104,7 @@ def write_split(path: Path, examples: Sequence[Example]) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-SHARES: dict[Split, float] = {"search": 0.5, "validation": 0.2, "test": 0.3}
+_SHARES: dict[Split, float] = {"search": 0.5, "validation": 0.2, "test": 0.3}
 """Shares of the images of each category."""
 
 _IMAGE_ENDINGS = (".png", ".jpg", ".jpeg")
@@ -157,8 +153,8 @@ def _read_category(folder: Path, problems: list[Problem]) -> Iterator[_TextFile]
     images = folder / "images" if separate else folder
     for path in sorted(texts.glob("*.txt")):
         where = str(path.relative_to(folder.parent))
-        found = [images / f"{path.stem}{ending}" for ending in _IMAGE_ENDINGS]
-        image = next((one for one in found if one.exists()), None)
+        files = [images / f"{path.stem}{ending}" for ending in _IMAGE_ENDINGS]
+        image = next((file for file in files if file.exists()), None)
         if image is None:
             fix = f"put {path.stem}.png or .jpg beside it"
             problems.append(Problem(where, "has no image", fix))
@@ -201,7 +197,7 @@ def _read_questions(
 
 
 def _draw_splits(files: Sequence[_TextFile], seed: int) -> dict[str, Split]:
-    """A random split for each image content, so that each category has its :data:`SHARES`."""
+    """A random split for each image content, so that each category has its :data:`_SHARES`."""
     rng = random.Random(seed)
     sizes = Counter(file.category for file in files)
     places = {category: _count_places(size) for category, size in sizes.items()}
@@ -210,14 +206,14 @@ def _draw_splits(files: Sequence[_TextFile], seed: int) -> dict[str, Split]:
         categories.setdefault(file.content, []).append(file.category)
     split_of: dict[str, Split] = {}
     # Images of several categories first: the others can then fill the places that are left.
-    for content in sorted(categories, key=lambda one: -len(categories[one])):
-        own = categories[content]
-        free = [max(0, min(places[name][split] for name in own)) for split in SPLITS]
+    for content in sorted(categories, key=lambda content: -len(categories[content])):
+        names = categories[content]
+        free = [max(0, min(places[name][split] for name in names)) for split in SPLITS]
         if not any(free):  # in all of them: then in any of them
-            free = [sum(max(0, places[name][split]) for name in own) for split in SPLITS]
+            free = [sum(max(0, places[name][split]) for name in names) for split in SPLITS]
         (split,) = rng.choices(SPLITS, weights=free)
         split_of[content] = split
-        for name in own:
+        for name in names:
             places[name][split] -= 1
     return split_of
 
@@ -226,7 +222,7 @@ def _count_places(images: int) -> dict[Split, int]:
     """Images of a category that each split gets."""
     begin, share, places = 0, 0.0, dict[Split, int]()
     for split in SPLITS:
-        share += SHARES[split]
+        share += _SHARES[split]
         end = round(share * images)
         places[split] = end - begin
         begin = end

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from offline_search.candidates import BASE_PARENT
-from offline_search.components import Candidate, SelectionProgram
+from offline_search.components import Candidate, SelectionProgram, structure
 from offline_search.ledger import ProposalRecord, TrialRecord
 from offline_search.settings import Settings
 from vllm_autoprune.evaluation.questions import Example
@@ -58,11 +58,13 @@ def relative_values(
 ) -> Floats:
     """Value of each answered example ``(M,)`` less that of the unpruned model; their mean counts.
 
-    ``examples`` are those of the whole split.
+    ``examples`` are those of the whole split. For MME's total a value is the example's share in it.
     """
-    if settings.objective == "mme":
-        return relative_mme(examples, answers, full)
-    return relative_logprob(answers, full)
+    if settings.objective != "mme":
+        return relative_logprob(answers, full)
+    right = full.right[: len(answers)]
+    gaps: Floats = _mme_shares(examples, answers.right) - _mme_shares(examples, right)
+    return gaps
 
 
 def relative_logprob(answers: Answers, full: Answers) -> Floats:
@@ -72,27 +74,19 @@ def relative_logprob(answers: Answers, full: Answers) -> Floats:
     return gaps
 
 
-def relative_mme(examples: Sequence[Example], answers: Answers, full: Answers) -> Floats:
-    """Contributions ``(M,)`` to MME's total less those of the unpruned model, in thousand points.
+def _mme_shares(examples: Sequence[Example], right: Sequence[bool]) -> Floats:
+    """Share of each answered example in accuracy and accuracy+ of its category, in thousand points.
 
-    ``examples`` are those of the whole split; their contributions have the total as their mean.
-    """
-    count = len(answers)
-    own = _mme_contributions(examples, answers.right)
-    gaps: Floats = own - _mme_contributions(examples, full.right[:count])
-    return gaps
-
-
-def _mme_contributions(examples: Sequence[Example], right: Sequence[bool]) -> Floats:
-    """Share of each answered example in accuracy and accuracy+ of its category, in thousands.
-
-    The examples that accuracy+ takes together count where all of them answered so far are right.
+    Their mean over all examples is MME's total. The examples that accuracy+ takes together count
+    where all of them answered so far are right.
     """
     paired = {example.category for example in examples if example.pair is not None}
     questions = Counter(example.category for example in examples)
     keys = [
-        None if one.pair is None and one.category in paired else (one.category, one.image, one.pair)
-        for one in examples
+        None
+        if example.pair is None and example.category in paired
+        else (example.category, example.image, example.pair)
+        for example in examples
     ]
     sizes = Counter(key for key in keys if key is not None)
     groups = Counter(category for category, *_ in sizes)
@@ -125,14 +119,7 @@ def accuracy_plus(examples: Sequence[Example], answers: Answers) -> float:
 
 def mme_total(examples: Sequence[Example], answers: Answers) -> float:
     """MME's total score: accuracy and accuracy+ of each category in per cent, summed."""
-    total = 0.0
-    for category in dict.fromkeys(example.category for example in examples):
-        rows = [i for i, example in enumerate(examples) if example.category == category]
-        part = Answers(
-            tuple(answers.logprob[i] for i in rows), tuple(answers.right[i] for i in rows)
-        )
-        total += 100 * (accuracy(part) + accuracy_plus([examples[i] for i in rows], part))
-    return total
+    return 1000 * float(_mme_shares(examples, answers.right).mean())
 
 
 def bootstrap_mean(examples: Sequence[Example], values: Floats) -> Estimate:
@@ -197,11 +184,6 @@ class Trial:
         return self.result.objective if self.result.status == "evaluated" else None
 
     @property
-    def candidate(self) -> Candidate | None:
-        """What was evaluated: a state, or a program that selects tokens."""
-        return self.selection if self.state is None else self.state
-
-    @property
     def score(self) -> float:
         """The objective of a fully evaluated trial; raises :class:`ValueError` for others."""
         if self.objective is None:
@@ -216,9 +198,10 @@ class Trial:
 
     def require_candidate(self) -> Candidate:
         """The state or the program; every trial that was measured has one."""
-        if self.candidate is None:
+        candidate = self.selection if self.state is None else self.state
+        if candidate is None:
             raise ValueError(f"candidate {self.name} is invalid")
-        return self.candidate
+        return candidate
 
 
 @dataclass
@@ -262,8 +245,8 @@ class History:
         trial = self.find(name)
         if trial is None:
             return None
-        same = trial.result.status == "same"
-        return self.values_of(trial.result.same_as) if same else trial.values
+        repeats = trial.result.status == "same"
+        return self.values_of(trial.result.same_as) if repeats else trial.values
 
     def estimate(self, trial: Trial) -> float | None:
         """The objective of a trial, estimated where the race ended before its last example.
@@ -273,7 +256,7 @@ class History:
         """
         if trial.objective is not None or trial.values is None or not len(trial.values):
             return trial.objective
-        known = [one.values for one in self.evaluated() if one.values is not None]
+        known = [other.values for other in self.evaluated() if other.values is not None]
         mean = np.mean([self.base_values, *known], axis=0)
         count = len(trial.values)
         return float(trial.values.mean() + mean.mean() - mean[:count].mean())
@@ -296,3 +279,11 @@ class History:
     def find(self, name: str) -> Trial | None:
         """The trial of a name."""
         return next((trial for trial in self.trials if trial.name == name), None)
+
+
+def best_of_each_structure(ranked: Sequence[Trial]) -> list[Trial]:
+    """The best trial of each structure, in order of rank."""
+    best: dict[tuple[str, ...], Trial] = {}
+    for trial in ranked:
+        best.setdefault(structure(trial.require_state()), trial)
+    return list(best.values())

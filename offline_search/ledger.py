@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, JsonValue, TypeAdapter
 
@@ -56,19 +56,22 @@ class Cost(FrozenModel):
 
 
 class _Record(FrozenModel):
+    key_format: ClassVar[str] = ""
+    """The key of a record in its ledger, by its fields."""
     clock: Clock = Clock()
+
+    @property
+    def key(self) -> str:
+        """Key in the ledger, which holds one record of each."""
+        return self.key_format.format_map(dict(self))
 
 
 class SettingsRecord(_Record):
     """First record of a ledger: the settings of its search."""
 
     kind: Literal["opened"] = "opened"
+    key_format: ClassVar[str] = "opened"
     settings: Settings
-
-    @property
-    def key(self) -> str:
-        """Key in the ledger, which holds one such record."""
-        return "opened"
 
 
 Attempt = Literal["first", "repair"]
@@ -79,6 +82,7 @@ class ReplyRecord(_Record):
     """The proposer's reply to one request; ``text`` is None if all attempts failed."""
 
     kind: Literal["reply"] = "reply"
+    key_format: ClassVar[str] = "reply/{round}/{index}/{attempt}"
     round: int
     index: int
     attempt: Attempt = "first"
@@ -87,32 +91,24 @@ class ReplyRecord(_Record):
     failure: str = ""
     cost: Cost = Cost()
 
-    @property
-    def key(self) -> str:
-        """Key in the ledger, by round and index."""
-        return f"reply/{self.round}/{self.index}/{self.attempt}"
-
 
 class ProgramRecord(_Record):
     """Output of a program that the proposer wrote, or the reason why it failed."""
 
     kind: Literal["program"] = "program"
+    key_format: ClassVar[str] = "program/{round}/{index}"
     round: int
     index: int
     code: str
     output: str = ""
     failure: str = ""
 
-    @property
-    def key(self) -> str:
-        """Key in the ledger, by round and index."""
-        return f"program/{self.round}/{self.index}"
-
 
 class ProposalRecord(_Record):
     """A proposed candidate, or the problems that make it invalid."""
 
     kind: Literal["proposal"] = "proposal"
+    key_format: ClassVar[str] = "proposal/{round}/{index}"
     round: int
     index: int
     origin: str = Field(description="source of the proposal: llm, tpe, warm start, ...")
@@ -122,7 +118,7 @@ class ProposalRecord(_Record):
     problems: tuple[str, ...] = ()
     program: str = Field(default="", description="the program that returned the candidate, if any")
     hypothesis: Hypothesis | None = Field(
-        default=None, exclude_if=lambda one: one is None, description="of a proposal in a list"
+        default=None, exclude_if=lambda value: value is None, description="of a proposal in a list"
     )
 
     @property
@@ -130,27 +126,18 @@ class ProposalRecord(_Record):
         """``round.index``, the candidate's name in reports."""
         return f"{self.round}.{self.index}"
 
-    @property
-    def key(self) -> str:
-        """Key in the ledger, by round and index."""
-        return f"proposal/{self.round}/{self.index}"
-
 
 class VerdictRecord(_Record):
     """Safety check of one state; ``behaviour`` is the fingerprint of its selections on probes."""
 
     kind: Literal["verdict"] = "verdict"
+    key_format: ClassVar[str] = "verdict/{digest}"
     digest: str
     valid: bool
     quota: int = 0
     r_min: int = 0
     problems: tuple[str, ...] = ()
     behaviour: str = ""
-
-    @property
-    def key(self) -> str:
-        """Key in the ledger, by the digest of the state."""
-        return f"verdict/{self.digest}"
 
 
 class EvaluationRecord(_Record):
@@ -161,6 +148,7 @@ class EvaluationRecord(_Record):
     """
 
     kind: Literal["evaluation"] = "evaluation"
+    key_format: ClassVar[str] = "evaluation/{split}/{digest}/{budget}/{start}-{stop}"
     split: Split
     digest: str
     budget: int
@@ -169,11 +157,6 @@ class EvaluationRecord(_Record):
     logprob: tuple[float, ...] = ()
     right: str = ""
     failure: str = ""
-
-    @property
-    def key(self) -> str:
-        """Key in the ledger, by state, budget and range of examples."""
-        return f"evaluation/{self.split}/{self.digest}/{self.budget}/{self.start}-{self.stop}"
 
 
 Status = Literal["evaluated", "dropped", "same", "invalid", "unsafe", "unevaluated"]
@@ -184,6 +167,7 @@ class TrialRecord(_Record):
     """Result of one candidate: its status, and its scores relative to the unpruned model."""
 
     kind: Literal["trial"] = "trial"
+    key_format: ClassVar[str] = "trial/{round}/{index}"
     round: int
     index: int
     status: Status
@@ -195,22 +179,18 @@ class TrialRecord(_Record):
     accuracy_plus: float | None = None
 
     @property
-    def key(self) -> str:
-        """Key in the ledger, by round and index."""
-        return f"trial/{self.round}/{self.index}"
+    def name(self) -> str:
+        """Name of the candidate."""
+        return f"{self.round}.{self.index}"
 
 
 class SummaryRecord(_Record):
     """H_t: the summary of all rounds so far, as it appears in prompts."""
 
     kind: Literal["summary"] = "summary"
+    key_format: ClassVar[str] = "summary/{round}"
     round: int
     text: str
-
-    @property
-    def key(self) -> str:
-        """Key in the ledger, by round."""
-        return f"summary/{self.round}"
 
 
 class Comparison(FrozenModel):
@@ -230,6 +210,7 @@ class WinnerRecord(_Record):
     """The winner among the confirmed candidates, with its scores on the test split."""
 
     kind: Literal["chosen"] = "chosen"
+    key_format: ClassVar[str] = "chosen"
     winner: str
     digest: str
     state: dict[str, JsonValue] | None
@@ -250,13 +231,8 @@ class WinnerRecord(_Record):
     @property
     def base_validation(self) -> float:
         """The base policy's objective on the validation split."""
-        own = self.confirmed[self.winner]
-        return own.objective.value - own.gain.value
-
-    @property
-    def key(self) -> str:
-        """Key in the ledger, which holds one such record."""
-        return "chosen"
+        winner = self.confirmed[self.winner]
+        return winner.objective.value - winner.gain.value
 
 
 Record = Annotated[
@@ -272,14 +248,14 @@ Record = Annotated[
     Field(discriminator="kind"),
 ]
 
-EXTERNAL_RECORDS = (ReplyRecord, ProgramRecord, VerdictRecord, EvaluationRecord)
+_EXTERNAL_RECORDS = (ReplyRecord, ProgramRecord, VerdictRecord, EvaluationRecord)
 
-RECORD_ADAPTER: TypeAdapter[Record] = TypeAdapter(Record)
+_ADAPTER: TypeAdapter[Record] = TypeAdapter(Record)
 
 
 def canonical_json(record: Record) -> str:
     """Canonical JSON of a record without its clock."""
-    return RECORD_ADAPTER.dump_json(record, exclude={"clock"}).decode()
+    return _ADAPTER.dump_json(record, exclude={"clock"}).decode()
 
 
 R = TypeVar("R", bound=Record)
@@ -295,9 +271,9 @@ class Ledger(RecordFile[Record]):
         removed. Raises :class:`SearchError` for a file that is not a ledger, is locked, or cannot
         be written.
         """
-        super().__init__(path, RECORD_ADAPTER, SearchError)
+        super().__init__(path, _ADAPTER, SearchError)
         self._recorded = {
-            record.key: record for record in recording if isinstance(record, EXTERNAL_RECORDS)
+            record.key: record for record in recording if isinstance(record, _EXTERNAL_RECORDS)
         }
         self._by_key = {record.key: record for record in self.records}
 
@@ -351,9 +327,7 @@ class Ledger(RecordFile[Record]):
 
 def read_ledger(path: Path) -> list[Record]:
     """The complete records of a ledger, which another process may be writing; changes nothing."""
-    return read_records(
-        path, RECORD_ADAPTER, SearchError, "name the ledger of a search that has begun"
-    )
+    return read_records(path, _ADAPTER, SearchError, "name the ledger of a search that has begun")
 
 
 def digest_records(records: Iterable[Record]) -> str:

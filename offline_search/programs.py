@@ -1,6 +1,6 @@
-"""Runs a program that a language model wrote in a sandboxed process, with limits on time and size.
+"""Programs that a language model wrote, run in a sandboxed process with limits on time and size.
 
-The output is text, parsed like any other reply.
+A program returns a state, as text that is parsed like any other reply, or selects tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TIMEOUT = 60.0
 This process could not tell: while it computes something else, it reads no output.
 """
 
-MAX_CHARACTERS = 20_000
+_MAX_CHARACTERS = 20_000
 """Maximum length of a program, and of its output."""
 
 
@@ -46,18 +46,20 @@ class Output:
 
 async def run_program(code: str, budget: int) -> Output:
     """Run ``policy(budget)`` of a program; raises :class:`ConfigError` without a sandbox."""
-    return await run_sandboxed(code, {"budget": budget})
+    return await _run_sandboxed(code, {"budget": budget})
 
 
-async def run_sandboxed(
-    code: str, request: Mapping[str, JsonValue], limit: int = MAX_CHARACTERS
+async def _run_sandboxed(
+    code: str, request: Mapping[str, JsonValue], limit: int = _MAX_CHARACTERS
 ) -> Output:
     """Output of a program, at most ``limit`` characters; the request is one of the sandbox's.
 
     Raises :class:`ConfigError` without a sandbox.
     """
-    if len(code) > MAX_CHARACTERS:
-        return Output(failure=f"the program has {len(code)} characters, more than {MAX_CHARACTERS}")
+    if len(code) > _MAX_CHARACTERS:
+        return Output(
+            failure=f"the program has {len(code)} characters, more than {_MAX_CHARACTERS}"
+        )
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-S", str(Path(sandbox.__file__)),
         stdin=asyncio.subprocess.PIPE,
@@ -146,10 +148,17 @@ async def select_with_program(
         "numpy": str(Path(np.__file__).parents[1]),
     }
     limit = 1000 + _CHARACTERS_PER_INDEX * budget * tokens.batch
-    output = await run_sandboxed(program.code, request, limit)
+    output = await _run_sandboxed(program.code, request, limit)
     if output.failure:
         raise SelectionError(output.failure)
-    selections = _parse_selections(output.text, tokens.batch)
+    try:
+        selections = _SELECTIONS.validate_json(output.text)
+    except ValidationError:  # a program that writes to the output itself may leave any text
+        raise SelectionError("the output is no list of indices for each image") from None
+    if len(selections) != tokens.batch:
+        raise SelectionError(
+            f"the output has {len(selections)} selections for {tokens.batch} images"
+        )
     for indices in selections:
         if len(indices) != budget or len(set(indices)) != budget:
             raise SelectionError(
@@ -158,17 +167,6 @@ async def select_with_program(
         if not 0 <= min(indices) <= max(indices) < tokens.count:
             raise SelectionError(f"select returned an index outside 0 to {tokens.count - 1}")
     return torch.tensor(selections).sort(1).values
-
-
-def _parse_selections(text: str, images: int) -> list[list[int]]:
-    """The indices of each image; a program that writes to the output itself may leave any text."""
-    try:
-        selections = _SELECTIONS.validate_json(text)
-    except ValidationError:
-        raise SelectionError("the output is no list of indices for each image") from None
-    if len(selections) != images:
-        raise SelectionError(f"the output has {len(selections)} selections for {images} images")
-    return selections
 
 
 def _describe_images(tokens: VisualTokens, base_policy: str, budget: int) -> list[JsonValue]:
@@ -196,7 +194,7 @@ def _describe_images(tokens: VisualTokens, base_policy: str, budget: int) -> lis
 
 
 def _encode_array(values: Tensor) -> JsonValue:
-    whole = not values.is_floating_point()
-    array = values.detach().cpu().to(torch.int64 if whole else torch.float32).contiguous().numpy()
+    kind = torch.float32 if values.is_floating_point() else torch.int64
+    array = values.detach().cpu().to(kind).contiguous().numpy()
     data = base64.b64encode(array.tobytes()).decode()
     return {"type": str(array.dtype), "shape": list(array.shape), "data": data}

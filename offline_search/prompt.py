@@ -13,7 +13,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-from offline_search.candidates import BASE_PARENT, MAX_CHARACTERS, PROPOSALS, PURPOSES
+from offline_search.candidates import BASE_PARENT, MAX_HYPOTHESIS, PROPOSALS, PURPOSES
 from offline_search.components import BASE, compact_text, searched_components
 from offline_search.history import Trial
 from offline_search.programs import SIGNALS
@@ -126,7 +126,7 @@ Answer with {{"{PROPOSALS}": [...]}} and nothing else: a list of such objects, e
 
 - "purpose", one of
 {purposes}
-- "hypothesis", a sentence of at most {MAX_CHARACTERS} characters: what the change does, and why
+- "hypothesis", a sentence of at most {MAX_HYPOTHESIS} characters: what the change does, and why
 - "parent", the name of the candidate that is changed, or "{BASE_PARENT}" for the base policy alone
 - "expect", the score compared with the parent's: "higher", "same" or "lower"
 
@@ -153,13 +153,13 @@ def list_prompt(
     settings: Settings,
     summary: str,
     example: PruningState,
-    first: int,
+    begin: int,
     count: int,
     total: int,
     purposes: Sequence[str],
 ) -> Messages:
     """Prompt for ``count`` of a round's ``total`` candidates, given the summary and an example."""
-    which = f"candidate {first + 1}" if count == 1 else f"candidates {first + 1} to {first + count}"
+    which = f"candidate {begin + 1}" if count == 1 else f"candidates {begin + 1} to {begin + count}"
     request = (
         f"Propose {which} of {total}, each different from all others, in search of a higher "
         f"score. Their purposes, in order: {', '.join(purposes)}."

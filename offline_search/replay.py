@@ -1,4 +1,4 @@
-"""Replay of a recorded search: every reply, verdict and evaluation comes from its ledger."""
+"""What needs no server: the replay of a recorded search, and the cost of one before it starts."""
 
 from __future__ import annotations
 
@@ -119,27 +119,23 @@ class CostEstimate:
     answers: Mapping[Split, int]
 
 
-def _prompt(settings: Settings) -> Messages:
-    """The first prompt, with a placeholder for the history."""
-    history, example = "(the history comes here)", minimal_state(settings)
-    total = settings.per_round
-    if settings.proposals_per_reply == 1:
-        return proposal_prompt(settings, history, example, 0, total)
-    count = min(settings.proposals_per_reply, total)
-    purposes = list_purposes(0, count, measured=True)
-    return list_prompt(settings, history, example, 0, count, total, purposes)
-
-
 def estimate_cost(settings: Settings, dataset: Dataset, price: Price) -> CostEstimate:
     """Cost of a search at a price on a data set."""
     strategy = STRATEGIES[settings.strategy](settings)
-    messages = _prompt(settings)
+    history, example = "(the history comes here)", minimal_state(settings)
+    listed, total = settings.proposals_per_reply, settings.per_round
+    count = min(listed, total)
+    purposes = list_purposes(0, count, measured=True)
+    messages = (
+        proposal_prompt(settings, history, example, 0, total)
+        if listed == 1
+        else list_prompt(settings, history, example, 0, count, total, purposes)
+    )
     # Proposals that repeat earlier ones cost a call and no evaluation, so there may be more calls.
     rounds = maximum_rounds(settings, strategy)
     proposals = settings.per_round if strategy.uses_proposer else 0
     if settings.race and not strategy.stops_early:  # `autoprune+` asks for three slots in ten
         proposals *= RACED_PER_PLACE
-    listed = settings.proposals_per_reply
     calls = rounds * math.ceil(proposals / listed)
     length = sum(len(message["content"]) for message in messages) / _CHARACTERS_PER_TOKEN
     prompt_tokens = round(calls * (length + 4 * _REPLY_TOKENS))

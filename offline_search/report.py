@@ -1,4 +1,4 @@
-"""Contents of a report, computed from the ledger of a finished or running search."""
+"""Report on the ledger of a finished or running search: contents, Markdown, and progress lines."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from pydantic import JsonValue
 
 from offline_search.candidates import base_state
 from offline_search.components import BASE, COMPONENTS, CORE, RANK_AT, JsonObject
 from offline_search.history import FAILURES_TO_GIVE_UP, History, Trial, gave_up
 from offline_search.ledger import (
     ALL_TOKENS,
-    Comparison,
     Cost,
     EvaluationRecord,
     ProposalRecord,
@@ -29,12 +27,13 @@ from offline_search.ledger import (
 )
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
+from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Estimate, count_decimals
 from vllm_autoprune.tpdsl.transfer import Change, list_changes
 
 R = TypeVar("R", bound=Record)
 
-STATUS_WORDS: Mapping[Status, str] = {
+_STATUS_WORDS: Mapping[Status, str] = {
     "evaluated": "measured in full",
     "dropped": "stopped early",
     "same": "with the same tokens as an earlier one",
@@ -44,14 +43,13 @@ STATUS_WORDS: Mapping[Status, str] = {
 }
 """Outcomes of candidates as a report names them."""
 
-ORIGIN_WORDS: Mapping[str, str] = {
+_ORIGIN_WORDS: Mapping[str, str] = {
     "llm": "language model",
     "tpe": "TPE",
 }
 """Origins of candidates as a report names them, where that differs from the ledger."""
 
-_TOP_CANDIDATES = 5
-_MAX_COMMON_ATOMS = 10
+_NOT_EVALUATED = ("invalid", "unsafe", "unevaluated")
 
 
 @dataclass(frozen=True)
@@ -71,12 +69,12 @@ class CandidateRow:
     @property
     def origin(self) -> str:
         """What proposed the candidate, in words."""
-        return ORIGIN_WORDS.get(self.proposal.origin, self.proposal.origin)
+        return _ORIGIN_WORDS.get(self.proposal.origin, self.proposal.origin)
 
     @property
     def status(self) -> str:
         """The outcome, in words."""
-        return STATUS_WORDS[self.result.status]
+        return _STATUS_WORDS[self.result.status]
 
     @property
     def components(self) -> JsonObject | None:
@@ -108,26 +106,54 @@ class SearchReport:
     """Everything that a report shows.
 
     ``base_objective`` is that of the base policy alone on the search split, if it was measured;
-    ``origins`` has the number of candidates of each origin, and how many of them became the best
-    so far; ``common_atoms`` has atoms that are more frequent among the best candidates than among
-    all, with both shares.
+    ``duration`` are seconds from the first record to the end of the last.
     """
 
     settings: Settings
     rows: tuple[CandidateRow, ...]
     base_objective: float | None
     winner: WinnerRecord | None
-    statuses: Mapping[str, int]
-    causes: Mapping[str, int]
-    origins: Mapping[str, tuple[int, int]]
-    common_atoms: Mapping[str, tuple[float, float]]
     cost: SearchCost
     duration: float
 
     @property
     def ranked(self) -> list[CandidateRow]:
         """Fully evaluated candidates, best first."""
-        return _rank(self.rows)
+        evaluated = [row for row in self.rows if row.objective is not None]
+        return sorted(evaluated, key=lambda row: -(row.objective or 0.0))
+
+    @property
+    def statuses(self) -> Mapping[str, int]:
+        """Number of candidates of each outcome, in words."""
+        return dict(Counter(row.status for row in self.rows).most_common())
+
+    @property
+    def causes(self) -> Mapping[str, int]:
+        """Number of candidates per reason for which they were not evaluated."""
+        failed = [row.result for row in self.rows if row.result.status in _NOT_EVALUATED]
+        causes = Counter(f"{result.status}: {result.reason}" for result in failed)
+        return dict(causes.most_common())
+
+    @property
+    def origins(self) -> Mapping[str, tuple[int, int]]:
+        """Number of candidates of each origin, and how many of them became the best so far."""
+        counts: dict[str, tuple[int, int]] = {}
+        best = float("-inf")
+        for row in self.rows:
+            improves = row.objective is not None and row.objective > best
+            best = max(best, row.objective) if row.objective is not None else best
+            candidates, improvements = counts.get(row.origin, (0, 0))
+            counts[row.origin] = (candidates + 1, improvements + improves)
+        return counts
+
+    def curve(self) -> list[tuple[int, float]]:
+        """(answers spent, best objective so far) at every improvement."""
+        points: list[tuple[int, float]] = []
+        for row in self.rows:
+            value = row.objective
+            if value is not None and (not points or value > points[-1][1]):
+                points.append((row.spent, value))
+        return points
 
     def format_objective(self, value: float) -> str:
         """An objective with as many decimals as the width of the winner's interval supports.
@@ -141,54 +167,51 @@ class SearchReport:
             low, high = min(values, default=0.0), max(values, default=0.0)
         return f"{value:+.{count_decimals(low, high)}f}"
 
-    def curve(self) -> list[tuple[int, float]]:
-        """(answers spent, best objective so far) at every improvement."""
-        points: list[tuple[int, float]] = []
-        for row in self.rows:
-            value = row.objective
-            if value is not None and (not points or value > points[-1][1]):
-                points.append((row.spent, value))
-        return points
-
 
 def read_report(records: Iterable[Record]) -> SearchReport:
     """The report on a ledger's records; raises :class:`SearchError` for an empty ledger."""
     known = list(records)
-    settings = _of_type(known, SettingsRecord)
-    if not settings:
+    opened = _of_type(known, SettingsRecord)
+    if not opened:
         raise SearchError("the ledger is empty -> give the ledger of a search that has begun")
-    rows = _read_rows(known)
-    winners = _of_type(known, WinnerRecord)
+    settings, winners = opened[0].settings, _of_type(known, WinnerRecord)
+    replies, evaluations = _of_type(known, ReplyRecord), _of_type(known, EvaluationRecord)
+    spans = _time_spans(known)
     return SearchReport(
-        settings=settings[0].settings,
-        rows=rows,
-        base_objective=_measure_base(known, settings[0].settings),
+        settings=settings,
+        rows=_read_rows(known),
+        base_objective=_measure_base(evaluations, settings),
         winner=winners[0] if winners else None,
-        statuses=dict(Counter(row.status for row in rows).most_common()),
-        causes=_count_causes(rows),
-        origins=_count_origins(rows),
-        common_atoms=_find_common_atoms(rows),
-        cost=_sum_cost(known),
-        duration=_measure_duration(known),
+        cost=SearchCost(
+            replies=len(replies),
+            failed_replies=sum(reply.text is None for reply in replies),
+            repairs=sum(reply.attempt == "repair" for reply in replies),
+            proposer=sum((reply.cost for reply in replies), Cost()),
+            proposer_seconds=_busy_seconds(replies),
+            answers=sum(len(record.logprob) for record in evaluations),
+            failed_evaluations=sum(bool(record.failure) for record in evaluations),
+            evaluator_seconds=_busy_seconds(evaluations),
+        ),
+        duration=max((end for _, end in spans), default=0.0) - min(spans, default=(0.0, 0.0))[0],
     )
 
 
-def _measure_base(records: Sequence[Record], settings: Settings) -> float | None:
+def _measure_base(evaluations: Sequence[EvaluationRecord], settings: Settings) -> float | None:
     """The base policy's objective on the search split; None until it is measured."""
     digest = base_state(settings).digest
     answers = {
         (record.digest, record.budget): np.asarray(record.logprob)
-        for record in _of_type(records, EvaluationRecord)
+        for record in evaluations
         if record.split == "search" and record.start == 0 and not record.failure
         if record.digest in (digest, ALL_TOKENS)
     }
     if settings.objective == "mme":
         return None  # the ledger does not have the categories of the questions
     full = answers.get((ALL_TOKENS, 0))
-    own = [answers[digest, budget] for budget in settings.budgets if (digest, budget) in answers]
-    if full is None or len(own) < len(settings.budgets):
+    base = [answers[digest, budget] for budget in settings.budgets if (digest, budget) in answers]
+    if full is None or len(base) < len(settings.budgets):
         return None
-    means = [float((values - full[: len(values)]).mean()) for values in own]
+    means = [float((values - full[: len(values)]).mean()) for values in base]
     return round(sum(means) / len(means), 6)
 
 
@@ -198,20 +221,17 @@ def _of_type(records: Iterable[Record], kind: type[R]) -> list[R]:
 
 def _read_rows(records: Sequence[Record]) -> tuple[CandidateRow, ...]:
     proposals = {record.name: record for record in _of_type(records, ProposalRecord)}
-    results = {f"{r.round}.{r.index}": r for r in _of_type(records, TrialRecord)}
+    results = {record.name: record for record in _of_type(records, TrialRecord)}
     rows, spent = [], 0
     for name, proposal in proposals.items():
         if name not in results:
             continue
         spent += results[name].examples
         parent = proposals.get(proposal.parents[0]) if proposal.parents else None
-        rows.append(CandidateRow(proposal, results[name], spent, _changes(parent, proposal)))
+        before, after = _components(parent), _components(proposal)
+        changes = list_changes(before, after) if before is not None and after is not None else ()
+        rows.append(CandidateRow(proposal, results[name], spent, changes))
     return tuple(rows)
-
-
-def _changes(parent: ProposalRecord | None, child: ProposalRecord) -> tuple[Change, ...]:
-    before, after = _components(parent), _components(child)
-    return () if before is None or after is None else list_changes(before, after)
 
 
 def _components(proposal: ProposalRecord | None) -> JsonObject | None:
@@ -219,77 +239,6 @@ def _components(proposal: ProposalRecord | None) -> JsonObject | None:
         return None
     searched = (*COMPONENTS, CORE, RANK_AT, BASE)
     return {name: proposal.state[name] for name in searched if name in proposal.state}
-
-
-def _rank(rows: Iterable[CandidateRow]) -> list[CandidateRow]:
-    evaluated = [row for row in rows if row.result.status == "evaluated"]
-    return sorted(evaluated, key=lambda row: -(row.objective or 0.0))
-
-
-def _count_causes(rows: Iterable[CandidateRow]) -> Mapping[str, int]:
-    """Number of candidates per reason for which they were not evaluated."""
-    causes: Counter[str] = Counter()
-    for row in rows:
-        if row.result.status in ("invalid", "unsafe", "unevaluated"):
-            causes[f"{row.result.status}: {row.result.reason}"] += 1
-    return dict(causes.most_common())
-
-
-def _count_origins(rows: Iterable[CandidateRow]) -> Mapping[str, tuple[int, int]]:
-    counts: dict[str, tuple[int, int]] = {}
-    best = float("-inf")
-    for row in rows:
-        improves = row.objective is not None and row.objective > best
-        best = max(best, row.objective) if row.objective is not None else best
-        candidates, improvements = counts.get(row.origin, (0, 0))
-        counts[row.origin] = (candidates + 1, improvements + improves)
-    return counts
-
-
-def _find_common_atoms(rows: Iterable[CandidateRow]) -> Mapping[str, tuple[float, float]]:
-    """Share among the best and among all, of atoms that are more frequent among the best."""
-    measured = [row for row in rows if row.result.status in ("evaluated", "dropped")]
-    top = _rank(measured)[:_TOP_CANDIDATES]
-    if not top:
-        return {}
-    in_top, in_all = _atom_shares(top), _atom_shares(measured)
-    frequent = {name: (share, in_all[name]) for name, share in in_top.items()
-                if share > in_all[name]}  # fmt: skip
-    ordered = sorted(frequent.items(), key=lambda item: item[1][1] - item[1][0])
-    return dict(ordered[:_MAX_COMMON_ATOMS])
-
-
-def _atom_shares(rows: Sequence[CandidateRow]) -> dict[str, float]:
-    counts = Counter(name for row in rows for name in dict.fromkeys(_atoms(row.proposal.state)))
-    return {name: count / len(rows) for name, count in counts.items()}
-
-
-def _atoms(value: JsonValue) -> Iterator[str]:
-    """Names of all atoms of a state, except those that the search does not choose."""
-    if isinstance(value, list):
-        for item in value:
-            yield from _atoms(item)
-    elif isinstance(value, dict):
-        if isinstance(atom := value.get("atom"), str):
-            yield atom
-        for name, item in value.items():
-            if name not in ("safety", "budget", "source"):
-                yield from _atoms(item)
-
-
-def _sum_cost(records: Sequence[Record]) -> SearchCost:
-    replies = _of_type(records, ReplyRecord)
-    evaluations = _of_type(records, EvaluationRecord)
-    return SearchCost(
-        replies=len(replies),
-        failed_replies=sum(reply.text is None for reply in replies),
-        repairs=sum(reply.attempt == "repair" for reply in replies),
-        proposer=sum((reply.cost for reply in replies), Cost()),
-        proposer_seconds=_busy_seconds(replies),
-        answers=sum(len(record.logprob) for record in evaluations),
-        failed_evaluations=sum(bool(record.failure) for record in evaluations),
-        evaluator_seconds=_busy_seconds(evaluations),
-    )
 
 
 def _busy_seconds(records: Sequence[ReplyRecord] | Sequence[EvaluationRecord]) -> float:
@@ -301,12 +250,6 @@ def _busy_seconds(records: Sequence[ReplyRecord] | Sequence[EvaluationRecord]) -
     return total
 
 
-def _measure_duration(records: Sequence[Record]) -> float:
-    """Seconds from the first record to the end of the last."""
-    spans = _time_spans(records)
-    return max((end for _, end in spans), default=0.0) - min(spans, default=(0.0, 0.0))[0]
-
-
 def _time_spans(records: Sequence[Record]) -> list[tuple[float, float]]:
     clocks = [record.clock for record in records if record.clock.at]
     return [(clock.at, clock.at + clock.seconds) for clock in clocks]
@@ -314,58 +257,60 @@ def _time_spans(records: Sequence[Record]) -> list[tuple[float, float]]:
 
 _MAX_ROWS = 10
 
-RESULT_HEAD = ["", "objective", "accuracy %", "accuracy+ %", "MME total"]
-CANDIDATE_HEAD = ["candidate", "objective", "accuracy %", "accuracy+ %", "answers", "origin"]
-
 
 def as_markdown(report: SearchReport) -> str:
-    """Result, best candidates, causes of failures, common atoms, and costs."""
-    return "\n".join(_lines(report)) + "\n"
-
-
-def _lines(report: SearchReport) -> Iterator[str]:
+    """Result, best candidates, causes of failures, and costs."""
     settings, winner = report.settings, report.winner
     budgets = ", ".join(map(str, settings.budgets))
-    yield (
+    parts = [
         f"Strategy {settings.strategy}, base policy {settings.base_policy}, K = {budgets}, "
         f"seed {settings.seed}; {settings.evaluator}; proposer {settings.proposer or 'none'}."
-    )
-    yield ""
-    if winner is None:
-        yield "No winner yet: the search has not ended."
-    else:
-        yield f"Winner: {winner.winner}, digest {winner.digest[:12]}, on the test split"
-        yield f"({winner.test.examples} held-out examples; 95 % intervals over images):"
-        yield ""
-        yield from table(RESULT_HEAD, result_rows(winner.test, winner.base), "lrrrr")
-    yield ""
-    candidates = [_candidate_cells(row) for row in report.ranked[:_MAX_ROWS]]
-    yield from table(CANDIDATE_HEAD, candidates, "lrrrrl")
-    yield ""
-    yield count_candidates(report)
-    yield ""
-    if report.causes:
-        yield from table(["cause", "times"], cause_rows(report), "lr")
-        yield ""
-    if report.common_atoms:
-        rows = [[f"`{name}`", *shares] for name, *shares in common_atom_rows(report)]
-        yield from table(["atom", "of the best five", "of all"], rows, "lrr")
-        yield ""
-    yield from describe_cost(report)
-
-
-def result_rows(test: Comparison, base: Comparison) -> list[list[str]]:
-    """Rows for :data:`RESULT_HEAD`: the winner, the base policy, and the difference."""
-    rows = [
-        [name, format_interval(one.objective), format_percent(one.accuracy),
-         format_percent(one.accuracy_plus), f"{one.mme_total:.1f}"]
-        for name, one in (("winner", test), ("base policy", base))
-    ]  # fmt: skip
-    gain, accuracy_gain = format_interval(test.gain), format_interval(test.accuracy_gain, 100)
-    return [
-        *rows,
-        ["gain, paired", gain, accuracy_gain, "", f"{test.mme_total - base.mme_total:+.1f}"],
     ]
+    if winner is None:
+        parts.append("No winner yet: the search has not ended.")
+    else:
+        parts.append(
+            f"Winner: {winner.winner}, digest {winner.digest[:12]}, on the test split\n"
+            f"({winner.test.examples} held-out examples; 95 % intervals over images):"
+        )
+        parts.append(result_table(winner).markdown())
+    head = ["candidate", "objective", "accuracy %", "accuracy+ %", "answers", "origin"]
+    candidates = [
+        [
+            row.name,
+            f"{row.objective:+.4f}",
+            format_percent(row.result.accuracy),
+            format_percent(row.result.accuracy_plus),
+            str(row.result.examples),
+            row.origin,
+        ]
+        for row in report.ranked[:_MAX_ROWS]
+    ]
+    parts.append(Table("", head, candidates, "lrrrrl").markdown())
+    parts.append(count_candidates(report))
+    if report.causes:
+        parts.append(cause_table(report).markdown())
+    return "\n\n".join([*parts, "\n".join(describe_cost(report))]) + "\n"
+
+
+def result_table(winner: WinnerRecord) -> Table:
+    """The winner on the test split, the base policy, and the difference."""
+    test, base = winner.test, winner.base
+    rows = [
+        [name, _format_interval(scores.objective), format_percent(scores.accuracy),
+         format_percent(scores.accuracy_plus), f"{scores.mme_total:.1f}"]
+        for name, scores in (("winner", test), ("base policy", base))
+    ]  # fmt: skip
+    gain, accuracy_gain = _format_interval(test.gain), _format_interval(test.accuracy_gain, 100)
+    mme = f"{test.mme_total - base.mme_total:+.1f}"
+    head = ["", "objective", "accuracy %", "accuracy+ %", "MME total"]
+    return Table("", head, [*rows, ["gain, paired", gain, accuracy_gain, "", mme]], "lrrrr")
+
+
+def cause_table(report: SearchReport) -> Table:
+    """Reasons for which candidates were not evaluated, with the number of candidates each."""
+    rows = [[cause, str(count)] for cause, count in report.causes.items()]
+    return Table("", ["cause", "times"], rows, "lr")
 
 
 def explain_winner(report: SearchReport, winner: WinnerRecord) -> Iterator[str]:
@@ -379,17 +324,17 @@ def explain_winner(report: SearchReport, winner: WinnerRecord) -> Iterator[str]:
     rivals = [name for name in ranked if name != winner.winner]
     if rivals and winner.winner in winner.estimates:
         margin = winner.estimates[winner.winner] - winner.estimates[rivals[0]]
-        own_estimate = report.format_objective(winner.estimates[winner.winner])
+        estimate = report.format_objective(winner.estimates[winner.winner])
         yield (
-            f"On both together {winner.winner} has {own_estimate}, "
+            f"On both together {winner.winner} has {estimate}, "
             f"{report.format_objective(margin).lstrip('+')} more than {rivals[0]}, the next."
         )
     yield describe_leader(winner, report.ranked[0].name if report.ranked else None)
-    own = winner.confirmed[winner.winner].objective
+    confirmed = winner.confirmed[winner.winner].objective
     score = next((row.objective for row in report.rows if row.name == winner.winner), None)
     if score is not None:
         search, validation, test = map(
-            report.format_objective, (score, own.value, winner.test.objective.value)
+            report.format_objective, (score, confirmed.value, winner.test.objective.value)
         )
         yield (
             f"Its objective is {search} on the search split, {validation} on the validation split "
@@ -405,31 +350,6 @@ def describe_leader(winner: WinnerRecord, leader: str | None) -> str:
         f"On the search split alone {leader} was better; with the validation split "
         f"{winner.winner} is."
     )
-
-
-def cause_rows(report: SearchReport) -> list[list[str]]:
-    """Reasons for which candidates were not evaluated, with the number of candidates each."""
-    return [[cause, str(count)] for cause, count in report.causes.items()]
-
-
-def common_atom_rows(report: SearchReport) -> list[list[str]]:
-    """Atoms that the best candidates have in common, with their shares in per cent."""
-    return [
-        [name, format_percent(best), format_percent(every)]
-        for name, (best, every) in report.common_atoms.items()
-    ]
-
-
-def _candidate_cells(row: CandidateRow) -> list[str]:
-    result = row.result
-    return [
-        row.name,
-        "" if result.objective is None else f"{result.objective:+.4f}",
-        format_percent(result.accuracy),
-        format_percent(result.accuracy_plus),
-        str(result.examples),
-        row.origin,
-    ]
 
 
 def count_candidates(report: SearchReport) -> str:
@@ -468,16 +388,10 @@ def describe_cost(report: SearchReport) -> Iterator[str]:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
     """Lines of a Markdown table; ``align`` has ``l`` or ``r`` for each column."""
-    yield _format_row(head)
-    yield _format_row(["--:" if side == "r" else ":--" for side in align])
-    yield from (_format_row([cell.replace("|", "\\|") for cell in row]) for row in rows)
+    yield Table("", head, rows, align).markdown()
 
 
-def _format_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def format_interval(estimate: Estimate, scale: float = 1.0) -> str:
+def _format_interval(estimate: Estimate, scale: float = 1.0) -> str:
     """A mean with its 95 % interval."""
     value, low, high = (scale * x for x in (estimate.value, estimate.low, estimate.high))
     digits = count_decimals(low, high)
@@ -510,17 +424,22 @@ class ProgressLog:
         self, number: int, trials: Sequence[Trial], history: History, share: float, cost: Cost
     ) -> None:
         """Write the results of a round, the best so far, and the remaining time."""
-        best = history.best()
+        best, leader = history.best(), "no leader on the search split"
         self._leader = None if best is None else best.name
+        if best is not None:
+            origin = best.proposal.origin
+            leader = f"{best.name} by {origin} leads on the search split, {best.score:+.4f}"
         counts = Counter(trial.result.status for trial in trials)
         statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
         tokens = f", {cost.tokens} proposer tokens" if cost.tokens else ""
-        self._write(
-            f"{share:4.0%} round {number}: {statuses}; {_describe_leader(history)}{tokens}, "
-            f"{self._remaining_time(share)}"
-        )
+        remaining = "time left unknown"
+        if share > 0:
+            seconds = (self._clock() - self._rounds_started) * (1 - share) / share
+            minutes = f"{seconds / 60:.0f} min"
+            remaining = f"{f'{seconds:.0f} s' if seconds < 100 else minutes} left"
+        self._write(f"{share:4.0%} round {number}: {statuses}; {leader}{tokens}, {remaining}")
         for trial in trials:
-            if trial.result.status in ("invalid", "unsafe", "unevaluated"):
+            if trial.result.status in _NOT_EVALUATED:
                 self._write(
                     f"       {trial.name} {trial.result.status}: {trial.result.reason[:120]}"
                 )
@@ -533,22 +452,8 @@ class ProgressLog:
         """Write the winner's scores on the test split, and whether it led the search."""
         test = winner.test
         self._write(
-            f"winner {winner.winner}: test objective {format_interval(test.objective)}, gain over "
-            f"the base policy {format_interval(test.gain)}, accuracy {100 * test.accuracy:.1f} %"
+            f"winner {winner.winner}: test objective {_format_interval(test.objective)}, gain over "
+            f"the base policy {_format_interval(test.gain)}, accuracy {100 * test.accuracy:.1f} %"
         )
         if self._leader is not None:
             self._write(describe_leader(winner, self._leader))
-
-    def _remaining_time(self, share: float) -> str:
-        elapsed = self._clock() - self._rounds_started
-        if share <= 0:
-            return "time left unknown"
-        seconds = elapsed * (1 - share) / share
-        return f"{seconds:.0f} s left" if seconds < 100 else f"{seconds / 60:.0f} min left"
-
-
-def _describe_leader(history: History) -> str:
-    best = history.best()
-    if best is None:
-        return "no leader on the search split"
-    return f"{best.name} by {best.proposal.origin} leads on the search split, {best.score:+.4f}"

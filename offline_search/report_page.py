@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
 
-from offline_search import report as markdown
 from offline_search.dataset import Split
 from offline_search.history import describe_objective, objective_unit
 from offline_search.ledger import WinnerRecord
-from offline_search.report import CandidateRow, SearchReport, format_percent
+from offline_search.report import (
+    CandidateRow,
+    SearchReport,
+    cause_table,
+    count_candidates,
+    describe_cost,
+    explain_winner,
+    format_percent,
+    result_table,
+)
 from vllm_autoprune.report import (
     Cell,
     Chart,
@@ -26,7 +33,6 @@ from vllm_autoprune.report import (
     render_document,
 )
 from vllm_autoprune.statistics import Estimate
-from vllm_autoprune.tpdsl.transfer import Change
 
 
 def _objective_note(report: SearchReport) -> str:
@@ -92,16 +98,14 @@ def _list_facts(report: SearchReport) -> list[str]:
 def _winner_sections(report: SearchReport, winner: WinnerRecord) -> Iterator[Section]:
     yield Section(
         "Why this candidate",
-        [*markdown.explain_winner(report, winner), _objective_note(report)],
+        [*explain_winner(report, winner), _objective_note(report)],
         tables=[_finalists(report, winner)],
     )
-    rows = markdown.result_rows(winner.test, winner.base)
-    table = Table("", markdown.RESULT_HEAD, rows)
     text = (
         "Examples that no candidate was chosen on. accuracy+: both answers of a pair right, or all "
         "about an image. MME total: accuracy and accuracy+ in per cent, added over all categories."
     )
-    yield Section("Result on the test split", [text], tables=[table])
+    yield Section("Result on the test split", [text], tables=[result_table(winner)])
 
 
 def _finalists(report: SearchReport, winner: WinnerRecord) -> Table:
@@ -114,9 +118,7 @@ def _finalists(report: SearchReport, winner: WinnerRecord) -> Table:
         estimate = winner.estimates.get(name)
         rows.append(
             [
-                Cell(
-                    name, "winner" if chosen else "", f"#{anchor(name)}", "good" if chosen else ""
-                ),
+                Cell(name, "winner" if chosen else "", _link(name), "good" if chosen else ""),
                 _value_cell(report, scores.get(name)),
                 _estimate_cell(report, winner.confirmed[name].objective),
                 _value_cell(report, estimate),
@@ -126,17 +128,11 @@ def _finalists(report: SearchReport, winner: WinnerRecord) -> Table:
             ]
         )
     none = Cell("–")
-    rows.append(
-        [
-            "base policy",
-            _value_cell(report, report.base_objective),
-            _value_cell(report, winner.base_validation),
-            none,
-            _estimate_cell(report, winner.base.objective),
-            none,
-            none,
-        ]
+    search, validation = (
+        _value_cell(report, value) for value in (report.base_objective, winner.base_validation)
     )
+    test = _estimate_cell(report, winner.base.objective)
+    rows.append(["base policy", search, validation, none, test, none, none])
     head = ["candidate", "search", "validation", "search and validation", "test",
             "gain, validation", "gain, test"]  # fmt: skip
     return Table("", head, rows)
@@ -159,20 +155,16 @@ def _progress_sections(report: SearchReport) -> Iterator[Section]:
         texts += [
             "Hollow: stopped early, measured on a part of the search split. Click a point for the "
             "candidate.",
-            markdown.count_candidates(report),
+            count_candidates(report),
         ]
     yield Section("Progress", texts, charts)
 
 
 def _table_sections(report: SearchReport) -> Iterator[Section]:
-    if report.common_atoms:
-        head = ["atom", "of the best five, %", "of all, %"]
-        table = Table("", head, markdown.common_atom_rows(report))
-        yield Section("What the best five have in common", tables=[table], folded=True)
     if report.causes:
-        table = Table("", ["cause", "times"], markdown.cause_rows(report))
+        table = cause_table(report)
         yield Section("Why candidates were not evaluated", tables=[table], folded=True)
-    yield Section("Cost", list(markdown.describe_cost(report)), folded=True)
+    yield Section("Cost", list(describe_cost(report)), folded=True)
 
 
 def _candidate_section(report: SearchReport) -> Section:
@@ -183,7 +175,10 @@ def _candidate_section(report: SearchReport) -> Section:
 
 
 def _candidate(report: SearchReport, row: CandidateRow) -> Details:
-    changes = [_describe_change(change) for change in row.changes]
+    changes = [
+        f"{change.where} {change.kind}: {json.dumps(change.before)} → {json.dumps(change.after)}"
+        for change in row.changes
+    ]
     hypothesis = row.proposal.hypothesis
     reasons = [] if hypothesis is None else [f"{hypothesis.purpose}: {hypothesis.text}"]
     against = [f"Against {', '.join(row.proposal.parents)}:"] if changes else []
@@ -192,7 +187,7 @@ def _candidate(report: SearchReport, row: CandidateRow) -> Details:
         [*reasons, *row.proposal.problems, *against],
         changes,
         json.dumps(row.components, indent=1) if row.components else "",
-        name=anchor(row.name),
+        name=f"candidate-{row.name}",
     )
 
 
@@ -214,64 +209,55 @@ def _describe_result(report: SearchReport, row: CandidateRow) -> str:
     return f"{row.name} by {row.origin}: {outcome}"
 
 
-def _describe_change(change: Change) -> str:
-    before, after = json.dumps(change.before), json.dumps(change.after)
-    return f"{change.where} {change.kind}: {before} → {after}"
-
-
-_SPREAD = 3.0
-"""A chart of the better half is added where the worse half takes this many times its height."""
 _SPLITS: Mapping[Split, float] = {"search": 1.0, "validation": 2.0, "test": 3.0}
 
 
 def draw_charts(report: SearchReport) -> list[Chart]:
-    """All charts for which there are measurements."""
+    """The progress, once something is measured, and the finalists of a search that has ended."""
     measured = [row for row in report.rows if row.result.objective is not None]
     if not measured:
         return []
-    charts = [_progress("Objective over answers spent", measured, report)]
-    half = _better_half(measured)
-    if half:
-        charts.append(_progress("The same, better half of the candidates", half, report))
+    label = f"objective, {objective_unit(report.settings)}"
+    charts = [_progress(report, measured, label)]
     if report.winner is not None:
-        charts.append(_splits(report, report.winner))
+        charts.append(_splits(report, report.winner, label))
     return charts
 
 
-def anchor(name: str) -> str:
-    """The page's name for a candidate."""
-    return f"candidate-{name}"
-
-
-def _progress(title: str, rows: Sequence[CandidateRow], report: SearchReport) -> Chart:
+def _progress(report: SearchReport, measured: Sequence[CandidateRow], label: str) -> Chart:
     """Every candidate at the answers spent until it was measured, and the best so far."""
-    lowest = min(row.result.objective or 0.0 for row in rows)
-    best = [(spent, value) for spent, value in report.curve() if value >= lowest]
+
+    def marks(complete: bool) -> list[Mark]:
+        rows = [row for row in measured if (row.objective is not None) == complete]
+        return [
+            Mark(row.spent, value, tip(row, value), hollow=not complete, link=_link(row.name))
+            for row in rows
+            if (value := row.result.objective) is not None
+        ]
+
+    def tip(row: CandidateRow, value: float) -> str:
+        status = "" if row.objective is not None else f"\n{row.status}"
+        return f"{row.name} by {row.origin}\nobjective {report.format_objective(value)}{status}"
+
+    best, base = report.curve(), report.base_objective
     if best:
-        best.append((max(row.spent for row in rows), best[-1][1]))
-    complete = [row for row in rows if row.result.status == "evaluated"]
-    partial = [row for row in rows if row.result.status != "evaluated"]
+        best.append((max(row.spent for row in measured), best[-1][1]))
     series = [
-        Series("measured", [_mark(report, row, row.spent) for row in complete], line="none"),
-        Series(
-            "stopped early",
-            [_mark(report, row, row.spent, hollow=True) for row in partial],
-            line="none",
-            colour=1,
-        ),
+        Series("measured", marks(True), line="none"),
+        Series("stopped early", marks(False), line="none", colour=1),
         Series("best so far", path=best, line="steps", colour=2),
     ]
-    return Chart(
-        title,
-        "answers of the served model, search split",
-        _objective_label(report),
-        [one for one in series if one.marks or one.path],
-        _base_rule(report, rows),
-        x_zero=True,
-    )
+    drawn = [each for each in series if each.marks or each.path]
+    rules = [] if base is None else [Rule(base, f"base policy {report.format_objective(base)}")]
+    spent = "answers of the served model, search split"
+    return Chart("Objective over answers spent", spent, label, drawn, rules, x_zero=True)
 
 
-def _splits(report: SearchReport, winner: WinnerRecord) -> Chart:
+def _link(name: str) -> str:
+    return f"#candidate-{name}"
+
+
+def _splits(report: SearchReport, winner: WinnerRecord, label: str) -> Chart:
     """Search, validation and test of the finalists and of the base policy, one line each."""
     scores = {row.name: row.result.objective for row in report.rows}
 
@@ -283,8 +269,8 @@ def _splits(report: SearchReport, winner: WinnerRecord) -> Chart:
     series = []
     for number, (name, validation) in enumerate(winner.confirmed.items()):
         chosen = name == winner.winner
-        own = validation.objective
-        marks = [mark(name, "validation", own.value, own)]
+        objective = validation.objective
+        marks = [mark(name, "validation", objective.value, objective)]
         if (score := scores.get(name)) is not None:
             marks.insert(0, mark(name, "search", score))
         if chosen:
@@ -302,40 +288,8 @@ def _splits(report: SearchReport, winner: WinnerRecord) -> Chart:
     return Chart(
         "Finalists on each split",
         "split",
-        _objective_label(report),
+        label,
         series,
         x_names={place: split for split, place in _SPLITS.items()},
         side_by_side=True,
     )
-
-
-def _objective_label(report: SearchReport) -> str:
-    return f"objective, {objective_unit(report.settings)}"
-
-
-def _mark(report: SearchReport, row: CandidateRow, x: float, *, hollow: bool = False) -> Mark:
-    """A candidate's point, with its name, origin, objective and status as a tooltip."""
-    objective = row.result.objective
-    assert objective is not None
-    tip = f"{row.name} by {row.origin}\nobjective {report.format_objective(objective)}"
-    if row.result.status != "evaluated":
-        tip += f"\n{row.status}"
-    return Mark(x, objective, tip, hollow=hollow, link=f"#{anchor(row.name)}")
-
-
-def _base_rule(report: SearchReport, rows: Sequence[CandidateRow]) -> list[Rule]:
-    """The base policy's objective, unless it lies below all that the chart shows."""
-    lowest = min(row.result.objective or 0.0 for row in rows)
-    base = report.base_objective
-    if base is None or (base < lowest and len(rows) < len(report.rows)):
-        return []
-    return [Rule(base, f"base policy {report.format_objective(base)}")]
-
-
-def _better_half(rows: Sequence[CandidateRow]) -> list[CandidateRow]:
-    """Candidates above the median, where the others would flatten a chart of all; else none."""
-    values = [row.result.objective or 0.0 for row in rows]
-    middle = median(values)
-    if middle - min(values) <= _SPREAD * (max(values) - middle):
-        return []
-    return [row for row in rows if (row.result.objective or 0.0) >= middle]

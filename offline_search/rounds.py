@@ -84,13 +84,13 @@ async def _check_program(
     try:
         for budget in settings.budgets:
             for tokens in probes:
-                first, second = [
+                indices, again = [
                     await select_with_program(program, tokens, settings.base_policy, budget)
                     for _ in range(2)
                 ]
-                if not torch.equal(first, second):
+                if not torch.equal(indices, again):
                     raise SelectionError("select returns other indices when it is run again")
-                _update_fingerprint(digest, first, gather_rows(tokens.features, first))
+                _update_fingerprint(digest, indices, gather_rows(tokens.features, indices))
     except SelectionError as error:
         return VerdictRecord(digest=program.digest, valid=False, problems=(str(error)[:300],))
     behaviour = digest.hexdigest() if probes else ""
@@ -141,10 +141,10 @@ def probes_from_checkpoint(
     return probes
 
 
-RACING_SHARES = (0.125, 0.5, 1.0)
+_RACING_SHARES = (0.125, 0.5, 1.0)
 """Shares of the search split after which a race drops candidates."""
 
-RACING_KEEPS = (3, 2)
+_RACING_KEEPS = (3, 2)
 """Of so many candidates of a round, one goes on after each share but the last: of 15, 5, then 3.
 
 Those that are clearly worse than the best so far are dropped before."""
@@ -211,11 +211,11 @@ class RoundEvaluator:
         for candidate in candidates:
             candidate.result = await self._screen(candidate)
         start = 0
-        for step, share in enumerate(RACING_SHARES if early_stopping else (1.0,)):
+        for step, share in enumerate(_RACING_SHARES if early_stopping else (1.0,)):
             stop = max(1, round(share * len(self._examples)))
             await self._measure_all(_unfinished(candidates), start, stop)
             if stop < len(self._examples):
-                self._drop_losers(candidates, history.best_values(), stop, RACING_KEEPS[step])
+                self._drop_losers(candidates, history.best_values(), stop, _RACING_KEEPS[step])
             start = stop
         return [self._finish(candidate) for candidate in candidates]
 

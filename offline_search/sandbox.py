@@ -72,7 +72,7 @@ class _Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("first", ctypes.POINTER(_Instruction)))
 
 
-def enter_sandbox(seconds: float) -> None:
+def _enter_sandbox(seconds: float) -> None:
     """Limit time, memory and system calls irreversibly; raises :class:`OSError` on failure.
 
     No system call that could stop the timer or handle its signal is left afterwards.
@@ -174,7 +174,7 @@ def main() -> int:
     if "numpy" in request:
         _import_numpy(request["numpy"])
     try:
-        enter_sandbox(request["seconds"])
+        _enter_sandbox(request["seconds"])
     except OSError as error:
         sys.stderr.write(str(error))
         return SANDBOX_UNAVAILABLE

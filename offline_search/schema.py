@@ -10,7 +10,7 @@ from typing import get_args
 
 from pydantic import JsonValue
 
-from offline_search.candidates import MAX_CHARACTERS, PROPOSALS, PURPOSES, Expectation
+from offline_search.candidates import MAX_HYPOTHESIS, PROPOSALS, PURPOSES, Expectation
 from offline_search.components import BASE, COMPONENTS, JsonObject, searched_components
 from offline_search.search_space import excluded_atoms
 from offline_search.settings import MAX_QUOTA, Settings
@@ -64,7 +64,7 @@ def list_schema(schema: JsonObject, count: int) -> JsonObject:
     proposal = {name: part for name, part in schema.items() if name != "$defs"}
     hypothesis: JsonObject = {
         "purpose": {"enum": list(PURPOSES)},
-        "hypothesis": {"type": "string", "maxLength": MAX_CHARACTERS},
+        "hypothesis": {"type": "string", "maxLength": MAX_HYPOTHESIS},
         "parent": {"type": "string", "maxLength": 8},
         "expect": {"enum": list(get_args(Expectation))},
     }

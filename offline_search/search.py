@@ -18,7 +18,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Protocol
 
 import numpy as np
 
@@ -40,13 +39,13 @@ from offline_search.history import (
 )
 from offline_search.ledger import (
     Comparison,
-    Cost,
     Ledger,
     SettingsRecord,
     SummaryRecord,
     WinnerRecord,
 )
 from offline_search.proposer import ProposalClient, Proposer, SpendingLimits
+from offline_search.report import ProgressLog
 from offline_search.rounds import RoundEvaluator
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
@@ -64,31 +63,16 @@ from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.state import PruningState
 
 
-class SearchObserver(Protocol):
-    """Receives the progress of a search; cannot influence it."""
-
-    def on_start(self, history: History, examples: int) -> None:
-        """The base policy is measured on this number of search examples."""
-
-    def on_round(
-        self, number: int, trials: Sequence[Trial], history: History, share: float, cost: Cost
-    ) -> None:
-        """A round is over; ``share`` of the search is done."""
-
-    def on_finish(self, winner: WinnerRecord) -> None:
-        """The search is over."""
-
-
 @dataclass(frozen=True)
 class Search:
-    """One search; ``limits`` bound the cost of its proposer."""
+    """One search; ``limits`` bound the cost of its proposer, ``observer`` is told."""
 
     settings: Settings
     ledger: Ledger
     evaluator: Evaluator
     proposer: Proposer
     limits: SpendingLimits = field(default_factory=SpendingLimits)
-    observer: SearchObserver | None = None
+    observer: ProgressLog | None = None
 
     async def run(self) -> WinnerRecord:
         """Run or resume the search; raises :class:`SearchError` if it cannot continue."""
@@ -117,9 +101,9 @@ class Search:
             count = settings.per_round
             if races(settings, strategy):
                 # The last round is smaller, so that a race exceeds its budget by little.
-                left = budget - _count_answers(history)
+                unspent = budget - _count_answers(history)
                 full = len(examples) * len(settings.budgets)
-                count = RACED_PER_PLACE * min(count, max(1, left // full))
+                count = RACED_PER_PLACE * min(count, max(1, unspent // full))
             current = Round(number, count, history, summary, rng, client)
             drafts = await strategy.propose(current)
             trials = await rounds.evaluate_round(drafts, number, history, races(settings, strategy))
@@ -201,10 +185,13 @@ class _WinnerSelector:
                 "none of the best candidates could be measured on the validation split -> "
                 "look at the server's log and begin a new ledger"
             )
-        estimates = {
-            name: self._estimate_objective(candidates[name], validation)
-            for name, validation in confirmed.items()
-        }
+        # Objectives over search and validation examples together, without shrinkage towards the
+        # mean: all candidates have the same examples, so it would not change their order.
+        searched, estimates = len(self._dataset.examples("search")), {}
+        for name, validation in confirmed.items():
+            total = searched * candidates[name].score
+            total += validation.examples * validation.objective.value
+            estimates[name] = round(total / (searched + validation.examples), 6)
         name, test = await self._measure_best(candidates, estimates)
         winner = candidates[name]
         base = await self._compare(self._base, "test")
@@ -241,16 +228,6 @@ class _WinnerSelector:
             "look at the server's log and begin a new ledger"
         )
 
-    def _estimate_objective(self, trial: Trial, validation: Comparison) -> float:
-        """Objective over search and validation examples together.
-
-        No shrinkage towards the mean: all candidates have the same examples, so it would not
-        change their order.
-        """
-        search_count = len(self._dataset.examples("search"))
-        total = search_count * trial.score + validation.examples * validation.objective.value
-        return round(total / (search_count + validation.examples), 6)
-
     async def _compare(self, candidate: Candidate, split: Split) -> Comparison:
         """Scores of a candidate on a split, and paired differences to the base policy."""
         budgets, examples = self._settings.budgets, self._dataset.examples(split)
@@ -258,7 +235,7 @@ class _WinnerSelector:
         ours = [await self._measure(candidate, budget, split) for budget in budgets]
         theirs = [await self._measure(self._base, budget, split) for budget in budgets]
         values, base_values = (
-            np.mean([relative_values(self._settings, examples, one, full) for one in answers], 0)
+            np.mean([relative_values(self._settings, examples, each, full) for each in answers], 0)
             for answers in (ours, theirs)
         )
 

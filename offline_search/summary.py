@@ -5,19 +5,18 @@ Scores are objectives in thousandths, with their standard error where they are c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import median
 
-from offline_search.candidates import BASE_PARENT, Expectation, Hypothesis
+from offline_search.candidates import BASE_PARENT, Hypothesis
 from offline_search.components import (
     BASE,
     JsonObject,
     base_choice,
     compact_text,
     components_json,
-    structure,
 )
-from offline_search.history import History, Trial, paired_error
+from offline_search.history import History, Trial, best_of_each_structure, paired_error
 from offline_search.prompt import format_score
 from offline_search.search_space import numbers_at_upper_end
 from vllm_autoprune.statistics import Floats
@@ -41,7 +40,7 @@ def summarize(history: History) -> str:
     lines += _describe_categories(history)
     lines += _describe_trends(history)
     ranked = [trial for trial in history.ranked() if trial.state is not None]
-    best = _best_of_each_structure(ranked)
+    best = best_of_each_structure(ranked)[:_MAX_BEST]
     if ranked:
         lines.append(
             "Best candidates of different structures, as changes of their parents; score, and "
@@ -92,13 +91,6 @@ def _describe_trends(history: History) -> Iterator[str]:
             for number, scores in rounds.items()
         ]
         yield f"Scores by round, best and median: {'; '.join(listed[-_MAX_ROUNDS:])}."
-
-
-def _best_of_each_structure(ranked: Sequence[Trial]) -> list[Trial]:
-    best: dict[tuple[str, ...], Trial] = {}
-    for trial in ranked:
-        best.setdefault(structure(trial.require_state()), trial)
-    return list(best.values())[:_MAX_BEST]
 
 
 def _describe(trial: Trial, history: History) -> str:
@@ -195,12 +187,10 @@ def _outcome(trial: Trial, hypothesis: Hypothesis, history: History) -> str:
     gaps: Floats = values[:count] - reference[:count]
     gap, error = float(gaps.mean()), paired_error(history.examples, gaps)
     asked = f" on the first {count} questions" if count < len(history.base_values) else ""
-    verdict = "confirmed" if _is_as_expected(gap, error, hypothesis.expect) else "not confirmed"
+    expected = {
+        "same": abs(gap) <= 2 * error < float("inf"),
+        "higher": gap > 2 * error,
+        "lower": gap < -2 * error,
+    }
+    verdict = "confirmed" if expected[hypothesis.expect] else "not confirmed"
     return f"{_score(float(values.mean()))}, {_score(gap)} ± {1000 * error:.0f}{asked}: {verdict}"
-
-
-def _is_as_expected(gap: float, error: float, expected: Expectation) -> bool:
-    """Whether a paired difference is as expected by two standard errors."""
-    if expected == "same":
-        return abs(gap) <= 2 * error < float("inf")
-    return gap > 2 * error if expected == "higher" else gap < -2 * error

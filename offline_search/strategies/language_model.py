@@ -74,8 +74,8 @@ class EvoPrompting:
 
 def draw_parents(population: Sequence[Trial], rng: Random) -> list[Trial]:
     """Two different parents, each with a probability inverse to its rank."""
-    first = _draw_by_rank(population, rng)
-    return [first, _draw_by_rank([trial for trial in population if trial is not first], rng)]
+    parent = _draw_by_rank(population, rng)
+    return [parent, _draw_by_rank([trial for trial in population if trial is not parent], rng)]
 
 
 def _draw_by_rank(population: Sequence[Trial], rng: Random) -> Trial:
@@ -105,7 +105,8 @@ async def request_improvements(current: Round, settings: Settings, count: int) -
         purposes = list_purposes(start, length, measured=best is not None)
         messages = list_prompt(settings, current.summary, example, begin, length, count, purposes)
         request = ProposalRequest(number, begin, messages, "llm", parents)
-        names = {one.name for one in history.trials if history.values_of(one.name) is not None}
+        known = {trial.name for trial in history.trials}
+        names = {name for name in known if history.values_of(name) is not None}
         return client.request_list(request, length, names)
 
     if size == 1:

@@ -92,10 +92,10 @@ class OpenEvolve:
         literal = indent(body, " " * 11).strip()
         return Draft("initial", state, program=f"def policy(budget):\n    return {literal}\n")
 
-    def _islands(self, database: ProgramDatabase, current: Round, first: int) -> Iterator[int]:
+    def _islands(self, database: ProgramDatabase, current: Round, begin: int) -> Iterator[int]:
         """The islands of a round's candidates, in turn over all rounds."""
         start = (current.number - 1) * self._settings.per_round
-        for index in range(first, current.count):
+        for index in range(begin, current.count):
             yield (start + index) % len(database.islands)
 
     def _build_prompt(

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
 from random import Random
 from typing import TYPE_CHECKING
 
 from offline_search.candidates import Draft, assemble_state, warm_start_states
-from offline_search.components import Choice, ChoiceSource, structure
-from offline_search.history import History, Trial
+from offline_search.components import Choice, ChoiceSource
+from offline_search.history import History, Trial, best_of_each_structure
 from offline_search.search_space import RandomSource, choices_of_state, sample_proposal
 from offline_search.settings import Settings
 from offline_search.strategies.language_model import request_improvements
@@ -189,6 +190,9 @@ _BEST_STRUCTURES = 5
 _MODEL_SHARE = 0.3
 """Share of a round's slots that a language model gets."""
 
+_ORIGINS = ("tpe", "mutation", "tpe", "crossover", "tpe", "mutation")
+"""Origins of the slots in turn: half by TPE, a third mutations, the others crossovers."""
+
 _MUTATION_RATE = 0.15
 """Probability that a mutation changes a choice."""
 
@@ -211,32 +215,26 @@ class AutoPrunePlus:
 
         In place of the last there are random states until something is measured.
         """
-        best = _best_of_each_structure(current.history.ranked())
-        writes = self.uses_proposer and (self._settings.proposals_per_reply > 1 or best)
+        ranked, settings, rng = current.history.ranked(), self._settings, current.rng
+        best = best_of_each_structure(ranked)
+        if len(best) < 2:
+            best = ranked
+        writes = self.uses_proposer and (settings.proposals_per_reply > 1 or best)
         written_count = int(_MODEL_SHARE * current.count) if writes else 0
         slots = current.count - written_count
-        # In small rounds warm starts alone would fill several.
-        warm_starts = self._take_warm_starts(slots // 2 if best else slots)
-        slots -= len(warm_starts)
-        derive = self._derive if best else self._draw_random
-        derived = derive(current, slots, best)
-        written = await request_improvements(current, self._settings, written_count)
-        return [*written, *warm_starts, *derived]
-
-    def _take_warm_starts(self, count: int) -> list[Draft]:
-        """The next warm starts: those for which earlier rounds had no slot."""
-        states, self._warm_starts = self._warm_starts[:count], self._warm_starts[count:]
-        return [Draft("warm start", state) for state in states]
-
-    def _draw_random(self, current: Round, count: int, best: Sequence[Trial]) -> list[Draft]:
-        source = RandomSource(current.rng)
-        return [_sample_draft("random", source, self._settings) for _ in range(count)]
-
-    def _derive(self, current: Round, count: int, best: Sequence[Trial]) -> list[Draft]:
-        """Candidates that follow from what is measured."""
-        study = self._build_study(current.history, current.rng)
-        origins = _spread_origins(count)
-        return [self._sample(origin, study, best, current.rng) for origin in origins]
+        # In small rounds warm starts alone would fill several; the others are next in later rounds.
+        count = slots // 2 if best else slots
+        starts, self._warm_starts = self._warm_starts[:count], self._warm_starts[count:]
+        slots -= len(starts)
+        if best:
+            study = self._build_study(current.history, rng)
+            origins = islice(cycle(_ORIGINS), slots)
+            derived = [self._sample(origin, study, best, rng) for origin in origins]
+        else:
+            source = RandomSource(rng)
+            derived = [_sample_draft("random", source, settings) for _ in range(slots)]
+        written = await request_improvements(current, settings, written_count)
+        return [*written, *(Draft("warm start", state) for state in starts), *derived]
 
     def _sample(self, origin: str, study: _TpeStudy, best: Sequence[Trial], rng: Random) -> Draft:
         if origin == "tpe":
@@ -292,20 +290,6 @@ class _ParentSource:
     def _inherit(self, name: str) -> Choice | None:
         known = [parent[name] for parent in self._parents if name in parent]
         return self._rng.choice(known) if known else None
-
-
-def _spread_origins(count: int) -> list[str]:
-    """Origins of ``count`` slots: half by TPE, a third mutations, the others crossovers."""
-    pattern = ("tpe", "mutation", "tpe", "crossover", "tpe", "mutation")
-    return [pattern[index % len(pattern)] for index in range(count)]
-
-
-def _best_of_each_structure(ranked: Sequence[Trial]) -> list[Trial]:
-    """The best trial of each structure, in order of rank; all trials if they have one structure."""
-    best: dict[tuple[str, ...], Trial] = {}
-    for trial in ranked:
-        best.setdefault(structure(trial.require_state()), trial)
-    return list(best.values() if len(best) > 1 else ranked)
 
 
 def _draw_parent(best: Sequence[Trial], rng: Random) -> Trial:
