@@ -386,11 +386,6 @@ def describe_cost(report: SearchReport) -> Iterator[str]:
     )
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
-    """Lines of a Markdown table; ``align`` has ``l`` or ``r`` for each column."""
-    yield Table("", head, rows, align).markdown()
-
-
 def _format_interval(estimate: Estimate, scale: float = 1.0) -> str:
     """A mean with its 95 % interval."""
     value, low, high = (scale * x for x in (estimate.value, estimate.low, estimate.high))

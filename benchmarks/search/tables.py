@@ -20,7 +20,8 @@ from benchmarks.search.results import (
     search_name,
 )
 from offline_search.ledger import read_ledger
-from offline_search.report import SearchReport, read_report, table
+from offline_search.report import SearchReport, read_report
+from vllm_autoprune.report import Table
 
 # Two-sided 95 % quantiles of Student's t distribution, for 1 to 9 degrees of freedom.
 _T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -56,9 +57,9 @@ def format_searches(folder: Path, strategies: Sequence[str], seeds: Sequence[int
         means = (f"{statistics.mean(c):.4f}" if len(c) == len(ended) else "" for c in best)
         curves.append([strategy, *means])
     head = ["strategy", "seeds", "test objective", "gain over base", "accuracy %", "answers"]
-    lines = [*table([*head, "invalid %"], rows, "lrrrrrr"), ""]
+    lines = [Table("", [*head, "invalid %"], rows, "lrrrrrr").markdown(), ""]
     shares = (f"{share:.0%}" for share in CURVE_SHARES)
-    lines += [*table(["search objective after", *shares], curves, "lrrrr"), ""]
+    lines += [Table("", ["search objective after", *shares], curves, "lrrrr").markdown(), ""]
     for (one, mine), (other, theirs) in pairwise(zip(strategies, objectives, strict=True)):
         if differences := [mine[seed] - theirs[seed] for seed in mine if seed in theirs]:
             lines.append(f"- {one} less {other}, paired by seed: {format_mean(differences)}")
@@ -127,7 +128,7 @@ def format_confirmed(
     questions = {one.questions for one in confirmed.values()}
     note = f"{', '.join(map(str, sorted(questions)))} questions; \u00b1 is Student's t over seeds"
     note += ", in differences over questions as well." if base else "."
-    return "\n".join([*table(head, rows, "lrrrrr"[: len(head)]), "", note]) + "\n"
+    return "\n".join([Table("", head, rows, "lrrrrr"[: len(head)]).markdown(), "", note]) + "\n"
 
 
 def format_states(folder: Path, names: Iterable[str]) -> str:
@@ -144,7 +145,7 @@ def format_states(folder: Path, names: Iterable[str]) -> str:
         if (row := confirmed.get(name)) and (base := confirmed.get(BASE))
     ]
     head = ["state", "objective", "accuracy %", f"less {BASE}"]
-    return "\n".join(table(head, rows, "lrrr")) + "\n"
+    return Table("", head, rows, "lrrr").markdown() + "\n"
 
 
 def format_difference(pairs: Sequence[tuple[Confirmed, Confirmed]]) -> str:
@@ -185,8 +186,8 @@ def format_candidates(ledgers: Sequence[Path]) -> str:
         proposers.setdefault(_proposer(report), []).append(report)
     by_proposer = [[name, str(len(own)), *_figures(own)] for name, own in proposers.items()]
     return "\n".join([
-        *table(["search", "proposer", "seed", *_HEAD], searches, "llrrrrrrrr"), "",
-        *table(["proposer", "searches", *_HEAD], by_proposer, "lrrrrrrrr"),
+        Table("", ["search", "proposer", "seed", *_HEAD], searches, "llrrrrrrrr").markdown(), "",
+        Table("", ["proposer", "searches", *_HEAD], by_proposer, "lrrrrrrrr").markdown(),
     ]) + "\n"  # fmt: skip
 
 
