@@ -66,6 +66,19 @@ def copy_json(data: Mapping[str, object], subject: str) -> tuple[JsonValue, list
     return copier.copy(data, "", 1), copier.problems
 
 
+@dataclass(frozen=True, slots=True)
+class _InvalidNumber:
+    """A number that a 64-bit float cannot represent, as written."""
+
+    text: str
+
+
+class _Object(dict[str, object]):
+    """An object, and the keys that occur more than once in its text."""
+
+    duplicates: tuple[str, ...] = ()
+
+
 class _Copier:
     """Recursive copy of a Python value, with bounds on depth, number of values and text."""
 
@@ -95,11 +108,18 @@ class _Copier:
             return value
         if isinstance(value, int | float):
             return self._copy_number(value, where)
-        self._reject(f"{type(value).__name__} is not a JSON type", where)
+        if isinstance(value, _InvalidNumber):
+            self.problems.append(_number_problem(value, where))
+        else:
+            self._reject(f"{type(value).__name__} is not a JSON type", where)
         return None
 
     def _copy_object(self, value: Mapping[object, object], where: str, depth: int) -> JsonValue:
         self._check_depth(depth)
+        for name in value.duplicates if isinstance(value, _Object) else ():
+            what = f"key {format_value(name)} occurs twice in one object"
+            problem = Problem(child_pointer(where, name), what, "keep one of them", "duplicate_key")
+            self.problems.append(problem)
         copied: dict[str, JsonValue] = {}
         for key, item in value.items():
             if isinstance(key, str):
@@ -118,6 +138,7 @@ class _Copier:
             self.problems.append(Problem(where, what, "write a smaller number", "number"))
             return None
         if math.isfinite(value):
+            # Larger ones stay floats: no field of a state takes an integer of that size.
             return int(value) if value.is_integer() and abs(value) < 2**63 else value
         self._reject(f"{value} is not a JSON number", where, "write a finite number")
         return None
@@ -231,19 +252,6 @@ def _decode(content: bytes, subject: str) -> str:
     raise StateError(subject, [Problem("", what, "save it as UTF-8", "encoding")])
 
 
-@dataclass(frozen=True, slots=True)
-class _InvalidNumber:
-    """A number that a 64-bit float cannot represent, as written."""
-
-    text: str
-
-
-class _Object(dict[str, object]):
-    """An object, and the keys that occur more than once in its text."""
-
-    duplicates: tuple[str, ...] = ()
-
-
 def parse_json(text: str, subject: str) -> tuple[JsonValue, list[Problem]]:
     """Parse JSON text into a value and a list of problems.
 
@@ -258,7 +266,7 @@ def parse_json(text: str, subject: str) -> tuple[JsonValue, list[Problem]]:
             text,
             object_pairs_hook=_object,
             parse_constant=_InvalidNumber,
-            parse_float=_number,
+            parse_float=_float,
             parse_int=_integer,
         )
     except json.JSONDecodeError as error:
@@ -267,9 +275,8 @@ def parse_json(text: str, subject: str) -> tuple[JsonValue, list[Problem]]:
         raise StateError(subject, [Problem("", what, fix, "syntax")]) from None
     if isinstance(parsed, _InvalidNumber):
         raise StateError(subject, [_number_problem(parsed, "")])
-    problems = list(_problems(parsed, ""))
-    value: JsonValue = parsed  # type: ignore[assignment]  # all else is in `problems`
-    return value, problems
+    copier = _Copier(subject)
+    return copier.copy(parsed, "", 1), copier.problems
 
 
 def _limit_problems(text: str) -> Iterator[Problem]:
@@ -310,12 +317,9 @@ def _object(pairs: list[tuple[str, object]]) -> _Object:
     return value
 
 
-def _number(text: str) -> float | _InvalidNumber:
+def _float(text: str) -> float | _InvalidNumber:
     value = float(text)
-    if abs(value) > sys.float_info.max:
-        return _InvalidNumber(text)
-    # Larger ones stay floats: no field of a state takes an integer of that size.
-    return int(value) if value.is_integer() and abs(value) < 2**63 else value
+    return value if abs(value) <= sys.float_info.max else _InvalidNumber(text)
 
 
 def _integer(text: str) -> int | _InvalidNumber:
@@ -323,28 +327,6 @@ def _integer(text: str) -> int | _InvalidNumber:
         return _InvalidNumber(text)
     value = int(text)
     return value if abs(value) <= sys.float_info.max else _InvalidNumber(text)
-
-
-def _problems(value: object, where: str) -> Iterator[Problem]:
-    """Problems below one JSON pointer, in document order; invalid numbers are set to null."""
-    if isinstance(value, str):
-        yield from _surrogate_problems(value, where)
-    if isinstance(value, _Object):
-        for key in value.duplicates:
-            what = f"key {format_value(key)} occurs twice in one object"
-            yield Problem(child_pointer(where, key), what, "keep one of them", "duplicate_key")
-    if not isinstance(value, _Object | list):
-        return
-    items = value.items() if isinstance(value, _Object) else enumerate(value)
-    for step, inner in items:
-        below = child_pointer(where, step)
-        if isinstance(step, str):
-            yield from _surrogate_problems(step, below, "key ")
-        if isinstance(inner, _InvalidNumber):
-            yield _number_problem(inner, below)
-            value[step] = None  # type: ignore[index]  # a key of this very container
-        else:
-            yield from _problems(inner, below)
 
 
 def _number_problem(number: _InvalidNumber, where: str) -> Problem:
