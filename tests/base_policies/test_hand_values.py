@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.base_policies.samples import images, native, prefix, select, tower_of
+from tests.base_policies.samples import native, prefix, select, tower_of
 from tests.tpdsl.samples import plain, with_relevance
+from tests.tpdsl.samples import whole_images as images
 from vllm_autoprune import Grid, Instruction, SelectionError, VisualTokens
 from vllm_autoprune.tpdsl.atoms.scoring import sharpen
 from vllm_autoprune.tpdsl.prefix import RecordedPrefix, attention_rows, last_token_rows

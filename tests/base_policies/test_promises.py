@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.base_policies.samples import WIDTH, images, mapped, select, take
+from tests.base_policies.samples import select
 from tests.stand_in_device import forbid_waiting
-from tests.tpdsl.samples import state
+from tests.tpdsl.samples import mapped, state, take
+from tests.tpdsl.samples import whole_images as images
 from vllm_autoprune import (
     Grid,
     SelectionError,
@@ -23,6 +24,8 @@ from vllm_autoprune import (
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Given, ReferenceSelection
 from vllm_autoprune.tpdsl.tokens import NextLayer
+
+WIDTH = 16
 
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     **{name: (name, {}) for name in sorted(BASE_POLICIES)},

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.base_policies.samples import images, prefix, select
+from tests.base_policies.samples import prefix, select
 from tests.base_policies.test_hand_values import EMBEDDINGS, USED, attended, rated
 from tests.tpdsl.samples import plain, with_relevance
+from tests.tpdsl.samples import whole_images as images
 from vllm_autoprune import Grid
 from vllm_autoprune.base_policies.fsr import FSRParams, focus_size, priority
 from vllm_autoprune.base_policies.holov import HoloVParams, band_quotas

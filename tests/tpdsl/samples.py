@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
@@ -34,8 +34,9 @@ from vllm_autoprune.tpdsl.atoms.source import ReferencePrior, ViewCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection, TokenSelection
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.materialize import core_policy
+from vllm_autoprune.tpdsl.prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.registry import ATOMS, Group
-from vllm_autoprune.tpdsl.tokens import Need, TowerStates
+from vllm_autoprune.tpdsl.tokens import Need, NextLayer, TowerStates, Words
 
 Json = dict[str, Any]
 
@@ -110,22 +111,22 @@ def images(
     )
 
 
+Part = TypeVar("Part")
+
+
+def mapped(part: Part, change: Callable[[Tensor], Tensor]) -> Part:
+    """A record of tensors, such as images, with each tensor in it changed."""
+    if isinstance(part, Tensor):
+        return change(part)  # type: ignore[return-value]  # a tensor for a tensor
+    if not dataclasses.is_dataclass(part) or isinstance(part, type | Grid):
+        return part
+    values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    return dataclasses.replace(part, **{n: mapped(v, change) for n, v in values.items()})
+
+
 def take(tokens: VisualTokens, rows: list[int]) -> VisualTokens:
     """Some images of a batch, in a given order."""
-    attention, instruction = tokens.cls_attention, tokens.instruction
-    return VisualTokens(
-        tokens.features[rows],
-        tokens.grid,
-        None if attention is None else attention[rows],
-        None
-        if instruction is None
-        else Instruction(
-            instruction.patches[rows],
-            instruction.text[rows],
-            instruction.segments[rows],
-            instruction.sign,
-        ),
-    )
+    return mapped(tokens, lambda tensor: tensor[rows])
 
 
 def plain(features: Tensor, grid: Grid | None = None) -> VisualTokens:
@@ -318,35 +319,57 @@ def policy_using(name: str, budget: int = 8) -> PruningPolicy:
     return materialize(state(using(name)), budget)
 
 
+TOWER_WIDTH, TEXT, START = 12, 6, 3
+
+
 def whole_images(
-    seed: int = 0, *, batch: int = 2, grid: Grid | None = None, dtype: torch.dtype = torch.float32
+    seed: int = 0,
+    *,
+    batch: int = 2,
+    grid: Grid | None = None,
+    dtype: torch.dtype = torch.float32,
+    noise: float = 0.5,
 ) -> VisualTokens:
-    """Images with every input that an atom may read."""
-    tokens = images(seed, batch=batch, grid=grid, dtype=dtype)
-    source = torch.Generator().manual_seed(seed + 1)
-    count = tokens.count
-    patches = torch.randn(batch, count, 12, generator=source).to(dtype)
-    keys = torch.randn(batch, count, 4, generator=source).to(dtype)
-    tower = TowerStates(patches, keys, project=lambda rows: rows)
-    return dataclasses.replace(tokens, tower=tower)
+    """Images with every input that a policy may read; of odd ones two text tokens are padding."""
+    tokens = images(seed, batch=batch, grid=grid, dtype=dtype, noise=noise)
+    source, count = torch.Generator().manual_seed(seed + 1), tokens.count
 
+    def bell(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source).to(dtype)
 
-def take_with_towers(tokens: VisualTokens, rows: list[int]) -> VisualTokens:
-    """Some images of a batch, with their tower states."""
-    tower = tokens.tower
-    assert tower is not None
-    part = dataclasses.replace(tower, patches=tower.patches[rows], keys=tower.keys[rows])
-    return dataclasses.replace(take(tokens, rows), tower=part)
+    patches, keys = bell(batch, count, TOWER_WIDTH), bell(batch, count, 4)
+    width, length = tokens.features.shape[2], START + count + TEXT
+    projector = bell(TOWER_WIDTH, width)
+    layer = NextLayer(bell(batch, count).float().softmax(dim=1), bell(batch, count, TOWER_WIDTH))
+    before, after = bell(batch, START, width), bell(batch, TEXT, width)
+    text = torch.arange(TEXT) < TEXT - 2 * (torch.arange(batch)[:, None] % 2)
+    return dataclasses.replace(
+        tokens,
+        tower=TowerStates(
+            patches,
+            keys,
+            project=lambda rows: rows @ projector.to(rows.device, non_blocking=True),
+            cls=bell(batch, tokens.grid.tiles, TOWER_WIDTH),
+            next_layer=layer,
+        ),
+        encoder=patches,
+        words=Words(after, text),
+        language=RecordedPrefix(
+            START,
+            text,
+            recorded_embeddings=torch.cat([before, tokens.features, after], dim=1),
+            recorded_states=bell(batch, length, width),
+            recorded_normed=bell(batch, length, width),
+            recorded_keys=bell(batch, 2, length, 4),
+            recorded_attention=bell(batch, 3, TEXT, length).float().softmax(dim=3),
+        ),
+    )
 
 
 def with_only(tokens: VisualTokens, needs: frozenset[Need]) -> VisualTokens:
     """The images with only the needed optional inputs."""
-    return dataclasses.replace(
-        tokens,
-        cls_attention=tokens.cls_attention if "cls_attention" in needs else None,
-        instruction=tokens.instruction if "instruction" in needs else None,
-        tower=tokens.tower if "tower" in needs else None,
-    )
+    nothing: dict[str, Any] = dict.fromkeys({*get_args(Need)} - needs - {"next_layer"})
+    return dataclasses.replace(tokens, **nothing)
 
 
 QUESTION_FREE = [name for name, policy in BASE_POLICIES.items() if policy.core is not None]

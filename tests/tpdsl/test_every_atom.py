@@ -22,10 +22,11 @@ from tests.tpdsl.samples import (
     active,
     active_parameters,
     call,
+    mapped,
     policy_using,
     same,
     state,
-    take_with_towers,
+    take,
     using,
     vars_of,
     whole_images,
@@ -124,18 +125,14 @@ class TestPromises:
         policy, tokens = policy_using(name), whole_images(5, batch=3, grid=grid)
         together = refine(policy, tokens)
         for i in range(3):
-            assert same(together, refine(policy, take_with_towers(tokens, [i])), ([i], [0]))
+            assert same(together, refine(policy, take(tokens, [i])), ([i], [0]))
 
     @pytest.mark.parametrize("name", EVERY)
     def test_inputs_are_only_read(self, name: str) -> None:
         whole = whole_images(9)
         tokens = replace(whole, known_cosine=whole.cosine.clone())
-        inputs = [
-            tensor
-            for part in (tokens, tokens.instruction, tokens.tower)
-            for tensor in vars(part).values()
-            if isinstance(tensor, Tensor)
-        ]
+        inputs: list[Tensor] = []
+        mapped(tokens, lambda tensor: inputs.append(tensor) or tensor)  # type: ignore[func-returns-value]
         before = [tensor.clone() for tensor in inputs]
         refine(policy_using(name), tokens)
         assert len(inputs) > 5
@@ -164,21 +161,7 @@ class TestPromises:
     @pytest.mark.parametrize("name", EVERY)
     def test_no_host_sync(self, name: str) -> None:
         tokens = whole_images(8)
-        assert tokens.instruction is not None and tokens.tower is not None
-        empty = VisualTokens(
-            tokens.features.to("meta"),
-            tokens.grid,
-            torch.empty(2, 36, device="meta"),
-            type(tokens.instruction)(
-                tokens.instruction.patches.to("meta"),
-                tokens.instruction.text.to("meta"),
-                tokens.instruction.segments.to("meta"),
-                -1,
-            ),
-            tower=type(tokens.tower)(
-                tokens.tower.patches.to("meta"), tokens.tower.keys.to("meta"), lambda rows: rows
-            ),
-        )
+        empty = mapped(tokens, lambda tensor: tensor.to("meta"))
         policy = policy_using(name)
         with forbid_waiting():
             assert refine(policy, empty).features.shape == (2, 8, 16)
