@@ -27,8 +27,8 @@ from vllm_autoprune.advise import (
     ttft_of,
 )
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.serving.api import image_split
-from vllm_autoprune.serving.api.image_split import SplitImage
+from vllm_autoprune.serving.api import split as serving_split
+from vllm_autoprune.serving.api.split import SplitImage
 
 # docs/figures.md, "Full depth of LLaVA-NeXT-7B, composed": seconds of a layer on the prompts of
 # both arms, and of all but the layers. The prompts have 3 text tokens before the image and 18
@@ -135,7 +135,7 @@ def test_a_template_of_whole_blocks_is_known_to_first_questions() -> None:
 @pytest.mark.parametrize("core", [1, 15, 33, 47, 63])
 def test_a_core_is_aligned_as_it_is_served(template: int, core: int) -> None:
     traffic = replace(TRAFFIC, template=template, core=core)
-    served = image_split.align_core(template, SplitImage(traffic.budget, core, 0), traffic.block)
+    served = serving_split.align_core(template, SplitImage(traffic.budget, core, 0), traffic.block)
     assert align_core(traffic) == served
     split = estimate_ways(traffic, TIMINGS)["split"]
     assert split.another["prefill of the image"] == traffic.budget - served

@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from benchmarks.common.fake_server import Body, Reply, fake_server
 from tests.serving.unit.samples import vllm_config
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.serving.startup.config import resolve_settings
+from vllm_autoprune.serving.startup import resolve_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"

@@ -156,15 +156,19 @@ def test_importing_the_core_loads_no_server() -> None:
 
 
 # Rooms of serving, sorted by process; what each may import of the others. `compat` is below all.
+SHARED = {"compat", "settings", "plan", "served_state"}
 SERVING = {
     "compat": set[str](),
-    "shared": {"compat"},
-    "encoder_budget": {"shared"},
-    "api": {"compat", "shared"},
-    "worker": {"compat", "shared"},
-    "models": {"compat", "shared", "api", "worker"},
-    "startup": {"compat", "shared", "api", "models"},
-    "plugin": {"compat", "startup"},
+    "hooks": set[str](),
+    "settings": {"compat"},
+    "plan": {"compat"},
+    "served_state": {"compat", "plan", "settings"},
+    "encoder_budget": {"plan"},
+    "api": SHARED,
+    "worker": SHARED,
+    "models": SHARED | {"api", "worker"},
+    "startup": SHARED | {"hooks", "api", "models"},
+    "plugin": {"compat", "settings", "startup"},
 }
 
 

@@ -20,12 +20,15 @@ from torch import Tensor, nn
 
 from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
 from vllm_autoprune.ops.dtype import Dtype
-from vllm_autoprune.serving.api.content_words import split_content_words
-from vllm_autoprune.serving.api.instruction_tokens import truncate_clip_ids, truncate_text
+from vllm_autoprune.serving.api.instruction import (
+    split_content_words,
+    truncate_clip_ids,
+    truncate_text,
+)
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.shared.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
-from vllm_autoprune.serving.shared.text_tower import TextTower, read_text_tower
-from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings, RelevanceSpace
+from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
+from vllm_autoprune.serving.settings import TextTower, read_text_tower
+from vllm_autoprune.serving.worker.question import ClipTower, InputEmbeddings, RelevanceSpace
 from vllm_autoprune.tpdsl.prefix import DecoderLayer, DecoderPrefix, LanguagePrefix
 from vllm_autoprune.tpdsl.tokens import (
     Grid,

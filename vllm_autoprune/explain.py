@@ -31,9 +31,9 @@ from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from vllm_autoprune.serving.models.vision import ImageInputs
-    from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+    from vllm_autoprune.serving.models.pruned_model import ImageInputs
     from vllm_autoprune.serving.worker.features import ImageFeatures
+    from vllm_autoprune.serving.worker.selection import FallbackReporter
 
 _LONGEST_PROMPT = 8192
 """Tokens of the question and of the kept image at most."""
@@ -133,7 +133,7 @@ def keep_engine_in_process() -> None:
 @contextmanager
 def record_selections() -> Iterator[list[Selection]]:
     """Record every selection of an engine in this process while the context is open."""
-    from vllm_autoprune.serving.worker import region_selection
+    from vllm_autoprune.serving.worker import regions
     from vllm_autoprune.serving.worker.selection import select_with_fallback
 
     selections: list[Selection] = []
@@ -149,11 +149,11 @@ def record_selections() -> Iterator[list[Selection]]:
         selections.append((policy, tokens, refined))
         return refined
 
-    region_selection.select_with_fallback = select_and_record  # type: ignore[attr-defined]
+    regions.select_with_fallback = select_and_record  # type: ignore[attr-defined]
     try:
         yield selections
     finally:
-        region_selection.select_with_fallback = select_with_fallback  # type: ignore[attr-defined]
+        regions.select_with_fallback = select_with_fallback  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -205,7 +205,7 @@ def _draw_regions(
 
 def find_tiles_of_regions(features: ImageFeatures, tiles: int, budget: int) -> list[int]:
     """The tile that each region with a share of K shows; empty where regions are not tiles."""
-    from vllm_autoprune.serving.worker.region_shares import split_over_regions
+    from vllm_autoprune.serving.worker.regions import split_over_regions
 
     regions = features.regions
     if len(regions) != tiles or tiles == 1 or regions[0].order is not None:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from benchmarks.common.client import build_body, build_content
 from benchmarks.common.pictures import draw_picture, encode_picture
-from vllm_autoprune.serving.api.image_split import SplitImage, align_core
+from vllm_autoprune.serving.api.split import SplitImage, align_core
 from vllm_autoprune.tpdsl.loading import load_state
 
 BLOCK = 32

@@ -20,8 +20,8 @@ from vllm_autoprune import load_state, materialize, refine
 from vllm_autoprune.checkpoint import LlavaVision
 from vllm_autoprune.explain import trace_images
 from vllm_autoprune.picture import group_colour
-from vllm_autoprune.serving.shared.identities import hash_picture, make_feature_key
-from vllm_autoprune.serving.shared.text_tower import read_text_tower
+from vllm_autoprune.serving.plan import hash_picture, make_feature_key
+from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.serving.worker.selection import select_at_random
 
 NAMES: Mapping[Keep, str] = {

@@ -17,7 +17,7 @@ from benchmarks.minillava.prefix import LlamaPrefix
 from benchmarks.minillava.render import normalize_pixels
 from benchmarks.minillava.split import Example
 from benchmarks.minillava.vocabulary import AFTER_IMAGE, BEFORE_IMAGE
-from vllm_autoprune.serving.api.content_words import split_content_words
+from vllm_autoprune.serving.api.instruction import split_content_words
 from vllm_autoprune.tpdsl.tokens import (
     Grid,
     Instruction,

@@ -19,7 +19,7 @@ from benchmarks.miniqwen.sizes import MERGE, TOKEN, Size
 from benchmarks.miniqwen.split import convert_image
 from benchmarks.miniqwen.tower_inputs import TowerHooks
 from benchmarks.miniqwen.vocabulary import AFTER_IMAGE, BEFORE_IMAGE
-from vllm_autoprune.serving.api.content_words import split_content_words
+from vllm_autoprune.serving.api.instruction import split_content_words
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, MergerInput, VisualTokens, Words
 
 

@@ -14,11 +14,9 @@ import pytest
 from tests.serving.unit.samples import refusal, served
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import AutopruneError, Problem, ProblemsError
-from vllm_autoprune.serving.api.misplaced_fields import find_misplaced_field
-from vllm_autoprune.serving.api.pruning_choice import resolve_choices
-from vllm_autoprune.serving.api.request_fields import parse_request
-from vllm_autoprune.serving.shared.placeholders import TokenCount
-from vllm_autoprune.serving.shared.request_rules import RequestRules
+from vllm_autoprune.serving.api.choices import TokenCount, resolve_choices
+from vllm_autoprune.serving.api.request import find_misplaced_field, parse_request
+from vllm_autoprune.serving.settings import RequestRules
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "mistakes.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (`.+) \| .+ \|$", PAGE, flags=re.MULTILINE)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_autoprune.cli.main import COMMANDS
-from vllm_autoprune.serving.startup.flags import wrap_add_cli_args
+from vllm_autoprune.serving.settings import wrap_add_cli_args
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOT_PAGES = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "benchmarks/minillava/README.md")

@@ -14,14 +14,13 @@ import yaml  # type: ignore[import-untyped]
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from vllm_autoprune.serving.api import metrics
+from vllm_autoprune.serving.api import engine_requests
 from vllm_autoprune.serving.api.endpoint import NAME, PATH
-from vllm_autoprune.serving.api.request_fields import PruningRequest
-from vllm_autoprune.serving.shared.request_rules import LEVELS
-from vllm_autoprune.serving.worker.fallbacks import FallbackMeter
+from vllm_autoprune.serving.api.request import PruningRequest
+from vllm_autoprune.serving.settings import LEVELS
 from vllm_autoprune.serving.worker.features import FeatureCache
-from vllm_autoprune.serving.worker.metrics import WorkerMetrics
-from vllm_autoprune.serving.worker.stopwatch import Stopwatch
+from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
+from vllm_autoprune.serving.worker.selection import FallbackMeter
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SERVING, DEPLOY = (
@@ -40,7 +39,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         worker.publish(Stopwatch(torch.device("cpu")), meter, FeatureCache(1), 0)
     workers = CollectorRegistry()
     MultiProcessCollector(workers, path=str(folder))  # type: ignore[no-untyped-call]
-    assert metrics.__doc__  # its counters are in the registry by now
+    assert engine_requests.__doc__  # its counters are in the registry by now
     return {
         family.name + "_total" * (family.type == "counter"): family.type
         for registry in (REGISTRY, workers)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.models.checkpoint_checks import check_clip_inputs
+from vllm_autoprune.serving.models import BACKBONES, check_clip_inputs
 
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = (TESTS.parent / "docs/support.md").read_text(encoding="utf-8")

@@ -35,7 +35,7 @@ from vllm_autoprune.base_policies.sparsevlm import (
     recycled_tokens,
 )
 from vllm_autoprune.ops.rowwise import mask_from_indices
-from vllm_autoprune.serving.worker.relevance import split_segments
+from vllm_autoprune.serving.worker.question import split_segments
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
     BasePolicyParams,

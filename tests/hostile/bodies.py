@@ -16,8 +16,8 @@ from tests.hostile.attacks.texts import SPECIAL
 from tests.hostile.conversations import CORES, draw_conversation
 from tests.serving.http import body
 from tests.tpdsl.samples import sample
-from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD
-from vllm_autoprune.serving.shared.plan import FIELD
+from vllm_autoprune.serving.api.request import REQUEST_FIELD
+from vllm_autoprune.serving.plan import FIELD
 from vllm_autoprune.tpdsl.loading import load_state
 
 BODY = "body"

@@ -15,7 +15,7 @@ from tests.fuzz.generator import ODD_NUMBERS, ODD_TEXTS, mutate
 from tests.hostile.attacks.texts import SPECIAL
 from tests.serving.http import body
 from tests.tpdsl.samples import sample
-from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD
+from vllm_autoprune.serving.api.request import REQUEST_FIELD
 
 CORES: Sequence[Mapping[str, object]] = (
     {"share": 0.5},

@@ -23,18 +23,20 @@ from tests.serving.unit.samples import LARGE, OTHER, SMALL, Sender, served
 from vllm_autoprune import load_state
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving import plugin
+from vllm_autoprune.serving.api.choices import ImageChoice
 from vllm_autoprune.serving.api.endpoint import AutopruneEndpoint
-from vllm_autoprune.serving.api.metrics import count_refused_request, count_request
-from vllm_autoprune.serving.api.misplaced_fields import check_request
-from vllm_autoprune.serving.api.pruning_choice import ImageChoice
-from vllm_autoprune.serving.api.request_fields import PruningRequest
-from vllm_autoprune.serving.api.request_headers import SentRequest, handling
-from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
-from vllm_autoprune.serving.shared.request_rules import RequestRules
-from vllm_autoprune.serving.worker.fallbacks import FallbackMeter
+from vllm_autoprune.serving.api.engine_requests import count_request
+from vllm_autoprune.serving.api.request import (
+    PruningRequest,
+    SentRequest,
+    check_request,
+    count_refused_request,
+    handling,
+)
+from vllm_autoprune.serving.settings import DetailBudgets, RequestRules
 from vllm_autoprune.serving.worker.features import FeatureCache
-from vllm_autoprune.serving.worker.metrics import WorkerMetrics
-from vllm_autoprune.serving.worker.stopwatch import Stopwatch
+from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
+from vllm_autoprune.serving.worker.selection import FallbackMeter
 
 Request = dict[str, Any]
 """``entry`` has the pruning fields of a request, ``brings`` names the state that it holds in full;

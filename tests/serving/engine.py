@@ -6,7 +6,7 @@ import dataclasses
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from torch import Tensor
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import RequestOutput
 
-    from vllm_autoprune.serving.models.llava import AutopruneLlavaForConditionalGeneration
 
 STATE: Mapping[str, object] = {"state": "autoprune", "budget": 32, "text_tower": str(CLIP)}
 
@@ -95,11 +94,10 @@ def release_all() -> None:
         release(llm)
 
 
-def model_of(llm: LLM) -> AutopruneLlavaForConditionalGeneration:
+def model_of(llm: LLM) -> Any:
     """The model object; needs the engine in this process."""
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    model: AutopruneLlavaForConditionalGeneration = worker.model_runner.model
-    return model
+    return worker.model_runner.model
 
 
 def vision_runs(llm: LLM) -> int:

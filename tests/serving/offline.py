@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.serving.paths import CLIP, LLAVA
 from vllm_autoprune import Grid, Instruction, PruningPolicy, VisualTokens, refine
-from vllm_autoprune.serving.api.content_words import split_content_words
-from vllm_autoprune.serving.shared.text_tower import read_text_tower
+from vllm_autoprune.serving.api.instruction import split_content_words
+from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.tpdsl.base_policy import RefinedTokens
 from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
 

@@ -8,11 +8,10 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from vllm_autoprune.serving.shared.plan import ItemPlan
-from vllm_autoprune.serving.worker import batch, region_selection, selection
+from vllm_autoprune.serving.plan import ItemPlan
+from vllm_autoprune.serving.worker import batch, regions, selection
 from vllm_autoprune.serving.worker.features import ImageFeatures
-from vllm_autoprune.serving.worker.region_selection import SelectionContext
-from vllm_autoprune.serving.worker.region_shares import RegionShare
+from vllm_autoprune.serving.worker.regions import RegionShare, SelectionContext
 from vllm_autoprune.tpdsl.base_policy import RefinedTokens, TokenSelection
 
 
@@ -31,7 +30,7 @@ def watch(tower: nn.Module | None = None) -> Watch:
     """Start recording; with ``tower``, the sizes of its batches as well."""
     seen = Watch()
     prune, agree = batch.prune_images, selection._broadcast_selection
-    select = region_selection.select_region
+    select = regions.select_region
 
     def images(
         context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]

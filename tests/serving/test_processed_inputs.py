@@ -20,8 +20,7 @@ from tests.serving.runners import Runner
 from tests.serving.test_metrics import measure_increase
 from tests.tpdsl.samples import state
 from vllm_autoprune import load_state
-from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
-from vllm_autoprune.serving.shared.state_codec import encode_state
+from vllm_autoprune.serving.plan import FIELD, ItemPlan, encode_state
 
 pytestmark = [
     pytest.mark.engine,

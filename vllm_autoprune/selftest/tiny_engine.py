@@ -20,8 +20,8 @@ from vllm_autoprune.selftest.checks import BLOCK, RECALL, SMALL_BUDGET, SPLIT_QU
 from vllm_autoprune.selftest.run import Completion
 from vllm_autoprune.selftest.tiny_models import TEXT
 from vllm_autoprune.serving.models import pruned_model
-from vllm_autoprune.serving.shared.plan import ItemPlan
-from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.plan import ItemPlan
+from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.batch import prune_images
 from vllm_autoprune.serving.worker.features import ImageFeatures
 

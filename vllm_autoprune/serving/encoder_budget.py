@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
-from vllm_autoprune.serving.shared.plan import FIELD, unpruned_tokens
+from vllm_autoprune.serving.plan import FIELD, unpruned_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -35,7 +35,7 @@ def register() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_autoprune.serving.compat import wrap
-    from vllm_autoprune.serving.startup.flags import wrap_add_cli_args
+    from vllm_autoprune.serving.settings import wrap_add_cli_args
 
     wrap(EngineArgs, "add_cli_args", wrap_add_cli_args)
     wrap(EngineArgs, "create_model_config", _with_settings)
@@ -44,7 +44,7 @@ def register() -> None:
 
 def _with_settings(create: Callable[..., ModelConfig]) -> Callable[..., ModelConfig]:
     def create_with_settings(self: EngineArgs, *args: object, **named: object) -> ModelConfig:
-        from vllm_autoprune.serving.startup.config import attach_settings
+        from vllm_autoprune.serving.startup import attach_settings
 
         model_config = create(self, *args, **named)
         attach_settings(model_config, self.additional_config)
@@ -56,7 +56,7 @@ def _with_settings(create: Callable[..., ModelConfig]) -> Callable[..., ModelCon
 def _with_state(verify: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], None]:
     def verify_with_state(vllm_config: VllmConfig) -> None:
 
-        from vllm_autoprune.serving.startup.config import apply_settings
+        from vllm_autoprune.serving.startup import apply_settings
 
         apply_settings(vllm_config)
         verify(vllm_config)

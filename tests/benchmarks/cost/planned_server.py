@@ -12,12 +12,10 @@ from benchmarks.common.fake_server import Body, Reply, fake_server
 from benchmarks.cost.soak_requests import BLOCK
 from tests.serving.unit.samples import served
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.serving.api.image_split import SplitImage, align_core
-from vllm_autoprune.serving.api.pruning_choice import resolve_choices, state_label
-from vllm_autoprune.serving.api.recall import choose_recalls
-from vllm_autoprune.serving.api.request_fields import RecallTurn, parse_request
-from vllm_autoprune.serving.shared.placeholders import TokenCount
-from vllm_autoprune.serving.shared.request_rules import RequestRules
+from vllm_autoprune.serving.api.choices import TokenCount, resolve_choices, state_label
+from vllm_autoprune.serving.api.request import RecallTurn, parse_request
+from vllm_autoprune.serving.api.split import SplitImage, align_core, choose_recalls
+from vllm_autoprune.serving.settings import RequestRules
 from vllm_autoprune.tpdsl.loading import load_state
 
 TOKENS, BUDGET, RECALL, TEXT, KV_BYTES = 144, 8, 4, 20, 3072

@@ -17,8 +17,7 @@ from tests.hostile.attacks.uuids import ONE, OTHER, send_both_under_one_uuid
 from tests.hostile.client import nearest
 from tests.hostile.pictures import Picture
 from tests.tpdsl.samples import sample
-from vllm_autoprune.serving.shared.plan import ItemPlan
-from vllm_autoprune.serving.shared.state_codec import encode_state
+from vllm_autoprune.serving.plan import ItemPlan, encode_state
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.state import PruningState

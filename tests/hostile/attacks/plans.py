@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.hostile.attack import LARGE, QUESTION, Site, attack, server_errors, unlike
 from tests.hostile.client import Client, content, entry, nearest
 from tests.hostile.pictures import Picture
-from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.plan import FIELD, ItemPlan
 
 RENDER, GENERATE = "/v1/chat/completions/render", "/inference/v1/generate"
 _PICTURE = Picture(16, *LARGE)
@@ -218,7 +218,7 @@ def plans_of(request: Mapping[str, Any]) -> list[ItemPlan]:
 @attack("uncached")
 def state_where_none_is_allowed(site: Site) -> Iterable[str]:
     """A state in a forged plan, on a server whose requests may set nothing."""
-    from vllm_autoprune.serving.shared.state_codec import encode_state
+    from vllm_autoprune.serving.plan import encode_state
     from vllm_autoprune.tpdsl.loading import load_state
 
     request = rendered(site.client, _PICTURE)

@@ -13,7 +13,7 @@ from tests.hostile.attacks.plans import rendered as render
 from tests.hostile.attacks.texts import SPECIAL, no_worse
 from tests.hostile.client import Client, Reply, content, nearest
 from tests.hostile.pictures import Picture
-from vllm_autoprune.serving.shared.plan import MAX_RECALLS, Choice, ItemPlan
+from vllm_autoprune.serving.plan import MAX_RECALLS, Choice, ItemPlan
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
 _PICTURE = Picture(60, *LARGE)

@@ -19,8 +19,8 @@ from tests.serving.engine import (
 )
 from tests.serving.scenarios import Report, scenario
 from tests.serving.selection_recorder import watch
-from vllm_autoprune.serving.api import item_plans
-from vllm_autoprune.serving.shared.identities import make_cache_identity
+from vllm_autoprune.serving.api import planner
+from vllm_autoprune.serving.plan import make_cache_identity
 
 
 @scenario
@@ -65,7 +65,7 @@ def instruction_left_out() -> Report:
     questions = examples(6)
     right = [ask(llm, e).plain() for e in questions]
     llm.reset_prefix_cache()
-    with patch.object(item_plans, "make_cache_identity", without):
+    with patch.object(planner, "make_cache_identity", without):
         wrong = [ask(llm, e).plain() for e in questions]
     return {"right": right, "wrong": wrong, "answers": [e.answer for e in questions]}
 

@@ -26,8 +26,8 @@ from tests.serving.engine import (
 )
 from tests.serving.scenarios import Report, scenario
 from tests.serving.scenarios.modes import mixed_prompts
-from vllm_autoprune.serving.api import item_plans
-from vllm_autoprune.serving.shared.identities import make_cache_identity
+from vllm_autoprune.serving.api import planner
+from vllm_autoprune.serving.plan import make_cache_identity
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -79,7 +79,7 @@ def shared_kv_without_the_question() -> Report:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch.object(item_plans, "make_cache_identity", without),
+        patch.object(planner, "make_cache_identity", without),
     ):
         llm = _start(folder)
         _answers(llm, _shared())

@@ -10,7 +10,7 @@ import torch
 from benchmarks.miniqwen.split import CHECKPOINT
 from tests.serving.engine import examples, picture, release, start
 from tests.serving.scenarios import Report, scenario
-from vllm_autoprune.serving.shared.served_state import served_state
+from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
     from vllm import LLM

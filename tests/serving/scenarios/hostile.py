@@ -27,7 +27,7 @@ from tests.serving.engine import (
 )
 from tests.serving.scenarios import Report, scenario
 from tests.tpdsl.samples import edited, sample
-from vllm_autoprune.serving.api.request_state import load_request_state
+from vllm_autoprune.serving.api.choices import load_request_state
 from vllm_autoprune.tpdsl import refine as executor
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from tests.serving.engine import examples, picture, turn
 from tests.serving.paths import CLIP, LLAVA
 from tests.serving.scenarios import Report, scenario
 from vllm_autoprune.ops.dtype import choose_dtype
-from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.plan import FIELD, ItemPlan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -20,8 +20,8 @@ from tests.serving.engine import (
 )
 from tests.serving.scenarios import Report, scenario
 from tests.serving.selection_recorder import Watch, watch
-from vllm_autoprune.serving.api import item_plans
-from vllm_autoprune.serving.shared.identities import make_cache_identity, make_core_identity
+from vllm_autoprune.serving.api import planner
+from vllm_autoprune.serving.plan import make_cache_identity, make_core_identity
 from vllm_autoprune.tpdsl.loading import load_state
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ def core_size_left_out() -> Report:
     report: dict[str, Any] = {"right": _ask_under_two_prefixes(llm)}
     forget(llm)
     with (
-        patch.object(item_plans, "make_core_identity", core),
-        patch.object(item_plans, "make_cache_identity", delta),
+        patch.object(planner, "make_core_identity", core),
+        patch.object(planner, "make_cache_identity", delta),
     ):
         try:
             report["wrong"] = _ask_under_two_prefixes(llm)

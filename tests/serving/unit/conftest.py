@@ -13,10 +13,9 @@ import torch
 from tests.serving.unit import samples
 from tests.serving.unit.samples import Sender
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.serving import compat
+from vllm_autoprune.serving import compat, startup
 from vllm_autoprune.serving.api import engine_requests
 from vllm_autoprune.serving.compat import api, worker
-from vllm_autoprune.serving.startup import activation, config
 
 # ---- conftest ----
 
@@ -33,7 +32,7 @@ class Registered:
 def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
     """Record registrations instead of making them; other tests in this process need stock vLLM."""
     record = Registered()
-    monkeypatch.setattr(activation, "_active", set())
+    monkeypatch.setattr(startup, "_active", set())
     monkeypatch.setattr(
         compat, "register_model", lambda *arguments: record.models.append(arguments)
     )
@@ -47,7 +46,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
     monkeypatch.setattr(worker, "refuse_sleep", lambda reason: None)
     monkeypatch.setattr(api, "check_requests", lambda *_: None)
     # Hooks have their own test; checking them here would import many vLLM modules.
-    monkeypatch.setattr(config, "require_hooks", lambda stock: None)
+    monkeypatch.setattr(startup, "require_hooks", lambda stock: None)
     monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
     return record
 

@@ -21,19 +21,18 @@ from torch import Tensor
 from tests.tpdsl.samples import state
 from vllm_autoprune import ConfigError
 from vllm_autoprune.errors import Problem
-from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt
+from vllm_autoprune.serving.api.request import REQUEST_FIELD, SALT, CacheSalt
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.shared.kv_blocks import ATTRIBUTE as KV_CACHE
-from vllm_autoprune.serving.shared.plan import FIELD, Ids, ItemPlan
-from vllm_autoprune.serving.shared.request_rules import DEFAULT_RULES, RequestRules
-from vllm_autoprune.serving.shared.served_state import ATTRIBUTE, ServedState
-from vllm_autoprune.serving.shared.text_tower import TextTower
-from vllm_autoprune.serving.startup.config import resolve_settings
+from vllm_autoprune.serving.plan import FIELD, Ids, ItemPlan
+from vllm_autoprune.serving.served_state import _KV_CACHE as KV_CACHE
+from vllm_autoprune.serving.served_state import ATTRIBUTE, ServedState
+from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules, TextTower
+from vllm_autoprune.serving.startup import resolve_settings
 from vllm_autoprune.serving.worker.batch import prune_images
-from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region
-from vllm_autoprune.serving.worker.region_selection import ModelParts, SelectionContext
+from vllm_autoprune.serving.worker.regions import ModelParts, SelectionContext
+from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.tokens import Grid
 
 LLAVA = "LlavaForConditionalGeneration"

@@ -28,18 +28,16 @@ from tests.serving.unit.samples import (
     served,
 )
 from vllm_autoprune import PruningPolicy, VisualTokens
-from vllm_autoprune.serving.shared.part_shares import split_over_parts
-from vllm_autoprune.serving.shared.plan import Ids
-from vllm_autoprune.serving.shared.state_codec import encode_state
-from vllm_autoprune.serving.worker import region_selection
+from vllm_autoprune.serving.plan import Ids, encode_state, split_over_parts
+from vllm_autoprune.serving.worker import regions
 from vllm_autoprune.serving.worker.batch import prune_images
-from vllm_autoprune.serving.worker.cores import CoreCache
-from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
-from vllm_autoprune.serving.worker.features import ImageFeatures, TowerFeatures
-from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
-from vllm_autoprune.serving.worker.region_selection import ModelParts, SelectionContext
-from vllm_autoprune.serving.worker.region_shares import split_over_regions
-from vllm_autoprune.serving.worker.selection import select_with_fallback
+from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, TowerFeatures
+from vllm_autoprune.serving.worker.regions import ModelParts, SelectionContext, split_over_regions
+from vllm_autoprune.serving.worker.selection import (
+    FallbackReporter,
+    FirstImageCheck,
+    select_with_fallback,
+)
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
     BasePolicyParams,
@@ -66,7 +64,7 @@ def selections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         run.append((policy.budget, tokens.batch))
         return select_with_fallback(policy, tokens, reporter, given, known)
 
-    monkeypatch.setattr(region_selection, "select_with_fallback", noted)
+    monkeypatch.setattr(regions, "select_with_fallback", noted)
     return run
 
 
@@ -182,7 +180,7 @@ def test_wrong_number_of_rows_is_fitted_to_the_placeholders(
     ) -> Any:
         return select_with_fallback(served().policy(policy.budget + off), tokens, reporter)
 
-    monkeypatch.setattr(region_selection, "select_with_fallback", wrong)
+    monkeypatch.setattr(regions, "select_with_fallback", wrong)
     reporter = FallbackReporter()
     with caplog.at_level("ERROR", "vllm.autoprune"):
         (rows,) = prune_images(SelectionContext(served(), parts(), reporter), [plan(8)], images(1))

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_autoprune.serving.api.sender_cache import RenderedItem, Rendering, Waiting
-from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
-from vllm_autoprune.serving.shared.receiver_cache import wrap_get_and_update_features
+from vllm_autoprune.serving.api.image_store import (
+    RenderedItem,
+    Rendering,
+    Waiting,
+    wrap_get_and_update_features,
+)
+from vllm_autoprune.serving.plan import FIELD, ItemPlan
 
 pytestmark = pytest.mark.compat
 

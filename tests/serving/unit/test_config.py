@@ -16,17 +16,18 @@ from tests.serving.unit.samples import LLAVA, places, refusal, served, vllm_conf
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune import ConfigError
 from vllm_autoprune.errors import Problem
-from vllm_autoprune.serving import compat
+from vllm_autoprune.serving import compat, startup
 from vllm_autoprune.serving.compat import worker
-from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.models.unserved import UNSERVED
-from vllm_autoprune.serving.shared.identities import make_cache_identity
-from vllm_autoprune.serving.shared.served_state import served_state
-from vllm_autoprune.serving.shared.text_tower import TextTower
-from vllm_autoprune.serving.startup import activation
-from vllm_autoprune.serving.startup import config as config_module
-from vllm_autoprune.serving.startup.activation import sleep_problem
-from vllm_autoprune.serving.startup.config import apply_settings, attach_settings, resolve_settings
+from vllm_autoprune.serving.models import BACKBONES, UNSERVED
+from vllm_autoprune.serving.plan import make_cache_identity
+from vllm_autoprune.serving.served_state import served_state
+from vllm_autoprune.serving.settings import TextTower
+from vllm_autoprune.serving.startup import (
+    apply_settings,
+    attach_settings,
+    resolve_settings,
+    sleep_problem,
+)
 from vllm_autoprune.tpdsl.tokens import Need
 
 
@@ -389,7 +390,7 @@ def test_a_vllm_in_which_names_moved_is_refused(monkeypatch: pytest.MonkeyPatch)
     def moved(stock: str) -> None:
         raise ConfigError("vLLM", [Problem("vllm.x", f"is not there for {stock}", "fix")])
 
-    monkeypatch.setattr(config_module, "require_hooks", moved)
+    monkeypatch.setattr(startup, "require_hooks", moved)
     with pytest.raises(ConfigError, match=f"not there for {LLAVA}"):
         apply_settings(vllm_config({"state": "autoprune"}))
 
@@ -440,8 +441,8 @@ def test_a_process_that_receives_the_config_registers_the_pruned_classes(
     sent = vllm_config({"state": "autoprune"})
     apply_settings(sent)
     assert [architecture for architecture, _ in registered.models] == [LLAVA]
-    monkeypatch.setattr(activation, "_active", set())  # as in another process
-    travels = getattr(sent.model_config, activation.ATTRIBUTE)
+    monkeypatch.setattr(startup, "_active", set())  # as in another process
+    travels = getattr(sent.model_config, startup.ACTIVATION)
     received = pickle.loads(pickle.dumps(travels)) if how == "pickle" else copy.deepcopy(travels)
     assert received.architecture == LLAVA
     assert [architecture for architecture, _ in registered.models] == [LLAVA, LLAVA]

@@ -16,25 +16,27 @@ from hypothesis import strategies as st
 from tests.serving.unit.samples import LARGE, OTHER, Sender, served
 from tests.tpdsl.samples import sample
 from vllm_autoprune import RequestError
-from vllm_autoprune.serving.api.image_split import Slot, SplitImage, align_core, split_images
-from vllm_autoprune.serving.api.instruction_tokens import InstructionTokenizer
-from vllm_autoprune.serving.api.pruning_choice import ImageChoice
-from vllm_autoprune.serving.api.recall import (
+from vllm_autoprune.serving.api.choices import ImageChoice, Placeholders
+from vllm_autoprune.serving.api.instruction import InstructionTokenizer
+from vllm_autoprune.serving.api.planner import RequestPlanner
+from vllm_autoprune.serving.api.request import PruningRequest, RecallTurn
+from vllm_autoprune.serving.api.split import (
     DEAREST,
     MAX_ITEMS,
     MAX_TURNS,
     RecallItem,
+    Slot,
+    SplitImage,
+    align_core,
     choose_recalls,
     expand_marks,
     limit_recalls,
     mark_recall_turns,
     requested_recall,
+    split_images,
 )
-from vllm_autoprune.serving.api.request_fields import PruningRequest, RecallTurn
-from vllm_autoprune.serving.api.request_plan import RequestPlanner
-from vllm_autoprune.serving.shared.placeholders import Placeholders
-from vllm_autoprune.serving.shared.plan import MAX_RECALLS
-from vllm_autoprune.serving.shared.request_rules import RequestRules
+from vllm_autoprune.serving.plan import MAX_RECALLS
+from vllm_autoprune.serving.settings import RequestRules
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST, state_cost
 from vllm_autoprune.tpdsl.loading import load_state
 

@@ -14,22 +14,20 @@ from tests.serving.http import agent_chat, agent_messages, agent_responses
 from tests.serving.paths import CLIP, LLAVA
 from tests.serving.unit.conftest import TinyClip
 from tests.serving.unit.samples import BOS, EOS
-from vllm_autoprune.serving.api.content_words import split_content_words
 from vllm_autoprune.serving.api.instruction import (
+    MAX_CHARACTERS,
+    InstructionTokenizer,
     extract_details,
     extract_instructions,
     extract_prompt_instruction,
     extract_turns,
     find_question_turns,
-)
-from vllm_autoprune.serving.api.instruction_tokens import (
-    MAX_CHARACTERS,
-    InstructionTokenizer,
+    split_content_words,
     truncate_clip_ids,
     truncate_text,
 )
-from vllm_autoprune.serving.shared.plan import LANGUAGE_IDS, RELEVANCE_IDS, ItemPlan
-from vllm_autoprune.serving.shared.text_tower import read_text_tower
+from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS, ItemPlan
+from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.tpdsl.tokens import Need
 
 URL: dict[str, Any] = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}

@@ -18,16 +18,15 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from tests.serving.unit.samples import image, vllm_config
 from vllm_autoprune import Grid
-from vllm_autoprune.serving.shared import metrics_setup as under_test
-from vllm_autoprune.serving.shared.metrics_setup import (
+from vllm_autoprune.serving import served_state as under_test
+from vllm_autoprune.serving.served_state import (
     MULTIPROCESS,
     attach_metrics_setup,
     find_metrics_setup,
 )
-from vllm_autoprune.serving.worker.fallbacks import FallbackMeter
 from vllm_autoprune.serving.worker.features import FeatureCache
-from vllm_autoprune.serving.worker.metrics import MISSES, SELECTION, WorkerMetrics
-from vllm_autoprune.serving.worker.stopwatch import Stopwatch
+from vllm_autoprune.serving.worker.metrics import MISSES, SELECTION, Stopwatch, WorkerMetrics
+from vllm_autoprune.serving.worker.selection import FallbackMeter
 
 
 def shown(folder: Path) -> dict[str, float]:

@@ -20,25 +20,22 @@ from tests.serving.unit.samples import Sender, hf_config, image, picture, served
 from vllm_autoprune.backbones import find_backbone
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.checks import count_between
-from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.models.any_resolution import (
+from vllm_autoprune.serving.api.choices import shorten_placeholders
+from vllm_autoprune.serving.models import BACKBONES, check_siglip_checkpoint
+from vllm_autoprune.serving.models.llava import (
     Join,
     compute_joined_layout,
     join_features,
     split_joined_images,
 )
-from vllm_autoprune.serving.models.checkpoint_checks import check_siglip_checkpoint
-from vllm_autoprune.serving.models.idefics3 import PLACEHOLDERS
-from vllm_autoprune.serving.models.tiled import TiledVision
-from vllm_autoprune.serving.models.vision import ImageInputs, Tiles
-from vllm_autoprune.serving.shared.part_shares import split_over_parts
-from vllm_autoprune.serving.shared.placeholders import shorten_placeholders
-from vllm_autoprune.serving.shared.plan import NO_KEY, ItemPlan
-from vllm_autoprune.serving.startup.activation import activate
+from vllm_autoprune.serving.models.pruned_model import ImageInputs, Tiles
+from vllm_autoprune.serving.models.tiled import IDEFICS3_PLACEHOLDERS, TiledVision
+from vllm_autoprune.serving.plan import NO_KEY, ItemPlan, split_over_parts
+from vllm_autoprune.serving.startup import activate
 from vllm_autoprune.serving.worker.batch import prune_images
-from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import FeatureCache, ImageFeatures
-from vllm_autoprune.serving.worker.region_selection import ModelParts, SelectionContext
+from vllm_autoprune.serving.worker.regions import ModelParts, SelectionContext
+from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.tokens import Grid
 
 
@@ -149,7 +146,7 @@ def test_features_of_another_geometry_are_not_used() -> None:
 
 @pytest.mark.compat
 def test_geometry_is_shapes_and_the_numbers_on_the_cpu() -> None:
-    from vllm_autoprune.serving.models.vision import describe_geometry
+    from vllm_autoprune.serving.models.pruned_model import describe_geometry
 
     wide = {"pixel_values": torch.zeros(16, 4), "image_grid_thw": torch.tensor([1, 2, 8])}
     high = {**wide, "image_grid_thw": torch.tensor([1, 8, 2])}
@@ -163,7 +160,7 @@ def test_geometry_is_shapes_and_the_numbers_on_the_cpu() -> None:
 @pytest.mark.compat
 def test_geometry_has_no_pixels_of_a_mask() -> None:
     """Idefics3's masks have as many numbers as its tiles have pixels."""
-    from vllm_autoprune.serving.models.vision import describe_geometry
+    from vllm_autoprune.serving.models.pruned_model import describe_geometry
 
     tiles = torch.zeros(17, 3, 64, 64)
     image = {"pixel_values": tiles, "pixel_attention_mask": torch.ones(17, 64, 64).bool()}
@@ -199,8 +196,8 @@ def test_times_of_selections_are_kept_by_the_rank_that_publishes_them(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_autoprune.serving.models import pruned_model
-    from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
-    from vllm_autoprune.serving.worker.stopwatch import Stopwatch
+    from vllm_autoprune.serving.worker.metrics import Stopwatch
+    from vllm_autoprune.serving.worker.selection import FallbackReporter
 
     published: list[list[float]] = []
     monkeypatch.setattr(pruned_model, "is_rank_zero", lambda: rank == 0)
@@ -305,7 +302,7 @@ def test_each_tile_keeps_its_share_and_the_text_between_tiles_stays(
     images = [picture(*size)]
     whole, pruned = sender(WHOLE).send(images), sender(7).send(images)
     assert (whole.lengths, pruned.lengths) == ([TILE * (tiles + 1)], [7])
-    token = PLACEHOLDERS.token(sender(7).info)
+    token = IDEFICS3_PLACEHOLDERS.token(sender(7).info)
     shares = split_over_parts(7, [TILE] * (tiles + 1), [1] * (tiles + 1), first=-1)
     assert runs(pruned.prompt, token) == [share for share in shares if share]
     assert [i for i in pruned.prompt if i != token] == [i for i in whole.prompt if i != token]
@@ -318,13 +315,13 @@ def test_an_image_that_is_not_split_is_its_whole_view_alone(
     images = [picture(260, 260)]
     whole = sender(WHOLE, do_image_splitting=False).send(images)
     pruned = sender(4, do_image_splitting=False).send(images)
-    token = PLACEHOLDERS.token(sender(4).info)
+    token = IDEFICS3_PLACEHOLDERS.token(sender(4).info)
     assert runs(whole.prompt, token) == [TILE]
     assert runs(pruned.prompt, token) == [4]
 
 
 def test_a_square_has_most_tokens(sender: Callable[..., Sender]) -> None:
-    assert PLACEHOLDERS.count_largest(sender(7).info).tokens == TILE * 5
+    assert IDEFICS3_PLACEHOLDERS.count_largest(sender(7).info).tokens == TILE * 5
 
 
 def test_vllm_takes_no_videos(sender: Callable[..., Sender]) -> None:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.serving.unit.samples import served
-from vllm_autoprune.serving.shared.plan import FIELD, Choice, ItemPlan, Part
-from vllm_autoprune.serving.shared.plan_rules import PlanRules
-from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan, Part
+from vllm_autoprune.serving.served_state import PlanRules
 from vllm_autoprune.serving.worker.mrope import (
     compute_input_positions,
     match_items,
@@ -22,7 +21,7 @@ from vllm_autoprune.serving.worker.mrope import (
     position_offsets,
     unplaced_channels,
 )
-from vllm_autoprune.serving.worker.plan_reader import PlanReader
+from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
 
 IMAGE, TEXT = 9, 1
 
@@ -294,10 +293,8 @@ def _item() -> Any:
 
 def _model() -> Any:
     """A Qwen3-VL without weights, as far as positions and plans go."""
-    from vllm_autoprune.serving.models.qwen_vision import QwenVision
-    from vllm_autoprune.serving.models.qwen_vl import (
-        AutopruneQwen3VLForConditionalGeneration as Model,
-    )
+    from vllm_autoprune.serving.models.qwen import AutopruneQwen3VLForConditionalGeneration as Model
+    from vllm_autoprune.serving.models.qwen import QwenVision
 
     model = Model.__new__(Model)
     nn.Module.__init__(model)

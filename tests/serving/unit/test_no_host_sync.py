@@ -22,19 +22,16 @@ from tests.serving.unit.test_relevance import START, Served, llama
 from tests.serving.unit.test_signals import Qkv, attention
 from tests.stand_in_device import DEVICE, forbid_waiting
 from vllm_autoprune import Grid
-from vllm_autoprune.serving.shared.plan import Choice, ItemPlan
-from vllm_autoprune.serving.shared.served_state import ServedState
-from vllm_autoprune.serving.shared.text_tower import read_text_tower
-from vllm_autoprune.serving.worker.attention_hook import AttentionHook
+from vllm_autoprune.serving.plan import Choice, ItemPlan
+from vllm_autoprune.serving.served_state import ServedState
+from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.serving.worker.batch import prune_images
-from vllm_autoprune.serving.worker.cores import CoreCache
-from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
-from vllm_autoprune.serving.worker.features import ImageFeatures, Region, TowerFeatures
-from vllm_autoprune.serving.worker.language_layers import FirstLanguageLayers
+from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, Region, TowerFeatures
 from vllm_autoprune.serving.worker.mrope import position_channels
-from vllm_autoprune.serving.worker.qkv_hook import QkvHook
-from vllm_autoprune.serving.worker.region_selection import ModelParts, SelectionContext
-from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings
+from vllm_autoprune.serving.worker.question import ClipTower, FirstLanguageLayers, InputEmbeddings
+from vllm_autoprune.serving.worker.regions import ModelParts, SelectionContext
+from vllm_autoprune.serving.worker.selection import FallbackReporter
+from vllm_autoprune.serving.worker.tower_hooks import AttentionHook, QkvHook
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
 
 __all__ = ["llama"]
@@ -222,8 +219,7 @@ def test_attention_of_towers_with_and_without_cls() -> None:
 def test_positions_of_kept_tokens(share_token: bool) -> None:
     """As Model Runner V2 asks for them: token ids and positions lie on the device."""
     from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA
-    from vllm_autoprune.serving.models.qwen_vision import QwenVision
-    from vllm_autoprune.serving.models.qwen_vl import PrunedQwen
+    from vllm_autoprune.serving.models.qwen import PrunedQwen, QwenVision
 
     vision = QwenVision.__new__(QwenVision)
     vision.row_width = WIDTH

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from tests.serving.unit.samples import SIX, N, images, parts, plan, region, rows_of, served
 from vllm_autoprune.ops.dpp_torch import Conditioned, condition
-from vllm_autoprune.serving.shared.plan import NO_KEY, Choice, Chooser, ItemPlan
-from vllm_autoprune.serving.shared.served_state import ServedState
-from vllm_autoprune.serving.worker import cores, region_selection
+from vllm_autoprune.serving.plan import NO_KEY, Choice, Chooser, ItemPlan
+from vllm_autoprune.serving.served_state import ServedState
+from vllm_autoprune.serving.worker import features, regions
 from vllm_autoprune.serving.worker.batch import prune_images
-from vllm_autoprune.serving.worker.cores import MAX_CORES, CoreCache
-from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
-from vllm_autoprune.serving.worker.features import ImageFeatures
-from vllm_autoprune.serving.worker.region_selection import SelectionContext
+from vllm_autoprune.serving.worker.features import MAX_CORES, CoreCache, ImageFeatures
+from vllm_autoprune.serving.worker.regions import SelectionContext
+from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.atoms import selectors
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.tokens import Grid
@@ -110,7 +109,7 @@ def test_a_further_question_neither_chooses_the_core_nor_conditions_on_it_again(
 
     divprune, cdpruner = BASE_POLICIES["divprune"], BASE_POLICIES["cdpruner"]
     monkeypatch.setattr(type(divprune), "select_picks", unexpected, raising=False)
-    monkeypatch.setattr(region_selection, "select_region", unexpected)
+    monkeypatch.setattr(regions, "select_region", unexpected)
     object.__setattr__(cdpruner, "condition", unexpected)
     try:
         (again,) = kept([delta_plan((8,))], [one], cores=cores)
@@ -368,7 +367,7 @@ def remembered(cache: CoreCache, keys: Iterable[Hashable]) -> list[Hashable]:
 
 
 def test_memory_is_bounded_whatever_the_size_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "MAX_INDICES", 100)
+    monkeypatch.setattr(features, "MAX_INDICES", 100)
     cache = CoreCache(0)
     for key in range(10):
         cache.put_indices(key, torch.arange(8))
@@ -385,8 +384,8 @@ def test_indices_are_those_that_were_put_however_often_the_buffer_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Against a dictionary, with cores of random sizes that are put and read in random order."""
-    monkeypatch.setattr(cores, "MAX_INDICES", 64)
-    monkeypatch.setattr(cores, "MAX_CORES", 12)
+    monkeypatch.setattr(features, "MAX_INDICES", 64)
+    monkeypatch.setattr(features, "MAX_CORES", 12)
     random, cache, put = Random(0), CoreCache(0), dict[Hashable, list[int]]()
     hits = 0
     for step in range(3000):
@@ -408,8 +407,8 @@ def test_a_core_that_is_asked_for_stays_however_many_follow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Small cores too, of which the number is bounded before the buffer is full."""
-    monkeypatch.setattr(cores, "MAX_CORES", 10)
-    monkeypatch.setattr(cores, "MAX_INDICES", 10 * 160)
+    monkeypatch.setattr(features, "MAX_CORES", 10)
+    monkeypatch.setattr(features, "MAX_INDICES", 10 * 160)
     cache = CoreCache(0)
     cache.put_indices("hot", torch.arange(3))
     for key in range(100):
@@ -419,7 +418,7 @@ def test_a_core_that_is_asked_for_stays_however_many_follow(
 
 
 def test_indices_that_were_read_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "MAX_INDICES", 8)
+    monkeypatch.setattr(features, "MAX_INDICES", 8)
     cache = CoreCache(0)
     cache.put_indices("image", torch.arange(4))
     read = cache.indices("image")
@@ -457,7 +456,7 @@ def test_the_first_indices_of_a_core_are_kept() -> None:
 
 
 def test_clearing_drops_the_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "MAX_INDICES", 8)
+    monkeypatch.setattr(features, "MAX_INDICES", 8)
     cache = CoreCache(0)
     for _ in range(3):
         cache.put_indices("image", torch.arange(8))

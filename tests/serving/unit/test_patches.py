@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from vllm_autoprune.serving.compat import worker as patches
 from vllm_autoprune.serving.compat.worker import spread_recalls
 from vllm_autoprune.serving.encoder_budget import UnprunedBudgetManager
-from vllm_autoprune.serving.models.vision import group_by_tokens
-from vllm_autoprune.serving.shared.plan import FIELD, Choice, ItemPlan, is_recall
+from vllm_autoprune.serving.models.pruned_model import group_by_tokens
+from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan, is_recall
 
 
 @pytest.mark.compat

@@ -15,13 +15,7 @@ from hypothesis import strategies as st
 from tests.serving.unit.samples import blind, images, parts, served
 from tests.tpdsl.samples import state
 from vllm_autoprune import RequestError, load_state
-from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
-from vllm_autoprune.serving.shared.identities import (
-    make_cache_identity,
-    make_feature_key,
-    make_recall_identity,
-)
-from vllm_autoprune.serving.shared.plan import (
+from vllm_autoprune.serving.plan import (
     CHOOSERS,
     FIELD,
     MAX_RECALLS,
@@ -30,16 +24,17 @@ from vllm_autoprune.serving.shared.plan import (
     Chooser,
     Ids,
     ItemPlan,
+    encode_state,
+    make_cache_identity,
+    make_feature_key,
+    make_recall_identity,
     unpruned_tokens,
 )
-from vllm_autoprune.serving.shared.plan_rules import PlanRules
-from vllm_autoprune.serving.shared.request_rules import LEVELS, RequestRules
-from vllm_autoprune.serving.shared.state_codec import encode_state
-from vllm_autoprune.serving.shared.text_tower import TextTower
+from vllm_autoprune.serving.served_state import PlanRules
+from vllm_autoprune.serving.settings import LEVELS, DetailBudgets, RequestRules, TextTower
 from vllm_autoprune.serving.worker.batch import prune_images
-from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
-from vllm_autoprune.serving.worker.plan_reader import PlanReader
-from vllm_autoprune.serving.worker.region_selection import SelectionContext
+from vllm_autoprune.serving.worker.regions import SelectionContext
+from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 PLANS = st.builds(

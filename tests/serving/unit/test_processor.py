@@ -27,18 +27,20 @@ from tests.serving.unit.samples import (
 )
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import BUILDERS, build
-from vllm_autoprune.serving.api import named_images
-from vllm_autoprune.serving.api.named_images import NamedImages
-from vllm_autoprune.serving.api.pruning_choice import ImageChoice
-from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT
-from vllm_autoprune.serving.api.resized_images import choose_sizes, resize_images
-from vllm_autoprune.serving.models import BACKBONES, glm4v
-from vllm_autoprune.serving.models.qwen_vl import shrink_to_budget
-from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
-from vllm_autoprune.serving.shared.identities import hash_picture, make_feature_key
-from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount
-from vllm_autoprune.serving.shared.plan import NO_KEY
-from vllm_autoprune.serving.shared.request_rules import RequestRules
+from vllm_autoprune.serving.api import image_store
+from vllm_autoprune.serving.api.choices import (
+    ImageChoice,
+    Placeholders,
+    TokenCount,
+    choose_sizes,
+    resize_images,
+)
+from vllm_autoprune.serving.api.image_store import NamedImages
+from vllm_autoprune.serving.api.request import REQUEST_FIELD, SALT
+from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.models.qwen import shrink_glm_to_budget, shrink_to_budget
+from vllm_autoprune.serving.plan import NO_KEY, hash_picture, make_feature_key
+from vllm_autoprune.serving.settings import DetailBudgets, RequestRules
 
 pytestmark = pytest.mark.compat
 
@@ -454,7 +456,7 @@ def test_glm_s_processor_leaves_a_resized_image_as_it_is(
         return
     vision = SimpleNamespace(patch_size=14, spatial_merge_size=2, temporal_patch_size=2)
     info: Any = SimpleNamespace(get_hf_config=lambda: SimpleNamespace(vision_config=vision))
-    smaller = glm4v.shrink_to_budget(info, ImageSize(width, height), budget)
+    smaller = shrink_glm_to_budget(info, ImageSize(width, height), budget)
     sides = smaller.height, smaller.width
     assert 1 <= sides[0] * sides[1] // UNIT**2 <= budget
     if max(sides) <= 200 * min(sides):
@@ -529,7 +531,7 @@ def test_uuids_of_one_salt_are_unknown_under_another() -> None:
 
 
 def test_the_least_recently_used_uuids_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named_images, "MAX_NAMES", 2)
+    monkeypatch.setattr(image_store, "MAX_NAMES", 2)
     images = NamedImages()
     for name in ("one", "two"):
         images.remember(name, "", (name, None))

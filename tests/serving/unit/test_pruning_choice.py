@@ -13,17 +13,22 @@ from tests.serving.unit.samples import served
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune import BudgetError, RequestError, load_state
 from vllm_autoprune.errors import Problem
-from vllm_autoprune.serving.api.pruning_choice import (
+from vllm_autoprune.serving.api.choices import (
     ImageChoice,
+    TokenCount,
     resolve_choices,
     split_shared_budget,
 )
-from vllm_autoprune.serving.api.request_fields import parse_request
-from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets, parse_detail_budgets
-from vllm_autoprune.serving.shared.placeholders import TokenCount
-from vllm_autoprune.serving.shared.request_rules import LEVELS, RequestRules, parse_rules
-from vllm_autoprune.serving.shared.served_state import NEEDS, ServedState
-from vllm_autoprune.serving.shared.state_codec import decode_state, encode_state
+from vllm_autoprune.serving.api.request import parse_request
+from vllm_autoprune.serving.plan import decode_state, encode_state
+from vllm_autoprune.serving.served_state import NEEDS, ServedState
+from vllm_autoprune.serving.settings import (
+    LEVELS,
+    DetailBudgets,
+    RequestRules,
+    parse_detail_budgets,
+    parse_rules,
+)
 
 N = 144
 

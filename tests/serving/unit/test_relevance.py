@@ -22,13 +22,23 @@ from tests.serving.unit.samples import (
     clip_config,
     served,
 )
-from vllm_autoprune.serving.models.vision import EncoderInputs, ImageInputs, ModelImage, Vision
-from vllm_autoprune.serving.shared.plan import Ids
-from vllm_autoprune.serving.shared.text_tower import read_text_tower
-from vllm_autoprune.serving.worker import language_layers as under_test
+from vllm_autoprune.serving.models.pruned_model import (
+    EncoderInputs,
+    ImageInputs,
+    ModelImage,
+    Vision,
+)
+from vllm_autoprune.serving.plan import Ids
+from vllm_autoprune.serving.settings import read_text_tower
+from vllm_autoprune.serving.worker import question as under_test
 from vllm_autoprune.serving.worker.features import ImageFeatures
-from vllm_autoprune.serving.worker.language_layers import FirstLanguageLayers, LlamaPrefix
-from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings, split_segments
+from vllm_autoprune.serving.worker.question import (
+    ClipTower,
+    FirstLanguageLayers,
+    InputEmbeddings,
+    LlamaPrefix,
+    split_segments,
+)
 from vllm_autoprune.tpdsl.prefix import LanguagePrefix
 
 CPU = torch.device("cpu")
@@ -130,7 +140,7 @@ def test_later_segments_pool_where_the_published_code_did(tmp_path: Any) -> None
 
 
 def _tower_of(folder: Any, segment: int) -> ClipTower:
-    from vllm_autoprune.serving.shared.text_tower import TextTower
+    from vllm_autoprune.serving.settings import TextTower
 
     return ClipTower(TextTower(str(folder), -1, "test", segment, WIDTH, VISION_WIDTH), CPU)
 

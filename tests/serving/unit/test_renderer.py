@@ -17,25 +17,25 @@ from vllm.renderers.hf import HfRenderer
 from tests.serving.unit.samples import served
 from vllm_autoprune.serving.api import engine_requests
 from vllm_autoprune.serving.api import renderer as under_test
+from vllm_autoprune.serving.api.choices import ImageChoice
 from vllm_autoprune.serving.api.engine_requests import (
     ImageCounts,
     RenderedHashes,
+    count_request,
     wrap_add_request,
     wrap_process_inputs,
 )
-from vllm_autoprune.serving.api.metrics import count_refused_request, count_request
-from vllm_autoprune.serving.api.pruning_choice import ImageChoice
 from vllm_autoprune.serving.api.renderer import (
     _MESSAGE_FIELDS,
     AutopruneHfRenderer,
     _add_salt,
     _pass_fields,
 )
-from vllm_autoprune.serving.api.request_fields import SALT, CacheSalt, RecallTurn
+from vllm_autoprune.serving.api.request import SALT, CacheSalt, RecallTurn, count_refused_request
 from vllm_autoprune.serving.compat import attach
-from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
-from vllm_autoprune.serving.shared.request_rules import DEFAULT_RULES, RequestRules
-from vllm_autoprune.serving.shared.served_state import ATTRIBUTE
+from vllm_autoprune.serving.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.served_state import ATTRIBUTE
+from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules
 
 pytestmark = pytest.mark.compat
 

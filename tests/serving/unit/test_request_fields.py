@@ -12,32 +12,27 @@ import pytest
 
 from tests.serving.unit.samples import served
 from vllm_autoprune import RequestError
-from vllm_autoprune.serving.api import request_fields
-from vllm_autoprune.serving.api.misplaced_fields import (
+from vllm_autoprune.serving.api import request as request_module
+from vllm_autoprune.serving.api.request import (
     KWARGS,
-    check_request,
-    find_misplaced_field,
-)
-from vllm_autoprune.serving.api.request_fields import (
     MAX_COUNTED,
     MAX_PROBLEMS,
-    PruningRequest,
-    SharedBudget,
-    parse_request,
-)
-from vllm_autoprune.serving.api.request_headers import (
     KeepRequest,
+    PruningRequest,
     SentRequest,
+    SharedBudget,
+    check_request,
     current_request,
+    find_misplaced_field,
     handling,
     merge_headers,
+    parse_request,
     read_headers,
 )
 from vllm_autoprune.serving.compat.api import _wrap_preprocess
-from vllm_autoprune.serving.shared.plan import CHOOSERS
-from vllm_autoprune.serving.shared.request_rules import RequestRules
-from vllm_autoprune.serving.shared.served_state import ATTRIBUTE
-from vllm_autoprune.serving.startup.flags import MIDDLEWARE
+from vllm_autoprune.serving.plan import CHOOSERS
+from vllm_autoprune.serving.served_state import ATTRIBUTE
+from vllm_autoprune.serving.settings import MIDDLEWARE, RequestRules
 
 
 def test_a_request_without_fields_gets_the_server_default() -> None:
@@ -151,7 +146,7 @@ def test_an_answer_stays_short_whatever_is_asked() -> None:
 def test_many_problems_are_only_counted(
     asked: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_fields, "escape_unprintable", lambda *_: pytest.fail("a message"))
+    monkeypatch.setattr(request_module, "escape_unprintable", lambda *_: pytest.fail("a message"))
     with pytest.raises(RequestError, match=r"has 25\d problems"):
         parse_request(asked)
 

@@ -23,14 +23,12 @@ from vllm_autoprune import (
     VisualTokens,
     load_state,
 )
-from vllm_autoprune.serving.api.request_state import MAX_STATE_CHARACTERS, load_request_state
-from vllm_autoprune.serving.shared import state_safety
-from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
-from vllm_autoprune.serving.shared.request_rules import RequestRules
-from vllm_autoprune.serving.shared.served_state import ServedState
-from vllm_autoprune.serving.shared.state_codec import MAX_ENCODED_BYTES, decode_state, encode_state
-from vllm_autoprune.serving.shared.text_tower import TextTower
-from vllm_autoprune.serving.startup.config import resolve_settings
+from vllm_autoprune.serving import served_state as served_module
+from vllm_autoprune.serving.api.choices import MAX_STATE_CHARACTERS, load_request_state
+from vllm_autoprune.serving.plan import MAX_ENCODED_BYTES, decode_state, encode_state
+from vllm_autoprune.serving.served_state import ServedState
+from vllm_autoprune.serving.settings import DetailBudgets, RequestRules, TextTower
+from vllm_autoprune.serving.startup import resolve_settings
 from vllm_autoprune.tpdsl import safety
 from vllm_autoprune.tpdsl.atoms.safety import Verdict
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
@@ -82,7 +80,7 @@ def test_a_state_of_many_megabytes_is_not_even_parsed(monkeypatch: pytest.Monkey
     def never(text: str) -> object:
         raise AssertionError("parsed")
 
-    monkeypatch.setattr("vllm_autoprune.serving.api.request_state.load_state", never)
+    monkeypatch.setattr("vllm_autoprune.serving.api.choices.load_state", never)
     huge = edited(sample(), {"/provenance": {"notes": "n" * 10_000_000}})
     assert str(MAX_STATE_CHARACTERS) in refused(huge)
 
@@ -101,7 +99,7 @@ def test_a_state_that_violates_the_guarantees(monkeypatch: pytest.MonkeyPatch) -
     def broken(policy: PruningPolicy) -> SafetyRecord:
         return SafetyRecord((Verdict("shapes", False, "made to fail"),))
 
-    monkeypatch.setattr(f"{state_safety.__name__}.safety_check", broken)
+    monkeypatch.setattr(f"{served_module.__name__}.safety_check", broken)
     falling = edited(sample(), {"/constraints/selector/q_e": 7})
     loaded = load_request_state(falling)
     assert loaded.digest == state({"/constraints/selector/q_e": 7}).without_exchange().digest
@@ -115,12 +113,12 @@ def test_clients_cannot_fill_the_log_with_unsafe_states(
     def broken(policy: PruningPolicy) -> SafetyRecord:
         return SafetyRecord((Verdict("shapes", False, "made to fail"),))
 
-    monkeypatch.setattr(f"{state_safety.__name__}.safety_check", broken)
-    monkeypatch.setattr(state_safety, "_warnings", itertools.count(1))
-    for quota in range(20, 20 + 2 * state_safety.MAX_WARNINGS):
+    monkeypatch.setattr(f"{served_module.__name__}.safety_check", broken)
+    monkeypatch.setattr(served_module, "_warnings", itertools.count(1))
+    for quota in range(20, 20 + 2 * served_module.MAX_WARNINGS):
         load_request_state(edited(sample(), {"/constraints/selector/q_e": quota}))
     lines = [record.getMessage() for record in logged.records]
-    assert len(lines) == state_safety.MAX_WARNINGS
+    assert len(lines) == served_module.MAX_WARNINGS
     assert ["not logged" in line for line in lines] == [False] * (len(lines) - 1) + [True]
 
 
@@ -132,7 +130,7 @@ def test_a_state_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(policy.state.digest)
         return real(policy)
 
-    monkeypatch.setattr(f"{state_safety.__name__}.safety_check", noted)
+    monkeypatch.setattr(f"{served_module.__name__}.safety_check", noted)
     one = edited(sample(), {"/constraints/selector/q_e": 6})
     for name in ("a", "b", "c"):
         load_request_state(edited(one, {"/name": name}))
@@ -159,7 +157,7 @@ def test_a_costly_state_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatc
     def never(policy: PruningPolicy) -> SafetyRecord:
         raise AssertionError("it was run")
 
-    monkeypatch.setattr(f"{state_safety.__name__}.safety_check", never)
+    monkeypatch.setattr(f"{served_module.__name__}.safety_check", never)
     said = refused(dear())
     assert "ms of one CPU core" in said and "may take 200" in said
     assert "8 x external_policy" in said and "32 x cluster_centroid_repre" in said
@@ -179,7 +177,7 @@ def test_a_state_that_fails_its_check_is_not_run_again(monkeypatch: pytest.Monke
         asked.append(policy.state.digest)
         return SafetyRecord((Verdict("shapes", False, "made to fail"),))
 
-    monkeypatch.setattr(f"{state_safety.__name__}.safety_check", broken)
+    monkeypatch.setattr(f"{served_module.__name__}.safety_check", broken)
     strict = edited(sample(), {"/constraints/selector/q_e": 9, "/safety": ["preserve_budget"]})
     for _ in range(3):
         assert "made to fail" in refused(strict)
@@ -209,7 +207,7 @@ def test_state_of_many_signals_fits() -> None:
 
 def test_more_than_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     encode_state.cache_clear()  # other tests may have encoded this state
-    monkeypatch.setattr("vllm_autoprune.serving.shared.state_codec.MAX_ENCODED_BYTES", 100)
+    monkeypatch.setattr("vllm_autoprune.serving.plan.MAX_ENCODED_BYTES", 100)
     with pytest.raises(StateError, match="100") as caught:
         encode_state(state({"/constraints/selector/q_e": 5}))
     assert caught.value.problems[0].fix
@@ -237,11 +235,11 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unsafe_state_is_replaced_by_its_base_policy(
     logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_safety, "_warnings", itertools.count(1))
+    monkeypatch.setattr(served_module, "_warnings", itertools.count(1))
     data = edited(sample(), DIVPRUNE)
-    served_state = resolve_settings({"state": data}, vllm_config())
-    assert not served_state.policy().refines
-    assert served_state.state.digest == state(DIVPRUNE).without_exchange().digest
+    serving = resolve_settings({"state": data}, vllm_config())
+    assert not serving.policy().refines
+    assert serving.state.digest == state(DIVPRUNE).without_exchange().digest
     (record,) = logged.records
     assert record.levelname == "WARNING"
     assert "valid_indices" in record.getMessage()
@@ -258,10 +256,10 @@ def test_unsafe_state_without_fallback_is_refused() -> None:
 
 def test_safe_state_is_served(logged: pytest.LogCaptureFixture) -> None:
     for changes in ({}, {"/safety": CHECKS}):
-        served_state = resolve_settings(
+        serving = resolve_settings(
             {"state": edited(sample(), {**DIVPRUNE, **changes})}, vllm_config()
         )
-        assert served_state.policy().refines
+        assert serving.policy().refines
     assert logged.records == []
 
 
@@ -274,7 +272,7 @@ def test_a_state_is_checked_at_its_own_budget_up_to_the_largest_quota(
         checked.append(policy.budget)
         return SafetyRecord(())
 
-    monkeypatch.setattr("vllm_autoprune.serving.shared.state_safety.safety_check", noted)
+    monkeypatch.setattr("vllm_autoprune.serving.served_state.safety_check", noted)
     for budget in (16, 320, 4096):
         resolve_settings({"state": "autoprune", "budget": budget}, vllm_config())
     large = {"/budget/atom": "fixed_budget@512", "/constraints/selector/r_min": 512}

@@ -14,17 +14,20 @@ from hypothesis import strategies as st
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize, refine
 from vllm_autoprune.ops.rowwise import evenly_spaced
-from vllm_autoprune.serving.worker import first_image_check
+from vllm_autoprune.serving.worker import selection
 from vllm_autoprune.serving.worker import selection as under_test
-from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import (
     FeatureCache,
     ImageFeatures,
     Region,
     TowerFeatures,
 )
-from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
-from vllm_autoprune.serving.worker.selection import select_at_random, select_with_fallback
+from vllm_autoprune.serving.worker.selection import (
+    FallbackReporter,
+    FirstImageCheck,
+    select_at_random,
+    select_with_fallback,
+)
 from vllm_autoprune.tpdsl import refine as executor
 from vllm_autoprune.tpdsl import safety
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord, Verdict
@@ -179,7 +182,7 @@ def test_safe_state_is_checked_once(refining: PruningPolicy, broken: pytest.Monk
     broken.undo()
     first = FirstImageCheck()
     assert first.replace_unsafe(refining, images()) is refining
-    broken.setattr("vllm_autoprune.serving.worker.first_image_check.safety_check", None)
+    broken.setattr("vllm_autoprune.serving.worker.selection.safety_check", None)
     assert first.replace_unsafe(refining, images()) is refining
     assert first.unsafe == 0
 
@@ -231,7 +234,7 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[int]:
             return SafetyRecord((Verdict("shapes", False, "made to fail"),))
         return stock(refining, probes)
 
-    monkeypatch.setattr(first_image_check, "safety_check", at_one_budget)
+    monkeypatch.setattr(selection, "safety_check", at_one_budget)
     return checked
 
 

@@ -26,12 +26,16 @@ from tests.serving.unit.samples import (
 from tests.tpdsl.samples import edited, sample, shipped
 from vllm_autoprune import ConfigError, load_state
 from vllm_autoprune.errors import Problem
-from vllm_autoprune.serving.shared.description import describe_as_json, format_summary
-from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
-from vllm_autoprune.serving.shared.request_rules import RequestRules
-from vllm_autoprune.serving.shared.served_state import ServedState
-from vllm_autoprune.serving.shared.text_tower import SIGN_KEY, TextTower, read_text_tower
-from vllm_autoprune.serving.startup.config import resolve_settings
+from vllm_autoprune.serving.api.endpoint import describe_as_json, format_summary
+from vllm_autoprune.serving.served_state import ServedState
+from vllm_autoprune.serving.settings import (
+    SIGN_KEY,
+    DetailBudgets,
+    RequestRules,
+    TextTower,
+    read_text_tower,
+)
+from vllm_autoprune.serving.startup import resolve_settings
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.loading import shipped_states
 

@@ -14,12 +14,16 @@ from torch import Tensor, nn
 
 from tests.serving.unit.samples import clip_config
 from vllm_autoprune import ConfigError
-from vllm_autoprune.serving.worker import attention_hook
-from vllm_autoprune.serving.worker import qkv_hook as under_test
-from vllm_autoprune.serving.worker.attention_hook import AttentionHook
-from vllm_autoprune.serving.worker.merger_hook import MergerHook
-from vllm_autoprune.serving.worker.next_tower_layer import NAMES, NextTowerLayer
-from vllm_autoprune.serving.worker.qkv_hook import QkvHook, QueriesAndKeys
+from vllm_autoprune.serving.worker import tower_hooks
+from vllm_autoprune.serving.worker import tower_hooks as under_test
+from vllm_autoprune.serving.worker.tower_hooks import (
+    NAMES,
+    AttentionHook,
+    MergerHook,
+    NextTowerLayer,
+    QkvHook,
+    QueriesAndKeys,
+)
 
 HEADS, WIDTH = 2, 4
 
@@ -73,7 +77,7 @@ def test_packed_sequences_attend_only_to_themselves() -> None:
 def test_queries_are_taken_a_few_at_a_time() -> None:
     module = Attention()
     listening = AttentionHook(module)
-    query, key = _made(1, attention_hook._MAX_QUERIES + 3, HEADS, WIDTH)
+    query, key = _made(1, tower_hooks._MAX_QUERIES + 3, HEADS, WIDTH)
     with listening.recording():
         module(query, key, key)
     (received,) = listening.take()

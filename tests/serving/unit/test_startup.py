@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 
 from vllm_autoprune import ConfigError, serving
-from vllm_autoprune.serving import compat, plugin
+from vllm_autoprune.serving import compat, hooks, plugin
 from vllm_autoprune.serving.compat import api
+from vllm_autoprune.serving.hooks import HOOKS, Hook, find_missing_names, require_hooks
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.startup import hooks
-from vllm_autoprune.serving.startup.flags import MIDDLEWARE, SETTINGS_KEY
-from vllm_autoprune.serving.startup.hooks import HOOKS, Hook, find_missing_names, require_hooks
+from vllm_autoprune.serving.settings import MIDDLEWARE, SETTINGS_KEY
 
 Config = dict[str, Any]
 
@@ -410,7 +409,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import ModelRegistry
 from vllm.renderers.registry import RENDERER_REGISTRY
 from vllm_autoprune.serving import plugin
-from vllm_autoprune.serving.startup.activation import activate
+from vllm_autoprune.serving.startup import activate
 
 def hooks():
     owners = (

@@ -15,7 +15,7 @@ from tests.serving.versions.release import Release, file_of, kept, names, read, 
 from tests.serving.versions.sources import Sources, installed
 from tests.serving.versions.symbols import Symbol, look_up
 from vllm_autoprune.serving.compat import BELOW, LOWEST
-from vllm_autoprune.serving.startup.hooks import HOOKS, Hook, find_missing_names
+from vllm_autoprune.serving.hooks import HOOKS, Hook, find_missing_names
 
 LOOKED_AT: Mapping[str, str] = {
     "vllm.engine.arg_utils.EngineArgs.add_cli_args": "flags of vLLM's own came; ours are added "

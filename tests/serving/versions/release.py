@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tests.serving.versions.sources import Sources
 from tests.serving.versions.symbols import Symbol, look_up
-from vllm_autoprune.serving.startup.hooks import HOOKS
+from vllm_autoprune.serving.hooks import HOOKS
 
 FOLDER = Path(__file__).parent
 

@@ -25,9 +25,9 @@ from vllm_autoprune.cli.output import WIDTH, as_json, format_table
 from vllm_autoprune.errors import AutopruneError, ConfigError
 from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
 from vllm_autoprune.serving.compat import require_vllm, uses_rust_frontend, vllm_version
+from vllm_autoprune.serving.hooks import HOOKS, find_missing_names
 from vllm_autoprune.serving.plugin import DISABLE, disabled
-from vllm_autoprune.serving.shared.text_tower import read_text_tower
-from vllm_autoprune.serving.startup.hooks import HOOKS, find_missing_names
+from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import materialize
 

@@ -1,24 +1,132 @@
-"""`GET /v1/autoprune`: the served state as JSON.
-
-vLLM loads endpoint plugins only where ``VLLM_PLUGINS`` names them, and below ``/v1`` its API key
-guards the route.
-"""
+"""Description of the served state: one line for the log, and `GET /v1/autoprune`."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
-from vllm_autoprune.serving.shared.description import describe_as_json
-from vllm_autoprune.serving.shared.served_state import served_state
+from vllm_autoprune import __version__
+from vllm_autoprune.serving.served_state import ServedState, served_state
+from vllm_autoprune.serving.settings import DETAIL_FLAG, REQUESTS_FLAG, RequestRules, TextTower
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.datastructures import State
     from vllm.engine.protocol import EngineClient
     from vllm.tasks import SupportedTask
+
+# Description of the served state: one line for the log, and JSON for the endpoint.
+
+
+def format_summary(served: ServedState) -> str:
+    """One line for the log: how many tokens images keep, by which state, and why."""
+    policy = served.policy()
+    own = served.state.budget.range()[1]
+    kept = f"{policy.budget} tokens of an image"
+    if served.budget_varies:
+        kept, why = f"at most {kept}", "as the state follows its size"
+    else:
+        why = "as the state has it" if policy.budget == own else "by --autoprune-budget"
+    parts = [
+        f"Serving pruned: state {served.state.name!r} ({served.state.digest[:12]}) keeps {kept}, "
+        f"{why}: base policy {policy.base.name}, at most {policy.quota} exchanged, at least "
+        f"{policy.r_min} of its own"
+    ]
+    if (core := policy.state.core) is not None:
+        parts.append(
+            f"{policy.core} of them are the same for every question, by {core.policy.name}"
+        )
+    if policy.reads_instruction:
+        parts.append(f"relevance by {describe_relevance(served.tower)}")
+    parts.append(f"requests may set {describe_permission(served.rules)}")
+    if levels := served.rules.detail.as_dict():
+        budgets = " and ".join(f"{level} keeps {budget}" for level, budget in levels.items())
+        parts.append(f"image_url.detail {budgets} tokens of an image, by {DETAIL_FLAG}")
+    if served.rules.recall:
+        parts.append(
+            f"later turns recall {served.rules.recall} tokens of a conversation's images, by "
+            "--autoprune-recall"
+        )
+    return "; ".join(parts) + "."
+
+
+def describe_relevance(tower: TextTower | None, private: bool = False) -> str:
+    """Embedding space of relevance and its reason; ``private`` omits local paths."""
+    if tower is None:
+        return (
+            "the language model's input embeddings, sign +1, because no --autoprune-text-tower "
+            "is given"
+        )
+    local = Path(tower.path).exists() or Path(tower.path).is_absolute()
+    name = "from a local folder" if private and local else tower.path
+    return f"CLIP text tower {name}, sign {tower.sign:+d}, because {tower.reason}"
+
+
+def describe_permission(rules: RequestRules) -> str:
+    """Permissions of requests, and the flag that sets them."""
+    if not rules.explicit:
+        unflagged = "with --trust-request-mm-kwargs: their budget"
+        return f"nothing, because no {REQUESTS_FLAG} is given ({unflagged})"
+    if rules.level == "none":
+        return f"nothing, by {REQUESTS_FLAG} none"
+    what = {"budget": "their budget", "shipped-states": "a state that ships", "states": "any state"}
+    tokens = f"{rules.minimum} to {rules.maximum} tokens of an image"
+    text = f"{what[rules.level]}, {tokens}, by {REQUESTS_FLAG}"
+    if not rules.allows("shipped-states"):
+        return text
+    return f"{text}, at a predicted {rules.cost:g} ms a selection or less"
+
+
+def _describe_core(policy: PruningPolicy) -> JsonValue:
+    """K_c before it is moved to the edge of a KV block, and what chooses the core."""
+    core = policy.state.core
+    if core is None:
+        return None
+    return {"k_c": policy.core, "share": core.share, "policy": core.policy.name}
+
+
+def _describe_detail(rules: RequestRules) -> JsonValue:
+    """K of every level of ``image_url.detail`` that has one; None where there is none."""
+    return {str(level): budget for level, budget in rules.detail.as_dict().items()} or None
+
+
+def describe_as_json(served: ServedState) -> dict[str, JsonValue]:
+    """JSON of `GET /v1/autoprune`: the served state, its digest, budget and evidence."""
+    policy, state = served.policy(), served.state
+    evidence = state.provenance.model_dump(mode="json")
+    return {
+        "version": __version__,
+        "architecture": served.architecture,
+        "state": state.name,
+        "digest": state.digest,
+        "base_policy": policy.base.name,
+        "budget": {
+            "k": policy.budget,
+            "follows_image_size": served.budget_varies,
+            "q_e": policy.quota,
+            "r_min": policy.r_min,
+        },
+        "core": _describe_core(policy),
+        "reads": [*sorted(policy.needs)],
+        "relevance": describe_relevance(served.tower, private=True)
+        if policy.reads_instruction
+        else None,
+        "requests": describe_permission(served.rules),
+        "detail": _describe_detail(served.rules),
+        "recall": served.rules.recall,
+        "evidence": evidence,
+    }
+
+
+# `GET /v1/autoprune`: the served state as JSON.
+#
+# vLLM loads endpoint plugins only where ``VLLM_PLUGINS`` names them, and below ``/v1`` its API key
+# guards the route.
+
 
 NAME = "autoprune_endpoint"
 PATH = "/v1/autoprune"

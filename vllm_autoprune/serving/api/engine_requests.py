@@ -7,21 +7,20 @@ neither counted nor taken for one whose images the engine has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from prometheus_client import Counter
+
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.serving.api.metrics import count_refused_request, count_request
-from vllm_autoprune.serving.api.misplaced_fields import OFFLINE_FIX, refuse_misplaced
-from vllm_autoprune.serving.api.pruning_choice import ImageChoice
+from vllm_autoprune.serving.api.choices import ImageChoice
+from vllm_autoprune.serving.api.request import OFFLINE_FIX, count_refused_request, refuse_misplaced
 from vllm_autoprune.serving.compat import wrap
-from vllm_autoprune.serving.shared.identities import make_feature_key
-from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan, plan_error
-from vllm_autoprune.serving.shared.plan_rules import PlanRules
-from vllm_autoprune.serving.shared.served_state import served_state
+from vllm_autoprune.serving.plan import FIELD, ItemPlan, make_feature_key, plan_error
+from vllm_autoprune.serving.served_state import PlanRules, served_state
 
 if TYPE_CHECKING:
     from vllm.config.multimodal import MMHasherAlgorithm
@@ -30,7 +29,50 @@ if TYPE_CHECKING:
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    from vllm_autoprune.serving.api.sender_cache import Rendering
+    from vllm_autoprune.serving.api.image_store import Rendering
+
+
+# Counters of the API server; those of workers are in ``worker.metrics``. Names do not begin with
+# "vllm:", because vLLM drops every collector that does when it sets up its own
+# (``unregister_vllm_metrics``).
+
+_REQUESTS = Counter(
+    "autoprune_requests",
+    "Requests with images that the engine was handed, by the state that they ran: a name, "
+    "'request' for a state of their own, 'off' for none.",
+    ["state"],
+)
+_IMAGES = Counter(
+    "autoprune_images", "Images of those requests, by what chose their tokens.", ["chooser"]
+)
+_TOKENS = Counter(
+    "autoprune_visual_tokens", "Their visual tokens: as the model has them, and kept.", ["stage"]
+)
+_CORE_TOKENS = Counter(
+    "autoprune_core_tokens",
+    "Kept visual tokens served as the core of their image, which questions about it share.",
+)
+_RECALLED_TOKENS = Counter(
+    "autoprune_recalled_tokens",
+    "Kept visual tokens that later turns of a conversation recalled, beside those of its images.",
+)
+_KV_BYTES = Counter(
+    "autoprune_kv_bytes_saved",
+    "Bytes of KV cache that visual tokens would have taken and did not, where nothing is shared.",
+)
+
+
+def count_request(state: str, choices: Iterable[ImageChoice], kv_bytes: int) -> None:
+    """Count one request and its images; ``kv_bytes`` is the KV cache of one token."""
+    _REQUESTS.labels(state).inc()
+    for choice in choices:
+        _IMAGES.labels(choice.keep).inc()
+        _TOKENS.labels("before").inc(choice.tokens)
+        after = choice.kept + choice.recalled
+        _TOKENS.labels("after").inc(after)
+        _CORE_TOKENS.inc(choice.core)
+        _RECALLED_TOKENS.inc(choice.recalled)
+        _KV_BYTES.inc((choice.tokens - after) * kv_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,25 @@
-"""Extraction of an image's instruction and detail from the request.
-
-The instruction is the text of the user turn that holds the image; of a turn without text, and of a
-tool's result, what was said before. It comes from OpenAI-style messages, or from a prompt where
-there are none.
-"""
+"""Instruction of every image: its text in the request, and its token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from vllm_autoprune.serving.api.instruction_tokens import truncate_text
-from vllm_autoprune.serving.shared.detail_budgets import LEVELS, Detail
-from vllm_autoprune.serving.shared.plan import LANGUAGE_IDS, RELEVANCE_IDS
+from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
+from vllm_autoprune.serving.settings import DETAIL_LEVELS, Detail, TextTower
+from vllm_autoprune.tpdsl.tokens import Need
+
+if TYPE_CHECKING:
+    from vllm.multimodal.processing import BaseProcessingInfo
+
+# Extraction of an image's instruction and detail from the request.
+#
+# The instruction is the text of the user turn that holds the image; of a turn without text, and of
+# a tool's result, what was said before. It comes from OpenAI-style messages, or from a prompt where
+# there are none.
+
 
 _LAST_IDS = 4 * RELEVANCE_IDS
 """Token ids of a prompt that are decoded, far more than are used of the text."""
@@ -98,7 +106,7 @@ def _detail(part: object) -> Detail | None:
         return None
     image = part.get("image_url")
     detail = image.get("detail") if isinstance(image, Mapping) else part.get("detail")
-    return next((level for level in LEVELS if level == detail), None)
+    return next((level for level in DETAIL_LEVELS if level == detail), None)
 
 
 def message_parts(message: object) -> Sequence[object]:
@@ -162,3 +170,98 @@ def find_question_turns(
         asked_before = ahead.endswith(question) or (turns is not None and turns[i] is None)
         found.append(None if asked_before else found[-1] if same else i)
     return found
+
+
+# Tokenization of the instruction, once for each input that reads it, bounded in length.
+
+
+MAX_CHARACTERS = 16 * RELEVANCE_IDS
+"""Characters of an instruction that are tokenized: its last ones, from the beginning of a word.
+
+A token of prose has about four characters, so this is more text than is ever read.
+"""
+
+
+def truncate_text(text: str, characters: int = MAX_CHARACTERS) -> str:
+    """Cut an instruction to its end: a pasted document would take seconds to tokenize."""
+    if len(text) <= characters:
+        return text
+    cut = text[-characters:]
+    if text[-characters - 1].isspace():
+        return cut
+    words = cut.split(maxsplit=1)
+    return words[1] if len(words) == 2 else cut
+
+
+def truncate_clip_ids(ids: Ids) -> Ids:
+    """CLIP's token ids of an instruction, at most RELEVANCE_IDS: its start token and the last."""
+    return ids if len(ids) <= RELEVANCE_IDS else (ids[0], *ids[1 - RELEVANCE_IDS :])
+
+
+class InstructionTokenizer:
+    """Tokenizer of instructions, by the served model's vocabulary and the text tower's."""
+
+    def __init__(self, info: BaseProcessingInfo, tower: TextTower | None, image_token: int) -> None:
+        self._info = info
+        self._tower = tower
+        self._image_token = image_token
+
+    def tokenize(self, text: str, needs: Collection[Need]) -> tuple[Ids, Ids]:
+        """Ids for (relevance, language model); empty where ``needs`` lacks the input.
+
+        The second ones are the whole text for the language model's first layers, else the words
+        that a policy covers, each tokenized alone.
+        """
+        end = truncate_text(text)
+        relevance = self._relevance(end) if "instruction" in needs else ()
+        if "language" in needs:
+            return relevance, self._language(end)[-LANGUAGE_IDS:]
+        return relevance, self._words(end)[-LANGUAGE_IDS:] if "words" in needs else ()
+
+    @cached_property
+    def _relevance(self) -> Callable[[str], Ids]:
+        if self._tower is None:
+            return lambda text: self._language(text)[-RELEVANCE_IDS:]
+        from transformers import AutoTokenizer
+
+        clip = AutoTokenizer.from_pretrained(self._tower.path)
+        # Not cut to one segment: long instructions become several, as CDPruner's code has it.
+        return lambda text: truncate_clip_ids(
+            tuple(clip(text, truncation=False, verbose=False)["input_ids"])
+        )
+
+    def _words(self, text: str) -> Ids:
+        parts = [self._language(word) for word in split_content_words(text)]
+        return tuple(token for part in parts for token in part)
+
+    def _language(self, text: str) -> Ids:
+        ids = self._info.get_tokenizer().encode(text, add_special_tokens=False)
+        # A literal image token has no meaning here, and in some models no embedding.
+        return tuple(token for token in ids if token != self._image_token)
+
+
+# Words of a question that say what it is about, as MMTok's code chooses them.
+
+
+_ENDINGS = (
+    "Answer the question using a single word or phrase.",
+    "Answer with the option's letter from the given choices directly.",
+)
+"""Instructions that benchmarks put behind a question."""
+
+_FREQUENT = frozenset({
+    "a", "an", "the", "is", "are", "was", "were", "be", "been", "being", "have", "has", "had",
+    "do", "does", "did", "it", "they", "he", "she", "we", "you", "i", "what", "where", "when",
+    "why", "how", "who", "which", "and", "or", "but", "so", "if", "then", "question", "answer",
+    "to", "for", "with", "by", "from", "at", "into", "onto", "upon",
+})  # fmt: skip
+"""Words that say nothing about the content of an image."""
+
+
+def split_content_words(text: str) -> list[str]:
+    """The words of a question that are not frequent ones; the whole text where none is left."""
+    bare = text.replace("<image>", "")
+    for ending in _ENDINGS:
+        bare = bare.replace(ending, "")
+    words = [word for word in re.findall(r"\b\w+\b", bare) if word.lower() not in _FREQUENT]
+    return words or [bare.strip()]

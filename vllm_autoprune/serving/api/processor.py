@@ -1,7 +1,7 @@
 """Multi-modal processor mixin: K placeholders an image, cache identities, plans for the worker.
 
 vLLM's own steps process and cache the images of a request, each once and by its content; the plans
-of :mod:`~vllm_autoprune.serving.api.request_plan` are added to what they make.
+of :mod:`~vllm_autoprune.serving.api.planner` are added to what they make.
 """
 
 from __future__ import annotations
@@ -23,16 +23,13 @@ from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
 from vllm.multimodal.processing import ProcessorInputs
 
 from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.serving.api.choices import Placeholders, resize_images, shorten_placeholders
 from vllm_autoprune.serving.api.engine_requests import ImageCounts, RenderedHashes
-from vllm_autoprune.serving.api.metrics import count_refused_request
-from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt
-from vllm_autoprune.serving.api.request_plan import RequestPlan, RequestPlanner, prunable
-from vllm_autoprune.serving.api.resized_images import resize_images
-from vllm_autoprune.serving.api.sender_cache import RenderedItem, Rendering, Waiting
-from vllm_autoprune.serving.shared.metrics_setup import find_metrics_setup
-from vllm_autoprune.serving.shared.placeholders import Placeholders, shorten_placeholders
-from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
-from vllm_autoprune.serving.shared.served_state import served_state
+from vllm_autoprune.serving.api.image_store import RenderedItem, Rendering, Waiting
+from vllm_autoprune.serving.api.planner import RequestPlan, RequestPlanner, prunable
+from vllm_autoprune.serving.api.request import REQUEST_FIELD, SALT, CacheSalt, count_refused_request
+from vllm_autoprune.serving.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.served_state import find_metrics_setup, served_state
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalHashes, MultiModalInput

@@ -18,12 +18,18 @@ from vllm_autoprune.serving.api.instruction import (
     message_parts,
     shows_image,
 )
-from vllm_autoprune.serving.api.misplaced_fields import OFFLINE_FIX, refuse_misplaced
 from vllm_autoprune.serving.api.processor import PrunedProcessor
-from vllm_autoprune.serving.api.recall import mark_recall_turns, requested_recall
-from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt, RecallTurn
+from vllm_autoprune.serving.api.request import (
+    OFFLINE_FIX,
+    REQUEST_FIELD,
+    SALT,
+    CacheSalt,
+    RecallTurn,
+    refuse_misplaced,
+)
+from vllm_autoprune.serving.api.split import mark_recall_turns, requested_recall
 from vllm_autoprune.serving.compat.api import allow_mm_kwarg
-from vllm_autoprune.serving.shared.served_state import served_state
+from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

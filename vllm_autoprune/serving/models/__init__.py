@@ -1,41 +1,190 @@
-"""Registry of backbones that can be served pruned.
+"""Registry of the backbones that can be served pruned, with the checks of their checkpoints.
 
 Model classes are named by import path: settings are checked before vLLM's models are imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.errors import Problem
-from vllm_autoprune.serving.models.checkpoint_checks import (
-    accept_checkpoint,
-    check_clip_checkpoint,
-    check_clip_inputs,
-    check_clip_text_tower,
-    check_merger_inputs,
-    check_siglip_checkpoint,
-    refuse_text_tower,
-    refuse_tower_inputs,
-)
-from vllm_autoprune.serving.shared.text_tower import TextTower
+from vllm_autoprune.serving.plan import LANGUAGE_IDS
+from vllm_autoprune.serving.settings import TOWER_FLAG, TextTower
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig, PreTrainedConfig
+
+# Start-up checks of a backbone's configuration, text tower and state inputs.
 
 
-_PREFIX = "Autoprune"
+_FIX = "serve another state, or another checkpoint"
+
+
+def accept_checkpoint(config: PreTrainedConfig) -> Sequence[Problem]:
+    """Accept every checkpoint of the architecture."""
+    return ()
+
+
+def refuse_text_tower(config: PreTrainedConfig, tower: TextTower) -> Sequence[Problem]:
+    """Refuse text towers: no CLIP was trained together with this model's vision tower."""
+    what = f"the vision tower of {config.model_type!r} has no text tower beside it"
+    fix = "leave the flag out: relevance is then measured by the model's own embeddings"
+    return (Problem(f"{TOWER_FLAG} {tower.path}", what, fix),)
+
+
+_LAYERS: dict[Need, str] = {
+    "tower": "the vision tower's states, one a token",
+    "next_layer": "the vision tower's next layer",
+    "language": "the language model's first layers",
+}
+
+
+def check_merger_inputs(config: PreTrainedConfig, needs: Collection[Need]) -> Sequence[Problem]:
+    """Refuse states that read layers; those that read what enters the patch merger are served."""
+    return [_refusal(config, what) for need, what in _LAYERS.items() if need in needs]
+
+
+def refuse_tower_inputs(config: PreTrainedConfig, needs: Collection[Need]) -> Sequence[Problem]:
+    """Refuse states that read the vision tower or the language model's layers."""
+    problems = list(check_merger_inputs(config, needs))
+    if "encoder" in needs:
+        problems.append(_refusal(config, "the tokens before the projector or the merger"))
+    return problems + _refuse_merger_input(config, needs)
+
+
+def _refusal(config: PreTrainedConfig, what: str) -> Problem:
+    return Problem("model", f"{config.model_type!r} gives states no {what}", _FIX)
+
+
+def _refuse_merger_input(config: PreTrainedConfig, needs: Collection[Need]) -> list[Problem]:
+    """Refuse states that rank tokens before a patch merger, which this model does not have."""
+    if "merger_input" not in needs:
+        return []
+    what = f"rank_at merger_in: {config.model_type!r} has no patch merger to rank tokens before"
+    return [Problem("model", what, "set rank_at to merger_out, or serve another checkpoint")]
+
+
+def check_clip_checkpoint(config: LlavaConfig) -> Sequence[Problem]:
+    """Require a CLIP tower that is read at one layer, without [CLS]."""
+    problems = []
+    kind = config.vision_config.model_type
+    if kind != "clip_vision_model":
+        what = f"vision tower {kind!r} has no [CLS] token to read attention from"
+        problems.append(Problem("model", what, "serve a LLaVA with a CLIP vision tower"))
+    if config.vision_feature_select_strategy != "default":
+        what = f"vision_feature_select_strategy {config.vision_feature_select_strategy!r}"
+        problems.append(Problem("model", what, "only 'default' (patches without [CLS]) is known"))
+    if not isinstance(config.vision_feature_layer, int):
+        what = "reads several vision layers at once"
+        problems.append(Problem("model", what, "serve a LLaVA with one vision_feature_layer"))
+    return problems
+
+
+def check_siglip_checkpoint(config: LlavaOnevisionConfig) -> Sequence[Problem]:
+    """Require LLaVA-OneVision as published: SigLIP, all patches of one layer."""
+    problems = []
+    kind = config.vision_config.model_type
+    if kind != "siglip_vision_model":
+        what = f"vision tower {kind!r}"
+        problems.append(Problem("model", what, "serve a LLaVA-OneVision with a SigLIP tower"))
+    if config.vision_feature_select_strategy != "full":
+        what = f"vision_feature_select_strategy {config.vision_feature_select_strategy!r}"
+        problems.append(Problem("model", what, "only 'full' (all patches) is known"))
+    return problems
+
+
+def check_clip_text_tower(config: LlavaConfig, tower: TextTower) -> Sequence[Problem]:
+    """Refuse a text tower that belongs to another vision tower."""
+    width = config.vision_config.hidden_size
+    if tower.vision_width == width:
+        return ()
+    what = f"its vision tower is {tower.vision_width} wide, the model's {width}"
+    fix = "give the CLIP checkpoint that the model's vision tower comes from"
+    return (Problem(f"{TOWER_FLAG} {tower.path}", what, fix),)
+
+
+def check_clip_inputs(
+    config: LlavaConfig | LlavaNextConfig, needs: Collection[Need]
+) -> Sequence[Problem]:
+    """Refuse states that read inputs which this checkpoint cannot provide."""
+    problems = _refuse_merger_input(config, needs)
+    vision, text = config.vision_config, config.text_config
+    if "next_layer" in needs:
+        layers, reads = vision.num_hidden_layers, config.vision_feature_layer
+        if reads in (-1, layers):
+            what = "the model reads the vision tower's last layer, and the state the one after it"
+            problems.append(Problem("model", what, _FIX))
+    if "language" in needs:
+        if text.model_type != "llama":
+            what = f"the state reads the first layers of a llama, not of {text.model_type!r}"
+            problems.append(Problem("model", what, _FIX))
+        elif not isinstance(text.bos_token_id, int):
+            what = f"bos_token_id {text.bos_token_id!r} is no token to begin a sequence with"
+            problems.append(Problem("model", what, _FIX))
+        longest = 1 + _most_tokens(config) + LANGUAGE_IDS
+        if text.max_position_embeddings < longest:
+            what = f"max_position_embeddings {text.max_position_embeddings} is below {longest}"
+            problems.append(Problem("model", what, _FIX))
+    return problems
+
+
+def _most_tokens(config: LlavaConfig | LlavaNextConfig) -> int:
+    """Tokens of the largest image: one tile, or a base view and the largest grid of crops."""
+    vision = config.vision_config
+    side = vision.image_size // vision.patch_size
+    if config.model_type != "llava_next":
+        return side * side
+    pinpoints: list[list[int]] = config.image_grid_pinpoints
+    crops = max(height * width for height, width in pinpoints) // vision.image_size**2
+    return (1 + crops) * side * side
+
+
+# Architectures that vLLM serves, that users ask for, and that cannot be served pruned; and why.
+
+
+_ROW_BREAKS = (
+    "a token follows every row of an image, so the prompt would have to say how many tokens each "
+    "row keeps before any of them is chosen"
+)
+_RESAMPLER = "a resampler makes its tokens, so none of them stands for a part of the picture"
+_OWN_PROCESSOR = "its image processor is Python code of the checkpoint, which the tests do not run"
+
+UNSERVED: Mapping[str, str] = {
+    "PixtralForConditionalGeneration": _ROW_BREAKS,
+    "Mistral3ForConditionalGeneration": _ROW_BREAKS,
+    "Llama4ForConditionalGeneration": (
+        "separators stand between the tiles of an image, and its layers attend in chunks of the "
+        "whole prompt; the tests do not run it"
+    ),
+    "MiniCPMV": _RESAMPLER,
+    "MiniCPMO": _RESAMPLER,
+    "KimiVLForConditionalGeneration": _OWN_PROCESSOR,
+    "InternVLChatModel": (
+        "its image processor is Python code of the checkpoint; the same model in the format of "
+        "transformers (names that end in -hf) is served"
+    ),
+}
+"""Architecture -> why it has no pruned form."""
+
+
+# Registry of backbones that can be served pruned.
+#
+
+
+_MODULE, _PREFIX = "vllm_autoprune.serving.models", "Autoprune"
 
 
 @dataclass(frozen=True, slots=True)
 class Backbone:
-    """One served model family: import path of its class, and its start-up checks."""
+    """One served model family: its class in vLLM, the module of its pruned form, its checks."""
 
     name: str
-    model: str
+    module: str
+    stock: str
+    """Name of the class in vLLM that is served pruned."""
     problems: Callable[[PreTrainedConfig], Sequence[Problem]] = accept_checkpoint
     tower_problems: Callable[[PreTrainedConfig, TextTower], Sequence[Problem]] = refuse_text_tower
     input_problems: Callable[[PreTrainedConfig, Collection[Need]], Sequence[Problem]] = (
@@ -48,75 +197,58 @@ class Backbone:
     """Why an image cannot be several items of a prompt; empty where it can."""
 
     @property
-    def stock(self) -> str:
-        """Name of the class in vLLM that is served pruned."""
-        return self.model.rpartition(f":{_PREFIX}")[2]
-
-
-def _at(module: str, stock: str) -> str:
-    return f"vllm_autoprune.serving.models.{module}:{_PREFIX}{stock}"
+    def model(self) -> str:
+        """Import path of the pruned class, as vLLM's registry takes it."""
+        return f"{_MODULE}.{self.module}:{_PREFIX}{self.stock}"
 
 
 def _clip(name: str, stock: str) -> Backbone:
     """A model of the LLaVA family with a CLIP tower."""
-    return Backbone(
-        name, _at(name, stock), check_clip_checkpoint, check_clip_text_tower, check_clip_inputs
-    )
+    checks = check_clip_checkpoint, check_clip_text_tower, check_clip_inputs
+    return Backbone(name, "llava", stock, *checks)
 
 
-_LLAVA = "LlavaForConditionalGeneration"
-_LLAVA_NEXT = "LlavaNextForConditionalGeneration"
+def _qwen(name: str, stock: str) -> Backbone:
+    """A model of Qwen-VL's kind, whose merger makes a token of four patches."""
+    return Backbone(name, "qwen", stock, input_problems=check_merger_inputs, mrope=True)
 
-_ONEVISION = "LlavaOnevisionForConditionalGeneration"
-_GEMMA3 = "Gemma3ForConditionalGeneration"
-_QWEN = {
-    "qwen2_vl": "Qwen2VLForConditionalGeneration",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-}
 
-_IDEFICS = {
-    "idefics3": "Idefics3ForConditionalGeneration",
-    "smolvlm": "SmolVLMForConditionalGeneration",
-}
-_GLM = {
-    "glm4v": "Glm4vForConditionalGeneration",
-    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
-}
+def _tiled(name: str, stock: str, why: str) -> Backbone:
+    """A model whose tiles have a patch merger; its processor writes ``why`` around them."""
+    checks = check_merger_inputs
+    return Backbone(name, "tiled", stock, input_problems=checks, unsplittable=f"writes {why}")
+
+
+_TEXT = "text around the tiles of every item"
 
 BACKBONES: dict[str, Backbone] = {
-    _LLAVA: _clip("llava", _LLAVA),
-    _LLAVA_NEXT: _clip("llava_next", _LLAVA_NEXT),
-    **{
-        stock: Backbone(name, _at(module, stock), input_problems=check_merger_inputs, mrope=True)
-        for module, family in (("qwen_vl", _QWEN), ("glm4v", _GLM))
-        for name, stock in family.items()
-    },
-    _ONEVISION: Backbone(
-        "llava_onevision", _at("llava_onevision", _ONEVISION), check_siglip_checkpoint
-    ),
-    "InternVLForConditionalGeneration": Backbone(
-        "internvl",
-        _at("internvl", "InternS1ForConditionalGeneration"),
-        input_problems=check_merger_inputs,
-        unsplittable="writes the tokens that begin and end an image around every item",
-    ),
-    **{
-        stock: Backbone(
-            name,
-            _at("idefics3", stock),
-            input_problems=check_merger_inputs,
-            unsplittable="writes text around the tiles of every item",
-        )
-        for name, stock in _IDEFICS.items()
-    },
-    _GEMMA3: Backbone(
-        "gemma3",
-        _at("gemma3", _GEMMA3),
-        unsplittable="lets the tokens of an image see those that follow them",
-    ),
+    # InternVL of transformers is served by vLLM's class of InternS1.
+    {"internvl": "InternVLForConditionalGeneration"}.get(row.name, row.stock): row
+    for row in (
+        _clip("llava", "LlavaForConditionalGeneration"),
+        _clip("llava_next", "LlavaNextForConditionalGeneration"),
+        _qwen("qwen2_vl", "Qwen2VLForConditionalGeneration"),
+        _qwen("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+        _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+        _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+        _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+        _qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+        _qwen("glm4v", "Glm4vForConditionalGeneration"),
+        _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
+        Backbone(
+            *("llava_onevision", "llava", "LlavaOnevisionForConditionalGeneration"),
+            check_siglip_checkpoint,
+        ),
+        _tiled(
+            *("internvl", "InternS1ForConditionalGeneration"),
+            "the tokens that begin and end an image around every item",
+        ),
+        _tiled("idefics3", "Idefics3ForConditionalGeneration", _TEXT),
+        _tiled("smolvlm", "SmolVLMForConditionalGeneration", _TEXT),
+        Backbone(
+            *("gemma3", "tiled", "Gemma3ForConditionalGeneration"),
+            unsplittable="lets the tokens of an image see those that follow them",
+        ),
+    )
 }
 """Hugging Face architecture name -> backbone."""

@@ -1,39 +1,281 @@
-"""LLaVA-1.5: one tile an image, with its tokens in raster order."""
+"""LLaVA-1.5, LLaVA-NeXT and LLaVA-OneVision: one tile, or tiles of any resolution."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
 from vllm.model_executor.models.llava import LlavaForConditionalGeneration
+from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
+from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
 
-from vllm_autoprune.serving.api.processor import make_pruned_factories
-from vllm_autoprune.serving.models.clip import ClipVision
-from vllm_autoprune.serving.models.pruned_model import PrunedModel
-from vllm_autoprune.serving.models.vision import (
+from vllm_autoprune.serving.api.choices import Placeholders, TokenCount
+from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
     ImageInputs,
     ModelImage,
+    Tiles,
+    Vision,
+    prune_class,
     split_by_image,
     stack_field,
 )
-from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount
-from vllm_autoprune.serving.worker.features import ImageFeatures, Region
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.serving.served_state import ServedState
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region, TowerFeatures
+from vllm_autoprune.serving.worker.question import FirstLanguageLayers
+from vllm_autoprune.serving.worker.regions import ModelParts
+from vllm_autoprune.serving.worker.tower_hooks import (
+    AttentionHook,
+    NextTowerLayer,
+    QkvHook,
+    QueriesAndKeys,
+)
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.llava import BaseLlavaProcessingInfo
+    from vllm.model_executor.models.llava_next import LlavaNextLikeConfig, LlavaNextProcessingInfo
     from vllm.multimodal.parse import ImageSize
 
+# Vision side of LLaVA models with a CLIP tower: [CLS] and every layer that policies read.
 
-def count_image_tokens(
+
+class ClipVision(Vision):
+    """Vision side shared by LLaVA-1.5 and LLaVA-NeXT."""
+
+    _model: LlavaForConditionalGeneration
+
+    def __init__(self, model: LlavaForConditionalGeneration, served: ServedState) -> None:
+        super().__init__(model, served)
+        config = model.config.vision_config
+        side = config.image_size // config.patch_size
+        self.grid = Grid(side, side)
+        layers = model.vision_tower.vision_model.encoder.layers
+        inside = not self.needs.isdisjoint({"cls_attention", "tower", "next_layer"})
+        self._last = QkvHook(layers[-1].self_attn) if inside else None
+        self._next = NextTowerLayer(config, len(layers)) if "next_layer" in self.needs else None
+        self._language: FirstLanguageLayers | None = None
+
+    @staticmethod
+    def tower(model: LlavaForConditionalGeneration) -> nn.Module:
+        """The model's vision tower."""
+        tower: nn.Module = model.vision_tower
+        return tower
+
+    def project(self, rows: Tensor) -> Tensor:
+        """Rows of the vision tower ``(..., Dv)`` through the model's projector, ``(..., D)``."""
+        projected: Tensor = self._model.multi_modal_projector(rows.to(self.sample_weight.dtype))
+        return projected
+
+    def model_parts(self) -> ModelParts:
+        """Parts of the model that policies read, with the language model's first layers."""
+        if self._language is None and "language" in self.needs:
+            first = self._model.config.text_config.bos_token_id
+            model = self._model.language_model.model
+            self._language = FirstLanguageLayers(model, (first,), self.sample_weight.device)
+        language = None if self._language is None else self._language.read
+        return ModelParts(self.project, self.relevance(), language, self.word_embedding())
+
+    def capture_weights(
+        self, weights: Iterable[tuple[str, Tensor]]
+    ) -> Iterable[tuple[str, Tensor]]:
+        """Also copy the next layer, which is in the checkpoint and not in the model."""
+        return (
+            weights
+            if self._next is None
+            else self._next.capture_weights(weights, self.sample_weight)
+        )
+
+    def finish_loading(self) -> None:
+        """Finish loading, and require the weights of the next layer where the state reads it."""
+        super().finish_loading()
+        if self._next is not None:
+            self._next.require_weights()
+
+    def encode_tiles(self, pixels: Tensor) -> Tiles:
+        """Encode tiles ``(M, 3, H, W)`` in one pass of the vision tower."""
+        model, relevance = self._model, self.relevance()
+        states = model.vision_tower(pixels)
+        hidden = states[:, 1:]
+        last = None if self._last is None else self._last.take()
+        tower = None if last is None else self._inside(states, last)
+        return Tiles(
+            model.multi_modal_projector(hidden),
+            last.cls_attention() if last and "cls_attention" in self.needs else None,
+            None if relevance is None else relevance.patches(hidden),
+            tower,
+            hidden if tower is None and "encoder" in self.needs else None,
+        )
+
+    def _inside(self, states: Tensor, last: QueriesAndKeys) -> TowerFeatures | None:
+        """Tower features of all tiles, from states ``(M, 1 + n, Dv)``."""
+        if self.needs.isdisjoint({"tower", "next_layer"}):
+            return None
+        attention, keys = None, None
+        if self._next is not None:
+            self._next.init_dummy_weights(self.sample_weight)
+            attention, keys = self._next(states)
+        return TowerFeatures(states[:, 1:], states[:, :1], last.mean_keys(), attention, keys)
+
+
+# Any-resolution images: a base view, then crops stitched into one map with a newline a row.
+#
+# The model's own code joins the crops. The origin of each row is determined by sending marked tiles
+# through it, so padding is cut off and rows are counted as the model does.
+
+
+Join = Callable[[Tensor, Tensor], Tensor]
+"""From tiles ``(T, n, C)`` and a newline ``(C,)`` to the rows ``(R, C)`` that the model makes."""
+
+JoinOf = Callable[[ImageInputs], Join]
+"""How the model joins the tiles of one image."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionLayout:
+    """A region of the joined rows: its layout, and the position ``(N,)`` of each token."""
+
+    grid: Grid
+    order: Tensor
+    share: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLayout:
+    """Order of an image's rows: the regions, and the number of newlines."""
+
+    places: tuple[RegionLayout, ...]
+    newlines: int
+
+
+def compute_joined_layout(join: Join, tiles: int, side: int) -> JoinedLayout:
+    """Layout of the rows that the model makes of T tiles of ``side`` x ``side`` tokens.
+
+    Where no padding was cut off, base view and crops are the T equal tiles that published
+    policies split a budget over. Otherwise crops are one region of the shape that is left, and
+    its share of a budget is that of the tiles it came from.
+    """
+    size = side * side
+    marks = join(torch.zeros(tiles, size, 1), -torch.ones(1))[:, 0]
+    newlines = int((marks < 0).sum())
+    height = newlines
+    width = (len(marks) - size) // newlines - 1 if newlines else 0
+    base = torch.arange(size)
+    if width < 1:
+        return JoinedLayout((RegionLayout(Grid(side, side), base, 1),), newlines)
+    rows = size + torch.arange(height)[:, None] * (width + 1) + torch.arange(width)
+    if height * width == (tiles - 1) * size and height % side == 0 and width % side == 0:
+        cut = rows.view(height // side, side, width // side, side).transpose(1, 2)
+        whole = torch.cat([base, cut.flatten()])
+        return JoinedLayout((RegionLayout(Grid(side, side, tiles), whole, tiles),), newlines)
+    first = RegionLayout(Grid(side, side), base, 1)
+    return JoinedLayout(
+        (first, RegionLayout(Grid(height, width), rows.flatten(), tiles - 1)), newlines
+    )
+
+
+def count_tiles(config: LlavaNextLikeConfig, height: int, width: int) -> int:
+    """Count the tiles of an image of this size: the base view and its crops."""
+    rows, columns = get_anyres_image_grid_shape(
+        (height, width), config.image_grid_pinpoints, config.vision_config.image_size
+    )
+    return 1 + int(rows * columns)
+
+
+def _compute_layout(image: ImageInputs, join: Join, config: LlavaNextLikeConfig) -> JoinedLayout:
+    """Layout of one image, by its size: processed beside a larger one, it has blank tiles as well.
+
+    Those go through the tower, as in the stock model, and ``join`` leaves them out.
+    """
+    vision = config.vision_config
+    tiles = count_tiles(config, *image["image_sizes"].tolist())
+    return compute_joined_layout(join, tiles, vision.image_size // vision.patch_size)
+
+
+def split_joined_images(
+    inputs: EncoderInputs, join_of: JoinOf, config: LlavaNextLikeConfig
+) -> list[ModelImage]:
+    """The images of one call, each with its tiles, its size and its number of rows."""
+    fields = {name: inputs[name] for name in ("pixel_values", "image_sizes")}
+    split = []
+    for one in split_by_image(fields):
+        layout = _compute_layout(one, join_of(one), config)
+        tokens = sum(place.grid.tokens for place in layout.places)
+        split.append(ModelImage(one, tokens + layout.newlines))
+    return split
+
+
+def join_features(
+    tiles: Tiles, image: ImageInputs, join_of: JoinOf, newline: Tensor, config: LlavaNextLikeConfig
+) -> ImageFeatures:
+    """Join the T tiles of one image; all per-token tensors are joined like the tokens."""
+    join = join_of(image)
+    layout = _compute_layout(image, join, config)
+    rows = join(tiles.projected, newline)
+    regions, first = [], 0
+    for place in layout.places:
+        order = place.order.to(rows.device, non_blocking=True)
+        tokens = rows[order]
+        regions.append(
+            Region(
+                place.grid,
+                tokens,
+                None if tiles.attention is None else _row(tiles.attention, join)[order],
+                None if tiles.patches is None else _rows(tiles.patches, join)[order],
+                VisualTokens(tokens[None], place.grid).cosine[0],
+                None if tiles.tower is None else _tower(tiles.tower, join, place, order, first),
+                order=order,
+                share=place.share,
+                encoder=None if tiles.encoder is None else _rows(tiles.encoder, join)[order],
+            )
+        )
+        first += place.share
+    return ImageFeatures(tuple(regions), newline, layout.newlines)
+
+
+def _rows(tiles: Tensor, join: Join) -> Tensor:
+    """Join a per-token tensor ``(T, n, C)`` like the tokens."""
+    return join(tiles, tiles.new_zeros(tiles.shape[2]))
+
+
+def _row(tiles: Tensor, join: Join) -> Tensor:
+    return _rows(tiles[:, :, None], join)[:, 0]
+
+
+def _tower(
+    tower: TowerFeatures, join: Join, place: RegionLayout, order: Tensor, first: int
+) -> TowerFeatures:
+    """The tower's states of one region, whose tiles begin at ``first``."""
+    cls = tower.cls[first : first + place.share, 0]
+    # Crops that form one grid share one [CLS].
+    cls = cls if place.grid.tiles == place.share else cls.mean(dim=0, keepdim=True)
+    attention, keys = tower.next_attention, tower.next_keys
+    return TowerFeatures(
+        _rows(tower.patches, join)[order],
+        cls.clone(),
+        _rows(tower.keys, join)[order],
+        None if attention is None else _row(attention, join)[order],
+        None if keys is None else _rows(keys, join)[order],
+    )
+
+
+# LLaVA-1.5: one tile an image, with its tokens in raster order.
+
+
+def count_llava_tokens(
     info: BaseLlavaProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
 ) -> TokenCount:
     """Count the tokens of an image, which is one tile."""
     return TokenCount(info.get_num_image_tokens(image_width=size.width, image_height=size.height))
 
 
-def count_largest_image_tokens(info: BaseLlavaProcessingInfo) -> TokenCount:
+def count_largest_llava(info: BaseLlavaProcessingInfo) -> TokenCount:
     """Count the tokens of the largest image."""
     return TokenCount(info.get_max_image_tokens())
 
@@ -44,7 +286,7 @@ def image_token(info: BaseLlavaProcessingInfo) -> int:
     return token
 
 
-PLACEHOLDERS = Placeholders(count_image_tokens, count_largest_image_tokens, image_token)
+PLACEHOLDERS = Placeholders(count_llava_tokens, count_largest_llava, image_token)
 
 
 class LlavaVision(ClipVision):
@@ -75,10 +317,120 @@ class LlavaVision(ClipVision):
         return [ImageFeatures((region,)) for region in regions]
 
 
-class AutopruneLlavaForConditionalGeneration(PrunedModel, LlavaForConditionalGeneration):
-    """``LlavaForConditionalGeneration`` that keeps K of N visual tokens where a state is served."""
+# LLaVA-NeXT: tiles of any resolution through a CLIP tower.
 
-    _processor_factory = make_pruned_factories(
-        LlavaForConditionalGeneration._processor_factory, PLACEHOLDERS
-    )
-    autoprune_vision = LlavaVision
+
+def count_image_tokens(
+    info: LlavaNextProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
+) -> TokenCount:
+    """Count base view, unpadded crops and their newlines; tiles are the base view and the crops."""
+    tokens = info.get_num_image_tokens(image_width=size.width, image_height=size.height)
+    return TokenCount(tokens, count_tiles(info.get_hf_config(), size.height, size.width))
+
+
+def count_largest_image_tokens(info: LlavaNextProcessingInfo) -> TokenCount:
+    """Count the tokens of the image size that has most of them."""
+    return count_image_tokens(info, info.get_image_size_with_most_features(), {})
+
+
+NEXT_PLACEHOLDERS = Placeholders(count_image_tokens, count_largest_image_tokens, image_token)
+
+
+class LlavaNextVision(ClipVision):
+    """The vision side of LLaVA-NeXT."""
+
+    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
+        """Split the images of one call of ``embed_multimodal``."""
+        self._model._parse_and_validate_image_input(**inputs)
+        return split_joined_images(inputs, self._join, self._model.config)
+
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
+        """Encode images: all their tiles go through the vision tower in one pass."""
+        counts = [len(image["pixel_values"]) for image in images]
+        tiles = self.encode_tiles(torch.cat([image["pixel_values"] for image in images]))
+        newline, config = self._model.image_newline, self._model.config
+        return [
+            join_features(one, image, self._join, newline, config)
+            for image, one in zip(images, tiles.split(counts), strict=True)
+        ]
+
+    def _join(self, image: ImageInputs) -> Join:
+        size: Any = image["image_sizes"]
+        merge = LlavaNextForConditionalGeneration._merge_image_patch_embeddings
+
+        def join(tiles: Tensor, newline: Tensor) -> Tensor:
+            # The method reads no other part of the model, so it can be called with marked tiles.
+            model = SimpleNamespace(config=self._model.config, image_newline=newline)
+            rows: Tensor = merge(model, size, tiles, strategy="spatial_unpad")
+            return rows
+
+        return join
+
+
+# LLaVA-OneVision: tiles of any resolution through a SigLIP tower, shrunk where there are many.
+#
+# Videos are left as they are.
+
+
+class OnevisionVision(Vision):
+    """The vision side of LLaVA-OneVision."""
+
+    _model: LlavaOnevisionForConditionalGeneration
+
+    def __init__(self, model: LlavaOnevisionForConditionalGeneration, served: ServedState) -> None:
+        super().__init__(model, served)
+        layers = model.vision_tower.vision_model.encoder.layers
+        reads = "cls_attention" in self.needs
+        self._attention_hook = AttentionHook(layers[-1].self_attn.attn) if reads else None
+
+    @staticmethod
+    def tower(model: LlavaOnevisionForConditionalGeneration) -> nn.Module:
+        """The model's vision tower."""
+        tower: nn.Module = model.vision_tower
+        return tower
+
+    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
+        """Split the images of one call of ``embed_multimodal``."""
+        self._model._parse_and_validate_image_input(**inputs)
+        return split_joined_images(inputs, self._join, self._model.config)
+
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
+        """Encode images: all their tiles go through the vision tower in one pass."""
+        model = self._model
+        counts = [len(image["pixel_values"]) for image in images]
+        pixels = torch.cat([image["pixel_values"] for image in images])
+        with nullcontext() if self._attention_hook is None else self._attention_hook.recording():
+            hidden = model._image_pixels_to_features(model.vision_tower, pixels)
+        tiles = Tiles(
+            model.multi_modal_projector(hidden),
+            None if self._attention_hook is None else torch.stack(self._attention_hook.take()),
+        )
+        return [
+            join_features(one, image, self._join, model.image_newline, model.config)
+            for image, one in zip(images, tiles.split(counts), strict=True)
+        ]
+
+    def _join(self, image: ImageInputs) -> Join:
+        size: Any = image["image_sizes"]
+        merge = LlavaOnevisionForConditionalGeneration._merge_image_patch_embeddings
+
+        def join(tiles: Tensor, newline: Tensor) -> Tensor:
+            # The method reads no other part of the model, so it can be called with marked tiles.
+            model = SimpleNamespace(config=self._model.config, image_newline=newline)
+            rows: Tensor = merge(
+                model, size, tiles, image_newline=newline, strategy="spatial_unpad"
+            )
+            return rows
+
+        return join
+
+
+AutopruneLlavaForConditionalGeneration = prune_class(
+    LlavaForConditionalGeneration, PLACEHOLDERS, LlavaVision
+)
+AutopruneLlavaNextForConditionalGeneration = prune_class(
+    LlavaNextForConditionalGeneration, NEXT_PLACEHOLDERS, LlavaNextVision
+)
+AutopruneLlavaOnevisionForConditionalGeneration = prune_class(
+    LlavaOnevisionForConditionalGeneration, NEXT_PLACEHOLDERS, OnevisionVision
+)

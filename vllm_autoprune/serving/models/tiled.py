@@ -1,4 +1,7 @@
-"""Vision side of models whose image is a number of equal tiles of placeholders."""
+"""Gemma 3, InternVL, Idefics3 and SmolVLM: an image is a number of equal square tiles.
+
+Videos are left as they are.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,34 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
+from vllm.model_executor.models.idefics3 import Idefics3ForConditionalGeneration
 from vllm.model_executor.models.interfaces import SupportsMultiModal
+from vllm.model_executor.models.interns1 import InternS1ForConditionalGeneration
+from vllm.model_executor.models.smolvlm import SmolVLMForConditionalGeneration
 
-from vllm_autoprune.serving.models.vision import EncoderInputs, ImageInputs, ModelImage, Vision
-from vllm_autoprune.serving.shared.placeholders import TokenCount
-from vllm_autoprune.serving.shared.served_state import ServedState
-from vllm_autoprune.serving.worker.attention_hook import AttentionHook
+from vllm_autoprune.serving.api.choices import Placeholders, TokenCount
+from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.models.pruned_model import (
+    EncoderInputs,
+    ImageInputs,
+    ModelImage,
+    Vision,
+    prune_class,
+)
+from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region
-from vllm_autoprune.serving.worker.merger_hook import MergerHook
+from vllm_autoprune.serving.worker.tower_hooks import AttentionHook, MergerHook
 from vllm_autoprune.tpdsl.tokens import Grid
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.gemma3_mm import Gemma3ProcessingInfo
+    from vllm.model_executor.models.idefics3 import Idefics3ProcessingInfo
+    from vllm.model_executor.models.interns1 import InternS1ProcessingInfo
+    from vllm.multimodal.parse import ImageSize
+
+# Vision side of models whose image is a number of equal tiles of placeholders.
+
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.gemma3_mm import Gemma3ProcessingInfo
@@ -163,3 +185,207 @@ class TiledVision(Vision):
         # Some towers have a [CLS] token before their patches, which no model here reads.
         square = patches[:, -across * across :].view(-1, across, across)
         return functional.avg_pool2d(square, across // self.side).flatten(1)
+
+
+# Gemma 3: one pooled square of tokens an image, and one for each crop of pan-and-scan.
+
+
+def gemma3_image_token(info: Gemma3ProcessingInfo) -> int:
+    """The id of ``<image_soft_token>``."""
+    token: int = info.get_hf_config().image_token_index
+    return token
+
+
+class Gemma3Vision(TiledVision):
+    """The vision side of Gemma 3."""
+
+    _model: Gemma3ForConditionalGeneration
+    pixels = "pixel_values"
+    counts = "num_patches"
+    apart = True
+
+    @staticmethod
+    def tower(model: Gemma3ForConditionalGeneration) -> nn.Module:
+        """The model's vision tower."""
+        tower: nn.Module = model.vision_tower
+        return tower
+
+    def tile_tokens(self) -> int:
+        """Number of tokens of one square tile, n."""
+        return int(self._model.config.mm_tokens_per_image)
+
+    def last_attention(self) -> nn.Module:
+        """Attention module of the last layer that the model reads."""
+        layers = self._model.vision_tower.vision_model.encoder.layers
+        attention: nn.Module = layers[-1].self_attn.attn
+        return attention
+
+    def rows(self, tiles: ImageInputs) -> Tensor:
+        """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
+        model, pixels = self._model, tiles[self.pixels]
+        if self.graphs is not None:
+            each = torch.ones(len(pixels), dtype=torch.int64)
+            return torch.stack(list(self.graphs({self.pixels: pixels, self.counts: each})))
+        features = model._image_pixels_to_features(model.vision_tower, pixels)
+        rows: Tensor = model.multi_modal_projector(features)
+        return rows
+
+
+# InternVL of transformers: crops and a thumbnail, each a pixel-shuffled square of tokens.
+#
+# Videos are left as they are.
+
+
+def internvl_image_token(info: InternS1ProcessingInfo) -> int:
+    """The id of ``<IMG_CONTEXT>``."""
+    token: int = info.get_hf_processor().image_token_id
+    return token
+
+
+class InternVLVision(TiledVision):
+    """The vision side of InternVL."""
+
+    _model: InternS1ForConditionalGeneration
+    pixels = "pixel_values"
+    counts = "image_num_patches"
+
+    @staticmethod
+    def tower(model: InternS1ForConditionalGeneration) -> nn.Module:
+        """The model's vision tower."""
+        tower: nn.Module = model.vision_tower
+        return tower
+
+    def tile_tokens(self) -> int:
+        """Number of tokens of one square tile, n."""
+        return int(self._model.num_image_token)
+
+    def last_attention(self) -> nn.Module:
+        """Attention module of the last layer that the model reads."""
+        attention: nn.Module = self._model.vision_tower.encoder.layer[-1].attention.attn
+        return attention
+
+    def merger_hook(self) -> MergerHook:
+        """Hook on the projector, which gets the four patches of a token as one row."""
+        projector, patches = self._model.multi_modal_projector, self._model.downsample_ratio**-2
+        return MergerHook(projector, round(patches), projector, joined=True)
+
+    def rows(self, tiles: ImageInputs) -> Tensor:
+        """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
+        rows: Tensor = self._model.extract_feature(tiles[self.pixels])
+        return rows
+
+
+# Idefics3 and SmolVLM: tiles and the whole image, each a pixel-shuffled square behind its name.
+
+
+def count_idefics3_tokens(
+    info: Idefics3ProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
+) -> TokenCount:
+    """Count tokens and tiles: all tiles have equally many, and the whole image is one of them."""
+    processor = info.get_hf_processor(**kwargs)
+    tokens = info.get_num_image_tokens(
+        image_width=size.width, image_height=size.height, processor=processor, mm_kwargs=kwargs
+    )
+    return TokenCount(tokens, tokens // processor.image_seq_len)
+
+
+def count_largest_idefics3(info: Idefics3ProcessingInfo) -> TokenCount:
+    """Count the tokens of a square: every image is enlarged until it is cut into tiles."""
+    from vllm.multimodal.parse import ImageSize
+
+    edge = info.get_hf_processor().image_processor.max_image_size["longest_edge"]
+    return count_idefics3_tokens(info, ImageSize(edge, edge), {})
+
+
+def idefics3_image_token(info: Idefics3ProcessingInfo) -> int:
+    """The id of ``<image>``."""
+    token: int = info.get_hf_processor().image_token_id
+    return token
+
+
+_WHOLE = -1
+"""The tile that shows the whole image."""
+
+IDEFICS3_PLACEHOLDERS = Placeholders(
+    count_idefics3_tokens,
+    count_largest_idefics3,
+    idefics3_image_token,
+    BACKBONES["Idefics3ForConditionalGeneration"].unsplittable,
+    first=_WHOLE,
+)
+
+
+class Idefics3Vision(TiledVision):
+    """The vision side of Idefics3 and SmolVLM, which vLLM serves with the same model."""
+
+    _model: Idefics3ForConditionalGeneration
+    pixels = "pixel_values"
+    masks = "pixel_attention_mask"
+    counts = "num_patches"
+    apart = True
+    first = _WHOLE
+
+    @staticmethod
+    def tower(model: Idefics3ForConditionalGeneration) -> nn.Module:
+        """The model's vision tower."""
+        tower: nn.Module = model.model.vision_model
+        return tower
+
+    def tile_tokens(self) -> int:
+        """Number of tokens of one square tile, n."""
+        return int(self._model.model.image_seq_len)
+
+    def last_attention(self) -> nn.Module:
+        """Attention module of the last layer that the model reads."""
+        attention: nn.Module = self._model.model.vision_model.encoder.layers[-1].self_attn.attn
+        return attention
+
+    def merger_hook(self) -> MergerHook:
+        """Hook on the projection, which gets the patches of a token as one row."""
+        connector = self._model.model.connector
+        projection = connector.modality_projection
+        return MergerHook(projection, connector.scale_factor**2, projection, joined=True)
+
+    def rows(self, tiles: ImageInputs) -> Tensor:
+        """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, also of blank tiles.
+
+        The stock model drops tiles of zeros as padding. A plain grey picture has such tiles, and
+        its placeholders count them.
+        """
+        if self.graphs is not None:
+            each = torch.ones(len(tiles[self.pixels]), dtype=torch.int64)
+            return torch.stack(list(self.graphs({**tiles, self.counts: each})))
+        model = self._model.model
+        features = model.image_pixels_to_features(
+            tiles[self.pixels], tiles[self.masks], remove_padding=False
+        )
+        rows: Tensor = model.connector(features)
+        return rows
+
+
+GEMMA3_PLACEHOLDERS = Placeholders(
+    count_image_tokens,
+    count_largest_image_tokens,
+    gemma3_image_token,
+    BACKBONES["Gemma3ForConditionalGeneration"].unsplittable,
+)
+INTERNVL_PLACEHOLDERS = Placeholders(
+    count_image_tokens,
+    count_largest_image_tokens,
+    internvl_image_token,
+    BACKBONES["InternVLForConditionalGeneration"].unsplittable,
+)
+
+
+AutopruneGemma3ForConditionalGeneration = prune_class(
+    Gemma3ForConditionalGeneration, GEMMA3_PLACEHOLDERS, Gemma3Vision
+)
+AutopruneInternS1ForConditionalGeneration = prune_class(
+    InternS1ForConditionalGeneration, INTERNVL_PLACEHOLDERS, InternVLVision
+)
+AutopruneIdefics3ForConditionalGeneration = prune_class(
+    Idefics3ForConditionalGeneration, IDEFICS3_PLACEHOLDERS, Idefics3Vision
+)
+AutopruneSmolVLMForConditionalGeneration = prune_class(
+    SmolVLMForConditionalGeneration, IDEFICS3_PLACEHOLDERS, Idefics3Vision
+)

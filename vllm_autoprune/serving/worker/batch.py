@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.serving.shared.plan import ItemPlan, plan_error, runs_policy
-from vllm_autoprune.serving.shared.served_state import ServedState
-from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.plan import ItemPlan, plan_error, runs_policy
+from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region
-from vllm_autoprune.serving.worker.region_selection import (
+from vllm_autoprune.serving.worker.regions import (
     SelectionContext,
     region_shares,
     select_region,
     stack_present,
 )
+from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
 from vllm_autoprune.tpdsl.base_policy import RefinedTokens
 from vllm_autoprune.tpdsl.tokens import Need

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vllm_autoprune.serving.shared.plan import ItemPlan, Key
+from vllm_autoprune.serving.plan import ItemPlan, Key
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec

@@ -1,18 +1,22 @@
-"""Selection with fallback: a policy over a batch, whose failure never stops the engine."""
+"""Selection that nothing stops: plans are replaced, states checked, policies fall back."""
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.ops.rowwise import upload
-from vllm_autoprune.serving.shared.plan import Key
-from vllm_autoprune.serving.worker.fallbacks import FallbackReason, FallbackReporter
+from vllm_autoprune.serving.plan import NO_KEY, Choice, ItemPlan, Key
+from vllm_autoprune.serving.served_state import PlanRules
 from vllm_autoprune.serving.worker.tensor_parallel import broadcast_rank_zero, world_size
-from vllm_autoprune.tpdsl.base_policy import Given, RefinedTokens, TokenSelection
+from vllm_autoprune.tpdsl.base_policy import FALLBACKS, Given, RefinedTokens, TokenSelection
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, core_policy, delta_policy
 from vllm_autoprune.tpdsl.refine import (
     assemble_rows,
@@ -25,7 +29,225 @@ from vllm_autoprune.tpdsl.refine import (
     order_rows,
     select_tokens,
 )
+from vllm_autoprune.tpdsl.safety import safety_check
 from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+# Counters of images whose selection fell back, and the log message for the first of each kind.
+
+
+logger = logging.getLogger("vllm.autoprune")
+
+FallbackReason = Literal["scores", "error", "plan"]
+"""Why an image fell back: its scores were not finite, its policy raised, or its plan was refused.
+"""
+
+FALLBACK_REASONS: tuple[FallbackReason, ...] = get_args(FallbackReason)
+
+
+class FallbackMeter:
+    """Fallbacks by kind and reason, and exceptions by type; counting never waits for the device."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, int] = {}
+        """Exceptions by the name of their type."""
+        self._counts: Tensor | None = None
+        self._on_host: Tensor | None = None
+
+    def add(self, codes: Tensor, reason: FallbackReason = "scores") -> None:
+        """Count fallback codes ``(B,)``, and start copying the totals to the host."""
+        kinds = torch.arange(len(FALLBACKS), device=codes.device)
+        added = torch.zeros(
+            len(FALLBACK_REASONS), len(FALLBACKS), dtype=torch.int64, device=codes.device
+        )
+        added[FALLBACK_REASONS.index(reason)] = (codes[:, None] == kinds).sum(dim=0)
+        self._counts = added if self._counts is None else self._counts + added
+        if self._on_host is None:
+            pinned = codes.device.type == "cuda"
+            self._on_host = torch.zeros(added.shape, dtype=torch.int64, pin_memory=pinned)
+        self._on_host.copy_(self._counts, non_blocking=True)
+
+    def add_error(self, error: Exception) -> int:
+        """Count an exception; returns how many of its type there were, this one included."""
+        name = type(error).__name__
+        self.errors[name] = self.errors.get(name, 0) + 1
+        return self.errors[name]
+
+    def counts(self) -> dict[str, int]:
+        """Images by fallback kind so far; waits for the device, so not for the hot path."""
+        totals = [0] * len(FALLBACKS)
+        if self._counts is not None:
+            totals = self._counts.sum(dim=0).tolist()
+        return dict(zip(FALLBACKS, totals, strict=True))
+
+    def counts_on_host(self) -> dict[tuple[str, FallbackReason], int]:
+        """Images that fell back, by kind and reason, from the copies that have reached the host."""
+        rows = [[0] * len(FALLBACKS)] * len(FALLBACK_REASONS)
+        if self._on_host is not None:
+            rows = self._on_host.tolist()
+        return {
+            (kind, reason): count
+            for reason, row in zip(FALLBACK_REASONS, rows, strict=True)
+            for kind, count in zip(FALLBACKS[1:], row[1:], strict=True)
+        }
+
+
+class FallbackReporter:
+    """Counts fallbacks and exceptions in ``meter``, and logs the first of each kind."""
+
+    def __init__(self) -> None:
+        self.meter = FallbackMeter()
+        self._logged: set[str] = set()
+
+    def report(self, codes: Tensor, reason: FallbackReason = "scores") -> None:
+        """Count fallback codes ``(B,)``; logs the totals of the previous call."""
+        for (kind, _), count in self.meter.counts_on_host().items():
+            if count and kind not in self._logged:
+                self._logged.add(kind)
+                logger.warning("An image fell back to %s tokens; more are only counted.", kind)
+        self.meter.add(codes, reason)
+
+    def report_error(
+        self, error: Exception, outcome: str = "keeping its base policy's tokens"
+    ) -> None:
+        """Count an exception of selection; the first of its type is logged with its traceback."""
+        if self.meter.add_error(error) == 1:
+            logger.error("Pruning of an image failed; %s.", outcome, exc_info=error)
+
+    def report_refused_plan(self, error: Exception, device: torch.device) -> None:
+        """Count a plan that is replaced by another one, and log the first."""
+        count = self.meter.add_error(error)
+        self.report(torch.ones(1, dtype=torch.uint8, device=device), "plan")
+        if count == 1:
+            logger.error("A plan is not carried out as it came: %s", error)
+
+
+# Decoding of the plans that reach a worker; a plan that is not allowed is replaced, never raised.
+#
+# The worker has to survive whatever a client sends through vLLM's ``/inference/v1/generate``.
+
+
+class PlanReader:
+    """Decoder of plans in the worker; no input makes it raise.
+
+    A malformed plan becomes the server's own budget with the base policy alone; settings that a
+    plan may not have are removed. Both are counted, and the first is logged.
+    """
+
+    def __init__(self, rules: PlanRules, reporter: FallbackReporter, device: torch.device) -> None:
+        self._rules = rules
+        self._reporter = reporter
+        self._device = device
+
+    def read(self, rows: Sequence[object] | Tensor) -> list[ItemPlan]:
+        """The plan of every image."""
+        return [self._read(row) for row in rows]
+
+    def _read(self, row: object) -> ItemPlan:
+        try:
+            plan = ItemPlan.decode(row)
+        except Exception as error:  # the client may have sent anything
+            self._reporter.report_refused_plan(error, self._device)
+            return ItemPlan(self._rules.served.budget, NO_KEY, keep="reference")
+        try:
+            self._rules.check_token_ids(plan)
+            self._rules.check_choice(plan)
+        except AutopruneError as error:
+            self._reporter.report_refused_plan(error, self._device)
+            unread = tuple(Choice(choice.budget) for choice in plan.earlier)
+            plan = replace(plan, instruction=(), language=(), earlier=unread)
+            plan = replace(plan, keep="state", state=b"")
+        return self._replace_refused(plan)
+
+    def _replace_refused(self, plan: ItemPlan) -> ItemPlan:
+        """The plan, or a control plan if the state does not allow its budget.
+
+        An image that keeps every token may have such a plan, because nothing is selected then.
+        """
+        for one in (plan, replace(plan, keep="reference")):
+            try:
+                self._rules.served.policy_for_plan(one)
+            except AutopruneError:
+                continue
+            return one
+        return replace(plan, keep="random", state=b"", part="whole", core=0, earlier=())
+
+
+# Safety check of a served state on its first real images; start-up has only synthetic ones.
+
+
+logger = logging.getLogger("vllm.autoprune")
+
+MAX_VERDICTS = 4096
+"""Verdicts that are cached, the least recently used dropped first."""
+
+VerdictKey = tuple[str, int, int, int, int]
+"""State digest, K, q_e and r_min on these images, and their number of tiles."""
+
+
+class FirstImageCheck:
+    """Checks a state on the first images that it selects from, at each budget and tile count.
+
+    A state that fails at K = 1 may be valid at K = 64, and the budget of one client must not change
+    the results of others. ``unsafe`` counts the states that failed at any budget;
+    where they did, their base policy serves.
+    """
+
+    def __init__(self) -> None:
+        self.unsafe = 0
+        self._safe: OrderedDict[VerdictKey, bool] = OrderedDict()
+
+    def replace_unsafe(self, policy: PruningPolicy, tokens: VisualTokens) -> PruningPolicy:
+        """The policy itself, or its base policy alone where its state has failed."""
+        state, tiles = policy.state, tokens.grid.tiles
+        here = policy.at(tokens.count, tiles)
+        key = (state.digest, here.budget, here.quota, here.r_min, tiles)
+        if key not in self._safe:
+            safe = self._check(policy, tokens)
+            if safe is None:
+                return policy
+            self._safe[key] = safe
+            while len(self._safe) > MAX_VERDICTS:
+                self._safe.popitem(last=False)
+        self._safe.move_to_end(key)
+        if self._safe[key]:
+            return policy
+        return replace(
+            policy, state=state.without_exchange(), quota=0, r_min=policy.budget, varies=False
+        )
+
+    def _check(self, policy: PruningPolicy, tokens: VisualTokens) -> bool | None:
+        """Whether the state is safe; None where these images cannot tell."""
+        record = safety_check(policy, [tokens])
+        if _verdict_of_rank_zero(record.valid, tokens.features.device):
+            return True
+        ranked = policy.state.ranked(tokens).features
+        if not bool(tokens.features.isfinite().all() & ranked.isfinite().all()):
+            return None  # no policy passes on non-finite features
+        digest = policy.state.digest
+        if any(other[0] == digest and not safe for other, safe in self._safe.items()):
+            return False  # logged once: clients choose budgets, and could fill the log with them
+        self.unsafe += 1
+        logger.error(
+            "State %r (%s) FAILS ITS SAFETY CHECK ON THE FIRST REAL IMAGE, at K = %d: %s. At this "
+            "budget, and any other at which it fails, its base policy %s serves alone.",
+            policy.state.name,
+            digest[:12],
+            policy.at(tokens.count, tokens.grid.tiles).budget,
+            "; ".join(f"{v.name}: {v.detail}" for v in record.failures()) or "on rank 0",
+            policy.base.name,
+        )
+        return False
+
+
+def _verdict_of_rank_zero(valid: bool, device: torch.device) -> bool:
+    """Rank 0's verdict: ranks that disagreed would serve different tokens."""
+    if world_size() == 1:
+        return valid
+    verdict = broadcast_rank_zero(torch.tensor([int(valid)], device=device))
+    return bool(verdict.item())
+
+
+# Selection with fallback: a policy over a batch, whose failure never stops the engine.
 
 
 @torch.no_grad()

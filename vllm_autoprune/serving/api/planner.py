@@ -1,4 +1,4 @@
-"""Plans of a request's images: K, cache identity, instruction ids; before anything is processed.
+"""Plans of a request's images: K, cache identity, instruction ids; before any is processed.
 
 All of it follows from image sizes, the state and the request. Cached data of an image is found by
 the digest of its content.
@@ -17,44 +17,149 @@ import torch
 from PIL import Image
 from vllm.multimodal.parse import ImageProcessorItems
 
-from vllm_autoprune.serving.api.image_split import Slot, SplitImage, SplitPrompt, split_images
-from vllm_autoprune.serving.api.instruction import (
-    extract_prompt_instruction,
-    find_question_turns,
-)
-from vllm_autoprune.serving.api.instruction_tokens import InstructionTokenizer
-from vllm_autoprune.serving.api.item_plans import ItemPlans
-from vllm_autoprune.serving.api.named_images import NamedImage, NamedImages
-from vllm_autoprune.serving.api.pruning_choice import (
+from vllm_autoprune.serving.api.choices import (
     ImageChoice,
+    Placeholders,
+    TokenCount,
+    choose_sizes,
     recall_needs,
     resolve_choices,
     state_label,
 )
-from vllm_autoprune.serving.api.recall import (
+from vllm_autoprune.serving.api.image_store import NamedImage, NamedImages
+from vllm_autoprune.serving.api.instruction import (
+    InstructionTokenizer,
+    extract_prompt_instruction,
+    find_question_turns,
+)
+from vllm_autoprune.serving.api.request import PruningRequest, parse_request, request_error
+from vllm_autoprune.serving.api.split import (
     MAX_ITEMS,
     RecallItem,
+    Slot,
+    SplitImage,
+    SplitPrompt,
     choose_recalls,
     expand_marks,
     limit_recalls,
+    split_images,
 )
-from vllm_autoprune.serving.api.request_fields import (
-    PruningRequest,
-    parse_request,
-    request_error,
-)
-from vllm_autoprune.serving.api.resized_images import choose_sizes
-from vllm_autoprune.serving.shared.identities import hash_picture, make_name_identity
-from vllm_autoprune.serving.shared.kv_blocks import kv_block_size
-from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount
-from vllm_autoprune.serving.shared.plan import (
+from vllm_autoprune.serving.plan import (
     LANGUAGE_IDS,
     NO_KEY,
+    Choice,
+    Ids,
     ItemPlan,
+    decode_state,
+    hash_picture,
+    make_cache_identity,
+    make_core_identity,
+    make_feature_key,
+    make_name_identity,
+    make_pixels_key,
+    make_recall_identity,
 )
-from vllm_autoprune.serving.shared.served_state import ServedState
-from vllm_autoprune.serving.shared.state_codec import decode_state
+from vllm_autoprune.serving.served_state import ServedState, kv_block_size
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+
+# Plans and cache identities of a request's items: an image, its parts, what later turns recall.
+
+
+class ItemPlans:
+    """Items of a request in the order of its prompt, with their plans and cache identities.
+
+    ``digests`` are those of the contents of its images, ``salt`` its ``cache_salt``; ``seeds`` has
+    what a random keep of an image is drawn from.
+    """
+
+    def __init__(
+        self,
+        digests: Sequence[str],
+        salt: str,
+        choices: Sequence[ImageChoice],
+        ids: Sequence[tuple[Ids, Ids]],
+        seeds: Mapping[int, str],
+    ) -> None:
+        self.plans: list[ItemPlan] = []
+        self.identities: list[str] = []
+        self.sources: list[int] = []
+        self.keys: list[str] = []
+        """Of each item's processed tensors; items of one image have the same."""
+        self._digests = digests
+        self._salt = salt
+        self._choices = choices
+        self._ids = ids
+        self._seeds = seeds
+        self._last: dict[int, tuple[ItemPlan, str]] = {}
+        """Plan and identity of the item of each image that was chosen last."""
+
+    def add(self, slot: Slot) -> None:
+        """Add an image, or one part of it."""
+        choice, ids = self._choices[slot.image], self._ids[slot.image]
+        # Features are kept of images whose tokens are chosen.
+        chosen = not choice.keeps_all and choice.resized is None
+        parts = self._digests[slot.image], self._salt, self._seeds.get(slot.image, "")
+        key = make_feature_key(*parts) if chosen else NO_KEY
+        whole = ItemPlan(choice.kept, key, *ids, choice.keep, state=choice.state)
+        # A resized image has no more tokens than those that are kept.
+        tokens = choice.tokens if choice.resized is None else choice.kept
+        plan = replace(whole, tokens=tokens, core=slot.core)
+        if slot.part == "core":
+            plan = plan.of_part("core", Choice(slot.core))
+        elif slot.part == "delta":
+            plan = plan.of_part("delta", Choice(choice.kept - slot.core, *ids))
+        # Where everything is kept the image is what it is in stock vLLM, caches included.
+        identity = self._digests[slot.image]
+        if not choice.keeps_all:
+            identity = _identify_slot(slot, self._content(slot.image), choice, ids)
+        self._append(slot.image, plan, identity)
+
+    def add_recall(self, item: RecallItem, ids: tuple[Ids, Ids]) -> None:
+        """Add tokens that a later turn recalls of an image, by the ids that they are chosen by."""
+        last, before = self._last[item.image]
+        choice = Choice(last.image_budget if not last.earlier else last.budget, *last.read)
+        plan = last.of_part("recall", Choice(item.budget, *ids))
+        identity = make_recall_identity(before, item.budget, ids)
+        self._append(item.image, replace(plan, earlier=(*last.earlier, choice)), identity)
+
+    def _append(self, image: int, plan: ItemPlan, identity: str) -> None:
+        self.plans.append(plan)
+        self.identities.append(identity)
+        self.sources.append(image)
+        choice = self._choices[image]
+        key = make_pixels_key(self._content(image), choice.resized)
+        self.keys.append(identity if choice.keeps_all else key)
+        self._last[image] = plan, identity
+
+    def _content(self, image: int) -> str:
+        return repr((self._digests[image], self._salt))
+
+    def served(self) -> tuple[ImageChoice, ...]:
+        """The choices with the cores and recalls of their images."""
+        cores, recalled = dict[int, int](), dict[int, int]()
+        for image, plan in zip(self.sources, self.plans, strict=True):
+            if plan.part == "recall":
+                recalled[image] = recalled.get(image, 0) + plan.budget
+            else:
+                cores[image] = plan.core
+        return tuple(
+            replace(choice, core=cores[i], recalled=recalled.get(i, 0))
+            for i, choice in enumerate(self._choices)
+        )
+
+
+def _identify_slot(slot: Slot, content: str, choice: ImageChoice, ids: tuple[Ids, Ids]) -> str:
+    if slot.part == "core":
+        return make_core_identity(content, choice.core_identity, slot.core)
+    read = ids if choice.reads_instruction else None
+    return make_cache_identity(content, choice.identity, choice.kept, choice.keep, read, slot.core)
+
+
+# Plans of a request's images: K, cache identity, instruction ids; before anything is processed.
+#
+# All of it follows from image sizes, the state and the request. Cached data of an image is found by
+# the digest of its content.
+
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalHashes

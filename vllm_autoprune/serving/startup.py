@@ -1,42 +1,44 @@
-"""Settings resolved to a served state on the model config; reports all problems at once."""
+"""Start-up: settings become a served state on the model config, or all their problems are told."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from packaging.version import Version
+
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
+from vllm_autoprune.serving import compat
+from vllm_autoprune.serving.api import engine_requests, image_store, request
+from vllm_autoprune.serving.api.endpoint import format_summary
 from vllm_autoprune.serving.compat import (
+    api,
     attach,
     get_attachment,
     require_vllm,
     uses_rust_frontend,
+    worker,
 )
-from vllm_autoprune.serving.models import BACKBONES, Backbone
-from vllm_autoprune.serving.models.unserved import UNSERVED
-from vllm_autoprune.serving.shared.description import format_summary
-from vllm_autoprune.serving.shared.kv_blocks import attach_kv_blocks
-from vllm_autoprune.serving.shared.metrics_setup import attach_metrics_setup
-from vllm_autoprune.serving.shared.request_rules import parse_rules
-from vllm_autoprune.serving.shared.served_state import (
+from vllm_autoprune.serving.hooks import require_hooks
+from vllm_autoprune.serving.models import BACKBONES, UNSERVED, Backbone
+from vllm_autoprune.serving.plan import is_recall
+from vllm_autoprune.serving.served_state import (
     ATTRIBUTE,
     NEEDS,
     ServedState,
     UnavailableInputs,
+    attach_kv_blocks,
+    attach_metrics_setup,
+    replace_unsafe_state,
+    served_state,
 )
-from vllm_autoprune.serving.shared.state_safety import replace_unsafe_state
-from vllm_autoprune.serving.startup.activation import ATTRIBUTE as ACTIVATION
-from vllm_autoprune.serving.startup.activation import Activation
-from vllm_autoprune.serving.startup.flags import SETTINGS_KEY
-from vllm_autoprune.serving.startup.hooks import require_hooks
-from vllm_autoprune.serving.startup.mode_checks import (
-    find_connector_problems,
-    find_mode_problems,
-)
-from vllm_autoprune.serving.startup.settings import (
+from vllm_autoprune.serving.settings import (
     SETTINGS,
+    SETTINGS_KEY,
+    parse_rules,
     read_budget,
     read_cache_bytes,
     read_detail_budgets,
@@ -52,9 +54,69 @@ from vllm_autoprune.tpdsl.tokens import Need
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
+# Registration of the pruned model class, its processor and renderer, in each process.
+
+
+ACTIVATION = "autoprune_activation"
+
+_active: set[str] = set()
+
+
+def activate(architecture: str) -> None:
+    """Replace vLLM's classes for one architecture by the pruned ones; idempotent.
+
+    They serve stock models unchanged, because each looks for a state on its own model's config.
+    """
+    if architecture in _active:
+        return
+    _active.add(architecture)
+    backbone = BACKBONES[architecture]
+    compat.register_model(architecture, backbone.model)
+    if backbone.mrope:
+        worker.request_positions_on_cpu()
+    engine_requests.watch_requests()
+    api.check_requests(request.check_request, request.handling)
+    image_store.cache_without_plans()
+    api.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
+    worker.spread_recalls(is_recall)
+    worker.refuse_sleep(sleep_problem)
+
+
+class Activation:
+    """Attribute of the model config that activates every process which unpickles the config.
+
+    vLLM pickles the config for its engine cores and workers, and a process must have our classes
+    registered before it builds the model.
+    """
+
+    def __init__(self, architecture: str) -> None:
+        activate(architecture)
+        self.architecture = architecture
+
+    def __reduce__(self) -> tuple[type[Activation], tuple[str]]:
+        return Activation, (self.architecture,)
+
+
+def sleep_problem(model_config: ModelConfig, level: int) -> str | None:
+    """Reason why a server cannot wake up from a sleep level; None if it can.
+
+    Level 2 discards weights, and what reloads the checkpoint's does not reload the text tower's.
+    """
+    served = served_state(model_config)
+    if level < 2 or served is None or served.tower is None:
+        return None
+    return (
+        f"sleep level {level} would discard the weights of --autoprune-text-tower, which are not "
+        "part of the checkpoint and are not loaded again; use level 1"
+    )
+
+
+# Settings resolved to a served state on the model config; reports all problems at once.
+
+
 logger = logging.getLogger("vllm.autoprune")
 
-_SETTINGS = "autoprune_settings"
+_WAITING_SETTINGS = "autoprune_settings"
 """Attribute of a model config with settings that are not applied yet."""
 
 
@@ -64,7 +126,7 @@ def attach_settings(model_config: ModelConfig, additional: object) -> None:
     ``vllm launch render`` makes a config of the model alone, without ``additional_config``.
     """
     if isinstance(additional, Mapping) and SETTINGS_KEY in additional:
-        attach(model_config, _SETTINGS, dict(additional))
+        attach(model_config, _WAITING_SETTINGS, dict(additional))
 
 
 def apply_settings(vllm_config: VllmConfig) -> None:
@@ -96,9 +158,9 @@ def apply_settings(vllm_config: VllmConfig) -> None:
 
 def _take_settings(vllm_config: VllmConfig) -> Mapping[str, object]:
     """The settings under their key, if there are any to apply; removed from where they were."""
-    attached = get_attachment(vllm_config.model_config, _SETTINGS)
+    attached = get_attachment(vllm_config.model_config, _WAITING_SETTINGS)
     if attached is not None:
-        attach(vllm_config.model_config, _SETTINGS, None)
+        attach(vllm_config.model_config, _WAITING_SETTINGS, None)
     additional = vllm_config.additional_config
     if isinstance(additional, Mapping) and SETTINGS_KEY in additional:
         # Out of additional_config before vLLM hashes it: the compiled graphs do not depend on it.
@@ -199,3 +261,97 @@ def _check_safety(state: PruningState, budget: int, problems: list[Problem]) -> 
     except StateError as error:
         problems += [Problem(f"state#{p.where}", p.what, p.fix) for p in error.problems]
         return state
+
+
+# Ways of serving that hide from the plugin what a state reads, each refused by its flag.
+
+
+_FIX = "serve without it, or a state that does not read this"
+
+LMCACHE = Version("0.5.5")
+"""The oldest LMCache that keeps a whole identity; 0.5.4 keeps 16 bits of it."""
+
+_INSIDE_THE_TOWER: frozenset[Need] = frozenset(
+    {"cls_attention", "encoder", "merger_input", "tower", "next_layer"}
+)
+"""What hooks within the vision tower read."""
+
+_QUESTION: frozenset[Need] = frozenset({"instruction", "words", "language"})
+"""What is made of the question."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingMode:
+    """A way of serving, and the inputs that a state cannot have with it."""
+
+    flag: str
+    hides: frozenset[Need]
+    why: str
+
+
+def find_mode_problems(vllm_config: VllmConfig, needs: Collection[Need]) -> list[Problem]:
+    """Problems of a state that reads ``needs`` under the modes of this configuration.
+
+    Features of the image, after the vision tower and its projector, are there in every mode.
+    """
+    return [
+        Problem(mode.flag, mode.why, _FIX)
+        for mode in _find_modes(vllm_config)
+        if not mode.hides.isdisjoint(needs)
+    ]
+
+
+def _find_modes(vllm_config: VllmConfig) -> Iterator[ServingMode]:
+    if vllm_config.lora_config is not None:
+        why = "the state reads the language model's first layers, which are run without adapters"
+        yield ServingMode("--enable-lora", frozenset({"language"}), why)
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        why = "the state reads the language model's first layers on every rank"
+        yield ServingMode("--pipeline-parallel-size", frozenset({"language"}), why)
+    multimodal = vllm_config.model_config.multimodal_config
+    # vLLM has reset it to "weights" where the model cannot do it.
+    if multimodal is not None and multimodal.mm_encoder_tp_mode == "data":
+        why = "a rank encodes some images, and the state reads the vision tower of all of them"
+        yield ServingMode("--mm-encoder-tp-mode data", _INSIDE_THE_TOWER, why)
+    for name in ("cudagraph_mm_encoder", "compile_mm_encoder"):
+        if vars(vllm_config.compilation_config).get(name):
+            why = "the state reads the inside of the vision tower, where hooks would not be called"
+            yield ServingMode(f"--compilation-config {name}", _INSIDE_THE_TOWER, why)
+    if vllm_config.ec_transfer_config is not None:
+        why = "images are encoded without their question, which the state reads"
+        yield ServingMode("--ec-transfer-config", _QUESTION, why)
+
+
+def find_connector_problems(vllm_config: VllmConfig) -> list[Problem]:
+    """Refuse KV connectors that keep 16 bits of an image's identity.
+
+    Two images, or two questions about one, would be given each other's KV. vLLM's own copy of
+    LMCache's integration (``use_native``) does so in 0.32 and 0.33.
+    """
+    config = vllm_config.kv_transfer_config
+    if config is None:
+        return []
+    extra = config.kv_connector_extra_config
+    return list(_connector_problems(str(config.kv_connector), extra))
+
+
+def _connector_problems(name: str, extra: Mapping[str, object]) -> Iterator[Problem]:
+    inner = extra.get("connectors")
+    for one in inner if isinstance(inner, list) else ():  # of a MultiConnector
+        if isinstance(one, Mapping):
+            more = one.get("kv_connector_extra_config")
+            yield from _connector_problems(
+                str(one.get("kv_connector")), more if isinstance(more, Mapping) else {}
+            )
+    if not name.startswith("LMCache"):
+        return
+    where, what = f"--kv-transfer-config {name}", "keeps 16 bits of an image's identity"
+    if extra.get("use_native"):
+        yield Problem(where, f"use_native {what}", "leave use_native out")
+        return
+    try:
+        version = Version(importlib.metadata.version("lmcache"))
+    except importlib.metadata.PackageNotFoundError:
+        return  # vLLM says so itself
+    if version < LMCACHE:
+        yield Problem(where, f"LMCache {version} {what}", f"install lmcache>={LMCACHE}")

@@ -1,19 +1,31 @@
-"""ItemPlan: the API server's decision about one image, as the tensor that reaches the worker."""
+"""Plan of an item: what the API server decides about an image, as the tensor a worker gets.
+
+With the identities that caches hold its tokens by, and the bytes of a state that a plan carries.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, get_args
 
+import numpy
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
-from vllm_autoprune.errors import Problem, RequestError
+from vllm_autoprune.errors import Problem, RequestError, StateError
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.state import Provenance, PruningState
+from vllm_autoprune.tpdsl.tokens import split_over_tiles
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalKwargsItem
+
+# ItemPlan: the API server's decision about one image, as the tensor that reaches the worker.
+
 
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""
@@ -96,7 +108,7 @@ class ItemPlan:
     for a policy that covers those. Empty where the policy does not read it. ``profile`` marks
     vLLM's memory profiling: the unpruned size is returned, after paying for a selection as well.
     ``state`` is one that the request names or holds, as
-    :mod:`~vllm_autoprune.serving.shared.state_codec` encodes it; empty for the server's own.
+    :mod:`~vllm_autoprune.serving.plan` encodes it; empty for the server's own.
     ``tokens`` is N by the image's size, which the scheduler counts the encoder's work by.
     ``earlier`` has, where the item is a recall, K of the image with its own question, and then
     every recall before this one: its tokens are chosen among those that are left.
@@ -299,3 +311,136 @@ def plan_error(what: str) -> RequestError:
 def _require(condition: bool, problem: str) -> None:
     if not condition:
         raise plan_error(problem)
+
+
+# Canonical bytes of a state, for the plans that carry it to the workers.
+#
+# Sent with every image that needs it, because an API server cannot know which states a worker has
+# already received; a kilobyte is small compared with the pixels.
+
+
+MAX_ENCODED_BYTES = MAX_STATE
+"""Bound of one encoded state in bytes; those that ship take 1,200."""
+
+MAX_CACHED_STATES = 256
+"""States that a process caches, the least recently used dropped first."""
+
+
+@lru_cache(maxsize=MAX_CACHED_STATES)
+def encode_state(state: PruningState) -> bytes:
+    """Encode the fields that determine behaviour, so that equal digests give equal bytes.
+
+    Raises :class:`StateError` for a state larger than MAX_ENCODED_BYTES.
+    """
+    bare = {"name": state.digest[:12], "provenance": Provenance(), "schema_uri": ""}
+    text = state.model_copy(update=bare).model_dump_json(exclude={"provenance"}).encode()
+    if len(text) > MAX_ENCODED_BYTES:
+        what = f"{len(text)} bytes of behaviour, and a request may bring {MAX_ENCODED_BYTES}"
+        raise StateError("state", [Problem("", what, "use fewer signals or pools", "size")])
+    return text
+
+
+@lru_cache(maxsize=MAX_CACHED_STATES)
+def decode_state(text: bytes) -> PruningState:
+    """Inverse of :func:`encode_state`, up to name and provenance."""
+    return PruningState.model_validate_json(text)
+
+
+# Digests of what decides the tokens of an item: the keys under which caches hold it.
+
+
+def make_feature_key(content: str, salt: str = "", seed: str = "") -> Key:
+    """Key of an image's features: the digest of its content, then of content and cache salt.
+
+    Images with different salts have different keys. The first half seeds a random keep; ``seed``
+    takes its place then, so that a picture gets the same draw under every salt and on any server.
+    """
+    return _int64(seed or content), _int64(repr((content, salt)))
+
+
+def hash_picture(image: object) -> str:
+    """Digest of the decoded pixels of a picture or array: of nothing else, not even the model."""
+    pixels = numpy.ascontiguousarray(image.convert("RGB") if isinstance(image, Image) else image)
+    return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()
+
+
+def _int64(text: str) -> int:
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def make_name_identity(modality: str, name: str) -> str:
+    """Cache identity of an input that is known by its ``uuid``, which a client may choose freely.
+
+    A name equals no other identity, whatever it says.
+    """
+    return hashlib.sha256(repr(("name", modality, name)).encode()).hexdigest()
+
+
+def make_pixels_key(image: str, size: tuple[int, int] | None) -> str:
+    """Key of an image's processed tensors in vLLM's processor cache: content and size it is given.
+
+    Neither a question nor a state nor K is part of it, so that all of them share the tensors.
+    """
+    return hashlib.sha256(repr(("pixels", image, size)).encode()).hexdigest()
+
+
+def make_cache_identity(
+    image: str,
+    served: str,
+    budget: int,
+    keep: Chooser,
+    read: tuple[Ids, Ids] | None,
+    core: int = 0,
+) -> str:
+    """Cache identity of a pruned image: one SHA-256 digest in lower-case hexadecimal.
+
+    ``image`` identifies the pixels, ``served`` the state and text tower; ``read`` is the plan's
+    (instruction, language), None where the policy reads neither. ``core`` is K_c where this is the
+    part that was chosen given a core, ``budget`` then K of the image. KV connectors read identities
+    as hexadecimal numbers and some keep only the last 16 bits, so every part is in every bit.
+    """
+    parts = (image, served, budget, keep, read, core)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def make_core_identity(image: str, chosen_by: str, core: int) -> str:
+    """Cache identity of the core of an image: its K_c and the digest of what chooses it.
+
+    Neither a question nor K nor the rest of a state is part of it, so that all of them share it.
+    """
+    return hashlib.sha256(repr(("core", image, chosen_by, core)).encode()).hexdigest()
+
+
+def make_recall_identity(before: str, budget: int, read: tuple[Ids, Ids]) -> str:
+    """Cache identity of tokens that a later turn recalls.
+
+    ``before`` identifies the image's tokens that are chosen last before these: all earlier choices,
+    down to the pixels, are part of it.
+    """
+    return hashlib.sha256(repr(("recall", before, budget, read)).encode()).hexdigest()
+
+
+# Split of an image's budget over its parts, the same in the API server and in the worker.
+
+
+def split_over_parts(
+    budget: int, sizes: Sequence[int], tiles: Sequence[int], first: int = 0
+) -> tuple[int, ...]:
+    """Split K over parts of ``sizes`` tokens: K / T for each of their ``tiles``.
+
+    What does not divide goes to part number ``first`` and those after it, and surplus to the next
+    part with room. If K is at least the number of tokens, every part keeps all of its tokens.
+    """
+    order = [(first + i) % len(sizes) for i in range(len(sizes))]
+    shares = split_over_tiles(budget, sum(tiles))
+    budgets, done = [0] * len(sizes), 0
+    for part in order:
+        budgets[part] = min(sum(shares[done : done + tiles[part]]), sizes[part])
+        done += tiles[part]
+    left = min(budget, sum(sizes)) - sum(budgets)
+    for part in order:
+        more = min(left, sizes[part] - budgets[part])
+        budgets[part] += more
+        left -= more
+    return tuple(budgets)

@@ -1,9 +1,4 @@
-"""Selection of one region of images: by the policy of their plans, beside what they keep already.
-
-An image may be several items of its prompt: the core before the delta, both before what later turns
-recall. Each is chosen given those before it, whose indices are remembered, or chosen anew: the same
-tokens, since they follow from the image and from the questions in the plan.
-"""
+"""Selection of one region of images, by its share of K and beside what is kept already."""
 
 from __future__ import annotations
 
@@ -11,22 +6,23 @@ import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp_torch import Conditioned
 from vllm_autoprune.ops.rowwise import upload
-from vllm_autoprune.serving.shared.plan import NO_KEY, Choice, Ids, ItemPlan, runs_policy
-from vllm_autoprune.serving.shared.served_state import ServedState
-from vllm_autoprune.serving.worker.cores import CoreCache
-from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
-from vllm_autoprune.serving.worker.features import ImageFeatures, Region
-from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
-from vllm_autoprune.serving.worker.region_shares import RegionShare, share_over_regions
-from vllm_autoprune.serving.worker.relevance import RelevanceSpace
-from vllm_autoprune.serving.worker.selection import select_at_random, select_with_fallback
+from vllm_autoprune.serving.plan import NO_KEY, Choice, Ids, ItemPlan, runs_policy, split_over_parts
+from vllm_autoprune.serving.served_state import ServedState
+from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, Region
+from vllm_autoprune.serving.worker.question import RelevanceSpace
+from vllm_autoprune.serving.worker.selection import (
+    FallbackReporter,
+    FirstImageCheck,
+    select_at_random,
+    select_with_fallback,
+)
 from vllm_autoprune.tpdsl.atoms.selectors import compares_greedily
 from vllm_autoprune.tpdsl.base_policy import Given, RefinedTokens
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, delta_policy
@@ -39,6 +35,7 @@ from vllm_autoprune.tpdsl.refine import (
     pool_tokens,
 )
 from vllm_autoprune.tpdsl.tokens import (
+    Grid,
     Instruction,
     MergerInput,
     NextLayer,
@@ -46,6 +43,82 @@ from vllm_autoprune.tpdsl.tokens import (
     VisualTokens,
     Words,
 )
+
+# Split of an image's budget, core and exchange quota over the regions of its tokens.
+
+
+class SizedRegion(Protocol):
+    """Region of an image: its tokens, and how many tiles of the vision tower it is."""
+
+    @property
+    def grid(self) -> Grid:
+        """Grid of its tokens."""
+
+    @property
+    def share(self) -> int:
+        """Number of tiles; the budget is split over regions in proportion to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionShare:
+    """One region's part of an image's budget K, core size and exchange quota.
+
+    ``rows`` is how many of the region's tokens the item keeps (:attr:`ItemPlan.part`), ``before``
+    how many the items before it keep.
+    """
+
+    budget: int
+    core: int
+    quota: int
+    rows: int
+    before: int = 0
+
+    def policy(self, whole: PruningPolicy) -> PruningPolicy:
+        """The policy of the image, for this region."""
+        # The image's r_min is at most K - q_e, which is what these add up to.
+        r_min = min(whole.r_min, self.budget - self.quota)
+        return replace(
+            whole, budget=self.budget, quota=self.quota, r_min=r_min, varies=False, core=self.core
+        )
+
+
+def share_over_regions(
+    plan: ItemPlan, policy: PruningPolicy | None, regions: Sequence[SizedRegion], first: int = 0
+) -> list[RegionShare]:
+    """The share of every region; a core is split like the K that it is part of.
+
+    Region number ``first`` takes what does not divide.
+    """
+    core, quota = (0, 0) if policy is None else (policy.core, policy.quota)
+    shares = []
+    for tokens, before, kept, exchanged in zip(
+        split_over_regions(plan.image_budget, regions, first),
+        split_over_regions(plan.kept_before, regions, first),
+        split_over_regions(core, regions, first),
+        split_over_regions(quota, regions, first),
+        strict=True,
+    ):
+        rows = tokens - before
+        # The policy of a delta is that of both parts, the policy of a recall its own alone.
+        budget = rows if plan.part == "recall" else tokens
+        shares.append(RegionShare(budget, kept, min(exchanged, budget - kept), rows, before))
+    return shares
+
+
+def split_over_regions(
+    budget: int, regions: Sequence[SizedRegion], first: int = 0
+) -> tuple[int, ...]:
+    """Split K over regions by their shares: :func:`split_over_parts`."""
+    sizes = [region.grid.tokens for region in regions]
+    return split_over_parts(budget, sizes, [region.share for region in regions], first)
+
+
+# Selection of one region of images: by the policy of their plans, beside what they keep already.
+#
+# An image may be several items of its prompt: the core before the delta, both before what later
+# turns recall. Each is chosen given those before it, whose indices are remembered, or chosen anew:
+# the same tokens, since they follow from the image and from the questions in the plan.
+
 
 T = TypeVar("T")
 

@@ -1,15 +1,11 @@
-"""vLLM's record of the images that the engine has, changed by requests that reach the engine only.
-
-``LruKeyReplicatedSenderCache`` of the API server mirrors the engine's cache of processed images,
-whose tensors are not sent again. So both have to see the same requests in the same order. vLLM
-changes it while a request is rendered; after a request that is then refused, only rendered or
-overtaken, the two differ, and a later request fails with status 500 (``MultiModalCacheMissError``).
-Here rendering reads the cache, and the hand-over to the engine changes it.
-"""
+"""Images that API server and engine have already: by name, and by content without their plans."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from threading import Lock
 from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
@@ -18,7 +14,8 @@ from vllm.multimodal.cache import LruKeyReplicatedSenderCache
 from vllm.multimodal.cache.base import BaseMultiModalProcessorCache
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
-from vllm_autoprune.serving.shared.plan import FIELD
+from vllm_autoprune.serving.compat import wrap
+from vllm_autoprune.serving.plan import FIELD
 
 if TYPE_CHECKING:
     from vllm.multimodal.cache.base import (
@@ -27,8 +24,63 @@ if TYPE_CHECKING:
         MultiModalProcessorCacheOutItem,
     )
     from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.multimodal.parse import ImageSize
     from vllm.multimodal.processing.processor import ResolvedPromptUpdate
     from vllm.utils.cache import CacheInfo
+
+# Registry of images that requests name by ``uuid``: what was last sent under each name.
+#
+# A later request may send the name alone (``"image_url": null``). Cache identities are made of
+# content, so the name has to be resolved before a cache is looked up.
+
+
+MAX_NAMES = 1 << 15
+"""Names that a process remembers, the least recently used dropped first: about 15 MB."""
+
+NamedImage = tuple[str, "ImageSize | None"]
+"""Digest of an image's content, and its size; no size where the name is not known."""
+
+
+class NamedImages:
+    """LRU map from name to content and size; names of one cache salt are unknown under another."""
+
+    def __init__(self) -> None:
+        self._images: OrderedDict[bytes, NamedImage] = OrderedDict()
+        self._lock = Lock()  # several renderer threads may share one processor
+
+    def remember(self, name: str, salt: str, image: NamedImage) -> None:
+        """Store the image sent under a name, replacing the one sent before."""
+        key = _hash_name(name, salt)
+        with self._lock:
+            self._images[key] = image
+            self._images.move_to_end(key)
+            if len(self._images) > MAX_NAMES:
+                self._images.popitem(last=False)
+
+    def find(self, name: str, salt: str) -> NamedImage:
+        """The image last sent under a name; unknown names get a content that no image has."""
+        key = _hash_name(name, salt)
+        with self._lock:
+            image = self._images.get(key)
+            if image is None:
+                return f"unknown {key.hex()}", None
+            self._images.move_to_end(key)
+            return image
+
+
+def _hash_name(name: str, salt: str) -> bytes:
+    """Fixed-length key of a name, because a client may send one of megabytes."""
+    return sha256(repr((name, salt)).encode()).digest()
+
+
+# vLLM's record of the images that the engine has, changed by requests that reach the engine only.
+#
+# ``LruKeyReplicatedSenderCache`` of the API server mirrors the engine's cache of processed images,
+# whose tensors are not sent again. So both have to see the same requests in the same order. vLLM
+# changes it while a request is rendered; after a request that is then refused, only rendered or
+# overtaken, the two differ, and a later request fails with status 500
+# (``MultiModalCacheMissError``). Here rendering reads the cache, and the hand-over to the engine
+# changes it.
 
 
 class RenderedItem:
@@ -142,3 +194,57 @@ class Rendering(BaseMultiModalProcessorCache):
 
 def _key(feature: MultiModalFeatureSpec) -> str:
     return feature.mm_hash or feature.identifier
+
+
+# The engine's cache of processed images holds an image once, whatever is asked about it.
+#
+# An item of a request is the tensors of an image and a plan. Tensors are cached by the content of
+# the image; the plan, a few hundred bytes, travels with every request. So neither another question
+# nor another K nor the parts and recalls of an image send or keep its tensors twice.
+
+
+if TYPE_CHECKING:
+    from vllm.multimodal.cache.base import BaseMultiModalReceiverCache
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+    Receive = Callable[
+        [BaseMultiModalReceiverCache, list[MultiModalFeatureSpec]], list[MultiModalFeatureSpec]
+    ]
+
+
+def cache_without_plans() -> None:
+    """Let vLLM's receiver caches hold tensors alone."""
+    from vllm.multimodal.cache.base import BaseMultiModalReceiverCache
+
+    wrap(BaseMultiModalReceiverCache, "get_and_update_features", wrap_get_and_update_features)
+
+
+def wrap_get_and_update_features(stock: Receive) -> Receive:
+    """``BaseMultiModalReceiverCache.get_and_update_features``, with the plans set aside.
+
+    Of several items of one image the first has the tensors, or the cache has them. Otherwise stock
+    raises ``MultiModalCacheMissError``, which fails the request alone.
+    """
+
+    def get_and_update_features(
+        self: BaseMultiModalReceiverCache, mm_features: list[MultiModalFeatureSpec]
+    ) -> list[MultiModalFeatureSpec]:
+        from vllm.multimodal.inputs import MultiModalKwargsItem
+
+        plans = [{FIELD: f.data[FIELD]} if f.data and FIELD in f.data else {} for f in mm_features]
+        first: dict[str, MultiModalFeatureSpec] = {}
+        received = []
+        for feature in mm_features:
+            tensors = {name: part for name, part in (feature.data or {}).items() if name != FIELD}
+            feature.data = MultiModalKwargsItem(tensors) if tensors else None
+            key = feature.mm_hash or feature.identifier
+            if tensors or key not in first:
+                received.append(feature)
+                first.setdefault(key, feature)
+        stock(self, received)
+        for feature, plan in zip(mm_features, plans, strict=True):
+            tensors = feature.data or first[feature.mm_hash or feature.identifier].data or {}
+            feature.data = MultiModalKwargsItem({**tensors, **plan})
+        return mm_features
+
+    return get_and_update_features

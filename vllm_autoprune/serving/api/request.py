@@ -1,0 +1,465 @@
+"""What a request asks for: its ``autoprune`` entry, its headers, fields in the wrong place."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any
+
+from prometheus_client import Counter
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
+
+from vllm_autoprune.errors import Problem, RequestError
+from vllm_autoprune.serving.plan import Chooser
+from vllm_autoprune.serving.served_state import served_state
+from vllm_autoprune.serving.settings import REQUESTS_FLAG, Detail, RequestRules
+from vllm_autoprune.tpdsl.json_text import escape_unprintable
+from vllm_autoprune.tpdsl.loading import suggest_name
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+# Request fields: the ``autoprune`` entry of a request's ``mm_processor_kwargs``, parsed.
+
+
+REQUEST_FIELD = "autoprune"
+"""Key of the plugin's entry in a request's ``mm_processor_kwargs``."""
+
+ENTRY = f"mm_processor_kwargs/{REQUEST_FIELD}"
+"""Location of the entry in error messages."""
+
+SALT = "_autoprune_salt"
+"""Key beside the entry under which the renderer passes on the request's :class:`CacheSalt`."""
+
+MAX_PROBLEMS = 16
+"""Problems listed in one error."""
+
+MAX_COUNTED = 256
+"""Problems above which only their number is told: a message for each takes 50 microseconds, in
+which the whole process waits."""
+
+
+_REFUSED = Counter("autoprune_requests_refused", "Requests whose autoprune entry was refused.")
+
+
+class CacheSalt(str):
+    """A request's ``cache_salt``; a type of its own, so that no JSON body can send it here."""
+
+    __slots__ = ()
+
+
+class SharedBudget(BaseModel):
+    """Budget form ``{"shared": K}``: K tokens for all images of the request together.
+
+    An image that a conversation adds changes the K, and so the cache identity, of all others.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    shared: int
+
+
+def _parse_budget(value: object) -> object:
+    if value is None or _is_integer(value):
+        return value
+    if isinstance(value, list) and value and all(_is_integer(item) for item in value):
+        return tuple(value)
+    if isinstance(value, dict) and list(value) == ["shared"] and _is_integer(value["shared"]):
+        return SharedBudget(**value)
+    raise PydanticCustomError("budget", "not a number of tokens in any of its three forms")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _parse_state(value: object) -> object:
+    if value is None or isinstance(value, str | dict):
+        return value
+    raise PydanticCustomError("state", "neither a name nor a state")
+
+
+# Plain validators, because a union reports one error for every form that a value does not have.
+Budget = Annotated[int | tuple[int, ...] | SharedBudget | None, PlainValidator(_parse_budget)]
+State = Annotated[str | dict[str, object] | None, PlainValidator(_parse_state)]
+
+
+class RecallTurn(BaseModel):
+    """A user turn that recalls: the number of images before it, and its text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    images: int = Field(ge=1)
+    text: str
+
+
+class PruningRequest(BaseModel):
+    """Fields of the entry; the server's own choice holds for each one that is left out.
+
+    ``budget``: K of each image, a list with one K an image, or :class:`SharedBudget`. ``state``:
+    the name of a shipped state, or a whole state. ``enabled`` false: every token is kept.
+    ``keep``: the state, or a control: ``"reference"`` (its base policy alone), ``"random"``
+    or ``"resized"`` (the resize control).
+    ``recall``: tokens that each later turn without an image gets of the images before it.
+    ``instructions`` has one text an image, ``details`` one level an image, ``turns`` a number an
+    image, equal for neighbours that one question follows, None where none does; ``recall_turns``
+    the turns that recall. The renderer fills them from the chat messages, a request without
+    messages may fill them itself, with an image token in its prompt for each image and each turn.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    budget: Budget = None
+    state: State = None
+    enabled: bool = True
+    keep: Chooser = "state"
+    instructions: list[str] | None = None
+    details: list[Detail | None] | None = None
+    turns: list[Annotated[int, Field(ge=0)] | None] | None = None
+    recall: int | None = Field(default=None, ge=0, le=MAX_BUDGET)
+    recall_turns: list[RecallTurn] | None = None
+
+
+_FIX = {
+    "budget": 'give 64, [64, 32] with one number an image, or {"shared": 96} for all images',
+    "state": 'give a shipped name such as "visionzip", or a whole state as an object',
+    "enabled": "give true or false",
+    "keep": 'give "state", "reference", "random" or "resized"',
+    "instructions": "give a list of texts, one an image",
+    "details": 'give a list of "low", "high" or null, one an image',
+    "turns": "give a list of numbers from 0 on, one an image; null where no question follows it",
+    "recall": "give a number of tokens, 0 for none",
+    "recall_turns": 'give a list of {"images": images before the turn, "text": its text}',
+}
+
+
+def parse_request(entry: object) -> PruningRequest:
+    """The parsed entry; raises RequestError with every problem, which vLLM answers by 400."""
+    if entry is None:
+        return PruningRequest()
+    if not isinstance(entry, dict):
+        raise request_error("", "is not an object", f"write {format_entry(entry)}")
+    if not all(isinstance(key, str) for key in entry):
+        raise request_error("", "has keys that are no text", f"use: {', '.join(_FIX)}")
+    try:
+        return PruningRequest.model_validate(entry)
+    except ValidationError as error:
+        if (count := error.error_count()) > MAX_COUNTED:
+            raise request_error("", f"has {count} problems", f"use: {', '.join(_FIX)}") from None
+        problems: dict[str, Problem] = {}
+        for detail in error.errors(include_url=False, include_input=False)[:MAX_PROBLEMS]:
+            place = [str(step) for step in detail["loc"]]
+            where = "/".join([ENTRY, *(escape_unprintable(step, 40) for step in place)])
+            fix = _FIX.get(place[0] if place else "", f"use: {', '.join(_FIX)}")
+            what = detail["msg"]
+            if detail["type"] == "extra_forbidden" and len(place) == 1:
+                what, fix = "is not a known field", suggest_name(place[0], list(_FIX))
+            problems.setdefault(where, Problem(where, escape_unprintable(what, 200), fix))
+        raise RequestError("request", list(problems.values())) from None
+
+
+def format_entry(value: object) -> str:
+    """JSON of the entry that says what a value in its place, or elsewhere, was probably to say."""
+    if isinstance(value, bool):
+        return json.dumps({"enabled": value})
+    return json.dumps({"budget": value if isinstance(value, int) and 0 < value < 10**6 else 64})
+
+
+def count_refused_request() -> None:
+    """Count one request that is refused."""
+    _REFUSED.inc()
+
+
+def request_error(field: str, what: str, fix: str) -> RequestError:
+    """The error for one field of the entry, of which ``fix`` says how to correct it."""
+    return RequestError("request", [Problem("/".join(filter(None, [ENTRY, field])), what, fix)])
+
+
+# Budget and state in HTTP headers, for endpoints whose bodies have no place for them.
+#
+# ``x-autoprune-budget: 64`` is the entry's ``"budget": 64``, ``x-autoprune-state: visionzip`` its
+# ``"state": "visionzip"``. The middleware keeps the headers of a request in a context variable:
+# each request has a task of its own, and what a task sets no other one sees.
+
+
+PREFIX = f"x-{REQUEST_FIELD}"
+FIXES = {"budget": 'a number of tokens, such as "64"', "state": "the name of a shipped state"}
+"""Fields of the entry that have a header, and what it holds."""
+
+_DROPPING = ("/messages", "/cohere/", "/v2/embed")
+"""Parts of paths whose requests vLLM parses without their unknown fields."""
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class SentRequest:
+    """Headers with our prefix, as sent, and the chunks of a body whose unknown fields are lost."""
+
+    headers: list[tuple[str, str]]
+    chunks: list[bytes] = field(default_factory=list)
+
+    def take_body(self) -> object:
+        """The body as JSON if a name in it may be ours, None otherwise; kept no longer."""
+        body = b"".join(self.chunks)
+        self.chunks.clear()
+        if b"rune" not in body:
+            return None
+        try:
+            parsed: object = json.loads(body)
+        except (ValueError, RecursionError):  # answered by vLLM
+            return None
+        return parsed
+
+
+_current: ContextVar[SentRequest | None] = ContextVar("autoprune_request", default=None)
+
+
+def current_request() -> SentRequest | None:
+    """What the request of this task was sent with; None where it did not come over HTTP."""
+    return _current.get()
+
+
+@contextmanager
+def handling(sent: SentRequest | None) -> Iterator[None]:
+    """Handle a request in this context; None for one that the server makes for itself."""
+    token = _current.set(sent)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+class KeepRequest:
+    """ASGI middleware that keeps :class:`SentRequest`; vLLM adds it by ``--middleware``."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Handle one connection (ASGI)."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        names = ((name.decode("latin-1"), value) for name, value in scope["headers"])
+        sent = SentRequest([(n, v.decode("latin-1")) for n, v in names if n.startswith(PREFIX)])
+
+        async def receive_and_keep() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":
+                sent.chunks.append(message.get("body", b""))
+            return message
+
+        keeps = any(part in scope["path"] for part in _DROPPING)
+        with handling(sent):
+            await self._app(scope, receive_and_keep if keeps else receive, send)
+
+
+def read_headers(headers: list[tuple[str, str]]) -> dict[str, object]:
+    """The fields that headers set; raises RequestError where one is unknown, malformed or twice."""
+    fields: dict[str, object] = {}
+    problems = []
+    for name, text in headers:
+        where, known = f"header {escape_unprintable(name, 40)}", name.removeprefix(f"{PREFIX}-")
+        if known not in FIXES:
+            fix = " or ".join(f"{PREFIX}-{name}" for name in FIXES)
+            problems.append(Problem(where, "is not a known header", f"send {fix}"))
+        elif known in fields:
+            problems.append(Problem(where, "is sent more than once", "send it once"))
+        else:
+            fields[known] = _parse(known, text)
+            if fields[known] is None:
+                what = f"is {escape_unprintable(text, 40)!r}"
+                problems.append(Problem(where, what, f"give {FIXES[known]}"))
+    if problems:
+        raise RequestError("request", problems)
+    return fields
+
+
+def _parse(field: str, text: str) -> object:
+    """A header's value, None where it is malformed."""
+    if field == "state":
+        return text or None
+    try:
+        value: object = json.loads(text)
+        parse_request({field: value})
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
+def merge_headers(entry: object, fields: dict[str, object]) -> object:
+    """The entry of a request with the fields of its headers.
+
+    A field in both places has to have one value: raises RequestError otherwise.
+    """
+    if not isinstance(entry, dict):
+        return fields if entry is None else entry  # no object: refused with a reason of its own
+    problems = [
+        Problem(f"header {PREFIX}-{name}", "contradicts the body", "send one of the two")
+        for name, value in fields.items()
+        if entry.get(name) not in (None, value)
+    ]
+    if problems:
+        raise RequestError("request", problems)
+    return {**entry, **fields}
+
+
+# Pruning fields of a request that stand where nothing reads them, answered instead of ignored.
+
+
+KWARGS = "mm_processor_kwargs"
+_CLIENT_FIX = "send {entry} (extra_body={{{entry}}} in the OpenAI client)"
+_HEADER_FIX = f"send the header {PREFIX}-budget: 64, or {PREFIX}-state: NAME"
+OFFLINE_FIX = "put {entry} into the prompt's dict, or mm_processor_kwargs into LLM.chat's arguments"
+"""What to write, where it is not a request of OpenAI's form."""
+
+MAX_NAME = 100
+"""Length of a key above which it is none of ours: seen keys are remembered."""
+
+_NAMED_BY_CLIENTS = frozenset(
+    {
+        *("arguments", "function", "function_call", "functions", "guided_json", "input_schema"),
+        *("json_schema", "metadata", "parameters", "response_format", "schema"),
+        *("structured_outputs", "tool_calls", "tool_choice", "tools"),
+    }
+)
+"""Fields whose content has names of the client's own: tools, schemas, notes."""
+
+
+def check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) -> None:
+    """Raise :class:`RequestError` where a request's pruning fields would have no effect.
+
+    What its headers set is written into its ``mm_processor_kwargs``. ``trusted`` is
+    ``--trust-request-mm-kwargs``.
+    """
+    served = served_state(model_config)
+    if served is None:
+        return
+    try:
+        _check_fields(request, served.rules, trusted)
+    except RequestError:
+        count_refused_request()
+        raise
+
+
+def _check_fields(request: BaseModel, rules: RequestRules, trusted: bool) -> None:
+    declared: object = getattr(request, KWARGS, None) or {}
+    if not isinstance(declared, Mapping):
+        return  # completions do not declare it: refused by vLLM
+    kwargs: Mapping[str, object] = declared
+    sent = current_request()
+    body = None if sent is None else sent.take_body()
+    if body is None:
+        refuse_misplaced({**vars(request), **(request.model_extra or {})}, kwargs)
+    else:  # of an endpoint that reads headers alone
+        refuse_misplaced(body, {}, _HEADER_FIX)
+    if REQUEST_FIELD in kwargs:
+        parse_request(kwargs[REQUEST_FIELD])
+    fields = {} if sent is None else read_headers(sent.headers)
+    if fields:
+        kwargs = {**kwargs, REQUEST_FIELD: merge_headers(kwargs.get(REQUEST_FIELD), fields)}
+        vars(request)[KWARGS] = kwargs  # not every request declares it
+    if REQUEST_FIELD in kwargs and not (trusted or rules.explicit):
+        where = f"header {PREFIX}-{next(iter(fields))}" if fields else f"{KWARGS}/{REQUEST_FIELD}"
+        what = f"this server's requests may set nothing, because no {REQUESTS_FLAG} is given"
+        fix = f"leave it out, or serve with {REQUESTS_FLAG} budget"
+        raise RequestError("request", [Problem(where, what, fix)])
+
+
+def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str = _CLIENT_FIX) -> None:
+    """Raise :class:`RequestError` with the first pruning field that nothing reads.
+
+    ``fields`` are those of a request, or of an offline prompt; ``kwargs`` what is read of its
+    ``mm_processor_kwargs``, where it may have an entry.
+    """
+    problem = find_misplaced_field(fields, kwargs, fix)
+    if problem is not None:
+        raise RequestError("request", [problem])
+
+
+def find_misplaced_field(
+    fields: object, kwargs: Mapping[str, object], fix: str = _CLIENT_FIX
+) -> Problem | None:
+    """The first pruning field beside the entry, or at any depth outside the kwargs."""
+    for key in kwargs:
+        where = f"{KWARGS}/{_shorten(key)}"
+        if key in PruningRequest.model_fields:
+            return Problem(where, "is not read there", f"put it one level down: {_entry()}")
+        if key != REQUEST_FIELD and _is_entry(key):
+            return Problem(where, "is not a known entry", f"did you mean {REQUEST_FIELD!r}?")
+    waiting: list[tuple[tuple[object, ...], object]] = [((), fields)]
+    while waiting:
+        place, value = waiting.pop()
+        children: Iterable[tuple[object, object]]
+        if isinstance(value, Mapping):
+            children = value.items()
+        elif isinstance(value, list | tuple) and not isinstance(next(iter(value), 0), int | float):
+            children = enumerate(value)  # token ids have no names
+        else:
+            continue
+        inside = place[-1] if place else ""
+        for name, child in children:
+            if child is None or (name == KWARGS and kwargs and not place):
+                continue
+            if isinstance(name, str) and _is_misplaced(inside, name, child):
+                where = "/".join(_shorten(str(step)) for step in (*place, name))
+                what = "is ignored there" if place else "is ignored at the top of a request"
+                return Problem(where[-200:], what, fix.format(entry=_entry(child)))
+            of_tool = name in _NAMED_BY_CLIENTS or (name == "input" and isinstance(child, dict))
+            if isinstance(child, dict | list | tuple) and not of_tool:
+                waiting.append(((*place, name), child))
+    return None
+
+
+def _is_misplaced(inside: object, name: str, child: object) -> bool:
+    """Whether a field is an entry, or the budget of an image or of ignored kwargs."""
+    if inside == KWARGS and name in PruningRequest.model_fields:
+        return True
+    if name == "budget" and inside == "image_url":
+        return isinstance(child, int | list | dict)
+    return _is_entry(name)
+
+
+def _is_entry(name: object) -> bool:
+    """Whether a key is the entry's name, one with more behind it, or nearly so."""
+    return isinstance(name, str) and len(name) <= MAX_NAME and _resembles_entry(name)
+
+
+@lru_cache(maxsize=1024)
+def _resembles_entry(name: str) -> bool:
+    if name.startswith("_"):
+        return False
+    word = name.lower().replace("-", "").replace("_", "").removeprefix("x")
+    return word.startswith(REQUEST_FIELD) or word in _NEAR
+
+
+def _misspellings(word: str) -> frozenset[str]:
+    """The word with one letter missing, changed, added or exchanged with the next one."""
+    splits = [(word[:i], word[i:]) for i in range(len(word) + 1)]
+    letters = ("", *string.ascii_lowercase)
+    changed = {a + c + b[1:] for a, b in splits if b for c in letters}
+    added = {a + c + b for a, b in splits for c in letters}
+    swapped = {a + b[1] + b[0] + b[2:] for a, b in splits if len(b) > 1}
+    return frozenset(changed | added | swapped)
+
+
+_NEAR = _misspellings(REQUEST_FIELD)
+
+
+def _entry(value: object = None) -> str:
+    return f'"{KWARGS}": {{"{REQUEST_FIELD}": {format_entry(value)}}}'
+
+
+def _shorten(name: str) -> str:
+    return escape_unprintable(name, 40)

@@ -1,0 +1,440 @@
+"""Qwen-VL and GLM-4.xV: images of any size, patches merged four to one, M-RoPE.
+
+Videos are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.models.glm4v.image_processing_glm4v import smart_resize as glm_smart_resize
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+from vllm.model_executor.models.glm4_1v import (
+    Glm4vForConditionalGeneration,
+    Glm4vMoeForConditionalGeneration,
+)
+from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
+from vllm.model_executor.models.qwen3_5 import (
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
+)
+from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
+from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
+
+from vllm_autoprune.serving.api.choices import Placeholders, TokenCount
+from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA, keep_deltas, request_positions
+from vllm_autoprune.serving.models.pruned_model import (
+    EncoderInputs,
+    ImageInputs,
+    ModelImage,
+    PrunedModel,
+    Vision,
+    prune_class,
+)
+from vllm_autoprune.serving.plan import FIELD
+from vllm_autoprune.serving.served_state import served_state
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region
+from vllm_autoprune.serving.worker.mrope import (
+    CHANNELS,
+    compute_input_positions,
+    match_items,
+    place_image_tokens,
+    position_channels,
+    unplaced_channels,
+)
+from vllm_autoprune.serving.worker.tower_hooks import AttentionHook, MergerHook
+from vllm_autoprune.tpdsl.tokens import Grid
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.glm4_1v import Glm4vProcessingInfo
+    from vllm.multimodal.parse import ImageSize
+
+    from vllm_autoprune.serving.served_state import ServedState
+
+# Vision side of Qwen-VL models: image features, attention, merger input.
+
+
+_DEEPSTACK = Qwen3VLForConditionalGeneration
+"""Has rows for later layers beside those of the first; they are pruned alike."""
+
+
+class QwenVision(Vision):
+    """The vision side of all of them: tokens, deepstack levels and positions of each image."""
+
+    _model: Qwen2_5_VLForConditionalGeneration
+
+    def __init__(self, model: Qwen2_5_VLForConditionalGeneration, served: ServedState) -> None:
+        super().__init__(model, served)
+        self._merge: int = model.config.vision_config.spatial_merge_size
+        self._width: int = model.get_language_model().config.hidden_size
+        levels = model.deepstack_num_level if isinstance(model, _DEEPSTACK) else 0
+        self.row_width = self._width * (1 + levels)
+        reads = "cls_attention" in self.needs
+        self._attention_hook = AttentionHook(_last_whole(model.visual).attn.attn) if reads else None
+        self._merger_hook = self.merger_hook(self._merge**2) if self.reads_encoder else None
+
+    @staticmethod
+    def tower(model: Qwen2_5_VLForConditionalGeneration) -> nn.Module:
+        """The model's vision tower."""
+        tower: nn.Module = model.visual
+        return tower
+
+    def merger_hook(self, patches: int) -> MergerHook:
+        """Hook on the merger of the last block; norms are taken at the first deepstack merger."""
+        visual = self._model.visual
+        if isinstance(self._model, _DEEPSTACK):
+            first = next(iter(visual.deepstack_merger_list), visual.merger)
+            return MergerHook(visual.merger, patches, first)
+        # vLLM calls Qwen2.5-VL's merger past its hooks; its norm comes first, and sees the same.
+        norm = visual.merger.ln_q
+        return MergerHook(norm, patches, norm)
+
+    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
+        """Split the images of one call, whose patches come in one tensor."""
+        grids = inputs["image_grid_thw"]
+        assert isinstance(grids, Tensor)
+        sizes = grids.prod(-1).tolist()
+        field = "pixel_values" if "pixel_values" in inputs else "image_embeds"
+        rows = inputs[field]
+        assert isinstance(rows, Tensor)
+        unit = self._merge**2
+        counts = sizes if field == "pixel_values" else [size // unit for size in sizes]
+        return [
+            ModelImage({field: part, "image_grid_thw": grid}, size // unit)
+            for part, grid, size in zip(rows.split(counts), grids, sizes, strict=True)
+        ]
+
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
+        """Encode images; tokens are selected by the first D channels of each row."""
+        grids = torch.stack([image["image_grid_thw"] for image in images])
+        pixels = torch.cat([image["pixel_values"] for image in images])
+        with ExitStack() as stack:
+            for hook in (self._attention_hook, self._merger_hook):
+                if hook is not None:
+                    stack.enter_context(hook.recording())
+            rows = self._encode_patches(pixels, grids)
+        back = self._raster_order(grids)
+        attention, merger_input = self._attention(grids, back), self._merger_input(grids, back)
+        features = []
+        for i, (whole, (_, height, width)) in enumerate(zip(rows, grids.tolist(), strict=True)):
+            grid = Grid(height // self._merge, width // self._merge)
+            tokens, levels = whole[:, : self._width].clone(), whole[:, self._width :]
+            places = position_channels(grid.height, grid.width, whole.device).to(whole.dtype)
+            encoder, norms = (None, None) if merger_input is None else merger_input[i]
+            region = Region(
+                grid,
+                tokens,
+                None if attention is None else attention[i],
+                None,
+                self.cosine(tokens, encoder, grid),
+                extra_channels=torch.cat([levels, places], dim=1),
+                encoder=encoder,
+                merger_norms=norms if "merger_input" in self.needs else None,
+            )
+            features.append(ImageFeatures((region,)))
+        return features
+
+    def _encode_patches(self, pixels: Tensor, grids: Tensor) -> Sequence[Tensor]:
+        """Rows of each image ``(N, D + E)``, by the stock model or its CUDA graphs."""
+        if self.graphs is not None:
+            return self.graphs({"pixel_values": pixels, "image_grid_thw": grids})
+        checked = self._model._parse_and_validate_image_input(
+            pixel_values=pixels, image_grid_thw=grids
+        )
+        assert checked is not None
+        rows: Sequence[Tensor] = self._model._process_image_input(checked)
+        return rows
+
+    def embeddings_with_positions(self, inputs: EncoderInputs) -> list[Tensor]:
+        """Precomputed embeddings, unpruned, with positions appended."""
+        all_rows = []
+        for image in self.images(inputs):
+            rows = image.inputs["image_embeds"].to(self._model.visual.dtype)
+            _, height, width = image.inputs["image_grid_thw"].tolist()
+            places = position_channels(height // self._merge, width // self._merge, rows.device)
+            all_rows.append(torch.cat([rows, places.to(rows.dtype)], dim=1))
+        return all_rows
+
+    def _attention(self, grids: Tensor, back: Tensor | None) -> list[Tensor] | None:
+        """Attention that each merged token gets ``(N,)``: the mean of its patches."""
+        if self._attention_hook is None:
+            return None
+        unit = self._merge**2
+        received = [
+            part.view(-1, unit).mean(dim=1)
+            for part in self._attention_hook.take(grids.prod(-1).tolist())
+        ]
+        if back is None:
+            return received
+        joined = torch.cat(received)[back]
+        return [own.clone() for own in joined.split([len(part) for part in received])]
+
+    def _merger_input(
+        self, grids: Tensor, back: Tensor | None
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """What enters the merger, of each image: rows ``(N, Dv)`` and norms ``(N, 2)``."""
+        if self._merger_hook is None:
+            return None
+        sizes = (grids.prod(-1) // self._merge**2).tolist()
+        parts = [part if back is None else part[back] for part in self._merger_hook.take()]
+        rows, norms = ([own.clone() for own in part.split(sizes)] for part in parts)
+        return list(zip(rows, norms, strict=True))
+
+    def _raster_order(self, grids: Tensor) -> Tensor | None:
+        """Places of the tokens in the tower's own order; None where that is the image's."""
+        hooks = (self._attention_hook, self._merger_hook)
+        if hooks == (None, None):
+            return None
+        if not isinstance(self._model, Qwen2_5_VLForConditionalGeneration):
+            return None
+        # This tower processes patches in window order.
+        metadata = self._model.visual.prepare_encoder_metadata(grids.tolist())
+        return metadata["reverse_indices"].to(self.sample_weight.device, non_blocking=True)
+
+
+def _last_whole(tower: Any) -> Any:
+    """The last block in which every patch of an image sees every other."""
+    if "fullatt_block_indexes" in vars(tower):
+        return tower.blocks[max(tower.fullatt_block_indexes)]
+    return tower.blocks[-1]
+
+
+# Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5: images of any size, patches merged four to one, M-RoPE.
+#
+# Videos are left as they are.
+
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.models.interfaces import MultiModalEmbeddings
+    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as _Stock
+    from vllm.model_executor.models.qwen2_vl import Qwen2VLProcessingInfo
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.multimodal.parse import ImageSize
+else:
+    _Stock = object
+
+
+def count_image_tokens(
+    info: Qwen2VLProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
+) -> TokenCount:
+    """Merged tokens of an image, resized as the processor resizes it."""
+    processor = info.get_image_processor(**kwargs)
+    tokens = info.get_num_image_tokens(
+        image_width=size.width,
+        image_height=size.height,
+        image_processor=processor,
+        mm_kwargs=kwargs,
+    )
+    return TokenCount(tokens)
+
+
+def count_largest_image_tokens(info: Qwen2VLProcessingInfo) -> TokenCount:
+    """Count the tokens of the largest image that the processor accepts."""
+    return TokenCount(info.get_max_image_tokens())
+
+
+def image_token(info: Qwen2VLProcessingInfo) -> int:
+    """The id of ``<|image_pad|>``."""
+    token: int = info.get_hf_config().image_token_id
+    return token
+
+
+def shrink_to_budget(info: Qwen2VLProcessingInfo, size: ImageSize, budget: int) -> ImageSize:
+    """The size that the processor's own arithmetic gives an image of at most K merged tokens.
+
+    It leaves a very long and narrow image more than K tokens; the longer side of such an image is
+    shortened further.
+    """
+    vision = info.get_hf_config().vision_config
+    unit = vision.patch_size * vision.spatial_merge_size
+    height, width = smart_resize(
+        size.height, size.width, factor=unit, min_pixels=unit**2, max_pixels=budget * unit**2
+    )
+    return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
+
+
+PLACEHOLDERS = Placeholders(
+    count_image_tokens, count_largest_image_tokens, image_token, resize=shrink_to_budget
+)
+
+
+class PrunedQwen(PrunedModel, _Stock):
+    """Mixin before the stock classes."""
+
+    autoprune_vision: ClassVar[type[QwenVision]] = QwenVision
+    supports_multimodal_pruning: ClassVar[Literal[True]] = True
+    """vLLM asks a model for positions anew only where it says this."""
+    videos_share_token: ClassVar[bool] = False
+    """Whether frames of videos have the same placeholder token as images."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        if served_state(vllm_config.model_config) is not None:
+            request_positions(vllm_config.model_config.multimodal_config)
+            keep_deltas()
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if self.autoprune is not None:
+            # Videos are handled by the stock model.
+            self.is_multimodal_pruning_enabled = False
+
+    def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings | None:
+        """Embed images and videos; rows of images carry their positions."""
+        vision = self.autoprune
+        if isinstance(vision, QwenVision) and kwargs.get("image_embeds") is not None:
+            return vision.embeddings_with_positions(
+                {n: g for n, g in kwargs.items() if isinstance(g, Tensor | list)}
+            )
+        return super().embed_multimodal(**kwargs)
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
+    ) -> tuple[Tensor, int]:
+        """Positions of the prompt with whole images, as stock (``SupportsMRoPE``)."""
+        stock = super().get_mrope_input_positions
+        if self.autoprune is None:
+            return stock(input_tokens, mm_features)
+        unpruned, plans = {}, {}
+        for i, feature in enumerate(mm_features):
+            if feature.modality == "image":
+                assert feature.data is not None
+                grid = feature.data["image_grid_thw"].data
+                assert isinstance(grid, Tensor)
+                unpruned[i] = int(grid.prod()) // self.config.vision_config.spatial_merge_size**2
+                if FIELD in feature.data:
+                    (plans[i],) = self.autoprune_plan_reader.read([feature.data[FIELD].data])
+        firsts = match_items(plans)
+        return compute_input_positions(stock, input_tokens, mm_features, unpruned, firsts)
+
+    def recompute_mrope_positions(
+        self,
+        input_ids: list[int] | Tensor,
+        multimodal_embeddings: Sequence[Tensor],
+        mrope_positions: Tensor,
+        num_computed_tokens: int,
+    ) -> tuple[Sequence[Tensor], Tensor, int]:
+        """Split position channels off the rows, and set the positions of this step's image tokens.
+
+        Not by the stock method (``SupportsMultiModalPruning``): it moves text on by an image's
+        width, which is wrong for one that is higher than wide. What decoding adds to the prompt's
+        length was known before. Model Runner V1 has no way to leave it as it is, so there a prompt
+        that ends in an image, without the token that closes it, goes on after the last kept token.
+        """
+        vision = self.autoprune
+        assert isinstance(vision, QwenVision)
+        wide = vision.row_width + CHANNELS
+        rows: list[Tensor] = []
+        channels: list[Tensor] = []
+        for one in multimodal_embeddings:
+            if one.shape[1] == wide:
+                channels.append(one[:, -CHANNELS:])
+                one = one[:, :-CHANNELS]
+            elif self.videos_share_token:
+                channels.append(unplaced_channels(one))
+            rows.append(one)
+        positions = mrope_positions
+        if channels:
+            ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids)
+            image = self.config.image_token_id
+            positions = place_image_tokens(ids, positions, channels, image, num_computed_tokens)
+        if isinstance(input_ids, Tensor):
+            return rows, positions, UNCHANGED_DELTA
+        return rows, positions, int(positions.max()) + 1 - len(input_ids)
+
+
+# GLM-4.1V, GLM-4.5V and GLM-4.6V: images of any size, patches merged four to one, M-RoPE.
+#
+# As Qwen-VL, but for the processor's arithmetic and for videos, whose frames have the images'
+# token.
+
+
+def count_glm_tokens(
+    info: Glm4vProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
+) -> TokenCount:
+    """Merged tokens of an image, resized as the processor resizes it."""
+    processor = info.get_image_processor(**kwargs)
+    options: dict[str, Any] = dict(info.ctx.get_merged_mm_kwargs(kwargs))
+    patches = processor.get_number_of_image_patches(size.height, size.width, options)
+    return TokenCount(patches // processor.merge_size**2)
+
+
+def count_largest_glm(info: Glm4vProcessingInfo) -> TokenCount:
+    """Count the tokens of the largest image that the processor accepts."""
+    return TokenCount(info.get_max_image_tokens())
+
+
+def glm_image_token(info: Glm4vProcessingInfo) -> int:
+    """The id of ``<|image|>``."""
+    token: int = info.get_hf_config().image_token_id
+    return token
+
+
+def shrink_glm_to_budget(info: Glm4vProcessingInfo, size: ImageSize, budget: int) -> ImageSize:
+    """The size that the processor's own arithmetic gives an image of at most K merged tokens.
+
+    It counts the pixels of as many frames as one token spans, and leaves a very long and narrow
+    image more than K tokens; the longer side of such an image is shortened further.
+    """
+    vision = info.get_hf_config().vision_config
+    unit, frames = vision.patch_size * vision.spatial_merge_size, vision.temporal_patch_size
+    height, width = glm_smart_resize(
+        frames,
+        size.height,
+        size.width,
+        temporal_factor=frames,
+        factor=unit,
+        min_pixels=unit**2,
+        max_pixels=budget * frames * unit**2,
+    )
+    return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
+
+
+GLM_PLACEHOLDERS = Placeholders(
+    count_glm_tokens, count_largest_glm, glm_image_token, resize=shrink_glm_to_budget
+)
+
+
+class GlmVision(QwenVision):
+    """The vision side of GLM-4.xV."""
+
+    def merger_hook(self, patches: int) -> MergerHook:
+        """Hook on the norm before the merger's convolution, which sees the last block's output."""
+        norm = self._model.visual.post_layernorm
+        return MergerHook(norm, patches, norm)
+
+
+class PrunedGlm(PrunedQwen):
+    """Mixin before the stock classes."""
+
+    autoprune_vision = GlmVision
+    videos_share_token = True
+
+
+AutopruneQwen2VLForConditionalGeneration = prune_class(
+    Qwen2VLForConditionalGeneration, PLACEHOLDERS, QwenVision, PrunedQwen
+)
+AutopruneQwen2_5_VLForConditionalGeneration = prune_class(
+    Qwen2_5_VLForConditionalGeneration, PLACEHOLDERS, QwenVision, PrunedQwen
+)
+AutopruneQwen3VLForConditionalGeneration = prune_class(
+    Qwen3VLForConditionalGeneration, PLACEHOLDERS, QwenVision, PrunedQwen
+)
+AutopruneQwen3VLMoeForConditionalGeneration = prune_class(
+    Qwen3VLMoeForConditionalGeneration, PLACEHOLDERS, QwenVision, PrunedQwen
+)
+AutopruneQwen3_5ForConditionalGeneration = prune_class(
+    Qwen3_5ForConditionalGeneration, PLACEHOLDERS, QwenVision, PrunedQwen
+)
+AutopruneQwen3_5MoeForConditionalGeneration = prune_class(
+    Qwen3_5MoeForConditionalGeneration, PLACEHOLDERS, QwenVision, PrunedQwen
+)
+AutopruneGlm4vForConditionalGeneration = prune_class(
+    Glm4vForConditionalGeneration, GLM_PLACEHOLDERS, GlmVision, PrunedGlm
+)
+AutopruneGlm4vMoeForConditionalGeneration = prune_class(
+    Glm4vMoeForConditionalGeneration, GLM_PLACEHOLDERS, GlmVision, PrunedGlm
+)

@@ -1,1 +1,0 @@
-"""Modules of both API server and workers: plans, states and rules that travel between them."""

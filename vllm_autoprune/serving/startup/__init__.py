@@ -1,1 +1,0 @@
-"""Modules of start-up: flags, settings, checks of this vLLM, registration of the pruned classes."""
