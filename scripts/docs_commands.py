@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CHECKPOINT = ROOT / "benchmarks/minillava/checkpoint"
+CHECKPOINT = ROOT / "benchmarks/yardsticks/weights/minillava"
 
 QUICK, LONG = "quick", "long"
 
@@ -57,7 +57,7 @@ _LESS: tuple[tuple[str, str], ...] = (
     (r"\.accuracy\.yardsticks .*--methods", "--images 2"),
     (r"\.accuracy\.yardsticks", "--images 2 --methods random cdpruner"),
     (r"\.accuracy\.minillava", "--scenes 2 --budgets 8 --cases random policies"),
-    (r"\.load prepare", "--model benchmarks/minillava/checkpoint/llava --requests 6 --warm-up 1"),
+    (r"\.load prepare", f"--model {CHECKPOINT}/llava --requests 6 --warm-up 1"),
     (r"\.load paired .*--users", "--users 1,2 --requests 4 --warm-up 1 --passes 1"),
     (r"\.load paired .*--rates", "--requests 4 --warm-up 1 --passes 1"),
     (r"\.search study", "--seeds 1 --budgets 8 --rounds 1 --yardsticks minillava"),
@@ -147,8 +147,8 @@ def prepare_folder(folder: Path) -> None:
 
     sys.path.insert(0, str(ROOT))
 
-    from benchmarks.minillava.split import draw_examples, png
     from benchmarks.search.evaluator import write_data
+    from benchmarks.yardsticks.examples import draw_examples, png
 
     leave_out = shutil.ignore_patterns(".*", "out", "__pycache__")
     shutil.copytree(ROOT, folder, ignore=leave_out, dirs_exist_ok=True)

@@ -12,11 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the benchmarks are not part of what is installed
 
-from benchmarks.zoo.evidence import as_markdown as zoo_table  # noqa: E402
+from benchmarks.policies import as_markdown as policies_table  # noqa: E402
 
 PARTS = {
     "README.md": ("demo",),
-    "docs/shipped-states.md": ("zoo",),
+    "docs/shipped-states.md": ("policies",),
 }
 """Page -> names of its generated parts."""
 
@@ -31,7 +31,7 @@ def _replace_part(text: str, name: str, part: str, page: str = "README.md") -> s
 
 def main() -> int:
     """Rewrite the pages; a part without a source is kept and reported."""
-    sources = {"zoo": zoo_table()}
+    sources = {"policies": policies_table()}
     results = ROOT / "out" / "demo" / "table.md"
     if results.is_file():
         sources["demo"] = results.read_text()

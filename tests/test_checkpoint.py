@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.minillava.split import CLIP, LLAVA, draw_examples, png
+from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples, png
 from tests.tpdsl.samples import state
 from vllm_autoprune import materialize, refine
 from vllm_autoprune.checkpoint import LlavaVision, open_vision

@@ -13,9 +13,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from benchmarks.minillava import split
-from benchmarks.miniqwen.reader import Reader
-from benchmarks.miniqwen.split import CHECKPOINT, convert_image, draw_examples
+from benchmarks.yardsticks.examples import (
+    CHECKPOINTS,
+    CLIP,
+    LLAVA,
+    as_picture,
+    draw_examples,
+    png,
+)
+from benchmarks.yardsticks.miniqwen import MiniQwen
 from vllm_autoprune.checkpoint import open_vision
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.tpdsl.loading import load_state
@@ -44,14 +50,14 @@ def read_regions(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]
 
 
 def test_an_engine_keeps_what_transformers_inputs_give(tmp_path: Path) -> None:
-    page = next(one for one in draw_examples("test", 2) if one.image_id == 1)
+    page = next(one for one in draw_examples("test", 2, "miniqwen") if one.image_id == 1)
     path, picture = tmp_path / "page.png", tmp_path / "why.png"
-    convert_image(page.image).save(path)
-    done = explain(CHECKPOINT, path, "--state", "miniqwen", "--budget", "20", "-o", str(picture))
+    as_picture(page.image).save(path)
+    options = ("--state", "miniqwen", "--budget", "20", "-o", str(picture))
+    done = explain(CHECKPOINTS["miniqwen"], path, *options)
     (region,) = read_regions(done)
-    reader = Reader(CHECKPOINT)
     asked = [type(page)(**{**vars(page), "question": "What is written?"})]
-    tokens = reader.policy_inputs(asked, reader.encode(page.image))
+    tokens = MiniQwen().encode(asked).tokens
     expected = set(refine(materialize(load_state("miniqwen"), 20), tokens).indices[0].tolist())
     # bfloat16 rounds differently in other kernels.
     assert len(region["kept"]) == 20 and len(expected & set(region["kept"])) >= 19
@@ -64,11 +70,11 @@ def test_the_picture_is_what_the_model_sees(tmp_path: Path) -> None:
     """mini-LLaVA's processor crops the margins away."""
     path, picture = tmp_path / "wide.png", tmp_path / "why.png"
     margins, wide = (255, 0, 255), Image.new("RGB", (336, 168), (255, 0, 255))
-    wide.paste(Image.open(io.BytesIO(split.png(split.draw_examples("test", 1)[0].image))), (84, 0))
+    wide.paste(Image.open(io.BytesIO(png(draw_examples("test", 1)[0].image))), (84, 0))
     wide.save(path)
-    options = ("--text-tower", str(split.CLIP), "--state", "cdpruner", "--budget", "16")
-    (region,) = read_regions(explain(split.LLAVA, path, *options, "-o", str(picture)))
-    tokens = open_vision(split.LLAVA, split.CLIP).encode(wide, "What is written?")
+    options = ("--text-tower", str(CLIP), "--state", "cdpruner", "--budget", "16")
+    (region,) = read_regions(explain(LLAVA, path, *options, "-o", str(picture)))
+    tokens = open_vision(LLAVA, CLIP).encode(wide, "What is written?")
     expected = set(refine(materialize(load_state("cdpruner"), 16), tokens).indices[0].tolist())
     # Tokens of a flat background are of nearly equal rank, and bfloat16 rounds differently.
     assert len(region["kept"]) == 16 and len(expected & set(region["kept"])) >= 12
@@ -93,6 +99,6 @@ def test_regions_and_tiles_share_the_budget(name: str, regions: int, tmp_path: P
 def test_a_budget_that_keeps_everything_is_answered(tmp_path: Path) -> None:
     path = tmp_path / "small.png"
     Image.new("RGB", (84, 84), "red").save(path)
-    done = explain(CHECKPOINT, path, "--budget", "64")
+    done = explain(CHECKPOINTS["miniqwen"], path, "--budget", "64")
     assert done.returncode == 1
     assert "keeps every token of this image" in done.stderr

@@ -25,7 +25,7 @@ from vllm_autoprune.cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 REPOSITORY_PACKAGES = {"vllm_autoprune", "offline_search", "benchmarks", "tests", "scripts"}
-CHECKPOINT = ROOT / "benchmarks/minillava/checkpoint"
+CHECKPOINT = ROOT / "benchmarks/yardsticks/weights/minillava"
 
 
 @pytest.fixture(scope="module")

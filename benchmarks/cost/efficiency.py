@@ -34,9 +34,9 @@ from benchmarks.common.shapes import write_clip, write_llava, write_llava_next, 
 from benchmarks.load.experiment import Arm, interleave
 from benchmarks.load.settings import Workload
 from benchmarks.load.workload import Line, Prepared, build_request_body, prepare
-from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
-from benchmarks.minillava.split import CLIP, LLAVA, draw_examples, grade_answers, png_url
 from benchmarks.server import Server, ServerDied, serve
+from benchmarks.yardsticks.engine import MAX_ANSWER_TOKENS
+from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples, grade_answers, png_url
 from vllm_autoprune import load_state
 from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
 from vllm_autoprune.cost import ASSUMPTIONS, Cost, estimate_cost

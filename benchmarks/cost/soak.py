@@ -33,10 +33,9 @@ from benchmarks.common.pictures import draw_picture, encode_picture
 from benchmarks.common.report import MIB
 from benchmarks.common.shapes import count_visual_tokens, read_kv_layout
 from benchmarks.cost.soak_requests import BLOCK, LONG_ANSWER, SIDE, Request, RequestMix
-from benchmarks.minillava.adapters import ADAPTERS, adapter_flags, write_adapters
-from benchmarks.minillava.split import CLIP, LLAVA
-from benchmarks.minillava.vocabulary import IMAGE_TOKEN, language_tokenizer
 from benchmarks.server import Server, serve
+from benchmarks.yardsticks.adapters import ADAPTERS, adapter_flags, write_adapters
+from benchmarks.yardsticks.examples import CLIP, LLAVA, image_token_id
 
 STATE, BUDGET, RECALL = "autoprune", 32, 4
 API_SERVERS = 2
@@ -427,7 +426,7 @@ def _count_tokens_before_image(server: Server) -> int:
     tokens = reply.get("tokens")
     if status != 200 or not isinstance(tokens, list):
         raise BenchmarkError(f"/tokenize is answered {status}: {reply}")
-    return tokens.index(language_tokenizer().token_to_id(IMAGE_TOKEN))
+    return tokens.index(image_token_id())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -30,9 +30,9 @@ from benchmarks.common.shapes import (
     read_kv_layout,
     write_llava,
 )
-from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
-from benchmarks.minillava.split import LLAVA, Example, png_url
 from benchmarks.server import ServerDied, serve
+from benchmarks.yardsticks.engine import MAX_ANSWER_TOKENS
+from benchmarks.yardsticks.examples import LLAVA, Example, png_url
 from vllm_autoprune.ops.dtype import Dtype, choose_dtype
 from vllm_autoprune.statistics import Spread, spread
 

@@ -39,7 +39,7 @@ from benchmarks.demo.measure import (
     measure_speed,
 )
 from benchmarks.demo.picture import NAMES, draw_example
-from benchmarks.minillava.split import CLIP, LLAVA, Example, draw_examples, grade_answers
+from benchmarks.yardsticks.examples import CLIP, LLAVA, Example, draw_examples, grade_answers
 from vllm_autoprune import load_state
 from vllm_autoprune.ops.dtype import Dtype, choose_dtype
 from vllm_autoprune.statistics import Spread

@@ -15,7 +15,7 @@ import torch
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
 from benchmarks.demo.measure import FULL, Answer, Configuration, Keep, Settings
-from benchmarks.minillava.split import Example, grade_answers, png
+from benchmarks.yardsticks.examples import Example, grade_answers, png
 from vllm_autoprune import load_state, materialize, refine
 from vllm_autoprune.checkpoint import LlavaVision
 from vllm_autoprune.explain import trace_images

@@ -35,8 +35,8 @@ from benchmarks.load.settings import (
     to_flags,
 )
 from benchmarks.load.workload import load_prepared, make_workload, prepare
-from benchmarks.minillava.split import CLIP, LLAVA
 from benchmarks.server import ServerDied, free_port, serve
+from benchmarks.yardsticks.examples import CLIP, LLAVA
 from vllm_autoprune import PruningState, load_state
 
 PAIRED, LOG = "paired.json", "locust.log"

@@ -30,7 +30,7 @@ from pydantic_core import PydanticUndefined
 from benchmarks.common import BenchmarkError, StrictModel
 from benchmarks.common.shapes import TOWER_LAYERS, WIDTH
 from benchmarks.load.schedule import Load, Slo
-from benchmarks.minillava.split import LLAVA
+from benchmarks.yardsticks.examples import LLAVA
 
 M = TypeVar("M", bound=StrictModel)
 T = TypeVar("T")

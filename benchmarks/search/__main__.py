@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.accuracy.yardsticks.catalogue import YARDSTICKS, open_yardstick
+from benchmarks.policies import QUOTAS
 from benchmarks.search.evaluator import YardstickEvaluator, write_data
 from benchmarks.search.results import read_results
 from benchmarks.search.study import (
@@ -25,7 +25,7 @@ from benchmarks.search.study import (
     run_comparison,
 )
 from benchmarks.search.tables import format_candidates, format_confirmed
-from benchmarks.zoo.states import QUOTAS
+from benchmarks.yardsticks import YARDSTICKS, open_yardstick
 from offline_search.dataset import Split
 from offline_search.proposer import EndpointProposer, EndpointSettings
 from offline_search.settings import DEFAULT_LIST, Settings

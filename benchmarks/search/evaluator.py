@@ -13,10 +13,17 @@ from itertools import groupby
 from pathlib import Path
 from random import Random
 
-from benchmarks.accuracy.yardsticks.cases import ALL_TOKENS, FULL, Budget, Case
-from benchmarks.accuracy.yardsticks.yardstick import EncodedBatch, Yardstick, batches
-from benchmarks.minillava.split import Example as SceneQuestion
-from benchmarks.minillava.split import draw_examples, png
+from benchmarks.yardsticks.examples import Example as SceneQuestion
+from benchmarks.yardsticks.examples import draw_examples, png
+from benchmarks.yardsticks.yardstick import (
+    ALL_TOKENS,
+    FULL,
+    Budget,
+    Case,
+    EncodedBatch,
+    Yardstick,
+    batches,
+)
 from offline_search.components import SelectionProgram
 from offline_search.dataset import SPLITS, Dataset, Split, write_split
 from offline_search.evaluator import EvaluationJob

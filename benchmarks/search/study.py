@@ -15,7 +15,6 @@ from typing import get_args
 
 import numpy as np
 
-from benchmarks.accuracy.yardsticks.catalogue import open_yardstick
 from benchmarks.common.report import log_progress
 from benchmarks.search.evaluator import YardstickEvaluator
 from benchmarks.search.results import (
@@ -31,6 +30,7 @@ from benchmarks.search.results import (
     write_confirmation,
 )
 from benchmarks.search.tables import format_confirmed, format_searches, format_states
+from benchmarks.yardsticks import open_yardstick
 from offline_search.candidates import base_state, paper_state
 from offline_search.components import Candidate
 from offline_search.dataset import Dataset, Split

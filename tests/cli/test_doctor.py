@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.minillava.split import CLIP
+from benchmarks.yardsticks.examples import CLIP
 from vllm_autoprune.cli.commands import doctor
 from vllm_autoprune.cli.main import main
 

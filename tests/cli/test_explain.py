@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from benchmarks.minillava.split import CLIP, LLAVA, draw_examples, png
+from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples, png
 from vllm_autoprune import explain
 from vllm_autoprune.checkpoint import find_checkpoint, open_vision
 from vllm_autoprune.cli.commands.explain import read_image

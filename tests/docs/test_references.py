@@ -12,7 +12,7 @@ from vllm_autoprune.cli.main import COMMANDS
 from vllm_autoprune.serving.settings import wrap_add_cli_args
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOT_PAGES = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "benchmarks/minillava/README.md")
+ROOT_PAGES = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "benchmarks/yardsticks/README.md")
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in ROOT_PAGES)])
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 README = (ROOT / "README.md").read_text()

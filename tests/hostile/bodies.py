@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from benchmarks.minillava.split import Example
 from benchmarks.server import Server
+from benchmarks.yardsticks.examples import Example
 from tests.fuzz.generator import ODD_TEXTS, anything, mutate, spoil
 from tests.hostile.attacks.texts import SPECIAL
 from tests.hostile.conversations import CORES, draw_conversation

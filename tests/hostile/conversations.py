@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
-from benchmarks.minillava.split import Example
 from benchmarks.server import Server
+from benchmarks.yardsticks.examples import Example
 from tests.fuzz.generator import ODD_NUMBERS, ODD_TEXTS, mutate
 from tests.hostile.attacks.texts import SPECIAL
 from tests.serving.http import body

@@ -24,8 +24,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.minillava.adapters import ADAPTERS, adapter_flags, write_adapters
 from benchmarks.server import Server, serve
+from benchmarks.yardsticks.adapters import ADAPTERS, adapter_flags, write_adapters
 from tests.hostile.bodies import READ_BY_VLLM, Mutant, draw
 from tests.hostile.client import CHAT, Client, Reply
 from tests.serving.engine import examples

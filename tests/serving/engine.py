@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.minillava import vocabulary
-from benchmarks.minillava.split import Example, draw_examples
+from benchmarks.yardsticks.examples import Example, draw_examples, format_prompt
 from tests.serving.paths import CLIP, LLAVA
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune.ops.dtype import choose_dtype
@@ -158,7 +157,7 @@ def prompt(
     if instruction is not None:
         entry["instructions"] = [instruction]
     return {
-        "prompt": vocabulary.prompt(example.question),
+        "prompt": format_prompt(example.question),
         "multi_modal_data": {"image": picture(example.image)},
         "mm_processor_kwargs": {"autoprune": entry},
     }

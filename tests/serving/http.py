@@ -6,8 +6,8 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from benchmarks.minillava.split import Example, png
 from benchmarks.server import Server
+from benchmarks.yardsticks.examples import Example, png
 
 
 def body(server: Server, example: Example, **more: object) -> dict[str, object]:

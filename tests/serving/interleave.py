@@ -171,11 +171,11 @@ def _compare(
 def render_prompt(
     questions: Sequence[Any], which: int, budget: int, policy: str | None, later: int, recall: int
 ) -> dict[str, object]:
-    from benchmarks.minillava import vocabulary
+    from benchmarks.yardsticks.examples import format_prompt
     from tests.serving.engine import picture
 
     entry = _choose(budget, policy)
-    text = vocabulary.prompt(questions[which].question)
+    text = format_prompt(questions[which].question)
     turns = [questions[(which + at + 1) % len(questions)].question for at in range(later)]
     text += "".join(f" red</s>USER: <image>\n{turn} ASSISTANT:" for turn in turns)
     entry["recall"] = recall

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.minillava.split import draw_examples
 from benchmarks.server import Server
+from benchmarks.yardsticks.examples import draw_examples
 from tests.serving.engine import examples
 from tests.serving.http import (
     agent_chat,

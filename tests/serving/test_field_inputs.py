@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from benchmarks.minillava.split import png_url
-from benchmarks.miniqwen.split import CHECKPOINT
 from benchmarks.server import Server, serve
+from benchmarks.yardsticks.examples import CHECKPOINTS, png_url
 from tests.serving.conftest import COMMON
 from tests.serving.engine import examples
 from tests.serving.paths import LLAVA
@@ -273,7 +272,7 @@ def start(runner: Runner, model: object, *flags: str) -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def chats(runner: Runner) -> Iterator[Servers]:
-    yield from start(runner, CHECKPOINT, "--enable-prompt-embeds")
+    yield from start(runner, CHECKPOINTS["miniqwen"], "--enable-prompt-embeds")
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.minillava.vocabulary import IMAGE_TOKEN, language_tokenizer
 from benchmarks.server import Server
+from benchmarks.yardsticks.examples import image_token_id
 from tests.serving.engine import examples
 from tests.serving.http import ask, body, budget, prompt_tokens
 from tests.serving.paths import TOKENS
@@ -63,7 +63,7 @@ def test_recalled_tokens_are_prompt_tokens_and_are_counted(two_front_ends: Serve
         status, answer = two_front_ends.post("/v1/chat/completions", conversation)
         assert status == 200
         assert counted["count"] == prompt_tokens(answer)
-        assert counted["tokens"].count(language_tokenizer().token_to_id(IMAGE_TOKEN)) == 16 + 5
+        assert counted["tokens"].count(image_token_id()) == 16 + 5
 
     by = measure_increase(two_front_ends, send_requests)
     assert by("autoprune_recalled_tokens_total") == 5

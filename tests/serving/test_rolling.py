@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import httpx
 import pytest
 
-from benchmarks.minillava.split import Example
 from benchmarks.server import Server, serve
+from benchmarks.yardsticks.examples import Example
 from tests.serving.conftest import COMMON, PRUNED
 from tests.serving.engine import examples
 from tests.serving.http import ask, body, prompt_tokens, text_of

@@ -1,7 +1,7 @@
 """The cases of the paper's tables: controls, base policies with and without residual, quotas.
 
 The residual of the shipped state ``autoprune`` is applied to each base policy without tuning. The
-values of q_e and the search result are shipped states too (``benchmarks.zoo``).
+values of q_e and the search result are shipped states too (``benchmarks.policies``).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
-from benchmarks.minillava.selections import EQUAL_POLICIES
-from benchmarks.zoo.states import QUOTAS, SEARCH_RESULTS
+from benchmarks.policies import QUOTAS, SEARCH_RESULTS
+from benchmarks.yardsticks.minillava import EQUAL_POLICIES
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import Case
 from vllm_autoprune.evaluation.run import (

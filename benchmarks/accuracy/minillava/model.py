@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from benchmarks.minillava.split import CHECKPOINT, draw_examples, png_url, weights_digest
+from benchmarks.yardsticks.examples import CHECKPOINTS, draw_examples, png_url, weights_digest
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import MME, Question
 from vllm_autoprune.evaluation.questions import PreparedQuestion
@@ -56,7 +56,7 @@ def default_scenes(cases: int) -> int:
 
 def find_model(name: str) -> MiniLlava:
     """The model ``embedded``, or the one in a folder; raises :class:`ConfigError`."""
-    folder = CHECKPOINT if name == EMBEDDED else Path(name)
+    folder = CHECKPOINTS["minillava"] if name == EMBEDDED else Path(name)
     for part in ("llava/config.json", "clip/config.json"):
         if not (folder / part).is_file():
             fix = f"use {EMBEDDED}, or a folder with llava/ and clip/"

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from benchmarks.accuracy.yardsticks.cases import build_cases
-from benchmarks.accuracy.yardsticks.catalogue import YARDSTICKS, open_yardstick
 from benchmarks.accuracy.yardsticks.journal import YardstickJournal
 from benchmarks.accuracy.yardsticks.measure import measure
 from benchmarks.accuracy.yardsticks.report import (
@@ -24,6 +23,7 @@ from benchmarks.accuracy.yardsticks.report import (
     write_between_markers,
 )
 from benchmarks.accuracy.yardsticks.table import build_rows
+from benchmarks.yardsticks import YARDSTICKS, open_yardstick
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.evaluation.run import Progress
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(name: str, options: argparse.Namespace) -> Measured:
-    yardstick = open_yardstick(name)
+    yardstick = open_yardstick(name, options.checkpoint)
     progress = Progress(lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True))
     cases = [
         case
@@ -82,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=YARDSTICKS,
         help="models to measure on",
     )
+    parser.add_argument("--checkpoint", type=Path, help="another training of a single yardstick")
     parser.add_argument("--images", type=int, default=100, help="images of the test split")
     parser.add_argument("--methods", nargs="*", default=[], help="default: all of them")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import Final, Literal
+from typing import Final
 
-from torch import Tensor
-
-from benchmarks.zoo.states import SEARCH_RESULTS, SOURCE
+from benchmarks.policies import SEARCH_RESULTS, SOURCE
+from benchmarks.yardsticks.yardstick import (
+    ALL_TOKENS,
+    FULL,
+    ORACLE,
+    RANDOM,
+    RESIZED,
+    Budget,
+    Case,
+)
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need
-
-Control = Literal["full", "resized", "random", "oracle"]
-FULL: Final = "full"
-RESIZED: Final = "resized"
-RANDOM: Final = "random"
-ORACLE: Final = "oracle"
 
 STATES = ("norm", SOURCE, "instruction-free", "shared-core", *SEARCH_RESULTS)
 """Shipped states that are measured beside every base policy alone."""
@@ -30,50 +28,6 @@ BEFORE: Final = "@merger_in"
 
 _WITHOUT_FEATURES = ("mmtok", "scope", "prunesid", "holov")
 """Base policies that read encoder tokens anyway, or attention alone: the same before the merger."""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """K as a share of N, and its name in tables."""
-
-    label: str
-    share: Fraction
-
-    def tokens(self, count: int) -> int:
-        """K of an image of N tokens, rounded down."""
-        return max(1, int(self.share * count))
-
-
-ALL_TOKENS = Budget("all", Fraction(1))
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to choose tokens, at one budget: a control, a state, or given indices ``(M, K)``.
-
-    ``base`` is the base policy that a state refines, or the case that ranks after the merger where
-    this one ranks before it: the one it is compared with.
-    """
-
-    name: str
-    budget: Budget
-    control: Control | None = None
-    state: PruningState | None = None
-    base: str = ""
-    kept: Tensor | None = None
-
-    @property
-    def key(self) -> str:
-        """Identifies what is measured: name, budget, and the state's digest."""
-        digest = "" if self.state is None else f" {self.state.digest[:12]}"
-        return f"{self.name} {self.budget.label}{digest}"
-
-    @property
-    def reads_question(self) -> bool | None:
-        """Whether the question changes what is kept; None where that has no meaning."""
-        if self.state is None:
-            return None
-        return materialize(self.state, max(16, self.state.budget.range()[1])).reads_instruction
 
 
 def build_cases(

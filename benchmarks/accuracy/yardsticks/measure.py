@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.accuracy.yardsticks.cases import Case
 from benchmarks.accuracy.yardsticks.journal import BatchScores, YardstickJournal
-from benchmarks.accuracy.yardsticks.yardstick import CaseScores, Yardstick, batch_digest, batches
-from benchmarks.minillava.split import Example, Split
+from benchmarks.yardsticks.examples import Example, Split
+from benchmarks.yardsticks.yardstick import Case, CaseScores, Yardstick, batch_digest, batches
 from vllm_autoprune.evaluation.run import Progress
 
 _DECIMALS = 4

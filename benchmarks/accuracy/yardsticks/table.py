@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
-from benchmarks.accuracy.yardsticks.cases import RESIZED
 from benchmarks.accuracy.yardsticks.measure import CaseResult, Results
+from benchmarks.yardsticks.yardstick import RESIZED
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, estimate
 
 _DIGITS = 2

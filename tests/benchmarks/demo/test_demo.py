@@ -60,9 +60,9 @@ from benchmarks.demo.picture import (
     draw_scene,
     patch_box,
 )
-from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
-from benchmarks.minillava.reader import Reader
-from benchmarks.minillava.split import CHECKPOINT, CLIP, LLAVA, Example, draw_examples, png
+from benchmarks.yardsticks.engine import MAX_ANSWER_TOKENS
+from benchmarks.yardsticks.examples import CLIP, LLAVA, Example, draw_examples, png
+from benchmarks.yardsticks.minillava import MiniLlava
 from vllm_autoprune.statistics import Spread
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
@@ -359,7 +359,7 @@ def test_the_picture_keeps_what_a_server_keeps(
     shown = [e for e in examples if e.kind in ("digit", "colour")]
     base, state, random = (Configuration(k, 8) for k in ("reference", "state", "random"))
     policy = BASE_POLICIES["cdpruner"]
-    tokens = Reader(CHECKPOINT).encode(shown)
+    tokens = MiniLlava().encode(shown).tokens
     picks = policy.select(policy.call(name=policy.name).params, tokens, 8).picks
     chosen = [kept(explainer, example, base) for example in shown]
     # The reader encodes a batch, in bfloat16, which exchanges patches of nearly equal rank.

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.accuracy.yardsticks.catalogue import open_yardstick
-from benchmarks.minillava.split import draw_examples
-from benchmarks.minillava.wordings import KINDS
 from benchmarks.search.evaluator import YardstickEvaluator, write_data
+from benchmarks.yardsticks import open_yardstick
+from benchmarks.yardsticks.examples import draw_examples
+from benchmarks.yardsticks.questions import KINDS
 from offline_search.components import Candidate, SelectionProgram
 from offline_search.dataset import SPLITS, Split, read_dataset
 from offline_search.evaluator import EvaluationJob

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy.yardsticks.yardstick import Yardstick
 from benchmarks.search import __main__ as commands
 from benchmarks.search import study as study_module
 from benchmarks.search.__main__ import main
@@ -30,6 +29,7 @@ from benchmarks.search.study import (
     run_comparison,
 )
 from benchmarks.search.tables import format_mean, format_searches
+from benchmarks.yardsticks.yardstick import Yardstick
 from offline_search.dataset import Dataset, Split
 from offline_search.evaluator import EvaluationJob
 from offline_search.ledger import Ledger, ReplyRecord, SettingsRecord, read_ledger

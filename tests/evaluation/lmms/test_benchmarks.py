@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.minillava.lmms import TASK, write_task
-from benchmarks.minillava.split import draw_examples
+from benchmarks.yardsticks.examples import draw_examples
+from benchmarks.yardsticks.lmms import TASK, write_task
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.journal import MME, RESIZED
 from vllm_autoprune.evaluation.lmms.output import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.minillava.adapters import ADAPTERS, draw_adapter, write_adapters
+from benchmarks.yardsticks.adapters import ADAPTERS, draw_adapter, write_adapters
 from tests.serving.engine import examples, forget, release, vision_runs
 from tests.serving.interleave import render_prompt
 from tests.serving.paths import LLAVA

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.minillava.split import Example
+from benchmarks.yardsticks.examples import Example
 from tests.serving.engine import (
     STATE,
     alone,

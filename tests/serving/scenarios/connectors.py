@@ -113,7 +113,7 @@ def _shared() -> list[dict[str, object]]:
 
 
 def _raw(**entry: object) -> dict[str, object]:
-    from benchmarks.minillava import vocabulary
+    from benchmarks.yardsticks.examples import format_prompt
 
     example = examples(1)[0]
     fields = {"budget": 64, "instructions": [TEXT], **entry}
@@ -124,7 +124,7 @@ def _raw(**entry: object) -> dict[str, object]:
         fields["state"] = {**state_with_core(), "name": "core"}
     return {
         **prompt(example),
-        "prompt": vocabulary.prompt(TEXT),
+        "prompt": format_prompt(TEXT),
         "mm_processor_kwargs": {"autoprune": fields},
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from benchmarks.minillava.split import Example, png
+from benchmarks.yardsticks.examples import Example, png
 from tests.serving.engine import STATE, chat, examples, forget, start
 from tests.serving.scenarios import Report, scenario
 

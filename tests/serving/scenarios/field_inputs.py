@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.miniqwen.split import CHECKPOINT
+from benchmarks.yardsticks.examples import CHECKPOINTS
 from tests.serving.engine import examples, picture, release, start
 from tests.serving.scenarios import Report, scenario
 from vllm_autoprune.serving.served_state import served_state
@@ -104,7 +104,9 @@ def field_inputs() -> Report:
     answers: list[dict[str, str]] = []
     settings = {"state": "cen_divprune", "budget": 8, "requests": "budget"}
     for given in (None, settings):
-        llm = start(given, model=str(CHECKPOINT), max_model_len=512, enable_mm_embeds=True)
+        llm = start(
+            given, model=str(CHECKPOINTS["miniqwen"]), max_model_len=512, enable_mm_embeds=True
+        )
         answers.append({name: _answer(llm, send) for name, (_, send) in INPUTS.items()})
         release(llm)
     stock, pruned = answers

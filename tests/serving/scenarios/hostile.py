@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from prometheus_client import generate_latest
 
-from benchmarks.minillava.split import Example
+from benchmarks.yardsticks.examples import Example
 from tests.serving.engine import (
     STATE,
     ask,

@@ -156,12 +156,12 @@ def _counted() -> float:
 
 def _long(renderer: Any, example: Any) -> dict[str, float]:
     """100 images and one instruction of 96,000 words: seconds, and bytes of all plans."""
-    from benchmarks.minillava import vocabulary
+    from benchmarks.yardsticks.examples import format_prompt
 
     image = picture(example.image)
     spent = {}
     for name, text in (("short", example.question), ("long", LONG)):
-        words = vocabulary.prompt(example.question)
+        words = format_prompt(example.question)
         head, mark, tail = words.partition("<image>")
         prompt = {
             "prompt": head + mark * 100 + tail,

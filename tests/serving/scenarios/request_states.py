@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.minillava.split import Example
+from benchmarks.yardsticks.examples import Example
 from tests.serving.engine import (
     STATE,
     Answer,

@@ -6,8 +6,7 @@ from itertools import combinations
 import pytest
 
 from benchmarks.accuracy.minillava.cases import BUDGETS, FAMILIES, build_cases
-from benchmarks.accuracy.yardsticks.minillava import MiniLlava
-from benchmarks.minillava.selections import EQUAL_POLICIES
+from benchmarks.yardsticks.minillava import EQUAL_POLICIES, MiniLlava
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.run import residual_on
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES

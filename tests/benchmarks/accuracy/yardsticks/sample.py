@@ -9,10 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from benchmarks.accuracy.yardsticks.cases import Budget, Case
-from benchmarks.accuracy.yardsticks.yardstick import CaseScores
-from benchmarks.minillava.reader import AnswerScores
-from benchmarks.minillava.split import Example, Split
+from benchmarks.yardsticks.examples import Example, Split
+from benchmarks.yardsticks.yardstick import AnswerScores, Budget, Case, CaseScores
 from vllm_autoprune.tpdsl.tokens import Grid, Need, VisualTokens
 
 QUARTER = Budget("K = 4", Fraction(1, 4))

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from benchmarks.accuracy.yardsticks.cases import Budget, build_cases
-from benchmarks.accuracy.yardsticks.minillava import MiniLlava
-from benchmarks.accuracy.yardsticks.miniqwen import MiniQwen
+from benchmarks.accuracy.yardsticks.cases import build_cases
+from benchmarks.yardsticks.minillava import MiniLlava
+from benchmarks.yardsticks.miniqwen import MiniQwen
+from benchmarks.yardsticks.yardstick import Budget
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 EIGHTH = Budget("K = N/8", Fraction(1, 8))

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy.yardsticks.cases import Case, build_cases
+from benchmarks.accuracy.yardsticks.cases import build_cases
 from benchmarks.accuracy.yardsticks.journal import YardstickJournal
 from benchmarks.accuracy.yardsticks.measure import Results, measure
+from benchmarks.yardsticks.yardstick import Case
 from tests.benchmarks.accuracy.yardsticks.sample import SampleYardstick
 from vllm_autoprune.evaluation.journal import EvaluationError
 from vllm_autoprune.evaluation.run import Progress

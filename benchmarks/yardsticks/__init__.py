@@ -1,0 +1,28 @@
+"""Two small vision-language models on which policies differ, and the questions that show it.
+
+mini-LLaVA answers questions about scenes on a fixed grid of tokens; mini-Qwen3-VL takes pictures of
+any size, so that pruning can be compared with resizing. ``train_minillava`` and ``train_miniqwen``
+made the weights; everything else reads them, and the held-out splits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.yardsticks.yardstick import Yardstick
+
+YARDSTICKS = ("minillava", "miniqwen")
+
+
+def open_yardstick(name: str, checkpoint: Path | None = None) -> Yardstick:
+    """A yardstick with the committed checkpoint, or with another training of its model."""
+    # Imported here, because transformers takes seconds to load.
+    if name == "minillava":
+        from benchmarks.yardsticks.minillava import MiniLlava
+
+        return MiniLlava(checkpoint)
+    from benchmarks.yardsticks.miniqwen import MiniQwen
+
+    return MiniQwen(checkpoint)

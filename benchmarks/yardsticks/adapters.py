@@ -1,0 +1,66 @@
+"""LoRA adapters of mini-LLaVA's language model, with random weights, as PEFT saves them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.yardsticks.examples import LLAVA
+
+ADAPTERS = ("first", "second")
+
+_RANK = 8
+_MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+
+
+def draw_adapter(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A and B of each adapted module, by the checkpoint's name of the module."""
+    random = torch.Generator().manual_seed(seed)
+    config = json.loads((LLAVA / "config.json").read_text())["text_config"]
+    hidden, middle = config["hidden_size"], config["intermediate_size"]
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for module in _MODULES:
+            wide = middle if module == "mlp.down_proj" else hidden
+            down = torch.randn(_RANK, wide, generator=random) / wide**0.5
+            up = torch.randn(hidden, _RANK, generator=random) / _RANK**0.5
+            weights[f"language_model.model.layers.{layer}.{module}"] = (down, up)
+    return weights
+
+
+def write_adapters(folder: Path) -> None:
+    """Write every adapter to a folder of its own name."""
+    for seed, name in enumerate(ADAPTERS):
+        _write_adapter(folder / name, seed)
+
+
+def adapter_flags(folder: Path) -> tuple[str, ...]:
+    """Flags of a server with the adapters of this folder."""
+    modules = (f"{name}={folder / name}" for name in ADAPTERS)
+    # On a CPU vLLM gives a request without an adapter that of the last slot, so one stays free.
+    slots = str(len(ADAPTERS) + 1)
+    return (
+        *("--enable-lora", "--max-loras", slots, "--max-lora-rank", str(_RANK)),
+        *("--lora-modules", *modules),
+    )
+
+
+def _write_adapter(folder: Path, seed: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for module, (down, up) in draw_adapter(seed).items():
+        tensors[f"base_model.model.{module}.lora_A.weight"] = down
+        tensors[f"base_model.model.{module}.lora_B.weight"] = up
+    save_file(tensors, folder / "adapter_model.safetensors")
+    names = sorted({module.rpartition(".")[2] for module in _MODULES})
+    config = {
+        "peft_type": "LORA",
+        "r": _RANK,
+        "lora_alpha": _RANK,
+        "target_modules": names,
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))

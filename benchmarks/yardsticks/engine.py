@@ -1,0 +1,215 @@
+"""``python -m benchmarks.yardsticks.engine``: score vLLM on a split, stock and with states.
+
+Answers, and the tokens that states keep, are compared with those in this process, which the table
+of both yardsticks is measured with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, get_args
+
+import torch
+
+from benchmarks.yardsticks import YARDSTICKS, open_yardstick
+from benchmarks.yardsticks.examples import (
+    CHECKPOINTS,
+    CLIP,
+    Example,
+    Split,
+    as_picture,
+    format_prompt,
+    image_size,
+    is_right,
+)
+from benchmarks.yardsticks.questions import Model
+from benchmarks.yardsticks.scenes import PATCHES
+from benchmarks.yardsticks.yardstick import (
+    ALL_TOKENS,
+    FULL,
+    RESIZED,
+    Budget,
+    Case,
+    Yardstick,
+    batches,
+)
+from vllm_autoprune.cli.output import CommandParser
+from vllm_autoprune.explain import keep_engine_in_process, record_selections
+from vllm_autoprune.ops.dtype import choose_dtype
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.refine import refine
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+MAX_ANSWER_TOKENS = 6
+"""More than the longest answer and its end token."""
+
+
+def open_engine(
+    model: Model = "minillava",
+    settings: Mapping[str, object] | None = None,
+    checkpoint: Path | None = None,
+) -> LLM:
+    """Start an engine; `settings` are the plugin's, and without them it prunes nothing."""
+    from vllm import LLM
+
+    folder = checkpoint or CHECKPOINTS[model]
+    towers = {"text_tower": str(CLIP)} if settings and model == "minillava" else {}
+    return LLM(
+        model=str(folder / "llava" if model == "minillava" else folder),
+        enforce_eager=True,
+        dtype=choose_dtype(),
+        max_model_len=1024,
+        block_size=32,
+        limit_mm_per_prompt={"image": 1} | ({"video": 0} if model == "miniqwen" else {}),
+        additional_config={"autoprune": towers | dict(settings)} if settings else {},
+    )
+
+
+def answer_questions(
+    engine: LLM,
+    examples: Sequence[Example],
+    entries: Sequence[Mapping[str, object] | None],
+    model: Model = "minillava",
+) -> list[RequestOutput]:
+    """Greedy answers in the order of the examples; entries are the requests' ``autoprune``."""
+    from vllm import SamplingParams
+
+    prompts = [
+        {
+            "prompt": format_prompt(example.question, model),
+            "multi_modal_data": {"image": as_picture(example.image)},
+            **({"mm_processor_kwargs": {"autoprune": dict(entry)}} if entry else {}),
+        }
+        for example, entry in zip(examples, entries, strict=True)
+    ]
+    sampling = SamplingParams(temperature=0, max_tokens=MAX_ANSWER_TOKENS)
+    return engine.generate(prompts, sampling, use_tqdm=False)
+
+
+@torch.no_grad()
+def _in_process(
+    yardstick: Yardstick, examples: Sequence[Example], case: Case
+) -> Iterator[tuple[bool, set[int]]]:
+    """Whether each question is answered right, and the tokens that the case's state keeps."""
+    for batch in batches(yardstick, examples):
+        encoded = yardstick.encode(batch)
+        rights = encoded.score(case).answers.right.tolist()
+        tokens: list[list[int]] = [[] for _ in batch]
+        if case.state is not None:
+            policy = materialize(case.state, case.budget.tokens(encoded.tokens.count))
+            tokens = refine(policy, encoded.tokens).indices.tolist()
+        yield from zip(rights, map(set, tokens), strict=True)
+
+
+def _in_engine(
+    engine: LLM, model: Model, examples: Sequence[Example], case: Case
+) -> Iterator[tuple[bool, set[int]]]:
+    """The same through vLLM; with a state each question is asked alone.
+
+    Images of a batch of requests are selected in any order.
+    """
+    if case.state is None:
+        entries = [_request_fields(case, model, example) for example in examples]
+        outputs = answer_questions(engine, examples, entries, model)
+        for example, output in zip(examples, outputs, strict=True):
+            yield is_right(output.outputs[0].text, example.answer), set()
+        return
+    for example in examples:
+        engine.reset_prefix_cache()
+        engine.reset_mm_cache()
+        engine.llm_engine.reset_encoder_cache()
+        fields = _request_fields(case, model, example)
+        with record_selections() as selections:
+            (output,) = answer_questions(engine, [example], [fields], model)
+        ((_, _, refined),) = selections
+        yield is_right(output.outputs[0].text, example.answer), {*refined.indices[0].tolist()}
+
+
+def _request_fields(case: Case, model: Model, example: Example) -> dict[str, object]:
+    if case.control == FULL:
+        return {}
+    count = PATCHES if model == "minillava" else image_size(example.image).tokens
+    budget = case.budget.tokens(count)
+    if case.state is None:
+        return {"budget": budget, "keep": case.control}
+    return {"budget": budget, "state": json.loads(case.state.dumps())}
+
+
+def compare(
+    model: Model,
+    split: Split,
+    images: int,
+    states: Sequence[str],
+    divisor: int,
+    checkpoint: Path | None = None,
+) -> dict[str, dict[str, float]]:
+    """By case: accuracy both ways, and shares of equal results.
+
+    A verdict is whether an answer is right; of a state also how many questions keep the same
+    tokens, what share of its tokens an image has in common, and equal verdicts where all are.
+    """
+    keep_engine_in_process()
+    budget = Budget(f"N/{divisor}", Fraction(1, divisor))
+    cases = [Case(FULL, ALL_TOKENS, FULL)]
+    settings: dict[str, object] = {}
+    if states:
+        cases += [Case(RESIZED, budget, RESIZED)]
+        cases += [Case(name, budget, state=load_state(name)) for name in states]
+        settings = {"state": json.loads(load_state(states[0]).dumps()), "requests": "states"}
+    yardstick = open_yardstick(model, checkpoint)
+    examples = yardstick.draw(split, images)
+    engine, report = open_engine(model, settings, checkpoint), dict[str, dict[str, float]]()
+    for case in cases:
+        served = list(_in_engine(engine, model, examples, case))
+        pairs = list(zip(served, _in_process(yardstick, examples, case), strict=True))
+        report[case.name] = {
+            "questions": len(examples),
+            "same verdict": fmean(right == other for (right, _), (other, _) in pairs),
+            "vllm": fmean(right for right, _ in served),
+            "in process": fmean(right for _, (right, _) in pairs),
+        }
+        if case.state is not None:
+            equal = [pair for pair in pairs if pair[0][1] == pair[1][1]]
+            shares = [len(kept & other) / len(kept) for (_, kept), (_, other) in pairs]
+            report[case.name] |= {
+                "same tokens": len(equal) / len(pairs),
+                "tokens in common": fmean(shares),
+                "same verdict with the same tokens": (
+                    fmean(right == other for (right, _), (other, _) in equal) if equal else 1.0
+                ),
+            }
+    return report
+
+
+def main() -> None:
+    """Parse the arguments, ask the questions and write scores and agreement as JSON."""
+    parser = CommandParser(description="Score a vLLM engine on a held-out split.")
+    parser.add_argument("yardstick", choices=YARDSTICKS, help="model to serve")
+    parser.add_argument("--checkpoint", type=Path, help="another training of the model")
+    parser.add_argument("--split", choices=get_args(Split), default="test", help="held-out split")
+    parser.add_argument("--images", type=int, default=200, help="pictures of it")
+    parser.add_argument("--state", nargs="+", default=[], help="states to serve, one after another")
+    parser.add_argument("--divisor", type=int, default=8, help="K is N over it, with a state")
+    # A file, because the engine's processes write their log lines to standard output as well.
+    parser.add_argument("--json", type=Path, required=True, help="file for the scores")
+    options = parser.parse_args()
+    report = compare(
+        options.yardstick,
+        options.split,
+        options.images,
+        options.state,
+        options.divisor,
+        options.checkpoint,
+    )
+    options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

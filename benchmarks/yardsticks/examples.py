@@ -1,0 +1,267 @@
+"""Held-out splits of both models: examples, their images, scores of answers, and the weights.
+
+Search, validation and test are drawn from disjoint ranges of seeds, which training never uses; only
+the test split has unseen wordings, arrangements and sizes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from PIL import Image
+from torch import Tensor
+
+from benchmarks.yardsticks.pages import (
+    PAGE_STYLES,
+    SIZES,
+    TOKEN,
+    UNSEEN_SIZES,
+    Page,
+    Size,
+    draw_page,
+    draw_rectangle,
+    render_pages,
+    render_rectangles,
+)
+from benchmarks.yardsticks.questions import (
+    CATEGORIES,
+    KINDS,
+    SEEN,
+    UNSEEN,
+    Model,
+    PageQuestions,
+    Question,
+    SceneQuestions,
+)
+from benchmarks.yardsticks.scenes import (
+    CELLS,
+    TRAINING_STYLES,
+    UNSEEN_STYLES,
+    Scene,
+    draw_layout,
+    render_scenes,
+)
+
+_WEIGHTS = Path(__file__).resolve().parent / "weights"
+CHECKPOINTS: Mapping[Model, Path] = {name: _WEIGHTS / name for name in ("minillava", "miniqwen")}
+LLAVA = CHECKPOINTS["minillava"] / "llava"
+CLIP = CHECKPOINTS["minillava"] / "clip"
+
+IMAGE_TOKEN: Mapping[Model, str] = {"minillava": "<image>", "miniqwen": "<|image_pad|>"}
+PROMPT: Mapping[Model, str] = {
+    "minillava": "USER: <image>\n{question} ASSISTANT:",
+    "miniqwen": "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
+    "{question}<|im_end|>\n<|im_start|>assistant\n",
+}
+"""The chat templates' prompt of one question about one image."""
+
+Split = Literal["search", "validation", "test"]
+MAX_IMAGES = 5000
+
+# torch's CPU generator keeps the low 32 bits of a seed, so all ranges stay below 2**32.
+SEEDS: Mapping[str, range] = {
+    "train": range(0, 2**31),
+    "search": range(2**31, 2**31 + 2**20),
+    "validation": range(2**31 + 2**20, 2**31 + 2**21),
+    "test": range(2**31 + 2**21, 2**31 + 2**22),
+}
+
+# How often a kind is tried for one picture; the other kinds are tried once. A scene without signs
+# has no number to read.
+_ATTEMPTS: Mapping[Model, Mapping[str, int]] = {
+    "minillava": {"relation": 3, "count": 2, "text": 2},
+    "miniqwen": {
+        "count": 2, "digit": 2, "value": 3, "word": 3, "cell": 4, "compare": 4, "find": 2,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question about one image of a held-out split."""
+
+    image_id: int
+    image: Tensor  # (3, H, W) uint8
+    question: str
+    answer: str
+    kind: str
+    pair: int | None  # the same number for both questions of a yes/no pair
+    evidence: tuple[int, ...]  # raster indices of tokens, the most informative first
+    unseen_wording: bool = False
+    unseen_style: bool = False  # an arrangement, or a size, that training never uses
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Shares between 0 and 1; accuracy+ is the share of yes/no pairs with both answers right."""
+
+    accuracy: float
+    accuracy_plus: float
+    by_kind: dict[str, float]
+    by_category: dict[str, float]
+
+
+def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -> list[Example]:
+    """Draw 18 questions about each image of mini-LLaVA, or 10 of mini-Qwen3-VL, on average.
+
+    Fewer images give a prefix of more. In the test split, one fourth of the images has an
+    arrangement or a size, and another fourth has wordings, that training never uses.
+    """
+    if not 0 < images <= MAX_IMAGES:
+        raise ValueError(f"images must lie in 1..{MAX_IMAGES}, got {images}")
+    draw = _draw_scene if model == "minillava" else _draw_picture
+    examples: list[Example] = []
+    pairs = 0
+    for image_id in range(images):
+        # mini-Qwen3-VL's scenes and pages alternate.
+        turn = (image_id if model == "minillava" else image_id // 2) % 4 if split == "test" else 0
+        unseen_style, unseen_wording = turn == 1, turn == 3
+        image, groups = draw(SEEDS[split][image_id], image_id, unseen_style, unseen_wording)
+        # Without repetitions of a text.
+        for group in {group[0].text: group for group in groups if group is not None}.values():
+            pair = pairs if len(group) == 2 else None
+            pairs += len(group) == 2
+            examples += [
+                Example(
+                    image_id, image, question.text, question.answer, question.kind, pair,
+                    question.evidence, unseen_wording, unseen_style,
+                )
+                for question in group
+            ]  # fmt: skip
+    return examples
+
+
+def _draw_scene(
+    seed: int, image_id: int, unseen_style: bool, unseen_wording: bool
+) -> tuple[Tensor, list[list[Question] | None]]:
+    """The image of a scene, and single questions and yes/no pairs about it."""
+    rng = random.Random(seed)
+    style = rng.choice(UNSEEN_STYLES if unseen_style else TRAINING_STYLES)
+    images, scenes = render_scenes([draw_layout(rng, style)], CELLS, seed)
+    wordings = UNSEEN if unseen_wording else SEEN
+    questions = SceneQuestions(random.Random(seed + 1), scenes[0], (CELLS, CELLS), wordings)
+    attempts = _ATTEMPTS["minillava"]
+    groups = [questions.generate(kind) for kind in KINDS for _ in range(attempts.get(kind, 1))]
+    return images[0], groups
+
+
+def _draw_picture(
+    seed: int, image_id: int, unseen_size: bool, unseen_wording: bool
+) -> tuple[Tensor, list[list[Question] | None]]:
+    """The image of a scene or a page, and single questions and yes/no pairs about it."""
+    size = random.Random(seed + 2).choice(UNSEEN_SIZES if unseen_size else SIZES)
+    rng, asking = random.Random(seed), random.Random(seed + 1)
+    wordings = UNSEEN if unseen_wording else SEEN
+    content: Scene | Page
+    if image_id % 2:
+        content = draw_page(rng, rng.choice(PAGE_STYLES), size)
+        images, _ = render_pages([content], seed)
+        kinds = CATEGORIES["miniqwen"]["pages"]
+    else:
+        images, scenes = render_rectangles([draw_rectangle(rng, size)], size, seed)
+        content, kinds = scenes[0], CATEGORIES["miniqwen"]["scenes"]
+    questions = ask_about(asking, content, size, wordings)
+    attempts = _ATTEMPTS["miniqwen"]
+    groups = [questions.generate(kind) for kind in kinds for _ in range(attempts.get(kind, 1))]
+    return images[0], groups
+
+
+def ask_about(
+    rng: random.Random, content: Scene | Page, size: Size, wordings: Mapping[str, Sequence[str]]
+) -> SceneQuestions | PageQuestions:
+    """Questions about what a picture of mini-Qwen3-VL shows."""
+    if isinstance(content, Page):
+        return PageQuestions(rng, content, wordings)
+    return SceneQuestions(rng, content, size.cells, wordings)
+
+
+def format_prompt(question: str, model: Model = "minillava") -> str:
+    """The prompt of one question about one image, with a single image token."""
+    return PROMPT[model].format(question=question)
+
+
+def image_token_id() -> int:
+    """The id of mini-LLaVA's image token."""
+    return int(json.loads((LLAVA / "config.json").read_text())["image_token_index"])
+
+
+def image_size(image: Tensor) -> Size:
+    """The size in tokens of an image (3, H, W) that mini-Qwen3-VL's processor does not resize."""
+    return Size(image.shape[1] // TOKEN, image.shape[2] // TOKEN)
+
+
+def as_picture(image: Tensor) -> Image.Image:
+    """A (3, H, W) uint8 image for processors and engines."""
+    return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+
+
+def png(image: Tensor) -> bytes:
+    """A (3, H, W) uint8 image as the content of a PNG file."""
+    buffer = io.BytesIO()
+    as_picture(image).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def png_url(image: Tensor) -> str:
+    """A (3, H, W) uint8 image as a data URL."""
+    return f"data:image/png;base64,{base64.b64encode(png(image)).decode()}"
+
+
+def is_right(answer: str, reference: str) -> bool:
+    """Whether an answer starts with the words of the reference, ignoring case and punctuation."""
+    expected = reference.lower().split()
+    return re.findall(r"[a-z0-9]+", answer.lower())[: len(expected)] == expected
+
+
+def grade_answers(examples: Sequence[Example], answers: Sequence[str]) -> Scores:
+    """Score one answer per example; raises ValueError for another number of them."""
+    pairs = zip(examples, answers, strict=True)
+    return aggregate(examples, [is_right(answer, example.answer) for example, answer in pairs])
+
+
+def aggregate(
+    examples: Sequence[Example], rights: Sequence[bool], model: Model = "minillava"
+) -> Scores:
+    """Scores of questions of which it is known whether they were answered right.
+
+    Kinds and categories without questions are left out.
+    """
+    kinds: dict[str, list[bool]] = {}
+    pairs: dict[int, list[bool]] = {}
+    for example, right in zip(examples, rights, strict=True):
+        kinds.setdefault(example.kind, []).append(right)
+        if example.pair is not None:
+            pairs.setdefault(example.pair, []).append(right)
+    categories = {
+        name: [right for kind in members for right in kinds.get(kind, ())]
+        for name, members in CATEGORIES[model].items()
+    }
+    order = [kind for members in CATEGORIES[model].values() for kind in members]
+    return Scores(
+        accuracy=_mean([right for rights in kinds.values() for right in rights]),
+        accuracy_plus=_mean([all(pair) for pair in pairs.values()]),
+        by_kind={kind: _mean(kinds[kind]) for kind in order if kind in kinds},
+        by_category={name: _mean(rights) for name, rights in categories.items() if rights},
+    )
+
+
+def _mean(values: Sequence[bool]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def weights_digest(checkpoint: Path) -> str:
+    """First twelve digits of the SHA-256 over the weights of a folder, ``llava`` and ``clip``."""
+    digest = hashlib.sha256()
+    for name in (".", "llava", "clip"):
+        for path in sorted((checkpoint / name).glob("*.safetensors")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]

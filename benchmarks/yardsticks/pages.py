@@ -1,0 +1,310 @@
+"""Pictures of any size in visual tokens: pages of words and numbers, and scenes on rectangles.
+
+Pages are lists of words with numbers, and tables, with one word or number per visual token. Images
+are resized and split into patches as mini-Qwen3-VL's processor does it.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.yardsticks.scenes import (
+    CELL_PATCHES,
+    COLOURS,
+    GLYPHS,
+    PATCH,
+    SHAPES,
+    Layout,
+    Scene,
+    normalize_pixels,
+    place_things,
+    render_scenes,
+)
+
+MERGE = 2
+TOKEN = PATCH * MERGE
+"""Pixels per side that one visual token covers."""
+
+MOST_SHAPES = 14
+"""Shapes in the fullest scene."""
+
+WORDS: tuple[str, ...] = (
+    "bird", "boat", "book", "cake", "coin", "desk", "door", "duck",
+    "fish", "fork", "frog", "gift", "hand", "hill", "jazz", "king",
+    "lamp", "leaf", "milk", "moon", "nest", "pear", "quiz", "rain",
+    "rose", "ship", "snow", "sock", "star", "tree", "vase", "wolf",
+)  # fmt: skip
+NUMBERS = range(10, 100)
+# Words that stay off every page, for the questions whose answer is "no".
+_RESERVED = 4
+
+PageStyle = Literal["list", "table"]
+PAGE_STYLES: tuple[PageStyle, ...] = ("list", "table")
+
+# Capitals from A to Z, 5 x 7 dots each.
+_LETTERS = (
+    "01110 10001 10001 11111 10001 10001 10001", "11110 10001 10001 11110 10001 10001 11110",
+    "01110 10001 10000 10000 10000 10001 01110", "11100 10010 10001 10001 10001 10010 11100",
+    "11111 10000 10000 11110 10000 10000 11111", "11111 10000 10000 11110 10000 10000 10000",
+    "01110 10001 10000 10111 10001 10001 01111", "10001 10001 10001 11111 10001 10001 10001",
+    "01110 00100 00100 00100 00100 00100 01110", "00111 00010 00010 00010 00010 10010 01100",
+    "10001 10010 10100 11000 10100 10010 10001", "10000 10000 10000 10000 10000 10000 11111",
+    "10001 11011 10101 10101 10001 10001 10001", "10001 10001 11001 10101 10011 10001 10001",
+    "01110 10001 10001 10001 10001 10001 01110", "11110 10001 10001 11110 10000 10000 10000",
+    "01110 10001 10001 10001 10101 10010 01101", "11110 10001 10001 11110 10100 10010 10001",
+    "01111 10000 10000 01110 00001 00001 11110", "11111 00100 00100 00100 00100 00100 00100",
+    "10001 10001 10001 10001 10001 10001 01110", "10001 10001 10001 10001 10001 01010 00100",
+    "10001 10001 10001 10101 10101 10101 01010", "10001 10001 01010 00100 01010 10001 10001",
+    "10001 10001 10001 01010 00100 00100 00100", "11111 00001 00010 00100 01000 10000 11111",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Size:
+    """An image of `rows` x `columns` visual tokens of 28 x 28 pixels each."""
+
+    rows: int
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        """Visual tokens in total, N."""
+        return self.rows * self.columns
+
+    @property
+    def height(self) -> int:
+        """Height in pixels."""
+        return self.rows * TOKEN
+
+    @property
+    def width(self) -> int:
+        """Width in pixels."""
+        return self.columns * TOKEN
+
+    @property
+    def cells(self) -> tuple[int, int]:
+        """Rows and columns of a scene's cells of three patches."""
+        return self.rows * MERGE // CELL_PATCHES, self.columns * MERGE // CELL_PATCHES
+
+
+# Multiples of three tokens, so that scenes are whole cells of three patches.
+SIZES = (Size(6, 6), Size(6, 9), Size(9, 6), Size(6, 12), Size(12, 6), Size(9, 9), Size(9, 12))
+UNSEEN_SIZES = (Size(12, 9), Size(6, 15))
+"""Sizes that occur in the test split only."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word, an index into `WORDS`, at a place in tokens."""
+
+    word: int
+    row: int
+    column: int
+
+    @property
+    def text(self) -> str:
+        """The word in lower case, as questions write it; pages show capitals."""
+        return WORDS[self.word]
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of two digits, the word on its left, and in a table the word above its column."""
+
+    value: int
+    row: int
+    column: int
+    label: Word | None
+    head: Word | None = None
+
+
+@dataclass(frozen=True)
+class Page:
+    """The content of one page."""
+
+    style: PageStyle
+    size: Size
+    words: tuple[Word, ...]
+    numbers: tuple[Number, ...]
+
+
+def draw_page(rng: random.Random, style: PageStyle, size: Size, most: int = len(WORDS)) -> Page:
+    """Draw a random page of at most so many words, each of which it shows once, as its numbers."""
+    most = max(4, min(most, len(WORDS) - _RESERVED))
+    return _draw_list(rng, size, most) if style == "list" else _draw_table(rng, size, most)
+
+
+def _draw_list(rng: random.Random, size: Size, most: int) -> Page:
+    """Columns of words, most with a number on their right."""
+    pitch = rng.choice((2, 3))
+    margin = rng.randint(0, size.columns % pitch)
+    starts = range(margin, size.columns - 1, pitch)
+    places = [(row, column) for row in range(size.rows) for column in starts]
+    fill = rng.uniform(0.5, 0.95)
+    count = min(max(3, round(fill * len(places))), most)
+    names = rng.sample(range(len(WORDS)), count)
+    values = rng.sample(NUMBERS, count)
+    words, numbers = list[Word](), list[Number]()
+    for (row, column), name, value in zip(
+        sorted(rng.sample(places, count)), names, values, strict=True
+    ):
+        word = Word(name, row, column)
+        words.append(word)
+        if len(numbers) < 2 or rng.random() < 0.9:
+            numbers.append(Number(value, row, column + 1, word))
+    return Page("list", size, tuple(words), tuple(numbers))
+
+
+def _draw_table(rng: random.Random, size: Size, most: int) -> Page:
+    """A table with one row of words above its columns and one column of words beside its rows."""
+    columns = rng.randint(2, min(6, size.columns - 1, most - 2))
+    rows = rng.randint(2, min(size.rows - 1, most - columns))
+    top = rng.randint(0, size.rows - 1 - rows)
+    left = rng.randint(0, size.columns - 1 - columns)
+    names = rng.sample(range(len(WORDS)), rows + columns)
+    heads = [Word(name, top, left + 1 + i) for i, name in enumerate(names[:columns])]
+    labels = [Word(name, top + 1 + i, left) for i, name in enumerate(names[columns:])]
+    values = iter(rng.sample(NUMBERS, rows * columns))
+    numbers = [
+        Number(next(values), label.row, head.column, label, head)
+        for label in labels
+        for head in heads
+    ]
+    return Page("table", size, (*heads, *labels), tuple(numbers))
+
+
+def fill_page(rng: random.Random, size: Size) -> Page:
+    """A page with a word or number in nearly every place, without relations between them."""
+    words, numbers = list[Word](), list[Number]()
+    for row in range(size.rows):
+        for column in range(size.columns):
+            if rng.random() < 0.4:
+                words.append(Word(rng.randrange(len(WORDS)), row, column))
+            elif rng.random() < 0.9:
+                numbers.append(Number(rng.choice(NUMBERS), row, column, None))
+    return Page("list", size, tuple(words), tuple(numbers))
+
+
+def draw_rectangle(rng: random.Random, size: Size, most: int = MOST_SHAPES) -> Layout:
+    """Draw a scene of few colours and forms, so that most distractors share one of them."""
+    rows, columns = size.cells
+    cells = [(row, column) for row in range(rows) for column in range(columns)]
+    rng.shuffle(cells)
+    colours = rng.sample(range(len(COLOURS)), rng.randint(3, 4))
+    shapes = rng.sample(range(len(SHAPES)), rng.randint(3, 4))
+    names = [(colour, shape) for colour in colours for shape in shapes]
+    # One name stays unused for the questions whose answer is "no".
+    count = min(most, rng.randint(4, MOST_SHAPES), len(names) - 1, len(cells))
+    return Layout(place_things(rng, names, cells, count, (10.0, 13.5)), ())
+
+
+def render_rectangles(
+    layouts: Sequence[Layout], size: Size, seed: int
+) -> tuple[Tensor, list[Scene]]:
+    """Images (B, 3, H, W) uint8 and scenes whose patches are visual tokens in raster order."""
+    cells = max(size.cells)
+    images, squares = render_scenes(layouts, cells, seed)
+    grid = cells * CELL_PATCHES
+    scenes = []
+    for square in squares:
+        places = [
+            [
+                patch // grid // MERGE * size.columns + patch % grid // MERGE
+                for patch in patches
+            ]
+            for patches in square.thing_patches
+        ]  # fmt: skip
+        tokens = tuple(tuple(dict.fromkeys(place)) for place in places)
+        scenes.append(Scene(square.layout, tokens, ()))
+    return images[:, :, : size.height, : size.width], scenes
+
+
+def render_pages(
+    pages: Sequence[Page], seed: int
+) -> tuple[Tensor, list[list[tuple[float, float]]]]:
+    """Images (B, 3, H, W) uint8, and the centre of each word and then each number of every page.
+
+    All pages have one size. A line fills the upper or the lower half of its token, a little off;
+    centres are x and y in pixels.
+    """
+    size = pages[0].size
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    lines: list[tuple[int, int, int, int]] = []
+    centres: list[list[tuple[float, float]]] = []
+    for index, page in enumerate(pages):
+        row_shift = [rng.choice((0, PATCH)) for _ in range(size.rows)]
+        items = [(word.word, word.row, word.column) for word in page.words]
+        items += [(len(WORDS) + number.value, number.row, number.column) for number in page.numbers]
+        centres.append([])
+        for block, row, column in items:
+            top = row * TOKEN + row_shift[row] + rng.randint(-1, 1)
+            left = column * TOKEN + rng.randint(-1, 1)
+            lines.append((index, block, top + 1, left + 1))
+            centres[-1].append((left + TOKEN / 2, top + PATCH / 2))
+    # One pixel of margin holds what is shifted beyond the edge.
+    height, width = size.height + 2, size.width + 2
+    ink = torch.zeros(len(pages) * height * width)
+    image, block, top, left = torch.tensor(lines).T
+    corner = (image * height + top) * width + left
+    pixel = torch.arange(PATCH)[:, None] * width + torch.arange(TOKEN)
+    at = corner[:, None, None] + pixel
+    ink.index_put_((at.flatten(),), _line_blocks()[block].flatten(), accumulate=True)
+    ink = ink.view(len(pages), 1, height, width)[:, :, 1:-1, 1:-1].clamp(0, 1)
+
+    inverse = torch.rand(len(pages), 1, 1, 1, generator=generator) < 0.2
+    light = 215 + 35 * torch.rand(len(pages), 3, 1, 1, generator=generator)
+    dark = 70 * torch.rand(len(pages), 3, 1, 1, generator=generator)
+    paper, text = torch.where(inverse, dark, light), torch.where(inverse, light, dark)
+    pixels = paper * (1 - ink) + text * ink
+    grain = 5 * torch.randn(len(pages), 1, size.height, size.width, generator=generator)
+    return (pixels + grain).round().clamp(0, 255).to(torch.uint8), centres
+
+
+def resize_images(images: Tensor, size: Size) -> Tensor:
+    """Resize (B, 3, H, W) uint8 images as the image processor does."""
+    if tuple(images.shape[2:]) == (size.height, size.width):
+        return images
+    resized = F.interpolate(
+        images.float(), (size.height, size.width), mode="bicubic", antialias=True
+    )
+    return resized.round().clamp(0, 255).to(torch.uint8)
+
+
+def split_patches(images: Tensor) -> Tensor:
+    """Normalised patches (B, N, MERGE², 3 · PATCH²) bf16, in the order of their tokens."""
+    values = normalize_pixels(images)
+    rows, columns = values.shape[2] // TOKEN, values.shape[3] // TOKEN
+    view = values.view(len(values), 3, rows, MERGE, PATCH, columns, MERGE, PATCH)
+    return view.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(
+        len(values), rows * columns, MERGE * MERGE, 3 * PATCH * PATCH
+    )
+
+
+@functools.cache
+def _line_blocks() -> Tensor:
+    """Coverage (W + 100, PATCH, TOKEN) of all words in capitals, and all numbers of two digits."""
+    letters = _glyph_blocks(_LETTERS, 6, 2.6, 5.4)
+    places = [[ord(letter) - ord("a") for letter in word] for word in WORDS]
+    words = F.pad(letters[torch.tensor(places)].transpose(1, 2).flatten(2), (2, 2))
+    digits = _glyph_blocks(GLYPHS, 11, 4.2, 5.8)
+    tens, units = torch.arange(100) // 10, torch.arange(100) % 10
+    return torch.cat((words, F.pad(torch.cat((digits[tens], digits[units]), 2), (3, 3))))
+
+
+def _glyph_blocks(glyphs: tuple[str, ...], width: int, half_x: float, half_y: float) -> Tensor:
+    """Coverage (G, PATCH, width) of glyphs of 5 x 7 dots, centred in blocks of one line."""
+    dots = [[[float(bit) for bit in row] for row in glyph.split()] for glyph in glyphs]
+    x = (torch.arange(width) + 0.5 - width / 2) / half_x
+    y = (torch.arange(PATCH) + 0.5 - PATCH / 2) / half_y
+    grid = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], -1)
+    grid = grid.expand(len(glyphs), -1, -1, -1)
+    return F.grid_sample(torch.tensor(dots)[:, None], grid, align_corners=False)[:, 0]

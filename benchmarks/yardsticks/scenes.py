@@ -1,0 +1,361 @@
+"""Scenes: shapes that carry digits and signs that carry numbers, drawn at random and rendered.
+
+A canvas is a square of cells of 3 x 3 patches each. A shape occupies one cell; a sign occupies two
+cells side by side and shows one character per patch. Rendering is vectorised in torch, because
+every training step draws new scenes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+PATCH = 14
+CELL_PATCHES = 3
+CELL = PATCH * CELL_PATCHES
+CELLS = 4
+"""Cells per side of mini-LLaVA's images."""
+PATCHES = (CELLS * CELL_PATCHES) ** 2
+"""N of mini-LLaVA."""
+
+COLOURS: tuple[str, ...] = (
+    "red", "green", "blue", "yellow", "purple", "orange", "cyan", "pink",
+)  # fmt: skip
+SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "diamond", "cross")
+SIGN = "sign"
+MAX_DIGITS = 4
+"""Digits of the longest number on a sign."""
+MAX_SHAPES = 13
+"""Shapes in the fullest scene."""
+
+NEIGHBOURS: tuple[tuple[int, int], ...] = ((0, -1), (0, 1), (-1, 0), (1, 0))
+"""(rows, columns) from a cell to the cells on its left, on its right, above and below."""
+
+Style = Literal["scattered", "crowded", "signs", "ring", "bands"]
+TRAINING_STYLES: tuple[Style, ...] = ("scattered", "crowded", "signs")
+UNSEEN_STYLES: tuple[Style, ...] = ("ring", "bands")
+"""Arrangements that occur in the test split only."""
+
+PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
+PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
+"""CLIP's normalisation of red, green and blue."""
+
+_RGB = (
+    (215, 40, 40), (40, 150, 60), (45, 75, 215), (235, 215, 45),
+    (135, 55, 170), (240, 135, 25), (60, 205, 215), (245, 150, 195),
+)  # fmt: skip
+# Dark digits on light colours, light digits on dark ones.
+_INK = (255, 255, 255, 10, 255, 10, 10, 10)
+GLYPHS = (
+    "01110 10001 10011 10101 11001 10001 01110", "00100 01100 00100 00100 00100 00100 01110",
+    "01110 10001 00001 00110 01000 10000 11111", "11111 00010 00100 00010 00001 10001 01110",
+    "00010 00110 01010 10010 11111 00010 00010", "11111 10000 11110 00001 00001 10001 01110",
+    "00110 01000 10000 11110 10001 10001 01110", "11111 00001 00010 00100 01000 01000 01000",
+    "01110 10001 10001 01110 10001 10001 01110", "01110 10001 10001 01111 00001 00010 01100",
+)  # fmt: skip
+"""Digits of 5 x 7 dots, row by row."""
+# Half the width and half the height of a digit, in pixels.
+_GLYPH_X, _GLYPH_Y = 4.2, 5.8
+# A patch belongs to a shape if the shape covers at least this fraction of it.
+_COVERAGE = 0.15
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One shape: indices into `COLOURS` and `SHAPES`, a digit, a cell, and the exact placement.
+
+    `radius` and `shift` (x, y) are in pixels; `shift` is relative to the centre of the cell.
+    """
+
+    colour: int
+    shape: int
+    digit: int
+    row: int
+    column: int
+    radius: float
+    shift: tuple[float, float]
+
+    @property
+    def name(self) -> str:
+        """Colour and form, such as "red square"; unique within a scene."""
+        return f"{COLOURS[self.colour]} {SHAPES[self.shape]}"
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A coloured plate with a number: one digit per patch, the first at patch (row, column)."""
+
+    colour: int
+    number: tuple[int, ...]
+    row: int
+    column: int
+
+    @property
+    def name(self) -> str:
+        """Colour and the word "sign"; unique within a scene."""
+        return f"{COLOURS[self.colour]} {SIGN}"
+
+    @property
+    def text(self) -> str:
+        """The digits of the number as one string."""
+        return "".join(map(str, self.number))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The content of one scene."""
+
+    things: tuple[Thing, ...]
+    signs: tuple[Sign, ...]
+
+    def neighbour(self, thing: Thing, down: int, right: int) -> Thing | None:
+        """The shape `down` rows and `right` columns away from a shape, if that cell has one."""
+        for other in self.things:
+            if (other.row, other.column) == (thing.row + down, thing.column + right):
+                return other
+        return None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A layout with the raster patches of its shapes and signs, in the layout's order.
+
+    The first patch of a shape is the middle of its cell; a sign's patches are in reading order.
+    """
+
+    layout: Layout
+    thing_patches: tuple[tuple[int, ...], ...]
+    sign_patches: tuple[tuple[int, ...], ...]
+
+    def patches(self, part: Thing | Sign) -> tuple[int, ...]:
+        """The raster patches of a shape or sign of this scene."""
+        if isinstance(part, Thing):
+            return self.thing_patches[self.layout.things.index(part)]
+        return self.sign_patches[self.layout.signs.index(part)]
+
+
+def draw_layout(rng: random.Random, style: Style) -> Layout:
+    """Draw a random scene of few colours and forms, so that most distractors share one of them."""
+    cells = [(row, column) for row in range(CELLS) for column in range(CELLS)]
+    if style == "ring":
+        cells = [cell for cell in cells if {0, CELLS - 1} & {*cell}]
+    if style == "bands":
+        start = rng.randrange(2)
+        axis = 0 if rng.random() < 0.5 else 1
+        cells = [cell for cell in cells if cell[axis] % 2 == start]
+    rng.shuffle(cells)
+    sign_counts = {"signs": 2, "scattered": rng.randint(0, 1), "crowded": 1, "ring": 1, "bands": 0}
+    signs = _place_signs(rng, cells, sign_counts[style])
+    fewest, most = {"signs": (4, 7), "scattered": (5, 9), "crowded": (9, MAX_SHAPES)}.get(
+        style, (5, 8)
+    )
+    count = min(len(cells), rng.randint(fewest, most))
+    colour_count = rng.randint(3, 4)
+    form_count = len(SHAPES) if count > 3 * colour_count - 1 else rng.randint(3, 4)
+    colours = rng.sample(range(len(COLOURS)), colour_count)
+    shapes = rng.sample(range(len(SHAPES)), form_count)
+    names = [(colour, shape) for colour in colours for shape in shapes]
+    radii = (9.0, 11.0) if style == "crowded" else (10.5, 13.5)
+    things = place_things(rng, names, cells, min(count, len(names)), radii)
+    return Layout(things, tuple(signs))
+
+
+def _place_signs(rng: random.Random, cells: list[tuple[int, int]], count: int) -> list[Sign]:
+    """Place signs on pairs of free cells side by side, and remove those cells from `cells`."""
+    signs: list[Sign] = []
+    colours = rng.sample(range(len(COLOURS)), count)
+    starts = [(row, column) for row in range(CELLS) for column in range(CELLS - 1)]
+    rng.shuffle(starts)
+    for row, column in starts:
+        pair = [(row, column), (row, column + 1)]
+        if len(signs) == count or any(cell not in cells for cell in pair):
+            continue
+        for cell in pair:
+            cells.remove(cell)
+        length = rng.randint(2, MAX_DIGITS)
+        left = column * CELL_PATCHES + rng.randint(0, 2 * CELL_PATCHES - length)
+        number = tuple(rng.randrange(10) for _ in range(length))
+        top = row * CELL_PATCHES + rng.randrange(CELL_PATCHES)
+        signs.append(Sign(colours[len(signs)], number, top, left))
+    return signs
+
+
+def place_things(
+    rng: random.Random,
+    names: Sequence[tuple[int, int]],
+    cells: Sequence[tuple[int, int]],
+    count: int,
+    radii: tuple[float, float],
+) -> tuple[Thing, ...]:
+    """Shapes of `count` of the names (colour, form) in the first cells (row, column).
+
+    `radii` are the smallest and the largest, in pixels.
+    """
+    digits: list[int] = []
+    while len(digits) < count:
+        digits += rng.sample(range(10), 10)
+    return tuple(
+        Thing(
+            colour, shape, digit, row, column, rng.uniform(*radii),
+            (rng.uniform(-2.5, 2.5), rng.uniform(-2.5, 2.5)),
+        )
+        for (colour, shape), digit, (row, column) in zip(
+            rng.sample(names, count), digits, cells, strict=False
+        )
+    )  # fmt: skip
+
+
+def render_scenes(layouts: Sequence[Layout], cells: int, seed: int) -> tuple[Tensor, list[Scene]]:
+    """Images (B, 3, H, W) uint8 of squares of `cells` cells per side, and the scenes they show.
+
+    The same layouts and seed give the same pixels.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    grid, size = cells * CELL_PATCHES, len(layouts)
+    # Background: tinted grey, blotches of patch size, and a clutter of checkerboards.
+    tone = 80 + 110 * torch.rand(size, 1, 1, 1, generator=generator)
+    tint = 12 * torch.randn(size, 3, 1, 1, generator=generator)
+    blotches = 14 * torch.randn(size, 3, grid, grid, generator=generator)
+    blotches = F.interpolate(blotches, size=cells * CELL, mode="bilinear", align_corners=False)
+    fine = (torch.arange(cells * CELL) // 5) % 2
+    checker = (fine[:, None] ^ fine[None, :]).float() * 2 - 1
+    clutter = (torch.rand(size, 1, grid, grid, generator=generator) < 0.08).float()
+    clutter = clutter.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
+    pixels = tone + tint + blotches + clutter * checker * 35
+
+    patches = iter(_paint_things(pixels, layouts, cells, generator))
+    characters = [
+        (index, sign.row, sign.column + slot, sign.colour, digit)
+        for index, layout in enumerate(layouts)
+        for sign in layout.signs
+        for slot, digit in enumerate(sign.number)
+    ]
+    if characters:
+        image, row, column, colour, digit = torch.tensor(characters).T
+        _paint_characters(pixels, (image, row, column), colour, digit, generator)
+    scenes = []
+    for layout in layouts:
+        starts = [sign.row * grid + sign.column for sign in layout.signs]
+        signs = zip(starts, layout.signs, strict=True)
+        things = tuple(next(patches) for _ in layout.things)
+        covered = tuple(tuple(range(start, start + len(sign.number))) for start, sign in signs)
+        scenes.append(Scene(layout, things, covered))
+    return _add_grain(pixels, generator), scenes
+
+
+def render_characters(seed: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Images (B, 3, H, W) with a digit in every patch; its value and its colour, (B, N) each."""
+    generator = torch.Generator().manual_seed(seed)
+    grid = CELLS * CELL_PATCHES
+    digit = torch.randint(10, (size, grid, grid), generator=generator)
+    colour = torch.randint(len(COLOURS), (size, grid, grid), generator=generator)
+    image, row, column = torch.ones_like(digit, dtype=torch.bool).nonzero(as_tuple=True)
+    pixels = torch.zeros(size, 3, CELLS * CELL, CELLS * CELL)
+    _paint_characters(pixels, (image, row, column), colour.flatten(), digit.flatten(), generator)
+    return _add_grain(pixels, generator), digit.flatten(1), colour.flatten(1)
+
+
+def normalize_pixels(images: Tensor) -> Tensor:
+    """Normalised pixels (B, 3, H, W) bf16 of uint8 images, as the image processor computes them."""
+    mean = torch.tensor(PIXEL_MEAN)[:, None, None]
+    std = torch.tensor(PIXEL_STD)[:, None, None]
+    return ((images.float() / 255 - mean) / std).to(torch.bfloat16)
+
+
+def _paint_things(
+    pixels: Tensor, layouts: Sequence[Layout], cells: int, generator: torch.Generator
+) -> list[tuple[int, ...]]:
+    """Paint all shapes into (B, 3, H, W) and return the patches of each, middle patch first."""
+    things = [(index, thing) for index, layout in enumerate(layouts) for thing in layout.things]
+    image = torch.tensor([index for index, _ in things])
+    colour, shape, digit, row, column = torch.tensor(
+        [(each.colour, each.shape, each.digit, each.row, each.column) for _, each in things]
+    ).T
+    radius = torch.tensor([thing.radius for _, thing in things])[:, None, None]
+    x, y = _offsets(CELL, torch.tensor([thing.shift for _, thing in things]))
+    inside = torch.sigmoid(-_distance(shape, x / radius, y / radius) * radius * 2.5)
+    paint = _mix(colour, _ink(digit, x, y), generator)
+    view = pixels.view(len(layouts), 3, cells, CELL, cells, CELL).permute(0, 2, 4, 1, 3, 5)
+    alpha = inside[:, None]
+    view[image, row, column] = view[image, row, column] * (1 - alpha) + paint * alpha
+
+    coverage = inside.view(len(things), CELL_PATCHES, PATCH, CELL_PATCHES, PATCH).mean((2, 4))
+    covered = (coverage >= _COVERAGE).flatten(1).tolist()
+    # The middle patch shows the digit, so it comes first.
+    order = sorted(range(CELL_PATCHES**2), key=lambda place: place != CELL_PATCHES**2 // 2)
+    grid = cells * CELL_PATCHES
+    corners = [(thing.row * grid + thing.column) * CELL_PATCHES for _, thing in things]
+    return [
+        tuple(
+            corner + place // CELL_PATCHES * grid + place % CELL_PATCHES
+            for place in order
+            if covers[place]
+        )
+        for covers, corner in zip(covered, corners, strict=True)
+    ]
+
+
+def _paint_characters(
+    pixels: Tensor,
+    where: tuple[Tensor, Tensor, Tensor],
+    colour: Tensor,
+    digit: Tensor,
+    generator: torch.Generator,
+) -> None:
+    """Fill the patches `where` (image, row, column), each (M,), with digits on coloured plates."""
+    shift = (torch.rand(len(digit), 2, generator=generator) * 2 - 1) * 1.5
+    grid = pixels.shape[2] // PATCH
+    view = pixels.view(len(pixels), 3, grid, PATCH, grid, PATCH).permute(0, 2, 4, 1, 3, 5)
+    view[where] = _mix(colour, _ink(digit, *_offsets(PATCH, shift)), generator)
+
+
+def _offsets(side: int, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Pixels x and y (M, side, side) from the centres of squares, which `shift` (M, 2) moves."""
+    axis = torch.arange(side) + 0.5 - side / 2
+    x = axis[None, None, :] - shift[:, 0, None, None]
+    y = axis[None, :, None] - shift[:, 1, None, None]
+    x, y = torch.broadcast_tensors(x, y)
+    return x, y
+
+
+def _distance(shape: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Signed distances in radii, negative inside; shape (M,), x and y (M, 42, 42)."""
+    ax, ay = x.abs(), y.abs()
+    distances = torch.stack(
+        (
+            (x * x + y * y).sqrt() - 1.0,
+            torch.maximum(ax, ay) - 0.9,
+            torch.maximum(y - 0.9, (ax - (y + 1.2) * 0.571) * 0.87),
+            (ax + ay - 1.25) * 0.71,
+            torch.minimum(torch.maximum(ax - 0.5, ay - 1.12), torch.maximum(ay - 0.5, ax - 1.12)),
+        )
+    )
+    return distances[shape, torch.arange(len(shape))]
+
+
+def _ink(digits: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Coverage (M, 1, h, w) of digits centred on the origin of the pixel offsets x and y."""
+    rows = [[[float(bit) for bit in row] for row in glyph.split()] for glyph in GLYPHS]
+    grid = torch.stack((x / _GLYPH_X, y / _GLYPH_Y), dim=-1)
+    return F.grid_sample(torch.tensor(rows)[digits][:, None], grid, align_corners=False)
+
+
+def _mix(colour: Tensor, ink: Tensor, generator: torch.Generator) -> Tensor:
+    """Pixels (M, 3, h, w) of the colours with a little noise, and the digits in their ink."""
+    rgb = torch.tensor(_RGB).float()[colour]
+    rgb = rgb + 10 * torch.randn(len(colour), 3, generator=generator)
+    dark = torch.tensor(_INK).float()[colour][:, None, None, None]
+    return rgb[:, :, None, None] * (1 - ink) + dark * ink
+
+
+def _add_grain(pixels: Tensor, generator: torch.Generator) -> Tensor:
+    """Convert float pixels to uint8 with a little grain."""
+    size, _, height, width = pixels.shape
+    grain = 5 * torch.randn(size, 1, height, width, generator=generator)
+    return (pixels + grain).round().clamp(0, 255).to(torch.uint8)

@@ -1,0 +1,517 @@
+"""What both trainings share: processes, stages and snapshots, the optimiser, losses, texts.
+
+Two processes of one thread each train on batches of their own. A batch depends on seed, stage, step
+and rank only, so one seed gives bit-identical weights, in one pass or resumed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from benchmarks.yardsticks.examples import SEEDS
+from benchmarks.yardsticks.questions import PageQuestions, Question, SceneQuestions
+from vllm_autoprune.cli.output import CommandParser
+
+RANKS = 2
+_SNAPSHOT_SECONDS = 180.0
+_LOG_EVERY = 50
+# The ranks inherit these. By default glibc returns every large tensor to the kernel and has its
+# pages zeroed again for the next one, which costs a quarter of a step.
+_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+}
+_MOMENTUM = 0.95
+# Newton-Schulz coefficients of the Muon post, which drive singular values to about one.
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+# Matrices that AdamW updates: orthogonal steps do not help embeddings and classifier heads.
+_TABLES = ("embed", "lm_head", "heads")
+
+UNLABELLED = -1
+NEIGHBOUR, HALF = "beside", "half"
+"""Kinds that occur in phrases only: the shape beside another one, and the half of the picture."""
+# Values of `blocks` for the shared prefix, and for padding.
+_PREFIX, _PADDING = -1, -2
+
+LossParts = dict[str, float]
+"""Losses and accuracies by name, for the log."""
+LossFunction = Callable[[int, int], tuple[Tensor, LossParts]]
+"""(seed of the batch, step) → the loss, and its parts for the log."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Length, batch size and learning rate of one stage.
+
+    `images` is per rank and step; `fall` is the share of steps in which the rate falls.
+    """
+
+    name: str
+    steps: int
+    images: int
+    peak: float
+    warmup: int
+    fall: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: `out` receives the checkpoint, `work` the snapshots for `resume`."""
+
+    out: Path
+    work: Path
+    stages: tuple[Stage, ...]
+    seed: int = 7
+    resume: bool = False
+    steps_scale: float = 1.0
+
+
+def start(
+    description: str, stages: tuple[Stage, ...], train_rank: Callable[[int, Run], None]
+) -> None:
+    """Parse the arguments, start all ranks, each as `train_rank(rank, run)`, and wait for them."""
+    parser = CommandParser(description=description)
+    parser.add_argument("--seed", type=int, default=7, help="seed of the run")
+    parser.add_argument("--out", type=Path, required=True, help="folder for what is trained")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the snapshots")
+    parser.add_argument("--resume", action="store_true", help="continue from the snapshots")
+    parser.add_argument("--steps-scale", type=float, default=1.0, help="0.01 is a smoke test")
+    run = Run(stages=stages, **vars(parser.parse_args()))
+    run.work.mkdir(parents=True, exist_ok=True)
+    (run.work / "meet").unlink(missing_ok=True)
+    os.environ.update(_ENVIRONMENT)
+    mp.spawn(train_rank, args=(run,), nprocs=RANKS)
+
+
+def join_ranks(run: Run, rank: int) -> None:
+    """Set up this process as one of the ranks, and wait for the others."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    meeting = run.work.resolve() / "meet"  # a file URL has no relative form
+    # A rank that was paused must find the other one still waiting for it.
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=datetime.timedelta(hours=1),
+    )
+    torch.manual_seed(run.seed)
+
+
+def run_stage(run: Run, number: int, modules: Mapping[str, nn.Module], loss: LossFunction) -> None:
+    """Train one stage; with `resume`, continue from its newest snapshot if there is one."""
+    stage, rank = run.stages[number], dist.get_rank()
+    steps = max(1, round(stage.steps * run.steps_scale))
+    optimiser = FlatMuon(modules, stage.peak)
+    snapshot, begin = run.work / f"{stage.name}.pt", 0
+    if run.resume and snapshot.exists():
+        saved = torch.load(snapshot, weights_only=True)
+        begin = int(saved["step"])
+        optimiser.restore(saved["optimiser"])
+        log(f"[{stage.name}] resumed at step {begin}")
+    log(f"[{stage.name}] steps {begin}..{steps}, peak learning rate {stage.peak:g}")
+    started = saved_at = time.monotonic()
+    recent: dict[str, list[float]] = {}
+    warmup = min(stage.warmup, max(1, steps // 10))
+    for step in range(begin, steps):
+        value, parts = loss(batch_seed(run.seed, number, step, rank), step)
+        value.backward()
+        norm = optimiser.step(schedule(step, steps, warmup, stage.fall))
+        for name, part in (parts | {"norm": norm}).items():
+            recent.setdefault(name, []).append(part)
+        done, now = step + 1, time.monotonic()
+        if done % _LOG_EVERY == 0 or done == steps:
+            means = " ".join(f"{name}={sum(x) / len(x):.3f}" for name, x in recent.items())
+            eta = (now - started) / (done - begin) * (steps - done)
+            log(f"[{stage.name}] {done}/{steps} {means} {now - started:.0f}s ETA {eta:.0f}s")
+            recent = {}
+        if rank == 0 and (done == steps or now - saved_at > _SNAPSHOT_SECONDS):
+            # Replaced in one step, so that it is never seen half written.
+            torch.save({"step": done, "optimiser": optimiser.state()}, snapshot.with_suffix(".tmp"))
+            snapshot.with_suffix(".tmp").replace(snapshot)
+            saved_at = now
+    dist.barrier()
+
+
+def log(text: str) -> None:
+    """Print a line from the first rank only."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def batch_seed(seed: int, stage: int, step: int, rank: int) -> int:
+    """The seed of one training batch; it always lies in the training range."""
+    number = (((seed % 128) * 8 + stage) * 2**17 + step) * 2 + rank
+    assert number in SEEDS["train"]
+    return number
+
+
+def schedule(step: int, steps: int, warmup: int, fall: float) -> float:
+    """Share of the peak learning rate: linear warm-up, constant, then a linear fall to 2 %.
+
+    It falls after the kinds of question that are learnt late have begun to improve.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = step / max(1, steps)
+    return 1.0 if progress < 1 - fall else 0.02 + 0.98 * (1 - progress) / fall
+
+
+def write_checkpoint(folder: Path, committed: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write weights in bf16 beside the committed checkpoint's configuration and tokenizer."""
+    ignored = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(committed, folder, ignore=ignored, dirs_exist_ok=True)
+    weights = {
+        name: value.detach().to(torch.bfloat16).contiguous().clone()
+        for name, value in tensors.items()
+        if not name.endswith("position_ids")
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+class FlatMuon:
+    """Muon for matrices and AdamW for the rest, over all parameters as views of one bf16 buffer.
+
+    In a small model, one flat update and one flat all-reduce cost less than hundreds of small ones.
+    Every rank computes the Muon steps of its share of the matrices. Muon: Jordan et al. 2024,
+    kellerjordan.github.io/posts/muon; its step is scaled as in Liu et al., arXiv 2502.16982, so
+    that both take the same learning rate.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], peak: float, decay: float = 0.01) -> None:
+        tables: list[nn.Parameter] = []
+        matrices: list[nn.Parameter] = []
+        for prefix, module in modules.items():
+            for name, parameter in module.named_parameters(prefix):
+                if parameter.requires_grad:
+                    table = parameter.dim() != 2 or any(word in name for word in _TABLES)
+                    (tables if table else matrices).append(parameter)
+        parameters = tables + matrices
+        sizes = [parameter.numel() for parameter in parameters]
+        self._peak, self._decay = peak, decay
+        self._split = sum(parameter.numel() for parameter in tables)
+        self._master = torch.cat([p.detach().float().flatten() for p in parameters])
+        self._weights = self._master.to(torch.bfloat16)
+        self._gradients = torch.zeros_like(self._weights)
+        places = zip(
+            parameters, self._weights.split(sizes), self._gradients.split(sizes), strict=True
+        )
+        for parameter, weight, gradient in places:
+            parameter.data = weight.view(parameter.shape)
+            parameter.grad = gradient.view(parameter.shape)
+        self._momentum = torch.zeros_like(self._master[self._split :])
+        # Offsets of the matrices of each shape, whose steps are computed together.
+        self._starts: dict[tuple[int, int], list[int]] = {}
+        offset = 0
+        for matrix in matrices:
+            self._starts.setdefault((matrix.shape[0], matrix.shape[1]), []).append(offset)
+            offset += matrix.numel()
+        # A parameter over the front of the master copy: AdamW steps it in place.
+        self._tables = nn.Parameter(self._master[: self._split])
+        self._adam = torch.optim.AdamW(
+            [self._tables], lr=peak, betas=(0.9, 0.98), weight_decay=decay, fused=True
+        )
+
+    def step(self, share: float) -> float:
+        """Average the gradients over ranks, clip to norm 1 and update; returns the norm.
+
+        A gradient that is not finite changes nothing.
+        """
+        gradient = self._gradients.float()
+        if dist.is_initialized():
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        norm = float(gradient.norm())
+        if math.isfinite(norm):
+            if norm > 1.0:
+                gradient /= norm
+            rate = self._peak * share
+            self._tables.grad = gradient[: self._split]
+            self._adam.param_groups[0]["lr"] = rate
+            self._adam.step()
+            self._step_matrices(gradient[self._split :], rate)
+            self._weights.copy_(self._master)
+        self._gradients.zero_()
+        return norm
+
+    def _step_matrices(self, gradient: Tensor, rate: float) -> None:
+        self._momentum.mul_(_MOMENTUM).add_(gradient)
+        direction = gradient.add(self._momentum, alpha=_MOMENTUM).to(torch.bfloat16)
+        update = torch.zeros_like(direction)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        for shape, offsets in self._starts.items():
+            size, starts = shape[0] * shape[1], offsets[rank::world]
+            if starts:
+                rows = torch.stack([direction[start : start + size] for start in starts])
+                steps = orthogonalise(rows.view(len(starts), *shape)).flatten(1)
+                # Of about the size of AdamW's steps.
+                steps = steps * (0.2 * math.sqrt(max(shape)))
+                for start, row in zip(starts, steps, strict=True):
+                    update[start : start + size] = row
+        if dist.is_initialized():
+            # On all ranks but one the addend is zero, so the sum is exact in bf16.
+            dist.all_reduce(update)
+        matrices = self._master[self._split :]
+        matrices.mul_(1 - rate * self._decay).add_(update.float(), alpha=-rate)
+
+    def state(self) -> dict[str, object]:
+        """Snapshot for `restore`."""
+        adam = self._adam.state_dict()
+        return {"master": self._master, "momentum": self._momentum, "adam": adam}
+
+    def restore(self, state: dict[str, object]) -> None:
+        """Continue exactly from a snapshot of `state`."""
+        master, momentum, adam = state["master"], state["momentum"], state["adam"]
+        assert isinstance(master, Tensor) and isinstance(momentum, Tensor)
+        assert isinstance(adam, dict)
+        self._master.copy_(master)
+        self._momentum.copy_(momentum)
+        self._weights.copy_(self._master)
+        self._adam.load_state_dict(adam)
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """The matrices with singular values of about one that are nearest to (M, m, n) bf16."""
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.transpose(1, 2) if tall else matrices
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    a, b, c = _QUINTIC
+    for _ in range(5):
+        square = x @ x.transpose(1, 2)
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.transpose(1, 2) if tall else x
+
+
+def attend_in_place(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """Eager attention (B, H, T, D) → (B, T, H, D) with fewer passes over (B, H, T, T).
+
+    It scales the queries instead of the weights and stays in the inputs' type throughout, which
+    saves a good part of a training step on a CPU.
+    """
+    weights = (query * scaling) @ key.transpose(2, 3)
+    if attention_mask is not None:
+        weights += attention_mask
+    return (weights.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("in_place", attend_in_place)
+
+
+def position_waves(grid: int, width: int) -> Tensor:
+    """(grid², width): sines and cosines of every patch's row and column.
+
+    The language model must be able to read rows and columns from the first step on, or it learns
+    to do without them.
+    """
+    frequencies = torch.pi / 2 ** torch.linspace(0, 4, width // 4)
+    angles = torch.arange(grid)[:, None] * frequencies
+    waves = torch.cat((angles.sin(), angles.cos()), 1)
+    row = waves[:, None].expand(grid, grid, -1)
+    return torch.cat((row, row.transpose(0, 1)), -1).flatten(0, 1)
+
+
+class DenseHeads(nn.Module):
+    """Linear classifiers of single patches, which exist during training only."""
+
+    def __init__(self, width: int, fields: Mapping[str, int]) -> None:
+        """`fields` has the number of classes of each classifier."""
+        super().__init__()
+        self._fields = fields
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, sum(fields.values()))
+
+    def loss(
+        self, patches: Tensor, labels: Tensor, weights: Mapping[str, float], suffix: str = ""
+    ) -> tuple[Tensor, LossParts]:
+        """Weighted sum of the fields' cross entropies, and accuracies by name and suffix.
+
+        patches (B, N, D); labels (fields, B, N), `UNLABELLED` where a field does not apply.
+        """
+        logits = self.out(self.norm(patches)).split(list(self._fields.values()), -1)
+        losses: list[Tensor] = []
+        parts: LossParts = {}
+        for name, prediction, target in zip(self._fields, logits, labels, strict=True):
+            labelled = target >= 0
+            if labelled.any():
+                predicted, expected = prediction[labelled].float(), target[labelled]
+                accuracy = (predicted.detach().argmax(-1) == expected).float().mean()
+                losses.append(F.cross_entropy(predicted, expected) * weights.get(name, 1.0))
+                parts[f"{name}{suffix}"] = float(accuracy)
+        return torch.stack(losses).sum(), parts
+
+
+def draw_texts(
+    questions: SceneQuestions | PageQuestions, weights: Mapping[str, int], number: int, brief: bool
+) -> list[Question]:
+    """Draw questions about a picture, or phrases if `brief`; one question of each pair.
+
+    A phrase asks the same as a question in a few words. A fifth of its tokens are answer, of a
+    question's one in twenty, and finding what is named is what a small model takes longest to
+    learn. `weights` are relative frequencies of kinds.
+    """
+    drawn: list[Question] = []
+    while len(drawn) < number:
+        kind = questions.rng.choices(list(weights), list(weights.values()))[0]
+        if isinstance(questions, SceneQuestions) and kind in (NEIGHBOUR, HALF):
+            question = _phrase(questions, kind)
+        else:
+            group = questions.generate(kind)
+            question = None if group is None else questions.rng.choice(group)
+        if question is not None:
+            drawn.append(replace(question, kind=phrase_kind(question.kind)) if brief else question)
+    return drawn
+
+
+def phrase_kind(kind: str) -> str:
+    """The kind of a phrase that asks the same as a question of `kind`."""
+    return f"brief_{kind}"
+
+
+def _phrase(questions: SceneQuestions, kind: str) -> Question | None:
+    """Ask for a half; or for a neighbour's name and then its digit, the steps of a relation."""
+    if kind == HALF:
+        thing = questions.pick_thing()
+        side = questions.sides(thing)[1]
+        return Question(kind, f"half {thing.name}", side, questions.evidence((thing,)))
+    neighbours = questions.pick_neighbours()
+    if neighbours is None:
+        return None
+    anchor, relation, target = neighbours
+    text, answer = f"shape {relation} the {anchor.name}", f"{target.name} {target.digit}"
+    return Question(kind, text, answer, questions.evidence((target, anchor)))
+
+
+def keep_shown_tokens(
+    rng: random.Random, shown: Sequence[int], budget: int, count: int
+) -> list[int]:
+    """`budget` of `count` raster tokens, ascending: those that show something first."""
+    order = dict.fromkeys((*shown, *rng.sample(range(count), count)))
+    return sorted(list(order)[:budget])
+
+
+def keep_evidence(
+    rng: random.Random, texts: Sequence[tuple[str, Question]], budget: int, count: int
+) -> tuple[list[int], list[tuple[str, Question]]]:
+    """`budget` of `count` raster tokens, ascending, and the texts that they can answer.
+
+    The evidence of each question is kept as a whole as long as it fits; the rest is random.
+    """
+    shown: dict[int, None] = {}
+    for _, question in texts:
+        extended = shown | dict.fromkeys(question.evidence)
+        shown = extended if len(extended) <= budget else shown
+    kept = keep_shown_tokens(rng, list(shown), budget, count)
+    return kept, [pair for pair in texts if set(pair[1].evidence) <= set(kept)]
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Sequences of question blocks (B, L) that follow a shared prefix; padded on the right.
+
+    `labels` are the tokens that follow, at answers only; `kinds` are numbers of kinds at the answer
+    tokens that are scored, which the end token is not; `blocks` numbers the questions.
+    """
+
+    texts: Tensor
+    labels: Tensor
+    kinds: Tensor
+    positions: Tensor
+    blocks: Tensor
+
+    def mask(self, prefix: int, dtype: torch.dtype) -> Tensor:
+        """Additive mask (B, 1, T, T): a token sees the prefix and the past of its own block."""
+        blocks = F.pad(self.blocks, (prefix, 0), value=_PREFIX)
+        length = blocks.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        same = blocks[:, :, None] == blocks[:, None, :]
+        allowed = (same | (blocks == _PREFIX)[:, None, :]) & causal
+        return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -1e9)[:, None]
+
+    def loss(
+        self, head: nn.Module, hidden: Tensor, names: Sequence[str]
+    ) -> tuple[Tensor, LossParts]:
+        """Cross entropy on answer tokens, and the accuracy on them of every kind that is asked.
+
+        `hidden` (B, L, D) are the states that `head` makes logits of; `names` are of the kinds.
+        """
+        labelled = self.labels >= 0
+        logits = head(hidden[labelled]).float()
+        expected, asked = self.labels[labelled], self.kinds[labelled]
+        loss = F.cross_entropy(logits, expected)
+        right = (logits.detach().argmax(-1) == expected).float()
+        accuracies = {
+            names[number]: float(right[asked == number].mean())
+            for number in sorted(set(asked.tolist()) - {UNLABELLED})
+        }
+        return loss, {"loss": float(loss.detach())} | accuracies
+
+
+def build_texts(
+    tokenizer: Tokenizer,
+    pictures: Sequence[Sequence[tuple[str, Question]]],
+    start: int,
+    end: str,
+    pad: str,
+    kinds: Sequence[str],
+) -> TextBatch:
+    """Tokenise the (text, question) pairs about each picture into one block each.
+
+    `start` is the position of every block; `end` is the token behind every answer.
+    """
+    end_id, pad_id = (tokenizer.encode(token).ids[0] for token in (end, pad))
+    columns = [list[list[int]]() for _ in range(5)]
+    for pairs in pictures:
+        texts = tokenizer.encode_batch([text for text, _ in pairs])
+        answers = tokenizer.encode_batch([f" {question.answer}" for _, question in pairs])
+        rows = [list[int]() for _ in columns]
+        for block, ((_, question), text, answer) in enumerate(
+            zip(pairs, texts, answers, strict=True)
+        ):
+            ids, expected = text.ids, [*answer.ids, end_id]
+            scored = [kinds.index(question.kind)] * len(answer.ids)
+            silent = [UNLABELLED] * (len(ids) - 1)
+            length = len(ids) + len(expected)
+            rows[0] += ids + expected
+            # The label of a position is the token that follows it.
+            rows[1] += silent + expected + [UNLABELLED]
+            rows[2] += silent + scored + [UNLABELLED] * 2
+            rows[3] += range(start, start + length)
+            rows[4] += [block] * length
+        for column, row in zip(columns, rows, strict=True):
+            column.append(row)
+    fills = (pad_id, UNLABELLED, UNLABELLED, 0, _PADDING)
+    return TextBatch(*map(_pad_rows, columns, fills))
+
+
+def _pad_rows(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
+    """Rows padded on the right to the longest, one token at least."""
+    longest = max(1, *map(len, rows))
+    return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])

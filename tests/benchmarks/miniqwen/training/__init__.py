@@ -1,1 +1,0 @@
-"""Tests of the training of mini-Qwen3-VL."""

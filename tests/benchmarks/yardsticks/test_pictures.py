@@ -1,0 +1,170 @@
+"""Scenes and pages: parts do not overlap, styles differ, and pixels are where they say."""
+
+from __future__ import annotations
+
+import random
+from typing import get_args
+
+import pytest
+import torch
+from transformers import AutoProcessor
+
+from benchmarks.yardsticks.examples import CHECKPOINTS
+from benchmarks.yardsticks.pages import (
+    MERGE,
+    PAGE_STYLES,
+    SIZES,
+    TOKEN,
+    UNSEEN_SIZES,
+    WORDS,
+    Number,
+    Page,
+    PageStyle,
+    Size,
+    Word,
+    draw_page,
+    draw_rectangle,
+    render_pages,
+    render_rectangles,
+    resize_images,
+    split_patches,
+)
+from benchmarks.yardsticks.scenes import (
+    CELL_PATCHES,
+    CELLS,
+    PATCHES,
+    TRAINING_STYLES,
+    UNSEEN_STYLES,
+    Layout,
+    Scene,
+    Style,
+    draw_layout,
+    render_scenes,
+)
+from benchmarks.yardsticks.train_miniqwen import shrink_size
+
+STYLES: tuple[Style, ...] = get_args(Style)
+GRID = CELLS * CELL_PATCHES
+SIZE = Size(6, 9)
+
+
+def _many(style: Style, count: int = 40) -> list[Layout]:
+    return [draw_layout(random.Random(seed), style) for seed in range(count)]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_parts_share_no_cell_and_no_name(style: Style) -> None:
+    assert sorted(TRAINING_STYLES + UNSEEN_STYLES) == sorted(STYLES)
+    for layout in _many(style):
+        cells = [(thing.row, thing.column) for thing in layout.things]
+        for sign in layout.signs:
+            columns = range(sign.column, sign.column + len(sign.number))
+            assert columns.stop <= GRID
+            cells += {(sign.row // CELL_PATCHES, column // CELL_PATCHES) for column in columns}
+        assert len(cells) == len(set(cells))
+        assert all(0 <= row < CELLS and 0 <= column < CELLS for row, column in cells)
+        names = [thing.name for thing in layout.things] + [sign.name for sign in layout.signs]
+        assert len(names) == len(set(names))
+
+
+def test_styles_differ_in_number_and_place() -> None:
+    crowded = [len(layout.things) for layout in _many("crowded")]
+    assert min(crowded) >= 9 >= max(len(layout.things) for layout in _many("scattered"))
+    assert {len(layout.signs) for layout in _many("signs")} == {2}
+    for layout in _many("ring"):
+        assert all({thing.row, thing.column} & {0, 3} for thing in layout.things)
+
+
+def test_neighbours_are_beside_each_other() -> None:
+    (layout,) = _many("crowded", 1)
+    pairs = 0
+    for thing in layout.things:
+        right = layout.neighbour(thing, 0, 1)
+        if right is not None:
+            pairs += 1
+            assert (right.row, right.column) == (thing.row, thing.column + 1)
+            assert layout.neighbour(right, 0, -1) == thing
+    assert pairs
+
+
+def test_shapes_are_painted_on_their_patches_middle_first() -> None:
+    images, scenes = render_scenes(_many("signs", 6), CELLS, 3)
+    for scene in scenes:
+        for thing, patches in zip(scene.layout.things, scene.thing_patches, strict=True):
+            assert patches[0] == (thing.row * 3 + 1) * GRID + thing.column * 3 + 1
+            assert {patch // GRID // 3 for patch in patches} == {thing.row}
+            assert {patch % GRID // 3 for patch in patches} == {thing.column}
+    # The middle patch of every shape has more contrast than the typical background patch.
+    tiles = images[0].float().view(3, 12, 14, 12, 14).permute(1, 3, 0, 2, 4).flatten(2)
+    spread = tiles.flatten(0, 1).std(1)
+    middles = [patches[0] for patches in scenes[0].thing_patches]
+    covered = {p for part in (*scenes[0].thing_patches, *scenes[0].sign_patches) for p in part}
+    free = sorted(set(range(PATCHES)) - covered)
+    assert spread[middles].min() > spread[free].median()
+
+
+def test_rectangles_are_cut_to_size_and_name_visual_tokens() -> None:
+    for size in SIZES:
+        layout = draw_rectangle(random.Random(1), size)
+        images, scenes = render_rectangles([layout], size, 2)
+        assert tuple(images.shape) == (1, 3, size.height, size.width)
+        assert isinstance(scenes[0], Scene)
+        for thing, tokens in zip(layout.things, scenes[0].thing_patches, strict=True):
+            row, column = (thing.row * 3 + 1) // 2, (thing.column * 3 + 1) // 2
+            assert tokens[0] == row * size.columns + column
+            assert len(set(tokens)) == len(tokens) and max(tokens) < size.tokens
+
+
+@pytest.mark.parametrize("style", PAGE_STYLES)
+@pytest.mark.parametrize("most", [5, len(WORDS)])
+def test_words_numbers_and_places_of_a_page_are_unique(style: PageStyle, most: int) -> None:
+    sizes = (*SIZES, *UNSEEN_SIZES)
+    for seed in range(60):
+        page = draw_page(random.Random(seed), style, sizes[seed % len(sizes)], most)
+        assert len({word.word for word in page.words}) == len(page.words) < len(WORDS)
+        assert len(page.words) <= most
+        assert len({number.value for number in page.numbers}) == len(page.numbers)
+        parts: list[Word | Number] = [*page.words, *page.numbers]
+        places = [(part.row, part.column) for part in parts]
+        assert len(set(places)) == len(places)
+        assert all(0 <= r < page.size.rows and 0 <= c < page.size.columns for r, c in places)
+        for number in page.numbers:
+            assert number.label is not None and number.row == number.label.row
+            if style == "list":
+                assert number.head is None and number.column == number.label.column + 1
+            else:
+                assert number.head is not None and number.column == number.head.column
+
+
+def test_a_word_changes_the_pixels_of_its_token() -> None:
+    page = Page("list", SIZE, (Word(3, 2, 4), Word(9, 5, 8)), ())
+    other = Page("list", SIZE, (Word(8, 2, 4), Word(9, 5, 8)), ())
+    images, centres = render_pages([page, page], 1)
+    changed, _ = render_pages([other, page], 1)
+    rows, columns = (images != changed)[0].any(0).nonzero(as_tuple=True)
+    assert len(rows) > 20
+    # Lines are shifted by up to one pixel.
+    assert rows.min() >= 2 * TOKEN - 1 and rows.max() <= 3 * TOKEN
+    assert columns.min() >= 4 * TOKEN - 1 and columns.max() <= 5 * TOKEN
+    assert abs(centres[0][0][0] - 4.5 * TOKEN) <= 1
+    assert torch.equal(images[1], changed[1])
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 4, 8, 16])
+def test_resizing_and_patches_are_those_of_the_processor(divisor: int) -> None:
+    processor = AutoProcessor.from_pretrained(CHECKPOINTS["miniqwen"]).image_processor
+    for size in (*SIZES, *UNSEEN_SIZES):
+        budget = size.tokens // divisor
+        seen = shrink_size(size, budget)
+        assert seen.tokens <= budget
+        images, _ = render_pages([draw_page(random.Random(3), "table", size)], 3)
+        limits = {"shortest_edge": TOKEN * TOKEN, "longest_edge": budget * TOKEN * TOKEN}
+        inputs = processor(images[0], size=limits, return_tensors="pt")
+        grid = [[1, seen.rows * MERGE, seen.columns * MERGE]]
+        assert inputs["image_grid_thw"].tolist() == grid
+        frames = inputs["pixel_values"].unflatten(1, (3, 2, -1))
+        assert torch.equal(frames[:, :, 0], frames[:, :, 1])
+        patches = split_patches(resize_images(images, seen))[0].flatten(0, 1).float()
+        difference = (patches - frames[:, :, 0].flatten(1)).abs()
+        # One of 256 levels is 0.015; torchvision resizes bytes in fixed-point arithmetic.
+        assert difference.max() < 0.08 and difference.mean() < 0.01
