@@ -150,7 +150,7 @@ def compare(
     divisor: int,
     checkpoint: Path | None = None,
 ) -> dict[str, dict[str, float]]:
-    """By case: accuracy both ways, and shares of equal results.
+    """By case, stock or resized and each state: accuracy both ways, and shares of equal results.
 
     A verdict is whether an answer is right; of a state also how many questions keep the same
     tokens, what share of its tokens an image has in common, and equal verdicts where all are.
@@ -160,7 +160,7 @@ def compare(
     cases = [Case(FULL, ALL_TOKENS, FULL)]
     settings: dict[str, object] = {}
     if states:
-        cases += [Case(RESIZED, budget, RESIZED)]
+        cases = [Case(RESIZED, budget, RESIZED)]
         cases += [Case(name, budget, state=load_state(name)) for name in states]
         settings = {"state": json.loads(load_state(states[0]).dumps()), "requests": "states"}
     yardstick = open_yardstick(model, checkpoint)

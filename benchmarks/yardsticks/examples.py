@@ -65,7 +65,7 @@ PROMPT: Mapping[Model, str] = {
 """The chat templates' prompt of one question about one image."""
 
 Split = Literal["search", "validation", "test"]
-MAX_IMAGES = 5000
+_MAX_IMAGES = 5000
 
 # torch's CPU generator keeps the low 32 bits of a seed, so all ranges stay below 2**32.
 SEEDS: Mapping[str, range] = {
@@ -116,8 +116,8 @@ def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -
     Fewer images give a prefix of more. In the test split, one fourth of the images has an
     arrangement or a size, and another fourth has wordings, that training never uses.
     """
-    if not 0 < images <= MAX_IMAGES:
-        raise ValueError(f"images must lie in 1..{MAX_IMAGES}, got {images}")
+    if not 0 < images <= _MAX_IMAGES:
+        raise ValueError(f"images must lie in 1..{_MAX_IMAGES}, got {images}")
     draw = _draw_scene if model == "minillava" else _draw_picture
     examples: list[Example] = []
     pairs = 0

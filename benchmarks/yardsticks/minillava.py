@@ -121,7 +121,7 @@ class MiniLlava:
         return draw_examples(split, images)
 
     @torch.no_grad()
-    def encode(self, batch: Sequence[Example]) -> EncodedScenes:
+    def encode(self, batch: Sequence[Example]) -> _EncodedScenes:
         """All inputs of policies for M questions; an image that occurs twice is encoded once."""
         images = {example.image_id: example.image for example in batch}
         places = {image_id: place for place, image_id in enumerate(images)}
@@ -157,7 +157,7 @@ class MiniLlava:
             encoder=patches,
             words=Words(self._embed(words), present),
         )
-        return EncodedScenes(self, batch, tokens)
+        return _EncodedScenes(self, batch, tokens)
 
     @torch.no_grad()
     def score_answers(self, examples: Sequence[Example], rows: Tensor) -> AnswerScores:
@@ -200,7 +200,7 @@ class MiniLlava:
         return embedded
 
 
-class EncodedScenes:
+class _EncodedScenes:
     """Questions about a few scenes."""
 
     def __init__(

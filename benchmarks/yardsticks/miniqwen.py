@@ -51,7 +51,7 @@ _BEFORE_IMAGE, _AFTER_IMAGE = PROMPT["miniqwen"].split(IMAGE_TOKEN["miniqwen"])
 
 
 @dataclass(frozen=True)
-class EncodedImage:
+class _EncodedImage:
     """An image after the vision tower.
 
     rows (N, D) are for the first layer of the language model, levels (N, D) each for the next ones.
@@ -112,13 +112,13 @@ class MiniQwen:
         """Questions about the first images of a split, scenes and pages in turn."""
         return draw_examples(split, images, "miniqwen")
 
-    def encode(self, batch: Sequence[Example]) -> EncodedQuestions:
+    def encode(self, batch: Sequence[Example]) -> _EncodedQuestions:
         """All inputs of policies for the questions about one image."""
         image = self.encode_image(batch[0].image)
-        return EncodedQuestions(self, batch, image, self.policy_inputs(batch, image))
+        return _EncodedQuestions(self, batch, image, self.policy_inputs(batch, image))
 
     @torch.no_grad()
-    def encode_image(self, image: Tensor, budget: int | None = None) -> EncodedImage:
+    def encode_image(self, image: Tensor, budget: int | None = None) -> _EncodedImage:
         """Encode an image (3, H, W) uint8, resized to at most `budget` tokens if given."""
         images = self.processor.image_processor
         size = dict(images.size)
@@ -131,7 +131,7 @@ class MiniQwen:
             encoded = tower(inputs["pixel_values"].to(self.qwen.dtype), grid_thw=grid)
         _, rows, columns = (int(side) for side in grid[0])
         patches, early = (_by_token(recorded[name]) for name in ("merger", "early"))
-        return EncodedImage(
+        return _EncodedImage(
             Size(rows // MERGE, columns // MERGE),
             encoded.pooler_output,
             tuple(encoded.deepstack_features),
@@ -141,7 +141,7 @@ class MiniQwen:
         )
 
     @torch.no_grad()
-    def policy_inputs(self, examples: Sequence[Example], image: EncodedImage) -> VisualTokens:
+    def policy_inputs(self, examples: Sequence[Example], image: _EncodedImage) -> VisualTokens:
         """What policies read of one image and M questions about it, as a server gives it to them.
 
         Relevance is measured in the language model's input embeddings, of which a question has the
@@ -173,7 +173,7 @@ class MiniQwen:
     def score_answers(
         self,
         examples: Sequence[Example],
-        image: EncodedImage,
+        image: _EncodedImage,
         kept: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> AnswerScores:
@@ -213,14 +213,14 @@ class MiniQwen:
         return texts.score(self.qwen.lm_head(hidden))
 
 
-class EncodedQuestions:
+class _EncodedQuestions:
     """Questions about one image."""
 
     def __init__(
         self,
         yardstick: MiniQwen,
         batch: Sequence[Example],
-        image: EncodedImage,
+        image: _EncodedImage,
         tokens: VisualTokens,
     ) -> None:
         self._yardstick, self._batch, self._image = yardstick, batch, image

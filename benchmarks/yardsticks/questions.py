@@ -39,7 +39,7 @@ KINDS = (
 )  # fmt: skip
 """Kinds that mini-LLaVA is asked, in the order in which they are drawn."""
 
-MAX_COUNT = 5
+_MAX_COUNT = 5
 """The largest number that is ever asked for."""
 
 _RELATIONS = ("left of", "right of", "above", "below")
@@ -305,7 +305,7 @@ class SceneQuestions:
             case "counting":
                 things, plural = self._pick_group()
                 number = len(things)
-                near = [n for n in (number - 1, number + 1) if 0 <= n <= MAX_COUNT]
+                near = [n for n in (number - 1, number + 1) if 0 <= n <= _MAX_COUNT]
                 wrong_number = rng.choice(near)
                 yes = self._question(kind, things, "yes", number=number, plural=plural)
                 no = self._question(kind, things, "no", number=wrong_number, plural=plural)
@@ -373,7 +373,7 @@ class SceneQuestions:
         for number, shape in enumerate(SHAPES):
             group = [thing for thing in things if thing.shape == number]
             groups.setdefault(len(group), []).append((group, name_plural(shape)))
-        size = self.rng.choice(sorted(size for size in groups if size <= MAX_COUNT))
+        size = self.rng.choice(sorted(size for size in groups if size <= _MAX_COUNT))
         return self.rng.choice(groups[size])
 
 

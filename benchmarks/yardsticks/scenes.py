@@ -28,7 +28,7 @@ COLOURS: tuple[str, ...] = (
     "red", "green", "blue", "yellow", "purple", "orange", "cyan", "pink",
 )  # fmt: skip
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "diamond", "cross")
-SIGN = "sign"
+_SIGN = "sign"
 MAX_DIGITS = 4
 """Digits of the longest number on a sign."""
 MAX_SHAPES = 13
@@ -42,8 +42,8 @@ TRAINING_STYLES: tuple[Style, ...] = ("scattered", "crowded", "signs")
 UNSEEN_STYLES: tuple[Style, ...] = ("ring", "bands")
 """Arrangements that occur in the test split only."""
 
-PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
-PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
+_PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
 """CLIP's normalisation of red, green and blue."""
 
 _RGB = (
@@ -99,7 +99,7 @@ class Sign:
     @property
     def name(self) -> str:
         """Colour and the word "sign"; unique within a scene."""
-        return f"{COLOURS[self.colour]} {SIGN}"
+        return f"{COLOURS[self.colour]} {_SIGN}"
 
     @property
     def text(self) -> str:
@@ -263,8 +263,8 @@ def render_characters(seed: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def normalize_pixels(images: Tensor) -> Tensor:
     """Normalised pixels (B, 3, H, W) bf16 of uint8 images, as the image processor computes them."""
-    mean = torch.tensor(PIXEL_MEAN)[:, None, None]
-    std = torch.tensor(PIXEL_STD)[:, None, None]
+    mean = torch.tensor(_PIXEL_MEAN)[:, None, None]
+    std = torch.tensor(_PIXEL_STD)[:, None, None]
     return ((images.float() / 255 - mean) / std).to(torch.bfloat16)
 
 

@@ -108,7 +108,7 @@ class where there is none.
 _FIELD_WEIGHTS = {name: 0.5 for name in FIELDS if name.startswith("near")} | {"digit": 2.0}
 
 
-class Projector(nn.Module):
+class _Projector(nn.Module):
     """LLaVA-1.5's projector: two linear layers with a GELU between them."""
 
     def __init__(self, width: int, hidden: int) -> None:
@@ -122,7 +122,7 @@ class Projector(nn.Module):
         return projected
 
 
-def build_models() -> tuple[CLIPModel, DenseHeads, Projector, LlamaForCausalLM]:
+def build_models() -> tuple[CLIPModel, DenseHeads, _Projector, LlamaForCausalLM]:
     """Untrained models; the position table starts as waves over rows and columns."""
     config = CLIPConfig.from_pretrained(CLIP, attn_implementation="eager")
     clip = CLIPModel(config)
@@ -134,11 +134,11 @@ def build_models() -> tuple[CLIPModel, DenseHeads, Projector, LlamaForCausalLM]:
     heads = DenseHeads(width, FIELDS)
     language = AutoConfig.from_pretrained(LLAVA).text_config
     language._attn_implementation = "in_place"
-    projector = Projector(width, language.hidden_size)
+    projector = _Projector(width, language.hidden_size)
     return clip, heads, projector, LlamaForCausalLM(language)
 
 
-def penultimate_states(clip: CLIPModel, values: Tensor) -> Tensor:
+def _penultimate_states(clip: CLIPModel, values: Tensor) -> Tensor:
     """Hidden states (B, 1 + N, Dv) before the last layer, which LLaVA reads."""
     tower = clip.vision_model
     hidden = tower.pre_layrnorm(tower.embeddings(values))
@@ -216,18 +216,18 @@ def _scene_labels(scene: Scene) -> Iterator[tuple[int, list[int]]]:
             yield patch, [*labels, *[-1] * 2 * len(NEIGHBOURS)]
 
 
-def reading_loss(
+def _reading_loss(
     clip: CLIPModel, heads: DenseHeads, seed: int, size: int
 ) -> tuple[Tensor, LossParts]:
     """Loss of the reading stage: the digit and the colour of every patch of images of digits."""
     images, digit, colour = render_characters(seed, size)
     labels = torch.full((len(FIELDS), *digit.shape), UNLABELLED)
     labels[list(FIELDS).index("digit")], labels[list(FIELDS).index("colour")] = digit, colour
-    patches = penultimate_states(clip, normalize_pixels(images))[:, 1:]
+    patches = _penultimate_states(clip, normalize_pixels(images))[:, 1:]
     return heads.loss(patches, labels, {"colour": 0.3})
 
 
-def tower_loss(
+def _tower_loss(
     clip: CLIPModel, heads: DenseHeads, tokenizer: Tokenizer, seed: int, size: int
 ) -> tuple[Tensor, LossParts]:
     """Loss of the tower stage: dense classes, pointing, and image-caption contrast.
@@ -249,7 +249,7 @@ def tower_loss(
     longest = max(len(encoding.ids) for encoding in ids)
     padded = torch.tensor([each.ids + [end] * (longest - len(each.ids)) for each in ids])
 
-    hidden = penultimate_states(clip, normalize_pixels(images))
+    hidden = _penultimate_states(clip, normalize_pixels(images))
     patches = hidden[:, 1:]
     dense, parts = heads.loss(patches, label_patches(scenes), _FIELD_WEIGHTS)
     pooled = clip.text_model(input_ids=padded).pooler_output
@@ -335,7 +335,7 @@ def draw_batch(
 
 def language_loss(
     model: LlamaForCausalLM,
-    projector: Projector,
+    projector: _Projector,
     patches: Tensor,
     kept: Tensor,
     before: Tensor,
@@ -373,14 +373,14 @@ def train_rank(rank: int, run: Run) -> None:
     lead = torch.tensor(words.encode(before).ids)
 
     def reading_step(seed: int, step: int) -> tuple[Tensor, LossParts]:
-        return reading_loss(clip, heads, seed, reading.images)
+        return _reading_loss(clip, heads, seed, reading.images)
 
     def tower_step(seed: int, step: int) -> tuple[Tensor, LossParts]:
-        return tower_loss(clip, heads, clip_words, seed, towers.images)
+        return _tower_loss(clip, heads, clip_words, seed, towers.images)
 
     def answer_loss(values: Tensor, kept: Tensor, texts: TextBatch) -> tuple[Tensor, LossParts]:
         with torch.no_grad():
-            patches = penultimate_states(clip, values)[:, 1:]
+            patches = _penultimate_states(clip, values)[:, 1:]
         return language_loss(model, projector, patches, kept, lead, texts)
 
     def phrase_step(seed: int, step: int) -> tuple[Tensor, LossParts]:

@@ -70,7 +70,7 @@ from benchmarks.yardsticks.training import (
     write_checkpoint,
 )
 
-QWEN = CHECKPOINTS["miniqwen"]
+_QWEN = CHECKPOINTS["miniqwen"]
 
 STAGES = (
     # The model continues with the next stage, so the rate does not fall at the end of this one.
@@ -280,7 +280,7 @@ def _label_patches(items: Tensor, count: int, view: View) -> Tensor:
 
 def build_model() -> Qwen3VLForConditionalGeneration:
     """The untrained model, with heads that look at neighbours and at what shows a word."""
-    model = Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(QWEN))
+    model = Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(_QWEN))
     tower, language = model.model.visual, model.model.language_model
     language.config._attn_implementation = "in_place"
     with torch.no_grad():
@@ -522,7 +522,7 @@ def draw_budget(seed: int, tokens: int) -> int:
 def train_rank(rank: int, run: Run) -> None:
     """Train all stages as one of the ranks."""
     join_ranks(run, rank)
-    words = Tokenizer.from_file(str(QWEN / "tokenizer.json"))
+    words = Tokenizer.from_file(str(_QWEN / "tokenizer.json"))
     model = build_model()
     tower, mergers = model.model.visual, model.model.visual.deepstack_merger_list
     heads = DenseHeads(_VISION_WIDTH, FIELDS)
@@ -591,7 +591,7 @@ def train_rank(rank: int, run: Run) -> None:
     if rank == 0:
         tensors = model.state_dict()
         del tensors["lm_head.weight"]  # tied to the embedding table
-        write_checkpoint(run.out, QWEN, tensors)
+        write_checkpoint(run.out, _QWEN, tensors)
         log(f"wrote {run.out}")
     dist.destroy_process_group()
 
