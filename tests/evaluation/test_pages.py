@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tests.evaluation.samples import FULL, QUESTIONS, SETUP, answers, case, contents
 from vllm_autoprune.evaluation.journal import Answer, Case, Contents, Question
-from vllm_autoprune.evaluation.pages import as_html, as_latex, as_markdown
+from vllm_autoprune.evaluation.pages import as_html, as_markdown
 from vllm_autoprune.evaluation.report import Report, build_report
 from vllm_autoprune.evaluation.run import as_json
 
@@ -74,7 +74,6 @@ def test_an_invalid_report_begins_with_the_reasons() -> None:
     page = as_markdown(build_report(journal, ["stopped: no server"]))
     assert "Verdict: NOT VALID" in page
     assert "- cdpruner@8: no question was answered" in page and "- stopped: no server" in page
-    assert "% - stopped: no server" in as_latex(build_report(journal, ["stopped: no server"]))
 
 
 def test_the_page_says_how_many_answers_are_right_with_all_tokens() -> None:
@@ -125,14 +124,6 @@ def test_the_page_of_an_invalid_report_says_so_first() -> None:
     journal.add(BASE)
     page = as_html(build_report(journal, ["stopped: <server>"]))
     assert '<p class="answer bad">Not valid' in page and "stopped: &lt;server&gt;" in page
-
-
-def test_latex_is_escaped_and_has_one_line_a_row() -> None:
-    latex = as_latex(build_report(contents(*ALL_CASES)))
-    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 4
-    assert r"q\_e" in latex and r"K - q\_e" in latex
-    row = next(line for line in latex.splitlines() if line.startswith("cdpruner &"))
-    assert row.endswith(r"\\") and row.count("&") == 9
 
 
 def test_rows_are_compared_with_published_ones_of_the_same_method_and_budget() -> None:

@@ -15,12 +15,10 @@ from vllm_autoprune.cli.commands import (
     doctor,
     eval,
     explain,
-    language,
-    list_states,
     materialize,
     search,
     selftest,
-    show,
+    states,
     validate,
 )
 from vllm_autoprune.cli.output import (
@@ -33,11 +31,11 @@ from vllm_autoprune.tpdsl.loading import suggest_name
 
 COMMANDS: dict[str, Command] = {
     "validate": validate.COMMAND,
-    "list": list_states.COMMAND,
-    "show": show.SHOW,
-    "diff": show.DIFF,
-    "atoms": language.ATOMS_COMMAND,
-    "schema": language.SCHEMA_COMMAND,
+    "list": states.LIST,
+    "show": states.SHOW,
+    "diff": states.DIFF,
+    "atoms": states.ATOMS_LIST,
+    "schema": states.SCHEMA,
     "materialize": materialize.COMMAND,
     "explain": explain.COMMAND,
     "cost": cost.COMMAND,

@@ -1,4 +1,4 @@
-"""The pages of a report: its tables as Markdown, as LaTeX, and in HTML with a chart over K."""
+"""The pages of a report: its tables as Markdown, and in HTML with a chart over K."""
 
 from __future__ import annotations
 
@@ -255,30 +255,26 @@ def format_verdicts(comparisons: Iterable[Comparison]) -> Iterator[str]:
             by_case.setdefault(one.case, []).append(one)
     for members in by_case.values():
         overall = next((one for one in members if one.kind is None), None)
-        if overall is not None:
-            kinds = [one for one in members if one.kind is not None]
-            yield _format_overall(overall) + (_format_kinds(kinds) if kinds else "")
-
-
-def _format_overall(one: Comparison) -> str:
-    verdict = {
-        "pruning": "pruning beats resizing",
-        "resizing": "resizing beats pruning",
-        "not decided": "not decided between pruning and resizing",
-        "too few images": f"{one.images} images are too few to decide (at least {MIN_IMAGES})",
-    }[one.winner]
-    more = f" with {one.more_tokens:.1f} tokens more" if one.more_tokens >= 0.5 else ""
-    return f"{one.label}, K = {one.budget}: {verdict}, {format_difference(one)} points right{more}."
-
-
-def _format_kinds(kinds: Sequence[Comparison]) -> str:
-    parts = []
-    for winner in ("pruning", "resizing", "not decided", "too few images"):
-        named = [f"{one.kind} {format_difference(one)}" for one in kinds if one.winner == winner]
-        if named:
-            wins = f"{winner} wins" if winner in ("pruning", "resizing") else winner
-            parts.append(f"{wins}: {', '.join(named)}")
-    return " By kind: " + "; ".join(parts) + "."
+        if overall is None:
+            continue
+        verdict = {
+            "pruning": "pruning beats resizing",
+            "resizing": "resizing beats pruning",
+            "not decided": "not decided between pruning and resizing",
+            "too few images": f"{overall.images} images are too few to decide (at least "
+            f"{MIN_IMAGES})",
+        }[overall.winner]
+        more = f" with {overall.more_tokens:.1f} tokens more" if overall.more_tokens >= 0.5 else ""
+        place = f"{overall.label}, K = {overall.budget}"
+        line = f"{place}: {verdict}, {format_difference(overall)} points right{more}."
+        parts = []
+        for winner in ("pruning", "resizing", "not decided", "too few images"):
+            kinds = [one for one in members if one.kind is not None and one.winner == winner]
+            if kinds:
+                wins = f"{winner} wins" if winner in ("pruning", "resizing") else winner
+                named = ", ".join(f"{one.kind} {format_difference(one)}" for one in kinds)
+                parts.append(f"{wins}: {named}")
+        yield line + (f" By kind: {'; '.join(parts)}." if parts else "")
 
 
 def format_difference(one: Comparison) -> str:
@@ -289,9 +285,6 @@ def format_difference(one: Comparison) -> str:
     )
     return f"{value} ({low} to {high})"
 
-
-_ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
-            **{sign: f"\\{sign}" for sign in "&%$#_{}"}}  # fmt: skip
 
 _MIN_IMAGES = 20
 """With fewer images than this, bootstrap intervals over images are too narrow."""
@@ -309,13 +302,6 @@ _NOTES = (
     "the resize control: the image resized to at most K tokens, or pooled to K where the model has "
     "a fixed number of them.",
 )
-
-
-def _verdict(report: Report) -> Iterator[str]:
-    """Whether the report is valid, and every reason against it."""
-    trial = format_trial(report)
-    yield "NOT VALID" if not report.valid else f"valid. {trial}" if trial else "valid"
-    yield from (f"- {reason}" for reason in report.reasons)
 
 
 def format_trial(report: Report) -> str:
@@ -343,18 +329,28 @@ def all_tables(report: Report) -> Iterator[Table]:
 
 def as_markdown(report: Report) -> str:
     """Verdict, tables, and what the columns mean."""
-    setup = report.setup
+    setup, trial = report.setup, format_trial(report)
+    verdict = "NOT VALID" if not report.valid else f"valid. {trial}" if trial else "valid"
     lines = [
         f"# Accuracy: {setup.suite}",
         "",
         f"Model: {setup.model}. Data: {setup.data}. Scored by {setup.scorer}.",
         f"{report.questions:,} questions about {report.images:,} images, the same in every row.",
         "",
-        "Verdict: " + "\n".join(_verdict(report)),
+        f"Verdict: {verdict}",
+        *(f"- {reason}" for reason in report.reasons),
     ]
     if verdicts := list(format_verdicts(report.resizing)):
         lines.append("\n## Pruning or resizing?\n")
-        lines += _full_accuracy(report)
+        full = next((row.accuracy for row in report.rows if row.case.arm == "full"), None)
+        if full is not None:
+            lines.append(f"With all tokens, {full.value:.1f} % of the answers are right.")
+            if full.value < _FEW_RIGHT:
+                lines.append(
+                    "An answer is right if the model gives exactly it: where it is not written as "
+                    "the model writes it, it is wrong in every row."
+                )
+            lines.append("")
         lines += (f"- {line}" for line in verdicts)
     lines += (f"\n## {table.caption}\n\n{table.markdown()}" for table in all_tables(report))
     if report.rows:
@@ -362,59 +358,23 @@ def as_markdown(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _full_accuracy(report: Report) -> Iterator[str]:
-    """How many answers are right with all tokens, and what a small share may come from."""
-    full = next((row.accuracy for row in report.rows if row.case.arm == "full"), None)
-    if full is not None:
-        yield f"With all tokens, {full.value:.1f} % of the answers are right."
-        if full.value < _FEW_RIGHT:
-            yield (
-                "An answer is right if the model gives exactly it: where it is not written as the "
-                "model writes it, it is wrong in every row."
-            )
-        yield ""
-
-
-def as_latex(report: Report) -> str:
-    """All tables in the style of ``booktabs``, with the verdict as a comment above them."""
-    setup = report.setup
-    lines = [f"% {setup.suite}: {setup.model}; {setup.data}; {setup.scorer}"]
-    lines += (f"% {line}" for line in _verdict(report))
-    for table in all_tables(report):
-        head, *rows = (
-            " & ".join(_escape(str(cell)) for cell in row) + r" \\"
-            for row in (table.columns, *table.rows)
-        )
-        lines += [
-            "",
-            r"\begin{table}[t]",
-            r"\centering",
-            f"\\caption{{{_escape(table.caption)}}}",
-            f"\\begin{{tabular}}{{{table.align}}}",
-            r"\toprule",
-            head,
-            r"\midrule",
-            *rows,
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _escape(text: str) -> str:
-    return "".join(_ESCAPES.get(sign, sign) for sign in text)
-
-
-_PRUNING_ARMS = ("found", "autoprune", "base")
+_PRUNING_ARMS: tuple[Arm, ...] = ("found", "autoprune", "base")
 """Kinds of cases that the answer may be about, the most specific first."""
 
 
 def as_html(report: Report) -> str:
     """The whole page."""
     answer, tone = _answer(report)
-    setup = report.setup
-    trial = format_trial(report)
+    setup, trial = report.setup, format_trial(report)
+    sections = []
+    if verdicts := list(format_verdicts(report.resizing)):
+        sections.append(Section("Pruning or resizing?", verdicts))
+    if chart := _draw_budgets(report):
+        text = "Bars: 95 % intervals, images resampled."
+        sections.append(Section("Accuracy over K", [text], [chart]))
+    if report.rows:
+        tables = list(all_tables(report))
+        sections.append(Section("Tables", list(describe_notes(report)), tables=tables))
     return render_document(
         Document(
             title=f"Accuracy: {setup.suite}",
@@ -427,7 +387,7 @@ def as_html(report: Report) -> str:
                 f"scored by {setup.scorer}",
                 f"{report.questions:,} questions about {report.images:,} images",
             ],
-            sections=list(_sections(report)),
+            sections=sections,
         )
     )
 
@@ -435,14 +395,15 @@ def as_html(report: Report) -> str:
 def _answer(report: Report) -> tuple[str, Tone]:
     if not report.valid:
         return "Not valid: the reasons are below, and no figure here is to be quoted.", "bad"
-    row = _main_row(report)
-    if row is None or row.to_full is None:
+    # The state that was to be evaluated, at its largest budget.
+    rows = [row for row in report.rows if row.case.arm in _PRUNING_ARMS and row.to_full is not None]
+    rows.sort(key=lambda row: (_PRUNING_ARMS.index(row.case.arm), -row.case.budget))
+    if not rows or rows[0].to_full is None:
         return "Nothing was pruned in this evaluation: only full tokens were measured.", "open"
-    difference = row.to_full.accuracy or row.to_full.acc
-    shown = row.accuracy or None
+    row, difference = rows[0], rows[0].to_full.accuracy or rows[0].to_full.acc
     sentence = f"{row.case.label} at K = {row.case.budget}"
-    if shown is not None:
-        sentence += f" answers {shown.value:.1f} % of the questions right"
+    if row.accuracy is not None:
+        sentence += f" answers {row.accuracy.value:.1f} % of the questions right"
     tone: Tone = "open"
     if difference is not None:
         ends = f"95 %: {difference.low:+.1f} to {difference.high:+.1f}"
@@ -455,27 +416,6 @@ def _answer(report: Report) -> tuple[str, Tone]:
     if report.images and format_trial(report):
         return f"A trial run on {report.images} images, no measurement: {sentence}.", "open"
     return f"{sentence}.", tone
-
-
-def _main_row(report: Report) -> Row | None:
-    """The state that was to be evaluated, at its largest budget."""
-    for arm in _PRUNING_ARMS:
-        rows = [row for row in report.rows if row.case.arm == arm]
-        if rows:
-            return max(rows, key=lambda row: row.case.budget)
-    return None
-
-
-def _sections(report: Report) -> Iterator[Section]:
-    if verdicts := list(format_verdicts(report.resizing)):
-        yield Section("Pruning or resizing?", verdicts)
-    chart = _draw_budgets(report)
-    if chart is not None:
-        text = "Bars: 95 % intervals, images resampled."
-        yield Section("Accuracy over K", [text], [chart])
-    if report.rows:
-        tables = list(all_tables(report))
-        yield Section("Tables", list(describe_notes(report)), tables=tables)
 
 
 def _draw_budgets(report: Report) -> Chart | None:

@@ -33,7 +33,7 @@ from vllm_autoprune.evaluation.journal import (
     Setup,
     unanswered,
 )
-from vllm_autoprune.evaluation.pages import as_html, as_latex, as_markdown
+from vllm_autoprune.evaluation.pages import as_html, as_markdown
 from vllm_autoprune.evaluation.questions import PreparedQuestion, questions_digest, read_questions
 from vllm_autoprune.evaluation.report import Report, build_report
 from vllm_autoprune.evaluation.scoring_request import score_answer
@@ -139,12 +139,11 @@ def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) ->
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write the report as JSON, HTML, Markdown and LaTeX; raises :class:`EvaluationError`."""
+    """Write the report as JSON, HTML and Markdown; raises :class:`EvaluationError`."""
     try:
         (folder / "report.json").write_text(as_json(report) + "\n")
         (folder / "report.html").write_text(as_html(report))
         (folder / "report.md").write_text(as_markdown(report))
-        (folder / "report.tex").write_text(as_latex(report))
     except OSError as error:
         raise EvaluationError(
             f"{folder}: {error.strerror} -> free some space; {JOURNAL} is kept, and --resume "

@@ -1,4 +1,4 @@
-"""The suite with a fake lmms-eval that sends HTTP requests and writes files as the real one."""
+"""The lmms-eval suite on a fake program: processes, servers, resuming, reports."""
 
 from __future__ import annotations
 
@@ -15,9 +15,41 @@ from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, completion
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.journal import JOURNAL, MME, Journal
 from vllm_autoprune.evaluation.lmms.output import IMAGES, Benchmark, select_benchmarks
-from vllm_autoprune.evaluation.lmms.suite import LmmsEval, LmmsSuite, Server, parse_servers
+from vllm_autoprune.evaluation.lmms.suite import (
+    LmmsEval,
+    LmmsSuite,
+    Server,
+    last_error,
+    parse_servers,
+)
 from vllm_autoprune.evaluation.report import Report
 from vllm_autoprune.evaluation.run import Progress, build_cases, evaluate, find_states
+
+AT = "\x1b[32m2026-11-22 02:35:34\x1b[0m | \x1b[31m\x1b[1mERROR   \x1b[0m | "
+WHERE = "\x1b[36mlmms_eval.__main__\x1b[0m:\x1b[36mcli_evaluate\x1b[0m:\x1b[36m614\x1b[0m - "
+ERROR = (
+    f"{AT}{WHERE}\x1b[31m\x1b[1mError during evaluation: No tasks specified, or no tasks found. "
+    "Please verify the task names.. Please set `--verbosity=DEBUG` to get more information.\x1b[0m"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            f"Traceback (most recent call last):\n{ERROR}\n",
+            "No tasks specified, or no tasks found. Please verify the task names.",
+        ),
+        ("\x1b[1mKilled\x1b[0m\n\n", "Killed"),
+        ("Responding:   0%\rResponding:  50%\rout of memory\n", "out of memory"),
+        ("", "its log is empty"),
+    ],
+)
+def test_the_last_error_is_read_from_the_log(tmp_path: Path, text: str, message: str) -> None:
+    log = tmp_path / "lmms-eval.log"
+    log.write_text(text)
+    assert last_error(log) == message
+
 
 FAKE = Path(__file__).with_name("fake_lmms_eval.py")
 

@@ -120,7 +120,7 @@ def run_suite(suite: Suite, folder: Path, options: argparse.Namespace) -> int:
     report = evaluate(suite, folder, resume=options.resume, progress=progress)
     print(as_json(report) if options.json else as_markdown(report), end="")
     print(
-        f"{folder}/: report.html, report.md, report.tex, report.json, samples.jsonl",
+        f"{folder}/: report.html, report.md, report.json, samples.jsonl",
         file=sys.stderr,
     )
     return 0 if report.valid else 1

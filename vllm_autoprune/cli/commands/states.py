@@ -1,4 +1,4 @@
-"""`show`: one state in words and as a table; `diff`: two states, field by field."""
+"""Commands on states and their language: `list`, `show`, `diff`, `atoms`, `schema`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,58 @@ from pydantic import JsonValue
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import WIDTH, as_json, format_paragraph, format_table, format_value
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall
-from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
-from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
+from vllm_autoprune.tpdsl.reference import render_page, render_proposer_text
+from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, AtomCall
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.transfer import list_changes, state_document
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    """None but ``--json``; a schema is JSON with or without it."""
+
+
+def _run_list(options: argparse.Namespace) -> int:
+    records = [_record(name) for name in sorted(shipped_states())]
+    if options.json:
+        print(as_json(records))
+        return 0
+    head = ["state", "base policy", "K", "exchanges", "reads the question", "shared core"]
+    rows = [
+        [
+            str(record["name"]),
+            str(record["base_policy"]),
+            str(record["budget"]),
+            str(record["exchanges"]),
+            "yes" if record["reads_instruction"] else "no",
+            f"{record['core']} of K" if record["core"] else "-",
+        ]
+        for record in records
+    ]
+    print(format_table(head, rows, "<<>><<"))
+    print(
+        f"\n{len(records)} states. K is each state's own; --autoprune-budget serves another one. "
+        "More: vllm-autoprune show NAME"
+    )
+    return 0
+
+
+def _record(name: str) -> dict[str, object]:
+    policy = materialize(load_state(name))
+    return {
+        "name": name,
+        "base_policy": policy.base.name,
+        "budget": policy.budget,
+        "exchanges": policy.quota,
+        "reads_instruction": policy.reads_instruction,
+        "core": policy.core,
+        "digest": policy.state.digest,
+    }
+
+
+LIST = Command("list the states that ship", _no_arguments, _run_list)
+
 
 Part = dict[str, Any]
 """An atom or base policy as a state uses it: ``atom``, ``parameters``, ``doc``."""
@@ -257,3 +304,55 @@ def _run_diff(options: argparse.Namespace) -> int:
 
 
 DIFF = Command("compare two states field by field", _diff_arguments, _run_diff)
+
+
+def _atoms_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--group", choices=list(ROLES), help="atoms of one group only")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="the reference page, as on the site")
+    form.add_argument(
+        "--prompt", action="store_true", help="the language as an LLM proposer reads it"
+    )
+
+
+def _run_atoms(options: argparse.Namespace) -> int:
+    if options.markdown or options.prompt:
+        print(render_page() if options.markdown else render_proposer_text(), end="")
+        return 0
+    atoms_shown = [ATOMS[name] for name in ATOMS.names(options.group)]
+    if options.json:
+        records = [
+            {
+                "name": atom.name,
+                "group": atom.group,
+                "role": atom.role,
+                "origin": atom.origin,
+                "needs": sorted(atom.needs),
+                "doc": atom.doc,
+                "parameters": atom.call.model_json_schema()["properties"],
+            }
+            for atom in atoms_shown
+        ]
+        print(as_json(records))
+        return 0
+    rows = [
+        [atom.group, atom.name, atom.origin, ", ".join(sorted(atom.needs)) or "-", atom.doc]
+        for atom in atoms_shown
+    ]
+    print(format_table(["group", "atom", "origin", "reads", "what it does"], rows, wrap=WIDTH + 60))
+    extensions = sum(atom.origin == "extension" for atom in atoms_shown)
+    print(
+        f"\n{len(atoms_shown) - extensions} atoms of the paper's language, {extensions} extensions"
+    )
+    return 0
+
+
+ATOMS_LIST = Command("list the atoms of the language", _atoms_arguments, _run_atoms)
+
+
+def _run_schema(options: argparse.Namespace) -> int:
+    print(as_json(PruningState.model_json_schema()))
+    return 0
+
+
+SCHEMA = Command("print the JSON Schema of a state", _no_arguments, _run_schema)
