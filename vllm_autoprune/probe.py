@@ -203,8 +203,8 @@ def probe_server(
     kept = _divide(_increase(warm, after, visual, stage="after"), images)
     measured = (
         f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds: first "
-        f"question {1000 * median(one.first.ttft for one in results):.1f} ms, another question "
-        f"{1000 * median(one.another.ttft for one in results):.1f} ms."
+        f"question {1000 * median(each.first.ttft for each in results):.1f} ms, another question "
+        f"{1000 * median(each.another.ttft for each in results):.1f} ms."
     )
     counted: dict[str, float | None] = {
         "tokens": _round(tokens) if tokens else known.values["budget"],
@@ -221,12 +221,12 @@ def summarize(rounds: Sequence[Round], selection: float | None, url: str) -> Kno
     That may be a few tokens of the chat template more than the image itself takes. Raises
     :class:`ConfigError` for a server whose times say nothing.
     """
-    short = median(one.short.ttft for one in rounds)
-    first = median(one.first.ttft for one in rounds)
-    length = median(one.short.prompt_tokens for one in rounds)
-    more = median(one.long.prompt_tokens for one in rounds) - length
-    longer = median(one.long.ttft for one in rounds) - short
-    visual = round(median(one.first.prompt_tokens - one.short.prompt_tokens for one in rounds))
+    short = median(each.short.ttft for each in rounds)
+    first = median(each.first.ttft for each in rounds)
+    length = median(each.short.prompt_tokens for each in rounds)
+    more = median(each.long.prompt_tokens for each in rounds) - length
+    longer = median(each.long.ttft for each in rounds) - short
+    visual = round(median(each.first.prompt_tokens - each.short.prompt_tokens for each in rounds))
     if visual < 1:
         raise _error(url, "an image adds no tokens to a prompt", "serve a model that takes images")
     if more <= 0 or longer <= 0:
@@ -234,17 +234,17 @@ def summarize(rounds: Sequence[Round], selection: float | None, url: str) -> Kno
         raise _error(url, what, "probe an idle server, or give --prefill-ms-per-token")
     per_token = longer / more
     request = max(short - per_token * length, 0.0)
-    front_end = _median_difference([(one.first, one.short) for one in rounds])
-    decode_image = _median_difference([(one.another, one.short) for one in rounds])
+    front_end = _median_difference([(each.first, each.short) for each in rounds])
+    decode_image = _median_difference([(each.another, each.short) for each in rounds])
     processor = None
     if front_end is None or decode_image is None:
         front_end = decode_image = None
     else:
         decode_image = min(decode_image, front_end)
         processor = front_end - decode_image
-    prompt = median(one.first.prompt_tokens for one in rounds)
+    prompt = median(each.first.prompt_tokens for each in rounds)
     tower = first - (front_end or 0.0) - (selection or 0.0) - request - per_token * prompt
-    gaps = [gap for one in rounds for answer in (one.short, one.first) for gap in answer.gaps]
+    gaps = [gap for each in rounds for answer in (each.short, each.first) for gap in answer.gaps]
     note = "The tower takes too little to be seen beside prefill; it counts as 0."
     return keep_known(
         *([] if tower > 0 else [note]),

@@ -110,16 +110,16 @@ def _cells(
         if part is not None:
             cells += [f"{part.acc:.1f}", _figure(part.ratio_of_means), _figure(part.mean_of_ratios)]
     differences = {"full": row.to_full, "base": row.to_base, "resized": row.to_resized}
-    return cells + [metric.cell(differences[one]) for metric in metrics for one in others]
+    return cells + [metric.cell(differences[other]) for metric in metrics for other in others]
 
 
 def _resizing_tables(report: Report) -> Iterator[Table]:
     """Each case less the resize control, per cent right: by budget, and then by kind."""
-    budgets = sorted({one.budget for one in report.resizing}, reverse=True)
+    budgets = sorted({comparison.budget for comparison in report.resizing}, reverse=True)
     overall = {
-        (one.label, one.budget): format_difference(one)
-        for one in report.resizing
-        if one.kind is None
+        (comparison.label, comparison.budget): format_difference(comparison)
+        for comparison in report.resizing
+        if comparison.kind is None
     }
     if overall:
         rows = [
@@ -128,16 +128,23 @@ def _resizing_tables(report: Report) -> Iterator[Table]:
         ]
         head = ["method", *(f"K = {budget}" for budget in budgets)]
         yield build_table("Less the resize control, per cent right", head, rows)
-    kinds = list(dict.fromkeys(one.kind for one in report.resizing if one.kind is not None))
+    kinds = list(
+        dict.fromkeys(
+            comparison.kind for comparison in report.resizing if comparison.kind is not None
+        )
+    )
     if not kinds:
         return
     head = ["method", *kinds]
     for budget in budgets:
-        own = [one for one in report.resizing if one.budget == budget]
-        cells = {(one.label, one.kind): format_difference(one) for one in own}
+        at_budget = [comparison for comparison in report.resizing if comparison.budget == budget]
+        cells = {
+            (comparison.label, comparison.kind): format_difference(comparison)
+            for comparison in at_budget
+        }
         rows = [
             [label, *(cells.get((label, kind), NO_VALUE) for kind in kinds)]
-            for label in dict.fromkeys(one.label for one in own)
+            for label in dict.fromkeys(comparison.label for comparison in at_budget)
         ]
         yield build_table(f"Less the resize control by kind of question, K = {budget}", head, rows)
 
@@ -162,10 +169,14 @@ def _gain_tables(report: Report, metrics: Sequence[Metric]) -> Iterator[Table]:
 def _quota_table(report: Report) -> Iterator[Table]:
     """The paper's values of q_e; differences are to the base policy, which exchanges nothing."""
     rows = []
-    for own in _by_budget(report, "quota"):
-        whole = _complete_residual(report, own[0])
-        swept = {row.case.quota for row in own}
-        quotas = [*own, whole] if whole is not None and whole.case.quota not in swept else own
+    for sweep in _by_budget(report, "quota"):
+        complete = _complete_residual(report, sweep[0])
+        swept = {row.case.quota for row in sweep}
+        quotas = (
+            [*sweep, complete]
+            if complete is not None and complete.case.quota not in swept
+            else sweep
+        )
         for row in sorted(quotas, key=lambda row: row.case.quota or 0):
             budget, quota, gain = row.case.budget, row.case.quota or 0, row.to_base
             rows.append([str(budget), str(quota), str(max(budget - quota, 0)),
@@ -231,17 +242,17 @@ def _comparison_cells(
     table: published.Table, shared: list[str], ours: Row, row: published.Row
 ) -> list[str]:
     scores = table.scores(row)
-    whole = len(shared) == len(table.benchmarks) == len(ours.benchmarks)
+    comparable = len(shared) == len(table.benchmarks) == len(ours.benchmarks)
     rel = f"{row.rel:.1f}"
     cells = [row.method, str(row.tokens)]
     cells += [f"{ours.benchmarks[name]:.1f} / {scores[name]:.1f}" for name in shared]
     # Means over different benchmarks cannot be compared.
-    cells.append(f"{ours.all.acc:.1f} / {row.acc if whole else NO_VALUE}")
+    cells.append(f"{ours.all.acc:.1f} / {row.acc if comparable else NO_VALUE}")
     for value, kind in (
         (ours.all.ratio_of_means, "ratio of means"),
         (ours.all.mean_of_ratios, "mean of ratios"),
     ):
-        follows = whole and row.rel_follows in (kind, "both")
+        follows = comparable and row.rel_follows in (kind, "both")
         measured = NO_VALUE if value is None else f"{value:.1f}"
         cells.append(f"{measured} / {rel if follows else NO_VALUE}")
     return cells
@@ -250,11 +261,11 @@ def _comparison_cells(
 def format_verdicts(comparisons: Iterable[Comparison]) -> Iterator[str]:
     """One line for each stated case: who wins overall, by how much, and for which kinds."""
     by_case: dict[str, list[Comparison]] = {}
-    for one in comparisons:
-        if one.stated:
-            by_case.setdefault(one.case, []).append(one)
+    for comparison in comparisons:
+        if comparison.stated:
+            by_case.setdefault(comparison.case, []).append(comparison)
     for members in by_case.values():
-        overall = next((one for one in members if one.kind is None), None)
+        overall = next((comparison for comparison in members if comparison.kind is None), None)
         if overall is None:
             continue
         verdict = {
@@ -269,19 +280,29 @@ def format_verdicts(comparisons: Iterable[Comparison]) -> Iterator[str]:
         line = f"{place}: {verdict}, {format_difference(overall)} points right{more}."
         parts = []
         for winner in ("pruning", "resizing", "not decided", "too few images"):
-            kinds = [one for one in members if one.kind is not None and one.winner == winner]
+            kinds = [
+                comparison
+                for comparison in members
+                if comparison.kind is not None and comparison.winner == winner
+            ]
             if kinds:
                 wins = f"{winner} wins" if winner in ("pruning", "resizing") else winner
-                named = ", ".join(f"{one.kind} {format_difference(one)}" for one in kinds)
+                named = ", ".join(
+                    f"{comparison.kind} {format_difference(comparison)}" for comparison in kinds
+                )
                 parts.append(f"{wins}: {named}")
         yield line + (f" By kind: {'; '.join(parts)}." if parts else "")
 
 
-def format_difference(one: Comparison) -> str:
+def format_difference(comparison: Comparison) -> str:
     """The difference with its interval, such as ``+5.1 (+2.0 to +8.1)``."""
     value, low, high = (
         f"{figure:+.1f}"
-        for figure in (one.difference.value, one.difference.low, one.difference.high)
+        for figure in (
+            comparison.difference.value,
+            comparison.difference.low,
+            comparison.difference.high,
+        )
     )
     return f"{value} ({low} to {high})"
 
@@ -425,8 +446,8 @@ def _draw_budgets(report: Report) -> Chart | None:
         return None
     series = []
     for colour, label in enumerate(dict.fromkeys(row.case.label for row in pruned)):
-        own = sorted((r for r in pruned if r.case.label == label), key=lambda r: r.case.budget)
-        series.append(Series(label, [_mark(row) for row in own], colour=colour))
+        points = sorted((r for r in pruned if r.case.label == label), key=lambda r: r.case.budget)
+        series.append(Series(label, [_mark(row) for row in points], colour=colour))
     full = next((row for row in report.rows if row.case.arm == "full" and row.accuracy), None)
     rules = []
     if full is not None and full.accuracy is not None:
@@ -446,10 +467,9 @@ def _draw_budgets(report: Report) -> Chart | None:
 
 def _mark(row: Row) -> Mark:
     assert row.accuracy is not None
-    own = row.accuracy
-    tip = (
-        f"{row.case.label}, K = {row.case.budget}\n{own.value:.1f} % ({own.low:.1f}–{own.high:.1f})"
-    )
+    accuracy = row.accuracy
+    interval = f"{accuracy.low:.1f}–{accuracy.high:.1f}"
+    tip = f"{row.case.label}, K = {row.case.budget}\n{accuracy.value:.1f} % ({interval})"
     if row.prompt_tokens is not None:
         tip += f"\n{row.prompt_tokens:.0f} prompt tokens"
-    return Mark(row.case.budget, own.value, tip, own.low, own.high)
+    return Mark(row.case.budget, accuracy.value, tip, accuracy.low, accuracy.high)

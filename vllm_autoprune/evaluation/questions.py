@@ -172,8 +172,8 @@ class PreparedQuestion:
 def questions_digest(questions: Sequence[PreparedQuestion]) -> str:
     """First twelve digits of the SHA-256 over questions, answers and images."""
     digest = hashlib.sha256()
-    for one in questions:
-        digest.update(f"{one.text}\n{one.answer}\n{one.image}\n".encode())
+    for question in questions:
+        digest.update(f"{question.text}\n{question.answer}\n{question.image}\n".encode())
     return digest.hexdigest()[:12]
 
 

@@ -85,18 +85,18 @@ def compare_with_resizing(
         control = controls.get(case.budget)
         if control is None or case.arm not in _POLICY_ARMS:
             continue
-        own, other = figures[case.name].kinds, figures[control.name].kinds
+        by_kind, control_by_kind = figures[case.name].kinds, figures[control.name].kinds
         known = case.name in lengths and control.name in lengths
         more_tokens = lengths[case.name] - lengths[control.name] if known else 0.0
         stated = case.arm in ("found", "autoprune") or (
             case.arm == "base" and case.name not in bases
         )
-        for kind in own:
-            if kind not in other or (kind is not None and not several):
+        for kind in by_kind:
+            if kind not in control_by_kind or (kind is not None and not several):
                 continue
             asked = [q for q in questions if kind is None or kind_of(q) == kind]
             images = len({question.image for question in asked})
-            difference = estimate(np.subtract(own[kind], other[kind])).rounded(4)
+            difference = estimate(np.subtract(by_kind[kind], control_by_kind[kind])).rounded(4)
             yield Comparison(
                 case=case.name,
                 label=case.label,
@@ -227,10 +227,10 @@ def _row(
     divisor: float,
     resized: Figures | None,
 ) -> Row:
-    own, base = figures[case.name], figures.get(case.base)
+    ours, base = figures[case.name], figures.get(case.base)
     own_scores, full_scores = scores[case.name], scores[full.name]
     length = _mean_length(contents, case)
-    plus = own.accuracy_plus
+    plus = ours.accuracy_plus
     return Row(
         case=case,
         benchmarks={name: round(score, 4) for name, score in own_scores.items()},
@@ -238,12 +238,12 @@ def _row(
         without_mmbench=_aggregates(own_scores, full_scores, divisor, MMBENCH)
         if set(MMBENCH) & set(own_scores) and set(own_scores) - set(MMBENCH)
         else None,
-        accuracy=_estimate(own.accuracy),
+        accuracy=_estimate(ours.accuracy),
         accuracy_plus=None if plus is None or math.isnan(plus[0]) else round(float(plus[0]), 4),
         prompt_tokens=None if length is None else round(length, 2),
-        to_full=None if case is full else _differences(own, figures[full.name]),
-        to_base=None if base is None else _differences(own, base),
-        to_resized=None if resized is None or resized is own else _differences(own, resized),
+        to_full=None if case is full else _differences(ours, figures[full.name]),
+        to_base=None if base is None else _differences(ours, base),
+        to_resized=None if resized is None or resized is ours else _differences(ours, resized),
     )
 
 
@@ -265,17 +265,17 @@ def _aggregates(scores: Scores, full: Scores, divisor: float, without: Sequence[
     )
 
 
-def _differences(own: Figures, other: Figures) -> Differences:
+def _differences(ours: Figures, other: Figures) -> Differences:
     return Differences(
-        acc=_difference(own.acc, other.acc),
-        accuracy=_difference(own.accuracy, other.accuracy),
-        mme=_difference(own.benchmarks.get(MME), other.benchmarks.get(MME)),
-        logprob=_difference(own.logprob, other.logprob),
+        acc=_difference(ours.acc, other.acc),
+        accuracy=_difference(ours.accuracy, other.accuracy),
+        mme=_difference(ours.benchmarks.get(MME), other.benchmarks.get(MME)),
+        logprob=_difference(ours.logprob, other.logprob),
     )
 
 
-def _difference(own: Floats | None, other: Floats | None) -> Estimate | None:
-    return None if own is None or other is None else _estimate(np.subtract(own, other))
+def _difference(ours: Floats | None, other: Floats | None) -> Estimate | None:
+    return None if ours is None or other is None else _estimate(np.subtract(ours, other))
 
 
 def _estimate(figure: Floats | None) -> Estimate | None:

@@ -51,14 +51,16 @@ def count_between(prompt: list[int], image: int) -> list[int]:
     return counts
 
 
-def describe_difference(one: Completion, other: Completion, tolerance: float = TOLERANCE) -> str:
+def describe_difference(
+    completion: Completion, other: Completion, tolerance: float = TOLERANCE
+) -> str:
     """The first difference between two completions, or the empty string."""
-    if one.prompt != other.prompt:
+    if completion.prompt != other.prompt:
         return "another prompt"
-    if one.ids != other.ids:
-        return f"another answer, {one.ids} and {other.ids}"
-    if not abs(one.logprob - other.logprob) <= tolerance:  # NaN is not equal either
-        return f"log-probabilities {one.logprob} and {other.logprob}"
+    if completion.ids != other.ids:
+        return f"another answer, {completion.ids} and {other.ids}"
+    if not abs(completion.logprob - other.logprob) <= tolerance:  # NaN is not equal either
+        return f"log-probabilities {completion.logprob} and {other.logprob}"
     return ""
 
 
@@ -68,10 +70,10 @@ def _first_change(
     tolerance: float = TOLERANCE,
 ) -> str:
     """The first completion that differs from the expected one, or whose positions do."""
-    for name, one in completions.items():
-        wrong = describe_difference(one, expected[name], tolerance)
-        if wrong or one.positions != expected[name].positions:
-            return f"{name}: {wrong or f'positions {one.positions}'}"
+    for name, completion in completions.items():
+        wrong = describe_difference(completion, expected[name], tolerance)
+        if wrong or completion.positions != expected[name].positions:
+            return f"{name}: {wrong or f'positions {completion.positions}'}"
     return ""
 
 
@@ -80,8 +82,8 @@ def _first_difference(
 ) -> str:
     """The first completion that differs from the expected one of its question."""
     tolerance = choose_tolerance(report)
-    for name, one in completions.items():
-        if wrong := describe_difference(one, expected[name], tolerance):
+    for name, completion in completions.items():
+        if wrong := describe_difference(completion, expected[name], tolerance):
             return f"{name}: {wrong}"
     return ""
 
@@ -186,16 +188,18 @@ tokens in another order are more than 1 apart."""
 def answers_are_numbers(report: Report) -> str:
     """Log-probabilities are finite; if stock vLLM's are not, the other checks mean nothing."""
     for setting, completions in _settings(report).items():
-        for name, one in completions.items():
-            if not math.isfinite(one.logprob):
+        for name, completion in completions.items():
+            if not math.isfinite(completion.logprob):
                 whose = "stock vLLM's own" if setting == "stock" else "the"
-                return f"{setting}, {name}: {whose} log-probability is {one.logprob}"
+                return f"{setting}, {name}: {whose} log-probability is {completion.logprob}"
     return ""
 
 
 def whole_is_stock(report: Report) -> str:
     """K >= N: token ids, log-probabilities, positions and cache hits equal stock vLLM's exactly."""
-    changed = (name for name, one in report.whole.items() if one != report.stock[name])
+    changed = (
+        name for name, completion in report.whole.items() if completion != report.stock[name]
+    )
     return next((f"{name}: differs from stock vLLM" for name in changed), "")
 
 
