@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.benchmarks.accuracy.minillava.server import answering
+from tests.benchmarks.accuracy.minillava_server import answering
 from tests.offline_search.endpoint import Answer, Body, endpoint, error
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main, parser

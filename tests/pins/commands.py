@@ -16,7 +16,7 @@ from unittest.mock import patch
 from PIL import Image
 
 import tests.hostile.attacks  # noqa: F401  (registers them)
-from tests.benchmarks.accuracy.minillava.server import answering
+from tests.benchmarks.accuracy.minillava_server import answering
 from tests.hostile.attack import ATTACKS
 from tests.offline_search.endpoint import endpoint
 from tests.offline_search.synthetic import answer_search, dataset

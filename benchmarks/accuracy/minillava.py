@@ -1,0 +1,350 @@
+"""`python -m benchmarks.accuracy.minillava`: accuracy of every case of the paper on mini-LLaVA.
+
+One server, to which every request brings the state of its case. Requests are ordered by scene,
+question and case, so that all requests about an image are close to each other and its vision
+features are computed once. The residual of the shipped state ``autoprune`` is applied to each base
+policy without tuning; the values of q_e and the search result are shipped states too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Literal, get_args
+
+from benchmarks.policies import QUOTAS, SEARCH_RESULTS
+from benchmarks.server import ServerDied, command, serve
+from benchmarks.yardsticks.examples import CHECKPOINTS, draw_examples, png_url, weights_digest
+from benchmarks.yardsticks.minillava import EQUAL_POLICIES
+from vllm_autoprune.cli.commands.eval import add_run_arguments, run_suite
+from vllm_autoprune.cli.output import CommandParser
+from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
+from vllm_autoprune.evaluation import run
+from vllm_autoprune.evaluation.journal import (
+    MME,
+    Case,
+    Contents,
+    EvaluationError,
+    Journal,
+    Question,
+    Setup,
+    unanswered,
+)
+from vllm_autoprune.evaluation.questions import PreparedQuestion, questions_digest
+from vllm_autoprune.evaluation.run import (
+    FULL,
+    SCORER,
+    SOURCE,
+    Progress,
+    prune_case,
+    random_case,
+    residual_on,
+    resized_case,
+    score_answers,
+)
+from vllm_autoprune.http_client import MAX_IN_FLIGHT
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.loading import load_state
+
+EMBEDDED = "embedded"
+_REQUESTS = 60_000
+"""Requests for the default number of scenes: half an hour at 35 requests per second."""
+_QUESTIONS_PER_SCENE = 18
+"""Approximately; scenes without signs have fewer."""
+
+
+@dataclass(frozen=True)
+class MiniLlava:
+    """A checkpoint: a folder with the model ``llava`` and the text tower ``clip``."""
+
+    name: str
+    folder: Path
+
+    @property
+    def llava(self) -> Path:
+        """The folder of the served model."""
+        return self.folder / "llava"
+
+    @property
+    def text_tower(self) -> Path:
+        """The folder of the text tower."""
+        return self.folder / "clip"
+
+    @cached_property
+    def tokens(self) -> int:
+        """N, the number of visual tokens of an image."""
+        config = json.loads((self.llava / "config.json").read_text())
+        return int(config["image_seq_length"])
+
+    @cached_property
+    def digest(self) -> str:
+        """Short digest of all weights."""
+        return weights_digest(self.folder)
+
+
+def default_scenes(cases: int) -> int:
+    """The number of scenes, at least 8, that take about half an hour in so many cases."""
+    return max(8, _REQUESTS // (max(cases, 1) * _QUESTIONS_PER_SCENE))
+
+
+def find_model(name: str) -> MiniLlava:
+    """The model ``embedded``, or the one in a folder; raises :class:`ConfigError`."""
+    folder = CHECKPOINTS["minillava"] if name == EMBEDDED else Path(name)
+    for part in ("llava/config.json", "clip/config.json"):
+        if not (folder / part).is_file():
+            fix = f"use {EMBEDDED}, or a folder with llava/ and clip/"
+            raise ConfigError("eval", [Problem(f"--model {name}", f"has no {part}", fix)])
+    return MiniLlava(name if name == EMBEDDED else folder.name, folder)
+
+
+def prepare_questions(scenes: int) -> Sequence[PreparedQuestion]:
+    """The questions about the first scenes of the test split, scene by scene."""
+    questions, images = [], dict[int, str]()
+    for number, example in enumerate(draw_examples("test", scenes)):
+        if example.image_id not in images:
+            images[example.image_id] = png_url(example.image)
+        paired = example.pair is not None
+        record = Question(
+            id=str(number),
+            benchmark=MME if paired else example.kind,
+            image=str(example.image_id),
+            category=example.kind if paired else "",
+            pair=str(example.pair) if paired else "",
+        )
+        image = images[example.image_id]
+        questions.append(PreparedQuestion(record, example.question, example.answer, image))
+    return questions
+
+
+Family = Literal["random", "resized", "policies", "found", "quota"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+"""Families of cases that can be measured beside the full model; by default all of them."""
+
+BUDGETS = (64, 32, 16, 8, 4)
+
+
+def build_cases(tokens: int, budgets: Sequence[int], families: Sequence[Family]) -> list[Case]:
+    """All cases, the full model first; raises :class:`ConfigError` for budgets outside 1..N-1."""
+    wrong = [budget for budget in budgets if not 0 < budget < tokens]
+    if wrong:
+        what, fix = f"are not within 1..{tokens - 1}", f"an image has N = {tokens} tokens"
+        values = " ".join(map(str, wrong))
+        raise ConfigError("eval", [Problem(f"--budgets {values}", what, fix)])
+    return [FULL, *(case for budget in budgets for case in _cases_at(budget, families))]
+
+
+def _cases_at(budget: int, families: Sequence[Family]) -> Iterator[Case]:
+    """The cases of one K, in the order of the tables."""
+    if "random" in families:
+        yield random_case(budget)
+    if "resized" in families:
+        yield resized_case(budget)
+    policies = [load_state(SOURCE).base_policy.name] if {"found", "quota"} & set(families) else []
+    if "policies" in families:
+        policies = [policy for policy in BASE_POLICIES if policy not in EQUAL_POLICIES]
+    for policy in policies:  # the other families are compared with the shipped state and its base
+        base = f"{policy}@{budget}"
+        yield prune_case(base, "base", policy, load_state(policy), budget)
+        name, label = f"{policy}+{SOURCE}@{budget}", f"{policy} + AutoPrune"
+        yield prune_case(name, "autoprune", label, residual_on(policy), budget, base)
+    for name, searched_on in SEARCH_RESULTS.items():
+        if "found" in families and searched_on == "mini-LLaVA":
+            state = load_state(name)
+            policy = state.base_policy.name
+            label = f"{policy} + what a search found{', with a core' if state.core else ''}"
+            yield prune_case(
+                f"{name}@{budget}", "found", label, state, budget, f"{policy}@{budget}"
+            )
+    for quota in QUOTAS:
+        if "quota" in families and quota <= budget:
+            state = load_state(f"ablation-quota-{quota}")
+            base, name = f"{state.base_policy.name}@{budget}", f"quota-{quota}@{budget}"
+            yield prune_case(name, "quota", f"q_e = {quota}", state, budget, base)
+
+
+NAME = "minillava"
+FLAGS = (
+    "--enforce-eager", "--max-model-len", "512", "--block-size", "32",
+    "--autoprune-state", "cdpruner", "--autoprune-requests", "states",
+)  # fmt: skip
+
+_START_TIMEOUT = 1200.0
+"""Seconds; a start takes ten on an idle machine, but many minutes on a busy one."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The server and how it is asked; without ``url`` a server is started."""
+
+    url: str | None = None
+    served_name: str | None = None
+    max_in_flight: int = MAX_IN_FLIGHT
+    log: Path | None = None
+    wait: float = 1.0
+    """Seconds before a failed request is sent again."""
+
+    def at(self, url: str) -> run.Settings:
+        """The same settings for the server at ``url``."""
+        return run.Settings(url, self.served_name, self.max_in_flight, self.wait)
+
+
+class MiniLlavaSuite:
+    """The questions about a number of scenes, answered in every case."""
+
+    def __init__(
+        self, model: MiniLlava, cases: Sequence[Case], scenes: int | None, settings: Settings
+    ) -> None:
+        """``scenes``: None for as many as take about half an hour."""
+        scenes = scenes or default_scenes(len(cases))
+        self.cases = cases
+        self._model, self._scenes, self._settings = model, scenes, settings
+        self._questions = {one.record.id: one for one in prepare_questions(scenes)}
+        self._total = sum(not case.refused for case in cases) * len(self._questions)
+        digest = questions_digest(list(self._questions.values()))
+        self.setup = Setup(
+            suite=NAME,
+            model=f"mini-LLaVA {model.name}, weights {model.digest}",
+            data=f"test split, {scenes} scenes, {digest}",
+            scorer=SCORER,
+            mme_divisor=2.0 * max(len(self._categories), 1),
+        )
+
+    @property
+    def _categories(self) -> set[str]:
+        questions = [one.record for one in self._questions.values()]
+        return {question.category for question in questions if question.benchmark == MME}
+
+    def plan(self) -> Sequence[str]:
+        """The server's command line, and the number of requests."""
+        return [
+            " ".join(command(self._model.llava, 8000, self._flags))
+            if self._settings.url is None
+            else f"(served at {self._settings.url})",
+            f"{len(self.cases)} cases x {len(self._questions)} questions about {self._scenes} "
+            f"scenes: {self._total:,} requests",
+        ]
+
+    @property
+    def _flags(self) -> tuple[str, ...]:
+        return (*FLAGS, "--autoprune-text-tower", str(self._model.text_tower))
+
+    def measure(self, journal: Journal, progress: Progress) -> None:
+        """Ask the unanswered questions; a server is started only if there are any."""
+        records = [one.record for one in self._questions.values()]
+        journal.append(records)
+        todo = list(unanswered(journal.contents, self.cases, records))
+        if not todo:
+            return
+        pairs = [(case, self._questions[question.id]) for case, question in todo]
+        with self._server(progress) as url:
+            # Only now, so that the speed does not include the start of the server.
+            progress.begin(self._total, self._total - len(todo))
+            asyncio.run(score_answers(self._settings.at(url), pairs, journal, progress))
+
+    @contextlib.contextmanager
+    def _server(self, progress: Progress) -> Iterator[str]:
+        if self._settings.url is not None:
+            yield self._settings.url
+            return
+        progress.write(f"starting vllm serve with mini-LLaVA {self._model.name} ...")
+        try:
+            with serve(
+                self._model.llava, *self._flags, log=self._settings.log, patience=_START_TIMEOUT
+            ) as server:
+                try:
+                    yield server.url
+                except EvaluationError:
+                    status = server.process.poll()
+                    if status is None:
+                        raise
+                    raise EvaluationError(
+                        f"vllm serve ended with {status} (log: {server.log}) -> fix that and add "
+                        "--resume: nothing is lost"
+                    ) from None
+        except ServerDied as error:
+            what = str(error).split("\n")[0].rstrip(":")
+            where = f" (log: {self._settings.log})" if self._settings.log is not None else ""
+            raise EvaluationError(f"{what}{where} -> fix that and add --resume") from None
+
+    def objections(self, contents: Contents) -> Sequence[str]:
+        """Prompt lengths that do not match K, which shows that a case was not served as asked."""
+        return list(chain.from_iterable(self._check_lengths(contents, case) for case in self.cases))
+
+    def _check_lengths(self, contents: Contents, case: Case) -> Iterator[str]:
+        full = contents.answers.get("full", {})
+        removed = self._model.tokens - case.budget if case.budget else 0
+        for name, answer in contents.answers.get(case.name, {}).items():
+            whole = full.get(name)
+            if whole is None or whole.prompt_tokens is None or answer.prompt_tokens is None:
+                continue
+            if answer.prompt_tokens != whole.prompt_tokens - removed:
+                yield (
+                    f"{case.name}: a prompt has {answer.prompt_tokens} tokens instead of "
+                    f"{whole.prompt_tokens} - {removed}: the case was not served as asked"
+                )
+                return
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 0 for a valid report, 1 for one that is not or that cannot be made."""
+    options = parser().parse_args(arguments)
+    defaults = Settings()
+    try:
+        settings = Settings(
+            url=options.server_url,
+            served_name=options.served_name,
+            max_in_flight=options.concurrency or defaults.max_in_flight,
+            log=options.out / "server.log",
+        )
+        model = find_model(options.model)
+        cases = build_cases(model.tokens, options.budgets, options.cases)
+        suite = MiniLlavaSuite(model, cases, options.scenes, settings)
+        return run_suite(suite, options.out, options)
+    except AutopruneError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    top = CommandParser(
+        prog="python -m benchmarks.accuracy.minillava",
+        description="Measure accuracy of every base policy, residual and ablation on mini-LLaVA.",
+    )
+    top.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/eval/minillava"),
+        metavar="FOLDER",
+        help="folder for the results",
+    )
+    top.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_run_arguments(top)
+    top.add_argument(
+        "--model", default=EMBEDDED, help="embedded (default), or a folder with llava/ and clip/"
+    )
+    top.add_argument("--scenes", type=int, help="default: about half an hour's worth")
+    top.add_argument(
+        "--budgets", type=int, nargs="+", default=list(BUDGETS), metavar="K", help="each K"
+    )
+    top.add_argument(
+        "--cases", nargs="+", default=list(FAMILIES), choices=FAMILIES, help="groups of cases"
+    )
+    top.add_argument(
+        "--server-url",
+        metavar="URL",
+        help="a running server with --autoprune-requests states; default: one is started",
+    )
+    return top
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

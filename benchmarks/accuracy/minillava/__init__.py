@@ -1,1 +1,0 @@
-"""The accuracy suite of mini-LLaVA."""

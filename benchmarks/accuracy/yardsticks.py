@@ -1,0 +1,473 @@
+"""``python -m benchmarks.accuracy.yardsticks``: one table of both yardsticks.
+
+Every base policy and shipped state beside full, resized, random and oracle, at K = N/2 to N/16.
+Measured in this process with transformers, on the selection code that a server runs: a case costs a
+selection and a pass of the language model, so hundreds of cases take minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import compress
+from pathlib import Path
+from typing import Final
+
+import torch
+from pydantic import TypeAdapter
+
+from benchmarks.common.report import format_estimate
+from benchmarks.policies import SEARCH_RESULTS, SOURCE
+from benchmarks.yardsticks import YARDSTICKS, open_yardstick
+from benchmarks.yardsticks.examples import Example, Split
+from benchmarks.yardsticks.yardstick import (
+    ALL_TOKENS,
+    FULL,
+    ORACLE,
+    RANDOM,
+    RESIZED,
+    Budget,
+    Case,
+    Yardstick,
+    batch_digest,
+    batches,
+)
+from vllm_autoprune.cli.output import CommandParser
+from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.evaluation.journal import EvaluationError
+from vllm_autoprune.evaluation.run import Progress
+from vllm_autoprune.record_file import FrozenModel, RecordFile
+from vllm_autoprune.report import Table
+from vllm_autoprune.statistics import ClusterBootstrap, Estimate, estimate
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.loading import load_state, shipped_states
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.tokens import Need
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+STATES = ("norm", SOURCE, "instruction-free", "shared-core", *SEARCH_RESULTS)
+"""Shipped states that are measured beside every base policy alone."""
+
+BEFORE: Final = "@merger_in"
+"""Behind the name of a case: the state ranks tokens by what enters the patch merger."""
+
+_WITHOUT_FEATURES = ("mmtok", "scope", "prunesid", "holov")
+"""Base policies that read encoder tokens anyway, or attention alone: the same before the merger."""
+
+
+def build_cases(
+    budgets: Sequence[Budget], available: frozenset[Need], names: Sequence[str] = ()
+) -> list[Case]:
+    """Every case whose inputs a yardstick has, the full model first; or the named ones of them.
+
+    A name may also be that of any other shipped state, such as an ablation.
+    The full model and the resize control are always among them. Where a yardstick has a patch
+    merger, every base policy and state that reads features also ranks before it.
+    """
+    wanted = {*names, FULL, RESIZED}
+    cases = [Case(FULL, ALL_TOKENS, FULL)]
+    for budget in budgets:
+        cases += [Case(RESIZED, budget, RESIZED), Case(RANDOM, budget, RANDOM)]
+        cases.append(Case(ORACLE, budget, ORACLE))
+        cases += _state_cases(budget, available, names)
+    return [case for case in cases if not names or case.name in wanted]
+
+
+def _state_cases(
+    budget: Budget, available: frozenset[Need], names: Sequence[str]
+) -> Iterator[Case]:
+    others = [one for one in names if one in shipped_states() and one not in STATES]
+    for name in dict.fromkeys((*BASE_POLICIES, *STATES, *others)):
+        state = load_state(name)
+        if materialize(state, 16).needs <= available:
+            base = "" if name in BASE_POLICIES else state.base_policy.name
+            yield Case(name, budget, state=state, base=base)
+            before = state.model_copy(update={"rank_at": "merger_in"})
+            if name not in _WITHOUT_FEATURES and materialize(before, 16).needs <= available:
+                yield Case(f"{name}{BEFORE}", budget, state=before, base=name)
+
+
+class BatchScores(FrozenModel):
+    """Scores of one case on one batch of questions.
+
+    ``right`` has a digit 0 or 1 for each question; ``model`` and ``questions`` identify what was
+    measured, so that scores of other weights or questions are not used.
+    """
+
+    model: str
+    questions: str
+    case: str
+    right: str
+    logprob: tuple[float, ...]
+    tokens: int
+
+
+_RECORD: TypeAdapter[BatchScores] = TypeAdapter(BatchScores)
+
+
+class YardstickJournal(RecordFile[BatchScores]):
+    """Append-only file of the scores of one model; one process at a time may write it."""
+
+    def __init__(self, path: Path, model: str) -> None:
+        """Open or create the file; raises :class:`EvaluationError`."""
+        super().__init__(path, _RECORD, EvaluationError)
+        self._scores = {
+            (record.case, record.questions): record
+            for record in self.records
+            if record.model == model
+        }
+
+    def find(self, case: str, questions: str) -> BatchScores | None:
+        """The scores of a case on a batch, if they were measured."""
+        return self._scores.get((case, questions))
+
+    def append(self, records: Sequence[BatchScores]) -> None:
+        """Write scores durably."""
+        super().append(records)
+        self._scores |= {(record.case, record.questions): record for record in records}
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """Scores of one case on all questions in order; tokens are the mean over images."""
+
+    case: Case
+    right: list[bool]
+    logprob: list[float]
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Results:
+    """All cases of one yardstick on the same questions."""
+
+    yardstick: Yardstick
+    examples: Sequence[Example]
+    cases: Sequence[CaseResult]
+
+    def find(self, name: str, budget: str) -> CaseResult | None:
+        """The result of a named case at a budget."""
+        for result in self.cases:
+            if (result.case.name, result.case.budget.label) == (name, budget):
+                return result
+        return None
+
+
+def measure(
+    yardstick: Yardstick,
+    cases: Sequence[Case],
+    images: int,
+    journal: YardstickJournal,
+    progress: Progress,
+    split: Split = "test",
+) -> Results:
+    """Scores of all cases on the questions about the first images of a split.
+
+    What the journal has is not measured again. Cases are measured batch by batch, so that an
+    interrupted run has few questions in all cases rather than all questions in few.
+    """
+    examples = yardstick.draw(split, images)
+    groups = list(batches(yardstick, examples))
+    digests = [batch_digest(batch) for batch in groups]
+    missing = [
+        [case for case in cases if journal.find(case.key, digest) is None] for digest in digests
+    ]
+    total = len(groups) * len(cases)
+    progress.begin(total, total - sum(map(len, missing)))
+    for batch, digest, todo in zip(groups, digests, missing, strict=True):
+        if not todo:
+            continue
+        encoded = yardstick.encode(batch)
+        records = []
+        for case in todo:
+            scores = encoded.score(case)
+            record = BatchScores(
+                model=yardstick.model,
+                questions=digest,
+                case=case.key,
+                right="".join("01"[int(right)] for right in scores.answers.right.tolist()),
+                logprob=tuple(round(value, 4) for value in scores.answers.logprob.tolist()),
+                tokens=scores.tokens,
+            )
+            records.append(record)
+            progress.advance()
+        # Together, because every append waits for the disk.
+        journal.append(records)
+    results = []
+    for case in cases:
+        known = [entry for d in digests if (entry := journal.find(case.key, d)) is not None]
+        right = [digit == "1" for entry in known for digit in entry.right]
+        logprob = [value for entry in known for value in entry.logprob]
+        tokens = sum(entry.tokens for entry in known) / len(known)
+        results.append(CaseResult(case, right, logprob, tokens))
+    return Results(yardstick, examples, results)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case on all questions, or on those of one category or kind; in per cent right.
+
+    ``less_resized`` is the case less the resize control at the same K, ``less_base`` a state less
+    its base policy, ``less_default`` the case less the yardstick's default state; all are paired by
+    question, with intervals over images.
+    """
+
+    yardstick: str
+    budget: str
+    name: str
+    reads_question: bool | None
+    digest: str
+    category: str | None
+    kind: str | None
+    questions: int
+    images: int
+    tokens: float
+    accuracy: Estimate
+    logprob: float
+    less_resized: Estimate | None
+    less_base: Estimate | None
+    less_default: Estimate | None
+
+
+def build_rows(results: Results) -> Iterator[Row]:
+    """Rows of every case: of all questions, of each category, and of each kind."""
+    for category, kind, members in _parts(results):
+        images = list(compress((one.image_id for one in results.examples), members))
+        bootstrap = ClusterBootstrap(images)
+        for result in results.cases:
+            case = result.case
+            right = list(compress(result.right, members))
+            control = results.find(RESIZED, case.budget.label)
+            base = results.find(case.base, case.budget.label) if case.base else None
+            default = results.find(results.yardstick.default, case.budget.label)
+            yield Row(
+                yardstick=results.yardstick.name,
+                budget=case.budget.label,
+                name=case.name,
+                reads_question=case.reads_question,
+                digest="" if case.state is None else case.state.digest,
+                category=category,
+                kind=kind,
+                questions=len(right),
+                images=len(set(images)),
+                tokens=round(result.tokens, 1),
+                accuracy=_percent(bootstrap, [float(one) for one in right]),
+                logprob=round(sum(compress(result.logprob, members)) / len(right), 3),
+                less_resized=_difference(bootstrap, right, control, members, result),
+                less_base=_difference(bootstrap, right, base, members, result),
+                less_default=_difference(bootstrap, right, default, members, result),
+            )
+
+
+def _parts(results: Results) -> Iterator[tuple[str | None, str | None, list[bool]]]:
+    """Category, kind and which questions belong to them; None where all do."""
+    examples = results.examples
+    yield None, None, [True] * len(examples)
+    categories = results.yardstick.categories
+    parts: list[tuple[str, str | None, Sequence[str]]] = [
+        (c, None, k) for c, k in categories.items()
+    ]
+    parts += [(category, kind, (kind,)) for category, kinds in categories.items() for kind in kinds]
+    for category, name, wanted in parts:
+        members = [example.kind in wanted for example in examples]
+        if any(members):
+            yield category, name, members
+
+
+def _difference(
+    bootstrap: ClusterBootstrap,
+    right: Sequence[bool],
+    other: CaseResult | None,
+    members: Sequence[bool],
+    own: CaseResult,
+) -> Estimate | None:
+    if other is None or other is own:
+        return None
+    pairs = zip(right, compress(other.right, members), strict=True)
+    return _percent(bootstrap, [float(a) - float(b) for a, b in pairs])
+
+
+def _percent(bootstrap: ClusterBootstrap, values: Sequence[float]) -> Estimate:
+    return estimate(100 * bootstrap.mean(values)).rounded(2)
+
+
+_ESTIMATES = ("accuracy", "less_resized", "less_base", "less_default")
+
+BEGIN, END = "<!-- yardsticks -->", "<!-- /yardsticks -->"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The rows of one yardstick, its model, and the state that is the default on it."""
+
+    name: str
+    model: str
+    default: str
+    detailed_budget: str
+    """The budget whose verdicts are given for every category of questions."""
+    rows: Sequence[Row]
+
+
+def as_json(measured: Sequence[Measured]) -> str:
+    """All rows, also those by kind at every budget."""
+    return json.dumps([asdict(one) for one in measured], indent=1)
+
+
+def as_csv(measured: Sequence[Measured]) -> str:
+    """All rows, one a line; an estimate is three columns, its 95 % interval ``low`` to ``high``."""
+    records: list[dict[str, object]] = []
+    for row in (row for one in measured for row in one.rows):
+        flat: dict[str, object] = {}
+        for name, value in asdict(row).items():
+            if name in _ESTIMATES:
+                value = value or dict.fromkeys(("value", "low", "high"))
+                flat[name], low, high = value.values()
+                flat |= {f"{name}_low": low, f"{name}_high": high}
+            else:
+                flat[name] = value[:12] if name == "digest" else value
+        records.append(flat)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, records[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def as_markdown(measured: Sequence[Measured]) -> str:
+    """A verdict on each default state, and one table of every yardstick."""
+    lines: list[str] = []
+    for one in measured:
+        overall = [row for row in one.rows if row.category is None and row.kind is None]
+        full = overall[0]
+        right = format_estimate(full.accuracy, between=" to ").replace(" (", " % (")
+        lines += [f"### {one.name}", ""]
+        lines.append(
+            f"{one.model}; {full.questions} questions about {full.images} images of the test "
+            f"split. With all tokens ({full.tokens:.1f} on average) {right} are right."
+        )
+        lines += ["", *_default_lines(one), "", _table(one, overall[1:]).markdown(), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(measured: Measured, rows: Sequence[Row]) -> Table:
+    """Per cent right at every budget, and points more than resizing; no rows before the merger."""
+    budgets = list(dict.fromkeys(row.budget for row in rows))
+    cells = []
+    for name in dict.fromkeys(row.name for row in rows if not row.name.endswith(BEFORE)):
+        at = {row.budget: row for row in rows if row.name == name}
+        question = {True: "read", False: "not read", None: ""}[
+            next(iter(at.values())).reads_question
+        ]
+        label = f"**{name}**" if name == measured.default else name
+        cells.append((label, question, *(_figures(at.get(budget)) for budget in budgets)))
+    return Table("", ("method", "question", *budgets), cells, "--" + "r" * len(budgets))
+
+
+def _figures(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    figure, more = f"{row.accuracy.value:.1f}", row.less_resized
+    if more is None:
+        return figure
+    return f"{figure} {more.value:+.1f}±{max(more.high - more.value, more.value - more.low):.1f}"
+
+
+def _default_lines(measured: Measured) -> Iterator[str]:
+    """Where the default state is better than resizing, and where it is not."""
+    for row in measured.rows:
+        if row.name != measured.default or row.kind is not None or row.less_resized is None:
+            continue
+        if row.category is not None and row.budget != measured.detailed_budget:
+            continue
+        part, more, verdict = row.category or "all questions", row.less_resized, "not decided"
+        if more.low > 0:
+            verdict = f"`{row.name}` is better than resizing"
+        elif more.high < 0:
+            verdict = f"resizing is better than `{row.name}`"
+        difference = f"{more.value:+.1f} ({more.low:+.1f} to {more.high:+.1f})"
+        yield f"- {row.budget}, {part}: {difference}; {verdict}"
+
+
+def write_between_markers(path: Path, text: str) -> None:
+    """Replace what stands between the markers of a document."""
+    document = path.read_text(encoding="utf-8")
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} has no {BEGIN} ... {END}")
+    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is missing, and print the table or write it into the documentation."""
+    options = _parser().parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    try:
+        measured = [_measure(name, options) for name in options.yardsticks]
+    except AutopruneError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.write_docs:
+        write_between_markers(DOCS / "accuracy.md", as_markdown(measured))
+        (DOCS / "data" / "accuracy.csv").write_text(as_csv(measured), encoding="utf-8")
+    else:
+        print(as_json(measured) if options.json else as_markdown(measured), end="")
+    return 0
+
+
+def _measure(name: str, options: argparse.Namespace) -> Measured:
+    yardstick = open_yardstick(name, options.checkpoint)
+    progress = Progress(lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True))
+    cases = [
+        case
+        for case in build_cases(yardstick.budgets, yardstick.available, options.methods)
+        if case.name not in yardstick.equal_policies
+    ]
+    with YardstickJournal(options.out / f"{name}.jsonl", yardstick.model) as journal:
+        results = measure(yardstick, cases, options.images, journal, progress)
+    rows = list(build_rows(results))
+    return Measured(yardstick.name, yardstick.model, yardstick.default, yardstick.eighth, rows)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="python -m benchmarks.accuracy.yardsticks",
+        description="Measure base policies, states and controls on mini-LLaVA and mini-Qwen3-VL. "
+        "A run that is stopped goes on when the command is repeated.",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/yardsticks"),
+        metavar="FOLDER",
+        help="folder for the results",
+    )
+    parser.add_argument(
+        "--yardsticks",
+        nargs="+",
+        default=list(YARDSTICKS),
+        choices=YARDSTICKS,
+        help="models to measure on",
+    )
+    parser.add_argument("--checkpoint", type=Path, help="another training of a single yardstick")
+    parser.add_argument("--images", type=int, default=100, help="images of the test split")
+    parser.add_argument("--methods", nargs="*", default=[], help="default: all of them")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="all rows as JSON")
+    output.add_argument(
+        "--write-docs",
+        action="store_true",
+        help="write docs/accuracy.md's tables and docs/data/accuracy.csv",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
