@@ -33,9 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def as_markdown(rows: Sequence[Audit]) -> Iterator[str]:
     """One table for each published one, and a summary."""
-    for table, own in groupby(rows, key=lambda row: row.table):
+    for table, audits in groupby(rows, key=lambda row: row.table):
         yield f"\n{table.table}, {table.backbone}\n"
-        yield Table("", COLUMNS, [_cells(row) for row in own]).markdown()
+        yield Table("", COLUMNS, [_cells(row) for row in audits]).markdown()
     counts = Counter(row.follows for row in rows)
     reproduced = sum(row.acc_reproduces for row in rows)
     kinds = ", ".join(f"{kind}: {count}" for kind, count in counts.most_common())

@@ -206,7 +206,7 @@ class MiniLlavaSuite:
         scenes = scenes or default_scenes(len(cases))
         self.cases = cases
         self._model, self._scenes, self._settings = model, scenes, settings
-        self._questions = {one.record.id: one for one in prepare_questions(scenes)}
+        self._questions = {question.record.id: question for question in prepare_questions(scenes)}
         self._total = sum(not case.refused for case in cases) * len(self._questions)
         digest = questions_digest(list(self._questions.values()))
         self.setup = Setup(
@@ -219,8 +219,8 @@ class MiniLlavaSuite:
 
     @property
     def _categories(self) -> set[str]:
-        questions = [one.record for one in self._questions.values()]
-        return {question.category for question in questions if question.benchmark == MME}
+        records = [question.record for question in self._questions.values()]
+        return {record.category for record in records if record.benchmark == MME}
 
     def plan(self) -> Sequence[str]:
         """The server's command line, and the number of requests."""
@@ -238,7 +238,7 @@ class MiniLlavaSuite:
 
     def measure(self, journal: Journal, progress: Progress) -> None:
         """Ask the unanswered questions; a server is started only if there are any."""
-        records = [one.record for one in self._questions.values()]
+        records = [question.record for question in self._questions.values()]
         journal.append(records)
         todo = list(unanswered(journal.contents, self.cases, records))
         if not todo:
@@ -282,13 +282,13 @@ class MiniLlavaSuite:
         full = contents.answers.get("full", {})
         removed = self._model.tokens - case.budget if case.budget else 0
         for name, answer in contents.answers.get(case.name, {}).items():
-            whole = full.get(name)
-            if whole is None or whole.prompt_tokens is None or answer.prompt_tokens is None:
+            reference = full.get(name)
+            if reference is None or reference.prompt_tokens is None or answer.prompt_tokens is None:
                 continue
-            if answer.prompt_tokens != whole.prompt_tokens - removed:
+            if answer.prompt_tokens != reference.prompt_tokens - removed:
                 yield (
                     f"{case.name}: a prompt has {answer.prompt_tokens} tokens instead of "
-                    f"{whole.prompt_tokens} - {removed}: the case was not served as asked"
+                    f"{reference.prompt_tokens} - {removed}: the case was not served as asked"
                 )
                 return
 

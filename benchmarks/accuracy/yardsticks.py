@@ -82,8 +82,8 @@ def build_cases(
 def _state_cases(
     budget: Budget, available: frozenset[Need], names: Sequence[str]
 ) -> Iterator[Case]:
-    others = [one for one in names if one in shipped_states() and one not in STATES]
-    for name in dict.fromkeys((*BASE_POLICIES, *STATES, *others)):
+    ablations = [name for name in names if name in shipped_states() and name not in STATES]
+    for name in dict.fromkeys((*BASE_POLICIES, *STATES, *ablations)):
         state = load_state(name)
         if materialize(state, 16).needs <= available:
             base = "" if name in BASE_POLICIES else state.base_policy.name
@@ -238,7 +238,7 @@ class Row:
 def build_rows(results: Results) -> Iterator[Row]:
     """Rows of every case: of all questions, of each category, and of each kind."""
     for category, kind, members in _parts(results):
-        images = list(compress((one.image_id for one in results.examples), members))
+        images = list(compress((example.image_id for example in results.examples), members))
         bootstrap = ClusterBootstrap(images)
         for result in results.cases:
             case = result.case
@@ -257,7 +257,7 @@ def build_rows(results: Results) -> Iterator[Row]:
                 questions=len(right),
                 images=len(set(images)),
                 tokens=round(result.tokens, 1),
-                accuracy=_percent(bootstrap, [float(one) for one in right]),
+                accuracy=_percent(bootstrap, [float(answer) for answer in right]),
                 logprob=round(sum(compress(result.logprob, members)) / len(right), 3),
                 less_resized=_difference(bootstrap, right, control, members, result),
                 less_base=_difference(bootstrap, right, base, members, result),
@@ -285,9 +285,9 @@ def _difference(
     right: Sequence[bool],
     other: CaseResult | None,
     members: Sequence[bool],
-    own: CaseResult,
+    result: CaseResult,
 ) -> Estimate | None:
-    if other is None or other is own:
+    if other is None or other is result:
         return None
     pairs = zip(right, compress(other.right, members), strict=True)
     return _percent(bootstrap, [float(a) - float(b) for a, b in pairs])
@@ -316,13 +316,13 @@ class Measured:
 
 def as_json(measured: Sequence[Measured]) -> str:
     """All rows, also those by kind at every budget."""
-    return json.dumps([asdict(one) for one in measured], indent=1)
+    return json.dumps([asdict(yardstick) for yardstick in measured], indent=1)
 
 
 def as_csv(measured: Sequence[Measured]) -> str:
     """All rows, one a line; an estimate is three columns, its 95 % interval ``low`` to ``high``."""
     records: list[dict[str, object]] = []
-    for row in (row for one in measured for row in one.rows):
+    for row in (row for yardstick in measured for row in yardstick.rows):
         flat: dict[str, object] = {}
         for name, value in asdict(row).items():
             if name in _ESTIMATES:
@@ -342,16 +342,16 @@ def as_csv(measured: Sequence[Measured]) -> str:
 def as_markdown(measured: Sequence[Measured]) -> str:
     """A verdict on each default state, and one table of every yardstick."""
     lines: list[str] = []
-    for one in measured:
-        overall = [row for row in one.rows if row.category is None and row.kind is None]
+    for yardstick in measured:
+        overall = [row for row in yardstick.rows if row.category is None and row.kind is None]
         full = overall[0]
         right = format_estimate(full.accuracy, between=" to ").replace(" (", " % (")
-        lines += [f"### {one.name}", ""]
+        lines += [f"### {yardstick.name}", ""]
         lines.append(
-            f"{one.model}; {full.questions} questions about {full.images} images of the test "
+            f"{yardstick.model}; {full.questions} questions about {full.images} images of the test "
             f"split. With all tokens ({full.tokens:.1f} on average) {right} are right."
         )
-        lines += ["", *_default_lines(one), "", _table(one, overall[1:]).markdown(), ""]
+        lines += ["", *_default_lines(yardstick), "", _table(yardstick, overall[1:]).markdown(), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -48,9 +48,9 @@ def read_efficiency(path: Path) -> Efficiency:
     content = json.loads(path.read_text())
     ttft, again = (
         {
-            arm: tuple(value for one in passes for value in one.get(name, ()))
+            arm: tuple(value for entry in passes for value in entry.get(name, ()))
             for arm, passes in content["passes"].items()
-            if all("ttft" in one for one in passes)
+            if all("ttft" in entry for entry in passes)
         }
         for name in ("ttft", "again")
     )

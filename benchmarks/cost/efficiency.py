@@ -279,20 +279,20 @@ COLUMNS = (
 
 def format_table(model: Model, budget: int, passes: Passes) -> str:
     """The table in Markdown, and notes on its columns."""
-    full = [one for one in passes.get(FULL, ()) if isinstance(one, Pass)]
+    full = [entry for entry in passes.get(FULL, ()) if isinstance(entry, Pass)]
     served = f"{model.geometry.layers}"
     served += "" if model.depth == model.geometry.layers else f" of {model.depth}"
     head = (
         f"{model.name}, {served} language layers served, K = {budget}; "
-        f"{sum(len(one.ttft) for one in full)} timed requests a row, in {len(full)} passes\n"
+        f"{sum(len(entry.ttft) for entry in full)} timed requests a row, in {len(full)} passes\n"
     )
     rows: list[Sequence[str]] = []
     for arm, all_passes in passes.items():
-        measured = [one for one in all_passes if isinstance(one, Pass)]
+        measured = [entry for entry in all_passes if isinstance(entry, Pass)]
         if measured:
             rows.append(list(_cells(model, arm, budget, measured, full or measured)))
         else:
-            reasons = [one.reason for one in all_passes if isinstance(one, Refusal)]
+            reasons = [entry.reason for entry in all_passes if isinstance(entry, Refusal)]
             reason = reasons[0] if reasons else "no pass"
             rows.append([arm, f"not served: {reason}", *[""] * (len(COLUMNS) - 2)])
     table = Table("", COLUMNS, rows).markdown()
@@ -303,20 +303,20 @@ def _cells(
     model: Model, arm: str, budget: int, measured: Sequence[Pass], full: Sequence[Pass]
 ) -> Iterator[str]:
     computed = compute_cost(model, arm, budget, measured)
-    prefill = mean(one.prefill for one in measured)
+    prefill = mean(entry.prefill for entry in measured)
     fewer = model.estimate(model.geometry.tokens).flops / computed.flops
-    waits = spread([value for one in measured for value in one.ttft])
-    again = [1000 * value for one in measured for value in one.again]
-    scored = [one.score for one in measured if one.score is not None]
-    memory = [one.device_memory for one in measured if one.device_memory is not None]
+    waits = spread([value for entry in measured for value in entry.ttft])
+    again = [1000 * value for entry in measured for value in entry.again]
+    scored = [entry.score for entry in measured if entry.score is not None]
+    memory = [entry.device_memory for entry in measured if entry.device_memory is not None]
     yield arm
     yield f"{computed.tokens:g}"
     yield f"{computed.teraflops:.4g} ({fewer:.1f}x fewer)"
-    yield f"{1000 * prefill:.1f} ({mean(one.prefill for one in full) / prefill:.2f}x faster)"
+    yield f"{1000 * prefill:.1f} ({mean(entry.prefill for entry in full) / prefill:.2f}x faster)"
     yield format_spread(waits)
     ratio = median(again) / (1000 * waits.median) if again else 0.0
     yield f"{median(again):.1f} ({ratio:.2f}x)" if again else "not measured"
-    yield f"{1000 * median(value for one in measured for value in one.decode):.2f}"
+    yield f"{1000 * median(value for entry in measured for value in entry.decode):.2f}"
     yield f"{computed.kv_mib:.4g}"
     yield f"{max(memory) / MIB:.0f}" if memory else "not measured"
     yield f"{mean(a + b for a, b in scored):.1f}" if scored else "none: dummy weights"
@@ -327,7 +327,7 @@ def compute_cost(model: Model, arm: str, budget: int, measured: Sequence[Pass]) 
 
     A base policy that ranks tokens by layers of the language model pays for these over all tokens.
     """
-    kept = [one.visual_tokens for one in measured if one.visual_tokens is not None]
+    kept = [entry.visual_tokens for entry in measured if entry.visual_tokens is not None]
     tokens = model.geometry.tokens if arm == FULL else round(mean(kept)) if kept else budget
     policy = BASE_POLICIES.get(arm)
     layers = policy.layers_read(policy.default_params, model.depth) if policy else 0
@@ -416,7 +416,7 @@ def run(options: argparse.Namespace) -> int:
     (options.out / f"{model.label}.md").write_text(text)
     (options.out / f"{model.label}.json").write_text(json.dumps(data, indent=1) + "\n")
     print(text)
-    return int(any(isinstance(one, Refusal) for all_ in passes.values() for one in all_))
+    return int(any(isinstance(entry, Refusal) for all_ in passes.values() for entry in all_))
 
 
 def _build_arms(model: Model, options: argparse.Namespace, budget: int) -> list[Arm]:

@@ -459,9 +459,9 @@ def build_policies(by_size: Mapping[Size, Times]) -> Section:
         for name in names:
             pairs = zip(times[name], times[FULL_LAYER], strict=True)
             # Policies that read the language model's first layers run those over all tokens.
-            whole = times | {name: [alone + layers[name] * layer for alone, layer in pairs]}
-            shares[name] = _ratio(whole, name, LAYER, LAYERS)
-            cells[name] += [*_milliseconds(whole, name), f"{100 * shares[name].value:.2f}"]
+            total = times | {name: [alone + layers[name] * layer for alone, layer in pairs]}
+            shares[name] = _ratio(total, name, LAYER, LAYERS)
+            cells[name] += [*_milliseconds(total, name), f"{100 * shares[name].value:.2f}"]
         worst = max((n for n in names if not layers[n]), key=lambda name: shares[name].value)
         promise = (
             f"{shape}: every policy that runs no language layer at most {BOUND:.0%} of the pruned "
