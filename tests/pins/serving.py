@@ -18,21 +18,14 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.pins.table import Table, digest, key_paths, read, table
-from tests.serving.unit.samples import LARGE, OTHER, SMALL, Sender, served
-from vllm_autoprune import load_state
+from tests.pins.table import Table, key_paths, read, table
+from tests.serving.unit.samples import Sender, answer_by, served
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving import plugin
 from vllm_autoprune.serving.api.choices import ImageChoice
 from vllm_autoprune.serving.api.endpoint import AutopruneEndpoint
 from vllm_autoprune.serving.api.engine_requests import count_request
-from vllm_autoprune.serving.api.request import (
-    PruningRequest,
-    SentRequest,
-    check_request,
-    count_refused_request,
-    handling,
-)
+from vllm_autoprune.serving.api.request import PruningRequest, count_refused_request
 from vllm_autoprune.serving.settings import DetailBudgets, RequestRules
 from vllm_autoprune.serving.worker.features import FeatureCache
 from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
@@ -42,8 +35,6 @@ Request = dict[str, Any]
 """``entry`` has the pruning fields of a request, ``brings`` names the state that it holds in full;
 ``kwargs`` and ``body`` are what stands around the entry; ``headers``, ``images`` and ``salt``;
 ``level`` is what its server lets requests set."""
-
-IMAGES = {"large": LARGE, "other": OTHER, "small": SMALL}
 
 
 @cache
@@ -64,30 +55,8 @@ def sender(level: Any) -> Sender:
 
 
 def answer(request: Request) -> list[str] | str:
-    """Identity, feature key and plan of each item that a request becomes, or its refusal."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    receiver = sender(request.get("level", "states"))
-    entry = request.get("entry", {})
-    if "brings" in request:
-        entry = {**entry, "state": json.loads(load_state(request["brings"]).dumps())}
-    kwargs = request.get("kwargs", {"autoprune": entry})
-    body = {"model": "m", "messages": [{"role": "user", "content": "?"}], **request.get("body", {})}
-    try:
-        sent = ChatCompletionRequest.model_validate({**body, "mm_processor_kwargs": kwargs})
-        with handling(SentRequest([*request.get("headers", {}).items()])):
-            check_request(receiver._config, sent, trusted=False)
-        images = [IMAGES[name] for name in request.get("images", ("large", "other"))]
-        entry = (sent.mm_processor_kwargs or {}).get("autoprune") or {}
-        made = receiver.send(images, salt=request.get("salt", ""), **entry)
-    except ValueError as error:
-        return str(error)
-    items = zip(made.identities, made.plans, made.lengths, strict=True)
-    return [
-        f"{length} tokens, identity {identity[:8]}, key {digest(plan.key)}, "
-        f"plan {digest(plan.encode().tolist())}"
-        for identity, plan, length in items
-    ]
+    """What the tiny model's processor makes of a request."""
+    return answer_by(sender(request.get("level", "states")), request)
 
 
 def served_requests() -> Iterator[Request]:

@@ -17,8 +17,6 @@ from vllm_autoprune.serving import compat, startup
 from vllm_autoprune.serving.api import engine_requests
 from vllm_autoprune.serving.compat import api, worker
 
-# ---- conftest ----
-
 
 @dataclass
 class Registered:
@@ -85,9 +83,6 @@ def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> TinyClip:
     model.save_pretrained(folder)
     samples.add_tokenizer(folder)
     return TinyClip(model, folder)
-
-
-# ---- conftest ----
 
 
 @pytest.fixture(scope="session")

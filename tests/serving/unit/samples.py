@@ -18,10 +18,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from tests.pins.table import digest
 from tests.tpdsl.samples import state
-from vllm_autoprune import ConfigError
+from vllm_autoprune import ConfigError, load_state
 from vllm_autoprune.errors import Problem
-from vllm_autoprune.serving.api.request import REQUEST_FIELD, SALT, CacheSalt
+from vllm_autoprune.serving.api.request import (
+    REQUEST_FIELD,
+    SALT,
+    CacheSalt,
+    SentRequest,
+    check_request,
+    handling,
+)
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import FIELD, Ids, ItemPlan
@@ -391,3 +399,36 @@ def processing(sender: Sender) -> Iterator[list[int]]:
 
     with patch.object(kind, "_apply_hf_processor_main", noted):
         yield runs
+
+
+IMAGES = {"large": LARGE, "other": OTHER, "small": SMALL}
+
+
+def answer_by(receiver: Sender, request: Mapping[str, Any]) -> list[str] | str:
+    """Identity, feature key and plan of each item that a request becomes, or its refusal.
+
+    ``entry`` has its pruning fields, ``brings`` names a state that it holds in full; ``kwargs`` and
+    ``body`` are what stands around the entry.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    entry = request.get("entry", {})
+    if "brings" in request:
+        entry = {**entry, "state": json.loads(load_state(request["brings"]).dumps())}
+    kwargs = request.get("kwargs", {"autoprune": entry})
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}], **request.get("body", {})}
+    try:
+        sent = ChatCompletionRequest.model_validate({**body, "mm_processor_kwargs": kwargs})
+        with handling(SentRequest([*request.get("headers", {}).items()])):
+            check_request(receiver._config, sent, trusted=False)
+        images = [IMAGES[name] for name in request.get("images", ("large", "other"))]
+        entry = (sent.mm_processor_kwargs or {}).get("autoprune") or {}
+        made = receiver.send(images, salt=request.get("salt", ""), **entry)
+    except ValueError as error:
+        return str(error)
+    items = zip(made.identities, made.plans, made.lengths, strict=True)
+    return [
+        f"{length} tokens, identity {identity[:8]}, key {digest(plan.key)}, "
+        f"plan {digest(plan.encode().tolist())}"
+        for identity, plan, length in items
+    ]

@@ -16,7 +16,6 @@ from torch import Tensor
 from tests.serving.unit.samples import (
     SIX,
     N,
-    Space,
     blind,
     image,
     images,
@@ -28,11 +27,11 @@ from tests.serving.unit.samples import (
     served,
 )
 from vllm_autoprune import PruningPolicy, VisualTokens
-from vllm_autoprune.serving.plan import Ids, encode_state, split_over_parts
+from vllm_autoprune.serving.plan import encode_state, split_over_parts
 from vllm_autoprune.serving.worker import regions
 from vllm_autoprune.serving.worker.batch import prune_images
-from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, TowerFeatures
-from vllm_autoprune.serving.worker.regions import ModelParts, SelectionContext, split_over_regions
+from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures
+from vllm_autoprune.serving.worker.regions import SelectionContext, split_over_regions
 from vllm_autoprune.serving.worker.selection import (
     FallbackReporter,
     FirstImageCheck,
@@ -46,7 +45,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     RefinedTokens,
 )
 from vllm_autoprune.tpdsl.refine import pool_tokens
-from vllm_autoprune.tpdsl.tokens import Grid, Need
+from vllm_autoprune.tpdsl.tokens import Grid
 
 
 @pytest.fixture
@@ -89,16 +88,6 @@ def test_the_instruction_is_the_image_s_own() -> None:
     assert torch.equal(second, pruned([plan(8, ids=(2,))], [one])[0])
 
 
-def test_nothing_is_selected_or_copied_where_everything_is_kept(
-    selections: list[tuple[int, int]],
-) -> None:
-    one, other = images(2)
-    all_rows, few = pruned([plan(N), plan(8)], [one, other])
-    assert all_rows is one.regions[0].projected
-    assert few.shape == (8, 16)
-    assert selections == [(8, 1)]
-
-
 def test_profiling_gets_n_rows_and_pays_for_a_selection(selections: list[tuple[int, int]]) -> None:
     image_list = images(3)
     rows = pruned([plan(8, profile=True)] * 3, image_list)
@@ -130,12 +119,6 @@ def test_a_random_keep_depends_on_the_image_s_key_alone() -> None:
     assert rows_of(one, pruned([plan(8, 5, keep="random")], [one])[0]) == first
 
 
-def test_a_random_keep_takes_a_key_below_zero() -> None:
-    (one,) = images(1)
-    (rows,) = pruned([plan(8, -(2**63), keep="random")], [one])
-    assert rows.shape == (8, 16)
-
-
 def test_a_resized_image_of_a_fixed_grid_is_pooled_whatever_the_question() -> None:
     one, other = images(2)
     first, second, asked = pruned(
@@ -156,17 +139,6 @@ def test_a_pooled_row_stands_where_the_centre_of_its_cell_does() -> None:
     placed = dataclasses.replace(one.regions[0], extra_channels=channels)
     (rows,) = pruned([plan(9, keep="resized")], [ImageFeatures((placed,))])
     assert rows[:, -1].tolist() == [7, 9, 11, 19, 21, 23, 31, 33, 35]
-
-
-def test_keeps_of_one_budget_do_not_mix() -> None:
-    (one,) = images(1)
-    keeps = ("random", "state", "reference", "resized")
-    plans = [plan(8, 5, keep=keep) for keep in keeps]
-    together = pruned(plans, [one] * 4)
-    assert all(
-        torch.equal(rows, pruned([item_plan], [one])[0])
-        for rows, item_plan in zip(together, plans, strict=True)
-    )
 
 
 @pytest.mark.parametrize("off", [-3, 1])
@@ -200,22 +172,6 @@ def test_image_smaller_than_its_plan_is_padded(budget: int) -> None:
     assert torch.equal(large[N:], image_list[0].rows()[-1:].expand(budget - N, -1))
     assert small.shape[0] == 8
     assert reporter.meter.errors == {"SelectionError": 1}
-
-
-def test_a_policy_that_raises_still_answers_for_every_image(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def broken(*_: object) -> RefinedTokens:
-        raise RuntimeError("no")
-
-    monkeypatch.setattr("vllm_autoprune.serving.worker.selection.select_tokens", broken)
-    reporter = FallbackReporter()
-    image_list = images(2)
-    rows = prune_images(
-        SelectionContext(served(), parts(), reporter), [plan(8), plan(4)], image_list
-    )
-    assert [r.shape[0] for r in rows] == [8, 4]
-    assert reporter.meter.errors == {"RuntimeError": 2}
 
 
 def test_rows_without_a_token_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,15 +211,6 @@ def test_a_delta_of_any_forged_core_has_its_number_of_rows(
         assert reporter.meter.errors["RequestError"] == 1
 
 
-def test_a_delta_may_be_all_tokens_beside_its_core() -> None:
-    state = served({"/core": {"share": 0.5}})
-    (one,) = images(1)
-    core, delta = pruned(
-        [plan(30, part="core", core=30), plan(N - 30, part="delta", core=30)], [one, one], state
-    )
-    assert sorted(rows_of(one, core) + rows_of(one, delta)) == list(range(N))
-
-
 @pytest.mark.parametrize("budget", [1, 2, 3, 8, 16, 32])
 @pytest.mark.parametrize("r_min", [None, 0, 1])
 def test_a_sound_state_passes_its_first_image_of_several_regions(
@@ -295,36 +242,12 @@ def test_a_delta_beyond_all_tokens_ends_in_the_fillers_of_its_image(budget: int)
     assert torch.equal(delta[tokens:], torch.ones(budget - 8 - tokens, 16))
 
 
-# ---- test_batch_inputs ----
-
-
-class Prefix:
-    """Fake language prefix that records its image and token ids."""
-
-    def __init__(self, image: Tensor, ids: Ids) -> None:
-        self.image, self.ids = image, ids
-        self.start, self.layers = 1, 4
-        self.text = torch.ones(1, max(1, len(ids)), dtype=torch.bool)
-
-    def embeddings(self) -> Tensor:
-        return self.image[None]
-
-    def states(self, layer: int) -> Tensor:
-        return self.image[None]
-
-    def normed(self, layer: int) -> Tensor:
-        return self.image[None]
-
-    def keys(self, layer: int) -> Tensor:
-        return self.image[None, None]
-
-    def attention(self, layer: int) -> Tensor:
-        return self.image[None, None]
+# ---- ranking before the patch merger ----
 
 
 @pytest.fixture
 def reading(monkeypatch: pytest.MonkeyPatch) -> list[VisualTokens]:
-    """Make the shipped state's base policy read everything, and record its inputs."""
+    """Record the inputs of the shipped state's base policy, made to read no optional one."""
     seen: list[VisualTokens] = []
     real = BASE_POLICIES["cdpruner"]
 
@@ -332,105 +255,9 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> list[VisualTokens]:
         seen.append(tokens)
         return ReferenceSelection(torch.arange(budget).expand(tokens.batch, -1))
 
-    needs: frozenset[Need] = frozenset({"tower", "next_layer", "language"})
-    policy = dataclasses.replace(real, needs=needs, function=noted)
+    policy = dataclasses.replace(real, needs=frozenset(), function=noted)
     monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
     return seen
-
-
-def towered(seed: int) -> ImageFeatures:
-    source = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=source)
-
-    tower = TowerFeatures(random(N, 5), random(1, 5), random(N, 3), random(N).abs(), random(N, 5))
-    return ImageFeatures((dataclasses.replace(region(seed, SIX), tower=tower),))
-
-
-def test_a_policy_is_given_the_tower_and_the_language_model(reading: list[VisualTokens]) -> None:
-    image_list = [towered(1), towered(2)]
-    plans = [plan(8, 1, language=(5, 6)), plan(8, 2, language=(7,))]
-    model = ModelParts(lambda rows: 2 * rows, Space(), Prefix)
-    reporter = FallbackReporter()
-    rows = prune_images(SelectionContext(blind(), model, reporter), plans, image_list)
-    assert reporter.meter.errors == {}
-    assert [r.shape for r in rows] == [(8, 16)] * 2
-    for tokens, one, item_plan in zip(reading, image_list, plans, strict=True):
-        assert tokens.batch == 1, "instructions differ in length, and nothing may be padded"
-        assert isinstance(tokens.language, Prefix)
-        assert tokens.language.ids == item_plan.language
-        assert torch.equal(tokens.language.image, one.rows())
-        tower, known = tokens.require_tower(), one.regions[0].tower
-        assert known is not None
-        assert torch.equal(tower.patches[0], known.patches)
-        assert torch.equal(tower.keys[0], known.keys)
-        assert tower.cls is not None and torch.equal(tower.cls[0], known.cls)
-        following = tokens.require_next_layer()
-        read = (following.attention[0], following.keys[0])
-        assert known.next_attention is not None and torch.equal(read[0], known.next_attention)
-        assert known.next_keys is not None and torch.equal(read[1], known.next_keys)
-        assert torch.equal(tower.project(tower.patches), 2 * tower.patches)
-
-
-def test_the_tower_alone_is_read_of_many_images_at_once(
-    reading: list[VisualTokens], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs: frozenset[Need] = frozenset({"tower"})
-    policy = dataclasses.replace(BASE_POLICIES["cdpruner"], needs=needs)
-    monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
-    image_list = [towered(1), towered(2), towered(3)]
-    plans = [plan(8), plan(4), plan(8)]
-    reporter = FallbackReporter()
-    prune_images(SelectionContext(blind(), parts(), reporter), plans, image_list)
-    assert reporter.meter.errors == {}
-    assert [tokens.batch for tokens in reading] == [2, 1]
-    assert reading[0].language is None
-    third = image_list[2].regions[0].tower
-    assert third is not None
-    assert torch.equal(reading[0].require_tower().patches[1], third.patches)
-
-
-def test_a_policy_is_given_words_and_tokens_before_the_projector(
-    reading: list[VisualTokens], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs: frozenset[Need] = frozenset({"encoder", "words"})
-    policy = dataclasses.replace(BASE_POLICIES["cdpruner"], needs=needs)
-    monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
-    encoder = torch.randn(N, 5, generator=torch.Generator().manual_seed(4))
-    alone = ImageFeatures((dataclasses.replace(region(1, SIX), encoder=encoder),))
-    plans = [plan(8, 1, language=(5, 6)), plan(8, 2, language=())]
-    model = ModelParts(
-        lambda rows: rows, Space(), embed=lambda ids: ids[:, None].float() * torch.ones(16)
-    )
-    reporter = FallbackReporter()
-    prune_images(SelectionContext(blind(), model, reporter), plans, [alone, towered(2)])
-    assert reporter.meter.errors == {}
-    first, second = reading
-    assert first.batch == second.batch == 1, "questions differ in length; nothing is padded"
-    words = first.require_words()
-    assert words.embeddings[0, :, 0].tolist() == [5, 6] and words.used.tolist() == [[True, True]]
-    assert second.require_words().embeddings.shape == (1, 0, 16)
-    assert torch.equal(first.require_encoder()[0], encoder)
-    # A tower holds the same tokens, so they are not kept twice.
-    tower = second.require_tower().patches
-    assert torch.equal(second.require_encoder(), tower)
-
-
-def test_a_state_that_reads_no_instruction_embeds_none() -> None:
-    space = Space()
-    image_list = images(2)
-    plans = [plan(8, ids=()), plan(8, ids=())]
-    reporter = FallbackReporter()
-    assert (
-        len(
-            prune_images(
-                SelectionContext(blind("divprune"), parts(space), reporter), plans, image_list
-            )
-        )
-        == 2
-    )
-    assert (space.asked, reporter.meter.errors) == ([], {})
 
 
 def test_patches_are_compared_where_the_images_have_them() -> None:
@@ -489,11 +316,8 @@ def test_plans_that_rank_before_and_after_the_merger_mix() -> None:
 
 
 def test_the_known_cosine_is_that_of_the_server_s_own_state(
-    reading: list[VisualTokens], monkeypatch: pytest.MonkeyPatch
+    reading: list[VisualTokens],
 ) -> None:
-    needs: frozenset[Need] = frozenset()
-    policy = dataclasses.replace(BASE_POLICIES["cdpruner"], needs=needs)
-    monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
     cosine = torch.rand(N, N)
     (own,) = merged(1).regions
     image = ImageFeatures((dataclasses.replace(own, cosine=cosine),))
@@ -542,19 +366,12 @@ def test_images_without_a_merger_s_input_fall_back_and_say_why(
     assert "rank_at" in caplog.text
 
 
-# ---- test_tile_rows ----
+# ---- tiles with text between them ----
 
 BY_QUALITY: dict[str, object] = {
     "/reassembly": {"atom": "reassemble/nearest.mean.residual.score", "strength": 0.0}
 }
 """Rows in the order of their quality, whatever their places."""
-
-
-def test_the_remainder_goes_to_the_tile_that_shows_the_whole_image() -> None:
-    assert split_over_parts(5, [9] * 3, [1] * 3, first=-1) == (2, 1, 2)
-    assert split_over_parts(1, [9] * 3, [1] * 3, first=-1) == (0, 0, 1)
-    assert split_over_parts(26, [9] * 3, [1] * 3, first=-1) == (9, 8, 9)
-    assert split_over_parts(40, [9] * 3, [1] * 3, first=-1) == (9, 9, 9)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 3 * N - 1])
@@ -584,7 +401,7 @@ def test_each_tile_is_pooled_to_its_share() -> None:
     assert torch.equal(rows, torch.cat(expected))
 
 
-# ---- test_region_shares ----
+# ---- shares of regions ----
 
 
 @dataclass(frozen=True)
@@ -598,12 +415,6 @@ def test_every_tile_counts_the_same() -> None:
     assert split_over_regions(10, [base, crops]) == (2, 8)
     assert split_over_regions(11, [base, crops]) == (3, 8)
     assert split_over_regions(1, [base, crops]) == (1, 0)
-
-
-def test_surplus_goes_to_regions_with_room() -> None:
-    base, crops = Region(Grid(4, 4), 1), Region(Grid(2, 3), 4)
-    assert split_over_regions(20, [base, crops]) == (14, 6)
-    assert split_over_regions(100, [base, crops]) == (16, 6)
 
 
 @given(

@@ -100,36 +100,6 @@ def test_images_of_a_refused_request_are_sent_by_the_next_one() -> None:
     assert server.send(server.render("b", "a")) == [False, False]
 
 
-def test_a_request_rendered_while_another_one_waits_processes_nothing_again() -> None:
-    server = Server()
-    refused, meanwhile = server.render("a"), server.render("a")
-    assert server.processed == ["a"]
-    del refused
-    assert server.send(meanwhile) == [True]
-
-
-def test_a_request_that_overtakes_the_first_one_sends_the_tensors() -> None:
-    server = Server()
-    first, second = server.render("a"), server.render("a")
-    assert server.send(second) == [True]
-    assert server.send(first) == [False]
-
-
-def test_items_of_one_image_send_its_tensors_once() -> None:
-    server = Server()
-    assert server.send(server.render("a", "b", "a", "a")) == [True, True, False, False]
-    tiny = Server(images=1)
-    assert tiny.send(tiny.render("a", "b", "a", "b")) == [True, True, False, False]
-
-
-def test_an_image_that_the_engine_dropped_while_its_request_waited_is_sent() -> None:
-    server = Server(images=1)
-    server.send(server.render("a"))
-    waits = server.render("a")
-    server.send(server.render("b"))
-    assert server.send(waits) == [True]
-
-
 def test_an_image_that_came_by_name_and_was_dropped_fails_its_request_alone() -> None:
     from vllm.multimodal.cache import MultiModalCacheMissError
 
@@ -140,23 +110,6 @@ def test_an_image_that_came_by_name_and_was_dropped_fails_its_request_alone() ->
     with pytest.raises(MultiModalCacheMissError):
         server.send(waits)
     assert server.send(server.render("b")) == [False]
-
-
-def test_samples_of_a_request_are_sent_whole() -> None:
-    server = Server(images=2)
-    request = server.render("a")
-    server.send(request)
-    server.send(server.render("b"))
-    request.rendering.hand_over(request.features, again=True)
-    server.receive(request.features)
-    assert server.agree
-
-
-def test_no_image_is_larger_than_the_request_that_waits_for_it() -> None:
-    server = Server()
-    for i in range(100):
-        server.render(f"{i}")
-    assert not server.waiting
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -172,7 +125,7 @@ def test_caches_agree_whatever_is_refused_and_overtaken(seed: int) -> None:
             assert server.agree
 
 
-# ---- test_receiver_cache ----
+# ---- the engine's cache ----
 
 CAT, DOG = torch.full((4,), 1.0), torch.full((4,), 2.0)
 
@@ -217,11 +170,6 @@ class Engine:
         ]
 
 
-def test_the_first_item_of_an_image_brings_the_tensors_of_the_others() -> None:
-    items = feature("cat", CAT, 3), feature("dog", DOG), feature("cat", None, 1)
-    assert Engine().receive(*items) == [(1, 3), (2, 4), (1, 1)]
-
-
 def test_an_image_is_kept_once_and_without_a_plan() -> None:
     engine = Engine()
     engine.receive(*(feature("cat", CAT if k == 1 else None, k) for k in range(1, 9)))
@@ -229,16 +177,6 @@ def test_an_image_is_kept_once_and_without_a_plan() -> None:
     assert engine.receive(feature("cat", None, None)) == [(1, None)]
     assert list(engine.cache._cache) == ["cat"]
     assert set(engine.cache._cache["cat"]) == {"pixel_values"}
-
-
-def test_an_image_that_is_not_known_fails_its_request_alone() -> None:
-    from vllm.multimodal.cache import MultiModalCacheMissError
-
-    engine = Engine()
-    with pytest.raises(MultiModalCacheMissError) as error:
-        engine.receive(feature("dog", DOG), feature("cat", None))
-    assert error.value.mm_hashes == ["cat"]
-    assert engine.receive(feature("cat", CAT)) == [(1, 4)]
 
 
 def test_two_images_that_a_peer_sends_under_one_key_keep_their_tensors() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib.metadata
-import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +17,6 @@ from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving import compat, startup
 from vllm_autoprune.serving.compat import worker
 from vllm_autoprune.serving.models import BACKBONES, UNSERVED
-from vllm_autoprune.serving.plan import make_cache_identity
 from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.settings import TextTower
 from vllm_autoprune.serving.startup import (
@@ -52,21 +49,15 @@ def test_a_model_that_cannot_be_pruned(config: Any, message: str) -> None:
     assert message in problem.what
 
 
-@pytest.mark.parametrize("architecture", UNSERVED)
-def test_a_known_model_is_refused_by_name_and_with_the_reason(architecture: str) -> None:
-    (problem,) = refusal({"state": "autoprune"}, vllm_config(architecture=architecture))
-    assert (
-        problem.what
-        == f"architecture {architecture!r} has no pruned form: " + (UNSERVED[architecture])
-    )
-    assert "Qwen3VLForConditionalGeneration" in problem.fix
-
-
-def test_every_refused_architecture_is_one_that_vllm_serves() -> None:
+def test_known_models_without_a_pruned_form_are_refused_with_the_reason() -> None:
     from vllm.model_executor.models import ModelRegistry
 
     assert set(UNSERVED) <= set(ModelRegistry.get_supported_archs())
     assert not set(UNSERVED) & set(BACKBONES)
+    for architecture, reason in UNSERVED.items():
+        (problem,) = refusal({"state": "autoprune"}, vllm_config(architecture=architecture))
+        assert problem.what == f"architecture {architecture!r} has no pruned form: {reason}"
+        assert "Qwen3VLForConditionalGeneration" in problem.fix
 
 
 def test_the_rust_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,12 +66,12 @@ def test_the_rust_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lora_on_the_vision_tower() -> None:
-    for enabled, refused in ((True, True), (False, False)):
-        config = vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=enabled))
-        if refused:
-            assert places({"state": "autoprune"}, config) == ["--enable-tower-connector-lora"]
-        else:
-            assert resolve_settings({"state": "autoprune"}, config).budget == 32
+    on, off = (
+        vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=enabled))
+        for enabled in (True, False)
+    )
+    assert places({"state": "autoprune"}, on) == ["--enable-tower-connector-lora"]
+    assert resolve_settings({"state": "autoprune"}, off).budget == 32
 
 
 def _settings_with_base(base: str) -> dict[str, object]:
@@ -164,7 +155,7 @@ def test_policies_that_read_the_encoder_are_served_where_it_can_be_read(base: st
     assert "before the projector" in problem.what
 
 
-# ---- test_mode_checks ----
+# ---- modes of the server ----
 
 QWEN = "Qwen2_5_VLForConditionalGeneration"
 
@@ -175,26 +166,12 @@ def base(name: str, **params: object) -> dict[str, object]:
     return {"state": edited(sample(), changes), "requests": "states"}
 
 
-def data_parallel_tower() -> Any:
+def changed(part: str, **fields: object) -> Any:
+    """vLLM's configuration with other fields of one part."""
     config = vllm_config()
-    config.model_config.multimodal_config.mm_encoder_tp_mode = "data"
+    found = config.model_config.multimodal_config if part == "encoder" else config
+    vars(getattr(found, part, found)).update(fields)
     return config
-
-
-def separate_encoder() -> Any:
-    config = vllm_config()
-    config.ec_transfer_config = SimpleNamespace(ec_role="ec_producer")
-    return config
-
-
-def pipeline() -> Any:
-    config = vllm_config()
-    config.parallel_config.pipeline_parallel_size = 2
-    return config
-
-
-def adapters() -> Any:
-    return vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=False))
 
 
 TOWER_NEEDS: frozenset[Need] = frozenset(
@@ -207,50 +184,50 @@ QUESTION: frozenset[Need] = frozenset({"instruction", "words", "language"})
 LANGUAGE: frozenset[Need] = frozenset({"language"})
 
 MODES = [
-    ("--mm-encoder-tp-mode data", data_parallel_tower, TOWER_NEEDS, "visionzip"),
+    ("--mm-encoder-tp-mode data", changed("encoder", mm_encoder_tp_mode="data"), TOWER_NEEDS),
     (
         "--compilation-config cudagraph_mm_encoder",
-        lambda: vllm_config(compiled={"cudagraph_mm_encoder": True}),
+        vllm_config(compiled={"cudagraph_mm_encoder": True}),
         TOWER_NEEDS,
-        "visionzip",
     ),
     (
         "--compilation-config compile_mm_encoder",
-        lambda: vllm_config(compiled={"compile_mm_encoder": True}),
+        vllm_config(compiled={"compile_mm_encoder": True}),
         TOWER_NEEDS,
-        "prumerge_plus",
     ),
-    ("--ec-transfer-config", separate_encoder, QUESTION, "cdpruner"),
-    ("--enable-lora", adapters, LANGUAGE, "fastv"),
-    ("--pipeline-parallel-size", pipeline, LANGUAGE, "fastv"),
+    (
+        "--ec-transfer-config",
+        changed("", ec_transfer_config=SimpleNamespace(ec_role="ec_producer")),
+        QUESTION,
+    ),
+    (
+        "--enable-lora",
+        vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=False)),
+        LANGUAGE,
+    ),
+    (
+        "--pipeline-parallel-size",
+        changed("parallel_config", pipeline_parallel_size=2),
+        LANGUAGE,
+    ),
 ]
+READERS = {TOWER_NEEDS: "visionzip", QUESTION: "cdpruner", LANGUAGE: "fastv"}
+"""A base policy that reads some of what a mode hides."""
 
 
-@pytest.mark.parametrize(("flag", "config", "hidden", "refused"), MODES)
+@pytest.mark.parametrize(("flag", "config", "hidden"), MODES)
 def test_a_mode_is_refused_only_for_states_that_read_what_it_hides(
-    flag: str, config: Any, hidden: frozenset[Need], refused: str
+    flag: str, config: Any, hidden: frozenset[Need]
 ) -> None:
-    assert places(base(refused), config()) == [flag]
-    served = resolve_settings(base("divprune"), config())
+    assert places(base(READERS[hidden]), config) == [flag]
+    served = resolve_settings(base("divprune"), config)
     by_flag = {need for need, reason in served.unavailable if reason.startswith(flag)}
     assert by_flag == hidden - WITHOUT_A_MERGER
     assert not served.needs & hidden, "states of requests cannot read it either"
 
 
-@pytest.mark.parametrize("name", ["cudagraph_mm_encoder", "compile_mm_encoder"])
-def test_modes_that_are_off(name: str) -> None:
-    served = resolve_settings(base("visionzip"), vllm_config(compiled={name: False}))
-    assert {need for need, _ in served.unavailable} == WITHOUT_A_MERGER
-
-
-def test_all_modes_are_reported_at_once() -> None:
-    config = adapters()
-    config.parallel_config.pipeline_parallel_size = 2
-    assert places(base("fastv"), config) == ["--enable-lora", "--pipeline-parallel-size"]
-
-
 def test_positions_do_not_reach_later_ranks_of_a_pipeline() -> None:
-    config = pipeline()
+    config = changed("parallel_config", pipeline_parallel_size=2)
     config.model_config.architecture = QWEN
     assert "--pipeline-parallel-size" in places(base("divprune"), config)
 
@@ -296,17 +273,7 @@ def test_connectors_that_shorten_identities(
         resolve_settings(base("divprune"), config)
 
 
-def test_other_connectors_are_not_judged() -> None:
-    resolve_settings(base("cdpruner"), connector("ExampleConnector", {}))
-
-
-def test_an_identity_is_a_hexadecimal_number_in_lower_case() -> None:
-    """Connectors read it as one: ``hex_hash_to_int16`` of vLLM's ``lmcache_integration``."""
-    identity = make_cache_identity("image", "state", 32, "state", None)
-    assert f"{int(identity, 16):064x}" == identity
-
-
-# ---- test_config_processes ----
+# ---- from vLLM's configuration to processes ----
 
 
 def test_settings_are_moved_to_the_model_config(
@@ -338,28 +305,6 @@ def test_settings_reach_a_config_of_the_model_alone(registered: Registered) -> N
     config.model_config.architecture = "Unknown"
     apply_settings(config)
     assert served_state(config.model_config) is served
-
-
-@pytest.mark.parametrize("additional", [{"theirs": 1}, {}, "opaque"], ids=repr)
-def test_without_settings_the_config_is_unchanged(
-    registered: Registered, additional: object
-) -> None:
-    config = vllm_config()
-    config.additional_config = additional
-    attributes = dict(vars(config.model_config))
-    attach_settings(config.model_config, additional)
-    apply_settings(config)
-    assert config.additional_config is additional
-    assert vars(config.model_config) == attributes
-    assert served_state(config.model_config) is None
-    assert registered.models == []
-
-
-def test_config_without_a_model_keeps_its_settings() -> None:
-    config = vllm_config({"state": "autoprune"})
-    config.model_config = None
-    apply_settings(config)
-    assert config.additional_config["autoprune"] == {"state": "autoprune"}
 
 
 def test_a_mistake_on_the_command_line_ends_with_one_message(registered: Registered) -> None:
@@ -428,24 +373,7 @@ def test_the_state_stays_out_of_the_compile_hash() -> None:
     assert hash_factors(get_hash_factors(bare, set())) == before
 
 
-# ---- test_activation ----
-
 TOWER = TextTower("clip", 1, "a test", segment=8, width=12, vision_width=24)
-
-
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
-def test_a_process_that_receives_the_config_registers_the_pruned_classes(
-    how: str, registered: Registered, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process without the flags learns of a state by the model config alone."""
-    sent = vllm_config({"state": "autoprune"})
-    apply_settings(sent)
-    assert [architecture for architecture, _ in registered.models] == [LLAVA]
-    monkeypatch.setattr(startup, "_active", set())  # as in another process
-    travels = getattr(sent.model_config, startup.ACTIVATION)
-    received = pickle.loads(pickle.dumps(travels)) if how == "pickle" else copy.deepcopy(travels)
-    assert received.architecture == LLAVA
-    assert [architecture for architecture, _ in registered.models] == [LLAVA, LLAVA]
 
 
 def model_config_of(tower: TextTower | None) -> Any:

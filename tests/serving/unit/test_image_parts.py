@@ -7,17 +7,15 @@ from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.serving.unit.samples import LARGE, OTHER, Sender, served
+from tests.serving.unit.samples import LARGE, Sender, served
 from tests.tpdsl.samples import sample
 from vllm_autoprune import RequestError
 from vllm_autoprune.serving.api.choices import ImageChoice, Placeholders
-from vllm_autoprune.serving.api.instruction import InstructionTokenizer
 from vllm_autoprune.serving.api.planner import RequestPlanner
 from vllm_autoprune.serving.api.request import PruningRequest, RecallTurn
 from vllm_autoprune.serving.api.split import (
@@ -35,7 +33,6 @@ from vllm_autoprune.serving.api.split import (
     requested_recall,
     split_images,
 )
-from vllm_autoprune.serving.plan import MAX_RECALLS
 from vllm_autoprune.serving.settings import RequestRules
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST, state_cost
 from vllm_autoprune.tpdsl.loading import load_state
@@ -139,12 +136,6 @@ def test_no_more_is_recalled_than_an_image_has_left() -> None:
     assert items == [RecallItem(0, 0, 4)]
 
 
-def test_nothing_is_recalled_of_a_resized_image() -> None:
-    first, second = images((8, 144), (8, 144))
-    choices = (replace(first, keep="resized"), second)
-    assert choose_recalls(turns(2), 5, choices, ["a", "b"]) == [RecallItem(1, 0, 5)]
-
-
 def test_an_image_shown_twice_is_recalled_after_its_last_place() -> None:
     items = choose_recalls(turns(1, 2), 4, images((8, 144), (8, 144)), ["a", "a"])
     assert items == [RecallItem(0, 0, 4), RecallItem(1, 1, 4)]
@@ -156,11 +147,6 @@ def test_later_turns_do_not_change_what_earlier_ones_recall() -> None:
     for count in range(5):
         shorter = choose_recalls(turns(1, 2, 2, 3, 3)[:count], 7, choices, ["a", "b", "c"])
         assert longer[: len(shorter)] == shorter
-
-
-def test_only_so_many_turns_recall_an_image() -> None:
-    items = choose_recalls(turns(*[1] * (MAX_RECALLS + 5)), 1, images((8, 144)), ["a"])
-    assert [item.turn for item in items] == [*range(MAX_RECALLS)]
 
 
 def test_a_request_has_a_bounded_number_of_items() -> None:
@@ -209,21 +195,6 @@ def test_recalls_of_a_request_cost_no_more_than_two_images() -> None:
     assert limits[0] > limits[1] >= DEAREST
 
 
-def test_a_text_is_tokenized_once_for_all_the_images_that_it_recalls(folder: Any) -> None:
-    sender, asked = Sender(folder, 8), list[str]()
-    stock = InstructionTokenizer.tokenize
-
-    def tokenize(self: Any, text: str, needs: Any) -> Any:
-        asked.append(text)
-        return stock(self, text, needs)
-
-    turns = [{"images": 3, "text": f"turn {i}"} for i in range(2)]
-    with patch.object(InstructionTokenizer, "tokenize", tokenize):
-        sent = sender.send([LARGE, OTHER, LARGE], recall=6, recall_turns=turns)
-    assert len(sent.plans) == 3 + 2 * 2
-    assert sorted(asked) == ["turn 0", "turn 1", "what"]
-
-
 def test_marks_become_an_image_token_for_every_item() -> None:
     items = [RecallItem(0, 0, 5), RecallItem(0, 2, 3), RecallItem(1, 2, 2)]
     ids = [1, TOKEN, 2, TOKEN, 3, TOKEN, 4, TOKEN, 5, TOKEN]
@@ -262,7 +233,7 @@ def test_a_request_for_recall_is_refused_where_an_image_cannot_be_several_items(
         assert planner._recall(inputs, accepted, choices, ["a"]) == ([TOKEN, 1], range(1))
 
 
-# ---- test_image_split ----
+# ---- core and delta ----
 
 IMAGE_ID, TEXT = 9, 1
 
@@ -283,14 +254,6 @@ def test_core_ends_on_the_nearest_edge_of_a_block(
     start: int, budget: int, core: int, block: int, aligned: int
 ) -> None:
     assert align_core(start, SplitImage(budget, core, "q"), block) == aligned
-
-
-def test_one_image_becomes_two_items_next_to_each_other() -> None:
-    ids = [TEXT, TEXT, IMAGE_ID, TEXT]
-    split = split_images(ids, IMAGE_ID, [SplitImage(40, 20, "q")], 16)
-    assert split is not None
-    assert split.ids == [TEXT, TEXT, IMAGE_ID, IMAGE_ID, TEXT]
-    assert split.slots == (Slot(0, "core", 14), Slot(0, "delta", 14))
 
 
 def test_deltas_of_a_turn_follow_its_last_image() -> None:

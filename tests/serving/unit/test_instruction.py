@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.serving.http import agent_chat, agent_messages, agent_responses
 from tests.serving.paths import CLIP, LLAVA
-from tests.serving.unit.conftest import TinyClip
-from tests.serving.unit.samples import BOS, EOS
 from vllm_autoprune.serving.api.instruction import (
     MAX_CHARACTERS,
     InstructionTokenizer,
@@ -27,7 +24,6 @@ from vllm_autoprune.serving.api.instruction import (
     truncate_text,
 )
 from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS, ItemPlan
-from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.tpdsl.tokens import Need
 
 URL: dict[str, Any] = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
@@ -119,12 +115,6 @@ def test_a_system_prompt_is_not_part_of_it() -> None:
     for content in ("Be brief.", [text("Be brief.")]):
         talk = [{"role": "system", "content": content}, user(URL, text("what?"))]
         assert extract_instructions(talk) == ["what?"]
-
-
-def test_an_image_without_text_has_an_empty_instruction() -> None:
-    assert (
-        extract_instructions([user(URL)]) == extract_instructions([user(URL, text("  "))]) == [""]
-    )
 
 
 def said(role: str, content: object, **more: object) -> dict[str, Any]:
@@ -238,13 +228,6 @@ def test_other_details_mean_the_budget_of_the_server(detail: object) -> None:
     assert extract_details([user(image(detail))]) == [None]
 
 
-@pytest.mark.parametrize("part", IMAGES)
-def test_every_image_has_a_detail(part: dict[str, Any]) -> None:
-    talk = [user(text("what?"), part, image("low")), {"role": "assistant", "content": "It is red."}]
-    assert extract_details(talk) == [None, "low"]
-    assert len(extract_instructions(talk)) == 2
-
-
 @pytest.mark.parametrize(
     "turns",
     [
@@ -278,42 +261,6 @@ def test_vllm_hands_on_the_detail_of_chat_completions_and_responses(detail: str)
     assert extract_details(messages) == [detail, None]
 
 
-def of_chat(turns: int) -> list[Any]:
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    return ChatCompletionRequest.model_validate(agent_chat("Why?", ["x"] * turns)).messages
-
-
-def of_responses(turns: int) -> list[Any]:
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-    from vllm.entrypoints.openai.responses.utils import construct_input_messages
-
-    sent = ResponsesRequest.model_validate(agent_responses("Why?", ["x"] * turns))
-    return construct_input_messages(request_input=sent.input)
-
-
-def of_messages(turns: int) -> list[Any]:
-    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-
-    body = {"model": "m", **agent_messages("Why?", ["data:image/png;base64,x"] * turns)}
-    sent = AnthropicMessagesRequest.model_validate(body)
-    return AnthropicServingMessages.to_chat_completion_request(sent).messages
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize(
-    ("converted", "said"),
-    [(of_chat, "I look {}."), (of_responses, "I look {}."), (of_messages, "Done.")],
-)
-def test_screenshots_of_an_agent_have_its_task_by_every_endpoint(
-    converted: Callable[[int], list[Any]], said: str
-) -> None:
-    whole = [f"Why?\n{said.format(i)}" for i in range(20)]
-    for turns in range(21):
-        assert extract_instructions(converted(turns)) == whole[:turns]
-
-
 IMAGE = 9
 WORDS = {1: "USER:", 2: "ASSISTANT:", 3: "what?", 4: "where?", IMAGE: "<image>"}
 
@@ -341,7 +288,7 @@ def test_the_instruction_of_a_prompt(ids: list[int], suffix: str, expected: str)
     assert extract_prompt_instruction(ids, IMAGE, decode, suffix) == expected
 
 
-# ---- test_instruction_tokens ----
+# ---- tokens of an instruction ----
 
 IMAGE_ID = 4
 
@@ -376,13 +323,6 @@ def test_words_are_tokenized_one_by_one_without_frequent_ones() -> None:
     assert tokenizer.tokenize("", {"words"}) == ((), ())
     many = " ".join(["ab"] * LANGUAGE_IDS)
     assert tokenizer.tokenize(many, {"words"})[1] == (97, 98) * (LANGUAGE_IDS // 2)
-
-
-def test_a_text_tower_has_words_of_its_own(tiny_clip: TinyClip) -> None:
-    words = InstructionTokenizer(info(), read_text_tower(str(tiny_clip.folder)), IMAGE_ID)
-    said, read = words.tokenize("the cat", {"instruction", "language"})
-    assert (said[0], said[-1], len(said)) == (BOS, EOS, 4)
-    assert read == tuple(map(ord, "the cat"))
 
 
 def test_a_literal_image_token_is_no_word() -> None:
@@ -436,14 +376,7 @@ def test_the_end_of_a_text_of_words_has_the_last_ids_of_all_of_it(tail: str) -> 
     assert said[0] == clip.bos_token_id and said[-1] == clip.eos_token_id
 
 
-def test_a_text_without_spaces_is_cut_where_it_has_to_be() -> None:
-    assert truncate_text("x" * 10**6) == "x" * MAX_CHARACTERS
-    assert truncate_text("a b") == "a b"
-    cut = truncate_text("y" + " " + "x" * (MAX_CHARACTERS - 1) + " z")
-    assert cut == "z"
-
-
-# ---- test_content_words ----
+# ---- content words ----
 
 
 @pytest.mark.parametrize(
@@ -465,8 +398,3 @@ def test_a_text_without_spaces_is_cut_where_it_has_to_be() -> None:
 )
 def test_frequent_words_and_endings_of_benchmarks_are_left_out(text: str, words: list[str]) -> None:
     assert split_content_words(text) == words
-
-
-def test_a_question_of_frequent_words_alone_is_read_whole() -> None:
-    assert split_content_words(" What is it? ") == ["What is it?"]
-    assert split_content_words("") == [""]

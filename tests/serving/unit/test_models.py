@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import SmolVLMImageProcessor
-from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
-from tests.serving.unit.conftest import Registered
-from tests.serving.unit.samples import Sender, hf_config, image, picture, served
+from tests.serving.unit.samples import Sender, hf_config, image, served
 from vllm_autoprune.backbones import find_backbone
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.checks import count_between
@@ -28,31 +24,14 @@ from vllm_autoprune.serving.models.llava import (
     join_features,
     split_joined_images,
 )
-from vllm_autoprune.serving.models.pruned_model import ImageInputs, Tiles
-from vllm_autoprune.serving.models.tiled import IDEFICS3_PLACEHOLDERS, TiledVision
-from vllm_autoprune.serving.plan import NO_KEY, ItemPlan, split_over_parts
-from vllm_autoprune.serving.startup import activate
+from vllm_autoprune.serving.models.pruned_model import Tiles
+from vllm_autoprune.serving.models.tiled import IDEFICS3_PLACEHOLDERS
+from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
 from vllm_autoprune.serving.worker.batch import prune_images
 from vllm_autoprune.serving.worker.features import FeatureCache, ImageFeatures
 from vllm_autoprune.serving.worker.regions import ModelParts, SelectionContext
 from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.tokens import Grid
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize("architecture", BACKBONES)
-def test_import_path_of_every_backbone(architecture: str) -> None:
-    """The class is a subclass of the stock class with its own processor."""
-    from vllm.model_executor.models import registry
-
-    module, _, name = BACKBONES[architecture].model.partition(":")
-    model_class = vars(importlib.import_module(module))[name]
-    stock = registry._VLLM_MODELS[architecture]
-    base = vars(importlib.import_module(f"vllm.model_executor.models.{stock[0]}"))[stock[1]]
-    assert issubclass(model_class, base)
-    assert model_class is not base
-    assert model_class._processor_factory is not base._processor_factory
-    assert model_class._processor_factory.info is base._processor_factory.info
 
 
 @pytest.mark.parametrize("architecture", BACKBONES)
@@ -62,25 +41,6 @@ def test_a_model_without_problems_has_none(architecture: str) -> None:
         config.vision_config.model_type = "siglip_vision_model"
         config.vision_feature_select_strategy = "full"
     assert list(BACKBONES[architecture].problems(config)) == []
-
-
-def test_activation_registers_the_class_and_the_renderer_once(registered: Registered) -> None:
-    for _ in range(3):
-        activate("LlavaForConditionalGeneration")
-    record = BACKBONES["LlavaForConditionalGeneration"]
-    assert registered.models == [("LlavaForConditionalGeneration", record.model)]
-    assert registered.renderers == [
-        ("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
-    ]
-
-
-@pytest.mark.compat
-def test_import_path_of_the_renderer(registered: Registered) -> None:
-    from vllm.renderers.hf import HfRenderer
-
-    activate("LlavaForConditionalGeneration")
-    ((_, module, name),) = registered.renderers
-    assert issubclass(vars(importlib.import_module(module))[name], HfRenderer)
 
 
 class Tower(nn.Module):
@@ -157,16 +117,6 @@ def test_geometry_is_shapes_and_the_numbers_on_the_cpu() -> None:
     assert describe_geometry(on_device[0]) == describe_geometry(on_device[1])
 
 
-@pytest.mark.compat
-def test_geometry_has_no_pixels_of_a_mask() -> None:
-    """Idefics3's masks have as many numbers as its tiles have pixels."""
-    from vllm_autoprune.serving.models.pruned_model import describe_geometry
-
-    tiles = torch.zeros(17, 3, 64, 64)
-    image = {"pixel_values": tiles, "pixel_attention_mask": torch.ones(17, 64, 64).bool()}
-    assert len(str(describe_geometry(image))) < 200
-
-
 def test_images_without_a_key_are_encoded_and_not_kept() -> None:
     vision, encoded = _vision(cache_bytes=1 << 20)
     for _ in range(2):
@@ -181,13 +131,6 @@ def test_cached_rows_do_not_keep_their_batch_alive() -> None:
     vision, _ = _vision(cache_bytes=1 << 20)
     for features in vision.features(_keys(1, 2), _pixels(1, 2)):
         assert sum(p.untyped_storage().nbytes() for p in features.tensors()) == features.nbytes
-
-
-def test_profiling_encodes_every_dummy_image() -> None:
-    vision, encoded = _vision(cache_bytes=1 << 20)
-    assert len(vision.features(_keys(0, 0, 0), _pixels(0, 0, 0), profile=True)) == 3
-    assert encoded == [[0.0, 0.0, 0.0]]
-    assert len(vision.cache) == 0
 
 
 @pytest.mark.compat
@@ -267,17 +210,12 @@ def test_every_backbone_has_a_tiny_model() -> None:
     assert {backbone.name for backbone in BACKBONES.values()} == {"llava", *BUILDERS}
 
 
-# ---- test_idefics3 ----
+# ---- tiles with text between them ----
 
 ARCHITECTURES = {
     "idefics3": "Idefics3ForConditionalGeneration",
     "smolvlm": "SmolVLMForConditionalGeneration",
 }
-TILE = 9
-"""Tokens of a tile of both tiny models."""
-WHOLE = 4096
-SIZES = {(260, 260): 4, (260, 130): 2, (130, 260): 2, (40, 400): 2, (1, 1): 4, (900, 650): 4}
-"""Image size -> tiles beside the whole image."""
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -295,39 +233,8 @@ def sender(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
     return make
 
 
-@pytest.mark.parametrize(("size", "tiles"), SIZES.items())
-def test_each_tile_keeps_its_share_and_the_text_between_tiles_stays(
-    sender: Callable[..., Sender], size: tuple[int, int], tiles: int
-) -> None:
-    images = [picture(*size)]
-    whole, pruned = sender(WHOLE).send(images), sender(7).send(images)
-    assert (whole.lengths, pruned.lengths) == ([TILE * (tiles + 1)], [7])
-    token = IDEFICS3_PLACEHOLDERS.token(sender(7).info)
-    shares = split_over_parts(7, [TILE] * (tiles + 1), [1] * (tiles + 1), first=-1)
-    assert runs(pruned.prompt, token) == [share for share in shares if share]
-    assert [i for i in pruned.prompt if i != token] == [i for i in whole.prompt if i != token]
-
-
-def test_an_image_that_is_not_split_is_its_whole_view_alone(
-    sender: Callable[..., Sender],
-) -> None:
-    """``do_image_splitting`` switched off for the server."""
-    images = [picture(260, 260)]
-    whole = sender(WHOLE, do_image_splitting=False).send(images)
-    pruned = sender(4, do_image_splitting=False).send(images)
-    token = IDEFICS3_PLACEHOLDERS.token(sender(4).info)
-    assert runs(whole.prompt, token) == [TILE]
-    assert runs(pruned.prompt, token) == [4]
-
-
 def test_a_square_has_most_tokens(sender: Callable[..., Sender]) -> None:
-    assert IDEFICS3_PLACEHOLDERS.count_largest(sender(7).info).tokens == TILE * 5
-
-
-def test_vllm_takes_no_videos(sender: Callable[..., Sender]) -> None:
-    frames = numpy.zeros((4, 56, 56, 3), dtype=numpy.uint8)
-    with pytest.raises(VLLMValidationError, match=r"At most 0 video\(s\)"):
-        sender(7).info.parse_mm_data({"video": frames})
+    assert IDEFICS3_PLACEHOLDERS.count_largest(sender(7).info).tokens == 9 * 5
 
 
 @pytest.mark.parametrize(
@@ -345,61 +252,7 @@ def test_shapes_have_the_tokens_of_a_square_image(
     assert find_backbone(name).tokens == tiles * (tile // patch // scale) ** 2
 
 
-def runs(prompt: list[int], token: int) -> list[int]:
-    """Lengths of the runs of one token."""
-    return [run for run in count_between(prompt, token) if run]
-
-
-# ---- test_tiled ----
-
-TOKENS, WIDTH = 4, 3
-
-
-class Attention(nn.Module):
-    """Attention with the call signature of vLLM's ``MMEncoderAttention``."""
-
-    num_heads, scale = 1, 0.5
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return value
-
-
-class TwoByTwoVision(TiledVision):
-    """Tiles of four tokens, which are the pixels themselves."""
-
-    pixels = "pixel_values"
-    counts = "num_patches"
-    _model: Any
-
-    @staticmethod
-    def tower(model: Any) -> nn.Module:
-        tower: nn.Module = model.attention
-        return tower
-
-    def tile_tokens(self) -> int:
-        return TOKENS
-
-    def last_attention(self) -> nn.Module:
-        attention: nn.Module = self._model.attention
-        return attention
-
-    def rows(self, tiles: ImageInputs) -> Tensor:
-        pixels = tiles[self.pixels]
-        rows: Tensor = self._model.attention(pixels, pixels, pixels)
-        return rows
-
-
-def test_cached_images_do_not_keep_their_batch_alive() -> None:
-    state = served({"/base_policy": {"name": "visionzip"}}, cache_bytes=1 << 20)
-    vision = TwoByTwoVision(SimpleNamespace(attention=Attention()), state)
-    images = [{"pixel_values": torch.randn(tiles, TOKENS, WIDTH)} for tiles in (1, 2)]
-    for features, tiles in zip(vision.encode(images), (1, 2), strict=True):
-        attention = features.regions[0].cls_attention
-        assert attention is not None and attention.shape == (tiles * TOKENS,)
-        assert sum(p.untyped_storage().nbytes() for p in features.tensors()) == features.nbytes
-
-
-# ---- test_any_resolution ----
+# ---- any-resolution images ----
 
 SIDE, SIZE = 4, 16
 STATE = {"/base_policy": {"name": "divprune"}, "/constraints/selector/q_e": 0}
@@ -459,18 +312,6 @@ def test_without_padding_base_view_and_crops_are_equal_tiles() -> None:
     assert torch.equal(joined.regions[0].projected, tiles.flatten(0, 1)), "tile after tile"
 
 
-def test_where_padding_was_cut_off_crops_are_one_region() -> None:
-    join = join_of(2, 2, cut=1)
-    base, crops = compute_joined_layout(join, 5, SIDE).places
-    assert (base.grid, base.share) == (Grid(SIDE, SIDE), 1)
-    assert (crops.grid, crops.share) == (Grid(6, 8), 4)
-    rows, joined = tiled_image(join, 5)
-    assert torch.equal(joined.rows(), rows)
-    for region in joined.regions:
-        assert region.cls_attention is not None
-        assert torch.equal(region.cls_attention, region.projected[:, 0].exp())
-
-
 @pytest.mark.parametrize("cut", [0, 1])
 def test_blank_tiles_of_a_batch_change_nothing(cut: int) -> None:
     """As the model cuts them off: neither layout nor shares of the budget count them."""
@@ -498,31 +339,6 @@ def _pruned(joined: ImageFeatures, budget: int) -> Tensor:
     return rows
 
 
-def _places(rows: Tensor, whole: Tensor) -> list[int]:
-    same = (rows[:, None] == whole[None]).all(dim=2)
-    assert bool(same.any(dim=1).all())
-    return [int(i) for i in same.long().argmax(dim=1)]
-
-
-def test_kept_rows_come_in_the_model_s_own_order_without_newlines() -> None:
-    for join, tiles in ((join_of(2, 2), 5), (join_of(1, 3, cut=1), 4), (join_of(3, 1), 4)):
-        rows, joined = tiled_image(join, tiles)
-        kept = _places(_pruned(joined, 9), rows)
-        assert len(kept) == 9
-        assert kept == sorted(set(kept))
-        assert not any(bool((rows[i] == 9.0).all()) for i in kept)
-
-
-def test_budget_is_split_over_tiles() -> None:
-    _, joined = tiled_image(join_of(2, 2), 5)
-    whole = joined.regions[0].projected
-    kept = _places(_pruned(joined, 10), whole)
-    assert [sum(i // SIZE == tile for i in kept) for tile in range(5)] == [2] * 5
-    rows, cut = tiled_image(join_of(2, 2, cut=1), 5)
-    kept = _places(_pruned(cut, 10), rows)
-    assert sum(i < SIZE for i in kept) == 2
-
-
 def test_newlines_fill_rows_beyond_the_tokens() -> None:
     rows, joined = tiled_image(join_of(2, 2, cut=1), 5)
     newlines = int((rows == 9.0).all(dim=1).sum())
@@ -534,16 +350,9 @@ def test_newlines_fill_rows_beyond_the_tokens() -> None:
     assert torch.equal(_pruned(joined, joined.tokens), rows)
 
 
-# ---- test_placeholders ----
+# ---- placeholders ----
 
 IMAGE, OTHER = 7, 1
-
-
-def test_a_run_of_placeholders_is_cut() -> None:
-    assert shorten_placeholders(PromptUpdateDetails.from_seq([IMAGE] * 6), 4).full == [IMAGE] * 4
-    whole = PromptUpdateDetails.from_seq([IMAGE] * 6)
-    assert shorten_placeholders(whole, 6) is whole
-    assert shorten_placeholders(whole, 60) is whole
 
 
 def test_tokens_around_placeholders_are_kept() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from random import Random
@@ -14,16 +13,13 @@ import torch
 from torch import Tensor
 
 from tests.serving.unit.samples import SIX, N, images, parts, plan, region, rows_of, served
-from vllm_autoprune.ops.dpp_torch import Conditioned, condition
 from vllm_autoprune.serving.plan import NO_KEY, Choice, Chooser, ItemPlan
 from vllm_autoprune.serving.served_state import ServedState
-from vllm_autoprune.serving.worker import features, regions
+from vllm_autoprune.serving.worker import features
 from vllm_autoprune.serving.worker.batch import prune_images
-from vllm_autoprune.serving.worker.features import MAX_CORES, CoreCache, ImageFeatures
+from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures
 from vllm_autoprune.serving.worker.regions import SelectionContext
 from vllm_autoprune.serving.worker.selection import FallbackReporter
-from vllm_autoprune.tpdsl.atoms import selectors
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.tokens import Grid
 
 K, CORE = 12, 8
@@ -80,13 +76,6 @@ def test_a_delta_alone_is_the_one_that_came_with_its_core() -> None:
     assert torch.equal(together, without_cache)
 
 
-def test_both_parts_are_the_tokens_of_one_item() -> None:
-    (one,) = images(1)
-    core, delta = kept([core_plan(core=6), delta_plan(core=6)], [one, one])
-    (whole,) = kept([plan(K)], [one])
-    assert sorted(rows_of(one, core) + rows_of(one, delta)) == sorted(rows_of(one, whole))
-
-
 def test_parts_of_many_images_in_one_batch_are_those_of_each_alone() -> None:
     image_list = images(4)
     plans = [core_plan(key) for key in range(1, 5)] + [
@@ -95,57 +84,6 @@ def test_parts_of_many_images_in_one_batch_are_those_of_each_alone() -> None:
     together = kept(plans, image_list * 2)
     for one, rows, item in zip(image_list * 2, together, plans, strict=True):
         assert torch.equal(rows, kept([item], [one])[0])
-
-
-def test_a_further_question_neither_chooses_the_core_nor_conditions_on_it_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (one,) = images(1)
-    cores = CoreCache(1 << 20)
-    first = kept([core_plan(), delta_plan((8,))], [one, one], cores=cores)
-
-    def unexpected(*arguments: object) -> None:
-        raise AssertionError("the core was chosen or conditioned on again")
-
-    divprune, cdpruner = BASE_POLICIES["divprune"], BASE_POLICIES["cdpruner"]
-    monkeypatch.setattr(type(divprune), "select_picks", unexpected, raising=False)
-    monkeypatch.setattr(regions, "select_region", unexpected)
-    object.__setattr__(cdpruner, "condition", unexpected)
-    try:
-        (again,) = kept([delta_plan((8,))], [one], cores=cores)
-    finally:
-        object.__setattr__(cdpruner, "condition", _CONDITION)
-    assert torch.equal(again, first[1])
-
-
-@pytest.mark.parametrize(
-    "selector", ["anchor_controlled", "runtime_reference_anchor", "constrained"]
-)
-def test_a_greedy_selector_takes_no_step_for_the_core_and_conditions_on_it_once(
-    monkeypatch: pytest.MonkeyPatch, selector: str
-) -> None:
-    name = "capped_greedy_map" if selector == "constrained" else "greedy_map"
-    greedy, steps, conditioned = getattr(selectors, name), [], []
-
-    def count_steps(similarity: Tensor, quality: Tensor, count: int, **more: object) -> Tensor:
-        steps.append(count)
-        return greedy(similarity, quality, count, **more)
-
-    def count_conditions(similarity: Tensor, given: Tensor) -> Conditioned:
-        conditioned.append(given.shape[1])
-        return condition(similarity, given)
-
-    monkeypatch.setattr(selectors, name, count_steps)
-    monkeypatch.setattr(selectors, "condition", count_conditions, raising=False)
-    atom = {"atom": f"{selector}_pool_dpp_selector", "q_e": 2}
-    state = served({"/constraints/selector": atom, "/core": {"share": 0.5}})
-    (one,) = images(1)
-    cores = CoreCache(1 << 20)
-    first = kept([core_plan(), delta_plan((8,))], [one, one], state, cores)
-    second = kept([delta_plan((9,))], [one], state, cores)
-    assert (steps, conditioned) == ([K - CORE] * 2, [CORE])
-    assert rows_of(one, first[1]) == rows_of(one, kept([delta_plan((8,))], [one], state)[0])
-    assert not set(rows_of(one, second[0])) & set(rows_of(one, first[0]))
 
 
 def test_two_policies_upon_one_core_do_not_share_what_they_condition() -> None:
@@ -159,9 +97,6 @@ def test_two_policies_upon_one_core_do_not_share_what_they_condition() -> None:
             (expected,) = kept([delta_plan((8,), key)], [one], state, CoreCache(1 << 20))
             (actual,) = kept([delta_plan((8,), key)], [one], state, cores)
             assert torch.equal(actual, expected)
-
-
-_CONDITION = BASE_POLICIES["cdpruner"].condition
 
 
 def test_the_indices_of_a_core_outlive_a_change_of_the_features() -> None:
@@ -300,13 +235,6 @@ def test_what_a_recall_keeps_depends_on_every_question_before_it() -> None:
     assert len({tuple(rows_of(one, rows)) for rows in kept(others, [one] * 4)}) == 4
 
 
-def test_recalls_of_many_images_in_one_batch_are_those_of_each_alone() -> None:
-    image_list = images(4)
-    plans = [replace(recall_plan((i,)), key=(i, i)) for i in range(1, 5)]
-    for one, rows, item in zip(image_list, kept(plans, image_list), plans, strict=True):
-        assert torch.equal(rows, kept([item], [one])[0])
-
-
 def test_a_random_control_recalls_the_next_tokens_of_its_draw() -> None:
     (one,) = images(1)
     asked = recall_plan(keep="random")
@@ -314,14 +242,6 @@ def test_a_random_control_recalls_the_next_tokens_of_its_draw() -> None:
     drawn = [rows_of(one, rows) for rows in kept(items, [one] * 3)]
     (longer,) = kept([plan(K + 9, key=1, keep="random")], [one])
     assert sorted(chain(*drawn)) == sorted(rows_of(one, longer))
-
-
-def test_everything_that_is_left_can_be_recalled() -> None:
-    (one,) = images(1)
-    asked = recall_plan(budget=N - K - 4)
-    items = [*asked.items_before(), asked]
-    rows = [rows_of(one, rows) for rows in kept(items, [one] * 3, with_core("divprune"))]
-    assert sorted(chain(*rows)) == [*range(N)]
 
 
 def test_a_forged_recall_of_an_image_that_is_all_kept_is_a_random_draw() -> None:
@@ -333,51 +253,7 @@ def test_a_forged_recall_of_an_image_that_is_all_kept_is_a_random_draw() -> None
     assert reporter.meter.errors == {"RequestError": 1}
 
 
-def test_recalls_of_several_regions_keep_their_shares() -> None:
-    first, second = region(0, SIX), region(1, Grid(4, 8))
-    image = ImageFeatures(
-        (
-            replace(first, order=torch.arange(N)),
-            replace(second, order=N + torch.arange(second.grid.tokens)),
-        )
-    )
-    asked = recall_plan(budget=6)
-    items = [*asked.items_before(), asked]
-    each = [rows_of(image, rows) for rows in kept(items, [image] * 3)]
-    assert len(set(chain(*each))) == K + 4 + 6
-    assert [sum(row < N for row in rows) for rows in each] == [K // 2, 2, 3]
-
-
-def test_the_cache_of_cores_is_bounded() -> None:
-    cores = CoreCache(0)
-    for i in range(MAX_CORES + 5):
-        cores.put_indices(i, torch.tensor([i]))
-    assert cores.indices(4) is None
-    assert cores.indices(5) is not None
-    cores.clear()
-    assert cores.indices(5) is None
-
-
-# ---- test_cores ----
-
-
-def remembered(cache: CoreCache, keys: Iterable[Hashable]) -> list[Hashable]:
-    """Which of the keys have their indices, without making them newer."""
-    return [key for key in keys if key in cache._indices._spans]
-
-
-def test_memory_is_bounded_whatever_the_size_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "MAX_INDICES", 100)
-    cache = CoreCache(0)
-    for key in range(10):
-        cache.put_indices(key, torch.arange(8))
-    assert cache.indices(0) is not None
-    cache.put_indices("large", torch.arange(60))
-    # The first was used last, so it stays beside the two others that were not overwritten.
-    assert remembered(cache, range(10)) == [0, 8, 9]
-    cache.put_indices("larger than all", torch.arange(101))
-    assert cache.indices("larger than all") is None
-    assert cache.indices("large") is not None
+# ---- the cache of cores ----
 
 
 def test_indices_are_those_that_were_put_however_often_the_buffer_is_full(
@@ -403,47 +279,6 @@ def test_indices_are_those_that_were_put_however_often_the_buffer_is_full(
     assert hits > 300
 
 
-def test_a_core_that_is_asked_for_stays_however_many_follow(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Small cores too, of which the number is bounded before the buffer is full."""
-    monkeypatch.setattr(features, "MAX_CORES", 10)
-    monkeypatch.setattr(features, "MAX_INDICES", 10 * 160)
-    cache = CoreCache(0)
-    cache.put_indices("hot", torch.arange(3))
-    for key in range(100):
-        cache.put_indices(key, torch.arange(2))
-        assert cache.indices("hot") is not None
-    assert len(remembered(cache, range(100))) == 9
-
-
-def test_indices_that_were_read_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "MAX_INDICES", 8)
-    cache = CoreCache(0)
-    cache.put_indices("image", torch.arange(4))
-    read = cache.indices("image")
-    for key in range(4):
-        cache.put_indices(key, torch.full((4,), 9))
-    assert read is not None
-    assert read.tolist() == [0, 1, 2, 3]
-
-
-def test_cores_have_no_tensors_of_their_own() -> None:
-    """Small tensors that live long would keep an allocator from joining the memory around them."""
-    cache = CoreCache(0)
-    cache.put_indices("first", torch.arange(8))
-
-    def count_tensors() -> int:
-        gc.collect()
-        return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
-
-    before = count_tensors()
-    for key in range(200):
-        cache.put_indices(key, torch.arange(8))
-    assert count_tensors() - before < 10
-    assert cache.indices("first") is not None
-
-
 def test_the_first_indices_of_a_core_are_kept() -> None:
     cache = CoreCache(0)
     cache.put_indices("image", torch.tensor([1, 2]))
@@ -453,16 +288,6 @@ def test_the_first_indices_of_a_core_are_kept() -> None:
     assert indices is not None
     assert indices.tolist() == [1, 2]
     assert cache.indices(None) is None
-
-
-def test_clearing_drops_the_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "MAX_INDICES", 8)
-    cache = CoreCache(0)
-    for _ in range(3):
-        cache.put_indices("image", torch.arange(8))
-        assert cache.indices("image") is not None
-        cache.clear()
-        assert cache.indices("image") is None
 
 
 def test_cores_are_kept_inside_and_outside_of_inference_mode() -> None:

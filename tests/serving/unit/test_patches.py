@@ -115,7 +115,7 @@ def test_features_are_cleared_after_a_partial_weight_update(worker: Any) -> None
     assert cleared == ["the model"]
 
 
-# ---- test_encoder_calls ----
+# ---- images of a step in encoder calls ----
 
 BOUND = 100
 
@@ -201,7 +201,7 @@ def test_runner_v2_is_given_one_group_after_another(model: object, groups: Any) 
     assert calls == (groups if isinstance(groups, list) else [[60, 30, 30, 150]])
 
 
-# ---- test_encoder_budget ----
+# ---- the scheduler's encoder budget ----
 
 K, BUDGET, CACHE = 8, 1000, 4096
 
@@ -260,12 +260,6 @@ def test_an_image_above_the_budget_has_a_step_of_its_own(manager: UnprunedBudget
     assert scheduled(manager, small) == [0]
 
 
-def test_unscheduled_request_uses_no_budget(manager: UnprunedBudgetManager) -> None:
-    """It was tried but not allocated, for lack of room."""
-    assert manager.can_allocate(request("no room", 900), 0, CACHE, 0)
-    assert scheduled(manager, request("other", 900)) == [0]
-
-
 def test_cache_is_counted_in_kept_tokens(manager: UnprunedBudgetManager) -> None:
     scheduled(manager, request("one", 400, 400))
     assert manager.num_free_slots == CACHE - 2 * K
@@ -274,11 +268,6 @@ def test_cache_is_counted_in_kept_tokens(manager: UnprunedBudgetManager) -> None
 
 def test_images_without_a_plan_are_counted_as_in_stock(manager: UnprunedBudgetManager) -> None:
     assert len(scheduled(manager, request("one", *[None] * 100))) == 100
-
-
-def test_full_cache_is_refused_as_in_stock(manager: UnprunedBudgetManager) -> None:
-    manager.num_free_slots = manager.num_freeable_slots = K - 1
-    assert scheduled(manager, request("one", 10)) == []
 
 
 def test_a_step_takes_a_few_recalls_and_all_else(monkeypatch: pytest.MonkeyPatch) -> None:

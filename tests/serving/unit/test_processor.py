@@ -55,13 +55,6 @@ def test_features_are_cached_by_content_and_not_by_uuid(without_cache: Sender) -
     assert counted.keys == unnamed.keys[:1]
 
 
-def test_pruned_images_are_identified_by_content(without_cache: Sender) -> None:
-    unnamed = without_cache.send([LARGE, OTHER])
-    assert without_cache.send([LARGE, OTHER], ["x", "x"]).identities == unnamed.identities
-    assert len(set(unnamed.identities)) == 2
-    assert all(int(identity, 16) and len(identity) == 64 for identity in unnamed.identities)
-
-
 def test_an_unpruned_image_has_the_stock_identity_and_is_not_cached(
     without_cache: Sender,
 ) -> None:
@@ -104,14 +97,6 @@ def test_no_uuid_is_the_identity_of_an_image(folder: Any, modality: str) -> None
         (identity,) = made["mm_hashes"][modality]
         assert identity == stock_identity(sender, OTHER) if modality == "image" else True
         assert identity not in (*public.identities, stock_identity(sender, LARGE))
-
-
-def test_one_uuid_for_images_of_two_sizes_in_two_requests(sender: Sender) -> None:
-    """Each has its own identity, its own plan and as many placeholders as without a name."""
-    alone = [sender.send([image]) for image in (SMALL, LARGE, OTHER)]
-    named = [sender.send([image], ["x"]) for image in (SMALL, LARGE, OTHER)]
-    assert [sent.lengths for sent in named] == [sent.lengths for sent in alone] == [[4], [8], [8]]
-    assert [sent.identities for sent in named[1:]] == [sent.identities for sent in alone[1:]]
 
 
 def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(sender: Sender) -> None:
@@ -225,7 +210,7 @@ def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
         assert send(*calls) == alone
 
 
-# ---- test_processor_parts ----
+# ---- images in two items ----
 
 
 def resized(sender: Sender, image: Image.Image | None, budget: int, **entry: Any) -> Processed:
@@ -275,12 +260,6 @@ def test_a_resized_image_is_shared_by_questions_and_by_nothing_else(folder: Any)
         sender.send([LARGE], budget=64),
     ]
     assert len({one.identities[0] for one in (first, *others)}) == 7
-
-
-def test_an_image_that_has_k_tokens_is_not_resized(folder: Any) -> None:
-    sender = Sender(folder, budget=8)
-    assert resized(sender, LARGE, 64).identities == sender.send([LARGE], budget=64).identities
-    assert resized(sender, SMALL, 4).lengths == [4]
 
 
 def test_a_resized_image_may_be_sent_by_its_name(folder: Any) -> None:
@@ -353,13 +332,7 @@ def test_parts_of_an_image_are_processed_once_and_carry_the_same_pixels(folder: 
     assert keys[0] == keys[2] != keys[1] == keys[3]
 
 
-def test_images_stay_whole_without_a_prefix_cache(folder: Any) -> None:
-    sent = split_sender(folder, blocks=None).send([LARGE])
-    assert sent.lengths == [24]
-    assert [plan.part for plan in sent.plans] == ["whole"]
-
-
-# ---- test_repeated_questions ----
+# ---- further questions ----
 
 
 def test_another_question_or_k_sends_a_plan_alone(sender: Sender) -> None:
@@ -380,13 +353,6 @@ def test_a_new_image_beside_a_known_one_is_processed_alone(sender: Sender) -> No
     assert (sum(runs), both.sent) == (1, [False, True])
 
 
-def test_another_tenant_gets_tensors_of_its_own(sender: Sender) -> None:
-    with processing(sender) as runs:
-        sender.send([LARGE], instructions=["what"])
-        sender.send([LARGE], instructions=["where"], salt="tenant")
-    assert sum(runs) == 2
-
-
 def test_an_operator_without_a_cache_of_images_has_none_here(without_cache: Sender) -> None:
     with processing(without_cache) as runs:
         for question in ("what", "where"):
@@ -402,7 +368,7 @@ def test_a_request_that_is_not_handed_over_changes_no_cache(sender: Sender) -> N
     assert (sender.send([OTHER]).sent, before.sent) == ([False], [True])
 
 
-# ---- test_resized_images ----
+# ---- resized images ----
 
 UNIT = 28
 
@@ -464,45 +430,14 @@ def test_glm_s_processor_leaves_a_resized_image_as_it_is(
         assert smart_resize(2, *sides, factor=UNIT, min_pixels=1, max_pixels=most) == sides
 
 
-def test_the_sides_keep_their_ratio() -> None:
-    chosen = choose(640, 480, 48)
-    assert chosen.resized == (8 * UNIT, 6 * UNIT)
-    assert chosen.kept == 48
-
-
 def test_a_budget_below_the_processor_s_least_is_refused() -> None:
     with pytest.raises(RequestError, match="makes at least 4 tokens -> ask for 4 or more"):
         choose(640, 480, 3, least=4)
 
 
-def test_other_choices_stay_as_they_are() -> None:
-    info, placeholders = qwen()
-    fixed = Placeholders(placeholders.count, placeholders.count_largest, placeholders.token)
-    size = ImageSize(640, 480)
-    for choice, rules in (
-        (ImageChoice(8, 64, "random"), placeholders),
-        (ImageChoice(64, 64, "resized"), placeholders),
-        (ImageChoice(8, 64, "resized"), fixed),  # the worker pools its tokens
-    ):
-        inputs: Any = Inputs()
-        assert choose_sizes(info, rules, inputs, [size], [choice]) == (choice,)
-
-
 def items(*images: object) -> Any:
     listed: list[Any] = list(images)
     return Inputs(MultiModalDataItems({"image": ImageProcessorItems(listed)}))
-
-
-def test_only_images_with_a_size_are_resized() -> None:
-    info, _ = qwen()
-    source = items(Image.new("RGB", (50, 40)), Image.new("L", (50, 40)), None)
-    images = resize_images(info, source, [None, (28, 56), (28, 28)]).mm_data_items["image"]
-    assert [image and (image.size, image.mode) for image in map(images.get, range(3))] == [
-        ((50, 40), "RGB"),
-        ((28, 56), "RGB"),
-        None,
-    ]
-    assert resize_images(info, source, [None, None, None]) is source
 
 
 def test_an_array_cannot_be_resized() -> None:
@@ -511,23 +446,7 @@ def test_an_array_cannot_be_resized() -> None:
         resize_images(info, items(numpy.zeros((40, 50, 3))), [(28, 28)])
 
 
-# ---- test_named_images ----
-
-
-def test_a_uuid_means_the_content_last_sent_with_it() -> None:
-    images = NamedImages()
-    images.remember("cat", "", ("first", None))
-    images.remember("cat", "", ("second", None))
-    assert images.find("cat", "") == ("second", None)
-
-
-def test_uuids_of_one_salt_are_unknown_under_another() -> None:
-    images = NamedImages()
-    images.remember("cat", "a", ("a cat", None))
-    assert images.find("cat", "a") == ("a cat", None)
-    unknown = [images.find("cat", "b"), images.find("cat", ""), images.find("ca", "ta")]
-    assert all(size is None and content.startswith("unknown ") for content, size in unknown)
-    assert len({content for content, _ in unknown}) == 3
+# ---- names of images ----
 
 
 def test_the_least_recently_used_uuids_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,6 @@ from vllm_autoprune.serving.worker.question import (
     LlamaPrefix,
     split_segments,
 )
-from vllm_autoprune.tpdsl.prefix import LanguagePrefix
 
 CPU = torch.device("cpu")
 SHORT: Ids = (BOS, 5, EOS)
@@ -77,10 +76,6 @@ def test_segments_are_those_of_the_published_code(name: str) -> None:
     assert np.array_equal(padded, expected["segments"])
     lengths = expected["mask"].sum(axis=1).tolist()
     assert [len(segment) for segment in segments] == lengths
-
-
-def test_no_ids_are_one_empty_segment() -> None:
-    assert split_segments((), 77) == [()]
 
 
 @pytest.mark.parametrize("ids", [SHORT, LONGER, LONG, NO_END])
@@ -158,16 +153,6 @@ def test_patches_go_through_the_norm_and_the_projection(
     torch.testing.assert_close(half, tower.patches(hidden.bfloat16().float()))
 
 
-def test_the_tower_s_sign_is_the_description_s(tiny_clip: TinyClip, tower: ClipTower) -> None:
-    assert tower.sign == read_text_tower(str(tiny_clip.folder)).sign == -1
-
-
-def test_nothing_of_the_tower_is_trained(tower: ClipTower) -> None:
-    text, _ = tower.instructions([SHORT])
-    assert not text.requires_grad
-    assert not tower.patches(torch.randn(1, 4, VISION_WIDTH)).requires_grad
-
-
 class Lookup:
     """An embedding table that counts lookups."""
 
@@ -194,15 +179,6 @@ def test_input_embeddings_are_the_mean_of_the_instruction() -> None:
     assert InputEmbeddings.patches(relevance, torch.zeros(1, 4, 6)) is None  # type: ignore[func-returns-value]
 
 
-def test_an_empty_instruction_has_no_segment() -> None:
-    relevance = InputEmbeddings(Lookup(), CPU)
-    for instructions in ([()], [(), ()], [(1,), (), (2, 3)]):
-        text, used = relevance.instructions(instructions)
-        assert used[:, 0].tolist() == [len(ids) > 0 for ids in instructions]
-        assert text.isfinite().all()
-        assert not text[[not ids for ids in instructions]].any()
-
-
 def test_a_batch_is_one_lookup_and_each_instruction_alone() -> None:
     lookup = Lookup()
     relevance = InputEmbeddings(lookup, CPU)
@@ -212,14 +188,6 @@ def test_a_batch_is_one_lookup_and_each_instruction_alone() -> None:
     for row, ids in enumerate(instructions):
         alone, _ = relevance.instructions([ids])
         assert torch.equal(text[row], alone[0])
-
-
-def test_half_precision_embeddings_are_averaged_in_float32() -> None:
-    lookup = Lookup()
-    lookup.table.to(torch.bfloat16)
-    text, _ = InputEmbeddings(lookup, CPU).instructions([tuple(range(32))])
-    assert text.dtype == torch.float32
-    torch.testing.assert_close(text[0, 0], lookup.table.weight.detach().float().mean(dim=0))
 
 
 class AdaptedEmbedding(nn.Module):
@@ -275,7 +243,7 @@ def test_instructions_are_embedded_without_the_adapters_of_other_requests() -> N
     assert adapted.model.embed_tokens is layer
 
 
-# ---- test_language_layers ----
+# ---- first layers of the language model ----
 
 START, LAYERS, HIDDEN, HEADS, KEY_HEADS, HEAD = 1, 3, 24, 4, 2, 6
 
@@ -359,24 +327,11 @@ def read(served: Served, *ids: int, shown: Tensor | None = None) -> LlamaPrefix:
     return first.read(image() if shown is None else shown, ids)
 
 
-def test_it_is_a_language_prefix(llama: Any) -> None:
-    prefix: LanguagePrefix = read(Served(llama), 5, 6, 7)
-    assert prefix.start == 1
-    assert prefix.text.tolist() == [[True, True, True]]
-
-
 def test_the_sequence_is_start_image_instruction(llama: Any) -> None:
     shown = image()
     (row,) = read(Served(llama), 5, 6, shown=shown).embeddings()
     table = llama.embed_tokens.weight
     assert torch.equal(row, torch.cat([table[[START]], shown, table[[5, 6]]]))
-
-
-def test_empty_instruction_is_the_start_token(llama: Any) -> None:
-    prefix = read(Served(llama))
-    assert prefix.text.tolist() == [[True]]
-    assert torch.equal(prefix.embeddings()[0, -1], llama.embed_tokens.weight[START])
-    assert prefix.attention(0).shape == (1, HEADS, 1, 11)
 
 
 def test_layers_equal_transformers(llama: Any) -> None:
@@ -411,13 +366,6 @@ def test_only_requested_layers_run(llama: Any) -> None:
     assert served.ran == [0]
     prefix.states(1)
     assert served.ran == [0, 1]
-
-
-def test_attention_is_causal(llama: Any) -> None:
-    rows = read(Served(llama), 5, 6, 7).attention(1)[0]
-    assert (rows[:, 0, -2:] == 0).all() and (rows[:, 1, -1:] == 0).all()
-    assert (rows[:, 2] > 0).all()
-    torch.testing.assert_close(rows.sum(dim=-1), torch.ones(HEADS, 3))
 
 
 @pytest.mark.parametrize("copies", [1, 2])

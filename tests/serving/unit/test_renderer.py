@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from vllm_autoprune.serving.api.renderer import (
     _add_salt,
     _pass_fields,
 )
-from vllm_autoprune.serving.api.request import SALT, CacheSalt, RecallTurn, count_refused_request
+from vllm_autoprune.serving.api.request import SALT, CacheSalt, RecallTurn
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.plan import FIELD, ItemPlan
 from vllm_autoprune.serving.served_state import ATTRIBUTE
@@ -44,18 +45,10 @@ TURN = {"images": 1, "text": "and now?"}
 FIELDS = {"instructions": ["what?"], "details": ["low"], "turns": [0], "recall_turns": [TURN]}
 
 
-def handed(asked: object, **others: object) -> Any:
-    prompt: Any = {"prompt_token_ids": [1], _MESSAGE_FIELDS: FIELDS}
-    if asked != "nothing":
-        prompt["mm_processor_kwargs"] = {"autoprune": asked, **others}
-    return _pass_fields(prompt)
-
-
 def test_a_prompt_with_images_stores_the_fields_of_its_messages() -> None:
     renderer: Any = SimpleNamespace(model_config=SimpleNamespace())
     parts = [{"type": "image_url", "image_url": {"url": "x", "detail": "low"}}, "what?"]
     messages: Any = [{"role": "user", "content": parts}]
-
     turns = [RecallTurn(images=1, text="and now?")]
 
     def stored(prompt: Any) -> Any:
@@ -68,61 +61,40 @@ def test_a_prompt_with_images_stores_the_fields_of_its_messages() -> None:
     assert stored({"prompt": "what?"}) == {"prompt": "what?"}
 
 
-def test_fields_of_the_messages_reach_the_processor_and_leave_the_prompt() -> None:
-    prompt = handed("nothing")
-    assert prompt == {
-        "prompt_token_ids": [1],
-        "mm_processor_kwargs": {"autoprune": FIELDS},
-    }
+FORGED = {"instructions": ["forged"], "details": ["high"], "recall_turns": []}
 
 
-def test_fields_of_the_request_are_kept() -> None:
-    kwargs = handed({"budget": 16}, num_crops=4)["mm_processor_kwargs"]
-    assert kwargs == {"autoprune": {"budget": 16, **FIELDS}, "num_crops": 4}
-
-
-def test_fields_that_a_client_writes_are_replaced_by_those_of_its_messages() -> None:
-    kwargs = handed({"instructions": ["forged"], "details": ["high"], "recall_turns": []})[
-        "mm_processor_kwargs"
-    ]
-    assert kwargs == {"autoprune": FIELDS}
-
-
-def test_a_null_entry_asks_for_nothing_and_keeps_the_fields_of_the_messages() -> None:
-    kwargs = handed(None)["mm_processor_kwargs"]
-    assert kwargs == {"autoprune": FIELDS}
-
-
-@pytest.mark.parametrize("asked", [[16], 16, "16", False], ids=repr)
-def test_a_malformed_entry_is_left_for_the_processor_to_refuse(asked: object) -> None:
-    assert handed(asked)["mm_processor_kwargs"] == {"autoprune": asked}
-
-
-def test_the_caller_s_own_dictionaries_are_not_changed() -> None:
-    kwargs = {"autoprune": {"budget": 16}}
-    prompt: Any = {"prompt_token_ids": [1], _MESSAGE_FIELDS: FIELDS, "mm_processor_kwargs": kwargs}
-    _pass_fields(prompt)
-    assert kwargs == {"autoprune": {"budget": 16}}
-
-
-def test_a_prompt_without_messages_is_passed_on() -> None:
-    prompt: Any = {"prompt_token_ids": [1]}
-    assert _pass_fields(prompt) is prompt
-    assert prompt == {"prompt_token_ids": [1]}
+@pytest.mark.parametrize(
+    ("asked", "passed"),
+    [
+        ({}, {"autoprune": FIELDS}),
+        ({"autoprune": None}, {"autoprune": FIELDS}),
+        (
+            {"autoprune": {"budget": 16, **FORGED}, "num_crops": 4},
+            {"autoprune": {"budget": 16, **FIELDS}, "num_crops": 4},
+        ),
+        # Left for the processor to refuse.
+        *(({"autoprune": value},) * 2 for value in ([16], 16, "16", False)),
+    ],
+    ids=str,
+)
+def test_fields_of_the_messages_reach_the_processor_and_leave_the_prompt(
+    asked: dict[str, Any], passed: dict[str, Any]
+) -> None:
+    before = copy.deepcopy(asked)
+    prompt: Any = {"prompt_token_ids": [1], _MESSAGE_FIELDS: FIELDS, "mm_processor_kwargs": asked}
+    assert _pass_fields(prompt) == {"prompt_token_ids": [1], "mm_processor_kwargs": passed}
+    assert asked == before, "the caller's own"
 
 
 def test_the_cache_salt_reaches_the_processor_in_a_type_of_its_own() -> None:
-    given = {"autoprune": {"budget": 8}, SALT: "what a client wrote"}
-    prompt: Any = {"prompt_token_ids": [1], "cache_salt": "tenant", "mm_processor_kwargs": given}
+    asked = {"autoprune": {"budget": 8}, SALT: "what a client wrote"}
+    prompt: Any = {"prompt_token_ids": [1], "cache_salt": "tenant", "mm_processor_kwargs": asked}
     kwargs = _add_salt(prompt)["mm_processor_kwargs"]
     assert kwargs == {"autoprune": {"budget": 8}, SALT: "tenant"}
     assert isinstance(kwargs[SALT], CacheSalt)
-    assert given[SALT] == "what a client wrote"
-
-
-def test_a_prompt_without_a_salt_is_left_as_it_is() -> None:
-    prompt: Any = {"prompt_token_ids": [1]}
-    assert _add_salt(prompt) == {"prompt_token_ids": [1]}
+    assert asked[SALT] == "what a client wrote"
+    assert _add_salt({"prompt_token_ids": [1]}) == {"prompt_token_ids": [1]}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +143,7 @@ def test_prompt_embeddings_beside_images_leave_the_request_countable(
     assert hashes == {"image": ["a"], "prompt_embeds": ["b"]}
 
 
-# ---- test_engine_requests ----
+# ---- requests on their way to the engine ----
 
 PLAN = ItemPlan(8, (1, 2), (3,))
 PIXELS = torch.arange(12.0).reshape(3, 2, 2)
@@ -259,19 +231,27 @@ def prompt() -> dict[str, object]:
     return {"type": "multimodal", "mm_hashes": hashes}
 
 
-def test_a_request_is_counted_when_it_is_passed_to_the_engine(counted: list[Any]) -> None:
-    one = prompt()
-    request = processed(one, [feature(PLAN.encode())])
-    assert counted == []
-    hand_over(request)
-    assert counted == [("autoprune", CHOICES, 7)]
+def test_a_request_is_counted_once_and_when_it_is_passed_to_the_engine(counted: list[Any]) -> None:
+    for number in range(2):
+        made = prompt()
+        for _ in range(3):  # a beam search hands over every beam, token by token
+            request = processed(made, [feature(PLAN.encode())])
+            assert len(counted) <= number + 1
+            hand_over(request)
+            hand_over(request)  # and n > 1 hands over each sample
+    assert counted == [("autoprune", CHOICES, 7)] * 2
+    hand_over(processed({"type": "token"}, []))
+    hand_over(processed("a raw prompt", []))
+    hand_over(processed(prompt(), [feature(PLAN.encode())], stock=True))
+    assert len(counted) == 2
 
 
 def test_a_request_that_is_refused_after_rendering_does_not_count(counted: list[Any]) -> None:
     with pytest.raises(ValueError, match="model length"):
         processed(prompt(), [feature(PLAN.encode())], fails=True)
-    one = prompt()
-    request = processed(one, [feature(PLAN.encode())])
+    made = prompt()
+    request = processed(made, [feature(PLAN.encode())])
+    assert counted == []
     with pytest.raises(RuntimeError):
         hand_over(request, fails=True)
     assert counted == []
@@ -288,30 +268,8 @@ def test_another_request_is_not_taken_for_a_refused_one(counted: list[Any]) -> N
     assert counted == []
 
 
-def test_samples_and_beams_of_a_request_count_once(counted: list[Any]) -> None:
-    one = prompt()
-    for _ in range(3):  # a beam search hands over every beam, token by token
-        request = processed(one, [feature(PLAN.encode())])
-        hand_over(request)
-        hand_over(request)  # and n > 1 hands over each sample
-    assert len(counted) == 1
-
-
-def test_two_requests_count_twice_and_others_not_at_all(counted: list[Any]) -> None:
-    for one in (prompt(), prompt()):
-        hand_over(processed(one, [feature(PLAN.encode())]))
-    assert len(counted) == 2
-    hand_over(processed({"type": "token"}, []))
-    hand_over(processed("a raw prompt", []))
-    one = prompt()
-    hand_over(processed(one, [feature(PLAN.encode())], stock=True))
-    assert len(counted) == 2
-
-
-def test_a_request_that_never_reaches_the_engine_leaves_nothing_behind() -> None:
-    for _ in range(9):
-        processed(prompt(), [feature(PLAN.encode())])
-    assert not engine_requests._waiting
+ELSEWHERE = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
+"""A prompt that was rendered by another process."""
 
 
 @pytest.mark.parametrize(
@@ -326,31 +284,28 @@ def test_a_request_that_never_reaches_the_engine_leaves_nothing_behind() -> None
     ],
 )
 def test_a_plan_from_another_process_is_checked(counted: list[Any], plan: Any, said: str) -> None:
-    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
     with pytest.raises(VLLMValidationError, match=said):  # answered by 400
-        processed(made_elsewhere, [plan])
+        processed(ELSEWHERE, [plan])
     assert counted == [("refused",)]
-    processed(made_elsewhere, [plan], stock=True)
+    processed(ELSEWHERE, [plan], stock=True)
 
 
 @pytest.mark.parametrize(
     "plan", [ItemPlan(65, (1, 2), (3,)), ItemPlan(8, (1, 2), (3,), keep="random")]
 )
 def test_without_the_flag_a_plan_from_another_process_sets_nothing(plan: ItemPlan) -> None:
-    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
     with pytest.raises(VLLMValidationError, match="requests may"):
-        processed(made_elsewhere, [feature(plan.encode(), plan.budget)])
+        processed(ELSEWHERE, [feature(plan.encode(), plan.budget)])
     allowed = RequestRules("budget", explicit=True)
-    processed(made_elsewhere, [feature(plan.encode(), plan.budget)], rules=allowed)
+    processed(ELSEWHERE, [feature(plan.encode(), plan.budget)], rules=allowed)
 
 
 def test_a_plan_from_another_process_brings_its_image() -> None:
     """The engine would look for the tensors in another item of the request."""
     alone = feature(PLAN.encode())
     del alone.data["pixel_values"]
-    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
     with pytest.raises(VLLMValidationError, match="without the tensors"):
-        processed(made_elsewhere, [alone])
+        processed(ELSEWHERE, [alone])
 
 
 def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over() -> None:
@@ -367,27 +322,24 @@ def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over
 
 
 def test_valid_plans_and_inputs_that_need_none_are_accepted() -> None:
-    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
     known = SimpleNamespace(data=None, modality="image")
     other = SimpleNamespace(data={"image_embeds": torch.zeros(1)}, modality="image")
     cached = feature(None, pixels=None)
-    request = processed(made_elsewhere, [known, other, cached, feature(PLAN.encode())])
+    request = processed(ELSEWHERE, [known, other, cached, feature(PLAN.encode())])
     assert len(request.mm_features) == 4
 
 
 def test_an_image_that_was_processed_without_the_plugin_is_refused(counted: list[Any]) -> None:
-    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
     unplanned = feature(PLAN.encode())
     del unplanned.data[FIELD]
     with pytest.raises(VLLMValidationError, match="processed without the plugin"):
-        processed(made_elsewhere, [feature(PLAN.encode()), unplanned])
+        processed(ELSEWHERE, [feature(PLAN.encode()), unplanned])
     video = SimpleNamespace(data=unplanned.data, modality="video")
-    processed(made_elsewhere, [video])
+    processed(ELSEWHERE, [video])
 
 
-def test_features_of_a_plan_made_elsewhere_are_kept_under_the_key_of_its_pixels() -> None:
+def test_features_of_a_plan_ELSEWHERE_are_kept_under_the_key_of_its_pixels() -> None:
     """Under a key of the client's choice they would answer for another image."""
-    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
     keys = {}
     for name, forged, salt in (
         ("one", (1, 2), None),
@@ -395,13 +347,10 @@ def test_features_of_a_plan_made_elsewhere_are_kept_under_the_key_of_its_pixels(
         ("salted", (1, 2), "s"),
     ):
         image = feature(ItemPlan(8, forged, (3,)).encode())
-        processed(made_elsewhere, [image], salt=salt)
+        processed(ELSEWHERE, [image], salt=salt)
         keys[name] = ItemPlan.decode(image.data[FIELD].data).key
     assert keys["one"] == keys["same"] not in ((1, 2), (3, 4))
     assert keys["salted"] != keys["one"]
-
-
-# ---- test_metrics ----
 
 
 @pytest.fixture
@@ -426,9 +375,3 @@ def test_a_request_and_its_images(grown: Callable[..., float]) -> None:
     assert grown("autoprune_visual_tokens_total", stage="before") == 338
     assert grown("autoprune_visual_tokens_total", stage="after") == 210
     assert grown("autoprune_kv_bytes_saved_total") == 12_800
-
-
-def test_a_refusal(grown: Callable[..., float]) -> None:
-    count_refused_request()
-    assert grown("autoprune_requests_refused_total") == 1
-    assert grown("autoprune_images_total", chooser="state") == 0

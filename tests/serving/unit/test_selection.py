@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -44,27 +43,6 @@ def failing(*names: str) -> Any:
         raise RuntimeError(f"broken: {names}")
 
     return fail
-
-
-def test_valid_policy_equals_refine(policy: PruningPolicy) -> None:
-    reporter, tokens = FallbackReporter(), images()
-    result, expected = select_with_fallback(policy, tokens, reporter), refine(policy, tokens)
-    assert torch.equal(result.indices, expected.indices)
-    assert torch.equal(result.features, expected.features)
-    assert reporter.meter.counts() == {"none": 2, "reference": 0, "uniform": 0}
-    assert reporter.meter.errors == {}
-
-
-def test_features_with_gradients_are_no_failure(policy: PruningPolicy) -> None:
-    """vLLM's warm-up on a CPU passes tensors that require gradients."""
-    reporter, tokens = FallbackReporter(), images()
-    tracked = dataclasses.replace(tokens, features=tokens.features.clone().requires_grad_())
-    result = select_with_fallback(policy, tracked, reporter)
-    assert reporter.meter.errors == {} and reporter.meter.counts()["none"] == 2
-    assert torch.equal(
-        result.indices, select_with_fallback(policy, tokens, FallbackReporter()).indices
-    )
-    assert not result.features.requires_grad
 
 
 def test_exception_falls_back_to_the_reference(
@@ -133,13 +111,6 @@ def test_meter_adds_up_and_each_kind_is_logged_once(logged: pytest.LogCaptureFix
     ]
 
 
-def test_no_log_without_fallbacks(logged: pytest.LogCaptureFixture) -> None:
-    reporter = FallbackReporter()
-    for _ in range(3):
-        reporter.report(torch.zeros(4, dtype=torch.uint8))
-    assert logged.records == []
-
-
 def test_errors_are_logged_once_a_type_with_their_traceback(
     logged: pytest.LogCaptureFixture,
 ) -> None:
@@ -161,7 +132,7 @@ def test_a_random_keep_is_untouched_tokens_in_raster_order() -> None:
     assert (result.fallback == 0).all()
 
 
-# ---- test_first_image_check ----
+# ---- the check on the first image ----
 
 
 @pytest.fixture
@@ -201,13 +172,6 @@ def test_unsafe_state_is_replaced_by_its_base_policy(
     assert record.levelname == "ERROR"
     message = record.getMessage()
     assert "FAILS" in message and "made to fail" in message and "cdpruner" in message
-
-
-def test_replacement_keeps_the_budget(refining: PruningPolicy, broken: pytest.MonkeyPatch) -> None:
-    first, tokens = FirstImageCheck(), images()
-    first.replace_unsafe(refining, tokens)
-    other = first.replace_unsafe(materialize(refining.state, 5), tokens)
-    assert refine(other, tokens).indices.shape == (2, 5)
 
 
 def test_non_finite_images_fail_no_state(
@@ -267,47 +231,14 @@ def test_verdict_applies_to_one_number_of_tiles(
     assert len(checked) == 2
 
 
-def test_failing_state_is_logged_once(
-    refining: PruningPolicy, broken: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
-) -> None:
-    """Clients choose budgets: they must not be able to fill the log."""
-    first, tokens = FirstImageCheck(), images()
-    for budget in (5, 6, 7, 8):
-        assert first.replace_unsafe(materialize(refining.state, budget), tokens).quota == 0
-    assert first.unsafe == 1
-    assert len(logged.records) == 1
-
-
-# ---- test_features ----
+# ---- the cache of features ----
 
 FIVE = Grid(1, 5)
-
-
-def _towered(tower: TowerFeatures) -> ImageFeatures:
-    region = Region(FIVE, torch.zeros(5, 4), cosine=torch.zeros(5, 5), tower=tower)
-    return ImageFeatures((region,))
 
 
 def sized(units: int) -> ImageFeatures:
     """Features of ``16 * units`` bytes."""
     return ImageFeatures((Region(Grid(1, units), torch.zeros(units, 4)),))
-
-
-def test_nbytes_of_features() -> None:
-    half = torch.zeros(5, 4, dtype=torch.bfloat16)
-    full = ImageFeatures((Region(FIVE, half, torch.zeros(5), torch.zeros(5, 3)),))
-    assert full.nbytes == 5 * 4 * 2 + 5 * 4 + 5 * 3 * 4
-
-
-def test_nbytes_includes_tower_features() -> None:
-    half = torch.zeros(5, 8, dtype=torch.bfloat16)
-    tower = TowerFeatures(half, half[:1], torch.zeros(5, 2))
-    image = _towered(tower)
-    seen = 5 * 8 * 2 + 8 * 2 + 5 * 2 * 4
-    assert image.nbytes == 5 * 4 * 4 + 5 * 5 * 4 + seen
-    following = TowerFeatures(half, half[:1], torch.zeros(5, 2), torch.zeros(5), half)
-    more = _towered(following)
-    assert more.nbytes == image.nbytes + 5 * 4 + 5 * 8 * 2
 
 
 def test_tokens_before_the_projector_count_once() -> None:
@@ -353,21 +284,6 @@ def test_the_least_recently_used_entry_is_evicted_first() -> None:
     assert [cache.get((key, 0)) is not None for key in (1, 3, 4, 5)] == [False, False, True, True]
 
 
-def test_too_large_image_is_not_cached_and_evicts_nothing() -> None:
-    cache = FeatureCache(2 * 16)
-    cache.put((1, 0), sized(2))
-    cache.put((2, 0), sized(3))
-    assert cache.get((1, 0)) is not None
-    assert cache.get((2, 0)) is None
-
-
-def test_bound_of_zero_caches_nothing() -> None:
-    cache = FeatureCache(0)
-    cache.put((1, 0), sized(1))
-    assert (len(cache), cache.used_bytes) == (0, 0)
-    assert cache.reserve(torch.device("cuda")) is None
-
-
 def test_a_key_is_both_of_its_numbers_and_is_counted_once() -> None:
     cache = FeatureCache(4 * 16)
     first = sized(1)
@@ -377,17 +293,6 @@ def test_a_key_is_both_of_its_numbers_and_is_counted_once() -> None:
     assert cache.get((1, 2)) is first
     assert cache.get((2, 1)) is None
     assert (cache.hits, cache.misses) == (1, 1)
-
-
-def test_clear_keeps_the_counters() -> None:
-    cache = FeatureCache(16)
-    cache.put((1, 0), sized(1))
-    cache.get((1, 0))
-    cache.clear()
-    assert (len(cache), cache.used_bytes, cache.hits) == (0, 0, 1)
-    assert cache.get((1, 0)) is None
-    cache.put((1, 0), sized(1))
-    assert len(cache) == 1
 
 
 def test_profiling_reserves_the_bound_where_memory_is_measured() -> None:

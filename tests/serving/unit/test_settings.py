@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -39,8 +40,6 @@ from vllm_autoprune.serving.startup import resolve_settings
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.loading import shipped_states
 
-SELECTOR = sample()["constraints"]["selector"]
-MISSING = "atom-that-is-not"
 TOWER_FLAG = "--autoprune-text-tower"
 
 
@@ -61,65 +60,28 @@ def test_a_state_may_be_given_in_every_form(form: str) -> None:
     assert served_state.cache_bytes == 1 << 28
 
 
-@pytest.mark.parametrize("budget", [64, "64", " 64 "], ids=repr)
-def test_a_budget_of_its_own(budget: object) -> None:
-    served_state = resolve_settings({"state": "autoprune", "budget": budget}, vllm_config())
-    assert served_state.budget == served_state.policy().budget == 64
+def resolved(**settings: object) -> ServedState:
+    return resolve_settings({"state": "autoprune", **settings}, vllm_config())
 
 
-@pytest.mark.parametrize(
-    ("size", "count"),
-    [(0, 0), ("0", 0), (2, 1 << 31), ("0.5", 1 << 29), (1024, 1 << 40)],
-    ids=repr,
-)
-def test_a_cache_of_its_own(size: object, count: int) -> None:
-    served_state = resolve_settings({"state": "autoprune", "feature_cache_gb": size}, vllm_config())
-    assert served_state.cache_bytes == count
-
-
-def test_a_text_tower_of_its_own(tiny_clip: TinyClip) -> None:
-    settings = {"state": "autoprune", "text_tower": str(tiny_clip.folder)}
-    served_state = resolve_settings(settings, vllm_config())
-    assert served_state.tower is not None
-    assert (served_state.tower.path, served_state.tower.sign) == (str(tiny_clip.folder), -1)
-
-
-@pytest.mark.parametrize("settings", ["autoprune", 3, None, ["autoprune"], True], ids=repr)
-def test_settings_that_are_not_an_object(settings: object) -> None:
-    assert places(settings) == ["additional_config/autoprune"]
-
-
-def test_unknown_setting() -> None:
-    (problem,) = refusal({"state": "autoprune", "buget": 3})
-    assert problem.where == "additional_config/autoprune/buget"
-    assert "budget" in problem.fix
-
-
-@pytest.mark.parametrize("settings", [{}, {"from_flags": True}, {"state": None}], ids=repr)
-def test_no_state(settings: object) -> None:
-    (problem,) = refusal(settings)
-    assert problem.where == "--autoprune-state"
-    assert "no state is given" in problem.what
-
-
-def test_a_budget_without_a_state() -> None:
-    assert places({"budget": 64}) == ["--autoprune-state"]
-    assert places({"budget": "0"}) == ["--autoprune-state", "--autoprune-budget"]
-
-
-def test_a_missing_file_and_a_misspelt_name() -> None:
-    (problem,) = refusal({"state": "autoprun"})
-    assert problem.where == "--autoprune-state autoprun"
-    assert "no such file" in problem.what
-    assert "did you mean 'autoprune'?" in problem.fix
-
-
-def test_a_file_that_is_not_json(tmp_path: Path) -> None:
-    file = tmp_path / "state.json"
-    file.write_text("state: 3")
-    (problem,) = refusal({"state": str(file)})
-    assert problem.where == f"--autoprune-state {file}"
-    assert "not JSON" in problem.what
+def test_each_setting_is_read_from_text_and_numbers(tiny_clip: TinyClip) -> None:
+    for budget in (64, "64", " 64 "):
+        assert resolved(budget=budget).policy().budget == 64
+    sizes = ((0, 0), ("0", 0), (2, 1 << 31), ("0.5", 1 << 29), (1024, 1 << 40))
+    for size, count in sizes:
+        assert resolved(feature_cache_gb=size).cache_bytes == count
+    tower = resolved(text_tower=str(tiny_clip.folder)).tower
+    assert tower is not None
+    assert (tower.path, tower.sign) == (str(tiny_clip.folder), -1)
+    assert resolved().rules.cost == DEFAULT_COST
+    assert resolved(request_cost="750").rules.cost == 750.0
+    assert (resolved().rules.level, resolved().rules.recall) == ("budget", 0)
+    for recall in (8, "8", " 8 "):
+        assert resolved(recall=recall).rules.recall == 8
+    for detail in ("low=16,high=64", {"low": 16, "high": "64"}):
+        for requests in (None, "none", "budget:32-64", "states"):
+            rules = resolved(requests=requests, detail=detail).rules
+            assert rules.detail == DetailBudgets(16, 64)
 
 
 def nested(depth: int) -> list[object]:
@@ -129,19 +91,76 @@ def nested(depth: int) -> list[object]:
     return inner
 
 
+FIXED = edited(sample(), {"/constraints/selector/q_e": 2, "/constraints/selector/r_min": 32})
+LIMITED = edited(sample(), {"/budget": {"atom": "fixed_budget@32", "limit": 48}})
+
+
 @pytest.mark.parametrize(
-    "value", [{1, 2}, nested(100_000), 10**5000, b"bytes"], ids=["set", "deep", "huge", "bytes"]
+    ("settings", "where", "what"),
+    [
+        *((value, "additional_config/autoprune", "") for value in ("autoprune", 3, None, True)),
+        ({"state": "autoprune", "buget": 3}, "additional_config/autoprune/buget", ""),
+        *(
+            (value, "--autoprune-state", "no state is given")
+            for value in ({}, {"from_flags": True}, {"state": None}, {"budget": 64})
+        ),
+        ({"state": "autoprun"}, "--autoprune-state autoprun", "no such file"),
+        *(
+            ({"state": {"schema": value}}, "", "not JSON: ")
+            for value in ({1, 2}, nested(100_000), 10**5000, b"bytes")
+        ),
+        *(
+            ({"state": "autoprune", "budget": value}, "--autoprune-budget", str(value))
+            for value in (0, -1, "0", "-1", 65537)
+        ),
+        *(
+            ({"state": "autoprune", "budget": value}, "--autoprune-budget", "not a whole number")
+            for value in ("x", "1.5", 1.5, "", True, [8])
+        ),
+        ({"state": LIMITED, "budget": 64}, "--autoprune-budget#/budget/limit", ""),
+        ({"state": FIXED, "budget": 16}, "--autoprune-budget#/constraints/selector/r_min", "32"),
+        *(
+            ({"state": "autoprune", "feature_cache_gb": value}, "--autoprune-feature-cache-gb", "")
+            for value in (-1, "-0.1", "nan", float("nan"), "inf", "much", 1025)
+        ),
+        ({"state": "autoprune", "requests": "everything"}, "--autoprune-requests", ""),
+        *(
+            ({"state": "autoprune", "request_cost": value}, "--autoprune-request-cost", "")
+            for value in ("much", 0, -1, "nan", "inf", 1e9)
+        ),
+        *(
+            (
+                {"state": "autoprune", "requests": "budget:1-64", "recall": value},
+                "--autoprune-recall",
+                "",
+            )
+            for value in ("much", -1, 1.5, 65)
+        ),
+        (
+            {"state": "autoprune", "requests": "budget:1-64", "detail": "low=65"},
+            "--autoprune-detail",
+            "low = 65, and --autoprune-requests allows 64 at most",
+        ),
+        ({"state": FIXED, "detail": "low=16,high=64"}, "--autoprune-detail low#", ""),
+        ({"state": "autoprune", "detail": "high=99999"}, "--autoprune-detail", "high = 99999"),
+    ],
 )
-def test_dictionary_that_is_not_json_is_reported(value: object) -> None:
-    (problem,) = refusal({"state": {"schema": value}})
-    assert problem.where == "" and problem.what.startswith("not JSON: ")
+def test_each_mistake_has_its_place_and_a_fix(settings: object, where: str, what: str) -> None:
+    (problem,) = refusal(settings)
+    assert problem.where.startswith(where)
+    assert what in problem.what
+
+
+def test_what_a_state_allows_is_accepted() -> None:
+    assert resolved(state=LIMITED, budget=48).budget == 48
+    resolved(state=FIXED, detail="low=32")
 
 
 @pytest.mark.parametrize(
     ("changes", "pointer", "message"),
     [
         ({"/schema": "autoprune-state/9"}, "/schema", "autoprune-state/9"),
-        ({"/scoring/fusion/atom": MISSING}, "/scoring/fusion/atom", MISSING),
+        ({"/scoring/fusion/atom": "no-atom"}, "/scoring/fusion/atom", "no-atom"),
         ({"/constraints/selector/q_e": -1}, "/constraints/selector/q_e", "-1"),
         ({"/reassembly/strenth": 1}, "/reassembly/strenth", "not a known field"),
     ],
@@ -158,64 +177,9 @@ def test_a_state_with_a_mistake_is_pointed_at(
     assert message in in_file.what
     (in_settings,) = refusal({"state": data})
     assert in_settings.where == f"#{pointer}"
-
-
-@pytest.mark.parametrize("budget", [0, -1, "0", "-1", 65537], ids=repr)
-def test_budget_out_of_range(budget: object) -> None:
-    (problem,) = refusal({"state": "autoprune", "budget": budget})
-    assert problem.where.startswith("--autoprune-budget")
-    assert str(budget) in problem.what
-
-
-@pytest.mark.parametrize("budget", ["x", "1.5", 1.5, "", True, [8]], ids=repr)
-def test_budget_that_is_not_an_integer(budget: object) -> None:
-    (problem,) = refusal({"state": "autoprune", "budget": budget})
-    assert problem.where == "--autoprune-budget"
-    assert "not a whole number" in problem.what
-
-
-def test_a_budget_above_the_state_s_limit() -> None:
-    data = edited(sample(), {"/budget": {"atom": "fixed_budget@32", "limit": 48}})
-    assert resolve_settings({"state": data, "budget": 48}, vllm_config()).budget == 48
-    (problem,) = refusal({"state": data, "budget": 64})
-    assert problem.where == "--autoprune-budget#/budget/limit"
-    assert "48" in problem.fix
-
-
-def test_a_budget_below_the_reference_tokens_to_be_kept() -> None:
-    data = edited(sample(), {"/constraints/selector/r_min": 24})
-    (problem,) = refusal({"state": data, "budget": 16})
-    assert problem.where == "--autoprune-budget#/constraints/selector/r_min"
-    assert "24" in problem.what and "16" in problem.what
-
-
-@pytest.mark.parametrize("size", [-1, "-0.1", "nan", float("nan"), "inf", "much", 1025], ids=repr)
-def test_invalid_cache_size(size: object) -> None:
-    (problem,) = refusal({"state": "autoprune", "feature_cache_gb": size})
-    assert problem.where == "--autoprune-feature-cache-gb"
-
-
-def test_invalid_request_rules() -> None:
-    assert places({"state": "autoprune", "requests": "everything"}) == ["--autoprune-requests"]
-
-
-@pytest.fixture
-def towers(tmp_path: Path) -> dict[str, Path]:
-    """Text towers with one mistake each."""
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text('{"model_type": "siglip"}')
-    return {
-        "missing": tmp_path / "nowhere",
-        "not CLIP": other,
-        "no tokenizer": describe(tmp_path / "bare", tokenizer=False),
-        "bad sign": describe(tmp_path / "sign", {SIGN_KEY: 2}),
-    }
-
-
-def test_a_text_tower_with_a_mistake(towers: dict[str, Path]) -> None:
-    for path in towers.values():
-        assert places({"state": "autoprune", "text_tower": str(path)}) == [f"{TOWER_FLAG} {path}"]
+    file.write_text("state: 3")
+    (problem,) = refusal({"state": str(file)})
+    assert (problem.where, "not JSON" in problem.what) == (f"--autoprune-state {file}", True)
 
 
 def test_a_text_tower_of_another_vision_tower(tmp_path: Path) -> None:
@@ -251,51 +215,6 @@ def test_all_problems_are_reported_together(
     }
 
 
-def test_cost_limit_of_request_states() -> None:
-    assert resolve_settings({"state": "autoprune"}, vllm_config()).rules.cost == DEFAULT_COST
-    rules = resolve_settings({"state": "autoprune", "request_cost": "750"}, vllm_config()).rules
-    assert (rules.cost, rules.level) == (750.0, "budget")
-    for wrong in ("much", 0, -1, "nan", "inf", 1e9):
-        settings = {"state": "autoprune", "request_cost": wrong}
-        assert places(settings) == ["--autoprune-request-cost"]
-
-
-def test_budgets_of_details() -> None:
-    assert resolve_settings({"state": "autoprune"}, vllm_config()).rules.detail == DetailBudgets()
-    for given in ("low=16,high=64", {"low": 16, "high": "64"}):
-        for requests in (None, "none", "budget:32-64", "states"):
-            settings = {"state": "autoprune", "requests": requests, "detail": given}
-            assert resolve_settings(settings, vllm_config()).rules.detail == DetailBudgets(16, 64)
-
-
-def test_budgets_of_details_respect_the_end_of_the_range() -> None:
-    settings = {"state": "autoprune", "requests": "budget:1-64", "detail": "low=65,high=256"}
-    low, high = refusal(settings)
-    assert {low.where, high.where} == {"--autoprune-detail"}
-    assert "low = 65, and --autoprune-requests allows 64 at most" in low.what
-    assert "high = 256" in high.what
-
-
-def test_budgets_of_details_are_possible_with_the_state() -> None:
-    fixed = edited(sample(), {"/constraints/selector": {**SELECTOR, "q_e": 2, "r_min": 32}})
-    resolve_settings({"state": fixed, "detail": "low=32"}, vllm_config())
-    (problem,) = refusal({"state": fixed, "detail": "low=16,high=64"})
-    assert problem.where.startswith("--autoprune-detail low#")
-    (problem,) = refusal({"state": "autoprune", "detail": "high=99999"})
-    assert "high = 99999" in problem.what
-
-
-def test_recalled_tokens_are_within_the_range_of_requests() -> None:
-    assert resolve_settings({"state": "autoprune"}, vllm_config()).rules.recall == 0
-    for given in (8, "8", " 8 "):
-        chosen = {"state": "autoprune", "recall": given}
-        assert resolve_settings(chosen, vllm_config()).rules.recall == 8
-    for wrong in ("much", -1, 1.5, 65):
-        settings: dict[str, object] = {"state": "autoprune", "requests": "budget:1-64"}
-        settings["recall"] = wrong
-        assert places(settings) == ["--autoprune-recall"]
-
-
 @pytest.mark.parametrize(
     "architecture", ["Gemma3ForConditionalGeneration", "InternVLForConditionalGeneration"]
 )
@@ -307,7 +226,7 @@ def test_recall_is_refused_where_an_image_cannot_be_several_items(architecture: 
     resolve_settings({"state": "divprune", "recall": 0}, config)
 
 
-# ---- test_text_tower ----
+# ---- text towers ----
 
 
 def refused(path: Path | str) -> Problem:
@@ -344,45 +263,39 @@ def test_the_sign_comes_with_its_reason(
     assert because in tower.reason
 
 
-@pytest.mark.parametrize("sign", [0, 2, "1", "-1", [1], True, 0.5], ids=repr)
-def test_invalid_sign_is_refused(tmp_path: Path, sign: object) -> None:
-    problem = refused(describe(tmp_path, {SIGN_KEY: sign}))
-    assert f"{SIGN_KEY} = {sign!r}" in problem.what
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        *(({SIGN_KEY: sign}, f"{SIGN_KEY} = {sign!r}") for sign in (0, 2, "1", [1], True, 0.5)),
+        *((text, "cannot be read") for text in ("{", "[]", "{}", '{"model_type": "nope"}')),
+        *(
+            (f'{{"model_type": "{kind}"}}', f"is a {kind!r} model")
+            for kind in ("clip_text_model", "clip_vision_model", "siglip", "llava")
+        ),
+    ],
+)
+def test_a_config_that_is_none_of_clip_s_is_refused(tmp_path: Path, config: Any, what: str) -> None:
+    if isinstance(config, str):
+        (tmp_path / "config.json").write_text(config)
+    else:
+        describe(tmp_path, config)
+    assert what in refused(tmp_path).what
 
 
-def test_a_folder_without_a_config(tmp_path: Path) -> None:
+def test_folders_that_hold_no_text_tower(tmp_path: Path) -> None:
+    """Without a tokenizer transformers creates one that has only start and end tokens.
+
+    Ids of another model's would reach beyond the embeddings, which ends a CUDA process.
+    """
     assert refused(tmp_path).what == "holds no config.json"
-
-
-def test_missing_folder(tmp_path: Path) -> None:
     assert "cannot be read" in refused(tmp_path / "nowhere").what
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "nope"}'])
-def test_invalid_config(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    assert "cannot be read" in refused(tmp_path).what
-
-
-@pytest.mark.parametrize("kind", ["clip_text_model", "clip_vision_model", "siglip", "llava"])
-def test_a_model_that_is_not_both_towers_of_clip(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
-    assert refused(tmp_path).what == f"is a {kind!r} model"
-
-
-def test_a_checkpoint_without_a_tokenizer(tmp_path: Path) -> None:
-    """Transformers then creates one that has only start and end tokens."""
-    assert "has no tokenizer" in refused(describe(tmp_path, tokenizer=False)).what
-
-
-def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
-    """Its ids would reach beyond the text tower's embeddings, which ends a CUDA process."""
-    folder = describe(tmp_path, tokenizer=False)
+    folder = describe(tmp_path / "bare", tokenizer=False)
+    assert "has no tokenizer" in refused(folder).what
     add_tokenizer(folder, words=65)
     assert "token 64" in refused(folder).what
 
 
-# ---- test_description ----
+# ---- descriptions ----
 
 TOWER = TextTower("some/clip", -1, "its config says so", 77, 768, 1024)
 
@@ -398,45 +311,54 @@ def test_summary_is_one_line_with_reasons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "reason", "field", "value"),
     [
-        ({"budget": 32}, "keeps 32 tokens of an image, as the state has it"),
-        ({"tower": TOWER}, "relevance by CLIP text tower some/clip, sign -1, because its config"),
-        ({"rules": RequestRules("none", explicit=True)}, "nothing, by --autoprune-requests none"),
-        ({"rules": RequestRules("budget", 8, 64, True)}, "their budget, 8 to 64 tokens"),
-        ({"rules": RequestRules("states", explicit=True)}, "any state, 1 to 65536 tokens"),
+        ({"budget": 32}, "keeps 32 tokens of an image, as the state has it", "recall", 0),
+        (
+            {"tower": TOWER},
+            "relevance by CLIP text tower some/clip, sign -1, because its config",
+            "relevance",
+            "CLIP text tower some/clip, sign -1, because its config says so",
+        ),
+        ({"state": load_state("visionzip")}, "base policy visionzip", "relevance", None),
+        (
+            {"rules": RequestRules("none", explicit=True)},
+            "nothing, by --autoprune-requests none",
+            "detail",
+            None,
+        ),
+        (
+            {"rules": RequestRules("budget", 8, 64, True, recall=8)},
+            "later turns recall 8 tokens",
+            "recall",
+            8,
+        ),
+        (
+            {"rules": RequestRules("states", explicit=True)},
+            "any state, 1 to 65536 tokens",
+            "core",
+            None,
+        ),
+        (
+            {"rules": RequestRules(detail=DetailBudgets(low=64, high=256))},
+            "image_url.detail low keeps 64 and high keeps 256 tokens of an image, by",
+            "detail",
+            {"low": 64, "high": 256},
+        ),
+        (
+            {"rules": RequestRules(detail=DetailBudgets(high=256))},
+            "image_url.detail high keeps 256 tokens",
+            "detail",
+            {"high": 256},
+        ),
     ],
 )
-def test_each_reason(changes: dict[str, object], reason: str) -> None:
-    changed = dataclasses.replace(served(), **changes)  # type: ignore[arg-type]
+def test_each_choice_is_described_with_its_reason(
+    changes: dict[str, Any], reason: str, field: str, value: object
+) -> None:
+    changed = dataclasses.replace(served(), **changes)
     assert reason in format_summary(changed)
-
-
-def test_budgets_of_details_are_described_if_there_are_any() -> None:
-    assert "image_url.detail" not in format_summary(served())
-    assert describe_as_json(served())["detail"] is None
-    rules = RequestRules(detail=DetailBudgets(low=64, high=256))
-    both = dataclasses.replace(served(), rules=rules)
-    expected = "image_url.detail low keeps 64 and high keeps 256 tokens of an image, by"
-    assert f"{expected} --autoprune-detail" in format_summary(both)
-    assert describe_as_json(both)["detail"] == {"low": 64, "high": 256}
-    one = dataclasses.replace(served(), rules=RequestRules(detail=DetailBudgets(high=256)))
-    assert "image_url.detail high keeps 256 tokens" in format_summary(one)
-    assert describe_as_json(one)["detail"] == {"high": 256}
-
-
-def test_recall_is_described_if_there_is_any() -> None:
-    assert "recall" not in format_summary(served())
-    assert describe_as_json(served())["recall"] == 0
-    recalling = dataclasses.replace(served(), rules=RequestRules(recall=8))
-    assert "later turns recall 8 tokens" in format_summary(recalling)
-    assert describe_as_json(recalling)["recall"] == 8
-
-
-def test_summary_has_relevance_only_if_it_is_read() -> None:
-    blind = ServedState("LlavaForConditionalGeneration", load_state("visionzip"), 64, None, 0)
-    assert "relevance" not in format_summary(blind)
-    assert describe_as_json(blind)["relevance"] is None
+    assert describe_as_json(changed)[field] == value
 
 
 def test_json_contains_no_path(tmp_path: Path) -> None:
@@ -446,8 +368,6 @@ def test_json_contains_no_path(tmp_path: Path) -> None:
     description = json.dumps(describe_as_json(here))
     assert str(tmp_path) not in description and tmp_path.name not in description
     assert "CLIP text tower from a local folder, sign -1" in description
-    hub = describe_as_json(dataclasses.replace(served(), tower=TOWER))["relevance"]
-    assert hub == "CLIP text tower some/clip, sign -1, because its config says so"
 
 
 def test_data_has_policy_digest_and_evidence() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from tests.serving.unit.samples import clip_config
 from vllm_autoprune import ConfigError
-from vllm_autoprune.serving.worker import tower_hooks
 from vllm_autoprune.serving.worker import tower_hooks as under_test
 from vllm_autoprune.serving.worker.tower_hooks import (
     NAMES,
@@ -74,16 +73,6 @@ def test_packed_sequences_attend_only_to_themselves() -> None:
     torch.testing.assert_close(second, plain(query[0, 4:], key[0, 4:]))
 
 
-def test_queries_are_taken_a_few_at_a_time() -> None:
-    module = Attention()
-    listening = AttentionHook(module)
-    query, key = _made(1, tower_hooks._MAX_QUERIES + 3, HEADS, WIDTH)
-    with listening.recording():
-        module(query, key, key)
-    (received,) = listening.take()
-    torch.testing.assert_close(received, plain(query[0], key[0]))
-
-
 def test_nothing_is_kept_of_calls_that_are_not_recorded() -> None:
     """Videos go through the same tower, and nobody takes what was read of them."""
     module, (query, key) = Attention(), _made(1, 5, HEADS * WIDTH)
@@ -95,7 +84,7 @@ def test_nothing_is_kept_of_calls_that_are_not_recorded() -> None:
     assert [reference() for reference in references] == [None, None]
 
 
-# ---- test_qkv_hook ----
+# ---- [CLS] attention ----
 
 
 class Qkv(nn.Module):
@@ -168,17 +157,6 @@ def test_attention_and_keys_are_those_of_the_layer_the_model_reads() -> None:
     assert not torch.allclose(attention_row, seen.attentions[-1].mean(dim=1)[:, 0, 1:], atol=1e-3)
 
 
-def test_half_precision_attention_is_summed_in_float32() -> None:
-    torch.manual_seed(2)
-    qkv = Qkv(torch.randn(24, 8), torch.zeros(24)).to(torch.bfloat16)
-    hook = QkvHook(attention(qkv, 2, scale=0.5))
-    qkv(torch.randn(1, 500, 8, dtype=torch.bfloat16))
-    captured = hook.take()
-    attention_row = captured.cls_attention().detach()
-    assert attention_row.dtype == captured.mean_keys().dtype == torch.float32
-    assert 0.5 < float(attention_row.sum()) <= 1.0
-
-
 @pytest.mark.parametrize("summed", [QueriesAndKeys.cls_attention, QueriesAndKeys.mean_keys])
 def test_attention_is_averaged_over_the_heads_of_all_ranks(
     monkeypatch: pytest.MonkeyPatch, summed: Callable[[QueriesAndKeys], Tensor]
@@ -206,18 +184,7 @@ def test_attention_is_averaged_over_the_heads_of_all_ranks(
     torch.testing.assert_close(sums[0], summed(whole))
 
 
-def test_values_of_a_batch_can_be_taken_once() -> None:
-    qkv = Qkv(torch.randn(24, 8), torch.zeros(24))
-    hook = QkvHook(attention(qkv, 2, scale=0.5))
-    with pytest.raises(AssertionError, match="has not run"):
-        hook.take()
-    qkv(torch.randn(1, 5, 8))
-    hook.take()
-    with pytest.raises(AssertionError, match="has not run"):
-        hook.take()
-
-
-# ---- test_merger_hook ----
+# ---- what enters a patch merger ----
 
 PATCHES, CHANNELS, N = 4, 6, 5
 
@@ -247,40 +214,6 @@ def test_rows_are_the_mean_of_patches_and_norms_the_mean_of_theirs() -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_norms_may_be_read_before_another_merger() -> None:
-    merger, first = nn.Identity(), nn.Identity()
-    hook = MergerHook(merger, PATCHES, first)
-    early, last = entering(1), entering(2)
-    with hook.recording():
-        first(early.flatten(0, 1))
-        merger(last.flatten(0, 1))
-    rows, norms = hook.take()
-    torch.testing.assert_close(rows, mean_and_norms(last)[0])
-    torch.testing.assert_close(norms, mean_and_norms(early)[1])
-
-
-def test_joined_patches_are_one_vector_to_a_norm() -> None:
-    merger = nn.Identity()
-    hook, patches = MergerHook(merger, PATCHES, merger, joined=True), entering()
-    with hook.recording():
-        merger(patches.view(1, N, PATCHES * CHANNELS))
-    rows, norms = hook.take()
-    torch.testing.assert_close(rows, mean_and_norms(patches)[0])
-    whole = patches.view(N, -1)
-    expected = torch.stack([whole.abs().sum(dim=1), (whole**2).sum(dim=1).sqrt()], dim=1)
-    torch.testing.assert_close(norms, expected)
-
-
-def test_half_precision_is_widened_before_it_is_summed() -> None:
-    merger = nn.Identity()
-    hook, patches = MergerHook(merger, PATCHES, merger), entering(dtype=torch.bfloat16)
-    with hook.recording():
-        merger(patches.flatten(0, 1))
-    for found, expected in zip(hook.take(), mean_and_norms(patches), strict=True):
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
-
-
 def test_nothing_is_read_or_kept_outside_of_a_recording() -> None:
     merger = nn.Identity()
     hook = MergerHook(merger, PATCHES, merger)
@@ -296,7 +229,7 @@ def test_nothing_is_read_or_kept_outside_of_a_recording() -> None:
     assert rows.untyped_storage().nbytes() == N * CHANNELS * 4, "the merger's input is not kept"
 
 
-# ---- test_next_tower_layer ----
+# ---- the layer after the one that is read ----
 
 CONFIG = clip_config().vision_config  # three layers; the model reads what the second one gives
 NEXT = 2
@@ -352,15 +285,6 @@ def test_attention_is_of_one_wide_head_of_the_next_layer(tower: Any, prefix: str
     torch.testing.assert_close(keys, key[:, 1:])
 
 
-def test_weights_are_passed_through_unchanged(tower: Any) -> None:
-    layer = NextTowerLayer(CONFIG, NEXT)
-    for (name, weight), (own, same) in zip(
-        layer.capture_weights(checkpoint(tower), LIKE), checkpoint(tower), strict=True
-    ):
-        assert name == own
-        assert weight is same or torch.equal(weight, same)
-
-
 def test_copies_are_kept_in_the_tower_s_dtype(tower: Any) -> None:
     """Loaders reuse their buffers, and serve in another dtype than checkpoints have."""
     weights = {name: weight.clone() for name, weight in checkpoint(tower)}
@@ -400,17 +324,6 @@ def test_missing_weights_are_named(tower: Any, lost: str) -> None:
     assert "not in the checkpoint" in problem.what
 
 
-def test_checkpoint_without_the_layer(tower: Any) -> None:
-    layer = NextTowerLayer(CONFIG, NEXT)
-    for _ in layer.capture_weights(
-        (w for w in checkpoint(tower) if f"layers.{NEXT}." not in w[0]), LIKE
-    ):
-        pass
-    with pytest.raises(ConfigError) as caught:
-        layer.require_weights()
-    assert len(caught.value.problems) == len(NAMES)
-
-
 def test_weights_of_another_shape_are_refused(tower: Any) -> None:
     layer = NextTowerLayer(CONFIG, NEXT)
     packed = (
@@ -421,20 +334,6 @@ def test_weights_of_another_shape_are_refused(tower: Any) -> None:
         pass
     with pytest.raises(ConfigError, match=r"has shape \(24, 3\), not \(24, 24\)"):
         layer.require_weights()
-
-
-def test_a_part_that_is_loaded_again_replaces_the_old_one(tower: Any) -> None:
-    """vLLM reloads weights in pieces; what a piece does not hold stays as it was."""
-    layer = load_layer(tower)
-    states = torch.randn(1, 5, CONFIG.hidden_size)
-    _, before = layer(states)
-    bias = f"{PREFIXES[0]}{NEXT}.self_attn.k_proj.bias"
-    for _ in layer.capture_weights([(bias, torch.zeros(CONFIG.hidden_size))], LIKE):
-        pass
-    layer.require_weights()
-    _, after = layer(states)
-    old = dict(checkpoint(tower))[bias]
-    torch.testing.assert_close(before - after, old.expand_as(after))
 
 
 def test_dummies_serve_where_nothing_was_loaded(tower: Any) -> None:
