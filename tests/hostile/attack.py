@@ -1,13 +1,195 @@
-"""Attacks: a registry of functions that send hostile requests and report problems."""
+"""Attacks: their pictures, the client that sends hostile requests, and the registry of attacks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Literal
 
-from tests.hostile.client import Client, Reply, distance
-from tests.hostile.pictures import Picture
+import httpx
+from PIL import Image
+
+from benchmarks.common.pictures import draw_picture, encode_picture
+from benchmarks.server import Server
+from vllm_autoprune.http_client import Metrics
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture drawn from a seed; ``uuid`` is sent where it is given, ``detail`` too.
+
+    With ``sent`` false only the uuid is sent, as clients do for what a server has cached. A
+    ``flat`` one has a single colour.
+    """
+
+    seed: int
+    width: int
+    height: int
+    uuid: str | None = None
+    detail: str | None = None
+    sent: bool = True
+    flat: bool = False
+
+    def named(self, uuid: str) -> Picture:
+        """The same picture with a uuid."""
+        return replace(self, uuid=uuid)
+
+    @property
+    def url(self) -> str:
+        """A data URL."""
+        return _url(self.seed, self.width, self.height, self.flat)
+
+    @property
+    def part(self) -> dict[str, object]:
+        """The picture as a part of a message."""
+        image: dict[str, object] | None = {"url": self.url} if self.sent else None
+        if image is not None and self.detail is not None:
+            image["detail"] = self.detail
+        part: dict[str, object] = {"type": "image_url", "image_url": image}
+        return part if self.uuid is None else {**part, "uuid": self.uuid}
+
+
+@cache
+def _url(seed: int, width: int, height: int, flat: bool) -> str:
+    if flat:
+        return encode_picture(Image.new("RGB", (width, height), (seed % 256,) * 3), "png")
+    return encode_picture(draw_picture(seed, width, height), "png")
+
+
+CHAT = "/v1/chat/completions"
+PATIENCE = 240.0
+"""Seconds that one answer may take."""
+
+# A connection for each request: vLLM closes those that it has not heard of for five seconds.
+_HTTP = httpx.Client(
+    timeout=PATIENCE, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
+)
+
+Logprobs = Mapping[str, float]
+"""The most likely first tokens of an answer."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One reply: status (0 without an answer), body and seconds."""
+
+    status: int
+    text: str
+    seconds: float
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the answer; empty if it is not one."""
+        try:
+            value = json.loads(self.text)
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    @property
+    def message(self) -> str:
+        """Message of an error."""
+        error = self.body.get("error")
+        return str(error.get("message", "")) if isinstance(error, dict) else self.text
+
+    @property
+    def logprobs(self) -> Logprobs:
+        """Of the first token of each answer; empty where the request was refused."""
+        if self.status != 200:
+            return {}
+        content = self.body["choices"][0]["logprobs"]["content"]
+        tops = content[0]["top_logprobs"]
+        # The endpoint for processed inputs returns token ids instead of text.
+        return {str(top.get("token_id", top.get("token"))): float(top["logprob"]) for top in tops}
+
+    def __str__(self) -> str:
+        return f"HTTP {self.status}: {self.message[:160]!r}"
+
+
+@dataclass(frozen=True)
+class Client:
+    """Requests to one server; ``statuses`` has that of every answer, 0 where there was none."""
+
+    server: Server
+    headers: Mapping[str, str] = field(default_factory=dict)
+    statuses: list[int] = field(default_factory=list, compare=False)
+
+    def send(self, path: str, body: Mapping[str, object] | bytes) -> Reply:
+        """The answer to a POST request on a connection of its own."""
+        reply = self._send(path, body)
+        self.statuses.append(reply.status)
+        return reply
+
+    def _send(self, path: str, body: Mapping[str, object] | bytes) -> Reply:
+        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **self.headers}
+        begun = time.monotonic()
+        try:
+            answer = _HTTP.post(self.server.url + path, content=sent, headers=headers)
+            text = answer.content.decode("utf-8", "replace")
+            return Reply(answer.status_code, text, time.monotonic() - begun)
+        except httpx.HTTPError as error:
+            return Reply(0, repr(error), time.monotonic() - begun)
+
+    def abandon(self, body: Mapping[str, object], after: float) -> None:
+        """Send a chat request and hang up before it is answered."""
+        timeout = httpx.Timeout(PATIENCE, read=after)
+        with contextlib.suppress(httpx.HTTPError):
+            _HTTP.post(self.server.url + CHAT, json=body, timeout=timeout)
+
+    def chat(self, text: str, *pictures: Picture, **more: object) -> Reply:
+        """The answer to a question about pictures."""
+        return self.send(CHAT, self.chat_body(text, *pictures, **more))
+
+    def chat_body(self, text: str, *pictures: Picture, **more: object) -> dict[str, object]:
+        """A chat request: the pictures first, then the text."""
+        return {
+            "model": self.server.model,
+            "messages": [{"role": "user", "content": content(text, pictures)}],
+            "temperature": 0,
+            "max_tokens": 4,
+            "logprobs": True,
+            "top_logprobs": 20,
+            "return_tokens_as_token_ids": True,
+            **more,
+        }
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric over all samples with these labels."""
+        return Metrics(self.server.get("/metrics")).total(name, **labels) or 0.0
+
+
+def content(text: str, pictures: Sequence[Picture]) -> list[dict[str, object]]:
+    """Content parts of a user turn."""
+    return [*(picture.part for picture in pictures), {"type": "text", "text": text}]
+
+
+def entry(**fields: object) -> dict[str, object]:
+    """The part of a request body that says how its images are pruned."""
+    return {"mm_processor_kwargs": {"autoprune": fields}}
+
+
+def distance(one: Logprobs, other: Logprobs) -> float:
+    """Mean absolute difference of two distributions of the first token.
+
+    A token that only one of them lists counts as the least likely that the other lists.
+    """
+    if not one or not other:
+        return float("inf")
+    floors = min(one.values()), min(other.values())
+    tokens = {*one, *other}
+    gaps = (abs(one.get(t, floors[0]) - other.get(t, floors[1])) for t in tokens)
+    return sum(gaps) / len(tokens)
+
+
+def nearest(answer: Logprobs, references: Sequence[Logprobs]) -> int:
+    """The reference nearest to an answer."""
+    return min(range(len(references)), key=lambda i: distance(answer, references[i]))
+
 
 Profile = Literal["default", "uncached", "trusting", "split", "stock"]
 """Which server: ``default`` lets requests bring states; ``uncached`` has both of vLLM's caches off,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from benchmarks.server import Server, serve
-from tests.serving.paths import CLIP, LLAVA
-from tests.serving.runners import Runner
-from tests.serving.scenarios import end_processes
+from tests.serving.engine import CLIP, LLAVA
+from tests.serving.scenarios import SCENARIOS, Runner, end_processes
 from vllm_autoprune.serving.api.endpoint import NAME
 
 COMMON = (
@@ -44,17 +45,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.insert(max(same, default=len(items) - 1) + 1, item)
 
 
+_READ = re.compile(r'\.(run|examine)\("?(\w+)"?\)')
+"""A scenario whose report a test reads: by its name, or by the name of a parameter."""
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the scenarios of the collected tests, V1 and V2 in parallel."""
+    """Start the scenarios that the collected tests read, V1 and V2 in parallel."""
     if session.config.option.collectonly or hasattr(session.config, "workerinput"):
         return
     for item in session.items:
-        if not isinstance(item, pytest.Function):
-            continue
-        names = [name for mark in item.iter_markers("scenarios") for name in mark.args]
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        for name in names:
-            Runner(str(parameters.get("runner", "v1"))).begin(name.format(**parameters))
+        if isinstance(item, pytest.Function) and item.get_closest_marker("engine"):
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            runner = Runner(str(parameters.get("runner", "v1")))
+            for how, name in _READ.findall(inspect.getsource(item.function)):
+                name = str(parameters.get(name, name))
+                if how == "examine":
+                    runner.begin(f"selftest:{name}")
+                elif name in SCENARIOS:
+                    runner.begin(name)
 
 
 def pytest_sessionfinish() -> None:
@@ -76,8 +84,8 @@ def stock(runner: Runner) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def pruned(runner: Runner) -> Iterator[Server]:
-    """Server of the shipped state at K = 32; requests may bring other states."""
-    flags = (*COMMON, *PRUNED, "--autoprune-requests", "states")
+    """Server of the shipped state at K = 32; requests may bring other states, or be processed."""
+    flags = (*COMMON, *PRUNED, "--autoprune-requests", "states", "--enable-scale-out")
     with serve(LLAVA, *flags, env=runner.environment) as server:
         yield server
 

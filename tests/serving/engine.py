@@ -1,24 +1,37 @@
-"""Engine in this process, for tests that inspect its internals."""
+"""Engine in this process, for tests that inspect its internals, and the checkpoints it serves."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.yardsticks.examples import Example, draw_examples, format_prompt
-from tests.serving.paths import CLIP, LLAVA
+from benchmarks.yardsticks.examples import CHECKPOINTS, Example, draw_examples, format_prompt
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune.ops.dtype import choose_dtype
+from vllm_autoprune.serving.plan import ItemPlan
+from vllm_autoprune.serving.worker import batch, regions, selection
+from vllm_autoprune.serving.worker.features import ImageFeatures
+from vllm_autoprune.serving.worker.regions import RegionShare, SelectionContext
+from vllm_autoprune.tpdsl.base_policy import RefinedTokens, TokenSelection
 
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import RequestOutput
+
+
+ROOT = Path(os.environ.get("MINILLAVA", CHECKPOINTS["minillava"]))
+LLAVA, CLIP = ROOT / "llava", ROOT / "clip"
+TOKENS = 144
+"""Visual tokens of one image, N."""
 
 
 STATE: Mapping[str, object] = {"state": "autoprune", "budget": 32, "text_tower": str(CLIP)}
@@ -171,3 +184,69 @@ def _answer(output: RequestOutput) -> Answer:
         prompt_tokens=len(output.prompt_token_ids or []),
         cached=output.num_cached_tokens or 0,
     )
+
+
+# ---- what is selected inside an engine ----
+
+
+@dataclass
+class Watch:
+    """Record of selections: kept tokens and rows of each plan, budgets of each batch."""
+
+    kept: dict[ItemPlan, list[int]] = field(default_factory=dict)
+    rows: dict[ItemPlan, Tensor] = field(default_factory=dict)
+    budgets: list[list[int]] = field(default_factory=list)
+    before_broadcast: list[list[list[int]]] = field(default_factory=list)
+    vision_batches: list[int] = field(default_factory=list)
+
+
+def watch(tower: nn.Module | None = None) -> Watch:
+    """Start recording; with ``tower``, the sizes of its batches as well."""
+    seen = Watch()
+    prune, agree = batch.prune_images, selection._broadcast_selection
+    select = regions.select_region
+
+    def images(
+        context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
+    ) -> list[Tensor]:
+        seen.budgets.append([plan.budget for plan in plans])
+        return prune(context, plans, images)
+
+    def selected(
+        context: SelectionContext,
+        plans: Sequence[ItemPlan],
+        images: Sequence[ImageFeatures],
+        at: int,
+        share: RegionShare,
+    ) -> RefinedTokens:
+        tokens = select(context, plans, images, at, share)
+        for plan, kept, rows in zip(plans, tokens.indices.tolist(), tokens.features, strict=True):
+            seen.kept[plan] = kept
+            seen.rows[plan] = rows
+        return tokens
+
+    def agreed(chosen: TokenSelection) -> TokenSelection:
+        seen.before_broadcast.append(chosen.indices.tolist())
+        return agree(chosen)
+
+    from vllm_autoprune.serving.models import pruned_model
+
+    patch.object(pruned_model, "prune_images", images).start()
+    patch.object(batch, "select_region", selected).start()
+    patch.object(selection, "_broadcast_selection", agreed).start()
+    if tower is not None:
+        tower.register_forward_pre_hook(
+            lambda module, args: seen.vision_batches.append(args[0].shape[0])
+        )
+    return seen
+
+
+def breaking(module: Any, value: float) -> Any:
+    """Make a module return non-finite values; the handle's ``remove`` undoes it."""
+
+    def spoil(module: object, inputs: object, output: Tensor) -> Tensor:
+        output = output.clone()
+        output[:, 5] = value
+        return output
+
+    return module.register_forward_hook(spoil)

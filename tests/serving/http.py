@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+import json
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.server import Server
 from benchmarks.yardsticks.examples import Example, png
@@ -26,9 +30,30 @@ def body(server: Server, example: Example, **more: object) -> dict[str, object]:
     }
 
 
+def entry(**fields: object) -> dict[str, object]:
+    """The part of a request that says how its images are pruned."""
+    return {"mm_processor_kwargs": {"autoprune": fields}}
+
+
 def budget(tokens: object) -> dict[str, object]:
     """The part of a request that asks for a budget of its own."""
-    return {"mm_processor_kwargs": {"autoprune": {"budget": tokens}}}
+    return entry(budget=tokens)
+
+
+def streamed(
+    server: Server, sent: Mapping[str, object], headers: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """The events of a streamed answer to a chat request."""
+    request = urllib.request.Request(
+        server.url + "/v1/chat/completions",
+        data=json.dumps({**sent, "stream": True}).encode(),
+        headers={"Content-Type": "application/json", "Connection": "close", **(headers or {})},
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        lines = answer.read().decode().splitlines()
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    return [json.loads(event) for event in data[:-1]]
 
 
 def ask(server: Server, example: Example, **more: object) -> dict[str, Any]:
@@ -46,12 +71,6 @@ def text_of(answer: Mapping[str, Any]) -> str:
 def prompt_tokens(answer: Mapping[str, Any]) -> int:
     """``usage.prompt_tokens``."""
     return int(answer["usage"]["prompt_tokens"])
-
-
-def cached_tokens(answer: Mapping[str, Any]) -> int:
-    """Prompt tokens from the prefix cache."""
-    details = answer["usage"].get("prompt_tokens_details") or {}
-    return int(details.get("cached_tokens") or 0)
 
 
 def agent_chat(task: str, urls: Sequence[str]) -> dict[str, object]:
@@ -92,3 +111,28 @@ def agent_messages(task: str, urls: Sequence[str]) -> dict[str, object]:
         messages += [{"role": "assistant", "content": [said, use]}]
         messages += [{"role": "user", "content": [result]}]
     return {"messages": messages, "max_tokens": 1, "temperature": 0}
+
+
+def samples(server: Server) -> dict[str, float]:
+    """All metrics of the plugin, by name and labels."""
+    return {
+        sample.name + "".join(f" {key}={sample.labels[key]}" for key in sorted(sample.labels)): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(server.get("/metrics"))
+        for sample in family.samples
+        if sample.name.startswith("autoprune_")
+    }
+
+
+def measure_increase(server: Server, send_requests: Callable[[], None]) -> Callable[..., float]:
+    """Increase of each metric while ``send_requests`` runs."""
+    before = samples(server)
+    send_requests()
+    after = samples(server)
+
+    def by(name: str) -> float:
+        assert name in after, sorted(after)
+        return after[name] - before.get(name, 0.0)
+
+    return by

@@ -133,7 +133,7 @@ def _compare(
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from tests.serving.selection_recorder import watch
+    from tests.serving.engine import watch
 
     seen, preempted = watch(), 0
     preempt = Scheduler._preempt_request

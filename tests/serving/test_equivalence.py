@@ -1,21 +1,48 @@
-"""Invariants 2 and 4: K >= N equals stock vLLM; chunked prefill and caches change nothing."""
+"""Invariants 2 to 4: the plugin without a state changes nothing; caches share what they may.
+
+That K >= N equals stock vLLM, and what chunked prefill, other questions and later turns change, is
+what the selftest checks of every backbone, mini-LLaVA among them (``test_backbones.py``).
+"""
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from benchmarks.yardsticks.examples import Example, png
 from tests.serving.conftest import V2_EXHAUSTIVE
-from tests.serving.runners import Runner
+from tests.serving.engine import (
+    STATE,
+    alone,
+    ask,
+    chat,
+    examples,
+    forget,
+    start,
+    turn,
+    vision_runs,
+    watch,
+)
+from tests.serving.scenarios import Report, Runner, scenario
+from vllm_autoprune.serving.api import planner
+from vllm_autoprune.serving.plan import make_cache_identity
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.both,
-    pytest.mark.scenarios(
-        "plain", "everything_kept", "whole_prefill", "chunked_prefill", "no_caches"
-    ),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+
+BLOCK = 32
+
+
+@scenario
+def plain() -> Report:
+    """Tokens and exact log-probabilities of a model without a state."""
+    llm = start(None)
+    conversations = [[turn(e.question, e.image)] for e in examples(2)]
+    both = [turn("Which shape is red?", examples(2)[0].image, examples(2)[-1].image)]
+    return [chat(llm, [each], tokens=8)[0].plain() for each in (*conversations, both)]
 
 
 @pytest.mark.parametrize("runner", V2_EXHAUSTIVE, indirect=True)
@@ -25,20 +52,129 @@ def test_without_a_state_the_plugin_changes_no_bit(runner: Runner) -> None:
     assert inert == absent
 
 
-def test_keeping_every_token_changes_no_bit(runner: Runner) -> None:
-    """Text, exact log-probabilities, prompt tokens and prefix-cache hits."""
-    assert runner.run("everything_kept") == runner.run("plain")
+@scenario
+def with_caches() -> Report:
+    """Answers to questions about several images and kept tokens; every prompt in one step."""
+    return _answer_and_watch({})
 
 
-def _kept(report: Any) -> set[str]:
-    return {str(entry) for entry in report["kept"]}
+@scenario
+def no_caches() -> Report:
+    """The same without prefix cache, multi-modal caches and feature cache."""
+    return _answer_and_watch(
+        {"feature_cache_gb": 0}, enable_prefix_caching=False, mm_processor_cache_gb=0
+    )
 
 
-@pytest.mark.parametrize("other", ["chunked_prefill", "no_caches"])
-def test_prefill_and_caches_do_not_change_what_is_kept(runner: Runner, other: str) -> None:
-    whole, changed = runner.run("whole_prefill"), runner.run(other)
-    assert _kept(changed) == _kept(whole)
-    for one, two in zip(whole["answers"], changed["answers"], strict=True):
-        assert one["text"] == two["text"]
-        assert one["logprob"] == pytest.approx(two["logprob"], abs=2e-2)
-        assert one["prompt_tokens"] == two["prompt_tokens"]
+def _answer_and_watch(settings: Mapping[str, object], **options: object) -> Report:
+    llm = start({**STATE, **settings}, max_num_batched_tokens=4096, **options)
+    seen = watch()
+    questions = examples(3)[:8]
+    answers = [ask(llm, example).plain() for example in questions]
+    pair = turn("What digit is on the red shape?", questions[0].image, questions[-1].image)
+    return {
+        "answers": [*answers, chat(llm, [[pair]])[0].plain()],
+        "kept": [[list(plan.instruction), rows] for plan, rows in seen.kept.items()],
+    }
+
+
+def test_caches_do_not_change_what_is_kept(runner: Runner) -> None:
+    cached, changed = runner.run("with_caches"), runner.run("no_caches")
+    kept = [{str(entry) for entry in report["kept"]} for report in (cached, changed)]
+    assert kept[0] == kept[1]
+    for with_cache, without in zip(cached["answers"], changed["answers"], strict=True):
+        assert with_cache["text"] == without["text"]
+        assert with_cache["logprob"] == pytest.approx(without["logprob"], abs=2e-2)
+        assert with_cache["prompt_tokens"] == without["prompt_tokens"]
+
+
+@scenario
+def instruction_left_out() -> Report:
+    """Answers to questions with the instruction in the cache identity, and without it."""
+
+    def without(image: str, served: str, budget: int, keep: Any, ids: Any, core: int) -> str:
+        return make_cache_identity(image, served, budget, keep, None, core)
+
+    llm = start({**STATE, "budget": 4})
+    questions = examples(6)
+    right = [ask(llm, e).plain() for e in questions]
+    llm.reset_prefix_cache()
+    with patch.object(planner, "make_cache_identity", without):
+        wrong = [ask(llm, e).plain() for e in questions]
+    return {"right": right, "wrong": wrong, "answers": [e.answer for e in questions]}
+
+
+def test_negative_control_without_the_instruction_in_the_identity(runner: Runner) -> None:
+    """Shows that answers tell a missing instruction: a trained model then gives wrong ones."""
+    report = runner.run("instruction_left_out")
+    answers = zip(report["right"], report["wrong"], report["answers"], strict=True)
+    assert any(right["text"] == answer != wrong["text"] for right, wrong, answer in answers)
+
+
+@scenario
+def blind_state() -> Report:
+    """A state that does not read the instruction: questions about one image share its rows."""
+    llm = start({"state": alone("divprune"), "budget": 32})
+    before = vision_runs(llm)
+    answers = [ask(llm, e).plain() for e in examples(1)]
+    return {"answers": answers, "vision_runs": vision_runs(llm) - before}
+
+
+def test_a_state_that_does_not_read_the_instruction_shares_across_questions(runner: Runner) -> None:
+    report = runner.run("blind_state")
+    first, *later = report["answers"]
+    assert first["cached"] == 0
+    assert all(answer["cached"] >= BLOCK for answer in later)
+    assert report["vision_runs"] == 1
+
+
+# ---- budgets by ``image_url.detail`` ----
+
+DETAIL = {"low": 64, "high": 128}
+BUDGET = 96
+
+
+@scenario
+def detail_budgets() -> Report:
+    """Prompt tokens at each detail, and cached tokens of a conversation one turn later.
+
+    ``later``: the second turn appends a text, or an image of another detail. ``other_detail``: the
+    first turn again, its image with another detail.
+    """
+    llm = start({**STATE, "budget": BUDGET, "detail": DETAIL, "requests": "none"})
+    first_image, other = examples(2)[0], examples(2)[-1]
+    report: dict[str, Any] = {"tokens": {}, "later": {}}
+    for detail in ("low", "high", "auto", None):
+        (answer,) = chat(llm, [[_turn(first_image, detail)]])
+        report["tokens"][detail or "none"] = answer.prompt_tokens
+    text = {"role": "user", "content": "And what is left of it?"}
+    for name, second in (("text", text), ("image", _turn(other, "high"))):
+        forget(llm)
+        (first,) = chat(llm, [[_turn(first_image, "low")]])
+        said = {"role": "assistant", "content": first.text}
+        (later,) = chat(llm, [[_turn(first_image, "low"), said, second]])
+        report["later"][name] = {"first": first.plain(), "later": later.plain()}
+    report["other_detail"] = chat(llm, [[_turn(first_image, "high")]])[0].plain()
+    return report
+
+
+def _turn(example: Example, detail: str | None) -> dict[str, object]:
+    url = "data:image/png;base64," + base64.b64encode(png(example.image)).decode()
+    image = {"url": url} if detail is None else {"url": url, "detail": detail}
+    text = {"type": "text", "text": example.question}
+    return {"role": "user", "content": [{"type": "image_url", "image_url": image}, text]}
+
+
+def test_detail_sets_the_tokens_of_an_image_and_a_later_turn_changes_nothing(
+    runner: Runner,
+) -> None:
+    report = runner.run("detail_budgets")
+    tokens = report["tokens"]
+    assert tokens["none"] == tokens["auto"]
+    assert tokens["low"] - tokens["auto"] == DETAIL["low"] - BUDGET
+    assert tokens["high"] - tokens["auto"] == DETAIL["high"] - BUDGET
+    for turns in report["later"].values():
+        whole_blocks = turns["first"]["prompt_tokens"] // BLOCK * BLOCK
+        assert turns["first"]["cached"] == 0
+        assert turns["later"]["cached"] >= whole_blocks >= DETAIL["low"]
+    assert report["other_detail"]["cached"] == 0

@@ -1,38 +1,101 @@
-"""States and budgets in requests: tokens of a server of that state, and refusals."""
+"""States in requests to a server of another state, compared with servers of those states."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from benchmarks.server import Server
-from tests.serving.engine import examples
-from tests.serving.http import ask, body, prompt_tokens, text_of
-from tests.serving.interleave import TILED
-from tests.serving.paths import TOKENS
-from tests.serving.runners import Runner
+from benchmarks.yardsticks.examples import Example
+from tests.serving.engine import (
+    STATE,
+    TOKENS,
+    Answer,
+    alone,
+    examples,
+    forget,
+    generate,
+    prompt,
+    release,
+    start,
+    watch,
+)
+from tests.serving.http import ask, entry, prompt_tokens, text_of
+from tests.serving.interleave import TILED, interleaved, interleaved_tiles
+from tests.serving.scenarios import Report, Runner, scenario
 from tests.tpdsl.samples import edited, sample
+from vllm_autoprune.tpdsl.loading import load_state
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(500),
-    pytest.mark.scenarios("request_states", "every_kind", "mixed_tiles"),
-]
+if TYPE_CHECKING:
+    from vllm import LLM
 
-
-def entry(**fields: object) -> dict[str, object]:
-    return {"mm_processor_kwargs": {"autoprune": fields}}
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
 
-def refusal(server: Server, **fields: object) -> str:
-    sent = body(server, examples(1)[0], **entry(**fields))
-    status, answer = server.post("/v1/chat/completions", sent)
-    assert status == 400, answer
-    return str(answer)
+OWN_BUDGETS = (8, 24)
+STATES = ("autoprune", "visionzip", "fastv")
 
 
-# ---- in a local engine ----
+@scenario
+def request_states() -> Report:
+    """Answers and kept tokens of three states at two budgets, of engines and of requests.
+
+    ``native``: as the state of an engine. ``together``: as the states of requests, all at once, to
+    an engine that has none of them as its own. ``again``: one by one, nothing cached.
+    ``batches``: budgets in each step. ``cached``: tokens from the prefix cache, for a state asked
+    first, again, and another state.
+    """
+    questions = examples(1)[:2]
+    report: dict[str, Any] = {"native": {}, "together": {}, "again": {}}
+    for name in STATES:
+        llm = start({**STATE, "state": name, "requests": "budget"})
+        for budget in OWN_BUDGETS:
+            for i, example in enumerate(questions):
+                (answer,) = generate(llm, [prompt(example, budget)])
+                report["native"][f"{name}/{budget}/{i}"] = answer.plain()
+        release(llm)
+    llm = start({**STATE, "state": alone("divprune"), "requests": "states"})
+    seen = watch()
+    keys = [
+        f"{name}/{k}/{i}" for name in STATES for k in OWN_BUDGETS for i in range(len(questions))
+    ]
+    answers = generate(llm, [_bringing(key, questions) for key in keys])
+    report["together"] = {k: a.plain() for k, a in zip(keys, answers, strict=True)}
+    report["batches"] = list(seen.budgets)
+    forget(llm)
+    report["again"] = {key: _answer(llm, key, questions).plain() for key in keys}
+    first, again, other = "visionzip/24/0", "visionzip/24/0", "autoprune/24/0"
+    forget(llm)
+    report["cached"] = [_answer(llm, key, questions).cached for key in (first, again, other)]
+    return report
+
+
+def _answer(llm: LLM, key: str, questions: list[Example]) -> Answer:
+    (answer,) = generate(llm, [_bringing(key, questions)])
+    return answer
+
+
+def _bringing(key: str, questions: list[Example]) -> dict[str, object]:
+    """A raw prompt that brings a state by its name, or whole."""
+    name, budget, i = key.split("/")
+    whole = json.loads(load_state(name).dumps())
+    policy = name if i == "0" else whole
+    entry = {"state": policy, "budget": int(budget)}
+    return {**prompt(questions[int(i)]), "mm_processor_kwargs": {"autoprune": entry}}
+
+
+@scenario
+def every_kind() -> Report:
+    """Mixed concurrent requests, compared with single ones."""
+    return interleaved(64)
+
+
+@scenario
+def mixed_tiles() -> Report:
+    """By backbone: concurrent requests with images of mixed tiles, compared with single ones."""
+    return {name: interleaved_tiles(name, 24) for name in TILED}
 
 
 @pytest.mark.parametrize("how", ["together", "again"])
@@ -60,14 +123,6 @@ def test_prefix_cache_is_not_shared_between_states(runner: Runner) -> None:
     assert again >= 32
 
 
-def test_each_form_of_a_budget_for_two_images(runner: Runner) -> None:
-    counts: dict[str, Any] = runner.run("request_states")["images"]
-    words = counts["8"] - 16
-    assert counts["[8, 20]"] == words + 28
-    assert counts['{"shared": 21}'] == words + 21
-    assert counts['{"shared": 1000}'] == words + 2 * TOKENS
-
-
 def test_mixed_concurrent_requests_equal_single_ones(runner: Runner) -> None:
     report = runner.run("every_kind")
     assert (report["apart"], report["kept_apart"]) == ([], [])
@@ -83,44 +138,10 @@ def test_images_of_mixed_tiles_keep_what_they_keep_alone(runner: Runner, backbon
     assert report["images_compared"] > 10
 
 
-# ---- over HTTP ----
-
-
-def test_states_over_http_without_trusting_other_kwargs(pruned: Server) -> None:
+def test_states_over_http(pruned: Server) -> None:
     example = examples(1)[0]
     full = prompt_tokens(ask(pruned, example, **entry(enabled=False)))
     for policy in ("visionzip", "dart", edited(sample(), {"/constraints/selector/q_e": 3})):
         answer = ask(pruned, example, **entry(state=policy, budget=20))
         assert prompt_tokens(answer) == full - TOKENS + 20
         assert text_of(answer)
-    kwargs = {"autoprune": {"budget": 8}, "size": {"height": 10_000, "width": 10_000}}
-    sent = body(pruned, example, mm_processor_kwargs=kwargs)
-    status, answer = pruned.post("/v1/chat/completions", sent)
-    assert status == 400
-    assert "trust-request-mm-kwargs" in str(answer)
-
-
-def test_no_pruning_is_the_stock_answer(stock: Server, pruned: Server) -> None:
-    example = examples(1)[1]
-    full = ask(stock, example, logprobs=True)
-    same = ask(pruned, example, logprobs=True, **entry(enabled=False))
-    assert same["choices"][0]["logprobs"] == full["choices"][0]["logprobs"]
-    assert same["usage"]["prompt_tokens"] == full["usage"]["prompt_tokens"]
-
-
-def test_refusal_has_pointer_and_fix(pruned: Server) -> None:
-    assert "did you mean 'visionzip'" in refusal(pruned, state="visionzi")
-    broken = edited(sample(), {"/scoring/fusion/atom": "weighted_produkt_fusion"})
-    message = refusal(pruned, state=broken)
-    assert "mm_processor_kwargs/autoprune/state/scoring/fusion/atom" in message
-    assert "2 budgets for 1 images" in refusal(pruned, budget=[8, 8])
-    huge = edited(sample(), {"/provenance": {"notes": "n" * 10_000_000}})
-    assert "a request may bring" in refusal(pruned, state=huge)
-
-
-def test_fields_in_the_wrong_place_are_answered(pruned: Server) -> None:
-    example = examples(1)[0]
-    for misplaced in ({"autoprune": {"budget": 8}}, {"mm_processor_kwargs": {"budget": 8}}):
-        status, answer = pruned.post("/v1/chat/completions", body(pruned, example, **misplaced))
-        assert status == 400, answer
-        assert "one level down" in str(answer) or "at the top of a request" in str(answer)

@@ -147,10 +147,11 @@ LARGE_BUDGET = 4096
 def serve(name: str) -> Report:
     """The report of the tiny model of one backbone."""
     with tempfile.TemporaryDirectory() as folder:
-        return _serve_settings(build(name, Path(folder)))
+        return serve_folder(build(name, Path(folder)))
 
 
-def _serve_settings(folder: Path) -> Report:
+def serve_folder(folder: Path) -> Report:
+    """The report of a model in a folder."""
     results: dict[str, Any] = {}
     engine = TinyEngine(folder, None)
     results["hybrid"] = engine.llm.llm_engine.model_config.is_hybrid

@@ -1,19 +1,38 @@
-"""Forged plans, sent through vLLM's endpoint for processed inputs (``--enable-scale-out``)."""
+"""Forged plans, cores and recalls, sent through the endpoint for processed inputs, and the like."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.hostile.attack import LARGE, QUESTION, Site, attack, server_errors, unlike
-from tests.hostile.client import Client, content, entry, nearest
-from tests.hostile.pictures import Picture
-from vllm_autoprune.serving.plan import FIELD, ItemPlan
+from tests.hostile.attack import (
+    LARGE,
+    QUESTION,
+    Client,
+    Picture,
+    Reply,
+    Site,
+    attack,
+    content,
+    entry,
+    nearest,
+    server_errors,
+    unlike,
+)
+from tests.hostile.attacks.images import ONE, OTHER, compare, send_both_under_one_uuid
+from tests.hostile.attacks.requests import SPECIAL, no_worse
+from tests.tpdsl.samples import sample
+from vllm_autoprune.serving.plan import FIELD, MAX_RECALLS, Choice, ItemPlan, encode_state
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.state import PruningState
 
 RENDER, GENERATE = "/v1/chat/completions/render", "/inference/v1/generate"
 _PICTURE = Picture(16, *LARGE)
@@ -233,3 +252,315 @@ def state_where_none_is_allowed(site: Site) -> Iterable[str]:
         yield f"a carried state: {reply}, and the engine is dead"
         return
     yield from unlike("a carried state", reply, own)
+
+
+_SPLIT = Picture(50, *LARGE)
+_QUESTIONS = ("what colour is the cat", "how many are on the left", "which dog is blue")
+
+
+def _forges_of_parts(core: ItemPlan, delta: ItemPlan) -> Mapping[str, tuple[Forge, Forge]]:
+    """Forged plans of the two items of one image."""
+    tokens, few = delta.tokens, delta.budget
+    whole = changed(part="whole", core=0)
+    no_core = encode_state(load_state("visionzip"))
+    wide = {"share": 0.5, "cover": 0.9, "strength": 0.5}
+    other_core = encode_state(PruningState.model_validate({**sample(), "core": wide}))
+    sizes = (1, core.budget - 1, core.budget + 1, tokens - few - 1, tokens - few, tokens - few + 1)
+    return {
+        **{
+            f"a delta of K_c = {size}": (same, changed(core=size))
+            for size in (*sizes, tokens - 1, tokens, tokens + 1, 10_000, MAX_BUDGET - few)
+        },
+        "two cores": (same, changed(part="core", core=few)),
+        "two deltas": (changed(part="delta", core=few), same),
+        "the delta first": (changed(part="delta", core=few), changed(part="core", core=few)),
+        "a delta beside the whole": (whole, same),
+        "the whole beside a core": (same, whole),
+        "random tokens": (changed(keep="random"), changed(keep="random")),
+        "a core with a question": (changed(instruction=(5,) * 64, language=(5,) * 64), same),
+        "a state without a core": (same, changed(state=no_core)),
+        "no state with a core": (changed(state=no_core), changed(state=no_core)),
+        "a delta of another core": (same, changed(state=other_core)),
+        "another core": (changed(state=other_core), changed(state=other_core)),
+    }
+
+
+@attack("split")
+def forged_parts(site: Site) -> Iterable[str]:
+    """Cores and deltas that fit neither each other, nor their image, nor the server's state."""
+    request = rendered(site.client, _SPLIT)
+    plans = plans_of(request)
+    if [plan.part for plan in plans] != ["core", "delta"]:
+        yield "the image is not split"
+        return
+    two = rendered(site.client, _SPLIT, Picture(51, *LARGE))
+    exchanged = copy.deepcopy(two)
+    exchanged["features"]["kwargs_data"]["image"].reverse()
+    bodies: dict[str, tuple[dict[str, Any], Sequence[Forge]]] = {
+        "nothing forged": (request, (same,)),
+        **{name: (request, forges) for name, forges in _forges_of_parts(*plans).items()},
+        "a delta without its core": (_without(request, 0), (same,)),
+        "a core without a delta": (_without(request, 1), (same,)),
+        "two deltas of one core": (_repeated(request, 1), (same,)),
+        "two equal cores": (_repeated(request, 0), (same,)),
+        "one of two cores": (_without(two, 0), (same,)),
+        "exchanged images": (exchanged, (same,)),
+    }
+    statuses = {}
+    for number, (name, (body, forges)) in enumerate(bodies.items()):
+        reply = site.client.send(GENERATE, forged(body, forges, (1 << 46) + number))
+        statuses[name] = reply.status
+        if not lives(site.client):
+            yield f"{name}: {reply}, and the engine is dead"
+            return
+        yield from (f"{name}: {problem}" for problem in server_errors(reply))
+    site.note(f"{statuses}")
+    if statuses["nothing forged"] != 200:
+        yield "the endpoint refuses sound parts"
+    # The forged plans' cores have the key of this image; another salt has none of them.
+    for question in _QUESTIONS:
+        reply = site.client.chat(question, _SPLIT)
+        alone = site.client.chat(question, _SPLIT, cache_salt="alone")
+        yield from unlike("the image of the forged plans", reply, alone)
+
+
+def _without(request: Mapping[str, Any], item: int) -> dict[str, Any]:
+    """A rendered request without one of its items and its placeholders."""
+    body = copy.deepcopy(dict(request))
+    features = body["features"]
+    place = features["mm_placeholders"]["image"].pop(item)
+    for name in ("mm_hashes", "kwargs_data"):
+        features[name]["image"].pop(item)
+    features["mm_metadata"] = None
+    del body["token_ids"][place["offset"] : place["offset"] + place["length"]]
+    for later in features["mm_placeholders"]["image"][item:]:
+        later["offset"] -= place["length"]
+    return body
+
+
+def _repeated(request: Mapping[str, Any], item: int) -> dict[str, Any]:
+    """A rendered request with one of its items twice."""
+    body = copy.deepcopy(dict(request))
+    features, ids = body["features"], body["token_ids"]
+    places = features["mm_placeholders"]["image"]
+    begin, length = places[item]["offset"], places[item]["length"]
+    end = begin + length
+    ids[end:end] = ids[begin:end]
+    for later in places[item + 1 :]:
+        later["offset"] += length
+    places.insert(item + 1, {**places[item], "offset": end})
+    for name in ("mm_hashes", "kwargs_data"):
+        features[name]["image"].insert(item, features[name]["image"][item])
+    features["mm_metadata"] = None
+    return body
+
+
+@attack("split")
+def image_tokens_beside_split_images(site: Site) -> Iterable[str]:
+    """Image tokens in the text of a request whose image is split: no new errors, same answers."""
+    stock = site.open_stock()
+    for number, text in enumerate(SPECIAL):
+        for words in (f"{text} {site.words}", f"{site.words} {text} {text}"):
+            ask = partial(site.client.chat, words, _SPLIT)
+            reply = ask()
+            yield from no_worse(f"{text!r}", reply, partial(stock.chat, words, _SPLIT))
+            if reply.status == 200:
+                fresh = ask(cache_salt=f"alone {number} {len(words)}")
+                yield from server_errors(fresh)
+                yield from unlike(f"{text!r} with a cached core", reply, fresh)
+                if fresh.status != 200:
+                    yield f"{text!r} under a salt: {fresh}"
+
+
+@attack("split")
+def one_uuid_of_split_images(site: Site) -> Iterable[str]:
+    """Two split images of different size with the same uuid, in one request and in several."""
+    yield from send_both_under_one_uuid(site)
+    for question in _QUESTIONS:
+        expected = [site.client.chat(question, picture) for picture in (ONE, OTHER)]
+        for i in (0, 1, 0, 1):
+            reply = site.client.chat(question, (ONE, OTHER)[i].named("split"))
+            yield from unlike(f"image {i} under a reused uuid", reply, *expected)
+            alone = site.client.chat(question, Picture(0, 1, 1, "split", sent=False))
+            if alone.status == 200:
+                yield from unlike("a split image by uuid alone", alone, *expected)
+
+
+@attack("split")
+def questions_about_split_images_at_once(site: Site) -> Iterable[str]:
+    """Concurrent questions that share cores: each is answered about its own image and question."""
+    pictures = [Picture(5000 + i, 448, 448 - 56 * (i % 3)) for i in range(12)]
+    asked = [(question, picture) for question in _QUESTIONS for picture in pictures]
+    alone = [
+        site.client.chat(question, picture, cache_salt=f"alone {i}")
+        for i, (question, picture) in enumerate(asked)
+    ]
+    yield from server_errors(*alone)
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(lambda one: site.client.chat(*one), asked))
+    yield from server_errors(*together)
+    for i, reply in enumerate(together):
+        if reply.status != 200:
+            continue
+        first = i // len(pictures) * len(pictures)
+        peers = [reference.logprobs for reference in alone[first : first + len(pictures)]]
+        if (likest := nearest(reply.logprobs, peers)) != i - first:
+            yield f"image {i - first} is answered as image {likest}"
+
+
+@attack("split")
+def cache_salt_of_cores(site: Site) -> Iterable[str]:
+    """The core of an image must not be shared with a tenant of another salt."""
+    picture = Picture(int(site.client.metric("vllm:request_success_total")) + 6000, *LARGE)
+    name = "autoprune_feature_cache_hits_total"
+
+    def cached(question: str, **salt: object) -> int:
+        reply = site.client.chat(question, picture, **salt)
+        assert reply.status == 200, reply
+        details = reply.body["usage"].get("prompt_tokens_details") or {}
+        return int(details.get("cached_tokens") or 0)
+
+    first, second, third = _QUESTIONS
+    fresh = cached(first, cache_salt="first tenant"), cached(second, cache_salt="first tenant")
+    site.note(f"cached tokens within one salt: {fresh[0]}, then {fresh[1]}")
+    if fresh[0] or not fresh[1]:
+        yield f"the first question finds {fresh[0]} cached tokens, the second {fresh[1]}"
+    hits = site.client.metric(name)
+    for salt in ({"cache_salt": "second tenant"}, {}):
+        if shared := cached(third, **salt):
+            yield f"a request with {salt} finds {shared} cached tokens of another tenant"
+    if site.client.metric(name) != hits:
+        yield "a request of another cache_salt hits the features of the first"
+
+
+@attack("split")
+def odd_details(site: Site) -> Iterable[str]:
+    """Values of ``image_url.detail`` on a server that has budgets for them: no new errors."""
+    stock, tokens = site.open_stock(), {}
+    details: Iterable[object] = ("low", "auto", "high", "", "LOW", "ü", "x" * 10_000, 1, None, {})
+    for detail in details:
+        part = copy.deepcopy(_SPLIT.part)
+        part["image_url"] = {"url": _SPLIT.url, "detail": detail}
+        body = site.client.chat_body(site.words)
+        words = {"type": "text", "text": site.words}
+        body["messages"] = [{"role": "user", "content": [part, words]}]
+        yield from compare(site, stock, f"detail {str(detail)[:20]!r}", body)
+        reply = site.client.send("/v1/chat/completions", body)
+        if reply.status == 200:
+            tokens[str(detail)] = reply.body["usage"]["prompt_tokens"]
+    site.note(f"prompt tokens: {tokens}")
+    if not tokens["low"] < tokens["auto"] < tokens["high"]:
+        yield f"the detail does not set the number of tokens: {tokens}"
+
+
+_RECALLED = Picture(60, *LARGE)
+_QUESTION, _LATER = "what colour is the cat", "how many are on the left"
+_ENTRY = {"mm_processor_kwargs": {"autoprune": {"recall": 6}}}
+
+
+def _messages(picture: Picture, *later: str) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content(_QUESTION, [picture])}]
+    for text in later:
+        messages += [{"role": "assistant", "content": "blue"}, {"role": "user", "content": text}]
+    return messages
+
+
+def _converse(client: Client, picture: Picture, *later: str, **more: object) -> Reply:
+    return client.chat(_QUESTION, messages=_messages(picture, *later), **_ENTRY, **more)
+
+
+def _forges_of_recall(recall: ItemPlan) -> Mapping[str, Forge]:
+    """Forged plans of the item that is recalled last."""
+    first, *others = recall.earlier
+    far = 1 << 40
+    chains: Mapping[str, tuple[Choice, ...]] = {
+        "another first question": (Choice(first.budget, (5,) * 8, first.language), *others),
+        "a first K of all tokens": (Choice(recall.tokens), *others),
+        "a first K of more than all tokens": (Choice(recall.tokens + 7), *others),
+        "the largest first K": (Choice(MAX_BUDGET - recall.budget),),
+        "as many turns as there may be": (first,) * MAX_RECALLS,
+        "more turns than there may be": (first,) * (MAX_RECALLS + 1),
+        "no turn before": (),
+        "a token id beyond the vocabulary": (Choice(first.budget, (far,), (far,)), *others),
+        "a negative token id": (Choice(first.budget, (-1,), (-1,)), *others),
+    }
+    return {
+        **{name: changed(earlier=chain) for name, chain in chains.items()},
+        "another K_c": changed(core=first.budget - 1),
+        "K_c of the first K": changed(core=first.budget),
+        "no K_c": changed(core=0),
+        "random tokens": changed(keep="random"),
+        "the base policy alone": changed(keep="reference"),
+        "a resized image": changed(keep="resized"),
+        "a whole image with turns before": changed(part="whole", core=0),
+        "a delta with turns before": changed(part="delta", core=3),
+    }
+
+
+@attack("split")
+def forged_recalls(site: Site) -> Iterable[str]:
+    """Recalls whose plans tell other turns, or other numbers, than there were."""
+    request = rendered(site.client, messages=_messages(_RECALLED, _LATER, _LATER), **_ENTRY)
+    plans = plans_of(request)
+    if [plan.part for plan in plans][-2:] != ["recall", "recall"]:
+        yield f"nothing is recalled: {[plan.part for plan in plans]}"
+        return
+    statuses = {}
+    sound = [same] * (len(plans) - 1)
+    for number, (name, forge) in enumerate({"sound": same, **_forges_of_recall(plans[-1])}.items()):
+        reply = site.client.send(GENERATE, forged(request, [*sound, forge], (1 << 47) + number))
+        statuses[name] = reply.status
+        if not lives(site.client):
+            yield f"{name}: {reply}, and the engine is dead"
+            return
+        yield from (f"{name}: {problem}" for problem in server_errors(reply))
+    site.note(f"{statuses}")
+    if statuses["sound"] != 200:
+        yield "the endpoint refuses sound recalls"
+    reply, alone = (_converse(site.client, _RECALLED, _LATER, cache_salt=s) for s in ("", "alone"))
+    yield from unlike("the image of the forged plans", reply, alone)
+
+
+@attack("split")
+def image_tokens_in_conversations(site: Site) -> Iterable[str]:
+    """Image tokens in a later turn of a conversation with recall: no new errors."""
+    stock = site.open_stock()
+    for text in SPECIAL:
+        for later in (f"{text} {_LATER}", f"{_LATER} {text} {text}"):
+            messages = _messages(_RECALLED, later, _LATER)
+            reply = site.client.chat(_QUESTION, messages=messages, **_ENTRY)
+            ask_stock = partial(stock.chat, _QUESTION, messages=messages)
+            yield from no_worse(f"{text!r}", reply, ask_stock)
+            if not lives(site.client):
+                yield f"{text!r}: {reply}, and the engine is dead"
+                return
+
+
+@attack("split")
+def conversations_at_once(site: Site) -> Iterable[str]:
+    """Concurrent conversations that recall: each is answered about its own image."""
+    pictures = [Picture(7000 + i, 448, 448 - 56 * (i % 3)) for i in range(12)]
+    alone = [
+        _converse(site.client, picture, _LATER, cache_salt=f"alone {i}")
+        for i, picture in enumerate(pictures)
+    ]
+    yield from server_errors(*alone)
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(lambda one: _converse(site.client, one, _LATER), pictures))
+    yield from server_errors(*together)
+    peers = [reply.logprobs for reply in alone]
+    for i, reply in enumerate(together):
+        if reply.status == 200 and (likest := nearest(reply.logprobs, peers)) != i:
+            yield f"image {i} is answered as image {likest}"
+
+
+@attack("split")
+def long_conversations(site: Site) -> Iterable[str]:
+    """Hundreds of turns that recall: refused or answered, and others are answered soon after."""
+    for turns in (MAX_RECALLS + 4, 300):
+        reply = _converse(site.client, _RECALLED, *["more"] * turns)
+        yield from server_errors(reply)
+        site.note(f"{turns} turns: {reply.status}")
+        if not lives(site.client):
+            yield f"{turns} turns: {reply}, and the engine is dead"
+            return

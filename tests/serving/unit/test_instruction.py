@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.serving.paths import CLIP, LLAVA
+from tests.serving.engine import CLIP, LLAVA
 from vllm_autoprune.serving.api.instruction import (
     MAX_CHARACTERS,
     InstructionTokenizer,

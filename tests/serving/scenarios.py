@@ -1,12 +1,14 @@
 """Scenarios on a real engine, run by a process that exists for the whole test session.
 
-A scenario returns a report, which tests check. ``python -m tests.serving.scenarios NAME`` prints
-one report.
+A scenario returns a report, which the tests of its file check. ``python -m tests.serving.scenarios
+NAME`` prints one report; with ``--serve`` it runs those whose names come on standard input, one a
+line. ``selftest:llava`` is the selftest's report of that backbone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import queue
@@ -16,11 +18,17 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+from vllm_autoprune.selftest.run import RUNNERS
+from vllm_autoprune.selftest.run import Report as SelftestReport
 
 Report = Any
 """Plain JSON; each scenario's docstring says what is in it."""
@@ -33,8 +41,32 @@ SCENARIOS: dict[str, Callable[[], Report]] = {}
 PATIENCE = 400.0
 """Seconds that one scenario may take."""
 
-MARK = "scenario-report:"
-FAILURE = "scenario-failure:"
+_MARK, _FAILURE, _SELFTEST = "scenario-report:", "scenario-failure:", "selftest:"
+
+_INTERPRETER = str(Path(__file__).with_name("interpreter"))
+"""Runs V2 on a CPU (``interpreter/README.md``)."""
+
+# Without these vLLM binds the threads of every engine to the same cores.
+_ONE_CORE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
+    "v1": {**_ONE_CORE, **RUNNERS["v1"]},
+    "v2": {
+        **_ONE_CORE,
+        **RUNNERS["v2"],
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [_INTERPRETER, os.getenv("PYTHONPATH")])),
+    },
+}
+"""Environment variables that select one of vLLM's two model runners."""
+
+_ENGINE = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # Scenarios of several ranks send functions to their workers.
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+}
 
 
 def scenario(function: Callable[[], Report]) -> Callable[[], Report]:
@@ -43,20 +75,35 @@ def scenario(function: Callable[[], Report]) -> Callable[[], Report]:
     return function
 
 
-def run(
-    name: str, environment: Mapping[str, str] | None = None, patience: float = PATIENCE
-) -> Report:
-    """The report of a scenario, run once per test session and environment."""
-    report, failure = begin(name, environment, patience).result()
-    assert failure is None, failure
-    return report
+@dataclass(frozen=True)
+class Runner:
+    """One of vLLM's two model runners."""
 
+    name: str
 
-def begin(
-    name: str, environment: Mapping[str, str] | None = None, patience: float = PATIENCE
-) -> Future[Outcome]:
-    """Queue a scenario behind those already queued for the same environment."""
-    return _begin(name, tuple(sorted((environment or {}).items())), patience)
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Environment of a process that uses this runner."""
+        return ENVIRONMENTS[self.name]
+
+    def begin(
+        self, name: str, more: Mapping[str, str] | None = None, patience: float = PATIENCE
+    ) -> Future[Outcome]:
+        """Queue a scenario behind those already queued for the same environment."""
+        environment = {**self.environment, **(more or {})}
+        return _begin(name, tuple(sorted(environment.items())), patience)
+
+    def run(
+        self, name: str, more: Mapping[str, str] | None = None, patience: float = PATIENCE
+    ) -> Report:
+        """The report of a scenario, run once a session; by another process for ``more``."""
+        report, failure = self.begin(name, more, patience).result()
+        assert failure is None, failure
+        return report
+
+    def examine(self, backbone: str) -> SelftestReport:
+        """The selftest's report of a backbone."""
+        return SelftestReport.model_validate(self.run(f"{_SELFTEST}{backbone}"))
 
 
 @cache
@@ -67,13 +114,13 @@ def _begin(name: str, environment: tuple[tuple[str, str], ...], patience: float)
 
 
 @cache
-def _process(environment: tuple[tuple[str, str], ...]) -> tuple[ThreadPoolExecutor, EngineProcess]:
-    process, pool = EngineProcess(dict(environment)), ThreadPoolExecutor(1)
+def _process(environment: tuple[tuple[str, str], ...]) -> tuple[ThreadPoolExecutor, _EngineProcess]:
+    process, pool = _EngineProcess(dict(environment)), ThreadPoolExecutor(1)
     _STARTED.append((pool, process))
     return pool, process
 
 
-_STARTED: list[tuple[ThreadPoolExecutor, EngineProcess]] = []
+_STARTED: list[tuple[ThreadPoolExecutor, _EngineProcess]] = []
 
 
 def end_processes() -> None:
@@ -85,7 +132,7 @@ def end_processes() -> None:
         process.close()
 
 
-class EngineProcess:
+class _EngineProcess:
     """A process that runs scenarios one after another.
 
     Importing vLLM and starting a first engine takes about twelve seconds of processor time, every
@@ -118,10 +165,10 @@ class EngineProcess:
             if line is None:
                 status = self.close()
                 return None, f"scenario {name} ended its process with {status}:\n{self._tail()}"
-            if line.startswith(MARK):
-                return json.loads(line.removeprefix(MARK)), None
-            if line.startswith(FAILURE):
-                failure = json.loads(line.removeprefix(FAILURE))
+            if line.startswith(_MARK):
+                return json.loads(line.removeprefix(_MARK)), None
+            if line.startswith(_FAILURE):
+                failure = json.loads(line.removeprefix(_FAILURE))
                 return None, f"scenario {name} failed:\n{failure}\n{self._tail()}"
 
     def kill(self) -> None:
@@ -148,7 +195,7 @@ class EngineProcess:
             with self._log.open("w") as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "tests.serving.scenarios", "--serve"],
-                    cwd=Path(__file__).resolve().parents[3],
+                    cwd=Path(__file__).resolve().parents[2],
                     env={**os.environ, **_ENGINE, **self._environment},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -174,11 +221,38 @@ def _read_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | N
     lines.put(None)
 
 
-_ENGINE = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    # Scenarios of several ranks send functions to their workers.
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-}
+def _report(name: str) -> Report:
+    """Run one scenario and leave no engine and no patch behind."""
+    from tests.serving import scenarios  # this file, as the tests that register know it
+    from tests.serving.engine import release_all
+
+    try:
+        if name.startswith(_SELFTEST):
+            from tests.serving.engine import LLAVA
+            from vllm_autoprune.selftest import serve
+
+            backbone = name.removeprefix(_SELFTEST)
+            served = serve.serve_folder(LLAVA) if backbone == "llava" else serve.serve(backbone)
+            return json.loads(served.model_dump_json())
+        return scenarios.SCENARIOS[name]()
+    finally:
+        patch.stopall()
+        release_all()
+
+
+def _main() -> None:
+    """Run what the command line or standard input names."""
+    for file in sorted(Path(__file__).parent.glob("test_*.py")):
+        importlib.import_module(f"tests.serving.{file.stem}")
+    if sys.argv[1] != "--serve":
+        print(_MARK + json.dumps(_report(sys.argv[1])))
+        return
+    for line in sys.stdin:
+        try:
+            print(_MARK + json.dumps(_report(line.strip())), flush=True)
+        except Exception:
+            print(_FAILURE + json.dumps(traceback.format_exc()), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,345 @@
+"""What operators see: metrics, log, refusals at the start, data parallelism, a rolling update."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.server import CPU_ENVIRONMENT, Server, command, free_port, serve
+from benchmarks.yardsticks.examples import Example, image_token_id
+from tests.serving.conftest import COMMON, PRUNED
+from tests.serving.engine import LLAVA, TOKENS, examples
+from tests.serving.http import ask, body, budget, measure_increase, prompt_tokens, samples, text_of
+from tests.serving.scenarios import Runner
+from tests.tpdsl.samples import edited, sample
+from vllm_autoprune.ops.dtype import choose_dtype
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+
+
+KV_BYTES = 2 * 6 * 6 * 32 * {"bfloat16": 2, "float32": 4}[choose_dtype()]
+"""Keys and values of one token of mini-LLaVA: 2 x 6 layers x 6 heads x 32 x bytes of the dtype."""
+
+
+def test_recalled_tokens_are_prompt_tokens_and_are_counted(two_front_ends: Server) -> None:
+    example = examples(12)[-5]
+    conversation: dict[str, Any] = body(two_front_ends, example)
+    conversation["messages"] += [
+        {"role": "assistant", "content": "red"},
+        {"role": "user", "content": "And its shape?"},
+    ]
+
+    def send_requests() -> None:
+        counted: Any
+        status, counted = two_front_ends.post(
+            "/tokenize", {"model": two_front_ends.model, "messages": conversation["messages"]}
+        )
+        assert status == 200
+        status, answer = two_front_ends.post("/v1/chat/completions", conversation)
+        assert status == 200
+        assert counted["count"] == prompt_tokens(answer)
+        assert counted["tokens"].count(image_token_id()) == 16 + 5
+
+    by = measure_increase(two_front_ends, send_requests)
+    assert by("autoprune_recalled_tokens_total") == 5
+    assert by("autoprune_visual_tokens_total stage=after") == 16 + 5
+    assert by("autoprune_images_total chooser=state") == 1
+
+
+def test_one_front_end(pruned: Server) -> None:
+    # Images that no other test uses: vLLM's encoder cache would hide the worker's counts.
+    questions = examples(12)[-4:]
+
+    def send_requests() -> None:
+        for k, example in enumerate(questions):
+            ask(pruned, example, **budget(50 + k))
+        ask(pruned, questions[0], mm_processor_kwargs={"autoprune": {"enabled": False}})
+        ask(pruned, questions[0], mm_processor_kwargs={"autoprune": {"state": "dart", "budget": 9}})
+        bad = body(pruned, questions[0], **budget(0))
+        assert pruned.post("/v1/chat/completions", bad)[0] == 400
+        # A refused request is not counted.
+        looked_at = {"model": pruned.model, "messages": body(pruned, questions[0])["messages"]}
+        assert pruned.post("/tokenize", looked_at)[0] == 200
+
+    by = measure_increase(pruned, send_requests)
+    assert by("autoprune_requests_total state=autoprune") == 4
+    assert by("autoprune_requests_total state=off") == 1
+    assert by("autoprune_requests_total state=dart") == 1
+    assert by("autoprune_requests_refused_total") == 1
+    assert by("autoprune_images_total chooser=state") == 6
+    kept = 50 + 51 + 52 + 53 + TOKENS + 9
+    assert by("autoprune_visual_tokens_total stage=before") == 6 * TOKENS
+    assert by("autoprune_visual_tokens_total stage=after") == kept
+    assert by("autoprune_kv_bytes_saved_total") == (6 * TOKENS - kept) * KV_BYTES
+    # In the worker: one image per step, without the tower if its features are cached.
+    assert by("autoprune_selection_seconds_count") == 6
+    assert by("autoprune_selection_seconds_sum") > 0
+    hits = by("autoprune_feature_cache_hits_total")
+    assert hits + by("autoprune_feature_cache_misses_total") == 6
+    # Stock vLLM serves the unpruned image, without caching features.
+    assert hits >= 6 - 1 - len({example.image_id for example in questions})
+    assert samples(pruned)["autoprune_feature_cache_bytes"] > 0
+    assert by("autoprune_unsafe_states_total") == 0
+    assert by("autoprune_fallbacks_total fallback=reference reason=error") == 0
+
+
+def test_two_front_ends_report_the_same_totals(two_front_ends: Server) -> None:
+    questions = examples(1)[:2]
+
+    def send_requests() -> None:
+        for i in range(20):
+            ask(two_front_ends, questions[i % 2])
+
+    by = measure_increase(two_front_ends, send_requests)
+    assert by("autoprune_requests_total state=autoprune") == 20
+    assert by("autoprune_images_total chooser=state") == 20
+    assert by("autoprune_visual_tokens_total stage=before") == 20 * TOKENS
+    assert by("autoprune_visual_tokens_total stage=after") == 20 * 16
+    assert by("autoprune_kv_bytes_saved_total") == 20 * (TOKENS - 16) * KV_BYTES
+    # Every front end reports all totals, including those of the workers.
+    scrapes = [samples(two_front_ends) for _ in range(8)]
+    for name in (
+        "autoprune_requests_total state=autoprune",
+        "autoprune_selection_seconds_count",
+    ):
+        assert len({each[name] for each in scrapes}) == 1
+    assert scrapes[0]["autoprune_selection_seconds_count"] > 0
+
+
+ROUNDS = 12
+_VLLM = re.compile(r'HTTP/1\.1" \d{3}|Engine \d{3}: |\[loggers\.py')
+"""vLLM's own: uvicorn's line a request, and its figures every ten seconds."""
+
+
+def _send_kinds(server: Server, number: int) -> list[int]:
+    """Statuses of one request of every kind; states and unknown names differ by number."""
+    questions = examples(4)
+    example = questions[number % len(questions)]
+    weight = f"{(number + 1) / 100:.2f}"
+    own = edited(sample(), {"/scoring/signals/0/weight": float(weight), "/name": f"own-{number}"})
+    bad = edited(sample(), {"/name": f"bad-{number}", "/base_policy/name": f"none-{number}"})
+    entries: list[Any] = [
+        {"budget": 8 + number},
+        {"keep": "random", "budget": 8},
+        {"enabled": False},
+        {"state": own, "budget": 24},
+        {"state": "visionzip", "budget": 16},
+        {"recall": 4},
+        {"state": bad},
+        {f"unknown-{number}": 1},
+        {"budget": 0},
+    ]
+    sent = [
+        body(server, example, max_tokens=1, mm_processor_kwargs={"autoprune": entry})
+        for entry in entries
+    ]
+    sent.append(body(server, example, max_tokens=1, **budget(f"word-{number}")))
+    return [server.post("/v1/chat/completions", one)[0] for one in sent]
+
+
+def test_a_shared_budget_over_turns_is_warned_of_once(pruned: Server) -> None:
+    """Only of images in several turns, where each new one moves the K of all others."""
+    sent: list[Any] = [body(pruned, example, max_tokens=1) for example in examples(2)]
+    (first,), (second,) = sent[0]["messages"], sent[-1]["messages"]
+    both = {"role": "user", "content": first["content"] + second["content"]}
+    talk = [first, {"role": "assistant", "content": "red"}, second]
+    warnings = []
+    for messages, asked in (
+        ([both], {"shared": 40}),
+        ([first], {"shared": 40}),
+        (talk, 20),
+        (talk, [20, 20]),
+        (talk, {"shared": 40}),
+        (talk, {"shared": 40}),
+    ):
+        request = {**sent[0], "messages": messages, **budget(asked)}
+        assert pruned.post("/v1/chat/completions", request)[0] == 200
+        lines = pruned.logged().splitlines()
+        warnings.append(sum('"shared": K' in line and '"budget": K' in line for line in lines))
+    assert warnings == [0, 0, 0, 0, 1, 1]
+
+
+def test_requests_add_no_lines(pruned: Server) -> None:
+    statuses = _send_kinds(pruned, 0)
+    assert statuses == [200] * 6 + [400] * 4
+    before = len(pruned.logged().splitlines())
+    for number in range(1, ROUNDS):
+        assert _send_kinds(pruned, number) == statuses
+    added = pruned.logged().splitlines()[before:]
+    assert sum('HTTP/1.1" ' in line for line in added) == len(statuses) * (ROUNDS - 1)
+    assert [line for line in added if not _VLLM.search(line)] == []
+
+
+def refused(*flags: str) -> str:
+    done = subprocess.run(
+        command(LLAVA, free_port(), ("--enforce-eager", *flags)),
+        env={**os.environ, **CPU_ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 1
+    output = done.stdout + done.stderr
+    assert "Traceback" not in output
+    assert "Loading safetensors" not in output
+    return output
+
+
+def test_all_problems_are_reported_with_pointers(tmp_path: Path) -> None:
+    state = json.loads((Path(__file__).parents[2] / "policies" / "autoprune.json").read_text())
+    state["scoring"]["signals"][3]["m"] = 0
+    state["constraints"]["selector"]["atom"] = "reference_residual_exchange_selecto"
+    file = tmp_path / "state.json"
+    file.write_text(json.dumps(state))
+    output = refused(
+        "--autoprune-state", str(file), "--autoprune-budget", "0",
+        "--autoprune-text-tower", str(tmp_path), "--autoprune-feature-cache-gb", "much",
+    )  # fmt: skip
+    assert f"{file}#/scoring/signals/3/m" in output
+    assert f"{file}#/constraints/selector/atom" in output
+    assert "did you mean 'reference_residual_exchange_selector'" in output
+    for flag in ("budget", "text-tower", "feature-cache-gb"):
+        assert f"- --autoprune-{flag}" in output
+
+
+def test_a_budget_without_a_state() -> None:
+    output = refused("--autoprune-budget", "16")
+    assert "--autoprune-state: no state is given" in output
+
+
+@pytest.mark.exhaustive
+def test_both_engines_answer_alike(runner: Runner) -> None:
+    """Requests go to either engine, each with a feature cache of its own."""
+    flags = (*COMMON, *PRUNED, "--data-parallel-size", "2", "--autoprune-requests", "budget:1-64")
+    with serve(LLAVA, *flags, env=runner.environment, patience=600) as server:
+        questions = examples(4)
+
+        def one(at: int) -> tuple[int, str]:
+            answer = ask(server, questions[at % len(questions)], **budget(16 + at % 2))
+            return prompt_tokens(answer) - at % 2, text_of(answer)
+
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(one, range(4 * len(questions))))
+        again = [one(at) for at in range(2 * len(questions))]
+        metrics = server.get("/metrics")
+    pattern = r'vllm:request_success_total\{engine="(\d)".*\} (\S+)'
+    finished = {"0": 0.0, "1": 0.0}
+    for engine, count in re.findall(pattern, metrics):
+        finished[engine] += float(count)
+    assert min(finished.values()) > 0, "both engines answer"
+    assert sum(finished.values()) == len(answers) + len(again)
+    counted = re.findall(r"autoprune_requests_total\{.*\} (\S+)", metrics)
+    assert sum(map(float, counted)) == len(answers) + len(again)
+    for at, answer in enumerate(answers):
+        assert answer == again[at % len(again)]
+
+
+OLD, NEW = 32, 16
+"""K of the two states."""
+# In float32, so that an answer does not depend on the requests that share its step.
+FLAGS = (*COMMON, *PRUNED, "--dtype", "float32", "--shutdown-timeout", "100")
+STATES = {
+    OLD: FLAGS,
+    NEW: (*FLAGS, "--autoprune-state", "visionzip", "--autoprune-budget", str(NEW)),
+}
+CLIENTS, EACH = 3, 12
+"""Concurrent clients, and answers that are waited for in each phase."""
+
+
+@dataclass
+class Traffic:
+    """Clients that ask without a pause until they are stopped, each server in turn."""
+
+    servers: Sequence[Server]
+    questions: Sequence[Example]
+    answers: list[tuple[Server, int, int, str]] = field(default_factory=list)
+    """By which server, to which question, tokens of the prompt, and the text."""
+    failures: list[str] = field(default_factory=list)
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, client: int) -> None:
+        """One client; the questions in turn, each on a connection of its own."""
+        at = client
+        while not self.stopped.is_set():
+            which, server = at % len(self.questions), self.servers[at % len(self.servers)]
+            try:
+                answer = ask(server, self.questions[which], max_tokens=12)
+                self.answers.append((server, which, prompt_tokens(answer), text_of(answer)))
+            except (httpx.HTTPError, AssertionError) as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+            at += 1
+
+    def await_answers(self, server: Server, count: int) -> None:
+        """Wait until a server has given so many more answers; the clients go on."""
+        count += sum(answer[0] is server for answer in self.answers)
+        deadline = time.monotonic() + 300
+        while sum(answer[0] is server for answer in self.answers) < count:
+            assert not self.failures, self.failures[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.mark.exhaustive
+def test_another_state_is_rolled_out_under_traffic(runner: Runner) -> None:
+    """Another state without dropping a request: two servers side by side, then the new one."""
+    questions = examples(4)
+    with ExitStack() as stack:
+        old = stack.enter_context(serve(LLAVA, *STATES[OLD], env=runner.environment, patience=600))
+        traffic = Traffic([old], questions)
+        clients = [threading.Thread(target=traffic.run, args=(at,)) for at in range(CLIENTS)]
+        stack.callback(traffic.stopped.set)
+        for client in clients:
+            client.start()
+        traffic.await_answers(old, EACH)
+
+        # 1. The new server starts beside the old one, and is warmed up before it gets traffic.
+        new = stack.enter_context(serve(LLAVA, *STATES[NEW], env=runner.environment, patience=600))
+        assert samples(new).get("autoprune_requests_total state=visionzip", 0.0) == 0.0
+        expected = {
+            state: [
+                (prompt_tokens(answer), text_of(answer))
+                for answer in (ask(server, example, max_tokens=12) for example in questions)
+            ]
+            for state, server in ((OLD, old), (NEW, new))
+        }
+        misses = samples(new)["autoprune_feature_cache_misses_total"]
+        assert misses == len({example.image_id for example in questions})
+
+        # 2. Both states side by side.
+        traffic.servers = [old, new]
+        traffic.await_answers(new, EACH)
+
+        # 3. The old server is told to end while it is answering; it finishes what it has.
+        traffic.servers = [new]
+        time.sleep(0.1)  # for requests on their way, as a hook of Kubernetes before the signal
+        old.process.send_signal(signal.SIGTERM)
+        traffic.await_answers(new, EACH)
+        assert old.process.wait(timeout=120) == 0
+        traffic.stopped.set()
+        for client in clients:
+            client.join()
+        counted = samples(new)
+
+    assert traffic.failures == []
+    for server, which, *answer in traffic.answers:
+        assert tuple(answer) == expected[OLD if server is old else NEW][which]
+    # Counters begin at 0 with a server, and none of its requests is counted elsewhere.
+    served = sum(answer[0] is new for answer in traffic.answers)
+    assert counted["autoprune_requests_total state=visionzip"] == served + len(questions)
+    # What the warm-up sent was not encoded again.
+    assert counted["autoprune_feature_cache_misses_total"] == misses
