@@ -108,7 +108,7 @@ class ItemPlan:
     for a policy that covers those. Empty where the policy does not read it. ``profile`` marks
     vLLM's memory profiling: the unpruned size is returned, after paying for a selection as well.
     ``state`` is one that the request names or holds, as
-    :mod:`~vllm_autoprune.serving.plan` encodes it; empty for the server's own.
+    :func:`encode_state` encodes it; empty for the server's own.
     ``tokens`` is N by the image's size, which the scheduler counts the encoder's work by.
     ``earlier`` has, where the item is a recall, K of the image with its own question, and then
     every recall before this one: its tokens are chosen among those that are left.

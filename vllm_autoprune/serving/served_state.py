@@ -212,7 +212,7 @@ def replace_unsafe_state(state: PruningState, budget: int) -> PruningState:
 # The server's own API makes only plans that its rules allow. But vLLM's ``/inference/v1/generate``
 # takes processed inputs, plans among them, from its client. They are checked twice: the API server
 # refuses a request with a plan that is not allowed; the worker, which must survive any input,
-# replaces the plan (``worker.plan_reader``).
+# replaces the plan (``worker.selection``).
 
 
 @dataclass(frozen=True, slots=True)

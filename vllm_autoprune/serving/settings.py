@@ -259,8 +259,6 @@ def read_text_tower(path: str) -> TextTower:
 
 
 # Parsers of single settings: each returns a value or appends problems with place and fix.
-#
-# Whether settings fit the model, and each other, is checked in ``config``.
 
 
 SETTINGS = (
@@ -406,11 +404,7 @@ def read_cache_bytes(value: object, problems: list[Problem]) -> int:
     return int(size * (1 << 30))
 
 
-# Flags of `vllm serve`, in a group of their own.
-#
-# A flag writes plain data into ``additional_config["autoprune"]``, the same place that
-# ``LLM(..., additional_config={"autoprune": {...}})`` fills, so both ways are one from there on.
-# Values are checked later, where the model is known.
+# Flags of `vllm serve`, in a group of their own; values are checked where the model is known.
 
 
 SETTINGS_KEY = "autoprune"

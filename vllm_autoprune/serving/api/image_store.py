@@ -157,8 +157,8 @@ class Rendering(BaseMultiModalProcessorCache):
         """Give a request the tensors that the engine lacks, and no others.
 
         Does to the sender cache what the engine will do to its own. Of several items of one image
-        the first brings the tensors (``shared.receiver_cache``). ``again`` is another sample of the
-        request, whose features are complete.
+        the first brings the tensors (:func:`cache_without_plans`). ``again`` is another sample of
+        the request, whose features are complete.
         """
         missing = dict.fromkeys(map(_key, features))
         for key in missing:

@@ -155,12 +155,6 @@ def _identify_slot(slot: Slot, content: str, choice: ImageChoice, ids: tuple[Ids
     return make_cache_identity(content, choice.identity, choice.kept, choice.keep, read, slot.core)
 
 
-# Plans of a request's images: K, cache identity, instruction ids; before anything is processed.
-#
-# All of it follows from image sizes, the state and the request. Cached data of an image is found by
-# the digest of its content.
-
-
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalHashes
     from vllm.multimodal.parse import ImageSize, MultiModalDataItems

@@ -170,10 +170,6 @@ UNSERVED: Mapping[str, str] = {
 """Architecture -> why it has no pruned form."""
 
 
-# Registry of backbones that can be served pruned.
-#
-
-
 _MODULE, _PREFIX = "vllm_autoprune.serving.models", "Autoprune"
 
 

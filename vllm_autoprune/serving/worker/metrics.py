@@ -56,9 +56,6 @@ class Stopwatch:
         return finished
 
 
-# Prometheus metrics of a worker, written to files that the API servers' ``/metrics`` reads.
-
-
 logger = logging.getLogger("vllm.autoprune")
 
 SELECTION = "autoprune_selection_seconds"
