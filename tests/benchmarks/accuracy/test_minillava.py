@@ -120,7 +120,7 @@ def test_one_command_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFix
         assert main([*call, *SMALL, "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["valid"] is True
     files = {path.name for path in tmp_path.iterdir()}
-    assert files == {"report.html", "report.json", "report.md", "report.tex", "samples.jsonl"}
+    assert files == {"report.html", "report.json", "report.md", "samples.jsonl"}
 
 
 def test_an_invalid_report_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
