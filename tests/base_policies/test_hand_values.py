@@ -356,3 +356,7 @@ class TestMergedRows:
         mixed = (phi[3] * rows[3] + phi[1] * rows[1]) / (phi[3] + phi[1])  # one token of the scan
         torch.testing.assert_close(actual.merged[0], torch.stack([rows[0], mixed]))
         assert select("fsr", tokens, 2, kappa=0.0, **params).merged is None
+        # However many may merge, picks do not; token 2 does, with no priority.
+        every = select("fsr", tokens, 2, kappa=9.0, **params)
+        assert every.merged is not None
+        torch.testing.assert_close(every.merged, actual.merged)
