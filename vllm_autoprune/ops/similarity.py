@@ -52,15 +52,21 @@ def matmul_each(left: Tensor, right: Tensor) -> Tensor:
     return torch.stack([a @ b for a, b in zip(left, right, strict=True)])
 
 
+def strip_size(rows: Tensor) -> int:
+    """Rows ``(..., n, C)`` to make float32 at a time: on a CPU as many as stay in its cache."""
+    count, width = rows.shape[-2:]
+    return count if rows.device.type != "cpu" else max(1, _CACHED // width)
+
+
 def cosines_with(rows: Tensor, vectors: Tensor) -> Tensor:
     """Cosines ``(B, n, m)`` float32 of rows ``(B, n, C)`` with vectors ``(B, m, C)``.
 
     Computed in float32 for any dtype; the cosine with a zero vector is 0.
     """
-    batch, tokens, width = rows.shape
+    batch, tokens, _ = rows.shape
     out = torch.empty(batch, tokens, vectors.shape[1], dtype=torch.float32, device=rows.device)
     directions = functional.normalize(vectors.float(), dim=-1, eps=_NONZERO).transpose(1, 2)
-    step = tokens if rows.device.type != "cpu" else max(1, _CACHED // width)
+    step = strip_size(rows)
     for images in _groups(batch, tokens, step):
         for low in range(0, tokens, step):
             strip = slice(low, low + step)

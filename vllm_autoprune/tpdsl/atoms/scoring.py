@@ -33,6 +33,7 @@ from vllm_autoprune.ops.similarity import (
     plain_cosines,
     scale_to_unit_variance,
     spherical_kmeans,
+    strip_size,
     subtract_mean,
 )
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, added, atom
@@ -205,9 +206,8 @@ def instruction_guided_visual_relevance(
             pooled = words.embeddings.float().where(used, 0.0).sum(dim=1, keepdim=True)
             return cosines_with(tokens.features, pooled)[:, :, 0]
     if call.measure != "instruction":
-        # On a CPU in strips that stay in its cache: a float32 copy takes longer than the means.
-        step = 64 if tokens.features.device.type == "cpu" else tokens.count
-        strips = tokens.features.split(step, dim=1)
+        # A float32 copy of a whole image takes longer than the means.
+        strips = tokens.features.split(strip_size(tokens.features), dim=1)
         return -torch.cat([strip.float().mean(dim=-1) for strip in strips], dim=1)
     instruction = tokens.require_instruction()
     sign = instruction.sign if call.sign == "auto" else (1 if call.sign == "+" else -1)
