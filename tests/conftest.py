@@ -8,8 +8,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-pytest_plugins = ["tests.progress"]
-
 settings.register_profile(
     "repeatable",
     derandomize=True,
