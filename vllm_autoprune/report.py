@@ -204,6 +204,20 @@ def render_document(document: Document) -> str:
     return text + "\n"
 
 
+def render_markdown(document: Document) -> str:
+    """The document without its charts and entries."""
+    lines = [f"# {document.title}\n", f"{document.answer}\n"]
+    lines += [*(f"- {text}" for text in document.warnings), ""] if document.warnings else []
+    lines += [f"- {fact}" for fact in document.facts]
+    for section in document.sections:
+        if section.charts and not section.tables:
+            continue
+        lines.append(f"\n## {section.title}\n")
+        lines += [f"- {text}" for text in section.texts]
+        lines += [f"\n### {table.caption}\n\n{table.markdown()}" for table in section.tables]
+    return "\n".join(lines) + "\n"
+
+
 _SVG = "http://www.w3.org/2000/svg"
 _STYLE = {
     "#000001": "var(--ink)", "#000002": "var(--soft)", "#000003": "var(--line)",

@@ -44,10 +44,9 @@ from vllm_autoprune.evaluation.run import (
     SCORER,
     SOURCE,
     Progress,
+    control_case,
     prune_case,
-    random_case,
     residual_on,
-    resized_case,
     score_answers,
 )
 from vllm_autoprune.http_client import MAX_IN_FLIGHT
@@ -144,9 +143,9 @@ def build_cases(tokens: int, budgets: Sequence[int], families: Sequence[Family])
 def _cases_at(budget: int, families: Sequence[Family]) -> Iterator[Case]:
     """The cases of one K, in the order of the tables."""
     if "random" in families:
-        yield random_case(budget)
+        yield control_case("random", budget)
     if "resized" in families:
-        yield resized_case(budget)
+        yield control_case("resized", budget)
     policies = [load_state(SOURCE).base_policy.name] if {"found", "quota"} & set(families) else []
     if "policies" in families:
         policies = [policy for policy in BASE_POLICIES if policy not in EQUAL_POLICIES]

@@ -7,80 +7,79 @@ from typing import Any
 
 import pytest
 
-from tests.evaluation.samples import FULL
 from tests.evaluation.test_report import CONTROL, STATE, report_of, scores
-from vllm_autoprune import PruningState, load_state
-from vllm_autoprune.cli.commands.validate import find_losses, find_reported_losses
+from vllm_autoprune import load_state
+from vllm_autoprune.cli.commands.validate import find_losses
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.report import Report
-from vllm_autoprune.evaluation.run import as_json
+from vllm_autoprune.evaluation.run import format_report
 
+SHIPPED = load_state("visionzip")
+UNKNOWN = SHIPPED.model_copy(
+    update={"provenance": SHIPPED.provenance.model_copy(update={"scores": {}})}
+)
 ROW = {"budget": 16, "accuracy": 60.0, "accuracy_plus": 50.0, "prompt_tokens": 30.0}
+BY_4 = {"value": -4.0, "low": -7.0, "high": -1.0}
+LOST = {**ROW, "less_resized": BY_4}
+WON = {**ROW, "less_resized": {"value": 3.0, "low": 1.0, "high": 5.0}}
+OPEN = {**ROW, "less_resized": {"value": -1.0, "low": -3.0, "high": 1.0}}
+SHARE = {**LOST, "budget": "N/8", "model": "mini-Qwen3-VL 12ab"}
 
 
-def with_scores(scores: Any) -> PruningState:
-    state = load_state("visionzip")
-    provenance = state.provenance.model_copy(update={"scores": scores})
-    return state.model_copy(update={"provenance": provenance})
-
-
-def less_resized(value: float, low: float, high: float) -> dict[str, object]:
-    return {**ROW, "less_resized": {"value": value, "low": low, "high": high}}
-
-
-def test_a_loss_in_the_provenance_is_found_with_its_place() -> None:
-    rows = [less_resized(3.0, 1.0, 5.0), less_resized(-4.0, -7.0, -1.0), less_resized(-1, -3, 1)]
-    (loss,) = find_losses(with_scores({"model": "mini", "rows": rows}))
-    assert loss.where == "/provenance/scores/rows/1"
-    assert loss.what == "resizing beats it at K = 16 by 4.0 points (1.0 to 7.0)"
-    assert loss.fix
-
-
-def test_a_loss_at_a_share_of_the_tokens_names_its_model() -> None:
-    row = {**less_resized(-4.0, -7.0, -1.0), "budget": "N/8", "model": "mini-Qwen3-VL 12ab"}
-    (loss,) = find_losses(with_scores({"rows": [row]}))
-    assert loss.what == (
-        "resizing beats it at K = N/8 on mini-Qwen3-VL 12ab by 4.0 points (1.0 to 7.0)"
-    )
-
-
-@pytest.mark.parametrize("scores", [{}, {"mme": 1.0}, {"rows": 3}, {"rows": [ROW]}])
-def test_scores_that_say_nothing_about_resizing(scores: Any) -> None:
-    assert list(find_losses(with_scores(scores))) == []
+@pytest.mark.parametrize(
+    ("scores", "losses"),
+    [
+        (
+            {"model": "mini", "rows": [WON, LOST, OPEN]},
+            ["/provenance/scores/rows/1: resizing beats it at K = 16 by 4.0 points (1.0 to 7.0)"],
+        ),
+        (
+            {"rows": [SHARE]},
+            ["/provenance/scores/rows/0: resizing beats it at K = N/8 on mini-Qwen3-VL 12ab by "
+             "4.0 points (1.0 to 7.0)"],
+        ),
+        *(({**scores}, []) for scores in ({}, {"mme": 1.0}, {"rows": 3}, {"rows": [ROW]})),
+    ],
+)  # fmt: skip
+def test_losses_in_the_provenance_are_found_with_their_place(
+    scores: dict[str, Any], losses: list[str]
+) -> None:
+    provenance = SHIPPED.provenance.model_copy(update={"scores": scores})
+    found = find_losses(SHIPPED.model_copy(update={"provenance": provenance}))
+    assert [str(problem).partition(" ->")[0] for problem in found] == losses
 
 
 def saved(report: Report, folder: Path) -> Path:
     path = folder / "report.json"
-    path.write_text(as_json(report))
+    path.write_text(format_report(report, "json"))
     return path
 
 
 def test_losses_in_a_report_are_found_by_kind(tmp_path: Path) -> None:
-    state = load_state("visionzip")
-    own = STATE.model_copy(update={"digest": state.digest, "base": ""})
-    lost = report_of((FULL, scores(1, 1)), (CONTROL, scores(1, 1)), (own, scores(1, 0)))
-    said = [problem.what for problem in find_reported_losses(state, saved(lost, tmp_path))]
-    assert said == [
+    mine = STATE.model_copy(update={"digest": SHIPPED.digest, "base": ""})
+    lost = report_of((CONTROL, scores(1, 1)), (mine, scores(1, 0)))
+    assert [problem.what for problem in find_losses(UNKNOWN, saved(lost, tmp_path))] == [
         "resizing beats it at K = 8 by 50.0 points (50.0 to 50.0)",
         "resizing beats it at K = 8 on 'count' by 100.0 points (100.0 to 100.0)",
     ]
-    won = report_of((FULL, scores(1, 1)), (CONTROL, scores(0, 0)), (own, scores(1, 0)))
-    assert list(find_reported_losses(state, saved(won, tmp_path))) == []
-
-
-def test_a_report_without_the_state_is_said_to_be_none_of_it(tmp_path: Path) -> None:
-    report = report_of((FULL, scores(1, 1)), (CONTROL, scores(1, 1)), (STATE, scores(1, 0)))
-    (problem,) = find_reported_losses(load_state("visionzip"), saved(report, tmp_path))
+    won = report_of((CONTROL, scores(0, 0)), (mine, scores(1, 0)))
+    assert list(find_losses(UNKNOWN, saved(won, tmp_path))) == []
+    other = report_of((CONTROL, scores(1, 1)), (STATE, scores(1, 0)))
+    (problem,) = find_losses(UNKNOWN, saved(other, tmp_path))
     assert "does not compare 'visionzip'" in problem.what
 
 
-def test_files_that_are_no_valid_report(tmp_path: Path) -> None:
-    state, path = load_state("visionzip"), tmp_path / "report.json"
-    with pytest.raises(ConfigError, match="cannot be read"):
-        list(find_reported_losses(state, path))
-    path.write_text('{"rows": 3}')
-    with pytest.raises(ConfigError, match="is not a report"):
-        list(find_reported_losses(state, path))
-    saved(report_of((CONTROL, scores(1, 1))), tmp_path)
-    with pytest.raises(ConfigError, match="is not valid"):
-        list(find_reported_losses(state, path))
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read"),
+        ('{"rows": 3}', "is not a report"),
+        ('{"valid": false, "rows": []}', "is not valid"),
+    ],
+)
+def test_files_that_are_no_valid_report(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "report.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        list(find_losses(UNKNOWN, path))

@@ -21,30 +21,35 @@ SETUP = Setup(suite="s", model="m", data="d", scorer="by hand", mme_divisor=2.0)
 QUESTIONS = (
     Question(id="0", benchmark="colour", image="a"),
     Question(id="1", benchmark="colour", image="b"),
-    Question(id="2", benchmark=MME, image="a", category="existence", pair="x"),
-    Question(id="3", benchmark=MME, image="a", category="existence", pair="x"),
-    Question(id="4", benchmark=MME, image="b", category="existence", pair="y"),
-    Question(id="5", benchmark=MME, image="b", category="existence", pair="y"),
+    *(
+        Question(id=str(n), benchmark=MME, image=image, category="existence", pair=image)
+        for n, image in enumerate("aabb", 2)
+    ),
 )
 
 FULL = Case(name="full", arm="full", label="full")
 
 
-def case(name: str, arm: Arm = "base", budget: int = 8, base: str = "") -> Case:
-    return Case(name=name, arm=arm, label=name.split("@")[0], budget=budget, base=base)
+def case(name: str, arm: Arm = "base", base: str = "", **more: object) -> Case:
+    """A case named LABEL@K."""
+    label, _, budget = name.partition("@")
+    fields = {"name": name, "arm": arm, "label": label, "budget": int(budget), "base": base}
+    return Case.model_validate(fields | more)
 
 
-def answers(name: str, scores: Sequence[float], logprob: float = -1.0) -> list[Answer]:
-    return [
-        Answer(case=name, question=question.id, score=score, logprob=logprob, prompt_tokens=20)
-        for question, score in zip(QUESTIONS, scores, strict=True)
-    ]
-
-
-def contents(*cases: tuple[Case, Sequence[float]]) -> Contents:
+def contents(
+    *cases: tuple[Case, Sequence[float]],
+    questions: Sequence[Question] = QUESTIONS,
+    setup: Setup = SETUP,
+    prompt_tokens: Sequence[int] = (),
+) -> Contents:
     """The contents of a journal in which every case has one score per question."""
-    records = [answer for one, values in cases for answer in answers(one.name, values)]
-    return Contents([SETUP, *(one for one, _ in cases), *QUESTIONS, *records])
+    answers = [
+        Answer(case=case.name, question=question.id, score=score, logprob=-1.0, prompt_tokens=count)
+        for (case, scores), count in zip(cases, prompt_tokens or [20] * len(cases), strict=True)
+        for question, score in zip(questions, scores, strict=True)
+    ]
+    return Contents([setup, *(case for case, _ in cases), *questions, *answers])
 
 
 def read_journal(path: Path) -> Contents:

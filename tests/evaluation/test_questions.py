@@ -15,16 +15,10 @@ from vllm_autoprune.evaluation.questions import read_questions
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def path(tmp_path: Path) -> Path:
     for name in ("a.png", "b.jpg"):
         Image.new("RGB", (8, 8)).save(tmp_path / name)
-    return tmp_path
-
-
-def written(folder: Path, *lines: dict[str, object]) -> Path:
-    path = folder / "questions.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
+    return tmp_path / "questions.jsonl"
 
 
 NUMBERS = count()
@@ -35,125 +29,81 @@ def line(image: str = "a.png", answer: str = "x", **more: object) -> dict[str, o
     return {"image": image, "question": f"{next(NUMBERS)}?", "answer": answer, **more}
 
 
-def problems(folder: Path, *lines: dict[str, object]) -> list[str]:
+def text(*lines: dict[str, object]) -> str:
+    return "\n".join(map(json.dumps, lines))
+
+
+def problems(path: Path, content: str) -> list[str]:
+    path.write_text(content)
     with pytest.raises(ConfigError) as caught:
-        read_questions(written(folder, *lines))
+        read_questions(path)
     assert all(problem.fix for problem in caught.value.problems)
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_questions_are_ordered_by_image_and_pairs_are_scored_as_mme(folder: Path) -> None:
-    path = written(
-        folder,
+def test_questions_are_ordered_by_image_and_pairs_are_scored_as_mme(path: Path) -> None:
+    pair = {"image": "b.jpg", "category": "colour", "pair": 7}
+    path.write_text(text(
         {"image": "a.png", "question": "1?", "answer": "x"},
-        {"image": "b.jpg", "question": "2?", "answer": "yes", "category": "colour", "pair": 7},
+        {**pair, "question": "2?", "answer": "yes"},
         {"image": "a.png", "question": "3?", "answer": "y", "category": "shape"},
-        {"image": "b.jpg", "question": "4?", "answer": "no", "category": "colour", "pair": 7},
-    )
+        {**pair, "question": "4?", "answer": "no"},
+    ))  # fmt: skip
     questions = read_questions(path)
     assert [question.text for question in questions] == ["1?", "3?", "2?", "4?"]
     assert [question.record.benchmark for question in questions] == ["all", "shape", MME, MME]
-    assert {q.record.pair for q in questions} == {"", "b.jpg/7"}
+    assert {question.record.pair for question in questions} == {"", "b.jpg/7"}
     assert questions[0].image.startswith("data:image/png;base64,")
     assert questions[2].image.startswith("data:image/jpeg;base64,")
+    # A limit leaves no half of a pair.
+    assert [len(read_questions(path, limit)) for limit in (1, 2, 3, 4)] == [1, 2, 2, 4]
 
 
-def test_a_limit_leaves_no_half_of_a_pair(folder: Path) -> None:
-    pair = [line(answer="yes", pair=1), line(answer="no", pair=1)]
-    path = written(folder, line(), *pair)
-    assert [len(read_questions(path, limit)) for limit in (1, 2, 3)] == [1, 1, 3]
-
-
-def test_an_empty_file_is_refused(folder: Path) -> None:
-    path = folder / "questions.jsonl"
-    path.write_text("\n")
-    with pytest.raises(ConfigError, match="contains no example"):
-        read_questions(path)
-
-
-def test_a_missing_file_is_said_to_be_missing(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be read .* -> give the path of a JSONL file"):
-        read_questions(folder / "nowhere.jsonl")
-
-
-def test_images_that_cannot_be_sent(folder: Path) -> None:
+def test_images_that_cannot_be_sent(path: Path) -> None:
+    folder = path.parent
     (folder / "text.png").write_text("not an image")
-    cut = (folder / "b.jpg").read_bytes()[:60]
-    (folder / "cut.jpg").write_bytes(cut)
+    (folder / "cut.jpg").write_bytes((folder / "b.jpg").read_bytes()[:60])
     (folder / "folder.png").mkdir()
-    names = ("c.png", "text.png", "folder.png", "https://x/y.png", "cut.jpg")
-    said = problems(folder, *(line(image=name) for name in names), line(image="c.png"))
-    assert len(said) == len(names), "an image is named once"
-    for number, (problem, what) in enumerate(
-        zip(
-            said,
-            ("does not exist", "is not an image", "is a folder", "is an address", "cut.jpg"),
-            strict=True,
-        ),
-        1,
-    ):
-        assert problem.startswith(f"questions.jsonl:{number}: image ")
-        assert what in problem
+    what = {"c.png": "does not exist", "text.png": "is not an image", "folder.png": "is a folder",
+            "https://x/y.png": "is an address", "cut.jpg": "cut.jpg"}  # fmt: skip
+    said = problems(path, text(*(line(image=name) for name in (*what, "c.png"))))
+    assert len(said) == len(what), "an image is named once"
+    for number, (problem, reason) in enumerate(zip(said, what.values(), strict=True), 1):
+        assert problem.startswith(f"questions.jsonl:{number}: image ") and reason in problem
     assert str(folder) in said[0]
 
 
-def test_one_kind_in_two_spellings(folder: Path) -> None:
-    kinds = ("colour", "shape", "colour", " Colour")
-    (said,) = problems(folder, *(line(category=kind) for kind in kinds))
-    assert said.startswith("questions.jsonl:4: ")
-    assert "' Colour' is written 'colour' in line 1" in said
+@pytest.mark.parametrize("answers", [["yes"], ["yes", "no", "no"], ["yes", "yes"], ["red", "no"]])
+def test_pairs_that_cannot_be_scored(path: Path, answers: list[str]) -> None:
+    (said,) = problems(path, text(*(line(answer=answer, pair=1) for answer in answers)))
+    assert 'is not one "yes" and one "no" (lines 1' in said
+
+
+QUESTION = line(answer="cat")
+TWO = [line(), line()]
 
 
 @pytest.mark.parametrize(
-    ("answers", "what"),
+    ("content", "said"),
     [
-        (["yes"], "has 1 question(s): line 1"),
-        (["yes", "no", "no"], "has 3 question(s): line 1, 2, 3"),
-        (["yes", "yes"], 'is not one "yes" and one "no"'),
-        (["red", "no"], 'is not one "yes" and one "no"'),
+        ("\n", ["contains no example"]),
+        (text(*(line(category=kind) for kind in ("colour", "shape", " Colour"))),
+         ["questions.jsonl:3: \"category\" ' Colour' is written 'colour' in line 1"]),
+        (text(QUESTION, line(), {**QUESTION, "question": f" {QUESTION['question']} "}),
+         ["questions.jsonl:3: repeats the question of line 1"]),
+        (json.dumps(TWO), ["one JSON array", "jq -c '.[]' questions.jsonl"]),
+        (json.dumps(TWO, indent=1), ["one JSON array"]),
+        (json.dumps(TWO[0], indent=1), ["over several lines", "jq -c . questions.jsonl"]),
+        (text(line()) + ",\n" + text(line()), ["questions.jsonl:1: Invalid JSON"]),
     ],
-)
-def test_pairs_that_cannot_be_scored(folder: Path, answers: list[str], what: str) -> None:
-    (said,) = problems(folder, *(line(answer=answer, pair=1) for answer in answers))
-    assert what in said
+)  # fmt: skip
+def test_mistakes_are_one_problem(path: Path, content: str, said: list[str]) -> None:
+    (problem,) = problems(path, content)
+    assert all(part in problem for part in said), problem
 
 
-def test_many_problems_are_counted(folder: Path) -> None:
-    said = problems(folder, *(line(answer="") for _ in range(30)))
-    assert len(said) == 21
-    assert "10 more problems" in said[-1]
-
-
-def test_a_question_asked_twice_about_an_image(folder: Path) -> None:
-    same = line(answer="cat")
-    other = {**same, "answer": "dog", "question": f" {same['question']} "}
-    said = problems(folder, same, line(), {**same}, other, {**same, "image": "b.jpg"})
-    assert len(said) == 2
-    assert "questions.jsonl:3: repeats the question of line 1 -> remove one" in said[0]
-    assert "line 1 with another answer, 'dog' instead of 'cat' -> keep" in said[1]
-
-
-@pytest.mark.parametrize("indent", [None, 1])
-def test_one_array_is_one_problem(folder: Path, indent: int | None) -> None:
-    path = folder / "questions.json"
-    path.write_text(json.dumps([line(), line()], indent=indent))
-    with pytest.raises(ConfigError) as caught:
+def test_many_problems_are_counted_and_a_missing_file_is_said_to_be_missing(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read .* -> give the path of a JSONL file"):
         read_questions(path)
-    (problem,) = caught.value.problems
-    assert "one JSON array" in problem.what and "jq -c '.[]' questions.json" in problem.fix
-
-
-def test_objects_over_several_lines_are_one_problem(folder: Path) -> None:
-    path = folder / "questions.json"
-    path.write_text("\n".join(json.dumps(line(), indent=1) for _ in range(3)))
-    with pytest.raises(ConfigError) as caught:
-        read_questions(path)
-    (problem,) = caught.value.problems
-    assert "over several lines" in problem.what and "jq -c ." in problem.fix
-
-
-def test_a_comma_behind_a_line_is_named(folder: Path) -> None:
-    path = folder / "questions.jsonl"
-    path.write_text(json.dumps(line()) + ",\n" + json.dumps(line()) + "\n")
-    with pytest.raises(ConfigError, match="remove the comma at the end of the line"):
-        read_questions(path)
+    said = problems(path, text(*(line(answer="") for _ in range(30))))
+    assert len(said) == 21 and "10 more problems" in said[-1]

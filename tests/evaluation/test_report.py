@@ -1,12 +1,14 @@
-"""The report of a journal: rows, differences, reasons against it, pruning against resizing."""
+"""The report of a journal and its page: rows, differences, reasons, pruning against resizing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.evaluation.samples import FULL, QUESTIONS, SETUP, answers, case, contents
+from tests.evaluation.samples import FULL, QUESTIONS, SETUP, case, contents
 from vllm_autoprune.evaluation.journal import (
     MME,
     Answer,
@@ -16,78 +18,122 @@ from vllm_autoprune.evaluation.journal import (
     Question,
     Total,
 )
-from vllm_autoprune.evaluation.pages import as_markdown
 from vllm_autoprune.evaluation.report import Comparison, Report, build_report, find_winner
+from vllm_autoprune.evaluation.run import format_report
 from vllm_autoprune.statistics import Estimate
 
-BASE = case("visionzip@8")
-OURS = case("visionzip+autoprune@8", "autoprune", base="visionzip@8")
+BASE = case("cdpruner@8")
+RESIDUAL = case("cdpruner+autoprune@8", "autoprune", "cdpruner@8", label="ours", quota=2)
+OTHER, ON_OTHER = case("dart@8"), case("dart+autoprune@8", "autoprune", "dart@8")
+QUOTA = case("quota-4@8", "quota", "cdpruner@8", quota=4)
+CONTROL, STATE = case("resized@8", "resized"), case("mine@8", "found", "cdpruner@8")
 
-RIGHT, HALF = [1.0] * 6, [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
-
-
-def sample_report() -> Report:
-    return build_report(contents((FULL, RIGHT), (BASE, HALF), (OURS, RIGHT)))
-
-
-def test_a_row_has_acc_and_both_definitions_of_rel() -> None:
-    row = sample_report().row("visionzip@8")
-    assert row is not None
-    assert row.benchmarks == {"colour": 50.0, MME: 125.0}
-    assert row.all.acc == (50 + 62.5) / 2
-    assert row.all.ratio_of_means == 56.25
-    assert row.all.mean_of_ratios == (50 + 62.5) / 2
-    assert row.without_mmbench is None and row.prompt_tokens == 20.0
+RIGHT, HALF, FEW = [1.0] * 6, [1.0, 0.0, 1.0, 1.0, 1.0, 0.0], [1.0, *[0.0] * 5]
+NOTHING = [0.0] * 6
 
 
-def test_differences_are_to_full_and_to_the_base_policy() -> None:
-    report = sample_report()
-    full, base, ours = (report.row(n) for n in ("full", "visionzip@8", "visionzip+autoprune@8"))
-    assert full is not None and base is not None and ours is not None
+def markdown(report: Report) -> str:
+    return format_report(report, "md")
+
+
+def answer_of(report: Report) -> tuple[str, str]:
+    match = re.search(r'<p class="answer (\w+)">(.*?)</p>', format_report(report, "html"))
+    assert match is not None
+    return match[1], match[2]
+
+
+def tables(report: Report) -> dict[str, list[list[str]]]:
+    rows: dict[str, list[list[str]]] = {}
+    for line in markdown(report).splitlines():
+        if line.startswith("### "):
+            caption = line[4:]
+        elif line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            rows.setdefault(caption, []).append(cells)
+    return {caption: lines[2:] for caption, lines in rows.items()}
+
+
+def test_rows_have_acc_both_definitions_of_rel_and_paired_differences() -> None:
+    report = build_report(contents((FULL, RIGHT), (BASE, HALF), (RESIDUAL, RIGHT)))
+    full, base, ours = report.rows
+    assert report.valid and report.questions == 6 and report.images == 2
+    assert base.benchmarks == {"colour": 50.0, MME: 125.0}
+    assert (base.all.acc, base.all.ratio_of_means) == ((50 + 62.5) / 2, 56.25)
+    assert base.all.mean_of_ratios == (50 + 62.5) / 2
+    assert base.without_mmbench is None and base.prompt_tokens == 20.0
     assert full.to_full is None and base.to_base is None
     assert base.to_full is not None and base.to_full.acc is not None
     assert base.to_full.acc.value == 56.25 - 100
     assert base.to_full.acc.low <= base.to_full.acc.value <= base.to_full.acc.high
-    assert ours.to_full is not None and ours.to_full.acc is not None
-    assert ours.to_full.acc.value == ours.to_full.acc.low == ours.to_full.acc.high == 0.0
+    assert ours.to_full is not None and ours.to_full.acc == Estimate(0.0, 0.0, 0.0)
     assert ours.to_base is not None and ours.to_base.mme is not None
     assert ours.to_base.mme.value == 75.0
 
 
-def test_a_complete_evaluation_is_valid() -> None:
-    report = sample_report()
-    assert report.valid and report.questions == 6 and report.images == 2 and len(report.rows) == 3
+def without_answers(journal: Contents) -> None:
+    journal.add(STATE)
 
 
-def test_a_case_with_failed_requests_has_no_row() -> None:
-    journal = contents((FULL, RIGHT), (BASE, HALF))
+def with_a_failure(journal: Contents) -> None:
     journal.add(Answer(case=BASE.name, question="1", failure="status 503"))
-    report = build_report(journal)
-    assert report.reasons == ("visionzip@8: 1 of 6 requests failed: status 503",)
-    assert [row.case.name for row in report.rows] == ["full"]
 
 
-def test_a_case_with_missing_answers_has_no_row() -> None:
-    journal = contents((FULL, RIGHT))
-    journal.add(BASE)
-    for answer in answers(BASE.name, HALF)[:4]:
-        journal.add(answer)
-    report = build_report(journal)
-    assert report.reasons == ("visionzip@8: 4 of 6 answers; MME is incomplete",)
-    assert report.row(BASE.name) is None
+def with_some_answers(journal: Contents) -> None:
+    journal.add(STATE)
+    for answer in [*journal.answers["full"].values()][:4]:
+        journal.add(answer.model_copy(update={"case": STATE.name}))
 
 
-def test_without_the_full_model_there_are_no_rows() -> None:
-    report = build_report(contents((BASE, HALF)))
-    assert not report.valid and "full model" in report.reasons[0] and not report.rows
+def without_full(journal: Contents) -> None:
+    del journal.cases["full"]
 
 
-def test_a_case_that_cannot_be_served_is_listed() -> None:
-    refused = OURS.model_copy(update={"refused": "K is too small"})
+def without_questions(journal: Contents) -> None:
+    journal.questions.clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (without_answers, "mine@8: no question was answered"),
+        (with_a_failure, "cdpruner@8: 1 of 6 requests failed: status 503"),
+        (with_some_answers, "mine@8: 4 of 6 answers; MME is incomplete"),
+        (without_full, "the full model is not among the cases"),
+        (without_questions, "there are no questions"),
+    ],
+)
+def test_an_incomplete_evaluation_is_not_valid(
+    change: Callable[[Contents], None], reason: str
+) -> None:
     journal = contents((FULL, RIGHT), (BASE, HALF))
+    change(journal)
+    report = build_report(journal, ["stopped: <server>"])
+    assert not report.valid and report.reasons[0].startswith(reason)
+    assert report.row("mine@8") is None
+    page = markdown(report)
+    assert "Not valid: " in page and f"- {reason}" in page and "- stopped: <server>" in page
+    assert answer_of(report)[0] == "bad" and "stopped: &lt;server&gt;" in format_report(
+        report, "html"
+    )
+
+
+def test_a_report_without_a_right_answer_is_not_valid() -> None:
+    report = build_report(contents((FULL, NOTHING), (BASE, NOTHING)))
+    assert not report.valid and "no answer is right even with all tokens" in report.reasons[0]
+    row = report.row(BASE.name)
+    assert row is not None and row.all.ratio_of_means is row.all.mean_of_ratios is None
+    with pytest.raises(EvaluationError, match="empty"):
+        build_report(Contents())
+
+
+def test_a_refused_case_is_listed_and_no_reason_against_the_report() -> None:
+    journal = contents((FULL, RIGHT))
+    refused = RESIDUAL.model_copy(update={"refused": "K is | too small"})
     journal.add(refused)
     report = build_report(journal)
     assert report.valid and report.refused == (refused,)
+    page = markdown(report)
+    assert "### Cannot be served" in page and r"K is \| too small" in page
 
 
 def test_totals_of_the_benchmarks_scorer_are_used() -> None:
@@ -95,38 +141,86 @@ def test_totals_of_the_benchmarks_scorer_are_used() -> None:
     for name, points in (("full", 190.0), (BASE.name, 95.0)):
         journal.add(Total(case=name, benchmark=MME, metric="m", value=points, count=4))
     row = build_report(journal).row(BASE.name)
-    assert row is not None
-    assert row.benchmarks == {"colour": 50.0, MME: 95.0}
+    assert row is not None and row.benchmarks == {"colour": 50.0, MME: 95.0}
     assert row.all.mean_of_ratios == 50.0
 
 
 def test_aggregates_exist_without_mmbench() -> None:
-    names = {"colour": "MMB-EN"}
-    journal = Contents([SETUP, FULL, *answers("full", RIGHT)])
-    for question in QUESTIONS:
-        name = names.get(question.benchmark, question.benchmark)
-        journal.add(question.model_copy(update={"benchmark": name}))
-    row = build_report(journal).row("full")
+    questions = [
+        q if q.benchmark == MME else q.model_copy(update={"benchmark": "MMB-EN"}) for q in QUESTIONS
+    ]
+    row = build_report(contents((FULL, RIGHT), questions=questions)).row("full")
     assert row is not None and row.without_mmbench is not None
     assert row.without_mmbench.acc == 100.0
 
 
-def test_no_right_answer_does_not_divide_by_zero() -> None:
-    nothing = [0.0] * 6
-    row = build_report(contents((FULL, nothing), (BASE, HALF))).row(BASE.name)
-    assert row is not None
-    assert row.all.ratio_of_means is None and row.all.mean_of_ratios is None
+def test_a_complete_evaluation_has_all_tables_of_the_paper() -> None:
+    cases = ((FULL, RIGHT), (BASE, HALF), (RESIDUAL, RIGHT), (OTHER, HALF), (ON_OTHER, HALF))
+    report = build_report(contents(*cases, (QUOTA, HALF)))
+    result = tables(report)
+    assert list(result) == [
+        "K = 8",
+        "AutoPrune less strategy only, Acc.",
+        "AutoPrune less strategy only, ln p",
+        "Sweep of the exchange quota",
+    ]
+    main = result["K = 8"]
+    assert [row[0] for row in main] == ["full", "cdpruner", "ours", "dart", "dart+autoprune"]
+    assert main[1][1:6] == ["50.0", "125.0", "56.2", "56.2", "56.2"]
+    assert main[0][6] == "-" and main[2][7].startswith("+43.8 (")
+    gains = result["AutoPrune less strategy only, Acc."]
+    assert gains == [["cdpruner", main[2][7]], ["dart", "0.0 (0.0 to 0.0)"]]
+    quotas = result["Sweep of the exchange quota"]
+    assert [row[:3] for row in quotas] == [["8", "2", "6"], ["8", "4", "4"]]
+    assert "\n- A trial run: 2 images are too few" in markdown(report)
+    tone, answer = answer_of(report)
+    assert tone == "open" and answer.startswith("A trial run on 2 images, no measurement: ")
 
 
-def test_an_empty_journal_has_no_report() -> None:
-    with pytest.raises(EvaluationError, match="empty"):
-        build_report(Contents())
+def test_the_page_says_how_many_answers_are_right_with_all_tokens() -> None:
+    page = markdown(build_report(contents((FULL, RIGHT), (CONTROL, HALF), (BASE, HALF))))
+    assert "With all tokens, 100.0 % of the answers are right." in page
+    assert "not written as the model writes it" not in page
+    page = markdown(build_report(contents((FULL, FEW), (CONTROL, FEW), (BASE, FEW))))
+    assert "With all tokens, 16.7 % of the answers are right." in page
+    assert re.search(r"not written\s+as the model writes it", page)
 
 
-def test_a_report_without_a_right_answer_is_not_valid() -> None:
-    report = build_report(contents((FULL, [0.0] * 6), (case("cdpruner@8"), [0.0] * 6)))
-    assert not report.valid
-    assert "no answer is right even with all tokens" in report.reasons[0]
+def test_the_page_answers_first_and_draws_accuracy_over_the_budget() -> None:
+    cases = (
+        (FULL, [1.0] * 40),
+        (case("ours@8", "found", label="ours <i>"), [1.0, 0.0] * 20),
+        (case("ours@4", "found", label="ours <i>"), [0.0, 0.0, 0.0, 1.0] * 10),
+    )
+    questions = [Question(id=str(n), benchmark="colour", image=f"i{n}") for n in range(40)]
+    report = build_report(contents(*cases, questions=questions))
+    (tone, answer), page = answer_of(report), format_report(report, "html")
+    assert tone == "bad" and "trial run" not in page
+    assert "ours &lt;i&gt; at K = 8 answers 50.0 % of the questions right, 50.0 points" in answer
+    assert len(re.findall(r'id="mark-\d"', page)) == 2 and ">all tokens 100.0 %</text>" in page
+    assert "K = 4" in page and "<i>" not in page
+    assert {"4", "8"} <= {*re.findall(r">(\d+)</text>", page)}, "the budgets that were measured"
+
+
+def test_rows_are_compared_with_published_ones_of_the_same_method_and_budget() -> None:
+    setup = SETUP.model_copy(update={"backbone": "llava-1.5-7b", "mme_divisor": 20.0})
+    questions = [
+        q if q.benchmark == MME else q.model_copy(update={"benchmark": "POPE"}) for q in QUESTIONS
+    ]
+    cases = [(each, RIGHT) for each in (FULL, case("cdpruner@32"), case("cdpruner@33"))]
+    result = tables(build_report(contents(*cases, questions=questions, setup=setup)))
+    rows = result["Ours / published, main, llava-1.5-7b"]
+    assert [row[:2] for row in rows] == [["full", "576"], ["CDPruner", "32"]]
+    # Only two of ten columns were measured, so Acc. cannot be compared.
+    assert rows[1][2:5] == ["100.0 / 87.9", "200.0 / 1373.0", "55.0 / -"]
+
+
+def test_json_does_not_contain_the_states_of_requests() -> None:
+    pruned = BASE.model_copy(update={"pruning": {"state": {"name": "x"}}})
+    report = build_report(contents((FULL, RIGHT), (pruned, HALF)))
+    content = json.loads(format_report(report, "json"))
+    assert content["valid"] is True and content["rows"][1]["case"]["name"] == "cdpruner@8"
+    assert "pruning" not in content["rows"][1]["case"]
 
 
 IMAGES = 8
@@ -135,9 +229,6 @@ BY_KIND = tuple(
     for image in range(IMAGES)
     for kind in ("read", "count")
 )
-CONTROL = case("resized@8", "resized")
-REFERENCE = case("cdpruner@8")
-STATE = case("mine@8", "found", base="cdpruner@8")
 
 
 def scores(read: float, count: float) -> list[float]:
@@ -147,101 +238,73 @@ def scores(read: float, count: float) -> list[float]:
 def report_of(
     *cases: tuple[Case, Sequence[float]], questions: Sequence[Question] = BY_KIND
 ) -> Report:
-    given = [
-        Answer(case=one.name, question=question.id, score=score)
-        for one, values in cases
-        for question, score in zip(questions, values, strict=True)
-    ]
-    return build_report(Contents([SETUP, *(one for one, _ in cases), *questions, *given]))
+    """The report of questions of two kinds, with all tokens always right."""
+    right = (FULL, [1.0] * len(questions))
+    return build_report(contents(right, *cases, questions=questions))
 
 
 def compared(report: Report, name: str, kind: str | None = None) -> Comparison:
-    (found,) = [one for one in report.resizing if (one.case, one.kind) == (name, kind)]
-    return found
+    (row,) = [row for row in report.resizing if (row.case, row.kind) == (name, kind)]
+    return row
 
 
 def test_one_line_says_who_wins_overall_and_by_kind() -> None:
-    full, control = (FULL, scores(1, 1)), (CONTROL, scores(0, 1))
     mixed = [1.0, 0.0] * (IMAGES // 2) + [1.0, 1.0] * (IMAGES // 2)
-    page = as_markdown(report_of(full, control, (STATE, mixed)))
+    page = markdown(report_of((CONTROL, scores(0, 1)), (STATE, mixed)))
     (line,) = [line for line in page.splitlines() if line.startswith("- mine")]
     assert line.startswith("- mine, K = 8: pruning beats resizing, +25.0 (")
     assert "pruning wins: read +100.0 (+100.0 to +100.0); resizing wins: count -50.0 (" in line
 
 
 def test_differences_are_paired_and_by_kind() -> None:
-    report = report_of((FULL, scores(1, 1)), (CONTROL, scores(1, 0)), (STATE, scores(1, 1)))
+    report = report_of((CONTROL, scores(1, 0)), (STATE, scores(1, 1)))
     overall = compared(report, "mine@8")
     assert overall.difference == Estimate(50.0, 50.0, 50.0)
     assert (overall.questions, overall.images, overall.winner) == (16, 8, "pruning")
     assert compared(report, "mine@8", "count").difference.value == 100.0
     same = compared(report, "mine@8", "read")
     assert (same.difference.value, same.winner, same.questions) == (0.0, "not decided", 8)
+    control, state = report.row("resized@8"), report.row("mine@8")
+    assert control is not None and state is not None and control.to_resized is None
+    assert state.to_resized is not None and state.to_resized.acc == Estimate(50.0, 50.0, 50.0)
+    assert "| Acc. less resized |" in markdown(report)
 
 
 def test_only_states_that_are_not_compared_with_get_a_line() -> None:
-    cases = [(FULL, scores(1, 1)), (CONTROL, scores(0, 0)), (REFERENCE, scores(0, 0))]
-    assert "- cdpruner, K = 8: not decided" in as_markdown(report_of(*cases))
-    page = as_markdown(report_of(*cases, (STATE, scores(0, 0))))
+    cases = [(CONTROL, scores(0, 0)), (BASE, scores(0, 0))]
+    assert "- cdpruner, K = 8: not decided" in markdown(report_of(*cases))
+    page = markdown(report_of(*cases, (STATE, scores(0, 0))))
     assert "- mine, K = 8" in page and "- cdpruner, K = 8" not in page
     assert "| cdpruner |" in page[page.index("## Less the resize control by kind") :]
+    other = report_of(cases[0], (case("mine@16", "found"), scores(1, 1)))
+    assert other.resizing == () and "Pruning or resizing?" not in markdown(other)
 
 
-def test_a_single_kind_is_not_repeated() -> None:
-    questions = [one for one in BY_KIND if one.benchmark == "read"]
-    right, wrong = [1.0] * IMAGES, [0.0] * IMAGES
-    report = report_of((FULL, right), (CONTROL, wrong), (STATE, right), questions=questions)
-    assert [one.kind for one in report.resizing] == [None]
-    assert "By kind" not in as_markdown(report)
-
-
-def test_pairs_count_by_their_category() -> None:
-    questions = [
+def test_kinds_are_categories_of_pairs_and_a_single_kind_is_not_repeated() -> None:
+    pairs = [
         Question(
-            id=f"{kind} {i} {said}", benchmark=MME, category=kind, image=str(i), pair=f"{kind} {i}"
+            id=f"{kind} {n} {said}", benchmark=MME, category=kind, image=str(n), pair=f"{kind} {n}"
         )
-        for i in range(IMAGES)
+        for n in range(IMAGES)
         for kind in ("colour", "place")
         for said in ("yes", "no")
     ]
-    values = [1.0] * len(questions)
-    report = report_of((FULL, values), (CONTROL, values), (STATE, values), questions=questions)
-    assert [one.kind for one in report.resizing] == [None, "colour", "place"]
+    for questions, kinds in (
+        (pairs, [None, "colour", "place"]),
+        ([question for question in BY_KIND if question.benchmark == "read"], [None]),
+    ):
+        right = [1.0] * len(questions)
+        report = report_of((CONTROL, right), (STATE, right), questions=questions)
+        assert [row.kind for row in report.resizing] == kinds
+        assert ("By kind" in markdown(report)) == (len(kinds) > 1)
 
 
 def test_fewer_tokens_of_the_resized_image_are_told() -> None:
-    cases = ((FULL, 164), (CONTROL, 20), (STATE, 28))
-    given = [
-        Answer(case=one.name, question=question.id, score=1.0, prompt_tokens=tokens)
-        for one, tokens in cases
-        for question in BY_KIND
-    ]
-    report = build_report(Contents([SETUP, *(one for one, _ in cases), *BY_KIND, *given]))
-    assert compared(report, "mine@8").more_tokens == 8.0
-    assert "points right with 8.0 tokens more." in as_markdown(report)
-    equal = report_of((FULL, scores(1, 1)), (CONTROL, scores(1, 1)), (STATE, scores(1, 1)))
-    assert "tokens more" not in as_markdown(equal)
-
-
-def test_another_budget_is_not_compared() -> None:
-    other = case("mine@16", "found", budget=16)
-    report = report_of((FULL, scores(1, 1)), (CONTROL, scores(0, 0)), (other, scores(1, 1)))
-    assert report.resizing == ()
-    assert "Pruning or resizing?" not in as_markdown(report)
-
-
-def test_rows_have_the_difference_in_all_metrics() -> None:
-    report = report_of((FULL, scores(1, 1)), (CONTROL, scores(0, 1)), (STATE, scores(1, 1)))
-    control, state = report.row("resized@8"), report.row("mine@8")
-    assert control is not None and state is not None
-    assert control.to_resized is None
-    assert state.to_resized is not None and state.to_resized.acc is not None
-    assert state.to_resized.acc.value == 50.0
-    lines = as_markdown(report).splitlines()
-    head = next(line for line in lines if line.startswith("| method | read | count | Acc."))
-    assert "Acc. less resized" in head
-    row = next(line for line in lines if line.startswith("| resize") or "resized |" in line[:12])
-    assert row.count("|") == head.count("|")
+    cases = [(each, scores(1, 1)) for each in (FULL, CONTROL, STATE)]
+    for lengths, more in (((164, 20, 28), 8.0), ((164, 28, 28), 0.0)):
+        report = build_report(contents(*cases, questions=BY_KIND, prompt_tokens=lengths))
+        assert compared(report, "mine@8").more_tokens == more
+        assert ("points right with 8.0 tokens more." in markdown(report)) == bool(more)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter
 
@@ -74,10 +74,10 @@ class Question(FrozenModel):
     category: str = ""
     pair: str = ""
 
-
-def kind_of(question: Question) -> str:
-    """The kind of a question as the data calls it; those of MME are its categories."""
-    return question.category or question.benchmark
+    @property
+    def topic(self) -> str:
+        """The kind of question as the data calls it; those of MME are its categories."""
+        return self.category or self.benchmark
 
 
 class Answer(FrozenModel):
@@ -106,58 +106,48 @@ class Total(FrozenModel):
 
 Record = Annotated[Setup | Case | Question | Answer | Total, Field(discriminator="kind")]
 
-RECORD: TypeAdapter[Record] = TypeAdapter(Record)
-
-
 JOURNAL = "samples.jsonl"
 
 
-def _key(record: Record) -> tuple[str, ...]:
-    """Of two records with one key the later one counts."""
-    match record:
-        case Setup():
-            return ("setup",)
-        case Case():
-            return ("case", record.name)
-        case Question():
-            return ("question", record.id)
-        case Answer():
-            return ("answer", record.case, record.question)
-        case Total():
-            return ("total", record.case, record.benchmark)
-
-
 class Contents:
-    """The records of a journal by kind and name; of several answers to a question the last."""
+    """The records of a journal by kind and name; of several with one name the last."""
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
-        self.setup: Setup | None = None
+        self.setups: dict[str, Setup] = {}
         self.cases: dict[str, Case] = {}
         self.questions: dict[str, Question] = {}
         self.answers: dict[str, dict[str, Answer]] = {}
         self.totals: dict[str, dict[str, Total]] = {}
-        self._by_key: dict[tuple[str, ...], Record] = {}
         for record in records:
             self.add(record)
 
-    def add(self, record: Record) -> None:
-        """Add one record."""
-        self._by_key[_key(record)] = record
+    @property
+    def setup(self) -> Setup | None:
+        """What is measured; None for an empty journal."""
+        return self.setups.get("")
+
+    def _place(self, record: Record) -> tuple[dict[str, Any], str]:
         match record:
             case Setup():
-                self.setup = record
+                return self.setups, ""
             case Case():
-                self.cases[record.name] = record
+                return self.cases, record.name
             case Question():
-                self.questions[record.id] = record
+                return self.questions, record.id
             case Answer():
-                self.answers.setdefault(record.case, {})[record.question] = record
+                return self.answers.setdefault(record.case, {}), record.question
             case Total():
-                self.totals.setdefault(record.case, {})[record.benchmark] = record
+                return self.totals.setdefault(record.case, {}), record.benchmark
+
+    def add(self, record: Record) -> None:
+        """Add one record, in place of an earlier one of its name."""
+        records, name = self._place(record)
+        records[name] = record
 
     def existing(self, record: Record) -> Record | None:
-        """The record with the same key, if there is one."""
-        return self._by_key.get(_key(record))
+        """The record with the same name, if there is one."""
+        records, name = self._place(record)
+        return records.get(name)
 
     def is_answered(self, case: str, question: str) -> bool:
         """Whether a question has an answer that did not fail."""
@@ -174,49 +164,32 @@ class Journal(RecordFile[Record]):
         Raises :class:`EvaluationError` if the file is not a journal, is in use, or cannot be
         written.
         """
-        super().__init__(path, RECORD, EvaluationError, exclude_none=True)
+        adapter: TypeAdapter[Record] = TypeAdapter(Record)
+        super().__init__(path, adapter, EvaluationError, exclude_none=True)
         self.contents = Contents(self.records)
-
-    def begin(self, setup: Setup) -> None:
-        """Record the set-up; raises :class:`EvaluationError` if the journal has another one."""
-        existing = self.contents.setup
-        if existing is None:
-            self.append([setup])
-        elif existing != setup:
-            new = setup.model_dump()
-            differ = [name for name, value in existing.model_dump().items() if new[name] != value]
-            raise EvaluationError(
-                f"{self.path}: contains another evaluation ({', '.join(differ)} differ) -> "
-                "name another folder with --out"
-            )
 
     def append(self, records: Sequence[Record]) -> None:
         """Append the records that are new, in one write.
 
-        Raises :class:`EvaluationError` if a case or a question differs from its earlier record, or
-        if the file cannot be written. Whether a server refuses a case may differ: another start of
-        the server may serve it.
+        Raises :class:`EvaluationError` if the set-up, a case or a question differs from its earlier
+        record, or if the file cannot be written. Whether a server refuses a case may differ:
+        another start of the server may serve it.
         """
-        new = []
-        for record in records:
+        new = [record for record in records if self.contents.existing(record) != record]
+        for record in new:
             existing = self.contents.existing(record)
-            if existing == record:
+            if existing is None or isinstance(record, Answer | Total):
                 continue
-            if isinstance(existing, Case) and isinstance(record, Case):
-                existing = existing.model_copy(update={"refused": record.refused})
-                may_differ = existing == record
-            else:
-                may_differ = existing is None or not isinstance(record, Question | Setup)
-            if not may_differ:
-                name = "/".join(_key(record))
+            before, after = existing.model_dump(), record.model_dump()
+            differ = [name for name in before if before[name] != after[name]]
+            if differ != ["refused"]:
+                name = self.contents._place(record)[1]
                 raise EvaluationError(
-                    f"{self.path}: {name} differs from the one recorded before -> name another "
-                    "folder with --out"
+                    f"{self.path}: contains another evaluation ({record.kind} {name}: "
+                    f"{', '.join(differ)} differ) -> name another folder with --out"
                 )
-            new.append(record)
-        if not new:
-            return
-        super().append(new)
+        if new:
+            super().append(new)
         for record in new:
             self.contents.add(record)
 

@@ -18,15 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from vllm_autoprune.evaluation.journal import (
-    MME,
-    Case,
-    Contents,
-    EvaluationError,
-    Question,
-    Setup,
-    kind_of,
-)
+from vllm_autoprune.evaluation.journal import MME, Case, Contents, EvaluationError, Setup
 from vllm_autoprune.evaluation.scoring import (
     MMBENCH,
     Figures,
@@ -46,6 +38,7 @@ MIN_IMAGES = 6
 not reach 5 %, and an interval by resampling them is too narrow."""
 
 _POLICY_ARMS = ("base", "autoprune", "found")
+_DIGITS = 4
 
 
 class Comparison(FrozenModel):
@@ -66,61 +59,6 @@ class Comparison(FrozenModel):
     """Mean tokens that its prompts have more: a resized image may have a few less than K."""
     stated: bool
     """Whether the case is a state that was to be evaluated, not what it is compared with."""
-
-
-def compare_with_resizing(
-    cases: Sequence[Case],
-    questions: Sequence[Question],
-    figures: Mapping[str, Figures],
-    lengths: Mapping[str, float],
-) -> Iterator[Comparison]:
-    """Each case that runs a policy and has a resize control, overall and then by kind.
-
-    ``lengths`` are mean prompt tokens by case, of those where they are known.
-    """
-    controls = {case.budget: case for case in cases if case.arm == "resized"}
-    bases = {case.base for case in cases}
-    several = len({kind_of(question) for question in questions}) > 1
-    for case in cases:
-        control = controls.get(case.budget)
-        if control is None or case.arm not in _POLICY_ARMS:
-            continue
-        by_kind, control_by_kind = figures[case.name].kinds, figures[control.name].kinds
-        known = case.name in lengths and control.name in lengths
-        more_tokens = lengths[case.name] - lengths[control.name] if known else 0.0
-        stated = case.arm in ("found", "autoprune") or (
-            case.arm == "base" and case.name not in bases
-        )
-        for kind in by_kind:
-            if kind not in control_by_kind or (kind is not None and not several):
-                continue
-            asked = [q for q in questions if kind is None or kind_of(q) == kind]
-            images = len({question.image for question in asked})
-            difference = estimate(np.subtract(by_kind[kind], control_by_kind[kind])).rounded(4)
-            yield Comparison(
-                case=case.name,
-                label=case.label,
-                budget=case.budget,
-                kind=kind,
-                questions=len(asked),
-                images=images,
-                difference=difference,
-                winner=find_winner(difference, images),
-                more_tokens=round(more_tokens, 2),
-                stated=stated,
-            )
-
-
-def find_winner(difference: Estimate, images: int) -> Winner:
-    """Which of the two is better by an interval without 0, on enough images."""
-    if images < MIN_IMAGES:
-        return "too few images"
-    if difference.low > 0:
-        return "pruning"
-    return "resizing" if difference.high < 0 else "not decided"
-
-
-_DIGITS = 4
 
 
 class Differences(FrozenModel):
@@ -184,67 +122,74 @@ def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
     setup = contents.setup
     if setup is None:
         raise EvaluationError("the journal is empty -> run an evaluation first")
-    cases = [case for case in contents.cases.values() if _is_complete(contents, case)]
     questions = list(contents.questions.values())
+    cases = [
+        case
+        for case in contents.cases.values()
+        if questions and all(contents.is_answered(case.name, name) for name in contents.questions)
+    ]
     scoring = Scoring(questions, setup.mme_divisor)
     figures = {case.name: scoring.figures(contents.answers[case.name]) for case in cases}
     full = next((case for case in cases if case.arm == "full"), None)
-    benchmarks = list(dict.fromkeys(question.benchmark for question in questions))
-    controls = {case.budget: case.name for case in cases if case.arm == "resized"}
-    means = {case.name: _mean_length(contents, case) for case in cases}
-    lengths = {name: length for name, length in means.items() if length is not None}
-    rows = []
-    if full is not None:
-        scores = {case.name: _scores(contents, case, figures[case.name]) for case in cases}
-        for case in cases:
-            if set(scores[case.name]) >= set(benchmarks):
-                control = figures.get(controls.get(case.budget, ""))
-                rows.append(_row(contents, case, full, scores, figures, setup.mme_divisor, control))
+    reasons = [*_reasons(contents), *more]
+    if full is not None and (right := figures[full.name].accuracy) is not None and right[0] == 0:
+        # Whatever prunes can then be no worse.
+        reasons.insert(
+            0,
+            "full: no answer is right even with all tokens -> write the answers exactly as the "
+            "model does (capitals, full stop, language), and ask it for a word or a number",
+        )
     return Report(
         setup=setup,
         questions=len(questions),
         images=len({question.image for question in questions}),
-        reasons=(*_reasons(contents), *_full_reasons(full, figures), *more),
-        rows=tuple(rows),
+        reasons=tuple(reasons),
+        rows=() if full is None else tuple(_rows(contents, cases, full, figures)),
         refused=tuple(case for case in contents.cases.values() if case.refused),
-        resizing=tuple(compare_with_resizing(cases, questions, figures, lengths)),
+        resizing=tuple(_compare_with_resizing(contents, cases, figures)),
     )
 
 
-def _scores(contents: Contents, case: Case, figures: Figures) -> Scores:
-    """Score of each benchmark: the total of its own scorer, or else computed from answers."""
-    computed = {name: float(figure[0]) for name, figure in figures.benchmarks.items()}
-    totals = contents.totals.get(case.name, {})
-    return computed | {name: total.value for name, total in totals.items()}
-
-
-def _row(
-    contents: Contents,
-    case: Case,
-    full: Case,
-    scores: Mapping[str, Scores],
-    figures: Mapping[str, Figures],
-    divisor: float,
-    resized: Figures | None,
-) -> Row:
-    ours, base = figures[case.name], figures.get(case.base)
-    own_scores, full_scores = scores[case.name], scores[full.name]
-    length = _mean_length(contents, case)
-    plus = ours.accuracy_plus
-    return Row(
-        case=case,
-        benchmarks={name: round(score, 4) for name, score in own_scores.items()},
-        all=_aggregates(own_scores, full_scores, divisor, ()),
-        without_mmbench=_aggregates(own_scores, full_scores, divisor, MMBENCH)
-        if set(MMBENCH) & set(own_scores) and set(own_scores) - set(MMBENCH)
-        else None,
-        accuracy=_estimate(ours.accuracy),
-        accuracy_plus=None if plus is None or math.isnan(plus[0]) else round(float(plus[0]), 4),
-        prompt_tokens=None if length is None else round(length, 2),
-        to_full=None if case is full else _differences(ours, figures[full.name]),
-        to_base=None if base is None else _differences(ours, base),
-        to_resized=None if resized is None or resized is ours else _differences(ours, resized),
-    )
+def _rows(
+    contents: Contents, cases: Sequence[Case], full: Case, figures: Mapping[str, Figures]
+) -> Iterator[Row]:
+    assert contents.setup is not None
+    divisor = contents.setup.mme_divisor
+    benchmarks = {question.benchmark for question in contents.questions.values()}
+    controls = {case.budget: figures[case.name] for case in cases if case.arm == "resized"}
+    scores = {}
+    for case in cases:
+        # The total of a benchmark's own scorer, or else what is computed from answers.
+        computed = {name: float(f[0]) for name, f in figures[case.name].benchmarks.items()}
+        totals = contents.totals.get(case.name, {})
+        scores[case.name] = computed | {name: total.value for name, total in totals.items()}
+    full_scores = scores[full.name]
+    for case in cases:
+        case_scores, case_figures = scores[case.name], figures[case.name]
+        if not benchmarks <= case_scores.keys():
+            continue
+        plus, length = case_figures.accuracy_plus, _mean_length(contents, case)
+        others = {"to_full": figures[full.name], "to_base": figures.get(case.base),
+                  "to_resized": controls.get(case.budget)}  # fmt: skip
+        yield Row(
+            case=case,
+            benchmarks={name: round(score, _DIGITS) for name, score in case_scores.items()},
+            all=_aggregate(case_scores, full_scores, divisor, ()),
+            without_mmbench=_aggregate(case_scores, full_scores, divisor, MMBENCH)
+            if 0 < len(case_scores.keys() - set(MMBENCH)) < len(case_scores)
+            else None,
+            accuracy=_estimate(case_figures.accuracy),
+            accuracy_plus=None
+            if plus is None or math.isnan(plus[0])
+            else round(float(plus[0]), _DIGITS),
+            prompt_tokens=None if length is None else round(length, 2),
+            **{
+                name: None
+                if other is None or other is case_figures
+                else _subtract(case_figures, other)
+                for name, other in others.items()
+            },
+        )
 
 
 def _mean_length(contents: Contents, case: Case) -> float | None:
@@ -253,29 +198,27 @@ def _mean_length(contents: Contents, case: Case) -> float | None:
     return sum(lengths) / len(lengths) if lengths else None
 
 
-def _aggregates(scores: Scores, full: Scores, divisor: float, without: Sequence[str]) -> Aggregates:
-    acc = accuracy(scores, divisor, without)
+def _aggregate(scores: Scores, full: Scores, divisor: float, without: Sequence[str]) -> Aggregates:
     divisors = [value for name, value in full.items() if name not in without]
+    ratio = ratio_of_means(scores, full, divisor, without) if any(divisors) else None
+    mean = mean_of_ratios(scores, full, without) if all(divisors) else None
     return Aggregates(
-        acc=round(acc, 4),
-        ratio_of_means=round(ratio_of_means(scores, full, divisor, without), 4)
-        if any(divisors)
-        else None,
-        mean_of_ratios=round(mean_of_ratios(scores, full, without), 4) if all(divisors) else None,
+        acc=round(accuracy(scores, divisor, without), _DIGITS),
+        ratio_of_means=None if ratio is None else round(ratio, _DIGITS),
+        mean_of_ratios=None if mean is None else round(mean, _DIGITS),
     )
 
 
-def _differences(ours: Figures, other: Figures) -> Differences:
+def _subtract(minuend: Figures, other: Figures) -> Differences:
+    def difference(figure: Floats | None, other: Floats | None) -> Estimate | None:
+        return None if figure is None or other is None else _estimate(np.subtract(figure, other))
+
     return Differences(
-        acc=_difference(ours.acc, other.acc),
-        accuracy=_difference(ours.accuracy, other.accuracy),
-        mme=_difference(ours.benchmarks.get(MME), other.benchmarks.get(MME)),
-        logprob=_difference(ours.logprob, other.logprob),
+        acc=difference(minuend.acc, other.acc),
+        accuracy=difference(minuend.accuracy, other.accuracy),
+        mme=difference(minuend.benchmarks.get(MME), other.benchmarks.get(MME)),
+        logprob=difference(minuend.logprob, other.logprob),
     )
-
-
-def _difference(ours: Floats | None, other: Floats | None) -> Estimate | None:
-    return None if ours is None or other is None else _estimate(np.subtract(ours, other))
 
 
 def _estimate(figure: Floats | None) -> Estimate | None:
@@ -283,13 +226,6 @@ def _estimate(figure: Floats | None) -> Estimate | None:
     if figure is None or not np.isfinite(figure[0]):
         return None
     return estimate(figure).rounded(_DIGITS)
-
-
-def _is_complete(contents: Contents, case: Case) -> bool:
-    """Whether every question has an answer in this case."""
-    return bool(contents.questions) and all(
-        contents.is_answered(case.name, question) for question in contents.questions
-    )
 
 
 def _reasons(contents: Contents) -> Iterator[str]:
@@ -301,30 +237,62 @@ def _reasons(contents: Contents) -> Iterator[str]:
     if not any(case.arm == "full" for case in cases):
         yield "the full model is not among the cases: there is nothing to compare with"
     total = len(contents.questions)
-    empty = [case.name for case in cases if not contents.answers.get(case.name)]
-    if empty:
-        yield f"{_first_names(empty)}: no question was answered"
+    if empty := [case.name for case in cases if not contents.answers.get(case.name)]:
+        yield f"{_shorten(empty)}: no question was answered"
     for case in cases:
         answers = contents.answers.get(case.name, {})
         failures = [answer.failure for answer in answers.values() if answer.failure is not None]
         if failures:
             yield f"{case.name}: {len(failures)} of {total:,} requests failed: {failures[0]}"
         if 0 < len(answers) < total:
-            missing = [q for name, q in contents.questions.items() if name not in answers]
-            where = _first_names(list(dict.fromkeys(question.benchmark for question in missing)))
+            missing = [q.benchmark for name, q in contents.questions.items() if name not in answers]
+            where = _shorten(list(dict.fromkeys(missing)))
             yield f"{case.name}: {len(answers):,} of {total:,} answers; {where} is incomplete"
 
 
-def _full_reasons(full: Case | None, figures: Mapping[str, Figures]) -> Iterator[str]:
-    """A full model without one right answer: whatever prunes can then be no worse."""
-    right = None if full is None else figures[full.name].accuracy
-    if right is not None and right[0] == 0:
-        yield (
-            "full: no answer is right even with all tokens -> write the answers exactly as the "
-            "model does (capitals, full stop, language), and ask it for a word or a number"
-        )
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _first_names(names: list[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
+def _compare_with_resizing(
+    contents: Contents, cases: Sequence[Case], figures: Mapping[str, Figures]
+) -> Iterator[Comparison]:
+    """Each case that runs a policy and has a resize control, overall and then by kind."""
+    controls = {case.budget: case for case in cases if case.arm == "resized"}
+    bases = {case.base for case in cases}
+    questions = contents.questions.values()
+    several = len({question.topic for question in questions}) > 1
+    for case in cases:
+        control = controls.get(case.budget)
+        if control is None or case.arm not in _POLICY_ARMS:
+            continue
+        length, control_length = _mean_length(contents, case), _mean_length(contents, control)
+        known = length is not None and control_length is not None
+        control_topics = figures[control.name].topics
+        for kind, right in figures[case.name].topics.items():
+            if kind not in control_topics or (kind is not None and not several):
+                continue
+            asked = [question for question in questions if kind in (None, question.topic)]
+            images = len({question.image for question in asked})
+            difference = estimate(np.subtract(right, control_topics[kind])).rounded(_DIGITS)
+            yield Comparison(
+                case=case.name,
+                label=case.label,
+                budget=case.budget,
+                kind=kind,
+                questions=len(asked),
+                images=images,
+                difference=difference,
+                winner=find_winner(difference, images),
+                more_tokens=round((length or 0) - (control_length or 0), 2) if known else 0.0,
+                stated=case.arm != "base" or case.name not in bases,
+            )
+
+
+def find_winner(difference: Estimate, images: int) -> Winner:
+    """Which of the two is better by an interval without 0, on enough images."""
+    if images < MIN_IMAGES:
+        return "too few images"
+    if difference.low > 0:
+        return "pruning"
+    return "resizing" if difference.high < 0 else "not decided"

@@ -11,10 +11,10 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from pydantic import JsonValue
 
@@ -33,10 +33,10 @@ from vllm_autoprune.evaluation.journal import (
     Setup,
     unanswered,
 )
-from vllm_autoprune.evaluation.pages import as_html, as_markdown
+from vllm_autoprune.evaluation.pages import build_document
 from vllm_autoprune.evaluation.questions import PreparedQuestion, questions_digest, read_questions
 from vllm_autoprune.evaluation.report import Report, build_report
-from vllm_autoprune.evaluation.scoring_request import score_answer
+from vllm_autoprune.evaluation.scoring_request import pruning_options, score_answer
 from vllm_autoprune.http_client import (
     MAX_IN_FLIGHT,
     AsyncServerClient,
@@ -44,12 +44,16 @@ from vllm_autoprune.http_client import (
     choose_model,
     reporting_failures,
 )
+from vllm_autoprune.report import render_document, render_markdown
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
 _SECONDS_BETWEEN_LINES = 10.0
+
+Suffix = Literal["json", "html", "md"]
+"""Files of a report."""
 
 
 class Progress:
@@ -74,16 +78,16 @@ class Progress:
         """Count items as done."""
         self._done += count
         now = self._clock()
-        if now - self._written >= _SECONDS_BETWEEN_LINES or self._done == self._total:
-            self._written = now
-            self.write(self._line(now - self._started))
-
-    def _line(self, elapsed: float) -> str:
-        rate = (self._done - self._earlier) / max(elapsed, 1e-9)
-        left = (self._total - self._done) / max(rate, 1e-9)
-        remaining = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
-        share = self._done / self._total
-        return f"{share:4.0%}  {self._done:,} of {self._total:,}, {rate:.2g}/s, {remaining} left"
+        if now - self._written < _SECONDS_BETWEEN_LINES and self._done < self._total:
+            return
+        self._written = now
+        rate = (self._done - self._earlier) / max(now - self._started, 1e-9)
+        seconds = (self._total - self._done) / max(rate, 1e-9)
+        remaining = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+        self.write(
+            f"{self._done / self._total:4.0%}  {self._done:,} of {self._total:,}, {rate:.2g}/s, "
+            f"{remaining} left"
+        )
 
 
 class Suite(Protocol):
@@ -107,7 +111,7 @@ class Suite(Protocol):
         continue; the journal keeps the answers until then.
         """
 
-    def objections(self, contents: Contents) -> Sequence[str]:
+    def objections(self, contents: Contents) -> Iterable[str]:
         """Reasons against complete answers, beyond those that every suite has."""
 
 
@@ -121,8 +125,7 @@ def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) ->
         what, fix = "already contains an evaluation", "add --resume, or name another folder"
         raise ConfigError("eval", [Problem(f"--out {folder}", what, fix)])
     with Journal(path) as journal:
-        journal.begin(suite.setup)
-        journal.append(suite.cases)
+        journal.append([suite.setup, *suite.cases])
         interruptions: list[str] = []
         try:
             suite.measure(journal, progress)
@@ -134,30 +137,25 @@ def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) ->
             raise
         contents = journal.contents
         report = build_report(contents, [*interruptions, *suite.objections(contents)])
-    write_report(report, folder)
+    try:
+        for suffix in get_args(Suffix):
+            (folder / f"report.{suffix}").write_text(format_report(report, suffix))
+    except OSError as error:
+        fix = f"free some space; {JOURNAL} is kept, and --resume writes the report from it"
+        raise EvaluationError(f"{folder}: {error.strerror} -> {fix}") from None
     return report
 
 
-def write_report(report: Report, folder: Path) -> None:
-    """Write the report as JSON, HTML and Markdown; raises :class:`EvaluationError`."""
-    try:
-        (folder / "report.json").write_text(as_json(report) + "\n")
-        (folder / "report.html").write_text(as_html(report))
-        (folder / "report.md").write_text(as_markdown(report))
-    except OSError as error:
-        raise EvaluationError(
-            f"{folder}: {error.strerror} -> free some space; {JOURNAL} is kept, and --resume "
-            "writes the report from it"
-        ) from None
-
-
-def as_json(report: Report) -> str:
-    """The report without the states that were sent in requests, which the journal contains."""
+def format_report(report: Report, suffix: Suffix) -> str:
+    """The report as a file; JSON without the states that were sent, which the journal contains."""
+    if suffix != "json":
+        render = render_document if suffix == "html" else render_markdown
+        return render(build_document(report))
     content = report.model_dump(
         mode="json",
         exclude={"rows": {"__all__": {"case": {"pruning"}}}, "refused": {"__all__": {"pruning"}}},
     )
-    return json.dumps({"valid": report.valid, **content}, indent=1)
+    return json.dumps({"valid": report.valid, **content}, indent=1) + "\n"
 
 
 SCORER = f"vllm-autoprune {__version__}: greedy decoding gives the reference answer"
@@ -166,9 +164,6 @@ FULL = Case(name="full", arm="full", label="full", pruning={"enabled": False})
 
 SOURCE = "autoprune"
 """The shipped state whose exchange is applied to every base policy."""
-
-ALL = "all"
-"""Name that stands for every base policy."""
 
 _REJECTED = "status 4"
 """How the failure of a request begins that the server rejected, and would reject again."""
@@ -195,20 +190,12 @@ class Settings:
     """Seconds before a failed request is sent again."""
 
 
-def random_case(budget: int) -> Case:
-    """The case that keeps K tokens chosen at random."""
-    pruning: dict[str, JsonValue] = {"keep": "random", "budget": budget}
-    return Case(
-        name=f"random@{budget}", arm="random", label="random keep", budget=budget, pruning=pruning
-    )
-
-
-def resized_case(budget: int) -> Case:
-    """The resize control: the image at K tokens without a policy."""
-    pruning: dict[str, JsonValue] = {"keep": "resized", "budget": budget}
-    return Case(
-        name=f"resized@{budget}", arm="resized", label=RESIZED, budget=budget, pruning=pruning
-    )
+def control_case(keep: Literal["random", "resized"], budget: int) -> Case:
+    """A control of K tokens without a policy: chosen at random, or of the image resized to K."""
+    label = RESIZED if keep == "resized" else "random keep"
+    pruning: dict[str, JsonValue] = {"keep": keep, "budget": budget}
+    name = f"{keep}@{budget}"
+    return Case(name=name, arm=keep, label=label, budget=budget, pruning=pruning)
 
 
 def prune_case(
@@ -228,10 +215,7 @@ def prune_case(
         base=base,
         quota=quota,
         digest=state.digest,
-        pruning={
-            "state": state.model_dump(mode="json", exclude={"provenance"}),
-            "budget": budget,
-        },
+        pruning=pruning_options(state, budget),
         refused=refused,
     )
 
@@ -270,17 +254,15 @@ async def score_answers(
             for _ in range(settings.max_in_flight):
                 group.create_task(work())
     except ExceptionGroup as errors:
-        error = _first_error(errors)
+        error: Exception = errors
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
         if isinstance(error, ConfigError):
             done.clear()  # else the corrected command would have to say --resume
         raise error from None
     finally:
         journal.append(done)
-        cases = {case.name: case for case, _ in pairs}
-        journal.append([
-            cases[name].model_copy(update={"refused": reason})
-            for name, reason in refusals.reasons.items()
-        ])  # fmt: skip
+        journal.append(refusals.records([case for case, _ in pairs]))
         await server.close()
 
 
@@ -311,11 +293,6 @@ async def _score(
     )
 
 
-def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = errors.exceptions[0]
-    return _first_error(first) if isinstance(first, BaseExceptionGroup) else first
-
-
 class Refusals:
     """The cases whose states a server refuses; the others are measured without them."""
 
@@ -324,7 +301,7 @@ class Refusals:
         self.reasons: dict[str, str] = {}
         """By case, the server's message."""
         self._url, self._asked = url, Counter(case.name for case in cases)
-        self._states = {one.name for one in contents.cases.values() if "state" in one.pruning}
+        self._states = {c.name for c in contents.cases.values() if "state" in c.pruning}
         self._served = {
             name
             for name, answers in contents.answers.items()
@@ -345,15 +322,22 @@ class Refusals:
 
     def refuse(self, case: Case, reason: str) -> None:
         """Record a refusal; raises :class:`ConfigError` once nothing is left to compare."""
+        nothing = case.name == FULL.name
         if case.name in self._states:
             self.reasons[case.name] = reason
-            left = (self._asked.keys() & self._states) - self.reasons.keys()
-            nothing = not left and not self._served & self._states
-        else:
-            nothing = case.name == FULL.name
+            others = (self._asked.keys() & self._states) - self.reasons.keys()
+            nothing = not others and not self._served & self._states
         if nothing:
             fix = "start it with --autoprune-requests states, or name states that its model serves"
             raise ConfigError("eval", [Problem(self._url, f"refuses every state: {reason}", fix)])
+
+    def records(self, cases: Sequence[Case]) -> list[Case]:
+        """Those of the cases that are refused, with the reason."""
+        return [
+            case.model_copy(update={"refused": self.reasons[case.name]})
+            for case in cases
+            if case.name in self.reasons
+        ]
 
 
 class FileSuite:
@@ -404,31 +388,23 @@ class FileSuite:
 
     def objections(self, contents: Contents) -> Sequence[str]:
         """Cases without any prompt shorter than the unpruned one, so that K had no effect."""
-        full = contents.answers.get(FULL.name, {})
-        return list(self._check_lengths(contents, full))
-
-    def _check_lengths(self, contents: Contents, full: dict[str, Answer]) -> Iterator[str]:
-        for case in self.cases:
-            answers = contents.answers.get(case.name, {}) if case.budget else {}
-            pairs = [(answer, full[name]) for name, answer in answers.items() if name in full]
-            known = [
-                (answer.prompt_tokens, whole.prompt_tokens)
-                for answer, whole in pairs
-                if answer.prompt_tokens is not None and whole.prompt_tokens is not None
-            ]
-            if known and all(pruned >= unpruned for pruned, unpruned in known):
-                yield f"{case.name}: no prompt is shorter than unpruned: K keeps every token"
+        return [
+            f"{case.name}: no prompt is shorter than unpruned: K keeps every token"
+            for case in self.cases
+            if (lengths := prompt_lengths(contents, case))
+            and all(pruned >= unpruned for pruned, unpruned in lengths)
+        ]
 
 
-def find_states(names: Sequence[str]) -> list[PruningState]:
-    """States by name or file; ``all`` is the exchange of ``autoprune`` on every base policy.
-
-    Each is measured beside its base policy alone, so ``all`` gives a table of base policies.
-    """
-    states = list[PruningState]()
-    for name in names:
-        states += map(residual_on, BASE_POLICIES) if name == ALL else [load_state(name)]
-    return states
+def prompt_lengths(contents: Contents, case: Case) -> list[tuple[int, int]]:
+    """Prompt tokens of a case that prunes and of the full model, of each question, where known."""
+    full = contents.answers.get(FULL.name, {})
+    return [
+        (answer.prompt_tokens, full[name].prompt_tokens or 0)
+        for name, answer in contents.answers.get(case.name, {}).items()
+        if case.budget and answer.prompt_tokens is not None
+        and name in full and full[name].prompt_tokens is not None
+    ]  # fmt: skip
 
 
 def residual_on(policy: str) -> PruningState:
@@ -441,28 +417,33 @@ def residual_on(policy: str) -> PruningState:
     return load_state(data | {"provenance": {}})
 
 
-def build_cases(states: Sequence[PruningState], budgets: Sequence[int]) -> Iterator[Case]:
-    """The full model; for each budget both controls, and each state with its base policy alone."""
+def build_cases(names: Sequence[str], budgets: Sequence[int]) -> Iterator[Case]:
+    """The full model; for each budget both controls, and each state with its base policy alone.
+
+    ``names``: states by name or file; ``all`` is the exchange of ``autoprune`` on every base
+    policy, which gives a table of base policies.
+    """
+    states = [
+        state
+        for name in names
+        for state in (map(residual_on, BASE_POLICIES) if name == "all" else [load_state(name)])
+    ]
     yield FULL
-    names: set[str] = set()
+    used: set[str] = set()
     for budget in budgets:
-        yield random_case(budget)
-        yield resized_case(budget)
+        yield control_case("random", budget)
+        yield control_case("resized", budget)
         for state in states:
-            alone = _base_policy_alone(state)
-            base = prune_case(f"{alone.name}@{budget}", "base", alone.name, alone, budget)
-            shipped = state.digest == residual_on(state.base_policy.name).digest
-            arm: Arm = "autoprune" if shipped else "found"
-            own = prune_case(f"{state.name}@{budget}", arm, state.name, state, budget, base.name)
-            cases = (base,) if state.digest == alone.digest else (base, own)
+            # The base policy of the state with the same parameters, and no exchange.
+            data = load_state(state.base_policy.name).model_dump(mode="json")
+            alone = load_state(data | {"base_policy": state.base_policy.model_dump(mode="json")})
+            cases = [prune_case(f"{alone.name}@{budget}", "base", alone.name, alone, budget)]
+            if state.digest != alone.digest:
+                shipped = state.digest == residual_on(state.base_policy.name).digest
+                arm: Arm = "autoprune" if shipped else "found"
+                name = f"{state.name}@{budget}"
+                cases.append(prune_case(name, arm, state.name, state, budget, cases[0].name))
             for case in cases:
-                if case.name not in names:
-                    names.add(case.name)
+                if case.name not in used:
+                    used.add(case.name)
                     yield case
-
-
-def _base_policy_alone(state: PruningState) -> PruningState:
-    """The base policy of a state with the same parameters, and no exchange."""
-    alone = load_state(state.base_policy.name).model_dump(mode="json")
-    alone["base_policy"] = state.base_policy.model_dump(mode="json")
-    return load_state(alone)

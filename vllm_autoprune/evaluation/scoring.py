@@ -9,12 +9,12 @@ by up to four points, so a figure without its definition says little.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_autoprune.evaluation.journal import MME, Answer, Question, kind_of
+from vllm_autoprune.evaluation.journal import MME, Answer, Question
 from vllm_autoprune.statistics import ClusterBootstrap, Floats
 
 Scores = Mapping[str, float]
@@ -23,25 +23,19 @@ Scores = Mapping[str, float]
 MMBENCH = ("MMB-EN", "MMB-CN")
 
 
-def normalise(scores: Scores, mme_divisor: float, without: Collection[str] = ()) -> Scores:
-    """Scores with MME divided by ``mme_divisor``, which turns its points into per cent.
+def accuracy(scores: Scores, mme_divisor: float, without: Collection[str] = ()) -> float:
+    """Acc.: the mean over benchmarks but those in ``without``, MME divided by ``mme_divisor``.
 
-    Leaves out the benchmarks in ``without``; raises ValueError if none is left.
+    Raises ValueError if no benchmark is left.
     """
-    used = {
-        name: score / mme_divisor if name == MME else score
+    used = [
+        score / mme_divisor if name == MME else score
         for name, score in scores.items()
         if name not in without
-    }
+    ]
     if not used:
         raise ValueError("no benchmark is left to average")
-    return used
-
-
-def accuracy(scores: Scores, mme_divisor: float, without: Collection[str] = ()) -> float:
-    """Acc.: the mean over benchmarks, MME normalised."""
-    used = normalise(scores, mme_divisor, without)
-    return sum(used.values()) / len(used)
+    return sum(used) / len(used)
 
 
 def ratio_of_means(
@@ -58,12 +52,11 @@ def mean_of_ratios(scores: Scores, full: Scores, without: Collection[str] = ()) 
     The divisor of MME cancels out.
     """
     _check_same_benchmarks(scores, full)
-    used = normalise(scores, 1.0, without)
-    return 100 * sum(score / full[name] for name, score in used.items()) / len(used)
+    ratios = {name: score / full[name] for name, score in scores.items() if name not in without}
+    return 100 * accuracy(ratios, 1.0)
 
 
 def _check_same_benchmarks(scores: Scores, full: Scores) -> None:
-    """Raise ValueError unless both were scored on the same benchmarks."""
     different = sorted(scores.keys() ^ full.keys())
     if different:
         raise ValueError(f"not scored on the same benchmarks: {', '.join(different)}")
@@ -76,14 +69,14 @@ class Figures:
     benchmarks: Mapping[str, Floats]
     """In per cent, MME in points; benchmarks without scores of single answers are left out."""
     acc: Floats | None
-    """*Acc.* by :func:`aggregate.accuracy`; None if a benchmark is left out."""
+    """*Acc.*; None if a benchmark is left out."""
     accuracy: Floats | None
     """Mean score over all questions that have one, in per cent."""
     accuracy_plus: Floats | None
     logprob: Floats | None
     """Mean log-probability of the reference answer."""
-    kinds: Mapping[str | None, Floats]
-    """``accuracy`` by kind of question, under None of all of them."""
+    topics: Mapping[str | None, Floats]
+    """``accuracy`` by topic of question, under None of all of them."""
 
 
 class Scoring:
@@ -94,7 +87,7 @@ class Scoring:
         self._divisor = mme_divisor
         self._bootstrap = ClusterBootstrap([question.image for question in questions])
         self._benchmark = np.asarray([question.benchmark for question in questions])
-        self._kind = np.asarray([kind_of(question) for question in questions])
+        self._topic = np.asarray([question.topic for question in questions])
         self._category = np.asarray([question.category for question in questions])
         pairs: dict[str, list[int]] = {}
         for place, question in enumerate(questions):
@@ -105,31 +98,40 @@ class Scoring:
     def figures(self, answers: Mapping[str, Answer]) -> Figures:
         """Figures of one case; ``answers`` has one answer to every question."""
         ordered = [answers[question.id] for question in self._questions]
-        scores, has_score = _column([answer.score for answer in ordered])
-        logprobs, has_logprob = _column([answer.logprob for answer in ordered])
+        # Values with 0 in place of None, and masks of those that are not None.
+        has_score, has_logprob = (
+            np.asarray([value is not None for value in values])
+            for values in ([a.score for a in ordered], [a.logprob for a in ordered])
+        )
+        scores = np.asarray([answer.score or 0.0 for answer in ordered])
+        logprobs = np.asarray([answer.logprob or 0.0 for answer in ordered])
         benchmarks = {}
         for name in dict.fromkeys(question.benchmark for question in self._questions):
             members = self._benchmark == name
             if has_score[members].all():
                 points = self._mme(scores, members) if name == MME else self._mean(scores, members)
                 benchmarks[name] = 100 * points
-        complete = len(benchmarks) == len(set(self._benchmark))
+        acc: Floats | None = None
+        if benchmarks and len(benchmarks) == len(set(self._benchmark)):
+            divisors = [self._divisor if name == MME else 1.0 for name in benchmarks]
+            acc = np.mean(
+                [figure / by for figure, by in zip(benchmarks.values(), divisors, strict=True)],
+                axis=0,
+            )
+        parts = {None: np.ones(len(scores), dtype=bool)}
+        parts |= {topic: self._topic == topic for topic in dict.fromkeys(self._topic)}
         return Figures(
             benchmarks=benchmarks,
-            acc=_acc(benchmarks, self._divisor) if complete and benchmarks else None,
+            acc=acc,
             accuracy=100 * self._mean(scores, has_score) if has_score.any() else None,
             accuracy_plus=100 * self._plus(scores, has_score) if self._pairs else None,
             logprob=self._mean(logprobs, has_logprob) if has_logprob.all() else None,
-            kinds=dict(self._kinds(scores, has_score)),
+            topics={
+                topic: 100 * self._mean(scores, members)
+                for topic, members in parts.items()
+                if has_score[members].all()
+            },
         )
-
-    def _kinds(self, scores: Floats, has_score: Floats) -> Iterator[tuple[str | None, Floats]]:
-        """Mean score of all questions and of each kind, where every one of them has a score."""
-        every = np.ones(len(scores), dtype=bool)
-        parts = {None: every} | {kind: self._kind == kind for kind in dict.fromkeys(self._kind)}
-        for kind, members in parts.items():
-            if has_score[members].all():
-                yield kind, 100 * self._mean(scores, members)
 
     def _mme(self, scores: Floats, members: Floats) -> Floats:
         """Sum over categories of accuracy and accuracy+, at most 2 for each category."""
@@ -142,22 +144,11 @@ class Scoring:
     def _plus(self, scores: Floats, part: Floats) -> Floats:
         """Share of the pairs within ``part`` with both answers right."""
         both, weight = np.zeros(len(scores)), np.zeros(len(scores))
-        for first, second in self._pairs:
-            if part[first] and part[second]:
-                both[first], weight[first] = float(min(scores[first], scores[second]) == 1.0), 1.0
+        for question, other in self._pairs:
+            if part[question] and part[other]:
+                both[question] = float(min(scores[question], scores[other]) == 1.0)
+                weight[question] = 1.0
         return self._bootstrap.mean(both, weight)
 
     def _mean(self, values: Floats, part: Floats) -> Floats:
         return self._bootstrap.mean(values, part.astype(np.float64))
-
-
-def _column(values: Sequence[float | None]) -> tuple[Floats, Floats]:
-    """Values with 0 in place of None, and a mask of those that are not None."""
-    present = np.asarray([value is not None for value in values])
-    return np.asarray([value or 0.0 for value in values], dtype=np.float64), present
-
-
-def _acc(benchmarks: Mapping[str, Floats], divisor: float) -> Floats:
-    parts = [f / divisor if name == MME else f for name, f in benchmarks.items()]
-    mean: Floats = np.mean(parts, axis=0)
-    return mean

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import JsonValue
+
 from vllm_autoprune.errors import EvaluationFailed
 from vllm_autoprune.http_client import AsyncServerClient, chat_with_retries
 from vllm_autoprune.tpdsl.state import PruningState
@@ -55,7 +57,7 @@ async def score_answer(
         ) from None
 
 
-def pruning_options(state: PruningState | None, budget: int) -> Mapping[str, object]:
+def pruning_options(state: PruningState | None, budget: int) -> dict[str, JsonValue]:
     """A request's options for the plugin: a state with K, or no pruning."""
     if state is None:
         return {"enabled": False}

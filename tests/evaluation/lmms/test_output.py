@@ -45,11 +45,8 @@ def test_the_extra_installs_the_supported_version() -> None:
 
 
 def test_columns_tasks_and_sets_may_be_mixed() -> None:
-    assert [one.name for one in select_benchmarks("POPE,gqa,mme")] == ["GQA", "POPE", "MME"]
+    assert [row.name for row in select_benchmarks("POPE,gqa,mme")] == ["GQA", "POPE", "MME"]
     assert len(select_benchmarks("paper-llava,ocrbench")) == 11
-
-
-def test_cognition_is_added_to_mme_on_request() -> None:
     (perception,), (both,) = select_benchmarks("mme"), select_benchmarks("mme", cognition=True)
     assert perception.name == both.name == MME
     assert len(perception.metrics) == 1 and len(both.metrics) == 2
@@ -62,38 +59,25 @@ def test_unknown_names_are_refused_with_the_options(names: str) -> None:
 
 
 def test_tasks_of_a_folder_come_after_the_paper_s(tmp_path: Path) -> None:
-    write_task(tmp_path, "test", draw_examples("test", 1))
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "b.yaml").write_text("dataset_path: x\ntask: 'mine-2'\n")
-    own = find_tasks(tmp_path)
-    assert [one.task for one in own] == [TASK, "mine-2"]
-    assert [one.name for one in select_benchmarks("mine-2,minillava,gqa", own=own)] == [
-        "GQA",
-        TASK,
-        "mine-2",
-    ]
-    with pytest.raises(ConfigError, match=r"foo.*needs --include-path"):
-        select_benchmarks("foo")
-
-
-def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("group: x\n  task: nested\n")
     with pytest.raises(ConfigError, match="declares no task"):
         find_tasks(tmp_path)
+    write_task(tmp_path, "test", draw_examples("test", 1))
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "a.yaml").write_text("group: x\n  task: nested\n")
+    (tmp_path / "more" / "b.yaml").write_text("dataset_path: x\ntask: 'mine-2'\n")
+    tasks = find_tasks(tmp_path)
+    assert [row.task for row in tasks] == [TASK, "mine-2"]
+    selected = select_benchmarks("mine-2,minillava,gqa", tasks=tasks)
+    assert [row.name for row in selected] == ["GQA", TASK, "mine-2"]
 
 
 def test_arms_are_parsed_into_cases_and_addresses() -> None:
-    servers = parse_servers(
-        ["full=http://a:1/v1/", "trim@64=https://b", "trim+autoprune@64=http://c"]
-    )
-    assert [one.url for one in servers] == ["http://a:1", "https://b", "http://c"]
-    full, base, ours = (one.case for one in servers)
+    servers = parse_servers(["full=http://a:1/v1/", "trim@64=https://b",
+                             "trim+autoprune@64=http://c", "resized@64=http://a"])  # fmt: skip
+    assert [server.url for server in servers] == ["http://a:1", "https://b", "http://c", "http://a"]
+    full, base, ours, control = (server.case for server in servers)
     assert (full.arm, base.arm, ours.arm) == ("full", "base", "autoprune")
     assert ours.base == base.name and ours.budget == base.budget == 64
-
-
-def test_a_stock_server_of_smaller_images_is_the_resize_control() -> None:
-    (control,) = (one.case for one in parse_servers(["resized@64=http://a"]))
     assert (control.name, control.arm, control.budget) == ("resized@64", "resized", 64)
     assert control.label == RESIZED
 
@@ -170,38 +154,26 @@ def test_further_result_files_of_a_task_are_ignored(tmp_path: Path) -> None:
 def test_metrics_are_read_under_any_filter(tmp_path: Path) -> None:
     results: Line = {"alias": "ai2d", "exact_match_stderr,flexible-extract": 0.1,
                      "exact_match,flexible-extract": 0.5}  # fmt: skip
-    parsed = output(tmp_path, "ai2d", [line(0, exact_match=1.0), line(1, exact_match=0.0)], results)
-    assert parsed.total is not None and parsed.total.value == 50.0 and parsed.total.count == 2
-    assert [answer.score for answer in parsed.answers] == [1.0, 0.0]
+    lines = [line(n, exact_match=float(n == 0)) for n in range(3)]
+    parsed = output(tmp_path, "ai2d", lines, results)
+    assert parsed.total is not None and parsed.total.value == 50.0 and parsed.total.count == 3
+    assert [answer.score for answer in parsed.answers] == [1.0, 0.0, 0.0]
+    assert [question.image for question in parsed.questions] == ["ai2d/i0", "ai2d/i0", "ai2d/i1"]
 
 
-def test_scores_may_be_booleans_or_records(tmp_path: Path) -> None:
-    record: JsonValue = {"question_id": 1, "score": 1.0, "prediction": "yes"}
-    metrics: list[tuple[str, str, JsonValue]] = [
+@pytest.mark.parametrize(
+    ("name", "metric", "value"),
+    [
         ("chartqa", "relaxed_overall", True),
-        ("pope", "pope_f1_score", record),
-    ]
-    for name, metric, value in metrics:
-        folder = tmp_path / name
-        folder.mkdir()
-        lines = [line(0, **{metric: value})]
-        parsed = output(folder, name, lines, {f"{metric},none": 0.875})
-        assert parsed.answers[0].score == 1.0
-        assert parsed.total is not None and parsed.total.value == 87.5
-
-
-def test_images_are_identified_by_their_fingerprints(tmp_path: Path) -> None:
-    lines = [line(i, exact_match=1.0) for i in range(3)]
-    parsed = output(tmp_path, "gqa", lines, {"exact_match,none": 1.0})
-    assert [question.image for question in parsed.questions] == ["gqa/i0", "gqa/i0", "gqa/i1"]
-
-
-def test_output_without_images_is_refused(tmp_path: Path) -> None:
-    output(tmp_path, "gqa", [line(0, exact_match=1.0)], {"exact_match,none": 1.0})
-    (tmp_path / IMAGES).unlink()
-    (benchmark,) = select_benchmarks("gqa")
-    with pytest.raises(EvaluationError, match="questions about the same image"):
-        read_output(tmp_path, benchmark, "full")
+        ("pope", "pope_f1_score", {"question_id": 1, "score": 1.0, "prediction": "yes"}),
+    ],
+)
+def test_scores_may_be_booleans_or_records(
+    tmp_path: Path, name: str, metric: str, value: JsonValue
+) -> None:
+    parsed = output(tmp_path, name, [line(0, **{metric: value})], {f"{metric},none": 0.875})
+    assert parsed.answers[0].score == 1.0
+    assert parsed.total is not None and parsed.total.value == 87.5
 
 
 @pytest.mark.parametrize(
@@ -222,20 +194,32 @@ def test_a_failed_request_leaves_no_total(tmp_path: Path, failed: Line) -> None:
     assert parsed.answers[0].failure is None
 
 
-def test_missing_samples_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"gqa: 1 samples, but lmms-eval reports 2"):
-        output(tmp_path, "gqa", [line(0, exact_match=1.0)], {"exact_match,none": 1.0}, reported=2)
+GOOD = line(0, exact_match=1.0)
 
 
-def test_a_repeated_sample_is_refused(tmp_path: Path) -> None:
-    lines = [line(0, exact_match=1.0)] * 2
-    with pytest.raises(EvaluationError, match="twice"):
-        output(tmp_path, "gqa", lines, {"exact_match,none": 1.0})
+@pytest.mark.parametrize(
+    ("lines", "results", "reported", "message"),
+    [
+        ([GOOD], {"exact_match,none": 1.0}, 2, "gqa: 1 samples, but lmms-eval reports 2"),
+        ([GOOD, GOOD], {"exact_match,none": 1.0}, 2, "twice"),
+        ([GOOD], {"exact_match,none": "N/A"}, 1, "reports no exact_match"),
+    ],
+)
+def test_incomplete_output_is_refused(
+    tmp_path: Path, lines: list[Line], results: Line, reported: int, message: str
+) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        output(tmp_path, "gqa", lines, results, reported)
 
 
-def test_a_missing_metric_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match="reports no exact_match"):
-        output(tmp_path, "gqa", [line(0, exact_match=1.0)], {"exact_match,none": "N/A"})
+def test_missing_files_are_refused(tmp_path: Path) -> None:
+    (benchmark,) = select_benchmarks("gqa")
+    with pytest.raises(EvaluationError, match=r"wrote 0 files \*_samples_gqa.jsonl"):
+        read_output(tmp_path, benchmark, "full")
+    output(tmp_path, "gqa", [GOOD], {"exact_match,none": 1.0})
+    (tmp_path / IMAGES).unlink()
+    with pytest.raises(EvaluationError, match="questions about the same image"):
+        read_output(tmp_path, benchmark, "full")
 
 
 def test_an_own_task_without_a_metric_is_refused(tmp_path: Path) -> None:
@@ -247,9 +231,3 @@ def test_an_own_task_without_a_metric_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(results))
     with pytest.raises(EvaluationError, match="minillava: has no metric"):
         read_output(folder, OWN, "full")
-
-
-def test_missing_files_are_refused(tmp_path: Path) -> None:
-    (benchmark,) = select_benchmarks("gqa")
-    with pytest.raises(EvaluationError, match=r"wrote 0 files \*_samples_gqa.jsonl"):
-        read_output(tmp_path, benchmark, "full")

@@ -113,16 +113,12 @@ def run_suite(suite: Suite, folder: Path, options: argparse.Namespace) -> int:
     if options.dry_run:
         print("\n".join(suite.plan()))
         return 0
-    from vllm_autoprune.evaluation.pages import as_markdown
-    from vllm_autoprune.evaluation.run import Progress, as_json, evaluate
+    from vllm_autoprune.evaluation.run import Progress, evaluate, format_report
 
     progress = Progress(lambda line: print(line, file=sys.stderr, flush=True))
     report = evaluate(suite, folder, resume=options.resume, progress=progress)
-    print(as_json(report) if options.json else as_markdown(report), end="")
-    print(
-        f"{folder}/: report.html, report.md, report.json, samples.jsonl",
-        file=sys.stderr,
-    )
+    print(format_report(report, "json" if options.json else "md"), end="")
+    print(f"{folder}/: report.html, report.md, report.json, samples.jsonl", file=sys.stderr)
     return 0 if report.valid else 1
 
 
@@ -153,12 +149,12 @@ def _data_suite(options: argparse.Namespace, path: Path) -> Suite:
 
 def _build_cases(options: argparse.Namespace) -> list[Case]:
     """The cases of ``--state`` and ``--budgets``."""
-    from vllm_autoprune.evaluation.run import build_cases, find_states
+    from vllm_autoprune.evaluation.run import build_cases
 
     if wrong := [budget for budget in options.budgets if budget < 1]:
         values = " ".join(map(str, wrong))
         raise ConfigError("eval", [Problem(f"--budgets {values}", "are below 1", "give 1 or more")])
-    return list(build_cases(find_states(options.state or ["autoprune"]), options.budgets))
+    return list(build_cases(options.state or ["autoprune"], options.budgets))
 
 
 def _lmms_suite(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
@@ -170,8 +166,8 @@ def _lmms_suite(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
         fix = "give the name that the servers have for the model"
         raise ConfigError("eval", [Problem("--served-name", "is missing", fix)])
     divisor = mme_divisor(options.backbone)
-    own_tasks = find_tasks(options.include_path) if options.include_path else ()
-    benchmarks = select_benchmarks(tasks, cognition=divisor > 20, own=own_tasks)
+    tasks_of_folder = find_tasks(options.include_path) if options.include_path else ()
+    benchmarks = select_benchmarks(tasks, cognition=divisor > 20, tasks=tasks_of_folder)
     program = LmmsEval(
         options.lmms_eval,
         options.served_name,

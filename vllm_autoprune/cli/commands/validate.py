@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import as_json
@@ -20,124 +19,75 @@ from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.safety import safety_check
 from vllm_autoprune.tpdsl.state import PruningState
 
-
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """Outcome for one state.
-
-    ``problems`` and ``warnings`` are (where, what, fix); ``verdicts`` are (name, ok, detail).
-    Warnings are about evidence that resizing images beats the state, which stays valid.
-    """
-
-    source: str
-    valid: bool
-    budget: int | None
-    digest: str | None
-    problems: tuple[tuple[str, str, str], ...]
-    verdicts: tuple[tuple[str, bool, str], ...]
-    warnings: tuple[tuple[str, str, str], ...] = ()
-
-
-def validate(source: str, budget: int | None = None, evidence: Path | None = None) -> Validation:
-    """Load, materialize and safety-check a state; bad states are reported, never raised.
-
-    ``evidence`` is a report of an evaluation, read besides the state's provenance; raises
-    :class:`ConfigError` where it is not a valid one.
-    """
-    try:
-        state = load_state(source)
-        policy = materialize(state, budget)
-    except (StateError, BudgetError) as error:
-        problems = tuple((p.where, p.what, p.fix) for p in error.problems)
-        return Validation(source, False, budget, None, problems, ())
-    record = safety_check(policy)
-    verdicts = tuple((v.name, v.ok, v.detail) for v in record.verdicts)
-    losses = list(find_losses(state))
-    if evidence is not None:
-        losses += find_reported_losses(state, evidence)
-    warnings = tuple((loss.where, loss.what, loss.fix) for loss in losses)
-    return Validation(source, record.valid, policy.budget, state.digest, (), verdicts, warnings)
-
-
 _FIX = "serve smaller images at this K, or another state"
 
 
-class _Lenient(BaseModel):
-    """Part of a document of which the other fields do not matter here."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class _Row(_Lenient):
+# Parts of documents of which the other fields do not matter here.
+class _Row(BaseModel):
     budget: int | str
     """K, or a share of N such as "N/8" where images differ in size."""
     model: str = ""
     less_resized: Estimate | None = None
 
 
-class _Scores(_Lenient):
+class _Scores(BaseModel):
     rows: tuple[_Row, ...] = ()
 
 
-class _EvaluatedCase(_Lenient):
+class _Case(BaseModel):
     name: str
     digest: str = ""
 
 
-class _ReportRow(_Lenient):
-    case: _EvaluatedCase
+class _ReportRow(BaseModel):
+    case: _Case
 
 
-class _Report(_Lenient):
+class _Report(BaseModel):
     valid: bool
     rows: tuple[_ReportRow, ...]
     resizing: tuple[Comparison, ...] = ()
 
 
-def find_losses(state: PruningState) -> Iterator[Problem]:
-    """Budgets at which resizing beats the state, by the scores in its own provenance."""
+def find_losses(state: PruningState, report: Path | None = None) -> Iterator[Problem]:
+    """Budgets at which resizing beats the state, by the scores in its own provenance.
+
+    ``report`` is a ``report.json`` of ``vllm-autoprune eval``, read for each kind of question too;
+    one that does not compare the state is a problem too. Raises :class:`ConfigError` for a file
+    that is no report, or not a valid one.
+    """
     try:
         scores = _Scores.model_validate(state.provenance.scores)
     except ValidationError:  # scores of another form, which say nothing about resizing
-        return
+        scores = _Scores()
     for number, row in enumerate(scores.rows):
         if row.less_resized is not None and row.less_resized.high < 0:
             where = f"/provenance/scores/rows/{number}"
             model = f" on {row.model}" if row.model else ""
             yield Problem(where, _describe(row.budget, row.less_resized, model), _FIX)
-
-
-def find_reported_losses(state: PruningState, report: Path) -> Iterator[Problem]:
-    """The same by a ``report.json`` of ``vllm-autoprune eval``, for each kind of question too.
-
-    A report that does not compare the state is a problem too. Raises :class:`ConfigError` for a
-    file that is no report, or not a valid one.
-    """
-    measured = _read_report(report)
-    if not measured.valid:
-        fix = "run the evaluation again with --resume"
-        raise ConfigError("evidence", [Problem(str(report), "is not valid", fix)])
-    names = {row.case.name for row in measured.rows if row.case.digest == state.digest}
-    compared = [one for one in measured.resizing if one.case in names]
-    if not compared:
-        what = f"does not compare {state.name!r} ({state.digest[:12]}) with the resize control"
-        fix = "evaluate this state: vllm-autoprune eval --data FILE --state STATE"
-        yield Problem(str(report), what, fix)
-    for one in compared:
-        if one.winner == "resizing":
-            kind = "" if one.kind is None else f" on {one.kind!r}"
-            yield Problem(str(report), _describe(one.budget, one.difference, kind), _FIX)
-
-
-def _read_report(path: Path) -> _Report:
+    if report is None:
+        return
+    what, fix = "", "give the report.json that vllm-autoprune eval wrote"
     try:
-        return _Report.model_validate_json(path.read_bytes())
+        measured = _Report.model_validate_json(report.read_bytes())
+        if not measured.valid:
+            what, fix = "is not valid", "run the evaluation again with --resume"
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
     except ValidationError:
         what = "is not a report of an evaluation"
-    fix = "give the report.json that vllm-autoprune eval wrote"
-    raise ConfigError("evidence", [Problem(str(path), what, fix)])
+    if what:
+        raise ConfigError("evidence", [Problem(str(report), what, fix)])
+    names = {row.case.name for row in measured.rows if row.case.digest == state.digest}
+    compared = [comparison for comparison in measured.resizing if comparison.case in names]
+    if not compared:
+        what = f"does not compare {state.name!r} ({state.digest[:12]}) with the resize control"
+        fix = "evaluate this state: vllm-autoprune eval --data FILE --state STATE"
+        yield Problem(str(report), what, fix)
+    for loss in compared:
+        if loss.winner == "resizing":
+            kind = "" if loss.kind is None else f" on {loss.kind!r}"
+            yield Problem(str(report), _describe(loss.budget, loss.difference, kind), _FIX)
 
 
 def _describe(budget: int | str, difference: Estimate, where: str = "") -> str:
@@ -159,26 +109,51 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    results = [validate(source, options.budget, options.evidence) for source in options.state]
+    records = [_validate(source, options.budget, options.evidence) for source in options.state]
     if options.json:
-        print(as_json([dataclasses.asdict(result) for result in results]))
+        print(as_json(records))
     else:
-        print("\n".join(_format_validation(result) for result in results))
-    return 0 if all(result.valid for result in results) else 1
+        print("\n".join(line for record in records for line in _format(record)))
+    return 0 if all(record["valid"] for record in records) else 1
 
 
-def _format_validation(result: Validation) -> str:
-    if not result.problems:
-        head = f"{result.source}: {'valid' if result.valid else 'fails its safety check'}"
-        head += f", K = {result.budget}, digest {(result.digest or '')[:12]}"
+def _validate(source: str, budget: int | None, evidence: Path | None) -> dict[str, Any]:
+    """What is printed of a state; one that cannot be loaded is reported, never raised.
+
+    ``problems`` and ``warnings`` are (where, what, fix), ``verdicts`` (name, ok, detail). Warnings
+    are about evidence that resizing images beats the state, which stays valid.
+    """
+    record: dict[str, JsonValue] = {"source": source, "valid": False, "budget": budget}
+    record |= {"digest": None, "problems": [], "verdicts": [], "warnings": []}
+    try:
+        state = load_state(source)
+        policy = materialize(state, budget)
+    except (StateError, BudgetError) as error:
+        return record | {"problems": [[p.where, p.what, p.fix] for p in error.problems]}
+    safety = safety_check(policy)
+    return record | {
+        "valid": safety.valid,
+        "budget": policy.budget,
+        "digest": state.digest,
+        "verdicts": [[verdict.name, verdict.ok, verdict.detail] for verdict in safety.verdicts],
+        "warnings": [[loss.where, loss.what, loss.fix] for loss in find_losses(state, evidence)],
+    }
+
+
+def _format(record: dict[str, Any]) -> Iterator[str]:
+    if record["problems"]:
+        yield f"{record['source']}: {len(record['problems'])} problem(s)"
     else:
-        head = f"{result.source}: {len(result.problems)} problem(s)"
-    lines = [f"  {where or '/'}: {what} -> {fix}" for where, what, fix in result.problems]
-    lines += [
-        f"  {'ok  ' if ok else 'FAIL'} {name}: {detail}" for name, ok, detail in result.verdicts
-    ]
-    lines += [f"  warn {where}: {what} -> {fix}" for where, what, fix in result.warnings]
-    return "\n".join([head, *lines])
+        verdict = "valid" if record["valid"] else "fails its safety check"
+        yield (
+            f"{record['source']}: {verdict}, K = {record['budget']}, digest {record['digest'][:12]}"
+        )
+    for where, what, fix in record["problems"]:
+        yield f"  {where or '/'}: {what} -> {fix}"
+    for name, ok, detail in record["verdicts"]:
+        yield f"  {'ok  ' if ok else 'FAIL'} {name}: {detail}"
+    for where, what, fix in record["warnings"]:
+        yield f"  warn {where}: {what} -> {fix}"
 
 
 COMMAND = Command(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import JsonValue
+from pydantic import BaseModel, Field, JsonValue, TypeAdapter
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import MME, Answer, EvaluationError, Question, Total
@@ -72,8 +72,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
 )
 
 COLUMN_SETS = {
-    "paper": tuple(one.name for one in BENCHMARKS),
-    "paper-llava": tuple(one.name for one in BENCHMARKS[:10]),
+    "paper": tuple(benchmark.name for benchmark in BENCHMARKS),
+    "paper-llava": tuple(benchmark.name for benchmark in BENCHMARKS[:10]),
     "paper-qwen": ("TextVQA", "ChartQA", "AI2D", "HallBench", MME, "MMB-EN", "MMB-CN"),
 }
 """Sets of columns: all of them, and those of the paper's tables on LLaVA and on Qwen."""
@@ -82,34 +82,40 @@ _TASK = re.compile(r"""^task:\s*["']?(?P<name>[\w.-]+)["']?\s*$""", re.MULTILINE
 
 
 def select_benchmarks(
-    names: str, *, cognition: bool = False, own: Sequence[Benchmark] = ()
+    names: str, *, cognition: bool = False, tasks: Sequence[Benchmark] = ()
 ) -> Sequence[Benchmark]:
     """Benchmarks by column, task or set, separated by commas, in the order of the paper.
 
-    ``cognition``: add it to MME, as on Qwen. ``own``: further benchmarks, which come last. Raises
+    ``cognition``: add it to MME, as on Qwen. ``tasks``: further ones, which come last. Raises
     :class:`ConfigError`.
     """
-    available = [*BENCHMARKS, *own]
+    available = [*BENCHMARKS, *tasks]
     selected: set[str] = set()
     unknown = []
     for name in filter(None, names.split(",")):
-        match = [one.name for one in available if name.lower() in (one.name.lower(), one.task)]
-        columns = COLUMN_SETS.get(name, tuple(match))
+        columns = COLUMN_SETS.get(name) or [
+            benchmark.name
+            for benchmark in available
+            if name.lower() in (benchmark.name.lower(), benchmark.task)
+        ]
         selected |= set(columns)
         if not columns:
             unknown.append(name)
     if unknown or not selected:
-        options = ", ".join([*COLUMN_SETS, *(one.task for one in available)])
+        options = ", ".join([*COLUMN_SETS, *(benchmark.task for benchmark in available)])
         what = f"does not know {', '.join(unknown)}" if unknown else "names no benchmark"
         fix = f"use: {options}; a task of your own needs --include-path"
         raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, fix)])
-    benchmarks = [one for one in available if one.name in selected]
-    return [_with_cognition(one) if one.name == MME and cognition else one for one in benchmarks]
-
-
-def _with_cognition(mme: Benchmark) -> Benchmark:
-    metrics = ("mme_perception_score", "mme_cognition_score")
-    return Benchmark(mme.name, mme.task, metrics, mme.scale, mme.mean, "perception and cognition")
+    both = dataclasses.replace(
+        next(benchmark for benchmark in BENCHMARKS if benchmark.name == MME),
+        metrics=("mme_perception_score", "mme_cognition_score"),
+        note="perception and cognition",
+    )
+    return [
+        both if cognition and benchmark.name == MME else benchmark
+        for benchmark in available
+        if benchmark.name in selected
+    ]
 
 
 def find_tasks(folder: Path) -> Sequence[Benchmark]:
@@ -142,8 +148,6 @@ _UNJUDGED = re.compile(
 """What lmms-eval logs where a judge did not answer or cannot be understood; it goes on all the
 same, and most of it is nowhere else."""
 
-Line = Mapping[str, JsonValue]
-
 
 @dataclass(frozen=True)
 class Output:
@@ -154,26 +158,56 @@ class Output:
     total: Total | None
 
 
+_Line = dict[str, JsonValue]
+
+
+class _Results(BaseModel):
+    """What is read of lmms-eval's summary, each by task."""
+
+    results: dict[str, dict[str, JsonValue]]
+    configs: dict[str, dict[str, JsonValue]] = Field(default_factory=dict)
+    counts: dict[str, dict[str, int]] = Field(alias="n-samples")
+
+
 def read_output(folder: Path, benchmark: Benchmark, case: str) -> Output:
     """Parse the files of one run; raises :class:`EvaluationError` if something is missing."""
-    samples = _only_file(folder, f"*_samples_{benchmark.task}.jsonl", benchmark)
-    stamp = samples.name.removesuffix(f"_samples_{benchmark.task}.jsonl")
+    task = benchmark.task
+    samples = _only_file(folder, f"*_samples_{task}.jsonl", task)
+    stamp = samples.name.removesuffix(f"_samples_{task}.jsonl")
     # Tasks write further result files, such as MMBench's submissions/mmbench_en_dev_results.json.
-    results_file = _only_file(samples.parent, f"{stamp}_results.json", benchmark)
-    results = _read_object(results_file, benchmark)
-    lines = _read_lines(samples, benchmark)
-    _check_count(results, lines, benchmark)
-    benchmark = _with_metrics(benchmark, results)
-    images = _read_images(folder, benchmark)
-    scored = [line for line in lines if any(metric in line for metric in benchmark.metrics)]
-    questions = [_question(line, benchmark, images) for line in scored]
+    summary = _only_file(samples.parent, f"{stamp}_results.json", task)
+    if not (folder / IMAGES).exists():
+        raise EvaluationError(
+            f"{task}: lmms-eval did not write {folder / IMAGES}, so questions about the same image "
+            "cannot be identified -> name a local program that respects PYTHONPATH with --lmms-eval"
+        )
+    try:
+        results = _Results.model_validate_json(summary.read_text(encoding="utf-8"))
+        lines, images = _read(samples), _read(folder / IMAGES)
+    except ValueError as error:
+        raise EvaluationError(f"{task}: {samples.parent} is incomplete ({error})") from None
+    expected = results.counts.get(task, {}).get("effective")
+    if expected != len(lines):
+        raise EvaluationError(
+            f"{task}: {len(lines)} samples, but lmms-eval reports {expected} -> samples "
+            "are missing; run it again with --resume"
+        )
+    if not benchmark.metrics:  # a task of one's own
+        metrics = results.configs.get(task, {}).get("metric_list")
+        name = _at(metrics[0], "metric") if isinstance(metrics, list) and metrics else None
+        if not isinstance(name, str):
+            raise EvaluationError(f"{task}: has no metric -> add a metric_list to its YAML")
+        benchmark = dataclasses.replace(benchmark, metrics=(name,))
+    by_number = {line.get("doc_id"): str(line.get("image") or "") for line in images}
+    lines = [line for line in lines if any(metric in line for metric in benchmark.metrics)]
+    questions = [_question(line, benchmark, by_number) for line in lines]
     if len({question.id for question in questions}) != len(questions):
-        raise EvaluationError(f"{benchmark.task}: samples occur twice -> name a new --out")
+        raise EvaluationError(f"{task}: samples occur twice -> name a new --out")
     answers = [
         _answer(line, benchmark, case, question.id)
-        for line, question in zip(scored, questions, strict=True)
+        for line, question in zip(lines, questions, strict=True)
     ]
-    if unjudged := _count_unjudged(folder, scored, benchmark):
+    if unjudged := _count_unjudged(folder, lines, benchmark):
         failure = (
             f"{benchmark.name}: the judge gave no usable answer ({unjudged} times), and lmms-eval "
             "scored that as wrong or at random -> give a judge that answers (--judge-url, its key "
@@ -182,76 +216,48 @@ def read_output(folder: Path, benchmark: Benchmark, case: str) -> Output:
         answers = [
             Answer(case=case, question=question.id, failure=failure) for question in questions
         ]
-    failed = any(answer.failure is not None for answer in answers)
-    total = None if failed else _total(results, benchmark, case, len(answers))
+    if any(answer.failure is not None for answer in answers):
+        return Output(questions, answers, None)
+    # Keys of the results have the form ``metric,filter``.
+    scores = {key.partition(",")[0]: score for key, score in results.results[task].items()}
+    values = []
+    for metric in benchmark.metrics:
+        value = scores.get(metric)
+        if not isinstance(value, int | float):
+            raise EvaluationError(f"{task}: lmms-eval reports no {metric} ({value})")
+        values.append(float(value))
+    total = Total(
+        case=case,
+        benchmark=benchmark.name,
+        metric=" + ".join(benchmark.metrics),
+        value=round(benchmark.scale * sum(values), 4),
+        count=len(answers),
+    )
     return Output(questions, answers, total)
 
 
-def _only_file(folder: Path, pattern: str, benchmark: Benchmark) -> Path:
+_LINES: TypeAdapter[list[_Line]] = TypeAdapter(list[_Line])
+
+
+def _read(path: Path) -> list[_Line]:
+    text = path.read_text(encoding="utf-8").splitlines()
+    return _LINES.validate_python([json.loads(line) for line in text if line.strip()])
+
+
+def _only_file(folder: Path, pattern: str, task: str) -> Path:
     files = sorted(folder.rglob(pattern))
     if len(files) != 1:
         raise EvaluationError(
-            f"{benchmark.task}: lmms-eval wrote {len(files)} files {pattern} into {folder}, not "
+            f"{task}: lmms-eval wrote {len(files)} files {pattern} into {folder}, not "
             "one -> see its log in that folder, fix the cause and add --resume"
         )
     return files[0]
 
 
-def _with_metrics(benchmark: Benchmark, results: Line) -> Benchmark:
-    """The benchmark with the first metric of its task, if it names none."""
-    if benchmark.metrics:
-        return benchmark
-    metrics = _at(_at(results.get("configs"), benchmark.task), "metric_list")
-    first = _at(metrics[0], "metric") if isinstance(metrics, list) and metrics else None
-    if not isinstance(first, str):
-        raise EvaluationError(f"{benchmark.task}: has no metric -> add a metric_list to its YAML")
-    return dataclasses.replace(benchmark, metrics=(first,))
-
-
-def _read_images(folder: Path, benchmark: Benchmark) -> dict[JsonValue, str]:
-    """The fingerprint of the image of each ``doc_id``."""
-    path = folder / IMAGES
-    if not path.exists():
-        raise EvaluationError(
-            f"{benchmark.task}: lmms-eval did not write {path}, so questions about the same image "
-            "cannot be identified -> name a local program that respects PYTHONPATH with --lmms-eval"
-        )
-    lines = _read_lines(path, benchmark)
-    return {line.get("doc_id"): str(line.get("image") or "") for line in lines}
-
-
-def _read_object(path: Path, benchmark: Benchmark) -> dict[str, JsonValue]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise EvaluationError(f"{benchmark.task}: {path} is not JSON ({error})") from None
-    return data if isinstance(data, dict) else {}
-
-
-def _read_lines(path: Path, benchmark: Benchmark) -> list[dict[str, JsonValue]]:
-    try:
-        text = path.read_text(encoding="utf-8").splitlines()
-        values = [json.loads(line) for line in text if line.strip()]
-    except ValueError as error:
-        raise EvaluationError(f"{benchmark.task}: {path} is incomplete ({error})") from None
-    return [value for value in values if isinstance(value, dict)]
-
-
-def _check_count(results: Line, lines: Sequence[Line], benchmark: Benchmark) -> None:
-    """Raise :class:`EvaluationError` unless there are as many samples as lmms-eval reports."""
-    counts = _at(_at(results.get("n-samples"), benchmark.task), "effective")
-    if not isinstance(counts, int | float) or int(counts) != len(lines):
-        raise EvaluationError(
-            f"{benchmark.task}: {len(lines)} samples, but lmms-eval reports {counts} -> samples "
-            "are missing; run it again with --resume"
-        )
-
-
-def _question(line: Line, benchmark: Benchmark, images: Mapping[JsonValue, str]) -> Question:
+def _question(line: _Line, benchmark: Benchmark, images: Mapping[JsonValue, str]) -> Question:
     number = line.get("doc_id")
-    metric = _metric(line, benchmark)
-    category = str(_at(metric, "category") or "") if benchmark.name == MME else ""
-    pair = str(_at(metric, "question_id") or "") if benchmark.name == MME else ""
+    metric = _metric(line, benchmark) if benchmark.name == MME else None
+    category, pair = str(_at(metric, "category") or ""), str(_at(metric, "question_id") or "")
     return Question(
         id=f"{benchmark.task}/{number}",
         benchmark=benchmark.name,
@@ -261,23 +267,30 @@ def _question(line: Line, benchmark: Benchmark, images: Mapping[JsonValue, str])
     )
 
 
-def _answer(line: Line, benchmark: Benchmark, case: str, question: str) -> Answer:
-    texts = _texts(line.get("filtered_resps")) or _texts(line.get("resps"))
+def _answer(line: _Line, benchmark: Benchmark, case: str, question: str) -> Answer:
     counts = line.get("token_counts")
     tokens = _at(counts[0], "input_tokens") if isinstance(counts, list) and counts else None
-    failure = _failure([*texts, *_texts(line.get("resps"))], tokens)
-    if failure is not None:
+    # A task's filters may have changed the logged response.
+    responses = _texts(line.get("resps"))
+    texts = _texts(line.get("filtered_resps")) or responses
+    marked = [text for text in (*texts, *responses) if text.startswith(FAILURE_MARKS)]
+    if not texts or marked or not tokens:
+        failure = "no prompt tokens were counted: the request failed"
+        if not texts or marked:
+            failure = marked[0][:300] if marked else "no answer was recorded"
         return Answer(case=case, question=question, failure=failure)
+    score = _metric(line, benchmark)
+    score = _at(score, "score") if isinstance(score, dict) else score
     return Answer(
         case=case,
         question=question,
-        score=_score(_metric(line, benchmark)),
+        score=float(score) if isinstance(score, bool | int | float) else None,
         prompt_tokens=int(tokens) if isinstance(tokens, int | float) else None,
         text=texts[0],
     )
 
 
-def _count_unjudged(folder: Path, lines: Sequence[Line], benchmark: Benchmark) -> int:
+def _count_unjudged(folder: Path, lines: Sequence[_Line], benchmark: Benchmark) -> int:
     """Judgements that are missing, by the log and by the samples."""
     log = folder / LOG
     if benchmark.judge == "none":
@@ -293,53 +306,15 @@ def _count_unjudged(folder: Path, lines: Sequence[Line], benchmark: Benchmark) -
     return max(logged, empty)
 
 
-def _failure(texts: Sequence[str], tokens: JsonValue) -> str | None:
-    """Why a request failed, if it did; a task's filters may have changed the logged response."""
-    failure = next((text for text in texts if text.startswith(FAILURE_MARKS)), None)
-    if failure is not None:
-        return failure[:300]
-    if not texts:
-        return "no answer was recorded"
-    return None if tokens else "no prompt tokens were counted: the request failed"
-
-
-def _metric(line: Line, benchmark: Benchmark) -> JsonValue:
+def _metric(line: _Line, benchmark: Benchmark) -> JsonValue:
     return next((line[name] for name in benchmark.metrics if name in line), None)
-
-
-def _score(value: JsonValue) -> float | None:
-    """The score of one sample: a number, or the ``score`` of a record."""
-    if isinstance(value, dict):
-        value = value.get("score")
-    return float(value) if isinstance(value, bool | int | float) else None
-
-
-def _total(results: Line, benchmark: Benchmark, case: str, count: int) -> Total:
-    """The sum of the metrics; keys of the results have the form ``metric,filter``."""
-    scores = _at(results.get("results"), benchmark.task)
-    values = []
-    for metric in benchmark.metrics:
-        items = scores.items() if isinstance(scores, dict) else ()
-        value = next((v for key, v in items if key.partition(",")[0] == metric), None)
-        if not isinstance(value, int | float):
-            raise EvaluationError(f"{benchmark.task}: lmms-eval reports no {metric} ({value})")
-        values.append(float(value))
-    return Total(
-        case=case,
-        benchmark=benchmark.name,
-        metric=" + ".join(benchmark.metrics),
-        value=round(benchmark.scale * sum(values), 4),
-        count=count,
-    )
 
 
 def _texts(value: JsonValue) -> list[str]:
     """All texts in nested lists, whose shape depends on the number of requests per sample."""
-    if isinstance(value, str):
-        return [value]
     if isinstance(value, list):
         return [text for part in value for text in _texts(part)]
-    return []
+    return [value] if isinstance(value, str) else []
 
 
 def _at(value: JsonValue, key: str) -> JsonValue:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +34,7 @@ from vllm_autoprune.evaluation.journal import (
     Setup,
 )
 from vllm_autoprune.evaluation.lmms.output import IMAGES, LOG, PINNED, Benchmark, read_output
-from vllm_autoprune.evaluation.run import Progress, Refusals
+from vllm_autoprune.evaluation.run import Progress, Refusals, prompt_lengths
 from vllm_autoprune.http_client import (
     FAILURES,
     RequestRefused,
@@ -63,14 +65,25 @@ def parse_servers(arms: Sequence[str]) -> list[Server]:
     servers, problems = list[Server](), list[Problem]()
     for arm in arms:
         match = _ARM.fullmatch(arm)
-        if match is None or not _is_known(match):
+        base, plus = (match["base"], match["plus"]) if match else (None, None)
+        if match is None or (base and base not in BASE_POLICIES and (base != _RESIZED or plus)):
             problems.append(Problem(f"--arm {arm}", "is not a valid arm", _FIX))
             continue
-        url = match["url"].rstrip("/").removesuffix("/v1")
-        servers.append(Server(_case(match), url))
-    names = [server.case.name for server in servers]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    problems += [Problem(f"--arm {name}", "is given twice", "give it once") for name in repeated]
+        budget = int(match["budget"] or 0)
+        name = f"{base}@{budget}"
+        if not base:
+            case = Case(name="full", arm="full", label="full")
+        elif base == _RESIZED:
+            case = Case(name=name, arm="resized", label=RESIZED, budget=budget)
+        elif plus:
+            label, residual = f"{base} + AutoPrune", f"{base}+autoprune@{budget}"
+            case = Case(name=residual, arm="autoprune", label=label, budget=budget, base=name)
+        else:
+            case = Case(name=name, arm="base", label=base, budget=budget)
+        servers.append(Server(case, match["url"].rstrip("/").removesuffix("/v1")))
+    counts = Counter(server.case.name for server in servers)
+    problems += [Problem(f"--arm {name}", "is given twice", "give it once")
+                 for name, count in sorted(counts.items()) if count > 1]  # fmt: skip
     if not arms:
         fix = f"give --server-url, a server with --autoprune-requests states; or {_FIX}"
         problems.append(Problem("--arm", "is missing", fix))
@@ -79,29 +92,11 @@ def parse_servers(arms: Sequence[str]) -> list[Server]:
     return servers
 
 
-def _is_known(match: re.Match[str]) -> bool:
-    if match["full"] or (match["base"] == _RESIZED and not match["plus"]):
-        return True
-    return match["base"] in BASE_POLICIES
-
-
-def _case(match: re.Match[str]) -> Case:
-    if match["full"]:
-        return Case(name="full", arm="full", label="full")
-    base, budget = match["base"], int(match["budget"])
-    base_case = f"{base}@{budget}"
-    if base == _RESIZED:
-        return Case(name=base_case, arm="resized", label=RESIZED, budget=budget)
-    if match["plus"]:
-        name = f"{base}+autoprune@{budget}"
-        label = f"{base} + AutoPrune"
-        return Case(name=name, arm="autoprune", label=label, budget=budget, base=base_case)
-    return Case(name=base_case, arm="base", label=base, budget=budget)
-
-
 _PLUGIN = Path(__file__).with_name("plugin")
 _MAX_SILENCE = 3
 """Failed checks of the server in a row after which lmms-eval is stopped."""
+
+_START_AGAIN = "start it again and add --resume: complete tasks are not repeated"
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERROR = re.compile(r"Error during evaluation: (?P<what>.*?)(?:\. Please set `--verbosity|$)")
@@ -178,34 +173,6 @@ class LmmsEval:
         """
         output.mkdir(parents=True, exist_ok=True)
         task, log = benchmark.task, output / LOG
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                self.command(url, task, output),
-                stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                # In any other folder it would take a subfolder of the task's name for the task.
-                cwd=output,
-                env=self._environment(benchmark, pruning, output),
-            )  # fmt: skip
-            try:
-                ended = self._wait(process, is_alive)
-            finally:
-                process.kill()
-                process.wait()
-        if not ended:
-            raise EvaluationError(
-                f"{url} stopped answering during {task} -> start it again and add --resume: "
-                "complete tasks are not repeated"
-            )
-        # lmms-eval exits with 0 even after an exception.
-        if process.returncode or not any(output.rglob("*_samples_*.jsonl")):
-            raise EvaluationError(
-                f"lmms-eval ended with {process.returncode} and no samples of {task}: "
-                f"{last_error(log)} (log: {log}) -> fix that and add --resume"
-            )
-
-    def _environment(
-        self, benchmark: Benchmark, pruning: Mapping[str, JsonValue], output: Path
-    ) -> dict[str, str]:
         path = [str(_PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {
             # The client needs a key even if the server does not.
@@ -218,24 +185,37 @@ class LmmsEval:
         judge = self.judge_url or os.environ.get("OPENAI_API_URL")
         if judge and benchmark.judge != "none":
             variables["OPENAI_API_URL"] = benchmark.judge_address(judge)
-        return variables
+        silence = 0
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                self.command(url, task, output),
+                stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                # In any other folder it would take a subfolder of the task's name for the task.
+                cwd=output,
+                env=variables,
+            )  # fmt: skip
+            try:
+                while process.returncode is None and silence < _MAX_SILENCE:
+                    try:
+                        process.wait(self.check_interval)
+                    except subprocess.TimeoutExpired:
+                        silence = 0 if is_alive() else silence + 1
+            finally:
+                process.kill()
+                process.wait()
+        if silence == _MAX_SILENCE:
+            raise EvaluationError(f"{url} stopped answering during {task} -> {_START_AGAIN}")
+        # lmms-eval exits with 0 even after an exception.
+        if process.returncode or not any(output.rglob("*_samples_*.jsonl")):
+            raise EvaluationError(
+                f"lmms-eval ended with {process.returncode} and no samples of {task}: "
+                f"{last_error(log)} (log: {log}) -> fix that and add --resume"
+            )
 
     def _program(self) -> list[str]:
         """The program as an absolute path, because it runs in another folder."""
         name, *more = shlex.split(self.executable) or [""]
         return [os.path.abspath(path) if (path := shutil.which(name)) else name, *more]
-
-    def _wait(self, process: subprocess.Popen[bytes], is_alive: Callable[[], bool]) -> bool:
-        """Wait for the process; False if the server stopped answering before its end."""
-        silence = 0
-        while silence < _MAX_SILENCE:
-            try:
-                process.wait(self.check_interval)
-            except subprocess.TimeoutExpired:
-                silence = 0 if is_alive() else silence + 1
-            else:
-                return True
-        return False
 
 
 def last_error(log: Path) -> str:
@@ -264,14 +244,14 @@ class LmmsSuite:
         mme_divisor: float,
     ) -> None:
         """``folder`` receives the files of lmms-eval."""
-        self._servers, self._benchmarks = servers, benchmarks
-        self._lmms_eval, self._folder = lmms_eval, folder
+        self._benchmarks, self._lmms_eval, self._folder = benchmarks, lmms_eval, folder
+        self._runs = [(server, benchmark) for server in servers for benchmark in benchmarks]
         self.cases = [server.case for server in servers]
         limit = "" if lmms_eval.limit is None else f", the first {lmms_eval.limit} of each"
         self.setup = Setup(
             suite="lmms",
             model=lmms_eval.served_name,
-            data=", ".join(f"{one.name} ({one.task})" for one in benchmarks) + limit,
+            data=", ".join(f"{each.name} ({each.task})" for each in benchmarks) + limit,
             scorer=f"lmms-eval {PINNED}",
             backbone=backbone,
             mme_divisor=mme_divisor,
@@ -281,50 +261,53 @@ class LmmsSuite:
         """Every command line that will be run."""
         return [
             shlex.join(
-                self._lmms_eval.command(server.url, one.task, self._folder_of(server, one, 1))
+                self._lmms_eval.command(
+                    server.url, benchmark.task, self._folder_of(server, benchmark, 1)
+                )
             )
-            for server in self._servers
-            for one in self._benchmarks
+            for server, benchmark in self._runs
         ]
 
     def measure(self, journal: Journal, progress: Progress) -> None:
         """Run what is not complete, after checking all servers."""
         todo = [
-            (server, one)
-            for server in self._servers
-            for one in self._benchmarks
-            if not server.case.refused and not _is_complete(journal.contents, server, one)
+            (server, benchmark)
+            for server, benchmark in self._runs
+            if not server.case.refused and not _is_complete(journal.contents, server, benchmark)
         ]
-        total = sum(not case.refused for case in self.cases) * len(self._benchmarks)
+        total = sum(not server.case.refused for server, _ in self._runs)
         progress.begin(total, total - len(todo))
         if not todo:
             return
         self._lmms_eval.check()
-        problems = [
-            p for server in {s.url: s for s, _ in todo}.values() for p in self._problems(server)
-        ]
+        problems = [p for url in {server.url: 0 for server, _ in todo} for p in self._problems(url)]
         if problems:
             raise ConfigError("eval", problems)
-        refused = self._refused_cases({s.case.name: s for s, _ in todo}.values(), journal)
-        for server, one in todo:
+        refused = self._find_refused({s.case.name: s for s, _ in todo}.values(), journal)
+        for server, benchmark in todo:
             if server.case.name not in refused:
-                progress.write(f"{server.case.name}: {one.task} ...")
-                self._run(server, one, journal)
+                progress.write(f"{server.case.name}: {benchmark.task} ...")
+                self._run(server, benchmark, journal)
             progress.advance()
 
-    def _refused_cases(self, servers: Iterable[Server], journal: Journal) -> Collection[str]:
+    def _find_refused(self, servers: Iterable[Server], journal: Journal) -> Collection[str]:
         """Cases whose states a server refuses, by a small request; recorded with its reason.
 
         Raises :class:`ConfigError` where a server refuses every state.
         """
-        own = [server for server in servers if server.case.pruning]
-        if not own:
+        asked = [server for server in servers if server.case.pruning]
+        if not asked:
             return ()
-        refusals = Refusals(own[0].url, [server.case for server in own], journal.contents)
-        for server in own:
+        cases = [server.case for server in asked]
+        refusals = Refusals(asked[0].url, cases, journal.contents)
+        buffer = io.BytesIO()
+        Image.new("RGB", (224, 224), "grey").save(buffer, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]
+        for server in asked:
             body = {
                 "model": self._lmms_eval.served_name,
-                "messages": [{"role": "user", "content": _plain_image()}],
+                "messages": [{"role": "user", "content": content}],
                 "max_tokens": 1,
                 "mm_processor_kwargs": {"autoprune": server.case.pruning},
             }
@@ -334,83 +317,65 @@ class LmmsSuite:
                     client.chat(body)
                 except RequestRefused as error:
                     refusals.refuse(server.case, str(error))
-        journal.append(
-            [s.case.model_copy(update={"refused": refusals.reasons[s.case.name]})
-             for s in own if s.case.name in refusals.reasons]
-        )  # fmt: skip
+        journal.append(refusals.records(cases))
         return refusals.reasons.keys()
 
     def _run(self, server: Server, benchmark: Benchmark, journal: Journal) -> None:
-        attempt = next(
-            n for n in range(1, 10_000) if not self._folder_of(server, benchmark, n).exists()
-        )
-        folder = self._folder_of(server, benchmark, attempt)
-        self._lmms_eval.run(
-            server.url,
-            benchmark,
-            server.case.pruning,
-            folder,
-            lambda: next(self._problems(server), None) is None,
-        )
+        folders = (self._folder_of(server, benchmark, attempt) for attempt in itertools.count(1))
+        folder = next(path for path in folders if not path.exists())
+
+        def is_alive() -> bool:
+            return not self._problems(server.url)
+
+        self._lmms_eval.run(server.url, benchmark, server.case.pruning, folder, is_alive)
         output = read_output(folder, benchmark, server.case.name)
         journal.append([*output.questions, *output.answers])
         if output.total is not None:
             journal.append([output.total])
-        elif next(self._problems(server), None) is not None:
-            raise EvaluationError(
-                f"{server.url} stopped answering -> start it again and add --resume: complete "
-                "tasks are not repeated"
-            )
+        elif not is_alive():
+            raise EvaluationError(f"{server.url} stopped answering -> {_START_AGAIN}")
 
     def _folder_of(self, server: Server, benchmark: Benchmark, attempt: int) -> Path:
         return self._folder / server.case.name / benchmark.task / str(attempt)
 
-    def _problems(self, server: Server) -> Iterator[Problem]:
+    def _problems(self, url: str) -> Sequence[Problem]:
         """Whether a server does not answer, or serves another model."""
         try:
-            with reporting_failures(server.url), ServerClient(server.url) as client:
+            with reporting_failures(url), ServerClient(url) as client:
                 models = client.list_models()
-            choose_model(server.url, models, self._lmms_eval.served_name)
+            choose_model(url, models, self._lmms_eval.served_name)
         except ConfigError as error:
-            yield from error.problems
+            return error.problems
+        return ()
 
-    def objections(self, contents: Contents) -> Sequence[str]:
+    def objections(self, contents: Contents) -> Iterator[str]:
         """Totals that differ from the mean of their samples, and servers that do not prune.
 
         Covers every case in the journal, as some may be from an earlier run.
         """
-        objections = list[str]()
         for case in contents.cases.values():
             for benchmark in self._benchmarks:
-                objections += _check_total(contents, case, benchmark)
-            objections += _check_pruned(contents, case)
-        return objections
-
-
-def _plain_image() -> list[dict[str, object]]:
-    """The content of a request about a small grey image."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (224, 224), "grey").save(buffer, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]
-
-
-def _check_total(contents: Contents, case: Case, benchmark: Benchmark) -> Iterator[str]:
-    total = contents.totals.get(case.name, {}).get(benchmark.name)
-    answers = [
-        answer
-        for question, answer in contents.answers.get(case.name, {}).items()
-        if contents.questions[question].benchmark == benchmark.name
-    ]
-    scores = [answer.score for answer in answers if answer.score is not None]
-    if total is None or not benchmark.mean or len(scores) != len(answers):
-        return
-    mean = 100 * sum(scores) / len(scores)
-    if abs(mean - total.value) > _TOLERANCE:
-        yield (
-            f"{case.name}: lmms-eval reports {total.value:.2f} for {benchmark.name}, but its "
-            f"samples have a mean of {mean:.2f}"
-        )
+                total = contents.totals.get(case.name, {}).get(benchmark.name)
+                scores = [
+                    answer.score
+                    for question, answer in contents.answers.get(case.name, {}).items()
+                    if contents.questions[question].benchmark == benchmark.name
+                ]
+                known = [score for score in scores if score is not None]
+                if total is None or not benchmark.mean or len(known) != len(scores):
+                    continue
+                mean = 100 * sum(known) / len(known)
+                if abs(mean - total.value) > _TOLERANCE:
+                    yield (
+                        f"{case.name}: lmms-eval reports {total.value:.2f} for {benchmark.name}, "
+                        f"but its samples have a mean of {mean:.2f}"
+                    )
+            lengths = prompt_lengths(contents, case)
+            if unpruned := sum(length >= full for length, full in lengths):
+                yield (
+                    f"{case.name}: {unpruned} of {len(lengths)} prompts are as long as with all "
+                    "tokens: its server does not prune"
+                )
 
 
 def _is_complete(contents: Contents, server: Server, benchmark: Benchmark) -> bool:
@@ -418,23 +383,3 @@ def _is_complete(contents: Contents, server: Server, benchmark: Benchmark) -> bo
     return benchmark.name in contents.totals.get(server.case.name, {}) and all(
         contents.is_answered(server.case.name, question) for question in questions
     )
-
-
-def _check_pruned(contents: Contents, case: Case) -> Iterator[str]:
-    """Compare prompt lengths: a pruned case has shorter prompts than the full model."""
-    if not case.budget:
-        return
-    full, own = contents.answers.get("full", {}), contents.answers.get(case.name, {})
-    pairs = [
-        (answer.prompt_tokens, whole.prompt_tokens)
-        for question, answer in own.items()
-        if (whole := full.get(question)) is not None
-        and answer.prompt_tokens is not None
-        and whole.prompt_tokens is not None
-    ]
-    longer = [pair for pair in pairs if pair[0] >= pair[1]]
-    if longer:
-        yield (
-            f"{case.name}: {len(longer)} of {len(pairs)} prompts are as long as with all tokens: "
-            "its server does not prune"
-        )
