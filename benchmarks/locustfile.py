@@ -22,36 +22,37 @@ from locust.runners import MasterRunner, WorkerRunner
 from benchmarks.common import BenchmarkError
 from benchmarks.load.client import Sender
 from benchmarks.load.coordinator import Coordinator
-from benchmarks.load.settings import LOCUST_OWN, RunOptions, add_flags, list_options, read_options
-
-_SENDERS: list[Sender] = []
-_COORDINATORS: list[Coordinator] = []
-"""At most one of each in a process; locust passes its events to functions, not to objects."""
+from benchmarks.load.settings import LocustOptions, RunOptions, add_options, read_options
+from vllm_autoprune.cli.output import format_error
+from vllm_autoprune.errors import AutopruneError
 
 
 class ChatUser(User):
     """Sends its part of the schedule, then ends."""
 
+    sender: Sender
+
     @task
     def work(self) -> None:
         """Wait for the start message, and send."""
-        for sender in _SENDERS:
-            sender.work()
+        self.sender.work()
         raise StopUser
 
 
 @events.init_command_line_parser.add_listener
 def _add_options(parser: argparse.ArgumentParser, **_: object) -> None:
-    add_flags(parser, RunOptions, LOCUST_OWN)
+    add_options(parser, LocustOptions)
 
 
 def _read_options(parsed: argparse.Namespace) -> RunOptions:
     """The options; locust's own ``--host`` and ``--users`` among them."""
     if not parsed.host:
         raise BenchmarkError("--host is missing; the server, such as http://127.0.0.1:8000")
-    given = {key: getattr(parsed, key) for key in list_options(RunOptions, LOCUST_OWN)}
-    users = None if str(given["rate"] or "").strip(" 0.") else parsed.num_users or 1
-    return read_options(RunOptions, {**given, "url": parsed.host, "users": users})
+    flags = {name: value for name, value in vars(parsed).items()
+             if name in LocustOptions.model_fields}  # fmt: skip
+    closed = not str(flags.get("rate") or "").strip(" 0.")
+    users = {"users": parsed.num_users or 1} if closed else {}
+    return read_options(RunOptions, {**flags, **users, "url": parsed.host})
 
 
 @events.init.add_listener
@@ -60,20 +61,20 @@ def _init(environment: Environment, **_: object) -> None:
     assert runner is not None and parsed is not None
     try:
         if not isinstance(runner, WorkerRunner):
-            chosen = _read_options(parsed)
+            options = _read_options(parsed)
             expected = parsed.expect_workers if isinstance(runner, MasterRunner) else 1
-            parsed.num_users = chosen.users or expected
+            parsed.num_users = options.users or expected
             if parsed.num_users < expected:
                 raise BenchmarkError(
-                    f"{expected} workers cannot share {chosen.users} users "
+                    f"{expected} workers cannot share {options.users} users "
                     "-> give each worker at least one"
                 )
             parsed.spawn_rate = float(parsed.num_users)
-            _COORDINATORS.append(Coordinator(runner, chosen))
+            Coordinator(environment, options)
         if not isinstance(runner, MasterRunner):
-            _SENDERS.append(Sender(environment, runner))
-    except BenchmarkError as error:
-        print(f"load: {error}", file=sys.stderr)
+            ChatUser.sender = Sender(environment)
+    except AutopruneError as error:
+        print(f"load: {' '.join(format_error(error).split())}", file=sys.stderr)
         runner.quit()
         sys.exit(2)
 
@@ -81,24 +82,6 @@ def _init(environment: Environment, **_: object) -> None:
 @events.test_start.add_listener
 def _start(environment: Environment, **_: object) -> None:
     assert environment.parsed_options is not None
-    for sender in _SENDERS:
+    if not isinstance(environment.runner, MasterRunner):
         environment.parsed_options.host = environment.host or environment.parsed_options.host
-        sender.begin(_read_options(environment.parsed_options))
-
-
-@events.spawning_complete.add_listener
-def _spawned(**_: object) -> None:
-    for coordinator in _COORDINATORS:
-        coordinator.spawned()
-
-
-@events.test_stopping.add_listener
-def _stopping(**_: object) -> None:
-    for sender in _SENDERS:
-        sender.stop()
-
-
-@events.quitting.add_listener
-def _quitting(environment: Environment, **_: object) -> None:
-    for coordinator in _COORDINATORS:
-        environment.process_exit_code = coordinator.finish()
+        ChatUser.sender.begin(_read_options(environment.parsed_options))

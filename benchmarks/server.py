@@ -144,6 +144,15 @@ def serve(
         yield server
 
 
+def end_servers_on_sigterm() -> None:
+    """Answer SIGTERM like Ctrl-C, so that a command ends the servers that it has started."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
 def _die_with_parent() -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

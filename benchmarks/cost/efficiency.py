@@ -33,7 +33,7 @@ from benchmarks.common.report import (
 from benchmarks.common.shapes import write_clip, write_llava, write_llava_next, write_qwen
 from benchmarks.load.experiment import Arm, interleave
 from benchmarks.load.settings import Workload
-from benchmarks.load.workload import Line, Prepared, build_request_body, prepare
+from benchmarks.load.workload import Prepared, prepare
 from benchmarks.server import Server, ServerDied, serve
 from benchmarks.yardsticks.engine import MAX_ANSWER_TOKENS
 from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples, grade_answers, png_url
@@ -215,18 +215,18 @@ def _send_requests(server: Server, model: Model, requests: Prepared, scenes: int
         metrics = Metrics(server.get("/metrics"))
         return metrics.total("vllm:request_prefill_time_seconds_sum") or 0.0
 
-    for line in requests.warm_up:
-        client.send(requests.body(line))
+    for body in requests.warm_up:
+        client.send(body)
     _call_workers(server, DeviceMemory.reset_device_memory.__name__)
     watcher = MetricsWatcher(server.url)
     watcher.update()
     records, again = list[Record](), list[Record]()
     prefill = 0.0
-    for line in requests.measured:
+    for body in requests.measured:
         before = read_prefill()
-        records.append(client.send(requests.body(line), index=line.ask.index))
+        records.append(client.send(body))
         prefill += read_prefill() - before
-        again.append(client.send(_build_second_question(requests, line), index=line.ask.index))
+        again.append(client.send(_ask_again(body)))
     watcher.update()
     metrics = watcher.metrics()
     _check_answers([*records, *again])
@@ -243,11 +243,12 @@ def _send_requests(server: Server, model: Model, requests: Prepared, scenes: int
     )
 
 
-def _build_second_question(requests: Prepared, line: Line) -> bytes:
+def _ask_again(body: bytes) -> bytes:
     """A question about the same image with the same words in reverse order."""
-    reversed_words = " ".join(reversed(line.ask.question.split()))
-    request = line.ask.model_copy(update={"question": reversed_words})
-    return build_request_body(requests.workload, request)
+    content = json.loads(body)
+    question = content["messages"][0]["content"][-1]
+    question["text"] = " ".join(reversed(question["text"].split()))
+    return json.dumps(content).encode()
 
 
 def measure_score(client: Client, scenes: int) -> tuple[float, float]:
@@ -387,9 +388,9 @@ def run(options: argparse.Namespace) -> int:
         requests=options.requests,
         warm_up=2,
         output_tokens=16,
-        sides=((model.side, 1.0),),
-        aspects=(("1/1", 1.0),),
-        words=((16, 1.0),),
+        sides={model.side: 1},
+        aspects={"1/1": 1},
+        words={16: 1},
         vocabulary="english" if model.scored else "numbered",
     )
     requests = prepare(workload, options.out / f"requests-{model.name}")

@@ -3,74 +3,64 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 from benchmarks.common import BenchmarkError, StrictModel
 from benchmarks.load.settings import (
-    OptionError,
+    OutputOptions,
     PairedOptions,
-    Parser,
     PrepareOptions,
     ReportOptions,
     RunOptions,
-    add_flags,
+    add_options,
     read_options,
 )
-from vllm_autoprune.errors import AutopruneError, ProblemsError
+from benchmarks.server import end_servers_on_sigterm
+from vllm_autoprune.cli.output import CommandParser, format_error
+from vllm_autoprune.errors import AutopruneError
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[str, Any]:
     """The command and its options; exits with status 2 where any is wrong."""
-    parser = Parser(prog="python -m benchmarks.load", description=__doc__)
+    parser = CommandParser(prog="python -m benchmarks.load", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    by_name = {}
     for name, (text, model, _) in COMMANDS.items():
-        by_name[name] = commands.add_parser(name, help=text, description=text)
-        add_flags(by_name[name], model)
-        by_name[name].add_argument(
+        command = commands.add_parser(name, help=text, description=text)
+        add_options(command, OutputOptions if model is ReportOptions else model)
+        if model is ReportOptions:
+            command.add_argument("folder", help="folder of a paired experiment")
+        command.add_argument(
             "--config", metavar="FILE", help="YAML file of options; those of the command line win"
         )
-    chosen, unknown = parser.parse_known_args(argv)
-    # The command's own parser knows which of its options was meant.
-    if unknown:
-        by_name[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    flags = vars(parser.parse_args(argv))
     try:
-        return chosen.command, read_options(COMMANDS[chosen.command][1], vars(chosen))
-    except OptionError as error:
-        by_name[chosen.command].error(str(error))
+        return flags["command"], read_options(COMMANDS[flags["command"]][1], flags)
+    except AutopruneError as error:
+        parser.error(" ".join(format_error(error).split()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0: all valid; 1: invalid or failed; 2: wrong arguments; 130: interrupted."""
     command, options = parse_arguments(sys.argv[1:] if argv is None else argv)
-    signal.signal(signal.SIGTERM, _stop)  # servers are ended as after Ctrl-C
+    end_servers_on_sigterm()
     try:
         return COMMANDS[command][2](options)
-    except ProblemsError as error:
-        problems = "; ".join(map(str, error.problems))
-        print(f"load: {error.subject}: {problems}", file=sys.stderr)
-        return 1
     except (AutopruneError, OSError) as error:
-        print(f"load: {error}", file=sys.stderr)
+        text = format_error(error) if isinstance(error, AutopruneError) else str(error)
+        print(f"load: {' '.join(text.split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("load: stopped, no server is left running", file=sys.stderr)
         return 130
 
 
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 def _prepare(options: PrepareOptions) -> int:
     from benchmarks.load.workload import make_workload, prepare
 
     workload = prepare(make_workload(options, options.model), options.out)
-    size = f"{len(workload.measured)} requests, {len(workload.bodies):,} bytes"
+    size = f"{len(workload.measured)} requests, {sum(map(len, workload.bodies)):,} bytes"
     print(f"{options.out}: {size}, {workload.digest}")
     return 0
 
@@ -85,19 +75,19 @@ def _run(options: RunOptions) -> int:
 
 
 def _paired(options: PairedOptions) -> int:
-    from benchmarks.load.experiment import make_plan, measure
+    from benchmarks.load.experiment import choose_arms, measure
     from benchmarks.load.report import write_report
 
-    paired = measure(make_plan(options), options.out)
-    if not paired.made:
+    paired = measure(options, choose_arms(options))
+    if not paired.runs:
         raise BenchmarkError(paired.broken or "nothing was measured")
-    runs = paired.runs(options.out)
-    invalid = sum(not run.result.verdict.valid for run in runs)
     report = write_report(options.out)
+    invalid = report.pop("invalid")
     if options.as_json:
         print(json.dumps(report))
     else:
-        print(f"{report['answer']}\n{report['report']}: {len(runs)} runs, {invalid} not valid")
+        print(f"{report['answer']}\n{report['report']}: {len(paired.runs)} runs, "
+              f"{invalid} not valid")  # fmt: skip
     if paired.broken:
         print(f"load: ended early: {paired.broken}", file=sys.stderr)
     return 1 if invalid or paired.broken else 0
@@ -107,6 +97,7 @@ def _report(options: ReportOptions) -> int:
     from benchmarks.load.report import write_report
 
     report = write_report(options.folder)
+    del report["invalid"]
     text = f"{report['answer']}\n{report['report']}"
     print(json.dumps(report) if options.as_json else text)
     return 0

@@ -13,102 +13,71 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import gevent
 from gevent.event import Event
 from gevent.pool import Pool
 
-from benchmarks.common import BenchmarkError, StrictModel
+from benchmarks.common import BenchmarkError
 from benchmarks.common.client import Client, Phase
 from benchmarks.load.result import ClientFacts
 from benchmarks.load.settings import RunOptions
-from benchmarks.load.workload import Line, Prepared, load_prepared
+from benchmarks.load.workload import Prepared, load_prepared
 
 if TYPE_CHECKING:  # importing locust patches the sockets of the process
     from locust.env import Environment
     from locust.rpc import Message
-    from locust.runners import Runner
 
 T = TypeVar("T")
-Clock = Callable[[], float]
-Send = Callable[[T, float], None]
-"""Sends one request, which was due at the given time; returns when it is answered."""
 
 READY, START, RECORD, DONE = "load-ready", "load-start", "load-record", "load-done"
-EARLY = 0.002
-"""Seconds of busy waiting before a request is due: an event loop sleeps whole milliseconds."""
-TICK = 0.01
-"""Seconds that the greenlet of :class:`_Lag` sleeps each time."""
-WARM_UP_AT_ONCE = 4
+"""Messages: a worker has warmed up the server (digest of its bodies, or a problem); when to start
+and which share to send; one record; all facts of a client that has sent its share."""
 MAX_FAILURES = 10
 """Consecutive failures after which the run is given up."""
-NICE = -10
-"""About nine times the CPU weight of a process of default priority."""
-_SESSION = Path("/proc/self/autogroup")
-
-
-class Ready(StrictModel):
-    """A worker has warmed up the server and waits for the start."""
-
-    digest: str
-    """Of its request bodies, which must be those of the coordinator."""
-    problem: str | None = None
-
-
-class Start(StrictModel):
-    """To one worker: when to start, and which share of the requests to send."""
-
-    at: float
-    """Unix time, which each worker converts to its own monotonic clock once."""
-    index: int
-    of: int
-    """It sends the requests ``index``, ``index + of``, ``index + 2 of``, ..."""
+_EARLY = 0.002
+"""Seconds of busy waiting before a request is due: an event loop sleeps whole milliseconds."""
+_TICK = 0.01
+"""Seconds that the greenlet of :class:`_Lag` sleeps each time."""
+_WARM_UP_AT_ONCE = 4
 
 
 def raise_priority() -> None:
     """Raise the scheduling priority of this process, so that the server does not delay its clock.
 
-    Used as ``preexec_fn`` of a process in a session of its own. With real-time scheduling
-    (``sched(7)``) the client gets a core as soon as it is due; it sleeps most of the time, and the
-    kernel reserves a twentieth of each second for other processes. Where that is refused, the nice
-    values of the process and its session are lowered. Both need root; else nothing changes.
+    Used as ``preexec_fn``. With real-time scheduling (``sched(7)``) the client gets a core as soon
+    as it is due; it sleeps most of the time, and the kernel reserves a twentieth of each second for
+    other processes. Only root on Linux may; else nothing changes.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-            return
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, NICE)
-    if _SESSION.exists():
-        with contextlib.suppress(OSError):
-            _SESSION.write_text(str(NICE))
 
 
 def describe_priority() -> str:
-    """``real time``, or the nice values of this process and, if known, of its session."""
+    """``real time``, or the nice value of this process."""
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_RR:
         return "real time"
-    nice = f"nice {os.getpriority(os.PRIO_PROCESS, 0)}"
-    try:
-        group = _SESSION.read_text().split()
-    except OSError:
-        return nice
-    return f"{nice}, session {group[-1]}" if group else nice
+    return f"nice {os.getpriority(os.PRIO_PROCESS, 0)}"
 
 
 def open_loop(
-    due: Sequence[tuple[T, float]], now: Clock, send: Send[T], stop: Event, most: int
+    due: Sequence[tuple[T, float]],
+    now: Callable[[], float],
+    send: Callable[[T, float], None],
+    stop: Event,
+    most: int,
 ) -> str | None:
     """Send every request when it is due, without waiting for answers; at the end wait for all.
 
-    Ends where ``most`` requests are in flight: a server that far behind does not recover. Returns
-    that reason; None where everything was sent, or sending was stopped.
+    ``send`` gets the time at which a request was due, and returns when it is answered. Ends where
+    ``most`` requests are in flight: a server that far behind does not recover. Returns that reason;
+    None where everything was sent, or sending was stopped.
     """
     pool, problem = Pool(), None
     for item, at in due:
-        if stop.wait(max(at - now() - EARLY, 0.0)):
+        if stop.wait(max(at - now() - _EARLY, 0.0)):
             break
         while now() < at:
             gevent.sleep(0)  # let answers be read meanwhile
@@ -131,8 +100,8 @@ class _Lag:
     def _sleep(self) -> None:
         while True:
             before = time.perf_counter()
-            gevent.sleep(TICK)
-            self._late.append(max(time.perf_counter() - before - TICK, 0.0))
+            gevent.sleep(_TICK)
+            self._late.append(max(time.perf_counter() - before - _TICK, 0.0))
 
     def stop(self) -> tuple[float, float]:
         """End the measurement; return median and p99 of the lag, in seconds."""
@@ -144,33 +113,39 @@ class _Lag:
 class Sender:
     """Warms up the server, waits for the start message, sends, and reports when it is done."""
 
-    def __init__(self, environment: Environment, runner: Runner) -> None:
-        self._environment, self._runner = environment, runner
+    def __init__(self, environment: Environment) -> None:
+        assert environment.runner is not None
+        self._environment, self._runner = environment, environment.runner
         self._start, self._stop = Event(), Event()
-        self._share: list[tuple[tuple[Line, Phase], float]] = []
-        self._queue: Iterator[tuple[Line, Phase]] = iter(())
-        self._unsent = self._consecutive_failures = self._index = 0
+        self._share: list[tuple[tuple[int, Phase], float]] = []
+        self._queue: Iterator[tuple[int, Phase]] = iter(())
+        self._unsent = self._consecutive_failures = self._worker = 0
         self._zero = self._cpu = 0.0
         self._broken: str | None = None
         self._lag: _Lag | None = None
-        self._options: RunOptions | None = None
-        self._prepared: Prepared | None = None
-        runner.register_message(START, self._on_start)
+        self._options: RunOptions
+        self._prepared: Prepared
+        self._client: Client
+        self._runner.register_message(START, self._on_start)
+        environment.events.test_stopping.add_listener(self._on_stopping)
 
     def begin(self, options: RunOptions) -> None:
         """Read the bodies, warm up the server, and report to the coordinator."""
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._options = options
+        self._client = Client(options.url, self._now, options.patience, headers)
         try:
             self._prepared = load_prepared(options.workload)
         except BenchmarkError as error:
-            self._send_message(READY, Ready(digest="", problem=str(error)))
+            self._runner.send_message(READY, {"problem": str(error)})
             return
-        gevent.spawn(self._warm_up, self._prepared)
+        gevent.spawn(self._warm_up)
 
     def work(self) -> None:
         """The task of every locust user: send its part of the share."""
         self._start.wait()
-        if self._options is None:
+        if not self._share:
             return
         if self._options.load.rate is None:
             for item in self._queue:  # which all users share
@@ -179,64 +154,55 @@ class Sender:
                 self._send(item, self._now())
             return
         share, self._share = self._share, []  # the first user of a worker sends all
-        if share:
-            problem = open_loop(share, self._now, self._send, self._stop, self._options.most)
-            self._broken = self._broken or problem
-            self._finish_if_over()
+        problem = open_loop(share, self._now, self._send, self._stop, self._options.most)
+        self._broken = self._broken or problem
+        self._finish_if_over()
 
-    def stop(self) -> None:
-        """Send no further request."""
-        self._stop.set()
-        self._start.set()
-
-    def _warm_up(self, prepared: Prepared) -> None:
-        pool, client = Pool(WARM_UP_AT_ONCE), self._client()
-        for line in prepared.warm_up:
-            pool.spawn(client.send, prepared.body(line), index=line.ask.index)
+    def _warm_up(self) -> None:
+        pool = Pool(_WARM_UP_AT_ONCE)
+        for body in self._prepared.warm_up:
+            pool.spawn(self._client.send, body)
         pool.join()
         # Garbage collection of what exists by now would delay time stamps.
         gc.collect()
         gc.freeze()
-        self._send_message(READY, Ready(digest=prepared.digest))
+        self._runner.send_message(READY, {"digest": self._prepared.digest})
 
     def _on_start(self, environment: Environment, msg: Message, **_: object) -> None:
-        message = Start.model_validate(msg.data)
-        prepared, options = self._prepared, self._options
-        assert prepared is not None and options is not None
-        lines = prepared.measured[: options.first or None]
-        phases, due = options.load.phases(len(lines)), options.load.due(len(lines))
-        schedule = [((line, phase), at) for line, phase, at in zip(lines, phases, due, strict=True)]
-        self._share = schedule[message.index :: message.of]
+        """Take every ``of``-th request from ``index`` on; ``at`` is the Unix time of the start."""
+        at, index, of = float(msg.data["at"]), int(msg.data["index"]), int(msg.data["of"])
+        load, count = self._options.load, len(self._prepared.measured)
+        schedule = [*zip(enumerate(load.phases(count)), load.due(count), strict=True)]
+        self._share = schedule[index::of]
         self._queue = iter([item for item, _ in self._share])
-        self._unsent, self._index = len(self._share), message.index
-        self._zero = time.perf_counter() + (message.at - time.time())
+        self._unsent, self._worker = len(self._share), index
+        # From here on each worker goes by its own monotonic clock.
+        self._zero = time.perf_counter() + (at - time.time())
         self._lag, self._cpu = _Lag(), time.process_time()
         # Users of a closed loop begin as soon as this event is set.
-        gevent.spawn_later(max(message.at - time.time(), 0.0), self._start.set)
+        gevent.spawn_later(max(at - time.time(), 0.0), self._start.set)
         if not self._share:
             self._finish_if_over()
+
+    def _on_stopping(self, **_: object) -> None:
+        """Send no further request."""
+        self._stop.set()
+        self._start.set()
 
     def _now(self) -> float:
         return time.perf_counter() - self._zero
 
-    def _client(self) -> Client:
-        assert self._options is not None
-        key = os.environ.get("OPENAI_API_KEY")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return Client(self._options.url, self._now, self._options.patience, headers)
-
-    def _send(self, item: tuple[Line, Phase], at: float) -> None:
-        line, phase = item
-        assert self._prepared is not None
-        record = self._client().send(
-            self._prepared.body(line),
-            index=line.ask.index,
+    def _send(self, item: tuple[int, Phase], at: float) -> None:
+        index, phase = item
+        record = self._client.send(
+            self._prepared.measured[index],
+            index=index,
             scheduled=at,
             phase=phase,
-            worker=self._index,
-            images=len(line.ask.pictures),
+            worker=self._worker,
+            images=self._prepared.images[index],
         )
-        self._send_message(RECORD, record)
+        self._runner.send_message(RECORD, record.model_dump(mode="json"))
         # For locust's own statistics and pages.
         self._environment.events.request.fire(
             request_type="chat",
@@ -254,15 +220,12 @@ class Sender:
         self._finish_if_over()
 
     def _finish_if_over(self) -> None:
-        """Report once that nothing is left, or that sending was stopped."""
+        """Report once that all is sent, or that sending was stopped."""
         if self._lag is None or (self._unsent > 0 and not self._stop.is_set()):
             return
         cpu = (time.process_time() - self._cpu) / max(self._now(), 1e-9)
         (median, p99), self._lag = self._lag.stop(), None
         facts = ClientFacts(
-            worker=self._index, cpu=cpu, lag_p50=median, lag_p99=p99, broken=self._broken
+            worker=self._worker, cpu=cpu, lag_p50=median, lag_p99=p99, broken=self._broken
         )
-        self._send_message(DONE, facts)
-
-    def _send_message(self, kind: str, content: StrictModel) -> None:
-        self._runner.send_message(kind, content.model_dump(mode="json"))
+        self._runner.send_message(DONE, facts.model_dump(mode="json"))

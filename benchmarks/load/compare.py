@@ -6,43 +6,38 @@ Runs that are not valid count as unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from urllib.parse import quote
 
 from benchmarks.common import StrictModel
 from benchmarks.common.client import Record
 from benchmarks.common.report import format_estimate
 from benchmarks.load.result import (
-    ENOUGH,
     KEPT_UP,
+    LATENCIES,
     RECORDS,
-    Distribution,
     Result,
-    distribution,
+    Summary,
     ratio,
-    share,
+    say_too_few,
+    summarize,
+    values_by_request,
 )
-from benchmarks.load.schedule import Load, Slo
+from benchmarks.load.settings import Load, Slo
 from vllm_autoprune.report import Tone
 from vllm_autoprune.statistics import Estimate
 
-LATENCIES: Mapping[str, Callable[[Record], Sequence[float]]] = {
-    "TTFT": lambda record: (record.ttft,),
-    "ITL": lambda record: record.gaps,
-    "TPOT": lambda record: () if record.tpot is None else (record.tpot,),
-    "E2E": lambda record: (record.e2e,),
-}
-"""The seconds that one answered request contributes to each kind of latency."""
 FIGURES = {
     "TTFT p50": ("TTFT", 50), "TTFT p99": ("TTFT", 99), "TPOT p50": ("TPOT", 50),
     "E2E p50": ("E2E", 50),
 }  # fmt: skip
 """What arms are compared by."""
-GOOD_SHARE = 0.99
-"""Share of requests that have to meet the objective."""
 KNEE = 2.0
 """Beyond the knee, the median TTFT exceeds that of the lowest rate by this factor."""
+_GOOD_SHARE = 0.99
+"""Share of requests that have to meet the objective."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +55,6 @@ class Run:
         """Link from the report to a file of the run, such as the one that has every request."""
         return quote(f"{self.folder}/{name}")
 
-    @property
-    def counted(self) -> list[Record]:
-        """Requests that count and were answered."""
-        return [record for record in self.records if record.phase == "measured" and record.ok]
-
 
 @dataclass(frozen=True)
 class Point:
@@ -79,78 +69,33 @@ class Point:
         """Whether every pass is valid."""
         return all(run.result.verdict.valid for run in self.runs)
 
-    @property
-    def requests(self) -> int:
-        """Requests that count, over all passes."""
-        return sum(run.result.summary.requests for run in self.runs)
-
-    def by_request(self, latency: str) -> dict[int, list[float]]:
-        """Seconds of all passes by the index of their request."""
-        by_index: dict[int, list[float]] = {}
-        for run in self.runs:
-            for record in run.counted:
-                by_index.setdefault(record.index, []).extend(LATENCIES[latency](record))
-        return by_index
-
-    def distribution(self, latency: str) -> Distribution | None:
-        """Percentiles over all passes."""
-        by_index = self.by_request(latency)
-        return distribution([by_index[index] for index in sorted(by_index)])
+    @cached_property
+    def summary(self) -> Summary:
+        """Figures over all passes."""
+        return summarize([run.records for run in self.runs], self.runs[0].result.slo)
 
     def median(self, latency: str) -> float:
         """Seconds; infinite where nothing was answered."""
-        times = self.distribution(latency)
+        times = self.summary.latency(latency)
         return times.at(50).value if times else float("inf")
 
-    @property
-    def goodput(self) -> Estimate | None:
-        """Share of requests that met the objective."""
-        return share(
-            [
-                run.result.slo.good(record)
-                for run in self.runs
-                for record in run.records
-                if record.phase == "measured"
-            ]
-        )
+    def keeps_up(self, idle: float) -> bool:
+        """Whether the server completes the rate that is offered.
 
-    def mean(self, figure: Callable[[Result], float | None]) -> float | None:
-        """Mean of a figure over the passes that have it."""
-        known = [value for run in self.runs if (value := figure(run.result)) is not None]
-        return sum(known) / len(known) if known else None
-
-    @property
-    def completed(self) -> float:
-        """Requests answered a second."""
-        return self.mean(lambda result: result.summary.request_rate) or 0.0
-
-    def answered(self, idle: float) -> float:
-        """The same, without the ``idle`` seconds that one answer takes on an idle server.
-
-        Otherwise the last answer alone would make a short run look slow.
+        Without the ``idle`` seconds that one answer takes on an idle server: otherwise the last
+        answer alone would make a short run look slow.
         """
-
-        def rate(result: Result) -> float | None:
-            busy = result.summary.seconds - idle
-            return (result.summary.requests - result.summary.failed) / busy if busy > 0 else None
-
-        return self.mean(rate) or 0.0
-
-    @property
-    def offered(self) -> float | None:
-        """Requests due a second, by the schedule."""
-        return self.mean(lambda result: result.summary.offered_rate)
-
-    @property
-    def good(self) -> float:
-        """Requests a second that met the objective."""
-        return self.mean(lambda result: result.summary.good_rate) or 0.0
+        summaries = [run.result.summary for run in self.runs]
+        busy = [(s.requests - s.failed, s.seconds - idle) for s in summaries if s.seconds > idle]
+        answered = sum(count / seconds for count, seconds in busy) / max(len(busy), 1)
+        return answered >= KEPT_UP * (self.summary.offered_rate or 0.0)
 
     @property
     def past_saturation(self) -> bool:
         """Whether most requests miss the objective or a run ended early: no higher rate is sent."""
-        failed = any(run.result.facts.early for run in self.runs)
-        return failed or self.goodput is None or self.goodput.value < 0.5
+        goodput = self.summary.goodput
+        early = any(run.result.facts.early for run in self.runs)
+        return early or goodput is None or goodput.value < 0.5
 
 
 def group_runs(runs: Sequence[Run]) -> list[Point]:
@@ -181,43 +126,36 @@ class Comparison(StrictModel):
 
 def compare_arms(points: Sequence[Point]) -> list[Comparison]:
     """Every arm against the first one, at every load that both have."""
+    reference = {point.load: point for point in points if point.arm == points[0].arm}
     comparisons = []
-    for point, reference in _pair_points(points):
-        both = point.valid and reference.valid
-        passes = list(zip(point.runs, reference.runs, strict=False))
+    for point in points:
+        other = reference.get(point.load)
+        if other is None or point.arm == other.arm:
+            continue
+        both = point.valid and other.valid
         for name in FIGURES:
-            alone = [_ratio([mine], [other], name) for mine, other in passes] if both else []
+            pairs = zip(point.runs, other.runs, strict=False) if both else ()
+            by_pass = [_ratio([mine], [theirs], name) for mine, theirs in pairs]
             comparisons.append(
                 Comparison(
                     load=point.load,
                     arm=point.arm,
-                    against=reference.arm,
+                    against=other.arm,
                     figure=name,
-                    ratio=_ratio(point.runs, reference.runs, name) if both else None,
-                    by_pass=tuple(each.value for each in alone if each),
+                    ratio=_ratio(point.runs, other.runs, name) if both else None,
+                    by_pass=tuple(each.value for each in by_pass if each),
                 )
             )
     return comparisons
 
 
-def _pair_points(points: Sequence[Point]) -> list[tuple[Point, Point]]:
-    """Each point of another arm with that of the first arm at the same load."""
-    reference = {point.load: point for point in points if point.arm == points[0].arm}
-    return [
-        (point, reference[point.load])
-        for point in points
-        if point.arm != points[0].arm and point.load in reference
-    ]
-
-
 def _ratio(over: Sequence[Run], under: Sequence[Run], figure: str) -> Estimate | None:
-    """Over the requests that both answered."""
     latency, level = FIGURES[figure]
-    mine, other = (
-        Point("", runs[0].result.load, tuple(runs)).by_request(latency) for runs in (over, under)
+    upper, lower = (
+        values_by_request([run.records for run in runs], LATENCIES[latency])
+        for runs in (over, under)
     )
-    both = sorted(mine.keys() & other.keys())
-    return ratio([mine[i] for i in both], [other[i] for i in both], level) if both else None
+    return ratio(upper, lower, level)
 
 
 @dataclass(frozen=True)
@@ -267,20 +205,17 @@ def build_sweep(points: Sequence[Point], slo: Slo) -> Sweep:
     knee = KNEE * lowest.median("TTFT") if lowest else 0.0
     idle = lowest.median("E2E") if lowest else 0.0
 
-    def keeps_up(point: Point) -> bool:
-        return point.answered(idle) >= KEPT_UP * (point.offered or 0.0)
-
     def meets(point: Point) -> bool:
-        times, goodput = point.distribution("TTFT"), point.goodput
-        if times is None or goodput is None or not keeps_up(point):
+        times, goodput = point.summary.ttft, point.summary.goodput
+        if times is None or goodput is None or not point.keeps_up(idle):
             return False
         late = slo.ttft is not None and times.at(99).value > slo.ttft
-        return not late and goodput.value >= GOOD_SHARE
+        return not late and goodput.value >= _GOOD_SHARE
 
     return Sweep(
-        knee=Edge.find(ordered, lambda p: keeps_up(p) and p.median("TTFT") <= knee),
+        knee=Edge.find(ordered, lambda p: p.keeps_up(idle) and p.median("TTFT") <= knee),
         highest=Edge.find(ordered, meets),
-        saturated=any(p.valid and not keeps_up(p) for p in ordered),
+        saturated=any(p.valid and not p.keeps_up(idle) for p in ordered),
     )
 
 
@@ -316,33 +251,32 @@ def answer_question(points: Sequence[Point], slo: Slo, broken: str | None) -> An
     if load is None or not any(point.valid for point in points):
         return Answer("No valid result: nothing can be compared.", "bad", limits)
     # A warning opens the sentence, where a load has too few requests for its percentiles.
-    least, few = min((point.requests for point in points if point.valid), default=0), ""
-    if least < ENOUGH[50]:
-        few = f"Too few requests for a verdict ({least} at a load, {ENOUGH[50]} needed): "
-    elif least < ENOUGH[99]:
-        few = f"Too few requests for p99 ({least} at a load, {ENOUGH[99]} needed): "
+    fewest = min((point.summary.requests for point in points if point.valid), default=0)
+    few = say_too_few(fewest, " at a load")
+    few = f"{few[0].upper()}{few[1:]}. " if few else ""
     arms = list(dict.fromkeys(point.arm for point in points))
     at_load = [p for arm in arms for p in points if (p.arm, p.load) == (arm, load)]
     medians = [c for c in compare_arms(at_load) if (c.figure, c.arm) == ("TTFT p50", arms[-1])]
     if not medians:
         point = at_load[0]
-        good = f"{format_estimate(point.goodput, 100)} %" if point.goodput else "none"
+        goodput = point.summary.goodput
         sentence = (
-            f"{point.arm} answered {point.completed:.2f} requests/s ({load.describe()}); {good} of "
-            f"the requests met the objective ({slo.describe()})."
+            f"{point.arm} answered {point.summary.request_rate:.2f} requests/s "
+            f"({load.describe()}); {format_estimate(goodput, 100) + ' %' if goodput else 'none'} "
+            f"of the requests met the objective ({slo.describe()})."
         )
         return Answer(few + sentence, "open", limits)
     median = medians[0].ratio
     if median is None:
         return Answer("No valid result at a load that all arms have in common.", "bad", limits)
     tone: Tone = "good" if median.high < 1 else "bad" if median.low > 1 else "open"
-    if median.low <= 1 <= median.high:
+    if tone == "open":
         sentence = (
             f"At {load.title}, no difference is shown between the median times to first token of "
             f"{arms[-1]} and {arms[0]} (ratio {format_estimate(median, 1, 2)})"
         )
     else:
-        word = "less" if median.high < 1 else "more"
+        word = "less" if tone == "good" else "more"
         low, high = sorted(100 * abs(end - 1) for end in (median.low, median.high))
         sentence = (
             f"At {load.title}, {arms[-1]} needs {100 * abs(median.value - 1):.0f} % {word} time to "

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -25,24 +24,24 @@ from benchmarks.common.shapes import write_llava
 from benchmarks.load.client import raise_priority
 from benchmarks.load.compare import Point, Run
 from benchmarks.load.result import RECORDS, RESULT, Result, read_result
-from benchmarks.load.schedule import Load, Slo
 from benchmarks.load.settings import (
-    LOCUST_OWN,
     SHAPE,
+    Load,
     PairedOptions,
     RunOptions,
+    SendingOptions,
     Workload,
-    to_flags,
 )
 from benchmarks.load.workload import load_prepared, make_workload, prepare
 from benchmarks.server import ServerDied, free_port, serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA
 from vllm_autoprune import PruningState, load_state
 
-PAIRED, LOG = "paired.json", "locust.log"
-LOCUSTFILE = Path(__file__).resolve().parents[1] / "locustfile.py"
+PAIRED = "paired.json"
 STEPS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.7, 3.6)
 """Rates of a sweep, as multiples of the first arm's capacity in a closed loop."""
+_LOG = "locust.log"
+_LOCUSTFILE = Path(__file__).resolve().parents[1] / "locustfile.py"
 
 
 class Arm(StrictModel):
@@ -56,25 +55,6 @@ class Arm(StrictModel):
     digest: str | None = None
     """Of the state; None for stock."""
     environment: tuple[tuple[str, str], ...] = ()
-
-
-class Plan(StrictModel):
-    """Settings of the experiment."""
-
-    arms: tuple[Arm, ...]
-    workload: Workload
-    users: tuple[int, ...] = ()
-    """Closed loops."""
-    rates: tuple[float, ...] = ()
-    """Open loops, requests/s, rising."""
-    find_rates: bool = False
-    """Choose the rates by the first arm's capacity; each arm is measured until it is saturated."""
-    burstiness: float = 1.0
-    passes: int = 2
-    slo: Slo
-    workers: int = 0
-    patience: float = 300.0
-    most: int = 512
 
 
 class RunEntry(StrictModel):
@@ -94,36 +74,21 @@ class RunEntry(StrictModel):
 class Paired(StrictModel):
     """The experiment's index."""
 
-    plan: Plan
-    made: tuple[RunEntry, ...]
+    options: PairedOptions
+    arms: tuple[Arm, ...]
+    workload: Workload
+    runs: tuple[RunEntry, ...]
     rates: tuple[float, ...]
     command: tuple[str, ...]
     broken: str | None = None
     """Why it ended early; runs before that are kept."""
 
-    def runs(self, folder: Path) -> list[Run]:
-        """All runs, read from the experiment's folder."""
-        return [entry.read(folder) for entry in self.made]
 
-
-def make_plan(options: PairedOptions) -> Plan:
-    """The experiment of these options; raises :class:`BenchmarkError` for its data or its model."""
-    arms = _choose_arms(options)
-    find_rates = options.rates == "find"
-    rates = () if options.rates == "find" else options.rates
-    loads = len(options.users) + (len(STEPS) + 1 if find_rates else len(rates))
-    workload = make_workload(options, options.served_name, max(loads, 1))
-    if options.model.startswith(f"{SHAPE}:"):
-        workload = workload.model_copy(update={"vocabulary": "numbered"})
-    shared = ("users", "burstiness", "passes", "slo", "workers", "patience", "most")
-    values = {name: getattr(options, name) for name in shared}
-    return Plan(arms=arms, workload=workload, rates=rates, find_rates=find_rates, **values)
-
-
-def _choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
+def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
     """The running servers; else stock, the state's base policy alone, and the state.
 
-    These three have the same flags otherwise.
+    These three have the same flags otherwise. Raises :class:`BenchmarkError` for a model that does
+    not exist.
     """
     if options.attach:
         return tuple(Arm(name=name, url=url.rstrip("/")) for name, url in options.attach)
@@ -194,45 +159,105 @@ def serve_arm(arm: Arm, log: Path) -> Iterator[str]:
                 serve(arm.model, *arm.flags, env=dict(arm.environment), log=log, patience=600)
             )
         except ServerDied as error:
-            last = str(error).splitlines()[-1]
+            reason = str(error).splitlines()[-1]
             raise BenchmarkError(
-                f"{arm.name}: the server did not start: {last} (log: {log})"
+                f"{arm.name}: the server did not start: {reason} (log: {log})"
             ) from error
         yield server.url
 
 
-def measure(plan: Plan, out: Path) -> Paired:
+class _Experiment:
+    """Sends runs, each load with images of its own, so that none is cached from an earlier run."""
+
+    def __init__(self, options: PairedOptions) -> None:
+        self.options, self.entries = options, list[RunEntry]()
+        finds = options.rates == "find"
+        loads = len(options.users) + (len(STEPS) + 1 if finds else len(options.rates))
+        workload = make_workload(options, options.served_name, max(loads, 1))
+        numbered = options.model.startswith(f"{SHAPE}:")
+        self.workload = workload.model_copy(update={"vocabulary": "numbered"} if numbered else {})
+        self._prepared: dict[Load, Path] = {}
+
+    def prepare(self, load: Load) -> Path:
+        """The folder of a load's requests, encoded once for all arms."""
+        if load not in self._prepared:
+            seed = self.workload.seed + (load.users or 10_000 + round(1000 * (load.rate or 0)))
+            changes = {"seed": seed}
+            if self.workload.data and self.workload.cache == "unique":
+                items = self.workload.requests + self.workload.warm_up
+                changes["first_item"] = len(self._prepared) * items
+            folder = self.options.out / "workloads" / load.label
+            prepare(self.workload.model_copy(update=changes), folder)
+            self._prepared[load] = folder
+        return self._prepared[load]
+
+    def send(self, arm: Arm, number: int, url: str, load: Load) -> Run:
+        """Send one load to one arm."""
+        options = self.options
+        entry = RunEntry(
+            arm=arm.name,
+            number=number,
+            folder=f"runs/{number}-{arm.name.replace(' ', '-')}/{load.label}",
+        )
+        result = run(
+            RunOptions(
+                **options.model_dump(include=set(SendingOptions.model_fields)),
+                url=url,
+                workload=self.prepare(load),
+                out=options.out / entry.folder,
+                label=f"{arm.name}, pass {number + 1}",
+                rate=load.rate or 0.0,
+                users=load.users,
+                schedule_seed=load.seed,
+                workers=options.workers,
+            )
+        )
+        self.entries.append(entry)
+        median = result.summary.ttft
+        latency = f"TTFT p50 {1000 * median.at(50).value:.0f} ms" if median else "no answer"
+        log_progress(f"  {load.describe()}: {latency}, {result.verdict.describe()}")
+        return entry.read(options.out)
+
+
+def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
     """Serve every arm in turn and send it every load; runs before a failure are kept."""
-    if not (plan.users or plan.rates or plan.find_rates):
+    if not (options.users or options.rates):
         raise BenchmarkError("nothing to measure -> give --users or --rates")
-    entries: list[RunEntry] = []
-    rates, broken = plan.rates, None
+    experiment, out = _Experiment(options), options.out
+    finds_rates = options.rates == "find"
+    rates = () if options.rates == "find" else options.rates
+    broken = None
     try:
-        for number, arm in interleave(plan.arms, plan.passes):
-            name = f"{number}-{arm.name.replace(' ', '-')}"
-            log_progress(f"pass {number + 1} of {plan.passes}, {arm.name}: serve")
-            with serve_arm(arm, out / "servers" / f"{name}.log") as url:
-                send = partial(_run_once, plan, arm, number, url, out, entries)
-                closed = [send(Load(users=users)) for users in plan.users]
-                if plan.find_rates and not rates:
+        for number, arm in interleave(arms, options.passes):
+            log_progress(f"pass {number + 1} of {options.passes}, {arm.name}: serve")
+            log = out / "servers" / f"{number}-{arm.name.replace(' ', '-')}.log"
+            with serve_arm(arm, log) as url:
+                closed = [
+                    experiment.send(arm, number, url, Load(users=users)) for users in options.users
+                ]
+                if finds_rates and not rates:
                     # Around the capacity: the highest throughput of a closed loop.
-                    known = closed or [send(Load(users=16))]
-                    rates = choose_rates(max(r.result.summary.request_rate for r in known))
-                    if not rates:
-                        raise BenchmarkError(
-                            f"{arm.name}: no request was answered, so no rate can be chosen"
-                        )
+                    probe = Load(users=16)
+                    closed = closed or [experiment.send(arm, number, url, probe)]
+                    rates = choose_rates(max(r.result.summary.request_rate for r in closed))
                 for rate in rates:
-                    load = Load(rate=rate, burstiness=plan.burstiness, seed=plan.workload.seed)
-                    latest = send(load)
-                    if plan.find_rates and Point(arm.name, load, (latest,)).past_saturation:
+                    load = Load(rate=rate, burstiness=options.burstiness, seed=options.seed)
+                    latest = experiment.send(arm, number, url, load)
+                    # Each arm is measured until it is saturated.
+                    if finds_rates and Point(arm.name, load, (latest,)).past_saturation:
                         break
     except BenchmarkError as error:
         broken = str(error)
     except KeyboardInterrupt:
         broken = "stopped before its end"
     paired = Paired(
-        plan=plan, made=tuple(entries), rates=rates, command=command_line(), broken=broken
+        options=options,
+        arms=tuple(arms),
+        workload=experiment.workload,
+        runs=tuple(experiment.entries),
+        rates=rates,
+        command=command_line(),
+        broken=broken,
     )
     out.mkdir(parents=True, exist_ok=True)
     (out / PAIRED).write_text(paired.model_dump_json(indent=1) + "\n")
@@ -248,45 +273,13 @@ def read_paired(out: Path) -> Paired:
 
 
 def choose_rates(capacity: float) -> tuple[float, ...]:
-    """Rates around a capacity in requests/s, to three digits, rising; none for a capacity of 0."""
-    return tuple(float(f"{capacity * step:.3g}") for step in STEPS if capacity)
+    """Rates around a capacity in requests/s, to three digits, rising.
 
-
-def _run_once(
-    plan: Plan, arm: Arm, number: int, url: str, out: Path, entries: list[RunEntry], load: Load
-) -> Run:
-    """One run; every load has images of its own, so that none is in a cache from an earlier run."""
-    seed = plan.workload.seed + (load.users or 10_000 + round(1000 * (load.rate or 0)))
-    changes = {"seed": seed}
-    if plan.workload.data and plan.workload.cache == "unique":
-        labels = [*dict.fromkeys(Path(entry.folder).name for entry in entries), load.label]
-        items = plan.workload.requests + plan.workload.warm_up
-        changes["first_item"] = labels.index(load.label) * items
-    workload = out / "workloads" / load.label
-    prepare(plan.workload.model_copy(update=changes), workload)
-    name = f"runs/{number}-{arm.name.replace(' ', '-')}/{load.label}"
-    options = RunOptions(
-        url=url,
-        workload=workload,
-        out=out / name,
-        label=f"{arm.name}, pass {number + 1}",
-        rate=load.rate or 0.0,
-        users=load.users,
-        burstiness=load.burstiness,
-        schedule_seed=load.seed,
-        slo_ttft=1000 * (plan.slo.ttft or 0.0),
-        slo_tpot=1000 * (plan.slo.tpot or 0.0),
-        slo_e2e=1000 * (plan.slo.e2e or 0.0),
-        patience=plan.patience,
-        most=plan.most,
-        workers=plan.workers,
-    )
-    result = run(options)
-    entries.append(RunEntry(arm=arm.name, number=number, folder=name))
-    median = result.summary.ttft
-    latency = f"TTFT p50 {1000 * median.at(50).value:.0f} ms" if median else "no answer"
-    log_progress(f"  {load.describe()}: {latency}, {result.verdict.describe()}")
-    return entries[-1].read(out)
+    Raises :class:`BenchmarkError` for a capacity of 0.
+    """
+    if not capacity:
+        raise BenchmarkError("no request was answered, so no rate can be chosen")
+    return tuple(float(f"{capacity * step:.3g}") for step in STEPS)
 
 
 def run(options: RunOptions) -> Result:
@@ -301,35 +294,28 @@ def run(options: RunOptions) -> Result:
             f"server {options.url}: does not serve {model!r}, only {', '.join(names)} "
             "-> prepare the workload with --model"
         )
+    locust = [sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE)]
+    head = [*locust, "--headless", "--only-summary", *options.locust_flags()]
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / RESULT).unlink(missing_ok=True)
-        with (options.out / LOG).open("wb") as log:
-            status = _run_locust(options, log.fileno())
+        with (options.out / _LOG).open("wb") as log, contextlib.ExitStack() as processes:
+            if options.workers:
+                port = str(free_port())
+                head += ["--master", "--expect-workers", str(options.workers)]
+                head += ["--master-bind-port", port]
+                for _ in range(options.workers):
+                    join = [*locust, "--worker", "--master-port", port]
+                    processes.enter_context(_start_process(join, log.fileno()))
+            status = processes.enter_context(_start_process(head, log.fileno())).wait()
     except OSError as error:
         raise BenchmarkError(f"{options.out}: cannot be written: {error}") from error
     if not (options.out / RESULT).is_file():
-        tail = (options.out / LOG).read_text(errors="replace").strip().splitlines()[-5:]
+        tail = (options.out / _LOG).read_text(errors="replace").strip().splitlines()[-5:]
         raise BenchmarkError(
             f"{options.out}: locust ended with {status} and no result: {' | '.join(tail)}"
         )
     return read_result(options.out)
-
-
-def _run_locust(options: RunOptions, log: int) -> int:
-    common = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE)]
-    head = [*common, "--headless", "--only-summary", *to_flags(options, LOCUST_OWN)]
-    head += ["--host", options.url]
-    head += ["--users", str(options.users)] if options.users else []
-    with contextlib.ExitStack() as stack:
-        if options.workers:
-            port = str(free_port())
-            head += ["--master", "--expect-workers", str(options.workers)]
-            head += ["--master-bind-port", port]
-            for _ in range(options.workers):
-                join = [*common, "--worker", "--master-port", port]
-                stack.enter_context(_start_process(join, log))
-        return stack.enter_context(_start_process(head, log)).wait()
 
 
 @contextlib.contextmanager
@@ -340,7 +326,7 @@ def _start_process(command: Sequence[str], log: int) -> Iterator[subprocess.Pope
         stdout=log,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(LOCUSTFILE.parents[1])},
+        env={**os.environ, "PYTHONPATH": str(_LOCUSTFILE.parents[1])},
         start_new_session=True,
         preexec_fn=raise_priority,
     )

@@ -6,38 +6,44 @@ are resampled in blocks of about sqrt(n); resampled one by one, intervals would 
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from pydantic import ValidationError
 
 from benchmarks.common import BenchmarkError, StrictModel
-from benchmarks.common.client import Record, answered
+from benchmarks.common.client import Record
 from benchmarks.common.metrics import ServerMetrics
 from benchmarks.common.report import format_estimate
-from benchmarks.load.schedule import Load, Slo
-from benchmarks.load.settings import Workload
+from benchmarks.load.settings import Load, Slo, Workload
 from vllm_autoprune.statistics import Estimate, Floats, estimate, resample
 
-RESULT, RECORDS, REQUESTS_CSV = "run.json", "records.jsonl", "requests.csv"
+RESULT, RECORDS = "run.json", "records.jsonl"
 
 LEVELS = (50, 90, 95, 99)
-DRAWS = 1000
 ENOUGH = {50: 20, 90: 50, 95: 100, 99: 200}
 """Requests that a percentile needs to be quoted."""
-DELAY_SHARE = 0.05
-"""Limit of the client's p99 delay, as a share of the median TTFT."""
-BUSY = 0.9
-"""Share of a CPU core above which a client's time stamps are not trusted, as in locust."""
 KEPT_UP = 0.95
 """Share of the offered rate that a server which keeps up completes."""
-FOREIGN_REQUESTS = 0.01
+_DRAWS = 1000
+_DELAY_SHARE = 0.05
+"""Limit of the client's p99 delay, as a share of the median TTFT."""
+_BUSY = 0.9
+"""Share of a CPU core above which a client's time stamps are not trusted, as in locust."""
+_FOREIGN_REQUESTS = 0.01
 """Limit of the requests of other clients of the server, as a share of our own."""
-FAILED_SHARE = 0.01
+_FAILED_SHARE = 0.01
 """Limit of failed requests, because latencies are of the others only."""
+
+LATENCIES: Mapping[str, Callable[[Record], Sequence[float]]] = {
+    "TTFT": lambda record: (record.ttft,),
+    "ITL": lambda record: record.gaps,
+    "TPOT": lambda record: () if record.tpot is None else (record.tpot,),
+    "E2E": lambda record: (record.e2e,),
+}
+"""The seconds that one answered request contributes to each kind of latency."""
 
 
 class Quantile(StrictModel):
@@ -62,9 +68,9 @@ class Distribution(StrictModel):
         return next(q.estimate for q in self.quantiles if q.level == level)
 
 
-def resample_weights(requests: int) -> Floats:
+def _resample_weights(requests: int) -> Floats:
     """How often each request occurs in the sample and in each resample, (1 + draws, requests)."""
-    rows = resample(requests, DRAWS, block=max(1, round(requests**0.5)))
+    rows = resample(requests, _DRAWS, block=max(1, round(requests**0.5)))
     counts = np.zeros((len(rows), requests))
     np.add.at(counts, (np.arange(len(rows))[:, None], rows), 1.0)
     return counts
@@ -79,7 +85,7 @@ def draw_percentiles(
     a draw has no value.
     """
     owners = np.repeat(np.arange(len(by_request)), [len(values) for values in by_request])
-    values = np.asarray([value for one in by_request for value in one], dtype=np.float64)
+    values = np.asarray([value for row in by_request for value in row], dtype=np.float64)
     order = np.argsort(values, kind="stable")
     values, owners = values[order], owners[order]
     percentiles = np.full((len(weights), len(levels)), np.nan)
@@ -94,10 +100,10 @@ def draw_percentiles(
 
 def distribution(by_request: Sequence[Sequence[float]]) -> Distribution | None:
     """Percentiles of the values of all requests; None where there is no value."""
-    values = [value for one in by_request for value in one]
+    values = [value for row in by_request for value in row]
     if not values:
         return None
-    percentiles = draw_percentiles(by_request, LEVELS, resample_weights(len(by_request)))
+    percentiles = draw_percentiles(by_request, LEVELS, _resample_weights(len(by_request)))
     quantiles = tuple(
         Quantile(level=level, estimate=estimate(column), enough=len(by_request) >= ENOUGH[level])
         for level, column in zip(LEVELS, percentiles.T, strict=True)
@@ -105,28 +111,20 @@ def distribution(by_request: Sequence[Sequence[float]]) -> Distribution | None:
     return Distribution(count=len(values), mean=float(np.mean(values)), quantiles=quantiles)
 
 
-def share(good: Sequence[bool]) -> Estimate | None:
-    """The share of requests that are good; None where there is no request."""
-    if not good:
-        return None
-    values = np.asarray(good, dtype=np.float64)
-    return estimate(resample_weights(len(values)) @ values / len(values))
-
-
 def ratio(
-    over: Sequence[Sequence[float]], under: Sequence[Sequence[float]], level: int
+    over: Mapping[int, Sequence[float]], under: Mapping[int, Sequence[float]], level: int
 ) -> Estimate | None:
-    """percentile(over) / percentile(under); both list the same requests, resampled together.
+    """percentile(over) / percentile(under) of the requests that both have, resampled together.
 
-    None where either has no value. Raises ValueError where the lists differ in length.
+    Values by request; None where either has no value.
     """
-    if len(over) != len(under):
-        raise ValueError(f"{len(over)} requests cannot be paired with {len(under)}")
-    if not any(map(len, over)) or not any(map(len, under)):
+    common = sorted(over.keys() & under.keys())
+    pair = [[values[index] for index in common] for values in (over, under)]
+    if not all(any(map(len, rows)) for rows in pair):
         return None
-    weights = resample_weights(len(over))
-    first, second = (draw_percentiles(each, [level], weights)[:, 0] for each in (over, under))
-    return estimate(first / second)
+    weights = _resample_weights(len(common))
+    upper, lower = (draw_percentiles(rows, [level], weights)[:, 0] for rows in pair)
+    return estimate(upper / lower)
 
 
 class Summary(StrictModel):
@@ -135,7 +133,7 @@ class Summary(StrictModel):
     requests: int
     failed: int
     seconds: float
-    """From the first request that was due to the end of the last."""
+    """From the first request that was due to the end of the last; of several passes, the mean."""
     ttft: Distribution | None
     itl: Distribution | None
     """Gaps between deltas; a delta may hold more than one token."""
@@ -158,39 +156,74 @@ class Summary(StrictModel):
     cached_tokens: float | None
     body_bytes: float
 
+    def latency(self, name: str) -> Distribution | None:
+        """One of :data:`LATENCIES`."""
+        times: Distribution | None = getattr(self, name.lower())
+        return times
 
-def summarize(records: Iterable[Record], slo: Slo) -> Summary:
-    """The summary of the measured requests among ``records``."""
-    counted = sorted((r for r in records if r.phase == "measured"), key=lambda r: r.index)
-    good = answered(counted)
-    seconds = max((r.done for r in counted), default=0.0)
-    seconds -= min((r.scheduled for r in counted), default=0.0)
-    per_second = 1 / seconds if seconds > 0 else 0.0
-    met = [slo.good(record) for record in counted]
-    span = counted[-1].scheduled - counted[0].scheduled if counted else 0.0
 
-    def mean(values: Sequence[int | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known else None
+def values_by_request(
+    passes: Sequence[Sequence[Record]], values: Callable[[Record], Sequence[float]]
+) -> dict[int, list[float]]:
+    """Values of the measured requests that were answered, of all passes, by their index."""
+    by_index: dict[int, list[float]] = {}
+    for record in (record for records in passes for record in records):
+        if record.phase == "measured" and record.ok:
+            by_index.setdefault(record.index, []).extend(values(record))
+    return dict(sorted(by_index.items()))
 
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def summarize(passes: Sequence[Sequence[Record]], slo: Slo) -> Summary:
+    """The summary of the measured requests of one or several passes over the same requests.
+
+    Rates are means over the passes; values of one request are resampled together.
+    """
+    counted = [
+        sorted((r for r in records if r.phase == "measured"), key=lambda r: r.index)
+        for records in passes
+    ]
+    measured = [record for records in counted for record in records]
+    good = [record for record in measured if record.ok]
+    seconds = [
+        max((r.done for r in records), default=0.0)
+        - min((r.scheduled for r in records), default=0.0)
+        for records in counted
+    ]
+
+    def rate(count: Callable[[Record], float]) -> float:
+        """Sum of a figure a second."""
+        pairs = zip(counted, seconds, strict=True)
+        rates = [sum(map(count, records)) / s if s > 0 else 0.0 for records, s in pairs]
+        return _mean(rates) or 0.0
+
+    spans = [rows[-1].scheduled - rows[0].scheduled if rows else 0.0 for rows in counted]
+    pairs = zip(counted, spans, strict=True)
+    met = np.asarray([slo.good(record) for record in measured], dtype=np.float64)
+    shares = _resample_weights(len(met)) @ met / len(met) if len(met) else None
+    times = {
+        name.lower(): distribution([*values_by_request(passes, values).values()])
+        for name, values in LATENCIES.items()
+    }
     return Summary(
-        requests=len(counted),
-        failed=len(counted) - len(good),
-        seconds=seconds,
-        ttft=distribution([[r.ttft] for r in good]),
-        itl=distribution([r.gaps for r in good]),
-        tpot=distribution([[] if r.tpot is None else [r.tpot] for r in good]),
-        e2e=distribution([[r.e2e] for r in good]),
-        delay=distribution([[r.delay] for r in counted]),
-        goodput=share(met),
-        good_rate=sum(met) * per_second,
-        offered_rate=(len(counted) - 1) / span if span > 0 else None,
-        request_rate=len(good) * per_second,
-        image_rate=sum(r.images for r in good) * per_second,
-        output_token_rate=sum(r.completion_tokens or 0 for r in good) * per_second,
-        prompt_tokens=mean([r.prompt_tokens for r in good]),
-        cached_tokens=mean([r.cached_tokens for r in good]),
-        body_bytes=mean([r.body_bytes for r in counted]) or 0.0,
+        **times,
+        requests=len(measured),
+        failed=len(measured) - len(good),
+        seconds=_mean(seconds) or 0.0,
+        delay=distribution([[r.delay] for r in measured]),
+        goodput=None if shares is None else estimate(shares),
+        good_rate=rate(slo.good),
+        offered_rate=_mean([(len(rows) - 1) / span if span > 0 else None for rows, span in pairs]),
+        request_rate=rate(lambda r: r.ok),
+        image_rate=rate(lambda r: r.images if r.ok else 0),
+        output_token_rate=rate(lambda r: (r.completion_tokens or 0) if r.ok else 0),
+        prompt_tokens=_mean([r.prompt_tokens for r in good]),
+        cached_tokens=_mean([r.cached_tokens for r in good]),
+        body_bytes=_mean([r.body_bytes for r in measured]) or 0.0,
     )
 
 
@@ -244,97 +277,6 @@ class Verdict(StrictModel):
         return f"valid, but {self.too_few}" if self.too_few else "valid"
 
 
-def judge_run(
-    workload: Workload,
-    load: Load,
-    records: Sequence[Record],
-    facts: RunFacts,
-    summary: Summary,
-    metrics: ServerMetrics,
-) -> Verdict:
-    """The verdict, with every reason; no figure of an invalid run is compared."""
-    notes, too_few = [], ""
-    if not metrics.read:
-        notes.append(
-            "the server's /metrics could not be read: no cache hits, KV use or visual tokens"
-        )
-    offered, achieved = summary.offered_rate, summary.request_rate
-    if load.rate is not None and offered and achieved < KEPT_UP * offered:
-        notes.append(f"the server completed {achieved:.2f} of {offered:.2f} requests/s offered")
-    if 0 < summary.requests < ENOUGH[50]:
-        too_few = f"{summary.requests} requests are too few for a verdict ({ENOUGH[50]} needed)"
-    elif 0 < summary.requests < ENOUGH[99]:
-        too_few = f"{summary.requests} requests are too few for p99 ({ENOUGH[99]} needed)"
-    reasons = (
-        *_judge_answers(workload, records, facts),
-        *_judge_client(load, facts, summary),
-        *_judge_server(workload, len(records), metrics),
-    )
-    return Verdict(reasons=reasons, notes=tuple(notes), too_few=too_few)
-
-
-def _judge_answers(workload: Workload, records: Sequence[Record], facts: RunFacts) -> Iterator[str]:
-    """Requests that were not sent or recorded, failed, or were answered at another length."""
-    counted = [record for record in records if record.phase != "warm-up"]
-    if not facts.planned:
-        yield "the schedule is empty"
-    yield from facts.early
-    if len(counted) < facts.planned:
-        yield f"only {len(counted)} of {facts.planned} requests were recorded"
-    if facts.unwritten:
-        yield f"records could not be written: {facts.unwritten}"
-    failed = Counter(record.error for record in counted if record.error)
-    if failed.total() > FAILED_SHARE * len(counted):
-        worst, times = failed.most_common(1)[0]
-        yield f"{failed.total()} of {len(counted)} requests failed; {times} with: {worst}"
-    lengths = [record.completion_tokens for record in counted if record.ok]
-    if None in lengths:
-        yield (
-            f"{lengths.count(None)} answers came without usage, so their tokens cannot be counted"
-        )
-    other = [length for length in lengths if length not in (None, workload.output_tokens)]
-    if other and workload.dialect == "vllm":
-        yield (
-            f"{len(other)} answers are not of {workload.output_tokens} tokens (one: {other[0]}): "
-            "a shorter answer would be taken for a faster one"
-        )
-
-
-def _judge_client(load: Load, facts: RunFacts, summary: Summary) -> Iterator[str]:
-    """A client that used up its core, or was late itself."""
-    for client in [client for client in facts.clients if client.cpu > BUSY][:1]:
-        yield (
-            f"client {client.worker} used {100 * client.cpu:.0f} % of a core: it was the "
-            "bottleneck; give it more workers"
-        )
-    # A closed loop has no schedule, so there it is the lag of the clients' idle greenlets.
-    if load.rate is not None:
-        delay, name = summary.delay.at(99).value if summary.delay else 0.0, "its schedule delay"
-    else:
-        delay = max((client.lag_p99 for client in facts.clients), default=0.0)
-        name = "its wake-up lag"
-    if summary.ttft and delay > (bound := DELAY_SHARE * summary.ttft.at(50).value):
-        yield (
-            f"the client was the bottleneck: {name} is {1000 * delay:.1f} ms at p99, above "
-            f"{100 * DELAY_SHARE:.0f} % of the median TTFT ({1000 * bound:.1f} ms)"
-        )
-
-
-def _judge_server(workload: Workload, sent: int, metrics: ServerMetrics) -> Iterator[str]:
-    """Cache hits that the declared state of the caches excludes, and other clients.
-
-    Requests with unique images share the tokens before them, so these may hit the prefix cache.
-    """
-    images, prefix = metrics.mm_cache_hits or 0.0, metrics.prefix_cache_hits or 0.0
-    if workload.cache in ("unique", "off") and images:
-        yield f"cache state is {workload.cache!r}, but {images:.0f} images came from a cache"
-    if workload.cache == "off" and prefix:
-        yield f"cache state is 'off', but {prefix:.0f} prompt tokens came from the prefix cache"
-    others = (metrics.finished or 0.0) - sent
-    if others > max(FOREIGN_REQUESTS * sent, 2):
-        yield f"the server also answered {others:.0f} requests of other clients"
-
-
 class Result(StrictModel):
     """One run; its records are in ``records.jsonl`` beside it."""
 
@@ -346,7 +288,7 @@ class Result(StrictModel):
     workload_digest: str
     load: Load
     slo: Slo
-    verdict: Verdict
+    verdict: Verdict = Verdict()
     summary: Summary
     metrics: ServerMetrics
     facts: RunFacts
@@ -370,6 +312,88 @@ def read_result(folder: Path) -> Result:
         raise BenchmarkError(f"{folder / RESULT}: {str(error).splitlines()[0]}") from error
 
 
+def say_too_few(requests: int, where: str = "") -> str:
+    """That these are too few requests for a percentile; empty where they are enough."""
+    for level, what in ((50, "a verdict"), (99, "p99")):
+        if 0 < requests < ENOUGH[level]:
+            return f"{requests} requests{where} are too few for {what} ({ENOUGH[level]} needed)"
+    return ""
+
+
+def judge_run(result: Result, records: Sequence[Record]) -> Verdict:
+    """The verdict, with every reason; no figure of an invalid run is compared."""
+    notes, summary = [], result.summary
+    if not result.metrics.read:
+        notes.append(
+            "the server's /metrics could not be read: no cache hits, KV use or visual tokens"
+        )
+    offered, achieved = summary.offered_rate, summary.request_rate
+    if result.load.rate is not None and offered and achieved < KEPT_UP * offered:
+        notes.append(f"the server completed {achieved:.2f} of {offered:.2f} requests/s offered")
+    return Verdict(
+        reasons=tuple(_list_reasons(result, records)),
+        notes=tuple(notes),
+        too_few=say_too_few(summary.requests),
+    )
+
+
+def _list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
+    """Every reason why a run is not valid."""
+    workload, facts, summary, metrics = (
+        result.workload, result.facts, result.summary, result.metrics,
+    )  # fmt: skip
+    # Requests that were not sent or recorded, failed, or were answered at another length.
+    if not facts.planned:
+        yield "the schedule is empty"
+    yield from facts.early
+    if len(records) < facts.planned:
+        yield f"only {len(records)} of {facts.planned} requests were recorded"
+    if facts.unwritten:
+        yield f"records could not be written: {facts.unwritten}"
+    failed = Counter(record.error for record in records if record.error)
+    if failed.total() > _FAILED_SHARE * len(records):
+        worst, times = failed.most_common(1)[0]
+        yield f"{failed.total()} of {len(records)} requests failed; {times} with: {worst}"
+    lengths = [record.completion_tokens for record in records if record.ok]
+    if None in lengths:
+        yield (
+            f"{lengths.count(None)} answers came without usage, so their tokens cannot be counted"
+        )
+    other = [length for length in lengths if length not in (None, workload.output_tokens)]
+    if other and workload.dialect == "vllm":
+        yield (
+            f"{len(other)} answers are not of {workload.output_tokens} tokens (one: {other[0]}): "
+            "a shorter answer would be taken for a faster one"
+        )
+    # A client that used up its core, or was late itself.
+    for client in [client for client in facts.clients if client.cpu > _BUSY][:1]:
+        yield (
+            f"client {client.worker} used {100 * client.cpu:.0f} % of a core: it was the "
+            "bottleneck; give it more workers"
+        )
+    # A closed loop has no schedule, so there it is the lag of the clients' idle greenlets.
+    if result.load.rate is not None:
+        delay, name = summary.delay.at(99).value if summary.delay else 0.0, "its schedule delay"
+    else:
+        delay = max((client.lag_p99 for client in facts.clients), default=0.0)
+        name = "its wake-up lag"
+    if summary.ttft and delay > (bound := _DELAY_SHARE * summary.ttft.at(50).value):
+        yield (
+            f"the client was the bottleneck: {name} is {1000 * delay:.1f} ms at p99, above "
+            f"{100 * _DELAY_SHARE:.0f} % of the median TTFT ({1000 * bound:.1f} ms)"
+        )
+    # Cache hits that the declared state of the caches excludes. Requests with unique images share
+    # the tokens before them, so these may hit the prefix cache.
+    images, prefix = metrics.mm_cache_hits or 0.0, metrics.prefix_cache_hits or 0.0
+    if workload.cache in ("unique", "off") and images:
+        yield f"cache state is {workload.cache!r}, but {images:.0f} images came from a cache"
+    if workload.cache == "off" and prefix:
+        yield f"cache state is 'off', but {prefix:.0f} prompt tokens came from the prefix cache"
+    foreign = (metrics.finished or 0.0) - len(records)
+    if foreign > max(_FOREIGN_REQUESTS * len(records), 2):
+        yield f"the server also answered {foreign:.0f} requests of other clients"
+
+
 def format_result(result: Result) -> Iterator[str]:
     """Verdict first, then figures, a line each."""
     summary, metrics = result.summary, result.metrics
@@ -387,20 +411,14 @@ def format_result(result: Result) -> Iterator[str]:
         f"{summary.seconds:.1f} s: {rates} requests/s, {summary.image_rate:.2f} images/s, "
         f"{summary.output_token_rate:.1f} output tokens/s"
     )
-    for name, values in (
-        ("TTFT", summary.ttft),
-        ("ITL", summary.itl),
-        ("TPOT", summary.tpot),
-        ("E2E", summary.e2e),
-        ("client delay", summary.delay),
-    ):
-        if values is not None:
+    for name in (*LATENCIES, "delay"):
+        if (values := summary.latency(name)) is not None:
             # A dagger marks a percentile that rests on too few requests.
             percentiles = "  ".join(
                 f"p{q.level} {format_estimate(q.estimate, 1000)}{'' if q.enough else '†'}"
                 for q in values.quantiles
             )
-            yield f"  {name:12s} ms: {percentiles}"
+            yield f"  {'client delay' if name == 'delay' else name:12s} ms: {percentiles}"
     if summary.goodput is not None:
         good = format_estimate(summary.goodput, 100)
         yield f"  goodput: {good} % of requests met {result.slo.describe()}"
@@ -418,28 +436,3 @@ def format_result(result: Result) -> Iterator[str]:
 def format_hits(hits: float | None, queries: float | None) -> str:
     """Such as "12 of 40"; "not counted" where the server does not report it."""
     return "not counted" if hits is None or queries is None else f"{hits:.0f} of {queries:.0f}"
-
-
-def write_requests_csv(records: Iterable[Record], path: Path) -> None:
-    """One line a request, times in seconds; raises OSError."""
-    columns = (
-        "index", "phase", "worker", "scheduled", "started", "ttft", "tpot", "e2e", "status",
-        "prompt_tokens", "completion_tokens", "cached_tokens", "images", "body_bytes", "error",
-    )  # fmt: skip
-    times = ("ttft", "tpot", "e2e")
-    write_csv(
-        path,
-        [
-            {name: getattr(r, name) if r.ok or name not in times else None for name in columns}
-            for r in records
-        ],
-    )
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """A CSV file whose columns are the keys of the first row; raises OSError."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        if rows:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)

@@ -1,4 +1,4 @@
-"""Hand-written records and results."""
+"""Hand-written records, results and points."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from benchmarks.common.client import Phase, Record
 from benchmarks.common.metrics import ServerMetrics
 from benchmarks.load.compare import Point, Run
 from benchmarks.load.result import ClientFacts, Result, RunFacts, Verdict, summarize
-from benchmarks.load.schedule import Load, Slo
-from benchmarks.load.settings import Workload
+from benchmarks.load.settings import Load, Slo, Workload
 
-WORKLOAD = Workload(model="mock", requests=8, warm_up=2, output_tokens=4, sides=((64, 1.0),))
+WORKLOAD = Workload(model="mock", requests=8, warm_up=2, output_tokens=4, sides={64: 1})
+SLO, VALID, UNREAD = Slo(ttft=0.5), Verdict(), ServerMetrics()
 CALM = ClientFacts(cpu=0.2, lag_p50=0.0001, lag_p99=0.0005)
 
 
@@ -51,24 +51,25 @@ def result(
     records: Sequence[Record],
     load: Load,
     *,
-    slo: Slo | None = None,
-    verdict: Verdict | None = None,
-    metrics: ServerMetrics | None = None,
+    slo: Slo = SLO,
+    verdict: Verdict = VALID,
+    workload: Workload = WORKLOAD,
+    metrics: ServerMetrics = UNREAD,
+    facts: RunFacts | None = None,
 ) -> Result:
     """A run of these records."""
-    promise = slo or Slo()
     return Result(
         label=load.label,
         url="http://127.0.0.1:1",
         began="2026-01-01T00:00:00+00:00",
-        workload=WORKLOAD,
+        workload=workload,
         workload_digest="0123456789abcdef",
         load=load,
-        slo=promise,
-        verdict=verdict or Verdict(),
-        summary=summarize(records, promise),
-        metrics=metrics or ServerMetrics(),
-        facts=RunFacts(planned=len(records), clients=(CALM,)),
+        slo=slo,
+        verdict=verdict,
+        summary=summarize([records], slo),
+        metrics=metrics,
+        facts=facts or RunFacts(planned=len(records), clients=(CALM,)),
         environment={"load average": "0.10", "cores": "2"},
         command=("locust",),
     )
@@ -81,16 +82,15 @@ def point(
     *,
     every: float = 0.1,
     valid: bool = True,
-    slo: Slo | None = None,
 ) -> Point:
     """An arm whose passes have these times to the first token, one request ``every`` seconds."""
+    verdict = VALID if valid else Verdict(reasons=("the client was the bottleneck",))
     runs = []
     for number, times in enumerate(ttfts):
         records = [record(i, scheduled=i * every, ttft=ttft) for i, ttft in enumerate(times)]
-        verdict = Verdict() if valid else Verdict(reasons=("the client was the bottleneck",))
-        run_result = result(records, load, slo=slo, verdict=verdict)
+        folder = f"runs/{number}-{arm}/{load.label}"
         runs.append(
-            Run(arm, number, run_result, tuple(records), f"runs/{number}-{arm}/{load.label}")
+            Run(arm, number, result(records, load, verdict=verdict), tuple(records), folder)
         )
     return Point(arm, load, tuple(runs))
 

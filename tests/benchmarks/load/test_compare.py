@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.load.compare import Point, build_sweep, compare_arms, group_runs
+from benchmarks.load.compare import Point, answer_question, build_sweep, compare_arms, group_runs
 from benchmarks.load.experiment import Arm, choose_rates, interleave
-from benchmarks.load.schedule import Load, Slo
-from tests.benchmarks.load.samples import point
+from benchmarks.load.settings import Load
+from tests.benchmarks.load.samples import SLO, point
 
 LOAD = Load(users=2)
 TIMES = [float(t) for t in np.random.default_rng(0).exponential(0.2, 40)]
@@ -18,39 +18,29 @@ HALF = [t / 2 for t in TIMES]
 def test_ratios_recover_a_common_factor_exactly() -> None:
     stock = point("stock", LOAD, [TIMES, TIMES])
     pruned = point("AutoPrune", LOAD, [HALF, [0.9 * t for t in HALF]])
-    comparisons = {one.figure: one for one in compare_arms([stock, pruned])}
-    first = comparisons["TTFT p50"]
-    assert (first.arm, first.against, first.load) == ("AutoPrune", "stock", Load(users=2))
-    assert first.by_pass == pytest.approx((0.5, 0.45))
-    assert first.ratio is not None and 0.44 < first.ratio.low <= first.ratio.high < 0.51
-    tpot = comparisons["TPOT p50"].ratio
+    elsewhere = point("AutoPrune", Load(rate=9.0), [HALF])  # a load that only one arm has
+    compared = compare_arms([stock, pruned, elsewhere])
+    assert {(row.arm, row.against, row.load) for row in compared} == {("AutoPrune", "stock", LOAD)}
+    by_figure = {row.figure: row for row in compared}
+    median, tpot = by_figure["TTFT p50"], by_figure["TPOT p50"].ratio
+    assert median.by_pass == pytest.approx((0.5, 0.45))
+    assert median.ratio is not None and 0.44 < median.ratio.low <= median.ratio.high < 0.51
     assert tpot is not None and tpot.value == pytest.approx(1.0)
+    assert compare_arms([]) == []
 
 
 def test_invalid_runs_have_no_ratio() -> None:
     stock = point("stock", LOAD, [TIMES])
     pruned = point("AutoPrune", LOAD, [HALF], valid=False)
-    assert all(one.ratio is None and not one.by_pass for one in compare_arms([stock, pruned]))
-
-
-def test_only_loads_that_both_arms_have_are_compared() -> None:
-    comparisons = compare_arms(
-        [
-            point("stock", LOAD, [TIMES]),
-            point("AutoPrune", LOAD, [HALF]),
-            point("AutoPrune", Load(rate=9.0), [HALF]),
-        ]
-    )
-    assert {one.load for one in comparisons} == {Load(users=2)}
-    assert compare_arms([]) == []
+    assert all(row.ratio is None and not row.by_pass for row in compare_arms([stock, pruned]))
 
 
 def test_passes_are_grouped_by_arm_and_load() -> None:
-    first = point("stock", LOAD, [TIMES, HALF])
-    other = point("AutoPrune", LOAD, [HALF])
-    runs = [first.runs[0], other.runs[0], first.runs[1]]
-    assert group_runs(runs) == [first, other]
-    assert first.by_request("TTFT")[3] == pytest.approx([TIMES[3], HALF[3]])
+    stock = point("stock", LOAD, [TIMES, HALF])
+    pruned = point("AutoPrune", LOAD, [HALF])
+    assert group_runs([stock.runs[0], pruned.runs[0], stock.runs[1]]) == [stock, pruned]
+    assert stock.summary.requests == 80 and stock.summary.ttft is not None
+    assert stock.summary.ttft.mean == pytest.approx(0.75 * np.mean(TIMES))
 
 
 def test_every_second_pass_is_reversed() -> None:
@@ -59,67 +49,46 @@ def test_every_second_pass_is_reversed() -> None:
     assert "".join(arm.name for _, arm in interleave(arms[:2], 4)) == "ABBAABBA"
 
 
-SLO = Slo(ttft=0.5)
+def at(rate: float, ttft: float, *, valid: bool = True) -> Point:
+    """200 requests at this rate."""
+    return point("stock", Load(rate=rate), [[ttft] * 200], every=1 / rate, valid=valid)
 
 
-def at(rate: float, ttft: float, *, valid: bool = True, late: int = 0) -> Point:
-    """200 requests at this rate; ``late`` of them take two seconds."""
-    times = [2.0 if n < late else ttft for n in range(200)]
-    return point("stock", Load(rate=rate), [times], every=1 / rate, valid=valid, slo=SLO)
+INVALID = at(2, 0.1, valid=False)
+BURST = point("stock", Load(rate=200), [[0.1 + 0.0025 * n for n in range(100)]], every=1 / 200)
+SHORT = point("stock", Load(rate=10), [[0.4] * 10], every=0.1)
 
 
-def test_the_knee_may_lie_below_the_highest_good_rate() -> None:
-    sweep = build_sweep([at(8, 3.0), at(1, 0.1), at(2, 0.15), at(4, 0.45)], SLO)
-    assert (sweep.knee.holds, sweep.highest.holds) == (2, 4)
-    assert (sweep.knee.fails, sweep.highest.fails) == (4, 8)
-    assert (str(sweep.knee), str(sweep.highest)) == ("2", "4")
-
-
-def test_a_rate_counts_only_if_all_lower_rates_hold() -> None:
-    assert str(build_sweep([at(1, 0.1), at(2, 0.6), at(4, 0.1)], SLO).highest) == "1"
-    assert str(build_sweep([at(1, 0.9)], SLO).highest) == "below 1"
-    assert str(build_sweep([at(1, 0.1), at(2, 0.1)], SLO).highest) == "at least 2"
-
-
-def test_invalid_runs_count_as_unknown() -> None:
-    invalid = at(2, 0.1, valid=False)
-    assert str(build_sweep([at(1, 0.1), invalid, at(4, 0.1), at(8, 0.9)], SLO).highest) == "4"
-    assert str(build_sweep([at(1, 0.1), invalid, at(4, 0.9)], SLO).highest) == "1 to 4"
-    assert str(build_sweep([at(1, 0.1), invalid], SLO).highest) == "at least 1"
-    assert str(build_sweep([invalid, at(4, 0.9)], SLO).highest) == "below 4"
-    assert str(build_sweep([invalid], SLO).highest) == "not known"
-    # The knee is relative to the lowest valid rate.
-    slow_start = [at(1, 0.01, valid=False), at(2, 0.1), at(4, 0.15), at(8, 0.25)]
-    assert str(build_sweep(slow_start, SLO).knee) == "4"
-
-
-def test_a_rate_above_capacity_does_not_hold() -> None:
-    # 200 requests due in a second meet the objective in this short run, but are not answered at
-    # that rate: the queue would grow without bound.
-    times = [[0.1 + 0.0025 * n for n in range(100)]]
-    burst = point("stock", Load(rate=200), times, every=1 / 200, slo=SLO)
-    sweep = build_sweep([at(1, 0.1), burst], SLO)
-    assert burst.distribution("TTFT") is not None
-    assert (str(sweep.highest), sweep.saturated) == ("1", True)
-
-
-def test_the_last_answer_does_not_count_as_backlog() -> None:
-    # Ten requests within a second, each answered after 0.4 s: completed over 1.3 s, kept up with.
-    short = point("stock", Load(rate=10), [[0.4] * 10], every=0.1, slo=SLO)
-    assert short.completed < 0.8 * 10 < short.answered(0.4)
-    assert str(build_sweep([short], SLO).highest) == "at least 10"
-
-
-def test_a_sweep_reports_whether_it_reached_saturation() -> None:
-    assert not build_sweep([at(1, 0.1), at(2, 0.1)], SLO).saturated
-    # Each request waits a quarter of a second longer than the one before: the queue grows.
-    waits = [[0.25 * n for n in range(1, 201)]]
-    behind = point("stock", Load(rate=4), waits, every=0.25, slo=SLO)
-    assert build_sweep([at(1, 0.1), behind], SLO).saturated
-
-
-def test_a_sweep_stops_where_most_requests_miss_the_objective() -> None:
-    assert at(4, 3.0).past_saturation and not at(4, 0.1).past_saturation
+@pytest.mark.parametrize(
+    ("points", "knee", "highest", "saturated"),
+    [
+        # The knee may lie below the highest good rate.
+        ([at(8, 3.0), at(1, 0.1), at(2, 0.15), at(4, 0.45)], "2", "4", True),
+        # A rate counts only if all lower ones hold.
+        ([at(1, 0.1), at(2, 0.6), at(4, 0.1)], "1", "1", False),
+        ([at(1, 0.9)], "at least 1", "below 1", False),
+        ([at(1, 0.1), at(2, 0.1)], "at least 2", "at least 2", False),
+        # Invalid runs count as unknown, and the knee is relative to the lowest valid rate.
+        ([at(1, 0.1), INVALID, at(4, 0.1), at(8, 0.9)], "4", "4", False),
+        ([at(1, 0.1), INVALID, at(4, 0.9)], "1 to 4", "1 to 4", False),
+        ([at(1, 0.1), INVALID], "at least 1", "at least 1", False),
+        ([INVALID, at(4, 0.9)], "at least 4", "below 4", False),
+        ([INVALID], "not known", "not known", False),
+        ([at(1, 0.01, valid=False), at(2, 0.1), at(4, 0.15), at(8, 0.25)],
+         "4", "at least 8", False),
+        # 200 requests due in a second meet the objective in a short run, but are not answered at
+        # that rate: the queue would grow without bound.
+        ([at(1, 0.1), BURST], "1", "1", True),
+        # Ten requests within a second, each answered after 0.4 s: the last is no backlog.
+        ([SHORT], "at least 10", "at least 10", False),
+        ([point("stock", Load(users=1), [[0.1]])], "not known", "not known", False),
+    ],
+)  # fmt: skip
+def test_knee_and_highest_rate(
+    points: list[Point], knee: str, highest: str, saturated: bool
+) -> None:
+    sweep = build_sweep(points, SLO)
+    assert (str(sweep.knee), str(sweep.highest), sweep.saturated) == (knee, highest, saturated)
 
 
 def test_rates_are_around_the_capacity() -> None:
@@ -127,6 +96,31 @@ def test_rates_are_around_the_capacity() -> None:
     assert rates[0] == 3 and 10 in rates and list(rates) == sorted(rates)
 
 
-def test_a_sweep_without_open_loops_is_unknown() -> None:
-    sweep = build_sweep([point("stock", Load(users=1), [[0.1]])], SLO)
-    assert str(sweep.knee) == str(sweep.highest) == "not known"
+ENOUGH = [0.1 + 0.001 * (n % 7) for n in range(200)]
+
+
+def two_arms(load: Load, share: float) -> list[Point]:
+    pruned = [share * t for t in ENOUGH]
+    return [point("stock", load, [ENOUGH]), point("AutoPrune", load, [pruned])]
+
+
+@pytest.mark.parametrize(
+    ("points", "tone", "sentence"),
+    [
+        (two_arms(LOAD, 0.5), "good", "At 2 users, AutoPrune needs 50 % less time to the first"),
+        (two_arms(LOAD, 2.0), "bad", "At 2 users, AutoPrune needs 100 % more time to the first"),
+        (two_arms(LOAD, 1.0), "open", "At 2 users, no difference is shown between the median"),
+        ([point("stock", LOAD, [[0.1] * 8])], "open",
+         "8 requests at a load are too few for a verdict (20 needed). stock answered"),
+        ([point("stock", LOAD, [ENOUGH], valid=False)], "bad", "No valid result"),
+        # Not beyond saturation.
+        ([point(arm, Load(rate=rate), [[0.1 if rate == 2.0 else 3.0] * 200])
+          for arm in ("stock", "AutoPrune") for rate in (2.0, 8.0)], "open", "At 2 requests/s"),
+    ],
+)  # fmt: skip
+def test_the_answer_is_one_sentence_at_the_highest_valid_load(
+    points: list[Point], tone: str, sentence: str
+) -> None:
+    answer = answer_question(points, SLO, None)
+    assert answer.tone == tone and answer.sentence.startswith(sentence)
+    assert len(answer.limits) == (not points[0].valid)

@@ -18,12 +18,11 @@ from benchmarks.common.client import read_journal
 from benchmarks.common.fake_server import MODEL, Reply, fake_server
 from benchmarks.load.experiment import run
 from benchmarks.load.result import RECORDS, Result
-from benchmarks.load.schedule import Load
-from benchmarks.load.settings import RunOptions, Workload
+from benchmarks.load.settings import Load, RunOptions, Workload
 from benchmarks.load.workload import prepare
 from benchmarks.server import free_port
 
-WORKLOAD = Workload(model=MODEL, requests=40, warm_up=2, output_tokens=6, sides=((48, 1.0),))
+WORKLOAD = Workload(model=MODEL, requests=40, warm_up=2, output_tokens=6, sides={48: 1})
 REPLY = Reply(first=0.08, gaps=(0.02, 0.04))
 LOAD = Load(rate=20.0)
 OF_A_BUSY_MACHINE = "the client was the bottleneck"
@@ -78,7 +77,7 @@ def test_gaps_recorded_through_locust_are_right_within_3_ms(opened: tuple[Result
     wanted = REPLY.times(6)
     gaps = [b - a for a, b in pairwise(wanted)]
     errors = [
-        median(abs(own - gap) for own, gap in zip(record.gaps, gaps, strict=True))
+        median(abs(measured - gap) for measured, gap in zip(record.gaps, gaps, strict=True))
         for record in read_journal(opened[1] / RECORDS)
     ]
     # In the quietest quarter of the answers: a busy machine delays some, a wrong clock all.

@@ -13,82 +13,72 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from pydantic import ValidationError
 
 from benchmarks.common import BenchmarkError
 from benchmarks.load.__main__ import main
-from benchmarks.load.settings import Cache, Workload
+from benchmarks.load.settings import Workload
 from benchmarks.load.workload import (
     BODIES,
-    PictureSpec,
+    OwnPicture,
+    Picture,
     Request,
-    as_data_url,
     draw_requests,
     load_prepared,
-    open_data,
     prepare,
 )
 from tests.benchmarks.load.samples import WORKLOAD, write_images
 
 PREPARE = ["prepare", "--model", "m", "--requests", "3", "--warm-up", "1"]
-BASE = Workload(model="m", requests=200, warm_up=5)
 
 
-def of(cache: Cache, **changes: object) -> Workload:
-    return BASE.model_copy(update={"cache": cache, **changes})
+def draw(cache: str, **changes: object) -> tuple[list[Request], list[Request]]:
+    """The measured requests, and those of the warm-up."""
+    values = {"model": "m", "requests": 200, "warm_up": 5, "cache": cache, **changes}
+    workload = Workload.model_validate(values)
+    requests = draw_requests(workload)
+    return requests[: workload.requests], requests[workload.requests :]
 
 
-def drawn(requests: Sequence[Request]) -> list[PictureSpec]:
-    pictures = [picture for request in requests for picture in request.pictures]
-    assert all(isinstance(picture, PictureSpec) for picture in pictures)
-    return [picture for picture in pictures if isinstance(picture, PictureSpec)]
+def pictures_of(requests: Sequence[Request]) -> list[Picture]:
+    return [p for request in requests for p in request.pictures if isinstance(p, Picture)]
 
 
 def test_unique_images_and_questions_never_repeat() -> None:
-    measured, warm_up = draw_requests(of("unique"))
+    measured, warm_up = draw("unique")
     every = [*measured, *warm_up]
-    seeds = [picture.seed for picture in drawn(every)]
-    assert len(set(seeds)) == len(seeds) == 205
+    assert len({picture.seed for picture in pictures_of(every)}) == len(every) == 205
     assert len({request.question for request in every}) == 205
 
 
 @pytest.mark.parametrize("cache", ["repeat", "off"])
-def test_repeated_requests_follow_zipfs_law(cache: Cache) -> None:
-    measured, _ = draw_requests(of(cache, requests=2000, pool=10, zipf=1.0))
-    counts = Counter((request.pictures, request.question) for request in measured)
+def test_repeated_requests_follow_zipfs_law(cache: str) -> None:
+    measured, _ = draw(cache, requests=2000, pool=10, zipf=1.0)
+    counts = Counter(measured)
     assert len(counts) == 10
-    first, second = (number for _, number in counts.most_common(2))
-    assert first / 2000 == pytest.approx(1 / sum(1 / k for k in range(1, 11)), rel=0.15)
-    assert first / second == pytest.approx(2, rel=0.25)
+    most, second = (number for _, number in counts.most_common(2))
+    assert most / 2000 == pytest.approx(1 / sum(1 / k for k in range(1, 11)), rel=0.15)
+    assert most / second == pytest.approx(2, rel=0.25)
 
 
 def test_same_image_has_a_new_question_each_time() -> None:
-    measured, _ = draw_requests(of("same-image", pool=10))
+    measured, _ = draw("same-image", pool=10)
     assert len({request.pictures for request in measured}) <= 10
     assert len({request.question for request in measured}) == 200
 
 
 @pytest.mark.parametrize("cache", ["repeat", "off", "same-image"])
-def test_warm_up_images_are_not_measured(cache: Cache) -> None:
-    measured, warm_up = draw_requests(of(cache))
-    shown = {picture.seed for picture in drawn(measured)}
+def test_warm_up_images_are_not_measured(cache: str) -> None:
+    measured, warm_up = draw(cache)
     assert len(warm_up) == 5
-    assert not shown & {picture.seed for picture in drawn(warm_up)}
+    assert not set(pictures_of(measured)) & set(pictures_of(warm_up))
 
 
 def test_sizes_counts_formats_and_lengths_follow_their_mixes() -> None:
-    measured, _ = draw_requests(
-        of(
-            "unique",
-            requests=400,
-            sides=((400, 1.0), (800, 3.0)),
-            aspects=(("2/1", 1.0), ("1/2", 1.0)),
-            images=((1, 1.0), (3, 1.0)),
-            formats=(("png", 1.0),),
-            words=((5, 1.0), (9, 1.0)),
-        )
-    )
-    pictures = drawn(measured)
+    measured, _ = draw(
+        "unique", requests=400, sides="400,800=3", aspects="2/1,1/2", images="1,3", formats="png",
+        words="5,9",
+    )  # fmt: skip
+    pictures = pictures_of(measured)
     sizes = Counter((picture.width, picture.height) for picture in pictures)
     assert set(sizes) == {(400, 200), (200, 400), (800, 400), (400, 800)}
     large = sum(number for size, number in sizes.items() if max(size) == 800)
@@ -100,83 +90,54 @@ def test_sizes_counts_formats_and_lengths_follow_their_mixes() -> None:
 
 
 def test_the_seed_determines_all_requests() -> None:
-    assert draw_requests(of("repeat")) == draw_requests(of("repeat"))
-    assert draw_requests(of("repeat")) != draw_requests(of("repeat", seed=1))
+    assert draw("repeat") == draw("repeat") != draw("repeat", seed=1)
 
 
 def test_numbered_questions_have_as_many_words_and_differ() -> None:
-    measured, _ = draw_requests(of("unique", vocabulary="numbered", words=((4, 1.0),)))
+    measured, _ = draw("unique", vocabulary="numbered", words="4")
+    words = [request.question.split() for request in measured]
     assert len({request.question for request in measured}) == 200
-    assert all(len(request.question.split()) == 4 for request in measured)
-    assert all(word[0] == "w" and word[1:].isdecimal() for word in measured[0].question.split())
-
-
-def test_a_mix_needs_values_and_weights_above_0() -> None:
-    with pytest.raises(ValidationError, match="greater than 0"):
-        Workload(model="m", sides=((480, 0.0),))
-    with pytest.raises(ValidationError, match="at least 1 item"):
-        Workload(model="m", aspects=())
+    assert all(len(line) == 4 for line in words)
+    assert all(word[0] == "w" and word[1:].isdecimal() for word in words[0])
 
 
 def test_bodies_are_streamed_chat_requests(tmp_path: Path) -> None:
     prepared = prepare(WORKLOAD, tmp_path / "w")
-    assert (len(prepared.measured), len(prepared.warm_up)) == (8, 2)
-    body = json.loads(prepared.body(prepared.measured[3]))
+    assert (len(prepared.measured), len(prepared.warm_up), prepared.images[0]) == (8, 2, 1)
+    body = json.loads(prepared.measured[3])
     picture, question = body["messages"][0]["content"]
     assert picture["image_url"]["url"].startswith("data:image/")
-    assert question == {"type": "text", "text": prepared.measured[3].ask.question}
+    assert question == {"type": "text", "text": draw_requests(WORKLOAD)[3].question}
     assert (body["model"], body["max_tokens"]) == ("mock", 4)
     assert body["stream"] and body["stream_options"] == {"include_usage": True}
     assert body["ignore_eos"] is True
-
-
-def test_the_openai_dialect_omits_vllm_fields(tmp_path: Path) -> None:
-    prepared = prepare(WORKLOAD.model_copy(update={"dialect": "openai"}), tmp_path)
-    assert (
-        not {"ignore_eos", "skip_special_tokens"}
-        & json.loads(prepared.body(prepared.lines[0])).keys()
-    )
+    plain = prepare(WORKLOAD.model_copy(update={"dialect": "openai"}), tmp_path)
+    assert not {"ignore_eos", "skip_special_tokens"} & json.loads(plain.measured[0]).keys()
 
 
 def test_equal_settings_give_equal_bytes(tmp_path: Path) -> None:
-    one, other = prepare(WORKLOAD, tmp_path / "one"), prepare(WORKLOAD, tmp_path / "other")
-    assert one.digest == other.digest
-    seeded = prepare(WORKLOAD.model_copy(update={"seed": 1}), tmp_path / "one")
-    assert seeded.digest != one.digest
+    digest = prepare(WORKLOAD, tmp_path / "a").digest
+    assert prepare(WORKLOAD, tmp_path / "b").digest == digest
+    seeded = prepare(WORKLOAD.model_copy(update={"seed": 1}), tmp_path / "a")
+    assert seeded.digest != digest
 
 
-def test_a_prepared_folder_is_reused(tmp_path: Path) -> None:
+def test_an_incomplete_or_missing_folder_is_refused_with_the_fix(tmp_path: Path) -> None:
     prepare(WORKLOAD, tmp_path)
-    before = (tmp_path / BODIES).stat().st_mtime_ns
-    prepare(WORKLOAD, tmp_path)
-    assert (tmp_path / BODIES).stat().st_mtime_ns == before
-
-
-def test_an_incomplete_folder_is_refused_and_prepared_again(tmp_path: Path) -> None:
-    digest = prepare(WORKLOAD, tmp_path).digest
     (tmp_path / BODIES).write_bytes((tmp_path / BODIES).read_bytes()[:-10])
     with pytest.raises(BenchmarkError, match="incomplete"):
         load_prepared(tmp_path)
-    assert prepare(WORKLOAD, tmp_path).digest == digest
-
-
-def test_a_missing_folder_is_refused_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match=r"python -m benchmarks\.load prepare"):
         load_prepared(tmp_path / "nowhere")
 
 
-def send(tmp_path: Path, data: Path, *more: str) -> list[dict[str, object]]:
-    """Contents of the user's messages that would be sent, in order."""
+def send(tmp_path: Path, data: Path) -> list[tuple[str, list[str]]]:
+    """Question and images of the requests that would be sent, in order."""
     out = tmp_path / "w"
-    assert main([*PREPARE, "--data", str(data), "--out", str(out), *more]) == 0
-    prepared = load_prepared(out)
-    bodies = [json.loads(prepared.body(line)) for line in prepared.lines]
-    contents = [body["messages"][-1]["content"] for body in bodies]
+    assert main([*PREPARE, "--data", str(data), "--out", str(out)]) == 0
+    contents = [json.loads(body)["messages"][-1]["content"] for body in load_prepared(out).bodies]
     return [
-        {
-            "text": next(part["text"] for part in content if part["type"] == "text"),
-            "images": [part["image_url"]["url"] for part in content if part["type"] != "text"],
-        }
+        (content[-1]["text"], [part["image_url"]["url"] for part in content[:-1]])
         for content in contents
     ]
 
@@ -190,14 +151,14 @@ def test_a_folder_gives_its_images_in_order_and_its_prompts(tmp_path: Path) -> N
     write_images(data, 4)
     (data / "prompts.txt").write_text("What is this?\n\nWhere is it?\n")
     (data / "notes.md").write_text("no image")
-    sent = send(tmp_path, data)
-    assert [one["images"] for one in sent] == [[data_url(data / f"00{n}.png")] for n in range(4)]
-    assert [one["text"] for one in sent] == ["What is this?", "Where is it?"] * 2
+    asked = ["What is this?", "Where is it?"] * 2
+    urls = [[data_url(data / f"00{n}.png")] for n in range(4)]
+    assert send(tmp_path, data) == list(zip(asked, urls, strict=True))
 
 
 def test_questions_are_drawn_where_the_data_has_none(tmp_path: Path) -> None:
     write_images(tmp_path / "data", 4)
-    assert len({str(one["text"]) for one in send(tmp_path, tmp_path / "data")}) == 4
+    assert len({question for question, _ in send(tmp_path, tmp_path / "data")}) == 4
 
 
 def test_a_jsonl_file_gives_questions_and_several_images(tmp_path: Path) -> None:
@@ -211,8 +172,8 @@ def test_a_jsonl_file_gives_questions_and_several_images(tmp_path: Path) -> None
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     sent = send(tmp_path, path)
-    assert [one["text"] for one in sent] == ["One?", "Two?", "Three?", "Four?"]
-    assert sent[1]["images"] == [data_url(tmp_path / f"00{n}.png") for n in (1, 2)]
+    assert [question for question, _ in sent] == ["One?", "Two?", "Three?", "Four?"]
+    assert sent[1][1] == [data_url(tmp_path / f"00{n}.png") for n in (1, 2)]
 
 
 class FakeRows:
@@ -241,28 +202,16 @@ def test_a_data_set_on_disk_gives_images_and_questions(
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8)).save(buffer, "PNG")
     cell = {"bytes": buffer.getvalue(), "path": None}
-    rows = [{"id": n, "image": cell, "question": f"{n}?"} for n in range(3)]
-    rows.append({"id": 3, "image": [cell, cell], "question": "3?"})
+    rows: list[dict[str, object]] = [{"image": cell, "question": f"{n}?"} for n in range(3)]
+    rows.append({"image": [cell, cell], "question": "3?"})
     library = types.ModuleType("datasets")
     library.load_from_disk = lambda path: FakeRows(rows)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", library)
     data = tmp_path / "set"
     data.mkdir()
     (data / "state.json").write_text("{}")
-    sent = send(tmp_path, data)
-    assert [one["text"] for one in sent] == ["0?", "1?", "2?", "3?"]
-    assert sent[0]["images"] == [as_data_url(buffer.getvalue())]
-    assert sent[3]["images"] == [as_data_url(buffer.getvalue())] * 2
-
-
-def test_a_change_of_the_data_prepares_the_workload_again(tmp_path: Path) -> None:
-    write_images(tmp_path / "data", 4)
-    send(tmp_path, tmp_path / "data")
-    before = load_prepared(tmp_path / "w").digest
-    (tmp_path / "data" / "prompts.txt").write_text("Another?\n")
-    open_data.cache_clear()
-    send(tmp_path, tmp_path / "data")
-    assert load_prepared(tmp_path / "w").digest != before
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    assert send(tmp_path, data) == [(f"{n}?", [url] * (1 + (n == 3))) for n in range(4)]
 
 
 def test_mistakes_in_the_data_are_answered_in_one_line(
@@ -289,13 +238,10 @@ def test_mistakes_in_the_data_are_answered_in_one_line(
         "set": "pip install datasets",
         "splits": f"has splits -> name one: {tmp_path / 'splits' / 'test'}",
     }.items():
-        given = [*PREPARE, "--data", str(tmp_path / name), "--out", str(tmp_path / "w")]
-        assert main(given) == 1
+        out = tmp_path / "w"
+        assert main([*PREPARE, "--data", str(tmp_path / name), "--out", str(out)]) == 1
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, name
-        assert not (tmp_path / "w").exists()
-
-
-def test_a_file_that_is_no_image_is_refused() -> None:
+        assert not out.exists()
     with pytest.raises(BenchmarkError, match="is no JPEG, PNG, GIF or WebP"):
-        as_data_url(b"%PDF-1.7")
+        OwnPicture(0, lambda: b"%PDF-1.7").url()
