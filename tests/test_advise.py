@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -15,7 +14,6 @@ from vllm_autoprune.advise import (
     Known,
     Timings,
     Traffic,
-    Verdict,
     Way,
     align_core,
     complete,
@@ -26,7 +24,6 @@ from vllm_autoprune.advise import (
     shares_of,
     ttft_of,
 )
-from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.serving.api import split as serving_split
 from vllm_autoprune.serving.api.split import SplitImage
 
@@ -43,58 +40,48 @@ STOCK_FIRST, PRUNED_FIRST, PRUNED_ANOTHER, STOCK_ANOTHER = 222.98, 38.27, 0.59, 
 def recorded(core: int) -> dict[Way, Estimate]:
     text = TEXT_BEFORE + TEXT_BEHIND
     prefill, request = fit_layers(32, [(N + text, LAYER_FULL), (K + text, LAYER_PRUNED)])
-    traffic = Traffic(16, N, K, core, TEXT_BEFORE, TEXT_BEHIND, answer=16, block=32)
+    traffic = Traffic(
+        questions=16, tokens=N, budget=K, core=core, template=TEXT_BEFORE, prompt=TEXT_BEHIND,
+        answer=16, block=32,
+    )  # fmt: skip
     timings = Timings(
         tower=NOT_LAYERS - SELECTION, prefill=prefill, selection=SELECTION, request=request
     )
     return estimate_ways(traffic, timings)
 
 
-def one_part(first: float, another: float) -> Estimate:
-    """An estimate of two given times to first token."""
+def of_times(first: float, another: float) -> Estimate:
+    """An estimate of two times to first token."""
     return Estimate({"request": first}, {"request": another}, decoding=0.0)
 
 
-def test_first_questions_are_as_measured() -> None:
-    ways = recorded(256)
-    assert ttft_of(ways["stock"].first) == pytest.approx(STOCK_FIRST, rel=0.01)
-    assert ttft_of(ways["question-reading"].first) == pytest.approx(PRUNED_FIRST, rel=0.01)
-
-
-def test_another_question_is_as_measured() -> None:
+def test_questions_and_break_even_are_as_measured() -> None:
     """From layer times of first questions alone, within the measured 95 % intervals."""
     ways = recorded(256)
-    assert 0.015 <= ways["stock"].ratio <= 0.025  # 0.02 (0.02 to 0.02)
-    assert 0.51 <= ways["question-reading"].ratio <= 0.69  # 0.59 (0.51 to 0.69)
-
-
-def test_break_even_is_about_eleven_questions() -> None:
-    estimate = recorded(256)
-    predicted = estimate["question-reading"].advantage(estimate["stock"])
-    assert predicted.upper == pytest.approx(11, abs=2)
-    stock = one_part(STOCK_FIRST, STOCK_ANOTHER * STOCK_FIRST)
-    measured = one_part(PRUNED_FIRST, PRUNED_ANOTHER * PRUNED_FIRST)
-    assert measured.advantage(stock).upper == pytest.approx(11.2, abs=0.1)
+    stock, reading = ways["stock"], ways["question-reading"]
+    assert ttft_of(stock.first) == pytest.approx(STOCK_FIRST, rel=0.01)
+    assert ttft_of(reading.first) == pytest.approx(PRUNED_FIRST, rel=0.01)
+    assert 0.015 <= stock.ratio <= 0.025  # 0.02 (0.02 to 0.02)
+    assert 0.51 <= reading.ratio <= 0.69  # 0.59 (0.51 to 0.69)
+    assert reading.advantage(stock).upper == pytest.approx(11, abs=2)
 
 
 def test_a_split_is_as_projected() -> None:
     """Projections: another question 0.18 to 0.21 of the first, break-even at 55 to 83 questions."""
-    estimate = recorded(256)
-    assert 0.18 <= estimate["split"].ratio <= 0.21
-    assert estimate["split"].advantage(estimate["stock"]).upper == pytest.approx(55, abs=3)
-    stock = one_part(STOCK_FIRST, STOCK_ANOTHER * STOCK_FIRST)
-    for ratio, questions in ((0.21, 53), (0.176, 83)):
-        split = one_part(PRUNED_FIRST, ratio * PRUNED_FIRST)
-        assert split.advantage(stock).upper == pytest.approx(questions, abs=2)
+    ways = recorded(256)
+    assert 0.18 <= ways["split"].ratio <= 0.21
+    assert ways["split"].advantage(ways["stock"]).upper == pytest.approx(55, abs=3)
+    stock = of_times(STOCK_FIRST, STOCK_ANOTHER * STOCK_FIRST)
+    for ratio, questions in ((PRUNED_ANOTHER, 11.2), (0.21, 53), (0.176, 83)):
+        measured = of_times(PRUNED_FIRST, ratio * PRUNED_FIRST)
+        assert measured.advantage(stock).upper == pytest.approx(questions, abs=2)
+    half = recorded(160)
+    assert half["split"].ratio > 0.35 and half["split"].advantage(half["stock"]).upper < 25
 
 
-def test_a_core_of_half_the_budget_is_overtaken_early() -> None:
-    estimate = recorded(160)
-    assert estimate["split"].ratio > 0.35
-    assert estimate["split"].advantage(estimate["stock"]).upper < 25
-
-
-TRAFFIC = Traffic(4, tokens=640, budget=64, core=48, template=16, prompt=20, answer=11, block=32)
+TRAFFIC = Traffic(
+    questions=4, tokens=640, budget=64, core=48, template=16, prompt=20, answer=11, block=32
+)
 TIMINGS = Timings(
     tower=10.0, prefill=1.0, decode_image=2.0, processor=3.0, selection=5.0, request=7.0, decode=0.5
 )
@@ -114,6 +101,10 @@ ANOTHER: dict[Way, tuple[float, ...]] = {
 }
 
 
+def changed(**fields: float) -> Traffic:
+    return TRAFFIC.model_copy(update=fields)
+
+
 @pytest.mark.parametrize("way", FIRST)
 def test_parts_of_each_way(way: Way) -> None:
     estimate = estimate_ways(TRAFFIC, TIMINGS)[way]
@@ -125,37 +116,26 @@ def test_parts_of_each_way(way: Way) -> None:
     assert tuple(shares_of(estimate.first)) == PARTS
 
 
-def test_a_template_of_whole_blocks_is_known_to_first_questions() -> None:
-    estimate = estimate_ways(replace(TRAFFIC, template=40), TIMINGS)["question-reading"]
-    assert estimate.first["prefill of text"] == 8 + 20
-    assert estimate.another["prefill of text"] == 8 + 20
+def test_whole_blocks_are_shared() -> None:
+    reading = estimate_ways(changed(template=40), TIMINGS)["question-reading"]
+    assert reading.first["prefill of text"] == reading.another["prefill of text"] == 8 + 20
+    # A core without an edge of a block is no split.
+    ways = estimate_ways(changed(budget=12, core=8, template=0), TIMINGS)
+    assert ways["split"].first == ways["question-reading"].first
+    assert ways["split"].another == ways["question-reading"].another
+    uncached = estimate_ways(changed(block=0), TIMINGS)
+    for estimate in uncached.values():
+        assert estimate.another["prefill of the image"] == estimate.first["prefill of the image"]
+    assert uncached["question-reading"].advantage(uncached["stock"]) == Advantage(1.0, math.inf)
 
 
 @pytest.mark.parametrize("template", [0, 3, 16, 40])
 @pytest.mark.parametrize("core", [1, 15, 33, 47, 63])
 def test_a_core_is_aligned_as_it_is_served(template: int, core: int) -> None:
-    traffic = replace(TRAFFIC, template=template, core=core)
+    traffic = changed(template=template, core=core)
     served = serving_split.align_core(template, SplitImage(traffic.budget, core, 0), traffic.block)
     assert align_core(traffic) == served
-    split = estimate_ways(traffic, TIMINGS)["split"]
-    assert split.another["prefill of the image"] == traffic.budget - served
-
-
-def test_a_core_without_an_edge_of_a_block_is_no_split() -> None:
-    ways = estimate_ways(replace(TRAFFIC, budget=12, core=8, template=0), TIMINGS)
-    assert ways["split"].first == ways["question-reading"].first
-    assert ways["split"].another == ways["question-reading"].another
-
-
-def test_a_core_of_all_tokens_is_not_moved() -> None:
-    assert align_core(replace(TRAFFIC, core=64, template=3)) == 64
-
-
-def test_without_a_prefix_cache_nothing_is_shared() -> None:
-    ways = estimate_ways(replace(TRAFFIC, block=0), TIMINGS)
-    for estimate in ways.values():
-        assert estimate.another["prefill of the image"] == estimate.first["prefill of the image"]
-    assert ways["question-reading"].advantage(ways["stock"]) == Advantage(1.0, math.inf)
+    assert align_core(changed(template=template, core=64)) == 64, "all tokens"
 
 
 @pytest.mark.parametrize(
@@ -169,10 +149,9 @@ def test_without_a_prefix_cache_nothing_is_shared() -> None:
     ],
 )
 def test_advantage_over_stock(first: float, another: float, expected: Advantage) -> None:
-    stock, other = one_part(100, 10), one_part(first, another)
-    advantage = other.advantage(stock)
-    assert advantage == expected and advantage.never == (expected == NEVER)
-    if math.isfinite(expected.upper) and not advantage.never:
+    stock, other = of_times(100, 10), of_times(first, another)
+    assert other.advantage(stock) == expected
+    if math.isfinite(expected.upper) and expected != NEVER:
         assert other.total(expected.upper) == pytest.approx(stock.total(expected.upper))
 
 
@@ -181,122 +160,56 @@ def test_layers_are_a_line() -> None:
     assert fit_layers(10, [(100, 0.25)]) == pytest.approx((0.025, 0.0))
 
 
-def test_all_wrong_values_are_reported() -> None:
-    wrong = replace(TRAFFIC, questions=0.5, tokens=8, core=65)
-    with pytest.raises(ConfigError) as caught:
-        estimate_ways(wrong, replace(TIMINGS, prefill=0.0))
-    assert [problem.where for problem in caught.value.problems] == [
-        "--questions", "--core", "--budget", "--prefill-ms-per-token"
-    ]  # fmt: skip
-
-
-KNOWN = keep_known(questions=2, tokens=640, tower=1.0, prefill=0.01)
-
-
-def test_given_values_win_over_measured_ones() -> None:
-    measured = keep_known("measured", tokens=900, tower=2.0, selection=0.5)
-    known = KNOWN.filled_from(measured)
-    assert known.values == {**measured.values, **KNOWN.values}
-    assert known.notes == ("measured",)
-    assert Known({"block": 0}).filled_from(Known({"block": 32})).values == {"block": 0}
-
-
-def test_assumed_values_are_noted() -> None:
-    traffic, timings, notes = complete(KNOWN)
-    assert (traffic.budget, traffic.core) == (71, 53)
-    assert timings.selection == 0.0
-    text = "\n".join(notes)
+def test_values_known_win_over_those_measured_and_assumed_ones_are_noted() -> None:
+    known = keep_known(questions=2, tokens=640, tower=1.0, prefill=0.01, core=None)
+    measured = keep_known("measured", tokens=900, tower=2.0, block=0)
+    filled = known.filled_from(measured)
+    assert filled == Known({**measured.values, **known.values}, ("measured",))
+    completed = complete(filled)
+    assert (completed.values["budget"], completed.values["core"]) == (71, 53)
+    text = "\n".join(completed.notes)
     assert "K = 71" in text and "K_c = 53" in text
     assert "decode image, processor, selection, request, decode" in text
 
 
-def test_all_missing_values_are_reported() -> None:
-    with pytest.raises(ConfigError) as caught:
-        complete(Known({"tower": 1.0}))
-    places = [problem.where for problem in caught.value.problems]
-    assert places == ["--questions", "--tokens", "--prefill-ms-per-token"]
-
-
 MANY_TOKENS = Traffic(
-    2, tokens=2880, budget=320, core=256, template=0, prompt=20, answer=1, block=16
+    questions=2, tokens=2880, budget=320, core=256, template=0, prompt=20, answer=1
 )
 LARGE = Timings(tower=1.0, prefill=0.01, request=0.1)
 """Prefill of an image 28.8 s, its tower 1 s."""
 
 
-def verdict(traffic: Traffic = MANY_TOKENS, timings: Timings = LARGE) -> Verdict:
-    return judge(traffic, estimate_ways(traffic, timings))
-
-
-def test_few_questions_on_large_images() -> None:
-    result = verdict()
-    assert result.helps and result.gain > 5
-    assert "Pruning helps here" in result.lines[0]
-
-
-def test_one_question_is_a_matter_of_accuracy() -> None:
-    result = verdict(replace(MANY_TOKENS, questions=1))
-    assert any("choose by accuracy" in line for line in result.lines)
-
-
-def test_beyond_the_break_even_only_a_question_free_state_pays() -> None:
-    result = verdict(replace(MANY_TOKENS, questions=60))
-    text = "\n".join(result.lines)
-    assert result.helps and "Only a question-free state pays" in text
-    assert "question-reading: " in text and "and you have 60" in text
-
-
-def test_many_questions_are_served_by_the_prefix_cache() -> None:
-    result = verdict(replace(MANY_TOKENS, questions=5000))
-    text = "\n".join(result.lines)
-    assert not result.helps and result.lines[0] == "Pruning will not help you here."
-    assert "finds it in its prefix cache" in text
-
-
-def test_a_slow_front_end_is_named() -> None:
-    result = verdict(timings=replace(LARGE, prefill=1e-6, decode_image=5.0))
-    text = "\n".join(result.lines)
-    assert not result.helps and "is front end: have clients send smaller images" in text
-
-
-def test_a_slow_tower_asks_for_resizing() -> None:
-    timings = Timings(tower=1.0, prefill=1e-5)
-    result = verdict(replace(MANY_TOKENS, questions=1), timings)
-    text = "\n".join(result.lines)
-    assert not result.helps and "max_pixels" in text
-    assert "Resizing images to 320 tokens" in text
-
-
-def test_a_server_with_little_work_asks_for_larger_batches() -> None:
-    result = verdict(timings=Timings(tower=0.001, prefill=1e-6, request=1.0))
-    assert not result.helps and "serve more requests at once" in "\n".join(result.lines)
-
-
-def test_long_answers_are_named() -> None:
-    result = verdict(replace(MANY_TOKENS, answer=1000), replace(LARGE, prefill=1e-4, decode=0.1))
-    assert not result.helps and "is decoding: answer shorter" in "\n".join(result.lines)
-
-
-def test_a_budget_of_all_tokens_prunes_nothing() -> None:
-    result = verdict(replace(MANY_TOKENS, budget=2880))
-    assert not result.helps and result.gain == 1
-    assert "keeps every token" in result.lines[1]
-
-
-def test_the_tower_that_remains_is_named() -> None:
-    result = verdict(timings=replace(LARGE, tower=20.0))
-    assert result.helps
-    assert any("is vision tower, which no budget shortens" in line for line in result.lines)
-
-
-def test_a_core_is_moved_to_the_edge_of_a_block() -> None:
-    text = "\n".join(verdict(replace(MANY_TOKENS, template=3)).lines)
-    assert "served with 253 tokens instead of 256" in text
-    assert not any("core is served" in line for line in verdict().lines)
-
-
-def test_an_image_that_is_not_split() -> None:
-    text = "\n".join(verdict(replace(MANY_TOKENS, budget=10, core=8)).lines)
-    assert "are not split, because no KV block ends within them" in text
-    text = "\n".join(verdict(replace(MANY_TOKENS, block=0)).lines)
-    assert "are not split, because there is no prefix cache" in text
+@pytest.mark.parametrize(
+    ("traffic", "timings", "helps", "said"),
+    [
+        ({}, {}, True, ["Pruning helps here"]),
+        ({"questions": 1}, {}, True, ["choose by accuracy"]),
+        ({"questions": 60}, {}, True,
+         ["Only a question-free state pays", "question-reading: ", "and you have 60"]),
+        ({"questions": 5000}, {}, False,
+         ["Pruning will not help you here.", "finds it in its prefix cache"]),
+        ({}, {"prefill": 1e-6, "decode_image": 5.0}, False,
+         ["is front end: have clients send smaller images"]),
+        ({"questions": 1}, {"prefill": 1e-5, "request": 0.0}, False,
+         ["max_pixels", "Resizing images to 320 tokens"]),
+        ({}, {"tower": 0.001, "prefill": 1e-6, "request": 1.0}, False,
+         ["serve more requests at once"]),
+        ({"answer": 1000}, {"prefill": 1e-4, "decode": 0.1}, False,
+         ["is decoding: answer shorter"]),
+        ({"budget": 2880}, {}, False, ["keeps every token"]),
+        ({}, {"tower": 20.0}, True, ["is vision tower, which no budget shortens"]),
+        ({"template": 3}, {}, True, ["served with 253 tokens instead of 256"]),
+        ({"budget": 10, "core": 8}, {}, True,
+         ["are not split, because no KV block ends within them"]),
+        ({"block": 0}, {}, True, ["are not split, because there is no prefix cache"]),
+    ],
+)  # fmt: skip
+def test_the_verdict(
+    traffic: dict[str, float], timings: dict[str, float], helps: bool, said: list[str]
+) -> None:
+    sizes = MANY_TOKENS.model_copy(update=traffic)
+    verdict = judge(sizes, estimate_ways(sizes, LARGE.model_copy(update=timings)))
+    text = "\n".join(verdict.lines)
+    assert verdict.helps == helps == text.startswith("Pruning helps here")
+    assert [words for words in said if words not in text] == []
+    assert ("instead of 256" in text) == ("template" in traffic)

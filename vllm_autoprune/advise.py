@@ -26,13 +26,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
-from vllm_autoprune.errors import ConfigError, Problem
+from pydantic import Field, ValidationInfo, field_validator
+
+from vllm_autoprune.record_file import FrozenModel
 
 Way = Literal["stock", "question-reading", "split", "question-free", "resized"]
-WAYS: tuple[Way, ...] = ("stock", "question-reading", "split", "question-free", "resized")
+WAYS: tuple[Way, ...] = get_args(Way)
 
 _CORE_SHARE = 0.75
 """Part of K that is core, where neither --core nor a state says it."""
@@ -61,39 +63,41 @@ ASSUMPTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(FrozenModel):
     """Sizes of the requests on one image; see the module for the symbols."""
 
-    questions: float
-    tokens: int
-    budget: int
-    core: int
-    template: int = 0
-    prompt: int = 32
-    answer: int = 64
-    block: int = 16
-    """Tokens of a KV block; 0: no prefix cache."""
+    questions: float = Field(ge=1, title="Q", description="mean number of questions on one image")
+    tokens: int = Field(ge=1, title="N", description="visual tokens of an image")
+    budget: int = Field(ge=1, title="K", description="kept tokens (default: N / 9)")
+    core: int = Field(ge=0, title="K_c", description="core tokens of a split (default: 3/4 of K)")
+    template: int = Field(default=0, ge=0, title="T", description="text tokens before the image")
+    prompt: int = Field(default=32, ge=1, title="U", description="text tokens behind the image")
+    answer: int = Field(default=64, ge=1, title="A", description="answer tokens")
+    block: int = Field(
+        default=16, ge=0, title="b", description="tokens of a KV block; 0: no prefix cache"
+    )
+
+    @field_validator("budget", "core")
+    @classmethod
+    def _check_part(cls, value: int, info: ValidationInfo) -> int:
+        name = "tokens" if info.field_name == "budget" else "budget"
+        if value > info.data.get(name, math.inf):
+            raise ValueError(f"is {value}: give at most the value of --{name}, {info.data[name]}")
+        return value
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
+class Timings(FrozenModel):
     """Measured seconds."""
 
-    tower: float
-    """Vision tower and projector, one image."""
-    prefill: float
-    """p: prefill of one prompt token, all layers."""
-    decode_image: float = 0.0
-    """Fetching and decoding one image in the API server."""
-    processor: float = 0.0
-    """The image processor in the API server, one image."""
-    selection: float = 0.0
-    """One selection of K tokens."""
-    request: float = 0.0
-    """All that a request takes however long its prompt is: HTTP, scheduling, a step, sampling."""
-    decode: float = 0.0
-    """One decoded token after the first."""
+    decode_image: float = Field(default=0.0, ge=0, description="fetching and decoding one image")
+    processor: float = Field(default=0.0, ge=0, description="the image processor, one image")
+    tower: float = Field(ge=0, description="vision tower and projector, one image")
+    selection: float = Field(default=0.0, ge=0, description="one selection")
+    request: float = Field(
+        default=0.0, ge=0, description="what a request takes however long its prompt is"
+    )
+    prefill: float = Field(gt=0, description="prefill of one token, all layers")
+    decode: float = Field(default=0.0, ge=0, description="one decoded token")
 
 
 _REMEDIES: Mapping[str, str] = {
@@ -125,13 +129,8 @@ class Advantage:
     lower: float
     upper: float
 
-    @property
-    def never(self) -> bool:
-        """Whether stock takes no longer at any number of questions."""
-        return self.lower >= self.upper
-
     def __str__(self) -> str:
-        if self.never:
+        if self.lower >= self.upper:
             return "at no number of questions"
         if math.isfinite(self.upper):
             return f"up to {self.upper:.1f} questions"
@@ -170,11 +169,11 @@ class Estimate:
 
     def advantage(self, stock: Estimate) -> Advantage:
         """Numbers of questions an image for which this takes less time than ``stock``."""
-        first = ttft_of(stock.first) - ttft_of(self.first)
-        later = ttft_of(stock.another) - ttft_of(self.another)
-        if first > 0:
-            return Advantage(1.0, math.inf if later >= 0 else 1 - first / later)
-        return Advantage(1 - first / later, math.inf) if later > 0 else NEVER
+        gain_first = ttft_of(stock.first) - ttft_of(self.first)
+        gain_later = ttft_of(stock.another) - ttft_of(self.another)
+        if gain_first > 0:
+            return Advantage(1.0, math.inf if gain_later >= 0 else 1 - gain_first / gain_later)
+        return Advantage(1 - gain_first / gain_later, math.inf) if gain_later > 0 else NEVER
 
 
 def ttft_of(parts: Mapping[str, float]) -> float:
@@ -208,46 +207,38 @@ def keep_known(*notes: str, **values: float | None) -> Known:
     return Known({name: value for name, value in values.items() if value is not None}, notes)
 
 
-def complete(known: Known) -> tuple[Traffic, Timings, tuple[str, ...]]:
-    """Inputs of the model, and notes on how they were found and what was assumed.
-
-    Raises :class:`ConfigError` listing all values that are missing and cannot be assumed.
-    """
+def complete(known: Known) -> Known:
+    """The values with what is assumed of the missing ones, and notes that say so."""
     values, notes = dict(known.values), list(known.notes)
-    measure = "give it, or let --server URL --probe SIZE measure it"
-    layers = "give it, or --layers and --layer-ms, or let --server URL --probe SIZE measure it"
-    problems = [
-        Problem(flag, "is not known", fix)
-        for name, flag, fix in (
-            ("questions", "--questions", "give the mean number of questions on one image"),
-            ("tokens", "--tokens", measure),
-            ("tower", "--tower-ms", measure),
-            ("prefill", "--prefill-ms-per-token", layers),
-        )
-        if name not in values
-    ]
-    if problems:
-        raise ConfigError("inputs", problems)
     if "budget" not in values:
-        # 576 to 64, 2880 to 320
-        values["budget"] = max(values["tokens"] // 9, 1)
+        # 576 to 64, 2880 to 320; without N it does not matter.
+        values["budget"] = max(values.get("tokens", 1) // 9, 1)
         notes.append(f"K = {values['budget']}, a ninth of N, because no --budget is given.")
     if "core" not in values:
         values["core"] = int(_CORE_SHARE * values["budget"])
         notes.append(f"K_c = {values['core']}, {_CORE_SHARE:.0%} of K: no --core is given.")
-    times = [field.name for field in fields(Timings)]
-    if unknown := [name.replace("_", " ") for name in times if name not in values]:
+    if unknown := [name.replace("_", " ") for name in Timings.model_fields if name not in values]:
         notes.append(f"Counted as 0, because not known: {', '.join(unknown)}.")
-    sizes = [field.name for field in fields(Traffic)]
-    traffic = Traffic(**{name: values[name] for name in sizes if name in values})
-    return traffic, Timings(**{name: values[name] for name in times if name in values}), (*notes,)
+    return Known(values, tuple(notes))
 
 
 def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
-    """Every way to serve the traffic; raises :class:`ConfigError` listing all wrong values."""
-    _check(traffic, timings)
+    """Every way to serve the traffic."""
     decoding = max(traffic.answer - 1, 0) * timings.decode
     core = align_core(traffic)
+
+    def name_parts(
+        front_end: float, tower: float, selections: int, visual: int, shared: int
+    ) -> dict[str, float]:
+        """Seconds by part, where ``template + shared`` tokens are in the prefix cache."""
+        prefix = traffic.template + shared
+        cached = prefix // traffic.block * traffic.block if traffic.block else 0
+        image = visual - max(cached - traffic.template, 0)
+        text = max(traffic.template - cached, 0) + traffic.prompt
+        seconds = (front_end, tower, selections * timings.selection, timings.request)
+        prefill = (image * timings.prefill, text * timings.prefill)
+        return dict(zip(PARTS, (*seconds, *prefill), strict=True))
+
     estimates = {}
     for way in WAYS:
         visual = traffic.tokens if way == "stock" else traffic.budget
@@ -255,32 +246,13 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
         tower = timings.tower * (visual / traffic.tokens if way == "resized" else 1.0)
         selections = 2 if way == "split" and core else int(selects)
         shared = {"question-reading": 0, "split": core}.get(way, visual)
-        first = (timings.decode_image + timings.processor, tower, selections * timings.selection)
-        another = (timings.decode_image, 0.0, timings.selection if reads else 0.0)
+        front_end = timings.decode_image + timings.processor
         estimates[way] = Estimate(
-            _name_parts(*first, visual, 0, traffic, timings),
-            _name_parts(*another, visual, shared, traffic, timings),
+            name_parts(front_end, tower, selections, visual, 0),
+            name_parts(timings.decode_image, 0.0, int(reads), visual, shared),
             decoding,
         )
     return estimates
-
-
-def _name_parts(
-    front_end: float,
-    tower: float,
-    selection: float,
-    visual: int,
-    shared: int,
-    traffic: Traffic,
-    timings: Timings,
-) -> dict[str, float]:
-    """Seconds by part, where ``template + shared`` tokens are in the prefix cache."""
-    prefix = traffic.template + shared
-    cached = prefix // traffic.block * traffic.block if traffic.block else 0
-    image = visual - max(cached - traffic.template, 0)
-    text = max(traffic.template - cached, 0) + traffic.prompt
-    prefill = (image * timings.prefill, text * timings.prefill)
-    return dict(zip(PARTS, (front_end, tower, selection, timings.request, *prefill), strict=True))
 
 
 def align_core(traffic: Traffic) -> int:
@@ -308,35 +280,6 @@ def fit_layers(layers: int, points: Sequence[tuple[int, float]]) -> tuple[float,
     return layers * slope, max(layers * (low - slope * short), 0.0)
 
 
-def _check(traffic: Traffic, timings: Timings) -> None:
-    problems = [
-        Problem(f"--{name}", f"is {value:g}", f"give {least} or more")
-        for name, value, least in (
-            ("questions", traffic.questions, 1),
-            ("tokens", traffic.tokens, 1),
-            ("budget", traffic.budget, 1),
-            ("core", traffic.core, 0),
-            ("template", traffic.template, 0),
-            ("prompt", traffic.prompt, 1),
-            ("answer", traffic.answer, 1),
-            ("block-size", traffic.block, 0),
-        )
-        if not least <= value < math.inf
-    ]
-    if traffic.core > traffic.budget:
-        what = f"is {traffic.core}, more than the {traffic.budget} tokens that are kept"
-        problems.append(Problem("--core", what, "give at most the value of --budget"))
-    if traffic.budget > traffic.tokens:
-        what = f"is {traffic.budget}, more than the {traffic.tokens} tokens of an image"
-        problems.append(Problem("--budget", what, "give at most the value of --tokens"))
-    if not all(0 <= seconds < math.inf for seconds in astuple(timings)):
-        problems.append(Problem("times", "are not all finite and 0 or more", "correct them"))
-    if timings.prefill == 0:
-        problems.append(Problem("--prefill-ms-per-token", "is 0", "give a time above 0"))
-    if problems:
-        raise ConfigError("inputs", problems)
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The advice to an operator."""
@@ -356,15 +299,31 @@ def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> Verdict:
     gains = {way: stock.total(questions) / e.total(questions) for way, e in estimates.items()}
     best = max(_PRUNED, key=lambda way: gains[way])
     helps = gains[best] >= _WORTHWHILE
-    lines = ["Pruning will not help you here.", *_explain_refusal(questions, stock)]
     if helps:
         lines = [
             f"Pruning helps here: at {questions:g} questions an image, a {best} state takes "
             f"{1 / gains[best]:.2f} of stock vLLM's time."
         ]
+    else:
+        # Where the time of a mean question goes with stock vLLM, and what would shorten it.
+        parts = stock.mean_parts(questions)
+        mean = sum(parts.values())
+        image, first = "prefill of the image", shares_of(stock.first)
+        lines = [
+            "Pruning will not help you here.",
+            f"With stock vLLM, prefill of the image is {parts[image] / mean:.0%} of a mean "
+            f"question's time ({first[image]:.0%} of the first question's TTFT).",
+        ]
+        if first[image] >= 0.2 > parts[image] / mean:
+            lines.append(
+                f"At {questions:g} questions an image, stock vLLM prefills the image once and "
+                "finds it in its prefix cache for all the others; there is little left to save."
+            )
+        name, seconds = max(parts.items(), key=lambda part: part[1])
+        lines.append(f"Most of the time, {seconds / mean:.0%}, is {name}: {_REMEDIES[name]}.")
     for way in _PRUNED:
         advantage = estimates[way].advantage(stock)
-        inside = advantage.never or advantage.lower <= questions < advantage.upper
+        inside = advantage == NEVER or advantage.lower <= questions < advantage.upper
         lines.append(
             f"{way}: {1 / gains[way]:.2f} of stock's time; cheaper than stock {advantage}"
             + ("." if inside else f", and you have {questions:g}.")
@@ -372,10 +331,10 @@ def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> Verdict:
     if helps:
         lines.append(_choose(gains))
         shares = shares_of(estimates[best].first)
-        name = max(shares, key=lambda part: shares[part])
-        if name != "prefill of the image" and shares[name] >= 0.4:
+        name, share = max(shares.items(), key=lambda part: part[1])
+        if name != "prefill of the image" and share >= 0.4:
             lines.append(
-                f"With pruning, {shares[name]:.0%} of the first question's TTFT is {name}, which "
+                f"With pruning, {share:.0%} of the first question's TTFT is {name}, which "
                 f"no budget shortens: {_REMEDIES[name]}."
             )
     if gains["resized"] >= max(_WORTHWHILE, gains[best]):
@@ -394,26 +353,6 @@ def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> Verdict:
             "the edge of a KV block."
         )
     return Verdict(helps, gains[best], tuple(lines))
-
-
-def _explain_refusal(questions: float, stock: Estimate) -> list[str]:
-    """Where the time of a mean question goes with stock vLLM, and what would shorten it."""
-    parts = stock.mean_parts(questions)
-    mean = sum(parts.values())
-    image = parts["prefill of the image"] / mean
-    first_image = shares_of(stock.first)["prefill of the image"]
-    lines = [
-        f"With stock vLLM, prefill of the image is {image:.0%} of a mean question's time "
-        f"({first_image:.0%} of the first question's TTFT)."
-    ]
-    if first_image >= 0.2 > image:
-        lines.append(
-            f"At {questions:g} questions an image, stock vLLM prefills the image once and finds it "
-            "in its prefix cache for all the others; there is little left to save."
-        )
-    name = max(parts, key=lambda part: parts[part])
-    share = parts[name] / mean
-    return [*lines, f"Most of the time, {share:.0%}, is {name}: {_REMEDIES[name]}."]
 
 
 def _choose(gains: Mapping[Way, float]) -> str:

@@ -161,8 +161,8 @@ def probe_server(
     client: ServerClient,
     size: tuple[int, int],
     model: str | None = None,
-    rounds: int = _ROUNDS,
     report: Callable[[str], None] = lambda line: None,
+    rounds: int = _ROUNDS,
 ) -> Known:
     """Measure a server with images of ``size`` pixels; raises :class:`ConfigError`."""
     with reporting_failures(client.url):
@@ -188,19 +188,15 @@ def probe_server(
             results.append(_ask_round(client, name, models[name], size, source))
         after = client.read_metrics()
     selection = "autoprune_selection_seconds"
-    known = summarize(
-        results,
-        _divide(
-            _increase(warm, after, f"{selection}_sum") or 0.0,
-            _increase(warm, after, f"{selection}_count"),
-        ),
-        client.url,
-    )
+    seconds = _increase(warm, after, f"{selection}_sum") or 0.0
+    selections = _increase(warm, after, f"{selection}_count")
+    known = solve_rounds(results, _divide(seconds, selections), client.url)
     # Visual tokens of an image before and after pruning, by a server with the plugin.
     images = _increase(warm, after, "autoprune_images_total")
-    visual = "autoprune_visual_tokens_total"
-    tokens = _divide(_increase(warm, after, visual, stage="before"), images)
-    kept = _divide(_increase(warm, after, visual, stage="after"), images)
+    tokens, kept = (
+        _divide(_increase(warm, after, "autoprune_visual_tokens_total", stage=stage), images)
+        for stage in ("before", "after")
+    )
     measured = (
         f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds: first "
         f"question {1000 * median(each.first.ttft for each in results):.1f} ms, another question "
@@ -215,17 +211,17 @@ def probe_server(
     return keep_known(measured, *notes, *known.notes, **{**known.values, **counted})
 
 
-def summarize(rounds: Sequence[Round], selection: float | None, url: str) -> Known:
+def solve_rounds(rounds: Sequence[Round], selection: float | None, url: str) -> Known:
     """Values of the model from the rounds; ``budget`` is what an image adds to a prompt.
 
     That may be a few tokens of the chat template more than the image itself takes. Raises
     :class:`ConfigError` for a server whose times say nothing.
     """
     short = median(each.short.ttft for each in rounds)
-    first = median(each.first.ttft for each in rounds)
     length = median(each.short.prompt_tokens for each in rounds)
     more = median(each.long.prompt_tokens for each in rounds) - length
     longer = median(each.long.ttft for each in rounds) - short
+    prompt = median(each.first.prompt_tokens for each in rounds)
     visual = round(median(each.first.prompt_tokens - each.short.prompt_tokens for each in rounds))
     if visual < 1:
         raise _error(url, "an image adds no tokens to a prompt", "serve a model that takes images")
@@ -234,16 +230,21 @@ def summarize(rounds: Sequence[Round], selection: float | None, url: str) -> Kno
         raise _error(url, what, "probe an idle server, or give --prefill-ms-per-token")
     per_token = longer / more
     request = max(short - per_token * length, 0.0)
-    front_end = _median_difference([(each.first, each.short) for each in rounds])
-    decode_image = _median_difference([(each.another, each.short) for each in rounds])
-    processor = None
-    if front_end is None or decode_image is None:
-        front_end = decode_image = None
-    else:
-        decode_image = min(decode_image, front_end)
+    # What an image adds outside the engine, a new one and one that was processed before.
+    added = [
+        (first - short_outside, another - short_outside)
+        for each in rounds
+        if (first := each.first.outside) is not None
+        and (another := each.another.outside) is not None
+        and (short_outside := each.short.outside) is not None
+    ]
+    decode_image, processor, front_end = None, None, 0.0
+    if added:
+        front_end = max(median(new for new, _ in added), 0.0)
+        decode_image = min(max(median(known for _, known in added), 0.0), front_end)
         processor = front_end - decode_image
-    prompt = median(each.first.prompt_tokens for each in rounds)
-    tower = first - (front_end or 0.0) - (selection or 0.0) - request - per_token * prompt
+    tower = median(each.first.ttft for each in rounds)
+    tower -= front_end + (selection or 0.0) + request + per_token * prompt
     gaps = [gap for each in rounds for answer in (each.short, each.first) for gap in answer.gaps]
     note = "The tower takes too little to be seen beside prefill; it counts as 0."
     return keep_known(
@@ -259,33 +260,35 @@ def summarize(rounds: Sequence[Round], selection: float | None, url: str) -> Kno
     )
 
 
-def draw_image(size: tuple[int, int], source: random.Random) -> str:
-    """A picture of coloured rectangles as a JPEG data URL; no two are the same."""
-    from PIL import Image, ImageDraw
-
-    width, height = size
-    image = Image.new("RGB", size, _draw_colour(source))
-    pen = ImageDraw.Draw(image)
-    for _ in range(200):
-        x, y = source.randrange(width), source.randrange(height)
-        corner = (x + source.randint(1, width // 4 + 1), y + source.randint(1, height // 4 + 1))
-        pen.rectangle(((x, y), corner), fill=_draw_colour(source))
-    buffer = io.BytesIO()
-    image.save(buffer, format="JPEG", quality=90)
-    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
 def _ask_round(
     client: ServerClient, model: str, context: int, size: tuple[int, int], source: random.Random
 ) -> Round:
     """``context``: longest prompt and answer that the server takes; 0: it does not say."""
-    image = draw_image(size, source)
-    question, another = _draw_text(_QUESTION_WORDS, source), _draw_text(_QUESTION_WORDS, source)
+    from PIL import Image, ImageDraw
+
+    def draw_colour() -> tuple[int, int, int]:
+        return source.randrange(256), source.randrange(256), source.randrange(256)
+
+    # Coloured rectangles; no two images are the same.
+    picture = Image.new("RGB", size, draw_colour())
+    pen = ImageDraw.Draw(picture)
+    for _ in range(200):
+        x, y = source.randrange(size[0]), source.randrange(size[1])
+        corner = (x + source.randint(1, size[0] // 4 + 1), y + source.randint(1, size[1] // 4 + 1))
+        pen.rectangle(((x, y), corner), fill=draw_colour())
+    buffer = io.BytesIO()
+    picture.save(buffer, format="JPEG", quality=90)
+    image = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+    def draw_text(count: int) -> str:
+        return " ".join(source.choices(_WORDS.split(), k=count))
+
+    question, another = draw_text(_QUESTION_WORDS), draw_text(_QUESTION_WORDS)
     # A word may be more than one token.
     words = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS
     return Round(
         short=_ask(client, model, question),
-        long=_ask(client, model, _draw_text(words, source)),
+        long=_ask(client, model, draw_text(words)),
         first=_ask(client, model, question, image),
         another=_ask(client, model, another, image),
     )
@@ -350,23 +353,6 @@ def _ask(client: ServerClient, model: str, text: str, image: str | None = None) 
         outside = max(times[0] - queue - prefill, 0.0)
     gaps = tuple(late - early for early, late in itertools.pairwise(times))
     return Timing(times[0], gaps, tokens, outside)
-
-
-def _draw_text(count: int, source: random.Random) -> str:
-    return " ".join(source.choices(_WORDS.split(), k=count))
-
-
-def _draw_colour(source: random.Random) -> tuple[int, int, int]:
-    return source.randrange(256), source.randrange(256), source.randrange(256)
-
-
-def _median_difference(pairs: Sequence[tuple[Timing, Timing]]) -> float | None:
-    values = [
-        more.outside - less.outside
-        for more, less in pairs
-        if more.outside is not None and less.outside is not None
-    ]
-    return max(median(values), 0.0) if values else None
 
 
 def _increase(

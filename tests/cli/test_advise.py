@@ -61,12 +61,6 @@ def test_an_operator_of_a_cpu_without_bfloat16_is_told_the_dtype(
     assert advise._is_local("http://localhost:8000/v1") and not advise._is_local("http://gpu:8000")
 
 
-def test_pruning_that_does_not_help(capsys: Captured) -> None:
-    call = "advise --questions 1 --tokens 144 --tower-ms 12 --prefill-ms-per-token 0.001"
-    assert main(call.split()) == 0
-    assert "Pruning will not help you here." in capsys.readouterr().out
-
-
 def test_one_layer_time_and_no_prefix_cache(capsys: Captured) -> None:
     call = "advise --questions 2 --tokens 100 --tower-ms 1 --layers 4 --layer-ms 200=10"
     record = as_record([*call.split(), "--no-prefix-caching", "--request-ms", "3"], capsys)
@@ -75,83 +69,79 @@ def test_one_layer_time_and_no_prefix_cache(capsys: Captured) -> None:
     assert record["traffic"]["block"] == 0
 
 
-def test_budget_and_core_of_a_state(tmp_path: Path, capsys: Captured) -> None:
-    state = load_state("autoprune").model_dump(mode="json", by_alias=True)
-    path = tmp_path / "split.json"
-    path.write_text(json.dumps({**state, "core": {"share": 0.5}}))
-    call = "advise --questions 2 --tokens 576 --tower-ms 1 --prefill-ms-per-token 1 --state"
-    record = as_record([*call.split(), str(path)], capsys)
-    budget = record["traffic"]["budget"]
-    assert 0 < budget < 576 and record["traffic"]["core"] == budget // 2
-    record = as_record([*call.split(), str(path), "--budget", "64", "--core", "8"], capsys)
-    assert (record["traffic"]["budget"], record["traffic"]["core"]) == (64, 8)
-
-
-def test_a_state_has_its_budget_from_the_tokens_that_the_probe_finds(
-    tmp_path: Path, capsys: Captured
-) -> None:
+@pytest.fixture
+def split(tmp_path: Path) -> str:
+    """A state of N / 8 tokens, half of them core."""
     state = load_state("miniqwen").model_dump(mode="json", by_alias=True)
     path = tmp_path / "split.json"
     path.write_text(json.dumps({**state, "core": {"share": 0.5}}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("more", "budget", "core"),
+    [([], 72, 36), (["--budget", "64"], 64, 32), (["--budget", "64", "--core", "8"], 64, 8)],
+)
+def test_budget_and_core_of_a_state(
+    split: str, capsys: Captured, more: list[str], budget: int, core: int
+) -> None:
+    call = "advise --questions 2 --tokens 576 --tower-ms 1 --prefill-ms-per-token 1 --state"
+    traffic = as_record([*call.split(), split, *more], capsys)["traffic"]
+    assert (traffic["budget"], traffic["core"]) == (budget, core)
+
+
+def test_a_probe_and_a_state_that_has_its_budget_from_it(split: str, capsys: Captured) -> None:
     with running(PrunedServer()) as server:
         call = ["advise", "--server", server.url, "--questions", "3", "--probe", "64x48"]
-        record = as_record([*call, "--state", str(path)], capsys)
-    budget = N // 8
-    assert budget != VISUAL
-    assert (record["traffic"]["budget"], record["traffic"]["core"]) == (budget, budget // 2)
-    assert not any("no --core" in note for note in record["notes"])
-
-
-def test_a_state_has_its_budget_from_the_tokens_of_the_metrics(capsys: Captured) -> None:
-    with fake_server(pages={"/metrics": PAGE}) as server:
-        call = ["advise", "--server", server.url, "--tower-ms", "2000", "--state", "miniqwen"]
         record = as_record(call, capsys)
-        given = as_record([*call, "--budget", "100"], capsys)
-    assert (record["traffic"]["tokens"], record["traffic"]["budget"]) == (640, 80)
-    assert given["traffic"]["budget"] == 100
+        of_state = as_record([*call, "--state", split], capsys)
+    assert (record["traffic"]["tokens"], record["traffic"]["budget"]) == (N, VISUAL)
+    assert any("Measured with images of 64 x 48" in note for note in record["notes"])
+    assert (of_state["traffic"]["budget"], of_state["traffic"]["core"]) == (N // 8, N // 16)
+    assert not any("no --core" in note for note in of_state["notes"])
 
 
 def test_the_metrics_of_a_server(capsys: Captured) -> None:
     with fake_server(pages={"/metrics": PAGE}) as server:
-        record = as_record(["advise", "--server", server.url, "--tower-ms", "2000"], capsys)
-    assert record["traffic"]["questions"] == 4
-    assert record["traffic"]["tokens"] == 640
+        call = ["advise", "--server", server.url, "--tower-ms", "2000"]
+        record = as_record(call, capsys)
+        of_state = as_record([*call, "--state", "miniqwen"], capsys)
+        # Metrics alone do not tell tower from prefill.
+        assert main(call[:3]) == 1
+    assert (record["traffic"]["questions"], record["traffic"]["tokens"]) == (4, 640)
     assert record["seconds"]["prefill"] == pytest.approx(0.010)
     assert record["seconds"]["selection"] == pytest.approx(0.125)
-
-
-def test_metrics_alone_do_not_tell_tower_from_prefill(capsys: Captured) -> None:
-    with fake_server(pages={"/metrics": PAGE}) as server:
-        assert main(["advise", "--server", server.url]) == 1
+    assert of_state["traffic"]["budget"] == 80
     error = capsys.readouterr().err
     assert "--tower-ms" in error and "--prefill-ms-per-token" in error and "--probe" in error
 
 
-def test_a_probe(capsys: Captured) -> None:
-    with running(PrunedServer()) as server:
-        call = ["advise", "--server", server.url, "--questions", "3", "--probe", "64x48"]
-        record = as_record(call, capsys)
-    assert (record["traffic"]["tokens"], record["traffic"]["budget"]) == (N, VISUAL)
-    assert any("Measured with images of 64 x 48" in note for note in record["notes"])
+ENOUGH = "--tokens 8 --tower-ms 1 --prefill-ms-per-token 1 --questions"
 
 
 @pytest.mark.parametrize(
-    ("call", "text"),
+    ("call", "texts"),
     [
-        ("", "4 problem(s)"),
-        ("--probe 10x10", "--probe: needs --server"),
-        ("--layer-ms 10=1", "--layer-ms: needs --layers"),
-        ("--server http://127.0.0.1:1", "does not answer"),
-        ("--server nonsense", "is not the address of a server"),
-        ("--server http://[", "does not answer"),
+        ("", ["4 problem(s)", "--questions: is not known"]),
+        ("--probe 10x10", ["--probe: needs --server"]),
+        ("--layer-ms 10=1", ["--layer-ms: needs --layers"]),
+        ("--server http://127.0.0.1:1", ["does not answer"]),
+        ("--server nonsense", ["is not the address of a server"]),
+        ("--server http://[", ["does not answer"]),
+        (f"{ENOUGH} 0.5", ["--questions: 0.5 is refused -> give a value that is greater than"]),
+        (f"{ENOUGH} 1 --budget 9", ["--budget: is 9 -> give at most the value of --tokens, 8"]),
+        (f"{ENOUGH} 1 --core 5 --budget 4", ["--core: is 5 -> give at most"]),
     ],
 )
-def test_unanswerable_questions(call: str, text: str, capsys: Captured) -> None:
+def test_unanswerable_questions(call: str, texts: list[str], capsys: Captured) -> None:
     assert main(["advise", *call.split()]) == 1
-    assert text in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert all(text in error for text in texts), error
 
 
-@pytest.mark.parametrize("flag", ["--probe 10", "--probe 0x5", "--layer-ms 10", "--layer-ms 0=1"])
+@pytest.mark.parametrize(
+    "flag", ["--probe 10", "--probe 0x5", "--layer-ms 10", "--layer-ms 0=1", "--tokens many"]
+)
 def test_values_that_cannot_be_read(flag: str, capsys: Captured) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["advise", *flag.split()])

@@ -7,29 +7,43 @@ may be given several times, a tuple takes several values.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
 
 from vllm_autoprune.errors import Problem
 
-M = TypeVar("M", bound=BaseModel)
+_M = TypeVar("_M", bound=BaseModel)
 
-Names = Mapping[str, str]
+_Names = Mapping[str, str]
 """Flags that are not named like their field."""
 
 
-def add_flags(group: argparse._ArgumentGroup, model: type[BaseModel], names: Names) -> None:
-    """Add a flag for each field; those that are not given are left to the model's defaults."""
-    for name, field in model.model_fields.items():
-        flag = names.get(name, f"--{name.replace('_', '-')}")
+def add_flags(
+    group: argparse._ArgumentGroup,
+    model: type[BaseModel],
+    names: _Names,
+    fields: Sequence[str] | None = None,
+    *,
+    numbers: bool = False,
+) -> None:
+    """Add a flag for each field; those that are not given are left to the model's defaults.
+
+    ``numbers``: whether argparse reads numbers, not the model.
+    """
+    for name in fields or model.model_fields:
+        field = model.model_fields[name]
+        flag = _flag(name, names)
         keywords: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
         annotation, default = field.annotation, field.default
         shape = get_origin(annotation)
         if annotation is bool:
             group.add_argument(flag, action="store_true", help=field.description, **keywords)
             continue
+        if numbers and annotation in (int, float):
+            keywords["type"] = annotation
         if shape is tuple:
             values = get_args(annotation)
             keywords["nargs"] = "+" if values[-1] is Ellipsis else len(values)
@@ -38,19 +52,19 @@ def add_flags(group: argparse._ArgumentGroup, model: type[BaseModel], names: Nam
         titles = tuple((field.title or name.upper()).split())
         keywords["metavar"] = titles if len(titles) > 1 else titles[0]
         text = field.description or ""
-        if default not in (None, "", (), []):
+        if default not in (None, "", (), [], PydanticUndefined):
             shown = " ".join(map(str, default)) if shape is tuple else default
             text += f" (default: {shown})"
         group.add_argument(flag, help=text.replace("%", "%%"), **keywords)
 
 
-def read_flags(model: type[M], options: argparse.Namespace) -> M:
+def read_flags(model: type[_M], options: argparse.Namespace) -> _M:
     """The model with the values of the flags that were given; raises pydantic's error."""
     known = vars(options)
     return model.model_validate({n: known[n] for n in model.model_fields if n in known})
 
 
-def flag_problems(error: ValidationError, names: Names) -> list[Problem]:
+def flag_problems(error: ValidationError, names: _Names) -> list[Problem]:
     """What is wrong with which flags.
 
     A validator names the fields to change in the context of its error, as ``fields``; its message
@@ -58,15 +72,21 @@ def flag_problems(error: ValidationError, names: Names) -> list[Problem]:
     """
     details = error.errors(include_url=False)
     # A refused item of a tuple makes the tuple too short as well.
-    details = [one for one in details if one["type"] != "too_short" or len(details) == 1]
+    details = [row for row in details if row["type"] != "too_short" or len(details) == 1]
     problems = []
     for detail in details:
         fields = detail.get("ctx", {}).get("fields") or [str(name) for name in detail["loc"][:1]]
-        where = ", ".join(names.get(name, f"--{name.replace('_', '-')}") for name in fields)
+        where = ", ".join(_flag(name, names) for name in fields)
         demand = detail["msg"].removeprefix("Input should be ")
-        if demand != detail["msg"]:
+        if detail["type"] == "missing":
+            what, fix = "is not known", "give it"
+        elif demand != detail["msg"]:
             what, fix = f"{detail['input']!r} is refused", f"give a value that is {demand}"
         else:
-            what, _, fix = demand.partition(": ")
+            what, _, fix = demand.removeprefix("Value error, ").partition(": ")
         problems.append(Problem(where, what, fix))
     return problems
+
+
+def _flag(name: str, names: _Names) -> str:
+    return names.get(name, f"--{name.replace('_', '-')}")

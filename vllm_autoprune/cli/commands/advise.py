@@ -9,10 +9,14 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 from urllib.parse import urlsplit
+
+from pydantic import ValidationError
 
 from vllm_autoprune.advise import (
     ASSUMPTIONS,
+    NEVER,
     Estimate,
     Known,
     Timings,
@@ -22,11 +26,11 @@ from vllm_autoprune.advise import (
     estimate_ways,
     fit_layers,
     judge,
-    keep_known,
     shares_of,
     ttft_of,
 )
 from vllm_autoprune.cli.commands import Command
+from vllm_autoprune.cli.flags import add_flags, flag_problems
 from vllm_autoprune.cli.output import as_json, format_paragraph, format_table
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import ServerClient, reporting_failures
@@ -34,42 +38,24 @@ from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
 from vllm_autoprune.probe import probe_server, read_times, read_traffic
 from vllm_autoprune.tpdsl.atoms.source import run_budget
 from vllm_autoprune.tpdsl.loading import load_state
-from vllm_autoprune.tpdsl.state import PruningState
 
-_TRAFFIC = (
-    ("questions", float, "Q", "mean number of questions on one image"),
-    ("tokens", int, "N", "visual tokens of an image"),
-    ("budget", int, "K", "kept tokens (default: N / 9)"),
-    ("core", int, "K_c", "core tokens of a split (default: 3/4 of K)"),
-    ("state", str, "STATE", "read --budget and --core from a state, by file or name"),
-    ("template", int, "T", "text tokens before the image (default 0)"),
-    ("prompt", int, "U", "text tokens behind the image (default 32)"),
-    ("answer", int, "A", "answer tokens (default 64)"),
-    ("block_size", int, "b", "tokens of a KV block (default 16)"),
-)
-_TIMES = {
-    "decode_image": ("--decode-image-ms", "fetching and decoding one image"),
-    "processor": ("--processor-ms", "the image processor, one image"),
-    "tower": ("--tower-ms", "vision tower and projector, one image"),
-    "selection": ("--selection-ms", "one selection"),
-    "request": ("--request-ms", "what a request takes however long its prompt is"),
-    "prefill": ("--prefill-ms-per-token", "prefill of one token, all layers"),
-    "decode": ("--decode-ms", "one decoded token"),
+_FLAGS = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
+    name: f"--{name.replace('_', '-')}-ms" for name in Timings.model_fields if name != "prefill"
 }
-"""By field of the model's times, their flags."""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     traffic = parser.add_argument_group("traffic")
-    for name, kind, symbol, text in _TRAFFIC:
-        flag = f"--{name.replace('_', '-')}"
-        traffic.add_argument(flag, type=kind, metavar=symbol, help=text)
+    sizes = list(Traffic.model_fields)
+    add_flags(traffic, Traffic, _FLAGS, sizes[:4], numbers=True)
+    text = "read --budget and --core from a state, by file or name"
+    traffic.add_argument("--state", metavar="STATE", help=text)
+    add_flags(traffic, Traffic, _FLAGS, sizes[4:], numbers=True)
     traffic.add_argument(
         "--no-prefix-caching", action="store_true", help="the server keeps no prefix cache"
     )
     times = parser.add_argument_group("measured times, milliseconds")
-    for field, (flag, text) in _TIMES.items():
-        times.add_argument(flag, dest=field, type=float, metavar="MS", help=text)
+    add_flags(times, Timings, _FLAGS, numbers=True)
     times.add_argument("--layers", type=int, metavar="L", help="layers, for --layer-ms")
     times.add_argument(
         "--layer-ms",
@@ -80,10 +66,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "two lengths also give the layers' part of --request-ms",
     )
     server = parser.add_argument_group("a running server")
-    server.add_argument(
-        "--server", metavar="URL", help="read what is not given from its /metrics; with an API "
-        "key in VLLM_API_KEY"
-    )  # fmt: skip
+    text = "read what is not given from its /metrics; with an API key in VLLM_API_KEY"
+    server.add_argument("--server", metavar="URL", help=text)
     server.add_argument(
         "--probe",
         type=_parse_size,
@@ -96,33 +80,21 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _parse_layer(text: str) -> tuple[int, float]:
     tokens, _, milliseconds = text.partition("=")
     with contextlib.suppress(ValueError):
-        point = int(tokens), float(milliseconds) / 1000
-        if point[0] >= 1 and 0 < point[1] < math.inf:
-            return point
+        if int(tokens) >= 1 and 0 < float(milliseconds) < math.inf:
+            return int(tokens), float(milliseconds) / 1000
     raise argparse.ArgumentTypeError(f"{text!r} is not TOKENS=MS, such as 341=805.5")
 
 
 def _parse_size(text: str) -> tuple[int, int]:
     width, _, height = text.partition("x")
     with contextlib.suppress(ValueError):
-        size = int(width), int(height)
-        if min(size) >= 1:
-            return size
+        if int(width) >= 1 and int(height) >= 1:
+            return int(width), int(height)
     raise argparse.ArgumentTypeError(f"{text!r} is not WIDTHxHEIGHT in pixels, such as 1024x768")
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Before a probe, so that a mistake in its name is answered at once.
-    state = None if options.state is None else load_state(options.state)
-    known = _read_flags(options)
-    if options.server is not None:
-        known = _ask_server(options, known)
-    elif options.probe is not None:
-        fix = "give the address of a running server"
-        raise ConfigError("inputs", [Problem("--probe", "needs --server", fix)])
-    if state is not None:
-        known = _apply_state(state, options, known)
-    traffic, timings, notes = complete(known)
+    traffic, timings, notes = _read_inputs(options)
     if _is_local(options.server) and choose_dtype() == "float32":
         notes += (f"If the server runs in bfloat16 here: {SLOW_BFLOAT16} -> {SERVE_FLOAT32}.",)
     estimates = estimate_ways(traffic, timings)
@@ -131,8 +103,8 @@ def _run(options: argparse.Namespace) -> int:
         stock = estimates["stock"]
         ways = {way: _make_record(e, stock, traffic.questions) for way, e in estimates.items()}
         record = {
-            "traffic": asdict(traffic),
-            "seconds": asdict(timings),
+            "traffic": traffic.model_dump(),
+            "seconds": timings.model_dump(),
             "ways": ways,
             "verdict": asdict(verdict),
             "notes": notes,
@@ -140,9 +112,16 @@ def _run(options: argparse.Namespace) -> int:
         }
         print(as_json(record))
         return 0
+    cache = f"KV blocks of {traffic.block}" if traffic.block else "no prefix cache"
+    sizes = (
+        f"{traffic.questions:g} questions an image; N = {traffic.tokens}, K = {traffic.budget}, "
+        f"K_c = {traffic.core}; {traffic.template} text tokens before the image and "
+        f"{traffic.prompt} behind it, {traffic.answer} of the answer; {cache}"
+    )
+    times = ", ".join(f"{name.replace('_', ' ')} {_ms(t)}" for name, t in timings)
     blocks = [
-        "\n".join(format_paragraph(text) for text in _describe_inputs(traffic, timings)),
-        "\n".join(format_paragraph(line) for line in verdict.lines),
+        "\n".join(map(format_paragraph, (sizes, f"ms: {times}"))),
+        "\n".join(map(format_paragraph, verdict.lines)),
         *_format_tables(traffic.questions, estimates),
         "\n".join(format_paragraph(f"- {note}") for note in (*notes, *ASSUMPTIONS)),
     ]
@@ -150,21 +129,71 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _describe_inputs(traffic: Traffic, timings: Timings) -> tuple[str, str]:
-    """The traffic, and the times of its parts."""
-    cache = f"KV blocks of {traffic.block}" if traffic.block else "no prefix cache"
-    sizes = (
-        f"{traffic.questions:g} questions an image; N = {traffic.tokens}, K = {traffic.budget}, "
-        f"K_c = {traffic.core}; {traffic.template} text tokens before the image and "
-        f"{traffic.prompt} behind it, {traffic.answer} of the answer; {cache}"
-    )
-    times = (
-        f"ms: image decoding {_ms(timings.decode_image)}, processor {_ms(timings.processor)}, "
-        f"tower {_ms(timings.tower)}, selection {_ms(timings.selection)}, request "
-        f"{_ms(timings.request)}, prefill of a token {_ms(timings.prefill)}, decoding of a token "
-        f"{_ms(timings.decode)}"
-    )
-    return sizes, times
+def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, tuple[str, ...]]:
+    """Flags, then a probe, then ``/metrics``, then what is assumed; with notes on these."""
+    # Before a probe, so that a mistake in its name is answered at once.
+    state = None if options.state is None else load_state(options.state)
+    flags = vars(options)
+    sizes = {name: flags[name] for name in Traffic.model_fields if name in flags}
+    times = {name: flags[name] / 1000 for name in Timings.model_fields if name in flags}
+    if options.no_prefix_caching:
+        sizes["block"] = 0
+    if options.layer_ms is not None:
+        if options.layers is None or options.layers < 1:
+            fix = "give the number of layers of the language model"
+            raise ConfigError("inputs", [Problem("--layer-ms", "needs --layers", fix)])
+        times["prefill"], request = fit_layers(options.layers, options.layer_ms)
+        if request:
+            times["request"] = times.get("request", 0.0) + request
+    known = Known({**sizes, **times})
+    if options.server is not None:
+        known = _ask_server(options, known)
+    elif options.probe is not None:
+        fix = "give the address of a running server"
+        raise ConfigError("inputs", [Problem("--probe", "needs --server", fix)])
+    if state is not None:
+        # Instead of the server's, but not of the flags'; K may depend on N, which was found now.
+        values = dict(known.values)
+        if "budget" not in sizes and "tokens" in values:
+            values["budget"] = min(run_budget(state.budget, values["tokens"]), values["tokens"])
+        if "core" not in values and "budget" in values and state.core is not None:
+            values["core"] = state.core.tokens(values["budget"])
+        known = Known(values, known.notes)
+    known = complete(known)
+    problems: list[Problem] = []
+    models: list[Any] = []
+    for model in (Traffic, Timings):
+        try:
+            fields = {name: v for name, v in known.values.items() if name in model.model_fields}
+            models.append(model.model_validate(fields))
+        except ValidationError as error:
+            problems += flag_problems(error, _FLAGS)
+    if problems:
+        measured = "inputs (times and --tokens: also by --server URL --probe WIDTHxHEIGHT)"
+        raise ConfigError(measured, problems)
+    traffic, timings = models
+    return traffic, timings, known.notes
+
+
+def _ask_server(options: argparse.Namespace, known: Known) -> Known:
+    def report(line: str) -> None:
+        print(f"probe: {line}", file=sys.stderr, flush=True)
+
+    with ServerClient(options.server) as client:
+        with reporting_failures(client.url):
+            metrics = client.read_metrics()
+        if options.probe is not None:
+            known = known.filled_from(probe_server(client, options.probe, options.model, report))
+    if metrics is not None:
+        known = known.filled_from(read_traffic(metrics))
+        if options.probe is None:
+            known = known.filled_from(read_times(metrics, known))
+    return known
+
+
+def _is_local(url: str | None) -> bool:
+    here = (None, "localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname())
+    return url is None or urlsplit(url).hostname in here
 
 
 def _format_tables(questions: float, estimates: Mapping[Way, Estimate]) -> list[str]:
@@ -214,60 +243,11 @@ def _make_record(estimate: Estimate, stock: Estimate, questions: float) -> dict[
         "total_seconds": estimate.total(questions),
         "gain": stock.total(questions) / estimate.total(questions),
         # Questions an image; null: no bound, and in place of both: never.
-        "cheaper_than_stock": None if advantage.never else {"from": advantage.lower, "to": upper},
+        "cheaper_than_stock": None
+        if advantage == NEVER
+        else {"from": advantage.lower, "to": upper},
         "mean_question": estimate.mean_parts(questions),
     }
-
-
-def _is_local(url: str | None) -> bool:
-    here = (None, "localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname())
-    return url is None or urlsplit(url).hostname in here
-
-
-def _read_flags(options: argparse.Namespace) -> Known:
-    flags = vars(options)
-    times = {name: flags[name] / 1000 for name in _TIMES if flags[name] is not None}
-    if options.layer_ms is not None:
-        if options.layers is None or options.layers < 1:
-            fix = "give the number of layers of the language model"
-            raise ConfigError("inputs", [Problem("--layer-ms", "needs --layers", fix)])
-        times["prefill"], request = fit_layers(options.layers, options.layer_ms)
-        if request:
-            times["request"] = times.get("request", 0.0) + request
-    sizes = {name: flags[name] for name, *_ in _TRAFFIC if name != "state"}
-    block = 0 if options.no_prefix_caching else sizes.pop("block_size", None)
-    return keep_known(**{**times, **sizes, "block": block})
-
-
-def _apply_state(state: PruningState, options: argparse.Namespace, known: Known) -> Known:
-    """K and K_c by a state instead of the server's, where the flags do not say them.
-
-    K may depend on N, which a probe or ``/metrics`` may have found.
-    """
-    values = dict(known.values)
-    if options.budget is None and "tokens" in values:
-        values["budget"] = min(run_budget(state.budget, values["tokens"]), values["tokens"])
-    if "core" not in values and "budget" in values and state.core is not None:
-        values["core"] = state.core.tokens(values["budget"])
-    return Known(values, known.notes)
-
-
-def _ask_server(options: argparse.Namespace, known: Known) -> Known:
-    with ServerClient(options.server) as client:
-        with reporting_failures(client.url):
-            metrics = client.read_metrics()
-        if options.probe is not None:
-            probed = probe_server(client, options.probe, options.model, report=_report)
-            known = known.filled_from(probed)
-    if metrics is not None:
-        known = known.filled_from(read_traffic(metrics))
-        if options.probe is None:
-            known = known.filled_from(read_times(metrics, known))
-    return known
-
-
-def _report(line: str) -> None:
-    print(f"probe: {line}", file=sys.stderr, flush=True)
 
 
 COMMAND = Command(
