@@ -1,13 +1,15 @@
-"""Costs, compared with the recomputed figures of the published efficiency tables."""
+"""Costs, and what `cost` prints, against recomputed figures of published efficiency tables."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape, find_backbone
-from vllm_autoprune.cost import estimate_cost, prefill_flops, tokens_after_full_layers
+from vllm_autoprune.cli.main import main
+from vllm_autoprune.cost import estimate_cost, prefill_flops
 from vllm_autoprune.errors import ConfigError
 
 GEMMA3_4B = BACKBONE_SHAPES["gemma-3-4b"]
@@ -51,8 +53,7 @@ def test_one_layer_by_hand() -> None:
 
 
 def test_the_13b_geometry_is_the_one_that_explains_2250_and_250_mib() -> None:
-    assert estimate_cost(LLAVA_13B, 2880).kv_mib == 2250
-    assert estimate_cost(LLAVA_13B, 320).kv_mib == 250
+    assert [estimate_cost(LLAVA_13B, tokens).kv_mib for tokens in (2880, 320)] == [2250, 250]
 
 
 def test_text_tokens_count_where_asked_for() -> None:
@@ -84,7 +85,7 @@ def test_a_budget_that_full_layers_alone_exceed_is_refused(
 
 def test_the_mean_is_never_below_what_was_asked_for() -> None:
     for tokens in range(200, 2880, 97):
-        rest = tokens_after_full_layers(LLAVA_NEXT_7B, tokens, 2)
+        rest = estimate_cost(LLAVA_NEXT_7B, tokens, full_layers=2).after
         assert 2 * 2880 + 30 * rest >= 32 * tokens > 2 * 2880 + 30 * (rest - 1)
 
 
@@ -136,10 +137,10 @@ def test_every_served_family_has_a_shape() -> None:
 
 def test_queries_may_be_narrower_than_the_model() -> None:
     """Gemma 3's 8 heads of 256 in a model 2560 wide: the projections by hand, one layer."""
-    one = replace(GEMMA3_4B, layers=1)
+    layer = replace(GEMMA3_4B, layers=1)
     projections = 2 * 2560 * (2 * 2048 + 2 * 1024)
     attention, feed_forward = 2 * 2 * 2048, 2 * 3 * 2560 * 10240
-    assert prefill_flops(one, (1,)) == projections + attention + feed_forward
+    assert prefill_flops(layer, (1,)) == projections + attention + feed_forward
 
 
 def test_layers_of_linear_attention_by_hand() -> None:
@@ -151,3 +152,31 @@ def test_layers_of_linear_attention_by_hand() -> None:
     assert prefill_flops(four, (1,) * 4) == 3 * linear + full + 4 * feed_forward
     assert estimate_cost(four, 1).kv_bytes == 2 * 1024 * 2
     assert estimate_cost(QWEN3_5_9B, 100).kv_bytes == 8 * 100 * 2 * 1024 * 2
+
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_the_efficiency_table_is_printed(capsys: Captured) -> None:
+    assert main(["cost", "--backbone", "llava-next-7b", "--tokens", "2880", "320"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines if line.endswith("x")]
+    assert rows[0] == ["2880", "41.65", "1440", "1.00x", "1.00x"]
+    assert rows[1] == ["320", "4.198", "160", "9.92x", "9.00x"]
+    assert "a multiply-accumulate is 2 FLOPs" in " ".join(lines).replace("  ", " ")
+    assert lines[0].endswith("text not counted")
+
+
+def test_averages_and_text_are_printed(capsys: Captured) -> None:
+    call = ["cost", "--backbone", "llava-next-7b", "--tokens", "2880", "320", "--full-layers", "2"]
+    assert main(call) == 0
+    assert "  4.436  160.3125  " in capsys.readouterr().out
+    assert main([*call, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["rows"][1]["last_layer"] == 150
+    assert record["rows"][1]["mean_over_layers"] == 320.625
+    assert main(["cost", "--backbone", "llava-1.5-7b", "--text", "60", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [row["tokens"] for row in record["rows"]] == [576, 64]
+    assert [row["kv_mib"] for row in record["rows"]] == [318, 62]
+    assert record["assumptions"]

@@ -12,7 +12,7 @@ from vllm_autoprune.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True, slots=True)
-class LinearAttention:
+class _LinearAttention:
     """Layers of linear attention (gated delta net), which keep one state and no keys and values.
 
     One layer of ``every`` has full attention, the last of each group. Keys and values of all heads
@@ -54,16 +54,11 @@ class BackboneShape:
     source: str
     """Checkpoint and image size that these numbers are taken from."""
     query_width: int = 0
-    """Width of the queries (heads x head width), where it is not ``width``."""
-    linear: LinearAttention | None = None
+    """Width of the queries (heads x head width); 0: it is ``width``."""
+    linear: _LinearAttention | None = None
     """Its layers of linear attention; None where every layer has full attention."""
 
-    @property
-    def queries(self) -> int:
-        """Width of the queries."""
-        return self.query_width or self.width
-
-    def linear_attention(self, layer: int) -> LinearAttention | None:
+    def linear_attention(self, layer: int) -> _LinearAttention | None:
         """Linear attention of layer number ``layer``, counted from 0; None where it is full."""
         if self.linear is None or (layer + 1) % self.linear.every == 0:
             return None
@@ -96,7 +91,7 @@ def _read_shapes() -> dict[str, BackboneShape]:
     for name in table:
         fields = fields_of(name)
         linear = fields.pop("linear", None)
-        attention = LinearAttention(**linear) if linear else None
+        attention = _LinearAttention(**linear) if linear else None
         shapes[name] = BackboneShape(name=name, linear=attention, **fields)
     return shapes
 

@@ -7,6 +7,7 @@ what they count and what they leave out.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_autoprune.backbones import BackboneShape
@@ -28,7 +29,7 @@ ASSUMPTIONS = (
 )
 
 
-LINEAR_LAYERS = (
+_LINEAR_LAYERS = (
     "A layer of linear attention (gated delta net) has 2 x (n d (2 a + 3 v) + 3 n v h + 3 n d m): "
     "q, k, v, gate and output projections, and three products with a state of v x h a token, where "
     "a and v are the widths of keys and values and h that of one key head. Its state does not grow "
@@ -38,7 +39,7 @@ LINEAR_LAYERS = (
 
 def list_assumptions(shape: BackboneShape) -> tuple[str, ...]:
     """What is counted for a backbone and what is left out."""
-    return ASSUMPTIONS if shape.linear is None else (*ASSUMPTIONS, LINEAR_LAYERS)
+    return ASSUMPTIONS if shape.linear is None else (*ASSUMPTIONS, _LINEAR_LAYERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,31 +68,19 @@ class Cost:
         return self.kv_bytes / MIB
 
 
-def prefill_flops(shape: BackboneShape, schedule: tuple[int, ...]) -> int:
+def prefill_flops(shape: BackboneShape, schedule: Sequence[int]) -> int:
     """FLOPs of prefilling ``schedule[i]`` tokens in layer i."""
-    d, m = shape.width, shape.feed_forward
-    return sum(
-        2 * (_attention_macs(shape, layer, n) + 3 * n * d * m) for layer, n in enumerate(schedule)
-    )
-
-
-def _attention_macs(shape: BackboneShape, layer: int, n: int) -> int:
-    """Multiply-accumulates of n tokens in one layer, without its feed-forward."""
-    d, k, q = shape.width, shape.kv_width, shape.queries
-    linear = shape.linear_attention(layer)
-    if linear is None:
-        return n * d * (2 * q + 2 * k) + 2 * n * n * q
-    a, v = linear.key_width, linear.value_width
-    return n * d * (2 * a + 3 * v) + 3 * n * v * linear.key_head
-
-
-def kv_bytes(shape: BackboneShape, schedule: tuple[int, ...]) -> int:
-    """Bytes of the keys and values of ``schedule[i]`` tokens in layer i, 16 bits each."""
-    return sum(
-        n * 2 * shape.kv_width * 2
-        for layer, n in enumerate(schedule)
-        if shape.linear_attention(layer) is None
-    )
+    d, m, k, q = shape.width, shape.feed_forward, shape.kv_width, shape.query_width or shape.width
+    macs = 0  # multiply-accumulates
+    for layer, n in enumerate(schedule):
+        linear = shape.linear_attention(layer)
+        if linear is None:
+            macs += n * d * (2 * q + 2 * k) + 2 * n * n * q
+        else:
+            a, v = linear.key_width, linear.value_width
+            macs += n * d * (2 * a + 3 * v) + 3 * n * v * linear.key_head
+        macs += 3 * n * d * m
+    return 2 * macs
 
 
 def estimate_cost(
@@ -106,53 +95,40 @@ def estimate_cost(
 
     With ``full_layers`` = 0 every layer sees K visual tokens. With F > 0 it is the cost of a method
     that prunes inside the language model: F layers see all N tokens and the others R, the smallest
-    number for which the mean over layers is at least K. Raises :class:`ConfigError` where the F
-    full layers alone exceed a mean of K.
+    number for which the mean over layers is at least K: ``F N + (L - F) R >= L K``. Raises
+    :class:`ConfigError` where the F full layers alone exceed a mean of K.
 
     ``ranking_layers`` run over all N tokens before the selection, in addition to the prefill.
     """
-    _check_arguments(shape, tokens, text, full_layers)
-    visual = (tokens,) * shape.layers
-    if full_layers and tokens < shape.tokens:
-        rest = tokens_after_full_layers(shape, tokens, full_layers)
-        visual = (shape.tokens,) * full_layers + (rest,) * (shape.layers - full_layers)
-    schedule = tuple(n + text for n in visual)
-    return Cost(
-        tokens=sum(visual) / shape.layers,
-        after=visual[-1],
-        text=text,
-        flops=prefill_flops(shape, schedule)
-        + prefill_flops(shape, (shape.tokens + text,) * ranking_layers),
-        kv_bytes=kv_bytes(shape, schedule),
-    )
-
-
-def tokens_after_full_layers(shape: BackboneShape, tokens: int, full_layers: int) -> int:
-    """Tokens after F full layers: R of ``F N + (L - F) R = L K``, rounded up."""
-    used, allowed = full_layers * shape.tokens, shape.layers * tokens
-    if used >= allowed:
+    layers, problems = shape.layers, []
+    for flag, value, least in (("--tokens", tokens, 1), ("--text", text, 0)):
+        if value < least:
+            what = f"{value} is not a number of tokens"
+            problems.append(Problem(flag, what, f"give {least} or more"))
+    used, allowed = full_layers * shape.tokens, layers * tokens
+    if not 0 <= full_layers < layers:
+        what, fix = f"{full_layers} of {layers} layers", f"give 0 to {layers - 1}"
+        problems.append(Problem("--full-layers", what, fix))
+    elif full_layers and tokens < shape.tokens and used >= allowed:
         what = (
             f"{full_layers} layers of all {shape.tokens} tokens are {used} token-layers, but "
-            f"{tokens} tokens on average over {shape.layers} layers are {allowed}"
+            f"{tokens} tokens on average over {layers} layers are {allowed}"
         )
-        raise ConfigError(
-            f"cost on {shape.name}",
-            [Problem("--full-layers", what, "give fewer full layers or more tokens")],
-        )
-    return math.ceil((allowed - used) / (shape.layers - full_layers))
-
-
-def _check_arguments(shape: BackboneShape, tokens: int, text: int, full_layers: int) -> None:
-    problems = []
-    if tokens < 1:
-        problems.append(
-            Problem("--tokens", f"{tokens} is not a number of tokens", "give 1 or more")
-        )
-    if text < 0:
-        problems.append(Problem("--text", f"{text} is not a number of tokens", "give 0 or more"))
-    if not 0 <= full_layers < shape.layers:
-        what = f"{full_layers} of {shape.layers} layers"
-        fix = f"give 0 to {shape.layers - 1}"
+        fix = "give fewer full layers or more tokens"
         problems.append(Problem("--full-layers", what, fix))
     if problems:
         raise ConfigError(f"cost on {shape.name}", problems)
+    visual = [tokens] * layers
+    if full_layers and tokens < shape.tokens:
+        rest = math.ceil((allowed - used) / (layers - full_layers))
+        visual = [shape.tokens] * full_layers + [rest] * (layers - full_layers)
+    schedule = [n + text for n in visual]
+    cached = [n for layer, n in enumerate(schedule) if shape.linear_attention(layer) is None]
+    return Cost(
+        tokens=sum(visual) / layers,
+        after=visual[-1],
+        text=text,
+        flops=prefill_flops(shape, schedule)
+        + prefill_flops(shape, [shape.tokens + text] * ranking_layers),
+        kv_bytes=sum(n * 2 * shape.kv_width * 2 for n in cached),  # keys and values of 16 bits
+    )

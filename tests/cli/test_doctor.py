@@ -84,32 +84,22 @@ def test_each_failure_names_the_way_to_fix_it(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_cpu_without_bfloat16_is_warned_about(
-    monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.setattr(doctor, "choose_dtype", lambda: "float32")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["doctor", "--json"]) == 0
-    findings = {f["what"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
-    assert findings["dtype"]["status"] == "warn" and "--dtype float32" in findings["dtype"]["fix"]
-
-
-@pytest.mark.usefixtures("quick")
-def test_an_old_vllm_fails(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    stock = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: "0.9.1" if name == "vllm" else stock(name)
-    )
-    assert main(["doctor"]) == 1
-    assert "0.9.1 is outside" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_state_that_is_not_valid_fails(
+def test_an_old_vllm_and_a_state_that_is_not_valid_fail_and_a_slow_dtype_warns(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
 ) -> None:
-    bad = tmp_path / "bad.json"
+    stock, bad = importlib.metadata.version, tmp_path / "bad.json"
     bad.write_text("{}")
+    versions = {"vllm": "0.9.1", "pydantic": "2.0"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: versions.get(n) or stock(n))
     monkeypatch.setattr(doctor, "shipped_states", lambda: {str(bad): bad})
-    assert main(["doctor"]) == 1
-    assert "1 of 1 not valid" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "choose_dtype", lambda: "float32")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    findings = {finding["what"]: finding for finding in report["findings"]}
+    assert not report["can_serve"]
+    failed = {what for what, finding in findings.items() if finding["status"] == "fail"}
+    assert failed == {"vllm", "pydantic", "shipped states"}
+    assert "0.9.1 is outside" in findings["vllm"]["detail"]
+    assert "1 of 1 not valid" in findings["shipped states"]["detail"]
+    assert findings["dtype"]["status"] == "warn" and "--dtype float32" in findings["dtype"]["fix"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape, find_backbone
+from vllm_autoprune.backbones import BACKBONE_SHAPES, find_backbone
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import as_json, format_paragraph, format_table
-from vllm_autoprune.cost import Cost, estimate_cost, list_assumptions
+from vllm_autoprune.cost import estimate_cost, list_assumptions
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,68 +37,47 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    shape = find_backbone(options.backbone)
+    shape, full_layers = find_backbone(options.backbone), options.full_layers
     budgets: list[int] = options.tokens or [shape.tokens, shape.tokens // 9]
-    rows = [
-        estimate_cost(shape, k, text=options.text, full_layers=options.full_layers) for k in budgets
+    costs = [estimate_cost(shape, k, text=options.text, full_layers=full_layers) for k in budgets]
+    assumptions = list_assumptions(shape)
+    records: list[dict[str, Any]] = [
+        {
+            "tokens": k,
+            "mean_over_layers": cost.tokens,
+            "last_layer": cost.after,
+            "text": cost.text,
+            "flops": cost.flops,
+            "teraflops": cost.teraflops,
+            "kv_bytes": cost.kv_bytes,
+            "kv_mib": cost.kv_mib,
+            "flops_ratio": costs[0].flops / cost.flops,
+            "kv_ratio": costs[0].kv_bytes / cost.kv_bytes,
+        }
+        for k, cost in zip(budgets, costs, strict=True)
     ]
     if options.json:
-        print(as_json(_record(shape, budgets, rows, options.full_layers)))
-    else:
-        print(_format_costs(shape, budgets, rows, options.full_layers))
-    return 0
-
-
-def _record(
-    shape: BackboneShape, budgets: list[int], rows: list[Cost], full_layers: int
-) -> dict[str, object]:
-    return {
-        "backbone": shape.name,
-        "full_layers": full_layers,
-        "rows": [
-            {
-                "tokens": k,
-                "mean_over_layers": row.tokens,
-                "last_layer": row.after,
-                "text": row.text,
-                "flops": row.flops,
-                "teraflops": row.teraflops,
-                "kv_bytes": row.kv_bytes,
-                "kv_mib": row.kv_mib,
-                "flops_ratio": rows[0].flops / row.flops,
-                "kv_ratio": rows[0].kv_bytes / row.kv_bytes,
-            }
-            for k, row in zip(budgets, rows, strict=True)
-        ],
-        "assumptions": list(list_assumptions(shape)),
-    }
-
-
-def _format_costs(
-    shape: BackboneShape, budgets: list[int], rows: list[Cost], full_layers: int
-) -> str:
+        about = {"backbone": shape.name, "full_layers": full_layers, "rows": records}
+        print(as_json({**about, "assumptions": assumptions}))
+        return 0
     head = ["visual tokens", "TFLOPs", "KV MiB", "fewer FLOPs", "less KV"]
-    inside = [f"{row.after}, mean {row.tokens:.7g}" for row in rows]
-    lines = [
-        [
-            str(k),
-            f"{row.teraflops:#.4g}",
-            f"{row.kv_mib:.7g}",
-            f"{rows[0].flops / row.flops:.2f}x",
-            f"{rows[0].kv_bytes / row.kv_bytes:.2f}x",
-            *([where] if full_layers else []),
-        ]
-        for k, row, where in zip(budgets, rows, inside, strict=True)
-    ]
-    counted = f"{rows[0].text} text tokens counted too" if rows[0].text else "text not counted"
-    title = (
-        f"{shape.name}: L = {shape.layers}, d = {shape.width}, m = {shape.feed_forward}, "
-        f"k = {shape.kv_width}; N = {shape.tokens} visual tokens an image; {counted}"
-    )
+    rows = [
+        [str(row["tokens"]), f"{row['teraflops']:#.4g}", f"{row['kv_mib']:.7g}",
+         f"{row['flops_ratio']:.2f}x", f"{row['kv_ratio']:.2f}x"]
+        for row in records
+    ]  # fmt: skip
     if full_layers:
         head.append(f"left after {full_layers} layers")
-    notes = [format_paragraph(f"- {note}") for note in list_assumptions(shape)]
-    return "\n".join([title, "", format_table(head, lines, ">>>>>>"), "", *notes])
+        for cells, cost in zip(rows, costs, strict=True):
+            cells.append(f"{cost.after}, mean {cost.tokens:.7g}")
+    counted = f"{options.text} text tokens counted too" if options.text else "text not counted"
+    print(
+        f"{shape.name}: L = {shape.layers}, d = {shape.width}, m = {shape.feed_forward}, "
+        f"k = {shape.kv_width}; N = {shape.tokens} visual tokens an image; {counted}\n"
+    )
+    print(format_table(head, rows, ">>>>>>"), end="\n\n")
+    print("\n".join(format_paragraph(f"- {note}") for note in assumptions))
+    return 0
 
 
 COMMAND = Command(

@@ -6,7 +6,6 @@ Every check also works where the packages it looks for are missing.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.metadata
 import logging
 import os
@@ -14,7 +13,8 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Literal
 
 from packaging.version import Version
@@ -31,111 +31,98 @@ from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import materialize
 
-Status = Literal["ok", "warn", "fail"]
-
-GROUP, ENTRY = "vllm.general_plugins", "autoprune"
+_GROUP, _ENTRY = "vllm.general_plugins", "autoprune"
 _LEVEL = "VLLM_LOGGING_LEVEL"
 _SHOWN = 6
 _LOWEST = {"transformers": Version("5.16"), "pydantic": Version("2.12")}
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class _Finding:
     """Result of one check; ``fix`` is empty if nothing needs fixing."""
 
     what: str
-    status: Status
+    status: Literal["ok", "warn", "fail"]
     detail: str
     fix: str = ""
 
 
-def examine(text_tower: str | None = None) -> tuple[Finding, ...]:
-    """All findings, in the order in which a server would fail on them."""
-    return tuple(
-        finding
-        for part in (
-            _versions(),
-            _device(),
-            _plugin(),
-            _hooks(),
-            _tower(text_tower),
-            _states(),
-        )
-        for finding in part
-    )
-
-
-def _versions() -> Iterator[Finding]:
-    yield Finding("vllm-autoprune", "ok", __version__)
+def _versions() -> Iterator[_Finding]:
+    yield _Finding("vllm-autoprune", "ok", __version__)
     old = sys.version_info < (3, 11)
     python = platform.python_version()
-    yield Finding("python", "fail" if old else "ok", python, "use 3.11 or newer" if old else "")
+    yield _Finding("python", "fail" if old else "ok", python, "use 3.11 or newer" if old else "")
     try:
         require_vllm()
-        yield Finding("vllm", "ok", str(vllm_version()))
+        yield _Finding("vllm", "ok", str(vllm_version()))
     except ConfigError as error:
         (problem,) = error.problems
-        yield Finding("vllm", "fail", problem.what, problem.fix)
+        yield _Finding("vllm", "fail", problem.what, problem.fix)
     for name in ("torch", *_LOWEST):
-        yield _package_version(name)
+        lowest = _LOWEST.get(name, Version("0"))
+        fix = f"pip install '{name}>={lowest}'" if name in _LOWEST else f"pip install {name}"
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield _Finding(name, "fail", "not installed", fix)
+            continue
+        if Version(version) < lowest:
+            yield _Finding(name, "fail", f"{version} is too old", fix)
+        else:
+            yield _Finding(name, "ok", version)
 
 
-def _package_version(name: str) -> Finding:
-    lowest = _LOWEST.get(name)
-    requirement = name if lowest is None else f"'{name}>={lowest}'"
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(name, "fail", "not installed", f"pip install {requirement}")
-    if lowest is not None and Version(version) < lowest:
-        return Finding(name, "fail", f"{version} is too old", f"pip install {requirement}")
-    return Finding(name, "ok", version)
-
-
-def _device() -> Iterator[Finding]:
+def _device() -> Iterator[_Finding]:
     import torch
 
     if torch.cuda.is_available():
-        yield Finding("device", "warn", torch.cuda.get_device_name(0), "untested on GPUs so far")
-    else:
-        threads = torch.get_num_threads()
-        yield Finding("device", "ok", f"CPU, {threads} threads; no GPU is seen")
-        if choose_dtype() == "float32":
-            yield Finding("dtype", "warn", SLOW_BFLOAT16, SERVE_FLOAT32)
+        yield _Finding("device", "warn", torch.cuda.get_device_name(0), "untested on GPUs so far")
+        return
+    yield _Finding("device", "ok", f"CPU, {torch.get_num_threads()} threads; no GPU is seen")
+    if choose_dtype() == "float32":
+        yield _Finding("dtype", "warn", SLOW_BFLOAT16, SERVE_FLOAT32)
 
 
-def _plugin() -> Iterator[Finding]:
-    entry_points = importlib.metadata.entry_points(group=GROUP, name=ENTRY)
+def _plugin() -> Iterator[_Finding]:
+    entry_points = importlib.metadata.entry_points(group=_GROUP, name=_ENTRY)
     if entry_points:
-        yield Finding("entry point", "ok", f"{GROUP}: {ENTRY} = {next(iter(entry_points)).value}")
+        value = next(iter(entry_points)).value
+        yield _Finding("entry point", "ok", f"{_GROUP}: {_ENTRY} = {value}")
     else:
         fix = "from a checkout, install the package into this environment: pip install --no-deps ."
-        yield Finding("entry point", "fail", f"{GROUP} has no {ENTRY!r}", fix)
+        yield _Finding("entry point", "fail", f"{_GROUP} has no {_ENTRY!r}", fix)
     allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and ENTRY not in allowed.split(","):
-        what = f"VLLM_PLUGINS={allowed} leaves the plugin out"
-        yield Finding("environment", "fail", what, f"add {ENTRY} to it, or unset it")
-    if disabled():
-        yield Finding("environment", "fail", f"{DISABLE} turns the plugin off", "unset it")
-    if uses_rust_frontend():
-        what = "VLLM_USE_RUST_FRONTEND bypasses the plugin's image processors"
-        yield Finding("environment", "fail", what, "unset it")
+    for wrong, what, fix in (
+        (
+            allowed is not None and _ENTRY not in allowed.split(","),
+            f"VLLM_PLUGINS={allowed} leaves the plugin out",
+            f"add {_ENTRY} to it, or unset it",
+        ),
+        (disabled(), f"{DISABLE} turns the plugin off", "unset it"),
+        (
+            uses_rust_frontend(),
+            "VLLM_USE_RUST_FRONTEND bypasses the plugin's image processors",
+            "unset it",
+        ),
+    ):
+        if wrong:
+            yield _Finding("environment", "fail", what, fix)
 
 
-def _hooks() -> Iterator[Finding]:
+def _hooks() -> Iterator[_Finding]:
     try:
         vllm_version()
     except ConfigError:
-        yield Finding("hooks", "fail", "not checked: vLLM is not installed", "install vLLM")
+        yield _Finding("hooks", "fail", "not checked: vLLM is not installed", "install vLLM")
         return
     with _quiet_vllm():
         lost = [(hook, names) for hook in HOOKS if (names := find_missing_names(hook))]
     for hook, names in lost:
         what = f"{hook.used_by}: vLLM has no {', '.join(names)}"
-        yield Finding("hooks", "fail", what, "install a supported version of vLLM")
+        yield _Finding("hooks", "fail", what, "install a supported version of vLLM")
     total = sum(len(hook.names) for hook in HOOKS)
     if not lost:
-        yield Finding("hooks", "ok", f"all {total} names that the plugin uses exist")
+        yield _Finding("hooks", "ok", f"all {total} names that the plugin uses exist")
 
 
 @contextmanager
@@ -154,43 +141,42 @@ def _quiet_vllm() -> Iterator[None]:
             del os.environ[_LEVEL]
 
 
-def _tower(path: str | None) -> Iterator[Finding]:
+def _tower(path: str | None) -> Iterator[_Finding]:
     if path is None:
         what = "none: relevance uses the language model's input embeddings"
-        yield Finding("text tower", "ok", what)
+        yield _Finding("text tower", "ok", what)
         return
     try:
         tower = read_text_tower(path)
     except ConfigError as error:
         for problem in error.problems:
-            yield Finding("text tower", "fail", problem.what, problem.fix)
+            yield _Finding("text tower", "fail", problem.what, problem.fix)
     except ImportError as error:
-        yield Finding("text tower", "fail", f"cannot be read: {error}", "install transformers")
+        yield _Finding("text tower", "fail", f"cannot be read: {error}", "install transformers")
     else:
-        sign = "+1" if tower.sign > 0 else "-1"
-        what = f"{tower.width} wide, {tower.segment} tokens a segment, sign {sign}: {tower.reason}"
-        yield Finding("text tower", "ok", what)
+        sign = f"sign {tower.sign:+.0f}: {tower.reason}"
+        what = f"{tower.width} wide, {tower.segment} tokens a segment, {sign}"
+        yield _Finding("text tower", "ok", what)
 
 
-def _states() -> Iterator[Finding]:
+def _states() -> Iterator[_Finding]:
     names = sorted(shipped_states())
-    if not names:
-        fix = "install the package anew: its states lie in vllm_autoprune/policies"
-        yield Finding("shipped states", "fail", "none found", fix)
-        return
     invalid = []
     for name in names:
         try:
             materialize(load_state(name))
         except AutopruneError:
             invalid.append(name)
-    if invalid:
+    if not names:
+        fix = "install the package anew: its states lie in vllm_autoprune/policies"
+        yield _Finding("shipped states", "fail", "none found", fix)
+    elif invalid:
         fix = f"see: vllm-autoprune validate {' '.join(invalid)}"
-        yield Finding("shipped states", "fail", f"{len(invalid)} of {len(names)} not valid", fix)
-        return
-    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-    # Safety checks are left to `validate`, because they take half a minute.
-    yield Finding("shipped states", "ok", f"{len(names)} load and materialize: {shown}")
+        yield _Finding("shipped states", "fail", f"{len(invalid)} of {len(names)} not valid", fix)
+    else:
+        shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        # Safety checks are left to `validate`, because they take half a minute.
+        yield _Finding("shipped states", "ok", f"{len(names)} load and materialize: {shown}")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -202,20 +188,20 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    findings = examine(options.text_tower)
+    # In the order in which a server would fail on them.
+    checks = (_versions(), _device(), _plugin(), _hooks(), _tower(options.text_tower), _states())
+    findings = list(chain.from_iterable(checks))
     able = all(finding.status != "fail" for finding in findings)
     if options.json:
-        records = [dataclasses.asdict(finding) for finding in findings]
-        print(as_json({"can_serve": able, "findings": records}))
+        print(as_json({"can_serve": able, "findings": [asdict(finding) for finding in findings]}))
     else:
-        print(_format_findings(findings))
+        rows = [
+            [row.status, row.what, f"{row.detail} -> {row.fix}" if row.fix else row.detail]
+            for row in findings
+        ]
+        print(format_table(["", "check", "result"], rows, wrap=WIDTH))
         print("\nThis installation can serve." if able else "\nThis installation cannot serve yet.")
     return 0 if able else 1
-
-
-def _format_findings(findings: tuple[Finding, ...]) -> str:
-    rows = [[f.status, f.what, f"{f.detail} -> {f.fix}" if f.fix else f.detail] for f in findings]
-    return format_table(["", "check", "result"], rows, wrap=WIDTH)
 
 
 COMMAND = Command("check whether this installation can serve", _arguments, _run)
