@@ -10,14 +10,13 @@ from PIL import Image
 
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, materialize, refine
-from vllm_autoprune.explain import SignalTrace, Trace, trace_images
+from vllm_autoprune.explain import Explanation, SignalTrace, Trace, trace_images
 from vllm_autoprune.picture import (
     CORE,
     ENTERED,
     LEFT,
     RAMP,
     SIDE,
-    Explanation,
     draw_heat_map,
     draw_sheet,
     encode_picture,
@@ -106,45 +105,28 @@ def test_a_heat_map_has_one_pixel_a_token() -> None:
     values[8] = 1.0
     image = draw_heat_map(values, GRID)
     assert image.size == (6, 4)
-    assert image.getpixel((2, 1)) == RAMP[-1]
-    assert image.getpixel((1, 2)) == RAMP[0]
-
-
-def test_a_heat_map_of_tiles_is_as_wide_as_all_of_them() -> None:
-    image = draw_heat_map([0.0] * 6 + [1.0] + [0.0] * 5, Grid(2, 3, tiles=2))
-    assert image.size == (6, 2)
-    assert image.getpixel((3, 0)) == RAMP[-1]
+    assert image.getpixel((2, 1)) == RAMP[-1] and image.getpixel((1, 2)) == RAMP[0]
+    tiles = draw_heat_map([0.0] * 6 + [1.0] + [0.0] * 5, Grid(2, 3, tiles=2))
+    assert tiles.size == (6, 2) and tiles.getpixel((3, 0)) == RAMP[-1]
 
 
 def test_marks_are_drawn_on_their_tokens() -> None:
-    sheet = draw_sheet(explanation())
-    size = SIDE // GRID.width
     # Found by their frame colours, of the panel after the exchange alone.
-    for colour, token in ((LEFT, 3), (ENTERED, 8)):
+    sheet, size = draw_sheet(explanation()), SIDE // GRID.width
+    corners = {}
+    for colour in (LEFT, ENTERED):
         pixels = [
             (x, y)
             for x in range(sheet.width)
             for y in range(sheet.height - 60)
             if sheet.getpixel((x, y)) == colour
         ]
-        width = max(x for x, _ in pixels) - min(x for x, _ in pixels) + 1
-        height = max(y for _, y in pixels) - min(y for _, y in pixels) + 1
-        assert (width, height) == (size, size), token
-
-
-def test_swapped_tokens_stand_apart_by_as_much_as_their_places() -> None:
-    sheet, size = draw_sheet(explanation()), SIDE // GRID.width
-    corner = {
-        colour: min(
-            (y, x)
-            for x in range(sheet.width)
-            for y in range(sheet.height - 60)
-            if sheet.getpixel((x, y)) == colour
-        )
-        for colour in (LEFT, ENTERED)
-    }
-    down, right = (corner[ENTERED][i] - corner[LEFT][i] for i in (0, 1))
-    assert (down, right) == (size, -size)  # token 3 is row 0, column 3; token 8 row 1, column 2
+        left, top = (min(place[axis] for place in pixels) for axis in (0, 1))
+        right, bottom = (max(place[axis] for place in pixels) for axis in (0, 1))
+        assert (right - left + 1, bottom - top + 1) == (size, size), colour
+        corners[colour] = left, top
+    right, down = (corners[ENTERED][axis] - corners[LEFT][axis] for axis in (0, 1))
+    assert (right, down) == (-size, size)  # token 3 is row 0, column 3; token 8 row 1, column 2
 
 
 @pytest.mark.parametrize("question", ["", "x" * 5000, "many words " * 800, "面白い?"])

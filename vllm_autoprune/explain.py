@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
@@ -44,199 +44,11 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
-EncodedTiles = tuple[Tensor, "ImageFeatures"]
+_EncodedTiles = tuple[Tensor, "ImageFeatures"]
 """Pixels ``(T, 3, H, W)`` of an image's tiles, and the features that they were encoded to."""
 
-Selection = tuple[PruningPolicy, VisualTokens, RefinedTokens]
+_Selection = tuple[PruningPolicy, VisualTokens, RefinedTokens]
 """A policy with a region's share of K, the region's tokens, and what is kept of them."""
-
-
-@dataclass(frozen=True)
-class SelectedRegion:
-    """One region of an image: its picture, its tokens (B = 1), and what a policy keeps of them.
-
-    ``policy`` has the region's share of K. The grid of ``tokens`` covers ``picture``.
-    """
-
-    picture: Image.Image
-    policy: PruningPolicy
-    tokens: VisualTokens
-    refined: RefinedTokens
-
-
-def select_in_engine(
-    checkpoint: Path,
-    text_tower: Path | None,
-    policy: PruningPolicy,
-    image: Image.Image,
-    question: str,
-) -> list[SelectedRegion]:
-    """Each region of an image, and what a server with this policy's state keeps of it.
-
-    Raises :class:`ConfigError` for folders without a checkpoint and where K is not below the
-    image's tokens, :class:`UnsupportedModelError` for architectures that are not served.
-    """
-    require_architecture(checkpoint, BACKBONES)
-    keep_engine_in_process()
-    from vllm import SamplingParams
-
-    llm = _start_engine(checkpoint, text_tower, policy)
-    content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": question}]
-    message = {"role": "user", "content": content}
-    with record_selections() as selections, _record_tiles(llm) as tiles:
-        llm.chat([message], SamplingParams(max_tokens=1), use_tqdm=False)
-    if not selections:
-        what = f"K = {policy.budget} keeps every token of this image"
-        raise ConfigError("explain", [Problem("--budget", what, "give a smaller K")])
-    pictures = _draw_regions(selections, image, tiles, checkpoint)
-    return [
-        SelectedRegion(picture, *selection)
-        for picture, selection in zip(pictures, selections, strict=True)
-    ]
-
-
-def _start_engine(checkpoint: Path, text_tower: Path | None, policy: PruningPolicy) -> LLM:
-    from transformers import AutoConfig
-    from vllm import LLM
-
-    settings: dict[str, object] = {
-        "state": policy.state.model_dump(mode="json"),
-        "budget": policy.budget,
-    }
-    if text_tower is not None:
-        settings["text_tower"] = str(text_tower)
-    config = AutoConfig.from_pretrained(checkpoint).get_text_config()
-    longest = min(_LONGEST_PROMPT, config.max_position_embeddings)
-    return LLM(
-        str(checkpoint),
-        dtype="bfloat16",
-        enforce_eager=True,
-        # An image is one item, whole, where no cache could share a part of it.
-        enable_prefix_caching=False,
-        max_model_len=longest,
-        max_num_batched_tokens=longest,
-        max_num_seqs=1,
-        limit_mm_per_prompt={"image": 1, "video": 0},
-        skip_mm_profiling=True,
-        use_tqdm_on_load=False,
-        disable_log_stats=True,
-        additional_config={"autoprune": settings},
-    )
-
-
-def keep_engine_in_process() -> None:
-    """Set vLLM's environment so that an engine that starts later has its model in this process."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-
-
-@contextmanager
-def record_selections() -> Iterator[list[Selection]]:
-    """Record every selection of an engine in this process while the context is open."""
-    from vllm_autoprune.serving.worker import regions
-    from vllm_autoprune.serving.worker.selection import select_with_fallback
-
-    selections: list[Selection] = []
-
-    def select_and_record(
-        policy: PruningPolicy,
-        tokens: VisualTokens,
-        reporter: FallbackReporter,
-        given: Given | None = None,
-        known: Sequence[Tensor | None] = (),
-    ) -> RefinedTokens:
-        refined = select_with_fallback(policy, tokens, reporter, given, known)
-        selections.append((policy, tokens, refined))
-        return refined
-
-    regions.select_with_fallback = select_and_record  # type: ignore[attr-defined]
-    try:
-        yield selections
-    finally:
-        regions.select_with_fallback = select_with_fallback  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _record_tiles(llm: LLM) -> Iterator[list[EncodedTiles]]:
-    """Record the pixels and the features of images, but for models that take patches."""
-    from vllm_autoprune.serving.models.pruned_model import PrunedModel
-
-    (model,) = llm.apply_model(lambda model: model)
-    assert isinstance(model, PrunedModel) and model.autoprune is not None
-    vision = model.autoprune
-    encode, tiles = vision.encode, list[EncodedTiles]()
-
-    def encode_and_record(images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        features = encode(images)
-        pixels = images[0]["pixel_values"]
-        if pixels.ndim >= 3:
-            tiles.append((pixels.reshape(-1, *pixels.shape[-3:]), features[0]))
-        return features
-
-    vision.encode = encode_and_record  # type: ignore[method-assign]
-    try:
-        yield tiles
-    finally:
-        vision.encode = encode  # type: ignore[method-assign]
-
-
-def _draw_regions(
-    selections: Sequence[Selection],
-    image: Image.Image,
-    tiles: Sequence[EncodedTiles],
-    checkpoint: Path,
-) -> list[Image.Image]:
-    """What each region shows: the image, its tiles side by side, or one tile, cropped."""
-    if not tiles:
-        return [image] * len(selections)
-    from transformers import AutoImageProcessor
-
-    processor = AutoImageProcessor.from_pretrained(checkpoint)
-    pixels, features = tiles[-1]
-    pictures = [restore_picture(tile.cpu(), processor) for tile in pixels]
-    if len(pictures) == 1:
-        return pictures * len(selections)
-    budget = sum(policy.budget for policy, _, _ in selections)
-    if shown := find_tiles_of_regions(features, len(pictures), budget):
-        return [pictures[tile] for tile in shown]
-    joined = join_tiles(pictures)
-    return [joined if tokens.grid.tiles > 1 else image for _, tokens, _ in selections]
-
-
-def find_tiles_of_regions(features: ImageFeatures, tiles: int, budget: int) -> list[int]:
-    """The tile that each region with a share of K shows; empty where regions are not tiles."""
-    from vllm_autoprune.serving.worker.regions import split_over_regions
-
-    regions = features.regions
-    if len(regions) != tiles or tiles == 1 or regions[0].order is not None:
-        return []
-    shares = split_over_regions(budget, regions, features.first)
-    return [tile for tile, share in enumerate(shares) if share]
-
-
-class Normalisation(Protocol):
-    """Mean and standard deviation with which an image processor normalises pixels."""
-
-    image_mean: list[float]
-    image_std: list[float]
-
-
-def restore_picture(pixels: Tensor, normalisation: Normalisation) -> Image.Image:
-    """The picture of normalised pixel values ``(3, H, W)``."""
-    pixels = pixels.float()
-    mean = pixels.new_tensor(normalisation.image_mean)[:, None, None]
-    std = pixels.new_tensor(normalisation.image_std)[:, None, None]
-    levels = ((pixels * std + mean) * 255).round().clamp(0, 255).byte()
-    return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
-
-
-def join_tiles(tiles: Sequence[Image.Image]) -> Image.Image:
-    """Tiles of one size side by side."""
-    width, height = tiles[0].size
-    joined = Image.new("RGB", (width * len(tiles), height))
-    for number, tile in enumerate(tiles):
-        joined.paste(tile, (number * width, 0))
-    return joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +85,193 @@ class Trace:
     owners: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Explanation:
+    """What a policy keeps of one region of an image, for one question.
+
+    ``policy`` has the region's share of K; ``region`` names it, where the image has several. The
+    grid of ``trace`` covers ``picture``.
+    """
+
+    picture: Image.Image
+    question: str
+    policy: PruningPolicy
+    trace: Trace
+    region: str = ""
+
+    @property
+    def summary(self) -> str:
+        """One line: state, number of tokens kept, and number exchanged."""
+        trace, state = self.trace, self.policy.state
+        kept, total = len(trace.kept) + trace.extra, trace.grid.tokens
+        place = f"{self.region}: " if self.region else ""
+        summary = f"{place}{state.name} ({state.digest[:12]}) keeps {kept} of {total} visual tokens"
+        if trace.fallback != "none":
+            return f"{summary}; its scores were not finite, {trace.fallback} selection instead"
+        core = f"; {len(trace.core)} of them are the core" if trace.core else ""
+        merged = sum(owner >= 0 for owner in trace.owners)
+        into = f"; {merged} dropped ones are merged into them" if merged else ""
+        return f"{summary}{core}; {len(trace.entered)} exchanged{into}"
+
+
+def explain_image(
+    checkpoint: Path,
+    text_tower: Path | None,
+    policy: PruningPolicy,
+    image: Image.Image,
+    question: str,
+) -> list[Explanation]:
+    """Each region of an image, and what a server with this policy's state keeps of it.
+
+    Raises :class:`ConfigError` for folders without a checkpoint and where K is not below the
+    image's tokens, :class:`UnsupportedModelError` for architectures that are not served.
+    """
+    require_architecture(checkpoint, BACKBONES)
+    keep_engine_in_process()
+    from transformers import AutoConfig
+    from vllm import LLM, SamplingParams
+
+    settings: dict[str, object] = {
+        "state": policy.state.model_dump(mode="json"),
+        "budget": policy.budget,
+    }
+    if text_tower is not None:
+        settings["text_tower"] = str(text_tower)
+    config = AutoConfig.from_pretrained(checkpoint).get_text_config()
+    longest = min(_LONGEST_PROMPT, config.max_position_embeddings)
+    llm = LLM(
+        str(checkpoint),
+        dtype="bfloat16",
+        enforce_eager=True,
+        # An image is one item, whole, where no cache could share a part of it.
+        enable_prefix_caching=False,
+        max_model_len=longest,
+        max_num_batched_tokens=longest,
+        max_num_seqs=1,
+        limit_mm_per_prompt={"image": 1, "video": 0},
+        skip_mm_profiling=True,
+        use_tqdm_on_load=False,
+        disable_log_stats=True,
+        additional_config={"autoprune": settings},
+    )
+    content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": question}]
+    message = {"role": "user", "content": content}
+    with record_selections() as selections, _record_tiles(llm) as tiles:
+        llm.chat([message], SamplingParams(max_tokens=1), use_tqdm=False)
+    if not selections:
+        what = f"K = {policy.budget} keeps every token of this image"
+        raise ConfigError("explain", [Problem("--budget", what, "give a smaller K")])
+    pictures = _draw_regions(selections, image, tiles, checkpoint)
+    explanations = []
+    for number, (picture, selection) in enumerate(zip(pictures, selections, strict=True), 1):
+        (trace,) = trace_images(*selection)
+        region = f"region {number} of {len(selections)}" if len(selections) > 1 else ""
+        explanations.append(Explanation(picture, question, selection[0], trace, region))
+    return explanations
+
+
+def keep_engine_in_process() -> None:
+    """Set vLLM's environment so that an engine that starts later has its model in this process."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def record_selections() -> Iterator[list[_Selection]]:
+    """Record every selection of an engine in this process while the context is open."""
+    from vllm_autoprune.serving.worker import regions
+    from vllm_autoprune.serving.worker.selection import select_with_fallback
+
+    selections: list[_Selection] = []
+
+    def select_and_record(
+        policy: PruningPolicy,
+        tokens: VisualTokens,
+        reporter: FallbackReporter,
+        given: Given | None = None,
+        known: Sequence[Tensor | None] = (),
+    ) -> RefinedTokens:
+        refined = select_with_fallback(policy, tokens, reporter, given, known)
+        selections.append((policy, tokens, refined))
+        return refined
+
+    regions.select_with_fallback = select_and_record  # type: ignore[attr-defined]
+    try:
+        yield selections
+    finally:
+        regions.select_with_fallback = select_with_fallback  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _record_tiles(llm: LLM) -> Iterator[list[_EncodedTiles]]:
+    """Record the pixels and the features of images, but for models that take patches."""
+    from vllm_autoprune.serving.models.pruned_model import PrunedModel
+
+    (model,) = llm.apply_model(lambda model: model)
+    assert isinstance(model, PrunedModel) and model.autoprune is not None
+    vision = model.autoprune
+    encode, tiles = vision.encode, list[_EncodedTiles]()
+
+    def encode_and_record(images: Sequence[ImageInputs]) -> list[ImageFeatures]:
+        features = encode(images)
+        pixels = images[0]["pixel_values"]
+        if pixels.ndim >= 3:
+            tiles.append((pixels.reshape(-1, *pixels.shape[-3:]), features[0]))
+        return features
+
+    vision.encode = encode_and_record  # type: ignore[method-assign]
+    try:
+        yield tiles
+    finally:
+        vision.encode = encode  # type: ignore[method-assign]
+
+
+def _draw_regions(
+    selections: Sequence[_Selection],
+    image: Image.Image,
+    tiles: Sequence[_EncodedTiles],
+    checkpoint: Path,
+) -> list[Image.Image]:
+    """What each region shows: the image, its tiles side by side, or one tile, cropped."""
+    if not tiles:
+        return [image] * len(selections)
+    from transformers import AutoImageProcessor
+
+    processor = AutoImageProcessor.from_pretrained(checkpoint)
+    pixels, features = tiles[-1]
+    pictures = [
+        restore_picture(tile.cpu(), processor.image_mean, processor.image_std) for tile in pixels
+    ]
+    if len(pictures) == 1:
+        return pictures * len(selections)
+    budget = sum(policy.budget for policy, _, _ in selections)
+    if shown := find_tiles_of_regions(features, len(pictures), budget):
+        return [pictures[tile] for tile in shown]
+    width, height = pictures[0].size
+    joined = Image.new("RGB", (width * len(pictures), height))
+    for number, picture in enumerate(pictures):
+        joined.paste(picture, (number * width, 0))
+    return [joined if tokens.grid.tiles > 1 else image for _, tokens, _ in selections]
+
+
+def find_tiles_of_regions(features: ImageFeatures, tiles: int, budget: int) -> list[int]:
+    """The tile that each region with a share of K shows; empty where regions are not tiles."""
+    from vllm_autoprune.serving.worker.regions import split_over_regions
+
+    regions = features.regions
+    if len(regions) != tiles or tiles == 1 or regions[0].order is not None:
+        return []
+    shares = split_over_regions(budget, regions, features.first)
+    return [tile for tile, share in enumerate(shares) if share]
+
+
+def restore_picture(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Image.Image:
+    """The picture of pixel values ``(3, H, W)`` that were normalised by channel."""
+    shift, scale = (torch.tensor(values)[:, None, None] for values in (mean, std))
+    levels = ((pixels.float() * scale + shift) * 255).round().clamp(0, 255).byte()
+    return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
+
+
 @torch.no_grad()
 def trace_images(
     policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens
@@ -293,8 +292,10 @@ def trace_images(
     traces = []
     for image in range(tokens.batch):
         fallback = int(refined.fallback[image])
-        reference = _integers(refined.reference[image])
-        kept = tuple(sorted(_integers(refined.indices[image])))
+        reference = tuple(refined.reference[image].tolist())
+        kept = tuple(sorted(refined.indices[image].tolist()))
+        # A fallback merges nothing.
+        row = [] if owners is None or fallback else owners[image].tolist()
         traces.append(
             Trace(
                 grid=tokens.grid,
@@ -303,22 +304,14 @@ def trace_images(
                 left=tuple(sorted(set(reference) - set(kept))),
                 entered=tuple(sorted(set(kept) - set(reference))),
                 extra=refined.extra,
-                signals=tuple(SignalTrace(a, w, _floats(v[image])) for a, w, v in signals),
-                quality=None if refined.quality is None else _floats(refined.quality[image]),
+                signals=tuple(
+                    SignalTrace(atom, weight, tuple(values[image].tolist()))
+                    for atom, weight, values in signals
+                ),
+                quality=None if refined.quality is None else tuple(refined.quality[image].tolist()),
                 fallback=FALLBACKS[fallback],
-                core=_integers(refined.indices[image, :core]),
-                owners=()
-                # A fallback merges nothing.
-                if owners is None or fallback or bool((owners[image] < 0).all())
-                else _integers(owners[image]),
+                core=tuple(refined.indices[image, :core].tolist()),
+                owners=tuple(row) if any(owner >= 0 for owner in row) else (),
             )
         )
     return tuple(traces)
-
-
-def _integers(row: Tensor) -> tuple[int, ...]:
-    return tuple(int(value) for value in row.tolist())
-
-
-def _floats(row: Tensor) -> tuple[float, ...]:
-    return tuple(float(value) for value in row.tolist())

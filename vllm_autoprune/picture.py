@@ -11,37 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
-from vllm_autoprune.explain import Trace
-from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.explain import Explanation
 from vllm_autoprune.tpdsl.tokens import Grid
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What a policy keeps of one region of an image, for one question.
-
-    ``region`` names the region, where the image has several.
-    """
-
-    picture: Image.Image
-    question: str
-    policy: PruningPolicy
-    trace: Trace
-    region: str = ""
-
-    @property
-    def summary(self) -> str:
-        """One line: state, number of tokens kept, and number exchanged."""
-        trace, state = self.trace, self.policy.state
-        kept, total = len(trace.kept) + trace.extra, trace.grid.tokens
-        place = f"{self.region}: " if self.region else ""
-        summary = f"{place}{state.name} ({state.digest[:12]}) keeps {kept} of {total} visual tokens"
-        if trace.fallback != "none":
-            return f"{summary}; its scores were not finite, {trace.fallback} selection instead"
-        core = f"; {len(trace.core)} of them are the core" if trace.core else ""
-        merged = sum(owner >= 0 for owner in trace.owners)
-        into = f"; {merged} dropped ones are merged into them" if merged else ""
-        return f"{summary}{core}; {len(trace.entered)} exchanged{into}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +111,22 @@ def draw_sheet(explanation: Explanation) -> Image.Image:
     rows = -(-len(panels) // columns)
     step = _TITLE + 10 + height + _GAP
     sheet_width = _GAP + columns * (width + _GAP)
-    question = _wrap_text(explanation.question, _QUESTION, sheet_width - 2 * _GAP)
-    summary = _wrap_text(explanation.summary, _NOTE, sheet_width - 2 * _GAP)
-    top = _GAP + len(question) * (_QUESTION + 8) + len(summary) * (_NOTE + 6) + 18
+    lines = []
+    for text, font_size, colour in (
+        (explanation.question, _QUESTION, _INK),
+        (explanation.summary, _NOTE, _QUIET),
+    ):
+        # A letter is about half as wide as the font size.
+        fits = max(20, int((sheet_width - 2 * _GAP) / (font_size * 0.52)))
+        words = " ".join(text.split())
+        wrapped = textwrap.wrap(words, fits, max_lines=_LINES, placeholder=" ...") or [""]
+        lines += [(line, font_size, colour) for line in wrapped]
+    top = _GAP + sum(font_size + 8 for _, font_size, _ in lines) + 18
     sheet = Image.new("RGB", (sheet_width, top + rows * step + _NOTE + 12 + _GAP), _PAPER)
     pen, y = ImageDraw.Draw(sheet), _GAP - 6
-    for lines, size_of_font, colour in ((question, _QUESTION, _INK), (summary, _NOTE, _QUIET)):
-        for line in lines:
-            pen.text((_GAP, y), line, colour, _font(size_of_font))
-            y += size_of_font + 6
-        y += 4
+    for line, font_size, colour in lines:
+        pen.text((_GAP, y), line, colour, _font(font_size))
+        y += font_size + 8
     base = explanation.picture.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
     for number, panel in enumerate(panels):
         row, column = divmod(number, columns)
@@ -214,28 +191,27 @@ def _draw_panel(base: Image.Image, panel: _Panel, grid: Grid, size: int) -> Imag
         if token not in panel.left:
             dimmed.paste(base.crop(box), box[:2])
         if panel.owners:
-            _draw_frame(pen, box, groups[token], max(2, size // 7))
-        elif token in panel.left or token in panel.entered:
-            entered = token in panel.entered
-            colour = ENTERED if entered else LEFT
-            _draw_frame(pen, box, colour, 2 * line + 1)
-            _draw_sign(pen, box, colour, plus=entered)
+            _draw_mark(pen, box, groups[token], max(2, size // 7))
+        elif token in panel.left:
+            _draw_mark(pen, box, LEFT, 2 * line + 1, "-")
+        elif token in panel.entered:
+            _draw_mark(pen, box, ENTERED, 2 * line + 1, "+")
         else:
-            _draw_frame(pen, box, CORE if token in panel.core else _STAYED, line)
+            _draw_mark(pen, box, CORE if token in panel.core else _STAYED, line)
     return dimmed
 
 
-def _draw_frame(pen: ImageDraw.ImageDraw, box: _Box, colour: Colour, line: int) -> None:
-    x, y, right, bottom = box
-    pen.rectangle((x, y, right - 1, bottom - 1), outline=colour, width=line)
-
-
-def _draw_sign(pen: ImageDraw.ImageDraw, box: _Box, colour: Colour, *, plus: bool) -> None:
-    """Draw a plus or a minus, so that exchanged tokens can be distinguished without colour."""
-    x, y, size = (box[0] + box[2]) // 2, (box[1] + box[3]) // 2, box[2] - box[0]
+def _draw_mark(
+    pen: ImageDraw.ImageDraw, box: _Box, colour: Colour, line: int, sign: str = ""
+) -> None:
+    """Draw a frame and a sign in it, which tells exchanged tokens apart without colour."""
+    left, top, right, bottom = box
+    pen.rectangle((left, top, right - 1, bottom - 1), outline=colour, width=line)
+    x, y, size = (left + right) // 2, (top + bottom) // 2, right - left
     arm, thick = size // 4, max(2, size // 9)
-    pen.line((x - arm, y, x + arm, y), colour, thick)
-    if plus:
+    if sign:
+        pen.line((x - arm, y, x + arm, y), colour, thick)
+    if sign == "+":
         pen.line((x, y - arm, x, y + arm), colour, thick)
 
 
@@ -243,40 +219,32 @@ def _draw_legend(
     pen: ImageDraw.ImageDraw, place: tuple[int, int], panels: Sequence[_Panel]
 ) -> None:
     """Draw the legend of the marks and colours that the panels use."""
-    x, y = place
-    font, side = _font(_NOTE), _NOTE + 6
-    exchanged = any(panel.left or panel.entered for panel in panels)
+    (x, y), side = place, _NOTE + 6
     marks = [(_STAYED, "kept", "")]
     if any(panel.core for panel in panels):
         marks = [(CORE, "core, kept for every question", ""), (_STAYED, "delta", "")]
-    if exchanged:
+    if any(panel.left or panel.entered for panel in panels):
         marks += [(LEFT, "swapped out", "-"), (ENTERED, "swapped in", "+")]
+
+    def write(words: str, x: int) -> int:
+        pen.text((x, y + 1), words, _QUIET, _font(_NOTE))
+        return x + int(pen.textlength(words, _font(_NOTE))) + _GAP
+
     for colour, words, sign in marks:
         box = (x, y, x + side, y + side)
         pen.rectangle((x - 3, y - 3, x + side + 2, y + side + 2), _INK)
-        _draw_frame(pen, box, colour, 3)
-        if sign:
-            _draw_sign(pen, box, colour, plus=sign == "+")
-        pen.text((x + side + 10, y + 1), words, _QUIET, font)
-        x += side + 10 + int(pen.textlength(words, font)) + _GAP
+        _draw_mark(pen, box, colour, 3, sign)
+        x = write(words, x + side + 10)
     if any(panel.owners for panel in panels):
-        words = "one colour: merged into the framed token"
         for number in range(3):
             pen.rectangle((x + 9 * number, y, x + 9 * number + 8, y + side), group_colour(number))
-        pen.text((x + 36, y + 1), words, _QUIET, font)
-        x += 36 + int(pen.textlength(words, font)) + _GAP
+        x = write("one colour: merged into the framed token", x + 36)
     if any(panel.heat is not None for panel in panels):
         bar = 160
         ramp = draw_heat_map(range(bar), Grid(1, bar))
         for step in range(bar):
             pen.line((x + step, y, x + step, y + side - 1), ramp.getpixel((step, 0)))
-        pen.text((x + bar + 8, y + 1), "low to high, each map on its own scale", _QUIET, font)
-
-
-def _wrap_text(text: str, size: int, width: int) -> list[str]:
-    """Wrap text to a width in pixels; a letter is about half as wide as the font size."""
-    fits = max(20, int(width / (size * 0.52)))
-    return textwrap.wrap(" ".join(text.split()), fits, max_lines=_LINES, placeholder=" ...") or [""]
+        write("low to high, each map on its own scale", x + bar + 8)
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

@@ -34,11 +34,12 @@ def test_a_picture_and_json(
 ) -> None:
     def select(
         checkpoint: Path, tower: Path, policy: PruningPolicy, image: Image.Image, question: str
-    ) -> list[explain.SelectedRegion]:
+    ) -> list[explain.Explanation]:
         tokens = open_vision(checkpoint, tower).encode(image, question)
-        return [explain.SelectedRegion(image, policy, tokens, refine(policy, tokens))]
+        (trace,) = explain.trace_images(policy, tokens, refine(policy, tokens))
+        return [explain.Explanation(image, question, policy, trace)]
 
-    monkeypatch.setattr(explain, "select_in_engine", select)
+    monkeypatch.setattr(explain, "explain_image", select)
     picture = tmp_path / "out.png"
     call = ["explain", str(scene), "What?", *MODEL, "--budget", "8", "-o", str(picture)]
     assert main(call) == 0

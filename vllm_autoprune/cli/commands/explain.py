@@ -35,11 +35,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state", default="autoprune", help="file, or name of a shipped state")
     parser.add_argument("--budget", type=int, metavar="K", help="tokens kept")
     parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="picture to write, a .png",
+        "-o", "--output", type=Path, metavar="FILE", help="picture to write, a .png"
     )
 
 
@@ -52,18 +48,11 @@ def _run(options: argparse.Namespace) -> int:
     image = read_image(options.image)
 
     from vllm_autoprune.checkpoint import find_checkpoint
-    from vllm_autoprune.explain import select_in_engine, trace_images
-    from vllm_autoprune.picture import Explanation, encode_picture
+    from vllm_autoprune.explain import explain_image
+    from vllm_autoprune.picture import encode_picture
 
     checkpoint = find_checkpoint(options.checkpoint)
-    regions = select_in_engine(checkpoint, options.text_tower, policy, image, options.question)
-    explanations = []
-    for number, region in enumerate(regions, start=1):
-        (trace,) = trace_images(region.policy, region.tokens, region.refined)
-        name = f"region {number} of {len(regions)}" if len(regions) > 1 else ""
-        explanations.append(
-            Explanation(region.picture, options.question, region.policy, trace, name)
-        )
+    explanations = explain_image(checkpoint, options.text_tower, policy, image, options.question)
     if output is not None:
         write_file(output, encode_picture(explanations))
     summary = "\n".join(explanation.summary for explanation in explanations)
