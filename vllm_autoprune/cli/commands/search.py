@@ -7,12 +7,11 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from offline_search.settings import (
     DEFAULT_LIST,
@@ -29,7 +28,6 @@ from vllm_autoprune.errors import ConfigError, Problem, SearchError
 
 if TYPE_CHECKING:
     from offline_search.dataset import Dataset
-    from offline_search.evaluator import ServedEvaluator
     from offline_search.ledger import WinnerRecord
     from offline_search.proposer import Proposer
     from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -66,86 +64,71 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser.add_argument_group("proposer"), ProposerOptions, _FLAGS)
 
 
-@dataclass(frozen=True, slots=True)
-class _Flags:
-    """The validated flags of a command."""
-
-    search: SearchChoices
-    evaluation: EvaluationOptions
-    proposer: ProposerOptions
+class _Flags(ProposerOptions, EvaluationOptions, SearchChoices):
+    """The flags of a command."""
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.action == "report":
         return _report(options)
-    flags = _read_flags(options)
-    if flags.evaluation.data is None:
-        fix = "name a folder with search.jsonl, validation.jsonl and test.jsonl"
-        raise ConfigError("search", [Problem("--data", "is missing", fix)])
+    try:
+        flags = read_flags(_Flags, options)
+    except ValidationError as error:
+        raise ConfigError("search", flag_problems(error, _FLAGS)) from None
+    if flags.data is None:
+        raise _refusal(
+            "--data",
+            "is missing",
+            "name a folder with search.jsonl, validation.jsonl and test.jsonl",
+        )
     if options.action == "mme":
-        return _convert_mme(options, flags.evaluation.data, flags.search.seed)
+        return _convert_mme(options, flags.data, flags.seed)
     if options.replay is not None:
-        return _replay(options, flags.evaluation.data, flags.evaluation.images)
+        return _replay(options, flags.data, flags.images)
     from offline_search.dataset import read_dataset
 
     settings = _build_settings(flags)
-    dataset = read_dataset(flags.evaluation.data, settings.seed, flags.evaluation.images)
+    dataset = read_dataset(flags.data, settings.seed, flags.images)
     if options.dry_run:
         return _dry_run(options, flags, settings, dataset)
     if options.ledger.exists() and options.ledger.stat().st_size and not options.resume:
-        what, fix = "holds a search already", "add --resume, or name another ledger"
-        raise ConfigError("search", [Problem(str(options.ledger), what, fix)])
-    if not flags.evaluation.server_url:
+        fix = "add --resume, or name another ledger"
+        raise _refusal(str(options.ledger), "holds a search already", fix)
+    if not flags.server_url:
         fix = "give the address of a vllm serve with --autoprune-requests states"
-        raise ConfigError("search", [Problem("--server-url", "is missing", fix)])
+        raise _refusal("--server-url", "is missing", fix)
     winner = asyncio.run(_run_search(options, flags, settings, dataset))
     return _print_winner(options, winner)
 
 
-def _read_flags(options: argparse.Namespace) -> _Flags:
-    """The flags; raises :class:`ConfigError` with every problem of a single one."""
-    problems: list[Problem] = []
-    models: list[BaseModel] = []
-    for model in (SearchChoices, EvaluationOptions, ProposerOptions):
-        try:
-            models.append(read_flags(model, options))
-        except ValidationError as error:
-            problems += flag_problems(error, _FLAGS)
-    if problems:
-        raise ConfigError("search", problems)
-    search, evaluation, proposer = models
-    return _Flags(search, evaluation, proposer)  # type: ignore[arg-type]
+def _refusal(where: str, what: str, fix: str) -> ConfigError:
+    return ConfigError("search", [Problem(where, what, fix)])
 
 
 def _build_settings(flags: _Flags) -> Settings:
     """The recorded settings; raises :class:`ConfigError` for flags that contradict each other."""
     from offline_search.strategies import STRATEGIES
 
-    search, proposer = flags.search, flags.proposer
-    name = proposer.proposer_model or ""
-    if proposer.proposer_url is None and name:
+    name = flags.proposer_model or ""
+    if flags.proposer_url is None and name:
         fix = "give --proposer-url, or leave it out"
-        raise ConfigError("search", [Problem("--proposer-model", "has no endpoint", fix)])
-    if proposer.proposer_url is not None and not name:
-        fix = "name a model at --proposer-url"
-        raise ConfigError("search", [Problem("--proposer-model", "is missing", fix)])
-    if search.strategy.endswith("-code"):
-        what = f"{search.strategy} writes programs, and a server measures states"
-        fix = "give evoprompting-states or openevolve-states"
-        raise ConfigError("search", [Problem("--strategy", what, fix)])
-    strategy = STRATEGIES[search.strategy](Settings(proposer=name))
+        raise _refusal("--proposer-model", "has no endpoint", fix)
+    if flags.proposer_url is not None and not name:
+        raise _refusal("--proposer-model", "is missing", "name a model at --proposer-url")
+    if flags.strategy.endswith("-code"):
+        what = f"{flags.strategy} writes programs, and a server measures states"
+        raise _refusal("--strategy", what, "give evoprompting-states or openevolve-states")
+    strategy = STRATEGIES[flags.strategy](Settings(proposer=name))
     if strategy.uses_proposer and not name:
-        what = f"{search.strategy} needs a language model"
         fix = "give --proposer-url, or one of autoprune+, tpe and random"
-        raise ConfigError("search", [Problem("--strategy", what, fix)])
-    lists = strategy.uses_proposer and search.strategy in STRATEGIES_WITH_LISTS
-    length = proposer.proposals_per_reply or (DEFAULT_LIST if lists else 1)
+        raise _refusal("--strategy", f"{flags.strategy} needs a language model", fix)
+    lists = strategy.uses_proposer and flags.strategy in STRATEGIES_WITH_LISTS
     try:
         return Settings(
-            **dict(search),
+            **{field: value for field, value in flags if field in SearchChoices.model_fields},
             proposer=name if strategy.uses_proposer else "",
-            proposals_per_reply=length,
-            temperature=proposer.temperature,
+            proposals_per_reply=flags.proposals_per_reply or (DEFAULT_LIST if lists else 1),
+            temperature=flags.temperature,
         )
     except ValidationError as error:
         raise ConfigError("search", flag_problems(error, _FLAGS)) from None
@@ -154,67 +137,48 @@ def _build_settings(flags: _Flags) -> Settings:
 async def _run_search(
     options: argparse.Namespace, flags: _Flags, settings: Settings, dataset: Dataset
 ) -> WinnerRecord:
+    from offline_search.evaluator import ServedEvaluator
     from offline_search.ledger import Ledger
-    from offline_search.proposer import SpendingLimits
+    from offline_search.proposer import EndpointProposer, EndpointSettings, Price, SpendingLimits
+    from offline_search.replay import UnavailableBackend
     from offline_search.report import ProgressLog
+    from offline_search.rounds import probes_from_checkpoint
     from offline_search.search import Search
 
+    probes: Sequence[VisualTokens] = ()
+    if flags.checkpoint is not None:
+        probes = probes_from_checkpoint(flags.checkpoint, flags.text_tower, dataset)
     async with contextlib.AsyncExitStack() as stack:
         ledger = stack.enter_context(Ledger(options.ledger))
-        evaluator = _build_evaluator(flags.evaluation, dataset)
+        evaluator = ServedEvaluator(
+            flags.server_url,
+            dataset,
+            model=flags.server_model,
+            max_in_flight=flags.at_once,
+            probes=probes,
+        )
         stack.push_async_callback(evaluator.close)
         await evaluator.prepare()
         settings = settings.model_copy(update={"evaluator": evaluator.name})
-        opened = _open_proposer(flags.proposer, settings, dataset)
-        proposer = await stack.enter_async_context(opened)
-        limits = SpendingLimits(flags.proposer.most_tokens, flags.proposer.most_money)
+        proposer: Proposer = UnavailableBackend(settings.evaluator, dataset)
+        if settings.proposer and flags.proposer_url is not None:
+            endpoint = EndpointProposer(
+                EndpointSettings(
+                    flags.proposer_url,
+                    settings.proposer,
+                    os.environ.get(flags.proposer_key_env) or "none",
+                    settings.temperature,
+                    settings.reply_tokens * settings.proposals_per_reply,
+                    Price(*flags.price),
+                    seeded=not flags.no_seeds,
+                )
+            )
+            stack.push_async_callback(endpoint.close)
+            await endpoint.prepare()
+            proposer = endpoint
+        limits = SpendingLimits(flags.most_tokens, flags.most_money)
         progress = ProgressLog(lambda line: print(line, file=sys.stderr, flush=True))
         return await Search(settings, ledger, evaluator, proposer, limits, progress).run()
-
-
-def _build_evaluator(options: EvaluationOptions, dataset: Dataset) -> ServedEvaluator:
-    from offline_search.evaluator import ServedEvaluator
-
-    probes: Sequence[VisualTokens] = ()
-    if options.checkpoint is not None:
-        from offline_search.rounds import probes_from_checkpoint
-
-        probes = probes_from_checkpoint(options.checkpoint, options.text_tower, dataset)
-    return ServedEvaluator(
-        options.server_url,
-        dataset,
-        model=options.server_model,
-        max_in_flight=options.at_once,
-        probes=probes,
-    )
-
-
-@contextlib.asynccontextmanager
-async def _open_proposer(
-    options: ProposerOptions, settings: Settings, dataset: Dataset
-) -> AsyncIterator[Proposer]:
-    """Proposer of the search: the endpoint, or none."""
-    from offline_search.proposer import EndpointProposer, EndpointSettings, Price
-    from offline_search.replay import UnavailableBackend
-
-    if not settings.proposer or options.proposer_url is None:
-        yield UnavailableBackend(settings.evaluator, dataset)
-        return
-    endpoint = EndpointSettings(
-        options.proposer_url,
-        settings.proposer,
-        os.environ.get(options.proposer_key_env) or "none",
-        settings.temperature,
-        settings.reply_tokens * settings.proposals_per_reply,
-        Price(*options.price),
-        seeded=not options.no_seeds,
-    )
-    proposer = EndpointProposer(endpoint)
-    try:
-        await proposer.prepare()
-        yield proposer
-    finally:
-        await proposer.close()
 
 
 def _print_winner(options: argparse.Namespace, winner: WinnerRecord) -> int:
@@ -238,8 +202,8 @@ def _replay(options: argparse.Namespace, data: Path, images: int | None) -> int:
     from offline_search.replay import recorded_settings, replay
 
     if options.ledger.exists() and options.ledger.stat().st_size:
-        what, fix = "is where the replay would be written", "name a new file with --ledger"
-        raise ConfigError("search", [Problem(str(options.ledger), what, fix)])
+        what = "is where the replay would be written"
+        raise _refusal(str(options.ledger), what, "name a new file with --ledger")
     # The order of the questions, and with --images their choice, depends on the seed.
     seed = recorded_settings(options.replay, read_ledger(options.replay)).seed
     dataset = read_dataset(data, seed, images)
@@ -258,7 +222,7 @@ def _convert_mme(options: argparse.Namespace, data: Path, seed: int) -> int:
 
     if options.mme is None:
         fix = "name the folder that has a folder for each category of MME"
-        raise ConfigError("search", [Problem("--mme", "is missing", fix)])
+        raise _refusal("--mme", "is missing", fix)
     counts = convert_mme(options.mme, data, seed)
     if options.json:
         print(as_json(dict(counts)))
@@ -273,7 +237,7 @@ def _dry_run(
     from offline_search.proposer import Price
     from offline_search.replay import estimate_cost
 
-    estimate = estimate_cost(settings, dataset, Price(*flags.proposer.price))
+    estimate = estimate_cost(settings, dataset, Price(*flags.price))
     if options.json:
         figures = {"calls": estimate.calls, "prompt_tokens": estimate.prompt_tokens,
                    "completion_tokens": estimate.completion_tokens, "money": estimate.money,
