@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from io import TextIOWrapper
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
@@ -36,7 +36,20 @@ _KEPT_TEXT = 400
 Phase = Literal["warm-up", "ramp", "measured", "drain"]
 
 
-class Record(StrictModel):
+class Answer(StrictModel):
+    """What a streamed chat completion contains."""
+
+    deltas: tuple[float, ...] = ()
+    """Arrival of each delta with text; the first of them ends the time to first token."""
+    text: str = ""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    error: str | None = None
+    """What went wrong, in a line; None where the request was answered."""
+
+
+class Record(Answer):
     """One request. Times are seconds of a monotonic clock since the start of the schedule."""
 
     index: int
@@ -47,23 +60,11 @@ class Record(StrictModel):
     """When it was due; in a closed loop, when the request before it was answered."""
     started: float
     """When the client began with it; ``started - scheduled`` is the client's own delay."""
-    connected: float | None = None
-    sent: float | None = None
-    """When the last byte of the body was handed to the kernel."""
-    headers: float | None = None
-    deltas: tuple[float, ...] = ()
-    """Arrival of each delta with text; the first of them ends the time to first token."""
     done: float
     """When the stream ended, or the request failed."""
     status: int = 0
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
     images: int = 1
     body_bytes: int = 0
-    text: str = ""
-    error: str | None = None
-    """What went wrong, in a line; None where the request was answered."""
 
     @property
     def ok(self) -> bool:
@@ -151,37 +152,8 @@ def read_journal(path: Path) -> list[Record]:
     return sorted(records, key=lambda record: record.index)
 
 
-def answered(records: Iterable[Record]) -> list[Record]:
-    """The records of requests that were answered."""
-    return [record for record in records if record.ok]
-
-
-Clock = Callable[[], float]
 Read = tuple[float, bytes]
 """When a piece was read from the socket, and the piece."""
-
-
-@dataclass(frozen=True)
-class Stream:
-    """Content and timestamps of a streamed chat completion."""
-
-    deltas: tuple[float, ...]
-    text: str
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    cached_tokens: int | None
-    finished: bool
-    """Whether the server sent ``[DONE]``."""
-    error: str | None
-
-
-@dataclass
-class _Exchange:
-    connected: float | None = None
-    sent: float | None = None
-    headers: float | None = None
-    status: int = 0
-    reads: list[Read] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -192,7 +164,7 @@ class Client:
     """
 
     url: str
-    clock: Clock = time.perf_counter
+    clock: Callable[[], float] = time.perf_counter
     timeout: float = 300.0
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -207,68 +179,95 @@ class Client:
         images: int = 1,
     ) -> Record:
         """The record of one request; whatever goes wrong is in its ``error``."""
-        started = self.clock()
-        exchange, failure = _Exchange(), None
+        started, status, failure = self.clock(), 0, ""
+        reads: list[Read] = []
+        parts = urlsplit(self.url)
+        secure = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        headers = {"Content-Type": "application/json", "Connection": "close", **self.headers}
         try:
-            failure = self._exchange(body, exchange)
+            with closing(kind(parts.netloc, timeout=self.timeout)) as connection:
+                connection.request("POST", parts.path.rstrip("/") + PATH, body, headers)
+                answer = connection.getresponse()
+                status = answer.status
+                if status != 200:
+                    text = answer.read(2000).decode(errors="replace")
+                    failure = f"status {status}: {' '.join(text.split())[:200]}"
+                # read1 returns what one read of the socket gave, at most one chunk of the transfer.
+                while status == 200 and (piece := answer.read1(_READ_SIZE)):
+                    reads.append((self.clock(), piece))
         except (OSError, http.client.HTTPException) as error:
-            when = "the answer was cut short" if exchange.reads else "no answer"
+            when = "the answer was cut short" if reads else "no answer"
             failure = f"{when}: {type(error).__name__}: {error}"
         done = self.clock()
-        stream = parse(exchange.reads) if exchange.status == 200 else None
-        if stream is not None and failure is None:
-            failure = stream.error or _find_missing_part(stream.text, stream.finished)
+        content = parse(reads)
+        changes = {"text": content.text[:_KEPT_TEXT], "error": failure or content.error}
         return Record(
             index=index,
             phase=phase,
             worker=worker,
             scheduled=started if scheduled is None else scheduled,
             started=started,
-            connected=exchange.connected,
-            sent=exchange.sent,
-            headers=exchange.headers,
-            deltas=stream.deltas if stream else (),
             done=done,
-            status=exchange.status,
-            prompt_tokens=stream.prompt_tokens if stream else None,
-            completion_tokens=stream.completion_tokens if stream else None,
-            cached_tokens=stream.cached_tokens if stream else None,
+            status=status,
             images=images,
             body_bytes=len(body),
-            text=stream.text[:_KEPT_TEXT] if stream else "",
-            error=failure,
+            **(content.model_dump() | changes),
         )
 
-    def _connection(self) -> http.client.HTTPConnection:
-        parts = urlsplit(self.url)
-        secure = parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        return kind(parts.netloc, timeout=self.timeout)
 
-    @property
-    def _path(self) -> str:
-        return urlsplit(self.url).path.rstrip("/") + PATH
+def parse(reads: Sequence[Read]) -> Answer:
+    """The content of a stream; each event gets the time of the read that completed it.
 
-    @property
-    def _all_headers(self) -> dict[str, str]:
-        return {"Content-Type": "application/json", "Connection": "close", **self.headers}
+    A delta counts from its text: the first chunk of a chat, which only names the role, does not.
+    """
+    deltas: list[float] = []
+    text: list[str] = []
+    usage: dict[str, Any] = {}
+    finished, error = False, None
+    for arrived, data in _events(reads):
+        if data == "[DONE]":
+            finished = True
+            continue
+        try:
+            chunk = json.loads(data)
+        except json.JSONDecodeError:
+            chunk = None
+        if not isinstance(chunk, dict):
+            error = error or f"an event is not a JSON object: {data[:80]}"
+            continue
+        if failure := chunk.get("error"):
+            message = failure.get("message", failure) if isinstance(failure, dict) else failure
+            error = error or str(message)[:200]
+        usage = chunk.get("usage") or usage
+        choices = chunk.get("choices") or ()
+        content = "".join((choice.get("delta") or {}).get("content") or "" for choice in choices)
+        if content:
+            deltas.append(arrived)
+            text.append(content)
+    if not finished:
+        error = error or "the answer was cut short: the stream ended without [DONE]"
+    return Answer(
+        deltas=tuple(deltas),
+        text="".join(text),
+        prompt_tokens=usage.get("prompt_tokens"),
+        completion_tokens=usage.get("completion_tokens"),
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        error=error or (None if text else EMPTY),
+    )
 
-    def _exchange(self, body: bytes, exchange: _Exchange) -> str | None:
-        """Fill in the time stamps; a line about what the server refused, or None."""
-        with closing(self._connection()) as connection:
-            connection.connect()
-            exchange.connected = self.clock()
-            connection.request("POST", self._path, body, self._all_headers)
-            exchange.sent = self.clock()
-            answer = connection.getresponse()
-            exchange.headers, exchange.status = self.clock(), answer.status
-            if answer.status != 200:
-                text = answer.read(2000).decode(errors="replace")
-                return f"status {answer.status}: {' '.join(text.split())[:200]}"
-            # read1 returns what one read of the socket gave, at most one chunk of the transfer.
-            while piece := answer.read1(_READ_SIZE):
-                exchange.reads.append((self.clock(), piece))
-        return None
+
+def _events(reads: Sequence[Read]) -> Iterator[tuple[float, str]]:
+    """Time and data of each server-sent event; an empty line ends one, which may span reads."""
+    pending = b""
+    for arrived, piece in reads:
+        pending += piece.replace(b"\r\n", b"\n")
+        *complete, pending = pending.split(b"\n\n")
+        for event in complete:
+            lines = event.decode(errors="replace").split("\n")
+            data = [line[5:].removeprefix(" ") for line in lines if line.startswith("data:")]
+            if data:
+                yield arrived, "\n".join(data)
 
 
 def build_content(question: str, urls: Iterable[str] = ()) -> list[Mapping[str, object]]:
@@ -298,74 +297,3 @@ def build_body(
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return json.dumps({**body, **(fields or {})}).encode()
-
-
-def _find_missing_part(text: str, finished: bool) -> str | None:
-    if not finished:
-        return "the answer was cut short: the stream ended without [DONE]"
-    return None if text else EMPTY
-
-
-def parse(reads: Sequence[Read]) -> Stream:
-    """The content of a stream; each event gets the time of the read that completed it.
-
-    A delta counts from its text: the first chunk of a chat, which only names the role, does not.
-    """
-    deltas: list[float] = []
-    text: list[str] = []
-    usage: dict[str, object] = {}
-    finished, error = False, None
-    for arrived, data in _events(reads):
-        if data == "[DONE]":
-            finished = True
-            continue
-        try:
-            chunk = json.loads(data)
-        except json.JSONDecodeError:
-            chunk = None
-        if not isinstance(chunk, dict):
-            error = error or f"an event is not a JSON object: {data[:80]}"
-            continue
-        if "error" in chunk:
-            error = error or _error_message(chunk["error"])
-        usage = chunk.get("usage") or usage
-        content = "".join(_content(choice) for choice in chunk.get("choices") or ())
-        if content:
-            deltas.append(arrived)
-            text.append(content)
-    details = usage.get("prompt_tokens_details")
-    return Stream(
-        deltas=tuple(deltas),
-        text="".join(text),
-        prompt_tokens=_integer(usage.get("prompt_tokens")),
-        completion_tokens=_integer(usage.get("completion_tokens")),
-        cached_tokens=_integer(details.get("cached_tokens")) if isinstance(details, dict) else None,
-        finished=finished,
-        error=error,
-    )
-
-
-def _events(reads: Sequence[Read]) -> Iterator[tuple[float, str]]:
-    """Time and data of each server-sent event; an empty line ends one, which may span reads."""
-    rest = b""
-    for arrived, piece in reads:
-        rest += piece.replace(b"\r\n", b"\n")
-        *complete, rest = rest.split(b"\n\n")
-        for event in complete:
-            lines = event.decode(errors="replace").split("\n")
-            data = [line[5:].removeprefix(" ") for line in lines if line.startswith("data:")]
-            if data:
-                yield arrived, "\n".join(data)
-
-
-def _content(choice: object) -> str:
-    delta = choice.get("delta") if isinstance(choice, dict) else None
-    return str(delta.get("content") or "") if isinstance(delta, dict) else ""
-
-
-def _error_message(error: object) -> str:
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:200]
-
-
-def _integer(value: object) -> int | None:
-    return value if isinstance(value, int) else None

@@ -79,7 +79,6 @@ class _Settings:
     model: str | None
     pages: Pages
     serves: int | None
-    slots: contextlib.AbstractContextManager[object]
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -156,9 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif settings.model is not None and body.get("model") != settings.model:
             self._write_error(404, f"The model `{body.get('model')}` does not exist.")
         else:
-            waiting = time.perf_counter()
-            with settings.slots:
-                self._reply(body, begin + time.perf_counter() - waiting)
+            self._reply(body, begin)
 
     def _reply(self, body: Body, begin: float) -> None:
         reply = self.server.settings.respond(body)
@@ -240,14 +237,13 @@ def fake_server(
     model: str | None = MODEL,
     pages: Pages | None = None,
     serves: int | None = None,
-    slots: int | None = None,
     port: int = 0,
 ) -> Iterator[FakeServer]:
     """Serve from threads until the block ends.
 
     ``model``: the only one that is served; None: any. ``pages``: added to ``/v1/models``,
     ``/version`` and ``/metrics``. ``serves``: after so many requests connections are cut and new
-    ones refused. ``slots``: requests worked on at once; the others wait, so that rates saturate.
+    ones refused.
     """
     reply = respond or Reply()
     models = json.dumps({"object": "list", "data": [{"id": model or MODEL, "object": "model"}]})
@@ -264,7 +260,6 @@ def fake_server(
             model=model,
             pages={**standard, **(pages or {})},
             serves=serves,
-            slots=threading.Semaphore(slots) if slots else contextlib.nullcontext(),
         ),
     )
     try:

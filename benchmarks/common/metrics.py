@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
 
 import httpx
@@ -17,25 +16,19 @@ from vllm_autoprune.http_client import Metrics
 
 _COUNTERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "prompt_tokens": ("vllm:prompt_tokens_total", {}),
-    "generation_tokens": ("vllm:generation_tokens_total", {}),
     "prefix_cache_queries": ("vllm:prefix_cache_queries_total", {}),
     "prefix_cache_hits": ("vllm:prefix_cache_hits_total", {}),
     "mm_cache_queries": ("vllm:mm_cache_queries_total", {}),
     "mm_cache_hits": ("vllm:mm_cache_hits_total", {}),
-    "preemptions": ("vllm:num_preemptions_total", {}),
     "finished": ("vllm:request_success_total", {}),
     "images": ("autoprune_images_total", {}),
     "visual_tokens_before": ("autoprune_visual_tokens_total", {"stage": "before"}),
     "visual_tokens_after": ("autoprune_visual_tokens_total", {"stage": "after"}),
 }
 """By field of :class:`ServerMetrics`: the metric, and the labels that its samples need."""
-_GAUGES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+_PEAKS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "peak_kv_use": ("vllm:kv_cache_usage_perc", {}),
-    "peak_running": ("vllm:num_requests_running", {}),
-    "peak_waiting": ("vllm:num_requests_waiting", {}),
 }
-
-Figures = Mapping[str, float]
 
 
 class ServerMetrics(StrictModel):
@@ -43,34 +36,19 @@ class ServerMetrics(StrictModel):
 
     read: bool = False
     prompt_tokens: float | None = None
-    generation_tokens: float | None = None
     prefix_cache_queries: float | None = None
     prefix_cache_hits: float | None = None
     mm_cache_queries: float | None = None
     mm_cache_hits: float | None = None
-    preemptions: float | None = None
     finished: float | None = None
     """Requests, of any client."""
     images: float | None = None
     visual_tokens_before: float | None = None
     visual_tokens_after: float | None = None
     peak_kv_use: float | None = None
-    peak_running: float | None = None
-    peak_waiting: float | None = None
 
 
-def read_figures(exposition: str) -> Figures:
-    """The figures of one answer of ``/metrics``, summed over engines; absent ones are left out."""
-    wanted = {**_COUNTERS, **_GAUGES}
-    # To parse all of /metrics takes 20 ms, which would delay the time stamps of a load client.
-    names = tuple(name for name, _ in wanted.values())
-    lines = (line for line in exposition.splitlines() if line.startswith(names))
-    metrics = Metrics("\n".join(lines) + "\n")
-    values = {field: metrics.total(name, **labels) for field, (name, labels) in wanted.items()}
-    return {field: value for field, value in values.items() if value is not None}
-
-
-def fetch(url: str, path: str = "/metrics") -> str | None:
+def _fetch(url: str, path: str) -> str | None:
     """The body of a GET request; None where the server does not answer with status 200."""
     try:
         answer = _connect().get(url.rstrip("/") + path)
@@ -86,7 +64,7 @@ def _connect() -> httpx.Client:
 
 def list_models(url: str) -> list[str]:
     """Names of the models that a server has; raises :class:`BenchmarkError` where it is down."""
-    text = fetch(url, "/v1/models")
+    text = _fetch(url, "/v1/models")
     if text is None:
         raise BenchmarkError(
             f"server {url}: /v1/models does not answer -> start it, or fix the URL"
@@ -99,55 +77,52 @@ def list_models(url: str) -> list[str]:
 
 def server_info(url: str) -> dict[str, str]:
     """Version and pruning state, from ``/version`` and the plugin's ``/v1/autoprune``, if any."""
-    info: dict[str, str] = {}
-    version = _fetch_object(url, "/version").get("version")
-    if isinstance(version, str):
-        info["server version"] = version
-    state = _fetch_object(url, "/v1/autoprune")
-    for name in ("state", "digest", "version"):
-        value = state.get(name)
-        if isinstance(value, str):
-            info[f"autoprune {name}"] = value
+    pages: list[dict[str, object]] = []
+    for path in ("/version", "/v1/autoprune"):
+        try:
+            content = json.loads(_fetch(url, path) or "{}")
+        except ValueError:
+            content = None
+        pages.append(content if isinstance(content, dict) else {})
+    served, state = pages
     budget = state.get("budget")
-    if isinstance(budget, dict) and "k" in budget:
-        info["autoprune budget"] = str(budget["k"])
-    return info
+    info = {
+        "server version": served.get("version"),
+        **{f"autoprune {name}": state.get(name) for name in ("state", "digest", "version")},
+        "autoprune budget": budget.get("k") if isinstance(budget, dict) else None,
+    }
+    return {name: str(value) for name, value in info.items() if value is not None}
 
 
-def _fetch_object(url: str, path: str) -> Mapping[str, object]:
-    try:
-        content = json.loads(fetch(url, path) or "{}")
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-@dataclass
 class MetricsWatcher:
     """Reads one server's figures, from just before the first request to just after the last."""
 
-    url: str
-    first: Figures | None = None
-    last: Figures | None = None
-    peaks: dict[str, float] = field(default_factory=dict)
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._readings: list[dict[str, float]] = []
 
     def update(self) -> None:
-        """Read once more; nothing changes where the server does not answer."""
-        text = fetch(self.url)
-        figures = read_figures(text) if text is not None else {}
-        if not figures:
-            return
-        self.first = self.first or figures
-        self.last = figures
-        for name in _GAUGES:
-            if name in figures:
-                self.peaks[name] = max(self.peaks.get(name, 0.0), figures[name])
+        """Read once more, summed over engines; nothing changes where the server does not answer."""
+        wanted = {**_COUNTERS, **_PEAKS}
+        # To parse all of /metrics takes 20 ms, which would delay the time stamps of a load client.
+        names = tuple(name for name, _ in wanted.values())
+        lines = (_fetch(self._url, "/metrics") or "").splitlines()
+        metrics = Metrics("".join(f"{line}\n" for line in lines if line.startswith(names)))
+        totals = {field: metrics.total(name, **labels) for field, (name, labels) in wanted.items()}
+        figures = {field: total for field, total in totals.items() if total is not None}
+        if figures:
+            self._readings.append(figures)
 
     def metrics(self) -> ServerMetrics:
         """Differences and peaks of what has been read so far."""
-        if self.first is None or self.last is None:
+        if not self._readings:
             return ServerMetrics()
-        first, last = self.first, self.last
+        before, after = self._readings[0], self._readings[-1]
         # A labelled counter appears with its first event, so that before it there was none.
-        counted = {name: last[name] - first.get(name, 0.0) for name in _COUNTERS if name in last}
-        return ServerMetrics.model_validate({"read": True, **counted, **self.peaks})
+        grown = {name: after[name] - before.get(name, 0.0) for name in _COUNTERS if name in after}
+        peaks = {
+            name: max(values)
+            for name in _PEAKS
+            if (values := [figures[name] for figures in self._readings if name in figures])
+        }
+        return ServerMetrics.model_validate({"read": True, **grown, **peaks})

@@ -13,6 +13,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -20,6 +21,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
 from vllm_autoprune.ops.dtype import choose_dtype
+
+if TYPE_CHECKING:  # loaded by what writes a folder
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast, ProcessorMixin
 
 Json = dict[str, object]
 
@@ -42,7 +46,6 @@ _CHAT_TEMPLATE = (
 _VISION: Json = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
-    "num_hidden_layers": TOWER_LAYERS,
     "num_attention_heads": 16,
     "image_size": SIDE,
     "patch_size": PATCH,
@@ -50,21 +53,6 @@ _VISION: Json = {
 }
 PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 """Tilings of llava-hf/llava-v1.6-vicuna-7b-hf, (height, width) in pixels."""
-
-_IMAGE_PROCESSOR: Json = {
-    "image_processor_type": "CLIPImageProcessor",
-    "do_resize": True,
-    "size": {"shortest_edge": SIDE},
-    "resample": 3,
-    "do_center_crop": True,
-    "crop_size": {"height": SIDE, "width": SIDE},
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-    "do_convert_rgb": True,
-}
 
 
 def write_llava(
@@ -76,9 +64,46 @@ def write_llava(
     layers of the vision tower (all but the last) precede 32 language layers of width 4096. A layer
     of width 2048 costs a quarter, so 2 tower layers with 4 of those take about the same share.
     """
+    from transformers import CLIPImageProcessor, LlavaConfig, LlavaProcessor
+
+    config = LlavaConfig(
+        **_configure_llava(layers, tower_layers, width),
+        image_seq_length=TOKENS,
+        architectures=["LlavaForConditionalGeneration"],
+    )
+    images = CLIPImageProcessor(**_CROP)
+    return _save(folder, config, LlavaProcessor(images, _build_llava_tokenizer(), **_PLACEHOLDERS))
+
+
+def write_llava_next(folder: Path, layers: int) -> Path:
+    """LLaVA-1.6 with Vicuna-7B: LLaVA-1.5's shape, with image tiles; returns the folder."""
+    from transformers import LlavaNextConfig, LlavaNextImageProcessor, LlavaNextProcessor
+
+    config = LlavaNextConfig(
+        **_configure_llava(layers, TOWER_LAYERS, WIDTH),
+        image_grid_pinpoints=PINPOINTS,
+        architectures=["LlavaNextForConditionalGeneration"],
+    )
+    images = LlavaNextImageProcessor(**_CROP, image_grid_pinpoints=PINPOINTS)
+    tokenizer = _build_llava_tokenizer()
+    return _save(folder, config, LlavaNextProcessor(images, tokenizer, **_PLACEHOLDERS))
+
+
+_CROP: Any = {
+    "size": {"shortest_edge": SIDE},
+    "crop_size": {"height": SIDE, "width": SIDE},
+}
+_PLACEHOLDERS: Any = {
+    "patch_size": PATCH,
+    "vision_feature_select_strategy": "default",
+    "num_additional_image_tokens": 1,
+    "chat_template": _CHAT_TEMPLATE,
+}
+
+
+def _configure_llava(layers: int, tower_layers: int, width: int) -> dict[str, Any]:
     if width % HEAD or not 0 < width <= WIDTH:
         raise ValueError(f"a width of {width}: expected a multiple of {HEAD} up to {WIDTH}")
-    folder.mkdir(parents=True, exist_ok=True)
     text: Json = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -94,52 +119,37 @@ def write_llava(
         "eos_token_id": 2,
         "pad_token_id": PAD,
     }
-    config: Json = {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": "llava",
-        "dtype": "bfloat16",
-        "image_seq_length": TOKENS,
+    tower: Json = {"model_type": "clip_vision_model", **_VISION, "num_hidden_layers": tower_layers}
+    return {
+        "text_config": text,
+        "vision_config": tower,
         "image_token_index": IMAGE_TOKEN,
         "pad_token_id": PAD,
-        "projector_hidden_act": "gelu",
-        "multimodal_projector_bias": True,
-        "tie_word_embeddings": False,
-        "vision_feature_layer": -2,
-        "vision_feature_select_strategy": "default",
-        "text_config": text,
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            **_VISION,
-            "num_hidden_layers": tower_layers,
-        },
+        "dtype": "bfloat16",
     }
-    _write(folder / "config.json", config)
-    _write(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
-    _write(folder / "preprocessor_config.json", _IMAGE_PROCESSOR)
-    processor: Json = {
-        "processor_class": "LlavaProcessor",
-        "image_token": "<image>",
-        "num_additional_image_tokens": 1,
-        "patch_size": PATCH,
-        "vision_feature_select_strategy": "default",
-        "image_processor": _IMAGE_PROCESSOR,
-    }
-    _write(folder / "processor_config.json", processor)
+
+
+def _build_llava_tokenizer() -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
     special = {0: "<unk>", 1: "<s>", 2: "</s>", IMAGE_TOKEN: "<image>", PAD: "<pad>"}
-    tokenizer = _build_word_tokenizer(VOCABULARY, special, {3: "USER", 4: "ASSISTANT", 5: ":"})
-    tokenizer.save(str(folder / "tokenizer.json"))
-    tokenizer_config: Json = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "processor_class": "LlavaProcessor",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "pad_token": "<pad>",
-        "extra_special_tokens": {"image_token": "<image>"},
-        "model_max_length": 4096,
-    }
-    _write(folder / "tokenizer_config.json", tokenizer_config)
-    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
+    known = {3: "USER", 4: "ASSISTANT", 5: ":"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_build_word_tokenizer(VOCABULARY, special, known),
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        extra_special_tokens={"image_token": "<image>"},
+        model_max_length=4096,
+    )
+
+
+def _save(folder: Path, config: PreTrainedConfig, processor: ProcessorMixin) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    # With the values that are the defaults of transformers: read_kv_layout reads them.
+    config.to_json_file(folder / "config.json", use_diff=False)
+    processor.save_pretrained(folder)
     return folder
 
 
@@ -149,7 +159,7 @@ def write_clip(folder: Path) -> Path:
     Its vision tower has one layer, because only its last normalisation and projection are used.
     """
     import torch
-    from transformers import CLIPConfig, CLIPModel
+    from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 
     if (folder / "model.safetensors").is_file():
         return folder
@@ -176,41 +186,14 @@ def write_clip(folder: Path) -> Path:
     tokenizer.post_processor = TemplateProcessing(
         single=f"{begin} $A {finish}", special_tokens=[(begin, end - 1), (finish, end)]
     )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    tokenizer_config: Json = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": begin,
-        "eos_token": finish,
-        "pad_token": finish,
-        "unk_token": "<unk>",
-        "model_max_length": 77,
-    }
-    _write(folder / "tokenizer_config.json", tokenizer_config)
-    return folder
-
-
-def write_llava_next(folder: Path, layers: int) -> Path:
-    """LLaVA-1.6 with Vicuna-7B: LLaVA-1.5's shape, with image tiles; returns the folder."""
-    write_llava(folder, layers)
-    _edit(
-        folder / "config.json",
-        {
-            "architectures": ["LlavaNextForConditionalGeneration"],
-            "model_type": "llava_next",
-            "image_grid_pinpoints": PINPOINTS,
-            "use_image_newline_parameter": True,
-        },
-    )
-    tiled: Json = {
-        "image_processor_type": "LlavaNextImageProcessor",
-        "image_grid_pinpoints": PINPOINTS,
-        "crop_size": {"height": SIDE, "width": SIDE},
-        "do_pad": True,
-    }
-    pictures = _edit(folder / "preprocessor_config.json", tiled)
-    named: Json = {"processor_class": "LlavaNextProcessor"}
-    _edit(folder / "processor_config.json", {**named, "image_processor": pictures})
-    _edit(folder / "tokenizer_config.json", named)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=begin,
+        eos_token=finish,
+        pad_token=finish,
+        unk_token="<unk>",
+        model_max_length=77,
+    ).save_pretrained(folder)
     return folder
 
 
@@ -243,7 +226,6 @@ def write_qwen(folder: Path, layers: int) -> Path:
         Qwen2VLVideoProcessor,
     )
 
-    folder.mkdir(parents=True, exist_ok=True)
     config = Qwen2_5_VLConfig(
         vision_config={
             "depth": 32,
@@ -281,7 +263,6 @@ def write_qwen(folder: Path, layers: int) -> Path:
         dtype="bfloat16",
         architectures=["Qwen2_5_VLForConditionalGeneration"],
     )
-    config.save_pretrained(folder)
     known = {0: "<unk>", 1: "user", 2: "assistant"}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_build_word_tokenizer(_QWEN_VOCABULARY, _QWEN_SPECIALS, known),
@@ -292,13 +273,13 @@ def write_qwen(folder: Path, layers: int) -> Path:
     )
     sizes = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280 * 4}
     cut = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "size": sizes}
-    Qwen2_5_VLProcessor(
+    processor = Qwen2_5_VLProcessor(
         Qwen2VLImageProcessor(**cut),
         tokenizer,
         Qwen2VLVideoProcessor(**cut),
         chat_template=_QWEN_TEMPLATE,
-    ).save_pretrained(folder)
-    return folder
+    )
+    return _save(folder, config, processor)
 
 
 def _build_word_tokenizer(size: int, special: dict[int, str], known: dict[int, str]) -> Tokenizer:
@@ -319,16 +300,6 @@ def draw_words(count: int, number: int, vocabulary: int = 31_000) -> str:
     head = [number % 1000, number // 1000]
     tail = [generator.randrange(1000, vocabulary) for _ in range(count - len(head))]
     return " ".join(f"w{i}" for i in (*head, *tail))
-
-
-def _write(path: Path, content: Json) -> Json:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    return content
-
-
-def _edit(path: Path, changes: Json) -> Json:
-    """Replace some fields of a JSON file; returns the new content."""
-    return _write(path, json.loads(path.read_text()) | changes)
 
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -1,26 +1,36 @@
 """`python -m benchmarks.cost COMMAND`: what pruning costs and what it saves.
 
-Each command is a module with ``add_arguments`` and ``run``; only the chosen one is imported.
+Only the module of the chosen command is imported, since not every machine has what the others need.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import signal
 import sys
 from collections.abc import Mapping, Sequence
-from types import FrameType, ModuleType
+from types import ModuleType
 
+from benchmarks.server import end_servers_on_sigterm
 from vllm_autoprune.errors import AutopruneError
 
-COMMANDS: Mapping[str, str] = {
-    "efficiency": "FLOPs, prefill, decode, KV cache, memory and score of each policy, as a table",
-    "depth": "time to first token at full depth, composed from two efficiency tables",
-    "gpu": "what a machine with a GPU shows in eight minutes, with or without vLLM",
-    "selection": "time of token selection, compared with the published code and the prefill",
-    "soak": "a pruned server under mixed load: errors, memory growth, metrics",
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "efficiency": (
+        "efficiency",
+        "FLOPs, prefill, decode, KV cache, memory and score of each policy, as a table",
+    ),
+    "depth": (
+        "efficiency",
+        "time to first token at full depth, composed from two efficiency tables",
+    ),
+    "gpu": ("gpu", "what a machine with a GPU shows in eight minutes, with or without vLLM"),
+    "selection": (
+        "selection",
+        "time of token selection, compared with the published code and the prefill",
+    ),
+    "soak": ("soak", "a pruned server under mixed load: errors, memory growth, metrics"),
 }
+"""Module and help of each command."""
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
@@ -29,7 +39,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         prog="python -m benchmarks.cost", description="What pruning costs and what it saves."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in COMMANDS.items():
+    for name, (_, text) in COMMANDS.items():
         added = commands.add_parser(
             name,
             help=text,
@@ -37,7 +47,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
         if name == command:
-            _import_command(name).add_arguments(added)
+            _import_module(name).add_arguments(added, name)
     return parser
 
 
@@ -45,11 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status of the command; 1 with one line where it fails, 130 where it is stopped."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = build_parser(arguments[0] if arguments else None).parse_args(arguments)
-    signal.signal(signal.SIGTERM, _stop)  # servers are ended as after Ctrl-C
+    end_servers_on_sigterm()
     try:
-        if options.command == "selection" and options.device == "gpu":
-            return int(_import_command("gpu").measure_selection_loops(options.quick))
-        return int(_import_command(options.command).run(options))
+        on_gpu = options.command == "selection" and options.device == "gpu"
+        return int(_import_module("gpu" if on_gpu else options.command).run(options))
     except KeyboardInterrupt:
         print(f"{options.command}: stopped, no server is left running", file=sys.stderr)
         return 130
@@ -58,12 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _import_command(name: str) -> ModuleType:
-    return importlib.import_module(f"benchmarks.cost.{name}")
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _import_module(command: str) -> ModuleType:
+    return importlib.import_module(f"benchmarks.cost.{COMMANDS[command][0]}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,13 @@
 """`python -m benchmarks.cost efficiency`: full model, base policies and AutoPrune, as a table.
 
-python -m benchmarks.cost efficiency --model mini-llava --budget 16
-python -m benchmarks.cost efficiency --model llava-next-7b --layers 2 --policies cdpruner
+    python -m benchmarks.cost efficiency --model mini-llava --budget 16
+    python -m benchmarks.cost efficiency --model llava-next-7b --layers 1 --policies cdpruner
+    python -m benchmarks.cost efficiency --model llava-next-7b --layers 4 --policies cdpruner
+    python -m benchmarks.cost depth out/efficiency/llava-next-7b-{1,4}-layers.json
+
+``depth`` composes time to first token at full depth from tables at two depths: all layers cost the
+same, so it is linear in their number. The slope is the prefill of one layer; the value at zero
+layers is vision tower, selection, HTTP and the language model's head.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 
+import numpy as np
 import torch
 
 from benchmarks.common import BenchmarkError, StrictModel
@@ -27,6 +34,7 @@ from benchmarks.common.report import (
     command_line,
     environment,
     format_environment,
+    format_estimate,
     format_spread,
     log_progress,
 )
@@ -41,24 +49,29 @@ from vllm_autoprune import load_state
 from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
 from vllm_autoprune.cost import ASSUMPTIONS, Cost, estimate_cost
 from vllm_autoprune.http_client import Metrics
-from vllm_autoprune.statistics import spread
+from vllm_autoprune.statistics import (
+    DRAWS,
+    Estimate,
+    Floats,
+    Indices,
+    estimate,
+    medians,
+    resample,
+    spread,
+)
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-
-LLAVA_7B = BACKBONE_SHAPES["llava-1.5-7b"]
-LLAVA_NEXT_7B = BACKBONE_SHAPES["llava-next-7b"]
-QWEN_7B = BACKBONE_SHAPES["qwen2.5-vl-7b"]
 
 POLICIES = (
     "fastv", "pyramiddrop", "sparsevlm", "prumerge_plus", "trim", "visionzip", "dart",
     "divprune", "cdpruner",
 )  # fmt: skip
 MINI, FULL, SERVED = "mini-llava", "full", "served"
-SHAPES: Mapping[str, tuple[BackboneShape, int, Callable[[Path, int], Path]]] = {
-    LLAVA_7B.name: (LLAVA_7B, 336, write_llava),
-    LLAVA_NEXT_7B.name: (LLAVA_NEXT_7B, 672, write_llava_next),
-    QWEN_7B.name: (QWEN_7B, 1008, write_qwen),
+SHAPES: Mapping[str, tuple[int, Callable[[Path, int], Path]]] = {
+    "llava-1.5-7b": (336, write_llava),
+    "llava-next-7b": (672, write_llava_next),
+    "qwen2.5-vl-7b": (1008, write_qwen),
 }
-"""True shapes: geometry, side of the image that gives the published number of tokens, writer."""
+"""True shapes: side of the image that gives the published number of tokens, writer."""
 _PATH = os.pathsep.join(
     [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
 )
@@ -96,30 +109,25 @@ class Model:
         return estimate_cost(at_full_depth, tokens, ranking_layers=ranking_layers)
 
 
-def load_model(name: str, layers: int, out: Path) -> Model:
+def _load_model(name: str, layers: int, out: Path) -> Model:
     """The model of that name; the folder of a shape is written below ``out``."""
     if name != MINI:
-        geometry, side, write = SHAPES[name]
+        geometry, (side, write) = BACKBONE_SHAPES[name], SHAPES[name]
         folder = write(out / f"{name}-{layers}-layers", layers)
         flags = ("--load-format", "dummy", "--max-model-len", "4096")
         return Model(name, folder, replace(geometry, layers=layers), geometry.layers, side, flags)
     config = json.loads((LLAVA / "config.json").read_text())
     text, vision = config["text_config"], config["vision_config"]
     grid = int(vision["image_size"]) // int(vision["patch_size"])
-    geometry = BackboneShape(
+    geometry = replace(
+        BACKBONE_SHAPES["llava-1.5-7b"],
         name=LLAVA.name,
-        family="llava",
         layers=int(text["num_hidden_layers"]),
         width=int(text["hidden_size"]),
         feed_forward=int(text["intermediate_size"]),
         kv_width=int(text["num_key_value_heads"]) * int(text["head_dim"]),
         grid_height=grid,
         grid_width=grid,
-        tiles=1,
-        relevance="clip",
-        has_cls=True,
-        tower_rows=True,
-        merger=False,
         source=str(LLAVA),
     )
     return Model(MINI, LLAVA, geometry, geometry.layers, 168, ("--max-model-len", "1024"))
@@ -191,7 +199,7 @@ def read_device_memory(server: Server) -> int | None:
     return None if None in peaks else sum(int(str(peak)) for peak in peaks)
 
 
-def measure(arm: Arm, model: Model, requests: Prepared, scenes: int, log: Path) -> Pass | Refusal:
+def _measure(arm: Arm, model: Model, requests: Prepared, scenes: int, log: Path) -> Pass | Refusal:
     """Serve the arm and send all requests; a :class:`Refusal` where the server does not start."""
     log.parent.mkdir(parents=True, exist_ok=True)
     extension = f"{DeviceMemory.__module__}.{DeviceMemory.__qualname__}"
@@ -226,7 +234,11 @@ def _send_requests(server: Server, model: Model, requests: Prepared, scenes: int
         before = read_prefill()
         records.append(client.send(body))
         prefill += read_prefill() - before
-        again.append(client.send(_ask_again(body)))
+        # A question about the same image with the same words in reverse order.
+        content = json.loads(body)
+        question = content["messages"][0]["content"][-1]
+        question["text"] = " ".join(reversed(question["text"].split()))
+        again.append(client.send(json.dumps(content).encode()))
     watcher.update()
     metrics = watcher.metrics()
     _check_answers([*records, *again])
@@ -241,14 +253,6 @@ def _send_requests(server: Server, model: Model, requests: Prepared, scenes: int
         device_memory=read_device_memory(server),
         score=measure_score(client, scenes) if model.scored and scenes else None,
     )
-
-
-def _ask_again(body: bytes) -> bytes:
-    """A question about the same image with the same words in reverse order."""
-    content = json.loads(body)
-    question = content["messages"][0]["content"][-1]
-    question["text"] = " ".join(reversed(question["text"].split()))
-    return json.dumps(content).encode()
 
 
 def measure_score(client: Client, scenes: int) -> tuple[float, float]:
@@ -272,55 +276,55 @@ def _check_answers(records: Sequence[Record]) -> None:
         raise BenchmarkError(f"{len(failed)} of {len(records)} requests failed: {failed[0]}")
 
 
-COLUMNS = (
-    "method", "K", "TFLOPs", "prefill, ms", "TTFT, ms: median (quartiles)",
-    "second question, ms", "decode, ms/token", "KV, MiB", "GPU memory, MiB", "score",
-)  # fmt: skip
-
-
 def format_table(model: Model, budget: int, passes: Passes) -> str:
     """The table in Markdown, and notes on its columns."""
     full = [entry for entry in passes.get(FULL, ()) if isinstance(entry, Pass)]
+    cells: list[dict[str, str]] = []
+    for arm, all_passes in passes.items():
+        measured = [entry for entry in all_passes if isinstance(entry, Pass)]
+        if measured:
+            cells.append(_describe_arm(model, arm, budget, measured, full or measured))
+        else:
+            reasons = [entry.reason for entry in all_passes if isinstance(entry, Refusal)]
+            cells.append({"method": arm, "K": f"not served: {(*reasons, 'no pass')[0]}"})
+    columns = max(map(list, cells), key=len, default=[])
+    rows = [[row.get(column, "") for column in columns] for row in cells]
     served = f"{model.geometry.layers}"
     served += "" if model.depth == model.geometry.layers else f" of {model.depth}"
     head = (
         f"{model.name}, {served} language layers served, K = {budget}; "
         f"{sum(len(entry.ttft) for entry in full)} timed requests a row, in {len(full)} passes\n"
     )
-    rows: list[Sequence[str]] = []
-    for arm, all_passes in passes.items():
-        measured = [entry for entry in all_passes if isinstance(entry, Pass)]
-        if measured:
-            rows.append(list(_cells(model, arm, budget, measured, full or measured)))
-        else:
-            reasons = [entry.reason for entry in all_passes if isinstance(entry, Refusal)]
-            reason = reasons[0] if reasons else "no pass"
-            rows.append([arm, f"not served: {reason}", *[""] * (len(COLUMNS) - 2)])
-    table = Table("", COLUMNS, rows).markdown()
-    return "\n".join([head, table, "", *(f"- {line}" for line in _list_notes(model))])
+    notes = (f"- {line}" for line in _list_notes(model))
+    return "\n".join([head, Table("", columns, rows).markdown(), "", *notes])
 
 
-def _cells(
+def _describe_arm(
     model: Model, arm: str, budget: int, measured: Sequence[Pass], full: Sequence[Pass]
-) -> Iterator[str]:
+) -> dict[str, str]:
+    """The row of an arm, by column."""
     computed = compute_cost(model, arm, budget, measured)
     prefill = mean(entry.prefill for entry in measured)
     fewer = model.estimate(model.geometry.tokens).flops / computed.flops
     waits = spread([value for entry in measured for value in entry.ttft])
     again = [1000 * value for entry in measured for value in entry.again]
+    ratio = median(again) / (1000 * waits.median) if again else 0.0
     scored = [entry.score for entry in measured if entry.score is not None]
     memory = [entry.device_memory for entry in measured if entry.device_memory is not None]
-    yield arm
-    yield f"{computed.tokens:g}"
-    yield f"{computed.teraflops:.4g} ({fewer:.1f}x fewer)"
-    yield f"{1000 * prefill:.1f} ({mean(entry.prefill for entry in full) / prefill:.2f}x faster)"
-    yield format_spread(waits)
-    ratio = median(again) / (1000 * waits.median) if again else 0.0
-    yield f"{median(again):.1f} ({ratio:.2f}x)" if again else "not measured"
-    yield f"{1000 * median(value for entry in measured for value in entry.decode):.2f}"
-    yield f"{computed.kv_mib:.4g}"
-    yield f"{max(memory) / MIB:.0f}" if memory else "not measured"
-    yield f"{mean(a + b for a, b in scored):.1f}" if scored else "none: dummy weights"
+    faster = mean(entry.prefill for entry in full) / prefill
+    decode = 1000 * median(value for entry in measured for value in entry.decode)
+    return {
+        "method": arm,
+        "K": f"{computed.tokens:g}",
+        "TFLOPs": f"{computed.teraflops:.4g} ({fewer:.1f}x fewer)",
+        "prefill, ms": f"{1000 * prefill:.1f} ({faster:.2f}x faster)",
+        "TTFT, ms: median (quartiles)": format_spread(waits),
+        "second question, ms": f"{median(again):.1f} ({ratio:.2f}x)" if again else "not measured",
+        "decode, ms/token": f"{decode:.2f}",
+        "KV, MiB": f"{computed.kv_mib:.4g}",
+        "GPU memory, MiB": f"{max(memory) / MIB:.0f}" if memory else "not measured",
+        "score": f"{mean(a + b for a, b in scored):.1f}" if scored else "none: dummy weights",
+    }
 
 
 def compute_cost(model: Model, arm: str, budget: int, measured: Sequence[Pass]) -> Cost:
@@ -363,9 +367,103 @@ def _list_notes(model: Model) -> Iterator[str]:
         yield "Score: accuracy + accuracy+ on held-out questions, at most 200."
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options; each has a default."""
+class Efficiency(StrictModel):
+    """The JSON file of a table."""
+
+    model: str
+    layers: int
+    budget: int
+    digests: Mapping[str, str | None]
+    passes: Mapping[str, tuple[Pass | Refusal, ...]]
+    environment: Mapping[str, str] = {}
+
+    def times(self, name: str) -> dict[str, Floats]:
+        """``ttft`` or ``again`` of each arm, all passes, without arms that were not served."""
+        return {
+            arm: np.asarray([t for entry in passes for t in getattr(entry, name)])
+            for arm, passes in self.passes.items()
+            if all(isinstance(entry, Pass) for entry in passes)
+        }
+
+
+COLUMNS = (
+    "arm", "a layer, ms", "all but the layers, ms", "TTFT, s", "prefill gain", "TTFT gain",
+    "second question / first",
+)  # fmt: skip
+
+
+def compose(shallow: Efficiency, deep: Efficiency, depth: int) -> dict[str, tuple[Estimate, ...]]:
+    """Figures of every arm at ``depth`` layers, as in :data:`COLUMNS`, seconds and ratios.
+
+    Gains are over the first arm. Intervals: 95 %, by bootstrap over requests, which are the same in
+    every arm and at both depths. Raises :class:`BenchmarkError` where tables cannot be combined.
+    """
+    tables = [table.times(name) for table in (shallow, deep) for name in ("ttft", "again")]
+    described = (shallow.model, shallow.budget, shallow.digests, list(tables[0]))
+    if described != (deep.model, deep.budget, deep.digests, list(tables[2])):
+        raise BenchmarkError(
+            "the tables differ in model, budget, states or arms -> measure both again"
+        )
+    more = deep.layers - shallow.layers
+    if more <= 0:
+        raise BenchmarkError(
+            f"depths {shallow.layers} and {deep.layers}: give the shallow one first"
+        )
+    counts = {len(times) for table in tables for times in table.values()}
+    if len(counts) != 1:
+        raise BenchmarkError(f"arms answered different numbers of requests: {sorted(counts)}")
+    rows: Indices = resample(counts.pop(), DRAWS)
+
+    def fit(low: Floats, high: Floats) -> tuple[Floats, Floats]:
+        """Slope per layer and value at zero layers, for every resample."""
+        below, above = medians(low, rows), medians(high, rows)
+        slope = (above - below) / more
+        return slope, below - slope * shallow.layers
+
+    composed, reference = {}, None
+    for arm in tables[0]:
+        (layer, fixed), (layer_again, fixed_again) = (
+            fit(tables[question][arm], tables[2 + question][arm]) for question in (0, 1)
+        )
+        ttft, again = fixed + layer * depth, fixed_again + layer_again * depth
+        reference = reference or (layer, ttft)
+        figures = (layer, fixed, ttft, reference[0] / layer, reference[1] / ttft, again / ttft)
+        composed[arm] = tuple(map(estimate, figures))
+    return composed
+
+
+def _compose_files(shallow_file: Path, deep_file: Path) -> int:
+    """Print the composed table."""
+    try:
+        shallow, deep = (
+            Efficiency.model_validate_json(file.read_text()) for file in (shallow_file, deep_file)
+        )
+        depth = BACKBONE_SHAPES[shallow.model].layers
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise BenchmarkError(f"not a table of benchmarks.cost efficiency: {reason}") from error
+    styles = ((1000.0, 1), (1000.0, 0), (1.0, 2), (1.0, 2), (1.0, 2), (1.0, 2))
+    composed = compose(shallow, deep, depth)
+    rows = [
+        [arm, *(format_estimate(f, *s, " to ") for f, s in zip(figures, styles, strict=True))]
+        for arm, figures in composed.items()
+    ]
+    print(
+        f"{shallow.model}, K = {shallow.budget}; composed for {depth} language layers from "
+        f"measurements of {shallow.layers} and {deep.layers}; "
+        f"{len(next(iter(shallow.times('ttft').values())))} requests each\n"
+    )
+    print(Table("", COLUMNS, rows, "l" + "r" * 6).markdown())
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str = "efficiency") -> None:
+    """Add the options of a command."""
     add, names = parser.add_argument, (MINI, *SHAPES)
+    if command == "depth":
+        add("shallow", type=Path, help="JSON file of the table with fewer layers")
+        add("deep", type=Path, help="JSON file of the table with more layers")
+        return
     add("--model", choices=names, default=MINI, help="checkpoint, or true shape without weights")
     add("--layers", type=int, default=2, help="language layers of a true shape")
     add("--budget", type=int, help="K (default: a ninth of the visual tokens)")
@@ -379,8 +477,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: every arm was served; 1: one was not."""
-    model = load_model(options.model, options.layers, options.out)
+    """0: every arm was served, or the tables are composed; 1: an arm was not served."""
+    if options.command == "depth":
+        return _compose_files(options.shallow, options.deep)
+    model = _load_model(options.model, options.layers, options.out)
     budget = options.budget or model.geometry.tokens // 9
     # The same requests for every arm, each with another image of the published size.
     workload = Workload(
@@ -398,26 +498,25 @@ def run(options: argparse.Namespace) -> int:
     passes: dict[str, list[Pass | Refusal]] = {arm.name: [] for arm in arms}
     for number, arm in interleave(arms, options.passes):
         log = options.out / "servers" / f"{model.label}-{number}-{arm.name}.log"
-        result = measure(arm, model, requests, options.scenes, log)
+        result = _measure(arm, model, requests, options.scenes, log)
         passes[arm.name].append(result)
         text = result.reason if isinstance(result, Refusal) else f"prefill {result.prefill:.3f} s"
         log_progress(f"{arm.name}: {text}")
-    machine = environment()
+    table = Efficiency(
+        model=model.name,
+        layers=model.geometry.layers,
+        budget=budget,
+        digests={arm.name: arm.digest for arm in arms},
+        passes={name: tuple(entries) for name, entries in passes.items()},
+        environment=environment(),
+    )
     text = format_table(model, budget, passes)
-    text += f"\n\nEnvironment: {format_environment(machine)}.\n"
+    text += f"\n\nEnvironment: {format_environment(table.environment)}.\n"
     text += f"\nCommand: `{shlex.join(command_line())}`\n"
-    data = {
-        "model": model.name,
-        "layers": model.geometry.layers,
-        "budget": budget,
-        "digests": {arm.name: arm.digest for arm in arms},
-        "passes": {name: [one.model_dump() for one in all_] for name, all_ in passes.items()},
-        "environment": machine,
-    }
     (options.out / f"{model.label}.md").write_text(text)
-    (options.out / f"{model.label}.json").write_text(json.dumps(data, indent=1) + "\n")
+    (options.out / f"{model.label}.json").write_text(table.model_dump_json(indent=1) + "\n")
     print(text)
-    return int(any(isinstance(entry, Refusal) for all_ in passes.values() for entry in all_))
+    return int(any(isinstance(entry, Refusal) for row in passes.values() for entry in row))
 
 
 def _build_arms(model: Model, options: argparse.Namespace, budget: int) -> list[Arm]:

@@ -36,15 +36,15 @@ from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 NO_GPU = 2
 """Exit status where there is no GPU."""
-AIM = 5.0
-"""How many times as fast as the published loop the Triton form has to be."""
 SECONDS = 440
 """Seconds that all of the tables may take."""
-SERVING_SECONDS = 240
+_SERVING_SECONDS = 240
 """Seconds that two servers of LLaVA-1.5-7B need for their starts and requests."""
-SIZES = (LLAVA[1], Size(576, 1, 8, 64), LLAVA_NEXT[1], Size(576, 5, 8, 320))
-TIMES, FASTER = "seconds (median, quartiles)", "published loop / triton loop"
-AGREEMENT = "picks as the published loop's"
+_AIM = 5.0
+"""How many times as fast as the published loop the Triton form has to be."""
+_SIZES = (LLAVA[1], Size(576, 1, 8, 64), LLAVA_NEXT[1], Size(576, 5, 8, 320))
+_TIMES, _FASTER = "seconds (median, quartiles)", "published loop / triton loop"
+_AGREEMENT = "picks as the published loop's"
 
 
 def find_missing_requirement() -> str | None:
@@ -89,20 +89,16 @@ def _measure_loops(size: Size, rounds: int, device: str = "cuda") -> dict[str, A
 
     faster = median(times["published loop"]) / median(times["triton loop"])
     return {
-        TIMES: {name: [median(t), *quantiles(t, n=4)[::2]] for name, t in times.items()},
-        FASTER: faster,
-        "aim met": faster >= AIM,
-        AGREEMENT: agreement(select_greedily(kernel, count)),
+        _TIMES: {name: [median(t), *quantiles(t, n=4)[::2]] for name, t in times.items()},
+        _FASTER: faster,
+        "aim met": faster >= _AIM,
+        _AGREEMENT: agreement(select_greedily(kernel, count)),
         "picks as the torch form's": agreement(greedy_map_torch(similarity, quality, count)),
     }
 
 
-def measure_selection_loops(quick: bool) -> int:
+def measure_selection_loops(quick: bool) -> None:
     """Print the loops at LLaVA-1.5's and LLaVA-NeXT's shapes, and the smallest and largest N."""
-    reason = find_missing_requirement()
-    if reason is not None:
-        print(f"selection: {reason}", file=sys.stderr)
-        return NO_GPU
     if not dpp_triton.works():
         raise RuntimeError("Triton does not work on this machine; the log says why")
     shapes = (
@@ -118,12 +114,11 @@ def measure_selection_loops(quick: bool) -> int:
     report = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "aim": f"the Triton form at least {AIM:g} times as fast as the published loop",
+        "aim": f"the Triton form at least {_AIM:g} times as fast as the published loop",
         "sizes": results,
         "verdict": "holds" if holds else "does not hold",
     }
     print(json.dumps(report, indent=1))
-    return 0
 
 
 def format_loops(sizes: Sequence[Size], rounds: int, device: str = "cuda") -> str:
@@ -131,8 +126,8 @@ def format_loops(sizes: Sequence[Size], rounds: int, device: str = "cuda") -> st
     rows = []
     for size in sizes:
         result = _measure_loops(size, rounds, device)
-        times = (result[TIMES][f"{name} loop"][0] for name in ("published", "torch", "triton"))
-        faster, same = f"{result[FASTER]:.1f} x", f"{result[AGREEMENT]:.1%}"
+        times = (result[_TIMES][f"{name} loop"][0] for name in ("published", "torch", "triton"))
+        faster, same = f"{result[_FASTER]:.1f} x", f"{result[_AGREEMENT]:.1%}"
         rows.append((str(size), *(f"{1000 * seconds:.2f}" for seconds in times), faster, same))
     columns = ("greedy MAP, ms", "published", "torch", "Triton", "faster", "picks as published")
     return Table("", columns, rows).markdown()
@@ -151,7 +146,7 @@ def format_policies(sizes: Sequence[Size], rounds: int, device: str = "cuda") ->
     return Table("", ("base policy, ms", *map(str, sizes)), list(cells.values())).markdown()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, command: str = "gpu") -> None:
     """Add the options; each has a default."""
     parser.add_argument("--quick", action="store_true", help="a few rounds, and no server")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder of the servers")
@@ -162,14 +157,17 @@ def run(options: argparse.Namespace) -> int:
     deadline = time.monotonic() + SECONDS
     reason = find_missing_requirement()
     if reason is not None:
-        print(f"gpu: {reason}", file=sys.stderr)
+        print(f"{options.command}: {reason}", file=sys.stderr)
         return NO_GPU
+    if options.command == "selection":
+        measure_selection_loops(options.quick)
+        return 0
     print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     if dpp_triton.works():
-        print(format_loops(SIZES, 5 if options.quick else 21), "\n")
+        print(format_loops(_SIZES, 5 if options.quick else 21), "\n")
     else:
         print("Triton does not work on this machine; the log says why.\n")
-    print(format_policies(SIZES[::2], 3 if options.quick else 9), "\n")
+    print(format_policies(_SIZES[::2], 3 if options.quick else 9), "\n")
     reasons = "; ".join(_list_reasons_not_to_serve(options.quick, deadline - time.monotonic()))
     if reasons:
         print(f"Served requests are not measured: {reasons}.")
@@ -181,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
     efficiency.add_arguments(parser)
     chosen = ["--model", "llava-1.5-7b", "--layers", "32", "--policies", "", "--scenes", "0"]
     arguments = [*chosen, "--requests", "10", "--out", str(options.out)]
-    return efficiency.run(parser.parse_args(arguments))
+    return efficiency.run(parser.parse_args(arguments, argparse.Namespace(command="efficiency")))
 
 
 def _list_reasons_not_to_serve(quick: bool, seconds: float) -> Iterator[str]:
@@ -189,5 +187,5 @@ def _list_reasons_not_to_serve(quick: bool, seconds: float) -> Iterator[str]:
         yield "--quick"
     if importlib.util.find_spec("vllm") is None:
         yield "vLLM is not installed"
-    if seconds < SERVING_SECONDS:
-        yield f"{seconds:.0f} s are left, and two servers need {SERVING_SECONDS} s"
+    if seconds < _SERVING_SECONDS:
+        yield f"{seconds:.0f} s are left, and two servers need {_SERVING_SECONDS} s"

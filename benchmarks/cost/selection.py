@@ -212,23 +212,28 @@ Claim = tuple[str, str, Verdict]
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the report; ``data`` holds every single measured value."""
+    """One part of the report; ``times`` holds every single measured value."""
 
     name: str
     title: str
     setup: Sequence[str]
     claims: Sequence[Claim]
     table: Table
-    data: Mapping[str, object] = field(default_factory=dict)
+    times: Mapping[Size, Times]
     environment: Mapping[str, str] = field(default_factory=environment)
 
     def to_json(self) -> dict[str, object]:
         """Plain data; a claim is an object."""
-        content = dataclasses.asdict(self)
-        content["tables"] = [content.pop("table")]
         names = ("promise", "measured", "verdict")
-        content["claims"] = [dict(zip(names, claim, strict=True)) for claim in self.claims]
-        return content
+        return {
+            "name": self.name,
+            "title": self.title,
+            "setup": self.setup,
+            "claims": [dict(zip(names, claim, strict=True)) for claim in self.claims],
+            "data": {str(size): times for size, times in self.times.items()},
+            "environment": self.environment,
+            "tables": [dataclasses.asdict(self.table)],
+        }
 
     def markdown(self) -> str:
         """Setup, claims with their verdicts, table, environment."""
@@ -252,14 +257,6 @@ def _ratio(times: Times, over: str, under: str, factor: float = 1.0) -> Estimate
 
 def _milliseconds(times: Times, *names: str) -> list[str]:
     return [format_spread(spread(times[name])) for name in names]
-
-
-def _percent(share: Estimate) -> str:
-    return format_estimate(share, 100, 2, " to ").replace(" (", " % (95 %: ")
-
-
-def _as_data(by_size: Mapping[Size, Times]) -> dict[str, object]:
-    return {str(size): times for size, times in by_size.items()}
 
 
 def list_sizes(quick: bool) -> list[Size]:
@@ -323,8 +320,8 @@ def build_selection(by_size: Mapping[Size, Times]) -> Section:
         "published: the algorithm of the published code, all images in one loop",
         "random clustered features; both in turn, every second round in reverse order",
     ]
-    title, data = "Selection against the published loop", _as_data(by_size)
-    return Section("selection", title, setup, [claim], table, data)
+    title = "Selection against the published loop"
+    return Section("selection", title, setup, [claim], table, by_size)
 
 
 INNER, HEADS, LAYERS, TEXT = 11008, 32, 32, 60
@@ -427,7 +424,8 @@ def _measure_policies(quick: bool) -> Section:
         for size in (LLAVA[1],) if quick else (LLAVA[1], LLAVA_NEXT[1]):
             source = TokenSource(size)
             works: dict[str, Work] = {n: partial(source.select, n) for n in sorted(BASE_POLICIES)}
-            works[STATE] = partial(_refine, build_policy(size.kept), source)
+            policy = build_policy(size.kept)
+            works[STATE] = lambda policy=policy, source=source: refine(policy, source.tokens())  # type: ignore[misc]
             for name, tokens in ((LAYER, size.kept), (FULL_LAYER, size.tokens)):
                 rows = torch.randn(tokens + TEXT, WIDTH, dtype=torch.bfloat16)
                 works[name] = partial(layer, rows)
@@ -437,10 +435,6 @@ def _measure_policies(quick: bool) -> Section:
     finally:
         torch.set_num_threads(threads)
     return build_policies(by_size)
-
-
-def _refine(policy: PruningPolicy, source: TokenSource) -> object:
-    return refine(policy, source.tokens())
 
 
 def build_policies(by_size: Mapping[Size, Times]) -> Section:
@@ -467,7 +461,8 @@ def build_policies(by_size: Mapping[Size, Times]) -> Section:
             f"{shape}: every policy that runs no language layer at most {BOUND:.0%} of the pruned "
             "prefill"
         )
-        measured = f"`{worst}` is slowest: {_percent(shares[worst])}"
+        share = format_estimate(shares[worst], 100, 2, " to ").replace(" (", " % (95 %: ")
+        measured = f"`{worst}` is slowest: {share}"
         claims.append((promise, measured, at_most(shares[worst], BOUND)))
     setup = [
         "the base policy alone, with default parameters, and the state with its exchange; every "
@@ -481,7 +476,7 @@ def build_policies(by_size: Mapping[Size, Times]) -> Section:
         )
     table = Table("Medians (quartiles), in turn.", columns, [cells[name] for name in names])
     title = "Selection time of every policy"
-    return Section("policies", title, setup, claims, table, _as_data(by_size))
+    return Section("policies", title, setup, claims, table, by_size)
 
 
 PARTS: Mapping[str, Callable[[bool], Section]] = {
@@ -490,7 +485,7 @@ PARTS: Mapping[str, Callable[[bool], Section]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, command: str = "selection") -> None:
     """Add the options; each has a default."""
     add, devices = parser.add_argument, ("cpu", "gpu")
     add("device", nargs="?", default="cpu", choices=devices, help="where to measure")

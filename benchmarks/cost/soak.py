@@ -70,9 +70,9 @@ class Tally:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(
-        self, request: Request, usage: Mapping[str, int] | None, error: str, *, killed: bool = False
+        self, request: Request, usage: Mapping[str, int] | None, error: str, *, hung_up: bool
     ) -> None:
-        """Count a request, and the usage of its answer; ``killed``: as far as it was read."""
+        """Count a request, and the usage of its answer; ``hung_up``: as far as it was read."""
         with self._lock:
             self.sent += 1
             self.kinds[request.kind] += 1
@@ -87,45 +87,38 @@ class Tally:
                 return
             self.counts["vllm:prompt_tokens_total"] += usage["prompt_tokens"]
             self.counts["vllm:generation_tokens_total"] += usage["completion_tokens"]
-            if killed:
+            if hung_up:
                 self.killed += 1
                 self.unseen_tokens += LONG_ANSWER - usage["completion_tokens"]
             else:
                 self.answered += 1
 
 
-def send(client: httpx.Client, request: Request, tally: Tally) -> bool:
-    """Send a request and count its answer; whether there was a server."""
+def send(client: httpx.Client, request: Request, tally: Tally, events: int | None = None) -> bool:
+    """Send a request and count its answer; returns whether there was a server.
+
+    ``events``: hang up after so many events of a stream, and count what they said.
+    """
     usage, error, status = None, "", 0
     try:
-        answer = client.post(PATH, content=request.body)
-        status = answer.status_code
-        if status != request.status:
-            error = f"HTTP {status}, not {request.status}: {answer.text[:200]}"
-        elif status == 200:
-            usage = answer.json()["usage"]
-    except (httpx.HTTPError, ValueError, KeyError) as failure:
-        error = repr(failure)
-    tally.add(request, usage, error)
-    return status != 0
-
-
-def hang_up(client: httpx.Client, request: Request, events: int, tally: Tally) -> None:
-    """Close the connection after so many events of a stream, and count what they said."""
-    usage, error = None, ""
-    try:
         with client.stream("POST", PATH, content=request.body) as answer:
-            if answer.status_code != 200:
-                error = f"HTTP {answer.status_code}, not 200: {answer.read()[:200]!r}"
-            lines = (line for line in answer.iter_lines() if line.startswith("data:"))
-            for line in islice(lines, 0 if error else events):
-                if line == "data: [DONE]":
-                    error = "the answer ended before its client hung up"
-                    break
-                usage = json.loads(line.removeprefix("data:"))["usage"]
+            status = answer.status_code
+            if status != request.status:
+                error = f"HTTP {status}, not {request.status}: {answer.read()[:200]!r}"
+            elif events is None:
+                content = answer.read()
+                usage = json.loads(content)["usage"] if status == 200 else None
+            else:
+                lines = (line for line in answer.iter_lines() if line.startswith("data:"))
+                for line in islice(lines, events):
+                    if line == "data: [DONE]":
+                        error = "the answer ended before its client hung up"
+                        break
+                    usage = json.loads(line.removeprefix("data:"))["usage"]
     except (httpx.HTTPError, ValueError, KeyError) as failure:
         error = repr(failure)
-    tally.add(request, usage, error and f"streamed: {error}", killed=True)
+    tally.add(request, usage, error, hung_up=events is not None)
+    return status != 0
 
 
 def keep_busy(url: str, mix: RequestMix, users: int, seconds: float, seed: int = 0) -> Tally:
@@ -147,7 +140,7 @@ def keep_busy(url: str, mix: RequestMix, users: int, seconds: float, seed: int =
         random, due = Random(f"{seed}/killer {number}"), begin + number
         while due < end:
             time.sleep(max(0.0, due - time.monotonic()))
-            hang_up(client, mix.draw(random, stream=True), random.randint(1, MAX_EVENTS), tally)
+            send(client, mix.draw(random, stream=True), tally, random.randint(1, MAX_EVENTS))
             due = max(due + KILLERS, time.monotonic())
 
     with connect(url) as client, ThreadPoolExecutor(users + KILLERS) as pool:
@@ -248,30 +241,24 @@ class Samples:
             share = (at - self.seconds[0]) / span if span else 0.0
             total = {"all": sum(sample.values())}
             parts[min(int(share * PARTS), PARTS - 1)].append(sample | total)
-        if not all(parts):
-            return [_verdict("all", why="too few samples")]
-        later = [sample for part in parts[1:] for sample in part]
-        names = sorted({name for sample in later for name in sample} - {"all"})
-        verdicts = []
-        for name in (*names, "all"):
-            most = max(sample.get(name, 0) for sample in later)
-            if any(name not in sample for sample in later):
-                verdicts.append(_verdict(name, most=most, why="it did not exist all the time"))
-                continue
-            early, late = (median(sample[name] for sample in parts[i]) for i in (1, -1))
-            grew = late - early > max(ALLOWED * early, SLACK)
-            verdicts.append(_verdict(name, early, late, most, "it grew" if grew else ""))
-        return verdicts
-
-
-def _verdict(
-    name: str, early: float = 0.0, late: float = 0.0, most: int = 0, why: str = ""
-) -> dict[str, Any]:
-    growth = late / early - 1.0 if early else float("inf")
-    return {
-        "process": name, "early": early, "late": late, "most": most, "flat": not why, "why": why,
-        "growth": growth,
-    }  # fmt: skip
+        later = [sample for part in parts[1:] for sample in part] if all(parts) else []
+        rows = []
+        for name in (*sorted({name for sample in later for name in sample} - {"all"}), "all"):
+            sizes = [sample.get(name, 0) for sample in later]
+            early = late = 0.0
+            if not sizes:
+                why = "too few samples"
+            elif any(name not in sample for sample in later):
+                why = "it did not exist all the time"
+            else:
+                early, late = (median(sample[name] for sample in parts[i]) for i in (1, -1))
+                why = "it grew" if late - early > max(ALLOWED * early, SLACK) else ""
+            growth = late / early - 1.0 if early else float("inf")
+            rows.append(
+                {"process": name, "early": early, "late": late, "most": max(sizes, default=0),
+                 "flat": not why, "why": why, "growth": growth}
+            )  # fmt: skip
+        return rows
 
 
 @contextmanager
@@ -429,7 +416,7 @@ def _count_tokens_before_image(server: Server) -> int:
     return tokens.index(image_token_id())
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, command: str = "soak") -> None:
     """Add the options; each has a default."""
     parser.add_argument("--minutes", type=float, default=60.0, help="duration")
     parser.add_argument("--users", type=int, default=8, help="requests at once")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,13 @@ import torch
 from benchmarks.common import BenchmarkError
 from benchmarks.common.client import EMPTY, Client, Record
 from benchmarks.cost.__main__ import main
-from benchmarks.cost.depth import Efficiency, compose, read_efficiency
 from benchmarks.cost.efficiency import (
-    COLUMNS,
     DeviceMemory,
+    Efficiency,
     Model,
     Pass,
+    Refusal,
+    compose,
     compute_cost,
     format_table,
     measure_score,
@@ -89,8 +88,11 @@ def memory_cell(device: str) -> str:
     object.__setattr__(server, "worker", Worker(device))
     row = Pass(ttft=(0.1,), prefill=0.1, decode=(0.01,), prompt_tokens=9, visual_tokens=None,
                device_memory=read_device_memory(server))  # fmt: skip
-    (line,) = (n for n in format_table(MODEL, 320, {"full": [row]}).split("\n") if "| full |" in n)
-    return line.strip("| ").split(" | ")[COLUMNS.index("GPU memory, MiB")]
+    refused = [Refusal(reason="no attention")]
+    lines = format_table(MODEL, 320, {"full": [row], "fastv": refused}).split("\n")
+    head, _, full, fastv = (line.split(" | ") for line in lines if line.count(" | ") > 6)
+    assert fastv[1] == "not served: no attention"
+    return full[head.index("GPU memory, MiB")]
 
 
 def test_memory_is_that_of_the_workers_gpu_or_is_not_measured(
@@ -104,26 +106,33 @@ def test_memory_is_that_of_the_workers_gpu_or_is_not_measured(
     Worker("cpu").reset_device_memory()
 
 
-def table(layers: int) -> Efficiency:
+def table(layers: int, **changes: object) -> Efficiency:
     """TTFT at zero layers and per layer: stock 2 s + 1 s, later 0.1 s + 0.05 s; pruned 2.5 s or
-    0.5 s + 0.1 s.
+    0.5 s + 0.1 s. An arm was not served.
     """
 
     def times(fixed: float, layer: float) -> tuple[float, ...]:
         return tuple(fixed + layer * layers + noise for noise in (-0.02, 0.0, 0.01))
 
-    return Efficiency(
-        "llava-next-7b",
-        layers,
-        320,
-        {"full": None, "AutoPrune": "ab"},
-        {"full": times(2.0, 1.0), "AutoPrune": times(2.5, 0.1)},
-        {"full": times(0.1, 0.05), "AutoPrune": times(0.5, 0.1)},
+    def measured(ttft: tuple[float, ...], again: tuple[float, ...]) -> tuple[Pass, ...]:
+        return (Pass(ttft=ttft, again=again, prefill=0.1, decode=(0.1,), prompt_tokens=9,
+                     visual_tokens=None, device_memory=None),)  # fmt: skip
+
+    passes: dict[str, tuple[Pass | Refusal, ...]] = {
+        "full": measured(times(2.0, 1.0), times(0.1, 0.05)),
+        "AutoPrune": measured(times(2.5, 0.1), times(0.5, 0.1)),
+        "fastv": (Refusal(reason="no attention"),),
+    }
+    digests = {"full": None, "AutoPrune": "ab"}
+    efficiency = Efficiency(
+        model="llava-next-7b", layers=layers, budget=320, digests=digests, passes=passes
     )
+    return efficiency.model_copy(update=changes)
 
 
 def test_times_are_linear_in_layers() -> None:
     composed = compose(table(1), table(3), 32)
+    assert list(composed) == ["full", "AutoPrune"]
     full = [figure.value for figure in composed["full"]]
     assert full == pytest.approx([1.0, 2.0, 34.0, 1.0, 1.0, 1.7 / 34.0])
     pruned = [figure.value for figure in composed["AutoPrune"]]
@@ -135,11 +144,10 @@ def test_times_are_linear_in_layers() -> None:
 @pytest.mark.parametrize(
     ("deep", "why"),
     [
-        (replace(table(3), budget=160), "differ"),
-        (replace(table(3), digests={"full": None, "AutoPrune": "cd"}), "differ"),
+        (table(3, budget=160), "differ"),
+        (table(3, digests={"full": None, "AutoPrune": "cd"}), "differ"),
         (table(1), "shallow one first"),
-        (replace(table(3), again={"full": (1.0,), "AutoPrune": (1.0,)}), "different numbers"),
-        (replace(table(3), ttft={"full": (1.0,), "AutoPrune": (1.0,)}), "different numbers"),
+        (table(3, passes={arm: row * 2 for arm, row in table(3).passes.items()}), "numbers"),
     ],
 )
 def test_tables_that_do_not_belong_together_are_refused(deep: Efficiency, why: str) -> None:
@@ -147,23 +155,10 @@ def test_tables_that_do_not_belong_together_are_refused(deep: Efficiency, why: s
         compose(table(1), deep, 32)
 
 
-def test_files_are_read_and_arms_that_were_refused_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = []
-    for layers in (1, 3):
-        read = table(layers)
-        passes: dict[str, object] = {
-            arm: [{"ttft": times, "again": read.again[arm]}] for arm, times in read.ttft.items()
-        }
-        content = {
-            "model": read.model, "layers": layers, "budget": 320, "digests": dict(read.digests),
-            "passes": {**passes, "fastv": [{"reason": "no attention"}]},
-        }  # fmt: skip
-        paths.append(tmp_path / f"{layers}.json")
-        paths[-1].write_text(json.dumps(content))
-
-    assert list(read_efficiency(paths[0]).ttft) == ["full", "AutoPrune"]
+def test_files_are_composed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / f"{layers}.json" for layers in (1, 3)]
+    for layers, path in zip((1, 3), paths, strict=True):
+        path.write_text(table(layers).model_dump_json())
     assert main(["depth", *map(str, paths)]) == 0
     printed = capsys.readouterr().out
     assert "composed for 32 language layers from measurements of 1 and 3" in printed

@@ -172,7 +172,7 @@ def test_tables_of_a_gpu_have_a_line_for_every_loop_and_policy(
 def test_what_a_gpu_cannot_measure_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = argparse.Namespace(quick=False, out=Path("unused"))
+    options = argparse.Namespace(command="gpu", quick=False, out=Path("unused"))
     find, served = importlib.util.find_spec, list[argparse.Namespace]()
     monkeypatch.setattr(gpu, "find_missing_requirement", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")

@@ -26,7 +26,6 @@ from benchmarks.cost.soak import (
     compare_counts,
     connect,
     format_report,
-    hang_up,
     keep_busy,
     read_counters,
     send,
@@ -132,7 +131,7 @@ def test_counters_are_summed_over_engines() -> None:
 def test_a_client_that_hangs_up_is_counted_by_what_it_has_read() -> None:
     request, tally = MIX.draw(Random(5), stream=True), Tally()
     with serve_planned() as url, connect(url) as client:
-        hang_up(client, request, 4, tally)
+        send(client, request, tally, 4)
         pairs = compare_counts({}, metrics(url), tally)
     assert tally.errors == 0 and tally.killed == 1
     assert all(pair["equal"] for pair in pairs)
@@ -147,9 +146,9 @@ def test_a_stream_that_ends_or_is_refused_is_an_error() -> None:
     request, tally = MIX.draw(Random(5), stream=True), Tally()
     reply = Reply(deltas=("one",), first=0.0)
     with fake_server(reply, model=None) as server, connect(server.url) as client:
-        hang_up(client, request, 50, tally)
+        send(client, request, tally, 50)
     with fake_server(reply, model="another") as server, connect(server.url) as client:
-        hang_up(client, request, 1, tally)
+        send(client, request, tally, 1)
     assert "ended before" in tally.faults[0] and "HTTP 404" in tally.faults[1]
 
 
