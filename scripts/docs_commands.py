@@ -189,7 +189,7 @@ def type_page(commands: Sequence[Command], folder: Path) -> Iterator[tuple[Comma
     asks that of the first page which does. Yields each command with its seconds and, where it
     failed, what it printed last.
     """
-    first = next(command for command in read_commands() if command.starts_server)
+    shared = next(command for command in read_commands() if command.starts_server)
     # Programs and packages are those of this environment and of the copy.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
@@ -200,7 +200,7 @@ def type_page(commands: Sequence[Command], folder: Path) -> Iterator[tuple[Comma
             before = time.monotonic()
             if command.starts_server or (command.needs_server and not address):
                 servers.close()
-                address = _start(command if command.starts_server else first, servers, folder)
+                address = _start(command if command.starts_server else shared, servers, folder)
             failure = ""
             if not command.starts_server:
                 failure = _type(_NEEDS_SERVER.sub(address, command.typed), environment)

@@ -13,33 +13,16 @@ import json
 import posixpath
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"`[^`\n]+`")
-
-
-class File(Protocol):
-    """The file of a page, as far as it is read."""
-
-    src_uri: str
-
-
-class Page(Protocol):
-    """The page of mkdocs, as far as it is read."""
-
-    file: File
-
-
-class Config(Protocol):
-    """The setting of mkdocs that is read."""
-
-    repo_url: str | None
 
 
 def rewrite_links(text: str, repo_url: str | None, page: str = "index.md") -> str:
@@ -80,7 +63,7 @@ def generate_files() -> dict[str, str]:
     return {"atoms.md": render_page(), "autoprune-state-1.schema.json": schema + "\n"}
 
 
-def on_page_markdown(markdown: str, *, page: Page, config: Config, **_: object) -> str:
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: object) -> str:
     """Called by mkdocs with the source of every page."""
     return restore_pipes(rewrite_links(markdown, config.repo_url, page.file.src_uri))
 

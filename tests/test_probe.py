@@ -54,7 +54,7 @@ class PrunedServer:
         self.requests += 1
         self.prefill += engine
         usage = {"prompt_tokens": tokens}
-        return Reply(deltas=("a", "b"), first=engine + outside, gaps=(0.01,), usage=usage)
+        return Reply(deltas=("a", "b"), ttft=engine + outside, gaps=(0.01,), usage=usage)
 
     def metrics(self) -> str:
         """The page of ``/metrics``."""
@@ -136,12 +136,12 @@ def test_a_server_without_metrics_is_probed() -> None:
 
 def refuse_images(body: Body) -> Reply:
     has_image = any(part["type"] == "image_url" for part in body["messages"][0]["content"])
-    return Reply(status=400, error="is not a multimodal model") if has_image else Reply(first=0.0)
+    return Reply(status=400, error="is not a multimodal model") if has_image else Reply(ttft=0.0)
 
 
 def ever_faster(body: Body) -> Reply:
     size = len(json.dumps(body["messages"][0]["content"]))
-    return Reply(first=0.2 if size < 400 else 0.0, usage={"prompt_tokens": size})
+    return Reply(ttft=0.2 if size < 400 else 0.0, usage={"prompt_tokens": size})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def ever_faster(body: Body) -> Reply:
         (refuse_images, None, "refuses a request with an image: status 400: is not a multimodal "
          "model -> serve a model that takes images"),
         (Reply(status=401, error="Unauthorized"), None, "refuses a chat request: status 401"),
-        (Reply(first=0.0, usage={"prompt_tokens": 7}), None, "an image adds no tokens to a prompt"),
+        (Reply(ttft=0.0, usage={"prompt_tokens": 7}), None, "an image adds no tokens to a prompt"),
         (ever_faster, None, "takes no longer"),
         (Reply(drop=True), None, "does not answer"),
         (Reply(deltas=("a", "b"), cut=True), None, "does not answer"),

@@ -44,7 +44,6 @@ class Answer(StrictModel):
     text: str = ""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    cached_tokens: int | None = None
     error: str | None = None
     """What went wrong, in a line; None where the request was answered."""
 
@@ -64,7 +63,6 @@ class Record(Answer):
     """When the stream ended, or the request failed."""
     status: int = 0
     images: int = 1
-    body_bytes: int = 0
 
     @property
     def ok(self) -> bool:
@@ -211,7 +209,6 @@ class Client:
             done=done,
             status=status,
             images=images,
-            body_bytes=len(body),
             **(content.model_dump() | changes),
         )
 
@@ -252,7 +249,6 @@ def parse(reads: Sequence[Read]) -> Answer:
         text="".join(text),
         prompt_tokens=usage.get("prompt_tokens"),
         completion_tokens=usage.get("completion_tokens"),
-        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
         error=error or (None if text else EMPTY),
     )
 

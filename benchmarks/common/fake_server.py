@@ -31,7 +31,7 @@ class Reply:
 
     deltas: tuple[str, ...] | None = None
     """Texts, one a chunk; None: as many numbers as tokens are requested."""
-    first: float = 0.1
+    ttft: float = 0.1
     """Seconds from the request to the first text."""
     gaps: tuple[float, ...] = (0.02,)
     """Seconds between deltas, repeated as long as needed."""
@@ -54,7 +54,7 @@ class Reply:
 
     def times(self, count: int) -> list[float]:
         """Seconds from the request to each of ``count`` deltas."""
-        times = [self.first]
+        times = [self.ttft]
         for number in range(count - 1):
             times.append(times[-1] + self.gaps[number % len(self.gaps)])
         return times

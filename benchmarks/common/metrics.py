@@ -15,7 +15,6 @@ from benchmarks.common import BenchmarkError, StrictModel
 from vllm_autoprune.http_client import Metrics
 
 _COUNTERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "prompt_tokens": ("vllm:prompt_tokens_total", {}),
     "prefix_cache_queries": ("vllm:prefix_cache_queries_total", {}),
     "prefix_cache_hits": ("vllm:prefix_cache_hits_total", {}),
     "mm_cache_queries": ("vllm:mm_cache_queries_total", {}),
@@ -35,7 +34,6 @@ class ServerMetrics(StrictModel):
     """Counters as differences over the run, gauges as peaks of what was polled."""
 
     read: bool = False
-    prompt_tokens: float | None = None
     prefix_cache_queries: float | None = None
     prefix_cache_hits: float | None = None
     mm_cache_queries: float | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 from urllib.parse import quote
 
 from benchmarks.common import StrictModel
@@ -158,44 +159,31 @@ def _ratio(over: Sequence[Run], under: Sequence[Run], figure: str) -> Estimate |
     return ratio(upper, lower, level)
 
 
-@dataclass(frozen=True)
-class Edge:
-    """The rate at which a condition ceases to hold, between two measured rates."""
+class Sweep(NamedTuple):
+    """One arm over all measured rates, requests/s as text."""
 
-    holds: float | None
-    """The highest valid rate up to which it holds; None: at none."""
-    fails: float | None
-    """The lowest valid rate at which it does not hold; None: at none."""
-    gap: bool
-    """Whether a rate between the two was measured, but is not valid."""
-
-    @classmethod
-    def find(cls, points: Sequence[Point], holds: Callable[[Point], bool]) -> Edge:
-        """From points of rising rates; a rate counts only if all lower valid ones hold."""
-        rates = [(point.load.rate or 0.0, point) for point in points]
-        fails = next((rate for rate, point in rates if point.valid and not holds(point)), None)
-        below = [(rate, point) for rate, point in rates if fails is None or rate < fails]
-        highest = max((rate for rate, point in below if point.valid), default=None)
-        gap = any(not p.valid and (highest is None or rate > highest) for rate, p in below)
-        return cls(highest, fails, gap)
-
-    def __str__(self) -> str:
-        if self.holds is None:
-            return "not known" if self.fails is None else f"below {self.fails:g}"
-        if self.fails is None:
-            return f"at least {self.holds:g}"
-        return f"{self.holds:g} to {self.fails:g}" if self.gap else f"{self.holds:g}"
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """One arm over all measured rates."""
-
-    knee: Edge
-    highest: Edge
+    knee: str
+    highest: str
     """The highest rate that the server keeps up with and at which p99 TTFT and goodput suffice."""
     saturated: bool
     """Whether the server did not keep up with some rate; if not, higher rates are needed."""
+
+
+def _find_edge(points: Sequence[Point], holds: Callable[[Point], bool]) -> str:
+    """The rate up to which a condition holds, of points of rising rates.
+
+    A rate counts only if all lower valid ones hold. Two rates where a run between is not valid.
+    """
+    rates = [(point.load.rate or 0.0, point) for point in points]
+    fails = next((rate for rate, point in rates if point.valid and not holds(point)), None)
+    below = [(rate, point) for rate, point in rates if fails is None or rate < fails]
+    highest = max((rate for rate, point in below if point.valid), default=None)
+    if highest is None:
+        return "not known" if fails is None else f"below {fails:g}"
+    if fails is None:
+        return f"at least {highest:g}"
+    gap = any(not point.valid and rate > highest for rate, point in below)
+    return f"{highest:g} to {fails:g}" if gap else f"{highest:g}"
 
 
 def build_sweep(points: Sequence[Point], slo: Slo) -> Sweep:
@@ -213,8 +201,8 @@ def build_sweep(points: Sequence[Point], slo: Slo) -> Sweep:
         return not late and goodput.value >= _GOOD_SHARE
 
     return Sweep(
-        knee=Edge.find(ordered, lambda p: p.keeps_up(idle) and p.median("TTFT") <= knee),
-        highest=Edge.find(ordered, meets),
+        knee=_find_edge(ordered, lambda p: p.keeps_up(idle) and p.median("TTFT") <= knee),
+        highest=_find_edge(ordered, meets),
         saturated=any(p.valid and not p.keeps_up(idle) for p in ordered),
     )
 

@@ -152,7 +152,7 @@ def _build_figures(
     for arm, swept in _by_arm(open_points(points)):
         sweep = build_sweep(swept, slo)
         note = "reached" if sweep.saturated else "not reached: try higher rates"
-        sweeps.append([arm, str(sweep.knee), str(sweep.highest), note])
+        sweeps.append([arm, sweep.knee, sweep.highest, note])
     first_token: _Columns = {
         "requests": lambda p: str(p.summary.requests),
         **{f"TTFT p{level}, ms": _percentile_cell("TTFT", level) for level in LEVELS},

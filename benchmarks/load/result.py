@@ -153,8 +153,6 @@ class Summary(StrictModel):
     """For information: answers have a fixed length."""
     prompt_tokens: float | None
     """Mean, as the server counts them."""
-    cached_tokens: float | None
-    body_bytes: float
 
     def latency(self, name: str) -> Distribution | None:
         """One of :data:`LATENCIES`."""
@@ -222,8 +220,6 @@ def summarize(passes: Sequence[Sequence[Record]], slo: Slo) -> Summary:
         image_rate=rate(lambda r: r.images if r.ok else 0),
         output_token_rate=rate(lambda r: (r.completion_tokens or 0) if r.ok else 0),
         prompt_tokens=_mean([r.prompt_tokens for r in good]),
-        cached_tokens=_mean([r.cached_tokens for r in good]),
-        body_bytes=_mean([r.body_bytes for r in measured]) or 0.0,
     )
 
 

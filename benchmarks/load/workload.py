@@ -68,29 +68,20 @@ class Picture:
         return encode_picture(draw_picture(self.seed, self.width, self.height), self.format)
 
 
-@dataclass(frozen=True)
-class OwnPicture:
-    """One image of one's own data, read when it is needed."""
-
-    item: int
-    read: Callable[[], bytes]
-
-    def url(self) -> str:
-        """The image as chat clients send it; raises :class:`BenchmarkError` for another file."""
-        data = self.read()
-        kinds = [kind for signature, kind in _SIGNATURES.items() if data.startswith(signature)]
-        if not kinds:
-            raise BenchmarkError(
-                "--data: a file is no JPEG, PNG, GIF or WebP -> convert or remove it"
-            )
-        return f"data:image/{kinds[0]};base64,{base64.b64encode(data).decode()}"
+def as_data_url(data: bytes) -> str:
+    """An image as chat clients send it; raises :class:`BenchmarkError` for another file."""
+    kinds = [kind for signature, kind in _SIGNATURES.items() if data.startswith(signature)]
+    if not kinds:
+        raise BenchmarkError("--data: a file is no JPEG, PNG, GIF or WebP -> convert or remove it")
+    return f"data:image/{kinds[0]};base64,{base64.b64encode(data).decode()}"
 
 
 @dataclass(frozen=True)
 class Request:
     """One request; requests with equal pictures and question have identical bodies."""
 
-    pictures: tuple[Picture | OwnPicture, ...]
+    pictures: tuple[Picture | Callable[[], bytes], ...]
+    """Pictures to be drawn, or images of one's own data, which are read when they are needed."""
     question: str
 
 
@@ -175,10 +166,13 @@ def build_request_body(workload: Workload, request: Request) -> bytes:
     """The JSON body of one request."""
     # Without skip_special_tokens, special tokens have no text, and their deltas would not count.
     own_fields = {"ignore_eos": True, "skip_special_tokens": False}
-    content = build_content(request.question, [picture.url() for picture in request.pictures])
+    urls = [
+        picture.url() if isinstance(picture, Picture) else as_data_url(picture())
+        for picture in request.pictures
+    ]
     return build_body(
         workload.model,
-        content,
+        build_content(request.question, urls),
         tokens=workload.output_tokens,
         fields=own_fields if workload.dialect == "vllm" else {},
     )
@@ -216,8 +210,7 @@ def _draw_request(workload: Workload, identity: int, asked: int) -> Request:
         items = _open_data(workload.data)
         place = workload.first_item + identity
         question = items[(workload.first_item + asked) % len(items)].question
-        pictures = tuple(OwnPicture(place, read) for read in items[place].images)
-        return Request(pictures, question or _draw_question(workload, asked))
+        return Request(items[place].images, question or _draw_question(workload, asked))
     generator = _generator(workload, 1, identity)
     drawn = []
     for number in range(_draw_from(workload.images, generator)):

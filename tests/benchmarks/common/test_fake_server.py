@@ -42,7 +42,7 @@ def test_every_socket_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     unclosed: list[str] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda event: unclosed.append(str(event.exc_value)))
     for _ in range(8):
-        with contextlib.ExitStack() as stack, fake_server(Reply(first=0.01)) as server:
+        with contextlib.ExitStack() as stack, fake_server(Reply(ttft=0.01)) as server:
             stack.enter_context(clients(server.url, 3))
     gc.collect()
     assert unclosed == []

@@ -13,17 +13,17 @@ from benchmarks.common.metrics import MetricsWatcher, ServerMetrics, list_models
 from benchmarks.server import free_port
 
 BEFORE = """
-# HELP vllm:prompt_tokens_total Number of prefill tokens processed.
-vllm:prompt_tokens_total{engine="0",model_name="m"} 100.0
-vllm:prompt_tokens_total{engine="1",model_name="m"} 20.0
+# HELP vllm:request_success_total Count of requests.
+vllm:request_success_total{engine="0",model_name="m"} 100.0
+vllm:request_success_total{engine="1",model_name="m"} 20.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.75
 vllm:mm_cache_hits_total{engine="0"} 3.0
 autoprune_visual_tokens_total{stage="after"} 640.0
 autoprune_visual_tokens_created{stage="after"} 1.7e+09
 """
 AFTER = """
-vllm:prompt_tokens_total{engine="0",model_name="m"} 180.0
-vllm:prompt_tokens_total{engine="1",model_name="m"} 20.0
+vllm:request_success_total{engine="0",model_name="m"} 180.0
+vllm:request_success_total{engine="1",model_name="m"} 20.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
 vllm:mm_cache_hits_total{engine="0"} 3.0
 autoprune_visual_tokens_total{stage="before"} 5760.0
@@ -41,7 +41,7 @@ def test_counters_are_differences_and_gauges_are_peaks() -> None:
     # Summed over engines; a labelled counter appears with its first event; absent ones are None.
     assert watch.metrics() == ServerMetrics(
         read=True,
-        prompt_tokens=80,
+        finished=80,
         mm_cache_hits=0,
         visual_tokens_before=5760,
         visual_tokens_after=640,

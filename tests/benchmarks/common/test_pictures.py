@@ -42,10 +42,10 @@ def test_pictures_compress_better_than_noise() -> None:
 
 
 def test_the_seed_determines_every_pixel() -> None:
-    first = np.asarray(draw_picture(7, 80, 60))
-    assert first.shape == (60, 80, 3)
-    assert (first == np.asarray(draw_picture(7, 80, 60))).all()
-    assert (first != np.asarray(draw_picture(8, 80, 60))).any()
+    drawn = np.asarray(draw_picture(7, 80, 60))
+    assert drawn.shape == (60, 80, 3)
+    assert (drawn == np.asarray(draw_picture(7, 80, 60))).all()
+    assert (drawn != np.asarray(draw_picture(8, 80, 60))).any()
 
 
 def test_data_urls_contain_the_picture_in_its_format() -> None:

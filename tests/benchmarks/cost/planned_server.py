@@ -73,7 +73,7 @@ class PlannedReplies:
             counts.update(before)
         if due["fallen"]:
             counts['autoprune_fallbacks_total{fallback="uniform",reason="scores"}'] += 1
-        return Reply(first=0.01, usage={"prompt_tokens": prompt, "completion_tokens": answer})
+        return Reply(ttft=0.01, usage={"prompt_tokens": prompt, "completion_tokens": answer})
 
     def _plan(self, body: Body) -> int:
         """Prompt tokens of a request, which is counted; raises AutopruneError."""
@@ -81,11 +81,11 @@ class PlannedReplies:
         request = parse_request(kwargs["autoprune"] if isinstance(kwargs, dict) else None)
         images = json.dumps(body["messages"]).count('"type": "image_url"')
         choices = resolve_choices(self._state, request, [TokenCount(TOKENS)] * images)
-        later = [one for one in body["messages"][1:] if one["role"] == "user"]
-        turns = [RecallTurn(images=images, text=one["content"]) for one in later]
+        later = [turn for turn in body["messages"][1:] if turn["role"] == "user"]
+        turns = [RecallTurn(images=images, text=turn["content"]) for turn in later]
         recall = RECALL if request.recall is None else request.recall
         contents = [str(i) for i in range(images)]
-        recalled = sum(one.budget for one in choose_recalls(turns, recall, choices, contents))
+        recalled = sum(part.budget for part in choose_recalls(turns, recall, choices, contents))
         kept = sum(choice.kept for choice in choices) + recalled
         core = sum(
             align_core(START, SplitImage(choice.kept, choice.core, None), BLOCK)

@@ -102,10 +102,10 @@ def test_kv_of_the_13b_geometry_is_the_one_of_another_table() -> None:
 
 
 def test_every_printed_reduction_follows() -> None:
-    for whole, kept, percent in (
+    for tokens, budget, percent in (
         (576, 32, "94.4"), (576, 64, "88.9"), (576, 128, "77.8"),
         (2880, 160, "94.4"), (2880, 320, "88.9"), (2880, 640, "77.8"),
         (1296, 256, "80.2"), (1296, 128, "90.1"), (1296, 64, "95.1"), (1296, 32, "97.5"),
     ):  # fmt: skip
-        assert rounds_to(100 * (1 - kept / whole), percent)
+        assert rounds_to(100 * (1 - budget / tokens), percent)
     assert (LLAVA_7B.tokens, LLAVA_NEXT_7B.tokens) == (576, 2880)

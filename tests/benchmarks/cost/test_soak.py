@@ -144,7 +144,7 @@ def test_a_client_that_hangs_up_is_counted_by_what_it_has_read() -> None:
 
 def test_a_stream_that_ends_or_is_refused_is_an_error() -> None:
     request, tally = MIX.draw(Random(5), stream=True), Tally()
-    reply = Reply(deltas=("one",), first=0.0)
+    reply = Reply(deltas=("one",), ttft=0.0)
     with fake_server(reply, model=None) as server, connect(server.url) as client:
         send(client, request, tally, 50)
     with fake_server(reply, model="another") as server, connect(server.url) as client:

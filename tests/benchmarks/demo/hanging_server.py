@@ -20,7 +20,7 @@ def main() -> None:
 
     def hang(body: Body) -> Reply:
         notes.with_name("pids.asked").touch()
-        return Reply(first=600.0)
+        return Reply(ttft=600.0)
 
     pages = {"/health": "" if healthy else None}
     with fake_server(hang, model=None, pages=pages, port=port):

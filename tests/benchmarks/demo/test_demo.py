@@ -97,7 +97,7 @@ def answers(examples: Sequence[Example]) -> Answers:
         text = "none" if blind else right[str(image["uuid"]), question]
         # Later requests may be answered earlier.
         tokens = 20 + int(str(fields.get("budget", 144)))
-        return Reply(tuple(text), first=0.01 * (len(question) % 3), usage={"prompt_tokens": tokens})
+        return Reply(tuple(text), ttft=0.01 * (len(question) % 3), usage={"prompt_tokens": tokens})
 
     with fake_server(reply, model=None) as server:
         stock = send_questions(server.url, "stock", examples, (FULL,))
@@ -217,14 +217,14 @@ def test_a_failed_question_is_described_in_one_line(
 
 
 def test_an_empty_answer_is_an_answer(examples: Sequence[Example]) -> None:
-    with fake_server(Reply(("",), first=0.0), model=None) as server:
+    with fake_server(Reply(("",), ttft=0.0), model=None) as server:
         answers = send_questions(server.url, "stock", examples[:1], (FULL,))
     assert answers[FULL][0].text == ""
 
 
 def test_every_arm_sends_the_same_requests_and_shares_no_image() -> None:
     plan = Plan(alone=2, together=8, images=2)
-    reply = Reply(("w1",), first=0.02, usage={"prompt_tokens": 600})
+    reply = Reply(("w1",), ttft=0.02, usage={"prompt_tokens": 600})
     steps: list[int] = []
 
     def urls(bodies: Sequence[Body]) -> list[str]:

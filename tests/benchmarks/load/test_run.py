@@ -23,7 +23,7 @@ from benchmarks.load.workload import prepare
 from benchmarks.server import free_port
 
 WORKLOAD = Workload(model=MODEL, requests=40, warm_up=2, output_tokens=6, sides={48: 1})
-REPLY = Reply(first=0.08, gaps=(0.02, 0.04))
+REPLY = Reply(ttft=0.08, gaps=(0.02, 0.04))
 LOAD = Load(rate=20.0)
 OF_A_BUSY_MACHINE = "the client was the bottleneck"
 """The only reason against a run that a busy machine may cause."""
@@ -99,7 +99,7 @@ def test_two_workers_share_the_schedule_of_one(workload: Path, tmp_path: Path) -
 def test_a_server_that_dies_ends_the_run_and_keeps_its_records(
     workload: Path, tmp_path: Path
 ) -> None:
-    with fake_server(Reply(first=0.02, gaps=(0.005,)), serves=14) as server:
+    with fake_server(Reply(ttft=0.02, gaps=(0.005,)), serves=14) as server:
         result = run(options(server.url, workload, tmp_path, Load(users=2)))
     assert not result.verdict.valid
     assert "10 requests in a row failed" in result.verdict.describe()
@@ -112,7 +112,7 @@ def test_a_server_that_dies_ends_the_run_and_keeps_its_records(
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
 def test_a_full_disk_invalidates_the_run(workload: Path, tmp_path: Path) -> None:
     (tmp_path / RECORDS).symlink_to("/dev/full")
-    with fake_server(Reply(first=0.01, gaps=(0.002,))) as server:
+    with fake_server(Reply(ttft=0.01, gaps=(0.002,))) as server:
         result = run(options(server.url, workload, tmp_path, Load(users=8)))
     assert result.summary.requests == 24  # judged from memory
     assert any("No space left on device" in reason for reason in result.verdict.reasons)

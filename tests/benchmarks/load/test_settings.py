@@ -165,7 +165,7 @@ def test_a_server_that_is_down_exits_with_1_and_one_line(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "--url: Field required"),
+        ([], "--url: "),
         (["--url", "http://x"], "a run has one load -> give --rate"),
         (["--url", "http://x", "--rate", "2", "--users", "1"], "a run has one load"),
     ],

@@ -19,9 +19,9 @@ from benchmarks.load.__main__ import main
 from benchmarks.load.settings import Workload
 from benchmarks.load.workload import (
     BODIES,
-    OwnPicture,
     Picture,
     Request,
+    as_data_url,
     draw_requests,
     load_prepared,
     prepare,
@@ -244,4 +244,4 @@ def test_mistakes_in_the_data_are_answered_in_one_line(
         assert message in error and error.count("\n") == 1, name
         assert not out.exists()
     with pytest.raises(BenchmarkError, match="is no JPEG, PNG, GIF or WebP"):
-        OwnPicture(0, lambda: b"%PDF-1.7").url()
+        as_data_url(b"%PDF-1.7")
