@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_autoprune.evaluation import published
-from vllm_autoprune.evaluation.journal import MME, Arm
+from vllm_autoprune.evaluation.journal import Arm
 from vllm_autoprune.evaluation.report import MIN_IMAGES, Comparison, Differences, Report, Row
 from vllm_autoprune.report import (
     Chart,
@@ -23,7 +23,6 @@ from vllm_autoprune.statistics import Estimate
 _NONE = "-"
 _PRUNING_ARMS: tuple[Arm, ...] = ("found", "autoprune", "base")
 """Kinds of cases that the answer may be about, the most specific first."""
-_TABLE_ARMS: tuple[Arm, ...] = ("full", "random", "resized", "base", "autoprune", "found")
 
 _TRIAL_IMAGES = 20
 """With fewer images than this, bootstrap intervals over images are too narrow."""
@@ -59,7 +58,6 @@ class _Metric:
 
 _ACC = _Metric("Acc.", lambda differences: differences.acc)
 _SAMPLES = _Metric("samples", lambda differences: differences.accuracy)
-_POINTS = _Metric("MME", lambda differences: differences.mme)
 _LN_P = _Metric("ln p", lambda differences: differences.logprob, digits=3)
 
 
@@ -209,8 +207,6 @@ def _tables(report: Report) -> Iterator[Table]:
     metrics = [_ACC if _ACC.is_in(report) else _SAMPLES, *([_LN_P] if _LN_P.is_in(report) else [])]
     yield from _result_tables(report, metrics)
     yield from _resizing_tables(report)
-    yield from _gain_tables(report, metrics)
-    yield from _quota_table(report)
     if report.refused:
         refused = [[case.label, str(case.budget), case.refused] for case in report.refused]
         yield Table("Cannot be served", ["method", "K", "why"], refused, "lll")
@@ -224,19 +220,22 @@ def _figures_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[st
 
 
 def _result_tables(report: Report, metrics: Sequence[_Metric]) -> Iterator[Table]:
-    """The paper's main table, one part for each budget, each with the full model on top."""
-    listed = [row for row in report.rows if row.case.arm in _TABLE_ARMS]
+    """The paper's main table, one part for each budget, each with the full model on top.
+
+    The gain of a residual, and of each q_e, is its difference to its base policy.
+    """
     names = list(report.rows[0].benchmarks)
     head = ["method", *names, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
     if report.rows[0].without_mmbench is not None:
         head += ["Acc. w/o MMB", "ratio of means w/o MMB", "mean of ratios w/o MMB"]
     others = ["full", "base"]
-    if any(row.case.arm == "resized" for row in listed):
+    if any(row.case.arm == "resized" for row in report.rows):
         others.append("resized")
     head += [f"{metric.name} less {other}" for metric in metrics for other in others]
-    for budget in _budgets(listed):
+    budgets = {row.case.budget for row in report.rows if row.case.budget}
+    for budget in sorted(budgets, reverse=True):
         rows = []
-        for row in listed:
+        for row in report.rows:
             if row.case.budget not in (0, budget):
                 continue
             cells = [row.case.label, *(f"{row.benchmarks[name]:.1f}" for name in names)]
@@ -261,63 +260,23 @@ def _resizing_tables(report: Report) -> Iterator[Table]:
             for (label, at, kind), cell in cells.items()
             if at == budget and kind is None
         }
-        yield _pivot("Less the resize control, per cent right", "method", by_budget)
+        yield _pivot("Less the resize control, per cent right", by_budget)
     for budget in budgets:
         by_kind = {(label, kind): cell for (label, at, kind), cell in cells.items()
                    if at == budget and kind is not None}  # fmt: skip
         if by_kind:
             caption = f"Less the resize control by kind of question, K = {budget}"
-            yield _pivot(caption, "method", by_kind)
+            yield _pivot(caption, by_kind)
 
 
-def _gain_tables(report: Report, metrics: Sequence[_Metric]) -> Iterator[Table]:
-    """The gain of the residual over each base policy, as in the paper's table."""
-    rows = [row for row in report.rows if row.case.arm == "autoprune" and row.to_base is not None]
-    if len(rows) < 2:
-        return
-    labels = {row.case.name: row.case.label for row in report.rows}
-    rows.sort(key=lambda row: -row.case.budget)
-    for metric in metrics:
-        cells = {
-            (labels[row.case.base], f"K = {row.case.budget}"): metric.cell(row.to_base)
-            for row in rows
-        }
-        yield _pivot(f"AutoPrune less strategy only, {metric.name}", "base policy", cells)
-
-
-def _pivot(caption: str, corner: str, cells: Mapping[tuple[str, str], str]) -> Table:
+def _pivot(caption: str, cells: Mapping[tuple[str, str], str]) -> Table:
     """A table of cells by row and column, in the order in which these first occur."""
     columns = list(dict.fromkeys(column for _, column in cells))
     rows = [
         [label, *(cells.get((label, column), _NONE) for column in columns)]
         for label in dict.fromkeys(label for label, _ in cells)
     ]
-    return _figures_table(caption, [corner, *columns], rows)
-
-
-def _quota_table(report: Report) -> Iterator[Table]:
-    """The paper's values of q_e; differences are to the base policy, which exchanges nothing."""
-    cells = []
-    sweep = [row for row in report.rows if row.case.arm == "quota"]
-    for budget in _budgets(sweep):
-        rows = {row.case.quota or 0: row for row in sweep if row.case.budget == budget}
-        # AutoPrune with its complete residual, on the same base policy at the same budget.
-        bases = {row.case.base for row in rows.values()}
-        for row in report.rows:
-            if row.case.arm == "autoprune" and row.case.base in bases:
-                rows.setdefault(row.case.quota or 0, row)
-        for quota, row in sorted(rows.items()):
-            gain = row.to_base
-            cells.append([str(budget), str(quota), str(max(budget - quota, 0)),
-                          _figure(row.benchmarks.get(MME)),
-                          _POINTS.cell(gain), _ACC.cell(gain), _LN_P.cell(gain)])  # fmt: skip
-    if cells:
-        head = ["K", "q_e", "K - q_e", "MME", "less base", "Acc. less base", "ln p less base"]
-        yield Table("Sweep of the exchange quota", head, cells, "r" * len(head))
-
-
-def _budgets(rows: Sequence[Row]) -> list[int]:
-    return sorted({row.case.budget for row in rows if row.case.budget}, reverse=True)
+    return _figures_table(caption, ["method", *columns], rows)
 
 
 def _figure(value: float | None) -> str:
