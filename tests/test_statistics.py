@@ -21,30 +21,19 @@ from vllm_autoprune.statistics import (
 
 def test_a_spread_has_median_and_quartiles() -> None:
     sample = spread([5, 1, 2, 4, 3])
-
     assert (sample.low, sample.median, sample.high, sample.count) == (2, 3, 4, 5)
 
 
-def test_identical_rounds_give_an_interval_of_zero_width() -> None:
+def test_ratios_of_paired_rounds() -> None:
     assert ratio_of_medians([[2.2]] * 5, [[2.0]] * 5) == pytest.approx(Estimate(1.1, 1.1, 1.1))
-
-
-def test_pairing_rounds_cancels_out_the_speed_of_the_machine() -> None:
     # Every round is as slow for one kind as for the other; the ratio is 2 in each of them.
     under = [[1.0], [10.0], [100.0], [1000.0], [10000.0]]
     over = [[2 * value for value in row] for row in under]
-
     assert ratio_of_medians(over, under) == Estimate(2.0, 2.0, 2.0)
-
-
-def test_the_interval_contains_the_value_and_is_repeatable() -> None:
     over, under = [[float(i % 7)] for i in range(40)], [[float(i % 5 + 1)] for i in range(40)]
-
-    first = ratio_of_medians(over, under)
-
-    assert first.low <= first.value <= first.high
-    assert first.low < first.high
-    assert ratio_of_medians(over, under) == first
+    interval = ratio_of_medians(over, under)
+    assert interval.low <= interval.value <= interval.high and interval.low < interval.high
+    assert ratio_of_medians(over, under) == interval
 
 
 @pytest.mark.parametrize(("over", "under"), [([[1.0]], [[1.0]] * 2), ([], []), ([[]], [[]])])
@@ -65,9 +54,6 @@ def test_rounds_that_do_not_pair_are_refused(
 )
 def test_an_upper_bound_is_judged_by_the_whole_interval(figure: Estimate, verdict: str) -> None:
     assert at_most(figure, 1.05) == verdict
-
-
-def test_a_condition_is_judged_without_an_interval() -> None:
     assert (verdict_of(True), verdict_of(False)) == ("holds", "does not hold")
 
 
@@ -104,18 +90,15 @@ def test_one_value_for_each_question_is_needed(values: list[float], clusters: li
         ClusterBootstrap(clusters).mean(values)
 
 
-def test_resamples_begin_with_the_sample_and_draw_blocks_of_neighbours() -> None:
+def test_resamples_begin_with_the_sample_and_draw_blocks_of_neighbours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = resample(37, 20, block=6)
     assert rows.shape == (21, 37) and (rows[0] == np.arange(37)).all()
     assert ((rows[1:, 1:6] - rows[1:, :5]) % 37 == 1).all()
-
-
-def test_resamples_do_not_depend_on_the_chunk_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    whole = resample(37, 20)
+    plain = resample(37, 20)
     monkeypatch.setattr(statistics, "_MAX_CELLS", 100)
-    assert (resample(37, 20) == whole).all()
+    assert (resample(37, 20) == plain).all(), "they depend on the size of chunks"
 
 
 @pytest.mark.parametrize(

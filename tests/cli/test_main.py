@@ -28,39 +28,38 @@ from vllm_autoprune.errors import Problem, SelectionError, StateError
 
 ROOT = Path(__file__).resolve().parents[2]
 
+Captured = pytest.CaptureFixture[str]
 
-def test_columns_are_aligned() -> None:
-    assert format_table(["name", "n"], [["a", "1"], ["bcdefg", "22"]], "<>").splitlines() == [
+
+LONG = " ".join(["word"] * 30)
+
+
+def test_a_table_is_aligned_and_its_widest_columns_are_broken_into_lines() -> None:
+    rows = [["a", "1"], ["bcdefg", "22"], ["", "x"]]
+    assert format_table(["name", "n"], rows, "<>").splitlines() == [
         "name     n",
         "------  --",
         "a        1",
         "bcdefg  22",
+        "         x",
     ]
-
-
-def test_the_widest_columns_are_broken_into_lines() -> None:
-    long = " ".join(["word"] * 30)
-    text = format_table(["key", "a", "b"], [["x", long, "short"], ["y", "1", long]], wrap=80)
+    text = format_table(["key", "a", "b"], [["x", LONG, "short"], ["y", "1", LONG]], wrap=80)
     lines = text.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert text.count("word") == 60
+    assert max(map(len, lines)) <= 80 and text.count("word") == 60
     assert lines[2].startswith("x    word")
 
 
-def test_a_cell_without_text_keeps_its_place() -> None:
-    assert format_table(["a", "b"], [["", "x"]]).splitlines()[2] == "   x"
-
-
 def test_one_problem_is_one_line_and_several_are_a_list() -> None:
-    one = Problem("/budget", "wrong", "fix it")
-    assert format_error(StateError("state x", [one])) == "state x: /budget: wrong -> fix it"
-    assert len(format_error(StateError("state x", [one, one])).splitlines()) == 3
-    assert format_error(SelectionError("does not fit")) == "does not fit"
-    assert error_record(StateError("state x", [one])) == {
+    problem = Problem("/budget", "wrong", "fix it")
+    error = StateError("state x", [problem])
+    assert format_error(error) == "state x: /budget: wrong -> fix it"
+    assert len(format_error(StateError("state x", [problem] * 2)).splitlines()) == 3
+    assert error_record(error) == {
         "error": "StateError",
         "message": "state x: /budget: wrong -> fix it",
         "problems": [{"where": "/budget", "what": "wrong", "fix": "fix it"}],
     }
+    assert error_record(SelectionError("no"))["problems"] == []
 
 
 def test_values_are_shown_as_json_but_strings_bare() -> None:
@@ -69,7 +68,7 @@ def test_values_are_shown_as_json_but_strings_bare() -> None:
 
 
 def test_every_parser_states_defaults_and_answers_in_one_line(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     parser = CommandParser(prog="measure")
     command = parser.add_subparsers().add_parser("users")
@@ -99,27 +98,20 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call[0])
-def test_every_call_on_the_page_parses(call: list[str]) -> None:
-    assert parser().parse_args(call).command == call[0]
-
-
-def test_every_command_is_documented() -> None:
+def test_the_page_names_every_command_and_backbone() -> None:
     assert len(CALLS) >= 4
-    assert all(f"`{name}" in PAGE for name in COMMANDS)
+    assert [parser().parse_args(call).command for call in CALLS] == [call[0] for call in CALLS]
+    assert [name for name in COMMANDS if f"`{name}" not in PAGE] == []
+    assert [name for name in BACKBONE_SHAPES if f"`{name}`" not in PAGE] == []
 
 
-def test_the_costs_on_the_page_are_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_costs_on_the_page_are_what_is_printed(capsys: Captured) -> None:
     (call,) = [call for call in CALLS if call[0] == "cost"]
     assert main(call) == 0
     assert f"```text\n{capsys.readouterr().out}```" in PAGE
 
 
-def test_backbones_are_those_of_the_code() -> None:
-    assert all(f"`{name}`" in PAGE for name in BACKBONE_SHAPES)
-
-
-def test_every_shipped_state_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_shipped_state_is_valid(capsys: Captured) -> None:
     files = [str(f) for f in sorted((ROOT / "policies").glob("*.json"))]
     assert files
     assert main(["validate", *files, "--json"]) == 0
@@ -128,102 +120,76 @@ def test_every_shipped_state_is_valid(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(len(r["verdicts"]) == 5 for r in results)
 
 
-def test_a_bad_state_is_reported_and_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_state_is_reported_and_fails(tmp_path: Path, capsys: Captured) -> None:
     file = tmp_path / "bad.json"
     file.write_text('{"schema": "autoprune-state/1", "name": "x"}')
     assert main(["validate", str(file), "autoprune"]) == 1
     output = capsys.readouterr().out
     assert "/budget: required but missing" in output
     assert "autoprune: valid, K = 32" in output
-
-
-def test_a_budget_is_checked_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "autoprune", "--budget", "0"]) == 1
     assert "K = 0" in capsys.readouterr().out
 
 
-def test_schema_and_atoms_are_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schema_and_atoms_are_json(capsys: Captured) -> None:
     assert main(["schema"]) == 0
     assert "constraints" in json.loads(capsys.readouterr().out)["properties"]
     assert main(["atoms", "--json"]) == 0
     atoms = json.loads(capsys.readouterr().out)
     budgets = [a for a in atoms if a["group"] == "budget_control" and a["origin"] == "printed"]
     assert len(budgets) == 10
+    assert main(["atoms", "--group", "safety_checks", "--json"]) == 0
+    assert {a["group"] for a in json.loads(capsys.readouterr().out)} == {"safety_checks"}
     assert main(["atoms"]) == 0
     assert "local_contrast_saliency" in capsys.readouterr().out
 
 
-def test_wrong_arguments_exit_with_2() -> None:
+def test_wrong_arguments_exit_with_2(capsys: Captured) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["validate"])
     assert caught.value.code == 2
-
-
-def test_a_misspelt_command_is_answered_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
     assert main(["valdate"]) == 2
     output = capsys.readouterr().err
     assert "did you mean 'validate'?" in output and output.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_and_json_output(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_states_json_output_and_the_defaults(command: str, capsys: Captured) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
-    output = capsys.readouterr().out
-    assert "--json" in output and COMMANDS[command].help[1:] in " ".join(output.split())
-
-
-def options() -> list[tuple[str, argparse.Action]]:
-    """Every option of every command that has a default worth telling."""
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--json" in text and COMMANDS[command].help[1:] in text
     (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return [
-        (name, action)
-        for name, command in commands.choices.items()
-        for action in command._actions
-        if action.option_strings and action.default not in (None, False, argparse.SUPPRESS, (), [])
-    ]
+    for action in commands.choices[command]._actions:
+        told = action.default in (None, False, argparse.SUPPRESS, (), [])
+        if action.option_strings and not told:
+            flag = action.option_strings[-1]
+            assert "default" in text.rpartition(f"{flag} ")[2].partition(" --")[0], flag
 
 
-def test_every_help_states_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    texts: dict[str, str] = {}
-    for command in {command for command, _ in options()}:
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        texts[command] = " ".join(capsys.readouterr().out.split())
-    for command, action in options():
-        flag = action.option_strings[-1]
-        entry = texts[command].rpartition(f"{flag} ")[2].partition(" --")[0]
-        assert "default" in entry, (command, flag, entry)
-    assert len(options()) >= 5
-
-
-def test_the_version_is_printed_without_torch() -> None:
-    code = (
-        "import sys; sys.argv = ['vllm-autoprune', '--version']; "
-        "from vllm_autoprune_command import main; assert main() == 0; "
-        "print(sorted({'torch', 'vllm_autoprune'} & set(sys.modules)))"
-    )
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        (
+            "from vllm_autoprune_command import main; sys.argv = ['x', '--version']; main()",
+            {"torch", "vllm_autoprune"},
+        ),
+        (
+            "from vllm_autoprune.cli.main import main; main(['atoms'])",
+            {"vllm", "transformers", "PIL", "matplotlib"},
+        ),
+    ],
+)
+def test_starting_loads_nothing_heavy(code: str, heavy: set[str]) -> None:
+    code = f"import sys; {code}; print(sorted({heavy!r} & set(sys.modules)))"
     ran = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
-        timeout=60,
+        timeout=120,
     )  # fmt: skip
-    assert ran.stdout.split() == [version("vllm-autoprune"), "[]"]
-
-
-def test_starting_loads_neither_server_nor_model_nor_pictures() -> None:
-    code = (
-        "import sys; from vllm_autoprune.cli.main import main; main(['atoms']); "
-        "print(sorted({'vllm', 'transformers', 'PIL', 'matplotlib'} & set(sys.modules)))"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert ran.stdout.splitlines()[-1] == "[]"
+    lines = ran.stdout.splitlines()
+    assert lines[-1] == "[]" and ("atoms" in code or lines[0] == version("vllm-autoprune"))
 
 
 def test_a_closed_pipe_is_no_error() -> None:
@@ -231,8 +197,3 @@ def test_a_closed_pipe_is_no_error() -> None:
     ran = subprocess.run(run, shell=True, capture_output=True, text=True, timeout=120)
     assert ran.stdout == '{\n  "$defs"'[:10]
     assert ran.stderr == ""
-
-
-def test_atoms_of_one_group(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["atoms", "--group", "safety_checks", "--json"]) == 0
-    assert {a["group"] for a in json.loads(capsys.readouterr().out)} == {"safety_checks"}

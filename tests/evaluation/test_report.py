@@ -145,6 +145,19 @@ def test_totals_of_the_benchmarks_scorer_are_used() -> None:
     assert row.all.mean_of_ratios == 50.0
 
 
+def test_a_benchmark_without_scores_of_single_answers_has_its_total() -> None:
+    unscored = [q.model_copy(update={"benchmark": "MMB-EN"}) for q in QUESTIONS[:2]]
+    questions = [*unscored, *QUESTIONS[2:]]
+    journal = contents((FULL, RIGHT), (BASE, HALF), questions=questions)
+    for name in ("full", BASE.name):
+        for question in ("0", "1"):
+            journal.add(Answer(case=name, question=question, text="A"))
+        journal.add(Total(case=name, benchmark="MMB-EN", metric="m", value=60.0, count=2))
+    row = build_report(journal).row(BASE.name)
+    assert row is not None and row.benchmarks == {"MMB-EN": 60.0, MME: 125.0}
+    assert row.to_full is not None and row.to_full.acc is None and row.to_full.accuracy is not None
+
+
 def test_aggregates_exist_without_mmbench() -> None:
     questions = [
         q if q.benchmark == MME else q.model_copy(update={"benchmark": "MMB-EN"}) for q in QUESTIONS

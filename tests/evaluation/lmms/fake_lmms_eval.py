@@ -81,22 +81,17 @@ def metrics(task: str, doc: dict[str, Any], text: str) -> dict[str, Any]:
     right = float(text.strip().lower() == doc["answer"])
     if task == "gqa":
         return {"exact_match": right}
-    if task == "own":
-        return {"own_accuracy": {"score": right}, "own_other": {"score": 0.0}}
     if task == "mme":
         key = "perception" if doc["category"] == "existence" else "cognition"
         fields = {name: doc[name] for name in ("question_id", "category")}
         return {f"mme_{key}_score": {**fields, "score": right}}
-    return {"gpt_eval_score": {**doc, "prediction": text}}
+    raise ValueError(task)
 
 
 def results(task: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
     if task == "gqa":
         mean = sum(sample["exact_match"] for sample in samples) / len(samples)
         return {"alias": task, "exact_match,none": mean, "exact_match_stderr,none": 0.1}
-    if task == "own":
-        mean = sum(sample["own_accuracy"]["score"] for sample in samples) / len(samples)
-        return {"alias": task, "own_other,none": 0.0, "own_accuracy,none": mean}
     if task == "mme":
         points = {}
         for name in ("mme_perception_score", "mme_cognition_score"):
@@ -110,8 +105,7 @@ def results(task: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
     if task == "hallusion_bench_image":
         total = sum(sample["aAcc"]["correct"] for sample in samples)
         return {"alias": task, "aAcc,none": 100 * total / len(samples)}
-    right = sum(s["target"] == s["filtered_resps"] for s in samples)
-    return {"alias": task, "gpt_eval_score,none": 100 * right / len(samples)}
+    raise ValueError(task)
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from tests.evaluation.samples import read_journal
 from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, completion, endpoint, error
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.journal import JOURNAL, MME, Journal
-from vllm_autoprune.evaluation.lmms.output import IMAGES, Benchmark, select_benchmarks
+from vllm_autoprune.evaluation.lmms.output import IMAGES, select_benchmarks
 from vllm_autoprune.evaluation.lmms.suite import (
     LmmsEval,
     LmmsSuite,
@@ -66,7 +66,7 @@ def suite(
     arms: Sequence[str | Server], folder: Path, tasks: str = "mme,gqa", judge: str | None = None
 ) -> LmmsSuite:
     servers = [parse_servers([arm])[0] if isinstance(arm, str) else arm for arm in arms]
-    benchmarks = select_benchmarks(tasks, tasks=[Benchmark("own", "own", ())])
+    benchmarks = select_benchmarks(tasks)
     program = LmmsEval(f"{sys.executable} {FAKE}", "m", judge_url=judge, check_interval=0.05)
     place = folder / "lmms-eval"
     return LmmsSuite(servers, benchmarks, program, place, backbone="llava-1.5-7b", mme_divisor=20.0)
@@ -178,16 +178,6 @@ def test_a_silent_server_stops_the_task_early(tmp_path: Path) -> None:
     assert [row.case.name for row in report.rows] == ["full"]
 
 
-def test_an_own_task_is_scored_by_its_first_metric(tmp_path: Path) -> None:
-    with endpoint(right) as full, endpoint(pruned) as base:
-        report = run(arms(full, base), tmp_path, "own")
-    row = report.row("cdpruner@64")
-    assert report.valid and row is not None and row.to_full is not None
-    assert row.benchmarks == {"own": 50.0} and row.to_full.acc is not None
-    assert row.to_full.acc.value == -50.0
-    assert "published" not in (tmp_path / "report.md").read_text()
-
-
 def test_a_server_that_does_not_prune_makes_the_report_invalid(tmp_path: Path) -> None:
     with endpoint(right) as full, endpoint(right) as base:
         report = run(arms(full, base), tmp_path, "gqa")
@@ -203,16 +193,6 @@ def test_a_total_that_differs_from_its_samples_makes_the_report_invalid(tmp_path
     report = run(["full=http://127.0.0.1:9"], tmp_path, "gqa", resume=True)
     reason = "full: lmms-eval reports 75.00 for GQA, but its samples have a mean of 100.00"
     assert report.reasons == (reason,)
-
-
-def test_a_benchmark_without_scores_of_single_answers_has_a_total(tmp_path: Path) -> None:
-    with endpoint(right) as full, endpoint(pruned) as base:
-        report = run(arms(full, base), tmp_path, "mmbench_en_dev,gqa")
-    row = report.row("cdpruner@64")
-    assert report.valid and row is not None and row.to_full is not None
-    assert row.benchmarks == {"GQA": 50.0, "MMB-EN": 50.0}
-    assert row.to_full.acc is None and row.to_full.accuracy is not None
-    assert row.without_mmbench is not None and row.without_mmbench.acc == 50.0
 
 
 def test_servers_and_versions_are_checked_first(
