@@ -50,17 +50,17 @@ def recorded(core: int) -> dict[Way, Estimate]:
     return estimate_ways(traffic, timings)
 
 
-def of_times(first: float, another: float) -> Estimate:
+def of_times(new: float, known: float) -> Estimate:
     """An estimate of two times to first token."""
-    return Estimate({"request": first}, {"request": another}, decoding=0.0)
+    return Estimate({"request": new}, {"request": known}, decoding=0.0)
 
 
 def test_questions_and_break_even_are_as_measured() -> None:
     """From layer times of first questions alone, within the measured 95 % intervals."""
     ways = recorded(256)
     stock, reading = ways["stock"], ways["question-reading"]
-    assert ttft_of(stock.first) == pytest.approx(STOCK_FIRST, rel=0.01)
-    assert ttft_of(reading.first) == pytest.approx(PRUNED_FIRST, rel=0.01)
+    assert ttft_of(stock.first_question) == pytest.approx(STOCK_FIRST, rel=0.01)
+    assert ttft_of(reading.first_question) == pytest.approx(PRUNED_FIRST, rel=0.01)
     assert 0.015 <= stock.ratio <= 0.025  # 0.02 (0.02 to 0.02)
     assert 0.51 <= reading.ratio <= 0.69  # 0.59 (0.51 to 0.69)
     assert reading.advantage(stock).upper == pytest.approx(11, abs=2)
@@ -108,24 +108,31 @@ def changed(**fields: float) -> Traffic:
 @pytest.mark.parametrize("way", FIRST)
 def test_parts_of_each_way(way: Way) -> None:
     estimate = estimate_ways(TRAFFIC, TIMINGS)[way]
-    assert tuple(estimate.first.values()) == FIRST[way]
-    assert tuple(estimate.another.values()) == ANOTHER[way]
+    assert tuple(estimate.first_question.values()) == FIRST[way]
+    assert tuple(estimate.another_question.values()) == ANOTHER[way]
     expected = sum(FIRST[way]) + 3 * sum(ANOTHER[way]) + 4 * 10 * 0.5
     assert estimate.total(4) == pytest.approx(expected)
-    assert sum(shares_of(estimate.first).values()) == pytest.approx(1)
-    assert tuple(shares_of(estimate.first)) == PARTS
+    assert sum(shares_of(estimate.first_question).values()) == pytest.approx(1)
+    assert tuple(shares_of(estimate.first_question)) == PARTS
 
 
 def test_whole_blocks_are_shared() -> None:
     reading = estimate_ways(changed(template=40), TIMINGS)["question-reading"]
-    assert reading.first["prefill of text"] == reading.another["prefill of text"] == 8 + 20
+    assert (
+        reading.first_question["prefill of text"]
+        == reading.another_question["prefill of text"]
+        == 8 + 20
+    )
     # A core without an edge of a block is no split.
     ways = estimate_ways(changed(budget=12, core=8, template=0), TIMINGS)
-    assert ways["split"].first == ways["question-reading"].first
-    assert ways["split"].another == ways["question-reading"].another
+    assert ways["split"].first_question == ways["question-reading"].first_question
+    assert ways["split"].another_question == ways["question-reading"].another_question
     uncached = estimate_ways(changed(block=0), TIMINGS)
     for estimate in uncached.values():
-        assert estimate.another["prefill of the image"] == estimate.first["prefill of the image"]
+        assert (
+            estimate.another_question["prefill of the image"]
+            == estimate.first_question["prefill of the image"]
+        )
     assert uncached["question-reading"].advantage(uncached["stock"]) == Advantage(1.0, math.inf)
 
 
@@ -139,7 +146,7 @@ def test_a_core_is_aligned_as_it_is_served(template: int, core: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "another", "expected"),
+    ("new", "known", "expected"),
     [
         (50, 20, Advantage(1.0, 6.0)),
         (50, 10, Advantage(1.0, math.inf)),
@@ -148,8 +155,8 @@ def test_a_core_is_aligned_as_it_is_served(template: int, core: int) -> None:
         (120, 5, Advantage(5.0, math.inf)),
     ],
 )
-def test_advantage_over_stock(first: float, another: float, expected: Advantage) -> None:
-    stock, other = of_times(100, 10), of_times(first, another)
+def test_advantage_over_stock(new: float, known: float, expected: Advantage) -> None:
+    stock, other = of_times(100, 10), of_times(new, known)
     assert other.advantage(stock) == expected
     if math.isfinite(expected.upper) and expected != NEVER:
         assert other.total(expected.upper) == pytest.approx(stock.total(expected.upper))

@@ -50,7 +50,7 @@ def read_regions(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]
 
 
 def test_an_engine_keeps_what_transformers_inputs_give(tmp_path: Path) -> None:
-    page = next(one for one in draw_examples("test", 2, "miniqwen") if one.image_id == 1)
+    page = next(page for page in draw_examples("test", 2, "miniqwen") if page.image_id == 1)
     path, picture = tmp_path / "page.png", tmp_path / "why.png"
     as_picture(page.image).save(path)
     options = ("--state", "miniqwen", "--budget", "20", "-o", str(picture))

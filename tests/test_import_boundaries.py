@@ -110,9 +110,11 @@ def test_no_package_imports_a_higher_one() -> None:
     wrong = {
         f"{module} imports {name}"
         for module, path in modules_by_name.items()
-        if (own := package(module)) in layer
+        if (importer := package(module)) in layer
         for name in imported_by(path) & modules_by_name.keys()
-        if (other := package(name)) in layer and other != own and layer[other] >= layer[own]
+        if (other := package(name)) in layer
+        and other != importer
+        and layer[other] >= layer[importer]
     }
     assert wrong == set()
 

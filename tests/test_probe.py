@@ -108,8 +108,8 @@ def make_round(noise: float = 0.0, metrics: bool = True) -> Round:
     return Round(
         short=timing(short, 0.005, 20),
         long=timing(short + 600 * TOKEN, 0.005, 620),
-        first=timing(image + TOWER, 0.005 + DECODE_IMAGE + PROCESSOR, 20 + VISUAL),
-        another=timing(image, 0.005 + DECODE_IMAGE, 20 + VISUAL),
+        new_image=timing(image + TOWER, 0.005 + DECODE_IMAGE + PROCESSOR, 20 + VISUAL),
+        known_image=timing(image, 0.005 + DECODE_IMAGE, 20 + VISUAL),
     )
 
 

@@ -58,11 +58,11 @@ def test_complete_lines_survive_truncation_anywhere(path: Path) -> None:
     content = path.read_bytes()
     for end in range(len(content)):
         path.write_bytes(content[:end])
-        whole = [1, 2][: content[:end].count(b"\n")]
-        assert numbers(path) == whole
+        complete = [1, 2][: content[:end].count(b"\n")]
+        assert numbers(path) == complete
         with open_notes(path) as file:
             file.append([Note(number=3)])
-        assert numbers(path) == [*whole, 3]
+        assert numbers(path) == [*complete, 3]
 
 
 @pytest.mark.parametrize("remains", [b"\0" * 50, b"\0\n", b"\n", b'{"number":3,\0\0\0', b"{\xff\n"])

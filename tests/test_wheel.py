@@ -172,9 +172,9 @@ def test_the_sdist_builds_the_wheel_of_this_checkout(source: Path, wheel: Path) 
     files = WheelBuilder(str(ROOT)).recurse_included_files()
     here = {file.distribution_path for file in files}
     with zipfile.ZipFile(wheel) as opened:
-        own = f"vllm_autoprune-{version('vllm-autoprune')}.dist-info/"
-        inside = {name for name in opened.namelist() if not name.startswith(own)}
-        text = opened.read(f"{own}METADATA").decode()
+        metadata = f"vllm_autoprune-{version('vllm-autoprune')}.dist-info/"
+        inside = {name for name in opened.namelist() if not name.startswith(metadata)}
+        text = opened.read(f"{metadata}METADATA").decode()
     assert inside == here
     assert {name.split("/")[0] for name in inside} == {
         "vllm_autoprune", "vllm_autoprune_command.py", "offline_search",

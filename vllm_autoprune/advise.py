@@ -145,32 +145,35 @@ NEVER = Advantage(math.inf, 1.0)
 class Estimate:
     """Cost of one way to serve the traffic; seconds by the names of :data:`PARTS`."""
 
-    first: Mapping[str, float]
-    another: Mapping[str, float]
+    first_question: Mapping[str, float]
+    another_question: Mapping[str, float]
     decoding: float
     """Seconds of decoding one answer after its first token."""
 
     @property
     def ratio(self) -> float:
         """Another question's time to first token over the first one's."""
-        ttft = ttft_of(self.first)
-        return ttft_of(self.another) / ttft if ttft else math.nan
+        ttft = ttft_of(self.first_question)
+        return ttft_of(self.another_question) / ttft if ttft else math.nan
 
     def total(self, questions: float) -> float:
         """Seconds of all questions on one image."""
-        later = (questions - 1) * ttft_of(self.another)
-        return ttft_of(self.first) + later + questions * self.decoding
+        later = (questions - 1) * ttft_of(self.another_question)
+        return ttft_of(self.first_question) + later + questions * self.decoding
 
     def mean_parts(self, questions: float) -> dict[str, float]:
         """Seconds of a mean question by where they go, decoding included."""
         later = questions - 1
-        mean = {part: (self.first[part] + later * self.another[part]) / questions for part in PARTS}
+        mean = {
+            part: (self.first_question[part] + later * self.another_question[part]) / questions
+            for part in PARTS
+        }
         return {**mean, "decoding": self.decoding}
 
     def advantage(self, stock: Estimate) -> Advantage:
         """Numbers of questions an image for which this takes less time than ``stock``."""
-        gain_first = ttft_of(stock.first) - ttft_of(self.first)
-        gain_later = ttft_of(stock.another) - ttft_of(self.another)
+        gain_first = ttft_of(stock.first_question) - ttft_of(self.first_question)
+        gain_later = ttft_of(stock.another_question) - ttft_of(self.another_question)
         if gain_first > 0:
             return Advantage(1.0, math.inf if gain_later >= 0 else 1 - gain_first / gain_later)
         return Advantage(1 - gain_first / gain_later, math.inf) if gain_later > 0 else NEVER
@@ -263,8 +266,8 @@ def align_core(traffic: Traffic) -> int:
     """
     if traffic.core in (0, traffic.budget) or not traffic.block:
         return traffic.core if traffic.block else 0
-    first = traffic.block - traffic.template % traffic.block
-    edges = range(first, traffic.budget, traffic.block)
+    nearest = traffic.block - traffic.template % traffic.block
+    edges = range(nearest, traffic.budget, traffic.block)
     return min(edges, key=lambda core: abs(core - traffic.core), default=0)
 
 
@@ -308,13 +311,13 @@ def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> Verdict:
         # Where the time of a mean question goes with stock vLLM, and what would shorten it.
         parts = stock.mean_parts(questions)
         mean = sum(parts.values())
-        image, first = "prefill of the image", shares_of(stock.first)
+        image, shares = "prefill of the image", shares_of(stock.first_question)
         lines = [
             "Pruning will not help you here.",
             f"With stock vLLM, prefill of the image is {parts[image] / mean:.0%} of a mean "
-            f"question's time ({first[image]:.0%} of the first question's TTFT).",
+            f"question's time ({shares[image]:.0%} of the first question's TTFT).",
         ]
-        if first[image] >= 0.2 > parts[image] / mean:
+        if shares[image] >= 0.2 > parts[image] / mean:
             lines.append(
                 f"At {questions:g} questions an image, stock vLLM prefills the image once and "
                 "finds it in its prefix cache for all the others; there is little left to save."
@@ -330,7 +333,7 @@ def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> Verdict:
         )
     if helps:
         lines.append(_choose(gains))
-        shares = shares_of(estimates[best].first)
+        shares = shares_of(estimates[best].first_question)
         name, share = max(shares.items(), key=lambda part: part[1])
         if name != "prefill of the image" and share >= 0.4:
             lines.append(

@@ -31,7 +31,6 @@ _MODELS = "/v1/models"
 CHAT = "/v1/chat/completions"
 _RETRIED = (408, 429)
 """Client errors that another attempt may not meet."""
-_ADDRESS = "give it as http://HOST:PORT"
 _FORMAT = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 """What reading an answer raises that is not JSON, or has other fields."""
 
@@ -60,8 +59,8 @@ class Metrics:
         """One metric, summed over the samples with these labels; None where there is none."""
         values = [
             value
-            for found, value in self._samples.get(name, ())
-            if all(found.get(key) == wanted for key, wanted in labels.items())
+            for present, value in self._samples.get(name, ())
+            if all(present.get(key) == wanted for key, wanted in labels.items())
         ]
         return sum(values) if values else None
 
@@ -75,13 +74,18 @@ class Metrics:
         return next((labels.get(label) for labels, _ in self._samples.get(name, ())), None)
 
 
+def _settings() -> dict[str, Any]:
+    key = os.environ.get("VLLM_API_KEY")
+    return {"timeout": _TIMEOUT, "headers": {"Authorization": f"Bearer {key}"} if key else {}}
+
+
 class ServerClient:
     """Client of one server; a context manager whose errors are of :data:`FAILURES`."""
 
     def __init__(self, url: str) -> None:
         """``url`` with or without ``/v1``."""
         self.url = server_address(url)
-        self.http = httpx.Client(timeout=_TIMEOUT, headers=_headers())
+        self.http = httpx.Client(**_settings())
 
     def __enter__(self) -> ServerClient:
         return self
@@ -112,11 +116,9 @@ class AsyncServerClient:
         # One connection a client: httpx scans all connections of a client for every request, which
         # took longer than the model with 128 of them.
         self._free: asyncio.LifoQueue[httpx.AsyncClient] = asyncio.LifoQueue()
-        tls = httpx.create_ssl_context()
+        settings = _settings() | {"verify": httpx.create_ssl_context()}
         for _ in range(max_in_flight):
-            self._free.put_nowait(
-                httpx.AsyncClient(timeout=_TIMEOUT, headers=_headers(), verify=tls)
-            )
+            self._free.put_nowait(httpx.AsyncClient(**settings))
 
     async def list_models(self) -> dict[str, int]:
         """As :meth:`ServerClient.list_models`."""
@@ -200,25 +202,26 @@ def reporting_failures(url: str) -> Iterator[None]:
 
 def describe_failure(url: str, error: Exception) -> Problem:
     """Why a server cannot be used, by what a request to it raised, and what to do."""
+    fix = "give the address of a vllm serve, such as http://localhost:8000"
     match error:
         case httpx.InvalidURL() | httpx.UnsupportedProtocol():
-            return Problem(url, "is not the address of a server", _ADDRESS)
+            what, fix = "is not the address of a server", "give it as http://HOST:PORT"
         case httpx.HTTPStatusError():
+            what = f"answers with {describe_rejection(error.response)}"
             status = error.response.status_code
-            fix = "give the address of a vllm serve, such as http://localhost:8000"
             if status in (401, 403):
                 fix = "set VLLM_API_KEY to the key that the server asks for"
             elif status >= 500:
                 fix = "look into the server's log"
-            return Problem(url, f"answers with {describe_rejection(error.response)}", fix)
         case httpx.HTTPError():
             what = f"does not answer ({type(error).__name__})"
-            return Problem(url, what, "start the server, or correct its address")
+            fix = "start the server, or correct its address"
         case RequestRefused():
+            what = f"refuses a chat request: {error}"
             fix = "set VLLM_API_KEY where the server asks for a key, or look into its log"
-            return Problem(url, f"refuses a chat request: {error}", fix)
-    what = f"answers in an unknown format ({type(error).__name__}: {error})"[:200]
-    return Problem(url, what, "give the address of a vllm serve, such as http://localhost:8000")
+        case _:
+            what = f"answers in an unknown format ({type(error).__name__}: {error})"[:200]
+    return Problem(url, what, fix)
 
 
 def describe_rejection(response: httpx.Response) -> str:
@@ -227,11 +230,6 @@ def describe_rejection(response: httpx.Response) -> str:
     with contextlib.suppress(*_FORMAT):
         text = str(response.json()["error"]["message"])
     return f"status {response.status_code}: {' '.join(text.split())[:400]}"
-
-
-def _headers() -> dict[str, str]:
-    key = os.environ.get("VLLM_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _read_models(response: httpx.Response) -> dict[str, int]:

@@ -153,8 +153,8 @@ class Round:
 
     short: Timing
     long: Timing
-    first: Timing
-    another: Timing
+    new_image: Timing
+    known_image: Timing
 
 
 def probe_server(
@@ -197,10 +197,13 @@ def probe_server(
         _divide(_increase(warm, after, "autoprune_visual_tokens_total", stage=stage), images)
         for stage in ("before", "after")
     )
+    new, known_image = (
+        1000 * median(answer.ttft for answer in answers)
+        for answers in zip(*((each.new_image, each.known_image) for each in results), strict=True)
+    )
     measured = (
         f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds: first "
-        f"question {1000 * median(each.first.ttft for each in results):.1f} ms, another question "
-        f"{1000 * median(each.another.ttft for each in results):.1f} ms."
+        f"question {new:.1f} ms, another question {known_image:.1f} ms."
     )
     counted: dict[str, float | None] = {
         "tokens": _round(tokens) if tokens else known.values["budget"],
@@ -221,8 +224,10 @@ def solve_rounds(rounds: Sequence[Round], selection: float | None, url: str) -> 
     length = median(each.short.prompt_tokens for each in rounds)
     more = median(each.long.prompt_tokens for each in rounds) - length
     longer = median(each.long.ttft for each in rounds) - short
-    prompt = median(each.first.prompt_tokens for each in rounds)
-    visual = round(median(each.first.prompt_tokens - each.short.prompt_tokens for each in rounds))
+    prompt = median(each.new_image.prompt_tokens for each in rounds)
+    visual = round(
+        median(each.new_image.prompt_tokens - each.short.prompt_tokens for each in rounds)
+    )
     if visual < 1:
         raise _error(url, "an image adds no tokens to a prompt", "serve a model that takes images")
     if more <= 0 or longer <= 0:
@@ -232,10 +237,10 @@ def solve_rounds(rounds: Sequence[Round], selection: float | None, url: str) -> 
     request = max(short - per_token * length, 0.0)
     # What an image adds outside the engine, a new one and one that was processed before.
     added = [
-        (first - short_outside, another - short_outside)
+        (new - short_outside, known - short_outside)
         for each in rounds
-        if (first := each.first.outside) is not None
-        and (another := each.another.outside) is not None
+        if (new := each.new_image.outside) is not None
+        and (known := each.known_image.outside) is not None
         and (short_outside := each.short.outside) is not None
     ]
     decode_image, processor, front_end = None, None, 0.0
@@ -243,9 +248,11 @@ def solve_rounds(rounds: Sequence[Round], selection: float | None, url: str) -> 
         front_end = max(median(new for new, _ in added), 0.0)
         decode_image = min(max(median(known for _, known in added), 0.0), front_end)
         processor = front_end - decode_image
-    tower = median(each.first.ttft for each in rounds)
+    tower = median(each.new_image.ttft for each in rounds)
     tower -= front_end + (selection or 0.0) + request + per_token * prompt
-    gaps = [gap for each in rounds for answer in (each.short, each.first) for gap in answer.gaps]
+    gaps = [
+        gap for each in rounds for answer in (each.short, each.new_image) for gap in answer.gaps
+    ]
     note = "The tower takes too little to be seen beside prefill; it counts as 0."
     return keep_known(
         *([] if tower > 0 else [note]),
@@ -289,8 +296,8 @@ def _ask_round(
     return Round(
         short=_ask(client, model, question),
         long=_ask(client, model, draw_text(words)),
-        first=_ask(client, model, question, image),
-        another=_ask(client, model, another, image),
+        new_image=_ask(client, model, question, image),
+        known_image=_ask(client, model, another, image),
     )
 
 

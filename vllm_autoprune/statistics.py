@@ -99,11 +99,11 @@ def estimate(figure: Floats) -> Estimate:
 
 def ratio_of_medians(over: Rounds, under: Rounds) -> Estimate:
     """median(over) / median(under), resampled by rounds, which are paired."""
-    first, second = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
-    if first.ndim != 2 or second.ndim != 2 or len(first) != len(second) or not first.size:
-        raise ValueError(f"rounds of shapes {first.shape} and {second.shape} cannot be paired")
-    rows = resample(len(first), DRAWS)
-    return estimate(medians(first, rows) / medians(second, rows))
+    top, bottom = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
+    if top.ndim != 2 or bottom.ndim != 2 or len(top) != len(bottom) or not top.size:
+        raise ValueError(f"rounds of shapes {top.shape} and {bottom.shape} cannot be paired")
+    rows = resample(len(top), DRAWS)
+    return estimate(medians(top, rows) / medians(bottom, rows))
 
 
 def medians(values: Floats, rows: Indices) -> Floats:

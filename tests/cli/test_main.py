@@ -86,8 +86,8 @@ def test_every_option_of_a_measurement_has_a_help_text() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(".add_argument"):
-                    given = {keyword.arg for keyword in call.keywords}
-                    assert given & {"help", None}, f"{path}: {ast.unparse(call)}"
+                    keywords = {keyword.arg for keyword in call.keywords}
+                    assert keywords & {"help", None}, f"{path}: {ast.unparse(call)}"
 
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()

@@ -55,12 +55,12 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; exit status 0 on success, 1 on failure, 2 for wrong arguments."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and not given[0].startswith("-") and given[0] not in COMMANDS:
-        fix = suggest_name(given[0], list(COMMANDS))
-        print(f"vllm-autoprune: no command {given[0]!r}: {fix}", file=sys.stderr)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        fix = suggest_name(words[0], list(COMMANDS))
+        print(f"vllm-autoprune: no command {words[0]!r}: {fix}", file=sys.stderr)
         return WRONG_ARGUMENTS
-    options = parser().parse_args(given)
+    options = parser().parse_args(words)
     try:
         return int(options.run(options))
     except AutopruneError as error:

@@ -147,7 +147,7 @@ def _verdicts(comparisons: Sequence[Comparison]) -> Iterator[str]:
     for overall in comparisons:
         if not overall.stated or overall.kind is not None:
             continue
-        kinds = [one for one in comparisons if one.case == overall.case and one.kind is not None]
+        kinds = [row for row in comparisons if row.case == overall.case and row.kind is not None]
         verdict = {
             "pruning": "pruning beats resizing",
             "resizing": "resizing beats pruning",
@@ -162,8 +162,8 @@ def _verdicts(comparisons: Sequence[Comparison]) -> Iterator[str]:
         )
         parts = []
         for winner in ("pruning", "resizing", "not decided", "too few images"):
-            named = [f"{one.kind} {_format(one.difference)}" for one in kinds
-                     if one.winner == winner]  # fmt: skip
+            named = [f"{row.kind} {_format(row.difference)}" for row in kinds
+                     if row.winner == winner]  # fmt: skip
             if named:
                 wins = " wins" if winner in ("pruning", "resizing") else ""
                 parts.append(f"{winner}{wins}: {', '.join(named)}")

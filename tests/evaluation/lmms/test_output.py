@@ -113,7 +113,7 @@ def output(
     content = {"results": {task: results}, "n-samples": {task: {"effective": count}}}
     (folder / "m").mkdir()
     (folder / "m" / "1_results.json").write_text(json.dumps(content))
-    text = "".join(json.dumps(one) + "\n" for one in lines)
+    text = "".join(json.dumps(record) + "\n" for record in lines)
     (folder / "m" / f"1_samples_{task}.jsonl").write_text(text)
     images = [{"task": task, "doc_id": n, "image": f"i{n // 2}"} for n in range(len(lines))]
     (folder / IMAGES).write_text("".join(json.dumps(image) + "\n" for image in images))

@@ -102,8 +102,8 @@ def test_images_are_recorded_and_requests_are_unchanged(
     assert texts == [text.partition("<PIL")[0] for text in Model().generate_until(requests())]
     lines = [json.loads(line) for line in (tmp_path / output.IMAGES).read_text().splitlines()]
     assert [(line["task"], line["doc_id"]) for line in lines] == [("t", 0), ("t", 1), ("t", 2)]
-    first, second, third = (line["image"] for line in lines)
-    assert first == second != third
+    red, again, blue = (line["image"] for line in lines)
+    assert red == again != blue
 
 
 def test_fingerprints_do_not_depend_on_the_text(plugin: ModuleType) -> None:

@@ -108,8 +108,8 @@ def test_a_report_has_totals_scores_and_differences(tmp_path: Path) -> None:
 
 def test_servers_can_be_measured_one_after_another(tmp_path: Path) -> None:
     with endpoint(pruned) as base:
-        first = run([f"cdpruner@64={base.url}"], tmp_path)
-    assert not first.valid and "full model is not among the cases" in first.reasons[0]
+        alone = run([f"cdpruner@64={base.url}"], tmp_path)
+    assert not alone.valid and "full model is not among the cases" in alone.reasons[0]
     with endpoint(right) as full:
         both = run([f"full={full.url}"], tmp_path, resume=True)
     assert both.valid and {row.case.name for row in both.rows} == {"full", "cdpruner@64"}
@@ -295,7 +295,7 @@ def test_one_server_measures_every_state_and_lists_what_it_refuses(tmp_path: Pat
     assert report.valid, report.reasons
     names = {"full", "random@8", "resized@8", "visionzip@8"}
     assert {row.case.name for row in report.rows} == names
-    assert {one.name: one.refused for one in again.refused} == {
+    assert {case.name: case.refused for case in again.refused} == {
         "trim@8": "status 400: not on this server"
     }
 

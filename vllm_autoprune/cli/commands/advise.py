@@ -203,8 +203,8 @@ def _format_tables(questions: float, estimates: Mapping[Way, Estimate]) -> list[
     costs = [
         [
             way,
-            _ms(ttft_of(estimate.first)),
-            _ms(ttft_of(estimate.another)),
+            _ms(ttft_of(estimate.first_question)),
+            _ms(ttft_of(estimate.another_question)),
             f"{estimate.ratio:.2f}",
             f"{estimate.total(questions):.4g}",
             f"{stock.total(questions) / estimate.total(questions):.2f}x",
@@ -215,13 +215,16 @@ def _format_tables(questions: float, estimates: Mapping[Way, Estimate]) -> list[
     shares = [
         [f"{way}, {which}", *(f"{share:.0%}" for share in shares_of(parts).values())]
         for way, estimate in estimates.items()
-        for which, parts in (("first", estimate.first), ("another", estimate.another))
+        for which, parts in (
+            ("first", estimate.first_question),
+            ("another", estimate.another_question),
+        )
     ]
     return [
         "Time to first token of two questions on an image, and the time of all questions:",
         format_table((*head, "cheaper than stock"), costs, "<>>>>><"),
         "Where the time to first token goes:",
-        format_table(("", *stock.first), shares, "<>>>>>>"),
+        format_table(("", *stock.first_question), shares, "<>>>>>>"),
     ]
 
 
@@ -235,7 +238,10 @@ def _make_record(estimate: Estimate, stock: Estimate, questions: float) -> dict[
     upper = advantage.upper if math.isfinite(advantage.upper) else None
     parts = {
         name: {"ttft": ttft_of(seconds), "seconds": seconds, "shares": shares_of(seconds)}
-        for name, seconds in (("first", estimate.first), ("another", estimate.another))
+        for name, seconds in (
+            ("first", estimate.first_question),
+            ("another", estimate.another_question),
+        )
     }
     return {
         **parts,

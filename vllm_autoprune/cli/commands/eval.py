@@ -180,7 +180,7 @@ def _lmms_suite(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
     if options.server_url:
         names = {server.case.name for server in servers}
         url = options.server_url.rstrip("/").removesuffix("/v1")
-        servers += [Server(one, url) for one in _build_cases(options) if one.name not in names]
+        servers += [Server(case, url) for case in _build_cases(options) if case.name not in names]
     return LmmsSuite(
         servers,
         benchmarks,

@@ -66,9 +66,9 @@ def fingerprint(messages: Messages) -> str:
     parts = [part for message in messages for part in message["content"]]
     media = [part["url"] for part in parts if part["type"] != "text"]
     digest = hashlib.sha256()
-    for one in media:
-        if isinstance(one, Image.Image):
-            digest.update(f"{one.mode} {one.size}".encode() + one.tobytes())
+    for image in media:
+        if isinstance(image, Image.Image):
+            digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
         else:
-            digest.update(str(one).encode())
+            digest.update(str(image).encode())
     return digest.hexdigest()[:16] if media else ""
