@@ -129,77 +129,58 @@ def build_states(folder: Path = POLICIES) -> list[Entry]:
     source, *results = (load_state(folder / f"{name}.json") for name in (SOURCE, *SEARCH_RESULTS))
     provenance = source.provenance.model_copy(update={"found_by": _RELEASED})
     source = source.model_copy(update={"provenance": provenance})
+    document: JsonObject = json.loads(source.dumps())
+
+    def edit(name: str, notes: str, changes: JsonObject, found_by: str = _RELEASED) -> PruningState:
+        provenance: JsonObject = {"found_by": found_by, "notes": notes}
+        return load_state({**document, "name": name, "provenance": provenance, **changes})
+
     entries = [Entry("source", source), *(Entry("search result", state) for state in results)]
     for backbone, budgets in BUDGETS.items():
         for budget in budgets:
             name = f"{SOURCE}-{backbone}-k{budget}"
             moved = transfer(source, budget, BACKBONE_SHAPES[backbone], name).state
             entries.append(Entry("transfer", moved))
-    entries += [Entry("base policy", _base_policy(source, name)) for name in BASE_POLICIES]
-    topk: JsonObject = {
-        "pool": [{"atom": "quality_pool_builder"}],
-        "selector": {"atom": "quality_topk_selector"},
+    pool: JsonObject = {"pool": [{"atom": "quality_pool_builder"}]}
+    alone: dict[str, JsonObject] = {
+        policy: {
+            "base_policy": {"name": policy, "params": {}},
+            "scoring": _UNUSED_SCORING,
+            "reassembly": {"atom": "mean_residual"},
+            "constraints": {**pool, "selector": {"atom": "reference_strict_preservation_selector"}},
+        }
+        for policy in BASE_POLICIES
     }
+    authors = "The authors of the method; parameters as they published them where nothing else is "
+    for policy, changes in alone.items():
+        notes = f"The base policy {policy} alone. {BASE_POLICIES[policy].doc}"
+        entries.append(Entry("base policy", edit(policy, notes, changes, f"{authors}said.")))
     norm: JsonObject = {
-        "base_policy": {"name": "divprune", "params": {}},
+        **alone["divprune"],
         "scoring": {**_UNUSED_SCORING, "signals": [{"atom": "visual_token_norm_saliency"}]},
-        "constraints": topk,
-        "reassembly": {"atom": "mean_residual"},
+        "constraints": {**pool, "selector": {"atom": "quality_topk_selector"}},
     }
     notes = (
         "Control: the K tokens of largest norm. What a policy is worth is what it gains over this."
     )
-    entries.append(Entry("control", _edited(source, "norm", norm, notes, "This project.")))
+    entries.append(Entry("control", edit("norm", notes, norm, "This project.")))
     constraints = json.loads(source.dumps())["constraints"]
     for quota in QUOTAS:
         swept = {**constraints["selector"], "q_e": quota, "r_min": None}
         notes = f"Sweep of the exchange quota: q_e = {quota}, r_min = K - q_e."
-        changes: JsonObject = {"constraints": {**constraints, "selector": swept}}
-        state = _edited(source, f"ablation-quota-{quota}", changes, notes)
-        entries.append(Entry("ablation", state))
+        sweep: JsonObject = {"constraints": {**constraints, "selector": swept}}
+        entries.append(Entry("ablation", edit(f"ablation-quota-{quota}", notes, sweep)))
     # Base policies need no such variants: divprune is the one of cdpruner, and so on.
     entries.append(Entry("instruction-free", instruction_free(source, "instruction-free").state))
     # For traffic that repeats images. Nothing is merged, and nothing in it was tuned on a model.
-    core: JsonObject = {"core": {"share": 0.5, "policy": {"name": "divprune", "params": {}}}}
+    core: JsonObject = {"share": 0.5, "policy": {"name": "divprune", "params": {}}}
     notes = (
         "Half of K by divprune, the same for every question about an image; the other half by "
         "cdpruner given these."
     )
     found_by = "The authors of the two methods; the split is ours."
-    alone = _base_policy(source, "cdpruner")
-    entries.append(Entry("shared core", _edited(alone, "shared-core", core, notes, found_by)))
-    return entries
-
-
-def _base_policy(source: PruningState, policy: str) -> PruningState:
-    """A base policy alone: the K tokens that the published method selects, without exchanges."""
-    constraints: JsonObject = {
-        "pool": [{"atom": "quality_pool_builder"}],
-        "selector": {"atom": "reference_strict_preservation_selector"},
-    }
-    changes: JsonObject = {
-        "base_policy": {"name": policy, "params": {}},
-        "scoring": _UNUSED_SCORING,
-        "reassembly": {"atom": "mean_residual"},
-        "constraints": constraints,
-    }
-    notes = f"The base policy {policy} alone. {BASE_POLICIES[policy].doc}"
-    found_by = (
-        "The authors of the method; parameters as they published them where nothing else is said."
-    )
-    return _edited(source, policy, changes, notes, found_by)
-
-
-def _edited(
-    source: PruningState,
-    name: str,
-    changes: Mapping[str, JsonValue],
-    notes: str,
-    found_by: str = _RELEASED,
-) -> PruningState:
-    provenance: JsonObject = {"found_by": found_by, "notes": notes}
-    document: JsonObject = json.loads(source.dumps())
-    return load_state({**document, "name": name, "provenance": provenance, **changes})
+    split = edit("shared-core", notes, {**alone["cdpruner"], "core": core}, found_by)
+    return [*entries, Entry("shared core", split)]
 
 
 def read_evidence(state: PruningState) -> Evidence | None:
@@ -272,21 +253,17 @@ def measure(folder: Path, scenes: int, budgets: Sequence[int], again: bool) -> N
     model = f"mini-LLaVA {weights_digest(CHECKPOINTS['minillava'])}"
     measured: dict[str, Evidence] = {}
     resized: list[Answers] = []
-    entries = build_states(folder)
-    paths = [folder / f"{entry.state.name}.json" for entry in entries if entry.carries_evidence]
-    for number, path in enumerate(sorted(paths), 1):
-        state = load_state(path)
+    names = sorted(e.state.name for e in build_states(folder) if e.carries_evidence)
+    for number, name in enumerate(names, 1):
+        state = load_state(folder / f"{name}.json")
         behaviour = _behaviour(state)
-        evidence = measured.get(behaviour)
-        if evidence is None and not again:
-            evidence = read_evidence(state)
-            if evidence and (
-                (evidence.model, evidence.behaviour) != (model, behaviour)
-                or any(row.less_resized is None for row in evidence.rows)
-            ):
-                evidence = None
-        if evidence is None:
-            print(f"[{number}/{len(paths)}] {state.name} ...", file=sys.stderr, flush=True)
+        evidence = measured.get(behaviour) or (None if again else read_evidence(state))
+        if (
+            evidence is None
+            or (evidence.model, evidence.behaviour) != (model, behaviour)
+            or any(row.less_resized is None for row in evidence.rows)
+        ):
+            print(f"[{number}/{len(names)}] {name} ...", file=sys.stderr, flush=True)
             if not resized:
                 resized = _ask(load_state(folder / f"{SOURCE}.json"), examples, budgets, "resized")
             rows = build_rows(examples, _ask(state, examples, budgets), resized)
@@ -295,7 +272,7 @@ def measure(folder: Path, scenes: int, budgets: Sequence[int], again: bool) -> N
             )
             print("   ", *(f"K={row.budget}: {row.accuracy}" for row in rows), file=sys.stderr)
         measured[behaviour] = evidence
-        write_state(with_evidence(state, evidence), path)
+        write_state(with_evidence(state, evidence), folder / f"{name}.json")
 
 
 @dataclass(frozen=True)
@@ -360,19 +337,18 @@ def build_rows(
 
 def as_markdown() -> str:
     """One row per state; the transferred states behave as their source and share its row."""
-    entries = build_states()
-    states = {entry.state.name: load_state(entry.state.name) for entry in entries}
-    evidence = {name: read_evidence(state) for name, state in states.items()}
-    measured = [row for scores in evidence.values() if scores for row in scores.rows]
-    budgets = sorted({row.budget for row in measured}, reverse=True)
+    entries = [Entry(e.family, load_state(e.state.name)) for e in build_states()]
+    evidence = {entry.state.name: read_evidence(entry.state) for entry in entries}
+    measured = [scores for scores in evidence.values() if scores]
+    measured_rows = [row for scores in measured for row in scores.rows]
+    budgets = sorted({row.budget for row in measured_rows}, reverse=True)
 
     def figures(accuracy: Mapping[int, float]) -> Iterator[str]:
         for budget in budgets:
             yield f"{accuracy[budget]:.1f}" if budget in accuracy else "not measured"
 
     rows = []
-    control = {row.budget: row.resized for row in measured if row.resized is not None}
-    if control:
+    if control := {row.budget: row.resized for row in measured_rows if row.resized is not None}:
         rows.append((RESIZED, "no policy: all tokens pooled to K cells", *figures(control)))
     for entry in entries:
         if entry.family != "transfer":
@@ -382,11 +358,11 @@ def as_markdown() -> str:
     columns = ("state", "what it is", *(f"K = {budget}" for budget in budgets))
     table = Table("", columns, rows, "--" + "r" * len(budgets)).markdown()
     transferred = [f"`{entry.state.name}`" for entry in entries if entry.family == "transfer"]
-    setups = sorted({(scores.model, scores.questions) for scores in evidence.values() if scores})
+    setups = sorted({(scores.model, scores.questions) for scores in measured})
     setup = "; ".join(f"{model}, {questions} questions" for model, questions in setups)
     return (
-        f"{table}\n\nPer cent right, {setup}. `{SOURCE}` for the budgets and backbones of the "
-        f"paper: {', '.join(transferred)}.\n"
+        f"{table}\n\nPer cent right, {setup}. `{SOURCE}` for the budgets and backbones "
+        f"of the paper: {', '.join(transferred)}.\n"
     )
 
 

@@ -8,6 +8,7 @@ training does not use; mini-LLaVA's are also a data folder of `vllm-autoprune se
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby
 from pathlib import Path
@@ -31,6 +32,7 @@ from offline_search.history import Answers
 from offline_search.programs import select_with_program
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
+from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _PROBE_IMAGES = 16
@@ -40,10 +42,10 @@ _QUESTIONS_PER_BATCH = 32
 
 
 class YardstickEvaluator:
-    """Evaluator of one yardstick on a number of images of each split.
+    """Evaluator of one yardstick on a number of images of each split, shared by many searches.
 
-    K of a job is that of an image with the yardstick's usual number of tokens; an image of another
-    size keeps the same share.
+    A job is measured once, as searches meet the same candidates. K of a job is that of an image of
+    the yardstick's usual number of tokens; one of another size keeps the same share.
     """
 
     def __init__(
@@ -65,11 +67,14 @@ class YardstickEvaluator:
             questions = _sample_questions(yardstick.draw(split, images[split]), each)
             self._batches[split] = list(_merge(batches(yardstick, questions), yardstick))
         examples = {
-            split: [_as_example(split, one) for batch in self._batches[split] for one in batch]
+            split: [
+                _as_example(split, question) for batch in self._batches[split] for question in batch
+            ]
             for split in SPLITS
         }
         self.dataset = Dataset(Path(yardstick.name), examples)
         self._encoded: dict[tuple[Split, int], EncodedBatch] = {}
+        self._answers: dict[EvaluationJob, Answers] = {}
         data = self.dataset.digest[:12]
         self.name = f"{yardstick.model} with transformers, data {data}"
 
@@ -90,40 +95,35 @@ class YardstickEvaluator:
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
         """The answers to a job, computed in whole batches of images."""
+        if job in self._answers:
+            return self._answers[job]
         logprob: list[float] = []
         right: list[bool] = []
-        case = self._case(job)
-        begin = 0
+        program = job.candidate if isinstance(job.candidate, SelectionProgram) else None
+        state = job.candidate if isinstance(job.candidate, PruningState) else None
+        case, begin = Case(FULL, ALL_TOKENS, FULL), 0
+        if job.candidate is not None:
+            budget = Budget(f"K = {job.budget}", Fraction(job.budget, self._yardstick.usual_tokens))
+            case = Case("candidate", budget, state=state)
         try:
             for number, batch in enumerate(self._batches[job.split]):
                 selected = slice(max(job.start - begin, 0), max(job.stop - begin, 0))
                 begin += len(batch)
                 if batch[selected]:
                     encoded = self._encode(job.split, number, batch)
-                    if isinstance(job.candidate, SelectionProgram):
-                        case = await self._run_program(job.candidate, case.budget, encoded.tokens)
+                    if program is not None:
+                        count = case.budget.tokens(encoded.tokens.count)
+                        picks = await select_with_program(
+                            program, encoded.tokens, self._base_policy, count
+                        )
+                        case = replace(case, kept=picks)
                     scores = encoded.score(case).answers
                     logprob += scores.logprob[selected].tolist()
                     right += scores.right[selected].tolist()
         except AutopruneError as error:
             raise EvaluationFailed(str(error)) from None
-        return Answers(tuple(logprob), tuple(map(bool, right)))
-
-    def _case(self, job: EvaluationJob) -> Case:
-        if job.candidate is None:
-            return Case(FULL, ALL_TOKENS, FULL)
-        budget = Budget(f"K = {job.budget}", Fraction(job.budget, self._yardstick.usual_tokens))
-        if isinstance(job.candidate, SelectionProgram):
-            return Case("program", budget)
-        return Case(job.candidate.name, budget, state=job.candidate)
-
-    async def _run_program(
-        self, program: SelectionProgram, budget: Budget, tokens: VisualTokens
-    ) -> Case:
-        """The case of the tokens that a program keeps of each image of a batch."""
-        count = budget.tokens(tokens.count)
-        kept = await select_with_program(program, tokens, self._base_policy, count)
-        return Case("program", budget, kept=kept)
+        self._answers[job] = Answers(tuple(logprob), tuple(map(bool, right)))
+        return self._answers[job]
 
     def _encode(self, split: Split, number: int, batch: list[SceneQuestion]) -> EncodedBatch:
         key = (split, number)
@@ -158,28 +158,22 @@ def _sample_questions(
     """
     if each is None:
         return questions
-    by_scene = groupby(questions, key=lambda question: question.image_id)
-    return [
-        question
-        for scene, group in by_scene
-        for question in _sample(list(group), each, Random(scene))
-    ]
-
-
-def _sample(questions: list[SceneQuestion], size: int, rng: Random) -> list[SceneQuestion]:
-    """A random sample of one scene's questions without incomplete pairs, in their order."""
-    groups = [list(group) for _, group in groupby(enumerate(questions), key=_pair_key)]
-    rng.shuffle(groups)
     sample: list[tuple[int, SceneQuestion]] = []
-    for group in groups:
-        if len(sample) + len(group) <= size:
-            sample += group
-    return [question for _, question in sorted(sample, key=lambda numbered: numbered[0])]
+    for scene, about in groupby(enumerate(questions), key=lambda item: item[1].image_id):
+        # A question that has no pair is a group of its own.
+        groups = [list(group) for _, group in groupby(about, key=_pair_key)]
+        Random(scene).shuffle(groups)
+        size = 0
+        for group in groups:
+            if size + len(group) <= each:
+                sample += group
+                size += len(group)
+    return [question for _, question in sorted(sample, key=lambda item: item[0])]
 
 
-def _pair_key(numbered: tuple[int, SceneQuestion]) -> tuple[str, int]:
-    index, question = numbered
-    return ("alone", index) if question.pair is None else ("pair", question.pair)
+def _pair_key(item: tuple[int, SceneQuestion]) -> tuple[str, int]:
+    number, question = item
+    return ("alone", number) if question.pair is None else ("pair", question.pair)
 
 
 def write_data(folder: Path, scenes: dict[Split, int], *, each: int | None = None) -> None:

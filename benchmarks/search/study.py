@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 
@@ -22,59 +20,46 @@ from benchmarks.search.results import (
     Confirmed,
     add_result,
     has_ended,
-    ledger_path,
     read_confirmation,
     read_results,
-    require_model,
-    results_of,
+    search_name,
+    space_of,
     write_confirmation,
 )
-from benchmarks.search.tables import format_confirmed, format_searches, format_states
+from benchmarks.search.tables import format_states, format_tables
 from benchmarks.yardsticks import open_yardstick
 from offline_search.candidates import base_state, paper_state
 from offline_search.components import Candidate
-from offline_search.dataset import Dataset, Split
+from offline_search.dataset import Split
 from offline_search.evaluator import EvaluationJob, Evaluator
-from offline_search.history import Answers, relative_logprob
+from offline_search.history import relative_logprob
 from offline_search.ledger import Ledger
 from offline_search.proposer import Proposer
 from offline_search.replay import UnavailableBackend
 from offline_search.report import ProgressLog
 from offline_search.search import NothingMeasured, Search
-from offline_search.settings import STRATEGIES_WITH_LISTS, Settings, Space
+from offline_search.settings import STRATEGIES_WITH_LISTS, Settings
 from offline_search.strategies import STRATEGIES
+from vllm_autoprune.errors import SearchError
 from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.tokens import VisualTokens
 
-WITHOUT_MODEL = "@none"
-"""Behind the name of a strategy: the arm that uses no language model where the strategy may.
+WITHOUT_PROPOSER = ("random", "tpe", "autoprune+@none")
+"""Arms that ask no language model.
 
-The name of a smaller space, such as ``@numbers``, may follow.
+``@none`` is behind the name of a strategy that may use one; the name of a smaller space, such as
+``@numbers``, may follow.
 """
 
-WITHOUT_PROPOSER = ("random", "tpe", f"autoprune+{WITHOUT_MODEL}")
-"""Strategies that ask no language model."""
-
 ARMS = (
-    *WITHOUT_PROPOSER,
-    "autoprune+",
-    "autoprune",
-    "evoprompting-states",
-    "openevolve-states",
-    "evoprompting-code",
-    "openevolve-code",
-)
-
-REFERENCES = ("tpe", f"autoprune+{WITHOUT_MODEL}")
-"""The strategies that the others are compared with, where they are among them."""
+    *WITHOUT_PROPOSER, "autoprune+", "autoprune", "evoprompting-states", "openevolve-states",
+    "evoprompting-code", "openevolve-code",
+)  # fmt: skip
 
 ABLATIONS = tuple(
-    f"autoprune+{WITHOUT_MODEL}@{space}"
+    f"autoprune+@none@{space}"
     for space in ("released", "without-diversity", "without-fusion", "without-anchoring")
 )
 """The searches of the component table: the full policy, and each smaller space."""
-
-PER_ROUND = 5
 
 BASE_POLICIES = {"minillava": "visionzip", "miniqwen": "divprune"}
 """Base policy of each yardstick: one that does not read the question, which leaves much to find."""
@@ -87,49 +72,13 @@ _IMAGES: dict[Split, int] = {"search": 128, "validation": 128, "test": 128}
 _CONFIRMING_IMAGES: dict[Split, int] = {"search": 1, "validation": 1, "test": 600}
 """Images of the test split that winners are confirmed on, each with one question.
 
-The first of them are those of :data:`_IMAGES`."""
+The first of them are those of a search."""
 
 _BLOCKS = 24
 """Blocks of questions whose means are kept, for intervals over questions."""
 
-
-class CachingEvaluator:
-    """Evaluator that caches answers, shared by the searches of a comparison."""
-
-    def __init__(self, evaluator: Evaluator) -> None:
-        self._evaluator = evaluator
-        self._cache: dict[EvaluationJob, Answers] = {}
-        self._probes: Sequence[VisualTokens] | None = None
-
-    @property
-    def name(self) -> str:
-        """Name of the wrapped evaluator."""
-        return self._evaluator.name
-
-    @property
-    def dataset(self) -> Dataset:
-        """Data set of the wrapped evaluator."""
-        return self._evaluator.dataset
-
-    def probes(self) -> Sequence[VisualTokens]:
-        """Probes of the wrapped evaluator, computed once."""
-        if self._probes is None:
-            self._probes = self._evaluator.probes()
-        return self._probes
-
-    async def prepare(self) -> None:
-        """Prepare the wrapped evaluator."""
-        await self._evaluator.prepare()
-
-    async def evaluate(self, job: EvaluationJob) -> Answers:
-        """Cached answers, or those of the wrapped evaluator."""
-        if job not in self._cache:
-            self._cache[job] = await self._evaluator.evaluate(job)
-        return self._cache[job]
-
-    async def close(self) -> None:
-        """Close the wrapped evaluator."""
-        await self._evaluator.close()
+Connect = Callable[[], Proposer]
+"""Opens the language model, once for each comparison, because each has its event loop."""
 
 
 def run_comparison(
@@ -138,14 +87,14 @@ def run_comparison(
     seeds: Sequence[int],
     settings: Settings,
     evaluator: Evaluator,
-    connect: Callable[[], Proposer] | None,
+    connect: Connect | None,
     concurrency: int = 1,
 ) -> None:
     """Run all searches that have not finished, seed by seed.
 
-    An arm is a strategy that may end in :data:`WITHOUT_MODEL`, and in a space. ``connect`` opens
-    the proposer. ``concurrency`` searches run together, because a small model answers 25 prompts in
-    little more time than 5. Searches are independent, so this changes no record except its clock.
+    An arm is a strategy that may end in ``@none``, without a language model, and in a space.
+    ``concurrency`` searches run together, because a small model answers 25 prompts in little more
+    time than 5. Searches are independent, so this changes no record except its clock.
     """
 
     async def run() -> None:
@@ -165,80 +114,47 @@ def run_comparison(
     asyncio.run(run())
 
 
-def needs_proposer(arms: Sequence[str], settings: Settings) -> bool:
-    """Whether any arm of a comparison asks a language model."""
-    used = [arm for arm in arms if WITHOUT_MODEL not in arm]
-    return any(STRATEGIES[arm.partition("@")[0]](settings).uses_proposer for arm in used)
-
-
-def _space_of(arm: str) -> Space:
-    """The space of an arm: the whole language unless its name ends in another."""
-    return next((space for space in get_args(Space) if arm.endswith(f"@{space}")), "all")
-
-
 async def _run_search(
     folder: Path,
     arm: str,
     seed: int,
-    settings: Settings,
+    common: Settings,
     evaluator: Evaluator,
     proposer: Proposer | None,
 ) -> None:
-    own_settings = _settings_of(arm, seed, settings, evaluator.name)
-    if has_ended(folder, arm, seed, own_settings):
+    strategy = arm.partition("@")[0]
+    asks = asks_model(arm, common)
+    writes_lists = asks and strategy in STRATEGIES_WITH_LISTS
+    # Without the settings of the language model that a strategy ignores.
+    settings = common.model_copy(
+        update={
+            "strategy": strategy,
+            "space": space_of(arm),
+            "seed": seed,
+            "evaluator": evaluator.name,
+            "equal_evaluations": True,
+            "proposer": common.proposer if asks else "",
+            "proposals_per_reply": common.proposals_per_reply if writes_lists else 1,
+        }
+    )
+    if has_ended(folder, arm, seed, settings):
         return
     progress = ProgressLog(lambda line: print(f"{arm} {seed}: {line}", flush=True))
-    with Ledger(ledger_path(folder, arm, seed)) as ledger:
-        unavailable = UnavailableBackend(own_settings.evaluator, evaluator.dataset)
-        own_proposer = proposer if own_settings.proposer and proposer else unavailable
-        search = Search(own_settings, ledger, evaluator, own_proposer, observer=progress)
+    with Ledger(folder / f"{search_name(arm, seed)}.jsonl") as ledger:
+        backend = proposer if settings.proposer else None
+        backend = backend or UnavailableBackend(settings.evaluator, evaluator.dataset)
         try:
-            await search.run()
+            await Search(settings, ledger, evaluator, backend, observer=progress).run()
         except NothingMeasured as error:
             # The other arms go on: that a model writes nothing valid is a result as well.
             print(f"{arm} {seed}: {error}", flush=True)
     add_result(folder, arm, seed)
 
 
-def _settings_of(arm: str, seed: int, settings: Settings, evaluator: str) -> Settings:
-    """Settings of one search, without those of the language model that its strategy ignores."""
-    strategy = arm.partition("@")[0]
-    asks = WITHOUT_MODEL not in arm and STRATEGIES[strategy](settings).uses_proposer
-    writes_lists = asks and strategy in STRATEGIES_WITH_LISTS
-    return settings.model_copy(
-        update={
-            "strategy": strategy,
-            "space": _space_of(arm),
-            "seed": seed,
-            "evaluator": evaluator,
-            "equal_evaluations": True,
-            "proposer": settings.proposer if asks else "",
-            "proposals_per_reply": settings.proposals_per_reply if writes_lists else 1,
-        }
-    )
-
-
-async def _measure(
-    evaluator: Evaluator, winner: Candidate, budgets: Sequence[int], full: Answers
-) -> Confirmed:
-    count = len(evaluator.dataset.examples("test"))
-    answers = [
-        await evaluator.evaluate(EvaluationJob(winner, budget, "test", 0, count))
-        for budget in budgets
-    ]
-    objective = np.mean([relative_logprob(each, full) for each in answers], axis=0)
-    right = sum(sum(each.right) for each in answers)
-    return Confirmed(
-        questions=count,
-        evaluator=evaluator.name,
-        digest=winner.digest,
-        objective=round(float(objective.mean()), 6),
-        accuracy=round(right / (count * len(budgets)), 6),
-        blocks=tuple(
-            round(float(block.mean()), 4)
-            for block in np.array_split(objective, min(_BLOCKS, count))
-        ),
-    )
+def asks_model(arm: str, settings: Settings) -> bool:
+    """Whether an arm asks a language model."""
+    strategy, *others = arm.split("@")
+    return "none" not in others and STRATEGIES[strategy](settings).uses_proposer
 
 
 def confirm(
@@ -251,110 +167,70 @@ def confirm(
     """
     confirmed = read_confirmation(folder)
     count = len(evaluator.dataset.examples("test"))
-    full: Answers | None = None
     candidates: dict[str, tuple[Candidate, Sequence[int]]] = {
         name: (state, state.budget.range()[:1]) for name, state in (states or {}).items()
     }
+    # The name of an evaluator is that of its model, then that of its data.
+    model = evaluator.name.partition(", data ")[0]
     for name, result in read_results(folder).items():
-        require_model(result, evaluator.name)
+        searched = result.settings.evaluator.partition(", data ")[0]
+        if searched != model:
+            raise SearchError(
+                f"{name} was measured on {searched}, not on {model} -> give its model with "
+                "--yardstick and --checkpoint"
+            )
         if result.winner is not None:
             candidates[name] = result.winner.load(), result.settings.budgets
-    for name, (winner, budgets) in candidates.items():
+
+    async def measure(candidate: Candidate, budgets: Sequence[int]) -> Confirmed:
+        full, *answers = [
+            await evaluator.evaluate(EvaluationJob(kept, budget, "test", 0, count))
+            for kept, budget in ((None, 0), *((candidate, budget) for budget in budgets))
+        ]
+        objective = np.mean([relative_logprob(each, full) for each in answers], axis=0)
+        right = sum(sum(each.right) for each in answers)
+        blocks = np.array_split(objective, min(_BLOCKS, count))
+        return Confirmed(
+            questions=count,
+            evaluator=evaluator.name,
+            digest=candidate.digest,
+            objective=round(float(objective.mean()), 6),
+            accuracy=round(right / (count * len(budgets)), 6),
+            blocks=tuple(round(float(block.mean()), 4) for block in blocks),
+        )
+
+    for name, (candidate, budgets) in candidates.items():
         known = confirmed.get(name)
-        if known and (known.digest, known.evaluator) == (winner.digest, evaluator.name):
+        if known and (known.digest, known.evaluator) == (candidate.digest, evaluator.name):
             continue
-        if full is None:
-            full = asyncio.run(evaluator.evaluate(EvaluationJob(None, 0, "test", 0, count)))
-        measured = _measure(evaluator, winner, budgets, full)
-        confirmed[name] = asyncio.run(measured)
+        confirmed[name] = asyncio.run(measure(candidate, budgets))
         log_progress(f"{name}: {confirmed[name].objective:+.4f}")
         write_confirmation(folder, confirmed)
     return confirmed
 
 
-@dataclass(frozen=True)
-class Study:
-    """One study: its folder, arms and seeds, and the evaluations of a search in rounds of five.
+def run_study(
+    folder: Path,
+    name: str,
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    settings: Settings,
+    connect: Connect | None,
+    concurrency: int = 1,
+    quotas: Sequence[int] = (),
+) -> str:
+    """Run what a folder lacks of one yardstick at the K of the settings; the tables in Markdown.
 
-    ``concurrency`` searches run together. ``base_policy`` takes the place of the yardstick's own.
     With ``quotas``, the released policy is measured with each of these q_e.
     """
-
-    folder: Path
-    arms: Sequence[str]
-    seeds: Sequence[int]
-    rounds: int
-    proposer: str = ""
-    proposals_per_reply: int = 1
-    concurrency: int = 1
-    base_policy: str = ""
-    quotas: Sequence[int] = ()
-
-    def needs_proposer(self, names: Sequence[str], budgets: Sequence[int]) -> bool:
-        """Whether a search that asks a language model has not ended on these yardsticks and K."""
-        arms = {
-            arm
-            for name in names
-            for budget in budgets
-            for arm in self._unfinished_arms(name, budget)
-        }
-        return needs_proposer(sorted(arms), self._settings(1, BASE_POLICIES["minillava"]))
-
-    def run(self, name: str, budget: int, connect: Callable[[], Proposer] | None) -> str:
-        """Run what is missing on one yardstick at one K; the tables in Markdown.
-
-        ``connect`` opens the proposer, once for each comparison, because each has its event loop.
-        """
-        folder = self._cell(name, budget)
-        folder.mkdir(parents=True, exist_ok=True)
-        yardstick, base = open_yardstick(name), self.base_policy or BASE_POLICIES[name]
-        own = YardstickEvaluator(yardstick, _IMAGES, each=1, base_policy=base)
-        settings = self._settings(budget, base)
-        evaluator = CachingEvaluator(own)
-        run_comparison(
-            folder, self.arms, self.seeds, settings, evaluator, connect, self.concurrency
-        )
-        confirming = YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1, base_policy=base)
-        swept = {f"q_e = {q}": paper_state(settings, q) for q in self.quotas if q <= budget}
-        states = {BASE: base_state(settings), **swept}
-        confirm(folder, CachingEvaluator(confirming), states)
-        tables = format_tables(folder, self.arms, self.seeds)
-        if swept:
-            tables += f"\n{format_states(folder, swept)}"
-        return f"## {yardstick.name}, K = {budget}\n\n{tables}"
-
-    def _cell(self, name: str, budget: int) -> Path:
-        """Folder of one yardstick and K."""
-        return self.folder / f"{name}-k{budget}"
-
-    def _unfinished_arms(self, name: str, budget: int) -> list[str]:
-        known = read_results(self._cell(name, budget))
-        return [a for a in self.arms if len(results_of(known, a, self.seeds)) < len(self.seeds)]
-
-    def _settings(self, budget: int, base_policy: str) -> Settings:
-        return Settings(
-            rounds=self.rounds,
-            per_round=PER_ROUND,
-            base_policy=base_policy,
-            budgets=(budget,),
-            proposer=self.proposer,
-            proposals_per_reply=self.proposals_per_reply,
-        )
-
-
-def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> str:
-    """The searches of a folder in Markdown; their winners beside each of :data:`REFERENCES`.
-
-    Winners that were not confirmed are left out. Spaces are compared by strategy, each with the
-    largest.
-    """
-    tables = [format_searches(folder, arms, seeds)]
-    groups = {arm: list(arms) for arm in REFERENCES if arm in arms} or {arms[0]: list(arms)}
-    if any(_space_of(arm) != "all" for arm in arms):
-        strategies: dict[str, list[str]] = {}
-        for arm in arms:
-            strategies.setdefault(arm.removesuffix(f"@{_space_of(arm)}"), []).append(arm)
-        groups = {group[0]: group for group in strategies.values()}
-    if read_confirmation(folder):
-        tables += [format_confirmed(folder, g, seeds, arm) for arm, g in groups.items()]
-    return "\n".join(tables)
+    folder.mkdir(parents=True, exist_ok=True)
+    yardstick, (budget,), base = open_yardstick(name), settings.budgets, settings.base_policy
+    evaluator = YardstickEvaluator(yardstick, _IMAGES, each=1, base_policy=base)
+    run_comparison(folder, arms, seeds, settings, evaluator, connect, concurrency)
+    confirming = YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1, base_policy=base)
+    swept = {f"q_e = {q}": paper_state(settings, q) for q in quotas if q <= budget}
+    confirm(folder, confirming, {BASE: base_state(settings), **swept})
+    tables = format_tables(folder, arms, seeds)
+    if swept:
+        tables += f"\n{format_states(folder, swept)}"
+    return f"## {yardstick.name}, K = {budget}\n\n{tables}"

@@ -1,10 +1,10 @@
-"""Tables of a comparison in Markdown: its searches, their winners confirmed, their candidates."""
+"""Tables of a comparison in Markdown: its searches, and their winners confirmed."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,13 +18,34 @@ from benchmarks.search.results import (
     read_results,
     results_of,
     search_name,
+    space_of,
 )
-from offline_search.ledger import read_ledger
-from offline_search.report import SearchReport, read_report
 from vllm_autoprune.report import Table
 
 # Two-sided 95 % quantiles of Student's t distribution, for 1 to 9 degrees of freedom.
 _T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+REFERENCES = ("tpe", "autoprune+@none")
+"""The arms that the others are compared with, where they are among them."""
+
+
+def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> str:
+    """The searches of a folder in Markdown; their winners beside each of :data:`REFERENCES`.
+
+    Winners that were not confirmed are left out. Spaces are compared by strategy, each with the
+    largest.
+    """
+    tables = [format_searches(folder, arms, seeds)]
+    groups = {arm: list(arms) for arm in REFERENCES if arm in arms} or {arms[0]: list(arms)}
+    if any(space_of(arm) != "all" for arm in arms):
+        strategies: dict[str, list[str]] = {}
+        for arm in arms:
+            strategies.setdefault(arm.removesuffix(f"@{space_of(arm)}"), []).append(arm)
+        groups = {group[0]: group for group in strategies.values()}
+    if read_confirmation(folder):
+        tables += [format_confirmed(folder, g, seeds, arm) for arm, g in groups.items()]
+    return "\n".join(tables)
 
 
 def format_searches(folder: Path, strategies: Sequence[str], seeds: Sequence[int]) -> str:
@@ -60,9 +81,9 @@ def format_searches(folder: Path, strategies: Sequence[str], seeds: Sequence[int
     lines = [Table("", [*head, "invalid %"], rows, "lrrrrrr").markdown(), ""]
     shares = (f"{share:.0%}" for share in CURVE_SHARES)
     lines += [Table("", ["search objective after", *shares], curves, "lrrrr").markdown(), ""]
-    for (one, mine), (other, theirs) in pairwise(zip(strategies, objectives, strict=True)):
-        if differences := [mine[seed] - theirs[seed] for seed in mine if seed in theirs]:
-            lines.append(f"- {one} less {other}, paired by seed: {format_mean(differences)}")
+    for (arm, scores), (other, others) in pairwise(zip(strategies, objectives, strict=True)):
+        if differences := [scores[seed] - others[seed] for seed in scores if seed in others]:
+            lines.append(f"- {arm} less {other}, paired by seed: {format_mean(differences)}")
     return "\n".join(lines) + "\n"
 
 
@@ -91,42 +112,36 @@ def _t_quantile(freedom: int) -> float:
 
 
 def format_confirmed(
-    folder: Path, strategies: Sequence[str], seeds: Sequence[int], reference: str = ""
+    folder: Path, arms: Sequence[str], seeds: Sequence[int], reference: str
 ) -> str:
-    """Confirmed objective and accuracy of each strategy, and paired differences to one of them.
+    """Confirmed objective and accuracy of each arm, and paired differences to one of them.
 
-    The reference is the last strategy by default. Differences to the base policy follow where it
-    was measured.
+    Differences to the base policy follow where it was measured.
     """
     confirmed = read_confirmation(folder)
-    objectives = {
-        strategy: {
-            seed: confirmed[name]
-            for seed in seeds
-            if (name := search_name(strategy, seed)) in confirmed
-        }
-        for strategy in strategies
-    }
-    reference = reference or strategies[-1]
-    head = ["strategy", "seeds", "objective", "accuracy %", f"less {reference}, paired by seed"]
     base = confirmed.get(BASE)
+
+    def scores_of(arm: str) -> dict[int, Confirmed]:
+        names = {seed: search_name(arm, seed) for seed in seeds}
+        return {seed: confirmed[name] for seed, name in names.items() if name in confirmed}
+
+    head = ["strategy", "seeds", "objective", "accuracy %", f"less {reference}, paired by seed"]
     head += [f"less {BASE}"] if base else []
-    rows = []
-    for strategy, own in objectives.items():
-        if not own:
+    rows, others = [], scores_of(reference)
+    for arm in arms:
+        if not (scores := scores_of(arm)):
             continue
-        others = objectives[reference]
-        pairs = [(own[seed], others[seed]) for seed in own if seed in others]
+        pairs = [(scores[seed], others[seed]) for seed in scores if seed in others]
         rows.append([
-            strategy,
-            str(len(own)),
-            format_mean([one.objective for one in own.values()], 2),
-            format_mean([100 * one.accuracy for one in own.values()], 1),
-            format_difference(pairs) if pairs and strategy != reference else "-",
-            *([format_difference([(one, base) for one in own.values()])] if base else []),
+            arm,
+            str(len(scores)),
+            format_mean([score.objective for score in scores.values()], 2),
+            format_mean([100 * score.accuracy for score in scores.values()], 1),
+            format_difference(pairs) if pairs and arm != reference else "-",
+            *([format_difference([(score, base) for score in scores.values()])] if base else []),
         ])  # fmt: skip
-    questions = {one.questions for one in confirmed.values()}
-    note = f"{', '.join(map(str, sorted(questions)))} questions; \u00b1 is Student's t over seeds"
+    questions = sorted({score.questions for score in confirmed.values()})
+    note = f"{', '.join(map(str, questions))} questions; \u00b1 is Student's t over seeds"
     note += ", in differences over questions as well." if base else "."
     return "\n".join([Table("", head, rows, "lrrrrr"[: len(head)]).markdown(), "", note]) + "\n"
 
@@ -165,45 +180,3 @@ def format_difference(pairs: Sequence[tuple[Confirmed, Confirmed]]) -> str:
     variance = sum(statistics.variance(effect) / len(effect) for effect in effects)
     width = _t_quantile(min(map(len, effects)) - 1) * math.sqrt(variance)
     return f"{mean:.2f} ± {width:.2f}"
-
-
-_HEAD = ("candidates", "valid", "evaluated", "best", "mean", "worst", "std")
-
-
-def format_candidates(ledgers: Sequence[Path]) -> str:
-    """The paper's tables of proposers and of seeds: a row for each search and each proposer.
-
-    Valid are candidates that loaded and passed the safety check; best, mean, worst and standard
-    deviation are over the objectives of those that were evaluated to the end.
-    """
-    reports = {path: read_report(read_ledger(path)) for path in ledgers}
-    searches = [
-        [path.stem, _proposer(report), str(report.settings.seed), *_figures([report])]
-        for path, report in reports.items()
-    ]
-    proposers: dict[str, list[SearchReport]] = {}
-    for report in reports.values():
-        proposers.setdefault(_proposer(report), []).append(report)
-    by_proposer = [[name, str(len(own)), *_figures(own)] for name, own in proposers.items()]
-    return "\n".join([
-        Table("", ["search", "proposer", "seed", *_HEAD], searches, "llrrrrrrrr").markdown(), "",
-        Table("", ["proposer", "searches", *_HEAD], by_proposer, "lrrrrrrrr").markdown(),
-    ]) + "\n"  # fmt: skip
-
-
-def _proposer(report: SearchReport) -> str:
-    return report.settings.proposer or "none"
-
-
-def _figures(reports: Sequence[SearchReport]) -> Iterator[str]:
-    rows = [row for report in reports for row in report.rows]
-    objectives = [row.objective for row in rows if row.objective is not None]
-    yield str(len(rows))
-    yield str(sum(row.result.status not in ("invalid", "unsafe") for row in rows))
-    yield str(len(objectives))
-    if not objectives:
-        yield from ("-",) * 4
-        return
-    for value in (max(objectives), statistics.mean(objectives), min(objectives)):
-        yield f"{value:.3f}"
-    yield f"{statistics.stdev(objectives):.3f}" if len(objectives) > 1 else "-"

@@ -1,3 +1,5 @@
+"""The evaluator of searches on a yardstick, and the data folder of its questions."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
