@@ -16,7 +16,7 @@ from vllm_autoprune.tpdsl.tokens import Grid
 
 
 @dataclass(frozen=True, slots=True)
-class _Panel:
+class Panel:
     """One copy of the picture.
 
     ``heat`` has one value for each token; ``lit`` are the tokens that are not dimmed, None means
@@ -33,27 +33,27 @@ class _Panel:
     owners: tuple[int, ...] = ()
 
 
-def list_panels(explanation: Explanation) -> list[_Panel]:
+def list_panels(explanation: Explanation) -> list[Panel]:
     """Picture, reference, exchange, groups, quality, signals; what there is of them."""
     trace, base = explanation.trace, explanation.policy.base.name
     extra = f" + {trace.extra} merged rows" if trace.extra else ""
     reference = f"{base}: {len(trace.reference)} tokens{extra}"
     panels = [
-        _Panel("image", f"{trace.grid.tokens} tokens, as the model sees it"),
-        _Panel("reference selection", reference, lit=trace.reference, core=trace.core),
+        Panel("image", f"{trace.grid.tokens} tokens, as the model sees it"),
+        Panel("reference selection", reference, lit=trace.reference, core=trace.core),
     ]
     if trace.quality is not None:
         swaps = f"{len(trace.left)} out, {len(trace.entered)} in"
         exchange = (trace.kept, trace.left, trace.entered, trace.core)
-        panels.append(_Panel("after exchange", swaps, None, *exchange))
+        panels.append(Panel("after exchange", swaps, None, *exchange))
     if trace.owners:
         merged = sum(owner >= 0 for owner in trace.owners)
         into = f"{merged} dropped into {len(set(trace.owners) - {-1})} kept"
-        panels.append(_Panel("merged", into, lit=trace.kept, owners=trace.owners))
+        panels.append(Panel("merged", into, lit=trace.kept, owners=trace.owners))
     if trace.quality is not None:
-        panels.append(_Panel("quality g", "all signals fused", trace.quality))
+        panels.append(Panel("quality g", "all signals fused", trace.quality))
         panels += [
-            _Panel(signal.atom.replace("_", " "), f"weight {signal.weight:.3g}", signal.values)
+            Panel(signal.atom.replace("_", " "), f"weight {signal.weight:.3g}", signal.values)
             for signal in trace.signals
         ]
     return panels
@@ -136,7 +136,7 @@ def draw_sheet(explanation: Explanation) -> Image.Image:
         if used + pen.textlength(panel.detail, _font(_DETAIL)) <= width:
             place = (x + used, y + _TITLE - _DETAIL)
             pen.text(place, panel.detail, _QUIET, _font(_DETAIL))
-        sheet.paste(_draw_panel(base, panel, grid, size), (x, y + _TITLE + 10))
+        sheet.paste(draw_panel(base, panel, grid, size), (x, y + _TITLE + 10))
     _draw_legend(pen, (_GAP, top + rows * step), panels)
     return sheet
 
@@ -164,7 +164,8 @@ def group_colour(number: int) -> Colour:
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
-def _draw_panel(base: Image.Image, panel: _Panel, grid: Grid, size: int) -> Image.Image:
+def draw_panel(base: Image.Image, panel: Panel, grid: Grid, size: int) -> Image.Image:
+    """The picture with what a panel shows; ``size`` are the pixels of a token's side."""
     if panel.heat is not None:
         colours = draw_heat_map(panel.heat, grid).resize(base.size, Image.Resampling.NEAREST)
         return Image.blend(base.convert("L").convert("RGB"), colours, _HEAT)
@@ -216,7 +217,7 @@ def _draw_mark(
 
 
 def _draw_legend(
-    pen: ImageDraw.ImageDraw, place: tuple[int, int], panels: Sequence[_Panel]
+    pen: ImageDraw.ImageDraw, place: tuple[int, int], panels: Sequence[Panel]
 ) -> None:
     """Draw the legend of the marks and colours that the panels use."""
     (x, y), side = place, _NOTE + 6

@@ -31,11 +31,6 @@ class InterruptHandler:
         for each in SIGNALS:
             signal.signal(each, self._stop)
 
-    @property
-    def status(self) -> int:
-        """The conventional exit status: 130 after Ctrl-C."""
-        return 128 + self.signum
-
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         """Within the block a signal raises KeyboardInterrupt, so that servers are ended."""
@@ -49,22 +44,22 @@ class InterruptHandler:
                 for each in SIGNALS:
                     signal.signal(each, signal.SIG_IGN)
 
-    def print_message(self) -> None:
-        """Print the last line of an interrupted demo."""
+    def finish(self) -> int:
+        """Print the last line of an interrupted demo; the exit status, 130 after Ctrl-C."""
         if sys.stderr.isatty():
             sys.stderr.write("\x1b[?25h\n")  # a progress bar hides the cursor
         print("demo: stopped, no server is left running", file=sys.stderr, flush=True)
+        return 128 + self.signum
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         self.signum = signum
         if self._guarded:
             raise KeyboardInterrupt
-        self.print_message()
-        os._exit(self.status)
+        os._exit(self.finish())
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The options; each has a default."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0 with a complete table, 130 after Ctrl-C, 1 where something failed."""
     parser = CommandParser(
         prog="python -m benchmarks.demo",
         description="Serve two models stock and pruned: the trained mini-LLaVA, to compare "
@@ -77,12 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--text-tower", type=Path, help="CLIP checkpoint that belongs to it")
     add("--out", type=Path, default=out, help="where files are written")
     add("--json", action="store_true", help="print JSON instead of a table")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0 with a complete table, 130 after Ctrl-C, 1 where something failed."""
-    options = build_parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     interrupt = InterruptHandler()
     try:
         from benchmarks.demo.output import run_demo
@@ -91,8 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         # An interrupt may surface as another exception.
         if interrupt.signum:
-            interrupt.print_message()
-            return interrupt.status
+            return interrupt.finish()
         if not isinstance(error, Exception):
             raise
         from vllm_autoprune.errors import AutopruneError

@@ -89,15 +89,7 @@ class Settings:
         return choose_dtype(exact=self.model == LLAVA)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The text of an answer, and the number of tokens of its prompt."""
-
-    text: str
-    prompt_tokens: int
-
-
-Answers = dict[Configuration, list[Answer]]
+Answers = dict[Configuration, list[Record]]
 """Answers in the order of the examples."""
 
 
@@ -107,7 +99,7 @@ def measure_answers(settings: Settings, examples: Sequence[Example], guard: Guar
     Its last configuration keeps all tokens: a control, which must equal the stock server.
     """
     # A row would profit from the one before it by hits in caches, which look like a fast prefill.
-    flags: tuple[str, ...] = (*_FLAGS, "--no-enable-prefix-caching", "--dtype", settings.dtype)
+    flags = (*_FLAGS, "--no-enable-prefix-caching", "--dtype", settings.dtype)
     pruning = (
         "--autoprune-state", settings.state, "--autoprune-text-tower", str(settings.text_tower),
         "--autoprune-feature-cache-gb", "0", "--trust-request-mm-kwargs",
@@ -116,8 +108,8 @@ def measure_answers(settings: Settings, examples: Sequence[Example], guard: Guar
     log = settings.out / "stock.log"
     with guard(), _serve("mini-LLaVA, stock", settings.model, flags, log) as url:
         answers = send_questions(url, "stock", examples, (FULL,))
-    log, flags = settings.out / "pruned.log", (*flags, *pruning)
-    with guard(), _serve("mini-LLaVA, pruned", settings.model, flags, log) as url:
+    log = settings.out / "pruned.log"
+    with guard(), _serve("mini-LLaVA, pruned", settings.model, (*flags, *pruning), log) as url:
         return answers | send_questions(url, "pruned", examples, (*PRUNED, everything))
 
 
@@ -132,20 +124,21 @@ def send_questions(
     for example in examples:  # encoded once
         image, question = build_content(example.question, [png_url(example.image)])
         contents.append([{**image, "uuid": f"asked-{example.image_id}"}, question])
-    client, answers = Client(url, timeout=120.0), Answers()
+    client = Client(url, timeout=120.0)
 
-    def ask(content: Sequence[Mapping[str, object]], fields: Mapping[str, object]) -> Answer:
-        body = build_body(SERVED_NAME, content, tokens=MAX_ANSWER_TOKENS, fields=fields)
-        record = client.send(body)
-        if record.error is not None and record.error != EMPTY:
+    def ask(content: Sequence[Mapping[str, object]], fields: Mapping[str, object]) -> Record:
+        record = client.send(
+            build_body(SERVED_NAME, content, tokens=MAX_ANSWER_TOKENS, fields=fields)
+        )
+        if record.error not in (None, EMPTY):
             broken = record.status in (0, 200)
             what = "stopped answering; its log is in --out" if broken else "refused a question"
             raise BenchmarkError(f"the server {what}: {record.error}")
-        return Answer(record.text, record.prompt_tokens or 0)
+        return record
 
-    total = len(configurations) * len(contents)
-    pool = ThreadPoolExecutor(USERS)
+    pool, answers = ThreadPoolExecutor(USERS), Answers()
     try:
+        total = len(configurations) * len(contents)
         with show_stage(f"mini-LLaVA, {name}: questions", total) as advance:
             for configuration in configurations:
                 futures = [pool.submit(ask, content, configuration.fields) for content in contents]
@@ -159,21 +152,20 @@ def send_questions(
     return answers
 
 
-WIDTH, LAYERS, TOWER_LAYERS = 2048, 4, 2
-STATE, BUDGET = "cdpruner", 64
+WIDTH = 2048
+_LAYERS, _TOWER_LAYERS, _STATE, _BUDGET = 4, 2, "cdpruner", 64
 QUESTIONS = 3
 """Questions about one image."""
-ANSWER_TOKENS, QUESTION_WORDS = 4, 16
+ANSWER_TOKENS, _QUESTION_WORDS = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Numbers of requests of one arm."""
+    """Numbers of requests of one arm; ``images`` are asked about several times."""
 
     alone: int = 6
     together: int = 24
     images: int = 4
-    """Images that are asked about several times."""
 
     @property
     def requests(self) -> int:
@@ -183,7 +175,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """What one way to serve an image costs; milliseconds."""
+    """What one way to serve an image costs; milliseconds.
+
+    ``questions`` are times to first token of the first, second and third about one image.
+    """
 
     prompt_tokens: int
     kv_bytes: int
@@ -191,7 +186,6 @@ class SpeedRow:
     together: Spread
     requests_per_second: float
     questions: tuple[Spread, ...]
-    """Time to first token of the first, second and third question about one image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,30 +196,29 @@ class Speed:
     resized: SpeedRow
     pruned: SpeedRow
     tokens: int = TOKENS
-    budget: int = BUDGET
+    budget: int = _BUDGET
 
 
-def measure_speed(out: Path, guard: Guard, plan: Plan | None = None) -> Speed:
+def measure_speed(out: Path, guard: Guard) -> Speed:
     """Serve the shape stock, then pruned, and time the same requests on both."""
-    plan = plan or Plan()
-    folder = write_llava(out / "shape", LAYERS, tower_layers=TOWER_LAYERS, width=WIDTH)
+    folder = write_llava(out / "shape", _LAYERS, tower_layers=_TOWER_LAYERS, width=WIDTH)
     token_bytes = read_kv_layout(folder).bytes_per_token
-    flags: tuple[str, ...] = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
-    pruning = ("--autoprune-state", STATE, "--autoprune-budget", str(BUDGET),
+    flags = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
+    pruning = ("--autoprune-state", _STATE, "--autoprune-budget", str(_BUDGET),
                "--autoprune-requests", "budget")  # fmt: skip
-    rows: dict[str, SpeedRow] = {}
 
-    def time_arm(url: str, name: str, fields: Mapping[str, object], first: int) -> None:
+    def time_arm(url: str, name: str, fields: Mapping[str, object], start: int) -> SpeedRow:
+        plan = Plan()
         with show_stage(f"large server, {name}: times", plan.requests) as advance:
-            rows[name] = time_requests(url, fields, plan, token_bytes, first, advance)
+            return time_requests(url, fields, plan, token_bytes, start, advance)
 
     with guard(), _serve("large server, stock", folder, flags, out / "speed-stock.log") as url:
-        time_arm(url, "stock", {}, 1000)
+        stock = time_arm(url, "stock", {}, 1000)
     flags, log = (*flags, *pruning), out / "speed-pruned.log"
     with guard(), _serve("large server, pruned", folder, flags, log) as url:
-        time_arm(url, "pruned", {}, 1000)
-        time_arm(url, "resized", {"keep": "resized"}, 2000)
-    return Speed(rows["stock"], rows["resized"], rows["pruned"])
+        pruned = time_arm(url, "pruned", {}, 1000)
+        resized = time_arm(url, "resized", {"keep": "resized"}, 2000)
+    return Speed(stock, resized, pruned)
 
 
 def time_requests(
@@ -233,26 +226,25 @@ def time_requests(
     fields: Mapping[str, object],
     plan: Plan,
     token_bytes: int,
-    first: int,
+    start: int,
     advance: Advance,
 ) -> SpeedRow:
     """Time the requests of one arm.
 
-    ``first`` is the number of its first image and text, so that arms of one server share none.
+    ``start`` is the number of its first image and text, so that arms of one server share none.
     """
     client = Client(url)
 
     def send(number: int, image: int) -> Record:
-        text = draw_words(QUESTION_WORDS, first + number)
-        content = build_content(text, [_draw_image_url(first + image)])
+        text = draw_words(_QUESTION_WORDS, start + number)
+        content = build_content(text, [_draw_image_url(start + image)])
         # A special first token would have no text to be timed.
         answer: dict[str, object] = {"ignore_eos": True, "skip_special_tokens": False}
         if fields:
             answer["mm_processor_kwargs"] = {"autoprune": dict(fields)}
-        body = build_body(SERVED_NAME, content, tokens=ANSWER_TOKENS, fields=answer)
-        record = client.send(body)
+        record = client.send(build_body(SERVED_NAME, content, tokens=ANSWER_TOKENS, fields=answer))
         advance()
-        if record.error is not None or not record.deltas:
+        if record.error is not None:
             raise BenchmarkError(f"the large server did not answer: {record.error}")
         return record
 
@@ -261,11 +253,11 @@ def time_requests(
     alone = [send(number, number) for number in range(10, 10 + plan.alone)]
     numbers = range(100, 100 + plan.together)
     # Pictures are drawn before the clock starts.
-    _ = [_draw_image_url(first + number) for number in numbers]
-    start = time.perf_counter()
+    _ = [_draw_image_url(start + number) for number in numbers]
+    begin = time.perf_counter()
     with ThreadPoolExecutor(USERS) as pool:
         together = list(pool.map(lambda number: send(number, number), numbers))
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - begin
     by_question: list[list[Record]] = [[] for _ in range(QUESTIONS)]
     for image in range(300, 300 + plan.images):
         for question in range(QUESTIONS):
@@ -288,7 +280,7 @@ def _draw_image_url(seed: int) -> str:
 
 
 def _first_tokens(records: Sequence[Record]) -> Spread:
-    return spread([1000 * (record.deltas[0] - record.started) for record in records])
+    return spread([1000 * record.ttft for record in records])
 
 
 @contextlib.contextmanager
@@ -313,5 +305,4 @@ def find_root_cause(log: str) -> str:
     if refused:
         return " ".join(refusal.split())
     error = re.search(r"(?:^|\] )(\w*(?:Error|Exception): .*)$", log, re.MULTILINE)
-    lines = [line for line in log.split("\n") if line.strip()]
-    return error[1] if error else lines[-1] if lines else "no output"
+    return error[1] if error else (log.strip() or "no output").rpartition("\n")[2]

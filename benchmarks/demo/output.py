@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.box import HORIZONTALS
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table as TerminalTable
+from rich.markdown import Markdown
 
 from benchmarks.common import BenchmarkError
+from benchmarks.common.client import Record
 from benchmarks.common.report import Table, environment, show_stage
 from benchmarks.common.shapes import TOKENS, KvLayout, count_visual_tokens, read_kv_layout
 from benchmarks.demo.measure import (
@@ -28,13 +27,12 @@ from benchmarks.demo.measure import (
     PRUNED,
     USERS,
     WIDTH,
-    Answer,
+    Answers,
     Configuration,
     Guard,
     Keep,
     Settings,
     Speed,
-    SpeedRow,
     measure_answers,
     measure_speed,
 )
@@ -52,14 +50,12 @@ with resizing the image to as many tokens:
 The large one is served in {dtype}, which this machine multiplies fast, the tiny one in {small}. By
 a product timed just now it takes about {minutes} minutes here, longer beside other work, and ends
 with one table and a picture."""
-OTHER_SECONDS = 140
+_OTHER_SECONDS = 140
 """Starts of four servers and mini-LLaVA's questions, on two idle cores."""
-PRODUCTS = 1100
+_PRODUCTS = 1100
 """What all requests to the large model take, in products of one image's tokens in its MLP."""
-SHOWN_BUDGET = 16
+_SHOWN_BUDGET = 16
 """K of mini-LLaVA's 144 tokens in the table, the same ninth as 64 of 576."""
-HEAD = ("", "stock", "resized", "pruned")
-COLUMNS = ("K", "tokens chosen by", "accuracy %", "accuracy+ %", "prompt tokens", "KV bytes")
 _Z = 1.96
 
 
@@ -78,11 +74,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All results of the demo."""
+    """All results of the demo.
+
+    ``control``: answers of the pruned server with all tokens that equal the stock server's, and all
+    that were asked.
+    """
 
     rows: tuple[Row, ...]
     control: Mapping[str, int]
-    """Answers of the pruned server with all tokens that equal the stock server's, and all asked."""
     questions: int
     scenes: int
     visual_tokens: int
@@ -133,96 +132,57 @@ def half_width(examples: Sequence[Example], answers: Sequence[str]) -> float:
 def build_row(
     configuration: Configuration,
     examples: Sequence[Example],
-    answers: Sequence[Answer],
+    answers: Sequence[Record],
     layout: KvLayout,
 ) -> Row:
     """Scores and cost of one configuration."""
     texts = [answer.text for answer in answers]
-    scored = grade_answers(examples, texts)
-    tokens = statistics.fmean(answer.prompt_tokens for answer in answers)
+    scores = grade_answers(examples, texts)
+    tokens = statistics.fmean(answer.prompt_tokens or 0 for answer in answers)
     return Row(
         configuration=configuration,
-        accuracy=scored.accuracy,
+        accuracy=scores.accuracy,
         half_width=half_width(examples, texts),
-        accuracy_plus=scored.accuracy_plus,
-        by_kind=scored.by_kind,
+        accuracy_plus=scores.accuracy_plus,
+        by_kind=scores.by_kind,
         prompt_tokens=tokens,
         kv_bytes=tokens * layout.bytes_per_token,
     )
 
 
-Cells = tuple[str, ...]
-
-
-def _build_blocks(results: Results) -> tuple[list[Cells], list[Cells]]:
-    """Rows of the large model, and rows of mini-LLaVA; the first of each is its heading."""
-    speed = results.speed
+def format_summary(results: Results) -> str:
+    """The table and its notes as Markdown."""
+    speed, machine, k = results.speed, results.environment, _SHOWN_BUDGET
     three = (speed.stock, speed.resized, speed.pruned)
+    small = (results.row("full"), results.row("resized", k), results.row("state", k))
+    questions = ("/".join(f"{spread.median:,.0f}" for spread in row.questions) for row in three)
 
-    def questions(row: SpeedRow) -> str:
-        return "/".join(f"{sample.median:,.0f}" for sample in row.questions)
+    def heading(model: str, tokens: int, budget: int) -> tuple[str, ...]:
+        cells = (model, f"N = {tokens}", f"K = {budget}", f"K = {budget}")
+        return tuple(f"**{cell}**" for cell in cells)
 
-    large = [
-        _heading("large, random weights", speed.tokens, speed.budget),
+    rows = [
+        heading("large, random weights", speed.tokens, speed.budget),
         ("prompt tokens of a request", *(f"{row.prompt_tokens}" for row in three)),
         ("KV cache of a request, MB", *(f"{row.kv_bytes / 1e6:.1f}" for row in three)),
         ("first token, alone, ms", *(f"{row.alone.median:,.0f}" for row in three)),
         (f"first token, {USERS} at once, ms", *(f"{row.together.median:,.0f}" for row in three)),
         (f"requests/s, {USERS} at once", *(f"{row.requests_per_second:.2f}" for row in three)),
-        ("first token, question 1/2/3, ms", *map(questions, three)),
+        ("first token, question 1/2/3, ms", *questions),
+        heading("mini-LLaVA, trained", results.visual_tokens, k),
+        ("prompt tokens of a request", *(f"{row.prompt_tokens:.1f}" for row in small)),
+        ("KV cache of a request, MB", *(f"{row.kv_bytes / 1e6:.2f}" for row in small)),
+        (
+            "right answers, %",
+            *(f"{100 * row.accuracy:.1f} ± {100 * row.half_width:.1f}" for row in small),
+        ),
     ]
-    rows = [
-        results.row("full"),
-        results.row("resized", SHOWN_BUDGET),
-        results.row("state", SHOWN_BUDGET),
-    ]
-    small = [
-        _heading("mini-LLaVA, trained", results.visual_tokens, SHOWN_BUDGET),
-        ("prompt tokens of a request", *(f"{row.prompt_tokens:.1f}" for row in rows)),
-        ("KV cache of a request, MB", *(f"{row.kv_bytes / 1e6:.2f}" for row in rows)),
-        ("right answers, %", *map(_accuracy, rows)),
-    ]
-    return large, small
 
+    def quartiles(spread: Spread) -> str:
+        return f"{spread.low:,.0f} to {spread.high:,.0f}"
 
-def _heading(model: str, tokens: int, budget: int) -> Cells:
-    return (model, f"N = {tokens}", f"K = {budget}", f"K = {budget}")
-
-
-def _accuracy(row: Row) -> str:
-    return f"{100 * row.accuracy:.1f} ± {100 * row.half_width:.1f}"
-
-
-def format_summary(results: Results) -> str:
-    """The table and its notes as Markdown."""
-    rows: list[Cells] = []
-    for heading, *others in _build_blocks(results):
-        rows += [tuple(f"**{cell}**" for cell in heading), *others]
-    table = Table("", HEAD, rows, "lrrr").markdown()
-    return "\n".join([table, "", *(f"- {note}" for note in _list_notes(results))]) + "\n"
-
-
-def build_terminal_table(results: Results) -> TerminalTable:
-    """The table for `rich`, with a rule between the models."""
-    table = TerminalTable(box=HORIZONTALS, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, name in enumerate(HEAD):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for block in _build_blocks(results):
-        table.add_section()
-        for number, row in enumerate(block):
-            table.add_row(*row, style=None if number else "bold")
-    return table
-
-
-def _list_notes(results: Results) -> tuple[str, ...]:
-    """How to read the table."""
-    speed, machine = results.speed, results.environment
-    alone, base = speed.stock.alone, results.row("reference", SHOWN_BUDGET)
-
-    def quartiles(sample: Spread) -> str:
-        return f"{sample.low:,.0f} to {sample.high:,.0f}"
-
-    return (
+    alone, base = speed.stock.alone, results.row("reference", k)
+    notes = (
         "Large: LLaVA-1.5's shape at half its width, 4 language layers and 2 of the tower, in "
         f"{machine['dtype of local servers']}. Medians of {alone.count} requests alone "
         f"and {speed.stock.together.count} at once, each of {ANSWER_TOKENS} tokens and on a new "
@@ -237,33 +197,8 @@ def _list_notes(results: Results) -> tuple[str, ...]:
         f"{100 * base.accuracy:.1f} %. Resized: its tokens pooled to K cells, which it was not "
         "trained on, so it is a weak rival here.",
     )
-
-
-def format_details(results: Results) -> str:
-    """All configurations of mini-LLaVA, as Markdown."""
-    rows = [
-        (
-            str(row.configuration.budget or results.visual_tokens),
-            NAMES[row.configuration.keep],
-            _accuracy(row),
-            f"{100 * row.accuracy_plus:.1f}",
-            f"{row.prompt_tokens:.1f}",
-            f"{row.kv_bytes:,.0f}",
-        )
-        for row in results.rows
-    ]
-    notes = (
-        f"{results.questions} questions on {results.scenes} scenes, the same in every row. "
-        "± is half of the 95 % interval. accuracy+ counts a yes/no pair only where both are "
-        "right.",
-        f"KV bytes = {results.kv_formula}. Prompt tokens as the server counts them, mean over "
-        "the questions.",
-        f"Control: keeping all {results.visual_tokens} tokens, the pruned server gave "
-        f"{results.control['same_answers']} of {results.control['asked']} answers exactly as the "
-        "stock one.",
-    )
-    table = Table("", COLUMNS, rows, "rlrrrr").markdown()
-    return "\n".join([table, "", results.verdict(), "", *(f"- {note}" for note in notes)]) + "\n"
+    table = Table("", ("", "stock", "resized", "pruned"), rows, "lrrr").markdown()
+    return "\n".join([table, "", *(f"- {note}" for note in notes)]) + "\n"
 
 
 def _estimate_minutes(dtype: Dtype) -> int:
@@ -272,12 +207,10 @@ def _estimate_minutes(dtype: Dtype) -> int:
     if dtype == "bfloat16":
         rows, weight = rows.bfloat16(), weight.bfloat16()
     seconds = timeit.repeat(lambda: torch.nn.functional.linear(rows, weight), number=1, repeat=5)
-    return math.ceil((OTHER_SECONDS + PRODUCTS * statistics.median(seconds)) / 60)
+    return math.ceil((_OTHER_SECONDS + _PRODUCTS * statistics.median(seconds)) / 60)
 
 
-def measure(
-    settings: Settings, guard: Guard
-) -> tuple[Results, Sequence[Example], dict[Configuration, list[Answer]]]:
+def measure(settings: Settings, guard: Guard) -> tuple[Results, Sequence[Example], Answers]:
     """Measure all servers, one after the other; ``guard`` ends the running one."""
     settings.out.mkdir(parents=True, exist_ok=True)
     layout = read_kv_layout(settings.model, settings.dtype)
@@ -286,9 +219,10 @@ def measure(
     answers = measure_answers(settings, examples, guard)
     *_, everything = answers
     pairs = list(zip(answers[FULL], answers[everything], strict=True))
+    same = sum((a.text, a.prompt_tokens) == (b.text, b.prompt_tokens) for a, b in pairs)
     results = Results(
         rows=tuple(build_row(c, examples, answers[c], layout) for c in (FULL, *PRUNED)),
-        control={"same_answers": sum(a == b for a, b in pairs), "asked": len(pairs)},
+        control={"same_answers": same, "asked": len(pairs)},
         questions=len(examples),
         scenes=settings.scenes,
         visual_tokens=count_visual_tokens(settings.model),
@@ -325,23 +259,20 @@ def run_demo(options: argparse.Namespace, guard: Guard) -> None:
         picture = draw_example(settings, examples, answers)
     results = dataclasses.replace(results, seconds=time.monotonic() - start)
     content = {**dataclasses.asdict(results), "verdict": results.verdict(), "picture": picture}
-    text = json.dumps(content, indent=2)
+    text, summary = json.dumps(content, indent=2), format_summary(results)
     (settings.out / "results.json").write_text(text + "\n")
-    (settings.out / "accuracy.md").write_text(format_details(results))
-    (settings.out / "table.md").write_text(format_summary(results))
+    (settings.out / "table.md").write_text(summary)
     if options.json:
         print(text)
         return
     console = Console()
     if console.is_terminal:
-        console.print("", build_terminal_table(results))
-        for note in _list_notes(results):
-            console.print(Padding(f"• {note}", (0, 0, 0, 2)), style="dim", highlight=False)
+        console.print(Markdown(summary))
     else:
-        print(format_summary(results), end="")
-    last = (
+        print(summary, end="")
+    console.print(
         f"\npicture: {picture['path']} (patches recomputed with transformers, whose rounding may "
-        f"keep a few\nothers); every configuration: {settings.out / 'accuracy.md'}; "
-        f"{results.seconds:.0f} s in all"
-    )
-    console.print(last, highlight=False, markup=False, soft_wrap=True)
+        f"keep a few\nothers); every configuration: {settings.out / 'results.json'}; "
+        f"{results.seconds:.0f} s in all",
+        highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
