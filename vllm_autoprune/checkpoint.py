@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -149,13 +150,26 @@ class LlavaVision:
     def encode(self, image: Image.Image, instruction: str) -> VisualTokens:
         """Visual tokens of an image (B = 1), with every input that can be computed."""
         prepared = self.processor.image_processor(image.convert("RGB"), return_tensors="pt")
-        pixels = prepared["pixel_values"].to(self.model.dtype)
+        tokens = self.encode_pixels(prepared["pixel_values"])
+        patches, features = tokens.require_encoder(), tokens.features
+        return replace(
+            tokens,
+            instruction=self._measure_relevance(patches, features, instruction),
+            language=self._start_language(features[0], instruction),
+            words=self._embed_words(instruction),
+        )
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels: Tensor) -> VisualTokens:
+        """Visual tokens of processed images ``(B, 3, H, W)``, without the inputs of a question."""
         tower, project = self.model.model.vision_tower, self.model.model.multi_modal_projector
         layer = self.model.config.vision_feature_layer
         has_next = layer < -1
         # hidden_states start with the embeddings, so -2 is the output of the second last layer.
         with _record_projections(tower.encoder.layers[layer:][:2]) as projections:
-            hidden = tower(pixels, output_hidden_states=True).hidden_states[layer]
+            hidden = tower(pixels.to(self.model.dtype), output_hidden_states=True).hidden_states[
+                layer
+            ]
         (query, key), *following = projections
         heads = tower.config.num_attention_heads
         query, key = (rows.unflatten(-1, (heads, -1)) for rows in (query, key))
@@ -166,12 +180,10 @@ class LlavaVision:
             attention = _attend_from_cls(next_query, next_key)
             next_layer = NextLayer(attention=attention, keys=next_key[:, 1:, 0])
         patches = hidden[:, 1:]
-        features = project(patches)
         return VisualTokens(
-            features,
+            project(patches),
             self.grid,
             _attend_from_cls(query, key),
-            self._measure_relevance(patches, features, instruction),
             tower=TowerStates(
                 patches=patches,
                 keys=key.mean(dim=2)[:, 1:],
@@ -179,9 +191,7 @@ class LlavaVision:
                 cls=hidden[:, :1],
                 next_layer=next_layer,
             ),
-            language=self._start_language(features[0], instruction),
             encoder=patches,
-            words=self._embed_words(instruction),
         )
 
     def _tokenize(self, tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> Ids:

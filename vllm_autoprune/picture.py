@@ -216,9 +216,7 @@ def _draw_mark(
         pen.line((x, y - arm, x, y + arm), colour, thick)
 
 
-def _draw_legend(
-    pen: ImageDraw.ImageDraw, place: tuple[int, int], panels: Sequence[Panel]
-) -> None:
+def _draw_legend(pen: ImageDraw.ImageDraw, place: tuple[int, int], panels: Sequence[Panel]) -> None:
     """Draw the legend of the marks and colours that the panels use."""
     (x, y), side = place, _NOTE + 6
     marks = [(_STAYED, "kept", "")]

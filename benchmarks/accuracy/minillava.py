@@ -23,7 +23,7 @@ from typing import Literal, get_args
 from benchmarks.policies import QUOTAS, SEARCH_RESULTS
 from benchmarks.server import ServerDied, command, serve
 from benchmarks.yardsticks.examples import CHECKPOINTS, draw_examples, png_url, weights_digest
-from benchmarks.yardsticks.minillava import EQUAL_POLICIES
+from benchmarks.yardsticks.minillava import MiniLlava as Yardstick
 from vllm_autoprune.cli.commands.eval import add_run_arguments, run_suite
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
@@ -148,7 +148,7 @@ def _cases_at(budget: int, families: Sequence[Family]) -> Iterator[Case]:
         yield control_case("resized", budget)
     policies = [load_state(SOURCE).base_policy.name] if {"found", "quota"} & set(families) else []
     if "policies" in families:
-        policies = [policy for policy in BASE_POLICIES if policy not in EQUAL_POLICIES]
+        policies = [policy for policy in BASE_POLICIES if policy not in Yardstick.equal_policies]
     for policy in policies:  # the other families are compared with the shipped state and its base
         base = f"{policy}@{budget}"
         yield prune_case(base, "base", policy, load_state(policy), budget)

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from benchmarks.common.report import format_estimate
 from benchmarks.policies import SEARCH_RESULTS, SOURCE
 from benchmarks.yardsticks import YARDSTICKS, open_yardstick
-from benchmarks.yardsticks.examples import Example, Split
+from benchmarks.yardsticks.examples import Example
 from benchmarks.yardsticks.yardstick import (
     ALL_TOKENS,
     FULL,
@@ -108,29 +108,7 @@ class BatchScores(FrozenModel):
     tokens: int
 
 
-_RECORD: TypeAdapter[BatchScores] = TypeAdapter(BatchScores)
-
-
-class YardstickJournal(RecordFile[BatchScores]):
-    """Append-only file of the scores of one model; one process at a time may write it."""
-
-    def __init__(self, path: Path, model: str) -> None:
-        """Open or create the file; raises :class:`EvaluationError`."""
-        super().__init__(path, _RECORD, EvaluationError)
-        self._scores = {
-            (record.case, record.questions): record
-            for record in self.records
-            if record.model == model
-        }
-
-    def find(self, case: str, questions: str) -> BatchScores | None:
-        """The scores of a case on a batch, if they were measured."""
-        return self._scores.get((case, questions))
-
-    def append(self, records: Sequence[BatchScores]) -> None:
-        """Write scores durably."""
-        super().append(records)
-        self._scores |= {(record.case, record.questions): record for record in records}
+SCORES: TypeAdapter[BatchScores] = TypeAdapter(BatchScores)
 
 
 @dataclass(frozen=True)
@@ -143,70 +121,52 @@ class CaseResult:
     tokens: float
 
 
-@dataclass(frozen=True)
-class Results:
-    """All cases of one yardstick on the same questions."""
-
-    yardstick: Yardstick
-    examples: Sequence[Example]
-    cases: Sequence[CaseResult]
-
-    def find(self, name: str, budget: str) -> CaseResult | None:
-        """The result of a named case at a budget."""
-        for result in self.cases:
-            if (result.case.name, result.case.budget.label) == (name, budget):
-                return result
-        return None
-
-
 def measure(
     yardstick: Yardstick,
     cases: Sequence[Case],
-    images: int,
-    journal: YardstickJournal,
+    examples: Sequence[Example],
+    journal: RecordFile[BatchScores],
     progress: Progress,
-    split: Split = "test",
-) -> Results:
-    """Scores of all cases on the questions about the first images of a split.
+) -> list[CaseResult]:
+    """Scores of all cases on the questions.
 
     What the journal has is not measured again. Cases are measured batch by batch, so that an
     interrupted run has few questions in all cases rather than all questions in few.
     """
-    examples = yardstick.draw(split, images)
-    groups = list(batches(yardstick, examples))
-    digests = [batch_digest(batch) for batch in groups]
-    missing = [
-        [case for case in cases if journal.find(case.key, digest) is None] for digest in digests
-    ]
+    known = {(r.case, r.questions): r for r in journal.records if r.model == yardstick.model}
+    groups = {batch_digest(batch): batch for batch in batches(yardstick, examples)}
+    missing = {
+        digest: [case for case in cases if (case.key, digest) not in known] for digest in groups
+    }
     total = len(groups) * len(cases)
-    progress.begin(total, total - sum(map(len, missing)))
-    for batch, digest, todo in zip(groups, digests, missing, strict=True):
+    progress.begin(total, total - sum(map(len, missing.values())))
+    for digest, todo in missing.items():
         if not todo:
             continue
-        encoded = yardstick.encode(batch)
-        records = []
+        encoded, records = yardstick.encode(groups[digest]), []
         for case in todo:
             scores = encoded.score(case)
             record = BatchScores(
                 model=yardstick.model,
                 questions=digest,
                 case=case.key,
-                right="".join("01"[int(right)] for right in scores.answers.right.tolist()),
-                logprob=tuple(round(value, 4) for value in scores.answers.logprob.tolist()),
+                right="".join("01"[int(right)] for right in scores.right.tolist()),
+                logprob=tuple(round(value, 4) for value in scores.logprob.tolist()),
                 tokens=scores.tokens,
             )
             records.append(record)
+            known[case.key, digest] = record
             progress.advance()
         # Together, because every append waits for the disk.
         journal.append(records)
     results = []
     for case in cases:
-        known = [entry for d in digests if (entry := journal.find(case.key, d)) is not None]
-        right = [digit == "1" for entry in known for digit in entry.right]
-        logprob = [value for entry in known for value in entry.logprob]
-        tokens = sum(entry.tokens for entry in known) / len(known)
+        records = [known[case.key, digest] for digest in groups]
+        right = [digit == "1" for record in records for digit in record.right]
+        logprob = [value for record in records for value in record.logprob]
+        tokens = sum(record.tokens for record in records) / len(records)
         results.append(CaseResult(case, right, logprob, tokens))
-    return Results(yardstick, examples, results)
+    return results
 
 
 @dataclass(frozen=True)
@@ -235,19 +195,39 @@ class Row:
     less_default: Estimate | None
 
 
-def build_rows(results: Results) -> Iterator[Row]:
+def build_rows(
+    yardstick: Yardstick, examples: Sequence[Example], results: Sequence[CaseResult]
+) -> Iterator[Row]:
     """Rows of every case: of all questions, of each category, and of each kind."""
-    for category, kind, members in _parts(results):
-        images = list(compress((example.image_id for example in results.examples), members))
+    by_name = {(result.case.name, result.case.budget.label): result for result in results}
+    categories = yardstick.categories
+    kinds = [(name, kind, (kind,)) for name, kinds in categories.items() for kind in kinds]
+    parts: list[tuple[str | None, str | None, Sequence[str]]] = [
+        (None, None, [kind for _, kind, _ in kinds]),
+        *((name, None, kinds) for name, kinds in categories.items()),
+        *kinds,
+    ]
+    for category, kind, wanted in parts:
+        members = [example.kind in wanted for example in examples]
+        if not any(members):
+            continue
+        images = list(compress((example.image_id for example in examples), members))
         bootstrap = ClusterBootstrap(images)
-        for result in results.cases:
-            case = result.case
-            right = list(compress(result.right, members))
-            control = results.find(RESIZED, case.budget.label)
-            base = results.find(case.base, case.budget.label) if case.base else None
-            default = results.find(results.yardstick.default, case.budget.label)
+
+        def percent(values: Sequence[float], bootstrap: ClusterBootstrap = bootstrap) -> Estimate:
+            return estimate(100 * bootstrap.mean(values)).rounded(2)
+
+        for result in results:
+            case, right = result.case, list(compress(map(float, result.right), members))
+            less: dict[str, Estimate | None] = {}
+            for name in (RESIZED, case.base, yardstick.default):
+                other = by_name.get((name, case.budget.label))
+                less[name] = None
+                if other is not None and other is not result:
+                    pairs = zip(right, compress(other.right, members), strict=True)
+                    less[name] = percent([value - control for value, control in pairs])
             yield Row(
-                yardstick=results.yardstick.name,
+                yardstick=yardstick.name,
                 budget=case.budget.label,
                 name=case.name,
                 reads_question=case.reads_question,
@@ -257,44 +237,12 @@ def build_rows(results: Results) -> Iterator[Row]:
                 questions=len(right),
                 images=len(set(images)),
                 tokens=round(result.tokens, 1),
-                accuracy=_percent(bootstrap, [float(answer) for answer in right]),
+                accuracy=percent(right),
                 logprob=round(sum(compress(result.logprob, members)) / len(right), 3),
-                less_resized=_difference(bootstrap, right, control, members, result),
-                less_base=_difference(bootstrap, right, base, members, result),
-                less_default=_difference(bootstrap, right, default, members, result),
+                less_resized=less[RESIZED],
+                less_base=less[case.base],
+                less_default=less[yardstick.default],
             )
-
-
-def _parts(results: Results) -> Iterator[tuple[str | None, str | None, list[bool]]]:
-    """Category, kind and which questions belong to them; None where all do."""
-    examples = results.examples
-    yield None, None, [True] * len(examples)
-    categories = results.yardstick.categories
-    parts: list[tuple[str, str | None, Sequence[str]]] = [
-        (c, None, k) for c, k in categories.items()
-    ]
-    parts += [(category, kind, (kind,)) for category, kinds in categories.items() for kind in kinds]
-    for category, name, wanted in parts:
-        members = [example.kind in wanted for example in examples]
-        if any(members):
-            yield category, name, members
-
-
-def _difference(
-    bootstrap: ClusterBootstrap,
-    right: Sequence[bool],
-    other: CaseResult | None,
-    members: Sequence[bool],
-    result: CaseResult,
-) -> Estimate | None:
-    if other is None or other is result:
-        return None
-    pairs = zip(right, compress(other.right, members), strict=True)
-    return _percent(bootstrap, [float(a) - float(b) for a, b in pairs])
-
-
-def _percent(bootstrap: ClusterBootstrap, values: Sequence[float]) -> Estimate:
-    return estimate(100 * bootstrap.mean(values)).rounded(2)
 
 
 _ESTIMATES = ("accuracy", "less_resized", "less_base", "less_default")
@@ -406,7 +354,24 @@ def write_between_markers(path: Path, text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing, and print the table or write it into the documentation."""
-    options = _parser().parse_args(arguments)
+    parser = CommandParser(
+        prog="python -m benchmarks.accuracy.yardsticks",
+        description="Measure base policies, states and controls on mini-LLaVA and mini-Qwen3-VL. "
+        "A run that is stopped goes on when the command is repeated.",
+    )
+    add, text = parser.add_argument, "folder for the results"
+    add("--out", type=Path, default=Path("out/yardsticks"), metavar="FOLDER", help=text)
+    both, text = list(YARDSTICKS), "models to measure on"
+    add("--yardsticks", nargs="+", default=both, choices=YARDSTICKS, help=text)
+    add("--checkpoint", type=Path, help="another training of a single yardstick")
+    add("--images", type=int, default=100, help="images of the test split")
+    add("--methods", nargs="*", default=[], help="default: all of them")
+    add("--threads", type=int, default=1, help="threads of torch")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="all rows as JSON")
+    text = "write docs/accuracy.md's tables and docs/data/accuracy.csv"
+    output.add_argument("--write-docs", action="store_true", help=text)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     try:
         measured = [_measure(name, options) for name in options.yardsticks]
@@ -429,44 +394,11 @@ def _measure(name: str, options: argparse.Namespace) -> Measured:
         for case in build_cases(yardstick.budgets, yardstick.available, options.methods)
         if case.name not in yardstick.equal_policies
     ]
-    with YardstickJournal(options.out / f"{name}.jsonl", yardstick.model) as journal:
-        results = measure(yardstick, cases, options.images, journal, progress)
-    rows = list(build_rows(results))
+    examples = yardstick.draw("test", options.images)
+    with RecordFile(options.out / f"{name}.jsonl", SCORES, EvaluationError) as journal:
+        results = measure(yardstick, cases, examples, journal, progress)
+    rows = list(build_rows(yardstick, examples, results))
     return Measured(yardstick.name, yardstick.model, yardstick.default, yardstick.eighth, rows)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="python -m benchmarks.accuracy.yardsticks",
-        description="Measure base policies, states and controls on mini-LLaVA and mini-Qwen3-VL. "
-        "A run that is stopped goes on when the command is repeated.",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("out/yardsticks"),
-        metavar="FOLDER",
-        help="folder for the results",
-    )
-    parser.add_argument(
-        "--yardsticks",
-        nargs="+",
-        default=list(YARDSTICKS),
-        choices=YARDSTICKS,
-        help="models to measure on",
-    )
-    parser.add_argument("--checkpoint", type=Path, help="another training of a single yardstick")
-    parser.add_argument("--images", type=int, default=100, help="images of the test split")
-    parser.add_argument("--methods", nargs="*", default=[], help="default: all of them")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="all rows as JSON")
-    output.add_argument(
-        "--write-docs",
-        action="store_true",
-        help="write docs/accuracy.md's tables and docs/data/accuracy.csv",
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ class YardstickEvaluator:
                             program, encoded.tokens, self._base_policy, count
                         )
                         case = replace(case, kept=picks)
-                    scores = encoded.score(case).answers
+                    scores = encoded.score(case)
                     logprob += scores.logprob[selected].tolist()
                     right += scores.right[selected].tolist()
         except AutopruneError as error:

@@ -100,7 +100,7 @@ def _in_process(
     """Whether each question is answered right, and the tokens that the case's state keeps."""
     for batch in batches(yardstick, examples):
         encoded = yardstick.encode(batch)
-        rights = encoded.score(case).answers.right.tolist()
+        rights = encoded.score(case).right.tolist()
         tokens: list[list[int]] = [[] for _ in batch]
         if case.state is not None:
             policy = materialize(case.state, case.budget.tokens(encoded.tokens.count))

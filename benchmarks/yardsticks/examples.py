@@ -39,8 +39,8 @@ from benchmarks.yardsticks.questions import (
     UNSEEN,
     Model,
     PageQuestions,
-    Question,
     SceneQuestions,
+    Wordings,
 )
 from benchmarks.yardsticks.scenes import (
     CELLS,
@@ -101,13 +101,12 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Scores:
+class Grades:
     """Shares between 0 and 1; accuracy+ is the share of yes/no pairs with both answers right."""
 
     accuracy: float
     accuracy_plus: float
     by_kind: dict[str, float]
-    by_category: dict[str, float]
 
 
 def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -> list[Example]:
@@ -125,7 +124,10 @@ def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -
         # mini-Qwen3-VL's scenes and pages alternate.
         turn = (image_id if model == "minillava" else image_id // 2) % 4 if split == "test" else 0
         unseen_style, unseen_wording = turn == 1, turn == 3
-        image, groups = draw(SEEDS[split][image_id], image_id, unseen_style, unseen_wording)
+        wordings = UNSEEN if unseen_wording else SEEN
+        image, source, kinds = draw(SEEDS[split][image_id], image_id, unseen_style, wordings)
+        attempts = _ATTEMPTS[model]
+        groups = [source.generate(kind) for kind in kinds for _ in range(attempts.get(kind, 1))]
         # Without repetitions of a text.
         for group in {group[0].text: group for group in groups if group is not None}.values():
             pair = pairs if len(group) == 2 else None
@@ -141,42 +143,34 @@ def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -
 
 
 def _draw_scene(
-    seed: int, image_id: int, unseen_style: bool, unseen_wording: bool
-) -> tuple[Tensor, list[list[Question] | None]]:
-    """The image of a scene, and single questions and yes/no pairs about it."""
+    seed: int, image_id: int, unseen_style: bool, wordings: Wordings
+) -> tuple[Tensor, SceneQuestions, Sequence[str]]:
+    """The image of a scene of mini-LLaVA, and questions about it of these kinds."""
     rng = random.Random(seed)
     style = rng.choice(UNSEEN_STYLES if unseen_style else TRAINING_STYLES)
-    images, scenes = render_scenes([draw_layout(rng, style)], CELLS, seed)
-    wordings = UNSEEN if unseen_wording else SEEN
-    questions = SceneQuestions(random.Random(seed + 1), scenes[0], (CELLS, CELLS), wordings)
-    attempts = _ATTEMPTS["minillava"]
-    groups = [questions.generate(kind) for kind in KINDS for _ in range(attempts.get(kind, 1))]
-    return images[0], groups
+    images, (scene,) = render_scenes([draw_layout(rng, style)], CELLS, seed)
+    questions = SceneQuestions(random.Random(seed + 1), scene, (CELLS, CELLS), wordings)
+    return images[0], questions, KINDS
 
 
 def _draw_picture(
-    seed: int, image_id: int, unseen_size: bool, unseen_wording: bool
-) -> tuple[Tensor, list[list[Question] | None]]:
-    """The image of a scene or a page, and single questions and yes/no pairs about it."""
+    seed: int, image_id: int, unseen_size: bool, wordings: Wordings
+) -> tuple[Tensor, SceneQuestions | PageQuestions, Sequence[str]]:
+    """The image of a scene or a page of mini-Qwen3-VL, and questions about it of these kinds."""
     size = random.Random(seed + 2).choice(UNSEEN_SIZES if unseen_size else SIZES)
-    rng, asking = random.Random(seed), random.Random(seed + 1)
-    wordings = UNSEEN if unseen_wording else SEEN
+    rng, category = random.Random(seed), "pages" if image_id % 2 else "scenes"
     content: Scene | Page
-    if image_id % 2:
+    if category == "pages":
         content = draw_page(rng, rng.choice(PAGE_STYLES), size)
         images, _ = render_pages([content], seed)
-        kinds = CATEGORIES["miniqwen"]["pages"]
     else:
-        images, scenes = render_rectangles([draw_rectangle(rng, size)], size, seed)
-        content, kinds = scenes[0], CATEGORIES["miniqwen"]["scenes"]
-    questions = ask_about(asking, content, size, wordings)
-    attempts = _ATTEMPTS["miniqwen"]
-    groups = [questions.generate(kind) for kind in kinds for _ in range(attempts.get(kind, 1))]
-    return images[0], groups
+        images, (content,) = render_rectangles([draw_rectangle(rng, size)], size, seed)
+    questions = ask_about(random.Random(seed + 1), content, size, wordings)
+    return images[0], questions, CATEGORIES["miniqwen"][category]
 
 
 def ask_about(
-    rng: random.Random, content: Scene | Page, size: Size, wordings: Mapping[str, Sequence[str]]
+    rng: random.Random, content: Scene | Page, size: Size, wordings: Wordings
 ) -> SceneQuestions | PageQuestions:
     """Questions about what a picture of mini-Qwen3-VL shows."""
     if isinstance(content, Page):
@@ -222,35 +216,25 @@ def is_right(answer: str, reference: str) -> bool:
     return re.findall(r"[a-z0-9]+", answer.lower())[: len(expected)] == expected
 
 
-def grade_answers(examples: Sequence[Example], answers: Sequence[str]) -> Scores:
-    """Score one answer per example; raises ValueError for another number of them."""
+def grade_answers(examples: Sequence[Example], answers: Sequence[str]) -> Grades:
+    """Grade one answer per example; raises ValueError for another number of them."""
     pairs = zip(examples, answers, strict=True)
     return aggregate(examples, [is_right(answer, example.answer) for example, answer in pairs])
 
 
-def aggregate(
-    examples: Sequence[Example], rights: Sequence[bool], model: Model = "minillava"
-) -> Scores:
-    """Scores of questions of which it is known whether they were answered right.
-
-    Kinds and categories without questions are left out.
-    """
+def aggregate(examples: Sequence[Example], rights: Sequence[bool]) -> Grades:
+    """Grades of questions of which it is known whether they were answered right."""
     kinds: dict[str, list[bool]] = {}
     pairs: dict[int, list[bool]] = {}
     for example, right in zip(examples, rights, strict=True):
         kinds.setdefault(example.kind, []).append(right)
         if example.pair is not None:
             pairs.setdefault(example.pair, []).append(right)
-    categories = {
-        name: [right for kind in members for right in kinds.get(kind, ())]
-        for name, members in CATEGORIES[model].items()
-    }
-    order = [kind for members in CATEGORIES[model].values() for kind in members]
-    return Scores(
-        accuracy=_mean([right for rights in kinds.values() for right in rights]),
+    order = [kind for kinds in CATEGORIES["minillava"].values() for kind in kinds]
+    return Grades(
+        accuracy=_mean(rights),
         accuracy_plus=_mean([all(pair) for pair in pairs.values()]),
         by_kind={kind: _mean(kinds[kind]) for kind in order if kind in kinds},
-        by_category={name: _mean(rights) for name, rights in categories.items() if rights},
     )
 
 

@@ -6,52 +6,36 @@ check the model and the policies, not the plugin.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
-from benchmarks.yardsticks.examples import (
-    CHECKPOINTS,
-    IMAGE_TOKEN,
-    PROMPT,
-    Example,
-    Split,
-    as_picture,
-    draw_examples,
-    weights_digest,
-)
+from benchmarks.yardsticks.examples import IMAGE_TOKEN, PROMPT, Example, as_picture
 from benchmarks.yardsticks.pages import MERGE, TOKEN, Size
-from benchmarks.yardsticks.questions import CATEGORIES
 from benchmarks.yardsticks.yardstick import (
-    FULL,
-    RESIZED,
-    AnswerScores,
     Budget,
-    Case,
-    CaseScores,
+    Call,
+    EncodedBatch,
+    Scores,
+    Yardstick,
     content_words,
-    keep_tokens,
+    record_calls,
     token_ids,
     tokenize_answers,
 )
-from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.refine import refine
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, MergerInput, Need, VisualTokens, Words
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, MergerInput, VisualTokens, Words
 
 _BEFORE_IMAGE, _AFTER_IMAGE = PROMPT["miniqwen"].split(IMAGE_TOKEN["miniqwen"])
 
 
 @dataclass(frozen=True)
-class _EncodedImage:
+class EncodedImage:
     """An image after the vision tower.
 
     rows (N, D) are for the first layer of the language model, levels (N, D) each for the next ones.
@@ -68,31 +52,16 @@ class _EncodedImage:
     merger_norms: Tensor
 
 
-class MiniQwen:
+class MiniQwen(Yardstick):
     """A checkpoint that encodes images, and scores answers given some of their tokens."""
 
-    name: ClassVar[str] = "mini-Qwen3-VL"
-    default: ClassVar[str] = "miniqwen"
-    budgets: ClassVar[Sequence[Budget]] = [
-        Budget(f"K = N/{divisor}", Fraction(1, divisor)) for divisor in (2, 4, 8, 16)
-    ]
-    eighth: ClassVar[str] = "K = N/8"
-    usual_tokens: ClassVar[int] = 72
-    available: ClassVar[frozenset[Need]] = frozenset(
-        ("cls_attention", "instruction", "encoder", "merger_input", "words")
-    )
-    equal_policies: ClassVar[Collection[str]] = ()
-    categories: ClassVar[Mapping[str, Sequence[str]]] = CATEGORIES["miniqwen"]
-    images_per_batch: ClassVar[int] = 1
-
-    def __init__(self, checkpoint: Path | None = None) -> None:
-        """Without a checkpoint, the committed one; loaded at first use."""
-        self._checkpoint = checkpoint or CHECKPOINTS["miniqwen"]
-
-    @cached_property
-    def model(self) -> str:
-        """Name and digest of the weights."""
-        return f"{self.name} {weights_digest(self._checkpoint)}"
+    name = "mini-Qwen3-VL"
+    key = "miniqwen"
+    default = "miniqwen"
+    budgets = tuple(Budget(f"K = N/{n}", Fraction(1, n)) for n in (2, 4, 8, 16))
+    eighth = "K = N/8"
+    usual_tokens = 72
+    available = frozenset(("cls_attention", "instruction", "encoder", "merger_input", "words"))
 
     @cached_property
     def qwen(self) -> Qwen3VLForConditionalGeneration:
@@ -108,17 +77,13 @@ class MiniQwen:
         processor: Qwen3VLProcessor = AutoProcessor.from_pretrained(self._checkpoint)
         return processor
 
-    def draw(self, split: Split, images: int) -> Sequence[Example]:
-        """Questions about the first images of a split, scenes and pages in turn."""
-        return draw_examples(split, images, "miniqwen")
-
-    def encode(self, batch: Sequence[Example]) -> _EncodedQuestions:
+    def encode(self, batch: Sequence[Example]) -> EncodedQuestions:
         """All inputs of policies for the questions about one image."""
         image = self.encode_image(batch[0].image)
-        return _EncodedQuestions(self, batch, image, self.policy_inputs(batch, image))
+        return EncodedQuestions(self, batch, image)
 
     @torch.no_grad()
-    def encode_image(self, image: Tensor, budget: int | None = None) -> _EncodedImage:
+    def encode_image(self, image: Tensor, budget: int | None = None) -> EncodedImage:
         """Encode an image (3, H, W) uint8, resized to at most `budget` tokens if given."""
         images = self.processor.image_processor
         size = dict(images.size)
@@ -127,21 +92,23 @@ class MiniQwen:
         inputs = images(as_picture(image), size=size, return_tensors="pt")
         grid = inputs["image_grid_thw"]
         tower = self.qwen.model.visual
-        with _record_inputs(tower) as recorded:
+        last = f"blocks.{len(tower.blocks) - 1}.attn"
+        with record_calls(tower, ("merger", "deepstack_merger_list.0", last)) as calls:
             encoded = tower(inputs["pixel_values"].to(self.qwen.dtype), grid_thw=grid)
         _, rows, columns = (int(side) for side in grid[0])
-        patches, early = (_by_token(recorded[name]) for name in ("merger", "early"))
-        return _EncodedImage(
+        patches = _by_token(calls["merger"].args[0])
+        early = _by_token(calls["deepstack_merger_list.0"].args[0])
+        return EncodedImage(
             Size(rows // MERGE, columns // MERGE),
             encoded.pooler_output,
             tuple(encoded.deepstack_features),
-            recorded["attention"],
+            _attention(tower.blocks[-1].attn, calls[last]),
             patches.mean(1),
             torch.stack([early.abs().sum(2), early.norm(dim=2)], 2).mean(1),
         )
 
     @torch.no_grad()
-    def policy_inputs(self, examples: Sequence[Example], image: _EncodedImage) -> VisualTokens:
+    def policy_inputs(self, examples: Sequence[Example], image: EncodedImage) -> VisualTokens:
         """What policies read of one image and M questions about it, as a server gives it to them.
 
         Relevance is measured in the language model's input embeddings, of which a question has the
@@ -173,10 +140,10 @@ class MiniQwen:
     def score_answers(
         self,
         examples: Sequence[Example],
-        image: _EncodedImage,
+        image: EncodedImage,
         kept: Tensor | None = None,
         rows: Tensor | None = None,
-    ) -> AnswerScores:
+    ) -> Scores:
         """Score the reference answers of M questions about one image.
 
         `kept` (M, K) are raster tokens of the image; they keep their positions. Without it, all are
@@ -210,81 +177,41 @@ class MiniQwen:
             deepstack_visual_embeds=[level[kept].flatten(0, 1) for level in image.levels],
             use_cache=False,
         ).last_hidden_state[:, -length:]
-        return texts.score(self.qwen.lm_head(hidden))
+        return texts.score(self.qwen.lm_head(hidden), kept.shape[1])
 
 
-class _EncodedQuestions:
+class EncodedQuestions(EncodedBatch):
     """Questions about one image."""
 
-    def __init__(
-        self,
-        yardstick: MiniQwen,
-        batch: Sequence[Example],
-        image: _EncodedImage,
-        tokens: VisualTokens,
-    ) -> None:
-        self._yardstick, self._batch, self._image = yardstick, batch, image
-        self.tokens = tokens
+    def __init__(self, yardstick: MiniQwen, batch: Sequence[Example], image: EncodedImage) -> None:
+        super().__init__(batch, yardstick.policy_inputs(batch, image))
+        self._yardstick, self._image = yardstick, image
 
-    @torch.no_grad()
-    def score(self, case: Case) -> CaseScores:
-        """Score the answers given the tokens that the case keeps, or the resized image."""
-        image, batch, score = self._image, self._batch, self._yardstick.score_answers
-        count = image.size.tokens
-        budget = case.budget.tokens(count)
-        if case.control == RESIZED:
-            image = self._yardstick.encode_image(batch[0].image, budget)
-        if case.control in (FULL, RESIZED):
-            return CaseScores(score(batch, image), image.size.tokens)
-        if case.state is not None:
-            refined = refine(materialize(case.state, budget), self.tokens)
-            return CaseScores(score(batch, image, refined.indices, refined.features), budget)
-        kept = case.kept
-        if kept is None:
-            kept = keep_tokens(batch, count, budget, case.control)
-        return CaseScores(score(batch, image, kept), budget)
+    def score_kept(self, kept: Tensor, rows: Tensor) -> Scores:
+        """Tokens keep their positions in the whole image."""
+        return self._yardstick.score_answers(self.batch, self._image, kept, rows)
+
+    def score_resized(self, budget: int) -> Scores:
+        """All tokens of the image that the processor makes of it, limited to K."""
+        image = self._yardstick.encode_image(self.batch[0].image, budget)
+        return self._yardstick.score_answers(self.batch, image)
 
 
-@contextlib.contextmanager
-def _record_inputs(tower: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Record one pass of the tower over one image: what its mergers read, and attention.
+def _attention(attention: nn.Module, call: Call) -> Tensor:
+    """(N,): attention to each token in one layer, measured as a server does.
 
-    ``merger`` and ``early``, of the first deepstack merger, have a row a patch. ``attention`` (N,)
-    is measured as a server does: the mean over heads and over all patches as queries in the last
-    layer, then over the patches of a token.
+    The mean over heads and over all patches as queries, then over the patches of a token.
     """
-    recorded: dict[str, Tensor] = {}
-    *_, last = tower.get_submodule("blocks").children()
-    attention = last.get_submodule("attn")
-
-    def record(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            (recorded[name],) = args
-
-        return hook
-
-    def attend(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        turns, heads = kwargs["position_embeddings"], attention.num_heads
-        assert isinstance(hidden, Tensor) and isinstance(turns, tuple) and isinstance(heads, int)
-        joined = attention.get_submodule("qkv")(hidden)
-        query, key, _ = joined.unflatten(-1, (3, heads, -1)).unbind(1)
-        query, key = (
-            part.float().transpose(0, 1) for part in apply_rotary_pos_emb_vision(query, key, *turns)
-        )
-        scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
-        recorded["attention"] = _by_token(scores.softmax(-1).mean((0, 1))).mean(1)
-
-    hooks = [
-        attention.register_forward_pre_hook(attend, with_kwargs=True),
-        tower.get_submodule("merger").register_forward_pre_hook(record("merger")),
-        tower.get_submodule("deepstack_merger_list.0").register_forward_pre_hook(record("early")),
-    ]
-    try:
-        yield recorded
-    finally:
-        for handle in hooks:
-            handle.remove()
+    hidden = call.args[0] if call.args else call.kwargs["hidden_states"]
+    turns, heads = call.kwargs["position_embeddings"], attention.num_heads
+    assert isinstance(hidden, Tensor) and isinstance(turns, tuple) and isinstance(heads, int)
+    joined = attention.get_submodule("qkv")(hidden)
+    query, key, _ = joined.unflatten(-1, (3, heads, -1)).unbind(1)
+    query, key = (
+        part.float().transpose(0, 1) for part in apply_rotary_pos_emb_vision(query, key, *turns)
+    )
+    scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
+    return _by_token(scores.softmax(-1).mean((0, 1))).mean(1)
 
 
 def _by_token(patches: Tensor) -> Tensor:

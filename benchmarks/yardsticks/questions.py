@@ -7,8 +7,10 @@ few words as possible, from which language models learn first.
 from __future__ import annotations
 
 import random
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from benchmarks.yardsticks.pages import WORDS, Number, Page, Word
@@ -45,189 +47,14 @@ _MAX_COUNT = 5
 _RELATIONS = ("left of", "right of", "above", "below")
 _OPPOSITE = {"left": "right", "right": "left", "upper": "lower", "lower": "upper"}
 
-# Slots of scenes: name, a_name, digit, colour, plural, side, number, relation; of pages: word,
-# number, label, head, first, second. On pages, words and numbers follow a space, so that they are
-# the same tokens in questions and answers.
 Wordings = Mapping[str, Sequence[str]]
+"""Texts of every kind, with slots."""
 
-SEEN: Wordings = {
-    "digit": (
-        "What digit is on the {name}?",
-        "Which digit does the {name} carry?",
-        "Read the digit on the {name}.",
-        "What is written on the {name}?",
-        "Name the digit of the {name}.",
-        "Look at the {name}. What digit is on it?",
-        "On the {name}, which digit is written?",
-        "The {name} has which digit on it?",
-        "Can the digit on the {name} be read? Name it.",
-    ),
-    "colour": (
-        "What colour is the shape with the digit {digit}?",
-        "Which colour has the shape that carries the digit {digit}?",
-        "Name the colour of the shape with the digit {digit}.",
-        "Look for the digit {digit}. Which colour has its shape?",
-        "The shape with the digit {digit} has which colour?",
-        "Of which colour is the shape that carries the digit {digit}?",
-        "The digit {digit}: on which colour is it?",
-        "Which colour is under the digit {digit}?",
-    ),
-    "shape": (
-        "What shape carries the digit {digit}?",
-        "Which shape has the digit {digit}?",
-        "Name the shape with the digit {digit}.",
-        "Look for the digit {digit}. What shape is it on?",
-        "The digit {digit} is carried by which shape?",
-        "The digit {digit}: on which shape is it?",
-        "Of the shapes, which has the digit {digit} on it?",
-    ),
-    "text": (
-        "What number is on the {name}?",
-        "Read the number on the {name}.",
-        "Which number does the {name} show?",
-        "Look at the {name}. Which number is on it?",
-        "On the {name}, what number is written?",
-        "The {name} has which number on it?",
-        "Which number can be read on the {name}?",
-    ),
-    "count": (
-        "How many {plural} are there?",
-        "Count the {plural} in the picture.",
-        "How many {plural} does the picture show?",
-        "Look for {plural}. How many are there?",
-        "Of {plural}, how many are in the picture?",
-        "Count all {plural} that can be seen.",
-        "The picture shows how many {plural}?",
-        "Name the number of {plural}.",
-        "What number of {plural} does the picture show?",
-    ),
-    "quarter": (
-        "In which quarter of the picture is the {name}?",
-        "Which quarter of the picture holds the {name}?",
-        "Name the quarter that the {name} is in.",
-        "Look for the {name}. In which quarter is it?",
-        "Where is the {name}? Name the quarter.",
-        "The {name}: which quarter is it in?",
-    ),
-    "relation": (
-        "What digit is on the shape {relation} the {name}?",
-        "Which digit does the shape {relation} the {name} carry?",
-        "Read the digit {relation} the {name}.",
-        "Which digit is {relation} the {name}?",
-        "Look at the {name}. What digit is on the shape {relation} it?",
-        "The shape {relation} the {name} carries which digit?",
-    ),
-    "existence": (
-        "Is there {a_name} in the picture?",
-        "Does the picture show {a_name}?",
-        "Can {a_name} be seen?",
-        "Look for {a_name}. Is it there?",
-        "Is {a_name} there?",
-        "Can the picture be said to show {a_name}?",
-    ),
-    "reading": (
-        "Does the {name} carry the digit {digit}?",
-        "Is the digit on the {name} a {digit}?",
-        "Is there the digit {digit} on the {name}?",
-        "Look at the {name}. Is its digit a {digit}?",
-        "Is {digit} the digit on the {name}?",
-        "Does the {name} have the digit {digit} on it?",
-        "Is a {digit} written on the {name}?",
-        "Can the digit {digit} be read on the {name}?",
-        "The {name}: is its digit a {digit}?",
-    ),
-    "position": (
-        "Is the {name} in the {side} half of the picture?",
-        "Does the {side} half of the picture hold the {name}?",
-        "Is the {name} in the {side} half?",
-        "Look for the {name}. Is it in the {side} half?",
-        "Is the {side} half where the {name} is?",
-        "The {name}: is it in the {side} half?",
-    ),
-    "counting": (
-        "Are there exactly {number} {plural}?",
-        "Does the picture show exactly {number} {plural}?",
-        "Are there {number} {plural} in the picture?",
-        "Is {number} the number of {plural}?",
-        "Can {number} {plural} be counted, no more and no less?",
-        "Does the picture have exactly {number} {plural}?",
-        "Of {plural}, are there exactly {number}?",
-    ),
-    "value": (
-        "What number is next to {word}?",
-        "Which number does the page give for {word}?",
-        "Read the number next to {word}.",
-        "Look for {word}. What number is next to it?",
-        "The number of {word} is what?",
-    ),
-    "word": (
-        "Which word has the number {number}?",
-        "What word is next to {number}?",
-        "Look for the number {number}. Which word is next to it?",
-        "Name the word with the number {number}.",
-        "The number {number} is next to which word?",
-    ),
-    "cell": (
-        "What number is in row {label} under {head}?",
-        "Which number does the table give for {label} and {head}?",
-        "Read the number of {label} in column {head}.",
-        "In column {head}, what is the number of {label}?",
-        "Look at row {label}. What number is under {head}?",
-    ),
-    "compare": (
-        "Which has the larger number, {first} or {second}?",
-        "Of {first} and {second}, which has the larger number?",
-        "Compare {first} and {second}. Which number is larger?",
-        "Is the number of {first} or of {second} larger?",
-    ),
-    "find": (
-        "Is the word {word} on the page?",
-        "Does the page show {word}?",
-        "Look for {word}. Is it there?",
-        "Can {word} be read on the page?",
-        "Is there a {word} on the page?",
-    ),
-}
-
-# Paraphrases in the words of training, put together in a new way.
-UNSEEN: Wordings = {
-    "digit": ("The {name} carries which digit?", "Name the digit that is on the {name}."),
-    "colour": ("The digit {digit} is on a shape of which colour?",),
-    "shape": ("On which shape is the digit {digit}?", "The digit {digit} is on what shape?"),
-    "text": ("Name the number that the {name} shows.", "The {name} carries what number?"),
-    "count": ("What is the number of {plural}?", "How many {plural} can be seen?"),
-    "quarter": ("The {name} is in which quarter?",),
-    "relation": ("Name the digit on the shape that is {relation} the {name}.",),
-    "existence": ("Does the picture have {a_name}?", "Is {a_name} in the picture?"),
-    "reading": ("Does the {name} show the digit {digit}?",),
-    "position": ("Can the {name} be seen in the {side} half?",),
-    "counting": ("Can exactly {number} {plural} be seen?",),
-    "value": ("Name the number of {word}.",),
-    "word": ("What word has {number} next to it?",),
-    "cell": ("What number does the table give in row {label}, column {head}?",),
-    "compare": ("Which number is larger, of {first} or of {second}?",),
-    "find": ("Can the page be read to show {word}?",),
-}
-
-BRIEF: Wordings = {
-    "digit": ("{name}",),
-    "colour": ("colour digit {digit}",),
-    "shape": ("shape digit {digit}",),
-    "text": ("{name}",),
-    "count": ("{plural}",),
-    "quarter": ("quarter {name}",),
-    "relation": ("{relation} the {name}",),
-    "existence": ("{a_name}",),
-    # The name never comes first, because a name followed by a digit is an answered `digit` phrase.
-    "reading": ("{digit} on the {name}", "the {name} a {digit}"),
-    "position": ("{side} half {name}",),
-    "counting": ("{number} {plural}",),
-    "value": ("number {word}",),
-    "word": ("word {number}",),
-    "cell": ("row {label} under {head}",),
-    "compare": ("larger {first} or {second}",),
-    "find": ("there {word}",),
-}
+_WORDINGS = tomllib.loads(Path(__file__).with_name("wordings.toml").read_text(encoding="utf-8"))
+SEEN, UNSEEN, BRIEF = (
+    {kind: tuple(texts[use]) for kind, texts in _WORDINGS.items()}
+    for use in ("seen", "unseen", "brief")
+)
 
 
 @dataclass(frozen=True)
@@ -297,19 +124,15 @@ class SceneQuestions:
                 return [yes, self._question(kind, (thing,), "no", name=name, digit=other)]
             case "position":
                 thing = self.pick_thing()
-                side = rng.choice(self.sides(thing))
-                yes = self._question(kind, (thing,), "yes", name=thing.name, side=side)
-                opposite = _OPPOSITE[side]
-                no = self._question(kind, (thing,), "no", name=thing.name, side=opposite)
-                return [yes, no]
+                side, name = rng.choice(self.sides(thing)), thing.name
+                yes = self._question(kind, (thing,), "yes", name=name, side=side)
+                return [yes, self._question(kind, (thing,), "no", name=name, side=_OPPOSITE[side])]
             case "counting":
                 things, plural = self._pick_group()
-                number = len(things)
-                near = [n for n in (number - 1, number + 1) if 0 <= n <= _MAX_COUNT]
-                wrong_number = rng.choice(near)
-                yes = self._question(kind, things, "yes", number=number, plural=plural)
-                no = self._question(kind, things, "no", number=wrong_number, plural=plural)
-                return [yes, no]
+                count = len(things)
+                near = rng.choice([n for n in (count - 1, count + 1) if 0 <= n <= _MAX_COUNT])
+                yes = self._question(kind, things, "yes", number=count, plural=plural)
+                return [yes, self._question(kind, things, "no", number=near, plural=plural)]
         raise ValueError(f"{kind!r} is not a kind of question about a scene")
 
     def evidence(self, parts: Iterable[Thing | Sign]) -> tuple[int, ...]:
@@ -366,13 +189,13 @@ class SceneQuestions:
     def _pick_group(self) -> tuple[list[Thing], str]:
         """All shapes of one colour or form, and their name; sizes that occur are equally likely."""
         things = self.scene.layout.things
+        named = [
+            ([t for t in things if t.colour == n], f"{c} shapes") for n, c in enumerate(COLOURS)
+        ]
+        named += [([t for t in things if t.shape == n], plural_of(s)) for n, s in enumerate(SHAPES)]
         groups: dict[int, list[tuple[list[Thing], str]]] = {}
-        for number, colour in enumerate(COLOURS):
-            group = [thing for thing in things if thing.colour == number]
-            groups.setdefault(len(group), []).append((group, f"{colour} shapes"))
-        for number, shape in enumerate(SHAPES):
-            group = [thing for thing in things if thing.shape == number]
-            groups.setdefault(len(group), []).append((group, name_plural(shape)))
+        for group, name in named:
+            groups.setdefault(len(group), []).append((group, name))
         size = self.rng.choice(sorted(size for size in groups if size <= _MAX_COUNT))
         return self.rng.choice(groups[size])
 
@@ -438,7 +261,7 @@ def with_article(name: str) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def name_plural(shape: str) -> str:
+def plural_of(shape: str) -> str:
     """All shapes of a form: "squares", "crosses"."""
     return f"{shape}{'es' if shape.endswith('s') else 's'}"
 

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, CLIPConfig, CLIPModel, LlamaForCausalLM
+from transformers import CLIPConfig, CLIPModel, LlamaForCausalLM, LlavaConfig
+from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
+from benchmarks.yardsticks import training
 from benchmarks.yardsticks.examples import CLIP, IMAGE_TOKEN, LLAVA, PROMPT
 from benchmarks.yardsticks.questions import BRIEF, KINDS, SEEN, SceneQuestions, with_article
 from benchmarks.yardsticks.scenes import (
@@ -44,20 +46,12 @@ from benchmarks.yardsticks.training import (
     NEIGHBOUR,
     UNLABELLED,
     DenseHeads,
-    LossParts,
+    Loss,
     Run,
     Stage,
     TextBatch,
-    build_texts,
     draw_texts,
-    join_ranks,
-    keep_shown_tokens,
-    log,
     phrase_kind,
-    position_waves,
-    run_stage,
-    start,
-    write_checkpoint,
 )
 
 STAGES = (
@@ -69,8 +63,7 @@ STAGES = (
 )
 
 # Scenes of the phrase stage start with two shapes in few tokens and are complete at this step.
-_CURRICULUM_STEPS = 700
-_CURRICULUM_TOKENS = 12
+_CURRICULUM_STEPS, _CURRICULUM_TOKENS = 700, 12
 # At CLIP's scale of 0.02 the position table is drowned by the patches.
 _POSITION_SCALE = 0.5
 _PHRASES_PER_IMAGE = 3
@@ -89,6 +82,7 @@ _PHRASE_WEIGHTS = {
     "existence": 5, "reading": 8, "position": 5, "counting": 10, NEIGHBOUR: 4, HALF: 6,
 }  # fmt: skip
 _EVERY_KIND = (*KINDS, *map(phrase_kind, (*KINDS, NEIGHBOUR, HALF)))
+_BEFORE_IMAGE, _AFTER_IMAGE = PROMPT["minillava"].split(IMAGE_TOKEN["minillava"])
 
 FIELDS: dict[str, int] = {
     "kind": 3, "colour": len(COLOURS), "shape": len(SHAPES), "digit": 10, "row": CELLS,
@@ -108,21 +102,7 @@ class where there is none.
 _FIELD_WEIGHTS = {name: 0.5 for name in FIELDS if name.startswith("near")} | {"digit": 2.0}
 
 
-class _Projector(nn.Module):
-    """LLaVA-1.5's projector: two linear layers with a GELU between them."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.linear_1 = nn.Linear(width, hidden)
-        self.linear_2 = nn.Linear(hidden, hidden)
-
-    def forward(self, patches: Tensor) -> Tensor:
-        """(B, K, Dv) → (B, K, D)."""
-        projected: Tensor = self.linear_2(F.gelu(self.linear_1(patches)))
-        return projected
-
-
-def build_models() -> tuple[CLIPModel, DenseHeads, _Projector, LlamaForCausalLM]:
+def build_models() -> tuple[CLIPModel, DenseHeads, LlavaMultiModalProjector, LlamaForCausalLM]:
     """Untrained models; the position table starts as waves over rows and columns."""
     config = CLIPConfig.from_pretrained(CLIP, attn_implementation="eager")
     clip = CLIPModel(config)
@@ -130,12 +110,11 @@ def build_models() -> tuple[CLIPModel, DenseHeads, _Projector, LlamaForCausalLM]
     width = config.vision_config.hidden_size
     with torch.no_grad():
         table = clip.vision_model.embeddings.position_embedding.weight
-        table[1:] = position_waves(CELLS * CELL_PATCHES, width) * _POSITION_SCALE
-    heads = DenseHeads(width, FIELDS)
-    language = AutoConfig.from_pretrained(LLAVA).text_config
+        table[1:] = training.position_waves(CELLS * CELL_PATCHES, width) * _POSITION_SCALE
+    heads, llava = DenseHeads(width, FIELDS), LlavaConfig.from_pretrained(LLAVA)
+    language = llava.text_config
     language._attn_implementation = "in_place"
-    projector = _Projector(width, language.hidden_size)
-    return clip, heads, projector, LlamaForCausalLM(language)
+    return clip, heads, LlavaMultiModalProjector(llava), LlamaForCausalLM(language)
 
 
 def _penultimate_states(clip: CLIPModel, values: Tensor) -> Tensor:
@@ -185,16 +164,12 @@ def _unify_names(rng: random.Random, layout: Layout) -> Layout:
 
 def label_patches(scenes: Sequence[Scene]) -> Tensor:
     """Labels (fields, B, N) of scenes."""
-    labels = torch.full((len(FIELDS), len(scenes) * PATCHES), UNLABELLED)
+    labels = torch.full((len(FIELDS), len(scenes), PATCHES), UNLABELLED)
     labels[0] = 0
-    patches: list[int] = []
-    columns: list[list[int]] = []
     for index, scene in enumerate(scenes):
-        for patch, column in _scene_labels(scene):
-            patches.append(index * PATCHES + patch)
-            columns.append(column)
-    labels[:, patches] = torch.tensor(columns).T
-    return labels.view(-1, len(scenes), PATCHES)
+        patches, columns = zip(*_scene_labels(scene), strict=True)
+        labels[:, index, list(patches)] = torch.tensor(columns).T
+    return labels
 
 
 def _scene_labels(scene: Scene) -> Iterator[tuple[int, list[int]]]:
@@ -216,9 +191,7 @@ def _scene_labels(scene: Scene) -> Iterator[tuple[int, list[int]]]:
             yield patch, [*labels, *[-1] * 2 * len(NEIGHBOURS)]
 
 
-def _reading_loss(
-    clip: CLIPModel, heads: DenseHeads, seed: int, size: int
-) -> tuple[Tensor, LossParts]:
+def _reading_loss(clip: CLIPModel, heads: DenseHeads, seed: int, size: int) -> Loss:
     """Loss of the reading stage: the digit and the colour of every patch of images of digits."""
     images, digit, colour = render_characters(seed, size)
     labels = torch.full((len(FIELDS), *digit.shape), UNLABELLED)
@@ -229,7 +202,7 @@ def _reading_loss(
 
 def _tower_loss(
     clip: CLIPModel, heads: DenseHeads, tokenizer: Tokenizer, seed: int, size: int
-) -> tuple[Tensor, LossParts]:
+) -> Loss:
     """Loss of the tower stage: dense classes, pointing, and image-caption contrast.
 
     The texts are B * P phrases, then B captions; the targets of pointing (B, P, N) spread a weight
@@ -310,50 +283,46 @@ def draw_batch(
     """
     images, scenes = draw_scenes(seed, size, max_shapes)
     rng = random.Random(seed + 1)
-    before, after = PROMPT["minillava"].split(IMAGE_TOKEN["minillava"])
-    position = len(words.encode(before).ids) + budget
     pictures, kept = [], []
     for scene in scenes:
         phrases = SceneQuestions(rng, scene, (CELLS, CELLS), BRIEF)
-        texts = []
+        texts, number, chosen = [], 40, list(range(budget))
         if max_shapes is None:
             questions = draw_texts(replace(phrases, wordings=SEEN), _QUESTION_WEIGHTS, 12, False)
-            texts += [(after.format(question=each.text), each) for each in questions]
-        number = 40 if max_shapes is not None else 14
+            texts += [(_AFTER_IMAGE.format(question=each.text), each) for each in questions]
+            number = 14
         drawn = draw_texts(phrases, _PHRASE_WEIGHTS, number, True)
         texts += [(f" {each.text}", each) for each in drawn]
-        chosen = list(range(budget))
         if max_shapes is not None:
-            shown = [covered[0] for covered in scene.thing_patches]
-            shown += [patch for covered in scene.sign_patches for patch in covered]
-            chosen = keep_shown_tokens(rng, shown, budget, PATCHES)
+            shown = [patches[0] for patches in scene.thing_patches]
+            shown += [patch for patches in scene.sign_patches for patch in patches]
+            chosen = training.keep_shown_tokens(rng, shown, budget, PATCHES)
         kept.append(chosen)
         pictures.append(texts)
-    texts_of = build_texts(words, pictures, position, "</s>", "<pad>", _EVERY_KIND)
-    return normalize_pixels(images), torch.tensor(kept), texts_of
+    start = len(words.encode(_BEFORE_IMAGE).ids) + budget
+    batch = training.build_texts(words, pictures, start, "</s>", "<pad>", _EVERY_KIND)
+    return normalize_pixels(images), torch.tensor(kept), batch
 
 
 def language_loss(
     model: LlamaForCausalLM,
-    projector: _Projector,
+    projector: nn.Module,
     patches: Tensor,
     kept: Tensor,
     before: Tensor,
     texts: TextBatch,
-) -> tuple[Tensor, LossParts]:
+) -> Loss:
     """Cross entropy on answer tokens; `patches` (B, N, Dv) come from the frozen tower.
 
     Sequences begin with the ids `before` (P,) and the image tokens `kept` (B, K).
     """
-    rows = torch.arange(len(kept))[:, None]
+    count, prefix = len(kept), len(before) + kept.shape[1]
     embed = model.get_input_embeddings()
-    image = projector(patches[rows, kept])
-    prefix = len(before) + kept.shape[1]
-    positions = torch.arange(prefix).expand(len(kept), prefix)
+    image = projector(patches[torch.arange(count)[:, None], kept])
+    embeds = (embed(before).expand(count, -1, -1), image, embed(texts.texts))
+    positions = torch.arange(prefix).expand(count, prefix)
     hidden = model.model(
-        inputs_embeds=torch.cat(
-            (embed(before).expand(len(kept), -1, -1), image, embed(texts.texts)), 1
-        ),
+        inputs_embeds=torch.cat(embeds, 1),
         attention_mask=texts.mask(prefix, torch.bfloat16),
         position_ids=torch.cat((positions, texts.positions), 1),
         use_cache=False,
@@ -363,43 +332,41 @@ def language_loss(
 
 def train_rank(rank: int, run: Run) -> None:
     """Train all stages as one of the ranks."""
-    join_ranks(run, rank)
+    training.join_ranks(run, rank)
     clip_words, words = (
         Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (CLIP, LLAVA)
     )
     clip, heads, projector, model = build_models()
     reading, towers, phrases, questions = run.stages
-    before = PROMPT["minillava"].split(IMAGE_TOKEN["minillava"])[0]
-    lead = torch.tensor(words.encode(before).ids)
+    lead = torch.tensor(words.encode(_BEFORE_IMAGE).ids)
 
-    def reading_step(seed: int, step: int) -> tuple[Tensor, LossParts]:
-        return _reading_loss(clip, heads, seed, reading.images)
-
-    def tower_step(seed: int, step: int) -> tuple[Tensor, LossParts]:
-        return _tower_loss(clip, heads, clip_words, seed, towers.images)
-
-    def answer_loss(values: Tensor, kept: Tensor, texts: TextBatch) -> tuple[Tensor, LossParts]:
+    def answer_loss(values: Tensor, kept: Tensor, texts: TextBatch) -> Loss:
         with torch.no_grad():
             patches = _penultimate_states(clip, values)[:, 1:]
         return language_loss(model, projector, patches, kept, lead, texts)
 
-    def phrase_step(seed: int, step: int) -> tuple[Tensor, LossParts]:
+    def phrase_loss(seed: int, step: int) -> Loss:
         # A low rate at first: among many tokens, attention joins the words of a name only slowly.
         progress = min(1.0, step / (_CURRICULUM_STEPS * run.steps_scale)) ** 2
         shapes = 2 + round((MAX_SHAPES - 2) * progress)
         budget = _CURRICULUM_TOKENS + round((PATCHES - _CURRICULUM_TOKENS) * progress)
         return answer_loss(*draw_batch(seed, phrases.images, words, shapes, budget))
 
-    def question_step(seed: int, step: int) -> tuple[Tensor, LossParts]:
-        return answer_loss(*draw_batch(seed, questions.images, words))
-
-    run_stage(run, 0, {"clip": clip, "heads": heads}, reading_step)
-    run_stage(run, 1, {"clip": clip, "heads": heads}, tower_step)
+    vision: dict[str, nn.Module] = {"clip": clip, "heads": heads}
+    language: dict[str, nn.Module] = {"projector": projector, "model": model}
+    training.run_stage(
+        run, 0, vision, lambda seed, _: _reading_loss(clip, heads, seed, reading.images)
+    )
+    training.run_stage(
+        run, 1, vision, lambda seed, _: _tower_loss(clip, heads, clip_words, seed, towers.images)
+    )
     clip.requires_grad_(False)
-    run_stage(run, 2, {"projector": projector, "model": model}, phrase_step)
-    run_stage(run, 3, {"projector": projector, "model": model}, question_step)
+    training.run_stage(run, 2, language, phrase_loss)
+    training.run_stage(
+        run, 3, language, lambda seed, _: answer_loss(*draw_batch(seed, questions.images, words))
+    )
     if rank == 0:
-        write_checkpoint(run.out / "clip", CLIP, clip.state_dict())
+        training.write_checkpoint(run.out / "clip", CLIP, clip.state_dict())
         parts = {
             "vision_tower.vision_model.": clip.vision_model,
             "multi_modal_projector.": projector,
@@ -410,10 +377,10 @@ def train_rank(rank: int, run: Run) -> None:
             for prefix, module in parts.items()
             for name, value in module.state_dict().items()
         }
-        write_checkpoint(run.out / "llava", LLAVA, tensors)
-        log(f"wrote {run.out}")
+        training.write_checkpoint(run.out / "llava", LLAVA, tensors)
+        training.log(f"wrote {run.out}")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    start("Train mini-LLaVA and its CLIP from scratch.", STAGES, train_rank)
+    training.start("Train mini-LLaVA and its CLIP from scratch.", STAGES, train_rank)

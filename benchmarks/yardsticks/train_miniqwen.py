@@ -52,7 +52,7 @@ from benchmarks.yardsticks.training import (
     RANKS,
     UNLABELLED,
     DenseHeads,
-    LossParts,
+    Loss,
     Run,
     Stage,
     TextBatch,
@@ -71,6 +71,8 @@ from benchmarks.yardsticks.training import (
 )
 
 _QWEN = CHECKPOINTS["miniqwen"]
+_LEAD, _REST = PROMPT["miniqwen"].split(IMAGE_TOKEN["miniqwen"])
+_BETWEEN, _BEHIND = _REST.split("{question}")
 
 STAGES = (
     # The model continues with the next stage, so the rate does not fall at the end of this one.
@@ -197,18 +199,16 @@ def draw_pictures(
 
     `most` makes them easier: scenes of at most so many shapes, pages of at most so many words.
     """
-    rng = random.Random(seed)
-    size = view.size
+    rng, size = random.Random(seed), view.size
     images: list[Tensor] = []
     contents: list[Scene | Page] = []
-    rows: list[list[float]] = []
+    items: list[Iterator[list[float]]] = []
     if scenes:
         layouts = [draw_rectangle(rng, size, most or MOST_SHAPES) for _ in range(scenes)]
         drawn, shown = render_rectangles(layouts, size, seed)
         images.append(drawn)
         contents += shown
-        for index, scene in enumerate(shown):
-            rows += [[index, *row] for row in _shape_rows(scene, size)]
+        items += [_shape_rows(scene, size) for scene in shown]
     if pages:
         texts = [
             fill_page(rng, size)
@@ -219,10 +219,10 @@ def draw_pictures(
         drawn, centres = render_pages(texts, seed)
         images.append(drawn)
         contents += texts
-        for index, (page, places) in enumerate(zip(texts, centres, strict=True), scenes):
-            rows += [[index, *row] for row in _text_rows(page, places)]
+        items += map(_text_rows, texts, centres)
     patches = split_patches(resize_images(torch.cat(images), view.seen))
-    return Pictures(patches, _label_patches(torch.tensor(rows), scenes + pages, view), contents)
+    rows = [[index, *row] for index, of_image in enumerate(items) for row in of_image]
+    return Pictures(patches, _label_patches(torch.tensor(rows), len(contents), view), contents)
 
 
 def _shape_rows(scene: Scene, size: Size) -> Iterator[list[float]]:
@@ -424,16 +424,14 @@ def draw_batch(
     `shown_first`, those that show nothing before the others.
     """
     rng, seen = random.Random(seed + 1), view.seen
-    lead, rest = PROMPT["miniqwen"].split(IMAGE_TOKEN["miniqwen"])
-    between, template = rest.split("{question}")
-    before, after = (torch.tensor(tokenizer.encode(text).ids) for text in (lead, between))
+    before, after = (torch.tensor(tokenizer.encode(text).ids) for text in (_LEAD, _BETWEEN))
     behind_image = len(before) + max(seen.rows, seen.columns)
     asked, kept = [], []
     for content in pictures.contents:
         texts = []
         weights = (_QUESTION_WEIGHTS if questions else _PHRASE_WEIGHTS)[isinstance(content, Page)]
         for form, number, wordings in (
-            ("{question}" + template, questions, SEEN), (" {question}", phrases, BRIEF)
+            ("{question}" + _BEHIND, questions, SEEN), (" {question}", phrases, BRIEF)
         ):  # fmt: skip
             source = ask_about(rng, content, view.size, wordings)
             drawn = draw_texts(source, weights, number, wordings is BRIEF)
@@ -497,7 +495,7 @@ def language_loss(
     batch: LanguageBatch,
     pictures: Pictures,
     view: View,
-) -> tuple[Tensor, LossParts]:
+) -> Loss:
     """Cross entropy on answer tokens, with the accuracy of every kind, and the naming loss.
 
     Kinds end in the divisor of the view, or in "dropped" where tokens are dropped.
@@ -528,15 +526,13 @@ def train_rank(rank: int, run: Run) -> None:
     heads = DenseHeads(_VISION_WIDTH, FIELDS)
     reading, towers, naming, phrases, questions = run.stages
 
-    def dense_step(
-        stage: Stage, shares: Sequence[float], plain: bool, seed: int, step: int
-    ) -> tuple[Tensor, LossParts]:
+    def dense_loss(stage: Stage, shares: Sequence[float], plain: bool, seed: int, _: int) -> Loss:
         view, scenes = draw_view(seed, shares), stage.images // 3
         pictures = draw_pictures(seed, scenes, stage.images - scenes, view, plain)
         *_, patches = tower_states(tower, pictures.patches, view.seen)
         return heads.loss(patches, pictures.labels, _FIELD_WEIGHTS, f"/{view.divisor}")
 
-    def naming_step(seed: int, step: int) -> tuple[Tensor, LossParts]:
+    def token_loss(seed: int, _: int) -> Loss:
         """The mergers' rows become those of the words that a picture shows."""
         view = draw_view(seed, _WHOLE_VIEWS)
         pictures = draw_pictures(seed, naming.images, naming.images, view)
@@ -547,7 +543,7 @@ def train_rank(rank: int, run: Run) -> None:
         loss = naming_loss(rows, model.get_input_embeddings().weight, names)
         return loss, {"loss": float(loss.detach())}
 
-    def phrase_step(seed: int, step: int) -> tuple[Tensor, LossParts]:
+    def phrase_loss(seed: int, step: int) -> Loss:
         view = draw_view(seed, _PHRASE_VIEWS)
         progress = min(1.0, step / (_CURRICULUM_STEPS * run.steps_scale)) ** 2
         most = _FEWEST + round((len(WORDS) - _FEWEST) * progress)
@@ -559,7 +555,7 @@ def train_rank(rank: int, run: Run) -> None:
         batch = draw_batch(seed, words, pictures, view, budget, 0, 40, shown_first=full)
         return language_loss(model, words, batch, pictures, view)
 
-    def question_step(seed: int, step: int) -> tuple[Tensor, LossParts]:
+    def question_loss(seed: int, _: int) -> Loss:
         view, scenes = draw_view(seed, _QUESTION_VIEWS), questions.images // 2
         budget = view.seen.tokens
         if view.seen == view.size:
@@ -570,24 +566,21 @@ def train_rank(rank: int, run: Run) -> None:
 
     for merger in (tower.merger, mergers):
         merger.requires_grad_(False)
-    run_stage(
-        run, 0, {"tower": tower, "heads": heads}, partial(dense_step, reading, _READING_VIEWS, True)
-    )
-    run_stage(
-        run, 1, {"tower": tower, "heads": heads}, partial(dense_step, towers, _TOWER_VIEWS, False)
-    )
+    vision: dict[str, nn.Module] = {"tower": tower, "heads": heads}
+    run_stage(run, 0, vision, partial(dense_loss, reading, _READING_VIEWS, True))
+    run_stage(run, 1, vision, partial(dense_loss, towers, _TOWER_VIEWS, False))
     model.requires_grad_(False)
     for part in (tower.merger, mergers, model.get_input_embeddings()):
         part.requires_grad_(True)
     # The modules that the next stage does not train have to be of the same type.
     model.to(torch.bfloat16)
-    run_stage(run, 2, {"model": model}, naming_step)
+    run_stage(run, 2, {"model": model}, token_loss)
     model.requires_grad_(True)
     tower.requires_grad_(False)
     for merger in (tower.merger, mergers):
         merger.requires_grad_(True)
-    run_stage(run, 3, {"model": model}, phrase_step)
-    run_stage(run, 4, {"model": model}, question_step)
+    run_stage(run, 3, {"model": model}, phrase_loss)
+    run_stage(run, 4, {"model": model}, question_loss)
     if rank == 0:
         tensors = model.state_dict()
         del tensors["lm_head.weight"]  # tied to the embedding table

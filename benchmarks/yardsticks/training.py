@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -53,8 +54,7 @@ _PREFIX, _PADDING = -1, -2
 
 LossParts = dict[str, float]
 """Losses and accuracies by name, for the log."""
-LossFunction = Callable[[int, int], tuple[Tensor, LossParts]]
-"""(seed of the batch, step) → the loss, and its parts for the log."""
+Loss = tuple[Tensor, LossParts]
 
 
 @dataclass(frozen=True)
@@ -107,18 +107,20 @@ def join_ranks(run: Run, rank: int) -> None:
     torch.set_flush_denormal(True)
     meeting = run.work.resolve() / "meet"  # a file URL has no relative form
     # A rank that was paused must find the other one still waiting for it.
+    patience = datetime.timedelta(hours=1)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=datetime.timedelta(hours=1),
+        "gloo", f"file://{meeting}", rank=rank, world_size=RANKS, timeout=patience
     )
     torch.manual_seed(run.seed)
 
 
-def run_stage(run: Run, number: int, modules: Mapping[str, nn.Module], loss: LossFunction) -> None:
-    """Train one stage; with `resume`, continue from its newest snapshot if there is one."""
+def run_stage(
+    run: Run, number: int, modules: Mapping[str, nn.Module], loss: Callable[[int, int], Loss]
+) -> None:
+    """Train one stage by the loss of (seed of the batch, step).
+
+    With `resume`, continue from its newest snapshot if there is one.
+    """
     stage, rank = run.stages[number], dist.get_rank()
     steps = max(1, round(stage.steps * run.steps_scale))
     optimiser = FlatMuon(modules, stage.peak)
@@ -207,15 +209,13 @@ class FlatMuon:
                     (tables if table else matrices).append(parameter)
         parameters = tables + matrices
         sizes = [parameter.numel() for parameter in parameters]
-        self._peak, self._decay = peak, decay
-        self._split = sum(parameter.numel() for parameter in tables)
+        self._peak, self._decay, self._split = peak, decay, sum(sizes[: len(tables)])
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._master = torch.cat([p.detach().float().flatten() for p in parameters])
         self._weights = self._master.to(torch.bfloat16)
         self._gradients = torch.zeros_like(self._weights)
-        places = zip(
-            parameters, self._weights.split(sizes), self._gradients.split(sizes), strict=True
-        )
-        for parameter, weight, gradient in places:
+        views = zip(self._weights.split(sizes), self._gradients.split(sizes), strict=True)
+        for parameter, (weight, gradient) in zip(parameters, views, strict=True):
             parameter.data = weight.view(parameter.shape)
             parameter.grad = gradient.view(parameter.shape)
         self._momentum = torch.zeros_like(self._master[self._split :])
@@ -237,9 +237,9 @@ class FlatMuon:
         A gradient that is not finite changes nothing.
         """
         gradient = self._gradients.float()
-        if dist.is_initialized():
+        if self._ranks > 1:
             dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
+            gradient /= self._ranks
         norm = float(gradient.norm())
         if math.isfinite(norm):
             if norm > 1.0:
@@ -257,10 +257,9 @@ class FlatMuon:
         self._momentum.mul_(_MOMENTUM).add_(gradient)
         direction = gradient.add(self._momentum, alpha=_MOMENTUM).to(torch.bfloat16)
         update = torch.zeros_like(direction)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        world = dist.get_world_size() if dist.is_initialized() else 1
+        rank = dist.get_rank() if self._ranks > 1 else 0
         for shape, offsets in self._starts.items():
-            size, starts = shape[0] * shape[1], offsets[rank::world]
+            size, starts = shape[0] * shape[1], offsets[rank :: self._ranks]
             if starts:
                 rows = torch.stack([direction[start : start + size] for start in starts])
                 steps = orthogonalise(rows.view(len(starts), *shape)).flatten(1)
@@ -268,7 +267,7 @@ class FlatMuon:
                 steps = steps * (0.2 * math.sqrt(max(shape)))
                 for start, row in zip(starts, steps, strict=True):
                     update[start : start + size] = row
-        if dist.is_initialized():
+        if self._ranks > 1:
             # On all ranks but one the addend is zero, so the sum is exact in bf16.
             dist.all_reduce(update)
         matrices = self._master[self._split :]
@@ -350,7 +349,7 @@ class DenseHeads(nn.Module):
 
     def loss(
         self, patches: Tensor, labels: Tensor, weights: Mapping[str, float], suffix: str = ""
-    ) -> tuple[Tensor, LossParts]:
+    ) -> Loss:
         """Weighted sum of the fields' cross entropies, and accuracies by name and suffix.
 
         patches (B, N, D); labels (fields, B, N), `UNLABELLED` where a field does not apply.
@@ -417,9 +416,13 @@ def keep_shown_tokens(
     return sorted(list(order)[:budget])
 
 
+Text = tuple[str, Question]
+"""A question as it is asked, in its form of the prompt."""
+
+
 def keep_evidence(
-    rng: random.Random, texts: Sequence[tuple[str, Question]], budget: int, count: int
-) -> tuple[list[int], list[tuple[str, Question]]]:
+    rng: random.Random, texts: Sequence[Text], budget: int, count: int
+) -> tuple[list[int], list[Text]]:
     """`budget` of `count` raster tokens, ascending, and the texts that they can answer.
 
     The evidence of each question is kept as a whole as long as it fits; the rest is random.
@@ -429,7 +432,7 @@ def keep_evidence(
         extended = shown | dict.fromkeys(question.evidence)
         shown = extended if len(extended) <= budget else shown
     kept = keep_shown_tokens(rng, list(shown), budget, count)
-    return kept, [pair for pair in texts if set(pair[1].evidence) <= set(kept)]
+    return kept, [text for text in texts if set(text[1].evidence) <= set(kept)]
 
 
 @dataclass(frozen=True)
@@ -455,9 +458,7 @@ class TextBatch:
         allowed = (same | (blocks == _PREFIX)[:, None, :]) & causal
         return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -1e9)[:, None]
 
-    def loss(
-        self, head: nn.Module, hidden: Tensor, names: Sequence[str]
-    ) -> tuple[Tensor, LossParts]:
+    def loss(self, head: nn.Module, hidden: Tensor, names: Sequence[str]) -> Loss:
         """Cross entropy on answer tokens, and the accuracy on them of every kind that is asked.
 
         `hidden` (B, L, D) are the states that `head` makes logits of; `names` are of the kinds.
@@ -476,42 +477,35 @@ class TextBatch:
 
 def build_texts(
     tokenizer: Tokenizer,
-    pictures: Sequence[Sequence[tuple[str, Question]]],
+    pictures: Sequence[Sequence[Text]],
     start: int,
     end: str,
     pad: str,
     kinds: Sequence[str],
 ) -> TextBatch:
-    """Tokenise the (text, question) pairs about each picture into one block each.
+    """Tokenise the texts about each picture, with their answers, into one block each.
 
     `start` is the position of every block; `end` is the token behind every answer.
     """
     end_id, pad_id = (tokenizer.encode(token).ids[0] for token in (end, pad))
-    columns = [list[list[int]]() for _ in range(5)]
+    # Of every token: id, label, kind, position, block.
+    sequences: list[list[tuple[int, ...]]] = []
     for pairs in pictures:
         texts = tokenizer.encode_batch([text for text, _ in pairs])
         answers = tokenizer.encode_batch([f" {question.answer}" for _, question in pairs])
-        rows = [list[int]() for _ in columns]
-        for block, ((_, question), text, answer) in enumerate(
-            zip(pairs, texts, answers, strict=True)
-        ):
-            ids, expected = text.ids, [*answer.ids, end_id]
-            scored = [kinds.index(question.kind)] * len(answer.ids)
+        sequence: list[tuple[int, ...]] = []
+        for block, (_, question) in enumerate(pairs):
+            ids, answer = texts[block].ids, answers[block].ids
+            scored = [kinds.index(question.kind)] * len(answer)
             silent = [UNLABELLED] * (len(ids) - 1)
-            length = len(ids) + len(expected)
-            rows[0] += ids + expected
             # The label of a position is the token that follows it.
-            rows[1] += silent + expected + [UNLABELLED]
-            rows[2] += silent + scored + [UNLABELLED] * 2
-            rows[3] += range(start, start + length)
-            rows[4] += [block] * length
-        for column, row in zip(columns, rows, strict=True):
-            column.append(row)
-    fills = (pad_id, UNLABELLED, UNLABELLED, 0, _PADDING)
-    return TextBatch(*map(_pad_rows, columns, fills))
-
-
-def _pad_rows(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
-    """Rows padded on the right to the longest, one token at least."""
-    longest = max(1, *map(len, rows))
-    return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
+            labels = [*silent, *answer, end_id, UNLABELLED]
+            asked = [*silent, *scored, UNLABELLED, UNLABELLED]
+            tokens = [*ids, *answer, end_id]
+            positions = range(start, start + len(tokens))
+            sequence += zip(tokens, labels, asked, positions, repeat(block), strict=False)
+        sequences.append(sequence)
+    fill = (pad_id, UNLABELLED, UNLABELLED, 0, _PADDING)
+    longest = max(1, *map(len, sequences))
+    padded = [[*sequence, *[fill] * (longest - len(sequence))] for sequence in sequences]
+    return TextBatch(*torch.tensor(padded).unbind(-1))

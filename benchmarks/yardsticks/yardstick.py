@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from itertools import groupby
-from typing import ClassVar, Final, Literal, Protocol
+from pathlib import Path
+from typing import ClassVar, Final, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.yardsticks.examples import Example, Split
+from benchmarks.yardsticks.examples import (
+    CHECKPOINTS,
+    Example,
+    Split,
+    draw_examples,
+    weights_digest,
+)
+from benchmarks.yardsticks.questions import CATEGORIES, Model
+from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.serving.api.instruction import split_content_words
 from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
@@ -72,8 +85,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class AnswerScores:
-    """Scores of the reference answers to M questions.
+class Scores:
+    """Scores of the reference answers to M questions, each about an image of K tokens.
 
     right (M,) bool: greedy decoding gives exactly the reference answer and then stops; logprob (M,)
     float32: natural logarithm of the probability of the answer and its end token.
@@ -81,56 +94,82 @@ class AnswerScores:
 
     right: Tensor
     logprob: Tensor
-
-
-@dataclass(frozen=True)
-class CaseScores:
-    """Scores of the reference answers to a batch, and K of each image of it."""
-
-    answers: AnswerScores
     tokens: int
 
 
-class EncodedBatch(Protocol):
-    """Questions about a few images, with all that policies read of them."""
+class EncodedBatch(ABC):
+    """Questions about a few images, with all that policies read of them, one row a question."""
 
-    @property
-    def tokens(self) -> VisualTokens:
-        """Inputs of policies, one row a question."""
+    def __init__(self, batch: Sequence[Example], tokens: VisualTokens) -> None:
+        self.batch, self.tokens = batch, tokens
 
-    def score(self, case: Case) -> CaseScores:
+    @torch.no_grad()
+    def score(self, case: Case) -> Scores:
         """Score the answers to all questions of the batch in one case."""
+        tokens = self.tokens
+        count, budget = tokens.count, case.budget.tokens(tokens.count)
+        if case.control == RESIZED:
+            return self.score_resized(budget)
+        if case.state is not None:
+            refined = refine(materialize(case.state, budget), tokens)
+            return self.score_kept(refined.indices, refined.features)
+        kept = case.kept
+        if case.control == FULL:
+            kept = torch.arange(count).expand(len(self.batch), -1)
+        elif kept is None:
+            kept = keep_tokens(self.batch, count, budget, case.control)
+        return self.score_kept(kept, gather_rows(tokens.features, kept))
+
+    @abstractmethod
+    def score_kept(self, kept: Tensor, rows: Tensor) -> Scores:
+        """Score the answers given raster tokens (M, K) with the rows (M, K, D)."""
+
+    @abstractmethod
+    def score_resized(self, budget: int) -> Scores:
+        """Score the answers given the resized images."""
 
 
-class Yardstick(Protocol):
-    """A model with its questions.
+class Yardstick(ABC):
+    """A checkpoint with its questions, loaded at first use.
 
-    ``default`` is the state that the evidence recommends for the model's family; ``eighth`` is the
-    label of the budget that keeps an eighth of all tokens. ``usual_tokens`` is N of a usual image,
-    and ``available`` are the inputs that a server of this backbone gives to policies.
-    ``equal_policies`` keep the tokens of another base policy on this model, and have no row.
-    ``categories`` has the kinds of questions of each category.
+    ``key`` is the model's name in commands, ``default`` the state that the evidence recommends for
+    its family; ``eighth`` is the label of the budget that keeps an eighth of all tokens.
+    ``usual_tokens`` is N of a usual image, and ``available`` are the inputs that a server of this
+    backbone gives to policies. ``equal_policies`` keep the tokens of another base policy on this
+    model, and have no row. ``images_per_batch`` images may be encoded together.
     """
 
     name: ClassVar[str]
+    key: ClassVar[Model]
     default: ClassVar[str]
     budgets: ClassVar[Sequence[Budget]]
     eighth: ClassVar[str]
     usual_tokens: ClassVar[int]
     available: ClassVar[frozenset[Need]]
-    equal_policies: ClassVar[Collection[str]]
-    categories: ClassVar[Mapping[str, Sequence[str]]]
-    images_per_batch: ClassVar[int]
+    equal_policies: ClassVar[Collection[str]] = ()
+    images_per_batch: ClassVar[int] = 1
+
+    def __init__(self, checkpoint: Path | None = None) -> None:
+        """Without a checkpoint, the committed one."""
+        self._checkpoint = checkpoint or CHECKPOINTS[self.key]
+
+    @cached_property
+    def model(self) -> str:
+        """Name and digest of the weights, as in the evidence of shipped states."""
+        return f"{self.name} {weights_digest(self._checkpoint)}"
 
     @property
-    def model(self) -> str:
-        """Name and digest of the weights."""
+    def categories(self) -> Mapping[str, Sequence[str]]:
+        """The kinds of questions of each category."""
+        return CATEGORIES[self.key]
 
     def draw(self, split: Split, images: int) -> Sequence[Example]:
         """The questions about the first images of a split."""
+        return draw_examples(split, images, self.key)
 
+    @abstractmethod
     def encode(self, batch: Sequence[Example]) -> EncodedBatch:
-        """Encode the images of a batch of questions."""
+        """Encode the images of a batch of questions, with all inputs of policies."""
 
 
 def batches(yardstick: Yardstick, examples: Sequence[Example]) -> Iterator[list[Example]]:
@@ -180,7 +219,7 @@ class AnswerTexts:
     answers: Sequence[Sequence[int]]
     padded: Tensor
 
-    def score(self, logits: Tensor) -> AnswerScores:
+    def score(self, logits: Tensor, tokens: int) -> Scores:
         """Score the answers by the logits (M, L, V) at `padded`."""
         right, logprob = [], []
         rows = logits.float().log_softmax(-1)
@@ -189,7 +228,7 @@ class AnswerTexts:
             expected = torch.tensor(answer)
             right.append(bool((predicted.argmax(-1) == expected).all()))
             logprob.append(predicted.gather(1, expected[:, None]).sum())
-        return AnswerScores(torch.tensor(right), torch.stack(logprob))
+        return Scores(torch.tensor(right), torch.stack(logprob), tokens)
 
 
 def tokenize_answers(
@@ -202,8 +241,7 @@ def tokenize_answers(
     end = tokenizer.eos_token_id
     answers = [[*token_ids(tokenizer, f" {example.answer}"), end] for example in examples]
     texts = [ids + answer[:-1] for ids, answer in zip(questions, answers, strict=True)]
-    padded, _ = pad_ids([[*ids] for ids in texts])
-    return AnswerTexts(questions, answers, padded)
+    return AnswerTexts(questions, answers, pad_ids(texts)[0])
 
 
 def content_words(
@@ -226,3 +264,31 @@ def pad_ids(rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
     longest = max(map(len, rows))
     padded = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows])
     return padded, torch.arange(longest) < torch.tensor([[len(row)] for row in rows])
+
+
+class Call(NamedTuple):
+    """Arguments and result of one call of a module."""
+
+    args: tuple[Tensor, ...]
+    kwargs: Mapping[str, object]
+    output: Tensor
+
+
+@contextmanager
+def record_calls(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Call]]:
+    """Record the last call of each named submodule while the context is open."""
+    calls: dict[str, Call] = {}
+    handles = [
+        model.get_submodule(name).register_forward_hook(
+            lambda _, args, kwargs, output, name=name: calls.update(
+                {name: Call(args, kwargs, output)}
+            ),
+            with_kwargs=True,
+        )
+        for name in names
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()

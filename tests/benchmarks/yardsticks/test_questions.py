@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
@@ -28,7 +28,7 @@ from benchmarks.yardsticks.questions import (
     PageQuestions,
     Question,
     SceneQuestions,
-    name_plural,
+    plural_of,
 )
 from benchmarks.yardsticks.scenes import (
     CELLS,
@@ -41,6 +41,7 @@ from benchmarks.yardsticks.scenes import (
 )
 
 PAGE_KINDS = CATEGORIES["miniqwen"]["pages"]
+STEPS = {"left of": (0, -1), "right of": (0, 1), "above": (-1, 0), "below": (1, 0)}
 
 
 @pytest.fixture(scope="module")
@@ -50,28 +51,7 @@ def scenes() -> list[Scene]:
     return render_scenes(layouts, CELLS, 11)[1]
 
 
-def _generate(scenes: list[Scene], kind: str) -> list[tuple[Scene, list[Question]]]:
-    groups = []
-    for number, scene in enumerate(scenes):
-        for wordings in (SEEN, UNSEEN, BRIEF):
-            rng = random.Random(number)
-            group = SceneQuestions(rng, scene, (CELLS, CELLS), wordings).generate(kind)
-            if group is not None:
-                groups.append((scene, group))
-    assert len(groups) >= 36
-    return groups
-
-
-def _named(scene: Scene, text: str) -> Thing:
-    (thing,) = [thing for thing in scene.layout.things if thing.name in text]
-    return thing
-
-
-def _sides(thing: Thing) -> set[str]:
-    return {"upper" if thing.row < 2 else "lower", "left" if thing.column < 2 else "right"}
-
-
-def test_every_kind_is_in_one_category_and_has_wordings() -> None:
+def test_every_kind_is_in_one_category_and_has_wordings_in_words_of_training() -> None:
     scenes, pictures = (
         [kind for kinds in CATEGORIES[model].values() for kind in kinds]
         for model in ("minillava", "miniqwen")
@@ -80,106 +60,117 @@ def test_every_kind_is_in_one_category_and_has_wordings() -> None:
     assert len(set(pictures)) == len(pictures)
     assert set(SEEN) == set(UNSEEN) == set(BRIEF) == {*KINDS, *PAGE_KINDS}
     assert all(not set(SEEN[kind]) & set(UNSEEN[kind]) for kind in SEEN)
-
-
-def test_unseen_wordings_are_made_of_words_that_training_reads() -> None:
-    def words(texts: list[str]) -> set[str]:
-        return {word.lower() for text in texts for word in re.findall(r"\{?\w+\}?", text)}
-
-    known = words([text for kind in KINDS for text in SEEN[kind]])
-    new = words([text for kind in KINDS for text in UNSEEN[kind]])
-
+    known, new = (
+        {word.lower() for kind in KINDS for text in wordings[kind]
+         for word in re.findall(r"\{?\w+\}?", text)}
+        for wordings in (SEEN, UNSEEN)
+    )  # fmt: skip
     assert new <= known
 
 
-@pytest.mark.parametrize("kind", ["existence", "reading", "position", "counting"])
-def test_pairs_are_a_yes_and_a_no(scenes: list[Scene], kind: str) -> None:
-    for _, group in _generate(scenes, kind):
-        assert [question.answer for question in group] == ["yes", "no"]
-        assert group[0].text != group[1].text
+def named(scene: Scene, text: str) -> Thing:
+    (thing,) = [thing for thing in scene.layout.things if thing.name in text]
+    return thing
 
 
-def test_digits_colours_and_shapes_are_those_of_the_named_shape(
-    scenes: list[Scene],
+def digit_in(text: str) -> int:
+    return int(re.findall(r"\d", text)[0])
+
+
+def with_digit(scene: Scene, text: str) -> Thing:
+    (thing,) = [thing for thing in scene.layout.things if thing.digit == digit_in(text)]
+    return thing
+
+
+def counted(scene: Scene, text: str) -> list[Thing]:
+    return [
+        thing
+        for thing in scene.layout.things
+        if f"{COLOURS[thing.colour]} shapes" in text or plural_of(SHAPES[thing.shape]) in text
+    ]
+
+
+def quarter(thing: Thing) -> str:
+    return f"{'upper' if thing.row < 2 else 'lower'} {'left' if thing.column < 2 else 'right'}"
+
+
+def neighbour(scene: Scene, text: str) -> Thing:
+    (relation,) = [words for words in STEPS if words in text]
+    target = scene.layout.neighbour(named(scene, text), *STEPS[relation])
+    assert target is not None
+    return target
+
+
+def sign_number(scene: Scene, text: str) -> str:
+    (sign,) = [sign for sign in scene.layout.signs if sign.name in text]
+    return "".join(map(str, sign.number))
+
+
+def in_half(scene: Scene, text: str) -> bool:
+    sides = [side for side in ("left", "right", "upper", "lower") if f" {side} " in f" {text}"]
+    return set(sides) <= set(quarter(named(scene, text)).split())
+
+
+ANSWERS: Mapping[str, Callable[[Scene, str], object]] = {
+    "digit": lambda scene, text: named(scene, text).digit,
+    "colour": lambda scene, text: COLOURS[with_digit(scene, text).colour],
+    "shape": lambda scene, text: SHAPES[with_digit(scene, text).shape],
+    "text": sign_number,
+    "count": lambda scene, text: len(counted(scene, text)),
+    "quarter": lambda scene, text: quarter(named(scene, text)),
+    "relation": lambda scene, text: neighbour(scene, text).digit,
+    "existence": lambda scene, text: any(t.name in text for t in scene.layout.things),
+    "reading": lambda scene, text: named(scene, text).digit == digit_in(text),
+    "position": in_half,
+    "counting": lambda scene, text: len(counted(scene, text)) == digit_in(text),
+}
+"""The answers by what a scene shows; true and false are yes and no."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_about_scenes_are_right_and_their_evidence_is_shown(
+    scenes: list[Scene], kind: str
 ) -> None:
-    for scene, (question,) in _generate(scenes, "digit"):
-        thing = _named(scene, question.text)
-        assert question.answer == str(thing.digit)
-        assert question.evidence == scene.patches(thing)
-    for kind, words, field in (("colour", COLOURS, "colour"), ("shape", SHAPES, "shape")):
-        for scene, (question,) in _generate(scenes, kind):
-            digit = int(re.findall(r"\d", question.text)[0])
-            (thing,) = [thing for thing in scene.layout.things if thing.digit == digit]
-            number = thing.colour if field == "colour" else thing.shape
-            assert question.answer == words[number]
+    asked = 0
+    for number, scene in enumerate(scenes):
+        for wordings in (SEEN, UNSEEN, BRIEF):
+            source = SceneQuestions(random.Random(number), scene, (CELLS, CELLS), wordings)
+            group = source.generate(kind) or ()
+            asked += len(group)
+            if len(group) == 2:
+                assert [question.answer for question in group] == ["yes", "no"]
+                assert group[0].text != group[1].text
+            for question in group:
+                answer = ANSWERS[kind](scene, question.text)
+                if isinstance(answer, bool):
+                    answer = "yes" if answer else "no"
+                assert question.answer == str(answer)
+                check_evidence(scene, question)
+    assert asked >= 36
 
 
-def test_the_evidence_of_a_number_is_in_reading_order(scenes: list[Scene]) -> None:
-    for scene, (question,) in _generate(scenes, "text"):
-        (sign,) = [sign for sign in scene.layout.signs if sign.name in question.text]
-        assert question.answer == "".join(map(str, sign.number))
-        assert len(question.evidence) == len(question.answer)
-        assert sorted(question.evidence) == list(question.evidence)
+def check_evidence(scene: Scene, question: Question) -> None:
+    """The most informative patches come first."""
+    text, evidence = question.text, question.evidence
+    match question.kind:
+        case "text":  # in reading order
+            assert len(evidence) == len(question.answer) and sorted(evidence) == list(evidence)
+        case "relation":
+            target, anchor = neighbour(scene, text), named(scene, text)
+            assert set(evidence) == {*scene.patches(target), *scene.patches(anchor)}
+            assert evidence[0] == scene.patches(target)[0]
+        case "count" | "counting":
+            middles = {scene.patches(thing)[0] for thing in counted(scene, text)}
+            assert set(evidence[: len(middles)]) == middles
+        case "colour" | "shape":
+            assert evidence == scene.patches(with_digit(scene, text))
+        case "existence" if question.answer == "no":
+            assert evidence == ()
+        case _:
+            assert evidence == scene.patches(named(scene, text))
 
 
-def test_the_answer_to_a_relation_is_beside_the_named_shape(scenes: list[Scene]) -> None:
-    steps = {"left of": (0, -1), "right of": (0, 1), "above": (-1, 0), "below": (1, 0)}
-    for scene, (question,) in _generate(scenes, "relation"):
-        anchor = _named(scene, question.text)
-        (relation,) = [words for words in steps if words in question.text]
-        down, right = steps[relation]
-        target = scene.layout.neighbour(anchor, down, right)
-        assert target is not None
-        assert question.answer == str(target.digit)
-        assert set(question.evidence) == {*scene.patches(target), *scene.patches(anchor)}
-        assert question.evidence[0] == scene.patches(target)[0]
-
-
-def test_counts_are_right_and_their_evidence_starts_with_middles(
-    scenes: list[Scene],
-) -> None:
-    for kind in ("count", "counting"):
-        for scene, group in _generate(scenes, kind):
-            question, things = group[0], scene.layout.things
-            counted = [
-                thing
-                for thing in things
-                if f"{COLOURS[thing.colour]} shapes" in question.text
-                or name_plural(SHAPES[thing.shape]) in question.text
-            ]
-            middles = {scene.patches(thing)[0] for thing in counted}
-            number = question.answer if kind == "count" else re.findall(r"\d", question.text)[0]
-            assert number == str(len(counted))
-            assert set(question.evidence[: len(counted)]) == middles
-
-
-def test_sides_and_quarters_are_right(scenes: list[Scene]) -> None:
-    for scene, (question,) in _generate(scenes, "quarter"):
-        assert set(question.answer.split()) == _sides(_named(scene, question.text))
-    for scene, group in _generate(scenes, "position"):
-        for question in group:
-            sides = _sides(_named(scene, question.text))
-            named = {
-                side
-                for side in ("left", "right", "upper", "lower")
-                if f" {side} " in f" {question.text}"
-            }
-            assert (named <= sides) == (question.answer == "yes")
-
-
-def test_existence_and_reading_are_right(scenes: list[Scene]) -> None:
-    for scene, (yes, no) in _generate(scenes, "existence"):
-        assert yes.evidence == scene.patches(_named(scene, yes.text))
-        assert no.evidence == ()
-        assert not any(thing.name in no.text for thing in scene.layout.things)
-    for scene, group in _generate(scenes, "reading"):
-        for question in group:
-            digit = int(re.findall(r"\d", question.text)[0])
-            right = digit == _named(scene, question.text).digit
-            assert right == (question.answer == "yes")
-
-
-def _asked(kind: str) -> Iterator[tuple[Page, Question]]:
+def asked_about_pages(kind: str) -> Iterator[tuple[Page, Question]]:
     """Questions of a kind as phrases, with their pages."""
     for seed in range(60):
         rng = random.Random(seed)
@@ -189,44 +180,28 @@ def _asked(kind: str) -> Iterator[tuple[Page, Question]]:
 
 
 @pytest.mark.parametrize("kind", PAGE_KINDS)
-def test_every_kind_is_asked_and_its_evidence_is_on_the_page(kind: str) -> None:
-    asked = list(_asked(kind))
+def test_answers_about_pages_are_right_and_their_evidence_is_shown(kind: str) -> None:
+    asked = list(asked_about_pages(kind))
     assert len(asked) > 15
+    assert {question.answer for _, question in asked} == {"yes", "no"} or kind != "find"
     for page, question in asked:
         parts: list[Word | Number] = [*page.words, *page.numbers]
-        places = {one.row * page.size.columns + one.column for one in parts}
-        assert set(question.evidence) <= places
-        assert bool(question.evidence) == (question.answer != "no")
-
-
-@pytest.mark.parametrize("kind", ["value", "cell", "word"])
-def test_numbers_are_next_to_the_words_that_the_question_names(kind: str) -> None:
-    for page, question in _asked(kind):
-        number = next(
-            one
-            for one in page.numbers
-            if one.row * page.size.columns + one.column == question.evidence[0]
-        )
-        assert number.label is not None
+        places = {part.row * page.size.columns + part.column: part for part in parts}
+        assert set(question.evidence) <= places.keys()
         texts = [*question.text.split(), question.answer]
-        assert str(number.value) in texts and number.label.text in texts
-        assert number.head is None or number.head.text in texts
-
-
-def test_the_larger_of_two_numbers_is_found() -> None:
-    for page, question in _asked("compare"):
-        values = {one.label.text: one.value for one in page.numbers if one.label}
-        _, first, _, second = question.text.split()
-        assert question.answer == max(first, second, key=values.__getitem__)
-
-
-def test_found_words_are_on_the_page_and_others_are_not() -> None:
-    answers = set()
-    for page, question in _asked("find"):
-        word = question.text.split()[1]
-        assert (question.answer == "yes") == (word in [one.text for one in page.words])
-        answers.add(question.answer)
-    assert answers == {"yes", "no"}
+        if kind == "find":
+            shown = texts[1] in [word.text for word in page.words]
+            assert question.answer == ("yes" if shown else "no")
+            assert bool(question.evidence) == shown
+            continue
+        number = places[question.evidence[0]]
+        assert isinstance(number, Number) and number.label is not None
+        if kind == "compare":
+            values = {each.label.text: each.value for each in page.numbers if each.label}
+            assert question.answer == max(texts[1], texts[3], key=values.__getitem__)
+        else:
+            assert str(number.value) in texts and number.label.text in texts
+            assert number.head is None or number.head.text in texts
 
 
 def test_quarters_of_a_wide_scene_are_those_of_its_rectangle() -> None:
@@ -234,16 +209,10 @@ def test_quarters_of_a_wide_scene_are_those_of_its_rectangle() -> None:
     rows, columns = size.cells
     for seed in range(20):
         rng = random.Random(seed)
-        _, scenes = render_rectangles([draw_rectangle(rng, size)], size, seed)
-        questions = SceneQuestions(rng, scenes[0], size.cells, BRIEF).generate("quarter")
+        _, (scene,) = render_rectangles([draw_rectangle(rng, size)], size, seed)
+        questions = SceneQuestions(rng, scene, size.cells, BRIEF).generate("quarter")
         assert questions is not None
-        name = questions[0].text.removeprefix("quarter ")
-        thing = next(one for one in scenes[0].layout.things if one.name == name)
+        thing = named(scene, questions[0].text)
         vertical = "upper" if thing.row < rows / 2 else "lower"
         horizontal = "left" if thing.column < columns / 2 else "right"
         assert questions[0].answer == f"{vertical} {horizontal}"
-
-
-def test_an_unknown_kind_is_refused(scenes: list[Scene]) -> None:
-    with pytest.raises(ValueError, match="'sung' is not a kind"):
-        SceneQuestions(random.Random(0), scenes[0], (CELLS, CELLS), SEEN).generate("sung")
