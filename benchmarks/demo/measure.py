@@ -203,7 +203,7 @@ def measure_speed(out: Path, guard: Guard) -> Speed:
     """Serve the shape stock, then pruned, and time the same requests on both."""
     folder = write_llava(out / "shape", _LAYERS, tower_layers=_TOWER_LAYERS, width=WIDTH)
     token_bytes = read_kv_layout(folder).bytes_per_token
-    flags = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
+    flags: tuple[str, ...] = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
     pruning = ("--autoprune-state", _STATE, "--autoprune-budget", str(_BUDGET),
                "--autoprune-requests", "budget")  # fmt: skip
 

@@ -526,13 +526,15 @@ def train_rank(rank: int, run: Run) -> None:
     heads = DenseHeads(_VISION_WIDTH, FIELDS)
     reading, towers, naming, phrases, questions = run.stages
 
-    def dense_loss(stage: Stage, shares: Sequence[float], plain: bool, seed: int, _: int) -> Loss:
+    def dense_loss(
+        stage: Stage, shares: Sequence[float], plain: bool, seed: int, step: int
+    ) -> Loss:
         view, scenes = draw_view(seed, shares), stage.images // 3
         pictures = draw_pictures(seed, scenes, stage.images - scenes, view, plain)
         *_, patches = tower_states(tower, pictures.patches, view.seen)
         return heads.loss(patches, pictures.labels, _FIELD_WEIGHTS, f"/{view.divisor}")
 
-    def token_loss(seed: int, _: int) -> Loss:
+    def token_loss(seed: int, step: int) -> Loss:
         """The mergers' rows become those of the words that a picture shows."""
         view = draw_view(seed, _WHOLE_VIEWS)
         pictures = draw_pictures(seed, naming.images, naming.images, view)
@@ -555,7 +557,7 @@ def train_rank(rank: int, run: Run) -> None:
         batch = draw_batch(seed, words, pictures, view, budget, 0, 40, shown_first=full)
         return language_loss(model, words, batch, pictures, view)
 
-    def question_loss(seed: int, _: int) -> Loss:
+    def question_loss(seed: int, step: int) -> Loss:
         view, scenes = draw_view(seed, _QUESTION_VIEWS), questions.images // 2
         budget = view.seen.tokens
         if view.seen == view.size:

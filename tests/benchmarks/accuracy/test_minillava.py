@@ -32,7 +32,7 @@ from benchmarks.accuracy.minillava import (
     prepare_questions,
 )
 from benchmarks.server import ServerDied
-from benchmarks.yardsticks.minillava import EQUAL_POLICIES, MiniLlava
+from benchmarks.yardsticks.minillava import MiniLlava
 from tests.benchmarks.accuracy.minillava_server import answering, arm, kept, reply
 from tests.evaluation.samples import read_journal
 from tests.offline_search.endpoint import Answer, Body, endpoint, error
@@ -78,7 +78,7 @@ def test_ablations_include_their_base_policy() -> None:
 def test_one_token_is_served_without_exchanges() -> None:
     """With q_e = 2 and K = 1 the quota shrinks; no case is skipped silently."""
     cases = build_cases(144, [1], ["policies"])
-    assert len(cases) == 1 + 2 * (len(BASE_POLICIES) - len(EQUAL_POLICIES))
+    assert len(cases) == 1 + 2 * (len(BASE_POLICIES) - len(MiniLlava.equal_policies))
 
 
 def test_no_base_policy_keeps_the_tokens_of_another() -> None:

@@ -57,7 +57,7 @@ class SampleYardstick(Yardstick):
         self.wrong, self.scored, self._model = wrong, list[str](), model
 
     @property
-    def model(self) -> str:  # type: ignore[override]
+    def model(self) -> str:
         return self._model
 
     @property

@@ -115,8 +115,10 @@ def test_a_result_has_what_the_ledger_says_and_outlives_it(data: Dataset, tmp_pa
 
 def test_a_winner_may_be_a_program() -> None:
     program = SelectionProgram("def select(features, signals, K):\n    return range(K)\n")
-    scores = {"objective": -1.0, "gain": 0.5, "accuracy": 0.5}
-    assert Winner(digest=program.digest, program=program.code, **scores).load() == program
+    winner = Winner(
+        digest=program.digest, objective=-1.0, gain=0.5, accuracy=0.5, program=program.code
+    )
+    assert winner.load() == program
 
 
 def test_only_strategies_that_ask_for_lists_get_them(data: Dataset, tmp_path: Path) -> None:
