@@ -1,9 +1,9 @@
-"""Type the commands of README.md and docs/: python scripts/docs_commands.py [--all] [--list].
+"""Type the commands of README.md and docs/: python scripts/docs_commands.py [--all].
 
 Every command of a ``sh`` block is of one kind. *Quick* ones are run in this process. *Long* ones
 are typed into a shell with ``--all``, page by page and in order, in a copy of the repository: they
 start the servers that a page names, or ask one. Those that measure for minutes to hours get options
-with which they measure less. All others are listed with the reason why they are not typed.
+with which they measure less. All others need what this machine lacks.
 """
 
 from __future__ import annotations
@@ -29,31 +29,22 @@ CHECKPOINT = ROOT / "benchmarks/yardsticks/weights/minillava"
 
 QUICK, LONG = "quick", "long"
 
-_NOT_TYPED: tuple[tuple[str, str], ...] = (
-    ("^make test", "types these commands"),
-    (
-        "pip3? install|pip wheel|git clone|-m venv",
-        "changes an environment, or needs a network",
-    ),
-    ("^docker |^kubectl |^helm ", "needs Docker or a cluster"),
-    (
-        r"vllm serve (llava-hf|Qwen|OpenGVLab|google)/|vllm serve \.\.\.",
-        "needs weights from the Hub and a GPU",
-    ),
-    (
-        r"gpu-\d|http://server:|--worker |dashscope|/opt/lmms",
-        "needs other machines, or programs from a network",
-    ),
-    ("--gpu|--runner v2", "needs a GPU"),
+_NOT_TYPED = re.compile(
+    r"^make test"  # it types these commands
+    r"|pip3? install|pip wheel|git clone|-m venv"  # changes an environment, or needs a network
+    r"|^docker |^kubectl |^helm "  # a cluster
+    r"|vllm serve (llava-hf|Qwen|OpenGVLab|google)/|vllm serve \.\.\."  # the Hub, and a GPU
+    r"|gpu-\d|http://server:|--worker |dashscope|/opt/lmms"  # other machines, or a network
+    r"|--gpu|--runner v2"
 )
-"""Pattern -> why a command is not typed."""
+"""What this machine cannot type, each with its reason."""
 
 _LESS: tuple[tuple[str, str], ...] = (
     ("^make demo$", "VENV=none PYTHON=python"),
     ("^vllm-autoprune selftest$", "llava_next --runner v1"),
     ("^vllm-autoprune search .*--server-url", "--rounds 1 --per-round 2 --images 4"),
     (r"^vllm serve ", "--enforce-eager --block-size 32"),
-    (r"\.cost efficiency", "--requests 1 --scenes 2 --policies cdpruner"),
+    (r"\.cost efficiency", "--requests 1 --policies cdpruner"),
     (r"\.accuracy\.yardsticks .*--methods", "--images 2"),
     (r"\.accuracy\.yardsticks", "--images 2 --methods random cdpruner"),
     (r"\.accuracy\.minillava", "--scenes 2 --budgets 8 --cases random policies"),
@@ -81,7 +72,7 @@ _BUSY = re.compile(r"not valid: (the client was the bottleneck|client \S+ used)"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of a page; ``kind`` is quick, long, or the reason why it is not typed."""
+    """One command of a page; ``kind`` is quick, long, or not typed."""
 
     page: str
     text: str
@@ -89,9 +80,8 @@ class Command:
     @property
     def kind(self) -> str:
         """Raises ValueError for a command that no rule covers."""
-        for pattern, reason in _NOT_TYPED:
-            if re.search(pattern, self.text):
-                return reason
+        if _NOT_TYPED.search(self.text):
+            return "not typed"
         if _LONG.match(self.text) or self.starts_server or self.needs_server:
             return LONG
         if self.text.startswith("vllm-autoprune "):
@@ -233,14 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--all", action="store_true", help="type the long ones too (an hour)")
     parser.add_argument("--only", default="", help="pages or commands that contain this")
-    parser.add_argument("--list", action="store_true", help="print what is typed, and stop")
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT))
     commands = [c for c in read_commands() if options.only in f"{c.page}: {c.text}"]
-    if options.list:
-        for command in commands:
-            print(f"{command.kind:>10.60}: {command.page}: {command.typed}")
-        return 0
     with tempfile.TemporaryDirectory(prefix="docs-commands-") as name:
         folder = Path(name)
         prepare_folder(folder)

@@ -17,7 +17,7 @@ from vllm_autoprune.errors import AutopruneError
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "efficiency": (
         "efficiency",
-        "FLOPs, prefill, decode, KV cache, memory and score of each policy, as a table",
+        "FLOPs, prefill, decode, KV cache and memory of each policy, as a table",
     ),
     "depth": (
         "efficiency",

@@ -16,8 +16,7 @@ import argparse
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import BenchmarkError, StrictModel
-from benchmarks.common.client import EMPTY, Client, Record, build_body, build_content
+from benchmarks.common.client import Client, Record
 from benchmarks.common.metrics import MetricsWatcher
 from benchmarks.common.report import (
     MIB,
@@ -43,8 +42,7 @@ from benchmarks.load.experiment import Arm, interleave
 from benchmarks.load.settings import Workload
 from benchmarks.load.workload import Prepared, prepare
 from benchmarks.server import Server, ServerDied, serve
-from benchmarks.yardsticks.engine import MAX_ANSWER_TOKENS
-from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples, grade_answers, png_url
+from benchmarks.yardsticks.examples import CLIP, LLAVA
 from vllm_autoprune import load_state
 from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
 from vllm_autoprune.cost import ASSUMPTIONS, Cost, estimate_cost
@@ -91,11 +89,6 @@ class Model:
     side: int
     """Of the square images, pixels."""
     flags: tuple[str, ...]
-
-    @property
-    def scored(self) -> bool:
-        """Whether its weights are real, so that its answers can be scored."""
-        return self.name == MINI
 
     @property
     def label(self) -> str:
@@ -150,8 +143,6 @@ class Pass(StrictModel):
     device_memory: int | None
     """Most memory that the workers had allocated on their GPUs during the requests, all ranks
     together; None without a GPU."""
-    score: tuple[float, float] | None = None
-    """Accuracy and accuracy+, per cent."""
 
 
 class Refusal(StrictModel):
@@ -199,7 +190,7 @@ def read_device_memory(server: Server) -> int | None:
     return None if None in peaks else sum(int(str(peak)) for peak in peaks)
 
 
-def _measure(arm: Arm, model: Model, requests: Prepared, scenes: int, log: Path) -> Pass | Refusal:
+def _measure(arm: Arm, requests: Prepared, log: Path) -> Pass | Refusal:
     """Serve the arm and send all requests; a :class:`Refusal` where the server does not start."""
     log.parent.mkdir(parents=True, exist_ok=True)
     extension = f"{DeviceMemory.__module__}.{DeviceMemory.__qualname__}"
@@ -208,7 +199,7 @@ def _measure(arm: Arm, model: Model, requests: Prepared, scenes: int, log: Path)
     environment = {**dict(arm.environment), "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": _PATH}
     try:
         with serve(arm.model, *flags, env=environment, log=log, patience=900) as server:
-            return _send_requests(server, model, requests, scenes)
+            return _send_requests(server, requests)
     except ServerDied as error:
         # The plugin's refusal, else the last line of the log.
         _, refused, refusal = str(error).partition("vllm-autoprune: ")
@@ -216,7 +207,7 @@ def _measure(arm: Arm, model: Model, requests: Prepared, scenes: int, log: Path)
         return Refusal(reason=" ".join(reason.split())[:300])
 
 
-def _send_requests(server: Server, model: Model, requests: Prepared, scenes: int) -> Pass:
+def _send_requests(server: Server, requests: Prepared) -> Pass:
     client = Client(server.url, timeout=900)
 
     def read_prefill() -> float:
@@ -241,7 +232,9 @@ def _send_requests(server: Server, model: Model, requests: Prepared, scenes: int
         again.append(client.send(json.dumps(content).encode()))
     watcher.update()
     metrics = watcher.metrics()
-    _check_answers([*records, *again])
+    failed = [record.error for record in (*records, *again) if record.error]
+    if failed:
+        raise BenchmarkError(f"{len(failed)} requests failed: {failed[0]}")
     kept, images = metrics.visual_tokens_after, metrics.images
     return Pass(
         ttft=tuple(record.ttft for record in records),
@@ -251,29 +244,7 @@ def _send_requests(server: Server, model: Model, requests: Prepared, scenes: int
         prompt_tokens=sum(r.prompt_tokens or 0 for r in records) / len(records),
         visual_tokens=kept / images if kept and images else None,
         device_memory=read_device_memory(server),
-        score=measure_score(client, scenes) if model.scored and scenes else None,
     )
-
-
-def measure_score(client: Client, scenes: int) -> tuple[float, float]:
-    """Accuracy and accuracy+ over mini-LLaVA's held-out questions."""
-    examples = draw_examples("test", scenes)
-    bodies = []
-    for example in examples:
-        content = build_content(example.question, [png_url(example.image)])
-        bodies.append(build_body(SERVED, content, tokens=MAX_ANSWER_TOKENS))
-    with ThreadPoolExecutor(8) as pool:
-        records = list(pool.map(client.send, bodies))
-    # An answer without text is a wrong answer, not a failed request.
-    _check_answers([record for record in records if record.error != EMPTY])
-    result = grade_answers(examples, [record.text for record in records])
-    return 100 * result.accuracy, 100 * result.accuracy_plus
-
-
-def _check_answers(records: Sequence[Record]) -> None:
-    failed = [record.error for record in records if record.error]
-    if failed:
-        raise BenchmarkError(f"{len(failed)} of {len(records)} requests failed: {failed[0]}")
 
 
 def format_table(model: Model, budget: int, passes: Passes) -> str:
@@ -295,7 +266,7 @@ def format_table(model: Model, budget: int, passes: Passes) -> str:
         f"{model.name}, {served} language layers served, K = {budget}; "
         f"{sum(len(entry.ttft) for entry in full)} timed requests a row, in {len(full)} passes\n"
     )
-    notes = (f"- {line}" for line in _list_notes(model))
+    notes = (f"- {line}" for line in NOTES)
     return "\n".join([head, Table("", columns, rows).markdown(), "", *notes])
 
 
@@ -309,7 +280,6 @@ def _describe_arm(
     waits = spread([value for entry in measured for value in entry.ttft])
     again = [1000 * value for entry in measured for value in entry.again]
     ratio = median(again) / (1000 * waits.median) if again else 0.0
-    scored = [entry.score for entry in measured if entry.score is not None]
     memory = [entry.device_memory for entry in measured if entry.device_memory is not None]
     faster = mean(entry.prefill for entry in full) / prefill
     decode = 1000 * median(value for entry in measured for value in entry.decode)
@@ -323,7 +293,6 @@ def _describe_arm(
         "decode, ms/token": f"{decode:.2f}",
         "KV, MiB": f"{computed.kv_mib:.4g}",
         "GPU memory, MiB": f"{max(memory) / MIB:.0f}" if memory else "not measured",
-        "score": f"{mean(a + b for a, b in scored):.1f}" if scored else "none: dummy weights",
     }
 
 
@@ -339,32 +308,21 @@ def compute_cost(model: Model, arm: str, budget: int, measured: Sequence[Pass]) 
     return model.estimate(tokens, ranking_layers=layers)
 
 
-def _list_notes(model: Model) -> Iterator[str]:
-    yield from ASSUMPTIONS
-    if model.depth != model.geometry.layers:
-        yield (
-            f"TFLOPs and KV: computed for all {model.depth} layers. Times: measured on "
-            f"{model.geometry.layers}; they include the whole vision tower, so ratios of times are "
-            "smaller than at full depth."
-        )
-    yield "Tokens of the full model are counted as published: without a newline for each row."
-    yield (
-        "Prefill: mean of vLLM's request_prefill_time_seconds, which includes vision tower "
-        "and selection. TTFT and decode: at the client, one request at a time, always a new image."
-    )
-    yield (
-        "Second question: median TTFT of a second question on each image, right after the first, "
-        "and its ratio to the first. Without the plugin, and with policies that ignore questions, "
-        "vLLM finds the image's KV in its prefix cache; policies that read the question reuse the "
-        "output of the vision tower."
-    )
-    yield (
-        "GPU memory: the most that the workers had allocated during the requests. vLLM reserves "
-        "its KV cache whatever is pruned, so this changes little; KV MiB is what one prompt needs "
-        "of it."
-    )
-    if model.scored:
-        yield "Score: accuracy + accuracy+ on held-out questions, at most 200."
+NOTES = (
+    *ASSUMPTIONS,
+    "TFLOPs and KV are computed for the published depth. Times are measured with the layers that "
+    "are served, and include the whole vision tower: with fewer, their ratios are smaller.",
+    "Tokens of the full model are counted as published: without a newline for each row.",
+    "Prefill: mean of vLLM's request_prefill_time_seconds, which includes vision tower "
+    "and selection. TTFT and decode: at the client, one request at a time, always a new image.",
+    "Second question: median TTFT of a second question on each image, right after the first, "
+    "and its ratio to the first. Without the plugin, and with policies that ignore questions, "
+    "vLLM finds the image's KV in its prefix cache; policies that read the question reuse the "
+    "output of the vision tower.",
+    "GPU memory: the most that the workers had allocated during the requests. vLLM reserves "
+    "its KV cache whatever is pruned, so this changes little; KV MiB is what one prompt needs "
+    "of it.",
+)
 
 
 class Efficiency(StrictModel):
@@ -470,7 +428,6 @@ def add_arguments(parser: argparse.ArgumentParser, command: str = "efficiency") 
     add("--policies", default=",".join(POLICIES), help="base policies to compare with")
     add("--state", default="autoprune", help="pruning state, a file or a name")
     add("--requests", type=int, default=20, help="timed requests a pass")
-    add("--scenes", type=int, default=20, help="scenes of the score; 0: no score")
     add("--passes", type=int, default=1, help="passes over all arms (2: ABBA)")
     add("--kv-cache-gb", type=int, default=1, help="size of a CPU server's KV cache")
     add("--out", type=Path, default=Path("out/efficiency"), help="folder of files")
@@ -491,14 +448,14 @@ def run(options: argparse.Namespace) -> int:
         sides={model.side: 1},
         aspects={"1/1": 1},
         words={16: 1},
-        vocabulary="english" if model.scored else "numbered",
+        vocabulary="english" if model.name == MINI else "numbered",
     )
     requests = prepare(workload, options.out / f"requests-{model.name}")
     arms = _build_arms(model, options, budget)
     passes: dict[str, list[Pass | Refusal]] = {arm.name: [] for arm in arms}
     for number, arm in interleave(arms, options.passes):
         log = options.out / "servers" / f"{model.label}-{number}-{arm.name}.log"
-        result = _measure(arm, model, requests, options.scenes, log)
+        result = _measure(arm, requests, log)
         passes[arm.name].append(result)
         text = result.reason if isinstance(result, Refusal) else f"prefill {result.prefill:.3f} s"
         log_progress(f"{arm.name}: {text}")

@@ -177,7 +177,7 @@ def run(options: argparse.Namespace) -> int:
 
     parser = argparse.ArgumentParser()
     efficiency.add_arguments(parser)
-    chosen = ["--model", "llava-1.5-7b", "--layers", "32", "--policies", "", "--scenes", "0"]
+    chosen = ["--model", "llava-1.5-7b", "--layers", "32", "--policies", ""]
     arguments = [*chosen, "--requests", "10", "--out", str(options.out)]
     return efficiency.run(parser.parse_args(arguments, argparse.Namespace(command="efficiency")))
 

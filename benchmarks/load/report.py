@@ -10,9 +10,8 @@ import dataclasses
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.common.metrics import ServerMetrics
+from benchmarks.common.report import format_estimate
 from benchmarks.load.compare import (
     FIGURES,
     KNEE,
@@ -27,7 +26,7 @@ from benchmarks.load.compare import (
 )
 from benchmarks.load.experiment import Paired, read_paired
 from benchmarks.load.result import LATENCIES, LEVELS, RESULT, format_hits
-from benchmarks.load.settings import CACHES, Slo, Workload
+from benchmarks.load.settings import CACHES, Slo
 from vllm_autoprune.report import (
     Cell,
     CellTone,
@@ -45,9 +44,6 @@ from vllm_autoprune.statistics import Estimate
 
 REPORT, POINTS_CSV = "report.html", "points.csv"
 
-_Columns = Mapping[str, Callable[[Point], Cell | str]]
-"""Head of each column, and its cell in the row of a point."""
-
 
 def write_report(folder: Path) -> dict[str, object]:
     """Write ``report.html`` and ``points.csv`` of an experiment; return what ``--json`` prints.
@@ -64,10 +60,17 @@ def write_report(folder: Path) -> dict[str, object]:
     answer, compared = answer_question(points, slo, paired.broken), compare_arms(points)
     invalid = sum(not run.result.verdict.valid for run in runs)
     sections = [
-        *_build_figures(points, compared, slo),
+        Section(
+            "Charts",
+            ["Bars: 95 % intervals; hollow: not valid. Point at a mark for its figures, click it "
+             "for its records."],
+            _draw_charts(points, slo) if points else [],
+        ),
+        _build_ratios(compared),
+        *_build_figures(points, slo),
         _build_runs(runs),
         _build_settings(paired, runs),
-    ]
+    ]  # fmt: skip
     document = Document(
         title=f"Load test: {', '.join(arm.name for arm in paired.arms)}",
         answer=answer.sentence,
@@ -80,7 +83,7 @@ def write_report(folder: Path) -> dict[str, object]:
             f"objective: {slo.describe()}",
             CACHES[paired.workload.cache],
         ],
-        sections=[section for section in sections if section.charts or section.tables],
+        sections=[s for s in sections if s.charts or any(table.rows for table in s.tables)],
     )
     (folder / REPORT).write_text(render_document(document))
     described = [_describe_point(point) for point in points]
@@ -123,102 +126,6 @@ def _describe_point(point: Point) -> dict[str, object]:
     return row
 
 
-def _build_figures(
-    points: Sequence[Point], compared: Sequence[Comparison], slo: Slo
-) -> list[Section]:
-    """Charts, ratios, rates, latencies and the server's own figures; without points, nothing."""
-
-    def per_point(columns: _Columns) -> list[Table]:
-        head: _Columns = {
-            "load": lambda p: p.load.title,
-            "arm": lambda p: p.arm if p.valid else Cell(p.arm, "not valid", tone="bad"),
-        }
-        cells = {**head, **columns}
-        rows = [[cell(point) for cell in cells.values()] for point in points]
-        return [Table("", list(cells), rows, "ll")] if rows else []
-
-    def metrics(point: Point) -> ServerMetrics:
-        return point.runs[0].result.metrics
-
-    def visual_tokens(point: Point) -> str:
-        before, after = metrics(point).visual_tokens_before, metrics(point).visual_tokens_after
-        return "not counted" if before is None else f"{before:.0f} → {after or 0:.0f}"
-
-    def kv_use(point: Point) -> str:
-        peak = metrics(point).peak_kv_use
-        return "not reported" if peak is None else f"{100 * peak:.1f}"
-
-    sweeps = []
-    for arm, swept in _by_arm(open_points(points)):
-        sweep = build_sweep(swept, slo)
-        note = "reached" if sweep.saturated else "not reached: try higher rates"
-        sweeps.append([arm, sweep.knee, sweep.highest, note])
-    first_token: _Columns = {
-        "requests": lambda p: str(p.summary.requests),
-        **{f"TTFT p{level}, ms": _percentile_cell("TTFT", level) for level in LEVELS},
-        "offered/s": lambda p: "–" if (rate := _offered(p)) is None else f"{rate:.2f}",
-        "achieved/s": lambda p: f"{p.summary.request_rate:.2f}",
-        "goodput, %": lambda p: _estimate_cell(p.summary.goodput, 100),
-    }
-    later = {
-        f"{name} p{level}, ms": _percentile_cell(name, level)
-        for name in ("ITL", "TPOT", "E2E")
-        for level in (50, 99)
-    }
-    of_server: _Columns = {
-        "images/s": lambda p: f"{p.summary.image_rate:.2f}",
-        "output tokens/s": lambda p: f"{p.summary.output_token_rate:.1f}",
-        "prompt tokens": lambda p: f"{p.summary.prompt_tokens or 0:.1f}",
-        "visual tokens": visual_tokens,
-        "peak KV use, %": kv_use,
-        "image cache hits": lambda p: format_hits(
-            metrics(p).mm_cache_hits, metrics(p).mm_cache_queries
-        ),
-        "prefix cache hits (tokens)": lambda p: format_hits(
-            metrics(p).prefix_cache_hits, metrics(p).prefix_cache_queries
-        ),
-    }
-    return [
-        Section(
-            "Charts",
-            ["Bars: 95 % intervals; hollow: not valid. Point at a mark for its figures, click it "
-             "for its records."],
-            draw_charts(points, slo) if points else [],
-        ),
-        _build_ratios(compared),
-        Section(
-            "Knee and highest rate, requests/s",
-            [f"Objective: {slo.describe()} for 99 % of requests. Knee: the highest rate that the "
-             f"server keeps up with, median TTFT at most {KNEE:g} times that of the lowest valid "
-             "rate. The highest rate within the objective is kept up with, too. Only measured "
-             "rates, two of them where a run between them is not valid."],
-            tables=[Table("", ["arm", "knee", "within the objective", "saturation"], sweeps, "l")]
-            if sweeps else [],
-        ),
-        Section(
-            "Time to first token",
-            ["All passes together; in an open loop from the scheduled time, which a closed loop "
-             "does not have. Goodput: the share of requests within the objective. †: too few "
-             "requests for this percentile."],
-            tables=per_point(first_token),
-        ),
-        Section(
-            "After the first token",
-            ["ITL: gaps between deltas, which may contain more than one token. TPOT: by the "
-             "server's count of tokens. E2E: to the last text."],
-            tables=per_point(later),
-        ),
-        Section(
-            "Figures of the server",
-            ["From its /metrics, first pass, and usage; visual tokens before and "
-             "after pruning, as the plugin counts them. Token throughput is for information only: "
-             "pruning lowers it."],
-            tables=per_point(of_server),
-            folded=True,
-        ),
-    ]  # fmt: skip
-
-
 def _build_ratios(compared: Sequence[Comparison]) -> Section:
     """Every arm against the first, load by load."""
     against = compared[0].against if compared else ""
@@ -243,26 +150,117 @@ def _build_ratios(compared: Sequence[Comparison]) -> Section:
         Table("", head, [*rows.values()], "ll"),
         Table("Ratios of each pass", head, [*passes.values()], "ll", folded=True),
     ]
-    return Section(f"Against {against}", [text], tables=tables if rows else [])
+    return Section(f"Against {against}", [text], tables=tables)
+
+
+def _build_figures(points: Sequence[Point], slo: Slo) -> list[Section]:
+    """Rates, latencies and the server's own figures."""
+    sweeps = []
+    for arm, swept in _by_arm(open_points(points)):
+        sweep = build_sweep(swept, slo)
+        note = "reached" if sweep.saturated else "not reached: try higher rates"
+        sweeps.append([arm, sweep.knee, sweep.highest, note])
+    rates = Section(
+        "Knee and highest rate, requests/s",
+        [f"Objective: {slo.describe()} for 99 % of requests. Knee: the highest rate that the "
+         f"server keeps up with, median TTFT at most {KNEE:g} times that of the lowest valid rate. "
+         "The highest rate within the objective is kept up with, too. Only measured rates, two of "
+         "them where a run between them is not valid."],
+        tables=[Table("", ["arm", "knee", "within the objective", "saturation"], sweeps, "l")],
+    )  # fmt: skip
+
+    def percentile(name: str, level: int) -> Callable[[Point], str]:
+        def cell(point: Point) -> str:
+            times = point.summary.latency(name)
+            if times is None:
+                return _format(None, 1000)
+            enough = {q.level: q.enough for q in times.quantiles}[level]
+            return _format(times.at(level), 1000) + ("" if enough else "†")
+
+        return cell
+
+    def of_server(point: Point) -> dict[str, str]:
+        summary, metrics = point.summary, point.runs[0].result.metrics
+        before, after = metrics.visual_tokens_before, metrics.visual_tokens_after
+        tokens = "not counted" if before is None else f"{before:.0f} → {after or 0:.0f}"
+        peak = metrics.peak_kv_use
+        return {
+            "images/s": f"{summary.image_rate:.2f}",
+            "output tokens/s": f"{summary.output_token_rate:.1f}",
+            "prompt tokens": f"{summary.prompt_tokens or 0:.1f}",
+            "visual tokens": tokens,
+            "peak KV use, %": "not reported" if peak is None else f"{100 * peak:.1f}",
+            "image cache hits": format_hits(metrics.mm_cache_hits, metrics.mm_cache_queries),
+            "prefix cache hits (tokens)": format_hits(
+                metrics.prefix_cache_hits, metrics.prefix_cache_queries
+            ),
+        }
+
+    views: tuple[tuple[str, str, Callable[[Point], Mapping[str, str]]], ...] = (
+        (
+            "Time to first token",
+            "All passes together; in an open loop from the scheduled time, which a closed loop "
+            "does not have. Goodput: the share of requests within the objective. †: too few "
+            "requests for this percentile.",
+            lambda p: {
+                "requests": str(p.summary.requests),
+                **{f"TTFT p{level}, ms": percentile("TTFT", level)(p) for level in LEVELS},
+                "offered/s": "–" if (rate := _offered(p)) is None else f"{rate:.2f}",
+                "achieved/s": f"{p.summary.request_rate:.2f}",
+                "goodput, %": _format(p.summary.goodput, 100),
+            },
+        ),
+        (
+            "After the first token",
+            "ITL: gaps between deltas, which may contain more than one token. TPOT: by the "
+            "server's count of tokens. E2E: to the last text.",
+            lambda p: {
+                f"{name} p{level}, ms": percentile(name, level)(p)
+                for name in ("ITL", "TPOT", "E2E")
+                for level in (50, 99)
+            },
+        ),
+        (
+            "Figures of the server",
+            "From its /metrics, first pass, and usage; visual tokens before and after pruning, as "
+            "the plugin counts them. Token throughput is for information only: pruning lowers it.",
+            of_server,
+        ),
+    )
+    sections = [rates]
+    for title, text, describe in views:
+        columns = ["load", "arm", *(describe(points[0]) if points else ())]
+        rows: list[Row] = [
+            [
+                point.load.title,
+                point.arm if point.valid else Cell(point.arm, "not valid", tone="bad"),
+                *describe(point).values(),
+            ]
+            for point in points
+        ]
+        folded = describe is of_server
+        sections.append(
+            Section(title, [text], tables=[Table("", columns, rows, "ll")], folded=folded)
+        )
+    return sections
 
 
 def _build_runs(runs: Sequence[Run]) -> Section:
     """Each run with its verdict and notes, and links to its files."""
-    rows: list[Row] = [
-        [
-            f"{run.number + 1}",
-            run.arm,
-            run.result.load.describe(),
-            Cell(
-                run.result.verdict.describe(),
-                "; ".join(run.result.verdict.notes),
-                tone="" if run.result.verdict.valid else "bad",
-            ),
-            Cell(f"{len(run.records)} requests", link=run.link()),
-            Cell("run.json", link=run.link(RESULT)),
-        ]
-        for run in runs
-    ]
+    rows: list[Row] = []
+    for run in runs:
+        verdict = run.result.verdict
+        tone: CellTone = "" if verdict.valid else "bad"
+        rows.append(
+            [
+                f"{run.number + 1}",
+                run.arm,
+                run.result.load.describe(),
+                Cell(verdict.describe(), "; ".join(verdict.notes), tone=tone),
+                Cell(f"{len(run.records)} requests", link=run.link()),
+                Cell("run.json", link=run.link(RESULT)),
+            ]
+        )
     head = ["pass", "arm", "load", "verdict", "records", "figures"]
     return Section("Every run, in order of time", tables=[Table("", head, rows, "l" * len(head))])
 
@@ -275,12 +273,17 @@ def _build_settings(paired: Paired, runs: Sequence[Run]) -> Section:
         served = arm.url or " ".join([arm.model, *arm.flags])
         facts = ", ".join(f"{key} {value}" for key, value in info.items())
         arms.append([arm.name, (arm.digest or "none")[:16], served, facts])
-    settings = _describe_workload(paired.workload)
+    settings: dict[str, object] = {}
+    for name, value in paired.workload.model_dump().items():
+        if isinstance(value, Mapping):  # each with its share
+            shares = {key: 100 * weight / sum(value.values()) for key, weight in value.items()}
+            value = ", ".join(f"{key} ({share:.0f} %)" for key, share in shares.items())
+        settings[name.replace("_", "-")] = value
     settings |= runs[0].result.environment if runs else {}
     busy = [run.result.environment["load average"] for run in runs]
     settings["load average before each run"] = ", ".join(busy)
     head = ["arm", "digest of the state", "served as", "server information"]
-    rows = [[key, value] for key, value in settings.items()]
+    rows = [[key, str(value)] for key, value in settings.items()]
     return Section(
         "Settings",
         code=shlex.join(paired.command),
@@ -289,49 +292,14 @@ def _build_settings(paired: Paired, runs: Sequence[Run]) -> Section:
     )
 
 
-def _describe_workload(workload: Workload) -> dict[str, str]:
-    mixes: dict[str, Mapping[Any, float]] = {
-        "longer side, pixels": workload.sides,
-        "aspect": workload.aspects,
-        "images a request": workload.images,
-        "formats": workload.formats,
-        "words in a question": workload.words,
-    }
-    described = {}
-    for name, mix in mixes.items():
-        total = sum(mix.values())
-        shares = [f"{value} ({100 * weight / total:.0f} %)" for value, weight in mix.items()]
-        described[name] = ", ".join(shares) if len(mix) > 1 else str(*mix)
-    return {
-        "cache state": f"{workload.cache}: {CACHES[workload.cache]}",
-        "requests": f"{workload.requests} a run, and {workload.warm_up} before the clock starts",
-        "answers": f"{workload.output_tokens} tokens each, greedy",
-        **({"data": workload.data} if workload.data else {}),
-        **described,
-        "seed": str(workload.seed),
-    }
-
-
-def _percentile_cell(latency: str, level: int) -> Callable[[Point], Cell]:
-    def cell(point: Point) -> Cell:
-        times = point.summary.latency(latency)
-        enough = {q.level: q.enough for q in times.quantiles} if times else {}
-        mark = "" if enough.get(level) else "†"
-        return _estimate_cell(times.at(level) if times else None, 1000, mark)
-
-    return cell
-
-
-def _estimate_cell(estimate: Estimate | None, unit: float, mark: str = "") -> Cell:
+def _format(estimate: Estimate | None, unit: float) -> str:
+    """A figure and its interval, which the table puts under it."""
     if estimate is None:
-        return Cell("no answer")
-    figures = [unit * figure for figure in dataclasses.astuple(estimate)]
-    digits = 0 if figures[0] > 100 else 1
-    value, low, high = (f"{figure:,.{digits}f}" for figure in figures)
-    return Cell(value + mark, f"{low}–{high}")
+        return "no answer"
+    return format_estimate(estimate, unit, 0 if unit * estimate.value > 100 else 1)
 
 
-def draw_charts(points: Sequence[Point], slo: Slo) -> list[Chart]:
+def _draw_charts(points: Sequence[Point], slo: Slo) -> list[Chart]:
     """All charts for which there are points; an arm has the same colour in every chart."""
     curves, sweep, goodput = [], [], []
     for colour, (arm, mine) in enumerate(_by_arm(points)):
@@ -339,16 +307,15 @@ def draw_charts(points: Sequence[Point], slo: Slo) -> list[Chart]:
         closed = sorted((p for p in mine if p.load.users), key=lambda p: p.load.users or 0)
         swept = open_points(mine)
         for kind, line in (("closed", closed), ("open", swept)):
-            if line:
-                marks = [_mark_latency(p, p.summary.request_rate, 50) for p in line]
-                name = f"{arm}, {kind} loop"
-                curves.append(_draw_line(name, marks, colour, dashed=kind == "open"))
+            marks = [_mark_latency(p, p.summary.request_rate, 50) for p in line]
+            series = _connect(f"{arm}, {kind} loop", marks, colour, dashed=kind == "open")
+            curves += [series] if line else []
         for level in (50, 99):
             marks = [_mark_latency(p, _offered(p) or 0.0, level) for p in swept]
-            sweep.append(_draw_line(f"{arm}, p{level}", marks, colour, dashed=level == 99))
+            sweep.append(_connect(f"{arm}, p{level}", marks, colour, dashed=level == 99))
         good = [(p, _offered(p) or 0.0, p.summary.good_rate) for p in swept]
         marks = [_mark(p, x, y, f"{y:.2f} of {x:.2f} requests/s good") for p, x, y in good]
-        goodput.append(_draw_line(arm, marks, colour))
+        goodput.append(_connect(arm, marks, colour))
     limit = [] if slo.ttft is None else [Rule(1000 * slo.ttft, f"objective {1000 * slo.ttft:g} ms")]
     titles = ("Latency over throughput", "achieved, requests/s", "median TTFT, ms")
     charts = [Chart(*titles, curves, limit, y_scale="log", x_zero=True)]
@@ -362,7 +329,7 @@ def draw_charts(points: Sequence[Point], slo: Slo) -> list[Chart]:
     return charts
 
 
-def _draw_line(
+def _connect(
     name: str, marks: Sequence[Mark | None], colour: int, *, dashed: bool = False
 ) -> Series:
     return Series(name, [mark for mark in marks if mark], dashed=dashed, colour=colour)

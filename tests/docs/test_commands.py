@@ -46,7 +46,7 @@ def test_quick_commands_succeed(command: Command, folder: Path) -> None:
 
 def test_options_with_which_a_command_measures_less_come_last() -> None:
     loop = Command("docs/new.md", "for n in 1 2; do python -m benchmarks.cost efficiency; done")
-    assert loop.typed.endswith("efficiency --requests 1 --scenes 2 --policies cdpruner; done")
+    assert loop.typed.endswith("efficiency --requests 1 --policies cdpruner; done")
     assert Command("docs/new.md", "curl localhost:8000/metrics").typed.endswith("/metrics")
 
 

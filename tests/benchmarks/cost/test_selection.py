@@ -14,12 +14,9 @@ from benchmarks.cost import efficiency, gpu
 from benchmarks.cost.__main__ import main
 from benchmarks.cost.selection import (
     FULL_LAYER,
-    HEADS,
     LAYER,
     LLAVA,
-    WIDTH,
     Images,
-    Layer,
     Section,
     Size,
     TokenSource,
@@ -27,7 +24,6 @@ from benchmarks.cost.selection import (
     build_policy,
     build_selection,
     draw_images,
-    list_sizes,
     measure_alternately,
 )
 from tests.golden.case import load, names
@@ -77,22 +73,6 @@ def test_every_second_round_is_reversed() -> None:
     assert all(len(times[name]) == 3 and min(times[name]) >= 0 for name in "abc")
 
 
-def test_a_layer_attends_to_earlier_tokens_alone_by_their_distance() -> None:
-    with torch.inference_mode():
-        layer = Layer(torch.float32)
-        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
-            linear.weight.mul_(0.1)
-        rows = torch.randn(4, WIDTH)
-        changed = rows.clone()
-        changed[3] += 1
-        before, after = layer(rows), layer(changed)
-        swapped = layer(rows[[1, 0, 2, 3]])
-    assert torch.allclose(before[:3], after[:3], atol=1e-5)
-    assert not torch.allclose(before[3], after[3], atol=1e-3)
-    assert not torch.allclose(before[3], swapped[3], atol=1e-6), "positions are rotated"
-    assert WIDTH % HEADS == 0
-
-
 def verdicts(section: Section) -> list[str]:
     return [verdict for _, _, verdict in section.claims]
 
@@ -106,13 +86,6 @@ def test_the_worst_size_decides() -> None:
     _, measured, _ = both.claims[0]
     assert "does not hold at 1 of 2 sizes, holds at 1 of 2 sizes" in measured
     assert str(SMALL) in measured
-
-
-def test_all_documented_sizes_are_measured() -> None:
-    sizes = list_sizes(quick=False)
-    assert min(s.tokens for s in sizes) == 64 and max(s.tokens for s in sizes) == 2880
-    assert {s.tiles for s in sizes} == {1, 5} and {s.batch for s in sizes} == {1, 2, 4, 8}
-    assert Size(576, 1, 1, 64) in sizes and Size(576, 5, 8, 320) in sizes and len(sizes) == 40
 
 
 @pytest.mark.parametrize(("selection", "verdict"), [(0.02, "holds"), (0.2, "does not hold")])

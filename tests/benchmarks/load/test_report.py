@@ -89,7 +89,7 @@ def test_the_answer_comes_first(page: str) -> None:
         "d" * 16,
         "every image is new",
         "load average",
-        "aspect 4/3 (44 %), 3/4 (22 %)",
+        "aspects 4/3 (44 %), 3/4 (22 %)",
     ],
 )
 def test_the_page_has_ratios_verdicts_rates_and_settings(page: str, text: str) -> None:
