@@ -29,9 +29,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from vllm_autoprune.record_file import FrozenModel
+from vllm_autoprune.errors import ConfigError, Problem
 
 Way = Literal["stock", "question-reading", "split", "question-free", "resized"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -63,7 +63,11 @@ ASSUMPTIONS = (
 )
 
 
-class Traffic(FrozenModel):
+class _Inputs(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Traffic(_Inputs):
     """Sizes of the requests on one image; see the module for the symbols."""
 
     questions: float = Field(ge=1, title="Q", description="mean number of questions on one image")
@@ -86,7 +90,7 @@ class Traffic(FrozenModel):
         return value
 
 
-class Timings(FrozenModel):
+class Timings(_Inputs):
     """Measured seconds."""
 
     decode_image: float = Field(default=0.0, ge=0, description="fetching and decoding one image")
@@ -271,11 +275,15 @@ def align_core(traffic: Traffic) -> int:
     return min(edges, key=lambda core: abs(core - traffic.core), default=0)
 
 
-def fit_layers(layers: int, points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+def fit_layers(layers: int | None, points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Seconds per token and per request, all layers, from one layer's seconds at some lengths.
 
-    One length: proportional. More: the line through the shortest and the longest.
+    One length: proportional. More: the line through the shortest and the longest. Raises
+    :class:`ConfigError` without the number of layers.
     """
+    if layers is None or layers < 1:
+        fix = "give the number of layers of the language model"
+        raise ConfigError("inputs", [Problem("--layer-ms", "needs --layers", fix)])
     (short, low), (long, high) = min(points), max(points)
     if short == long:
         return layers * low / short, 0.0

@@ -139,9 +139,6 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, tuple[s
     if options.no_prefix_caching:
         sizes["block"] = 0
     if options.layer_ms is not None:
-        if options.layers is None or options.layers < 1:
-            fix = "give the number of layers of the language model"
-            raise ConfigError("inputs", [Problem("--layer-ms", "needs --layers", fix)])
         times["prefill"], request = fit_layers(options.layers, options.layer_ms)
         if request:
             times["request"] = times.get("request", 0.0) + request
