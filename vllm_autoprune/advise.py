@@ -292,7 +292,7 @@ def fit_layers(layers: int | None, points: Sequence[tuple[int, float]]) -> tuple
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class _Verdict:
     """The advice to an operator."""
 
     helps: bool
@@ -301,12 +301,12 @@ class Verdict:
     lines: tuple[str, ...]
 
 
-def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> Verdict:
+def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> _Verdict:
     """The verdict on the traffic, with its reasons."""
     questions, stock = traffic.questions, estimates["stock"]
     if traffic.budget >= traffic.tokens:
         reason = f"K = {traffic.budget} keeps every token of an image: nothing is pruned."
-        return Verdict(False, 1.0, ("Pruning will not help you here.", reason))
+        return _Verdict(False, 1.0, ("Pruning will not help you here.", reason))
     gains = {way: stock.total(questions) / e.total(questions) for way, e in estimates.items()}
     best = max(_PRUNED, key=lambda way: gains[way])
     helps = gains[best] >= _WORTHWHILE
@@ -363,7 +363,7 @@ def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> Verdict:
             f"The core is served with {core} tokens instead of {traffic.core}, so that it ends on "
             "the edge of a KV block."
         )
-    return Verdict(helps, gains[best], tuple(lines))
+    return _Verdict(helps, gains[best], tuple(lines))
 
 
 def _choose(gains: Mapping[Way, float]) -> str:

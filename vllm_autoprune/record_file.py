@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from vllm_autoprune.errors import AutopruneError
 
-R = TypeVar("R")
+_R = TypeVar("R")
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -30,7 +30,7 @@ class FrozenModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class RecordFile(Generic[R]):
+class RecordFile(Generic[_R]):
     """An open record file that is locked for writing by this process, until it is closed.
 
     ``records`` are those that it contained when it was opened.
@@ -39,7 +39,7 @@ class RecordFile(Generic[R]):
     def __init__(
         self,
         path: Path,
-        adapter: TypeAdapter[R],
+        adapter: TypeAdapter[_R],
         error_type: type[AutopruneError],
         *,
         exclude_none: bool = False,
@@ -74,7 +74,7 @@ class RecordFile(Generic[R]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def append(self, records: Sequence[R]) -> None:
+    def append(self, records: Sequence[_R]) -> None:
         """Write all records durably, or raise and leave the file as it was."""
         lines = b"".join(
             self._adapter.dump_json(record, exclude_none=self._exclude_none) + b"\n"
@@ -108,8 +108,8 @@ class RecordFile(Generic[R]):
 
 
 def read_records(
-    path: Path, adapter: TypeAdapter[R], error_type: type[AutopruneError], fix: str
-) -> list[R]:
+    path: Path, adapter: TypeAdapter[_R], error_type: type[AutopruneError], fix: str
+) -> list[_R]:
     """The complete records of a file, which another process may be writing.
 
     Raises ``error_type`` for a file with other content, or that cannot be read: then with ``fix``.
@@ -121,10 +121,10 @@ def read_records(
 
 
 def _read_complete_lines(
-    path: Path, adapter: TypeAdapter[R], error_type: type[AutopruneError]
-) -> tuple[list[R], int]:
+    path: Path, adapter: TypeAdapter[_R], error_type: type[AutopruneError]
+) -> tuple[list[_R], int]:
     """All complete records and their size in bytes, without an incomplete last line."""
-    records: list[R] = []
+    records: list[_R] = []
     size = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):

@@ -28,7 +28,7 @@ Tone = Literal["good", "bad", "open"]
 """How an answer is marked; ``open``: not decided."""
 
 CellTone = Literal["", "good", "bad"]
-Scale = Literal["linear", "log"]
+_Scale = Literal["linear", "log"]
 
 _WITH_INTERVAL = re.compile(r"(?P<figure>[+\-−]?\d[^()]*?) \((?P<interval>[^()]+)\)(?P<mark>†?)")
 _JOINT = re.compile(r"(?<=[a-z][_./])(?=[a-z]{2})")
@@ -132,8 +132,8 @@ class Chart:
     y_label: str
     series: Sequence[Series]
     rules: Sequence[Rule] = ()
-    x_scale: Scale = "linear"
-    y_scale: Scale = "linear"
+    x_scale: _Scale = "linear"
+    y_scale: _Scale = "linear"
     x_zero: bool = False
     """Whether a linear axis includes 0."""
     y_zero: bool = False

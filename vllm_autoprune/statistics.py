@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
-Rounds = Sequence[Sequence[float]]
+_Rounds = Sequence[Sequence[float]]
 """One row a round, one value a request; the values of one round are drawn together."""
 
 Verdict = Literal["holds", "does not hold", "inconclusive"]
 """Inconclusive: the interval contains the bound."""
 
 DRAWS = 4000
-CLUSTER_DRAWS = 2000
-SEED = 0
+_CLUSTER_DRAWS = 2000
+_SEED = 0
 _MAX_CELLS = 4_000_000
 """Indices held in memory at once: a benchmark may have a hundred thousand images."""
 
@@ -69,7 +69,7 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(float(median), float(low), float(high), len(values))
 
 
-def resample(count: int, draws: int, *, seed: int = SEED, block: int = 1) -> Indices:
+def resample(count: int, draws: int, *, seed: int = _SEED, block: int = 1) -> Indices:
     """The sample itself and ``draws`` resamples of it, as indices ``(1 + draws, count)``.
 
     ``block``: how many neighbours are drawn together, cyclically; 1 is the ordinary bootstrap.
@@ -97,7 +97,7 @@ def estimate(figure: Floats) -> Estimate:
     return Estimate(float(figure[0]), float(low), float(high))
 
 
-def ratio_of_medians(over: Rounds, under: Rounds) -> Estimate:
+def ratio_of_medians(over: _Rounds, under: _Rounds) -> Estimate:
     """median(over) / median(under), resampled by rounds, which are paired."""
     top, bottom = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
     if top.ndim != 2 or bottom.ndim != 2 or len(top) != len(bottom) or not top.size:
@@ -119,7 +119,10 @@ class ClusterBootstrap:
     """
 
     def __init__(
-        self, clusters: Sequence[int] | Sequence[str], draws: int = CLUSTER_DRAWS, seed: int = SEED
+        self,
+        clusters: Sequence[int] | Sequence[str],
+        draws: int = _CLUSTER_DRAWS,
+        seed: int = _SEED,
     ) -> None:
         _, self._places = np.unique(np.asarray(clusters), return_inverse=True)
         self._count = int(self._places.max()) + 1 if len(clusters) else 0
@@ -154,8 +157,3 @@ def at_most(estimate: Estimate, bound: float) -> Verdict:
     if estimate.high <= bound:
         return "holds"
     return "does not hold" if estimate.low > bound else "inconclusive"
-
-
-def verdict_of(condition: bool) -> Verdict:
-    """The verdict on something counted, which has no interval."""
-    return "holds" if condition else "does not hold"

@@ -46,10 +46,10 @@ COMMANDS: dict[str, Command] = {
     "selftest": selftest.COMMAND,
 }
 
-WRONG_ARGUMENTS = 2
+_WRONG_ARGUMENTS = 2
 """Exit status of argparse."""
 
-INTERRUPTED = 130
+_INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
 
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         fix = suggest_name(words[0], list(COMMANDS))
         print(f"vllm-autoprune: no command {words[0]!r}: {fix}", file=sys.stderr)
-        return WRONG_ARGUMENTS
+        return _WRONG_ARGUMENTS
     options = parser().parse_args(words)
     try:
         return int(options.run(options))
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return _INTERRUPTED
 
 
 def parser() -> argparse.ArgumentParser:

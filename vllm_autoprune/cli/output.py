@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, ProblemsError
 
 
-class HelpFormatter(argparse.HelpFormatter):
+class _HelpFormatter(argparse.HelpFormatter):
     """Help that states the default of every option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -33,7 +33,7 @@ class CommandParser(argparse.ArgumentParser):
     """A parser that states defaults in its help, and answers wrong arguments in one line."""
 
     def _get_formatter(self) -> argparse.HelpFormatter:
-        return HelpFormatter(self.prog)
+        return _HelpFormatter(self.prog)
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and end with status 2."""

@@ -18,11 +18,11 @@ from vllm_autoprune.evaluation.scoring import (
     ratio_of_means,
 )
 
-PATH = Path(__file__).with_name("published.json")
-FULL = "full"
-REL_DECIMALS = 1
+_PATH = Path(__file__).with_name("published.json")
+_FULL = "full"
+_REL_DECIMALS = 1
 
-Follows = Literal["both", "ratio of means", "mean of ratios", "neither"]
+_Follows = Literal["both", "ratio of means", "mean of ratios", "neither"]
 
 
 class _Data(BaseModel):
@@ -37,8 +37,8 @@ class Row(_Data):
     scores: tuple[float, ...]
     acc: float
     rel: float
-    rel_follows: Follows
-    """The definition that reproduces ``rel``, as :func:`matching_definition` finds it."""
+    rel_follows: _Follows
+    """The definition that reproduces ``rel``, as :func:`_matching_definition` finds it."""
 
 
 class Table(_Data):
@@ -55,14 +55,14 @@ class Table(_Data):
     @property
     def full(self) -> Row:
         """The row of the unpruned model."""
-        return next(row for row in self.rows if row.method == FULL)
+        return next(row for row in self.rows if row.method == _FULL)
 
     def scores(self, row: Row) -> Scores:
         """Scores by benchmark."""
         return dict(zip(self.benchmarks, row.scores, strict=True))
 
 
-class Published(_Data):
+class _Published(_Data):
     """The data file ``published.json``."""
 
     source: str
@@ -82,7 +82,7 @@ class Audit:
     acc_without_mmbench: float
     ratio_of_means_without_mmbench: float
     mean_of_ratios_without_mmbench: float
-    follows: Follows
+    follows: _Follows
 
     @property
     def acc_reproduces(self) -> bool:
@@ -90,9 +90,9 @@ class Audit:
         return _rounds_to(self.acc, self.row.acc, self.table.decimals)
 
 
-def read_published() -> Published:
+def read_published() -> _Published:
     """Read the published rows as printed."""
-    return Published.model_validate_json(PATH.read_text())
+    return _Published.model_validate_json(_PATH.read_text())
 
 
 def mme_divisor(backbone: str) -> float:
@@ -104,7 +104,7 @@ def mme_divisor(backbone: str) -> float:
     return divisors[backbone]
 
 
-def audit(source: Published) -> Iterator[Audit]:
+def audit(source: _Published) -> Iterator[Audit]:
     """Recompute every row of every table."""
     for table in source.tables:
         full = table.scores(table.full)
@@ -119,11 +119,11 @@ def audit(source: Published) -> Iterator[Audit]:
                 acc_without_mmbench=accuracy(scores, divisor, MMBENCH),
                 ratio_of_means_without_mmbench=ratio_of_means(scores, full, divisor, MMBENCH),
                 mean_of_ratios_without_mmbench=mean_of_ratios(scores, full, MMBENCH),
-                follows=matching_definition(table, row),
+                follows=_matching_definition(table, row),
             )
 
 
-def matching_definition(table: Table, row: Row) -> Follows:
+def _matching_definition(table: Table, row: Row) -> _Follows:
     """The definitions of Rel. that give the printed value.
 
     The ratio of means is tried with unrounded figures, with printed ones, and with an unrounded one
@@ -136,8 +136,8 @@ def matching_definition(table: Table, row: Row) -> Follows:
         100 * row.acc / table.full.acc,
         100 * acc / table.full.acc,
     )
-    is_ratio = any(_rounds_to(value, row.rel, REL_DECIMALS) for value in ratios)
-    is_mean = _rounds_to(mean_of_ratios(scores, full), row.rel, REL_DECIMALS)
+    is_ratio = any(_rounds_to(value, row.rel, _REL_DECIMALS) for value in ratios)
+    is_mean = _rounds_to(mean_of_ratios(scores, full), row.rel, _REL_DECIMALS)
     match is_ratio, is_mean:
         case True, True:
             return "both"

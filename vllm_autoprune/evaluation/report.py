@@ -31,7 +31,7 @@ from vllm_autoprune.evaluation.scoring import (
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.statistics import Estimate, Floats, estimate
 
-Winner = Literal["pruning", "resizing", "not decided", "too few images"]
+_Winner = Literal["pruning", "resizing", "not decided", "too few images"]
 
 MIN_IMAGES = 6
 """Images below which there is no verdict: even if all of them favoured one side, a sign test would
@@ -54,7 +54,7 @@ class Comparison(FrozenModel):
     questions: int
     images: int
     difference: Estimate
-    winner: Winner
+    winner: _Winner
     more_tokens: float = 0.0
     """Mean tokens that its prompts have more: a resized image may have a few less than K."""
     stated: bool
@@ -70,7 +70,7 @@ class Differences(FrozenModel):
     logprob: Estimate | None
 
 
-class Aggregates(FrozenModel):
+class _Aggregates(FrozenModel):
     """*Acc.*, and *Rel.* by both definitions; None in place of a division by zero."""
 
     acc: float
@@ -83,8 +83,8 @@ class Row(FrozenModel):
 
     case: Case
     benchmarks: dict[str, float]
-    all: Aggregates
-    without_mmbench: Aggregates | None
+    all: _Aggregates
+    without_mmbench: _Aggregates | None
     accuracy: Estimate | None
     accuracy_plus: float | None
     prompt_tokens: float | None
@@ -198,11 +198,11 @@ def _mean_length(contents: Contents, case: Case) -> float | None:
     return sum(lengths) / len(lengths) if lengths else None
 
 
-def _aggregate(scores: Scores, full: Scores, divisor: float, without: Sequence[str]) -> Aggregates:
+def _aggregate(scores: Scores, full: Scores, divisor: float, without: Sequence[str]) -> _Aggregates:
     divisors = [value for name, value in full.items() if name not in without]
     ratio = ratio_of_means(scores, full, divisor, without) if any(divisors) else None
     mean = mean_of_ratios(scores, full, without) if all(divisors) else None
-    return Aggregates(
+    return _Aggregates(
         acc=round(accuracy(scores, divisor, without), _DIGITS),
         ratio_of_means=None if ratio is None else round(ratio, _DIGITS),
         mean_of_ratios=None if mean is None else round(mean, _DIGITS),
@@ -289,7 +289,7 @@ def _compare_with_resizing(
             )
 
 
-def find_winner(difference: Estimate, images: int) -> Winner:
+def find_winner(difference: Estimate, images: int) -> _Winner:
     """Which of the two is better by an interval without 0, on enough images."""
     if images < MIN_IMAGES:
         return "too few images"

@@ -52,7 +52,7 @@ from vllm_autoprune.tpdsl.state import PruningState
 
 _SECONDS_BETWEEN_LINES = 10.0
 
-Suffix = Literal["json", "html", "md"]
+_Suffix = Literal["json", "html", "md"]
 """Files of a report."""
 
 
@@ -138,7 +138,7 @@ def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) ->
         contents = journal.contents
         report = build_report(contents, [*interruptions, *suite.objections(contents)])
     try:
-        for suffix in get_args(Suffix):
+        for suffix in get_args(_Suffix):
             (folder / f"report.{suffix}").write_text(format_report(report, suffix))
     except OSError as error:
         fix = f"free some space; {JOURNAL} is kept, and --resume writes the report from it"
@@ -146,7 +146,7 @@ def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) ->
     return report
 
 
-def format_report(report: Report, suffix: Suffix) -> str:
+def format_report(report: Report, suffix: _Suffix) -> str:
     """The report as a file; JSON without the states that were sent, which the journal contains."""
     if suffix != "json":
         render = render_document if suffix == "html" else render_markdown

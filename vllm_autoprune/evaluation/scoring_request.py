@@ -17,7 +17,7 @@ from vllm_autoprune.tpdsl.state import PruningState
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredAnswer:
+class _ScoredAnswer:
     """What a server says of a reference answer."""
 
     logprob: float
@@ -39,7 +39,7 @@ async def score_answer(
     *,
     attempts: int = 4,
     first_wait: float = 1.0,
-) -> ScoredAnswer:
+) -> _ScoredAnswer:
     """Score a reference answer, as :func:`chat_with_retries` asks and raises.
 
     Raises :class:`EvaluationFailed` too for an answer without the log-probabilities of the prompt.
@@ -49,7 +49,7 @@ async def score_answer(
     try:
         logprob, right = score_reference_answer(content["prompt_logprobs"], answer)
         following = str(content["choices"][0]["message"]["content"] or "")
-        return ScoredAnswer(logprob, right, following, int(content["usage"]["prompt_tokens"]))
+        return _ScoredAnswer(logprob, right, following, int(content["usage"]["prompt_tokens"]))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
         raise EvaluationFailed(

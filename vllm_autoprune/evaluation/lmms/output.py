@@ -135,7 +135,7 @@ def find_tasks(folder: Path) -> Sequence[Benchmark]:
     return [Benchmark(name, name, ()) for name in names]
 
 
-FAILURE_MARKS = ("[LMMS_EVAL_REQUEST_FAILED", "[LMMS_EVAL_BUDGET_EXCEEDED]")
+_FAILURE_MARKS = ("[LMMS_EVAL_REQUEST_FAILED", "[LMMS_EVAL_BUDGET_EXCEEDED]")
 """How lmms-eval marks a failed request in place of its answer."""
 
 _UNJUDGED = re.compile(
@@ -273,7 +273,7 @@ def _answer(line: _Line, benchmark: Benchmark, case: str, question: str) -> Answ
     # A task's filters may have changed the logged response.
     responses = _texts(line.get("resps"))
     texts = _texts(line.get("filtered_resps")) or responses
-    marked = [text for text in (*texts, *responses) if text.startswith(FAILURE_MARKS)]
+    marked = [text for text in (*texts, *responses) if text.startswith(_FAILURE_MARKS)]
     if not texts or marked or not tokens:
         failure = "no prompt tokens were counted: the request failed"
         if not texts or marked:
