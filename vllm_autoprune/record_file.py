@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from vllm_autoprune.errors import AutopruneError
 
-_R = TypeVar("R")
+_R = TypeVar("_R")
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

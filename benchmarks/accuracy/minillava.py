@@ -9,14 +9,12 @@ policy without tuning; the values of q_e and the search result are shipped state
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -27,27 +25,18 @@ from benchmarks.yardsticks.minillava import MiniLlava as Yardstick
 from vllm_autoprune.cli.commands.eval import add_run_arguments, run_suite
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
-from vllm_autoprune.evaluation import run
-from vllm_autoprune.evaluation.journal import (
-    MME,
-    Case,
-    Contents,
-    EvaluationError,
-    Journal,
-    Question,
-    Setup,
-    unanswered,
-)
-from vllm_autoprune.evaluation.questions import PreparedQuestion, questions_digest
+from vllm_autoprune.evaluation.journal import MME, Case, Contents, EvaluationError, Question
+from vllm_autoprune.evaluation.questions import PreparedQuestion
 from vllm_autoprune.evaluation.run import (
     FULL,
-    SCORER,
     SOURCE,
     Progress,
+    QuestionSuite,
+    Settings,
     control_case,
+    prompt_lengths,
     prune_case,
     residual_on,
-    score_answers,
 )
 from vllm_autoprune.http_client import MAX_IN_FLIGHT
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -179,84 +168,47 @@ _START_TIMEOUT = 1200.0
 """Seconds; a start takes ten on an idle machine, but many minutes on a busy one."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The server and how it is asked; without ``url`` a server is started."""
-
-    url: str | None = None
-    served_name: str | None = None
-    max_in_flight: int = MAX_IN_FLIGHT
-    log: Path | None = None
-    wait: float = 1.0
-    """Seconds before a failed request is sent again."""
-
-    def at(self, url: str) -> run.Settings:
-        """The same settings for the server at ``url``."""
-        return run.Settings(url, self.served_name, self.max_in_flight, self.wait)
-
-
-class MiniLlavaSuite:
+class MiniLlavaSuite(QuestionSuite):
     """The questions about a number of scenes, answered in every case."""
 
     def __init__(
-        self, model: MiniLlava, cases: Sequence[Case], scenes: int | None, settings: Settings
+        self,
+        model: MiniLlava,
+        cases: Sequence[Case],
+        scenes: int | None,
+        settings: Settings,
+        log: Path | None = None,
     ) -> None:
-        """``scenes``: None for as many as take about half an hour."""
+        """``scenes``: None for as many as take about half an hour; ``log`` is a started server's.
+
+        Without the address of a server in the settings, one is started.
+        """
         scenes = scenes or default_scenes(len(cases))
-        self.cases = cases
-        self._model, self._scenes, self._settings = model, scenes, settings
-        self._questions = {question.record.id: question for question in prepare_questions(scenes)}
-        self._total = sum(not case.refused for case in cases) * len(self._questions)
-        digest = questions_digest(list(self._questions.values()))
-        self.setup = Setup(
-            suite=NAME,
-            model=f"mini-LLaVA {model.name}, weights {model.digest}",
-            data=f"test split, {scenes} scenes, {digest}",
-            scorer=SCORER,
-            mme_divisor=2.0 * max(len(self._categories), 1),
-        )
+        names = {
+            "suite": NAME,
+            "model": f"mini-LLaVA {model.name}, weights {model.digest}",
+            "data": f"test split, {scenes} scenes",
+        }
+        super().__init__(names, prepare_questions(scenes), cases, settings)
+        self._model, self._log = model, log
+        self._flags = (*FLAGS, "--autoprune-text-tower", str(model.text_tower))
 
-    @property
-    def _categories(self) -> set[str]:
-        records = [question.record for question in self._questions.values()]
-        return {record.category for record in records if record.benchmark == MME}
-
-    def plan(self) -> Sequence[str]:
-        """The server's command line, and the number of requests."""
-        return [
-            " ".join(command(self._model.llava, 8000, self._flags))
-            if self._settings.url is None
-            else f"(served at {self._settings.url})",
-            f"{len(self.cases)} cases x {len(self._questions)} questions about {self._scenes} "
-            f"scenes: {self._total:,} requests",
-        ]
-
-    @property
-    def _flags(self) -> tuple[str, ...]:
-        return (*FLAGS, "--autoprune-text-tower", str(self._model.text_tower))
-
-    def measure(self, journal: Journal, progress: Progress) -> None:
-        """Ask the unanswered questions; a server is started only if there are any."""
-        records = [question.record for question in self._questions.values()]
-        journal.append(records)
-        todo = list(unanswered(journal.contents, self.cases, records))
-        if not todo:
-            return
-        pairs = [(case, self._questions[question.id]) for case, question in todo]
-        with self._server(progress) as url:
-            # Only now, so that the speed does not include the start of the server.
-            progress.begin(self._total, self._total - len(todo))
-            asyncio.run(score_answers(self._settings.at(url), pairs, journal, progress))
+    def describe_server(self) -> str:
+        """The address of the server, or the command line that starts one."""
+        if self.settings.url:
+            return super().describe_server()
+        return " ".join(command(self._model.llava, 8000, self._flags))
 
     @contextlib.contextmanager
-    def _server(self, progress: Progress) -> Iterator[str]:
-        if self._settings.url is not None:
-            yield self._settings.url
+    def open_server(self, progress: Progress) -> Iterator[str]:
+        """The server of the settings, or one that runs while the context is open."""
+        if self.settings.url:
+            yield self.settings.url
             return
         progress.write(f"starting vllm serve with mini-LLaVA {self._model.name} ...")
         try:
             with serve(
-                self._model.llava, *self._flags, log=self._settings.log, patience=_START_TIMEOUT
+                self._model.llava, *self._flags, log=self._log, patience=_START_TIMEOUT
             ) as server:
                 try:
                     yield server.url
@@ -270,42 +222,33 @@ class MiniLlavaSuite:
                     ) from None
         except ServerDied as error:
             what = str(error).split("\n")[0].rstrip(":")
-            where = f" (log: {self._settings.log})" if self._settings.log is not None else ""
+            where = f" (log: {self._log})" if self._log is not None else ""
             raise EvaluationError(f"{what}{where} -> fix that and add --resume") from None
 
-    def objections(self, contents: Contents) -> Sequence[str]:
+    def objections(self, contents: Contents) -> Iterator[str]:
         """Prompt lengths that do not match K, which shows that a case was not served as asked."""
-        return list(chain.from_iterable(self._check_lengths(contents, case) for case in self.cases))
-
-    def _check_lengths(self, contents: Contents, case: Case) -> Iterator[str]:
-        full = contents.answers.get("full", {})
-        removed = self._model.tokens - case.budget if case.budget else 0
-        for name, answer in contents.answers.get(case.name, {}).items():
-            reference = full.get(name)
-            if reference is None or reference.prompt_tokens is None or answer.prompt_tokens is None:
-                continue
-            if answer.prompt_tokens != reference.prompt_tokens - removed:
-                yield (
-                    f"{case.name}: a prompt has {answer.prompt_tokens} tokens instead of "
-                    f"{reference.prompt_tokens} - {removed}: the case was not served as asked"
-                )
-                return
+        for case in self.cases:
+            removed = self._model.tokens - case.budget
+            for pruned, unpruned in prompt_lengths(contents, case):
+                if pruned != unpruned - removed:
+                    yield (
+                        f"{case.name}: a prompt has {pruned} tokens instead of {unpruned} - "
+                        f"{removed}: the case was not served as asked"
+                    )
+                    break
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0 for a valid report, 1 for one that is not or that cannot be made."""
     options = parser().parse_args(arguments)
-    defaults = Settings()
     try:
         settings = Settings(
-            url=options.server_url,
-            served_name=options.served_name,
-            max_in_flight=options.concurrency or defaults.max_in_flight,
-            log=options.out / "server.log",
+            options.server_url or "", options.served_name, options.concurrency or MAX_IN_FLIGHT
         )
         model = find_model(options.model)
         cases = build_cases(model.tokens, options.budgets, options.cases)
-        suite = MiniLlavaSuite(model, cases, options.scenes, settings)
+        log = options.out / "server.log"
+        suite = MiniLlavaSuite(model, cases, options.scenes, settings, log)
         return run_suite(suite, options.out, options)
     except AutopruneError as error:
         print(error, file=sys.stderr)

@@ -11,8 +11,9 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
@@ -158,7 +159,6 @@ def format_report(report: Report, suffix: _Suffix) -> str:
     return json.dumps({"valid": report.valid, **content}, indent=1) + "\n"
 
 
-SCORER = f"vllm-autoprune {__version__}: greedy decoding gives the reference answer"
 FULL = Case(name="full", arm="full", label="full", pruning={"enabled": False})
 """The unpruned model, which every other case is compared with."""
 
@@ -183,7 +183,8 @@ _WRITE_EVERY = 64
 class Settings:
     """Address and model of the server, and limits of the requests to it."""
 
-    url: str
+    url: str = ""
+    """Empty where the suite starts a server."""
     served_name: str | None = None
     max_in_flight: int = MAX_IN_FLIGHT
     wait: float = 1.0
@@ -220,7 +221,7 @@ def prune_case(
     )
 
 
-async def score_answers(
+async def _score_answers(
     settings: Settings,
     pairs: Sequence[tuple[Case, PreparedQuestion]],
     journal: Journal,
@@ -340,53 +341,59 @@ class Refusals:
         ]
 
 
-class FileSuite:
-    """The questions of a JSONL file: full tokens, controls, base policies and states."""
+class QuestionSuite:
+    """Questions that one server answers in every case, each request with its pruning options."""
 
     def __init__(
         self,
-        path: Path,
+        names: Mapping[str, str],
+        questions: Sequence[PreparedQuestion],
         cases: Sequence[Case],
         settings: Settings,
-        limit: int | None = None,
     ) -> None:
-        """``limit`` is the maximum number of questions."""
-        self.cases = cases
-        self._path, self._settings = path, settings
-        self._questions = {q.record.id: q for q in read_questions(path, limit)}
-        records = [question.record for question in self._questions.values()]
+        """``names`` are ``suite``, ``model`` and ``data`` of the set-up."""
+        self.cases, self.settings = cases, settings
+        self._questions = {question.record.id: question for question in questions}
+        records = [question.record for question in questions]
         categories = {record.category for record in records if record.benchmark == MME}
-        digest = questions_digest(list(self._questions.values()))
+        self._total = sum(not case.refused for case in cases) * len(questions)
         self.setup = Setup(
-            suite="data",
-            model=settings.served_name or "the first model of the server",
-            data=f"{path.name}, {len(records)} questions, {digest}",
-            scorer=SCORER,
+            suite=names["suite"],
+            model=names["model"],
+            data=f"{names['data']}, {questions_digest(questions)}",
+            scorer=f"vllm-autoprune {__version__}: greedy decoding gives the reference answer",
             mme_divisor=2.0 * max(len(categories), 1),
         )
 
+    def describe_server(self) -> str:
+        """The server, as the plan names it."""
+        return f"(served at {self.settings.url})"
+
+    def open_server(self, progress: Progress) -> AbstractContextManager[str]:
+        """Address of the server, while the context is open."""
+        return nullcontext(self.settings.url)
+
     def plan(self) -> Sequence[str]:
         """The server, and the number of requests."""
-        cases = [case for case in self.cases if not case.refused]
-        count = len(self._questions)
-        return [
-            f"(served at {self._settings.url})",
-            f"{len(cases)} cases x {count} questions: {len(cases) * count:,} requests",
-        ]
+        cases = sum(not case.refused for case in self.cases)
+        count = f"{cases} cases x {len(self._questions)} questions: {self._total:,} requests"
+        return [self.describe_server(), count]
 
     def measure(self, journal: Journal, progress: Progress) -> None:
-        """Score the unanswered questions."""
+        """Score the unanswered questions; the server is opened only if there are any."""
         records = [question.record for question in self._questions.values()]
         journal.append(records)
         todo = list(unanswered(journal.contents, self.cases, records))
         if not todo:
             return
-        total = sum(not case.refused for case in self.cases) * len(records)
-        progress.begin(total, total - len(todo))
         pairs = [(case, self._questions[question.id]) for case, question in todo]
-        asyncio.run(score_answers(self._settings, pairs, journal, progress))
+        with self.open_server(progress) as url:
+            # Only now, so that the speed does not include the start of a server.
+            progress.begin(self._total, self._total - len(todo))
+            settings = replace(self.settings, url=url)
+            asyncio.run(_score_answers(settings, pairs, journal, progress))
 
-    def objections(self, contents: Contents) -> Sequence[str]:
+    def objections(self, contents: Contents) -> Iterable[str]:
         """Cases without any prompt shorter than the unpruned one, so that K had no effect."""
         return [
             f"{case.name}: no prompt is shorter than unpruned: K keeps every token"
@@ -394,6 +401,16 @@ class FileSuite:
             if (lengths := prompt_lengths(contents, case))
             and all(pruned >= unpruned for pruned, unpruned in lengths)
         ]
+
+
+def file_suite(
+    path: Path, cases: Sequence[Case], settings: Settings, limit: int | None = None
+) -> QuestionSuite:
+    """The questions of a JSONL file, ``limit`` at most."""
+    questions = read_questions(path, limit)
+    model = settings.served_name or "the first model of the server"
+    names = {"suite": "data", "model": model, "data": f"{path.name}, {len(questions)} questions"}
+    return QuestionSuite(names, questions, cases, settings)
 
 
 def prompt_lengths(contents: Contents, case: Case) -> list[tuple[int, int]]:

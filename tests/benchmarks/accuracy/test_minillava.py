@@ -23,7 +23,6 @@ from benchmarks.accuracy.minillava import (
     FAMILIES,
     Family,
     MiniLlavaSuite,
-    Settings,
     build_cases,
     default_scenes,
     find_model,
@@ -40,7 +39,7 @@ from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.journal import JOURNAL, MME
 from vllm_autoprune.evaluation.questions import questions_digest
 from vllm_autoprune.evaluation.report import Report
-from vllm_autoprune.evaluation.run import Progress, evaluate, residual_on
+from vllm_autoprune.evaluation.run import Progress, Settings, evaluate, residual_on
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state
 
@@ -322,7 +321,8 @@ def test_a_failed_start_is_reported_in_one_line(
         raise ServerDied("vllm serve ended with 1:\nline upon\nline of log")
 
     monkeypatch.setattr(module, "serve", dead)
-    suite = build_suite(["random"], SCENES, Settings(log=tmp_path / "server.log"))
+    cases, log = build_cases(MODEL.tokens, [8], ["random"]), tmp_path / "server.log"
+    suite = MiniLlavaSuite(MODEL, cases, SCENES, Settings(), log)
     report = evaluate(suite, tmp_path, resume=False, progress=Progress(lambda line: None))
     reason = f"stopped: vllm serve ended with 1 (log: {tmp_path}/server.log)"
     assert not report.valid and report.reasons[-1].startswith(reason)

@@ -136,7 +136,7 @@ def _build_suite(options: argparse.Namespace) -> tuple[Suite, Path]:
 
 
 def _data_suite(options: argparse.Namespace, path: Path) -> Suite:
-    from vllm_autoprune.evaluation.run import FileSuite, Settings
+    from vllm_autoprune.evaluation.run import Settings, file_suite
 
     if options.server_url is None:
         fix = "give the address of a vllm serve with --autoprune-requests states"
@@ -144,7 +144,7 @@ def _data_suite(options: argparse.Namespace, path: Path) -> Suite:
     settings = Settings(options.server_url, options.served_name)
     if options.concurrency:
         settings = Settings(options.server_url, options.served_name, options.concurrency)
-    return FileSuite(path, _build_cases(options), settings, options.limit)
+    return file_suite(path, _build_cases(options), settings, options.limit)
 
 
 def _build_cases(options: argparse.Namespace) -> list[Case]:
