@@ -59,18 +59,18 @@ def list_panels(explanation: Explanation) -> list[Panel]:
     return panels
 
 
-_Colour = tuple[int, int, int]
+Colour = tuple[int, int, int]
 _Box = tuple[int, int, int, int]
 
-_PAPER: _Colour = (255, 255, 255)
-_INK: _Colour = (28, 32, 40)
-_QUIET: _Colour = (98, 105, 118)
-_STAYED: _Colour = (255, 255, 255)
-LEFT: _Colour = (230, 97, 0)
-ENTERED: _Colour = (26, 208, 170)
-CORE: _Colour = (86, 180, 233)
+_PAPER: Colour = (255, 255, 255)
+_INK: Colour = (28, 32, 40)
+_QUIET: Colour = (98, 105, 118)
+_STAYED: Colour = (255, 255, 255)
+LEFT: Colour = (230, 97, 0)
+ENTERED: Colour = (26, 208, 170)
+CORE: Colour = (86, 180, 233)
 
-RAMP: tuple[_Colour, ...] = (
+RAMP: tuple[Colour, ...] = (
     (10, 8, 38), (66, 18, 105), (130, 32, 112), (194, 56, 84), (238, 106, 44), (250, 180, 40),
     (253, 252, 190),
 )  # fmt: skip
@@ -158,7 +158,7 @@ def draw_heat_map(values: Sequence[float], grid: Grid) -> Image.Image:
     return Image.fromarray(np.concatenate(list(tiles), axis=1))
 
 
-def group_colour(number: int) -> _Colour:
+def group_colour(number: int) -> Colour:
     """Colour of a group of merged tokens; neighbouring numbers have hues far apart."""
     red, green, blue = colorsys.hsv_to_rgb((number * 0.618034) % 1.0, 0.75, 1.0)
     return round(255 * red), round(255 * green), round(255 * blue)
@@ -203,7 +203,7 @@ def draw_panel(base: Image.Image, panel: Panel, grid: Grid, size: int) -> Image.
 
 
 def _draw_mark(
-    pen: ImageDraw.ImageDraw, box: _Box, colour: _Colour, line: int, sign: str = ""
+    pen: ImageDraw.ImageDraw, box: _Box, colour: Colour, line: int, sign: str = ""
 ) -> None:
     """Draw a frame and a sign in it, which tells exchanged tokens apart without colour."""
     left, top, right, bottom = box
