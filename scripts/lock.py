@@ -20,7 +20,7 @@ EXCLUDED = {
 }
 
 
-def requirements() -> list[str]:
+def _requirements() -> list[str]:
     """Requirements to resolve: cpu.in and our own without `vllm`, which cpu.in replaces."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -43,7 +43,7 @@ def resolve(lines: list[str]) -> dict[str, str]:
 def main() -> None:
     """Resolve, remove the excluded distributions and write the lock."""
     print(f"resolving {SOURCE.relative_to(ROOT)} and the extras {', '.join(EXTRAS)}", flush=True)
-    versions = resolve(requirements())
+    versions = resolve(_requirements())
     cuda = {name for name in versions if name.startswith(("nvidia-", "cuda-"))}
     dropped = EXCLUDED.keys() | cuda
     header = [

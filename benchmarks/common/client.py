@@ -9,11 +9,11 @@ locust ``socket`` is gevent's, so that a thousand requests wait in one thread.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from io import TextIOWrapper
 from itertools import pairwise
@@ -112,32 +112,29 @@ class Journal:
         self.failure: str | None = None
         """Why the file is not complete."""
         self._file: TextIOWrapper | None = None
-        try:
+        with self._noting_failure():
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w")
-        except OSError as error:
-            self.failure = str(error)
+            self._file = path.open("w", buffering=1)  # what is added reaches the kernel at once
 
     def add(self, record: Record) -> None:
         """Append one record; where that fails it is kept in memory, and ``failure`` is set."""
         self.records.append(record)
-        if self._file is None or self.failure is not None:
-            return
-        try:
-            self._file.write(record.model_dump_json() + "\n")
-            self._file.flush()
-        except OSError as error:
-            self.failure = str(error)
+        if self._file is not None and self.failure is None:
+            with self._noting_failure():
+                self._file.write(record.model_dump_json() + "\n")
 
     def close(self) -> None:
-        """Close the file; on a full disk, what is left in its buffer is lost."""
-        if self._file is None:
-            return
+        """Close the file; on a full disk, what its buffer still has is lost."""
+        if self._file is not None:
+            with self._noting_failure():
+                self._file.close()
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
         try:
-            self._file.close()
+            yield
         except OSError as error:
             self.failure = self.failure or str(error)
-        self._file = None
 
 
 def read_journal(path: Path) -> list[Record]:
@@ -184,7 +181,7 @@ class Client:
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         headers = {"Content-Type": "application/json", "Connection": "close", **self.headers}
         try:
-            with closing(kind(parts.netloc, timeout=self.timeout)) as connection:
+            with contextlib.closing(kind(parts.netloc, timeout=self.timeout)) as connection:
                 connection.request("POST", parts.path.rstrip("/") + PATH, body, headers)
                 answer = connection.getresponse()
                 status = answer.status

@@ -60,7 +60,7 @@ class Reply:
         return times
 
 
-Respond = Callable[[Body], Reply]
+_Respond = Callable[[Body], Reply]
 
 
 @dataclass
@@ -75,7 +75,7 @@ class FakeServer:
 
 @dataclass(frozen=True)
 class _Settings:
-    respond: Respond
+    respond: _Respond
     model: str | None
     pages: Pages
     serves: int | None
@@ -232,7 +232,7 @@ def _chunk(choices: list[dict[str, object]]) -> dict[str, object]:
 
 @contextlib.contextmanager
 def fake_server(
-    respond: Reply | Respond | None = None,
+    respond: Reply | _Respond | None = None,
     *,
     model: str | None = MODEL,
     pages: Pages | None = None,

@@ -11,7 +11,7 @@ from functools import cache
 
 import httpx
 
-from benchmarks.common import BenchmarkError, StrictModel
+from benchmarks.common import StrictModel
 from vllm_autoprune.http_client import Metrics
 
 _COUNTERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
@@ -58,19 +58,6 @@ def _fetch(url: str, path: str) -> str | None:
 @cache
 def _connect() -> httpx.Client:
     return httpx.Client(timeout=10.0)  # once, because a client takes 60 ms to make
-
-
-def list_models(url: str) -> list[str]:
-    """Names of the models that a server has; raises :class:`BenchmarkError` where it is down."""
-    text = _fetch(url, "/v1/models")
-    if text is None:
-        raise BenchmarkError(
-            f"server {url}: /v1/models does not answer -> start it, or fix the URL"
-        )
-    try:
-        return [str(model["id"]) for model in json.loads(text)["data"]]
-    except (ValueError, KeyError, TypeError):
-        raise BenchmarkError(f"server {url}: /v1/models is not a list of models") from None
 
 
 def server_info(url: str) -> dict[str, str]:

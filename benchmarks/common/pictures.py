@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter
 
-LEAVES = 700
+_LEAVES = 700
 _SMALLEST = 1 / 160
 _LARGEST = 1 / 3
 
@@ -28,7 +28,7 @@ def draw_picture(seed: int, width: int, height: int) -> Image.Image:
     image = Image.new("RGB", (width, height), _draw_colour(generator))
     pen = ImageDraw.Draw(image)
     palette = [_draw_colour(generator) for _ in range(12)]
-    for radius in _draw_radii(generator, LEAVES) * side:
+    for radius in _draw_radii(generator, _LEAVES) * side:
         x, y = float(generator.uniform(0, width)), float(generator.uniform(0, height))
         stretch = float(generator.uniform(0.5, 1.0))
         box = (x - radius, y - stretch * radius, x + radius, y + stretch * radius)

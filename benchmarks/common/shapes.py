@@ -25,7 +25,7 @@ from vllm_autoprune.ops.dtype import choose_dtype
 if TYPE_CHECKING:  # loaded by what writes a folder
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast, ProcessorMixin
 
-Json = dict[str, object]
+_Json = dict[str, object]
 
 TOKENS, WIDTH, CLIP_WIDTH = 576, 4096, 768
 """N, D, and the width of CLIP's joint space."""
@@ -33,7 +33,7 @@ HEAD, TOWER_LAYERS = 128, 24
 """The width of an attention head, and the layers of the vision tower."""
 
 VOCABULARY, IMAGE_TOKEN, PAD = 32064, 32000, 32001
-CLIP_VOCABULARY = 49408
+_CLIP_VOCABULARY = 49408
 SIDE, PATCH = 336, 14
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
@@ -43,7 +43,7 @@ _CHAT_TEMPLATE = (
     "{% endif %}{{ ' ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
-_VISION: Json = {
+_VISION: _Json = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "num_attention_heads": 16,
@@ -51,7 +51,7 @@ _VISION: Json = {
     "patch_size": PATCH,
     "projection_dim": CLIP_WIDTH,
 }
-PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 """Tilings of llava-hf/llava-v1.6-vicuna-7b-hf, (height, width) in pixels."""
 
 
@@ -81,10 +81,10 @@ def write_llava_next(folder: Path, layers: int) -> Path:
 
     config = LlavaNextConfig(
         **_configure_llava(layers, TOWER_LAYERS, WIDTH),
-        image_grid_pinpoints=PINPOINTS,
+        image_grid_pinpoints=_PINPOINTS,
         architectures=["LlavaNextForConditionalGeneration"],
     )
-    images = LlavaNextImageProcessor(**_CROP, image_grid_pinpoints=PINPOINTS)
+    images = LlavaNextImageProcessor(**_CROP, image_grid_pinpoints=_PINPOINTS)
     tokenizer = _build_llava_tokenizer()
     return _save(folder, config, LlavaNextProcessor(images, tokenizer, **_PLACEHOLDERS))
 
@@ -104,7 +104,7 @@ _PLACEHOLDERS: Any = {
 def _configure_llava(layers: int, tower_layers: int, width: int) -> dict[str, Any]:
     if width % HEAD or not 0 < width <= WIDTH:
         raise ValueError(f"a width of {width}: expected a multiple of {HEAD} up to {WIDTH}")
-    text: Json = {
+    text: _Json = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": width,
@@ -119,7 +119,7 @@ def _configure_llava(layers: int, tower_layers: int, width: int) -> dict[str, An
         "eos_token_id": 2,
         "pad_token_id": PAD,
     }
-    tower: Json = {"model_type": "clip_vision_model", **_VISION, "num_hidden_layers": tower_layers}
+    tower: _Json = {"model_type": "clip_vision_model", **_VISION, "num_hidden_layers": tower_layers}
     return {
         "text_config": text,
         "vision_config": tower,
@@ -163,14 +163,14 @@ def write_clip(folder: Path) -> Path:
 
     if (folder / "model.safetensors").is_file():
         return folder
-    end = CLIP_VOCABULARY - 1
-    text: Json = {
+    end = _CLIP_VOCABULARY - 1
+    text: _Json = {
         "hidden_size": CLIP_WIDTH,
         "intermediate_size": 3072,
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
         "max_position_embeddings": 77,
-        "vocab_size": CLIP_VOCABULARY,
+        "vocab_size": _CLIP_VOCABULARY,
         "projection_dim": CLIP_WIDTH,
         "bos_token_id": end - 1,
         "eos_token_id": end,
@@ -182,7 +182,7 @@ def write_clip(folder: Path) -> Path:
     CLIPModel(config).to(torch.bfloat16).save_pretrained(folder)
     begin, finish = "<|startoftext|>", "<|endoftext|>"
     special = {0: "<unk>", end - 1: begin, end: finish}
-    tokenizer = _build_word_tokenizer(CLIP_VOCABULARY, special, {})
+    tokenizer = _build_word_tokenizer(_CLIP_VOCABULARY, special, {})
     tokenizer.post_processor = TemplateProcessing(
         single=f"{begin} $A {finish}", special_tokens=[(begin, end - 1), (finish, end)]
     )

@@ -59,12 +59,12 @@ from vllm_autoprune.statistics import (
 )
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
-POLICIES = (
+_POLICIES = (
     "fastv", "pyramiddrop", "sparsevlm", "prumerge_plus", "trim", "visionzip", "dart",
     "divprune", "cdpruner",
 )  # fmt: skip
 MINI, FULL, SERVED = "mini-llava", "full", "served"
-SHAPES: Mapping[str, tuple[int, Callable[[Path, int], Path]]] = {
+_SHAPES: Mapping[str, tuple[int, Callable[[Path, int], Path]]] = {
     "llava-1.5-7b": (336, write_llava),
     "llava-next-7b": (672, write_llava_next),
     "qwen2.5-vl-7b": (1008, write_qwen),
@@ -105,7 +105,7 @@ class Model:
 def _load_model(name: str, layers: int, out: Path) -> Model:
     """The model of that name; the folder of a shape is written below ``out``."""
     if name != MINI:
-        geometry, (side, write) = BACKBONE_SHAPES[name], SHAPES[name]
+        geometry, (side, write) = BACKBONE_SHAPES[name], _SHAPES[name]
         folder = write(out / f"{name}-{layers}-layers", layers)
         flags = ("--load-format", "dummy", "--max-model-len", "4096")
         return Model(name, folder, replace(geometry, layers=layers), geometry.layers, side, flags)
@@ -151,7 +151,7 @@ class Refusal(StrictModel):
     reason: str
 
 
-Passes = Mapping[str, Sequence[Pass | Refusal]]
+_Passes = Mapping[str, Sequence[Pass | Refusal]]
 """By arm, in the order of rows; the full model first."""
 
 
@@ -247,7 +247,7 @@ def _send_requests(server: Server, requests: Prepared) -> Pass:
     )
 
 
-def format_table(model: Model, budget: int, passes: Passes) -> str:
+def format_table(model: Model, budget: int, passes: _Passes) -> str:
     """The table in Markdown, and notes on its columns."""
     full = [entry for entry in passes.get(FULL, ()) if isinstance(entry, Pass)]
     cells: list[dict[str, str]] = []
@@ -266,7 +266,7 @@ def format_table(model: Model, budget: int, passes: Passes) -> str:
         f"{model.name}, {served} language layers served, K = {budget}; "
         f"{sum(len(entry.ttft) for entry in full)} timed requests a row, in {len(full)} passes\n"
     )
-    notes = (f"- {line}" for line in NOTES)
+    notes = (f"- {line}" for line in _NOTES)
     return "\n".join([head, Table("", columns, rows).markdown(), "", *notes])
 
 
@@ -308,7 +308,7 @@ def compute_cost(model: Model, arm: str, budget: int, measured: Sequence[Pass]) 
     return model.estimate(tokens, ranking_layers=layers)
 
 
-NOTES = (
+_NOTES = (
     *ASSUMPTIONS,
     "TFLOPs and KV are computed for the published depth. Times are measured with the layers that "
     "are served, and include the whole vision tower: with fewer, their ratios are smaller.",
@@ -344,14 +344,14 @@ class Efficiency(StrictModel):
         }
 
 
-COLUMNS = (
+_COLUMNS = (
     "arm", "a layer, ms", "all but the layers, ms", "TTFT, s", "prefill gain", "TTFT gain",
     "second question / first",
 )  # fmt: skip
 
 
 def compose(shallow: Efficiency, deep: Efficiency, depth: int) -> dict[str, tuple[Estimate, ...]]:
-    """Figures of every arm at ``depth`` layers, as in :data:`COLUMNS`, seconds and ratios.
+    """Figures of every arm at ``depth`` layers, as in :data:`_COLUMNS`, seconds and ratios.
 
     Gains are over the first arm. Intervals: 95 %, by bootstrap over requests, which are the same in
     every arm and at both depths. Raises :class:`BenchmarkError` where tables cannot be combined.
@@ -411,13 +411,13 @@ def _compose_files(shallow_file: Path, deep_file: Path) -> int:
         f"measurements of {shallow.layers} and {deep.layers}; "
         f"{len(next(iter(shallow.times('ttft').values())))} requests each\n"
     )
-    print(Table("", COLUMNS, rows, "l" + "r" * 6).markdown())
+    print(Table("", _COLUMNS, rows, "l" + "r" * 6).markdown())
     return 0
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str = "efficiency") -> None:
     """Add the options of a command."""
-    add, names = parser.add_argument, (MINI, *SHAPES)
+    add, names = parser.add_argument, (MINI, *_SHAPES)
     if command == "depth":
         add("shallow", type=Path, help="JSON file of the table with fewer layers")
         add("deep", type=Path, help="JSON file of the table with more layers")
@@ -425,7 +425,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str = "efficiency") 
     add("--model", choices=names, default=MINI, help="checkpoint, or true shape without weights")
     add("--layers", type=int, default=2, help="language layers of a true shape")
     add("--budget", type=int, help="K (default: a ninth of the visual tokens)")
-    add("--policies", default=",".join(POLICIES), help="base policies to compare with")
+    add("--policies", default=",".join(_POLICIES), help="base policies to compare with")
     add("--state", default="autoprune", help="pruning state, a file or a name")
     add("--requests", type=int, default=20, help="timed requests a pass")
     add("--passes", type=int, default=1, help="passes over all arms (2: ABBA)")

@@ -97,7 +97,7 @@ def _measure_loops(size: Size, rounds: int, device: str = "cuda") -> dict[str, A
     }
 
 
-def measure_selection_loops(quick: bool) -> None:
+def _measure_selection_loops(quick: bool) -> None:
     """Print the loops at LLaVA-1.5's and LLaVA-NeXT's shapes, and the smallest and largest N."""
     if not dpp_triton.works():
         raise RuntimeError("Triton does not work on this machine; the log says why")
@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{options.command}: {reason}", file=sys.stderr)
         return NO_GPU
     if options.command == "selection":
-        measure_selection_loops(options.quick)
+        _measure_selection_loops(options.quick)
         return 0
     print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     if dpp_triton.works():

@@ -48,7 +48,7 @@ from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
 from vllm_autoprune.tpdsl.prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
 
-Work = Callable[[], object]
+_Work = Callable[[], object]
 Times = dict[str, list[float]]
 """Seconds by the name of the work, one value a round."""
 
@@ -181,7 +181,7 @@ def build_policy(kept: int, *, exchange: bool = True) -> PruningPolicy:
 
 
 def measure_alternately(
-    works: Mapping[str, Work],
+    works: Mapping[str, _Work],
     rounds: int,
     *,
     warm_up: int = 2,
@@ -206,7 +206,7 @@ def measure_alternately(
     return seconds
 
 
-Claim = tuple[str, str, Verdict]
+_Claim = tuple[str, str, Verdict]
 """A promise, what was measured, and whether it holds."""
 
 
@@ -217,7 +217,7 @@ class Section:
     name: str
     title: str
     setup: Sequence[str]
-    claims: Sequence[Claim]
+    claims: Sequence[_Claim]
     table: Table
     times: Mapping[Size, Times]
     environment: Mapping[str, str] = field(default_factory=environment)
@@ -273,7 +273,7 @@ def list_sizes(quick: bool) -> list[Size]:
 def _measure_selection(quick: bool) -> Section:
     """CDPruner from features to indices: the published code and ours."""
 
-    def build_works(size: Size) -> dict[str, Work]:
+    def build_works(size: Size) -> dict[str, _Work]:
         images, base = draw_images(size), build_policy(size.kept, exchange=False)
         return {"published": images.select_as_published, "ours": lambda: images.select(base)}
 
@@ -326,13 +326,13 @@ def build_selection(by_size: Mapping[Size, Times]) -> Section:
 
 INNER, HEADS, LAYERS, TEXT = 11008, 32, 32, 60
 """Widths and depth of Llama-2-7B; text tokens around the image: template and question."""
-BOUND = 0.03
+_BOUND = 0.03
 """Share of the prefill that a selection may take."""
-NAMES = {1: "LLaVA-1.5-7B", 5: "LLaVA-NeXT-7B"}
+_NAMES = {1: "LLaVA-1.5-7B", 5: "LLaVA-NeXT-7B"}
 LAYER, FULL_LAYER, STATE = "one layer", "one layer, all tokens", "state autoprune"
 
 
-class Layer(nn.Module):
+class _Layer(nn.Module):
     """A decoder layer of Llama-2-7B's true widths with random weights; ``(L, D) -> (L, D)``.
 
     A prefill is taken as 32 of them. Embedding, final norm and logits are left out, which makes it
@@ -419,11 +419,11 @@ def _measure_policies(quick: bool) -> Section:
     """Every base policy, the state, and a layer: CPU seconds of one thread, in turn."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    layer, by_size = Layer(torch.bfloat16), {}
+    layer, by_size = _Layer(torch.bfloat16), {}
     try:
         for size in (LLAVA[1],) if quick else (LLAVA[1], LLAVA_NEXT[1]):
             source = TokenSource(size)
-            works: dict[str, Work] = {n: partial(source.select, n) for n in sorted(BASE_POLICIES)}
+            works: dict[str, _Work] = {n: partial(source.select, n) for n in sorted(BASE_POLICIES)}
             policy = build_policy(size.kept)
             works[STATE] = lambda policy=policy, source=source: refine(policy, source.tokens())  # type: ignore[misc]
             for name, tokens in ((LAYER, size.kept), (FULL_LAYER, size.tokens)):
@@ -447,7 +447,7 @@ def build_policies(by_size: Mapping[Size, Times]) -> Section:
     claims, cells = [], {name: [f"`{name}`"] for name in names}
     columns = ["policy"]
     for size, times in by_size.items():
-        shape = f"{NAMES[size.tiles]}, {size.tokens} → {size.kept}"
+        shape = f"{_NAMES[size.tiles]}, {size.tokens} → {size.kept}"
         columns += [f"{shape}, ms", "share, %"]
         shares = {}
         for name in names:
@@ -458,12 +458,12 @@ def build_policies(by_size: Mapping[Size, Times]) -> Section:
             cells[name] += [*_milliseconds(total, name), f"{100 * shares[name].value:.2f}"]
         worst = max((n for n in names if not layers[n]), key=lambda name: shares[name].value)
         promise = (
-            f"{shape}: every policy that runs no language layer at most {BOUND:.0%} of the pruned "
+            f"{shape}: every policy that runs no language layer at most {_BOUND:.0%} of the pruned "
             "prefill"
         )
         share = format_estimate(shares[worst], 100, 2, " to ").replace(" (", " % (95 %: ")
         measured = f"`{worst}` is slowest: {share}"
-        claims.append((promise, measured, at_most(shares[worst], BOUND)))
+        claims.append((promise, measured, at_most(shares[worst], _BOUND)))
     setup = [
         "the base policy alone, with default parameters, and the state with its exchange; every "
         "input given, nothing computed yet",

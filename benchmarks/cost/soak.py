@@ -38,17 +38,17 @@ from benchmarks.yardsticks.adapters import ADAPTERS, adapter_flags, write_adapte
 from benchmarks.yardsticks.examples import CLIP, LLAVA, image_token_id
 
 STATE, BUDGET, RECALL = "autoprune", 32, 4
-API_SERVERS = 2
-START_TIMEOUT = 1200.0
+_API_SERVERS = 2
+_START_TIMEOUT = 1200.0
 """Seconds that the server may take to start on a busy machine."""
-SMALL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+_SMALL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 """oneDNN keeps 1,024 compiled operations, one for every shape: about a gigabyte, which takes
 thousands of requests to fill."""
-KILLERS = 16
+_KILLERS = 16
 """Clients that hang up, each once in so many seconds: together one every second."""
-MAX_EVENTS = 10
+_MAX_EVENTS = 10
 """Events of a stream that a client reads before it hangs up, at most."""
-MAX_FAULTS = 20
+_MAX_FAULTS = 20
 """Faults that are described; all are counted."""
 
 
@@ -78,7 +78,7 @@ class Tally:
             self.kinds[request.kind] += 1
             if error:
                 self.errors += 1
-                if len(self.faults) < MAX_FAULTS:
+                if len(self.faults) < _MAX_FAULTS:
                     self.faults.append(f"{request.kind}: {error}")
                 return
             self.counts.update(request.counts)
@@ -140,12 +140,12 @@ def keep_busy(url: str, mix: RequestMix, users: int, seconds: float, seed: int =
         random, due = Random(f"{seed}/killer {number}"), begin + number
         while due < end:
             time.sleep(max(0.0, due - time.monotonic()))
-            send(client, mix.draw(random, stream=True), tally, random.randint(1, MAX_EVENTS))
-            due = max(due + KILLERS, time.monotonic())
+            send(client, mix.draw(random, stream=True), tally, random.randint(1, _MAX_EVENTS))
+            due = max(due + _KILLERS, time.monotonic())
 
-    with connect(url) as client, ThreadPoolExecutor(users + KILLERS) as pool:
+    with connect(url) as client, ThreadPoolExecutor(users + _KILLERS) as pool:
         futures = [pool.submit(use, number) for number in range(users)]
-        futures += [pool.submit(kill, number) for number in range(KILLERS)]
+        futures += [pool.submit(kill, number) for number in range(_KILLERS)]
         for future in futures:
             future.result()
     return tally
@@ -215,11 +215,11 @@ def compare_counts(
 
 PARTS = 5
 """The time is divided into equal parts; the first is the warm-up."""
-ALLOWED = 0.02
+_ALLOWED = 0.02
 """Growth from the median of the second part to that of the last that is tolerated."""
 SLACK = 4 << 20
 """Bytes of growth that are always tolerated."""
-SAMPLES = 200
+_SAMPLES = 200
 """Memory samples over the whole run; at most one a second."""
 
 
@@ -252,7 +252,7 @@ class Samples:
                 why = "it did not exist all the time"
             else:
                 early, late = (median(sample[name] for sample in parts[i]) for i in (1, -1))
-                why = "it grew" if late - early > max(ALLOWED * early, SLACK) else ""
+                why = "it grew" if late - early > max(_ALLOWED * early, SLACK) else ""
             growth = late / early - 1.0 if early else float("inf")
             rows.append(
                 {"process": name, "early": early, "late": late, "most": max(sizes, default=0),
@@ -359,7 +359,7 @@ def format_report(report: Mapping[str, Any]) -> str:
         f"metrics: {sum(pair['equal'] for pair in pairs)} of {len(pairs)} figures equal to what "
         "the client counted",
         f"memory, median of part {PARTS} against part 2 of {PARTS} "
-        f"(at most {ALLOWED:.0%} more, or {SLACK // MIB} MiB):",
+        f"(at most {_ALLOWED:.0%} more, or {SLACK // MIB} MiB):",
     ]
     for row in report["memory"]:
         lines.append(
@@ -375,7 +375,7 @@ def format_report(report: Mapping[str, Any]) -> str:
 
 def soak(minutes: float, users: int, seed: int, log: Path) -> dict[str, Any]:
     """Serve, send requests, compare; raises ServerDied where the server does not start."""
-    at_once = users + KILLERS
+    at_once = users + _KILLERS
     flags: tuple[str, ...] = (
         *("--enforce-eager", "--max-model-len", "1024"),
         # 16 blocks for each request that runs, the most that one needs.
@@ -385,13 +385,13 @@ def soak(minutes: float, users: int, seed: int, log: Path) -> dict[str, Any]:
         *("--autoprune-state", STATE, "--autoprune-budget", str(BUDGET)),
         *("--autoprune-text-tower", str(CLIP), "--autoprune-requests", "states"),
         *("--autoprune-feature-cache-gb", "0.005", "--autoprune-recall", str(RECALL)),
-        *("--api-server-count", str(API_SERVERS)),
+        *("--api-server-count", str(_API_SERVERS)),
     )
     with tempfile.TemporaryDirectory(prefix="adapters-") as adapters:
         write_adapters(Path(adapters))
         flags += adapter_flags(Path(adapters))
-        with serve(LLAVA, *flags, env=SMALL_CACHES, log=log, patience=START_TIMEOUT) as server:
-            server.await_api_servers(API_SERVERS, START_TIMEOUT)
+        with serve(LLAVA, *flags, env=_SMALL_CACHES, log=log, patience=_START_TIMEOUT) as server:
+            server.await_api_servers(_API_SERVERS, _START_TIMEOUT)
             mix = RequestMix(
                 *(server.model, count_visual_tokens(LLAVA), STATE, BUDGET, RECALL),
                 kv_bytes=read_kv_layout(LLAVA).bytes_per_token,
@@ -399,7 +399,7 @@ def soak(minutes: float, users: int, seed: int, log: Path) -> dict[str, Any]:
                 adapters=ADAPTERS,
             )
             before = read_counters(server.get("/metrics"))
-            with watch_memory(server.process.pid, max(1.0, minutes * 60 / SAMPLES)) as samples:
+            with watch_memory(server.process.pid, max(1.0, minutes * 60 / _SAMPLES)) as samples:
                 tally = keep_busy(server.url, mix, users, minutes * 60, seed)
             after = read_counters(server.get("/metrics"))
     return build_report(minutes, users, seed, tally, compare_counts(before, after, tally), samples)

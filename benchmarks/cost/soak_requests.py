@@ -21,15 +21,15 @@ from vllm_autoprune.tpdsl.loading import load_state
 
 BLOCK = 32
 """Tokens of a KV block."""
-BUDGETS = (1, 4, 8, 16, 31, 64, 143, 144, 4096)
+_BUDGETS = (1, 4, 8, 16, 31, 64, 143, 144, 4096)
 POLICIES = ("visionzip", "prumerge_plus", "divprune", "trim", "cdpruner", "cen_cdpruner")
 """None that reads the language model's layers: those are refused where adapters change them."""
-SPLIT_STATES = ("shared-core", "minillava-split")
-SPLIT_BUDGETS = (16, 32, 48, 64, 96, 143, 4096)
-RECALLS = (None, 0, 1, 8, 24, 4096)
+_SPLIT_STATES = ("shared-core", "minillava-split")
+_SPLIT_BUDGETS = (16, 32, 48, 64, 96, 143, 4096)
+_RECALLS = (None, 0, 1, 8, 24, 4096)
 """K_r of conversations; None: the server's."""
-BAD = ({"budget": 0}, {"state": "nobody"}, {"buget": 8}, {"budget": [8, 8]}, {"recall": -1})
-QUESTIONS = (
+_BAD = ({"budget": 0}, {"state": "nobody"}, {"buget": 8}, {"budget": [8, 8]}, {"recall": -1})
+_QUESTIONS = (
     "What digit is on the red shape?",
     "What colour is the circle?",
     "How many blue shapes are there?",
@@ -37,7 +37,7 @@ QUESTIONS = (
     "Which shape is left of the triangle?",
     "What is shown?",
 )
-REPEATED = 12
+_REPEATED = 12
 """Pictures that are repeated."""
 SIDE = 96
 """Side of the pictures, pixels."""
@@ -57,7 +57,7 @@ KINDS = {
     "bad": 5,
 }
 """Kinds of requests with their weights."""
-STREAMED = ("plain", "budget", "policy", "off", "two", "split", "conversation")
+_STREAMED = ("plain", "budget", "policy", "off", "two", "split", "conversation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,13 @@ class RequestMix:
         ``stream``: a valid one for a long answer, which is streamed with its usage.
         """
         if stream:
-            kind = random.choice(STREAMED)
+            kind = random.choice(_STREAMED)
         else:
             (kind,) = random.choices(list(KINDS), list(KINDS.values()))
         entry: dict[str, object] = {}
         budgets, policy, keep, turns, recall = [self.budget], self.state, "state", 0, self.recall
         if kind in ("budget", "policy", "control"):
-            budgets = [random.choice(BUDGETS)]
+            budgets = [random.choice(_BUDGETS)]
             entry["budget"] = budgets[0]
         if kind == "policy":
             entry["state"] = policy = random.choice(POLICIES)
@@ -113,16 +113,16 @@ class RequestMix:
         elif kind == "off":
             policy, budgets, entry["enabled"] = "off", [self.tokens], False
         elif kind == "two":
-            budgets = [random.choice(BUDGETS[:-1]) for _ in range(2)]
+            budgets = [random.choice(_BUDGETS[:-1]) for _ in range(2)]
             entry["budget"] = budgets
         elif kind == "conversation":  # later turns recall tokens, of a state with a core or without
-            turns, asked = random.choice((1, 2, 3)), random.choice(RECALLS)
+            turns, asked = random.choice((1, 2, 3)), random.choice(_RECALLS)
             if asked is not None:
                 entry["recall"] = recall = asked
         elif kind == "bad":
-            entry = dict(random.choice(BAD))
+            entry = dict(random.choice(_BAD))
         if kind == "split" or (kind == "conversation" and random.random() < 0.5):
-            policy, budgets = random.choice(SPLIT_STATES), [random.choice(SPLIT_BUDGETS)]
+            policy, budgets = random.choice(_SPLIT_STATES), [random.choice(_SPLIT_BUDGETS)]
             entry |= {"state": policy, "budget": budgets[0]}
         body = self._build_body(random, entry, len(budgets), turns, stream)
         if kind == "bad":
@@ -130,7 +130,7 @@ class RequestMix:
         before = self.tokens * len(budgets)
         after = sum(min(budget, self.tokens) for budget in budgets)
         recalled = min(turns * recall, before - after)
-        core = self._count_core(policy, budgets[0]) if policy in SPLIT_STATES else 0
+        core = self._count_core(policy, budgets[0]) if policy in _SPLIT_STATES else 0
         counts = {
             f"autoprune_requests_total {policy}": 1,
             f"autoprune_images_total {keep}": len(budgets),
@@ -152,11 +152,11 @@ class RequestMix:
                 url = encode_picture(image.rotate(random.random() * 360))
             urls.append(url)
         messages: list[dict[str, object]] = [
-            {"role": "user", "content": build_content(random.choice(QUESTIONS), urls)}
+            {"role": "user", "content": build_content(random.choice(_QUESTIONS), urls)}
         ]
         for _ in range(turns):
             messages.append({"role": "assistant", "content": random.choice(("red", "two", "no"))})
-            messages.append({"role": "user", "content": random.choice(QUESTIONS)})
+            messages.append({"role": "user", "content": random.choice(_QUESTIONS)})
         fields: dict[str, object] = {"ignore_eos": True, "messages": messages}
         if entry:
             fields["mm_processor_kwargs"] = {"autoprune": entry}
@@ -176,5 +176,5 @@ class RequestMix:
 
 @cache
 def _draw_repeated_pictures() -> Sequence[tuple[Image.Image, str]]:
-    pictures = [draw_picture(seed, SIDE, SIDE) for seed in range(REPEATED)]
+    pictures = [draw_picture(seed, SIDE, SIDE) for seed in range(_REPEATED)]
     return [(image, encode_picture(image)) for image in pictures]

@@ -34,7 +34,7 @@ T = TypeVar("T")
 READY, START, RECORD, DONE = "load-ready", "load-start", "load-record", "load-done"
 """Messages: a worker has warmed up the server (digest of its bodies, or a problem); when to start
 and which share to send; one record; all facts of a client that has sent its share."""
-MAX_FAILURES = 10
+_MAX_FAILURES = 10
 """Consecutive failures after which the run is given up."""
 _EARLY = 0.002
 """Seconds of busy waiting before a request is due: an event loop sleeps whole milliseconds."""
@@ -213,8 +213,10 @@ class Sender:
             context={},
         )
         self._consecutive_failures = 0 if record.ok else self._consecutive_failures + 1
-        if self._consecutive_failures >= MAX_FAILURES and self._broken is None:
-            self._broken = f"{MAX_FAILURES} requests in a row failed, the last with: {record.error}"
+        if self._consecutive_failures >= _MAX_FAILURES and self._broken is None:
+            self._broken = (
+                f"{_MAX_FAILURES} requests in a row failed, the last with: {record.error}"
+            )
             self._stop.set()
         self._unsent -= 1
         self._finish_if_over()

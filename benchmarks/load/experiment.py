@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from benchmarks.common import BenchmarkError, StrictModel
 from benchmarks.common.client import read_journal
-from benchmarks.common.metrics import list_models
 from benchmarks.common.report import command_line, log_progress
 from benchmarks.common.shapes import write_llava
 from benchmarks.load.client import raise_priority
@@ -35,7 +34,9 @@ from benchmarks.load.settings import (
 from benchmarks.load.workload import load_prepared, make_workload, prepare
 from benchmarks.server import ServerDied, free_port, serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA
-from vllm_autoprune import PruningState, load_state
+from vllm_autoprune import AutopruneError, PruningState, load_state
+from vllm_autoprune.cli.output import format_error
+from vllm_autoprune.http_client import ServerClient, reporting_failures
 
 PAIRED = "paired.json"
 STEPS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.7, 3.6)
@@ -246,8 +247,8 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
                     # Each arm is measured until it is saturated.
                     if finds_rates and Point(arm.name, load, (latest,)).past_saturation:
                         break
-    except BenchmarkError as error:
-        broken = str(error)
+    except AutopruneError as error:
+        broken = format_error(error)
     except KeyboardInterrupt:
         broken = "stopped before its end"
     paired = Paired(
@@ -286,9 +287,11 @@ def run(options: RunOptions) -> Result:
     """Send the workload once; the result is valid or has the reasons why not.
 
     Where there are workers, a master and so many workers are started on this machine. Raises
-    :class:`BenchmarkError` where there is no result at all, as where the server is down.
+    :class:`AutopruneError` where there is no result at all, as where the server is down.
     """
-    names, model = list_models(options.url), load_prepared(options.workload).workload.model
+    model = load_prepared(options.workload).workload.model
+    with reporting_failures(options.url), ServerClient(options.url) as client:
+        names = client.list_models()
     if model not in names:
         raise BenchmarkError(
             f"server {options.url}: does not serve {model!r}, only {', '.join(names)} "

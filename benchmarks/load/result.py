@@ -46,7 +46,7 @@ LATENCIES: Mapping[str, Callable[[Record], Sequence[float]]] = {
 """The seconds that one answered request contributes to each kind of latency."""
 
 
-class Quantile(StrictModel):
+class _Quantile(StrictModel):
     """One percentile."""
 
     level: int
@@ -61,7 +61,7 @@ class Distribution(StrictModel):
     count: int
     """Values, not requests."""
     mean: float
-    quantiles: tuple[Quantile, ...]
+    quantiles: tuple[_Quantile, ...]
 
     def at(self, level: int) -> Estimate:
         """The estimate of one percentile, which is one of LEVELS."""
@@ -105,7 +105,7 @@ def distribution(by_request: Sequence[Sequence[float]]) -> Distribution | None:
         return None
     percentiles = draw_percentiles(by_request, LEVELS, _resample_weights(len(by_request)))
     quantiles = tuple(
-        Quantile(level=level, estimate=estimate(column), enough=len(by_request) >= ENOUGH[level])
+        _Quantile(level=level, estimate=estimate(column), enough=len(by_request) >= ENOUGH[level])
         for level, column in zip(LEVELS, percentiles.T, strict=True)
     )
     return Distribution(count=len(values), mean=float(np.mean(values)), quantiles=quantiles)

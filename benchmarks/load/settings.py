@@ -40,7 +40,7 @@ CACHES: dict[Cache, str] = {
 """States of the server's caches: a factor of the experiment."""
 
 SHAPE = "shape"
-OPEN_RAMP = 0.05
+_OPEN_RAMP = 0.05
 """Share of an open loop's requests that do not count: the first meet an emptier server."""
 
 _NAMES = {"as_json": "--json"}
@@ -102,7 +102,7 @@ class Load(StrictModel):
         The first requests meet an emptier server, and in a closed loop the last ones too, because
         some users have already finished. Where too few would remain, all count.
         """
-        ramp = round(OPEN_RAMP * count) if self.users is None else self.users
+        ramp = round(_OPEN_RAMP * count) if self.users is None else self.users
         drain = 0 if self.users is None else self.users
         if ramp + drain > count // 2:
             ramp = drain = 0

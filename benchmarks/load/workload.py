@@ -134,7 +134,7 @@ def prepare(workload: Workload, folder: Path) -> Prepared:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / WORKLOAD).unlink(missing_ok=True)
         with (folder / BODIES).open("wb") as file:
-            file.writelines(build_request_body(workload, request) + b"\n" for request in requests)
+            file.writelines(_build_request_body(workload, request) + b"\n" for request in requests)
         # Written last: where it exists, the folder is complete.
         (folder / WORKLOAD).write_text(workload.model_dump_json(indent=1) + "\n")
     except OSError as error:
@@ -162,7 +162,7 @@ def load_prepared(folder: Path) -> Prepared:
     return Prepared(workload, bodies, images, hashlib.sha256(content).hexdigest()[:16])
 
 
-def build_request_body(workload: Workload, request: Request) -> bytes:
+def _build_request_body(workload: Workload, request: Request) -> bytes:
     """The JSON body of one request."""
     # Without skip_special_tokens, special tokens have no text, and their deltas would not count.
     own_fields = {"ignore_eos": True, "skip_special_tokens": False}

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-import pytest
-
-from benchmarks.common import BenchmarkError
 from benchmarks.common.fake_server import fake_server
-from benchmarks.common.metrics import MetricsWatcher, ServerMetrics, list_models, server_info
+from benchmarks.common.metrics import MetricsWatcher, ServerMetrics, server_info
 from benchmarks.server import free_port
 
 BEFORE = """
@@ -53,16 +50,6 @@ def test_a_server_that_was_never_read_has_no_figures() -> None:
     watch = MetricsWatcher(f"http://127.0.0.1:{free_port()}")
     watch.update()
     assert watch.metrics() == ServerMetrics(read=False)
-
-
-def test_the_models_of_a_server_are_listed() -> None:
-    with fake_server(model="mini") as server:
-        assert list_models(server.url) == ["mini"]
-    with (
-        fake_server(pages={"/v1/models": "[]"}) as server,
-        pytest.raises(BenchmarkError, match="not a list of models"),
-    ):
-        list_models(server.url)
 
 
 def test_version_and_state_of_a_server() -> None:

@@ -21,6 +21,7 @@ from benchmarks.load.result import RECORDS, Result
 from benchmarks.load.settings import Load, RunOptions, Workload
 from benchmarks.load.workload import prepare
 from benchmarks.server import free_port
+from vllm_autoprune import AutopruneError
 
 WORKLOAD = Workload(model=MODEL, requests=40, warm_up=2, output_tokens=6, sides={48: 1})
 REPLY = Reply(ttft=0.08, gaps=(0.02, 0.04))
@@ -120,7 +121,7 @@ def test_a_full_disk_invalidates_the_run(workload: Path, tmp_path: Path) -> None
 
 def test_a_server_that_is_down_is_reported_before_sending(workload: Path, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(BenchmarkError, match="does not answer -> start it"):
+    with pytest.raises(AutopruneError, match="does not answer"):
         run(options(url, workload, tmp_path))
 
 
