@@ -22,7 +22,7 @@ from typing import Literal
 from benchmarks.common import BenchmarkError
 from benchmarks.common.client import EMPTY, Client, Record, build_body, build_content
 from benchmarks.common.pictures import draw_picture, encode_picture
-from benchmarks.common.report import Advance, show_stage
+from benchmarks.common.report import show_stage
 from benchmarks.common.shapes import (
     TOKENS,
     count_visual_tokens,
@@ -105,12 +105,13 @@ def measure_answers(settings: Settings, examples: Sequence[Example], guard: Guar
         "--autoprune-feature-cache-gb", "0", "--trust-request-mm-kwargs",
     )  # fmt: skip
     everything = Configuration("state", count_visual_tokens(settings.model))
-    log = settings.out / "stock.log"
-    with guard(), _serve("mini-LLaVA, stock", settings.model, flags, log) as url:
-        answers = send_questions(url, "stock", examples, (FULL,))
-    log = settings.out / "pruned.log"
-    with guard(), _serve("mini-LLaVA, pruned", settings.model, (*flags, *pruning), log) as url:
-        return answers | send_questions(url, "pruned", examples, (*PRUNED, everything))
+    arms = {"stock": (FULL,), "pruned": (*PRUNED, everything)}
+    answers = Answers()
+    for name, configurations in arms.items():
+        more, log = pruning if name == "pruned" else (), settings.out / f"{name}.log"
+        with guard(), _serve(f"mini-LLaVA, {name}", settings.model, (*flags, *more), log) as url:
+            answers |= send_questions(url, name, examples, configurations)
+    return answers
 
 
 def send_questions(
@@ -203,31 +204,25 @@ def measure_speed(out: Path, guard: Guard) -> Speed:
     """Serve the shape stock, then pruned, and time the same requests on both."""
     folder = write_llava(out / "shape", _LAYERS, tower_layers=_TOWER_LAYERS, width=WIDTH)
     token_bytes = read_kv_layout(folder).bytes_per_token
-    flags: tuple[str, ...] = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
+    flags = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
     pruning = ("--autoprune-state", _STATE, "--autoprune-budget", str(_BUDGET),
                "--autoprune-requests", "budget")  # fmt: skip
 
-    def time_arm(url: str, name: str, fields: Mapping[str, object], start: int) -> SpeedRow:
-        plan = Plan()
-        with show_stage(f"large server, {name}: times", plan.requests) as advance:
-            return time_requests(url, fields, plan, token_bytes, start, advance)
-
-    with guard(), _serve("large server, stock", folder, flags, out / "speed-stock.log") as url:
-        stock = time_arm(url, "stock", {}, 1000)
-    flags, log = (*flags, *pruning), out / "speed-pruned.log"
-    with guard(), _serve("large server, pruned", folder, flags, log) as url:
-        pruned = time_arm(url, "pruned", {}, 1000)
-        resized = time_arm(url, "resized", {"keep": "resized"}, 2000)
-    return Speed(stock, resized, pruned)
+    arms: dict[str, dict[str, dict[str, object]]] = {
+        "stock": {"stock": {}},
+        "pruned": {"pruned": {}, "resized": {"keep": "resized"}},
+    }
+    rows: dict[str, SpeedRow] = {}
+    for server, requests in arms.items():
+        more, log = pruning if server == "pruned" else (), out / f"speed-{server}.log"
+        with guard(), _serve(f"large server, {server}", folder, (*flags, *more), log) as url:
+            for number, (name, fields) in enumerate(requests.items(), 1):
+                rows[name] = time_requests(url, name, fields, Plan(), token_bytes, 1000 * number)
+    return Speed(rows["stock"], rows["resized"], rows["pruned"])
 
 
 def time_requests(
-    url: str,
-    fields: Mapping[str, object],
-    plan: Plan,
-    token_bytes: int,
-    start: int,
-    advance: Advance,
+    url: str, name: str, fields: Mapping[str, object], plan: Plan, token_bytes: int, start: int
 ) -> SpeedRow:
     """Time the requests of one arm.
 
@@ -248,20 +243,21 @@ def time_requests(
             raise BenchmarkError(f"the large server did not answer: {record.error}")
         return record
 
-    for number in range(2):
-        send(number, number)
-    alone = [send(number, number) for number in range(10, 10 + plan.alone)]
-    numbers = range(100, 100 + plan.together)
-    # Pictures are drawn before the clock starts.
-    _ = [_draw_image_url(start + number) for number in numbers]
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(USERS) as pool:
-        together = list(pool.map(lambda number: send(number, number), numbers))
-    seconds = time.perf_counter() - begin
-    by_question: list[list[Record]] = [[] for _ in range(QUESTIONS)]
-    for image in range(300, 300 + plan.images):
-        for question in range(QUESTIONS):
-            by_question[question].append(send(image + 100 * question, image))
+    with show_stage(f"large server, {name}: times", plan.requests) as advance:
+        for number in range(2):
+            send(number, number)
+        alone = [send(number, number) for number in range(10, 10 + plan.alone)]
+        numbers = range(100, 100 + plan.together)
+        # Pictures are drawn before the clock starts.
+        _ = [_draw_image_url(start + number) for number in numbers]
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(USERS) as pool:
+            together = list(pool.map(lambda number: send(number, number), numbers))
+        seconds = time.perf_counter() - begin
+        by_question: list[list[Record]] = [[] for _ in range(QUESTIONS)]
+        for image in range(300, 300 + plan.images):
+            for question in range(QUESTIONS):
+                by_question[question].append(send(image + 100 * question, image))
     tokens = alone[0].prompt_tokens or 0
     return SpeedRow(
         prompt_tokens=tokens,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.policies import QUOTAS
-from benchmarks.search.evaluator import YardstickEvaluator, write_data
+from benchmarks.search.evaluator import write_data
 from benchmarks.search.results import read_results, results_of
 from benchmarks.search.study import (
     ABLATIONS,
@@ -19,39 +18,79 @@ from benchmarks.search.study import (
     RELEASED,
     WITHOUT_PROPOSER,
     asks_model,
-    run_comparison,
     run_study,
 )
 from benchmarks.search.tables import format_tables
-from benchmarks.yardsticks import YARDSTICKS, open_yardstick
-from offline_search.dataset import Split
+from benchmarks.yardsticks import YARDSTICKS
+from offline_search.dataset import SPLITS
 from offline_search.proposer import EndpointProposer, EndpointSettings
 from offline_search.settings import DEFAULT_LIST, Settings
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError, SearchError
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that the arguments name; returns the exit status, 1 after an error."""
+    parser = CommandParser(prog="python -m benchmarks.search", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(
+        name: str, run: Callable[[argparse.Namespace], None], text: str, out: str, seeds: int = 0
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text)
+        command.set_defaults(run=run)
+        command.add_argument("--out", type=Path, required=True, help=out)
+        if seeds:
+            command.add_argument("--seeds", type=int, default=seeds, help="number of seeds")
+        return command
+
+    ledgers = "folder of the ledgers"
+    data = add("data", _write_data, "write held-out scenes as a data folder", "data folder")
+    table = add("table", _print_tables, "print the tables of a study again", ledgers, seeds=5)
+    text = "run, or resume, the published comparison on both yardsticks, and print it"
+    study = add("study", _run_study, text, ledgers, seeds=8)
+    text = "run, or resume, the released policy's ablations and quotas, and print both tables"
+    ablations = add("ablations", _run_ablations, text, ledgers, seeds=8)
+
+    splits, text = ("SEARCH", "VALIDATION", "TEST"), "scenes of each split"
+    scenes = [20, 20, 40]
+    data.add_argument("--scenes", type=int, nargs=3, default=scenes, metavar=splits, help=text)
+    text = "maximum number of questions about a scene"
+    data.add_argument("--each", type=int, metavar="N", help=text)
+    text = f"strategies, of {', '.join(ARMS)}; with @none without a language model; then with "
+    text += "@numbers or another space in that; default: those that ask no language model"
+    for command in (table, study):
+        default = list(WITHOUT_PROPOSER)
+        command.add_argument("--strategies", nargs="+", default=default, help=text)
+    for command in (study, ablations):
+        command.add_argument("--rounds", type=int, default=10, help="rounds of proposals")
+    text = "model to measure on"
+    ablations.add_argument("--yardstick", choices=YARDSTICKS, required=True, help=text)
+    both, text = list(YARDSTICKS), "models to measure on"
+    study.add_argument("--yardsticks", nargs="+", choices=YARDSTICKS, default=both, help=text)
+    study.add_argument("--budgets", type=int, nargs="+", default=[8, 16], help="K, one by one")
+    text = "base policy; default: the yardstick's in this study"
+    study.add_argument("--base-policy", default="", help=text)
+    study.add_argument("--proposer-url", help="endpoint of a language model; default: none")
+    study.add_argument("--proposer-model", help="its name there")
+    text = "send no seed, for endpoints that fail on one"
+    study.add_argument("--no-seeds", action="store_true", help=text)
+    text = f"proposals that a model writes at once; default with --proposer-url: {DEFAULT_LIST}"
+    study.add_argument("--proposals-per-reply", type=int, metavar="N", help=f"{text}, else 1")
+    text = "searches that run concurrently"
+    study.add_argument("--at-once", type=int, default=1, metavar="N", help=text)
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except AutopruneError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
 def _write_data(options: argparse.Namespace) -> None:
-    write_data(options.out, _scenes(options), each=options.each)
-
-
-def _compare(options: argparse.Namespace) -> None:
-    settings = _settings(
-        options,
-        per_round=options.per_round,
-        base_policy=options.base_policy,
-        budgets=tuple(options.budget),
-    )
-    connect = _connect(options, options.strategies, settings)
-    yardstick = open_yardstick(options.yardstick)
-    evaluator = YardstickEvaluator(
-        yardstick, _scenes(options), each=options.each, base_policy=options.base_policy
-    )
-    run_comparison(
-        options.out, options.strategies, range(options.seeds), settings, evaluator, connect,
-        options.concurrency,
-    )  # fmt: skip
-    _print_tables(options)
+    scenes = dict(zip(SPLITS, options.scenes, strict=True))
+    write_data(options.out, scenes, each=options.each)
 
 
 def _print_tables(options: argparse.Namespace) -> None:
@@ -59,18 +98,41 @@ def _print_tables(options: argparse.Namespace) -> None:
 
 
 def _run_study(options: argparse.Namespace) -> None:
+    length, seeds = options.proposals_per_reply, range(options.seeds)
+    if options.proposer_url and not options.proposer_model:
+        raise SearchError("--proposer-url: which model? -> give --proposer-model")
+    if length is not None and not options.proposer_url:
+        raise SearchError("--proposals-per-reply: no language model writes -> give --proposer-url")
+    common = Settings(
+        rounds=options.rounds,
+        proposer=options.proposer_model or "",
+        proposals_per_reply=length or (DEFAULT_LIST if options.proposer_url else 1),
+    )
+    # Asked for the rounds of all concurrent searches at once.
+    endpoint = EndpointSettings(
+        options.proposer_url,
+        common.proposer,
+        reply_tokens=common.reply_tokens * common.proposals_per_reply,
+        max_in_flight=common.per_round * options.at_once,
+        seeded=not options.no_seeds,
+    )
     for name in options.yardsticks:
         for budget in options.budgets:
-            folder, seeds, arms = options.out / f"{name}-k{budget}", range(options.seeds), []
-            base = options.base_policy or BASE_POLICIES[name]
-            settings = _settings(options, base_policy=base, budgets=(budget,))
-            known = read_results(folder)
+            folder, base = options.out / f"{name}-k{budget}", options.base_policy
+            update = {"base_policy": base or BASE_POLICIES[name], "budgets": (budget,)}
+            settings, known = common.model_copy(update=update), read_results(folder)
+            connect = None
             for arm in options.strategies:
-                if len(results_of(known, arm, seeds)) < len(seeds):
-                    arms.append(arm)
-            connect = _connect(options, arms, settings)
+                ended = len(results_of(known, arm, seeds)) == len(seeds)
+                if not ended and asks_model(arm, settings):
+                    connect = partial(EndpointProposer, endpoint)
+            if connect and not options.proposer_url:
+                raise SearchError(
+                    f"--strategies {' '.join(options.strategies)}: some ask a language model -> "
+                    "give --proposer-url, or leave them out"
+                )
             tables = run_study(
-                folder, name, options.strategies, seeds, settings, connect, options.concurrency
+                folder, name, options.strategies, seeds, settings, connect, options.at_once
             )
             print(tables, flush=True)
 
@@ -81,143 +143,6 @@ def _run_ablations(options: argparse.Namespace) -> None:
     settings = Settings(rounds=options.rounds, base_policy=base, budgets=(budget,))
     folder = options.out / f"{name}-k{budget}"
     print(run_study(folder, name, ABLATIONS, range(options.seeds), settings, None, quotas=QUOTAS))
-
-
-def _scenes(options: argparse.Namespace) -> dict[Split, int]:
-    search, validation, test = options.scenes
-    return {"search": search, "validation": validation, "test": test}
-
-
-def _settings(options: argparse.Namespace, **choices: Any) -> Settings:
-    """Settings of all searches; raises :class:`SearchError` for contradictions."""
-    length = options.proposals_per_reply
-    if options.proposer_url and not options.proposer_model:
-        raise SearchError("--proposer-url: which model? -> give --proposer-model")
-    if length is not None and not options.proposer_url:
-        raise SearchError("--proposals-per-reply: no language model writes -> give --proposer-url")
-    return Settings(
-        rounds=options.rounds,
-        proposer=options.proposer_model or "",
-        proposals_per_reply=length or (DEFAULT_LIST if options.proposer_url else 1),
-        **choices,
-    )
-
-
-def _connect(
-    options: argparse.Namespace, arms: Sequence[str], settings: Settings
-) -> Callable[[], EndpointProposer] | None:
-    """Opens the language model, asked for the rounds of all concurrent searches at once."""
-    if not any(asks_model(arm, settings) for arm in arms):
-        return None
-    if not options.proposer_url:
-        raise SearchError(
-            f"--strategies {' '.join(arms)}: some ask a language model -> give "
-            "--proposer-url, or leave them out"
-        )
-    endpoint = EndpointSettings(
-        options.proposer_url,
-        settings.proposer,
-        reply_tokens=settings.reply_tokens * settings.proposals_per_reply,
-        max_in_flight=settings.per_round * options.concurrency,
-        seeded=not options.no_seeds,
-    )
-    return partial(EndpointProposer, endpoint)
-
-
-Keywords = Mapping[str, Any]
-_COUNT: Keywords = {"type": int}
-
-_FLAGS: Mapping[str, Keywords] = {
-    "--out": {"type": Path, "required": True, "help": "folder of the ledgers"},
-    "--seeds": {**_COUNT, "default": 5, "help": "number of seeds"},
-    "--strategies": {
-        "nargs": "+",
-        "default": list(WITHOUT_PROPOSER),
-        "help": f"strategies, of {', '.join(ARMS)}; with @none without a language model; then "
-        "with @numbers or another space in that; default: those that ask no language model",
-    },
-    "--rounds": {**_COUNT, "default": 10, "help": "rounds of proposals"},
-    "--per-round": {**_COUNT, "default": 5, "help": "candidates of a round"},
-    "--yardstick": {"choices": YARDSTICKS, "default": "minillava", "help": "model to measure on"},
-    "--yardsticks": {
-        "nargs": "+", "choices": YARDSTICKS, "default": list(YARDSTICKS),
-        "help": "models to measure on",
-    },
-    "--scenes": {
-        **_COUNT, "nargs": 3, "default": [20, 20, 40],
-        "metavar": ("SEARCH", "VALIDATION", "TEST"), "help": "scenes of each split",
-    },
-    "--each": {**_COUNT, "metavar": "N", "help": "maximum number of questions about a scene"},
-    "--base-policy": {"default": "visionzip", "help": "base policy that candidates start from"},
-    "--budget": {**_COUNT, "nargs": "+", "default": [8], "help": "each K"},
-    "--budgets": {**_COUNT, "nargs": "+", "default": [8, 16], "help": "K, one by one"},
-    "--proposer-url": {"help": "endpoint of a language model; default: none"},
-    "--proposer-model": {"help": "its name there"},
-    "--no-seeds": {
-        "action": "store_true", "help": "send no seed, for endpoints that fail on one",
-    },
-    "--proposals-per-reply": {
-        **_COUNT, "metavar": "N",
-        "help": "proposals that a model writes at once; default with --proposer-url: "
-        f"{DEFAULT_LIST}, else 1",
-    },
-    "--at-once": {
-        **_COUNT, "default": 1, "dest": "concurrency", "metavar": "N",
-        "help": "searches that run concurrently",
-    },
-}  # fmt: skip
-
-_PROPOSER = "--proposer-url --proposer-model --no-seeds --proposals-per-reply --at-once"
-_COMMANDS: Mapping[str, tuple[Callable[[argparse.Namespace], None], str, str]] = {
-    "data": (_write_data, "write held-out scenes as a data folder", "--out --scenes --each"),
-    "compare": (
-        _compare, "run, or resume, strategies over several seeds",
-        f"--out --seeds --strategies --rounds --yardstick {_PROPOSER} --scenes --each "
-        "--base-policy --budget --per-round",
-    ),
-    "table": (
-        _print_tables, "print the tables of a comparison again", "--out --seeds --strategies",
-    ),
-    "study": (
-        _run_study, "run, or resume, the published comparison on both yardsticks, and print it",
-        f"--out --seeds --strategies --rounds --base-policy --yardsticks --budgets {_PROPOSER}",
-    ),
-    "ablations": (
-        _run_ablations,
-        "run, or resume, the released policy's ablations and quotas, and print both tables",
-        "--out --seeds --rounds --yardstick",
-    ),
-}  # fmt: skip
-"""Commands: what they run, their help, and their flags."""
-
-_CHANGES: Mapping[tuple[str, str], Keywords] = {
-    ("data", "--out"): {"help": "data folder"},
-    ("study", "--seeds"): {"default": 8},
-    ("study", "--base-policy"): {
-        "default": "", "help": "base policy; default: the yardstick's in this study",
-    },
-    ("ablations", "--seeds"): {"default": 8},
-    ("ablations", "--yardstick"): {"default": None, "required": True},
-}  # fmt: skip
-"""What differs from :data:`_FLAGS` in a command."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name; returns the exit status, 1 after an error."""
-    parser = CommandParser(prog="python -m benchmarks.search", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, (run, text, flags) in _COMMANDS.items():
-        command = commands.add_parser(name, help=text)
-        command.set_defaults(run=run)
-        for flag in flags.split():
-            command.add_argument(flag, **{**_FLAGS[flag], **_CHANGES.get((name, flag), {})})
-    options = parser.parse_args(arguments)
-    try:
-        options.run(options)
-    except AutopruneError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ training does not use; mini-LLaVA's are also a data folder of `vllm-autoprune se
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby
@@ -176,7 +176,7 @@ def _pair_key(item: tuple[int, SceneQuestion]) -> tuple[str, int]:
     return ("alone", number) if question.pair is None else ("pair", question.pair)
 
 
-def write_data(folder: Path, scenes: dict[Split, int], *, each: int | None = None) -> None:
+def write_data(folder: Path, scenes: Mapping[Split, int], *, each: int | None = None) -> None:
     """Write a data folder: images and the three splits."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for split in SPLITS:

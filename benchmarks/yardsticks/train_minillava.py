@@ -41,25 +41,13 @@ from benchmarks.yardsticks.scenes import (
     render_characters,
     render_scenes,
 )
-from benchmarks.yardsticks.training import (
-    HALF,
-    NEIGHBOUR,
-    UNLABELLED,
-    DenseHeads,
-    Loss,
-    Run,
-    Stage,
-    TextBatch,
-    draw_texts,
-    phrase_kind,
-)
 
 STAGES = (
-    Stage("reading", 300, 16, 2e-3, 50, 0.4),
-    Stage("towers", 1500, 16, 2e-3, 100, 0.4),
+    training.Stage("reading", 300, 16, 2e-3, 50, 0.4),
+    training.Stage("towers", 1500, 16, 2e-3, 100, 0.4),
     # The model continues with questions, so its rate does not fall at the end of this stage.
-    Stage("phrases", 1200, 8, 4e-3, 100, 0.0),
-    Stage("questions", 2400, 8, 4e-3, 100, 0.4),
+    training.Stage("phrases", 1200, 8, 4e-3, 100, 0.0),
+    training.Stage("questions", 2400, 8, 4e-3, 100, 0.4),
 )
 
 # Scenes of the phrase stage start with two shapes in few tokens and are complete at this step.
@@ -79,9 +67,10 @@ _QUESTION_WEIGHTS = {
 # not follow from the order of the tokens and were not learnt from quarters alone.
 _PHRASE_WEIGHTS = {
     "digit": 8, "colour": 3, "shape": 3, "text": 5, "count": 14, "quarter": 3, "relation": 10,
-    "existence": 5, "reading": 8, "position": 5, "counting": 10, NEIGHBOUR: 4, HALF: 6,
+    "existence": 5, "reading": 8, "position": 5, "counting": 10, training.NEIGHBOUR: 4,
+    training.HALF: 6,
 }  # fmt: skip
-_EVERY_KIND = (*KINDS, *map(phrase_kind, (*KINDS, NEIGHBOUR, HALF)))
+_EVERY_KIND = (*KINDS, *map(training.phrase_kind, (*KINDS, training.NEIGHBOUR, training.HALF)))
 _BEFORE_IMAGE, _AFTER_IMAGE = PROMPT["minillava"].split(IMAGE_TOKEN["minillava"])
 
 FIELDS: dict[str, int] = {
@@ -102,7 +91,9 @@ class where there is none.
 _FIELD_WEIGHTS = {name: 0.5 for name in FIELDS if name.startswith("near")} | {"digit": 2.0}
 
 
-def build_models() -> tuple[CLIPModel, DenseHeads, LlavaMultiModalProjector, LlamaForCausalLM]:
+def build_models() -> tuple[
+    CLIPModel, training.DenseHeads, LlavaMultiModalProjector, LlamaForCausalLM
+]:
     """Untrained models; the position table starts as waves over rows and columns."""
     config = CLIPConfig.from_pretrained(CLIP, attn_implementation="eager")
     clip = CLIPModel(config)
@@ -111,7 +102,7 @@ def build_models() -> tuple[CLIPModel, DenseHeads, LlavaMultiModalProjector, Lla
     with torch.no_grad():
         table = clip.vision_model.embeddings.position_embedding.weight
         table[1:] = training.position_waves(CELLS * CELL_PATCHES, width) * _POSITION_SCALE
-    heads, llava = DenseHeads(width, FIELDS), LlavaConfig.from_pretrained(LLAVA)
+    heads, llava = training.DenseHeads(width, FIELDS), LlavaConfig.from_pretrained(LLAVA)
     language = llava.text_config
     language._attn_implementation = "in_place"
     return clip, heads, LlavaMultiModalProjector(llava), LlamaForCausalLM(language)
@@ -164,7 +155,7 @@ def _unify_names(rng: random.Random, layout: Layout) -> Layout:
 
 def label_patches(scenes: Sequence[Scene]) -> Tensor:
     """Labels (fields, B, N) of scenes."""
-    labels = torch.full((len(FIELDS), len(scenes), PATCHES), UNLABELLED)
+    labels = torch.full((len(FIELDS), len(scenes), PATCHES), training.UNLABELLED)
     labels[0] = 0
     for index, scene in enumerate(scenes):
         patches, columns = zip(*_scene_labels(scene), strict=True)
@@ -181,7 +172,7 @@ def _scene_labels(scene: Scene) -> Iterator[tuple[int, list[int]]]:
             near += (other.colour, other.shape) if other else (len(COLOURS), len(SHAPES))
         for patch in patches:
             middle = patch == patches[0]
-            digit = thing.digit if middle else UNLABELLED
+            digit = thing.digit if middle else training.UNLABELLED
             labels = [1, thing.colour, thing.shape, digit, thing.row, thing.column, -1, -1]
             yield patch, [*labels, int(middle), *near]
     for sign, patches in zip(scene.layout.signs, scene.sign_patches, strict=True):
@@ -191,18 +182,20 @@ def _scene_labels(scene: Scene) -> Iterator[tuple[int, list[int]]]:
             yield patch, [*labels, *[-1] * 2 * len(NEIGHBOURS)]
 
 
-def _reading_loss(clip: CLIPModel, heads: DenseHeads, seed: int, size: int) -> Loss:
+def _reading_loss(
+    clip: CLIPModel, heads: training.DenseHeads, seed: int, size: int
+) -> training.Loss:
     """Loss of the reading stage: the digit and the colour of every patch of images of digits."""
     images, digit, colour = render_characters(seed, size)
-    labels = torch.full((len(FIELDS), *digit.shape), UNLABELLED)
+    labels = torch.full((len(FIELDS), *digit.shape), training.UNLABELLED)
     labels[list(FIELDS).index("digit")], labels[list(FIELDS).index("colour")] = digit, colour
     patches = _penultimate_states(clip, normalize_pixels(images))[:, 1:]
     return heads.loss(patches, labels, {"colour": 0.3})
 
 
 def _tower_loss(
-    clip: CLIPModel, heads: DenseHeads, tokenizer: Tokenizer, seed: int, size: int
-) -> Loss:
+    clip: CLIPModel, heads: training.DenseHeads, tokenizer: Tokenizer, seed: int, size: int
+) -> training.Loss:
     """Loss of the tower stage: dense classes, pointing, and image-caption contrast.
 
     The texts are B * P phrases, then B captions; the targets of pointing (B, P, N) spread a weight
@@ -274,7 +267,7 @@ def caption(rng: random.Random, scene: Scene) -> str:
 
 def draw_batch(
     seed: int, size: int, words: Tokenizer, max_shapes: int | None = None, budget: int = PATCHES
-) -> tuple[Tensor, Tensor, TextBatch]:
+) -> tuple[Tensor, Tensor, training.TextBatch]:
     """Pixels, raster patches (B, K) that are kept, and texts of one batch.
 
     Questions and phrases are asked; with `max_shapes` phrases only, about easier scenes, whose
@@ -288,10 +281,12 @@ def draw_batch(
         phrases = SceneQuestions(rng, scene, (CELLS, CELLS), BRIEF)
         texts, number, chosen = [], 40, list(range(budget))
         if max_shapes is None:
-            questions = draw_texts(replace(phrases, wordings=SEEN), _QUESTION_WEIGHTS, 12, False)
+            questions = training.draw_texts(
+                replace(phrases, wordings=SEEN), _QUESTION_WEIGHTS, 12, False
+            )
             texts += [(_AFTER_IMAGE.format(question=each.text), each) for each in questions]
             number = 14
-        drawn = draw_texts(phrases, _PHRASE_WEIGHTS, number, True)
+        drawn = training.draw_texts(phrases, _PHRASE_WEIGHTS, number, True)
         texts += [(f" {each.text}", each) for each in drawn]
         if max_shapes is not None:
             shown = [patches[0] for patches in scene.thing_patches]
@@ -310,8 +305,8 @@ def language_loss(
     patches: Tensor,
     kept: Tensor,
     before: Tensor,
-    texts: TextBatch,
-) -> Loss:
+    texts: training.TextBatch,
+) -> training.Loss:
     """Cross entropy on answer tokens; `patches` (B, N, Dv) come from the frozen tower.
 
     Sequences begin with the ids `before` (P,) and the image tokens `kept` (B, K).
@@ -330,7 +325,7 @@ def language_loss(
     return texts.loss(model.lm_head, hidden[:, prefix:], _EVERY_KIND)
 
 
-def train_rank(rank: int, run: Run) -> None:
+def train_rank(rank: int, run: training.Run) -> None:
     """Train all stages as one of the ranks."""
     training.join_ranks(run, rank)
     clip_words, words = (
@@ -340,12 +335,12 @@ def train_rank(rank: int, run: Run) -> None:
     reading, towers, phrases, questions = run.stages
     lead = torch.tensor(words.encode(_BEFORE_IMAGE).ids)
 
-    def answer_loss(values: Tensor, kept: Tensor, texts: TextBatch) -> Loss:
+    def answer_loss(values: Tensor, kept: Tensor, texts: training.TextBatch) -> training.Loss:
         with torch.no_grad():
             patches = _penultimate_states(clip, values)[:, 1:]
         return language_loss(model, projector, patches, kept, lead, texts)
 
-    def phrase_loss(seed: int, step: int) -> Loss:
+    def phrase_loss(seed: int, step: int) -> training.Loss:
         # A low rate at first: among many tokens, attention joins the words of a name only slowly.
         progress = min(1.0, step / (_CURRICULUM_STEPS * run.steps_scale)) ** 2
         shapes = 2 + round((MAX_SHAPES - 2) * progress)

@@ -25,50 +25,10 @@ from transformers.vision_utils import (
     get_vision_position_ids,
 )
 
+from benchmarks.yardsticks import pages, training
 from benchmarks.yardsticks.examples import CHECKPOINTS, IMAGE_TOKEN, PROMPT, ask_about
-from benchmarks.yardsticks.pages import (
-    MERGE,
-    MOST_SHAPES,
-    PAGE_STYLES,
-    SIZES,
-    TOKEN,
-    WORDS,
-    Number,
-    Page,
-    Size,
-    Word,
-    draw_page,
-    draw_rectangle,
-    fill_page,
-    render_pages,
-    render_rectangles,
-    resize_images,
-    split_patches,
-)
 from benchmarks.yardsticks.questions import BRIEF, CATEGORIES, SEEN
 from benchmarks.yardsticks.scenes import CELL, COLOURS, PATCH, SHAPES, Scene
-from benchmarks.yardsticks.training import (
-    HALF,
-    RANKS,
-    UNLABELLED,
-    DenseHeads,
-    Loss,
-    Run,
-    Stage,
-    TextBatch,
-    attend_in_place,
-    build_texts,
-    draw_texts,
-    join_ranks,
-    keep_evidence,
-    keep_shown_tokens,
-    log,
-    phrase_kind,
-    position_waves,
-    run_stage,
-    start,
-    write_checkpoint,
-)
 
 _QWEN = CHECKPOINTS["miniqwen"]
 _LEAD, _REST = PROMPT["miniqwen"].split(IMAGE_TOKEN["miniqwen"])
@@ -76,11 +36,11 @@ _BETWEEN, _BEHIND = _REST.split("{question}")
 
 STAGES = (
     # The model continues with the next stage, so the rate does not fall at the end of this one.
-    Stage("reading", 200, 12, 2e-3, 20, 0.0),
-    Stage("tower", 2600, 12, 2e-3, 50, 0.5),
-    Stage("naming", 150, 4, 2e-3, 15, 0.5),
-    Stage("phrases", 600, 6, 1.5e-3, 20, 0.0),
-    Stage("questions", 850, 6, 1.5e-3, 20, 0.4),
+    training.Stage("reading", 200, 12, 2e-3, 20, 0.0),
+    training.Stage("tower", 2600, 12, 2e-3, 50, 0.5),
+    training.Stage("naming", 150, 4, 2e-3, 15, 0.5),
+    training.Stage("phrases", 600, 6, 1.5e-3, 20, 0.0),
+    training.Stage("questions", 850, 6, 1.5e-3, 20, 0.4),
 )
 
 # Shares of pictures seen at full size and limited to 1/2, 1/4, 1/8 and 1/16 of their tokens.
@@ -111,7 +71,7 @@ _OUTPUT_SCALE, _MLP_SCALE = 0.3, 0.1
 _NAMING_SCALE, _NAMING_WEIGHT = 20.0, 0.3
 
 FIELDS: dict[str, int] = {
-    "kind": 4, "word": len(WORDS), "head": len(WORDS) + 1, "tens": 10, "units": 10,
+    "kind": 4, "word": len(pages.WORDS), "head": len(pages.WORDS) + 1, "tens": 10, "units": 10,
     "colour": len(COLOURS), "shape": len(SHAPES), "digit": 10, "lower": 2, "right": 2,
 }  # fmt: skip
 """Fields of dense labels of patches, and their numbers of classes.
@@ -123,8 +83,8 @@ _FIELD_WEIGHTS = {"digit": 2.0, "tens": 1.5, "units": 1.5, "word": 1.5}
 _DIGITS = tuple(map(str, range(10)))
 # Texts of every class of the fields that have a word, each one token.
 _NAMES: dict[str, Sequence[str]] = {
-    "word": [f" {word}" for word in WORDS],
-    "head": [f" {word}" for word in WORDS],
+    "word": [f" {word}" for word in pages.WORDS],
+    "head": [f" {word}" for word in pages.WORDS],
     "tens": [f" {digit}" for digit in _DIGITS],
     "units": _DIGITS,
     "digit": [f" {digit}" for digit in _DIGITS],
@@ -135,7 +95,7 @@ _NAMES: dict[str, Sequence[str]] = {
 _PHRASE_WEIGHTS = (
     {
         "digit": 7, "colour": 3, "shape": 3, "count": 10, "quarter": 4, "existence": 6,
-        "reading": 6, HALF: 4,
+        "reading": 6, training.HALF: 4,
     },
     {"value": 7, "word": 6, "cell": 12, "compare": 9, "find": 6},
 )  # fmt: skip
@@ -148,7 +108,7 @@ _QUESTION_WEIGHTS = (
     {"value": 5, "word": 10, "cell": 9, "compare": 10, "find": 4},
 )  # fmt: skip
 _KINDS = [kind for kinds in CATEGORIES["miniqwen"].values() for kind in kinds]
-_TRAINED_KINDS = (*_KINDS, *map(phrase_kind, (*_KINDS, HALF)))
+_TRAINED_KINDS = (*_KINDS, *map(training.phrase_kind, (*_KINDS, training.HALF)))
 
 
 @dataclass(frozen=True)
@@ -158,8 +118,8 @@ class View:
     The processor makes it of an image limited to one token in `divisor`.
     """
 
-    size: Size
-    seen: Size
+    size: pages.Size
+    seen: pages.Size
     divisor: int = 1
 
 
@@ -169,7 +129,7 @@ class Pictures:
 
     patches: Tensor
     labels: Tensor
-    contents: Sequence[Scene | Page]
+    contents: Sequence[Scene | pages.Page]
 
 
 def draw_view(seed: int, shares: Sequence[float]) -> View:
@@ -177,23 +137,32 @@ def draw_view(seed: int, shares: Sequence[float]) -> View:
 
     Ranks draw the same, because the one with fewer patches would wait.
     """
-    rng = random.Random(seed // RANKS)
-    size = rng.choice(SIZES)
+    rng = random.Random(seed // training.RANKS)
+    size = rng.choice(pages.SIZES)
     divisor = rng.choices((1, 2, 4, 8, 16), shares)[0]
     seen = size if divisor == 1 else shrink_size(size, size.tokens // divisor)
     return View(size, seen, divisor)
 
 
-def shrink_size(size: Size, budget: int) -> Size:
+def shrink_size(size: pages.Size, budget: int) -> pages.Size:
     """The size that the image processor gives an image of `size` limited to `budget` tokens."""
     height, width = smart_resize(
-        size.height, size.width, TOKEN, TOKEN * TOKEN, budget * TOKEN * TOKEN
+        size.height,
+        size.width,
+        pages.TOKEN,
+        pages.TOKEN * pages.TOKEN,
+        budget * pages.TOKEN * pages.TOKEN,
     )
-    return Size(height // TOKEN, width // TOKEN)
+    return pages.Size(height // pages.TOKEN, width // pages.TOKEN)
 
 
 def draw_pictures(
-    seed: int, scenes: int, pages: int, view: View, plain: bool = False, most: int | None = None
+    seed: int,
+    scene_count: int,
+    page_count: int,
+    view: View,
+    plain: bool = False,
+    most: int | None = None,
 ) -> Pictures:
     """Draw scenes and then pages; `plain` pages are full of unrelated words and numbers.
 
@@ -201,31 +170,33 @@ def draw_pictures(
     """
     rng, size = random.Random(seed), view.size
     images: list[Tensor] = []
-    contents: list[Scene | Page] = []
+    contents: list[Scene | pages.Page] = []
     items: list[Iterator[list[float]]] = []
-    if scenes:
-        layouts = [draw_rectangle(rng, size, most or MOST_SHAPES) for _ in range(scenes)]
-        drawn, shown = render_rectangles(layouts, size, seed)
+    if scene_count:
+        layouts = [
+            pages.draw_rectangle(rng, size, most or pages.MOST_SHAPES) for _ in range(scene_count)
+        ]
+        drawn, shown = pages.render_rectangles(layouts, size, seed)
         images.append(drawn)
         contents += shown
         items += [_shape_rows(scene, size) for scene in shown]
-    if pages:
+    if page_count:
         texts = [
-            fill_page(rng, size)
+            pages.fill_page(rng, size)
             if plain
-            else draw_page(rng, rng.choice(PAGE_STYLES), size, most or len(WORDS))
-            for _ in range(pages)
+            else pages.draw_page(rng, rng.choice(pages.PAGE_STYLES), size, most or len(pages.WORDS))
+            for _ in range(page_count)
         ]
-        drawn, centres = render_pages(texts, seed)
+        drawn, centres = pages.render_pages(texts, seed)
         images.append(drawn)
         contents += texts
         items += map(_text_rows, texts, centres)
-    patches = split_patches(resize_images(torch.cat(images), view.seen))
+    patches = pages.split_patches(pages.resize_images(torch.cat(images), view.seen))
     rows = [[index, *row] for index, of_image in enumerate(items) for row in of_image]
     return Pictures(patches, _label_patches(torch.tensor(rows), len(contents), view), contents)
 
 
-def _shape_rows(scene: Scene, size: Size) -> Iterator[list[float]]:
+def _shape_rows(scene: Scene, size: pages.Size) -> Iterator[list[float]]:
     """Centre in pixels, half extents and labels of every shape of a scene."""
     height, width = size.cells
     for thing in scene.layout.things:
@@ -235,25 +206,25 @@ def _shape_rows(scene: Scene, size: Size) -> Iterator[list[float]]:
         yield [*box, 3, -1, -1, -1, -1, thing.colour, thing.shape, thing.digit, lower, right]
 
 
-def _text_rows(page: Page, centres: Sequence[tuple[float, float]]) -> Iterator[list[float]]:
+def _text_rows(page: pages.Page, centres: Sequence[tuple[float, float]]) -> Iterator[list[float]]:
     """Centre in pixels, half extents and labels of every word and number of a page."""
-    boxes = iter([x, y, TOKEN / 2, PATCH / 2] for x, y in centres)
+    boxes = iter([x, y, pages.TOKEN / 2, PATCH / 2] for x, y in centres)
     for word in page.words:
-        yield [*next(boxes), 1, word.word, *[UNLABELLED] * 8]
+        yield [*next(boxes), 1, word.word, *[training.UNLABELLED] * 8]
     for number in page.numbers:
-        label = head = UNLABELLED
+        label = head = training.UNLABELLED
         if number.label is not None:
-            label, head = number.label.word, number.head.word if number.head else len(WORDS)
+            label, head = number.label.word, number.head.word if number.head else len(pages.WORDS)
         tens, units = divmod(number.value, 10)
-        yield [*next(boxes), 2, label, head, tens, units, *[UNLABELLED] * 5]
+        yield [*next(boxes), 2, label, head, tens, units, *[training.UNLABELLED] * 5]
 
 
-def patch_centres(size: Size) -> Tensor:
+def patch_centres(size: pages.Size) -> Tensor:
     """Centres (P, 2) in pixels, x and y, of all patches in the order of their tokens."""
-    patch = torch.arange(size.tokens * MERGE * MERGE)
-    token, inner = patch // (MERGE * MERGE), patch % (MERGE * MERGE)
-    row = token // size.columns * MERGE + inner // MERGE
-    column = token % size.columns * MERGE + inner % MERGE
+    patch = torch.arange(size.tokens * pages.MERGE * pages.MERGE)
+    token, inner = patch // (pages.MERGE * pages.MERGE), patch % (pages.MERGE * pages.MERGE)
+    row = token // size.columns * pages.MERGE + inner // pages.MERGE
+    column = token % size.columns * pages.MERGE + inner % pages.MERGE
     return (torch.stack((column, row), 1) + 0.5) * PATCH
 
 
@@ -265,16 +236,16 @@ def _label_patches(items: Tensor, count: int, view: View) -> Tensor:
     reach = (items[:, None, 3:5] * scale).clamp(min=PATCH / 2)
     item, patch = (distance.abs() < reach).all(-1).nonzero(as_tuple=True)
     image = items[item, 0].long()
-    labels = torch.full((len(FIELDS), count, len(centres)), UNLABELLED)
+    labels = torch.full((len(FIELDS), count, len(centres)), training.UNLABELLED)
     labels[0] = 0
     covers = torch.zeros(count, len(centres), dtype=torch.long)
     covers.index_put_((image, patch), torch.ones_like(patch), accumulate=True)
     labels[:, image, patch] = items[item, 5:].T.long()
-    labels[1:, covers > 1] = UNLABELLED
+    labels[1:, covers > 1] = training.UNLABELLED
     # A shape's digit is in its middle; elsewhere it would be one of several copies.
     digit = list(FIELDS).index("digit")
     off_centre = (distance[item, patch].abs() >= PATCH / 2).any(-1)
-    labels[digit, image[off_centre], patch[off_centre]] = UNLABELLED
+    labels[digit, image[off_centre], patch[off_centre]] = training.UNLABELLED
     return labels
 
 
@@ -284,7 +255,7 @@ def build_model() -> Qwen3VLForConditionalGeneration:
     tower, language = model.model.visual, model.model.language_model
     language.config._attn_implementation = "in_place"
     with torch.no_grad():
-        waves = position_waves(_POSITION_GRID, _VISION_WIDTH)
+        waves = training.position_waves(_POSITION_GRID, _VISION_WIDTH)
         tower.pos_embed.weight.copy_(waves * _POSITION_SCALE)
         # Biases of queries and keys, so that rotation gives heads their first looks.
         frequencies = tower.rotary_pos_emb.inv_freq[:_LOOK_FREQUENCIES]
@@ -321,16 +292,16 @@ def image_basis() -> Tensor:
 
 
 @cache
-def _positions(size: Size) -> tuple[Tensor, Tensor, Tensor]:
+def _positions(size: pages.Size) -> tuple[Tensor, Tensor, Tensor]:
     """Taps (P, 4) and weights (P, 4) of the position table, and rows and columns (2, P)."""
-    grid = torch.tensor([[1, size.rows * MERGE, size.columns * MERGE]])
+    grid = torch.tensor([[1, size.rows * pages.MERGE, size.columns * pages.MERGE]])
     taps, weights = get_vision_interpolation_indices_and_weights(
-        grid, _POSITION_GRID, align_corners=True, spatial_merge_size=MERGE
+        grid, _POSITION_GRID, align_corners=True, spatial_merge_size=pages.MERGE
     )
-    return taps, weights, get_vision_position_ids(grid, MERGE)
+    return taps, weights, get_vision_position_ids(grid, pages.MERGE)
 
 
-def tower_states(tower: Qwen3VLVisionModel, patches: Tensor, size: Size) -> list[Tensor]:
+def tower_states(tower: Qwen3VLVisionModel, patches: Tensor, size: pages.Size) -> list[Tensor]:
     """States (B, P, Dv) that each deepstack merger reads, and of the last layer.
 
     The images have one size; patches (B, N, MERGE², 3 · PATCH²).
@@ -350,7 +321,7 @@ def tower_states(tower: Qwen3VLVisionModel, patches: Tensor, size: Size) -> list
         query, key, value = rows.permute(2, 0, 3, 1, 4)
         query = query * cosine + rotate_half(query) * sine
         key = key * cosine + rotate_half(key) * sine
-        mixed, _ = attend_in_place(attention, query, key, value, None, attention.scaling)
+        mixed, _ = training.attend_in_place(attention, query, key, value, None, attention.scaling)
         hidden = hidden + attention.proj(mixed.flatten(2))
         hidden = hidden + block.mlp(block.norm2(hidden))
         if number in tower.deepstack_visual_indexes:
@@ -370,15 +341,15 @@ def merge_states(tower: Qwen3VLVisionModel, states: Sequence[Tensor]) -> list[Te
 def name_tokens(tokenizer: Tokenizer, labels: Tensor) -> Tensor:
     """Shares (B, N, V) of the tokens for what each image token shows; zero for nothing."""
     _, count, patches = labels.shape
-    shares = torch.zeros(count, patches // MERGE**2, _VOCABULARY)
+    shares = torch.zeros(count, patches // pages.MERGE**2, _VOCABULARY)
     fields = dict(zip(FIELDS, labels, strict=True))
     names = fields["colour"] * len(SHAPES) + fields["shape"]
-    fields["name"] = torch.where(fields["colour"] >= 0, names, UNLABELLED)
+    fields["name"] = torch.where(fields["colour"] >= 0, names, training.UNLABELLED)
     for name, texts in _NAMES.items():
         ids = torch.tensor([tokenizer.encode(text).ids for text in texts]).squeeze(1)
         target = fields[name]
         image, patch = ((target >= 0) & (target < len(ids))).nonzero(as_tuple=True)
-        shares[image, patch // MERGE**2, ids[target[image, patch]]] = 1.0
+        shares[image, patch // pages.MERGE**2, ids[target[image, patch]]] = 1.0
     return shares / shares.sum(-1, keepdim=True).clamp(min=1.0)
 
 
@@ -405,7 +376,7 @@ class LanguageBatch:
     after: Tensor
     kept: Tensor
     positions: Tensor
-    texts: TextBatch
+    texts: training.TextBatch
 
 
 def draw_batch(
@@ -429,29 +400,31 @@ def draw_batch(
     asked, kept = [], []
     for content in pictures.contents:
         texts = []
-        weights = (_QUESTION_WEIGHTS if questions else _PHRASE_WEIGHTS)[isinstance(content, Page)]
+        weights = (_QUESTION_WEIGHTS if questions else _PHRASE_WEIGHTS)[
+            isinstance(content, pages.Page)
+        ]
         for form, number, wordings in (
             ("{question}" + _BEHIND, questions, SEEN), (" {question}", phrases, BRIEF)
         ):  # fmt: skip
             source = ask_about(rng, content, view.size, wordings)
-            drawn = draw_texts(source, weights, number, wordings is BRIEF)
+            drawn = training.draw_texts(source, weights, number, wordings is BRIEF)
             texts += [(form.format(question=question.text), question) for question in drawn]
         chosen = list(range(seen.tokens))
         if shown_first:
-            if isinstance(content, Page):
-                parts: list[Word | Number] = [*content.words, *content.numbers]
+            if isinstance(content, pages.Page):
+                parts: list[pages.Word | pages.Number] = [*content.words, *content.numbers]
                 shown = [part.row * seen.columns + part.column for part in parts]
             else:
                 shown = [tokens[0] for tokens in content.thing_patches]
             rng.shuffle(shown)
-            chosen = keep_shown_tokens(rng, shown, budget, seen.tokens)
+            chosen = training.keep_shown_tokens(rng, shown, budget, seen.tokens)
         elif budget < seen.tokens:
-            chosen, texts = keep_evidence(rng, texts, budget, seen.tokens)
+            chosen, texts = training.keep_evidence(rng, texts, budget, seen.tokens)
         asked.append(texts)
         kept.append(chosen)
     end, pad = "<|im_end|>", "<|endoftext|>"
     start = behind_image + len(after)
-    batch = build_texts(tokenizer, asked, start, end, pad, _TRAINED_KINDS)
+    batch = training.build_texts(tokenizer, asked, start, end, pad, _TRAINED_KINDS)
     tokens, count = torch.tensor(kept), len(kept)
     places = (torch.zeros_like(tokens), tokens // seen.columns, tokens % seen.columns)
     positions = (
@@ -464,7 +437,10 @@ def draw_batch(
 
 
 def language_states(
-    model: Qwen3VLForConditionalGeneration, batch: LanguageBatch, pictures: Pictures, seen: Size
+    model: Qwen3VLForConditionalGeneration,
+    batch: LanguageBatch,
+    pictures: Pictures,
+    seen: pages.Size,
 ) -> tuple[Tensor, Tensor]:
     """Normed states (B, L, D) of the last layer at the texts of a batch.
 
@@ -495,7 +471,7 @@ def language_loss(
     batch: LanguageBatch,
     pictures: Pictures,
     view: View,
-) -> Loss:
+) -> training.Loss:
     """Cross entropy on answer tokens, with the accuracy of every kind, and the naming loss.
 
     Kinds end in the divisor of the view, or in "dropped" where tokens are dropped.
@@ -511,30 +487,30 @@ def language_loss(
 
 def draw_budget(seed: int, tokens: int) -> int:
     """Number of image tokens of a step: all, or for a share of steps log-uniform."""
-    rng = random.Random(seed // RANKS)
+    rng = random.Random(seed // training.RANKS)
     if rng.random() >= _DROPOUT:
         return tokens
     return max(1, int(math.exp(rng.uniform(math.log(2), math.log(tokens)))))
 
 
-def train_rank(rank: int, run: Run) -> None:
+def train_rank(rank: int, run: training.Run) -> None:
     """Train all stages as one of the ranks."""
-    join_ranks(run, rank)
+    training.join_ranks(run, rank)
     words = Tokenizer.from_file(str(_QWEN / "tokenizer.json"))
     model = build_model()
     tower, mergers = model.model.visual, model.model.visual.deepstack_merger_list
-    heads = DenseHeads(_VISION_WIDTH, FIELDS)
+    heads = training.DenseHeads(_VISION_WIDTH, FIELDS)
     reading, towers, naming, phrases, questions = run.stages
 
     def dense_loss(
-        stage: Stage, shares: Sequence[float], plain: bool, seed: int, step: int
-    ) -> Loss:
+        stage: training.Stage, shares: Sequence[float], plain: bool, seed: int, step: int
+    ) -> training.Loss:
         view, scenes = draw_view(seed, shares), stage.images // 3
         pictures = draw_pictures(seed, scenes, stage.images - scenes, view, plain)
         *_, patches = tower_states(tower, pictures.patches, view.seen)
         return heads.loss(patches, pictures.labels, _FIELD_WEIGHTS, f"/{view.divisor}")
 
-    def token_loss(seed: int, step: int) -> Loss:
+    def token_loss(seed: int, step: int) -> training.Loss:
         """The mergers' rows become those of the words that a picture shows."""
         view = draw_view(seed, _WHOLE_VIEWS)
         pictures = draw_pictures(seed, naming.images, naming.images, view)
@@ -545,10 +521,10 @@ def train_rank(rank: int, run: Run) -> None:
         loss = naming_loss(rows, model.get_input_embeddings().weight, names)
         return loss, {"loss": float(loss.detach())}
 
-    def phrase_loss(seed: int, step: int) -> Loss:
+    def phrase_loss(seed: int, step: int) -> training.Loss:
         view = draw_view(seed, _PHRASE_VIEWS)
         progress = min(1.0, step / (_CURRICULUM_STEPS * run.steps_scale)) ** 2
-        most = _FEWEST + round((len(WORDS) - _FEWEST) * progress)
+        most = _FEWEST + round((len(pages.WORDS) - _FEWEST) * progress)
         scenes = phrases.images // 2
         pictures = draw_pictures(seed, scenes, phrases.images - scenes, view, most=most)
         budget, full = view.seen.tokens, view.seen == view.size
@@ -557,7 +533,7 @@ def train_rank(rank: int, run: Run) -> None:
         batch = draw_batch(seed, words, pictures, view, budget, 0, 40, shown_first=full)
         return language_loss(model, words, batch, pictures, view)
 
-    def question_loss(seed: int, step: int) -> Loss:
+    def question_loss(seed: int, step: int) -> training.Loss:
         view, scenes = draw_view(seed, _QUESTION_VIEWS), questions.images // 2
         budget = view.seen.tokens
         if view.seen == view.size:
@@ -569,27 +545,27 @@ def train_rank(rank: int, run: Run) -> None:
     for merger in (tower.merger, mergers):
         merger.requires_grad_(False)
     vision: dict[str, nn.Module] = {"tower": tower, "heads": heads}
-    run_stage(run, 0, vision, partial(dense_loss, reading, _READING_VIEWS, True))
-    run_stage(run, 1, vision, partial(dense_loss, towers, _TOWER_VIEWS, False))
+    training.run_stage(run, 0, vision, partial(dense_loss, reading, _READING_VIEWS, True))
+    training.run_stage(run, 1, vision, partial(dense_loss, towers, _TOWER_VIEWS, False))
     model.requires_grad_(False)
     for part in (tower.merger, mergers, model.get_input_embeddings()):
         part.requires_grad_(True)
     # The modules that the next stage does not train have to be of the same type.
     model.to(torch.bfloat16)
-    run_stage(run, 2, {"model": model}, token_loss)
+    training.run_stage(run, 2, {"model": model}, token_loss)
     model.requires_grad_(True)
     tower.requires_grad_(False)
     for merger in (tower.merger, mergers):
         merger.requires_grad_(True)
-    run_stage(run, 3, {"model": model}, phrase_loss)
-    run_stage(run, 4, {"model": model}, question_loss)
+    training.run_stage(run, 3, {"model": model}, phrase_loss)
+    training.run_stage(run, 4, {"model": model}, question_loss)
     if rank == 0:
         tensors = model.state_dict()
         del tensors["lm_head.weight"]  # tied to the embedding table
-        write_checkpoint(run.out, _QWEN, tensors)
-        log(f"wrote {run.out}")
+        training.write_checkpoint(run.out, _QWEN, tensors)
+        training.log(f"wrote {run.out}")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    start("Train mini-Qwen3-VL from scratch.", STAGES, train_rank)
+    training.start("Train mini-Qwen3-VL from scratch.", STAGES, train_rank)

@@ -193,17 +193,16 @@ def test_a_failed_question_ends_the_demo_and_an_empty_answer_does_not(
 def test_every_arm_sends_the_same_requests_and_shares_no_image() -> None:
     plan = Plan(alone=2, together=8, images=2)
     reply = Reply(("w1",), ttft=0.02, usage={"prompt_tokens": 600})
-    steps: list[int] = []
 
     def urls(bodies: Sequence[Body]) -> list[str]:
         return [str(parts(body)[0]["image_url"]) for body in bodies]
 
     with fake_server(reply, model=None) as server:
-        row = time_requests(server.url, {}, plan, 100, 0, lambda: steps.append(1))
+        row = time_requests(server.url, "stock", {}, plan, 100, 0)
         stock = list(server.seen)
-        time_requests(server.url, {"keep": "resized"}, plan, 100, 1000, lambda: steps.append(1))
+        time_requests(server.url, "resized", {"keep": "resized"}, plan, 100, 1000)
         resized = server.seen[len(stock) :]
-    assert len(stock) == len(resized) == plan.requests == len(steps) // 2
+    assert len(stock) == len(resized) == plan.requests
     assert (row.prompt_tokens, row.kv_bytes) == (600, 60_000)
     assert row.alone.count == 2 and row.together.count == 8 and len(row.questions) == QUESTIONS
     assert row.alone.median >= 20

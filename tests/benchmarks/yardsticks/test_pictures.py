@@ -9,26 +9,8 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
+from benchmarks.yardsticks import pages
 from benchmarks.yardsticks.examples import CHECKPOINTS
-from benchmarks.yardsticks.pages import (
-    MERGE,
-    PAGE_STYLES,
-    SIZES,
-    TOKEN,
-    UNSEEN_SIZES,
-    WORDS,
-    Number,
-    Page,
-    PageStyle,
-    Size,
-    Word,
-    draw_page,
-    draw_rectangle,
-    render_pages,
-    render_rectangles,
-    resize_images,
-    split_patches,
-)
 from benchmarks.yardsticks.scenes import (
     CELL_PATCHES,
     CELLS,
@@ -84,10 +66,10 @@ def test_shapes_are_painted_on_their_patches_middle_first() -> None:
     assert spread[middles].min() > spread[free].median()
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_rectangles_are_cut_to_size_and_name_visual_tokens(size: Size) -> None:
-    layout = draw_rectangle(random.Random(1), size)
-    images, (scene,) = render_rectangles([layout], size, 2)
+@pytest.mark.parametrize("size", pages.SIZES)
+def test_rectangles_are_cut_to_size_and_name_visual_tokens(size: pages.Size) -> None:
+    layout = pages.draw_rectangle(random.Random(1), size)
+    images, (scene,) = pages.render_rectangles([layout], size, 2)
     assert tuple(images.shape) == (1, 3, size.height, size.width)
     for thing, tokens in zip(layout.things, scene.thing_patches, strict=True):
         row, column = (thing.row * 3 + 1) // 2, (thing.column * 3 + 1) // 2
@@ -95,16 +77,16 @@ def test_rectangles_are_cut_to_size_and_name_visual_tokens(size: Size) -> None:
         assert len(set(tokens)) == len(tokens) and max(tokens) < size.tokens
 
 
-@pytest.mark.parametrize("style", PAGE_STYLES)
-@pytest.mark.parametrize("most", [5, len(WORDS)])
-def test_words_numbers_and_places_of_a_page_are_unique(style: PageStyle, most: int) -> None:
-    sizes = (*SIZES, *UNSEEN_SIZES)
+@pytest.mark.parametrize("style", pages.PAGE_STYLES)
+@pytest.mark.parametrize("most", [5, len(pages.WORDS)])
+def test_words_numbers_and_places_of_a_page_are_unique(style: pages.PageStyle, most: int) -> None:
+    sizes = (*pages.SIZES, *pages.UNSEEN_SIZES)
     for seed in range(60):
-        page = draw_page(random.Random(seed), style, sizes[seed % len(sizes)], most)
-        assert len({word.word for word in page.words}) == len(page.words) < len(WORDS)
+        page = pages.draw_page(random.Random(seed), style, sizes[seed % len(sizes)], most)
+        assert len({word.word for word in page.words}) == len(page.words) < len(pages.WORDS)
         assert len(page.words) <= most
         assert len({number.value for number in page.numbers}) == len(page.numbers)
-        parts: list[Word | Number] = [*page.words, *page.numbers]
+        parts: list[pages.Word | pages.Number] = [*page.words, *page.numbers]
         places = [(part.row, part.column) for part in parts]
         assert len(set(places)) == len(places)
         assert all(0 <= r < page.size.rows and 0 <= c < page.size.columns for r, c in places)
@@ -117,34 +99,37 @@ def test_words_numbers_and_places_of_a_page_are_unique(style: PageStyle, most: i
 
 
 def test_a_word_changes_the_pixels_of_its_token() -> None:
-    words = [(Word(word, 2, 4), Word(9, 5, 8)) for word in (3, 8)]
-    page, other = (Page("list", Size(6, 9), pair, ()) for pair in words)
-    images, centres = render_pages([page, page], 1)
-    changed, _ = render_pages([other, page], 1)
+    words = [(pages.Word(word, 2, 4), pages.Word(9, 5, 8)) for word in (3, 8)]
+    page, other = (pages.Page("list", pages.Size(6, 9), pair, ()) for pair in words)
+    images, centres = pages.render_pages([page, page], 1)
+    changed, _ = pages.render_pages([other, page], 1)
     rows, columns = (images != changed)[0].any(0).nonzero(as_tuple=True)
     assert len(rows) > 20
     # Lines are shifted by up to one pixel.
-    assert rows.min() >= 2 * TOKEN - 1 and rows.max() <= 3 * TOKEN
-    assert columns.min() >= 4 * TOKEN - 1 and columns.max() <= 5 * TOKEN
-    assert abs(centres[0][0][0] - 4.5 * TOKEN) <= 1
+    assert rows.min() >= 2 * pages.TOKEN - 1 and rows.max() <= 3 * pages.TOKEN
+    assert columns.min() >= 4 * pages.TOKEN - 1 and columns.max() <= 5 * pages.TOKEN
+    assert abs(centres[0][0][0] - 4.5 * pages.TOKEN) <= 1
     assert torch.equal(images[1], changed[1])
 
 
 @pytest.mark.parametrize("divisor", [1, 2, 4, 8, 16])
 def test_resizing_and_patches_are_those_of_the_processor(divisor: int) -> None:
     processor = AutoProcessor.from_pretrained(CHECKPOINTS["miniqwen"]).image_processor
-    for size in (*SIZES, *UNSEEN_SIZES):
+    for size in (*pages.SIZES, *pages.UNSEEN_SIZES):
         budget = size.tokens // divisor
         seen = shrink_size(size, budget)
         assert seen.tokens <= budget
-        images, _ = render_pages([draw_page(random.Random(3), "table", size)], 3)
-        limits = {"shortest_edge": TOKEN * TOKEN, "longest_edge": budget * TOKEN * TOKEN}
+        images, _ = pages.render_pages([pages.draw_page(random.Random(3), "table", size)], 3)
+        limits = {
+            "shortest_edge": pages.TOKEN * pages.TOKEN,
+            "longest_edge": budget * pages.TOKEN * pages.TOKEN,
+        }
         inputs = processor(images[0], size=limits, return_tensors="pt")
-        grid = [[1, seen.rows * MERGE, seen.columns * MERGE]]
+        grid = [[1, seen.rows * pages.MERGE, seen.columns * pages.MERGE]]
         assert inputs["image_grid_thw"].tolist() == grid
         frames = inputs["pixel_values"].unflatten(1, (3, 2, -1))
         assert torch.equal(frames[:, :, 0], frames[:, :, 1])
-        patches = split_patches(resize_images(images, seen))[0].flatten(0, 1).float()
+        patches = pages.split_patches(pages.resize_images(images, seen))[0].flatten(0, 1).float()
         difference = (patches - frames[:, :, 0].flatten(1)).abs()
         # One of 256 levels is 0.015; torchvision resizes bytes in fixed-point arithmetic.
         assert difference.max() < 0.08 and difference.mean() < 0.01
