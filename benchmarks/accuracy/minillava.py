@@ -8,20 +8,17 @@ policy without tuning; the values of q_e and the search result are shipped state
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
 from benchmarks.policies import QUOTAS, SEARCH_RESULTS
 from benchmarks.server import ServerDied, command, serve
 from benchmarks.yardsticks.examples import CHECKPOINTS, draw_examples, png_url, weights_digest
-from benchmarks.yardsticks.minillava import MiniLlava as Yardstick
+from benchmarks.yardsticks.minillava import MiniLlava
 from vllm_autoprune.cli.commands.eval import add_run_arguments, run_suite
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
@@ -49,48 +46,20 @@ _QUESTIONS_PER_SCENE = 18
 """Approximately; scenes without signs have fewer."""
 
 
-@dataclass(frozen=True)
-class MiniLlava:
-    """A checkpoint: a folder with the model ``llava`` and the text tower ``clip``."""
-
-    name: str
-    folder: Path
-
-    @property
-    def llava(self) -> Path:
-        """The folder of the served model."""
-        return self.folder / "llava"
-
-    @property
-    def text_tower(self) -> Path:
-        """The folder of the text tower."""
-        return self.folder / "clip"
-
-    @cached_property
-    def tokens(self) -> int:
-        """N, the number of visual tokens of an image."""
-        config = json.loads((self.llava / "config.json").read_text())
-        return int(config["image_seq_length"])
-
-    @cached_property
-    def digest(self) -> str:
-        """Short digest of all weights."""
-        return weights_digest(self.folder)
-
-
-def default_scenes(cases: int) -> int:
-    """The number of scenes, at least 8, that take about half an hour in so many cases."""
-    return max(8, _REQUESTS // (max(cases, 1) * _QUESTIONS_PER_SCENE))
-
-
-def find_model(name: str) -> MiniLlava:
-    """The model ``embedded``, or the one in a folder; raises :class:`ConfigError`."""
+def find_model(name: str) -> Path:
+    """The folder of the model ``embedded``, or a folder; raises :class:`ConfigError`."""
     folder = CHECKPOINTS["minillava"] if name == EMBEDDED else Path(name)
     for part in ("llava/config.json", "clip/config.json"):
         if not (folder / part).is_file():
             fix = f"use {EMBEDDED}, or a folder with llava/ and clip/"
             raise ConfigError("eval", [Problem(f"--model {name}", f"has no {part}", fix)])
-    return MiniLlava(name if name == EMBEDDED else folder.name, folder)
+    return folder
+
+
+def count_tokens(folder: Path) -> int:
+    """N, the number of visual tokens of an image."""
+    config = json.loads((folder / "llava" / "config.json").read_text())
+    return int(config["image_seq_length"])
 
 
 def prepare_questions(scenes: int) -> Sequence[PreparedQuestion]:
@@ -137,7 +106,7 @@ def _cases_at(budget: int, families: Sequence[Family]) -> Iterator[Case]:
         yield control_case("resized", budget)
     policies = [load_state(SOURCE).base_policy.name] if {"found", "quota"} & set(families) else []
     if "policies" in families:
-        policies = [policy for policy in BASE_POLICIES if policy not in Yardstick.equal_policies]
+        policies = [policy for policy in BASE_POLICIES if policy not in MiniLlava.equal_policies]
     for policy in policies:  # the other families are compared with the shipped state and its base
         base = f"{policy}@{budget}"
         yield prune_case(base, "base", policy, load_state(policy), budget)
@@ -158,8 +127,7 @@ def _cases_at(budget: int, families: Sequence[Family]) -> Iterator[Case]:
             yield prune_case(name, "quota", f"q_e = {quota}", state, budget, base)
 
 
-NAME = "minillava"
-FLAGS = (
+_FLAGS = (
     "--enforce-eager", "--max-model-len", "512", "--block-size", "32",
     "--autoprune-state", "cdpruner", "--autoprune-requests", "states",
 )  # fmt: skip
@@ -173,7 +141,7 @@ class MiniLlavaSuite(QuestionSuite):
 
     def __init__(
         self,
-        model: MiniLlava,
+        folder: Path,
         cases: Sequence[Case],
         scenes: int | None,
         settings: Settings,
@@ -183,21 +151,22 @@ class MiniLlavaSuite(QuestionSuite):
 
         Without the address of a server in the settings, one is started.
         """
-        scenes = scenes or default_scenes(len(cases))
+        scenes = scenes or max(8, _REQUESTS // (max(len(cases), 1) * _QUESTIONS_PER_SCENE))
+        self._name = EMBEDDED if folder == CHECKPOINTS["minillava"] else folder.name
         names = {
-            "suite": NAME,
-            "model": f"mini-LLaVA {model.name}, weights {model.digest}",
+            "suite": "minillava",
+            "model": f"mini-LLaVA {self._name}, weights {weights_digest(folder)}",
             "data": f"test split, {scenes} scenes",
         }
         super().__init__(names, prepare_questions(scenes), cases, settings)
-        self._model, self._log = model, log
-        self._flags = (*FLAGS, "--autoprune-text-tower", str(model.text_tower))
+        self._folder, self._log = folder, log
+        self._flags = (*_FLAGS, "--autoprune-text-tower", str(folder / "clip"))
 
     def describe_server(self) -> str:
         """The address of the server, or the command line that starts one."""
         if self.settings.url:
             return super().describe_server()
-        return " ".join(command(self._model.llava, 8000, self._flags))
+        return " ".join(command(self._folder / "llava", 8000, self._flags))
 
     @contextlib.contextmanager
     def open_server(self, progress: Progress) -> Iterator[str]:
@@ -205,11 +174,10 @@ class MiniLlavaSuite(QuestionSuite):
         if self.settings.url:
             yield self.settings.url
             return
-        progress.write(f"starting vllm serve with mini-LLaVA {self._model.name} ...")
+        progress.write(f"starting vllm serve with mini-LLaVA {self._name} ...")
+        model, patience = self._folder / "llava", _START_TIMEOUT
         try:
-            with serve(
-                self._model.llava, *self._flags, log=self._log, patience=_START_TIMEOUT
-            ) as server:
+            with serve(model, *self._flags, log=self._log, patience=patience) as server:
                 try:
                     yield server.url
                 except EvaluationError:
@@ -227,8 +195,9 @@ class MiniLlavaSuite(QuestionSuite):
 
     def objections(self, contents: Contents) -> Iterator[str]:
         """Prompt lengths that do not match K, which shows that a case was not served as asked."""
+        tokens = count_tokens(self._folder)
         for case in self.cases:
-            removed = self._model.tokens - case.budget
+            removed = tokens - case.budget
             for pruned, unpruned in prompt_lengths(contents, case):
                 if pruned != unpruned - removed:
                     yield (
@@ -240,52 +209,34 @@ class MiniLlavaSuite(QuestionSuite):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0 for a valid report, 1 for one that is not or that cannot be made."""
-    options = parser().parse_args(arguments)
+    parser = CommandParser(
+        prog="python -m benchmarks.accuracy.minillava",
+        description="Measure accuracy of every base policy, residual and ablation on mini-LLaVA.",
+    )
+    add, out = parser.add_argument, Path("out/eval/minillava")
+    add("--out", type=Path, default=out, metavar="FOLDER", help="folder for the results")
+    add("--json", action="store_true", help="print the report as JSON")
+    add_run_arguments(parser)
+    add("--model", default=EMBEDDED, help="embedded (default), or a folder with llava/ and clip/")
+    add("--scenes", type=int, help="default: about half an hour's worth")
+    add("--budgets", type=int, nargs="+", default=list(BUDGETS), metavar="K", help="each K")
+    text = "groups of cases"
+    add("--cases", nargs="+", default=list(FAMILIES), choices=FAMILIES, help=text)
+    text = "a running server with --autoprune-requests states; default: one is started"
+    add("--server-url", metavar="URL", help=text)
+    options = parser.parse_args(arguments)
     try:
         settings = Settings(
             options.server_url or "", options.served_name, options.concurrency or MAX_IN_FLIGHT
         )
-        model = find_model(options.model)
-        cases = build_cases(model.tokens, options.budgets, options.cases)
+        folder = find_model(options.model)
+        cases = build_cases(count_tokens(folder), options.budgets, options.cases)
         log = options.out / "server.log"
-        suite = MiniLlavaSuite(model, cases, options.scenes, settings, log)
+        suite = MiniLlavaSuite(folder, cases, options.scenes, settings, log)
         return run_suite(suite, options.out, options)
     except AutopruneError as error:
         print(error, file=sys.stderr)
         return 1
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    top = CommandParser(
-        prog="python -m benchmarks.accuracy.minillava",
-        description="Measure accuracy of every base policy, residual and ablation on mini-LLaVA.",
-    )
-    top.add_argument(
-        "--out",
-        type=Path,
-        default=Path("out/eval/minillava"),
-        metavar="FOLDER",
-        help="folder for the results",
-    )
-    top.add_argument("--json", action="store_true", help="print the report as JSON")
-    add_run_arguments(top)
-    top.add_argument(
-        "--model", default=EMBEDDED, help="embedded (default), or a folder with llava/ and clip/"
-    )
-    top.add_argument("--scenes", type=int, help="default: about half an hour's worth")
-    top.add_argument(
-        "--budgets", type=int, nargs="+", default=list(BUDGETS), metavar="K", help="each K"
-    )
-    top.add_argument(
-        "--cases", nargs="+", default=list(FAMILIES), choices=FAMILIES, help="groups of cases"
-    )
-    top.add_argument(
-        "--server-url",
-        metavar="URL",
-        help="a running server with --autoprune-requests states; default: one is started",
-    )
-    return top
 
 
 if __name__ == "__main__":
