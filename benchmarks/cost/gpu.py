@@ -10,7 +10,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -168,9 +168,17 @@ def run(options: argparse.Namespace) -> int:
     else:
         print("Triton does not work on this machine; the log says why.\n")
     print(format_policies(_SIZES[::2], 3 if options.quick else 9), "\n")
-    reasons = "; ".join(_list_reasons_not_to_serve(options.quick, deadline - time.monotonic()))
-    if reasons:
-        print(f"Served requests are not measured: {reasons}.")
+    remaining = deadline - time.monotonic()
+    reasons = {
+        "--quick": options.quick,
+        "vLLM is not installed": importlib.util.find_spec("vllm") is None,
+        f"{remaining:.0f} s are left, and two servers need {_SERVING_SECONDS} s": (
+            remaining < _SERVING_SECONDS
+        ),
+    }
+    if any(reasons.values()):
+        named = "; ".join(reason for reason, holds in reasons.items() if holds)
+        print(f"Served requests are not measured: {named}.")
         return 0
     # LLaVA-1.5-7B of full depth with random weights, stock and pruned.
     from benchmarks.cost import efficiency
@@ -180,12 +188,3 @@ def run(options: argparse.Namespace) -> int:
     chosen = ["--model", "llava-1.5-7b", "--layers", "32", "--policies", ""]
     arguments = [*chosen, "--requests", "10", "--out", str(options.out)]
     return efficiency.run(parser.parse_args(arguments, argparse.Namespace(command="efficiency")))
-
-
-def _list_reasons_not_to_serve(quick: bool, seconds: float) -> Iterator[str]:
-    if quick:
-        yield "--quick"
-    if importlib.util.find_spec("vllm") is None:
-        yield "vLLM is not installed"
-    if seconds < _SERVING_SECONDS:
-        yield f"{seconds:.0f} s are left, and two servers need {_SERVING_SECONDS} s"

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as functional
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.common.report import (
     Table,
@@ -206,8 +206,12 @@ def measure_alternately(
     return seconds
 
 
-_Claim = tuple[str, str, Verdict]
-"""A promise, what was measured, and whether it holds."""
+class _Claim(NamedTuple):
+    """A promise, what was measured, and whether it holds."""
+
+    promise: str
+    measured: str
+    verdict: Verdict
 
 
 @dataclass(frozen=True)
@@ -224,12 +228,11 @@ class Section:
 
     def to_json(self) -> dict[str, object]:
         """Plain data; a claim is an object."""
-        names = ("promise", "measured", "verdict")
         return {
             "name": self.name,
             "title": self.title,
             "setup": self.setup,
-            "claims": [dict(zip(names, claim, strict=True)) for claim in self.claims],
+            "claims": [claim._asdict() for claim in self.claims],
             "data": {str(size): times for size, times in self.times.items()},
             "environment": self.environment,
             "tables": [dataclasses.asdict(self.table)],
@@ -237,14 +240,12 @@ class Section:
 
     def markdown(self) -> str:
         """Setup, claims with their verdicts, table, environment."""
-        claims = [
-            (promise, measured, f"**{verdict}**") for promise, measured, verdict in self.claims
-        ]
+        claims = [(*claim[:2], f"**{claim.verdict}**") for claim in self.claims]
         return "\n".join(
             [
                 f"## {self.title}\n",
                 *(f"* {line}" for line in self.setup),
-                f"\n{Table('', ('promise', 'measured', 'verdict'), claims).markdown()}\n",
+                f"\n{Table('', _Claim._fields, claims).markdown()}\n",
                 f"{self.table.caption}\n\n{self.table.markdown()}\n",
                 f"Environment: {format_environment(self.environment)}.\n",
             ]
@@ -295,7 +296,7 @@ def build_selection(by_size: Mapping[Size, Times]) -> Section:
     worst = max(ratios, key=lambda size: ratios[size].value)
     largest = format_estimate(ratios[worst], digits=2)
     order: tuple[Verdict, ...] = ("does not hold", "inconclusive", "holds")
-    claim = (
+    claim = _Claim(
         "selection never slower than the published loop",
         f"{', '.join(counts)}; largest ratio {largest} at {worst}",
         next(verdict for verdict in order if verdict in verdicts),
@@ -332,38 +333,21 @@ _NAMES = {1: "LLaVA-1.5-7B", 5: "LLaVA-NeXT-7B"}
 LAYER, FULL_LAYER, STATE = "one layer", "one layer, all tokens", "state autoprune"
 
 
-class _Layer(nn.Module):
-    """A decoder layer of Llama-2-7B's true widths with random weights; ``(L, D) -> (L, D)``.
+def _build_layer(rows: int) -> _Work:
+    """A decoder layer of Llama-2-7B's true widths on so many rows, with random weights.
 
     A prefill is taken as 32 of them. Embedding, final norm and logits are left out, which makes it
     shorter and the share of selection larger.
     """
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False, dtype=dtype)
-
-        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH, dtype=dtype) for _ in range(2))
-        self.qkv, self.out = linear(WIDTH, 3 * WIDTH), linear(WIDTH, WIDTH)
-        self.gate_up, self.down = linear(WIDTH, 2 * INNER), linear(INNER, WIDTH)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """Norm, attention with rotary positions, norm, gated MLP."""
-        length = rows.shape[0]
-        q, k, v = self.qkv(self.norms[0](rows)).view(length, 3, HEADS, -1).permute(1, 2, 0, 3)
-        rate = 10000.0 ** (-torch.arange(0, WIDTH // HEADS, 2) / (WIDTH // HEADS))
-        angle = torch.arange(length)[:, None] * rate
-        cos, sin = (torch.cat([x, x], dim=-1).to(q.dtype) for x in (angle.cos(), angle.sin()))
-        q, k = (
-            x * cos + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * sin for x in (q, k)
-        )
-        mixed = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
-        rows = rows + self.out(mixed[0].transpose(0, 1).reshape(length, WIDTH))
-        gate, up = self.gate_up(self.norms[1](rows)).chunk(2, dim=-1)
-        output: Tensor = rows + self.down(functional.silu(gate) * up)
-        return output
+    config = LlamaConfig(hidden_size=WIDTH, intermediate_size=INNER, num_attention_heads=HEADS)
+    config._attn_implementation = "sdpa"
+    states = torch.randn(1, rows, WIDTH, dtype=torch.bfloat16)
+    positions = LlamaRotaryEmbedding(config)(states, torch.arange(rows)[None])
+    layer = LlamaDecoderLayer(config, 0).bfloat16()
+    return partial(layer, states, position_embeddings=positions)
 
 
 class TokenSource:
@@ -419,16 +403,15 @@ def _measure_policies(quick: bool) -> Section:
     """Every base policy, the state, and a layer: CPU seconds of one thread, in turn."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    layer, by_size = _Layer(torch.bfloat16), {}
+    by_size = {}
     try:
         for size in (LLAVA[1],) if quick else (LLAVA[1], LLAVA_NEXT[1]):
             source = TokenSource(size)
             works: dict[str, _Work] = {n: partial(source.select, n) for n in sorted(BASE_POLICIES)}
             policy = build_policy(size.kept)
             works[STATE] = lambda policy=policy, source=source: refine(policy, source.tokens())  # type: ignore[misc]
-            for name, tokens in ((LAYER, size.kept), (FULL_LAYER, size.tokens)):
-                rows = torch.randn(tokens + TEXT, WIDTH, dtype=torch.bfloat16)
-                works[name] = partial(layer, rows)
+            works[LAYER] = _build_layer(size.kept + TEXT)
+            works[FULL_LAYER] = _build_layer(size.tokens + TEXT)
             rounds = 2 if quick else 7
             by_size[size] = measure_alternately(works, rounds, warm_up=1, clock=time.process_time)
             log_progress(f"{size}: {len(works)} works")
@@ -463,7 +446,7 @@ def build_policies(by_size: Mapping[Size, Times]) -> Section:
         )
         share = format_estimate(shares[worst], 100, 2, " to ").replace(" (", " % (95 %: ")
         measured = f"`{worst}` is slowest: {share}"
-        claims.append((promise, measured, at_most(shares[worst], _BOUND)))
+        claims.append(_Claim(promise, measured, at_most(shares[worst], _BOUND)))
     setup = [
         "the base policy alone, with default parameters, and the state with its exchange; every "
         "input given, nothing computed yet",
