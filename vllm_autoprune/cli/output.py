@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tempfile
 import textwrap
@@ -47,7 +48,8 @@ def write_file(path: Path, content: bytes) -> None:
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
-            os.chmod(name, 0o666 & ~_umask())
+            os.umask(mask := os.umask(0))
+            os.chmod(name, 0o666 & ~mask)
             os.replace(name, path)
         except BaseException:
             os.unlink(name)
@@ -55,12 +57,6 @@ def write_file(path: Path, content: bytes) -> None:
     except OSError as error:
         what = f"cannot be written ({error.strerror or error})"
         raise ConfigError("output", [Problem(str(path), what, "choose another path")]) from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 WIDTH = 100
@@ -77,35 +73,27 @@ def format_table(
 ) -> str:
     """A text table; ``align`` has ``<`` or ``>`` for each column, ``<`` by default.
 
-    With ``wrap`` the widest columns are wrapped until the table has at most that width.
+    With ``wrap`` the widest columns are wrapped until the table has at most that width, or none is
+    wider than :data:`_NARROW`.
     """
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    if wrap is not None:
-        widths = _fit_widths(widths, wrap - 2 * (len(widths) - 1))
-    sides = align.ljust(len(head), "<")
+    room = math.inf if wrap is None else wrap - 2 * (len(widths) - 1)
+    while sum(widths) > room and max(widths) > _NARROW:
+        widths[widths.index(max(widths))] -= 1
+    sides = align.ljust(len(head), "<")[: len(head)]
     lines: list[str] = []
     for row in (head, ["-" * width for width in widths], *rows):
-        cells = [_wrap_cell(text, width) for text, width in zip(row, widths, strict=True)]
+        # Names contain hyphens, and a broken name cannot be copied.
+        cells = [
+            textwrap.wrap(text, width, break_on_hyphens=False)
+            for text, width in zip(row, widths, strict=True)
+        ]
         for parts in zip_longest(*cells, fillvalue=""):
-            lines.append("  ".join(map(_align_cell, parts, widths, sides)).rstrip())
+            columns = zip(parts, sides, widths, strict=True)
+            lines.append(
+                "  ".join(f"{text:{side}{width}}" for text, side, width in columns).rstrip()
+            )
     return "\n".join(lines)
-
-
-def _wrap_cell(text: str, width: int) -> list[str]:
-    # Names contain hyphens, and a broken name cannot be copied.
-    return textwrap.wrap(text, width, break_on_hyphens=False)
-
-
-def _fit_widths(widths: Sequence[int], room: int) -> list[int]:
-    """Column widths with a sum of at most ``room``; no column becomes narrower than ``_NARROW``."""
-    fitted = list(widths)
-    while sum(fitted) > room and max(fitted) > _NARROW:
-        fitted[fitted.index(max(fitted))] -= 1
-    return fitted
-
-
-def _align_cell(text: str, width: int, side: str) -> str:
-    return text.rjust(width) if side == ">" else text.ljust(width)
 
 
 def format_paragraph(text: str, indent: str = "") -> str:

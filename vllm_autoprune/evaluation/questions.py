@@ -114,7 +114,11 @@ def read_questions(path: Path, limit: int | None = None) -> Sequence[PreparedQue
         if what:
             where, name = f"{path.name}:{line}", example.image[:80]
             problems.append(Problem(where, f"image {name!r} {what}", fix))
-        images[example.image] = "" if what else _data_url(path.parent / example.image)
+            images[example.image] = ""
+            continue
+        kind = mimetypes.guess_type(example.image)[0] or "image/png"
+        content = base64.b64encode((path.parent / example.image).read_bytes()).decode()
+        images[example.image] = f"data:{kind};base64,{content}"
     problems += _check_kinds(path.name, numbered)
     problems += _check_repetitions(path.name, numbered)
     if not problems:
@@ -213,8 +217,3 @@ def _check_pairs(name: str, numbered: _Numbered) -> Iterator[Problem]:
             what = f'"pair": {pair} about {image!r} is not one "yes" and one "no" (lines {lines})'
             fix = "give a pair two questions about one image with these answers, or leave it out"
             yield Problem(f"{name}:{members[0][0]}", what, fix)
-
-
-def _data_url(path: Path) -> str:
-    kind = mimetypes.guess_type(path.name)[0] or "image/png"
-    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"

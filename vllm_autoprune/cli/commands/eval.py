@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.http_client import MAX_IN_FLIGHT
 
 if TYPE_CHECKING:
     from vllm_autoprune.evaluation.journal import Case
@@ -53,11 +54,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=int, help="maximum number of questions, for lmms of each task"
     )
-    _state_arguments(parser.add_argument_group("states"))
-    _lmms_arguments(parser.add_argument_group("lmms"))
-
-
-def _state_arguments(group: argparse._ArgumentGroup) -> None:
+    group = parser.add_argument_group("states")
     group.add_argument(
         "--server-url",
         metavar="URL",
@@ -73,9 +70,7 @@ def _state_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--budgets", type=int, nargs="+", default=[64], metavar="K", help="budgets (default 64)"
     )
-
-
-def _lmms_arguments(group: argparse._ArgumentGroup) -> None:
+    group = parser.add_argument_group("lmms")
     group.add_argument(
         "--arm",
         action="append",
@@ -104,8 +99,14 @@ def _lmms_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    suite, folder = _build_suite(options)
-    return run_suite(suite, folder, options)
+    kind, _, value = (options.suite or f"data:{options.data}").partition(":")
+    folder = options.out or Path("out/eval") / kind
+    if kind == "data" and value:
+        return run_suite(_data_suite(options, Path(value)), folder, options)
+    if kind == "lmms":
+        return run_suite(_lmms_suite(options, value, folder), folder, options)
+    fix = "use --data questions.jsonl, or lmms:mme,pope (lmms:paper-llava, lmms:paper-qwen)"
+    raise ConfigError("eval", [Problem(f"--suite {options.suite}", "is not a suite", fix)])
 
 
 def run_suite(suite: Suite, folder: Path, options: argparse.Namespace) -> int:
@@ -122,28 +123,14 @@ def run_suite(suite: Suite, folder: Path, options: argparse.Namespace) -> int:
     return 0 if report.valid else 1
 
 
-def _build_suite(options: argparse.Namespace) -> tuple[Suite, Path]:
-    if options.data is not None:
-        return _data_suite(options, options.data), options.out or Path("out/eval/data")
-    kind, _, value = options.suite.partition(":")
-    folder = options.out or Path("out/eval") / kind
-    if kind == "data" and value:
-        return _data_suite(options, Path(value)), folder
-    if kind == "lmms":
-        return _lmms_suite(options, value, folder), folder
-    fix = "use --data questions.jsonl, or lmms:mme,pope (lmms:paper-llava, lmms:paper-qwen)"
-    raise ConfigError("eval", [Problem(f"--suite {options.suite}", "is not a suite", fix)])
-
-
 def _data_suite(options: argparse.Namespace, path: Path) -> Suite:
     from vllm_autoprune.evaluation.run import Settings, file_suite
 
     if options.server_url is None:
         fix = "give the address of a vllm serve with --autoprune-requests states"
         raise ConfigError("eval", [Problem("--server-url", "is missing", fix)])
-    settings = Settings(options.server_url, options.served_name)
-    if options.concurrency:
-        settings = Settings(options.server_url, options.served_name, options.concurrency)
+    at_once = options.concurrency or MAX_IN_FLIGHT
+    settings = Settings(options.server_url, options.served_name, at_once)
     return file_suite(path, _build_cases(options), settings, options.limit)
 
 

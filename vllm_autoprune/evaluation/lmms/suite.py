@@ -270,11 +270,19 @@ class LmmsSuite:
 
     def measure(self, journal: Journal, progress: Progress) -> None:
         """Run what is not complete, after checking all servers."""
+        contents, questions = journal.contents, dict[str, list[str]]()
+        for question in contents.questions.values():
+            questions.setdefault(question.benchmark, []).append(question.id)
         todo = [
             (server, benchmark)
             for server, benchmark in self._runs
-            if not server.case.refused and not _is_complete(journal.contents, server, benchmark)
-        ]
+            if not server.case.refused
+            and not (
+                benchmark.name in contents.totals.get(server.case.name, {})
+                and all(contents.is_answered(server.case.name, question)
+                        for question in questions.get(benchmark.name, ()))
+            )
+        ]  # fmt: skip
         total = sum(not server.case.refused for server, _ in self._runs)
         progress.begin(total, total - len(todo))
         if not todo:
@@ -376,10 +384,3 @@ class LmmsSuite:
                     f"{case.name}: {unpruned} of {len(lengths)} prompts are as long as with all "
                     "tokens: its server does not prune"
                 )
-
-
-def _is_complete(contents: Contents, server: Server, benchmark: Benchmark) -> bool:
-    questions = [q.id for q in contents.questions.values() if q.benchmark == benchmark.name]
-    return benchmark.name in contents.totals.get(server.case.name, {}) and all(
-        contents.is_answered(server.case.name, question) for question in questions
-    )
