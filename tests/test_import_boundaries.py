@@ -12,11 +12,26 @@ import vllm_autoprune
 
 PACKAGE = Path(vllm_autoprune.__file__).parent
 
-# What a folder may import from the folders beside it: arrows point down only.
-MAY_IMPORT = {
+# What a room may import of the rooms beside it: arrows point down only. Of serving, sorted by
+# process: API server and worker are separate processes and never import each other.
+SHARED = {"compat", "settings", "plan", "served_state"}
+CORE = {
     "ops": set[str](),
     "tpdsl": {"ops", "backbones"},
     "base_policies": {"tpdsl", "ops"},
+}
+SERVING = {
+    "compat": set[str](),
+    "hooks": set[str](),
+    "settings": {"compat"},
+    "plan": {"compat"},
+    "served_state": {"compat", "plan", "settings"},
+    "encoder_budget": {"plan"},
+    "api": SHARED,
+    "worker": SHARED,
+    "models": SHARED | {"api", "worker"},
+    "startup": SHARED | {"hooks", "api", "models"},
+    "plugin": {"compat", "settings", "startup"},
 }
 # All packages of the repository, lowest first: a package imports itself and those of lower layers.
 LAYERS = (
@@ -44,8 +59,10 @@ LAYERS = (
 HEAVY = ("vllm", "transformers")
 
 
-def modules(folder: str) -> list[Path]:
-    return sorted((PACKAGE / folder).rglob("*.py"))
+def modules(room: str) -> list[Path]:
+    """Files of a room: a folder of the package, or one module."""
+    folder = PACKAGE / room
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
 
 
 def dotted(path: Path) -> str:
@@ -66,22 +83,27 @@ def imported_by(path: Path) -> set[str]:
     return actual
 
 
-@pytest.mark.parametrize("folder", MAY_IMPORT)
-def test_arrows_point_down(folder: str) -> None:
-    allowed = {folder, "errors", *MAY_IMPORT[folder]}
+@pytest.mark.parametrize(
+    ("room", "prefix", "allowed"),
+    [
+        *((room, "vllm_autoprune.", {"errors", *rooms}) for room, rooms in CORE.items()),
+        *((f"serving/{room}", "vllm_autoprune.serving.", rooms) for room, rooms in SERVING.items()),
+    ],
+)
+def test_arrows_point_down(room: str, prefix: str, allowed: set[str]) -> None:
+    rooms = {room.rpartition("/")[2], *allowed}
     wrong = {
         f"{path.name}: {name}"
-        for path in modules(folder)
+        for path in modules(room)
         for name in imported_by(path)
-        if name.startswith("vllm_autoprune.") and name.split(".")[1] not in allowed
+        if name.startswith(prefix) and name.removeprefix(prefix).split(".")[0] not in rooms
     }
     assert wrong == set()
 
 
-def test_the_core_has_no_import_cycle() -> None:
-    paths = {dotted(path): path for folder in MAY_IMPORT for path in modules(folder)}
-    graph = {name: imported_by(path) & (paths.keys() - {name}) for name, path in paths.items()}
-    tuple(TopologicalSorter(graph).static_order())  # raises CycleError
+def test_every_module_of_serving_is_in_a_room() -> None:
+    listed = {path for room in SERVING for path in modules(f"serving/{room}")}
+    assert listed == set(modules("serving")) - {PACKAGE / "serving" / "__init__.py"}
 
 
 def sources() -> dict[str, Path]:
@@ -131,21 +153,17 @@ def needed_modules(path: Path, known: set[str]) -> set[str]:
     return needed & known
 
 
-def test_there_is_no_import_cycle_outside_serving() -> None:
-    paths = {n: p for n, p in sources().items() if not n.startswith("vllm_autoprune.serving")}
+def test_there_is_no_import_cycle() -> None:
+    paths = sources()
     graph = {name: needed_modules(path, set(paths)) - {name} for name, path in paths.items()}
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
-@pytest.mark.parametrize("folder", MAY_IMPORT)
-def test_the_core_names_no_server(folder: str) -> None:
-    assert modules(folder)
-    for path in modules(folder):
+def test_the_core_names_and_loads_no_server() -> None:
+    core = [path for room in CORE for path in modules(room)]
+    for path in core:
         assert not {name.split(".")[0] for name in imported_by(path)} & set(HEAVY), path.name
-
-
-def test_importing_the_core_loads_no_server() -> None:
-    names = ["vllm_autoprune", *(dotted(path) for folder in MAY_IMPORT for path in modules(folder))]
+    names = ["vllm_autoprune", *map(dotted, core)]
     code = (
         f"import importlib, sys\n"
         f"for name in {names!r}: importlib.import_module(name)\n"
@@ -155,49 +173,3 @@ def test_importing_the_core_loads_no_server() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     assert ran.stdout.strip() == "[]"
-
-
-# Rooms of serving, sorted by process; what each may import of the others. `compat` is below all.
-SHARED = {"compat", "settings", "plan", "served_state"}
-SERVING = {
-    "compat": set[str](),
-    "hooks": set[str](),
-    "settings": {"compat"},
-    "plan": {"compat"},
-    "served_state": {"compat", "plan", "settings"},
-    "encoder_budget": {"plan"},
-    "api": SHARED,
-    "worker": SHARED,
-    "models": SHARED | {"api", "worker"},
-    "startup": SHARED | {"hooks", "api", "models"},
-    "plugin": {"compat", "settings", "startup"},
-}
-
-
-def serving_modules(room: str) -> list[Path]:
-    folder = PACKAGE / "serving" / room
-    return sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
-
-
-def test_every_module_of_serving_is_in_a_room() -> None:
-    listed = {path for room in SERVING for path in serving_modules(room)}
-    assert listed == set(modules("serving")) - {PACKAGE / "serving" / "__init__.py"}
-
-
-@pytest.mark.parametrize("room", SERVING)
-def test_rooms_of_serving_import_only_lower_rooms(room: str) -> None:
-    """Above all: API server and worker are separate processes and never import each other."""
-    allowed = {room, *SERVING[room]}
-    wrong = {
-        f"{path.name}: {name}"
-        for path in serving_modules(room)
-        for name in imported_by(path)
-        if name.startswith("vllm_autoprune.serving.") and name.split(".")[2] not in allowed
-    }
-    assert wrong == set()
-
-
-def test_serving_has_no_import_cycle() -> None:
-    paths = {dotted(path): path for path in modules("serving")}
-    graph = {name: imported_by(path) & (paths.keys() - {name}) for name, path in paths.items()}
-    tuple(TopologicalSorter(graph).static_order())  # raises CycleError

@@ -43,6 +43,7 @@ _WORTHWHILE = 1.05
 """Least gain in total time that is called help; below it, estimate and measurement are too near."""
 
 _PRUNED: tuple[Way, ...] = ("question-reading", "split", "question-free")
+_READERS: tuple[Way, ...] = ("split", "question-reading")
 
 ASSUMPTIONS = (
     "One image a prompt, and its question behind it.",
@@ -340,7 +341,25 @@ def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> _Verdict:
             + ("." if inside else f", and you have {questions:g}.")
         )
     if helps:
-        lines.append(_choose(gains))
+        # Whether reading the question is worth its time.
+        free = gains["question-free"]
+        pays = [way for way in _READERS if gains[way] >= _WORTHWHILE]
+        if gains["question-reading"] * _WORTHWHILE >= free:
+            lines.append(
+                "Reading the question costs next to nothing at this number of questions: choose by "
+                "accuracy at your K (`vllm-autoprune eval`)."
+            )
+        elif pays:
+            lines.append(
+                "A question-free state costs least. Read the question where your K needs it "
+                f"(`vllm-autoprune eval`); {pays[0]} then costs "
+                f"{free / gains[pays[0]]:.2f} times as much."
+            )
+        else:
+            lines.append(
+                "Only a question-free state pays at this number of questions; one that reads the "
+                "question costs more than stock, or as much."
+            )
         shares = shares_of(estimates[best].first_question)
         name, share = max(shares.items(), key=lambda part: part[1])
         if name != "prefill of the image" and share >= 0.4:
@@ -364,25 +383,3 @@ def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> _Verdict:
             "the edge of a KV block."
         )
     return _Verdict(helps, gains[best], tuple(lines))
-
-
-def _choose(gains: Mapping[Way, float]) -> str:
-    """Whether reading the question is worth its time."""
-    free = gains["question-free"]
-    if gains["question-reading"] * _WORTHWHILE >= free:
-        return (
-            "Reading the question costs next to nothing at this number of questions: choose by "
-            "accuracy at your K (`vllm-autoprune eval`)."
-        )
-    readers: tuple[Way, ...] = ("split", "question-reading")
-    pays = [way for way in readers if gains[way] >= _WORTHWHILE]
-    if pays:
-        return (
-            "A question-free state costs least. Read the question where your K needs it "
-            f"(`vllm-autoprune eval`); {pays[0]} then costs "
-            f"{free / gains[pays[0]]:.2f} times as much."
-        )
-    return (
-        "Only a question-free state pays at this number of questions; one that reads the question "
-        "costs more than stock, or as much."
-    )

@@ -153,12 +153,14 @@ class MiniLlavaSuite(QuestionSuite):
         """
         scenes = scenes or max(8, _REQUESTS // (max(len(cases), 1) * _QUESTIONS_PER_SCENE))
         self._name = EMBEDDED if folder == CHECKPOINTS["minillava"] else folder.name
-        names = {
-            "suite": "minillava",
-            "model": f"mini-LLaVA {self._name}, weights {weights_digest(folder)}",
-            "data": f"test split, {scenes} scenes",
-        }
-        super().__init__(names, prepare_questions(scenes), cases, settings)
+        super().__init__(
+            prepare_questions(scenes),
+            cases,
+            settings,
+            suite="minillava",
+            model=f"mini-LLaVA {self._name}, weights {weights_digest(folder)}",
+            data=f"test split, {scenes} scenes",
+        )
         self._folder, self._log = folder, log
         self._flags = (*_FLAGS, "--autoprune-text-tower", str(folder / "clip"))
 

@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -346,21 +346,24 @@ class QuestionSuite:
 
     def __init__(
         self,
-        names: Mapping[str, str],
         questions: Sequence[PreparedQuestion],
         cases: Sequence[Case],
         settings: Settings,
+        *,
+        suite: str,
+        model: str,
+        data: str,
     ) -> None:
-        """``names`` are ``suite``, ``model`` and ``data`` of the set-up."""
+        """``suite``, ``model`` and ``data`` are names for the report."""
         self.cases, self.settings = cases, settings
         self._questions = {question.record.id: question for question in questions}
         records = [question.record for question in questions]
         categories = {record.category for record in records if record.benchmark == MME}
         self._total = sum(not case.refused for case in cases) * len(questions)
         self.setup = Setup(
-            suite=names["suite"],
-            model=names["model"],
-            data=f"{names['data']}, {questions_digest(questions)}",
+            suite=suite,
+            model=model,
+            data=f"{data}, {questions_digest(questions)}",
             scorer=f"vllm-autoprune {__version__}: greedy decoding gives the reference answer",
             mme_divisor=2.0 * max(len(categories), 1),
         )
@@ -409,8 +412,8 @@ def file_suite(
     """The questions of a JSONL file, ``limit`` at most."""
     questions = read_questions(path, limit)
     model = settings.served_name or "the first model of the server"
-    names = {"suite": "data", "model": model, "data": f"{path.name}, {len(questions)} questions"}
-    return QuestionSuite(names, questions, cases, settings)
+    data = f"{path.name}, {len(questions)} questions"
+    return QuestionSuite(questions, cases, settings, suite="data", model=model, data=data)
 
 
 def prompt_lengths(contents: Contents, case: Case) -> list[tuple[int, int]]:
