@@ -70,18 +70,6 @@ def list_purposes(begin: int, count: int, measured: bool) -> Sequence[str]:
     return list(islice(cycle(PURPOSES if measured else [_EXPLORE]), begin, begin + count))
 
 
-def _parse_hypothesis(proposal: Mapping[str, JsonValue]) -> Hypothesis:
-    """The hypothesis in a proposal; fields with other values than asked for are left out."""
-    purpose, text, expect = (proposal.get(name) for name in ("purpose", "hypothesis", "expect"))
-    words = " ".join(text.split()) if isinstance(text, str) else ""
-    printable = "".join(character for character in words if character.isprintable())
-    return Hypothesis(
-        purpose=purpose if isinstance(purpose, str) and purpose in PURPOSES else "",
-        text=printable[:MAX_HYPOTHESIS],
-        expect=next((word for word in get_args(Expectation) if word == expect), "higher"),
-    )
-
-
 _SAFETY_CHECKS = ("preserve_budget", "no_shape_change", "deterministic", "fallback_to_selection")
 
 MAX_REPLY_CHARACTERS = 20_000
@@ -119,7 +107,14 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
     searched = searched_components(settings)
     parts = {name: components[name] for name in searched if name in components}
     if settings.bases and BASE in components:
-        parts[BASE] = _chosen_base(components[BASE], settings)
+        # The name alone, because parameters of base policies are not searched.
+        choice = components[BASE]
+        name = choice.get("name") if isinstance(choice, dict) else choice
+        if name not in settings.bases:
+            fix = f"write {' or '.join(settings.bases)}"
+            problem = Problem(f"/{BASE}", f"{str(name)[:80]!r} is not offered", fix)
+            raise StateError("proposal", [problem])
+        parts[BASE] = {"name": name}
     if settings.library == "paper":
         _refuse_extensions(parts)
     budget = budget_call(settings.source_budget).model_dump(mode="json")
@@ -142,19 +137,6 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
     return load_state(document | project(state, settings.space))
 
 
-def _chosen_base(choice: JsonValue, settings: Settings) -> JsonObject:
-    """The name alone, because parameters of base policies are not searched.
-
-    Raises :class:`StateError` for a base policy that is not offered.
-    """
-    name = choice.get("name") if isinstance(choice, dict) else choice
-    if name not in settings.bases:
-        fix = f"write {' or '.join(settings.bases)}"
-        problem = Problem(f"/{BASE}", f"{str(name)[:80]!r} is not offered", fix)
-        raise StateError("proposal", [problem])
-    return {"name": name}
-
-
 def _refuse_extensions(value: JsonValue | Mapping[str, JsonValue], where: str = "") -> None:
     """Raise :class:`StateError` for an atom that is not one of the paper's 131."""
     if isinstance(value, list):
@@ -169,41 +151,41 @@ def _refuse_extensions(value: JsonValue | Mapping[str, JsonValue], where: str = 
             _refuse_extensions(item, f"{where}/{name}")
 
 
-def parse_proposal(text: str, settings: Settings, origin: str, parents: tuple[str, ...]) -> Draft:
+def parse_proposal(text: str, settings: Settings, default: Draft) -> Draft:
     """The draft in a reply: its JSON object, whatever text surrounds it.
 
-    Never raises: an invalid reply gives a draft with problems.
+    Origin and parents are those of ``default``. Never raises: an invalid reply gives a draft with
+    problems.
     """
     try:
-        return Draft(origin, assemble_state(_parse_object(text), settings), (), parents)
+        return replace(default, state=assemble_state(_parse_object(text), settings))
     except StateError as error:
-        return Draft(origin, None, error.problems, parents)
+        return replace(default, problems=error.problems)
 
 
 def _parse_object(text: str) -> JsonObject:
     """The outermost JSON object of a text; raises :class:`StateError`."""
-    if not text.strip():
-        raise _unreadable("the reply is empty", "reply.empty")
-    if len(text) > MAX_REPLY_CHARACTERS:
-        raise _unreadable(f"the reply has {len(text)} characters", "reply.long")
     begin, end = text.find("{"), text.rfind("}")
-    if begin < 0:
-        raise _unreadable("the reply holds no JSON object", "reply.no_object")
-    if end < begin:
-        raise _unreadable("the reply ends within its JSON object", "reply.cut")
+    what = kind = ""
+    if not text.strip():
+        what, kind = "the reply is empty", "reply.empty"
+    elif len(text) > MAX_REPLY_CHARACTERS:
+        what, kind = f"the reply has {len(text)} characters", "reply.long"
+    elif begin < 0:
+        what, kind = "the reply holds no JSON object", "reply.no_object"
+    elif end < begin:
+        what, kind = "the reply ends within its JSON object", "reply.cut"
+    if what:
+        fix = f"write one JSON object with {', '.join(COMPONENTS)}"
+        raise StateError("proposal", [Problem("", what, fix, kind)])
     data, problems = parse_json(text[begin : end + 1], "proposal")
     if problems or not isinstance(data, dict):
         raise StateError("proposal", problems)
     return data
 
 
-def _unreadable(what: str, kind: str) -> StateError:
-    fix = f"write one JSON object with {', '.join(COMPONENTS)}"
-    return StateError("proposal", [Problem("", what, fix, kind)])
-
-
 PROPOSALS = "proposals"
-"""The one field of the reply."""
+"""The only field of a reply with a list."""
 
 
 def parse_list(
@@ -218,24 +200,33 @@ def parse_list(
     texts = list(islice(_split_objects(text), count))
     drafts = [_parse_item(item, settings, default, names) for item in texts]
     if not drafts:  # the reply as a whole has the problem
-        drafts = [parse_proposal(text, settings, default.origin, default.parents)]
+        drafts = [parse_proposal(text, settings, default)]
     what = f"the reply has {len(texts)} of {count} proposals"
     missing = Problem("", what, "write all of them", "reply.missing")
     return drafts + [replace(default, problems=(missing,))] * (count - len(drafts))
 
 
 def _parse_item(text: str, settings: Settings, default: Draft, names: Collection[str]) -> Draft:
-    draft = parse_proposal(text, settings, default.origin, default.parents)
+    """A proposal of a list; fields beside the policy with other values than asked for count not."""
+    draft = parse_proposal(text, settings, default)
     try:
         item = _parse_object(text)
     except StateError:
         return draft
-    parent = item.get("parent")
+    fields = ("parent", "purpose", "hypothesis", "expect")
+    parent, purpose, reason, expect = (item.get(name) for name in fields)
     if parent == BASE_PARENT:
         draft = replace(draft, parents=())
     elif isinstance(parent, str) and parent in names:
         draft = replace(draft, parents=(parent,))
-    return replace(draft, hypothesis=_parse_hypothesis(item))
+    words = " ".join(reason.split()) if isinstance(reason, str) else ""
+    printable = "".join(character for character in words if character.isprintable())
+    hypothesis = Hypothesis(
+        purpose=purpose if isinstance(purpose, str) and purpose in PURPOSES else "",
+        text=printable[:MAX_HYPOTHESIS],
+        expect=next((word for word in get_args(Expectation) if word == expect), "higher"),
+    )
+    return replace(draft, hypothesis=hypothesis)
 
 
 def _split_objects(text: str) -> Iterator[str]:

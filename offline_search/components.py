@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from pydantic import JsonValue
 
@@ -27,18 +25,6 @@ BASE = "base_policy"
 
 _LIBRARY_COMPONENTS = ("source", "budget", *COMPONENTS, "safety")
 """Fields that take the 131 atoms of the paper."""
-
-Choice = float | str
-
-
-class ChoiceSource(Protocol):
-    """Makes named choices; one name always has the same options or range."""
-
-    def option(self, name: str, options: Sequence[str]) -> str:
-        """One of several options."""
-
-    def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        """A number between two inclusive bounds."""
 
 
 @dataclass(frozen=True, slots=True)

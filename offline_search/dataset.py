@@ -60,29 +60,18 @@ def read_dataset(folder: Path, seed: int = 0, limit: int | None = None) -> Datas
     for split in SPLITS:
         fix = "a data folder has search.jsonl, validation.jsonl and test.jsonl"
         lines = read_lines(folder / f"{split}.jsonl", problems, fix)
-        examples = [example for _, example in lines]
-        splits[split] = _shuffle_images(examples, seed, limit)
+        examples: Sequence[Example] = [example for _, example in lines]
+        by_image: dict[str, list[Example]] = {}
+        for example in examples:
+            by_image.setdefault(example.image, []).append(example)
+        groups = list(by_image.values())
+        random.Random(seed).shuffle(groups)
+        splits[split] = [example for group in groups[:limit] for example in group]
         if not examples and not problems:
             fix = "give it at least one example"
             problems.append(Problem(f"{split}.jsonl", "contains no example", fix))
-    problems += _check_images(folder, splits)
-    if problems:
-        raise ConfigError(f"data {folder}", problems[:20])
-    return Dataset(folder, splits)
-
-
-def _shuffle_images(examples: Sequence[Example], seed: int, limit: int | None) -> list[Example]:
-    by_image: dict[str, list[Example]] = {}
-    for example in examples:
-        by_image.setdefault(example.image, []).append(example)
-    groups = list(by_image.values())
-    random.Random(seed).shuffle(groups)
-    return [example for group in groups[:limit] for example in group]
-
-
-def _check_images(folder: Path, splits: Mapping[Split, Sequence[Example]]) -> list[Problem]:
-    """Images that are missing, or whose content is in two splits under any file name."""
-    problems, split_by_content = [], dict[str, Split]()
+    # Images that are missing, or whose content is in two splits under any file name.
+    split_by_content: dict[str, Split] = {}
     for split, examples in splits.items():
         for name in dict.fromkeys(example.image for example in examples):
             try:
@@ -95,7 +84,9 @@ def _check_images(folder: Path, splits: Mapping[Split, Sequence[Example]]) -> li
             if other != split:
                 what = f"the same image is in {other} and in {split}"
                 problems.append(Problem(name, what, "splits must share no image"))
-    return problems
+    if problems:
+        raise ConfigError(f"data {folder}", problems[:20])
+    return Dataset(folder, splits)
 
 
 def write_split(path: Path, examples: Sequence[Example]) -> None:
@@ -139,12 +130,26 @@ def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
         problems.append(Problem(str(source), what, "give more categories, or more of their files"))
     if problems:
         raise ConfigError(f"MME {source}", problems[:20])
+    splits: dict[Split, list[Example]] = {split: [] for split in SPLITS}
+    names: dict[str, str] = {}
     try:
-        return _write_splits(files, split_of, target)
+        for pair, file in enumerate(files):
+            if file.content not in names:
+                name = names[file.content] = f"images/{file.category}/{file.image.name}"
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file.image, target / name)
+            splits[split_of[file.content]] += [
+                Example(image=names[file.content], question=question, answer=answer,
+                        category=file.category, pair=pair)
+                for question, answer in file.questions
+            ]  # fmt: skip
+        for split, examples in splits.items():
+            write_split(target / f"{split}.jsonl", examples)
     except OSError as error:
         what = f"cannot be written ({error.strerror or error})"
         fix = "choose another folder with --data"
         raise ConfigError("search", [Problem(str(target), what, fix)]) from None
+    return {split: len(examples) for split, examples in splits.items()}
 
 
 def _read_category(folder: Path, problems: list[Problem]) -> Iterator[_TextFile]:
@@ -171,39 +176,39 @@ def _read_category(folder: Path, problems: list[Problem]) -> Iterator[_TextFile]
         except UnicodeDecodeError:
             problems.append(Problem(where, "is not UTF-8", "save it as UTF-8"))
             continue
-        questions = _read_questions(lines, where, problems)
+        count, questions = len(problems), list[tuple[str, str]]()
+        fix = "a line is a question, a tab and the answer"
+        for number, line in enumerate(lines, 1):
+            parts = [part.strip() for part in line.split("\t")]
+            if len(parts) == 2 and all(parts):
+                questions.append((parts[0], parts[1]))
+            elif line.strip():
+                what = "is no question with an answer"
+                problems.append(Problem(f"{where}:{number}", what, fix))
+        if len(problems) > count:
+            continue
         if questions:
             yield _TextFile(folder.name, image, content, questions)
-
-
-def _read_questions(
-    lines: Sequence[str], where: str, problems: list[Problem]
-) -> list[tuple[str, str]]:
-    """The questions of a text file and their answers; empty where a line is neither."""
-    questions, invalid = [], False
-    fix = "a line is a question, a tab and the answer"
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        parts = [part.strip() for part in line.split("\t")]
-        if len(parts) == 2 and all(parts):
-            questions.append((parts[0], parts[1]))
         else:
-            problems.append(Problem(f"{where}:{number}", "is no question with an answer", fix))
-            invalid = True
-    if not questions and not invalid:
-        problems.append(Problem(where, "has no question", fix))
-    return [] if invalid else questions
+            problems.append(Problem(where, "has no question", fix))
 
 
 def _draw_splits(files: Sequence[_TextFile], seed: int) -> dict[str, Split]:
     """A random split for each image content, so that each category has its :data:`_SHARES`."""
     rng = random.Random(seed)
-    sizes = Counter(file.category for file in files)
-    places = {category: _count_places(size) for category, size in sizes.items()}
     categories: dict[str, list[str]] = {}
     for file in files:
         categories.setdefault(file.content, []).append(file.category)
+    # Images of a category that each split gets.
+    places: dict[str, dict[Split, int]] = {}
+    for category, size in Counter(file.category for file in files).items():
+        begin, share = 0, 0.0
+        places[category] = {}
+        for split in SPLITS:
+            share += _SHARES[split]
+            end = round(share * size)
+            places[category][split] = end - begin
+            begin = end
     split_of: dict[str, Split] = {}
     # Images of several categories first: the others can then fill the places that are left.
     for content in sorted(categories, key=lambda content: -len(categories[content])):
@@ -216,34 +221,3 @@ def _draw_splits(files: Sequence[_TextFile], seed: int) -> dict[str, Split]:
         for name in names:
             places[name][split] -= 1
     return split_of
-
-
-def _count_places(images: int) -> dict[Split, int]:
-    """Images of a category that each split gets."""
-    begin, share, places = 0, 0.0, dict[Split, int]()
-    for split in SPLITS:
-        share += _SHARES[split]
-        end = round(share * images)
-        places[split] = end - begin
-        begin = end
-    return places
-
-
-def _write_splits(
-    files: Sequence[_TextFile], split_of: Mapping[str, Split], target: Path
-) -> dict[Split, int]:
-    splits: dict[Split, list[Example]] = {split: [] for split in SPLITS}
-    names: dict[str, str] = {}
-    for pair, file in enumerate(files):
-        if file.content not in names:
-            name = names[file.content] = f"images/{file.category}/{file.image.name}"
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file.image, target / name)
-        splits[split_of[file.content]] += [
-            Example(image=names[file.content], question=question, answer=answer,
-                    category=file.category, pair=pair)
-            for question, answer in file.questions
-        ]  # fmt: skip
-    for split, examples in splits.items():
-        write_split(target / f"{split}.jsonl", examples)
-    return {split: len(examples) for split, examples in splits.items()}

@@ -101,40 +101,37 @@ class RecordedEvaluator:
         """
         if job.start == job.stop:
             return NO_ANSWERS
-        known = self._ledger.find(EvaluationRecord, _empty_record(job).key)
-        record = known or await self._measure(job)
-        if record.failure:
-            raise EvaluationFailed(record.failure)
-        return Answers(record.logprob, tuple(bit == "1" for bit in record.right))
-
-    async def _measure(self, job: EvaluationJob) -> EvaluationRecord:
-        start, started_at = time.monotonic(), time.time()
-        try:
-            answers = await self._evaluator.evaluate(job)
-            if not all(map(math.isfinite, answers.logprob)):
-                raise EvaluationFailed("a log-probability of a reference answer is not finite")
-            logprob = tuple(round(value, _DECIMALS) for value in answers.logprob)
-            right, failure = "".join("01"[correct] for correct in answers.right), ""
-        except EvaluationFailed as error:
-            if baseline := self._baselines.get(_empty_record(job).digest):
-                raise BaselineFailed(
-                    f"{baseline} cannot be measured on the {job.split} split: {error} -> mend the "
-                    "server and resume, or mend the questions and begin a new ledger"
-                ) from None
-            logprob, right, failure = (), "", str(error)
-        clock = Clock(at=started_at, seconds=round(time.monotonic() - start, 3))
-        result = {"logprob": logprob, "right": right, "failure": failure, "clock": clock}
-        return self._ledger.put(_empty_record(job).model_copy(update=result))
-
-
-def _empty_record(job: EvaluationJob) -> EvaluationRecord:
-    return EvaluationRecord(
-        split=job.split,
-        digest=ALL_TOKENS if job.candidate is None else job.candidate.digest,
-        budget=0 if job.candidate is None else job.budget,
-        start=job.start,
-        stop=job.stop,
-    )
+        digest = ALL_TOKENS if job.candidate is None else job.candidate.digest
+        record = EvaluationRecord(
+            split=job.split,
+            digest=digest,
+            budget=0 if job.candidate is None else job.budget,
+            start=job.start,
+            stop=job.stop,
+        )
+        known = self._ledger.find(EvaluationRecord, record.key)
+        if known is None:
+            start, started_at = time.monotonic(), time.time()
+            logprob, right, failure = tuple[float, ...](), "", ""
+            try:
+                answers = await self._evaluator.evaluate(job)
+                if not all(map(math.isfinite, answers.logprob)):
+                    raise EvaluationFailed("a log-probability of a reference answer is not finite")
+                logprob = tuple(round(value, _DECIMALS) for value in answers.logprob)
+                right = "".join("01"[correct] for correct in answers.right)
+            except EvaluationFailed as error:
+                if baseline := self._baselines.get(digest):
+                    raise BaselineFailed(
+                        f"{baseline} cannot be measured on the {job.split} split: {error} -> mend "
+                        "the server and resume, or mend the questions and begin a new ledger"
+                    ) from None
+                failure = str(error)
+            clock = Clock(at=started_at, seconds=round(time.monotonic() - start, 3))
+            result = {"logprob": logprob, "right": right, "failure": failure, "clock": clock}
+            known = self._ledger.put(record.model_copy(update=result))
+        if known.failure:
+            raise EvaluationFailed(known.failure)
+        return Answers(known.logprob, tuple(bit == "1" for bit in known.right))
 
 
 class ServedEvaluator:
@@ -176,7 +173,19 @@ class ServedEvaluator:
                 models[server] = list(await server.list_models())
             except FAILURES as error:
                 problems.append(describe_failure(server.url, error))
-        problems += self._choose_model(models)
+        # The model that is named, else the first of the first server; all must serve it.
+        offered = list(dict.fromkeys(names[0] for names in models.values()))
+        for server, names in models.items():
+            if self._model and self._model not in names:
+                fix = "correct --server-model, or serve that model"
+                what = f"serves {', '.join(names)}, not {self._model}"
+                problems.append(Problem(server.url, what, fix))
+        if not self._model and offered:
+            self._model = offered[0]
+            if not all(self._model in names for names in models.values()):
+                fix = "give servers of one model, or name one that all serve with --server-model"
+                what = f"serve different models: {', '.join(offered)}"
+                problems.append(Problem("--server-url", what, fix))
         for server, names in models.items():
             if self._model in names:
                 problems += await self._try_state(server)
@@ -197,22 +206,6 @@ class ServedEvaluator:
         """Close all connections."""
         for server in self._servers:
             await server.close()
-
-    def _choose_model(self, models: Mapping[AsyncServerClient, Sequence[str]]) -> list[Problem]:
-        """Evaluate the given model, else the first of the first server; all must serve it."""
-        if self._model:
-            fix = "correct --server-model, or serve that model"
-            return [
-                Problem(server.url, f"serves {', '.join(names)}, not {self._model}", fix)
-                for server, names in models.items()
-                if self._model not in names
-            ]
-        firsts = list(dict.fromkeys(names[0] for names in models.values()))
-        self._model = firsts[0] if firsts else ""
-        if all(self._model in names for names in models.values()):
-            return []
-        fix = "give servers of one model, or name one that all serve with --server-model"
-        return [Problem("--server-url", f"serve different models: {', '.join(firsts)}", fix)]
 
     async def _try_state(self, server: AsyncServerClient) -> list[Problem]:
         """Why a server cannot measure states, if so."""

@@ -56,21 +56,35 @@ class Cost(FrozenModel):
 
 
 class _Record(FrozenModel):
-    key_format: ClassVar[str] = ""
-    """The key of a record in its ledger, by its fields."""
+    key_format: ClassVar[str] = "{kind}"
+    """The key of a record in its ledger, which holds one record of each, by its fields."""
     clock: Clock = Clock()
 
     @property
     def key(self) -> str:
-        """Key in the ledger, which holds one record of each."""
+        """Key in the ledger."""
         return self.key_format.format_map(dict(self))
+
+
+class _CandidateRecord(_Record):
+    """A record of the candidate ``index`` of a round."""
+
+    # Declared here so that records keep the order of their fields, of which digests are taken.
+    kind: str
+    key_format: ClassVar[str] = "{kind}/{round}/{index}"
+    round: int
+    index: int
+
+    @property
+    def name(self) -> str:
+        """``round.index``, the candidate's name."""
+        return f"{self.round}.{self.index}"
 
 
 class SettingsRecord(_Record):
     """First record of a ledger: the settings of its search."""
 
     kind: Literal["opened"] = "opened"
-    key_format: ClassVar[str] = "opened"
     settings: Settings
 
 
@@ -78,13 +92,11 @@ Attempt = Literal["first", "repair"]
 """What a reply answers: a request, or the problems of a first reply."""
 
 
-class ReplyRecord(_Record):
+class ReplyRecord(_CandidateRecord):
     """The proposer's reply to one request; ``text`` is None if all attempts failed."""
 
     kind: Literal["reply"] = "reply"
-    key_format: ClassVar[str] = "reply/{round}/{index}/{attempt}"
-    round: int
-    index: int
+    key_format: ClassVar[str] = "{kind}/{round}/{index}/{attempt}"
     attempt: Attempt = "first"
     request: str = Field(description="SHA-256 of the messages")
     text: str | None = None
@@ -92,25 +104,19 @@ class ReplyRecord(_Record):
     cost: Cost = Cost()
 
 
-class ProgramRecord(_Record):
+class ProgramRecord(_CandidateRecord):
     """Output of a program that the proposer wrote, or the reason why it failed."""
 
     kind: Literal["program"] = "program"
-    key_format: ClassVar[str] = "program/{round}/{index}"
-    round: int
-    index: int
     code: str
     output: str = ""
     failure: str = ""
 
 
-class ProposalRecord(_Record):
+class ProposalRecord(_CandidateRecord):
     """A proposed candidate, or the problems that make it invalid."""
 
     kind: Literal["proposal"] = "proposal"
-    key_format: ClassVar[str] = "proposal/{round}/{index}"
-    round: int
-    index: int
     origin: str = Field(description="source of the proposal: llm, tpe, warm start, ...")
     parents: tuple[str, ...] = ()
     state: dict[str, JsonValue] | None = None
@@ -121,17 +127,12 @@ class ProposalRecord(_Record):
         default=None, exclude_if=lambda value: value is None, description="of a proposal in a list"
     )
 
-    @property
-    def name(self) -> str:
-        """``round.index``, the candidate's name in reports."""
-        return f"{self.round}.{self.index}"
-
 
 class VerdictRecord(_Record):
     """Safety check of one state; ``behaviour`` is the fingerprint of its selections on probes."""
 
     kind: Literal["verdict"] = "verdict"
-    key_format: ClassVar[str] = "verdict/{digest}"
+    key_format: ClassVar[str] = "{kind}/{digest}"
     digest: str
     valid: bool
     quota: int = 0
@@ -148,7 +149,7 @@ class EvaluationRecord(_Record):
     """
 
     kind: Literal["evaluation"] = "evaluation"
-    key_format: ClassVar[str] = "evaluation/{split}/{digest}/{budget}/{start}-{stop}"
+    key_format: ClassVar[str] = "{kind}/{split}/{digest}/{budget}/{start}-{stop}"
     split: Split
     digest: str
     budget: int
@@ -163,13 +164,10 @@ Status = Literal["evaluated", "dropped", "same", "invalid", "unsafe", "unevaluat
 """Outcome of a candidate; ``dropped``: stopped early, ``same``: duplicate of an earlier one."""
 
 
-class TrialRecord(_Record):
+class TrialRecord(_CandidateRecord):
     """Result of one candidate: its status, and its scores relative to the unpruned model."""
 
     kind: Literal["trial"] = "trial"
-    key_format: ClassVar[str] = "trial/{round}/{index}"
-    round: int
-    index: int
     status: Status
     same_as: str = ""
     reason: str = ""
@@ -178,17 +176,12 @@ class TrialRecord(_Record):
     accuracy: float | None = None
     accuracy_plus: float | None = None
 
-    @property
-    def name(self) -> str:
-        """Name of the candidate."""
-        return f"{self.round}.{self.index}"
-
 
 class SummaryRecord(_Record):
     """H_t: the summary of all rounds so far, as it appears in prompts."""
 
     kind: Literal["summary"] = "summary"
-    key_format: ClassVar[str] = "summary/{round}"
+    key_format: ClassVar[str] = "{kind}/{round}"
     round: int
     text: str
 
@@ -210,7 +203,6 @@ class WinnerRecord(_Record):
     """The winner among the confirmed candidates, with its scores on the test split."""
 
     kind: Literal["chosen"] = "chosen"
-    key_format: ClassVar[str] = "chosen"
     winner: str
     digest: str
     state: dict[str, JsonValue] | None
@@ -253,7 +245,7 @@ _EXTERNAL_RECORDS = (ReplyRecord, ProgramRecord, VerdictRecord, EvaluationRecord
 _ADAPTER: TypeAdapter[Record] = TypeAdapter(Record)
 
 
-def canonical_json(record: Record) -> str:
+def _canonical_json(record: Record) -> str:
     """Canonical JSON of a record without its clock."""
     return _ADAPTER.dump_json(record, exclude={"clock"}).decode()
 
@@ -288,31 +280,22 @@ class Ledger(RecordFile[Record]):
         record = self._by_key.get(key)
         if record is None and key in self._recorded:
             record = self.put(self._recorded[key])
-        if record is None:
-            return None
-        if not isinstance(record, kind):
-            raise SearchError(
-                f"ledger {self.path}: {key} is a {record.kind}, not a {kind.__name__}"
-            )
-        return record
+        return record if isinstance(record, kind) else None
 
     def put(self, record: R) -> R:
-        """Append a record and return it; for a known key, return the existing equal record.
+        """Append a record, unless one that differs in its clock only is known; returns it.
 
-        Raises :class:`SearchError` if the existing record differs, which means a ledger of another
+        Raises :class:`SearchError` if the known record differs, which means a ledger of another
         search or version, or if the record cannot be written.
         """
         known = self._by_key.get(record.key)
-        if known is not None:
-            if not isinstance(known, type(record)) or (
-                canonical_json(known) != canonical_json(record)
-            ):
-                raise SearchError(
-                    f"ledger {self.path}: {record.key} does not follow from what is recorded -> "
-                    "resume with the version and the data that began it, or begin a new ledger"
-                )
-            return known
-        self.append([record])
+        if known is None:
+            self.append([record])
+        elif _canonical_json(known) != _canonical_json(record):
+            raise SearchError(
+                f"ledger {self.path}: {record.key} does not follow from what is recorded -> "
+                "resume with the version and the data that began it, or begin a new ledger"
+            )
         return record
 
     def append(self, records: Sequence[Record]) -> None:
@@ -333,5 +316,5 @@ def read_ledger(path: Path) -> list[Record]:
 def digest_records(records: Iterable[Record]) -> str:
     """SHA-256 of the records of a ledger, independent of their order and clocks."""
     by_key = {record.key: record for record in records}
-    lines = sorted(f"{key} {canonical_json(record)}" for key, record in by_key.items())
+    lines = sorted(f"{key} {_canonical_json(record)}" for key, record in by_key.items())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -53,31 +53,43 @@ def select(features, signals, K):
 @cache
 def describe_task(settings: Settings) -> str:
     """The constant part of all prompts: what is designed, from what, and how it is scored."""
-    return _describe_code(settings) if settings.writes_code else _describe_language(settings)
-
-
-def _describe_score(settings: Settings) -> str:
+    budget, policy = settings.source_budget, BASE_POLICIES[settings.base_policy]
+    score = "mean log-probability of the reference answers"
     if settings.objective == "mme":
-        return (
-            "the MME total of the model (accuracy and accuracy+ of each category in per cent, "
-            "summed) less that of the model with all tokens; higher is better"
+        score = (
+            "MME total of the model (accuracy and accuracy+ of each category in per cent, summed)"
         )
-    return (
-        "the mean log-probability of the reference answers less that of the model with all "
-        "tokens; higher is better"
-    )
+    score = f"A score is the {score} less that of the model with all tokens; higher is better."
+    if settings.writes_code:
+        signals = "\n".join(f"- {name}: {effect}" for name, effect in SIGNALS.items())
+        return f"""You design a policy that decides which {budget} visual tokens of an \
+image a vision-language model keeps. It is a Python function select(features, signals, K) that \
+returns the indices of K different tokens. features is a numpy array (N, D), the tokens as the \
+language model reads them; signals is a dict of numpy arrays:
 
+{signals}
 
-def _describe_language(settings: Settings) -> str:
-    budget = settings.source_budget
+The base policy is {policy.name}: {policy.doc} The function is called once for each image and \
+question. {score} The program may import numpy, math and random; \
+it has no files and no network, and returns the same indices each time."""
+    base = f"The base policy {policy.name} picks {budget} of them: {policy.doc}"
+    if settings.bases:
+        listed = "\n".join(f"- {name}: {BASE_POLICIES[name].doc}" for name in settings.bases)
+        base = (
+            f"A base policy picks {budget} of them, one of:\n{listed}\n"
+            f'Scores of "base policy alone" are those of {policy.name}.'
+        )
     atoms = render_proposer_text(searched_components(settings), excluded_atoms(settings))
-    added = f' "source", "budget" and "safety" may be added; K is {budget}, whatever the budget.'
-    library = added if settings.library == "paper" else ""
+    library = ""
+    if settings.library == "paper":
+        library = (
+            f' "source", "budget" and "safety" may be added; K is {budget}, whatever the budget.'
+        )
     return f"""You design a policy that decides which visual tokens of an image a vision-language \
-model keeps. {_describe_bases(settings)} Your policy scores \
+model keeps. {base} Your policy scores \
 all tokens by fused signals, gathers candidates in a pool, and lets a selector exchange at most \
-q_e of the {budget} picks for candidates. {describe_space(settings.space)}A score is \
-{_describe_score(settings)}. These atoms can be used:
+q_e of the {budget} picks for candidates. {describe_space(settings.space)}{score} \
+These atoms can be used:
 
 {atoms.strip()}
 
@@ -86,33 +98,6 @@ A policy is one JSON object: {{"scoring": {{"signals": [...], "kernel": ..., "fu
 {', "core": {"share": ..., ...} or null' if settings.core else ""}\
 {', "rank_at": ...' if settings.rank_at else ""}\
 {f', "{BASE}": {{"name": ...}}' if settings.bases else ""}}}{library}"""
-
-
-def _describe_bases(settings: Settings) -> str:
-    budget = settings.source_budget
-    if not settings.bases:
-        policy = BASE_POLICIES[settings.base_policy]
-        return f"The base policy {policy.name} picks {budget} of them: {policy.doc}"
-    listed = "\n".join(f"- {name}: {BASE_POLICIES[name].doc}" for name in settings.bases)
-    return (
-        f"A base policy picks {budget} of them, one of:\n{listed}\n"
-        f'Scores of "base policy alone" are those of {settings.base_policy}.'
-    )
-
-
-def _describe_code(settings: Settings) -> str:
-    policy = BASE_POLICIES[settings.base_policy]
-    signals = "\n".join(f"- {name}: {effect}" for name, effect in SIGNALS.items())
-    return f"""You design a policy that decides which {settings.source_budget} visual tokens of an \
-image a vision-language model keeps. It is a Python function select(features, signals, K) that \
-returns the indices of K different tokens. features is a numpy array (N, D), the tokens as the \
-language model reads them; signals is a dict of numpy arrays:
-
-{signals}
-
-The base policy is {policy.name}: {policy.doc} The function is called once for each image and \
-question. A score is {_describe_score(settings)}. The program may import numpy, math and random; \
-it has no files and no network, and returns the same indices each time."""
 
 
 def _ask(settings: Settings, request: str) -> Messages:

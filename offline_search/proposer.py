@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from offline_search.components import JsonObject, SelectionProgram
 from offline_search.ledger import Attempt, Clock, Cost, Ledger, ProgramRecord, ReplyRecord
 from offline_search.programs import run_program
 from offline_search.prompt import Messages, repair_list_prompt, repair_prompt
-from offline_search.schema import list_schema, proposal_schema, shorten_schema
+from offline_search.schema import list_schema, proposal_schema
 from offline_search.settings import Settings
 from vllm_autoprune.errors import ConfigError, Problem
 
@@ -71,6 +72,10 @@ class ProposalRequest:
     origin: str
     parents: tuple[str, ...] = ()
 
+    def draft(self, problem: Problem | None = None) -> Draft:
+        """A draft without a state, for which a reply is read, or which has a problem."""
+        return Draft(self.origin, None, () if problem is None else (problem,), self.parents)
+
 
 class ProposalClient:
     """Requests proposals by their place in the search; recorded replies are not requested again."""
@@ -85,13 +90,13 @@ class ProposalClient:
 
     async def request_proposal(self, request: ProposalRequest) -> Draft:
         """The draft in a reply, after one attempt to repair an invalid reply."""
-        schema = self._schema()
-        reply = await self._recorded_reply(request, "first", request.messages, schema)
+        schema = proposal_schema(self._settings)
+        reply = await self._reply(request, "first", request.messages, schema)
         draft = self._parse(reply, request)
         if draft.state is not None or reply.text is None:
             return draft
         messages = repair_prompt(request.messages, reply.text, list(map(str, draft.problems)))
-        repaired = await self._recorded_reply(request, "repair", messages, schema)
+        repaired = await self._reply(request, "repair", messages, schema)
         return draft if repaired.text is None else self._parse(repaired, request)
 
     async def request_list(
@@ -101,21 +106,20 @@ class ProposalClient:
 
         A proposal may have one of ``names`` as its parent.
         """
-        schema, messages = list_schema(self._schema(), count), request.messages
-        reply = await self._recorded_reply(request, "first", messages, schema)
+        settings, messages = self._settings, request.messages
+        reply = await self._reply(request, "first", messages, list_schema(settings, count))
         if reply.text is None:
             return [self._parse(reply, request)] * count
-        default = Draft(request.origin, None, (), request.parents)
-        drafts = parse_list(reply.text, self._settings, count, default, names)
+        drafts = parse_list(reply.text, settings, count, request.draft(), names)
         invalid = [index for index, draft in enumerate(drafts) if draft.state is None]
         if not invalid:
             return drafts
         problems = {index + 1: list(map(str, drafts[index].problems)) for index in invalid}
         messages = repair_list_prompt(messages, reply.text, problems, count)
-        schema = list_schema(self._schema(), len(invalid))
-        repaired = await self._recorded_reply(request, "repair", messages, schema)
+        schema = list_schema(settings, len(invalid))
+        repaired = await self._reply(request, "repair", messages, schema)
         if repaired.text is not None:
-            again = parse_list(repaired.text, self._settings, len(invalid), default, names)
+            again = parse_list(repaired.text, settings, len(invalid), request.draft(), names)
             for index, draft in zip(invalid, again, strict=True):
                 drafts[index] = drafts[index] if draft.state is None else draft
         return drafts
@@ -128,24 +132,33 @@ class ProposalClient:
         ``extract_code`` raises :class:`ValueError` for a reply without a program. Failed programs
         are not repaired: later prompts show their errors.
         """
-        reply = await self._recorded_reply(request, "first", request.messages, None)
+        reply = await self._reply(request, "first", request.messages, None)
         if reply.text is None:
             return self._parse(reply, request)
-        draft = Draft(request.origin, None, (), request.parents)
         try:
             code = extract_code(reply.text)
         except ValueError as error:
-            problem = Problem("", str(error), "change the program", "reply.program")
-            return replace(draft, problems=(problem,))
+            return request.draft(Problem("", str(error), "change the program", "reply.program"))
         if self._settings.writes_code:
-            return replace(draft, program=code, selection=SelectionProgram(code))
+            return replace(request.draft(), program=code, selection=SelectionProgram(code))
         key = f"program/{request.round}/{request.index}"
-        program = self._ledger.find(ProgramRecord, key) or await self._run(code, request)
+        program = self._ledger.find(ProgramRecord, key)
+        if program is None:
+            output = await run_program(code, self._settings.source_budget)
+            program = self._ledger.put(
+                ProgramRecord(
+                    round=request.round,
+                    index=request.index,
+                    code=code[:MAX_REPLY_CHARACTERS],
+                    output=output.text,
+                    failure=output.failure,
+                )
+            )
         if program.failure:
             fix = "write a program that defines policy(budget)"
-            problem = Problem("", program.failure, fix, "reply.program")
-            return replace(draft, problems=(problem,), program=program.code)
-        draft = parse_proposal(program.output, self._settings, request.origin, request.parents)
+            draft = request.draft(Problem("", program.failure, fix, "reply.program"))
+        else:
+            draft = parse_proposal(program.output, self._settings, request.draft())
         return replace(draft, program=program.code)
 
     def total_cost(self) -> Cost:
@@ -153,28 +166,13 @@ class ProposalClient:
         replies = (record for record in self._ledger if isinstance(record, ReplyRecord))
         return sum((reply.cost for reply in replies), Cost())
 
-    def _schema(self) -> JsonObject:
-        return shorten_schema(proposal_schema(self._settings))
-
-    async def _run(self, code: str, request: ProposalRequest) -> ProgramRecord:
-        output = await run_program(code, self._settings.source_budget)
-        return self._ledger.put(
-            ProgramRecord(
-                round=request.round,
-                index=request.index,
-                code=code[:MAX_REPLY_CHARACTERS],
-                output=output.text,
-                failure=output.failure,
-            )
-        )
-
     def _parse(self, reply: ReplyRecord, request: ProposalRequest) -> Draft:
         if reply.text is None:
             problem = Problem("", reply.failure, "look at the endpoint", "reply.failure")
-            return Draft(request.origin, None, (problem,), request.parents)
-        return parse_proposal(reply.text, self._settings, request.origin, request.parents)
+            return request.draft(problem)
+        return parse_proposal(reply.text, self._settings, request.draft())
 
-    async def _recorded_reply(
+    async def _reply(
         self,
         request: ProposalRequest,
         attempt: Attempt,
@@ -194,23 +192,23 @@ class ProposalClient:
             reply = await self._proposer.reply(messages, schema, seed)
         # One character more than is valid, so that a recorded reply is too long as well.
         length = MAX_REPLY_CHARACTERS * self._settings.proposals_per_reply + 1
+        text, failure = (
+            # "?" for halves of surrogate pairs, which UTF-8 cannot hold.
+            None if value is None else value.encode(errors="replace").decode()
+            for value in (reply.text and reply.text[:length], reply.failure)
+        )
         return self._ledger.put(
             ReplyRecord(
                 round=number,
                 index=index,
                 attempt=attempt,
                 request=hashlib.sha256(json.dumps(messages).encode()).hexdigest(),
-                text=None if reply.text is None else _encodable(reply.text[:length]),
-                failure=_encodable(reply.failure),
+                text=text,
+                failure=failure or "",
                 cost=reply.cost,
                 clock=Clock(at=started_at, seconds=round(time.monotonic() - start, 3)),
             )
         )
-
-
-def _encodable(text: str) -> str:
-    """The text with "?" for halves of surrogate pairs, which UTF-8 cannot hold."""
-    return text.encode(errors="replace").decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +241,16 @@ class EndpointSettings:
     in chunks crashes its engine ("CPU Generator does not use offset")."""
 
 
-_PERMANENT_ERRORS = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
-"""Errors that a retry cannot change."""
-
 _REFUSALS = (openai.BadRequestError, openai.UnprocessableEntityError)
 """Refused requests; the JSON Schema may be the reason."""
+
+_PERMANENT_ERRORS = (
+    openai.AuthenticationError,
+    openai.PermissionDeniedError,
+    openai.NotFoundError,
+    *_REFUSALS,
+)
+"""Errors that a retry cannot change."""
 
 
 class EndpointProposer:
@@ -282,7 +285,10 @@ class EndpointProposer:
             if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
                 where, fix = "--proposer-key-env", "name a variable that holds a valid key"
             elif isinstance(error, openai.NotFoundError):
-                where, fix = "--proposer-model", await self._list_models()
+                where, fix = "--proposer-model", "name a model that the endpoint has"
+                with suppress(openai.OpenAIError):
+                    names = [model.id async for model in self._client.models.list()]
+                    fix += f": {', '.join(names[:8])}"
             elif error.status_code == 429 or error.status_code >= 500:
                 return  # temporarily overloaded; requests of the search are retried
             else:
@@ -310,7 +316,7 @@ class EndpointProposer:
                 return reply
             except openai.OpenAIError as error:
                 failure = f"{type(error).__name__}: {_error_text(error)}"
-                permanent = isinstance(error, (*_PERMANENT_ERRORS, *_REFUSALS))
+                permanent = isinstance(error, _PERMANENT_ERRORS)
                 retries = "" if permanent else f", after at most {self._endpoint.retries} retries"
                 return Reply(None, failure + retries)
             except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
@@ -336,23 +342,12 @@ class EndpointProposer:
             **extra,
         )
         usage = completion.usage
-        prompt_tokens = int(usage.prompt_tokens) if usage else 0
-        completion_tokens = int(usage.completion_tokens) if usage else 0
-        cost = Cost(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            money=round(endpoint.price.cost(prompt_tokens, completion_tokens), 9),
-        )
+        counts = (int(usage.prompt_tokens), int(usage.completion_tokens)) if usage else (0, 0)
+        money = round(endpoint.price.cost(*counts), 9)
+        cost = Cost(prompt_tokens=counts[0], completion_tokens=counts[1], money=money)
         message = completion.choices[0].message
         text = message.content or message.refusal
         return Reply(text if isinstance(text, str) else "", "", cost)
-
-    async def _list_models(self) -> str:
-        try:
-            models = [model.id async for model in self._client.models.list()]
-        except openai.OpenAIError:
-            return "name a model that the endpoint has"
-        return f"name a model that the endpoint has: {', '.join(models[:8])}"
 
 
 def _error_text(error: openai.OpenAIError) -> str:

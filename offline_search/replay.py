@@ -70,7 +70,14 @@ async def replay(recording: Path, into: Path, dataset: Dataset) -> tuple[WinnerR
     """
     recorded = read_ledger(recording)
     settings = recorded_settings(recording, recorded)
-    _require_recorded_data(recording, settings, dataset)
+    # Every evaluator of the package and of the benchmarks ends its name so; others are not checked.
+    named = re.search(r"data ([0-9a-f]{12})$", settings.evaluator)
+    if named is not None and not dataset.digest.startswith(named[1]):
+        raise SearchError(
+            f"ledger {recording}: its search had other questions than {dataset.folder} gives "
+            f"(data {named[1]}, not {dataset.digest[:12]}) -> give the data folder and the "
+            "--images of the recorded search"
+        )
     backend = UnavailableBackend(settings.evaluator, dataset)
     with Ledger(into, recorded) as ledger:
         winner = await Search(settings, ledger, backend, backend).run()
@@ -83,17 +90,6 @@ def recorded_settings(path: Path, records: Sequence[Record]) -> Settings:
         if isinstance(record, SettingsRecord):
             return record.settings
     raise SearchError(f"ledger {path}: contains no search -> give one that has begun")
-
-
-def _require_recorded_data(recording: Path, settings: Settings, dataset: Dataset) -> None:
-    # Every evaluator of the package and of the benchmarks ends its name so; others are not checked.
-    named = re.search(r"data ([0-9a-f]{12})$", settings.evaluator)
-    if named is not None and not dataset.digest.startswith(named[1]):
-        raise SearchError(
-            f"ledger {recording}: its search had other questions than {dataset.folder} gives "
-            f"(data {named[1]}, not {dataset.digest[:12]}) -> give the data folder and the "
-            "--images of the recorded search"
-        )
 
 
 _CHARACTERS_PER_TOKEN = 3.5

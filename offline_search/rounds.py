@@ -204,10 +204,23 @@ class RoundEvaluator:
         self, drafts: Sequence[Draft], number: int, history: History, early_stopping: bool
     ) -> list[Trial]:
         """The trials of one round in the order of its drafts; states are measured concurrently."""
-        candidates = [
-            self._begin(draft, self._ledger.put(_proposal_record(draft, number, index)))
-            for index, draft in enumerate(drafts)
-        ]
+        candidates: list[_Candidate] = []
+        for index, draft in enumerate(drafts):
+            state, proposed = draft.state, draft.candidate
+            proposal = ProposalRecord(
+                round=number,
+                index=index,
+                origin=draft.origin,
+                parents=draft.parents,
+                state=None
+                if state is None
+                else state.model_dump(mode="json", exclude={"provenance"}),
+                digest="" if proposed is None else proposed.digest,
+                problems=tuple(str(problem)[:500] for problem in draft.problems[:8]),
+                program=draft.program,
+                hypothesis=draft.hypothesis,
+            )
+            candidates.append(self._begin(draft, self._ledger.put(proposal)))
         for candidate in candidates:
             candidate.result = await self._screen(candidate)
         start = 0
@@ -217,7 +230,15 @@ class RoundEvaluator:
             if stop < len(self._examples):
                 self._drop_losers(candidates, history.best_values(), stop, _RACING_KEEPS[step])
             start = stop
-        return [self._finish(candidate) for candidate in candidates]
+        trials = []
+        for candidate in candidates:
+            draft, values = candidate.draft, None
+            result = candidate.result or self._trial_record(candidate, "evaluated")
+            if candidate.answer_count():
+                values = self._values(candidate)
+            self._ledger.put(result)
+            trials.append(Trial(candidate.proposal, result, draft.state, values, draft.selection))
+        return trials
 
     def _begin(self, draft: Draft, proposal: ProposalRecord) -> _Candidate:
         return _Candidate(draft, proposal, [NO_ANSWERS] * len(self._settings.budgets))
@@ -291,13 +312,6 @@ class RoundEvaluator:
             reason = f"not among the best {after}"
             candidate.result = self._trial_record(candidate, "dropped", reason=reason)
 
-    def _finish(self, candidate: _Candidate) -> Trial:
-        result = candidate.result or self._trial_record(candidate, "evaluated")
-        result = self._ledger.put(result)
-        values = self._values(candidate) if candidate.answer_count() else None
-        draft = candidate.draft
-        return Trial(candidate.proposal, result, draft.state, values, draft.selection)
-
     async def _check(self, candidate: Candidate) -> VerdictRecord:
         known = self._ledger.find(VerdictRecord, f"verdict/{candidate.digest}")
         if known is not None:
@@ -336,18 +350,3 @@ def _unfinished(candidates: Sequence[_Candidate]) -> list[_Candidate]:
 
 def _mean(values: Sequence[float]) -> float:
     return round(sum(values) / len(values), 6)
-
-
-def _proposal_record(draft: Draft, number: int, index: int) -> ProposalRecord:
-    state, candidate = draft.state, draft.candidate
-    return ProposalRecord(
-        round=number,
-        index=index,
-        origin=draft.origin,
-        parents=draft.parents,
-        state=None if state is None else state.model_dump(mode="json", exclude={"provenance"}),
-        digest="" if candidate is None else candidate.digest,
-        problems=tuple(str(problem)[:500] for problem in draft.problems[:8]),
-        program=draft.program,
-        hypothesis=draft.hypothesis,
-    )

@@ -15,7 +15,9 @@ It is reported on the test split, beside the base policy on the same examples.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -26,6 +28,7 @@ from offline_search.components import Candidate
 from offline_search.dataset import Dataset, Split
 from offline_search.evaluator import EvaluationJob, Evaluator, RecordedEvaluator
 from offline_search.history import (
+    FAILURES_TO_GIVE_UP,
     Answers,
     History,
     Trial,
@@ -39,13 +42,14 @@ from offline_search.history import (
 )
 from offline_search.ledger import (
     Comparison,
+    Cost,
     Ledger,
     SettingsRecord,
     SummaryRecord,
     WinnerRecord,
 )
 from offline_search.proposer import ProposalClient, Proposer, SpendingLimits
-from offline_search.report import ProgressLog
+from offline_search.report import describe_leader, format_interval
 from offline_search.rounds import RoundEvaluator
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
@@ -59,8 +63,61 @@ from offline_search.strategies.strategy import (
 from offline_search.summary import summarize
 from vllm_autoprune.errors import EvaluationFailed, SearchError
 from vllm_autoprune.evaluation.questions import Example
-from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.state import PruningState
+
+
+class ProgressLog:
+    """Writes one line a round, and one line for each candidate that was not evaluated."""
+
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
+        self._write = write
+        self._clock = clock
+        self._created = clock()
+        self._rounds_started = self._created
+        self._leader: str | None = None
+
+    def on_start(self, history: History, examples: int) -> None:
+        """Write the base policy's objective."""
+        base = history.base.objective or 0.0
+        elapsed = self._clock() - self._created
+        self._write(f"base policy {base:+.4f} on {examples} examples ({elapsed:.0f} s)")
+        self._rounds_started = self._clock()
+
+    def on_round(
+        self, number: int, trials: Sequence[Trial], history: History, share: float, cost: Cost
+    ) -> None:
+        """Write the results of a round, the best so far, and the remaining time."""
+        best, leader = history.best(), "no leader on the search split"
+        self._leader = None if best is None else best.name
+        if best is not None:
+            origin = best.proposal.origin
+            leader = f"{best.name} by {origin} leads on the search split, {best.score:+.4f}"
+        counts = Counter(trial.result.status for trial in trials)
+        statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
+        tokens = f", {cost.tokens} proposer tokens" if cost.tokens else ""
+        remaining = "time left unknown"
+        if share > 0:
+            seconds = (self._clock() - self._rounds_started) * (1 - share) / share
+            duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+            remaining = f"{duration} left"
+        self._write(f"{share:4.0%} round {number}: {statuses}; {leader}{tokens}, {remaining}")
+        for trial in trials:
+            status, reason = trial.result.status, trial.result.reason
+            if status in ("invalid", "unsafe", "unevaluated"):
+                self._write(f"       {trial.name} {status}: {reason[:120]}")
+        if gave_up([trial.result for trial in history.trials]):
+            count = FAILURES_TO_GIVE_UP
+            self._write(f"gives up: the last {count} candidates were invalid or unsafe")
+
+    def on_finish(self, winner: WinnerRecord) -> None:
+        """Write the winner's scores on the test split, and whether it led the search."""
+        test = winner.test
+        self._write(
+            f"winner {winner.winner}: test objective {format_interval(test.objective)}, gain over "
+            f"the base policy {format_interval(test.gain)}, accuracy {100 * test.accuracy:.1f} %"
+        )
+        if self._leader is not None:
+            self._write(describe_leader(winner, self._leader))
 
 
 @dataclass(frozen=True)
@@ -77,7 +134,18 @@ class Search:
     async def run(self) -> WinnerRecord:
         """Run or resume the search; raises :class:`SearchError` if it cannot continue."""
         settings, ledger = self.settings, self.ledger
-        _require_same_settings(ledger, settings)
+        known = ledger.find(SettingsRecord, "opened")
+        if known is not None and known.settings != settings:
+            before, now = dict(known.settings), dict(settings)
+            differing = [
+                f"{name} is {now[name]!r}, was {before[name]!r}"
+                for name in before
+                if before[name] != now[name]
+            ]
+            raise SearchError(
+                f"ledger {ledger.path} belongs to another search ({'; '.join(differing)}) -> give "
+                "the same settings again, or another ledger"
+            )
         ledger.put(SettingsRecord(settings=settings))
         strategy = STRATEGIES[settings.strategy](settings)
         base = base_state(settings)
@@ -120,23 +188,6 @@ class Search:
         if self.observer is not None:
             self.observer.on_finish(winner)
         return winner
-
-
-def _require_same_settings(ledger: Ledger, settings: Settings) -> None:
-    """Raise :class:`SearchError` if a ledger belongs to a search with other settings."""
-    known = ledger.find(SettingsRecord, "opened")
-    if known is None or known.settings == settings:
-        return
-    before, now = dict(known.settings), dict(settings)
-    differing = [
-        f"{name} is {now[name]!r}, was {before[name]!r}"
-        for name in before
-        if before[name] != now[name]
-    ]
-    raise SearchError(
-        f"ledger {ledger.path} belongs to another search ({'; '.join(differing)}) -> give the "
-        "same settings again, or another ledger"
-    )
 
 
 def _count_answers(history: History) -> int:
@@ -192,40 +243,46 @@ class _WinnerSelector:
             total = searched * candidates[name].score
             total += validation.examples * validation.objective.value
             estimates[name] = round(total / (searched + validation.examples), 6)
-        name, test = await self._measure_best(candidates, estimates)
-        winner = candidates[name]
-        base = await self._compare(self._base, "test")
-        state = None
-        if winner.state is not None:
-            document = self._document(winner, winner.state, confirmed[name], test, base)
-            state = document.model_dump(mode="json")
+        ranked, test, failure = sorted(estimates, key=lambda name: -estimates[name]), None, ""
+        for name in ranked:
+            try:
+                test = await self._compare(candidates[name].require_candidate(), "test")
+                break
+            except EvaluationFailed as error:
+                failure = str(error)
+        if test is None:
+            raise SearchError(
+                f"none of the best candidates could be measured on the test split ({failure}) -> "
+                "look at the server's log and begin a new ledger"
+            )
+        winner, base = candidates[name], await self._compare(self._base, "test")
+        state = winner.state
+        if state is not None:  # name and provenance are outside its digest
+            settings, figures = self._settings, {"validation": confirmed[name], "test": test}
+            figures["test_base_policy"] = base
+            scores = {key: scores.model_dump(mode="json") for key, scores in figures.items()}
+            provenance = state.provenance.model_copy(
+                update={
+                    "found_by": f"vllm-autoprune search, strategy {settings.strategy}, "
+                    f"proposer {settings.proposer or 'none'}",
+                    "evaluated_on": settings.evaluator,
+                    "seed": settings.seed,
+                    "scores": {"search_objective": winner.objective, **scores},
+                    "notes": f"Candidate {name} by {winner.proposal.origin}. "
+                    f"Objective: {describe_objective(settings)}.",
+                }
+            )
+            title = f"{state.base_policy.name}-searched-k{settings.source_budget}"
+            state = state.model_copy(update={"name": title, "provenance": provenance})
         return WinnerRecord(
             winner=name,
             digest=winner.require_candidate().digest,
-            state=state,
+            state=None if state is None else state.model_dump(mode="json"),
             program="" if winner.selection is None else winner.selection.code,
             confirmed=confirmed,
             estimates=estimates,
             test=test,
             base=base,
-        )
-
-    async def _measure_best(
-        self, candidates: Mapping[str, Trial], estimates: Mapping[str, float]
-    ) -> tuple[str, Comparison]:
-        """The best candidate that can be measured on the test split, and its scores there.
-
-        Raises :class:`SearchError` if there is none.
-        """
-        failure = ""
-        for name in sorted(estimates, key=lambda candidate: -estimates[candidate]):
-            try:
-                return name, await self._compare(candidates[name].require_candidate(), "test")
-            except EvaluationFailed as error:
-                failure = str(error)
-        raise SearchError(
-            f"none of the best candidates could be measured on the test split ({failure}) -> "
-            "look at the server's log and begin a new ledger"
         )
 
     async def _compare(self, candidate: Candidate, split: Split) -> Comparison:
@@ -236,6 +293,11 @@ class _WinnerSelector:
         theirs = [await self._measure(self._base, budget, split) for budget in budgets]
         values, base_values = (
             np.mean([relative_values(self._settings, examples, each, full) for each in answers], 0)
+            for answers in (ours, theirs)
+        )
+        # Share of budgets at which each example is answered correctly, (M,).
+        correct, base_correct = (
+            np.mean([np.asarray(each.right, float) for each in answers], axis=0)
             for answers in (ours, theirs)
         )
 
@@ -250,44 +312,9 @@ class _WinnerSelector:
             mme_total=mean(mme_total),
             objective=bootstrap_mean(examples, values),
             gain=bootstrap_mean(examples, values - base_values),
-            accuracy_gain=bootstrap_mean(examples, _mean_correct(ours) - _mean_correct(theirs)),
+            accuracy_gain=bootstrap_mean(examples, correct - base_correct),
         )
 
     async def _measure(self, candidate: Candidate | None, budget: int, split: Split) -> Answers:
         count = len(self._dataset.examples(split))
         return await self._evaluator.evaluate(EvaluationJob(candidate, budget, split, 0, count))
-
-    def _document(
-        self,
-        winner: Trial,
-        state: PruningState,
-        validation: Comparison,
-        test: Comparison,
-        base: Comparison,
-    ) -> PruningState:
-        """The winning state with its name and provenance, which are outside its digest."""
-        settings = self._settings
-        provenance = state.provenance.model_copy(
-            update={
-                "found_by": f"vllm-autoprune search, strategy {settings.strategy}, "
-                f"proposer {settings.proposer or 'none'}",
-                "evaluated_on": settings.evaluator,
-                "seed": settings.seed,
-                "scores": {
-                    "search_objective": winner.objective,
-                    "validation": validation.model_dump(mode="json"),
-                    "test": test.model_dump(mode="json"),
-                    "test_base_policy": base.model_dump(mode="json"),
-                },
-                "notes": f"Candidate {winner.name} by {winner.proposal.origin}. "
-                f"Objective: {describe_objective(settings)}.",
-            }
-        )
-        name = f"{state.base_policy.name}-searched-k{settings.source_budget}"
-        return state.model_copy(update={"name": name, "provenance": provenance})
-
-
-def _mean_correct(answers: Sequence[Answers]) -> Floats:
-    """Share of budgets at which each example is answered correctly, ``(M,)``."""
-    mean: Floats = np.mean([np.asarray(each.right, float) for each in answers], axis=0)
-    return mean

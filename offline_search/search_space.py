@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from pydantic import JsonValue
 
@@ -20,8 +20,6 @@ from offline_search.components import (
     BASE,
     CORE,
     RANK_AT,
-    Choice,
-    ChoiceSource,
     JsonObject,
     atom_calls,
     components_json,
@@ -42,6 +40,19 @@ _NO_YES = ("no", "yes")
 
 _Bounds = tuple[float, float, bool]
 """Inclusive bounds of a number, and whether it is an integer."""
+
+
+Choice = float | str
+
+
+class ChoiceSource(Protocol):
+    """Makes named choices; one name always has the same options or range."""
+
+    def option(self, name: str, options: Sequence[str]) -> str:
+        """One of several options."""
+
+    def number(self, name: str, low: float, high: float, integer: bool) -> float:
+        """A number between two inclusive bounds."""
 
 
 class RandomSource:
@@ -67,7 +78,7 @@ def sample_proposal(source: ChoiceSource, settings: Settings) -> JsonObject:
     Core, place of ranking and base policy come last, so that all other choices are as without.
     """
     if settings.space == "all":
-        proposal = _sample_components(source, settings.source_budget, settings.library)
+        proposal = _draw_components(source, settings.source_budget, settings.library)
     else:
         proposal = _draw_released(source, settings.space)
     if settings.core and source.option("with core", _NO_YES) == "yes":
@@ -89,7 +100,7 @@ def choices_of_state(state: PruningState, settings: Settings) -> dict[str, Choic
     else:
         choices = _choices_of_released(state)
     if settings.core:
-        choices["with core"] = "no" if state.core is None else "yes"
+        choices["with core"] = _NO_YES[state.core is not None]
     if settings.core and state.core is not None:
         choices["core.policy"] = state.core.policy.name
         numbers = state.core.model_dump(include=set(_core_bounds()))
@@ -99,11 +110,25 @@ def choices_of_state(state: PruningState, settings: Settings) -> dict[str, Choic
     return choices | {RANK_AT: state.rank_at} if settings.rank_at else choices
 
 
-def _sample_components(source: ChoiceSource, budget: int, library: Library) -> JsonObject:
+def _draw_components(source: ChoiceSource, budget: int, library: Library) -> JsonObject:
     """Components from the whole language, q_e among powers of two."""
 
     def call(atom: str) -> JsonObject:
-        return _sample_call(source, atom, budget)
+        values: JsonObject = {"atom": atom}
+        for name, schema in _searched_parameters(atom):
+            choice = f"{atom}.{name}"
+            if _is_optional(schema) and source.option(f"{choice} set", _NO_YES) == "no":
+                values[name] = None
+            elif name == "q_e":
+                values[name] = int(source.option(choice, _quota_options(budget)))
+            elif isinstance(words := schema.get("enum"), list):
+                values[name] = source.option(choice, [str(word) for word in words])
+            elif schema.get("type") == "boolean":
+                values[name] = source.option(choice, ("false", "true")) == "true"
+            elif bounds := _bounds(schema):
+                number = source.number(choice, *bounds)
+                values[name] = int(number) if bounds[2] else number
+        return values
 
     def any_of(group: Group) -> JsonObject:
         return call(source.option(group, atom_names(group, library)))
@@ -129,62 +154,31 @@ def _sample_components(source: ChoiceSource, budget: int, library: Library) -> J
 
 
 def _choices_of_components(state: PruningState, budget: int, library: Library) -> dict[str, Choice]:
-    """Recover the choices from components: the inverse of :func:`_sample_components`.
+    """Recover the choices from components: the inverse of :func:`_draw_components`.
 
     A union of pools stands for its first source; partitions and repeated signals have no choice.
     """
-    choices: dict[str, Choice] = {}
     pools = [c.sources[0] if isinstance(c, JoinedPool) else c for c in state.constraints.pool]
-    calls: Sequence[tuple[list[str], Sequence[AtomCall]]] = (
-        (atom_names("scoring", library), state.scoring.signals),
-        (_flat_pools(library), pools),
-    )
-    for names, listed in calls:
-        by_atom = {call.atom: call for call in listed}
-        choices |= {f"with {name}": "yes" if name in by_atom else "no" for name in names}
-        for name in names:
-            choices |= _choices_of_call(by_atom[name], budget) if name in by_atom else {}
+    listed: dict[str, AtomCall] = {call.atom: call for call in (*state.scoring.signals, *pools)}
     groups: dict[Group, AtomCall] = {
         "similarity_kernel": state.scoring.kernel,
         "score_fusion": state.scoring.fusion,
         "selection_constraints": state.constraints.selector,
         "reassembly": state.reassembly,
     }
-    for group, call in groups.items():
-        choices |= {group: call.atom, **_choices_of_call(call, budget)}
-    return choices
-
-
-def _sample_call(source: ChoiceSource, atom: str, budget: int) -> JsonObject:
-    call: JsonObject = {"atom": atom}
-    for name, schema in _searched_parameters(atom):
-        choice = f"{atom}.{name}"
-        if _is_optional(schema) and source.option(f"{choice} set", _NO_YES) == "no":
-            call[name] = None
-        elif name == "q_e":
-            call[name] = int(source.option(choice, _quota_options(budget)))
-        elif isinstance(words := schema.get("enum"), list):
-            call[name] = source.option(choice, [str(word) for word in words])
-        elif schema.get("type") == "boolean":
-            call[name] = source.option(choice, ("false", "true")) == "true"
-        elif bounds := _bounds(schema):
-            value = source.number(choice, *bounds)
-            call[name] = int(value) if bounds[2] else value
-    return call
-
-
-def _choices_of_call(call: AtomCall, budget: int) -> dict[str, Choice]:
-    """Recover the choices from a call: the inverse of :func:`_sample_call`."""
-    values = dict(call)  # with defaults that a dump leaves out
-    choices: dict[str, Choice] = {}
-    for name, schema in _searched_parameters(call.atom):
-        choice, value = f"{call.atom}.{name}", values[name]
-        if _is_optional(schema):
-            choices[f"{choice} set"] = "no" if value is None else "yes"
-        if name == "q_e":
-            choices[choice] = min(_quota_options(budget), key=lambda q: abs(int(q) - value))
-        elif value is not None:
-            choices[choice] = str(value).lower() if isinstance(value, bool) else value
+    optional = (*atom_names("scoring", library), *_flat_pools(library))
+    choices: dict[str, Choice] = {f"with {name}": _NO_YES[name in listed] for name in optional}
+    choices |= {group: call.atom for group, call in groups.items()}
+    for call in (*listed.values(), *groups.values()):
+        values = dict(call)  # with defaults that a dump leaves out
+        for name, schema in _searched_parameters(call.atom):
+            choice, value = f"{call.atom}.{name}", values[name]
+            if _is_optional(schema):
+                choices[f"{choice} set"] = _NO_YES[value is not None]
+            if name == "q_e":
+                choices[choice] = min(_quota_options(budget), key=lambda q: abs(int(q) - value))
+            elif value is not None:
+                choices[choice] = str(value).lower() if isinstance(value, bool) else value
     return choices
 
 
@@ -342,36 +336,31 @@ def _draw_released(source: ChoiceSource, space: Space) -> JsonObject:
         call.model_copy(update={n: v for n, v in numbers.items() if n in call.parameters()})
         for call in calls
     )
-    signals = _draw_signals(source, searched, released.scoring.signals)
+    signals: Sequence[AtomCall] = released.scoring.signals
+    if searched.signals != "fixed":
+        single = searched.signals == "single"
+        if single:
+            names = [signal.atom for signal in signals if signal.atom != _REDUNDANCY]
+            used = [source.option("signal", names)]
+        else:
+            names = [signal.atom for signal in signals]
+            used = [n for n in names if source.option(f"with {n}", _NO_YES) == "yes"] or names[:1]
+        drawn: list[AtomCall] = []
+        for signal in signals:
+            if signal.atom not in used:
+                continue
+            weight = 1.0 if single else source.number(f"{signal.atom}.weight", *_WEIGHTS, False)
+            update = {"weight": weight}
+            if signal.atom == _CENTRALITY:
+                update["bias"] = source.number("bias", *searched.ranges["bias"], False)
+            drawn.append(signal.model_copy(update=update))
+        signals = drawn
     parts = {
-        "scoring": released.scoring.model_copy(update={"signals": signals}),
+        "scoring": released.scoring.model_copy(update={"signals": tuple(signals)}),
         "constraints": released.constraints.model_copy(update={"selector": selector}),
         "reassembly": reassembly,
     }
     return components_json(released.model_copy(update=parts))
-
-
-def _draw_signals(
-    source: ChoiceSource, searched: _ReleasedSpace, signals: Sequence[AtomCall]
-) -> tuple[AtomCall, ...]:
-    if searched.signals == "fixed":
-        return tuple(signals)
-    single = searched.signals == "single"
-    if single:
-        names = [s.atom for s in signals if s.atom != _REDUNDANCY]
-        used = {source.option("signal", names)}
-    else:
-        used = {s.atom for s in signals if source.option(f"with {s.atom}", _NO_YES) == "yes"}
-    drawn: list[AtomCall] = []
-    for signal in signals:
-        if signal.atom not in (used or {signals[0].atom}):
-            continue
-        weight = 1.0 if single else source.number(f"{signal.atom}.weight", *_WEIGHTS, False)
-        update = {"weight": weight}
-        if signal.atom == _CENTRALITY:
-            update["bias"] = source.number("bias", *searched.ranges["bias"], False)
-        drawn.append(signal.model_copy(update=update))
-    return tuple(drawn)
 
 
 def _choices_of_released(state: PruningState) -> dict[str, Choice]:
@@ -408,12 +397,10 @@ class _ClippingSource:
         self._choices = choices
 
     def option(self, name: str, options: Sequence[str]) -> str:
-        """The known option, if it is offered."""
         value = str(self._choices.get(name))
         return value if value in options else options[0]
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        """The known number within its range."""
         value = min(high, max(low, float(self._choices.get(name, low))))
         return round(value) if integer else value
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from offline_search.candidates import BASE_PARENT, Hypothesis
+from offline_search.candidates import BASE_PARENT
 from offline_search.components import (
     BASE,
-    JsonObject,
     base_choice,
     compact_text,
     components_json,
@@ -20,7 +19,6 @@ from offline_search.history import History, Trial, best_of_each_structure, paire
 from offline_search.prompt import format_score
 from offline_search.search_space import numbers_at_upper_end
 from vllm_autoprune.statistics import Floats
-from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.transfer import list_changes
 
 _MAX_BEST = 10
@@ -95,33 +93,31 @@ def _describe_trends(history: History) -> Iterator[str]:
 
 def _describe(trial: Trial, history: History) -> str:
     """One candidate on one line: score, comparison with the best, and what was changed."""
-    figures = f"{_score(trial.score)}{_compare(trial, history)}"
-    return f"- {trial.name}: {figures}; {_origin(trial, history)}"
-
-
-def _compare(trial: Trial, history: History) -> str:
-    best = history.best()
-    if best is None or trial is best or trial.values is None or best.values is None:
-        return ""
-    gaps: Floats = trial.values - best.values[: len(trial.values)]
-    if not history.examples or len(gaps) != len(best.values):
-        return ""
-    error = paired_error(history.examples, gaps)
-    tied = ", tied" if abs(float(gaps.mean())) < 2 * error else ""
-    return f" ({_score(float(gaps.mean()))} ± {1000 * error:.0f}{tied})"
+    best, difference = history.best(), ""
+    values, reference = trial.values, None if best is None else best.values
+    compared = trial is not best and history.examples
+    if compared and values is not None and reference is not None and len(values) == len(reference):
+        gaps: Floats = values - reference
+        gap, error = float(gaps.mean()), paired_error(history.examples, gaps)
+        tied = ", tied" if abs(gap) < 2 * error else ""
+        difference = f" ({_score(gap)} ± {1000 * error:.0f}{tied})"
+    return f"- {trial.name}: {_score(trial.score)}{difference}; {_origin(trial, history)}"
 
 
 def _origin(trial: Trial, history: History) -> str:
     """The candidate as changes of its parent, or as a whole."""
     state = trial.require_state()
     parent = history.find(trial.proposal.parents[0]) if trial.proposal.parents else None
-    if parent is None or parent.state is None:
-        return compact_text(state, history.names_bases)
-    changes = list_changes(_searched(parent.state, history), _searched(state, history))
-    if len(changes) > _MAX_CHANGES:
-        return compact_text(state, history.names_bases)
-    listed = [f"{c.where} {_value(c.before)} -> {_value(c.after)}" for c in changes]
-    return f"{parent.name} with {', '.join(listed) or 'no change'}"
+    if parent is not None and parent.state is not None:
+        before, after = (
+            {**components_json(each), **({BASE: base_choice(each)} if history.names_bases else {})}
+            for each in (parent.state, state)
+        )
+        changes = list_changes(before, after)
+        if len(changes) <= _MAX_CHANGES:
+            listed = [f"{c.where} {_value(c.before)} -> {_value(c.after)}" for c in changes]
+            return f"{parent.name} with {', '.join(listed) or 'no change'}"
+    return compact_text(state, history.names_bases)
 
 
 def _describe_last_round(history: History, listed: set[str]) -> Iterator[str]:
@@ -140,11 +136,6 @@ def _describe_last_round(history: History, listed: set[str]) -> Iterator[str]:
                 f"{trial.name} was dropped after {count} questions at about "
                 f"{_score(history.estimate(trial))}; {_origin(trial, history)}"
             )
-
-
-def _searched(state: PruningState, history: History) -> JsonObject:
-    body = components_json(state)
-    return {**body, BASE: base_choice(state)} if history.names_bases else body
 
 
 def _value(value: object) -> str:
@@ -166,31 +157,24 @@ def _describe_hypotheses(history: History) -> Iterator[str]:
     if tested:
         yield "Hypotheses of the last round; score, difference to the parent ± its standard error:"
     for trial, hypothesis in tested:
-        parent = _parent(trial)
+        parent = trial.proposal.parents[0] if trial.proposal.parents else BASE_PARENT
         purpose = f"{hypothesis.purpose or 'no purpose'} of {parent}, expected {hypothesis.expect}"
-        outcome = _outcome(trial, hypothesis, history)
+        values, reference = history.values_of(trial.name), history.values_of(parent)
+        if values is None:
+            outcome = f"not measured, {trial.result.status}: {trial.result.reason[:100]}"
+        elif reference is None:  # its parent repeats a candidate whose measurement failed
+            outcome = f"{_score(float(values.mean()))}, parent not measured"
+        else:
+            count = min(len(values), len(reference))
+            gaps: Floats = values[:count] - reference[:count]
+            gap, error = float(gaps.mean()), paired_error(history.examples, gaps)
+            confirmed = {
+                "same": abs(gap) <= 2 * error < float("inf"),
+                "higher": gap > 2 * error,
+                "lower": gap < -2 * error,
+            }[hypothesis.expect]
+            outcome = f"{_score(float(values.mean()))}, {_score(gap)} ± {1000 * error:.0f}"
+            if count < len(history.base_values):
+                outcome += f" on the first {count} questions"
+            outcome += ": confirmed" if confirmed else ": not confirmed"
         yield f"- {trial.name} ({purpose}): {hypothesis.text or 'no hypothesis'} => {outcome}"
-
-
-def _parent(trial: Trial) -> str:
-    return trial.proposal.parents[0] if trial.proposal.parents else BASE_PARENT
-
-
-def _outcome(trial: Trial, hypothesis: Hypothesis, history: History) -> str:
-    values = history.values_of(trial.name)
-    if values is None:
-        return f"not measured, {trial.result.status}: {trial.result.reason[:100]}"
-    reference = history.values_of(_parent(trial))
-    if reference is None:  # its parent repeats a candidate whose measurement failed
-        return f"{_score(float(values.mean()))}, parent not measured"
-    count = min(len(values), len(reference))
-    gaps: Floats = values[:count] - reference[:count]
-    gap, error = float(gaps.mean()), paired_error(history.examples, gaps)
-    asked = f" on the first {count} questions" if count < len(history.base_values) else ""
-    expected = {
-        "same": abs(gap) <= 2 * error < float("inf"),
-        "higher": gap > 2 * error,
-        "lower": gap < -2 * error,
-    }
-    verdict = "confirmed" if expected[hypothesis.expect] else "not confirmed"
-    return f"{_score(float(values.mean()))}, {_score(gap)} ± {1000 * error:.0f}{asked}: {verdict}"

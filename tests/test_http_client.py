@@ -130,7 +130,7 @@ async def test_failures_that_may_pass_are_retried_and_refusals_are_not() -> None
 
 async def test_servers_that_stopped_are_told_from_a_failed_request() -> None:
     def dying(body: Body, number: int) -> Answer:
-        server.down = True
+        server.models = error(503, "down")
         return error(500, json.dumps(body))
 
     with endpoint(dying) as server, pytest.raises(ServerLost, match="stopped answering"):

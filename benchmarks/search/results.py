@@ -121,7 +121,7 @@ def add_result(folder: Path, arm: str, seed: int) -> None:
         settings=report.settings,
         candidates=len(report.rows),
         invalid=report.statuses.get("invalid", 0) + report.statuses.get("unsafe", 0),
-        replies=report.cost.replies,
+        replies=len(report.replies),
         answers=answers,
         curve=tuple(bests[-1] if bests else None for bests in reached),
         winner=winner,

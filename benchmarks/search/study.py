@@ -36,8 +36,7 @@ from offline_search.history import relative_logprob
 from offline_search.ledger import Ledger
 from offline_search.proposer import Proposer
 from offline_search.replay import UnavailableBackend
-from offline_search.report import ProgressLog
-from offline_search.search import NothingMeasured, Search
+from offline_search.search import NothingMeasured, ProgressLog, Search
 from offline_search.settings import STRATEGIES_WITH_LISTS, Settings
 from offline_search.strategies import STRATEGIES
 from vllm_autoprune.errors import SearchError

@@ -15,15 +15,13 @@ unpruned answer probability, because OpenEvolve needs positive fitness. Failed p
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import math
 import pprint
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from random import Random
 from textwrap import indent
 from typing import TYPE_CHECKING
 
@@ -50,18 +48,40 @@ class OpenEvolve:
     stops_early = False
 
     def __init__(self, settings: Settings) -> None:
-        _require_openevolve()
+        try:
+            import openevolve.database  # noqa: F401
+        except ImportError:
+            fix = 'from a checkout: pip install ".[search,search-openevolve]"'
+            raise ConfigError("search", [Problem("openevolve", "is not installed", fix)]) from None
+        # It logs every replacement of a program by a better one.
+        logging.getLogger("openevolve").setLevel(logging.ERROR)
         self._settings = settings
 
     async def propose(self, current: Round) -> list[Draft]:
         """Concurrent changes, whose parents come from one database of all earlier rounds."""
-        drafts = [self._initial_program()] if current.number == 1 else []
-        with _seeded_global_random(current.rng):
+        settings, drafts = self._settings, []
+        if current.number == 1 and settings.writes_code:
+            selection = SelectionProgram(INITIAL_PROGRAM)
+            drafts = [Draft("initial", None, program=selection.code, selection=selection)]
+        elif current.number == 1:
+            state = minimal_state(settings)
+            components = compact_json(state, bool(settings.bases))
+            literal = indent(pprint.pformat(components, width=90, sort_dicts=False), " " * 11)
+            program = f"def policy(budget):\n    return {literal.strip()}\n"
+            drafts = [Draft("initial", state, program=program)]
+        # OpenEvolve uses the global random generator.
+        before = random.getstate()
+        random.seed(current.rng.getrandbits(64))
+        try:
             database = _build_database(current.history, drafts)
+            # The islands of candidates in turn, over all rounds.
+            start, islands = (current.number - 1) * settings.per_round, len(database.islands)
             prompts = [
-                self._build_prompt(database, current.number, island)
-                for island in self._islands(database, current, len(drafts))
+                self._build_prompt(database, current.number, (start + index) % islands)
+                for index in range(len(drafts), current.count)
             ]
+        finally:
+            random.setstate(before)
         requests = (
             ProposalRequest(current.number, index, messages, "openevolve", (parent.id,))
             for index, (messages, parent) in enumerate(prompts, len(drafts))
@@ -72,32 +92,6 @@ class OpenEvolve:
         ]
         return [*drafts, *await asyncio.gather(*changed)]
 
-    def _system_prompt(self) -> str:
-        task = describe_task(self._settings)
-        if self._settings.writes_code:
-            return f"{task}\n\nYou improve such a program."
-        return (
-            f"{task}\n\n"
-            "You improve a Python program: a function policy(budget) that returns such an object "
-            "as a dict. It may compute and import math and random; it has no files and no network."
-        )
-
-    def _initial_program(self) -> Draft:
-        if self._settings.writes_code:
-            selection = SelectionProgram(INITIAL_PROGRAM)
-            return Draft("initial", None, program=selection.code, selection=selection)
-        state = minimal_state(self._settings)
-        components = compact_json(state, bool(self._settings.bases))
-        body = pprint.pformat(components, width=90, sort_dicts=False)
-        literal = indent(body, " " * 11).strip()
-        return Draft("initial", state, program=f"def policy(budget):\n    return {literal}\n")
-
-    def _islands(self, database: ProgramDatabase, current: Round, begin: int) -> Iterator[int]:
-        """The islands of a round's candidates, in turn over all rounds."""
-        start = (current.number - 1) * self._settings.per_round
-        for index in range(begin, current.count):
-            yield (start + index) % len(database.islands)
-
     def _build_prompt(
         self, database: ProgramDatabase, number: int, island: int
     ) -> tuple[Messages, Program]:
@@ -105,13 +99,20 @@ class OpenEvolve:
         from openevolve.config import PromptConfig
         from openevolve.prompt.sampler import PromptSampler
 
+        system = f"{describe_task(self._settings)}\n\n"
+        if self._settings.writes_code:
+            system += "You improve such a program."
+        else:
+            system += (
+                "You improve a Python program: a function policy(budget) that returns such an "
+                "object as a dict. It may compute and import math and random; it has no files and "
+                "no network."
+            )
         parent, inspirations = database.sample_from_island(island, _INSPIRATIONS)
         best = database.get_top_programs(_TOP_PROGRAMS, island_idx=island)
         top = [program.to_dict() for program in best]
         config = PromptConfig(
-            system_message=self._system_prompt(),
-            num_top_programs=_TOP_PROGRAMS,
-            num_diverse_programs=0,
+            system_message=system, num_top_programs=_TOP_PROGRAMS, num_diverse_programs=0
         )
         prompt = PromptSampler(config).build_prompt(
             current_program=parent.code,
@@ -203,25 +204,3 @@ def _apply_change(parent: str, reply: str) -> str:
     if code == parent:
         raise ValueError("the reply does not change the program")
     return str(code)
-
-
-@contextlib.contextmanager
-def _seeded_global_random(rng: Random) -> Iterator[None]:
-    """Seed the global random generator, which OpenEvolve uses, and restore its state afterwards."""
-    before = random.getstate()
-    random.seed(rng.getrandbits(64))
-    try:
-        yield
-    finally:
-        random.setstate(before)
-
-
-def _require_openevolve() -> None:
-    try:
-        import openevolve.database  # noqa: F401
-
-        # It logs every replacement of a program by a better one.
-        logging.getLogger("openevolve").setLevel(logging.ERROR)
-    except ImportError:
-        fix = 'from a checkout: pip install ".[search,search-openevolve]"'
-        raise ConfigError("search", [Problem("openevolve", "is not installed", fix)]) from None

@@ -24,9 +24,14 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from offline_search.candidates import Draft, assemble_state, warm_start_states
-from offline_search.components import Choice, ChoiceSource
-from offline_search.history import History, Trial, best_of_each_structure
-from offline_search.search_space import RandomSource, choices_of_state, sample_proposal
+from offline_search.history import Trial, best_of_each_structure
+from offline_search.search_space import (
+    Choice,
+    ChoiceSource,
+    RandomSource,
+    choices_of_state,
+    sample_proposal,
+)
 from offline_search.settings import Settings
 from offline_search.strategies.language_model import request_improvements
 from offline_search.strategies.strategy import Round
@@ -88,9 +93,12 @@ class _TpeStudy:
 
     def __init__(self, seed: int, startup: int) -> None:
         """The first ``startup`` suggestions are random."""
-        _require_optuna()
-        import optuna
-
+        try:
+            import optuna
+        except ImportError:
+            fix = 'from a checkout: pip install ".[search]"'
+            raise ConfigError("search", [Problem("optuna", "is not installed", fix)]) from None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             sampler = optuna.samplers.TPESampler(
@@ -136,18 +144,19 @@ class _Suggestion:
         self.trial = trial
 
     def option(self, name: str, options: Sequence[str]) -> str:
-        """A categorical parameter."""
         return str(self.trial.suggest_categorical(name, options))
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        """A numeric parameter."""
         if integer:
             return self.trial.suggest_int(name, round(low), round(high))
         return round(self.trial.suggest_float(name, low, high), 4)
 
 
 class _PointRecorder:
-    """Choices with given values, and the distributions that they are made from."""
+    """Known choices, within their range, and the distributions that they are made from.
+
+    Where they have none: the first option, or the middle of the range.
+    """
 
     def __init__(self, choices: Mapping[str, Choice]) -> None:
         self._choices = choices
@@ -155,7 +164,6 @@ class _PointRecorder:
         self.distributions: dict[str, BaseDistribution] = {}
 
     def option(self, name: str, options: Sequence[str]) -> str:
-        """The option of the given choices, or the first option where they have none."""
         from optuna.distributions import CategoricalDistribution
 
         value = str(self._choices.get(name, options[0]))
@@ -164,7 +172,6 @@ class _PointRecorder:
         return value
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        """The number of the given choices, within its range, or the middle where they have none."""
         from optuna.distributions import FloatDistribution, IntDistribution
 
         value = min(high, max(low, float(self._choices.get(name, (low + high) / 2))))
@@ -173,15 +180,6 @@ class _PointRecorder:
             IntDistribution(round(low), round(high)) if integer else FloatDistribution(low, high)
         )
         return value
-
-
-def _require_optuna() -> None:
-    try:
-        import optuna
-    except ImportError:
-        fix = 'from a checkout: pip install ".[search]"'
-        raise ConfigError("search", [Problem("optuna", "is not installed", fix)]) from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 _BEST_STRUCTURES = 5
@@ -227,7 +225,13 @@ class AutoPrunePlus:
         starts, self._warm_starts = self._warm_starts[:count], self._warm_starts[count:]
         slots -= len(starts)
         if best:
-            study = self._build_study(current.history, rng)
+            # Over all candidates that were measured, whatever their origin.
+            study = _TpeStudy(rng.randrange(2**31), startup=0)
+            for trial in current.history.trials:
+                objective = current.history.estimate(trial)
+                if objective is not None:
+                    choices = choices_of_state(trial.require_state(), settings)
+                    study.add(choices, objective, settings)
             origins = islice(cycle(_ORIGINS), slots)
             derived = [self._sample(origin, study, best, rng) for origin in origins]
         else:
@@ -249,19 +253,12 @@ class AutoPrunePlus:
         names = tuple(dict.fromkeys(parent.name for parent in parents))
         return Draft(origin, assemble_state(proposal, self._settings), (), names)
 
-    def _build_study(self, history: History, rng: Random) -> _TpeStudy:
-        """TPE over all candidates that were measured, whatever their origin."""
-        study = _TpeStudy(rng.randrange(2**31), startup=0)
-        for trial in history.trials:
-            objective = history.estimate(trial)
-            if objective is not None:
-                choices = choices_of_state(trial.require_state(), self._settings)
-                study.add(choices, objective, self._settings)
-        return study
-
 
 class _ParentSource:
-    """Choices of one or several parents, some of them changed; random where no parent has one."""
+    """Choices of one or several parents, some of them changed; random where no parent has one.
+
+    Options are changed to any, numbers by a normally distributed step within their range.
+    """
 
     def __init__(self, parents: Sequence[Mapping[str, Choice]], rate: float, rng: Random) -> None:
         self._parents = parents
@@ -270,14 +267,12 @@ class _ParentSource:
         self._random = RandomSource(rng)
 
     def option(self, name: str, options: Sequence[str]) -> str:
-        """An option of a parent, or any."""
         value = self._inherit(name)
         if value is None or self._rng.random() < self._rate:
             return self._random.option(name, options)
         return str(value)
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        """A number of a parent, sometimes with a normally distributed step within the range."""
         value = self._inherit(name)
         if value is None:
             return self._random.number(name, low, high, integer)

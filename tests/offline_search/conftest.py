@@ -1,4 +1,4 @@
-"""Fixtures of the offline search: a data folder with a synthetic task."""
+"""Fixtures of the offline search: a data folder with a synthetic task, and searches on it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from offline_search.dataset import Dataset
-from offline_search.settings import Settings
-from tests.offline_search.synthetic import BUDGET, dataset
+from tests.offline_search.synthetic import Searches, dataset
 
 
 @pytest.fixture
@@ -19,7 +18,5 @@ def data(tmp_path: Path) -> Dataset:
 
 
 @pytest.fixture
-def settings() -> Settings:
-    return Settings(
-        strategy="autoprune", rounds=3, per_round=3, budgets=(BUDGET,), proposer="scripted"
-    )
+def search(data: Dataset, tmp_path: Path) -> Searches:
+    return Searches(data, tmp_path)

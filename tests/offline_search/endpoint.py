@@ -51,12 +51,8 @@ class FakeEndpoint:
     answer: Callable[[Body, int], Answer]
     requests: list[Body] = field(default_factory=list)
     url: str = ""
-    down: bool = False
-    """Whether the list of models fails as well."""
     models: Answer = field(default_factory=lambda: model_list("m"))
     paths: set[str] = field(default_factory=set)
-    ports: set[int] = field(default_factory=set)
-    """Client ports of all requests, to count connections."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -64,47 +60,48 @@ class _Server(ThreadingHTTPServer):
     # The default backlog of five would refuse clients that connect at the same time.
     request_queue_size = 128
 
+    def __init__(self, fake: FakeEndpoint) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.fake = fake
+
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore incomplete requests of killed clients; print any other error."""
         if not isinstance(sys.exception(), ConnectionError | json.JSONDecodeError):
             traceback.print_exc()
 
 
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def do_POST(self) -> None:
+        fake = self.server.fake
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        fake.requests.append(body)
+        fake.paths.add(self.path)
+        self._send(*fake.answer(body, len(fake.requests) - 1))
+
+    def do_GET(self) -> None:
+        self._send(*self.server.fake.models)
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        return None
+
+
 @contextlib.contextmanager
 def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[FakeEndpoint]:
     """Serve until the block ends; ``answer`` maps a request body and its number to a response."""
     fake = FakeEndpoint(answer)
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            length = int(self.headers["Content-Length"])
-            body = json.loads(self.rfile.read(length))
-            fake.requests.append(body)
-            fake.paths.add(self.path)
-            fake.ports.add(self.client_address[1])
-            self._send(*fake.answer(body, len(fake.requests) - 1))
-
-        def do_GET(self) -> None:
-            if fake.down:
-                self._send(*error(503, "down"))
-                return
-            self._send(*fake.models)
-
-        def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            for name, value in headers.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            return None
-
-    server = _Server(("127.0.0.1", 0), Handler)
+    server = _Server(fake)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     fake.url = f"http://127.0.0.1:{server.server_address[1]}/v1"

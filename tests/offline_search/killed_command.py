@@ -13,28 +13,15 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-import offline_search.evaluator
-import offline_search.proposer
-import offline_search.report
 import offline_search.search  # noqa: F401
-from offline_search.ledger import Ledger
+from offline_search.ledger import digest_records, read_ledger
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.tpdsl.loading import load_state
 
 load_state("autoprune")
-
-
-def arguments(url: str, folder: Path, ledger: Path) -> list[str]:
-    """Command line of every run."""
-    return [
-        "search", "--data", str(folder), "--ledger", str(ledger), "--resume", "--server-url", url,
-        "--proposer-url", url, "--proposer-model", "m", "--budget", "8", "--rounds", "3",
-        "--per-round", "3", "--strategy", "autoprune+", "--json",
-    ]  # fmt: skip
 
 
 def start_command(url: str, folder: Path, ledger: Path, max_bytes: int | None = None) -> int:
@@ -49,53 +36,46 @@ def start_command(url: str, folder: Path, ledger: Path, max_bytes: int | None = 
             contextlib.redirect_stdout(nothing),
             contextlib.redirect_stderr(errors),
         ):
-            code = main(arguments(url, folder, ledger))
+            code = main([
+                "search", "--data", str(folder), "--ledger", str(ledger), "--resume",
+                "--server-url", url, "--proposer-url", url, "--proposer-model", "m",
+                "--budget", "8", "--rounds", "3", "--per-round", "3", "--strategy", "autoprune+",
+                "--json",
+            ])  # fmt: skip
         os._exit(code)
     return child
 
 
-def complete_lines(ledger: Path) -> bytes:
-    """Complete lines of a ledger."""
-    content = ledger.read_bytes() if ledger.exists() else b""
-    return content[: content.rfind(b"\n") + 1]
-
-
-def kill_repeatedly(
-    url: str, folder: Path, ledger: Path, count: int, longest: float
-) -> Iterator[bool]:
-    """Whether each kill hit a running command; asserts that no recorded line is lost."""
-    rng = Random(7)
-    recorded = b""
+def kill_repeatedly(url: str, folder: Path, ledger: Path, count: int, longest: float) -> int:
+    """How many kills hit a running command; asserts that no recorded line is lost."""
+    rng, recorded, hits = Random(7), b"", 0
     for _ in range(count):
         child = start_command(url, folder, ledger)
         time.sleep(rng.uniform(0.02, longest))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-        assert complete_lines(ledger).startswith(recorded), "a kill lost what was recorded"
-        recorded = complete_lines(ledger)
-        yield os.WIFSIGNALED(status)
-
-
-def ledger_digest(ledger: Path) -> str:
-    """Digest of a ledger's content."""
-    with Ledger(ledger) as opened:
-        return opened.digest()
+        content = ledger.read_bytes() if ledger.exists() else b""
+        complete = content[: content.rfind(b"\n") + 1]
+        assert complete.startswith(recorded), "a kill lost what was recorded"
+        recorded = complete
+        hits += os.WIFSIGNALED(status)
+    return hits
 
 
 def run() -> None:
     """Search once without and once with interruptions; print exit codes and digests."""
     url, folder, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    complete, cut = folder / "whole.jsonl", folder / "cut.jsonl"
     start = time.monotonic()
-    _, status = os.waitpid(start_command(url, folder, folder / "whole.jsonl"), 0)
+    _, status = os.waitpid(start_command(url, folder, complete), 0)
     longest = time.monotonic() - start
-    cut = folder / "cut.jsonl"
-    hit = sum(kill_repeatedly(url, folder, cut, count, longest / 2))
+    hits = kill_repeatedly(url, folder, cut, count, longest / 2)
     refused = 0
     if len(sys.argv) > 4:
         _, refused = os.waitpid(start_command(url, folder, cut, int(sys.argv[4])), 0)
     _, ended = os.waitpid(start_command(url, folder, cut), 0)
     codes = [os.waitstatus_to_exitcode(code) for code in (status, refused, ended)]
-    print(hit, *codes, ledger_digest(folder / "whole.jsonl"), ledger_digest(cut))
+    print(hits, *codes, *(digest_records(read_ledger(ledger)) for ledger in (complete, cut)))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import TypeVar
@@ -20,7 +21,14 @@ from offline_search.components import Candidate, JsonObject, SelectionProgram
 from offline_search.dataset import Dataset, read_dataset, write_split
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers
-from offline_search.ledger import Cost, Ledger, Record, WinnerRecord, read_ledger
+from offline_search.ledger import (
+    Cost,
+    Ledger,
+    Record,
+    WinnerRecord,
+    digest_records,
+    read_ledger,
+)
 from offline_search.prompt import Messages
 from offline_search.proposer import Reply, SpendingLimits
 from offline_search.search import Search
@@ -28,10 +36,8 @@ from offline_search.search_space import RandomSource, sample_proposal
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
 from tests.offline_search.endpoint import Answer, Body, completion, scored
-from vllm_autoprune.errors import EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.safety import synthetic_probes
-from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 BUDGET = 8
@@ -85,15 +91,13 @@ def dataset(folder: Path, images: int = 12) -> Dataset:
 
 
 class SyntheticEvaluator:
-    """Records its jobs; jobs for a digest in ``fails`` fail."""
+    """Evaluator that records its jobs; :meth:`answer` gives the answers to a job."""
 
-    def __init__(self, data: Dataset, probes: bool = True, delay: float = 0.0) -> None:
+    def __init__(self, data: Dataset, probes: bool = True) -> None:
         self.name = f"synthetic {data.digest[:8]}"
         self.dataset = data
         self.jobs: list[EvaluationJob] = []
-        self.fails: set[str] = set()
         self._probes = probes
-        self._delay = delay
 
     def probes(self) -> Sequence[VisualTokens]:
         return synthetic_probes(8)[:1] if self._probes else []
@@ -106,46 +110,38 @@ class SyntheticEvaluator:
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
         self.jobs.append(job)
-        if self._delay:
-            await asyncio.sleep(self._delay)
-        if job.candidate is not None and job.candidate.digest in self.fails:
-            raise EvaluationFailed("the server answered 500")
-        examples = self.dataset.examples(job.split)[job.start : job.stop]
+        return self.answer(job)
+
+    def answer(self, job: EvaluationJob) -> Answers:
         value = 0.0 if job.candidate is None else score(job.candidate)
-        noises = [_noise(job, example) for example in examples]
-        logprob = tuple(-1.0 + value + 0.05 * noise for noise in noises)
-        return Answers(logprob, tuple(value > -1.2 for value in logprob))
+        whose = "full" if job.candidate is None else job.candidate.digest
+        logprob = []
+        for example in self.dataset.examples(job.split)[job.start : job.stop]:
+            shared = Random(f"{example.image} {example.question}").gauss(0, 1)
+            single = Random(f"{example.image} {example.question} {whose}").gauss(0, 1)
+            logprob.append(-1.0 + value + 0.05 * (shared + 0.1 * single))
+        return Answers(tuple(logprob), tuple(value > -1.2 for value in logprob))
 
 
 def score(candidate: Candidate) -> float:
-    """Score of a candidate, at most 0; that of a program depends on its length."""
+    """Score of a candidate, at most 0, which the unpruned model has; a program's by its length."""
     if isinstance(candidate, SelectionProgram):
         return -0.01 * (1 + len(candidate.code) % 17)
-    return score_state(candidate)
-
-
-def score_state(state: PruningState) -> float:
-    """Score of a state, at most 0, the score of the unpruned model."""
-    weights = {call.atom: call.weight for call in state.scoring.signals}
+    weights = {call.atom: call.weight for call in candidate.scoring.signals}
     share = weights.get("instruction_guided_visual_relevance", 0.0) / (sum(weights.values()) or 1)
-    quota = state.constraints.selector.bounds(8)[0]
-    merges = float(state.reassembly.model_dump().get("strength", 0.0))
+    quota = candidate.constraints.selector.bounds(8)[0]
+    merges = float(candidate.reassembly.model_dump().get("strength", 0.0))
     return -0.8 * (share - 0.6) ** 2 - 0.03 * abs(quota - 4) - 0.5 * merges - 0.01
 
 
-def _noise(job: EvaluationJob, example: Example) -> float:
-    whose = "full" if job.candidate is None else job.candidate.digest
-    shared = Random(f"{example.image} {example.question}").gauss(0, 1)
-    own = Random(f"{example.image} {example.question} {whose}").gauss(0, 1)
-    return shared + 0.1 * own
-
-
 class ScriptedProposer:
-    """Proposer that chooses among given replies by a hash of the request."""
+    """Proposer that chooses among its replies by a hash of the request, or takes them in order."""
 
-    def __init__(self, replies: Sequence[str | None]) -> None:
+    def __init__(self, replies: Sequence[str | None], in_order: bool = False) -> None:
         self.replies = replies
         self.requests: list[Messages] = []
+        self.schemas: list[JsonObject | None] = []
+        self._in_order = in_order
 
     async def prepare(self) -> None:
         return None
@@ -154,8 +150,10 @@ class ScriptedProposer:
         return None
 
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+        number = len(self.requests) if self._in_order else hash_request(messages, seed)
         self.requests.append(messages)
-        chosen = self.replies[hash_request(messages, seed) % len(self.replies)]
+        self.schemas.append(schema)
+        chosen = self.replies[number % len(self.replies)]
         if chosen is None:
             return Reply(None, "the endpoint is down", Cost())
         return Reply(chosen, "", Cost(prompt_tokens=100, completion_tokens=50, money=0.01))
@@ -189,11 +187,11 @@ STATE_STRATEGIES = [name for name in STRATEGIES if not name.endswith("-code")]
 VALID_REPLIES = valid_replies(30)
 
 
-def list_reply(first: int, count: int, **changes: JsonValue) -> str:
+def list_reply(begin: int, count: int, **changes: JsonValue) -> str:
     """A reply with ``count`` valid proposals, all with the same purpose and hypothesis."""
-    fields: JsonObject = {"purpose": "explore", "hypothesis": f"List {first}.", "expect": "higher"}
-    chosen = [VALID_REPLIES[(first + one) % len(VALID_REPLIES)] for one in range(count)]
-    return json.dumps({"proposals": [fields | changes | json.loads(one) for one in chosen]})
+    fields: JsonObject = {"purpose": "explore", "hypothesis": f"List {begin}.", "expect": "higher"}
+    chosen = [VALID_REPLIES[(begin + place) % len(VALID_REPLIES)] for place in range(count)]
+    return json.dumps({"proposals": [fields | changes | json.loads(text) for text in chosen]})
 
 
 def answer_search(body: Body, number: int) -> Answer:
@@ -218,25 +216,66 @@ async def run_search(
     path: Path,
     settings: Settings,
     evaluator: SyntheticEvaluator,
-    replies: Sequence[str | None] | None = None,
+    replies: Sequence[str | None] | ScriptedProposer | None = None,
     limits: SpendingLimits | None = None,
 ) -> WinnerRecord:
     """Run or resume a search on a ledger."""
-    proposer = ScriptedProposer(VALID_REPLIES if replies is None else replies)
+    if not isinstance(replies, ScriptedProposer):
+        replies = ScriptedProposer(VALID_REPLIES if replies is None else replies)
     settings = settings.model_copy(update={"evaluator": evaluator.name})
     with Ledger(path) as ledger:
-        return await Search(settings, ledger, evaluator, proposer, limits or SpendingLimits()).run()
-
-
-def ledger_digest(path: Path) -> str:
-    """Digest of a ledger file."""
-    with Ledger(path) as ledger:
-        return ledger.digest()
+        return await Search(settings, ledger, evaluator, replies, limits or SpendingLimits()).run()
 
 
 def records_of_kind(path: Path, kind: type[R]) -> list[R]:
     """Records of one type, in order."""
     return [record for record in read_ledger(path) if isinstance(record, kind)]
+
+
+@dataclass
+class Searches:
+    """Searches of one test; each is called with the settings that matter to it.
+
+    ``path`` is the ledger of the last one, ``evaluator`` and ``proposer`` what it ran on.
+    """
+
+    data: Dataset
+    folder: Path
+    path: Path = Path()
+    evaluator: SyntheticEvaluator = field(init=False)
+    proposer: ScriptedProposer = field(init=False)
+
+    async def __call__(
+        self,
+        replies: Sequence[str | None] | ScriptedProposer = (),
+        evaluator: SyntheticEvaluator | None = None,
+        ledger: str = "l",
+        limits: SpendingLimits | None = None,
+        **changes: object,
+    ) -> WinnerRecord:
+        if not isinstance(replies, ScriptedProposer):
+            replies = ScriptedProposer(replies or VALID_REPLIES)
+        self.proposer = replies
+        self.evaluator, self.path = evaluator or SyntheticEvaluator(self.data), self.folder / ledger
+        settings = settings_of(**changes)
+        return await run_search(self.path, settings, self.evaluator, self.proposer, limits)
+
+    def records(self, kind: type[R]) -> list[R]:
+        """Records of one type of the last search, in order."""
+        return records_of_kind(self.path, kind)
+
+    def digest(self) -> str:
+        """Digest of the last search's ledger."""
+        return digest_records(read_ledger(self.path))
+
+
+def settings_of(**changes: object) -> Settings:
+    """Settings of a search of three rounds by a language model, with changes."""
+    fields: dict[str, object] = {
+        "strategy": "autoprune", "rounds": 3, "per_round": 3, "budgets": (BUDGET,),
+        "proposer": "scripted",
+    }  # fmt: skip
+    return Settings.model_validate(fields | changes)
 
 
 def change(body: str) -> str:

@@ -1,6 +1,9 @@
+"""The command `vllm-autoprune search` as a user meets it, on a fake server."""
+
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,13 @@ from offline_search.dataset import Dataset
 from offline_search.ledger import SettingsRecord
 from offline_search.proposer import Price
 from offline_search.replay import estimate_cost
-from offline_search.settings import Settings, Strategy
+from offline_search.settings import Settings
 from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, endpoint, error
-from tests.offline_search.synthetic import answer_search, records_of_kind
+from tests.offline_search.synthetic import answer_search, records_of_kind, settings_of
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
+
+Printed = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -24,33 +29,38 @@ def served() -> Iterator[FakeEndpoint]:
         yield server
 
 
-def run_command(server: FakeEndpoint, data: Dataset, ledger: Path, *more: str) -> int:
+def run_command(server: FakeEndpoint, data: Dataset, *more: str) -> int:
+    """Run a search of two rounds; its ledger is beside the folder of its data."""
     return main([
-        "search", "--data", str(data.folder), "--ledger", str(ledger), "--server-url", server.url,
-        "--proposer-url", server.url, "--proposer-model", "m", "--budget", "8", "--rounds", "2",
-        "--per-round", "2", "--strategy", "autoprune", *more,
+        "search", "--data", str(data.folder), "--ledger", str(data.folder.parent / "l.jsonl"),
+        "--server-url", server.url, "--proposer-url", server.url, "--proposer-model", "m",
+        "--budget", "8", "--rounds", "2", "--per-round", "2", "--strategy", "autoprune", *more,
     ])  # fmt: skip
 
 
 def test_the_command_searches_reports_and_replays(
-    served: FakeEndpoint, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: FakeEndpoint, data: Dataset, tmp_path: Path, capsys: Printed
 ) -> None:
     state, page, ledger = tmp_path / "s.json", tmp_path / "p.html", tmp_path / "l.jsonl"
-    assert run_command(served, data, ledger, "-o", str(state)) == 0
+    assert run_command(served, data, "-o", str(state), "--images", "6", "--seed", "1") == 0
     output = capsys.readouterr()
     assert "| winner |" in output.out and "round 2" in output.err and "left" in output.err
     winner = load_state(state)
     assert winner.provenance.scores and "autoprune" in winner.provenance.found_by
     assert main(["validate", str(state)]) == 0
-
     assert main(["search", "report", "--ledger", str(ledger), "-o", str(page)]) == 0
     assert page.read_text().startswith("<!doctype html>")
-    capsys.readouterr()
 
-    sent = len(served.requests)
-    again = tmp_path / "again.jsonl"
-    replayed = ["search", "--replay", str(ledger), "--ledger", str(again), "--json"]
-    assert main([*replayed, "--data", str(data.folder)]) == 0
+    sent, again = len(served.requests), tmp_path / "again.jsonl"
+    replayed = ["search", "--data", str(data.folder), "--ledger", str(again), "--json", "--replay"]
+    capsys.readouterr()
+    assert main([*replayed, str(ledger), "--images", "3"]) == 1
+    message = "-> give the data folder and the --images of the recorded search"
+    assert message in capsys.readouterr().out
+    assert main([*replayed, str(tmp_path / "folder" / "typo.jsonl")]) == 1
+    assert "name the ledger of a search that has begun" in capsys.readouterr().out
+    assert not (tmp_path / "folder").exists() and not again.exists()
+    assert main([*replayed, str(ledger), "--images", "6"]) == 0
     output = capsys.readouterr()
     before, after = (line.split()[1] for line in output.err.splitlines())
     assert before == after and len(served.requests) == sent, "a replay sends no request"
@@ -58,86 +68,79 @@ def test_the_command_searches_reports_and_replays(
 
 
 @pytest.mark.parametrize(
-    ("more", "length"),
+    ("more", "length", "ranges"),
     [
-        ([], 5),
-        (["--strategy", "autoprune+"], 5),
-        (["--strategy", "evoprompting-states"], 1),
-        (["--proposals-per-reply", "3"], 3),
-        (["--proposals-per-reply", "1"], 1),
+        ([], 5, {"candidates 1 to 5", "candidate 6"}),
+        (["--strategy", "autoprune+"], 5, {"candidates 1 to 5"}),
+        (["--strategy", "evoprompting-states"], 1, set()),
+        (["--proposals-per-reply", "3"], 3, {"candidates 1 to 3", "candidates 4 to 6"}),
+        (["--proposals-per-reply", "1"], 1, {f"candidate {number}" for number in range(1, 7)}),
     ],
 )
 def test_a_model_behind_an_endpoint_is_asked_for_lists(
-    more: list[str], length: int, served: FakeEndpoint, data: Dataset, tmp_path: Path
+    more: list[str], length: int, ranges: set[str], served: FakeEndpoint, data: Dataset
 ) -> None:
-    assert (
-        run_command(served, data, tmp_path / "l", "--per-round", "6", "--rounds", "1", *more) == 0
-    )
+    assert run_command(served, data, "--per-round", "6", "--rounds", "1", *more) == 0
     asked = [body for body in served.requests if "response_format" in body]
-    tokens = {body["max_tokens"] for body in asked}
-    assert tokens == {1024 * length}
+    assert {body["max_tokens"] for body in asked} == {1024 * length}
     texts = {body["messages"][1]["content"].splitlines()[-1] for body in asked}
-    if length > 1 and "autoprune+" not in more:
-        ranges = [(1, 5), (6, 6)] if length == 5 else [(1, 3), (4, 6)]
-        names = [f"candidates {a} to {b}" if a < b else f"candidate {a}" for a, b in ranges]
-        assert {text.partition(" of ")[0] for text in texts} == {f"Propose {one}" for one in names}
-    settings = records_of_kind(tmp_path / "l", SettingsRecord)[0].settings
-    assert settings.proposals_per_reply == length
+    if ranges:
+        assert {text.partition(" of ")[0].removeprefix("Propose ") for text in texts} == ranges
+    (opened,) = records_of_kind(data.folder.parent / "l.jsonl", SettingsRecord)
+    assert opened.settings.proposals_per_reply == length
 
 
 def test_an_existing_ledger_needs_resume(
-    served: FakeEndpoint, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: FakeEndpoint, data: Dataset, capsys: Printed
 ) -> None:
-    ledger = tmp_path / "l.jsonl"
-    assert run_command(served, data, ledger) == 0
+    assert run_command(served, data) == 0
     sent = len(served.requests)
-    assert run_command(served, data, ledger) == 1
+    assert run_command(served, data) == 1
     assert "--resume" in capsys.readouterr().err
-    assert run_command(served, data, ledger, "--resume") == 0
+    assert run_command(served, data, "--resume") == 0
     # Server and proposer are checked before a search resumes; nothing else is sent again.
     assert len(served.requests) - sent <= 3
-    assert run_command(served, data, ledger, "--resume", "--seed", "5") == 1
+    assert run_command(served, data, "--resume", "--seed", "5") == 1
     assert "belongs to another search" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_an_estimate_and_sends_no_request(
-    served: FakeEndpoint, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: FakeEndpoint, data: Dataset, capsys: Printed
 ) -> None:
-    assert (
-        run_command(served, data, tmp_path / "l", "--dry-run", "--price", "1", "2", "--json") == 0
-    )
-    estimate: dict[str, Any] = json.loads(capsys.readouterr().out)
+    def dry_run(*more: str) -> str:
+        assert run_command(served, data, "--dry-run", *more) == 0
+        return capsys.readouterr().out
+
+    estimate: dict[str, Any] = json.loads(dry_run("--price", "1", "2", "--json"))
     assert estimate["calls"] == 2 and estimate["money"] > 0 and estimate["prompt_tokens"] > 1000
-    assert "Propose candidates 1 to 2 of 2" in estimate["messages"][1]["content"]
+    language, request = (message["content"] for message in estimate["messages"])
+    assert "Propose candidates 1 to 2 of 2" in request and "quality_topk_selector" in language
     assert estimate["answers"]["search"] == 24 * (1 + 1 + 4)
-    assert "quality_topk_selector" in estimate["messages"][0]["content"]
-    few = ("--dry-run", "--space", "numbers", "--json")
-    assert run_command(served, data, tmp_path / "l", *few) == 0
-    language = json.loads(capsys.readouterr().out)["messages"][0]["content"]
-    assert "lam 0.04 to 0.22" in language and "quality_topk_selector" not in language
-    assert not served.requests and not (tmp_path / "l").exists()
-    assert run_command(served, data, tmp_path / "l", "--dry-run") == 0
-    assert "--- system" in (text := capsys.readouterr().out)
+    numbers = json.loads(dry_run("--space", "numbers", "--json"))["messages"][0]["content"]
+    assert "lam 0.04 to 0.22" in numbers and "quality_topk_selector" not in numbers
+    text = dry_run()
+    assert "--- system" in text
     assert "At most 2 requests to the proposer, each for up to 5 proposals: about" in text
-    one = ("--dry-run", "--proposals-per-reply", "1")
-    assert run_command(served, data, tmp_path / "l", *one) == 0
-    assert "At most 4 requests to the proposer, each for one proposal: about" in (
-        capsys.readouterr().out
-    )
+    text = dry_run("--proposals-per-reply", "1")
+    assert "At most 4 requests to the proposer, each for one proposal: about" in text
+    assert not served.requests and not (data.folder.parent / "l.jsonl").exists()
 
 
-def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Dataset) -> None:
-    cases: list[tuple[Strategy, bool, int, int]] = [
-        ("autoprune", False, 50, 15_000), ("autoprune", True, 200, 60_000),
-        ("autoprune+", False, 200, 60_000), ("random", True, 0, 0),
-    ]  # fmt: skip
-    for strategy, fixed, calls, tokens in cases:
-        settings = Settings(strategy=strategy, equal_evaluations=fixed, proposer="scripted")
-        for length in (1, 3, 5) if calls else (1,):
-            lists = settings.model_copy(update={"proposals_per_reply": length})
-            estimate = estimate_cost(lists, data, Price())
-            assert estimate.calls == calls * {1: 5, 3: 2, 5: 1}[length] // 5
-            assert estimate.completion_tokens == tokens
+@pytest.mark.parametrize(
+    ("strategy", "equal", "calls", "tokens"),
+    [("autoprune", False, 50, 15_000), ("autoprune", True, 200, 60_000),
+     ("autoprune+", False, 200, 60_000), ("random", True, 0, 0)],
+)  # fmt: skip
+def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(
+    strategy: str, equal: bool, calls: int, tokens: int, data: Dataset
+) -> None:
+    for length, share in ((1, 5), (3, 2), (5, 1)) if calls else ((1, 5),):
+        settings = settings_of(
+            strategy=strategy, equal_evaluations=equal, proposals_per_reply=length, rounds=10,
+            per_round=5,
+        )  # fmt: skip
+        estimate = estimate_cost(settings, data, Price())
+        assert (estimate.calls, estimate.completion_tokens) == (calls * share // 5, tokens)
 
 
 @pytest.mark.parametrize(
@@ -147,19 +150,16 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Datas
         (["--strategy", "openevolve-code"], "writes programs, and a server measures states"),
         (["--base-policy", "none"], "--base-policy: 'none' is not known"),
         (["--rounds", "0"], "--rounds: '0' is refused -> give a value that is greater than"),
+        (["--rounds", "x"], "--rounds: 'x' is refused -> give a value that is a valid integer"),
         (["--per-round", "0"], "--per-round: '0' is refused"),
         (["--budget", "0", "--dry-run"], "search: --budget: '0' is refused"),
         (["--budget", "8", "8"], "--budget: "),
         (["--temperature", "nan"], "--temperature: 'nan' is refused"),
-        (
-            ["--space", "none"],
-            "--space: 'none' is refused -> give a value that is 'all', 'numbers'",
-        ),
+        (["--space", "none"], "--space: 'none' is refused -> give a value that is 'all', 'numbe"),
         (["--space", "numbers", "--library", "paper"], "--space, --library: the space numbers has"),
         (["--space", "without-anchoring", "--budget", "720"], "anchoring cannot be removed above"),
         (["--data", "/nowhere"], "search.jsonl"),
         (["--seed", "-1"], "--seed: '-1' is refused"),
-        (["--rounds", "x"], "--rounds: 'x' is refused -> give a value that is a valid integer"),
         (["--objective", "speed"], "--objective: 'speed' is refused -> give a value that is"),
         (["--images", "0"], "--images: '0' is refused"),
         (["--at-once", "x"], "--at-once: 'x' is refused"),
@@ -167,103 +167,77 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Datas
         (["--most-money", "-1"], "--most-money: '-1' is refused"),
         (["--price", "nan", "1"], "--price: 'nan' is refused"),
         (["--proposals-per-reply", "0"], "--proposals-per-reply: '0' is refused"),
-        (
-            ["--proposals-per-reply", "5", "--strategy", "tpe"],
-            "search: --proposals-per-reply: only autoprune and autoprune+ ask for lists",
-        ),
+        (["--proposals-per-reply", "5", "--strategy", "tpe"],
+         "search: --proposals-per-reply: only autoprune and autoprune+ ask for lists"),
     ],
-)
+)  # fmt: skip
 def test_wrong_options_give_one_error_with_a_fix(
-    more: list[str], message: str, served: FakeEndpoint, data: Dataset, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    assert run_command(served, data, tmp_path / "l", *more) == 1
+    more: list[str], message: str, served: FakeEndpoint, data: Dataset, capsys: Printed
+) -> None:
+    assert run_command(served, data, *more) == 1
     errors = capsys.readouterr().err
     assert message in errors and "->" in errors and "Traceback" not in errors
     assert "Value error" not in errors and "at least 1 item" not in errors
     assert not served.requests
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"space": "numbers", "library": "paper"},
-        {"space": "numbers", "strategy": "openevolve-code"},
-        {"other_bases": ("dart",), "strategy": "evoprompting-code"},
-    ],
-    ids=str,
-)
-def test_settings_that_contradict_each_other_are_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="leave others out"):
-        Settings.model_validate({"proposer": "m", **fields})
-
-
 def test_every_wrong_option_is_reported(
-    served: FakeEndpoint, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: FakeEndpoint, data: Dataset, capsys: Printed
 ) -> None:
     wrong = ["--rounds", "0", "--images", "0", "--most-money", "x", "--budget", "0", "--json"]
-    assert run_command(served, data, tmp_path / "l", *wrong) == 1
+    assert run_command(served, data, *wrong) == 1
     problems = json.loads(capsys.readouterr().out)["problems"]
     where = [problem["where"] for problem in problems]
     assert where == ["--rounds", "--budget", "--images", "--most-money"]
     assert all(problem["fix"] for problem in problems)
 
 
-def test_a_server_without_request_states_is_an_error(
-    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"space": "numbers", "strategy": "openevolve-code"},
+        {"other_bases": ("dart",), "strategy": "evoprompting-code"},
+    ],
+    ids=str,
+)
+def test_programs_have_no_space_and_no_base_policy(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="leave others out"):
+        Settings.model_validate({"proposer": "m", **fields})
+
+
+def test_a_server_or_an_endpoint_that_refuses_is_an_error(
+    data: Dataset, tmp_path: Path, capsys: Printed
 ) -> None:
-    with endpoint(lambda b, n: error(400, "requests may not bring a state")) as server:
-        assert run_command(server, data, tmp_path / "l") == 1
-    assert "--autoprune-requests states" in capsys.readouterr().err
+    def refuse_key(body: Body, number: int) -> Answer:
+        served = "mm_processor_kwargs" in body
+        return answer_search(body, number) if served else error(401, "bad key")
 
+    def refuse_states(body: Body, number: int) -> Answer:
+        return error(400, "requests may not bring a state")
 
-def test_a_wrong_key_is_an_error(
-    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def answer(body: Body, number: int) -> Answer:
-        return (
-            answer_search(body, number) if "mm_processor_kwargs" in body else error(401, "bad key")
-        )
-
-    with endpoint(answer) as server:
-        assert run_command(server, data, tmp_path / "l") == 1
-    assert "--proposer-key-env" in capsys.readouterr().err
-
-
-def test_a_report_on_a_missing_ledger_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    fixes = {refuse_states: "--autoprune-requests states", refuse_key: "--proposer-key-env"}
+    for answer, fix in fixes.items():
+        with endpoint(answer) as server:
+            assert run_command(server, data) == 1
+        assert fix in capsys.readouterr().err
     assert main(["search", "report", "--ledger", str(tmp_path / "none")]) == 1
     message = "No such file or directory -> name the ledger of a search that has begun"
     assert message in capsys.readouterr().err
 
 
-def test_a_replay_names_what_differs_from_its_recording(
-    served: FakeEndpoint, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], '"calls": 0,'),
+        (["--strategy", "autoprune"], "autoprune needs a language model"),
+        (["--proposer-model", "m"], "has no endpoint"),
+    ],
+)
+def test_a_language_model_takes_part_only_where_it_is_named(
+    more: list[str], message: str, data: Dataset, tmp_path: Path, capsys: Printed
 ) -> None:
-    ledger, again = tmp_path / "l.jsonl", str(tmp_path / "again.jsonl")
-    assert run_command(served, data, ledger, "--images", "6", "--seed", "1") == 0
-    replayed = ["search", "--data", str(data.folder), "--ledger", again, "--replay"]
-    capsys.readouterr()
-    assert main([*replayed, str(ledger), "--images", "3"]) == 1
-    message = "-> give the data folder and the --images of the recorded search"
-    assert message in capsys.readouterr().err
-    assert main([*replayed, str(tmp_path / "folder" / "typo.jsonl")]) == 1
-    assert "name the ledger of a search that has begun" in capsys.readouterr().err
-    assert not (tmp_path / "folder").exists() and not Path(again).exists()
-    assert main([*replayed, str(ledger), "--images", "6"]) == 0
-
-
-def test_a_language_model_takes_part_only_where_it_is_given(
-    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def dry_run(*more: str) -> int:
-        folder, ledger = str(data.folder), str(tmp_path / "l")
-        return main(["search", "--data", folder, "--ledger", ledger, "--dry-run", "--json", *more])
-
-    assert dry_run() == 0
-    assert json.loads(capsys.readouterr().out)["calls"] == 0
-    assert dry_run("--strategy", "autoprune") == 1
-    assert "autoprune needs a language model -> give --proposer-url" in capsys.readouterr().err
-    assert dry_run("--proposer-model", "m") == 1
-    assert "--proposer-model: has no endpoint -> give --proposer-url" in capsys.readouterr().err
+    folder, ledger = str(data.folder), str(tmp_path / "l")
+    command = ["search", "--data", folder, "--ledger", ledger, "--dry-run", "--json", *more]
+    assert main(command) == bool(more)
+    printed = capsys.readouterr().out
+    assert message in printed and (not more or re.search(r"give --proposer-url", printed))

@@ -24,8 +24,7 @@ from vllm_autoprune import load_state
 from vllm_autoprune.errors import ConfigError, EvaluationFailed, SearchError
 
 STATE = load_state("visionzip")
-JOB = EvaluationJob(STATE, 8, "search", 0, 4)
-ONE = EvaluationJob(STATE, 8, "search", 0, 1)
+SINGLE = EvaluationJob(STATE, 8, "search", 0, 1)
 Answering = Callable[[Body, int], Answer]
 
 
@@ -37,14 +36,14 @@ def prompt(*answer: dict[str, Any]) -> Answer:
     return scored([None, token("USER:", -3.0, 5), token(" ASSISTANT:", -2.0, 7), *answer])
 
 
-def echo_answer(body: Body, number: int) -> Answer:
-    """Echoes the reference answer as two tokens."""
+def echo_answer(body: Body, number: int, rank: int = 1) -> Answer:
+    """Echoes the reference answer as two tokens, the second of this rank."""
     answer = body["messages"][-1]["content"]
-    return prompt(token(f" {answer[0]}", -0.25), token(answer[1:], -0.5))
+    return prompt(token(f" {answer[0]}", -0.25), token(answer[1:], -0.5 * rank, rank))
 
 
 async def evaluate(servers: list[FakeEndpoint], data: Dataset, job: EvaluationJob) -> Any:
-    urls = [server.url for server in servers]
+    urls = [server.url for server in servers] or ["http://127.0.0.1:9"]
     evaluator = ServedEvaluator(urls, data, model="m", first_wait=0.01)
     try:
         return await evaluator.evaluate(job)
@@ -54,7 +53,7 @@ async def evaluate(servers: list[FakeEndpoint], data: Dataset, job: EvaluationJo
 
 async def test_the_reference_answer_is_scored_at_the_end_of_the_prompt(data: Dataset) -> None:
     with endpoint(echo_answer) as server:
-        answers = await evaluate([server], data, JOB)
+        answers = await evaluate([server], data, EvaluationJob(STATE, 8, "search", 0, 4))
         assert answers.logprob == (-0.75,) * 4 and answers.right == (True,) * 4
         body = server.requests[0]
         await evaluate([server], data, EvaluationJob(None, 0, "search", 0, 1))
@@ -65,57 +64,49 @@ async def test_the_reference_answer_is_scored_at_the_end_of_the_prompt(data: Dat
     questions = {body["messages"][0]["content"][1]["text"] for body in server.requests}
     assert questions == {example.question for example in data.examples("search")[:4]}
     assert server.requests[-1]["mm_processor_kwargs"] == {"autoprune": {"enabled": False}}
-
-
-async def test_an_answer_that_greedy_decoding_would_not_give_is_wrong(data: Dataset) -> None:
-    def answer(body: Body, number: int) -> Answer:
-        text = body["messages"][-1]["content"]
-        return prompt(token(f" {text[0]}", -0.25), token(text[1:], -4.0, rank=2))
-
-    with endpoint(answer) as server:
-        answers = await evaluate([server], data, ONE)
-    assert answers.right == (False,) and answers.logprob == (-4.25,)
+    with endpoint(lambda body, number: echo_answer(body, number, rank=2)) as server:
+        answers = await evaluate([server], data, SINGLE)
+    assert answers.right == (False,), "greedy decoding would not give it"
+    assert answers.logprob == (-1.25,)
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda b, n: error(503), "after 4 attempts"),
-        (lambda b, n: (200, b"not json", {}), "after 4 attempts"),
-        (lambda b, n: (200, b"{}", {}), "without the log-probabilities"),
-        (lambda b, n: error(400, "no states here"), "no states here"),
-        (lambda b, n: prompt(token(" other", -0.1)), "not in the reference answer"),
-        (lambda b, n: prompt(), "not in the reference answer"),
+        (error(503), "after 4 attempts"),
+        ((200, b"not json", {}), "after 4 attempts"),
+        ((200, b"{}", {}), "without the log-probabilities"),
+        (error(400, "no states here"), "no states here"),
+        (prompt(token(" other", -0.1)), "not in the reference answer"),
+        (prompt(), "not in the reference answer"),
     ],
     ids=["down", "no JSON", "no logprobs", "refused", "other answer", "no answer"],
 )
 async def test_a_failed_request_is_an_error_and_not_a_wrong_answer(
-    answer: Answering, message: str, data: Dataset
+    answer: Answer, message: str, data: Dataset
 ) -> None:
-    with endpoint(answer) as server, pytest.raises(EvaluationFailed, match=message):
-        await evaluate([server], data, ONE)
+    with endpoint(lambda b, n: answer) as server, pytest.raises(EvaluationFailed, match=message):
+        await evaluate([server], data, SINGLE)
 
 
 async def test_programs_and_servers_that_are_gone_cannot_be_measured(data: Dataset) -> None:
-    evaluator = ServedEvaluator(["http://127.0.0.1:9"], data, model="m", first_wait=0.01)
     with pytest.raises(EvaluationFailed, match="states only"):
-        await evaluator.evaluate(EvaluationJob(SelectionProgram("x"), 8, "search", 0, 1))
+        await evaluate([], data, EvaluationJob(SelectionProgram("x"), 8, "search", 0, 1))
     with pytest.raises(SearchError, match="start it and resume") as caught:
-        await evaluator.evaluate(ONE)
-    await evaluator.close()
+        await evaluate([], data, SINGLE)
     assert not isinstance(caught.value, EvaluationFailed), "it is not the candidate's fault"
 
 
 async def test_servers_share_the_images_and_replace_a_broken_server(data: Dataset) -> None:
     job = EvaluationJob(STATE, 8, "search", 0, len(data.examples("search")))
-    with endpoint(echo_answer) as one, endpoint(echo_answer) as other:
-        answers = await evaluate([one, other], data, job)
-        assert len(answers) == len(one.requests) + len(other.requests)
-        images = [{b["messages"][0]["content"][0]["image_url"]["url"] for b in server.requests}
-                  for server in (one, other)]  # fmt: skip
+    with endpoint(echo_answer) as server, endpoint(echo_answer) as other:
+        answers = await evaluate([server, other], data, job)
+        assert len(answers) == len(server.requests) + len(other.requests)
+        images = [{b["messages"][0]["content"][0]["image_url"]["url"] for b in each.requests}
+                  for each in (server, other)]  # fmt: skip
         assert images[0] and images[1] and not images[0] & images[1]
-    with endpoint(echo_answer) as one, endpoint(lambda b, n: error(500)) as broken:
-        assert len(await evaluate([one, broken], data, job)) == len(one.requests)
+    with endpoint(echo_answer) as server, endpoint(lambda b, n: error(500)) as broken:
+        assert len(await evaluate([server, broken], data, job)) == len(server.requests)
 
 
 async def check(urls: list[str], data: Dataset, model: str | None = None) -> list[tuple[str, str]]:
@@ -127,8 +118,7 @@ async def check(urls: list[str], data: Dataset, model: str | None = None) -> lis
     return [(problem.what, problem.fix) for problem in caught.value.problems]
 
 
-ADDRESS = "give the address of a vllm serve"
-REFUSED = "--autoprune-requests states"
+ADDRESS, ONE_MODEL = "give the address of a vllm serve", model_list("m")
 
 
 @pytest.mark.parametrize(
@@ -136,38 +126,34 @@ REFUSED = "--autoprune-requests states"
     [
         (model_list(), echo_answer, "lists no model", ADDRESS),
         (error(404, "no page"), echo_answer, "answers with status 404: no page", ADDRESS),
-        (model_list("m"), lambda b, n: (200, b"<html>", {}), "unknown format", ADDRESS),
-        (model_list("m"), lambda b, n: (200, b"{}", {}), "unknown format", ADDRESS),
-        (model_list("m"), lambda b, n: scored(["x"]), "unknown format", ADDRESS),  # type: ignore[list-item]
-        (model_list("m"), lambda b, n: error(500, "boom"), "status 500: boom", "server's log"),
-        (model_list("m"), lambda b, n: error(400, "none"), "status 400: none", REFUSED),
-        (
-            model_list("m"),
-            lambda b, n: prompt(token(" other", -0.1)),
-            "not in the reference answer",
-            "chat template",
-        ),
+        (ONE_MODEL, (200, b"<html>", {}), "unknown format", ADDRESS),
+        (ONE_MODEL, (200, b"{}", {}), "unknown format", ADDRESS),
+        (ONE_MODEL, scored(["x"]), "unknown format", ADDRESS),  # type: ignore[list-item]
+        (ONE_MODEL, error(500, "boom"), "status 500: boom", "server's log"),
+        (ONE_MODEL, error(400, "none"), "status 400: none", "--autoprune-requests states"),
+        (ONE_MODEL, prompt(token(" other", -0.1)), "not in the reference answer", "chat template"),
     ],
 )
 async def test_an_odd_server_is_reported_with_its_fix(
-    models: Answer, answer: Answering, what: str, fix: str, data: Dataset
+    models: Answer, answer: Answer | Answering, what: str, fix: str, data: Dataset
 ) -> None:
-    with endpoint(answer) as server:
+    with endpoint(answer if callable(answer) else lambda b, n: answer) as server:
         server.models = models
-        ((found, advice),) = await check([server.url], data)
-    assert what in found and fix in advice
+        ((reported, advice),) = await check([server.url], data)
+    assert what in reported and fix in advice
 
 
 async def test_all_servers_are_checked_and_serve_one_model(data: Dataset) -> None:
     ((what, _),) = await check(["http://127.0.0.1:9"], data)
     assert "does not answer" in what
-    with endpoint(echo_answer) as one, endpoint(echo_answer) as other:
-        one.models, other.models = model_list("a", "c"), model_list("b", "c")
-        ((what, fix),) = await check([one.url, other.url], data)
+    with endpoint(echo_answer) as server, endpoint(echo_answer) as other:
+        server.models, other.models = model_list("a", "c"), model_list("b", "c")
+        urls = [server.url, other.url]
+        ((what, fix),) = await check(urls, data)
         assert what == "serve different models: a, b" and "--server-model" in fix
-        ((what, fix),) = await check([one.url, other.url], data, model="a")
+        ((what, fix),) = await check(urls, data, model="a")
         assert what == "serves b, c, not a" and "--server-model" in fix
-        evaluator = ServedEvaluator([one.url, other.url], data, model="c")
+        evaluator = ServedEvaluator(urls, data, model="c")
         await evaluator.prepare()
         await evaluator.close()
         assert evaluator.name == f"c through vLLM, data {data.digest[:12]}"

@@ -18,7 +18,7 @@ from offline_search.history import History, Trial
 from offline_search.ledger import ProposalRecord, Status, TrialRecord
 from offline_search.prompt import crossover_prompt, list_prompt, proposal_prompt, repair_list_prompt
 from offline_search.settings import Settings
-from offline_search.summary import _describe_hypotheses, summarize
+from offline_search.summary import summarize
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.state import PruningState
@@ -35,38 +35,44 @@ EXAMPLES = tuple(
     Example(image=f"{number}.png", question=f"Q{number}?", answer="a", category=category)
     for number, category in enumerate(["text"] * 4 + ["relation"] * 12)
 )
+BASE = np.full(16, -3.0)
 
 
 def trial(
-    name: str, state: PruningState, values: list[float], status: Status = "evaluated",
-    parents: tuple[str, ...] = (), same_as: str = "",
+    name: str, values: list[float] | np.ndarray | None, state: PruningState | None = None,
+    status: Status = "evaluated", parent: str = "", same_as: str = "", reason: str = "",
+    expect: Expectation | None = None,
 ) -> Trial:  # fmt: skip
     number, index = map(int, name.split("."))
-    proposal = ProposalRecord(round=number, index=index, origin="llm", parents=parents)
-    result = TrialRecord(
-        round=number, index=index, status=status, same_as=same_as, examples=len(values),
-        objective=float(np.mean(values)) if values else None,
+    hypothesis = expect and Hypothesis(purpose="ablate", text=f"Why {name}.", expect=expect)
+    proposal = ProposalRecord(
+        round=number, index=index, origin="llm", parents=(parent,) if parent else (),
+        hypothesis=hypothesis, problems=(reason,) if status == "invalid" else (),
     )  # fmt: skip
-    return Trial(proposal, result, state, np.array(values) if values else None)
+    values = None if values is None else np.array(values)
+    result = TrialRecord(
+        round=number, index=index, status=status, same_as=same_as, reason=reason,
+        objective=None if values is None else float(values.mean()),
+    )  # fmt: skip
+    return Trial(proposal, result, state, values)
+
+
+def history_of(*trials: Trial) -> History:
+    base = TrialRecord(round=0, index=0, status="evaluated", objective=-3.0)
+    return History(base, BASE, list(trials), EXAMPLES)
 
 
 @pytest.fixture
 def history() -> History:
-    paper = paper_state(SETTINGS)
-    changed = paper_state(SETTINGS, quota=4)
+    paper, changed = paper_state(SETTINGS), paper_state(SETTINGS, quota=4)
     merge = paper.reassembly.model_copy(update={"strength": 1.0})
     other = paper.model_copy(update={"reassembly": merge})
-    return History(
-        TrialRecord(round=0, index=0, status="evaluated", objective=-3.0),
-        np.full(16, -3.0),
-        [
-            trial("1.0", paper, [-1.0] * 4 + [-2.0] * 12),
-            trial("2.0", changed, [-1.1] * 4 + [-1.9] * 12, parents=("1.0",)),
-            trial("2.1", minimal_state(SETTINGS), [-2.5] * 2, "dropped"),
-            trial("2.2", other, [], "same", same_as="1.0"),
-            trial("2.3", other, [0.0] * 4 + [-1.0] * 12, parents=("1.0",)),
-        ],
-        EXAMPLES,
+    return history_of(
+        trial("1.0", [-1.0] * 4 + [-2.0] * 12, paper),
+        trial("2.0", [-1.1] * 4 + [-1.9] * 12, changed, parent="1.0"),
+        trial("2.1", [-2.5] * 2, minimal_state(SETTINGS), "dropped"),
+        trial("2.2", None, other, "same", same_as="1.0"),
+        trial("2.3", [0.0] * 4 + [-1.0] * 12, other, parent="1.0"),
     )
 
 
@@ -83,66 +89,53 @@ def test_prompts_give_no_advice(history: History) -> None:
         assert not ADVICE.findall(text)
 
 
-def test_every_category_has_a_row_and_the_worst_its_questions(history: History) -> None:
+def test_the_summary_of_a_history(history: History) -> None:
+    """Categories with the questions that lose most, trends, and each candidate with its changes."""
     text = summarize(history)
-    assert "- relation: 12, -3000, -1000, 100%" in text
-    assert "- text: 4, -3000, +0, 0%" in text
-    assert "Questions of relation that lose most: Q4?; Q5?" in text
+    lines = text.splitlines()
+    assert lines[0] == "Base policy alone: -3000."
+    assert "- relation: 12, -3000, -1000, 100%" in lines and "- text: 4, -3000, +0, 0%" in lines
+    assert "Questions of relation that lose most: Q4?; Q5?" in lines
+    assert "Scores by round, best and median: 1: -1750, -1750; 2: -750, -1700." in lines
+    assert "- 2.3: -750; 1.0 with /reassembly/strength 0.0005 -> 1" in lines
+    assert "At the upper end of its range in 2.3: reassembly/strength = 1." in lines
+    assert "2.2 kept the same tokens as 1.0." in lines
+    assert "2.1 was dropped after 2 questions at about " in text
+    assert "- 2.0: -1700 (-950 ± " in text and "1.0 with /constraints/selector/q_e 2 -> 4" in text
+    assert not any(line.startswith("- 1.0") for line in lines), "2.3 is the best of its structure"
 
-
-def test_a_category_that_gains_has_a_negative_share_of_the_loss(history: History) -> None:
-    history.trials.append(trial("3.0", paper_state(SETTINGS), [1.0] * 4 + [-1.0] * 12))
+    # A category that gains has a negative share of the loss.
+    history.trials.append(trial("3.0", [1.0] * 4 + [-1.0] * 12, paper_state(SETTINGS)))
     text = summarize(history)
-    assert "- relation: 12, -3000, -1000, 150%" in text
-    assert "- text: 4, -3000, +1000, -50%" in text
-
-
-def test_a_dropped_candidate_names_questions_and_not_answers_at_each_budget(
-    history: History,
-) -> None:
-    (dropped,) = (one for one in history.trials if one.result.status == "dropped")
+    assert "- relation: 12, -3000, -1000, 150%" in text and "- text: 4, -3000, +1000, -50%" in text
+    # A candidate that was dropped names questions, not its answers at several budgets.
+    dropped = history.trials[2]
     twice = dropped.result.model_copy(update={"examples": 4})
-    history.trials[history.trials.index(dropped)] = dataclasses.replace(dropped, result=twice)
+    history.trials[2:] = [dataclasses.replace(dropped, result=twice)]
     assert "2.1 was dropped after 2 questions at about " in summarize(history)
 
 
-def test_every_candidate_is_a_line_with_its_changes(history: History) -> None:
-    text = summarize(history)
-    assert "- 2.3: -750; 1.0 with /reassembly/strength 0.0005 -> 1" in text
-    assert "- 2.0: -1700 (-950 ± " in text and "1.0 with /constraints/selector/q_e 2 -> 4" in text
-    assert "2.2 kept the same tokens as 1.0." in text
-    assert "2.1 was dropped after 2 questions at about " in text
-
-
 def test_differences_have_an_error_and_ties_are_named(history: History) -> None:
-    history.trials = history.trials[:2]
-    line = next(line for line in summarize(history).splitlines() if line.startswith("- 2.0"))
-    assert line.startswith("- 2.0: -1700; ")
-    history.trials.append(
-        trial("3.0", minimal_state(SETTINGS), [-1.6] * 4 + [-1.3] * 6 + [-2.6] * 6)
-    )
-    assert re.search(r"- 3\.0: -186\d \(-16\d ± \d+, tied\)", summarize(history))
-
-
-def test_best_and_median_of_every_round_are_a_line(history: History) -> None:
-    history.trials.append(trial("3.0", paper_state(SETTINGS, quota=1), [-0.5] * 16))
-    history.trials.append(trial("3.1", paper_state(SETTINGS, quota=8), [-0.25] * 16))
-    text = summarize(history)
-    scores = re.search(r"by round, best and median: 1: -1750, -1750; 2: (.*); 3: (.*)\.", text)
-    assert scores is not None and scores.groups() == ("-750, -1700", "-250, -375")
     history.trials = history.trials[:1]
     assert "by round" not in summarize(history), "one round is no trend"
+    assert "\n- 1.0: -1750; {" in summarize(history)
+    values = [-1.6] * 4 + [-1.3] * 6 + [-2.6] * 6
+    history.trials.append(trial("3.0", values, minimal_state(SETTINGS)))
+    assert re.search(r"- 3\.0: -186\d \(-11\d ± \d+, tied\)", summarize(history))
 
 
-def test_numbers_at_the_end_of_their_range_are_named(history: History) -> None:
-    assert "At the upper end of its range in 2.3: reassembly/strength = 1" in summarize(history)
+def test_the_summary_of_failures() -> None:
+    failed = [trial(f"1.{n}", None, None, "invalid", reason="no such atom") for n in range(3)]
+    assert "- no such atom (3 times)" in summarize(history_of(*failed))
+    unmeasured = History(history_of().base, BASE)
+    assert summarize(unmeasured) == "Base policy alone: -3000."
 
 
 def test_base_policies_are_named_where_a_model_chooses_them(history: History) -> None:
     settings = SETTINGS.model_copy(update={"other_bases": ("dart", "trim")})
     paper = history.trials[0].require_state()
     other = paper.model_copy(update={"base_policy": base_state(DART).base_policy})
-    history.trials.append(trial("3.0", other, [0.0] * 16, parents=("1.0",)))
+    history.trials.append(trial("3.0", [0.0] * 16, other, parent="1.0"))
     history.names_bases = True
     messages = proposal_prompt(settings, summarize(history), other, 0, 5)
     for name in settings.bases:
@@ -158,35 +151,16 @@ def test_a_selector_says_what_does_not_act_on_it() -> None:
     assert "signals act by the pool, the kernel not" in line
 
 
-QUESTIONS = tuple(Example(image=f"{n}.png", question=f"Q{n}?", answer="a") for n in range(16))
-BASE = np.full(16, -3.0)
 NOISE = np.tile([-0.2, 0.2], 8)
 
 
-def expecting(
-    name: str, values: np.ndarray | None, expect: Expectation | None = None,
-    status: Status = "evaluated", parent: str = "", same_as: str = "", reason: str = "",
-) -> Trial:  # fmt: skip
-    number, index = map(int, name.split("."))
-    hypothesis = None
-    if expect is not None:
-        hypothesis = Hypothesis(purpose="ablate", text=f"Why {name}.", expect=expect)
-    proposal = ProposalRecord(
-        round=number, index=index, origin="llm", parents=(parent,) if parent else (),
-        hypothesis=hypothesis,
-    )  # fmt: skip
-    result = TrialRecord(
-        round=number, index=index, status=status, same_as=same_as, reason=reason,
-        objective=None if values is None else float(values.mean()),
-    )  # fmt: skip
-    return Trial(proposal, result, None, values)
+def outcomes(*trials: Trial) -> dict[str, str]:
+    """What the summary says of each hypothesis of the last round."""
+    lines = summarize(history_of(*trials)).splitlines()
+    return dict(line[2:].split(" => ", 1) for line in lines if " => " in line)
 
 
-def lines(*trials: Trial) -> list[str]:
-    base = TrialRecord(round=0, index=0, status="evaluated", objective=-3.0)
-    return list(_describe_hypotheses(History(base, BASE, list(trials), QUESTIONS)))
-
-
+@pytest.mark.parametrize("parent", ["base", "1.0"])
 @pytest.mark.parametrize(
     ("change", "expect", "outcome"),
     [
@@ -201,60 +175,38 @@ def lines(*trials: Trial) -> list[str]:
     ],
 )
 def test_a_hypothesis_is_confirmed_by_two_standard_errors(
-    change: float, expect: Expectation, outcome: str
+    change: float, expect: Expectation, outcome: str, parent: str
 ) -> None:
-    parent, child = BASE + 0.0, BASE + change + NOISE
-    for name, measured in (("base", []), ("1.0", [expecting("1.0", parent)])):
-        after = expecting("2.0", child, expect, parent="" if name == "base" else name)
-        head, line = lines(*measured, after)
-        assert head.startswith("Hypotheses of the last round")
-        assert line == f"- 2.0 (ablate of {name}, expected {expect}): Why 2.0. => {outcome}"
-
-
-def test_a_dropped_candidate_is_compared_on_the_questions_it_answered() -> None:
-    parent = expecting("1.0", np.concatenate([np.full(4, -1.0), np.full(12, -9.0)]))
-    _, line = lines(
-        parent, expecting("2.0", np.full(4, -2.0) + NOISE[:4], "lower", "dropped", "1.0")
+    measured = [] if parent == "base" else [trial("1.0", BASE)]
+    child = trial(
+        "2.0", BASE + change + NOISE, parent="" if parent == "base" else parent, expect=expect
     )
-    assert line.endswith("=> -2000, -1000 ± 115 on the first 4 questions: confirmed")
+    line = f"2.0 (ablate of {parent}, expected {expect}): Why 2.0."
+    assert outcomes(*measured, child) == {line: outcome}
 
 
-def test_a_duplicate_has_the_values_of_what_it_repeats() -> None:
-    parent = expecting("1.0", BASE + 1.0)
-    _, one, other = lines(
+def test_what_hypotheses_are_compared_on() -> None:
+    parent = trial("1.0", [-1.0] * 4 + [-9.0] * 12, expect="higher")
+    lines = outcomes(
         parent,
-        expecting("2.0", None, "same", "same", "1.0", same_as="1.0"),
-        expecting("2.1", None, "higher", "same", "1.0", same_as="base"),
+        trial("2.0", -2.0 + NOISE[:4], None, "dropped", "1.0", expect="lower"),
+        trial("2.1", None, None, "same", "1.0", same_as="1.0", expect="same"),
+        trial("2.2", None, None, "same", same_as="base", expect="higher"),
+        trial("2.3", None, None, "unsafe", reason="preserve_budget failed", expect="higher"),
+        trial("2.4", None, None, "invalid", reason="x" * 500, expect="higher"),
+        trial("2.5", BASE),
     )
-    assert one.endswith("=> -2000, +0 ± 0: confirmed")
-    assert other.endswith("=> -3000, -1000 ± 0: not confirmed")
+    assert [line[:3] for line in lines] == ["2.0", "2.1", "2.2", "2.3", "2.4"], "last round only"
+    assert list(lines.values()) == [
+        "-2000, -1000 ± 115 on the first 4 questions: confirmed",
+        "-7000, +0 ± 0: confirmed",
+        "-3000, +0 ± 0: not confirmed",
+        "not measured, unsafe: preserve_budget failed",
+        f"not measured, invalid: {'x' * 100}",
+    ]
 
 
-def test_what_was_not_measured_says_why() -> None:
-    _, line = lines(expecting("1.0", None, "higher", "unsafe", reason="preserve_budget failed"))
-    assert line.endswith("=> not measured, unsafe: preserve_budget failed")
-    _, line = lines(expecting("1.0", None, "higher", "invalid", reason="x" * 500))
-    assert len(line) < 200
-
-
-def test_one_image_confirms_nothing() -> None:
-    for expect in ("higher", "same", "lower"):
-        _, line = lines(expecting("1.0", np.array([-2.0]), expect, "dropped"))
-        assert line.endswith(": not confirmed")
-
-
-def test_only_the_last_round_is_listed_and_only_with_hypotheses() -> None:
-    first, second = (
-        expecting("1.0", BASE, "higher"),
-        expecting("2.0", BASE + 1, "higher", parent="1.0"),
-    )
-    plain = expecting("2.1", BASE)
-    assert [line[:5] for line in lines(first, second, plain)[1:]] == ["- 2.0"]
-    assert lines(first, plain) == [] == lines()
-
-
-def test_the_summary_has_the_outcomes() -> None:
-    base = TrialRecord(round=0, index=0, status="evaluated", objective=-3.0)
-    history = History(base, BASE, [expecting("1.0", BASE + 1, "higher")], QUESTIONS)
-    text = summarize(history)
-    assert "\n- 1.0 (ablate of base, expected higher): Why 1.0. => -2000, +1000" in text
+@pytest.mark.parametrize("expect", ["higher", "same", "lower"])
+def test_one_image_confirms_nothing(expect: Expectation) -> None:
+    (outcome,) = outcomes(trial("1.0", [-2.0], None, "dropped", expect=expect)).values()
+    assert outcome.endswith(": not confirmed")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 from typing import Any, get_args
 
@@ -10,29 +9,22 @@ import pytest
 
 from offline_search.candidates import assemble_state, base_state, paper_state, warm_start_states
 from offline_search.components import (
-    Choice,
-    ChoiceSource,
     JsonObject,
     atom_calls,
     components_json,
     structure,
 )
-from offline_search.dataset import Dataset
 from offline_search.ledger import ProposalRecord
 from offline_search.search_space import (
+    Choice,
+    ChoiceSource,
     RandomSource,
     choices_of_state,
     numbers_at_upper_end,
     sample_proposal,
 )
-from offline_search.settings import MAX_QUOTA, Settings, Space, Strategy
-from tests.offline_search.synthetic import (
-    BUDGET,
-    SyntheticEvaluator,
-    records_of_kind,
-    run_search,
-    valid_replies,
-)
+from offline_search.settings import MAX_QUOTA, Settings, Space
+from tests.offline_search.synthetic import BUDGET, Searches, valid_replies
 from vllm_autoprune import PruningState, load_state, materialize, safety_check
 from vllm_autoprune.tpdsl.reference import CORE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS
@@ -59,17 +51,24 @@ def draw(settings: Settings, seed: int) -> JsonObject:
     return sample_proposal(RandomSource(Random(seed)), settings)
 
 
-class BoundSource:
-    """Always chooses the first option and the lower bound, or the last and the upper one."""
-
-    def __init__(self, upper: bool) -> None:
-        self._upper = upper
+class FirstSource:
+    """Always chooses the first option and the lower bound."""
 
     def option(self, name: str, options: Sequence[str]) -> str:
-        return options[-self._upper]
+        return options[0]
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        return high if self._upper else low
+        return low
+
+
+class LastSource:
+    """Always chooses the last option and the upper bound."""
+
+    def option(self, name: str, options: Sequence[str]) -> str:
+        return options[-1]
+
+    def number(self, name: str, low: float, high: float, integer: bool) -> float:
+        return high
 
 
 class FixedSource:
@@ -97,7 +96,7 @@ def features(state: PruningState) -> set[str]:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_choices_of_a_sampled_state_reproduce_it(name: str) -> None:
     settings = settings_of(name)
-    sources: list[ChoiceSource] = [BoundSource(False), BoundSource(True)]
+    sources: list[ChoiceSource] = [FirstSource(), LastSource()]
     for source in (*sources, *(RandomSource(Random(seed)) for seed in range(40))):
         state = assemble_state(sample_proposal(source, settings), settings)
         again = sample_proposal(FixedSource(choices_of_state(state, settings)), settings)
@@ -137,17 +136,13 @@ def test_optional_components_leave_the_other_choices_as_they_are(
     for seed in range(200):
         proposal = draw(settings, seed)
         assert {key: part for key, part in proposal.items() if key != field} == draw(PLAIN, seed)
+        plain = assemble_state(proposal, PLAIN)
+        assert (plain.core, plain.rank_at) == (None, "merger_out"), "they are not searched"
         state = assemble_state(proposal, settings)
         places = {"core": state.core and state.core.policy.name, "rank_at": state.rank_at,
                   "base_policy": state.base_policy.name}  # fmt: skip
         drawn.add(places[field])
     assert drawn == values
-
-
-def test_a_search_without_them_drops_a_proposed_core_and_place() -> None:
-    odd: JsonObject = {"core": {"share": 0.5}, "rank_at": "merger_in"}
-    state = assemble_state({**draw(PLAIN, 0), **odd}, PLAIN)
-    assert state.core is None and state.rank_at == "merger_out"
 
 
 def test_samplers_draw_no_extension_from_the_library_of_the_paper() -> None:
@@ -189,10 +184,10 @@ def test_warm_starts_differ_are_safe_and_use_the_settings(more: dict[str, Any]) 
 
 
 def test_every_signal_starts_alone_and_may_exchange_everything() -> None:
-    states = [one for one in warm_start_states(PLAIN) if len(one.scoring.signals) == 1]
-    assert [one.scoring.signals[0].atom for one in states] == ATOMS.names("scoring")
-    assert {one.constraints.selector.bounds(BUDGET)[0] for one in states} == {BUDGET}
-    assert len({structure(one)[1:] for one in states}) == 1, "nothing but their signal differs"
+    states = [s for s in warm_start_states(PLAIN) if len(s.scoring.signals) == 1]
+    assert [state.scoring.signals[0].atom for state in states] == ATOMS.names("scoring")
+    assert {state.constraints.selector.bounds(BUDGET)[0] for state in states} == {BUDGET}
+    assert len({structure(state)[1:] for state in states}) == 1, "nothing but their signal differs"
 
 
 @pytest.mark.parametrize("budget", [640, 720, 2880])
@@ -201,7 +196,7 @@ def test_quotas_are_within_the_language_at_large_budgets(budget: int) -> None:
     for state in warm_start_states(settings):
         assert state.budget.range() == (budget, budget)
     drawn = [assemble_state(draw(settings, seed), settings) for seed in range(60)]
-    quotas = {one.constraints.selector.model_dump().get("q_e") for one in drawn}
+    quotas = {state.constraints.selector.model_dump().get("q_e") for state in drawn}
     assert max(quota for quota in quotas if quota is not None) == 640
 
 
@@ -225,9 +220,9 @@ def is_inside(state: PruningState, space: Space) -> bool:
     selector = {"keep_weight": 0.0, "power": 1.0, **data["constraints"]["selector"]}
     q_e, lam, keep, power = (selector[key] for key in ("q_e", "lam", "keep_weight", "power"))
     strength = data["reassembly"]["strength"]
-    bias = [one["bias"] for one in signals if one["atom"] == "spatial_centrality_prior"]
+    bias = [call["bias"] for call in signals if call["atom"] == "spatial_centrality_prior"]
     released = load_state("autoprune").model_dump(mode="json")["scoring"]["signals"]
-    known = {one["atom"] for one in signals} <= {one["atom"] for one in released}
+    known = {call["atom"] for call in signals} <= {call["atom"] for call in released}
     if not known or selector["r_min"] is not None:
         return False
     if space in ("numbers", "released"):
@@ -271,18 +266,12 @@ def test_signals_are_free_where_the_space_says_so() -> None:
     spaces: dict[Space, int] = {"released": 5, "without-fusion": 4}
     for space, count in spaces.items():
         states = [in_space(space, seed) for seed in range(100)]
-        assert len({call.atom for one in states for call in one.scoring.signals}) == count
+        assert len({call.atom for state in states for call in state.scoring.signals}) == count
 
 
 @pytest.mark.parametrize("strategy", ["random", "tpe", "autoprune", "autoprune+"])
-async def test_every_strategy_stays_in_the_space(
-    strategy: Strategy, data: Dataset, tmp_path: Path
-) -> None:
-    settings = Settings(
-        strategy=strategy, rounds=4, per_round=5, budgets=(BUDGET,), space="released",
-        proposer="scripted",
-    )  # fmt: skip
-    await run_search(tmp_path / "l", settings, SyntheticEvaluator(data), valid_replies(30))
-    states = [one.state for one in records_of_kind(tmp_path / "l", ProposalRecord) if one.state]
-    assert len(states) >= 15
-    assert all(is_inside(load_state(json.dumps(body)), "released") for body in states)
+async def test_every_strategy_stays_in_the_space(strategy: str, search: Searches) -> None:
+    await search(valid_replies(30), strategy=strategy, rounds=3, per_round=5, space="released")
+    states = [record.state for record in search.records(ProposalRecord) if record.state]
+    assert len(states) >= 11
+    assert all(is_inside(load_state(body), "released") for body in states)

@@ -215,7 +215,7 @@ def test_answers_of_a_server_that_dies_are_kept(tmp_path: Path) -> None:
     def dying(body: Body, number: int) -> Answer:
         if number >= 10:
             # From now on nothing answers, /v1/models no more than the rest.
-            server.down = True
+            server.models = error(503, "down")
             return error(503, "gone")
         return answering(body, number)
 
@@ -241,7 +241,7 @@ def test_a_started_server_that_fails_is_reported_in_one_line(
     assert not report.valid and report.reasons[-1] == reason
 
     def dying(body: Body, number: int) -> Answer:
-        server.down = True
+        server.models = error(503, "down")
         return error(503, "gone")
 
     @contextmanager

@@ -132,7 +132,7 @@ def test_a_failed_request_is_not_an_answer(tmp_path: Path) -> None:
 
 def test_a_server_that_dies_stops_the_evaluation(tmp_path: Path) -> None:
     def dying(body: Body, number: int) -> Answer:
-        base.down = True
+        base.models = error(503, "down")
         return error(503)
 
     with endpoint(right) as full, endpoint(dying) as base:
@@ -164,7 +164,7 @@ def test_a_silent_server_stops_the_task_early(tmp_path: Path) -> None:
     gone = threading.Event()
 
     def hanging(body: Body, number: int) -> Answer:
-        base.down = True
+        base.models = error(503, "down")
         gone.wait(30)
         return error(503)
 

@@ -141,9 +141,8 @@ async def _run_search(
     from offline_search.ledger import Ledger
     from offline_search.proposer import EndpointProposer, EndpointSettings, Price, SpendingLimits
     from offline_search.replay import UnavailableBackend
-    from offline_search.report import ProgressLog
     from offline_search.rounds import probes_from_checkpoint
-    from offline_search.search import Search
+    from offline_search.search import ProgressLog, Search
 
     probes: Sequence[VisualTokens] = ()
     if flags.checkpoint is not None:
@@ -258,8 +257,7 @@ def _dry_run(
 
 def _report(options: argparse.Namespace) -> int:
     from offline_search.ledger import read_ledger
-    from offline_search.report import as_markdown, read_report
-    from offline_search.report_page import as_html
+    from offline_search.report import as_html, as_markdown, read_report
 
     report = read_report(read_ledger(options.ledger))
     if options.output is not None:
