@@ -176,20 +176,16 @@ def _end(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:
     """Terminate the whole process group, then kill it; a second Ctrl-C waits until that is done."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
-        _end_group(process, grace)
+        for sent, wait in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, sent)
+            deadline = time.monotonic() + wait
+            while time.monotonic() < deadline and _alive(process):
+                time.sleep(0.1)
+            if not _alive(process):
+                return
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-def _end_group(process: subprocess.Popen[bytes], grace: float) -> None:
-    for sent, wait in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sent)
-        deadline = time.monotonic() + wait
-        while time.monotonic() < deadline and _alive(process):
-            time.sleep(0.1)
-        if not _alive(process):
-            return
 
 
 def _alive(process: subprocess.Popen[bytes]) -> bool:

@@ -8,42 +8,41 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import httpx
+from pydantic import Field
 
 from benchmarks.common import StrictModel
 from vllm_autoprune.http_client import Metrics
 
-_COUNTERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "prefix_cache_queries": ("vllm:prefix_cache_queries_total", {}),
-    "prefix_cache_hits": ("vllm:prefix_cache_hits_total", {}),
-    "mm_cache_queries": ("vllm:mm_cache_queries_total", {}),
-    "mm_cache_hits": ("vllm:mm_cache_hits_total", {}),
-    "finished": ("vllm:request_success_total", {}),
-    "images": ("autoprune_images_total", {}),
-    "visual_tokens_before": ("autoprune_visual_tokens_total", {"stage": "before"}),
-    "visual_tokens_after": ("autoprune_visual_tokens_total", {"stage": "after"}),
-}
-"""By field of :class:`ServerMetrics`: the metric, and the labels that its samples need."""
-_PEAKS: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "peak_kv_use": ("vllm:kv_cache_usage_perc", {}),
-}
+
+def _metric(name: str, **labels: str) -> Any:
+    """A field that is read from one metric, of the samples with these labels."""
+    return Field(default=None, json_schema_extra={"metric": name, "labels": {**labels}})
 
 
 class ServerMetrics(StrictModel):
     """Counters as differences over the run, gauges as peaks of what was polled."""
 
     read: bool = False
-    prefix_cache_queries: float | None = None
-    prefix_cache_hits: float | None = None
-    mm_cache_queries: float | None = None
-    mm_cache_hits: float | None = None
-    finished: float | None = None
+    prefix_cache_queries: float | None = _metric("vllm:prefix_cache_queries_total")
+    prefix_cache_hits: float | None = _metric("vllm:prefix_cache_hits_total")
+    mm_cache_queries: float | None = _metric("vllm:mm_cache_queries_total")
+    mm_cache_hits: float | None = _metric("vllm:mm_cache_hits_total")
+    finished: float | None = _metric("vllm:request_success_total")
     """Requests, of any client."""
-    images: float | None = None
-    visual_tokens_before: float | None = None
-    visual_tokens_after: float | None = None
-    peak_kv_use: float | None = None
+    images: float | None = _metric("autoprune_images_total")
+    visual_tokens_before: float | None = _metric("autoprune_visual_tokens_total", stage="before")
+    visual_tokens_after: float | None = _metric("autoprune_visual_tokens_total", stage="after")
+    peak_kv_use: float | None = _metric("vllm:kv_cache_usage_perc")
+
+
+_METRICS: Mapping[str, Mapping[str, Any]] = {
+    name: extra
+    for name, field in ServerMetrics.model_fields.items()
+    if isinstance(extra := field.json_schema_extra, dict)
+}
 
 
 def _fetch(url: str, path: str) -> str | None:
@@ -88,12 +87,14 @@ class MetricsWatcher:
 
     def update(self) -> None:
         """Read once more, summed over engines; nothing changes where the server does not answer."""
-        wanted = {**_COUNTERS, **_PEAKS}
         # To parse all of /metrics takes 20 ms, which would delay the time stamps of a load client.
-        names = tuple(name for name, _ in wanted.values())
+        names = tuple(extra["metric"] for extra in _METRICS.values())
         lines = (_fetch(self._url, "/metrics") or "").splitlines()
         metrics = Metrics("".join(f"{line}\n" for line in lines if line.startswith(names)))
-        totals = {field: metrics.total(name, **labels) for field, (name, labels) in wanted.items()}
+        totals = {
+            field: metrics.total(extra["metric"], **extra["labels"])
+            for field, extra in _METRICS.items()
+        }
         figures = {field: total for field, total in totals.items() if total is not None}
         if figures:
             self._readings.append(figures)
@@ -104,10 +105,7 @@ class MetricsWatcher:
             return ServerMetrics()
         before, after = self._readings[0], self._readings[-1]
         # A labelled counter appears with its first event, so that before it there was none.
-        grown = {name: after[name] - before.get(name, 0.0) for name in _COUNTERS if name in after}
-        peaks = {
-            name: max(values)
-            for name in _PEAKS
-            if (values := [figures[name] for figures in self._readings if name in figures])
-        }
-        return ServerMetrics.model_validate({"read": True, **grown, **peaks})
+        figures = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        for name in [name for name in after if name.startswith("peak_")]:
+            figures[name] = max(reading.get(name, 0.0) for reading in self._readings)
+        return ServerMetrics.model_validate({"read": True, **figures})

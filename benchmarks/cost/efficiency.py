@@ -184,12 +184,6 @@ def _call_workers(server: Server, method: str) -> list[object]:
     return results
 
 
-def read_device_memory(server: Server) -> int | None:
-    """Peak memory of all ranks' GPUs since :meth:`DeviceMemory.reset_device_memory`, in bytes."""
-    peaks = _call_workers(server, DeviceMemory.peak_device_memory.__name__)
-    return None if None in peaks else sum(int(str(peak)) for peak in peaks)
-
-
 def _measure(arm: Arm, requests: Prepared, log: Path) -> Pass | Refusal:
     """Serve the arm and send all requests; a :class:`Refusal` where the server does not start."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -236,6 +230,7 @@ def _send_requests(server: Server, requests: Prepared) -> Pass:
     if failed:
         raise BenchmarkError(f"{len(failed)} requests failed: {failed[0]}")
     kept, images = metrics.visual_tokens_after, metrics.images
+    peaks = _call_workers(server, DeviceMemory.peak_device_memory.__name__)
     return Pass(
         ttft=tuple(record.ttft for record in records),
         again=tuple(record.ttft for record in again),
@@ -243,7 +238,7 @@ def _send_requests(server: Server, requests: Prepared) -> Pass:
         decode=tuple(tpot for record in records if (tpot := record.tpot) is not None),
         prompt_tokens=sum(r.prompt_tokens or 0 for r in records) / len(records),
         visual_tokens=kept / images if kept and images else None,
-        device_memory=read_device_memory(server),
+        device_memory=None if None in peaks else sum(int(str(peak)) for peak in peaks),
     )
 
 

@@ -130,11 +130,24 @@ def make_workload(options: RequestOptions, model: str, loads: int = 1) -> Worklo
 def prepare(workload: Workload, folder: Path) -> Prepared:
     """Draw and encode all requests into a folder."""
     requests = draw_requests(workload)
+    # Without skip_special_tokens, special tokens have no text, and their deltas would not count.
+    fields = {"ignore_eos": True, "skip_special_tokens": False}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / WORKLOAD).unlink(missing_ok=True)
         with (folder / BODIES).open("wb") as file:
-            file.writelines(_build_request_body(workload, request) + b"\n" for request in requests)
+            for request in requests:
+                urls = [
+                    picture.url() if isinstance(picture, Picture) else as_data_url(picture())
+                    for picture in request.pictures
+                ]
+                body = build_body(
+                    workload.model,
+                    build_content(request.question, urls),
+                    tokens=workload.output_tokens,
+                    fields=fields if workload.dialect == "vllm" else {},
+                )
+                file.write(body + b"\n")
         # Written last: where it exists, the folder is complete.
         (folder / WORKLOAD).write_text(workload.model_dump_json(indent=1) + "\n")
     except OSError as error:
@@ -160,22 +173,6 @@ def load_prepared(folder: Path) -> Prepared:
         )
     images = [body.count(b'"type": "image_url"') for body in bodies]
     return Prepared(workload, bodies, images, hashlib.sha256(content).hexdigest()[:16])
-
-
-def _build_request_body(workload: Workload, request: Request) -> bytes:
-    """The JSON body of one request."""
-    # Without skip_special_tokens, special tokens have no text, and their deltas would not count.
-    own_fields = {"ignore_eos": True, "skip_special_tokens": False}
-    urls = [
-        picture.url() if isinstance(picture, Picture) else as_data_url(picture())
-        for picture in request.pictures
-    ]
-    return build_body(
-        workload.model,
-        build_content(request.question, urls),
-        tokens=workload.output_tokens,
-        fields=own_fields if workload.dialect == "vllm" else {},
-    )
 
 
 def draw_requests(workload: Workload) -> list[Request]:

@@ -19,9 +19,7 @@ from benchmarks.cost.efficiency import (
     compose,
     compute_cost,
     format_table,
-    read_device_memory,
 )
-from benchmarks.server import Server
 from vllm_autoprune.backbones import BACKBONE_SHAPES
 
 LLAVA_NEXT_7B = BACKBONE_SHAPES["llava-next-7b"]
@@ -47,41 +45,23 @@ class Worker(DeviceMemory):
         self.device = torch.device(device)
 
 
-class OneWorker(Server):
-    """A server whose endpoint calls one worker, as vLLM's /collective_rpc."""
-
-    worker: DeviceMemory
-
-    def post(
-        self, path: str, body: Mapping[str, object], headers: Mapping[str, str] | None = None
-    ) -> tuple[int, dict[str, object]]:
-        peak = getattr(self.worker, str(body["method"]))()
-        return 200, {"results": [peak if peak is None else str(peak)]}
-
-
-def memory_cell(device: str) -> str:
-    server = OneWorker("http://h", "m", None, Path())  # type: ignore[arg-type]
-    object.__setattr__(server, "worker", Worker(device))
-    row = Pass(ttft=(0.1,), prefill=0.1, decode=(0.01,), prompt_tokens=9, visual_tokens=None,
-               device_memory=read_device_memory(server))  # fmt: skip
-    refused = [Refusal(reason="no attention")]
-    lines = format_table(MODEL, 320, {"full": [row], "fastv": refused}).split("\n")
-    head, _, full, fastv = (
-        line.strip("| ").split(" | ") for line in lines if line.count(" | ") > 6
-    )
-    assert fastv[1] == "not served: no attention"
-    return full[head.index("GPU memory, MiB")]
-
-
 def test_memory_is_that_of_the_workers_gpu_or_is_not_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     peaks = {"cuda:1": 3 << 20}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[str(device)])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks[str(device)])
-    assert memory_cell("cuda:1") == "3" and memory_cell("cpu") == "not measured"
-    Worker("cuda:1").reset_device_memory()
-    Worker("cpu").reset_device_memory()
+    for device, cell in (("cuda:1", "3"), ("cpu", "not measured")):
+        worker = Worker(device)
+        worker.reset_device_memory()
+        row = Pass(ttft=(0.1,), prefill=0.1, decode=(0.01,), prompt_tokens=9, visual_tokens=None,
+                   device_memory=worker.peak_device_memory())  # fmt: skip
+        refused = Refusal(reason="no attention")
+        passes: Mapping[str, list[Pass | Refusal]] = {"full": [row], "fastv": [refused]}
+        rows = [line for line in format_table(MODEL, 320, passes).split("\n") if line[:2] == "| "]
+        head, _, full, fastv = (line.strip("| ").split(" | ") for line in rows)
+        assert full[head.index("GPU memory, MiB")] == cell
+        assert fastv[1] == "not served: no attention"
 
 
 def table(layers: int, **changes: object) -> Efficiency:

@@ -13,26 +13,15 @@ from benchmarks.cost.__main__ import build_parser as build_cost_parser
 from benchmarks.load.__main__ import COMMANDS, main, parse_arguments
 from benchmarks.load.experiment import choose_arms
 from benchmarks.load.settings import PairedOptions, ReportOptions
-from benchmarks.load.workload import load_prepared
 from benchmarks.server import free_port
 
 PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
-PREPARE = ["--requests", "3", "--warm-up", "1", "--sides", "32", "--words", "3=1,5=2"]
 
 
 def paired(*flags: str) -> PairedOptions:
     _, options = parse_arguments(["paired", *flags])
     assert isinstance(options, PairedOptions)
     return options
-
-
-def test_prepare_writes_the_described_workload(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["prepare", "--model", "m", "--out", str(tmp_path / "w"), *PREPARE]) == 0
-    made = load_prepared(tmp_path / "w")
-    assert (len(made.measured), made.workload.words) == (3, {3: 1.0, 5: 2.0})
-    assert made.digest in capsys.readouterr().out
 
 
 OTHER: dict[str, tuple[str, object]] = {
@@ -147,11 +136,12 @@ def test_mistakes_in_a_file_of_options_are_answered_in_one_line(
 def test_a_server_that_is_down_exits_with_1_and_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["prepare", "--model", "m", "--out", str(tmp_path / "w"), *PREPARE])
+    small = ["--requests", "3", "--warm-up", "1", "--sides", "32"]
+    assert main(["prepare", "--model", "m", "--out", str(tmp_path / "w"), *small]) == 0
     url = f"http://127.0.0.1:{free_port()}"
     assert main(["run", "--url", url, "--workload", str(tmp_path / "w"), "--users", "1"]) == 1
-    captured = capsys.readouterr()
-    assert "does not answer" in captured.err and captured.err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert "does not answer" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
