@@ -70,30 +70,23 @@ def build_cases(
     The full model and the resize control are always among them. Where a yardstick has a patch
     merger, every base policy and state that reads features also ranks before it.
     """
-    wanted = {*names, FULL, RESIZED}
+    ablations = [name for name in names if name in shipped_states() and name not in STATES]
+    states = {name: load_state(name) for name in (*BASE_POLICIES, *STATES, *ablations)}
     cases = [Case(FULL, ALL_TOKENS, FULL)]
     for budget in budgets:
-        cases += [Case(RESIZED, budget, RESIZED), Case(RANDOM, budget, RANDOM)]
-        cases.append(Case(ORACLE, budget, ORACLE))
-        cases += _state_cases(budget, available, names)
-    return [case for case in cases if not names or case.name in wanted]
-
-
-def _state_cases(
-    budget: Budget, available: frozenset[Need], names: Sequence[str]
-) -> Iterator[Case]:
-    ablations = [name for name in names if name in shipped_states() and name not in STATES]
-    for name in dict.fromkeys((*BASE_POLICIES, *STATES, *ablations)):
-        state = load_state(name)
-        if materialize(state, 16).needs <= available:
+        cases += [Case(control, budget, control) for control in (RESIZED, RANDOM, ORACLE)]
+        for name, state in states.items():
+            if not materialize(state, 16).needs <= available:
+                continue
             base = "" if name in BASE_POLICIES else state.base_policy.name
-            yield Case(name, budget, state=state, base=base)
+            cases.append(Case(name, budget, state=state, base=base))
             before = state.model_copy(update={"rank_at": "merger_in"})
             if name not in _WITHOUT_FEATURES and materialize(before, 16).needs <= available:
-                yield Case(f"{name}{BEFORE}", budget, state=before, base=name)
+                cases.append(Case(f"{name}{BEFORE}", budget, state=before, base=name))
+    return [case for case in cases if not names or case.name in {*names, FULL, RESIZED}]
 
 
-class BatchScores(FrozenModel):
+class _BatchScores(FrozenModel):
     """Scores of one case on one batch of questions.
 
     ``right`` has a digit 0 or 1 for each question; ``model`` and ``questions`` identify what was
@@ -108,7 +101,7 @@ class BatchScores(FrozenModel):
     tokens: int
 
 
-SCORES: TypeAdapter[BatchScores] = TypeAdapter(BatchScores)
+SCORES: TypeAdapter[_BatchScores] = TypeAdapter(_BatchScores)
 
 
 @dataclass(frozen=True)
@@ -125,7 +118,7 @@ def measure(
     yardstick: Yardstick,
     cases: Sequence[Case],
     examples: Sequence[Example],
-    journal: RecordFile[BatchScores],
+    journal: RecordFile[_BatchScores],
     progress: Progress,
 ) -> list[CaseResult]:
     """Scores of all cases on the questions.
@@ -146,7 +139,7 @@ def measure(
         encoded, records = yardstick.encode(groups[digest]), []
         for case in todo:
             scores = encoded.score(case)
-            record = BatchScores(
+            record = _BatchScores(
                 model=yardstick.model,
                 questions=digest,
                 case=case.key,
@@ -306,24 +299,22 @@ def as_markdown(measured: Sequence[Measured]) -> str:
 def _table(measured: Measured, rows: Sequence[Row]) -> Table:
     """Per cent right at every budget, and points more than resizing; no rows before the merger."""
     budgets = list(dict.fromkeys(row.budget for row in rows))
+    by_name: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if not row.name.endswith(BEFORE):
+            by_name.setdefault(row.name, {})[row.budget] = row
     cells = []
-    for name in dict.fromkeys(row.name for row in rows if not row.name.endswith(BEFORE)):
-        at = {row.budget: row for row in rows if row.name == name}
-        question = {True: "read", False: "not read", None: ""}[
-            next(iter(at.values())).reads_question
-        ]
+    for name, at in by_name.items():
+        reads = next(iter(at.values())).reads_question
+        figures = ["-"] * len(budgets)
+        for place, row in ((budgets.index(budget), row) for budget, row in at.items()):
+            figures[place], more = f"{row.accuracy.value:.1f}", row.less_resized
+            if more is not None:
+                width = max(more.high - more.value, more.value - more.low)
+                figures[place] += f" {more.value:+.1f}±{width:.1f}"
         label = f"**{name}**" if name == measured.default else name
-        cells.append((label, question, *(_figures(at.get(budget)) for budget in budgets)))
+        cells.append((label, {True: "read", False: "not read", None: ""}[reads], *figures))
     return Table("", ("method", "question", *budgets), cells, "--" + "r" * len(budgets))
-
-
-def _figures(row: Row | None) -> str:
-    if row is None:
-        return "-"
-    figure, more = f"{row.accuracy.value:.1f}", row.less_resized
-    if more is None:
-        return figure
-    return f"{figure} {more.value:+.1f}±{max(more.high - more.value, more.value - more.low):.1f}"
 
 
 def _default_lines(measured: Measured) -> Iterator[str]:

@@ -39,7 +39,7 @@ from benchmarks.demo.measure import (
 from benchmarks.demo.picture import NAMES, draw_example
 from benchmarks.yardsticks.examples import CLIP, LLAVA, Example, draw_examples, grade_answers
 from vllm_autoprune import load_state
-from vllm_autoprune.ops.dtype import Dtype, choose_dtype
+from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.statistics import Spread
 
 INTRODUCTION = """\
@@ -201,15 +201,6 @@ def format_summary(results: Results) -> str:
     return "\n".join([table, "", *(f"- {note}" for note in notes)]) + "\n"
 
 
-def _estimate_minutes(dtype: Dtype) -> int:
-    """Duration of the demo, by the time that a product of the large model takes now."""
-    rows, weight = torch.randn(TOKENS, WIDTH), torch.randn(11008 * WIDTH // 4096, WIDTH)
-    if dtype == "bfloat16":
-        rows, weight = rows.bfloat16(), weight.bfloat16()
-    seconds = timeit.repeat(lambda: torch.nn.functional.linear(rows, weight), number=1, repeat=5)
-    return math.ceil((_OTHER_SECONDS + _PRODUCTS * statistics.median(seconds)) / 60)
-
-
 def measure(settings: Settings, guard: Guard) -> tuple[Results, Sequence[Example], Answers]:
     """Measure all servers, one after the other; ``guard`` ends the running one."""
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -249,7 +240,12 @@ def run_demo(options: argparse.Namespace, guard: Guard) -> None:
             raise BenchmarkError(f"{checkpoint} contains no checkpoint (model.safetensors)")
     load_state(settings.state)  # fails here rather than after a minute
     dtype = choose_dtype()
-    minutes = _estimate_minutes(dtype)
+    # By the time that a product of the large model takes now.
+    rows, weight = torch.randn(TOKENS, WIDTH), torch.randn(11008 * WIDTH // 4096, WIDTH)
+    if dtype == "bfloat16":
+        rows, weight = rows.bfloat16(), weight.bfloat16()
+    seconds = timeit.repeat(lambda: torch.nn.functional.linear(rows, weight), number=1, repeat=5)
+    minutes = math.ceil((_OTHER_SECONDS + _PRODUCTS * statistics.median(seconds)) / 60)
     introduction = INTRODUCTION.format(dtype=dtype, small=settings.dtype, minutes=minutes)
     print(introduction, file=sys.stderr, flush=True)
     # Busy-waiting threads of torch in the client would slow the server that is measured.

@@ -91,10 +91,10 @@ def draw_example(
     pen = ImageDraw.Draw(sheet)
 
     def write(x: int, y: int, *words: tuple[str, Colour]) -> None:
-        font, left = ImageFont.load_default(_LABEL), float(x)
+        font, offset = ImageFont.load_default(_LABEL), float(x)
         for text, colour in words:
-            pen.text((left, y), text, colour, font)
-            left += pen.textlength(text, font)
+            pen.text((offset, y), text, colour, font)
+            offset += pen.textlength(text, font)
 
     title = ImageFont.load_default(_TITLE)
     pen.text((_GAP, _GAP - 6), f"\u201c{example.question}\u201d", _TEXT, title)
@@ -102,14 +102,14 @@ def draw_example(
     large = image.resize((side, side), Image.Resampling.NEAREST)
     merged = False
     for place, shown in enumerate(SHOWN):
-        left, answer = _GAP + place * (side + _GAP), served[shown.label]
+        x, answer = _GAP + place * (side + _GAP), served[shown.label]
         panel = select_patches(tokens, image, settings.state, shown)
         merged = merged or bool(panel.owners)
-        write(left, top - 16 - _LABEL, (f"{panel.title}  ", _TEXT), (panel.detail, _QUIET))
+        write(x, top - 16 - _LABEL, (f"{panel.title}  ", _TEXT), (panel.detail, _QUIET))
         scene = draw_panel(large, panel, grid, PATCH_SIDE)
-        sheet.paste(outline_patches(scene, evidence, grid), (left, top))
+        sheet.paste(outline_patches(scene, evidence, grid), (x, top))
         colour = _RIGHT if is_right(answer, example.answer) else _WRONG
-        write(left, top + side + 16, ("answer: ", _QUIET), (answer or "(nothing)", colour))
+        write(x, top + side + 16, ("answer: ", _QUIET), (answer or "(nothing)", colour))
     legend = "white: kept patch; yellow: patches that hold the answer"
     legend += "; other colours: merged into the framed patch" if merged else ""
     write(_GAP, top + side + 2 * _LABEL + _GAP, (legend, _QUIET))

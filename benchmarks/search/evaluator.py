@@ -161,7 +161,9 @@ def _sample_questions(
     sample: list[tuple[int, SceneQuestion]] = []
     for scene, about in groupby(enumerate(questions), key=lambda item: item[1].image_id):
         # A question that has no pair is a group of its own.
-        groups = [list(group) for _, group in groupby(about, key=_pair_key)]
+        by_pair = groupby(about, key=lambda item: ("alone", item[0]) if item[1].pair is None
+                          else ("pair", item[1].pair))  # fmt: skip
+        groups = [list(group) for _, group in by_pair]
         Random(scene).shuffle(groups)
         size = 0
         for group in groups:
@@ -169,11 +171,6 @@ def _sample_questions(
                 sample += group
                 size += len(group)
     return [question for _, question in sorted(sample, key=lambda item: item[0])]
-
-
-def _pair_key(item: tuple[int, SceneQuestion]) -> tuple[str, int]:
-    number, question = item
-    return ("alone", number) if question.pair is None else ("pair", question.pair)
 
 
 def write_data(folder: Path, scenes: Mapping[Split, int], *, each: int | None = None) -> None:

@@ -105,10 +105,10 @@ def _t_quantile(freedom: int) -> float:
     if freedom <= len(_T_QUANTILES):
         return _T_QUANTILES[freedom - 1]
     z = statistics.NormalDist().inv_cdf(0.975)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
+    linear = (z**3 + z) / 4
+    square = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    cubic = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + linear / freedom + square / freedom**2 + cubic / freedom**3
 
 
 def format_confirmed(

@@ -33,8 +33,19 @@ def draw_adapter(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 def write_adapters(folder: Path) -> None:
     """Write every adapter to a folder of its own name."""
+    modules = sorted(module.rpartition(".")[2] for module in _MODULES)
+    config = {
+        "peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": modules,
+        "bias": "none",
+    }  # fmt: skip
     for seed, name in enumerate(ADAPTERS):
-        _write_adapter(folder / name, seed)
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        tensors = {}
+        for module, (down, up) in draw_adapter(seed).items():
+            tensors[f"base_model.model.{module}.lora_A.weight"] = down
+            tensors[f"base_model.model.{module}.lora_B.weight"] = up
+        save_file(tensors, folder / name / "adapter_model.safetensors")
+        (folder / name / "adapter_config.json").write_text(json.dumps(config))
 
 
 def adapter_flags(folder: Path) -> tuple[str, ...]:
@@ -46,21 +57,3 @@ def adapter_flags(folder: Path) -> tuple[str, ...]:
         *("--enable-lora", "--max-loras", slots, "--max-lora-rank", str(_RANK)),
         *("--lora-modules", *modules),
     )
-
-
-def _write_adapter(folder: Path, seed: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for module, (down, up) in draw_adapter(seed).items():
-        tensors[f"base_model.model.{module}.lora_A.weight"] = down
-        tensors[f"base_model.model.{module}.lora_B.weight"] = up
-    save_file(tensors, folder / "adapter_model.safetensors")
-    names = sorted({module.rpartition(".")[2] for module in _MODULES})
-    config = {
-        "peft_type": "LORA",
-        "r": _RANK,
-        "lora_alpha": _RANK,
-        "target_modules": names,
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))

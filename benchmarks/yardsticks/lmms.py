@@ -57,6 +57,7 @@ def write_task(folder: Path, split: str, examples: Sequence[Example]) -> None:
     images = folder / "images"
     images.mkdir(parents=True, exist_ok=True)
     data = folder / f"{split}.jsonl"
+    categories = {k: name for name, kinds in CATEGORIES["minillava"].items() for k in kinds}
     written: set[int] = set()
     with data.open("w", encoding="utf-8") as lines:
         for number, example in enumerate(examples):
@@ -64,26 +65,22 @@ def write_task(folder: Path, split: str, examples: Sequence[Example]) -> None:
             if example.image_id not in written:
                 (images / name).write_bytes(png(example.image))
                 written.add(example.image_id)
-            lines.write(json.dumps(_question_line(number, f"images/{name}", example)) + "\n")
+            line = {
+                "question_id": number,
+                "image": f"images/{name}",
+                "question": example.question,
+                "answer": example.answer,
+                "kind": example.kind,
+                "category": categories[example.kind],
+                "pair": example.pair,
+                "evidence": list(example.evidence),
+                "unseen_wording": example.unseen_wording,
+                "unseen_layout": example.unseen_style,
+            }
+            lines.write(json.dumps(line) + "\n")
     text = _YAML.format(task=TASK, split=split, data=json.dumps(str(data.resolve())))
     (folder / f"{TASK}.yaml").write_text(text, encoding="utf-8")
     shutil.copy(Path(__file__).with_name("lmms_functions.py"), folder / "utils.py")
-
-
-def _question_line(number: int, image: str, example: Example) -> dict[str, object]:
-    (category,) = [name for name, kinds in CATEGORIES["minillava"].items() if example.kind in kinds]
-    return {
-        "question_id": number,
-        "image": image,
-        "question": example.question,
-        "answer": example.answer,
-        "kind": example.kind,
-        "category": category,
-        "pair": example.pair,
-        "evidence": list(example.evidence),
-        "unseen_wording": example.unseen_wording,
-        "unseen_layout": example.unseen_style,
-    }
 
 
 def main() -> None:

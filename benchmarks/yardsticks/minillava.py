@@ -80,7 +80,7 @@ class MiniLlava(Yardstick):
         return model.requires_grad_(False), tokenizer
 
     @torch.no_grad()
-    def encode(self, batch: Sequence[Example]) -> EncodedScenes:
+    def encode(self, batch: Sequence[Example]) -> _EncodedScenes:
         """All inputs of policies for M questions."""
         pixels = normalize_pixels(torch.stack([example.image for example in batch]))
         tokens = self._vision.encode_pixels(pixels)
@@ -104,7 +104,7 @@ class MiniLlava(Yardstick):
             words=Words(self._embed(words), used),
             language=LlamaPrefix(model, embeds, before.shape[1], present),
         )
-        return EncodedScenes(self, batch, tokens)
+        return _EncodedScenes(self, batch, tokens)
 
     @torch.no_grad()
     def score_answers(self, examples: Sequence[Example], rows: Tensor) -> Scores:
@@ -127,7 +127,7 @@ class MiniLlava(Yardstick):
         return embedded
 
 
-class EncodedScenes(EncodedBatch):
+class _EncodedScenes(EncodedBatch):
     """Questions about a few scenes."""
 
     def __init__(

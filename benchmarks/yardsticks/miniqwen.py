@@ -35,7 +35,7 @@ _BEFORE_IMAGE, _AFTER_IMAGE = PROMPT["miniqwen"].split(IMAGE_TOKEN["miniqwen"])
 
 
 @dataclass(frozen=True)
-class EncodedImage:
+class _EncodedImage:
     """An image after the vision tower.
 
     rows (N, D) are for the first layer of the language model, levels (N, D) each for the next ones.
@@ -77,13 +77,13 @@ class MiniQwen(Yardstick):
         processor: Qwen3VLProcessor = AutoProcessor.from_pretrained(self._checkpoint)
         return processor
 
-    def encode(self, batch: Sequence[Example]) -> EncodedQuestions:
+    def encode(self, batch: Sequence[Example]) -> _EncodedQuestions:
         """All inputs of policies for the questions about one image."""
         image = self.encode_image(batch[0].image)
-        return EncodedQuestions(self, batch, image)
+        return _EncodedQuestions(self, batch, image)
 
     @torch.no_grad()
-    def encode_image(self, image: Tensor, budget: int | None = None) -> EncodedImage:
+    def encode_image(self, image: Tensor, budget: int | None = None) -> _EncodedImage:
         """Encode an image (3, H, W) uint8, resized to at most `budget` tokens if given."""
         images = self.processor.image_processor
         size = dict(images.size)
@@ -98,7 +98,7 @@ class MiniQwen(Yardstick):
         _, rows, columns = (int(side) for side in grid[0])
         patches = _by_token(calls["merger"].args[0])
         early = _by_token(calls["deepstack_merger_list.0"].args[0])
-        return EncodedImage(
+        return _EncodedImage(
             Size(rows // MERGE, columns // MERGE),
             encoded.pooler_output,
             tuple(encoded.deepstack_features),
@@ -108,7 +108,7 @@ class MiniQwen(Yardstick):
         )
 
     @torch.no_grad()
-    def policy_inputs(self, examples: Sequence[Example], image: EncodedImage) -> VisualTokens:
+    def policy_inputs(self, examples: Sequence[Example], image: _EncodedImage) -> VisualTokens:
         """What policies read of one image and M questions about it, as a server gives it to them.
 
         Relevance is measured in the language model's input embeddings, of which a question has the
@@ -140,7 +140,7 @@ class MiniQwen(Yardstick):
     def score_answers(
         self,
         examples: Sequence[Example],
-        image: EncodedImage,
+        image: _EncodedImage,
         kept: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Scores:
@@ -180,10 +180,10 @@ class MiniQwen(Yardstick):
         return texts.score(self.qwen.lm_head(hidden), kept.shape[1])
 
 
-class EncodedQuestions(EncodedBatch):
+class _EncodedQuestions(EncodedBatch):
     """Questions about one image."""
 
-    def __init__(self, yardstick: MiniQwen, batch: Sequence[Example], image: EncodedImage) -> None:
+    def __init__(self, yardstick: MiniQwen, batch: Sequence[Example], image: _EncodedImage) -> None:
         super().__init__(batch, yardstick.policy_inputs(batch, image))
         self._yardstick, self._image = yardstick, image
 

@@ -168,10 +168,10 @@ def _draw_table(rng: random.Random, size: Size, most: int) -> Page:
     columns = rng.randint(2, min(6, size.columns - 1, most - 2))
     rows = rng.randint(2, min(size.rows - 1, most - columns))
     top = rng.randint(0, size.rows - 1 - rows)
-    left = rng.randint(0, size.columns - 1 - columns)
+    edge = rng.randint(0, size.columns - 1 - columns)
     names = rng.sample(range(len(WORDS)), rows + columns)
-    heads = [Word(name, top, left + 1 + i) for i, name in enumerate(names[:columns])]
-    labels = [Word(name, top + 1 + i, left) for i, name in enumerate(names[columns:])]
+    heads = [Word(name, top, edge + 1 + i) for i, name in enumerate(names[:columns])]
+    labels = [Word(name, top + 1 + i, edge) for i, name in enumerate(names[columns:])]
     values = iter(rng.sample(NUMBERS, rows * columns))
     numbers = [
         Number(next(values), label.row, head.column, label, head)
@@ -246,15 +246,15 @@ def render_pages(
         items += [(len(WORDS) + number.value, number.row, number.column) for number in page.numbers]
         centres.append([])
         for block, row, column in items:
-            top = row * TOKEN + row_shift[row] + rng.randint(-1, 1)
-            left = column * TOKEN + rng.randint(-1, 1)
-            lines.append((index, block, top + 1, left + 1))
-            centres[-1].append((left + TOKEN / 2, top + PATCH / 2))
+            y = row * TOKEN + row_shift[row] + rng.randint(-1, 1)
+            x = column * TOKEN + rng.randint(-1, 1)
+            lines.append((index, block, y + 1, x + 1))
+            centres[-1].append((x + TOKEN / 2, y + PATCH / 2))
     # One pixel of margin holds what is shifted beyond the edge.
     height, width = size.height + 2, size.width + 2
     ink = torch.zeros(len(pages) * height * width)
-    image, block, top, left = torch.tensor(lines).T
-    corner = (image * height + top) * width + left
+    image, block, y, x = torch.tensor(lines).T
+    corner = (image * height + y) * width + x
     pixel = torch.arange(PATCH)[:, None] * width + torch.arange(TOKEN)
     at = corner[:, None, None] + pixel
     ink.index_put_((at.flatten(),), _line_blocks()[block].flatten(), accumulate=True)

@@ -179,10 +179,10 @@ def _place_signs(rng: random.Random, cells: list[tuple[int, int]], count: int) -
         for cell in pair:
             cells.remove(cell)
         length = rng.randint(2, MAX_DIGITS)
-        left = column * CELL_PATCHES + rng.randint(0, 2 * CELL_PATCHES - length)
+        start = column * CELL_PATCHES + rng.randint(0, 2 * CELL_PATCHES - length)
         number = tuple(rng.randrange(10) for _ in range(length))
         top = row * CELL_PATCHES + rng.randrange(CELL_PATCHES)
-        signs.append(Sign(colours[len(signs)], number, top, left))
+        signs.append(Sign(colours[len(signs)], number, top, start))
     return signs
 
 

@@ -153,7 +153,7 @@ def _unify_names(rng: random.Random, layout: Layout) -> Layout:
     return replace(layout, things=things)
 
 
-def label_patches(scenes: Sequence[Scene]) -> Tensor:
+def _label_patches(scenes: Sequence[Scene]) -> Tensor:
     """Labels (fields, B, N) of scenes."""
     labels = torch.full((len(FIELDS), len(scenes), PATCHES), training.UNLABELLED)
     labels[0] = 0
@@ -196,7 +196,7 @@ def _reading_loss(
 def _tower_loss(
     clip: CLIPModel, heads: training.DenseHeads, tokenizer: Tokenizer, seed: int, size: int
 ) -> training.Loss:
-    """Loss of the tower stage: dense classes, pointing, and image-caption contrast.
+    """Loss of the tower stage: dense classes, pointing, and image-_caption contrast.
 
     The texts are B * P phrases, then B captions; the targets of pointing (B, P, N) spread a weight
     of one over the patches that each phrase names.
@@ -207,17 +207,17 @@ def _tower_loss(
     targets = torch.zeros(size, _PHRASES_PER_IMAGE, PATCHES)
     for index, scene in enumerate(scenes):
         for row in range(_PHRASES_PER_IMAGE):
-            phrase, named = pointing_phrase(rng, scene)
+            phrase, named = _pointing_phrase(rng, scene)
             texts.append(phrase)
             targets[index, row, list(named)] = 1 / len(named)
-    texts += [caption(rng, scene) for scene in scenes]
+    texts += [_caption(rng, scene) for scene in scenes]
     end, ids = clip.config.text_config.eos_token_id, tokenizer.encode_batch(texts)
     longest = max(len(encoding.ids) for encoding in ids)
     padded = torch.tensor([each.ids + [end] * (longest - len(each.ids)) for each in ids])
 
     hidden = _penultimate_states(clip, normalize_pixels(images))
     patches = hidden[:, 1:]
-    dense, parts = heads.loss(patches, label_patches(scenes), _FIELD_WEIGHTS)
+    dense, parts = heads.loss(patches, _label_patches(scenes), _FIELD_WEIGHTS)
     pooled = clip.text_model(input_ids=padded).pooler_output
     text = F.normalize(clip.text_projection(pooled).float(), dim=-1)
     projected = clip.visual_projection(clip.vision_model.post_layernorm(patches))
@@ -238,7 +238,7 @@ def _tower_loss(
     return loss, totals | parts | {"hit": float(hit.float().mean())}
 
 
-def pointing_phrase(rng: random.Random, scene: Scene) -> tuple[str, tuple[int, ...]]:
+def _pointing_phrase(rng: random.Random, scene: Scene) -> tuple[str, tuple[int, ...]]:
     """Draw a phrase that names one part of a scene, with the patches of that part.
 
     The text tower is trained on such phrases and never on questions, so its relevance to a whole
@@ -256,7 +256,7 @@ def pointing_phrase(rng: random.Random, scene: Scene) -> tuple[str, tuple[int, .
     return rng.choice(names), scene.patches(thing)
 
 
-def caption(rng: random.Random, scene: Scene) -> str:
+def _caption(rng: random.Random, scene: Scene) -> str:
     """Describe three random parts of the scene, for the contrastive loss between images."""
     candidates: tuple[Thing | Sign, ...] = (*scene.layout.things, *scene.layout.signs)
     parts = rng.sample(candidates, 3)

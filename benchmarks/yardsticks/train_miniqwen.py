@@ -132,7 +132,7 @@ class Pictures:
     contents: Sequence[Scene | pages.Page]
 
 
-def draw_view(seed: int, shares: Sequence[float]) -> View:
+def _draw_view(seed: int, shares: Sequence[float]) -> View:
     """Draw a view; `shares` are of all tokens, and of a half, fourth, eighth and sixteenth.
 
     Ranks draw the same, because the one with fewer patches would wait.
@@ -219,7 +219,7 @@ def _text_rows(page: pages.Page, centres: Sequence[tuple[float, float]]) -> Iter
         yield [*next(boxes), 2, label, head, tens, units, *[training.UNLABELLED] * 5]
 
 
-def patch_centres(size: pages.Size) -> Tensor:
+def _patch_centres(size: pages.Size) -> Tensor:
     """Centres (P, 2) in pixels, x and y, of all patches in the order of their tokens."""
     patch = torch.arange(size.tokens * pages.MERGE * pages.MERGE)
     token, inner = patch // (pages.MERGE * pages.MERGE), patch % (pages.MERGE * pages.MERGE)
@@ -231,7 +231,7 @@ def patch_centres(size: pages.Size) -> Tensor:
 def _label_patches(items: Tensor, count: int, view: View) -> Tensor:
     """Labels (fields, B, P) of items (M, 5 + fields); a patch of two items has a kind only."""
     scale = torch.tensor([view.seen.width / view.size.width, view.seen.height / view.size.height])
-    centres = patch_centres(view.seen)
+    centres = _patch_centres(view.seen)
     distance = centres - items[:, None, 1:3] * scale
     reach = (items[:, None, 3:5] * scale).clamp(min=PATCH / 2)
     item, patch = (distance.abs() < reach).all(-1).nonzero(as_tuple=True)
@@ -249,7 +249,7 @@ def _label_patches(items: Tensor, count: int, view: View) -> Tensor:
     return labels
 
 
-def build_model() -> Qwen3VLForConditionalGeneration:
+def _build_model() -> Qwen3VLForConditionalGeneration:
     """The untrained model, with heads that look at neighbours and at what shows a word."""
     model = Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(_QWEN))
     tower, language = model.model.visual, model.model.language_model
@@ -270,14 +270,14 @@ def build_model() -> Qwen3VLForConditionalGeneration:
                         bias[0, head, 0, axis, :_LOOK_FREQUENCIES] = strength
                         bias[1, head, 0, axis, :_LOOK_FREQUENCIES] = strength * angles.cos()
                         bias[1, head, 1, axis, :_LOOK_FREQUENCIES] = strength * angles.sin()
-        # Keys and values undo the rotation of `image_basis`, so that a word finds image tokens, but
-        # not itself, and what they show is added in the basis of words.
+        # Keys and values undo the rotation of `_image_basis`, so that a word finds image tokens,
+        # but not itself, and what they show is added in the basis of words.
         for layer in language.layers:
             attention = layer.self_attn
             rows = _MATCH_HEADS * attention.head_dim
-            attention.k_proj.weight[:rows] = attention.q_proj.weight[:rows] @ image_basis()
+            attention.k_proj.weight[:rows] = attention.q_proj.weight[:rows] @ _image_basis()
             attention.o_proj.weight.copy_(_OUTPUT_SCALE * attention.v_proj.weight.T)
-            attention.v_proj.weight.copy_(attention.v_proj.weight @ image_basis())
+            attention.v_proj.weight.copy_(attention.v_proj.weight @ _image_basis())
             layer.mlp.down_proj.weight.mul_(_MLP_SCALE)
             for norm in (attention.q_norm, attention.k_norm):
                 norm.weight.fill_(_MATCH_SCALE)
@@ -285,7 +285,7 @@ def build_model() -> Qwen3VLForConditionalGeneration:
 
 
 @cache
-def image_basis() -> Tensor:
+def _image_basis() -> Tensor:
     """A fixed rotation (D, D) from embeddings of words to image tokens that show them."""
     generator = torch.Generator().manual_seed(0)
     return torch.linalg.qr(torch.randn(_LANGUAGE_WIDTH, _LANGUAGE_WIDTH, generator=generator))[0]
@@ -301,7 +301,7 @@ def _positions(size: pages.Size) -> tuple[Tensor, Tensor, Tensor]:
     return taps, weights, get_vision_position_ids(grid, pages.MERGE)
 
 
-def tower_states(tower: Qwen3VLVisionModel, patches: Tensor, size: pages.Size) -> list[Tensor]:
+def _tower_states(tower: Qwen3VLVisionModel, patches: Tensor, size: pages.Size) -> list[Tensor]:
     """States (B, P, Dv) that each deepstack merger reads, and of the last layer.
 
     The images have one size; patches (B, N, MERGE², 3 · PATCH²).
@@ -329,8 +329,8 @@ def tower_states(tower: Qwen3VLVisionModel, patches: Tensor, size: pages.Size) -
     return [*states, hidden]
 
 
-def merge_states(tower: Qwen3VLVisionModel, states: Sequence[Tensor]) -> list[Tensor]:
-    """Rows (B, N, D) of `tower_states`: those added after the first layers, and for the first."""
+def _merge_states(tower: Qwen3VLVisionModel, states: Sequence[Tensor]) -> list[Tensor]:
+    """Rows (B, N, D) of `_tower_states`: those added after the first layers, and for the first."""
     mergers: list[nn.Module] = [*tower.deepstack_merger_list, tower.merger]
     return [
         merger(state.flatten(0, 1)).unflatten(0, (len(state), -1))
@@ -338,7 +338,7 @@ def merge_states(tower: Qwen3VLVisionModel, states: Sequence[Tensor]) -> list[Te
     ]
 
 
-def name_tokens(tokenizer: Tokenizer, labels: Tensor) -> Tensor:
+def _name_tokens(tokenizer: Tokenizer, labels: Tensor) -> Tensor:
     """Shares (B, N, V) of the tokens for what each image token shows; zero for nothing."""
     _, count, patches = labels.shape
     shares = torch.zeros(count, patches // pages.MERGE**2, _VOCABULARY)
@@ -353,14 +353,14 @@ def name_tokens(tokenizer: Tokenizer, labels: Tensor) -> Tensor:
     return shares / shares.sum(-1, keepdim=True).clamp(min=1.0)
 
 
-def naming_loss(rows: Tensor, table: Tensor, names: Tensor) -> Tensor:
+def _naming_loss(rows: Tensor, table: Tensor, names: Tensor) -> Tensor:
     """Cross entropy between shares of tokens and the cosines of rows (B, N, D) with the table.
 
     It ties image tokens to the words for what they show: without it the language model has to find
     by chance which of many image tokens a word is about. The rows are in the basis of image tokens.
     """
     shows = names.sum(-1) > 0
-    turned = F.normalize(rows[shows].float() @ image_basis().T, dim=-1)
+    turned = F.normalize(rows[shows].float() @ _image_basis().T, dim=-1)
     logits = _NAMING_SCALE * turned @ F.normalize(table.float(), dim=-1).T
     return -(names[shows] * logits.log_softmax(-1)).sum(-1).mean()
 
@@ -448,8 +448,8 @@ def language_states(
     """
     tower, language = model.model.visual, model.model.language_model
     with torch.no_grad():
-        states = tower_states(tower, pictures.patches, seen)
-    *levels, image = merge_states(tower, states)
+        states = _tower_states(tower, pictures.patches, seen)
+    *levels, image = _merge_states(tower, states)
     rows, embed = torch.arange(len(batch.kept))[:, None], language.embed_tokens
     before, after = (embed(ids).expand(len(rows), -1, -1) for ids in (batch.before, batch.after))
     texts = embed(batch.texts.texts)
@@ -481,11 +481,11 @@ def language_loss(
     names = [f"{kind}/{suffix}" for kind in _TRAINED_KINDS]
     loss, parts = batch.texts.loss(model.lm_head, hidden, names)
     table = model.model.language_model.embed_tokens.weight
-    naming = naming_loss(image, table, name_tokens(tokenizer, pictures.labels))
+    naming = _naming_loss(image, table, _name_tokens(tokenizer, pictures.labels))
     return loss + _NAMING_WEIGHT * naming, parts | {"naming": float(naming.detach())}
 
 
-def draw_budget(seed: int, tokens: int) -> int:
+def _draw_budget(seed: int, tokens: int) -> int:
     """Number of image tokens of a step: all, or for a share of steps log-uniform."""
     rng = random.Random(seed // training.RANKS)
     if rng.random() >= _DROPOUT:
@@ -497,7 +497,7 @@ def train_rank(rank: int, run: training.Run) -> None:
     """Train all stages as one of the ranks."""
     training.join_ranks(run, rank)
     words = Tokenizer.from_file(str(_QWEN / "tokenizer.json"))
-    model = build_model()
+    model = _build_model()
     tower, mergers = model.model.visual, model.model.visual.deepstack_merger_list
     heads = training.DenseHeads(_VISION_WIDTH, FIELDS)
     reading, towers, naming, phrases, questions = run.stages
@@ -505,24 +505,24 @@ def train_rank(rank: int, run: training.Run) -> None:
     def dense_loss(
         stage: training.Stage, shares: Sequence[float], plain: bool, seed: int, step: int
     ) -> training.Loss:
-        view, scenes = draw_view(seed, shares), stage.images // 3
+        view, scenes = _draw_view(seed, shares), stage.images // 3
         pictures = draw_pictures(seed, scenes, stage.images - scenes, view, plain)
-        *_, patches = tower_states(tower, pictures.patches, view.seen)
+        *_, patches = _tower_states(tower, pictures.patches, view.seen)
         return heads.loss(patches, pictures.labels, _FIELD_WEIGHTS, f"/{view.divisor}")
 
     def token_loss(seed: int, step: int) -> training.Loss:
         """The mergers' rows become those of the words that a picture shows."""
-        view = draw_view(seed, _WHOLE_VIEWS)
+        view = _draw_view(seed, _WHOLE_VIEWS)
         pictures = draw_pictures(seed, naming.images, naming.images, view)
         with torch.no_grad():
-            states = tower_states(tower, pictures.patches, view.seen)
-        *_, rows = merge_states(tower, states)
-        names = name_tokens(words, pictures.labels)
-        loss = naming_loss(rows, model.get_input_embeddings().weight, names)
+            states = _tower_states(tower, pictures.patches, view.seen)
+        *_, rows = _merge_states(tower, states)
+        names = _name_tokens(words, pictures.labels)
+        loss = _naming_loss(rows, model.get_input_embeddings().weight, names)
         return loss, {"loss": float(loss.detach())}
 
     def phrase_loss(seed: int, step: int) -> training.Loss:
-        view = draw_view(seed, _PHRASE_VIEWS)
+        view = _draw_view(seed, _PHRASE_VIEWS)
         progress = min(1.0, step / (_CURRICULUM_STEPS * run.steps_scale)) ** 2
         most = _FEWEST + round((len(pages.WORDS) - _FEWEST) * progress)
         scenes = phrases.images // 2
@@ -534,10 +534,10 @@ def train_rank(rank: int, run: training.Run) -> None:
         return language_loss(model, words, batch, pictures, view)
 
     def question_loss(seed: int, step: int) -> training.Loss:
-        view, scenes = draw_view(seed, _QUESTION_VIEWS), questions.images // 2
+        view, scenes = _draw_view(seed, _QUESTION_VIEWS), questions.images // 2
         budget = view.seen.tokens
         if view.seen == view.size:
-            budget = draw_budget(seed, budget)
+            budget = _draw_budget(seed, budget)
         pictures = draw_pictures(seed, scenes, questions.images - scenes, view)
         batch = draw_batch(seed, words, pictures, view, budget, 12, 12)
         return language_loss(model, words, batch, pictures, view)

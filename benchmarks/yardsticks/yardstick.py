@@ -208,7 +208,7 @@ def keep_tokens(
 
 
 @dataclass(frozen=True)
-class AnswerTexts:
+class _AnswerTexts:
     """Token ids of M questions and their reference answers, which end in the end token.
 
     `padded` (M, L) has both but for the end token. Padding is on the right, where the causal mask
@@ -233,7 +233,7 @@ class AnswerTexts:
 
 def tokenize_answers(
     tokenizer: PreTrainedTokenizerBase, template: str, examples: Sequence[Example]
-) -> AnswerTexts:
+) -> _AnswerTexts:
     """Ids of questions in the part of the prompt behind the image, and of their answers."""
     questions = [
         token_ids(tokenizer, template.format(question=example.question)) for example in examples
@@ -241,7 +241,7 @@ def tokenize_answers(
     end = tokenizer.eos_token_id
     answers = [[*token_ids(tokenizer, f" {example.answer}"), end] for example in examples]
     texts = [ids + answer[:-1] for ids, answer in zip(questions, answers, strict=True)]
-    return AnswerTexts(questions, answers, pad_ids(texts)[0])
+    return _AnswerTexts(questions, answers, pad_ids(texts)[0])
 
 
 def content_words(

@@ -225,8 +225,8 @@ def test_answers_of_a_server_that_dies_are_kept(tmp_path: Path) -> None:
     assert any(r.startswith("stopped:") and "--resume" in r for r in report.reasons)
     assert sum(map(len, read_journal(tmp_path / JOURNAL).answers.values())) == 10
     with endpoint(answering) as server:
-        whole = run(server.url, tmp_path, resume=True)
-        assert whole.valid and len(server.requests) == 2 * whole.questions - 10
+        report = run(server.url, tmp_path, resume=True)
+        assert report.valid and len(server.requests) == 2 * report.questions - 10
 
 
 def test_a_started_server_that_fails_is_reported_in_one_line(

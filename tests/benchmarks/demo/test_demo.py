@@ -275,9 +275,9 @@ def test_evidence_is_outlined_around_its_patches_and_does_not_wrap() -> None:
     grid, grey, side = Grid(12, 12), (120, 130, 140), 12 * PATCH_SIDE
     image, middle = Image.new("RGB", (side, side), grey), PATCH_SIDE // 2
     scene = outline_patches(image, (26, 27), grid)
-    left, top = 2 * PATCH_SIDE, 2 * PATCH_SIDE
-    between = left + PATCH_SIDE
-    assert scene.getpixel((left, top + middle)) == scene.getpixel((between, top)) == EVIDENCE
+    x, top = 2 * PATCH_SIDE, 2 * PATCH_SIDE
+    between = x + PATCH_SIDE
+    assert scene.getpixel((x, top + middle)) == scene.getpixel((between, top)) == EVIDENCE
     assert scene.getpixel((between, top + middle)) == grey == image.getpixel((between, top))
     border = outline_patches(image, (11,), grid)
     assert border.getpixel((side - PATCH_SIDE, middle)) == EVIDENCE

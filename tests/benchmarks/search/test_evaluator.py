@@ -54,10 +54,10 @@ async def test_partial_jobs_add_up_to_the_whole(evaluator: YardstickEvaluator) -
         await evaluator.evaluate(EvaluationJob(state, 8, "search", start, stop))
         for start, stop in pairwise(cuts)
     ]
-    whole = await evaluator.evaluate(EvaluationJob(state, 8, "search", 0, count))
-    assert sum((part.right for part in parts), ()) == whole.right
+    answers = await evaluator.evaluate(EvaluationJob(state, 8, "search", 0, count))
+    assert sum((part.right for part in parts), ()) == answers.right
     joined = torch.tensor(sum((part.logprob for part in parts), ()))
-    assert torch.equal(joined, torch.tensor(whole.logprob))
+    assert torch.equal(joined, torch.tensor(answers.logprob))
 
 
 def test_probes_distinguish_states(evaluator: YardstickEvaluator) -> None:
@@ -81,8 +81,8 @@ async def test_a_budget_is_a_share_where_images_differ_in_size() -> None:
     full = await evaluator.evaluate(EvaluationJob(None, 0, "search", 0, count))
     state = load_state("divprune")
     # 72 of 72 tokens are all tokens of an image of any size; 9 of 72 are an eighth.
-    whole = await evaluator.evaluate(EvaluationJob(state, 72, "search", 0, count))
-    assert whole == full
+    answers = await evaluator.evaluate(EvaluationJob(state, 72, "search", 0, count))
+    assert answers == full
     eighth = await evaluator.evaluate(EvaluationJob(state, 9, "search", 0, count))
     assert relative_logprob(eighth, full).mean() < -0.1
 
@@ -100,8 +100,8 @@ async def test_programs_are_measured_on_the_tokens_that_they_select(name: str, b
 
     base = await measure(load_state("divprune"))
     assert await measure(SelectionProgram(f"{head} signals['reference']")) == base
-    first = await measure(SelectionProgram(f"{head} range(K)"))
-    assert sum(first.logprob) < sum(base.logprob)
+    front = await measure(SelectionProgram(f"{head} range(K)"))
+    assert sum(front.logprob) < sum(base.logprob)
     wrong = SelectionProgram(f"{head} [0]")
     with pytest.raises(EvaluationFailed, match="different indices"):
         await measure(wrong)
@@ -116,7 +116,7 @@ def test_the_data_folder_can_be_read_and_sampled_questions_keep_pairs_together(
     images = set()
     for split in SPLITS:
         questions, read = draw_examples(split, FEW[split]), dataset.examples(split)
-        assert {one.kind for one in questions} == set(KINDS)
+        assert {question.kind for question in questions} == set(KINDS)
         assert sorted(e.question for e in read) == sorted(e.question for e in questions)
         assert len({example.image for example in read}) == FEW[split]
         images |= {dataset.image_bytes(example) for example in read}

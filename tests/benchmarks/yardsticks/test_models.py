@@ -178,14 +178,14 @@ def test_the_prefix_is_what_the_language_model_computes(tokens: VisualTokens) ->
     embeds = served.embeddings().float()
     model = MiniLlava().llava.model.language_model.float()
     prefix = LlamaPrefix(model, embeds, served.start, served.text)
-    whole = model(
+    output = model(
         inputs_embeds=embeds, output_hidden_states=True, output_attentions=True, use_cache=False
     )
     last, rows = prefix.layers - 1, prefix.text.shape[1]
-    torch.testing.assert_close(prefix.states(0), whole.hidden_states[1], atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(prefix.normed(last), whole.last_hidden_state, atol=1e-2, rtol=1e-3)
+    torch.testing.assert_close(prefix.states(0), output.hidden_states[1], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(prefix.normed(last), output.last_hidden_state, atol=1e-2, rtol=1e-3)
     for layer in (0, last):
-        attention = whole.attentions[layer][:, :, -rows:]
+        attention = output.attentions[layer][:, :, -rows:]
         torch.testing.assert_close(prefix.attention(layer), attention, atol=1e-3, rtol=1e-3)
     assert torch.equal(embeds[:, prefix.start : prefix.start + PATCHES], tokens.features.float())
     assert prefix.keys(1).shape[2] == embeds.shape[1]
@@ -224,8 +224,8 @@ def test_answers_score_as_in_the_whole_qwen(page_examples: list[Example], diviso
         answer = f" {example.answer}<|im_end|>"
         expected = qwen.processor.tokenizer(answer, return_tensors="pt").input_ids[0]
         rows = qwen.qwen(**inputs).logits[0, -len(expected) - 1 : -1].log_softmax(-1)
-        own = float(rows.gather(1, expected[:, None]).sum())
-        assert logprob == pytest.approx(own, abs=0.01)
+        logprob_alone = float(rows.gather(1, expected[:, None]).sum())
+        assert logprob == pytest.approx(logprob_alone, abs=0.01)
 
 
 def test_kept_tokens_and_their_rows_take_the_place_of_the_image(

@@ -214,7 +214,7 @@ def test_one_seed_gives_one_checkpoint_in_one_pass_or_resumed(
             for path in run.out.rglob("*.safetensors")
         }
 
-    whole = digests(run)
+    trained = digests(run)
     log = capfd.readouterr().out
     # Any change of what is drawn, labelled or asked shows in these figures.
     figures = {
@@ -225,5 +225,5 @@ def test_one_seed_gives_one_checkpoint_in_one_pass_or_resumed(
     (run.work / "questions.pt").unlink()  # as if the run had stopped after the phrases
     resumed = digests(replace(run, out=tmp_path / "again", resume=True))
     assert capfd.readouterr().out.count("[phrases] resumed at step 1") == 1
-    assert whole and resumed == whole
+    assert trained and resumed == trained
     assert list(run.out.rglob("tokenizer.json")), "a folder that transformers and vLLM load"
