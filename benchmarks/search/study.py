@@ -14,18 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common.report import log_progress
+from benchmarks.search import results
 from benchmarks.search.evaluator import YardstickEvaluator
-from benchmarks.search.results import (
-    BASE,
-    Confirmed,
-    add_result,
-    has_ended,
-    read_confirmation,
-    read_results,
-    search_name,
-    space_of,
-    write_confirmation,
-)
 from benchmarks.search.tables import format_states, format_tables
 from benchmarks.yardsticks import open_yardstick
 from offline_search.candidates import base_state, paper_state
@@ -128,7 +118,7 @@ async def _run_search(
     settings = common.model_copy(
         update={
             "strategy": strategy,
-            "space": space_of(arm),
+            "space": results.space_of(arm),
             "seed": seed,
             "evaluator": evaluator.name,
             "equal_evaluations": True,
@@ -136,10 +126,10 @@ async def _run_search(
             "proposals_per_reply": common.proposals_per_reply if writes_lists else 1,
         }
     )
-    if has_ended(folder, arm, seed, settings):
+    if results.has_ended(folder, arm, seed, settings):
         return
     progress = ProgressLog(lambda line: print(f"{arm} {seed}: {line}", flush=True))
-    with Ledger(folder / f"{search_name(arm, seed)}.jsonl") as ledger:
+    with Ledger(folder / f"{results.search_name(arm, seed)}.jsonl") as ledger:
         backend = proposer if settings.proposer else None
         backend = backend or UnavailableBackend(settings.evaluator, evaluator.dataset)
         try:
@@ -147,7 +137,7 @@ async def _run_search(
         except NothingMeasured as error:
             # The other arms go on: that a model writes nothing valid is a result as well.
             print(f"{arm} {seed}: {error}", flush=True)
-    add_result(folder, arm, seed)
+    results.add_result(folder, arm, seed)
 
 
 def asks_model(arm: str, settings: Settings) -> bool:
@@ -158,20 +148,20 @@ def asks_model(arm: str, settings: Settings) -> bool:
 
 def confirm(
     folder: Path, evaluator: Evaluator, states: Mapping[str, PruningState] | None = None
-) -> dict[str, Confirmed]:
+) -> dict[str, results.Confirmed]:
     """Measure what was not measured yet, every winner and other ``states`` at their own K.
 
     The file is written after each. Raises :class:`SearchError` for a search on another model than
     the evaluator's.
     """
-    confirmed = read_confirmation(folder)
+    confirmed = results.read_confirmation(folder)
     count = len(evaluator.dataset.examples("test"))
     candidates: dict[str, tuple[Candidate, Sequence[int]]] = {
         name: (state, state.budget.range()[:1]) for name, state in (states or {}).items()
     }
     # The name of an evaluator is that of its model, then that of its data.
     model = evaluator.name.partition(", data ")[0]
-    for name, result in read_results(folder).items():
+    for name, result in results.read_results(folder).items():
         searched = result.settings.evaluator.partition(", data ")[0]
         if searched != model:
             raise SearchError(
@@ -181,7 +171,7 @@ def confirm(
         if result.winner is not None:
             candidates[name] = result.winner.load(), result.settings.budgets
 
-    async def measure(candidate: Candidate, budgets: Sequence[int]) -> Confirmed:
+    async def measure(candidate: Candidate, budgets: Sequence[int]) -> results.Confirmed:
         full, *answers = [
             await evaluator.evaluate(EvaluationJob(kept, budget, "test", 0, count))
             for kept, budget in ((None, 0), *((candidate, budget) for budget in budgets))
@@ -189,7 +179,7 @@ def confirm(
         objective = np.mean([relative_logprob(each, full) for each in answers], axis=0)
         right = sum(sum(each.right) for each in answers)
         blocks = np.array_split(objective, min(_BLOCKS, count))
-        return Confirmed(
+        return results.Confirmed(
             questions=count,
             evaluator=evaluator.name,
             digest=candidate.digest,
@@ -204,7 +194,7 @@ def confirm(
             continue
         confirmed[name] = asyncio.run(measure(candidate, budgets))
         log_progress(f"{name}: {confirmed[name].objective:+.4f}")
-        write_confirmation(folder, confirmed)
+        results.write_confirmation(folder, confirmed)
     return confirmed
 
 
@@ -228,7 +218,7 @@ def run_study(
     run_comparison(folder, arms, seeds, settings, evaluator, connect, concurrency)
     confirming = YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1, base_policy=base)
     swept = {f"q_e = {q}": paper_state(settings, q) for q in quotas if q <= budget}
-    confirm(folder, confirming, {BASE: base_state(settings), **swept})
+    confirm(folder, confirming, {results.BASE: base_state(settings), **swept})
     tables = format_tables(folder, arms, seeds)
     if swept:
         tables += f"\n{format_states(folder, swept)}"

@@ -8,22 +8,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import policies
-from benchmarks.policies import (
-    BUDGETS,
-    QUOTAS,
-    SOURCE,
-    Answers,
-    Entry,
-    Evidence,
-    Row,
-    as_markdown,
-    build,
-    build_rows,
-    build_states,
-    read_evidence,
-    with_evidence,
-    write_state,
-)
 from benchmarks.yardsticks.examples import draw_examples
 from vllm_autoprune import load_state, materialize
 from vllm_autoprune.statistics import Estimate
@@ -35,11 +19,11 @@ from vllm_autoprune.tpdsl.safety import synthetic_probes
 
 SHIPPED = shipped_states()
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "shipped-states.md"
-EVIDENCE = Evidence(
+EVIDENCE = policies.Evidence(
     model="mini",
     questions=5,
     behaviour="ab",
-    rows=(Row(budget=8, accuracy=99.5, accuracy_plus=98.0, prompt_tokens=23.0),),
+    rows=(policies.Row(budget=8, accuracy=99.5, accuracy_plus=98.0, prompt_tokens=23.0),),
 )
 LESS = Estimate(59.5, 50.0, 70.0)
 WITH_RESIZED = EVIDENCE.model_copy(
@@ -48,11 +32,11 @@ WITH_RESIZED = EVIDENCE.model_copy(
 
 
 @pytest.fixture(scope="module")
-def entries() -> list[Entry]:
-    return build_states()
+def entries() -> list[policies.Entry]:
+    return policies.build_states()
 
 
-def test_the_shipped_states_are_the_ones_that_are_built(entries: list[Entry]) -> None:
+def test_the_shipped_states_are_the_ones_that_are_built(entries: list[policies.Entry]) -> None:
     built = {entry.state.name: entry.state.digest for entry in entries}
     assert {name: load_state(name).digest for name in SHIPPED} == built
     assert all(load_state(name).name == name for name in SHIPPED)
@@ -63,7 +47,7 @@ def test_building_again_changes_no_file(tmp_path: Path) -> None:
     folder = tmp_path / "policies"
     shutil.copytree(policies.POLICIES, folder)
     (folder / "gone.json").write_text("{}")
-    build(folder)
+    policies.build(folder)
     built = {path.name: path.read_text() for path in folder.iterdir()}
     shipped = {path.name: path.read_text() for path in policies.POLICIES.glob("*.json")}
     # A search wrote this file, with "54.0" for 54.
@@ -71,11 +55,11 @@ def test_building_again_changes_no_file(tmp_path: Path) -> None:
     assert built | {"miniqwen.json": ""} == shipped | {"miniqwen.json": ""}
 
 
-def test_every_budget_and_backbone_of_the_paper_is_there(entries: list[Entry]) -> None:
+def test_every_budget_and_backbone_of_the_paper_is_there(entries: list[policies.Entry]) -> None:
     transferred = [load_state(e.state.name) for e in entries if e.family == "transfer"]
-    budgets = sorted(k for budgets in BUDGETS.values() for k in budgets)
+    budgets = sorted(k for budgets in policies.BUDGETS.values() for k in budgets)
     assert sorted(materialize(state).budget for state in transferred) == budgets
-    source = load_state(SOURCE)
+    source = load_state(policies.SOURCE)
     for state in transferred:
         assert state.scoring == source.scoring and state.constraints == source.constraints
         policy = materialize(state)
@@ -90,10 +74,10 @@ def test_a_base_policy_alone_exchanges_nothing_and_reads_no_signal() -> None:
         assert alone.needs == policy.needs_of(policy.default_params)
 
 
-@pytest.mark.parametrize("quota", QUOTAS)
+@pytest.mark.parametrize("quota", policies.QUOTAS)
 def test_the_quota_sweep_differs_in_its_quota_alone(quota: int) -> None:
     """The selected policy exchanges exactly q_e tokens of every image."""
-    source, state = load_state(SOURCE), load_state(f"ablation-quota-{quota}")
+    source, state = load_state(policies.SOURCE), load_state(f"ablation-quota-{quota}")
     selector = state.constraints.selector.model_copy(update={"q_e": 2})
     constraints = state.constraints.model_copy(update={"selector": selector})
     assert state.model_copy(update={"constraints": constraints}).digest == source.digest
@@ -111,18 +95,18 @@ def test_half_of_a_shared_core_reads_no_question(name: str) -> None:
 
 
 @pytest.mark.parametrize("evidence", [EVIDENCE, WITH_RESIZED])
-def test_a_written_state_loads_back(evidence: Evidence, tmp_path: Path) -> None:
-    state = with_evidence(load_state("visionzip"), evidence)
-    write_state(state, tmp_path / "state.json")
+def test_a_written_state_loads_back(evidence: policies.Evidence, tmp_path: Path) -> None:
+    state = policies.with_evidence(load_state("visionzip"), evidence)
+    policies.write_state(state, tmp_path / "state.json")
     back = load_state(tmp_path / "state.json")
     assert back == state and back.digest == load_state("visionzip").digest
-    assert read_evidence(back) == evidence
+    assert policies.read_evidence(back) == evidence
     other = state.provenance.model_copy(update={"scores": {"mme": 1.0}})
-    assert read_evidence(state.model_copy(update={"provenance": other})) is None
+    assert policies.read_evidence(state.model_copy(update={"provenance": other})) is None
 
 
 def test_the_page_shows_the_evidence_that_states_carry() -> None:
-    table = as_markdown()
+    table = policies.as_markdown()
     assert table.rstrip() in PAGE.read_text(encoding="utf-8"), "run: python scripts/readme.py"
     assert all(f"`{name}`" in table for name in SHIPPED)
 
@@ -131,7 +115,9 @@ def test_rows_are_paired_with_the_resize_control() -> None:
     examples = draw_examples("test", 2)
     count = len(examples)
     right, half = [True] * count, [number % 2 == 0 for number in range(count)]
-    (row,) = build_rows(examples, [Answers(8, right, 22.8)], [Answers(8, half, 22.8)])
+    (row,) = policies.build_rows(
+        examples, [policies.Answers(8, right, 22.8)], [policies.Answers(8, half, 22.8)]
+    )
     assert (row.budget, row.accuracy, row.accuracy_plus, row.prompt_tokens) == (8, 100, 100, 22.8)
     assert row.resized == round(100 * sum(half) / count, 2)
     assert row.less_resized is not None

@@ -12,19 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.accuracy.yardsticks import (
-    SCORES,
-    CaseResult,
-    Measured,
-    Row,
-    as_csv,
-    as_json,
-    as_markdown,
-    build_cases,
-    build_rows,
-    measure,
-    write_between_markers,
-)
+from benchmarks.accuracy import yardsticks
 from benchmarks.yardsticks.examples import Example, Split
 from benchmarks.yardsticks.minillava import MiniLlava
 from benchmarks.yardsticks.miniqwen import MiniQwen
@@ -97,21 +85,21 @@ class SampleBatch(EncodedBatch):
 
 def run(
     yardstick: SampleYardstick, path: Path, images: int, *methods: str
-) -> tuple[list[CaseResult], list[Row]]:
+) -> tuple[list[yardsticks.CaseResult], list[yardsticks.Row]]:
     """Results and rows of some cases."""
-    cases = build_cases(yardstick.budgets, yardstick.available, methods)
+    cases = yardsticks.build_cases(yardstick.budgets, yardstick.available, methods)
     examples, progress = yardstick.draw("test", images), Progress(lambda line: None)
-    with RecordFile(path, SCORES, EvaluationError) as journal:
-        results = measure(yardstick, cases, examples, journal, progress)
-    return results, list(build_rows(yardstick, examples, results))
+    with RecordFile(path, yardsticks.SCORES, EvaluationError) as journal:
+        results = yardsticks.measure(yardstick, cases, examples, journal, progress)
+    return results, list(yardsticks.build_rows(yardstick, examples, results))
 
 
-def find(rows: Sequence[Row], name: str, category: str | None = None) -> Row:
+def find(rows: Sequence[yardsticks.Row], name: str, category: str | None = None) -> yardsticks.Row:
     return next(row for row in rows if (row.name, row.category, row.kind) == (name, category, None))
 
 
 def names_of(budgets: Sequence[Budget], yardstick: type[Yardstick], *names: str) -> dict[str, Case]:
-    return {case.name: case for case in build_cases(budgets, yardstick.available, names)}
+    return {case.name: case for case in yardsticks.build_cases(budgets, yardstick.available, names)}
 
 
 def test_a_yardstick_has_the_cases_whose_inputs_its_server_provides() -> None:
@@ -194,7 +182,9 @@ def test_differences_are_paired_with_the_control_and_the_base(tmp_path: Path) ->
 )
 def test_the_page_says_who_wins(tmp_path: Path, wrong: str, verdict: str) -> None:
     _, rows = run(SampleYardstick(wrong), tmp_path / "j", 8, "divprune", "instruction-free")
-    page = as_markdown([Measured("sample", "sample 1", "instruction-free", "K = 4", rows)])
+    page = yardsticks.as_markdown(
+        [yardsticks.Measured("sample", "sample 1", "instruction-free", "K = 4", rows)]
+    )
     line = next(line for line in page.splitlines() if line.startswith("- K = 4, all questions"))
     assert line.endswith(verdict)
     assert "| **instruction-free** | not read | " in page
@@ -202,11 +192,11 @@ def test_the_page_says_who_wins(tmp_path: Path, wrong: str, verdict: str) -> Non
 
 def test_rows_of_every_kind_at_every_budget_are_data(tmp_path: Path) -> None:
     _, rows = run(SampleYardstick("resized"), tmp_path / "j", 8, "divprune", "instruction-free")
-    measured = [Measured("sample", "sample 1", "", "K = 4", rows)]
-    (document,) = json.loads(as_json(measured))
+    measured = [yardsticks.Measured("sample", "sample 1", "", "K = 4", rows)]
+    (document,) = json.loads(yardsticks.as_json(measured))
     kinds = {(row["budget"], row["kind"]) for row in document["rows"]}
     assert kinds == {(budget, kind) for budget in ("all", "K = 4") for kind in (None, "a", "b")}
-    records = list(csv.DictReader(as_csv(measured).splitlines()))
+    records = list(csv.DictReader(yardsticks.as_csv(measured).splitlines()))
     assert len(records) == len(rows)
     (state,) = (
         record
@@ -220,10 +210,10 @@ def test_rows_of_every_kind_at_every_budget_are_data(tmp_path: Path) -> None:
 def test_only_what_stands_between_the_markers_is_replaced(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- yardsticks -->\nold\n<!-- /yardsticks -->\nafter\n")
-    write_between_markers(page, "new\n")
+    yardsticks.write_between_markers(page, "new\n")
     assert page.read_text() == (
         "before\n<!-- yardsticks -->\n\nnew\n\n<!-- /yardsticks -->\nafter\n"
     )
     page.write_text("no markers")
     with pytest.raises(ValueError, match="has no <!-- yardsticks -->"):
-        write_between_markers(page, "new\n")
+        yardsticks.write_between_markers(page, "new\n")

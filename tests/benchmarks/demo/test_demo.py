@@ -20,33 +20,8 @@ from PIL import Image
 from benchmarks.common import BenchmarkError
 from benchmarks.common.fake_server import Body, Reply, fake_server
 from benchmarks.common.shapes import KvLayout
-from benchmarks.demo import output
+from benchmarks.demo import measure, output, picture
 from benchmarks.demo.__main__ import SIGNALS, main
-from benchmarks.demo.measure import (
-    FULL,
-    KEEPS,
-    PRUNED,
-    QUESTIONS,
-    Answers,
-    Configuration,
-    Plan,
-    Settings,
-    Speed,
-    SpeedRow,
-    find_root_cause,
-    send_questions,
-    time_requests,
-)
-from benchmarks.demo.output import Results, build_row, format_summary, half_width
-from benchmarks.demo.picture import (
-    EVIDENCE,
-    PATCH_SIDE,
-    SHOWN,
-    choose_example,
-    draw_example,
-    outline_patches,
-    select_patches,
-)
 from benchmarks.yardsticks.engine import MAX_ANSWER_TOKENS
 from benchmarks.yardsticks.examples import CLIP, LLAVA, Example, as_picture, draw_examples
 from benchmarks.yardsticks.minillava import MiniLlava
@@ -55,7 +30,7 @@ from vllm_autoprune.statistics import Spread
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.tokens import Grid
 
-EVERYTHING = Configuration("state", 144)
+EVERYTHING = measure.Configuration("state", 144)
 LAYOUT = KvLayout(layers=4, kv_heads=6, head_dim=32, dtype_bytes=2)
 
 
@@ -76,7 +51,7 @@ def examples() -> Sequence[Example]:
 
 
 @pytest.fixture(scope="module")
-def answers(examples: Sequence[Example]) -> Answers:
+def answers(examples: Sequence[Example]) -> measure.Answers:
     """Answers are right, except with a random keep of at most 8 tokens."""
     right = {(f"asked-{e.image_id}", e.question): e.answer for e in examples}
 
@@ -89,8 +64,10 @@ def answers(examples: Sequence[Example]) -> Answers:
         return Reply(tuple(text), ttft=0.01 * (len(question) % 3), usage={"prompt_tokens": tokens})
 
     with fake_server(reply, model=None) as server:
-        stock = send_questions(server.url, "stock", examples, (FULL,))
-        pruned = send_questions(server.url, "pruned", examples, (*PRUNED, EVERYTHING))
+        stock = measure.send_questions(server.url, "stock", examples, (measure.FULL,))
+        pruned = measure.send_questions(
+            server.url, "pruned", examples, (*measure.PRUNED, EVERYTHING)
+        )
     # The same questions in every configuration, whichever finished first.
     asked: dict[str, list[str]] = {}
     for body in server.seen:
@@ -105,16 +82,18 @@ def answers(examples: Sequence[Example]) -> Answers:
     return stock | pruned
 
 
-def speed_row(ttft: float, rate: float, *questions: float) -> SpeedRow:
+def speed_row(ttft: float, rate: float, *questions: float) -> measure.SpeedRow:
     alone, *three = [Spread(value, value - 10, value + 10, 6) for value in (ttft, *questions)]
-    return SpeedRow(600, 600 * 32768, alone, alone, rate, tuple(three))
+    return measure.SpeedRow(600, 600 * 32768, alone, alone, rate, tuple(three))
 
 
 @pytest.fixture(scope="module")
-def results(examples: Sequence[Example], answers: Answers) -> Results:
-    rows = [build_row(c, examples, answers[c], LAYOUT) for c in (FULL, *PRUNED)]
+def results(examples: Sequence[Example], answers: measure.Answers) -> output.Results:
+    rows = [
+        output.build_row(c, examples, answers[c], LAYOUT) for c in (measure.FULL, *measure.PRUNED)
+    ]
     machine = {"cores": "2", "load average": "0.50", "dtype of local servers": "float32"}
-    return Results(
+    return output.Results(
         rows=tuple(rows),
         control={"same_answers": 35, "asked": 35},
         questions=len(examples),
@@ -123,7 +102,7 @@ def results(examples: Sequence[Example], answers: Answers) -> Results:
         kv_formula=LAYOUT.formula,
         dtype="float32",
         environment=machine,
-        speed=Speed(
+        speed=measure.Speed(
             speed_row(1600, 0.7, 1600, 90, 80),
             speed_row(400, 2.6, 400, 90, 80),
             speed_row(410, 2.5, 410, 200, 210),
@@ -131,14 +110,16 @@ def results(examples: Sequence[Example], answers: Answers) -> Results:
     )
 
 
-def test_rows_hold_scores_tokens_and_bytes(results: Results) -> None:
+def test_rows_hold_scores_tokens_and_bytes(results: output.Results) -> None:
     full = results.row("full")
     assert full.accuracy == full.accuracy_plus == 1.0
     assert (full.prompt_tokens, full.kv_bytes) == (164, 164 * 3072)
-    assert {(c.keep, c.budget) for c in PRUNED} == {(k, b) for k in KEEPS for b in (16, 8)}
-    for configuration in PRUNED:
+    assert {(c.keep, c.budget) for c in measure.PRUNED} == {
+        (k, b) for k in measure.KEEPS for b in (16, 8)
+    }
+    for configuration in measure.PRUNED:
         row = results.row(configuration.keep, configuration.budget)
-        blind = configuration == Configuration("random", 8)
+        blind = configuration == measure.Configuration("random", 8)
         assert row.accuracy == row.accuracy_plus == (0.0 if blind else 1.0)
         assert row.prompt_tokens == 20 + (configuration.budget or 0)
         assert row.kv_bytes == row.prompt_tokens * 3072
@@ -151,8 +132,8 @@ def test_rows_hold_scores_tokens_and_bytes(results: Results) -> None:
     )
 
 
-def test_the_table_has_stock_resized_and_pruned_side_by_side(results: Results) -> None:
-    lines = format_summary(results).splitlines()
+def test_the_table_has_stock_resized_and_pruned_side_by_side(results: output.Results) -> None:
+    lines = output.format_summary(results).splitlines()
     assert lines[0] == "|  | stock | resized | pruned |"
     assert "| **large, random weights** | **N = 576** | **K = 64** | **K = 64** |" in lines
     assert "| first token, alone, ms | 1,600 | 400 | 410 |" in lines
@@ -165,9 +146,9 @@ def test_correlated_scenes_widen_the_interval(examples: Sequence[Example]) -> No
     spread_out = [e.answer if i % 2 else "none" for i, e in enumerate(examples)]
     by_scene = [e.answer if e.image_id else "none" for e in examples]
     # Wilson for p = 17/35: 1.96 sqrt(p (1 - p) / 35 + 1.96^2 / (4 * 35^2)) / (1 + 1.96^2 / 35)
-    assert half_width(examples, spread_out) == pytest.approx(0.1572, abs=1e-4)
+    assert output.half_width(examples, spread_out) == pytest.approx(0.1572, abs=1e-4)
     # Scenes of 0 and 1: 1.96 x sqrt(0.5) / sqrt(2)
-    assert half_width(examples, by_scene) == pytest.approx(0.98)
+    assert output.half_width(examples, by_scene) == pytest.approx(0.98)
 
 
 @pytest.mark.parametrize(
@@ -183,33 +164,40 @@ def test_a_failed_question_ends_the_demo_and_an_empty_answer_does_not(
 ) -> None:
     with fake_server(reply, model=None) as server:
         if not message:
-            assert send_questions(server.url, "stock", examples[:1], (FULL,))[FULL][0].text == ""
+            assert (
+                measure.send_questions(server.url, "stock", examples[:1], (measure.FULL,))[
+                    measure.FULL
+                ][0].text
+                == ""
+            )
             return
         with pytest.raises(BenchmarkError, match=message) as caught:
-            send_questions(server.url, "stock", examples[:1], (FULL,))
+            measure.send_questions(server.url, "stock", examples[:1], (measure.FULL,))
     assert "\n" not in str(caught.value)
 
 
 def test_every_arm_sends_the_same_requests_and_shares_no_image() -> None:
-    plan = Plan(alone=2, together=8, images=2)
+    plan = measure.Plan(alone=2, together=8, images=2)
     reply = Reply(("w1",), ttft=0.02, usage={"prompt_tokens": 600})
 
     def urls(bodies: Sequence[Body]) -> list[str]:
         return [str(parts(body)[0]["image_url"]) for body in bodies]
 
     with fake_server(reply, model=None) as server:
-        row = time_requests(server.url, "stock", {}, plan, 100, 0)
+        row = measure.time_requests(server.url, "stock", {}, plan, 100, 0)
         stock = list(server.seen)
-        time_requests(server.url, "resized", {"keep": "resized"}, plan, 100, 1000)
+        measure.time_requests(server.url, "resized", {"keep": "resized"}, plan, 100, 1000)
         resized = server.seen[len(stock) :]
     assert len(stock) == len(resized) == plan.requests
     assert (row.prompt_tokens, row.kv_bytes) == (600, 60_000)
-    assert row.alone.count == 2 and row.together.count == 8 and len(row.questions) == QUESTIONS
+    assert (
+        row.alone.count == 2 and row.together.count == 8 and len(row.questions) == measure.QUESTIONS
+    )
     assert row.alone.median >= 20
     assert {pruning(body).get("keep") for body in resized} == {"resized"}
     assert not set(urls(stock)) & set(urls(resized))
     # Only the images of several questions are sent again, with new words each time.
-    assert Counter(Counter(urls(stock)).values()) == {1: 2 + 2 + 8, QUESTIONS: 2}
+    assert Counter(Counter(urls(stock)).values()) == {1: 2 + 2 + 8, measure.QUESTIONS: 2}
     texts = {tuple(re.findall(r"w\d+", parts(body)[1])) for body in stock}
     assert len(texts) == len(stock)
 
@@ -228,7 +216,7 @@ def test_every_arm_sends_the_same_requests_and_shares_no_image() -> None:
     ],
 )
 def test_the_root_cause_is_the_plugin_s_refusal_or_the_first_error(log: str, cause: str) -> None:
-    assert find_root_cause(log) == cause
+    assert measure.find_root_cause(log) == cause
 
 
 @pytest.fixture
@@ -272,28 +260,32 @@ def test_the_start_says_dtype_and_duration_on_this_machine(
 
 
 def test_evidence_is_outlined_around_its_patches_and_does_not_wrap() -> None:
-    grid, grey, side = Grid(12, 12), (120, 130, 140), 12 * PATCH_SIDE
-    image, middle = Image.new("RGB", (side, side), grey), PATCH_SIDE // 2
-    scene = outline_patches(image, (26, 27), grid)
-    x, top = 2 * PATCH_SIDE, 2 * PATCH_SIDE
-    between = x + PATCH_SIDE
-    assert scene.getpixel((x, top + middle)) == scene.getpixel((between, top)) == EVIDENCE
+    grid, grey, side = Grid(12, 12), (120, 130, 140), 12 * picture.PATCH_SIDE
+    image, middle = Image.new("RGB", (side, side), grey), picture.PATCH_SIDE // 2
+    scene = picture.outline_patches(image, (26, 27), grid)
+    x, top = 2 * picture.PATCH_SIDE, 2 * picture.PATCH_SIDE
+    between = x + picture.PATCH_SIDE
+    assert scene.getpixel((x, top + middle)) == scene.getpixel((between, top)) == picture.EVIDENCE
     assert scene.getpixel((between, top + middle)) == grey == image.getpixel((between, top))
-    border = outline_patches(image, (11,), grid)
-    assert border.getpixel((side - PATCH_SIDE, middle)) == EVIDENCE
-    assert border.getpixel((1, PATCH_SIDE + middle)) == grey
+    border = picture.outline_patches(image, (11,), grid)
+    assert border.getpixel((side - picture.PATCH_SIDE, middle)) == picture.EVIDENCE
+    assert border.getpixel((1, picture.PATCH_SIDE + middle)) == grey
 
 
 def test_the_picture_keeps_what_a_server_keeps(examples: Sequence[Example]) -> None:
     shown = [e for e in examples if e.kind in ("digit", "colour")]
     vision, policy = open_vision(LLAVA, CLIP), BASE_POLICIES["cdpruner"]
 
-    def select(example: Example, configuration: Configuration) -> set[int]:
+    def select(example: Example, configuration: measure.Configuration) -> set[int]:
         image = as_picture(example.image)
         tokens = vision.encode(image, example.question)
-        return set(select_patches(tokens, image, "autoprune", configuration).lit or range(144))
+        return set(
+            picture.select_patches(tokens, image, "autoprune", configuration).lit or range(144)
+        )
 
-    base, state, random = (Configuration(keep, 8) for keep in ("reference", "state", "random"))
+    base, state, random = (
+        measure.Configuration(keep, 8) for keep in ("reference", "state", "random")
+    )
     tokens = MiniLlava().encode(shown).tokens
     picks = policy.select(policy.call(name=policy.name).params, tokens, 8).picks
     chosen = [select(example, base) for example in shown]
@@ -303,7 +295,7 @@ def test_the_picture_keeps_what_a_server_keeps(examples: Sequence[Example]) -> N
     for example, reference in zip(shown, chosen, strict=True):
         exchanged = select(example, state)
         assert len(exchanged) == 8 and len(reference & exchanged) >= 6
-    assert select(shown[0], FULL) == set(range(144))
+    assert select(shown[0], measure.FULL) == set(range(144))
     # A random keep depends on the image alone.
     other = next(e for e in shown if e.image_id != shown[0].image_id)
     assert shown[0].image_id == shown[1].image_id
@@ -311,15 +303,15 @@ def test_the_picture_keeps_what_a_server_keeps(examples: Sequence[Example]) -> N
 
 
 def test_the_picture_shows_a_question_that_only_a_random_keep_fails(
-    examples: Sequence[Example], answers: Answers, tmp_path: Path
+    examples: Sequence[Example], answers: measure.Answers, tmp_path: Path
 ) -> None:
-    number = choose_example(examples, answers)
+    number = picture.choose_example(examples, answers)
     assert examples[number].kind in ("digit", "colour", "shape")
-    settings = Settings(LLAVA, CLIP, "autoprune", 2, tmp_path)
-    content = json.loads(json.dumps(draw_example(settings, examples, answers)))
+    settings = measure.Settings(LLAVA, CLIP, "autoprune", 2, tmp_path)
+    content = json.loads(json.dumps(picture.draw_example(settings, examples, answers)))
     assert content["question"] == examples[number].question
     assert content["served"]["random 8"] == "none" != content["served"]["state 8"]
-    assert list(content["served"]) == [configuration.label for configuration in SHOWN]
+    assert list(content["served"]) == [configuration.label for configuration in picture.SHOWN]
     with Image.open(content["path"]) as sheet:
-        assert sheet.width == 28 + 4 * (12 * PATCH_SIDE + 28)
-        assert EVIDENCE in {colour for _, colour in sheet.getcolors(1 << 24) or ()}
+        assert sheet.width == 28 + 4 * (12 * picture.PATCH_SIDE + 28)
+        assert picture.EVIDENCE in {colour for _, colour in sheet.getcolors(1 << 24) or ()}

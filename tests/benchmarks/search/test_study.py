@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.search import study
+from benchmarks.search import study, tables
 from benchmarks.search.__main__ import main
 from benchmarks.search.results import (
     BASE,
@@ -22,13 +22,6 @@ from benchmarks.search.results import (
     add_result,
     read_confirmation,
     read_results,
-)
-from benchmarks.search.study import ABLATIONS, ARMS, asks_model, confirm, run_comparison, run_study
-from benchmarks.search.tables import (
-    format_confirmed,
-    format_difference,
-    format_mean,
-    format_searches,
 )
 from offline_search.components import SelectionProgram
 from offline_search.dataset import Dataset
@@ -80,24 +73,24 @@ def measured(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> list[SyntheticEv
 
 def test_a_comparison_resumes_and_prints_its_results(data: Dataset, tmp_path: Path) -> None:
     evaluator = SyntheticEvaluator(data)
-    run_comparison(tmp_path, TWO, [0], SMALL, evaluator, None)
+    study.run_comparison(tmp_path, TWO, [0], SMALL, evaluator, None)
     asked = len(evaluator.jobs)
-    run_comparison(tmp_path, TWO, [0], SMALL, evaluator, None)
+    study.run_comparison(tmp_path, TWO, [0], SMALL, evaluator, None)
     assert len(evaluator.jobs) == asked, "nothing is measured again"
-    run_comparison(tmp_path, TWO, [0, 1], SMALL, evaluator, None)
+    study.run_comparison(tmp_path, TWO, [0, 1], SMALL, evaluator, None)
     results = read_results(tmp_path)
     winners = {name: result.winner for name, result in results.items() if result.winner}
     assert list(winners) == ["random-0", "random-1", "tpe-0", "tpe-1"]
     gaps = [winners[f"tpe-{n}"].objective - winners[f"random-{n}"].objective for n in (0, 1)]
-    text = format_searches(tmp_path, TWO, range(3))
-    assert f"tpe less random, paired by seed: {format_mean(gaps)}" in text
+    text = tables.format_searches(tmp_path, TWO, range(3))
+    assert f"tpe less random, paired by seed: {tables.format_mean(gaps)}" in text
     assert "| tpe | 2 |" in text
     with pytest.raises(SearchError, match="tpe-0 has other settings"):
-        run_comparison(tmp_path, TWO, [0], Settings(rounds=3), evaluator, None)
+        study.run_comparison(tmp_path, TWO, [0], Settings(rounds=3), evaluator, None)
 
 
 def test_a_result_has_what_the_ledger_says_and_outlives_it(data: Dataset, tmp_path: Path) -> None:
-    run_comparison(tmp_path, ["random"], [0], SMALL, SyntheticEvaluator(data), None)
+    study.run_comparison(tmp_path, ["random"], [0], SMALL, SyntheticEvaluator(data), None)
     records = read_ledger(tmp_path / "random-0.jsonl")
     (tmp_path / "random-0.jsonl").unlink()
     trials = [record for record in records if isinstance(record, TrialRecord)]
@@ -125,7 +118,9 @@ def test_only_strategies_that_ask_for_lists_get_them(data: Dataset, tmp_path: Pa
     settings = SMALL.model_copy(update={"proposer": "scripted", "proposals_per_reply": 3})
     arms = {"autoprune": 3, "autoprune+": 3, "autoprune+@none": 1, "tpe": 1}
     proposer = ScriptedProposer([list_reply(0, 3)])
-    run_comparison(tmp_path, list(arms), [0], settings, SyntheticEvaluator(data), lambda: proposer)
+    study.run_comparison(
+        tmp_path, list(arms), [0], settings, SyntheticEvaluator(data), lambda: proposer
+    )
     for arm, length in arms.items():
         record = read_ledger(tmp_path / f"{arm}-0.jsonl")[0]
         assert isinstance(record, SettingsRecord)
@@ -138,8 +133,8 @@ def test_concurrent_searches_have_the_same_ledgers(data: Dataset, tmp_path: Path
     alone = ScriptedProposer(valid_replies(20))
     # Replies wait until two searches have sent the requests of a round.
     together = WaitingProposer(valid_replies(20), 2 * settings.per_round)
-    run_comparison(tmp_path / "a", names, seeds, settings, evaluator, lambda: alone)
-    run_comparison(tmp_path / "b", names, seeds, settings, evaluator, lambda: together, 4)
+    study.run_comparison(tmp_path / "a", names, seeds, settings, evaluator, lambda: alone)
+    study.run_comparison(tmp_path / "b", names, seeds, settings, evaluator, lambda: together, 4)
     for name in (f"{name}-{seed}.jsonl" for name in names for seed in seeds):
         with Ledger(tmp_path / "a" / name) as ledger, Ledger(tmp_path / "b" / name) as other:
             assert ledger.digest() == other.digest()
@@ -150,25 +145,25 @@ def test_a_model_that_writes_nothing_valid_does_not_stop_other_arms(
 ) -> None:
     settings = Settings(rounds=6, per_round=5, budgets=(8,), proposer="m")
     names, model = ("autoprune", "random"), ScriptedProposer(["no"])
-    run_comparison(tmp_path, names, [0], settings, SyntheticEvaluator(data), lambda: model)
+    study.run_comparison(tmp_path, names, [0], settings, SyntheticEvaluator(data), lambda: model)
     results = read_results(tmp_path)
     assert results["autoprune-0"].winner is None and results["random-0"].winner is not None
     assert results["autoprune-0"].invalid == results["autoprune-0"].candidates == 25
-    lines = format_searches(tmp_path, names, [0]).splitlines()
+    lines = tables.format_searches(tmp_path, names, [0]).splitlines()
     assert "| autoprune | 0 |  |  |  |  | 100 |" in lines
     assert any(line.startswith("| random | 1 |") and line.endswith("| 0 |") for line in lines)
 
 
 def test_every_winner_is_confirmed_once(data: Dataset, tmp_path: Path) -> None:
-    run_comparison(tmp_path, TWO, [0, 1], SMALL, SyntheticEvaluator(data), None)
+    study.run_comparison(tmp_path, TWO, [0, 1], SMALL, SyntheticEvaluator(data), None)
     evaluator = SyntheticEvaluator(data)
-    confirmed = confirm(tmp_path, evaluator)
+    confirmed = study.confirm(tmp_path, evaluator)
     assert set(confirmed) == {"random-0", "random-1", "tpe-0", "tpe-1"}
     jobs = len(evaluator.jobs)
-    assert confirm(tmp_path, evaluator) == confirmed == read_confirmation(tmp_path)
+    assert study.confirm(tmp_path, evaluator) == confirmed == read_confirmation(tmp_path)
     assert len(evaluator.jobs) == jobs and {job.split for job in evaluator.jobs} == {"test"}
     gap = sum(confirmed[f"random-{n}"].objective - confirmed[f"tpe-{n}"].objective for n in (0, 1))
-    text = format_confirmed(tmp_path, ["random", "tpe"], range(2), "tpe")
+    text = tables.format_confirmed(tmp_path, ["random", "tpe"], range(2), "tpe")
     assert f"{gap / 2:.2f} ±" in text and "24 questions" in text
 
 
@@ -179,20 +174,20 @@ def test_an_evaluator_of_another_model_is_refused(data: Dataset, tmp_path: Path)
     asyncio.run(run_search(tmp_path / "random-1.jsonl", settings, evaluator))
     add_result(tmp_path, "random", 1)
     evaluator.name = "a model, data of the confirmation"
-    assert set(confirm(tmp_path, evaluator)) == {"random-1"}
+    assert set(study.confirm(tmp_path, evaluator)) == {"random-1"}
     evaluator.name = "another model, data of the search"
     with pytest.raises(SearchError, match="random-1 was measured on a model, not on another model"):
-        confirm(tmp_path, evaluator)
+        study.confirm(tmp_path, evaluator)
 
 
 @pytest.mark.parametrize(("count", "quantile"), [(5, 2.776), (10, 2.262), (11, 2.228), (24, 2.069)])
 def test_a_mean_has_a_student_t_interval(count: int, quantile: float) -> None:
     values = [float(value) for value in range(count)]
-    mean, width = format_mean(values, 2).split(" ± ")
+    mean, width = tables.format_mean(values, 2).split(" ± ")
     assert float(mean) == pytest.approx((count - 1) / 2, abs=0.01)
     half = quantile * statistics.stdev(values) / count**0.5
     assert float(width) == pytest.approx(half, abs=0.01)
-    assert format_mean([2.0]) == "2.0000", "one value has no interval"
+    assert tables.format_mean([2.0]) == "2.0000", "one value has no interval"
 
 
 def test_intervals_of_differences_are_over_seeds_and_questions() -> None:
@@ -203,9 +198,9 @@ def test_intervals_of_differences_are_over_seeds_and_questions() -> None:
         )
 
     base = score(0.0, 0.0)
-    assert format_difference([(score(1.0, 3.0), base)]) == "2.00 ± 12.71"
+    assert tables.format_difference([(score(1.0, 3.0), base)]) == "2.00 ± 12.71"
     both = [(score(1.0, 3.0), base), (score(2.0, 2.0), base)]
-    assert format_difference(both) == "2.00 ± 6.36", "the seeds agree in their means"
+    assert tables.format_difference(both) == "2.00 ± 6.36", "the seeds agree in their means"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +225,7 @@ def test_a_study_compares_arms_and_is_printed_again_from_its_results(
     arms, folder = ("tpe", "autoprune+@none", "autoprune+"), tmp_path / "minillava-k8"
     settings = SMALL.model_copy(update={"proposer": "scripted", "base_policy": "visionzip"})
     proposer = ScriptedProposer(valid_replies(8))
-    text = run_study(folder, "minillava", arms, range(2), settings, lambda: proposer)
+    text = study.run_study(folder, "minillava", arms, range(2), settings, lambda: proposer)
     assert "## stand-in, K = 8" in text and "| autoprune+@none | 2 |" in text
     assert all(f"less {arm}, paired by seed" in text for arm in ("tpe", "autoprune+@none"))
     assert BASE in read_confirmation(folder)
@@ -241,7 +236,7 @@ def test_a_study_compares_arms_and_is_printed_again_from_its_results(
         assert any(isinstance(record, ReplyRecord) for record in records) == asks
     for ledger in folder.glob("*-[01].jsonl"):
         ledger.unlink()
-    assert run_study(folder, "minillava", arms, range(2), settings, None) == text
+    assert study.run_study(folder, "minillava", arms, range(2), settings, None) == text
     assert not measured[-1].jobs and not measured[-2].jobs
     capsys.readouterr()
     assert main(["table", "--out", str(folder), "--strategies", *arms, "--seeds", "2"]) == 0
@@ -256,7 +251,7 @@ def test_the_ablations_search_smaller_spaces_and_sweep_the_quota(
     command = ["ablations", "--yardstick", "minillava", "--out", str(tmp_path), "--seeds", "2"]
     assert main([*command, "--rounds", "1"]) == 0
     text = capsys.readouterr().out
-    for arm in ABLATIONS:
+    for arm in study.ABLATIONS:
         settings = read_results(tmp_path / "minillava-k8")[f"{arm}-1"].settings
         assert arm == f"autoprune+@none@{settings.space}" and settings.base_policy == "divprune"
         assert f"| {arm} | 2 |" in text
@@ -265,6 +260,8 @@ def test_the_ablations_search_smaller_spaces_and_sweep_the_quota(
 
 
 def test_every_strategy_is_an_arm_and_the_model_is_left_out_where_an_arm_says_so() -> None:
-    assert {arm.removesuffix("@none") for arm in ARMS} == set(STRATEGIES)
+    assert {arm.removesuffix("@none") for arm in study.ARMS} == set(STRATEGIES)
     silent: Sequence[str] = ("random", "tpe", "autoprune+@none")
-    assert {arm for arm in ARMS if not asks_model(arm, Settings(proposer="m"))} == set(silent)
+    assert {arm for arm in study.ARMS if not study.asks_model(arm, Settings(proposer="m"))} == set(
+        silent
+    )

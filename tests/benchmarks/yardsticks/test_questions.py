@@ -8,17 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from benchmarks.yardsticks.pages import (
-    PAGE_STYLES,
-    SIZES,
-    Number,
-    Page,
-    Size,
-    Word,
-    draw_page,
-    draw_rectangle,
-    render_rectangles,
-)
+from benchmarks.yardsticks import pages
 from benchmarks.yardsticks.questions import (
     BRIEF,
     CATEGORIES,
@@ -170,11 +160,11 @@ def check_evidence(scene: Scene, question: Question) -> None:
             assert evidence == scene.patches(named(scene, text))
 
 
-def asked_about_pages(kind: str) -> Iterator[tuple[Page, Question]]:
+def asked_about_pages(kind: str) -> Iterator[tuple[pages.Page, Question]]:
     """Questions of a kind as phrases, with their pages."""
     for seed in range(60):
         rng = random.Random(seed)
-        page = draw_page(rng, rng.choice(PAGE_STYLES), rng.choice(SIZES))
+        page = pages.draw_page(rng, rng.choice(pages.PAGE_STYLES), rng.choice(pages.SIZES))
         for question in PageQuestions(rng, page, BRIEF).generate(kind) or ():
             yield page, question
 
@@ -185,7 +175,7 @@ def test_answers_about_pages_are_right_and_their_evidence_is_shown(kind: str) ->
     assert len(asked) > 15
     assert {question.answer for _, question in asked} == {"yes", "no"} or kind != "find"
     for page, question in asked:
-        parts: list[Word | Number] = [*page.words, *page.numbers]
+        parts: list[pages.Word | pages.Number] = [*page.words, *page.numbers]
         places = {part.row * page.size.columns + part.column: part for part in parts}
         assert set(question.evidence) <= places.keys()
         texts = [*question.text.split(), question.answer]
@@ -195,7 +185,7 @@ def test_answers_about_pages_are_right_and_their_evidence_is_shown(kind: str) ->
             assert bool(question.evidence) == shown
             continue
         number = places[question.evidence[0]]
-        assert isinstance(number, Number) and number.label is not None
+        assert isinstance(number, pages.Number) and number.label is not None
         if kind == "compare":
             values = {each.label.text: each.value for each in page.numbers if each.label}
             assert question.answer == max(texts[1], texts[3], key=values.__getitem__)
@@ -205,11 +195,11 @@ def test_answers_about_pages_are_right_and_their_evidence_is_shown(kind: str) ->
 
 
 def test_quarters_of_a_wide_scene_are_those_of_its_rectangle() -> None:
-    size = Size(6, 12)
+    size = pages.Size(6, 12)
     rows, columns = size.cells
     for seed in range(20):
         rng = random.Random(seed)
-        _, (scene,) = render_rectangles([draw_rectangle(rng, size)], size, seed)
+        _, (scene,) = pages.render_rectangles([pages.draw_rectangle(rng, size)], size, seed)
         questions = SceneQuestions(rng, scene, size.cells, BRIEF).generate("quarter")
         assert questions is not None
         thing = named(scene, questions[0].text)

@@ -14,26 +14,11 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import Qwen3VLForConditionalGeneration
 
-from benchmarks.yardsticks import train_minillava, train_miniqwen
+from benchmarks.yardsticks import train_minillava, train_miniqwen, training
 from benchmarks.yardsticks.examples import CHECKPOINTS, LLAVA, SEEDS
 from benchmarks.yardsticks.pages import MERGE, Size
 from benchmarks.yardsticks.scenes import NEIGHBOURS, PATCHES, Scene
 from benchmarks.yardsticks.train_minillava import draw_scenes
-from benchmarks.yardsticks.train_miniqwen import (
-    LanguageBatch,
-    Pictures,
-    View,
-    draw_pictures,
-    language_states,
-)
-from benchmarks.yardsticks.training import (
-    RANKS,
-    FlatMuon,
-    Run,
-    Stage,
-    batch_seed,
-    orthogonalise,
-)
 
 QWEN = CHECKPOINTS["miniqwen"]
 SIZE = Size(6, 9)
@@ -64,11 +49,13 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return (model(inputs.bfloat16()).float() - inputs[:, :8].sin()).square().mean()
 
 
-def train(steps: range, restored: FlatMuon | None = None) -> tuple[nn.Module, FlatMuon, float]:
+def train(
+    steps: range, restored: training.FlatMuon | None = None
+) -> tuple[nn.Module, training.FlatMuon, float]:
     """A model after some steps, from the start or from the state of another optimiser."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 8))
-    optimiser, loss = FlatMuon({"model": model}, peak=0.01), torch.tensor(0.0)
+    optimiser, loss = training.FlatMuon({"model": model}, peak=0.01), torch.tensor(0.0)
     if restored is not None:
         optimiser.restore(restored.state())
     for step in steps:
@@ -81,11 +68,11 @@ def train(steps: range, restored: FlatMuon | None = None) -> tuple[nn.Module, Fl
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 48, 16), (2, 16, 48)])
 def test_orthogonal_matrices_have_singular_values_of_about_one(shape: tuple[int, ...]) -> None:
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    result = orthogonalise(matrices)
+    result = training.orthogonalise(matrices)
     values = torch.linalg.svdvals(result.float())
     assert result.shape == shape
     assert values.min() > 0.3 and values.max() < 1.5
-    assert not orthogonalise(torch.zeros(1, 8, 8, dtype=torch.bfloat16)).any()
+    assert not training.orthogonalise(torch.zeros(1, 8, 8, dtype=torch.bfloat16)).any()
 
 
 def test_steps_lower_the_loss_and_a_restored_optimiser_continues_exactly() -> None:
@@ -108,7 +95,7 @@ def test_steps_lower_the_loss_and_a_restored_optimiser_continues_exactly() -> No
 
 def test_batches_differ_by_seed_stage_step_and_rank() -> None:
     drawn = [
-        batch_seed(seed, stage, step, rank)
+        training.batch_seed(seed, stage, step, rank)
         for seed in (0, 7, 127)
         for stage in range(8)
         for step in (0, 1, 2**17 - 1)
@@ -142,9 +129,9 @@ def test_a_question_sees_the_image_but_no_other_question(llava_words: Tokenizer)
 
 def qwen_batch(
     words: Tokenizer, seed: int, seen: Size, budget: int, questions: int, phrases: int
-) -> tuple[LanguageBatch, Pictures, View]:
-    view = View(SIZE, seen)
-    pictures = draw_pictures(seed, 1, 1, view)
+) -> tuple[train_miniqwen.LanguageBatch, train_miniqwen.Pictures, train_miniqwen.View]:
+    view = train_miniqwen.View(SIZE, seen)
+    pictures = train_miniqwen.draw_pictures(seed, 1, 1, view)
     batch = train_miniqwen.draw_batch(seed, words, pictures, view, budget, questions, phrases)
     return batch, pictures, view
 
@@ -158,7 +145,7 @@ def test_a_block_has_the_logits_of_the_models_own_forward_pass(
         QWEN, dtype=torch.float32, attn_implementation="eager"
     )
     batch, pictures, _ = qwen_batch(words, 5, seen, seen.tokens, 3, 2)
-    hidden, _ = language_states(model, batch, pictures, seen)
+    hidden, _ = train_miniqwen.language_states(model, batch, pictures, seen)
     logits = model.lm_head(hidden)
     frames = pictures.patches.float().flatten(1, 2).unflatten(2, (3, 1, -1))
     frames = frames.expand(-1, -1, -1, 2, -1).flatten(2)
@@ -201,14 +188,14 @@ def test_one_seed_gives_one_checkpoint_in_one_pass_or_resumed(
 ) -> None:
     program = train_minillava if name == "minillava" else train_miniqwen
     # Three images show every kind of label; more of them only take longer.
-    stages: tuple[Stage, ...] = tuple(replace(stage, images=3) for stage in program.STAGES)
-    run = Run(tmp_path / "out", tmp_path / "work", stages, steps_scale=0.0005)
+    stages: tuple[training.Stage, ...] = tuple(replace(stage, images=3) for stage in program.STAGES)
+    run = training.Run(tmp_path / "out", tmp_path / "work", stages, steps_scale=0.0005)
     run.work.mkdir()
 
-    def digests(run: Run) -> dict[str, str]:
+    def digests(run: training.Run) -> dict[str, str]:
         """Train in forked ranks, which need not import torch again; digests of the weights."""
         (run.work / "meet").unlink(missing_ok=True)
-        mp.start_processes(program.train_rank, (run,), RANKS, start_method="fork")
+        mp.start_processes(program.train_rank, (run,), training.RANKS, start_method="fork")
         return {
             str(path.relative_to(run.out)): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in run.out.rglob("*.safetensors")
