@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ from vllm_autoprune.serving.plan import encode_state, split_over_parts
 from vllm_autoprune.serving.worker import regions
 from vllm_autoprune.serving.worker.batch import prune_images
 from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures
-from vllm_autoprune.serving.worker.regions import SelectionContext, split_over_regions
+from vllm_autoprune.serving.worker.regions import SelectionContext
 from vllm_autoprune.serving.worker.selection import (
     FallbackReporter,
     FirstImageCheck,
@@ -45,7 +44,6 @@ from vllm_autoprune.tpdsl.base_policy import (
     RefinedTokens,
 )
 from vllm_autoprune.tpdsl.refine import pool_tokens
-from vllm_autoprune.tpdsl.tokens import Grid
 
 
 @pytest.fixture
@@ -79,13 +77,6 @@ def test_rows_come_in_the_order_of_the_images_one_selection_a_budget(
         kept = rows_of(one, rows)
         assert kept == sorted(set(kept))
         assert torch.equal(rows, pruned([item_plan], [one])[0])
-
-
-def test_the_instruction_is_the_image_s_own() -> None:
-    (one,) = images(1)
-    first, second = pruned([plan(8, ids=(1,)), plan(8, ids=(2,))], [one, one])
-    assert rows_of(one, first) != rows_of(one, second)
-    assert torch.equal(second, pruned([plan(8, ids=(2,))], [one])[0])
 
 
 def test_profiling_gets_n_rows_and_pays_for_a_selection(selections: list[tuple[int, int]]) -> None:
@@ -132,15 +123,6 @@ def test_a_resized_image_of_a_fixed_grid_is_pooled_whatever_the_question() -> No
     assert not torch.equal(first, second)
 
 
-def test_a_pooled_row_stands_where_the_centre_of_its_cell_does() -> None:
-    """Positions and rows for later layers are channels that cannot be averaged."""
-    (one,) = images(1)
-    channels = torch.arange(float(N))[:, None]
-    placed = dataclasses.replace(one.regions[0], extra_channels=channels)
-    (rows,) = pruned([plan(9, keep="resized")], [ImageFeatures((placed,))])
-    assert rows[:, -1].tolist() == [7, 9, 11, 19, 21, 23, 31, 33, 35]
-
-
 @pytest.mark.parametrize("off", [-3, 1])
 def test_wrong_number_of_rows_is_fitted_to_the_placeholders(
     off: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -159,19 +141,6 @@ def test_wrong_number_of_rows_is_fitted_to_the_placeholders(
     assert rows.shape[0] == 8
     assert reporter.meter.errors == {"SelectionError": 1}
     assert f"{8 + off} rows for a placeholder of 8" in caplog.text
-
-
-@pytest.mark.parametrize("budget", [N + 1, 4 * N])
-def test_image_smaller_than_its_plan_is_padded(budget: int) -> None:
-    """The last row is repeated, because vLLM's engine crashes on missing rows."""
-    image_list, reporter = images(2), FallbackReporter()
-    large, small = prune_images(
-        SelectionContext(served(), parts(), reporter), [plan(budget), plan(8)], image_list
-    )
-    assert torch.equal(large[:N], image_list[0].rows())
-    assert torch.equal(large[N:], image_list[0].rows()[-1:].expand(budget - N, -1))
-    assert small.shape[0] == 8
-    assert reporter.meter.errors == {"SelectionError": 1}
 
 
 def test_rows_without_a_token_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,21 +214,6 @@ def test_a_delta_beyond_all_tokens_ends_in_the_fillers_of_its_image(budget: int)
 # ---- ranking before the patch merger ----
 
 
-@pytest.fixture
-def reading(monkeypatch: pytest.MonkeyPatch) -> list[VisualTokens]:
-    """Record the inputs of the shipped state's base policy, made to read no optional one."""
-    seen: list[VisualTokens] = []
-    real = BASE_POLICIES["cdpruner"]
-
-    def noted(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
-        seen.append(tokens)
-        return ReferenceSelection(torch.arange(budget).expand(tokens.batch, -1))
-
-    policy = dataclasses.replace(real, needs=frozenset(), function=noted)
-    monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
-    return seen
-
-
 def test_patches_are_compared_where_the_images_have_them() -> None:
     (one,) = images(1)
     (whole,) = one.regions
@@ -281,6 +235,15 @@ def merged(seed: int) -> ImageFeatures:
     norms = torch.stack([rows.abs().sum(dim=1), rows.norm(dim=1)], dim=1)
     alone = dataclasses.replace(region(seed, SIX), encoder=rows, merger_norms=norms)
     return ImageFeatures((alone,))
+
+
+def with_cosine(one: ImageFeatures, before: bool) -> ImageFeatures:
+    """The image with the cosines that the server's own state compares its tokens by."""
+    (own,) = one.regions
+    tokens = own.encoder if before else own.projected
+    assert tokens is not None
+    cosine = VisualTokens(tokens[None], SIX).cosine[0]
+    return ImageFeatures((dataclasses.replace(own, cosine=cosine),))
 
 
 def ranked(one: ImageFeatures) -> ImageFeatures:
@@ -308,31 +271,13 @@ def test_plans_that_rank_before_and_after_the_merger_mix() -> None:
     before, after = (encode_state(served(changes).state) for changes in (BEFORE, AFTER))
     plans = [plan(8, seed, state=(before, after, b"")[seed % 3]) for seed in range(4)]
     for own in (BEFORE, AFTER):
+        image_list = [with_cosine(one, own is BEFORE) for one in image_list]
         together = pruned(plans, image_list, served(own))
         for one, rows, item in zip(image_list, together, plans, strict=True):
             assert torch.equal(rows, pruned([item], [one], served(own))[0])
+    image_list = [with_cosine(one, True) for one in image_list]
     swapped = pruned(plans, image_list, served(BEFORE))
     assert torch.equal(swapped[0], together[0]) and torch.equal(swapped[1], together[1])
-
-
-def test_the_known_cosine_is_that_of_the_server_s_own_state(
-    reading: list[VisualTokens],
-) -> None:
-    cosine = torch.rand(N, N)
-    (own,) = merged(1).regions
-    image = ImageFeatures((dataclasses.replace(own, cosine=cosine),))
-    before, after = (served({"/rank_at": place}) for place in ("merger_in", "merger_out"))
-    encoded = encode_state(before.state), encode_state(after.state)
-    assert own.encoder is not None
-    for state, known, other in ((before, encoded[0], encoded[1]), (after, *encoded[::-1])):
-        reading.clear()
-        pruned([plan(8, state=known), plan(8, state=other)], [image, image], state)
-        own_view, other_view = (
-            next(t for t in reading if (t.merged is None) == (s is encoded[1]))
-            for s in (known, other)
-        )
-        assert torch.equal(own_view.cosine[0], cosine)
-        assert not torch.equal(other_view.cosine[0], cosine)
 
 
 def test_states_that_rank_elsewhere_share_no_core() -> None:
@@ -404,26 +349,18 @@ def test_each_tile_is_pooled_to_its_share() -> None:
 # ---- shares of regions ----
 
 
-@dataclass(frozen=True)
-class Region:
-    grid: Grid
-    share: int
-
-
-def test_every_tile_counts_the_same() -> None:
-    base, crops = Region(Grid(4, 4), 1), Region(Grid(6, 8), 4)
-    assert split_over_regions(10, [base, crops]) == (2, 8)
-    assert split_over_regions(11, [base, crops]) == (3, 8)
-    assert split_over_regions(1, [base, crops]) == (1, 0)
-
-
 @given(
     st.integers(0, 300),
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 5)), min_size=1),
+    st.lists(st.tuples(st.integers(1, 81), st.integers(1, 5)), min_size=1),
 )
-def test_the_parts_add_up(budget: int, shapes: list[tuple[int, int, int]]) -> None:
-    regions = [Region(Grid(h, w), share) for h, w, share in shapes]
-    shares = split_over_regions(budget, regions)
-    room = [region.grid.tokens for region in regions]
-    assert sum(shares) == min(budget, sum(room))
-    assert all(0 <= share <= size for share, size in zip(shares, room, strict=True))
+def test_shares_of_a_budget_add_up_within_the_room_of_each_part(
+    budget: int, parts: list[tuple[int, int]]
+) -> None:
+    sizes, weights = [size for size, _ in parts], [weight for _, weight in parts]
+    shares = split_over_parts(budget, sizes, weights)
+    assert sum(shares) == min(budget, sum(sizes))
+    assert all(0 <= share <= size for share, size in zip(shares, sizes, strict=True))
+
+
+def test_every_tile_counts_the_same_and_the_first_part_takes_the_rest() -> None:
+    assert [split_over_parts(k, [16, 48], [1, 4]) for k in (10, 11, 1)] == [(2, 8), (3, 8), (1, 0)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +39,7 @@ class Server:
         self.sender = LruKeyReplicatedSenderCache(config)
         self.engine = LruKeyReplicatedReceiverCache(config)
         stock = LruKeyReplicatedReceiverCache.get_and_update_features
-        self._receive: Any = wrap_get_and_update_features(getattr(stock, "__wrapped__", stock))
+        self.update: Any = wrap_get_and_update_features(getattr(stock, "__wrapped__", stock))
         self.waiting = Waiting()
         self.processed: list[str] = []
 
@@ -74,13 +73,10 @@ class Server:
         """Which items had tensors; raises MultiModalCacheMissError, which vLLM answers by 500."""
         request.rendering.hand_over(request.features)
         had = [set(feature.data) != {FIELD} for feature in request.features]
-        self.receive(request.features)
-        return had
-
-    def receive(self, features: Sequence[Any]) -> None:
-        for feature in self._receive(self.engine, list(features)):
+        for feature in self.update(self.engine, list(request.features)):
             key = "".join(map(chr, feature.data["pixel_values"].data)).rstrip()
             assert (key, FIELD in feature.data) == (feature.mm_hash, True)
+        return had
 
     @property
     def agree(self) -> bool:
@@ -125,59 +121,39 @@ def test_caches_agree_whatever_is_refused_and_overtaken(seed: int) -> None:
             assert server.agree
 
 
-# ---- the engine's cache ----
+def feature(key: str, pixels: float | None, budget: int | None = 4) -> Any:
+    """An item as it reaches the engine: tensors where this one brings them, and its plan."""
+    from vllm.multimodal.inputs import MultiModalKwargsItem
 
-CAT, DOG = torch.full((4,), 1.0), torch.full((4,), 2.0)
-
-
-def feature(key: str, pixels: torch.Tensor | None = None, budget: int | None = 4) -> Any:
-    from vllm.multimodal.inputs import (
-        MultiModalBatchedField,
-        MultiModalFieldElem,
-        MultiModalKwargsItem,
-    )
-
-    parts: dict[str, Any] = {"pixel_values": pixels}
+    parts = {}
+    if pixels is not None:
+        parts["pixel_values"] = element(torch.full((4,), pixels))
     if budget is not None:
-        parts[FIELD] = ItemPlan(budget, (1, 1)).encode()
-    field = MultiModalBatchedField()
-    item = {k: MultiModalFieldElem(v, field) for k, v in parts.items() if v is not None}
-    data = MultiModalKwargsItem(item) if item else None
+        parts[FIELD] = element(ItemPlan(budget, (1, 1)).encode())
+    data = MultiModalKwargsItem(parts) if parts else None
     return SimpleNamespace(mm_hash=key, identifier=f"{key} asked {budget}", data=data)
 
 
-class Engine:
-    """vLLM's receiver cache, with the wrapper around its method."""
-
-    def __init__(self) -> None:
-        from vllm.multimodal.cache import LruKeyReplicatedReceiverCache
-
-        config: Any = SimpleNamespace(
-            get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=1)
+def received(server: Server, *features: Any) -> list[tuple[float, int | None]]:
+    """Pixel and K of each item, after the engine's cache."""
+    return [
+        (
+            float(item.data["pixel_values"].data[0]),
+            ItemPlan.decode(item.data[FIELD].data).budget if FIELD in item.data else None,
         )
-        self.cache = LruKeyReplicatedReceiverCache(config)
-        stock = LruKeyReplicatedReceiverCache.get_and_update_features
-        self._receive = wrap_get_and_update_features(getattr(stock, "__wrapped__", stock))
-
-    def receive(self, *features: Any) -> list[tuple[float, int | None]]:
-        """Pixel and K of each item."""
-        return [
-            (
-                float(one.data["pixel_values"].data[0]),
-                ItemPlan.decode(one.data[FIELD].data).budget if FIELD in one.data else None,
-            )
-            for one in self._receive(self.cache, list(features))
-        ]
+        for item in server.update(server.engine, list(features))
+    ]
 
 
 def test_an_image_is_kept_once_and_without_a_plan() -> None:
-    engine = Engine()
-    engine.receive(*(feature("cat", CAT if k == 1 else None, k) for k in range(1, 9)))
-    assert engine.receive(feature("cat", None, 9)) == [(1, 9)]
-    assert engine.receive(feature("cat", None, None)) == [(1, None)]
-    assert list(engine.cache._cache) == ["cat"]
-    assert set(engine.cache._cache["cat"]) == {"pixel_values"}
+    server = Server()
+    received(server, *(feature("cat", 1.0 if k == 1 else None, k) for k in range(1, 9)))
+    assert received(server, feature("cat", None, 9)) == [(1, 9)]
+    assert received(server, feature("cat", None, None)) == [(1, None)]
+    assert list(server.engine._cache) == ["cat"]
+    assert set(server.engine._cache["cat"]) == {"pixel_values"}
 
 
 def test_two_images_that_a_peer_sends_under_one_key_keep_their_tensors() -> None:
-    assert Engine().receive(feature("x", CAT), feature("x", DOG)) == [(1, 4), (2, 4)]
+    both = feature("x", 1.0), feature("x", 2.0)
+    assert received(Server(), *both) == [(1, 4), (2, 4)]

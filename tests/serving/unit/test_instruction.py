@@ -23,7 +23,7 @@ from vllm_autoprune.serving.api.instruction import (
     truncate_clip_ids,
     truncate_text,
 )
-from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS, ItemPlan
+from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS
 from vllm_autoprune.tpdsl.tokens import Need
 
 URL: dict[str, Any] = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
@@ -47,74 +47,63 @@ def user(*parts: object) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}
 
 
+WAYS_TO_SAY: list[object] = [
+    text("what?"),
+    {"type": "input_text", "text": "what?"},
+    {"type": "output_text", "text": "what?"},
+    {"text": "what?"},
+    "what?",
+]
+NEITHER: list[object] = [
+    {"type": "audio_url", "audio_url": {"url": "http://x/y.wav"}},
+    {"type": "video_url", "video_url": {"url": "http://x/y.mp4"}},
+    *({"type": "refusal", "refusal": "no"}, {"type": "text", "text": None}, {"type": "text"}),
+    *({}, None, 3),
+]
+
+
 @pytest.mark.parametrize("image", IMAGES)
-def test_every_way_to_send_an_image(image: dict[str, Any]) -> None:
-    assert extract_instructions([user(image, text("what?"))]) == ["what?"]
+def test_every_way_to_send_images_texts_and_details(image: dict[str, Any]) -> None:
+    for said in WAYS_TO_SAY:
+        assert extract_instructions([user(image, said)]) == ["what?"]
+    for part in NEITHER:
+        assert extract_instructions([user(part, text("what?"))]) == []
+        assert extract_instructions([user(part, image, text("what?"))]) == ["what?"]
+    inside = isinstance(image.get("image_url"), dict)
+    for detail in ("low", "high", "auto", "original", "LOW", "", None, 1, {}, []):
+        level = {"detail": detail}
+        detailed = {**image, **({"image_url": level} if inside else level)}
+        expected = detail if detail in ("low", "high") else None
+        assert extract_details([user(detailed)]) == [expected]
+
+
+ANSWER = {"role": "assistant", "content": "It is red."}
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("talk", "instructions", "turns"),
     [
-        text("what?"),
-        {"type": "input_text", "text": "what?"},
-        {"type": "output_text", "text": "what?"},
-        {"text": "what?"},
-        "what?",
+        ([user(text(" look: "), URL, text("what?\n"))], ["look: \nwhat?"], [0]),
+        ([user(URL, text("same?"), URL)], ["same?", "same?"], [0, 0]),
+        (
+            [user(URL, text("first")), ANSWER, user(text("2nd"), URL), user(text("And now?"))],
+            ["first", "2nd"],
+            [0, 2],
+        ),
+        ([{"role": "system", "content": "Be brief."}, user(URL, text("what?"))], ["what?"], [1]),
+        (
+            [user(text("Buy.")), ANSWER, {"role": "tool", "content": [text("Done."), URL]}],
+            ["Buy.\nDone."],
+            [None],
+        ),
+        ([user(text("hi")), {"role": "user", "content": "hi"}, "not a message", None], [], []),
+        ([], [], []),
     ],
 )
-def test_every_way_to_send_a_text(said: object) -> None:
-    assert extract_instructions([user(URL, said)]) == ["what?"]
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "audio_url", "audio_url": {"url": "http://x/y.wav"}},
-        {"type": "video_url", "video_url": {"url": "http://x/y.mp4"}},
-        {"type": "refusal", "refusal": "no"},
-        {"type": "text", "text": None},
-        {"type": "text"},
-        {},
-        None,
-        3,
-    ],
-)
-def test_other_parts_are_neither_image_nor_text(part: object) -> None:
-    assert extract_instructions([user(part, text("what?"))]) == []
-    assert extract_instructions([user(part, URL, text("what?"))]) == ["what?"]
-
-
-def test_text_before_and_after_the_image_belongs_to_it() -> None:
-    assert extract_instructions([user(text(" look: "), URL, text("what?\n"))]) == ["look: \nwhat?"]
-
-
-def test_several_images_of_a_turn_share_its_text() -> None:
-    assert extract_instructions([user(URL, text("same?"), URL)]) == ["same?", "same?"]
-
-
-def test_images_of_several_turns_have_each_their_own() -> None:
-    talk = [user(URL, text("first")), {"role": "assistant", "content": "a"}, user(text("2nd"), URL)]
-    assert extract_instructions(talk) == ["first", "2nd"]
-
-
-@pytest.mark.parametrize(
-    "turn",
-    [
-        {"role": "assistant", "content": "It is red."},
-        {"role": "user", "content": "And now?"},
-        user(text("And now?")),
-        {"role": "assistant", "content": None, "tool_calls": []},
-    ],
-)
-def test_other_turns_change_nothing(turn: dict[str, Any]) -> None:
-    talk = [user(URL, text("what?"))]
-    assert extract_instructions([turn, *talk]) == extract_instructions([*talk, turn]) == ["what?"]
-
-
-def test_a_system_prompt_is_not_part_of_it() -> None:
-    for content in ("Be brief.", [text("Be brief.")]):
-        talk = [{"role": "system", "content": content}, user(URL, text("what?"))]
-        assert extract_instructions(talk) == ["what?"]
+def test_an_image_has_the_text_of_its_own_turn(
+    talk: list[Any], instructions: list[str], turns: list[int | None]
+) -> None:
+    assert (extract_instructions(talk), extract_turns(talk)) == (instructions, turns)
 
 
 def said(role: str, content: object, **more: object) -> dict[str, Any]:
@@ -157,22 +146,11 @@ def test_an_image_without_text_has_the_task_and_what_was_said_last(
         assert extract_turns(talk)[-count:] == [None] * count
 
 
-def test_what_a_tool_says_beside_its_image_is_no_question() -> None:
-    talk = [TASK, said("assistant", "I click."), said("tool", [text("Done."), URL])]
-    assert extract_instructions(talk) == ["Buy a lamp.\nDone."]
-    assert extract_turns(talk) == [None]
-
-
 def test_neither_a_long_task_nor_a_long_page_hides_the_other() -> None:
     task, page = LONG + "Buy a lamp.", LONG + "Lamps: 3"
     (read,) = extract_instructions([said("user", task), said("tool", page), user(URL)])
     assert "Buy a lamp.\n" in read and read.endswith("Lamps: 3")
     assert len(read) < 4 * 256
-
-
-def test_images_of_one_message_are_of_one_turn() -> None:
-    talk = [user(URL, text("what?"), URL), said("assistant", "a"), user(URL, text("what?"))]
-    assert extract_turns(talk) == [0, 0, 2]
 
 
 @pytest.mark.parametrize(
@@ -199,33 +177,9 @@ def test_turns_end_where_a_question_does(
     assert find_question_turns(before, texts, turns) == expected
 
 
-def test_a_conversation_without_images_has_none() -> None:
-    assert extract_instructions([{"role": "user", "content": "hi"}, user(text("hi"))]) == []
-    assert extract_instructions([]) == []
-    assert extract_instructions(["not a message", None]) == []
-
-
 def image(detail: object = "none given", **more: object) -> dict[str, Any]:
     level = {} if detail == "none given" else {"detail": detail}
     return {"type": "image_url", "image_url": {"url": "http://x/y.png", **level}, **more}
-
-
-@pytest.mark.parametrize("detail", ["low", "high"])
-def test_every_way_to_give_a_detail(detail: str) -> None:
-    for part in (
-        image(detail),
-        image(detail, uuid="a"),
-        {"type": "image_url", "image_url": {"detail": detail}, "uuid": "a"},
-        {"type": "image_url", "image_url": None, "uuid": "a", "detail": detail},
-        {"type": "input_image", "image_url": "http://x/y.png", "detail": detail},
-        {"type": "image_pil", "image_pil": object(), "detail": detail},
-    ):
-        assert extract_details([user(part, text("what?"))]) == [detail]
-
-
-@pytest.mark.parametrize("detail", ["none given", "auto", "original", "LOW", "", None, 1, {}, []])
-def test_other_details_mean_the_budget_of_the_server(detail: object) -> None:
-    assert extract_details([user(image(detail))]) == [None]
 
 
 @pytest.mark.parametrize(
@@ -242,23 +196,6 @@ def test_appended_turns_keep_what_earlier_images_have(turns: list[dict[str, Any]
     longer = [*talk, {"role": "assistant", "content": "The first."}, *turns]
     assert extract_details(longer)[:3] == extract_details(talk) == ["low", "high", None]
     assert extract_instructions(longer)[:3] == extract_instructions(talk) == ["Which?"] * 3
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize("detail", ["low", "high"])
-def test_vllm_hands_on_the_detail_of_chat_completions_and_responses(detail: str) -> None:
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-    from vllm.entrypoints.openai.responses.utils import construct_input_messages
-
-    talk = [user(image(detail), text("what?")), {"role": "assistant", "content": "red"}]
-    chat = ChatCompletionRequest.model_validate({"messages": [*talk, user(image("auto"))]})
-    assert extract_details(chat.messages) == [detail, None]
-    sent = {"type": "input_image", "image_url": "http://x/y.png"}
-    said = [user({"type": "input_text", "text": "what?"}, {**sent, "detail": detail}), user(sent)]
-    responses = ResponsesRequest.model_validate({"input": said})
-    messages = construct_input_messages(request_input=responses.input)
-    assert extract_details(messages) == [detail, None]
 
 
 IMAGE = 9
@@ -293,68 +230,38 @@ def test_the_instruction_of_a_prompt(ids: list[int], suffix: str, expected: str)
 IMAGE_ID = 4
 
 
-def info() -> Any:
-    """A model whose tokenizer gives each letter a token."""
+@pytest.mark.parametrize(
+    ("asked", "needs", "relevance", "language"),
+    [
+        ("ab", (), "", ""),
+        ("ab", ("cls_attention", "tower"), "", ""),
+        ("ab", ("instruction",), "ab", ""),
+        ("ab", ("instruction", "language"), "ab", "ab"),
+        # A literal image token has no meaning.
+        ("a#b", ("instruction", "language"), "ab", "ab"),
+        ("#", ("language",), "", ""),
+        # Words are tokenized one by one, without frequent ones; the whole text has them as well.
+        ("is ab the c?", ("words",), "", "abc"),
+        ("is ab", ("words", "language"), "", "is ab"),
+        ("", ("words",), "", ""),
+        ("ab " * 300, ("words",), "", "ab" * (LANGUAGE_IDS // 2)),
+        # Only the end of a long text is read.
+        (LONG, ("instruction", "language"), LONG[-RELEVANCE_IDS:], LONG[-LANGUAGE_IDS:]),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_instructions_are_tokenized_for_states_that_read_them(
+    asked: str, needs: tuple[Need, ...], relevance: str, language: str
+) -> None:
+    """By a model whose tokenizer gives each letter a token."""
 
     def encode(text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
         return [ord(letter) if letter != "#" else IMAGE_ID for letter in text]
 
-    return SimpleNamespace(
-        get_tokenizer=lambda: SimpleNamespace(encode=encode),
-    )
-
-
-def test_instructions_are_given_only_to_states_that_read_them() -> None:
-    words = InstructionTokenizer(info(), None, IMAGE_ID)
-    assert words.tokenize("ab", ()) == ((), ())
-    assert words.tokenize("ab", {"cls_attention", "tower", "next_layer"}) == ((), ())
-    assert words.tokenize("ab", {"instruction"}) == ((97, 98), ())
-    assert words.tokenize("ab", {"language"}) == ((), (97, 98))
-    assert words.tokenize("ab", {"instruction", "language"}) == ((97, 98), (97, 98))
-
-
-def test_words_are_tokenized_one_by_one_without_frequent_ones() -> None:
-    tokenizer = InstructionTokenizer(info(), None, IMAGE_ID)
-    assert tokenizer.tokenize("is ab the c?", {"words"}) == ((), (97, 98, 99))
-    # The language model's first layers read the whole text, and then the words are those.
-    both = tokenizer.tokenize("is ab", {"words", "language"})
-    assert both == tokenizer.tokenize("is ab", {"language"})
-    assert tokenizer.tokenize("", {"words"}) == ((), ())
-    many = " ".join(["ab"] * LANGUAGE_IDS)
-    assert tokenizer.tokenize(many, {"words"})[1] == (97, 98) * (LANGUAGE_IDS // 2)
-
-
-def test_a_literal_image_token_is_no_word() -> None:
-    words = InstructionTokenizer(info(), None, IMAGE_ID)
-    assert words.tokenize("a#b", {"instruction", "language"}) == ((97, 98), (97, 98))
-    assert words.tokenize("#", {"language"}) == ((), ())
-
-
-def test_only_the_end_of_a_long_instruction_is_read() -> None:
-    long = "a" * 10_000 + "b" * (LANGUAGE_IDS - 1)
-    said, read = InstructionTokenizer(info(), None, IMAGE_ID).tokenize(
-        long, {"instruction", "language"}
-    )
-    assert said == tuple(map(ord, long))[-RELEVANCE_IDS:]
-    assert read == (97,) + (98,) * (LANGUAGE_IDS - 1)
-
-
-def test_only_the_end_of_a_text_is_tokenized() -> None:
-    asked: list[str] = []
-
-    def encode(text: str, add_special_tokens: bool) -> list[int]:
-        asked.append(text)
-        return [len(word) for word in text.split()]
-
-    known: Any = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(encode=encode))
-    document = "words " * 100_000 + "what is it?"
-    needs: frozenset[Need] = frozenset({"instruction"})
-    ids = InstructionTokenizer(known, None, IMAGE_ID).tokenize(document, needs)
-    assert len(asked) == 1
-    assert len(asked[0]) <= MAX_CHARACTERS
-    assert len(ids[0]) == RELEVANCE_IDS
-    assert ItemPlan(8, (0, 0), *ids).encode().nbytes < 10_000
+    info: Any = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(encode=encode))
+    ids = InstructionTokenizer(info, None, IMAGE_ID).tokenize(asked, needs)
+    assert ids == (tuple(map(ord, relevance)), tuple(map(ord, language)))
 
 
 @pytest.mark.parametrize("tail", ["", "what is on the table?", "x" * 50, " two  spaces "])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,12 @@ from torch import Tensor, nn
 from transformers import SmolVLMImageProcessor
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
-from tests.serving.unit.samples import Sender, hf_config, image, served
+from tests.serving.unit.samples import Sender, image, served
 from vllm_autoprune.backbones import find_backbone
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.checks import count_between
 from vllm_autoprune.serving.api.choices import shorten_placeholders
-from vllm_autoprune.serving.models import BACKBONES, check_siglip_checkpoint
+from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.llava import (
     Join,
     compute_joined_layout,
@@ -32,15 +33,6 @@ from vllm_autoprune.serving.worker.features import FeatureCache, ImageFeatures
 from vllm_autoprune.serving.worker.regions import ModelParts, SelectionContext
 from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.tokens import Grid
-
-
-@pytest.mark.parametrize("architecture", BACKBONES)
-def test_a_model_without_problems_has_none(architecture: str) -> None:
-    config = hf_config()
-    if BACKBONES[architecture].problems is check_siglip_checkpoint:
-        config.vision_config.model_type = "siglip_vision_model"
-        config.vision_feature_select_strategy = "full"
-    assert list(BACKBONES[architecture].problems(config)) == []
 
 
 class Tower(nn.Module):
@@ -134,37 +126,6 @@ def test_cached_rows_do_not_keep_their_batch_alive() -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("rank", [0, 1])
-def test_times_of_selections_are_kept_by_the_rank_that_publishes_them(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm_autoprune.serving.models import pruned_model
-    from vllm_autoprune.serving.worker.metrics import Stopwatch
-    from vllm_autoprune.serving.worker.selection import FallbackReporter
-
-    published: list[list[float]] = []
-    monkeypatch.setattr(pruned_model, "is_rank_zero", lambda: rank == 0)
-    monkeypatch.setattr(pruned_model, "prune_images", lambda *_: [])
-    vision, _ = _vision(cache_bytes=0)
-    monkeypatch.setattr(vision, "images", lambda _: [])
-    monkeypatch.setattr(type(vision), "sample_weight", torch.zeros(1))
-    model: Any = SimpleNamespace(
-        autoprune=vision,
-        autoprune_state=vision.served,
-        autoprune_reporter=FallbackReporter(),
-        autoprune_first_check=SimpleNamespace(unsafe=0),
-        autoprune_watch=Stopwatch(torch.device("cpu")),
-        autoprune_metrics=SimpleNamespace(
-            publish=lambda watch, *_: published.append(watch.collect())
-        ),
-    )
-    for _ in range(3):
-        pruned_model.PrunedModel.autoprune_rows(model, [], {})
-    assert [len(times) for times in published] == ([1, 1, 1] if rank == 0 else [])
-    assert model.autoprune_watch.collect() == []
-
-
-@pytest.mark.compat
 def test_new_weights_clear_cached_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reloads weights into a running engine without building the model anew."""
     from vllm.model_executor.models.llava import LlavaForConditionalGeneration
@@ -212,29 +173,13 @@ def test_every_backbone_has_a_tiny_model() -> None:
 
 # ---- tiles with text between them ----
 
-ARCHITECTURES = {
-    "idefics3": "Idefics3ForConditionalGeneration",
-    "smolvlm": "SmolVLMForConditionalGeneration",
-}
 
-
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def sender(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Sender]:
-    """Makes the processor of one tiny model from a budget and the server's processor options."""
-    name: str = request.param
-    folder = build(name, tmp_path_factory.mktemp(name))
-
-    def make(budget: int, **options: object) -> Sender:
-        architecture = ARCHITECTURES[name]
-        return Sender(
-            folder, budget, architecture=architecture, placeholder="<image>", options=options
-        )
-
-    return make
-
-
-def test_a_square_has_most_tokens(sender: Callable[..., Sender]) -> None:
-    assert IDEFICS3_PLACEHOLDERS.count_largest(sender(7).info).tokens == 9 * 5
+@pytest.mark.parametrize("kind", ["Idefics3", "SmolVLM"])
+def test_a_square_has_most_tokens(kind: str, tmp_path: Path) -> None:
+    folder = build(kind.lower(), tmp_path)
+    architecture = f"{kind}ForConditionalGeneration"
+    sender = Sender(folder, 7, architecture=architecture, placeholder="<image>")
+    assert IDEFICS3_PLACEHOLDERS.count_largest(sender.info).tokens == 9 * 5
 
 
 @pytest.mark.parametrize(

@@ -67,15 +67,6 @@ def test_parts_are_disjoint_and_the_core_does_not_depend_on_the_question(base: s
         assert rows_of(one, first) != rows_of(one, second)
 
 
-def test_a_delta_alone_is_the_one_that_came_with_its_core() -> None:
-    (one,) = images(1)
-    _, together = kept([core_plan(), delta_plan()], [one, one])
-    (alone,) = kept([delta_plan()], [one])
-    (without_cache,) = kept([delta_plan()], [one], cores=CoreCache(0))
-    assert torch.equal(together, alone)
-    assert torch.equal(together, without_cache)
-
-
 def test_parts_of_many_images_in_one_batch_are_those_of_each_alone() -> None:
     image_list = images(4)
     plans = [core_plan(key) for key in range(1, 5)] + [
@@ -277,17 +268,6 @@ def test_indices_are_those_that_were_put_however_often_the_buffer_is_full(
         assert len(spans) <= 12
         assert all(one.stop <= two.start for one, two in pairwise(spans))
     assert hits > 300
-
-
-def test_the_first_indices_of_a_core_are_kept() -> None:
-    cache = CoreCache(0)
-    cache.put_indices("image", torch.tensor([1, 2]))
-    cache.put_indices("image", torch.tensor([3, 4]))
-    cache.put_indices(None, torch.tensor([5]))
-    indices = cache.indices("image")
-    assert indices is not None
-    assert indices.tolist() == [1, 2]
-    assert cache.indices(None) is None
 
 
 def test_cores_are_kept_inside_and_outside_of_inference_mode() -> None:

@@ -37,31 +37,30 @@ from vllm_autoprune.serving.worker.regions import SelectionContext
 from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
-PLANS = st.builds(
-    ItemPlan,
-    budget=st.integers(1, 65536),
-    key=st.tuples(INT64, INT64),
-    instruction=st.lists(st.integers(0, 2**31), max_size=40).map(tuple),
-    language=st.lists(st.integers(0, 2**31), max_size=40).map(tuple),
-    keep=st.sampled_from(CHOOSERS),
-    profile=st.booleans(),
-    state=st.binary(max_size=40),
-    tokens=st.integers(0, 65536),
-)
-CHOICES = st.builds(
-    Choice,
-    budget=st.integers(1, 1000),
-    instruction=st.lists(st.integers(0, 2**31), max_size=4).map(tuple),
-    language=st.lists(st.integers(0, 2**31), max_size=4).map(tuple),
-)
+IDS = st.lists(st.integers(0, 2**31), max_size=40).map(tuple)
 
 
-@given(PLANS)
-def test_decode_inverts_encode(plan: ItemPlan) -> None:
+@given(
+    st.builds(
+        ItemPlan,
+        budget=st.integers(1, 1000),
+        key=st.tuples(INT64, INT64),
+        instruction=IDS,
+        language=IDS,
+        keep=st.sampled_from(CHOOSERS),
+        profile=st.booleans(),
+        state=st.binary(max_size=40),
+        tokens=st.integers(0, 65536),
+    ),
+    st.lists(st.builds(Choice, st.integers(1, 1000), IDS, IDS), max_size=5),
+    st.data(),
+)
+def test_decode_inverts_encode(plan: ItemPlan, earlier: list[Choice], data: st.DataObject) -> None:
+    if earlier:
+        core = data.draw(st.integers(0, earlier[0].budget - 1))
+        plan = replace(plan, part="recall", core=core, earlier=tuple(earlier))
     row = plan.encode()
     assert row.dtype == torch.int64
-    words = (len(plan.state) + 7) // 8
-    assert row.shape == (13 + words + len(plan.instruction) + len(plan.language),)
     assert ItemPlan.decode(row) == plan
     assert unpruned_tokens(row) == plan.tokens
 
@@ -108,15 +107,6 @@ def test_malformed_plans_are_refused_with_a_reason() -> None:
             ItemPlan.decode(row)
 
 
-@given(PLANS, st.lists(CHOICES, min_size=1, max_size=5), st.data())
-def test_earlier_choices_of_a_recall_survive_encoding(
-    plan: ItemPlan, earlier: list[Choice], data: st.DataObject
-) -> None:
-    core = data.draw(st.integers(0, earlier[0].budget - 1))
-    recall = replace(plan, budget=8, part="recall", core=core, earlier=tuple(earlier))
-    assert ItemPlan.decode(recall.encode()) == recall
-
-
 def test_forged_earlier_choices_are_refused() -> None:
     recall = ItemPlan(8, (1, 2), (3,), part="recall", core=7, earlier=(Choice(8, (4,), (5, 6)),))
     for forged, message in (
@@ -155,20 +145,6 @@ def test_any_int64_row_is_decoded_or_refused(numbers: list[int]) -> None:
     except RequestError:
         return
     assert ItemPlan.decode(plan.encode()) == plan
-
-
-def test_images_are_selected_together_where_budget_chooser_and_state_agree() -> None:
-    plan = ItemPlan(8, (1, 2), (3,), state=b"a state")
-    assert plan.group == ItemPlan(8, (5, 6), (7,), (8,), state=b"a state").group
-    for other in (
-        ItemPlan(9, (1, 2), (3,), state=b"a state"),
-        ItemPlan(8, (1, 2), (3,), keep="reference", state=b"a state"),
-        ItemPlan(8, (1, 2), (3,)),
-        ItemPlan(8, (1, 2), (3,), state=b"another"),
-        ItemPlan(8, (1, 2), (3,), state=b"a state", part="delta", core=4),
-        ItemPlan(8, (1, 2), (3,), state=b"a state", part="core", core=8),
-    ):
-        assert other.group != plan.group
 
 
 @pytest.mark.compat
@@ -230,12 +206,6 @@ def test_an_identity_is_one_digest_that_connectors_read_as_a_number(
     """vLLM's LMCache adapter does ``int(identifier, 16) & 0xFFFF`` in the engine core."""
     identity = make_cache_identity(image, "digest", 8, keep, ((1,), ()))
     assert re.fullmatch("[0-9a-f]{64}", identity)
-
-
-def test_last_16_bits_of_identities_differ() -> None:
-    """Older LMCache versions keep only these bits."""
-    images = [make_cache_identity(str(i), "digest", 8, "state", None) for i in range(64)]
-    assert len({int(identity, 16) & 0xFFFF for identity in images}) > 60
 
 
 @pytest.mark.parametrize(
@@ -382,13 +352,6 @@ def read(row: object, by: PlanRules) -> tuple[ItemPlan, FallbackReporter]:
     reporter = FallbackReporter()
     (result,) = PlanReader(by, reporter, torch.device("cpu")).read([row])
     return result, reporter
-
-
-def test_worker_keeps_valid_plans() -> None:
-    for item_plan in (plan(), plan(state=OWN), plan(keep="random"), plan(budget=8, profile=True)):
-        result, reporter = read(item_plan.encode(), rules())
-        assert result == item_plan
-        assert reporter.meter.errors == {}
 
 
 def test_worker_replaces_invalid_plans() -> None:

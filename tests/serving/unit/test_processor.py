@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.glm4v.image_processing_glm4v import smart_resize
-from vllm.multimodal.parse import ImageProcessorItems, ImageSize, MultiModalDataItems
+from vllm.multimodal.parse import ImageSize
 
 from tests.serving.unit.samples import (
     LARGE,
@@ -28,13 +27,6 @@ from tests.serving.unit.samples import (
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import BUILDERS, build
 from vllm_autoprune.serving.api import image_store
-from vllm_autoprune.serving.api.choices import (
-    ImageChoice,
-    Placeholders,
-    TokenCount,
-    choose_sizes,
-    resize_images,
-)
 from vllm_autoprune.serving.api.image_store import NamedImages
 from vllm_autoprune.serving.api.request import REQUEST_FIELD, SALT
 from vllm_autoprune.serving.models import BACKBONES
@@ -217,34 +209,6 @@ def resized(sender: Sender, image: Image.Image | None, budget: int, **entry: Any
     return sender.send([image], budget=budget, keep="resized", **entry)
 
 
-def test_a_resized_image_is_the_smaller_image_through_the_processor(folder: Any) -> None:
-    """8 x 8 merged tokens, of which the processor's arithmetic makes 4 x 4 for K = 20."""
-    sender = Sender(folder, budget=8)
-    sent = resized(sender, LARGE, 20)
-    assert sent.lengths == [16]
-    (plan,) = sent.plans
-    assert plan.keep == "resized"
-    assert plan.keeps_all, "the worker has nothing to choose"
-    assert (plan.instruction, plan.key) == ((), NO_KEY)
-    smaller = LARGE.resize((112, 112), Image.Resampling.BICUBIC)
-    assert torch.equal(
-        pixels(sender, [LARGE], budget=20, keep="resized"), pixels(sender, [smaller])
-    )
-
-
-def pixels(sender: Sender, images: Sequence[Image.Image], **entry: Any) -> Any:
-    from vllm.multimodal.processing import ProcessorInputs
-    from vllm.multimodal.processing.context import TimingContext
-
-    processor = sender._processor
-    prompt = processor.info.get_tokenizer().encode("user <|image_pad|> what")
-    kwargs = {REQUEST_FIELD: {"instructions": ["what"], **entry}}
-    items = processor.info.parse_mm_data({"image": list(images)})
-    inputs = ProcessorInputs(prompt, items, hf_processor_mm_kwargs=kwargs)
-    made = processor.apply(inputs, TimingContext(enabled=False))
-    return made["mm_kwargs"]["image"][0]["pixel_values"].data
-
-
 def test_a_resized_image_is_shared_by_questions_and_by_nothing_else(folder: Any) -> None:
     sender = Sender(folder, budget=8).with_cache()
     first = resized(sender, LARGE, 20)
@@ -260,14 +224,6 @@ def test_a_resized_image_is_shared_by_questions_and_by_nothing_else(folder: Any)
         sender.send([LARGE], budget=64),
     ]
     assert len({one.identities[0] for one in (first, *others)}) == 7
-
-
-def test_a_resized_image_may_be_sent_by_its_name(folder: Any) -> None:
-    sender = Sender(folder, budget=8).with_cache()
-    first = resized(sender, LARGE, 20, uuids=["one"])
-    again = resized(sender, None, 20, uuids=["one"])
-    assert again.identities == first.identities
-    assert resized(sender, OTHER, 20, uuids=["one"]).identities != first.identities
 
 
 def split_sender(
@@ -373,77 +329,31 @@ def test_a_request_that_is_not_handed_over_changes_no_cache(sender: Sender) -> N
 UNIT = 28
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The fields of vLLM's ``ProcessorInputs`` that are read."""
-
-    mm_data_items: Any = None
-    hf_processor_mm_kwargs: dict[str, object] = field(default_factory=dict)
-
-
-def qwen(least: int = 1) -> tuple[Any, Placeholders]:
-    """A model of 28 x 28 pixels a merged token, whose processor makes at least so many."""
-    vision = SimpleNamespace(patch_size=14, spatial_merge_size=2)
-    info: Any = SimpleNamespace(
-        get_hf_config=lambda: SimpleNamespace(vision_config=vision),
-        get_hf_processor=lambda: SimpleNamespace(image_processor=SimpleNamespace(resample=3)),
-    )
-
-    def count(_: object, size: ImageSize, __: object) -> TokenCount:
-        return TokenCount(max(size.width // UNIT * (size.height // UNIT), least))
-
-    return info, Placeholders(count, lambda _: TokenCount(1), lambda _: 0, resize=shrink_to_budget)
-
-
-def choose(width: int, height: int, budget: int, least: int = 1, **fields: Any) -> ImageChoice:
-    info, placeholders = qwen(least)
-    choice = ImageChoice(budget, 10**6, "resized", identity="state", **fields)
-    inputs: Any = Inputs()
-    (chosen,) = choose_sizes(info, placeholders, inputs, [ImageSize(width, height)], [choice])
-    return chosen
-
-
 @given(st.integers(28, 4000), st.integers(28, 4000), st.integers(1, 200))
-def test_a_resized_image_has_at_most_k_tokens(width: int, height: int, budget: int) -> None:
-    if max(width, height) > 200 * min(width, height):
-        return
-    chosen = choose(width, height, budget)
-    assert chosen.resized is not None
-    assert 1 <= chosen.kept <= budget
-    assert chosen.kept * UNIT**2 == chosen.resized[0] * chosen.resized[1]
-
-
-@given(st.integers(28, 4000), st.integers(28, 4000), st.integers(1, 200))
-def test_glm_s_processor_leaves_a_resized_image_as_it_is(
+def test_a_resized_image_has_at_most_k_tokens_and_stays_as_it_is(
     width: int, height: int, budget: int
 ) -> None:
-    """It counts the pixels of two frames, of which an image is one."""
+    """GLM's processor counts the pixels of two frames, of which an image is one."""
     if max(width, height) > 200 * min(width, height):
         return
     vision = SimpleNamespace(patch_size=14, spatial_merge_size=2, temporal_patch_size=2)
     info: Any = SimpleNamespace(get_hf_config=lambda: SimpleNamespace(vision_config=vision))
-    smaller = shrink_glm_to_budget(info, ImageSize(width, height), budget)
-    sides = smaller.height, smaller.width
-    assert 1 <= sides[0] * sides[1] // UNIT**2 <= budget
-    if max(sides) <= 200 * min(sides):
-        most = 2 * 10**9
-        assert smart_resize(2, *sides, factor=UNIT, min_pixels=1, max_pixels=most) == sides
+    for shrink in (shrink_to_budget, shrink_glm_to_budget):
+        smaller = shrink(info, ImageSize(width, height), budget)
+        sides = smaller.height, smaller.width
+        assert (sides[0] % UNIT, sides[1] % UNIT) == (0, 0)
+        assert 1 <= sides[0] * sides[1] // UNIT**2 <= budget
+        if max(sides) <= 200 * min(sides):
+            most = 2 * 10**9
+            assert smart_resize(2, *sides, factor=UNIT, min_pixels=1, max_pixels=most) == sides
 
 
-def test_a_budget_below_the_processor_s_least_is_refused() -> None:
+def test_what_cannot_be_resized_is_refused(folder: Any) -> None:
+    sender: Any = Sender(folder, budget=8, options={"min_pixels": 4 * UNIT**2})
     with pytest.raises(RequestError, match="makes at least 4 tokens -> ask for 4 or more"):
-        choose(640, 480, 3, least=4)
-
-
-def items(*images: object) -> Any:
-    listed: list[Any] = list(images)
-    return Inputs(MultiModalDataItems({"image": ImageProcessorItems(listed)}))
-
-
-def test_an_array_cannot_be_resized() -> None:
-    info, _ = qwen()
+        resized(sender, LARGE, 3)
     with pytest.raises(RequestError, match="send it as a picture"):
-        resize_images(info, items(numpy.zeros((40, 50, 3))), [(28, 28)])
+        resized(sender, numpy.zeros((3, 224, 224), numpy.uint8), 8)
 
 
 # ---- names of images ----

@@ -13,7 +13,6 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 from vllm.exceptions import VLLMValidationError
-from vllm.renderers.hf import HfRenderer
 
 from tests.serving.unit.samples import served
 from vllm_autoprune.serving.api import engine_requests
@@ -32,10 +31,8 @@ from vllm_autoprune.serving.api.renderer import (
     _add_salt,
     _pass_fields,
 )
-from vllm_autoprune.serving.api.request import SALT, CacheSalt, RecallTurn
-from vllm_autoprune.serving.compat import attach
+from vllm_autoprune.serving.api.request import SALT, CacheSalt
 from vllm_autoprune.serving.plan import FIELD, ItemPlan
-from vllm_autoprune.serving.served_state import ATTRIBUTE
 from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules
 
 pytestmark = pytest.mark.compat
@@ -43,22 +40,6 @@ pytestmark = pytest.mark.compat
 
 TURN = {"images": 1, "text": "and now?"}
 FIELDS = {"instructions": ["what?"], "details": ["low"], "turns": [0], "recall_turns": [TURN]}
-
-
-def test_a_prompt_with_images_stores_the_fields_of_its_messages() -> None:
-    renderer: Any = SimpleNamespace(model_config=SimpleNamespace())
-    parts = [{"type": "image_url", "image_url": {"url": "x", "detail": "low"}}, "what?"]
-    messages: Any = [{"role": "user", "content": parts}]
-    turns = [RecallTurn(images=1, text="and now?")]
-
-    def stored(prompt: Any) -> Any:
-        return AutopruneHfRenderer._store_fields(renderer, messages, prompt, turns)
-
-    images = {"multi_modal_data": {"image": ["x"]}}
-    assert stored({**images}) == images
-    attach(renderer.model_config, ATTRIBUTE, served())
-    assert stored({**images}) == {**images, _MESSAGE_FIELDS: FIELDS}
-    assert stored({"prompt": "what?"}) == {"prompt": "what?"}
 
 
 FORGED = {"instructions": ["forged"], "details": ["high"], "recall_turns": []}
@@ -124,23 +105,6 @@ def test_white_space_after_an_image_is_the_template_s(
     found = AutopruneHfRenderer._space_after_image(renderer, "<image>", template)
     assert found == space
     assert renderer._spaces == {template: space}
-
-
-def test_prompt_embeddings_beside_images_leave_the_request_countable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM replaces the hashes by a plain dictionary, which a client could have sent as well."""
-
-    def replaced(self: object, engine_input: Any) -> None:
-        engine_input["mm_hashes"] = {**engine_input["mm_hashes"], "prompt_embeds": ["b"]}
-
-    monkeypatch.setattr(HfRenderer, "_apply_prompt_embeds_to_engine_input", replaced)
-    renderer = object.__new__(AutopruneHfRenderer)
-    hashes = RenderedHashes({"image": ["a"]})
-    rendered: Any = {"mm_hashes": hashes}
-    renderer._apply_prompt_embeds_to_engine_input(rendered)
-    assert rendered["mm_hashes"] is hashes
-    assert hashes == {"image": ["a"], "prompt_embeds": ["b"]}
 
 
 # ---- requests on their way to the engine ----
@@ -240,32 +204,12 @@ def test_a_request_is_counted_once_and_when_it_is_passed_to_the_engine(counted: 
             hand_over(request)
             hand_over(request)  # and n > 1 hands over each sample
     assert counted == [("autoprune", CHOICES, 7)] * 2
+    with pytest.raises(RuntimeError):
+        hand_over(processed(prompt(), [feature(PLAN.encode())]), fails=True)
     hand_over(processed({"type": "token"}, []))
     hand_over(processed("a raw prompt", []))
     hand_over(processed(prompt(), [feature(PLAN.encode())], stock=True))
     assert len(counted) == 2
-
-
-def test_a_request_that_is_refused_after_rendering_does_not_count(counted: list[Any]) -> None:
-    with pytest.raises(ValueError, match="model length"):
-        processed(prompt(), [feature(PLAN.encode())], fails=True)
-    made = prompt()
-    request = processed(made, [feature(PLAN.encode())])
-    assert counted == []
-    with pytest.raises(RuntimeError):
-        hand_over(request, fails=True)
-    assert counted == []
-
-
-def test_another_request_is_not_taken_for_a_refused_one(counted: list[Any]) -> None:
-    refused = prompt()  # kept by a traceback, for example
-    item = feature(PLAN.encode())
-    place = id(processed(refused, [item]).mm_features)
-    others = tuple([item] for _ in range(100))  # the first one would get its place in memory
-    assert place not in map(id, others)
-    for features in others:
-        hand_over(SimpleNamespace(mm_features=features))
-    assert counted == []
 
 
 ELSEWHERE = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
@@ -319,14 +263,6 @@ def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over
         hand_over(request)
         assert (core.mm_hash, delta.mm_hash) == ("x", "x")
         assert (core.identifier, delta.identifier) == ("a", "b")
-
-
-def test_valid_plans_and_inputs_that_need_none_are_accepted() -> None:
-    known = SimpleNamespace(data=None, modality="image")
-    other = SimpleNamespace(data={"image_embeds": torch.zeros(1)}, modality="image")
-    cached = feature(None, pixels=None)
-    request = processed(ELSEWHERE, [known, other, cached, feature(PLAN.encode())])
-    assert len(request.mm_features) == 4
 
 
 def test_an_image_that_was_processed_without_the_plugin_is_refused(counted: list[Any]) -> None:

@@ -21,9 +21,7 @@ from vllm_autoprune.serving.api.request import (
     MAX_COUNTED,
     MAX_PROBLEMS,
     KeepRequest,
-    PruningRequest,
     SentRequest,
-    SharedBudget,
     check_request,
     current_request,
     find_misplaced_field,
@@ -33,35 +31,8 @@ from vllm_autoprune.serving.api.request import (
     read_headers,
 )
 from vllm_autoprune.serving.compat.api import _wrap_preprocess
-from vllm_autoprune.serving.plan import CHOOSERS
 from vllm_autoprune.serving.served_state import ATTRIBUTE
 from vllm_autoprune.serving.settings import DetailBudgets, RequestRules
-
-
-def test_a_request_without_fields_gets_the_server_default() -> None:
-    nothing = PruningRequest(budget=None, state=None, enabled=True, keep="state")
-    assert parse_request(None) == parse_request({}) == nothing
-
-
-def test_all_request_fields_are_parsed() -> None:
-    for keep in CHOOSERS:
-        asked = {"budget": 16, "keep": keep, "instructions": ["what?", ""]}
-        request = parse_request(asked)
-        assert (request.budget, request.keep, request.instructions) == (16, keep, ["what?", ""])
-
-
-@pytest.mark.parametrize(
-    ("asked", "read"), [(16, 16), ([16, 8], (16, 8)), ({"shared": 24}, SharedBudget(shared=24))]
-)
-def test_the_three_forms_of_a_budget(asked: object, read: object) -> None:
-    assert parse_request({"budget": asked}).budget == read
-
-
-def test_a_policy_is_a_name_or_an_unparsed_state() -> None:
-    assert parse_request({"state": "visionzip"}).state == "visionzip"
-    state = {"schema": "x", "name": [{"deep": None}]}
-    assert parse_request({"state": state}).state == state
-    assert not parse_request({"enabled": False}).enabled
 
 
 @pytest.mark.compat

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.serving.unit.samples import refusal, served, vllm_config
 from tests.tpdsl.samples import edited, sample, state
@@ -20,7 +19,6 @@ from vllm_autoprune import (
     RequestError,
     SafetyRecord,
     StateError,
-    VisualTokens,
     load_state,
 )
 from vllm_autoprune.serving import served_state as served_module
@@ -31,7 +29,6 @@ from vllm_autoprune.serving.settings import DetailBudgets, RequestRules, TextTow
 from vllm_autoprune.serving.startup import resolve_settings
 from vllm_autoprune.tpdsl import safety
 from vllm_autoprune.tpdsl.atoms.safety import Verdict
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.state import PruningState
 
@@ -84,28 +81,46 @@ def test_invalid_values_of_every_type() -> None:
         refused(junk)
 
 
-def test_a_state_that_violates_the_guarantees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is served as its base policy, or refused where it says so; either way by its digest."""
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Make every state fail its safety check; the digests of those that were checked."""
+    checked: list[str] = []
 
-    def broken(policy: PruningPolicy) -> SafetyRecord:
+    def fail(policy: PruningPolicy) -> SafetyRecord:
+        checked.append(policy.state.digest)
         return SafetyRecord((Verdict("shapes", False, "made to fail"),))
 
-    monkeypatch.setattr(f"{served_module.__name__}.safety_check", broken)
+    monkeypatch.setattr(served_module, "safety_check", fail)
+    monkeypatch.setattr(served_module, "_warnings", itertools.count(1))
+    return checked
+
+
+def test_a_state_that_violates_the_guarantees(
+    broken: list[str], logged: pytest.LogCaptureFixture
+) -> None:
+    """It is served as its base policy, or refused where it says so; either way by its digest.
+
+    By requests and at start-up alike, and it is checked once.
+    """
     falling = edited(sample(), {"/constraints/selector/q_e": 7})
-    loaded = load_request_state(falling)
-    assert loaded.digest == state({"/constraints/selector/q_e": 7}).without_exchange().digest
     strict = edited(falling, {"/safety": ["preserve_budget"]})
-    assert "made to fail" in refused(strict)
+    expected = state({"/constraints/selector/q_e": 7}).without_exchange().digest
+    for _ in range(3):
+        assert load_request_state(falling).digest == expected
+        assert "made to fail" in refused(strict)
+    assert len(broken) == 2
+    own = resolve_settings({"state": falling}, vllm_config())
+    assert (own.state.digest, own.policy().refines) == (expected, False)
+    assert all(record.levelname == "WARNING" for record in logged.records)
+    assert "made to fail" in logged.messages[-1]
+    (problem,) = refusal({"state": strict})
+    assert problem.where == "state#/safety" and "made to fail" in problem.what
+    assert "fallback_to_selection" in problem.fix
 
 
 def test_clients_cannot_fill_the_log_with_unsafe_states(
-    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+    broken: list[str], logged: pytest.LogCaptureFixture
 ) -> None:
-    def broken(policy: PruningPolicy) -> SafetyRecord:
-        return SafetyRecord((Verdict("shapes", False, "made to fail"),))
-
-    monkeypatch.setattr(f"{served_module.__name__}.safety_check", broken)
-    monkeypatch.setattr(served_module, "_warnings", itertools.count(1))
     for quota in range(20, 20 + 2 * served_module.MAX_WARNINGS):
         load_request_state(edited(sample(), {"/constraints/selector/q_e": quota}))
     lines = [record.getMessage() for record in logged.records]
@@ -161,20 +176,6 @@ def test_the_bound_can_be_raised_and_lowered() -> None:
         load_request_state(edited(sample(), {"/constraints/selector/q_e": 5}), cost=20.0)
 
 
-def test_a_state_that_fails_its_check_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def broken(policy: PruningPolicy) -> SafetyRecord:
-        asked.append(policy.state.digest)
-        return SafetyRecord((Verdict("shapes", False, "made to fail"),))
-
-    monkeypatch.setattr(f"{served_module.__name__}.safety_check", broken)
-    strict = edited(sample(), {"/constraints/selector/q_e": 9, "/safety": ["preserve_budget"]})
-    for _ in range(3):
-        assert "made to fail" in refused(strict)
-    assert len(asked) == 1
-
-
 # ---- encoded states ----
 
 
@@ -199,44 +200,6 @@ def test_more_than_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # ---- the safety check at start-up ----
-
-DIVPRUNE: dict[str, object] = {"/base_policy": {"name": "divprune"}}
-CHECKS = ["preserve_budget", "no_shape_change", "deterministic"]
-
-
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A base policy that repeats a token."""
-    sound = BASE_POLICIES["divprune"]
-
-    def repeats(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
-        picks = sound.select(params, tokens, budget).picks
-        return ReferenceSelection(torch.cat([picks[:, :1], picks[:, :-1]], dim=1))
-
-    monkeypatch.setitem(BASE_POLICIES, "divprune", dataclasses.replace(sound, function=repeats))
-
-
-@pytest.mark.usefixtures("broken")
-def test_unsafe_state_is_replaced_by_its_base_policy(
-    logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(served_module, "_warnings", itertools.count(1))
-    data = edited(sample(), DIVPRUNE)
-    served_state = resolve_settings({"state": data}, vllm_config())
-    assert not served_state.policy().refines
-    assert served_state.state.digest == state(DIVPRUNE).without_exchange().digest
-    (record,) = logged.records
-    assert record.levelname == "WARNING"
-    assert "valid_indices" in record.getMessage()
-
-
-@pytest.mark.usefixtures("broken")
-def test_unsafe_state_without_fallback_is_refused() -> None:
-    data = edited(sample(), {**DIVPRUNE, "/safety": CHECKS})
-    (problem,) = refusal({"state": data})
-    assert problem.where == "state#/safety"
-    assert "valid_indices" in problem.what
-    assert "fallback_to_selection" in problem.fix
 
 
 def test_a_state_is_checked_at_its_own_budget_up_to_the_largest_quota(

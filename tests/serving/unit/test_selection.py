@@ -78,17 +78,6 @@ def test_missing_input_falls_back() -> None:
     assert reporter.meter.counts()["reference"] == 2
 
 
-def test_an_interrupt_is_not_swallowed(
-    policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stopped(*_: object) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(under_test, "select_tokens", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        select_with_fallback(policy, images(), FallbackReporter())
-
-
 def test_non_finite_images_are_counted(policy: PruningPolicy) -> None:
     tokens = images(batch=3)
     tokens.features[1, 5] = torch.nan
@@ -282,17 +271,6 @@ def test_the_least_recently_used_entry_is_evicted_first() -> None:
     assert [cache.get((key, 0)) is not None for key in (1, 2, 3, 4)] == [True, False, True, True]
     cache.put((5, 0), sized(2))  # evicts as many as needed
     assert [cache.get((key, 0)) is not None for key in (1, 3, 4, 5)] == [False, False, True, True]
-
-
-def test_a_key_is_both_of_its_numbers_and_is_counted_once() -> None:
-    cache = FeatureCache(4 * 16)
-    first = sized(1)
-    cache.put((1, 2), first)
-    cache.put((1, 2), sized(1))
-    assert cache.used_bytes == 16
-    assert cache.get((1, 2)) is first
-    assert cache.get((2, 1)) is None
-    assert (cache.hits, cache.misses) == (1, 1)
 
 
 def test_profiling_reserves_the_bound_where_memory_is_measured() -> None:

@@ -300,16 +300,6 @@ def test_folders_that_hold_no_text_tower(tmp_path: Path) -> None:
 TOWER = TextTower("some/clip", -1, "its config says so", 77, 768, 1024)
 
 
-def test_summary_is_one_line_with_reasons() -> None:
-    summary = format_summary(served(budget=16))
-    assert "\n" not in summary
-    assert served().state.digest[:12] in summary
-    assert "keeps 16 tokens of an image, by --autoprune-budget" in summary
-    assert "base policy cdpruner" in summary
-    assert "because no --autoprune-text-tower is given" in summary
-    assert "requests may set nothing, because no --autoprune-requests is given" in summary
-
-
 @pytest.mark.parametrize(
     ("changes", "reason", "field", "value"),
     [
@@ -368,15 +358,3 @@ def test_json_contains_no_path(tmp_path: Path) -> None:
     description = json.dumps(describe_as_json(here))
     assert str(tmp_path) not in description and tmp_path.name not in description
     assert "CLIP text tower from a local folder, sign -1" in description
-
-
-def test_data_has_policy_digest_and_evidence() -> None:
-    state = load_state("visionzip")
-    description = describe_as_json(ServedState("LlavaForConditionalGeneration", state, 64, None, 0))
-    assert (description["state"], description["digest"], description["base_policy"]) == (
-        "visionzip",
-        state.digest,
-        "visionzip",
-    )
-    assert description["evidence"] == state.provenance.model_dump(mode="json")
-    assert description["budget"] == {"k": 64, "follows_image_size": False, "q_e": 0, "r_min": 64}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +14,12 @@ from torch import Tensor, nn
 
 from tests.serving.unit.samples import clip_config
 from vllm_autoprune import ConfigError
-from vllm_autoprune.serving.worker import tower_hooks as under_test
 from vllm_autoprune.serving.worker.tower_hooks import (
     NAMES,
     AttentionHook,
     MergerHook,
     NextTowerLayer,
     QkvHook,
-    QueriesAndKeys,
 )
 
 HEADS, WIDTH = 2, 4
@@ -104,27 +102,6 @@ def attention(qkv: Qkv, heads: int, scale: float) -> Any:
     )
 
 
-def test_cls_attention_is_the_softmax_row_of_the_first_token() -> None:
-    torch.manual_seed(0)
-    batch, tokens, heads, size = 3, 10, 4, 6
-    qkv = Qkv(torch.randn(3 * heads * size, 24), torch.randn(3 * heads * size))
-    hook = QkvHook(attention(qkv, heads, scale=0.37))
-    hidden = torch.randn(batch, tokens, 24)
-    packed, _ = qkv(hidden)
-    q, k, _ = packed.chunk(3, dim=-1)
-    total = torch.zeros(batch, tokens)
-    for h in range(heads):
-        part = slice(h * size, (h + 1) * size)
-        scores = q[..., part] @ k[..., part].transpose(1, 2) * 0.37
-        total += scores.softmax(dim=-1)[:, 0]
-    captured = hook.take()
-    attention_row = captured.cls_attention()
-    assert attention_row.shape == (batch, tokens - 1)
-    torch.testing.assert_close(attention_row, (total / heads)[:, 1:])
-    keys = sum(k[..., h * size : (h + 1) * size] for h in range(heads)) / heads
-    torch.testing.assert_close(captured.mean_keys(), keys[:, 1:])
-
-
 def test_attention_and_keys_are_those_of_the_layer_the_model_reads() -> None:
     """Transformers' ``attentions[-2]``, from the same weights in one fused projection."""
     from transformers import CLIPVisionModel
@@ -155,33 +132,6 @@ def test_attention_and_keys_are_those_of_the_layer_the_model_reads() -> None:
     assert len(seen.attentions) == 3
     torch.testing.assert_close(attention_row, seen.attentions[-2].mean(dim=1)[:, 0, 1:])
     assert not torch.allclose(attention_row, seen.attentions[-1].mean(dim=1)[:, 0, 1:], atol=1e-3)
-
-
-@pytest.mark.parametrize("summed", [QueriesAndKeys.cls_attention, QueriesAndKeys.mean_keys])
-def test_attention_is_averaged_over_the_heads_of_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, summed: Callable[[QueriesAndKeys], Tensor]
-) -> None:
-    """Two ranks of two heads each give the result of one rank with four heads."""
-    torch.manual_seed(3)
-    query, key = torch.randn(2, 7, 4, 5), torch.randn(2, 7, 4, 5)
-    whole = QueriesAndKeys(query, key, 0.4, heads=4, sharded=False)
-    halves = [
-        QueriesAndKeys(query[:, :, part], key[:, :, part], 0.4, heads=4, sharded=True)
-        for part in (slice(0, 2), slice(2, 4))
-    ]
-    parts: list[Tensor] = []
-
-    def record_part(part: Tensor) -> Tensor:
-        parts.append(part)
-        return part
-
-    monkeypatch.setattr(under_test, "sum_over_ranks", record_part)
-    for half in halves:
-        summed(half)
-    monkeypatch.setattr(under_test, "sum_over_ranks", lambda _: parts[0] + parts[1])
-    sums = [summed(half) for half in halves]
-    assert torch.equal(sums[0], sums[1])
-    torch.testing.assert_close(sums[0], summed(whole))
 
 
 # ---- what enters a patch merger ----

@@ -70,30 +70,6 @@ def test_a_server_with_a_state_keeps_headers_once(parser: Any) -> None:
     assert not hasattr(parser.parse_args(flags[:2]), "middleware")
 
 
-def test_flags_are_stored_unparsed_in_additional_config(
-    parsed: Callable[..., Config],
-) -> None:
-    config = parsed(
-        *("--autoprune-state", "autoprune", "--autoprune-budget", "64"),
-        *("--autoprune-text-tower", "some/clip", "--autoprune-feature-cache-gb", "0.5"),
-        *("--autoprune-requests", "budget:16-64", "--autoprune-detail", "low=16,high=64"),
-    )
-    assert config == ours(
-        state="autoprune",
-        budget="64",
-        text_tower="some/clip",
-        feature_cache_gb="0.5",
-        requests="budget:16-64",
-        detail="low=16,high=64",
-    )
-
-
-def test_without_flags_the_namespace_is_unchanged(parser: Any) -> None:
-    namespace = parser.parse_args([])
-    assert namespace.additional_config == {}
-    assert not [name for name in vars(namespace) if "autoprune" in name]
-
-
 THEIRS = ("--additional-config", asjson(theirs={"x": 1}))
 STATE = ("--autoprune-state", "autoprune")
 FLAGS = (*STATE, "--autoprune-budget", "64")
@@ -106,6 +82,10 @@ BOTH = {"theirs": {"x": 1}, **ours(state="autoprune", budget="64")}
     ("words", "config"),
     [
         ((), {}),
+        (
+            ("--autoprune-text-tower", "a/b", "--autoprune-detail", "low=1"),
+            ours(text_tower="a/b", detail="low=1"),
+        ),
         ((*THEIRS, *FLAGS), BOTH),
         ((*FLAGS, *THEIRS), BOTH),
         # Of settings in JSON and in flags the later one wins.
@@ -263,15 +243,6 @@ def test_wrapping_is_done_once_and_keeps_a_static_method_static() -> None:
     assert isinstance(Owner.__dict__["static"], staticmethod)
     with pytest.raises(KeyError):  # where upstream renames it
         compat.wrap(Owner, "elsewhere", double)
-
-
-@pytest.mark.parametrize(("value", "used"), [("1", True), ("true", True), ("0", False)])
-def test_the_rust_front_end_is_seen(
-    monkeypatch: pytest.MonkeyPatch, value: str, used: bool
-) -> None:
-    assert not compat.uses_rust_frontend()
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", value)
-    assert compat.uses_rust_frontend() is used
 
 
 @pytest.mark.compat
