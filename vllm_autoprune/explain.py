@@ -256,13 +256,10 @@ def _draw_regions(
 
 def find_tiles_of_regions(features: ImageFeatures, tiles: int, budget: int) -> list[int]:
     """The tile that each region with a share of K shows; empty where regions are not tiles."""
-    from vllm_autoprune.serving.worker.regions import split_over_regions
-
     regions = features.regions
     if len(regions) != tiles or tiles == 1 or regions[0].order is not None:
         return []
-    shares = split_over_regions(budget, regions, features.first)
-    return [tile for tile, share in enumerate(shares) if share]
+    return [tile for tile, share in enumerate(features.split(budget)) if share]
 
 
 def restore_picture(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Image.Image:

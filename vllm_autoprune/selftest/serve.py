@@ -24,7 +24,7 @@ from vllm_autoprune.selftest.tiny_engine import (
     STEPS_BETWEEN_PREEMPTIONS,
     TinyEngine,
 )
-from vllm_autoprune.serving.worker.features import ImageFeatures
+from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
 from vllm_autoprune.tpdsl.loading import load_state
 
 
@@ -37,16 +37,18 @@ def has_merger(llm: Any) -> bool:
     return not backbone.input_problems(config.hf_config, ["merger_input"])
 
 
+MERGER_INPUT: tuple[Signal, Signal] = ("encoder", "merger_norms")
+
+
 @torch.no_grad()
 def measure_merger_error(folder: Path, image: Image.Image, features: ImageFeatures) -> float:
     """Largest error of a token's row or norms, relative to how much tokens differ.
 
     Of the features that an engine made of the image, against transformers in float32.
     """
-    rows = [region.encoder for region in features.regions if region.encoder is not None]
-    norms = [region.merger_norms for region in features.regions if region.merger_norms is not None]
+    read = [[region.signals[name] for region in features.regions] for name in MERGER_INPUT]
     errors = []
-    for parts, expected in zip((rows, norms), _read_merger_input(folder, image), strict=True):
+    for parts, expected in zip(read, _read_merger_input(folder, image), strict=True):
         found = torch.cat(parts)
         deviation = (expected - expected.mean(dim=0)).pow(2).mean(dim=0).sum().sqrt()
         errors.append((found - expected).norm(dim=1).max() / deviation)

@@ -113,7 +113,7 @@ def region(seed: int, grid: Grid, width: int = 16) -> Region:
     return Region(
         grid,
         torch.randn(grid.tokens, width, generator=source),
-        torch.rand(grid.tokens, generator=source),
+        {"cls_attention": torch.rand(grid.tokens, generator=source)},
     )
 
 

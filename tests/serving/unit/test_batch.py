@@ -29,7 +29,7 @@ from vllm_autoprune import PruningPolicy, VisualTokens
 from vllm_autoprune.serving.plan import encode_state, split_over_parts
 from vllm_autoprune.serving.worker import regions
 from vllm_autoprune.serving.worker.batch import prune_images
-from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures
+from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, Region, Signals
 from vllm_autoprune.serving.worker.regions import SelectionContext
 from vllm_autoprune.serving.worker.selection import (
     FallbackReporter,
@@ -214,11 +214,17 @@ def test_a_delta_beyond_all_tokens_ends_in_the_fillers_of_its_image(budget: int)
 # ---- ranking before the patch merger ----
 
 
+def with_signals(own: Region, **signals: Tensor) -> Region:
+    """The region with more signals."""
+    more: Any = signals
+    return dataclasses.replace(own, signals={**own.signals, **more})
+
+
 def test_patches_are_compared_where_the_images_have_them() -> None:
     (one,) = images(1)
     (whole,) = one.regions
-    mirrored = ImageFeatures((dataclasses.replace(whole, patches=-whole.projected),))
-    itself = ImageFeatures((dataclasses.replace(whole, patches=whole.projected),))
+    mirrored = ImageFeatures((with_signals(whole, relevance=-whole.projected),))
+    itself = ImageFeatures((with_signals(whole, relevance=whole.projected),))
     plain, same, other = (pruned([plan(8)], [i])[0] for i in (one, itself, mirrored))
     assert torch.equal(plain, same)
     assert not torch.equal(plain, other)
@@ -233,24 +239,23 @@ def merged(seed: int) -> ImageFeatures:
     source = torch.Generator().manual_seed(100 + seed)
     rows = torch.randn(N, 24, generator=source)
     norms = torch.stack([rows.abs().sum(dim=1), rows.norm(dim=1)], dim=1)
-    alone = dataclasses.replace(region(seed, SIX), encoder=rows, merger_norms=norms)
+    alone = with_signals(region(seed, SIX), encoder=rows, merger_norms=norms)
     return ImageFeatures((alone,))
 
 
 def with_cosine(one: ImageFeatures, before: bool) -> ImageFeatures:
     """The image with the cosines that the server's own state compares its tokens by."""
     (own,) = one.regions
-    tokens = own.encoder if before else own.projected
-    assert tokens is not None
+    tokens = own.signals["encoder"] if before else own.projected
     cosine = VisualTokens(tokens[None], SIX).cosine[0]
-    return ImageFeatures((dataclasses.replace(own, cosine=cosine),))
+    return ImageFeatures((with_signals(own, cosine=cosine),))
 
 
 def ranked(one: ImageFeatures) -> ImageFeatures:
     """An image that has nothing but the tokens that enter the merger."""
     (own,) = one.regions
-    assert own.encoder is not None
-    alone = dataclasses.replace(own, projected=own.encoder, patches=own.projected, encoder=None)
+    signals: Signals = {**own.signals, "relevance": own.projected}
+    alone = Region(own.grid, own.signals["encoder"], signals)
     return ImageFeatures((alone,))
 
 

@@ -70,8 +70,9 @@ def test_every_way_to_send_images_texts_and_details(image: dict[str, Any]) -> No
         assert extract_instructions([user(part, text("what?"))]) == []
         assert extract_instructions([user(part, image, text("what?"))]) == ["what?"]
     inside = isinstance(image.get("image_url"), dict)
+    detail: object
     for detail in ("low", "high", "auto", "original", "LOW", "", None, 1, {}, []):
-        level = {"detail": detail}
+        level: dict[str, object] = {"detail": detail}
         detailed = {**image, **({"image_url": level} if inside else level)}
         expected = detail if detail in ("low", "high") else None
         assert extract_details([user(detailed)]) == [expected]

@@ -21,11 +21,11 @@ from vllm_autoprune.serving.api.choices import shorten_placeholders
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.llava import (
     Join,
+    Tiles,
     compute_joined_layout,
     join_features,
     split_joined_images,
 )
-from vllm_autoprune.serving.models.pruned_model import Tiles
 from vllm_autoprune.serving.models.tiled import IDEFICS3_PLACEHOLDERS
 from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
 from vllm_autoprune.serving.worker.batch import prune_images
@@ -228,9 +228,9 @@ def tiled_image(
     projected = torch.randn(tiles, SIZE, width, generator=source)
     attention = projected[:, :, 0].exp()
     newline = torch.full((width,), 9.0)
-    padded = Tiles(
+    padded: Tiles = (
         nn.functional.pad(projected, (0, 0, 0, 0, 0, blank)),
-        nn.functional.pad(attention, (0, 0, 0, blank)),
+        {"cls_attention": nn.functional.pad(attention, (0, 0, 0, blank))},
     )
     inputs = {"image_sizes": torch.tensor([SIDE, SIDE * (tiles - 1)])}
     joined = join_features(padded, inputs, lambda _: join, newline, config_of(tiles))
@@ -265,8 +265,7 @@ def test_blank_tiles_of_a_batch_change_nothing(cut: int) -> None:
     assert torch.equal(padded.rows(), alone.rows())
     for region, own in zip(padded.regions, alone.regions, strict=True):
         assert (region.grid, region.share) == (own.grid, own.share)
-        assert region.cls_attention is not None and own.cls_attention is not None
-        assert torch.equal(region.cls_attention, own.cls_attention)
+        assert torch.equal(region.signals["cls_attention"], own.signals["cls_attention"])
     tiles = torch.zeros(1, 9, 3, SIDE, SIDE)
     inputs = {"pixel_values": tiles, "image_sizes": torch.tensor([[SIDE, 4 * SIDE]])}
     (split,) = split_joined_images(inputs, lambda _: join, config_of(5))

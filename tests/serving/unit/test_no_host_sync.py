@@ -26,7 +26,7 @@ from vllm_autoprune.serving.plan import Choice, ItemPlan
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.serving.worker.batch import prune_images
-from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, Region, TowerFeatures
+from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, Region, Signals
 from vllm_autoprune.serving.worker.mrope import position_channels
 from vllm_autoprune.serving.worker.question import ClipTower, FirstLanguageLayers, InputEmbeddings
 from vllm_autoprune.serving.worker.regions import ModelParts, SelectionContext
@@ -54,19 +54,19 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def region(grid: Grid, order: bool = False, share: int = 1) -> Region:
     """A region with everything that any policy reads."""
     count = grid.tokens
-    tower = TowerFeatures(
-        empty(count, TOWER_WIDTH),
-        empty(grid.tiles, TOWER_WIDTH),
-        empty(count, 8),
-        empty(count, dtype=torch.float32),
-        empty(count, TOWER_WIDTH),
-    )
+    signals: Signals = {
+        "cls_attention": empty(count, dtype=torch.float32),
+        "cosine": empty(count, count, dtype=torch.float32),
+        "encoder": empty(count, TOWER_WIDTH),
+        "tower_cls": empty(grid.tiles, TOWER_WIDTH),
+        "tower_keys": empty(count, 8),
+        "next_attention": empty(count, dtype=torch.float32),
+        "next_keys": empty(count, TOWER_WIDTH),
+    }
     return Region(
         grid,
         empty(count, WIDTH),
-        empty(count, dtype=torch.float32),
-        cosine=empty(count, count, dtype=torch.float32),
-        tower=tower,
+        signals,
         extra_channels=empty(count, 4),
         order=torch.arange(count, device=DEVICE) if order else None,
         share=share,

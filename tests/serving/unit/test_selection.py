@@ -19,7 +19,7 @@ from vllm_autoprune.serving.worker.features import (
     FeatureCache,
     ImageFeatures,
     Region,
-    TowerFeatures,
+    Signals,
 )
 from vllm_autoprune.serving.worker.selection import (
     FallbackReporter,
@@ -222,33 +222,11 @@ def test_verdict_applies_to_one_number_of_tiles(
 
 # ---- the cache of features ----
 
-FIVE = Grid(1, 5)
-
 
 def sized(units: int) -> ImageFeatures:
     """Features of ``16 * units`` bytes."""
-    return ImageFeatures((Region(Grid(1, units), torch.zeros(units, 4)),))
-
-
-def test_tokens_before_the_projector_count_once() -> None:
-    half = torch.zeros(5, 8, dtype=torch.bfloat16)
-    alone = Region(FIVE, torch.zeros(5, 4), encoder=half)
-    assert ImageFeatures((alone,)).nbytes == 5 * 4 * 4 + 5 * 8 * 2
-    assert alone.encoder_rows is half
-    tower = TowerFeatures(half, half[:1], torch.zeros(5, 2))
-    assert Region(FIVE, torch.zeros(5, 4), tower=tower).encoder_rows is half
-    assert Region(FIVE, torch.zeros(5, 4)).encoder_rows is None
-
-
-def test_copied_image_does_not_keep_its_batch_alive() -> None:
-    batch = TowerFeatures(
-        torch.randn(3, 5, 8), torch.randn(3, 1, 8), torch.randn(3, 5, 2),
-        torch.randn(3, 5), torch.randn(3, 5, 8),
-    )  # fmt: skip
-    one = batch.copy_image(1)
-    for part, whole in zip(one.tensors(), batch.tensors(), strict=True):
-        assert torch.equal(part, whole[1])
-        assert part.untyped_storage().nbytes() == part.nbytes
+    signals: Signals = {"encoder": torch.zeros(units, 2, dtype=torch.bfloat16)}
+    return ImageFeatures((Region(Grid(1, units), torch.zeros(units, 3), signals),))
 
 
 @given(st.integers(0, 10), st.lists(st.tuples(st.integers(0, 8), st.integers(1, 12)), max_size=60))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
 from vllm.model_executor.models.llava import LlavaForConditionalGeneration
 from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
@@ -20,21 +20,25 @@ from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
     ImageInputs,
     ModelImage,
-    Tiles,
     Vision,
     prune_class,
     split_by_image,
     stack_field,
 )
 from vllm_autoprune.serving.served_state import ServedState
-from vllm_autoprune.serving.worker.features import ImageFeatures, Region, TowerFeatures
+from vllm_autoprune.serving.worker.features import (
+    ImageFeatures,
+    Region,
+    Signal,
+    Signals,
+    map_signals,
+)
 from vllm_autoprune.serving.worker.question import FirstLanguageLayers
 from vllm_autoprune.serving.worker.regions import ModelParts
 from vllm_autoprune.serving.worker.tower_hooks import (
     AttentionHook,
     NextTowerLayer,
     QkvHook,
-    QueriesAndKeys,
 )
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
@@ -42,6 +46,9 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.llava import BaseLlavaProcessingInfo
     from vllm.model_executor.models.llava_next import LlavaNextLikeConfig, LlavaNextProcessingInfo
     from vllm.multimodal.parse import ImageSize
+
+Tiles = tuple[Tensor, Signals]
+"""M tiles of n tokens each after the projector ``(M, n, D)``, and their signals."""
 
 # Vision side of LLaVA models with a CLIP tower: [CLS] and every layer that policies read.
 
@@ -61,12 +68,6 @@ class ClipVision(Vision):
         self._last = QkvHook(layers[-1].self_attn) if inside else None
         self._next = NextTowerLayer(config, len(layers)) if "next_layer" in self.needs else None
         self._language: FirstLanguageLayers | None = None
-
-    @staticmethod
-    def tower(model: LlavaForConditionalGeneration) -> nn.Module:
-        """The model's vision tower."""
-        tower: nn.Module = model.vision_tower
-        return tower
 
     def project(self, rows: Tensor) -> Tensor:
         """Rows of the vision tower ``(..., Dv)`` through the model's projector, ``(..., D)``."""
@@ -100,28 +101,24 @@ class ClipVision(Vision):
 
     def encode_tiles(self, pixels: Tensor) -> Tiles:
         """Encode tiles ``(M, 3, H, W)`` in one pass of the vision tower."""
-        model, relevance = self._model, self.relevance()
-        states = model.vision_tower(pixels)
+        relevance, signals = self.relevance(), dict[Signal, Tensor]()
+        states = self._model.vision_tower(pixels)
         hidden = states[:, 1:]
+        patches = None if relevance is None else relevance.patches(hidden)
+        if patches is not None:
+            signals["relevance"] = patches
         last = None if self._last is None else self._last.take()
-        tower = None if last is None else self._inside(states, last)
-        return Tiles(
-            model.multi_modal_projector(hidden),
-            last.cls_attention() if last and "cls_attention" in self.needs else None,
-            None if relevance is None else relevance.patches(hidden),
-            tower,
-            hidden if tower is None and "encoder" in self.needs else None,
-        )
-
-    def _inside(self, states: Tensor, last: QueriesAndKeys) -> TowerFeatures | None:
-        """Tower features of all tiles, from states ``(M, 1 + n, Dv)``."""
-        if self.needs.isdisjoint({"tower", "next_layer"}):
-            return None
-        attention, keys = None, None
+        if last is not None and "cls_attention" in self.needs:
+            signals["cls_attention"] = last.cls_attention()
+        inside = not self.needs.isdisjoint({"tower", "next_layer"})
+        if inside or "encoder" in self.needs:
+            signals["encoder"] = hidden
+        if last is not None and inside:
+            signals |= {"tower_cls": states[:, :1], "tower_keys": last.mean_keys()}
         if self._next is not None:
             self._next.init_dummy_weights(self.sample_weight)
-            attention, keys = self._next(states)
-        return TowerFeatures(states[:, 1:], states[:, :1], last.mean_keys(), attention, keys)
+            signals["next_attention"], signals["next_keys"] = self._next(states)
+        return self._model.multi_modal_projector(hidden), signals
 
 
 # Any-resolution images: a base view, then crops stitched into one map with a newline a row.
@@ -202,67 +199,82 @@ def split_joined_images(
     inputs: EncoderInputs, join_of: JoinOf, config: LlavaNextLikeConfig
 ) -> list[ModelImage]:
     """The images of one call, each with its tiles, its size and its number of rows."""
-    fields = {name: inputs[name] for name in ("pixel_values", "image_sizes")}
-    split = []
-    for one in split_by_image(fields):
-        layout = _compute_layout(one, join_of(one), config)
+    images = []
+    for image in split_by_image({name: inputs[name] for name in ("pixel_values", "image_sizes")}):
+        layout = _compute_layout(image, join_of(image), config)
         tokens = sum(place.grid.tokens for place in layout.places)
-        split.append(ModelImage(one, tokens + layout.newlines))
-    return split
+        images.append(ModelImage(image, tokens + layout.newlines))
+    return images
 
 
 def join_features(
     tiles: Tiles, image: ImageInputs, join_of: JoinOf, newline: Tensor, config: LlavaNextLikeConfig
 ) -> ImageFeatures:
-    """Join the T tiles of one image; all per-token tensors are joined like the tokens."""
+    """Join the T tiles of one image; the signals of its tokens are joined like the tokens."""
+    projected, signals = tiles
     join = join_of(image)
     layout = _compute_layout(image, join, config)
-    rows = join(tiles.projected, newline)
-    regions, first = [], 0
+
+    def join_rows(part: Tensor) -> Tensor:
+        """Tiles ``(T, n, ...)`` as rows."""
+        rows = part if part.dim() == 3 else part[:, :, None]
+        return join(rows, rows.new_zeros(rows.shape[2])).reshape(-1, *part.shape[2:])
+
+    rows = join(projected, newline)
+    joined = {name: join_rows(part) for name, part in signals.items() if name != "tower_cls"}
+    regions, start = [], 0
     for place in layout.places:
         order = place.order.to(rows.device, non_blocking=True)
-        tokens = rows[order]
-        regions.append(
-            Region(
-                place.grid,
-                tokens,
-                None if tiles.attention is None else _row(tiles.attention, join)[order],
-                None if tiles.patches is None else _rows(tiles.patches, join)[order],
-                VisualTokens(tokens[None], place.grid).cosine[0],
-                None if tiles.tower is None else _tower(tiles.tower, join, place, order, first),
-                order=order,
-                share=place.share,
-                encoder=None if tiles.encoder is None else _rows(tiles.encoder, join)[order],
-            )
-        )
-        first += place.share
+        of_region: dict[Signal, Tensor] = {name: part[order] for name, part in joined.items()}
+        of_region["cosine"] = VisualTokens(rows[order][None], place.grid).cosine[0]
+        if "tower_cls" in signals:
+            cls = signals["tower_cls"][start : start + place.share, 0]
+            # Crops that form one grid share one [CLS].
+            alone = place.grid.tiles == place.share
+            of_region["tower_cls"] = cls.clone() if alone else cls.mean(dim=0, keepdim=True)
+        regions.append(Region(place.grid, rows[order], of_region, order=order, share=place.share))
+        start += place.share
     return ImageFeatures(tuple(regions), newline, layout.newlines)
 
 
-def _rows(tiles: Tensor, join: Join) -> Tensor:
-    """Join a per-token tensor ``(T, n, C)`` like the tokens."""
-    return join(tiles, tiles.new_zeros(tiles.shape[2]))
+class JoinedVision(Vision):
+    """Vision side of models that join the tiles of an image."""
 
+    _model: LlavaNextForConditionalGeneration | LlavaOnevisionForConditionalGeneration
 
-def _row(tiles: Tensor, join: Join) -> Tensor:
-    return _rows(tiles[:, :, None], join)[:, 0]
+    @abstractmethod
+    def encode_tiles(self, pixels: Tensor) -> Tiles:
+        """Encode tiles ``(M, 3, H, W)`` in one pass of the vision tower."""
 
+    @abstractmethod
+    def merge(self, model: Any, size: Any, tiles: Tensor, newline: Tensor) -> Tensor:
+        """The model's own code that joins the tiles of one image; it reads what ``model`` has."""
 
-def _tower(
-    tower: TowerFeatures, join: Join, place: RegionLayout, order: Tensor, first: int
-) -> TowerFeatures:
-    """The tower's states of one region, whose tiles begin at ``first``."""
-    cls = tower.cls[first : first + place.share, 0]
-    # Crops that form one grid share one [CLS].
-    cls = cls if place.grid.tiles == place.share else cls.mean(dim=0, keepdim=True)
-    attention, keys = tower.next_attention, tower.next_keys
-    return TowerFeatures(
-        _rows(tower.patches, join)[order],
-        cls.clone(),
-        _rows(tower.keys, join)[order],
-        None if attention is None else _row(attention, join)[order],
-        None if keys is None else _rows(keys, join)[order],
-    )
+    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
+        """Split the images of one call of ``embed_multimodal``."""
+        self._model._parse_and_validate_image_input(**inputs)
+        return split_joined_images(inputs, self._join, self._model.config)
+
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
+        """Encode images: all their tiles go through the vision tower in one pass."""
+        pixels = [image["pixel_values"] for image in images]
+        projected, signals = self.encode_tiles(torch.cat(pixels))
+        newline, config = self._model.image_newline, self._model.config
+        features, start = [], 0
+        for image, tiles in zip(images, pixels, strict=True):
+            part = slice(start, start + len(tiles))
+            own = projected[part], {name: signal[part] for name, signal in signals.items()}
+            features.append(join_features(own, image, self._join, newline, config))
+            start = part.stop
+        return features
+
+    def _join(self, image: ImageInputs) -> Join:
+        def join(tiles: Tensor, newline: Tensor) -> Tensor:
+            # Any other part of the model is not read, so it can be called with marked tiles.
+            model = SimpleNamespace(config=self._model.config, image_newline=newline)
+            return self.merge(model, image["image_sizes"], tiles, newline)
+
+        return join
 
 
 # LLaVA-1.5: one tile an image, with its tokens in raster order.
@@ -275,18 +287,11 @@ def count_llava_tokens(
     return TokenCount(info.get_num_image_tokens(image_width=size.width, image_height=size.height))
 
 
-def count_largest_llava(info: BaseLlavaProcessingInfo) -> TokenCount:
-    """Count the tokens of the largest image."""
-    return TokenCount(info.get_max_image_tokens())
-
-
-def image_token(info: BaseLlavaProcessingInfo) -> int:
-    """The id of ``<image>``."""
-    token: int = info.get_hf_config().image_token_index
-    return token
-
-
-PLACEHOLDERS = Placeholders(count_llava_tokens, count_largest_llava, image_token)
+PLACEHOLDERS = Placeholders(
+    count_llava_tokens,
+    lambda info: TokenCount(info.get_max_image_tokens()),
+    lambda info: info.get_hf_config().image_token_index,
+)
 
 
 class LlavaVision(ClipVision):
@@ -300,21 +305,13 @@ class LlavaVision(ClipVision):
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images in one pass of the vision tower."""
-        tiles = self.encode_tiles(stack_field(images, "pixel_values"))
-        # Rows are copied: a view would keep the whole batch alive in the cache.
-        regions = [
-            Region(
-                self.grid,
-                tiles.projected[i].clone(),
-                None if tiles.attention is None else tiles.attention[i].clone(),
-                None if tiles.patches is None else tiles.patches[i].clone(),
-                VisualTokens(tiles.projected[i : i + 1], self.grid).cosine[0],
-                None if tiles.tower is None else tiles.tower.copy_image(i),
-                encoder=None if tiles.encoder is None else tiles.encoder[i].clone(),
-            )
-            for i in range(len(images))
-        ]
-        return [ImageFeatures((region,)) for region in regions]
+        projected, signals = self.encode_tiles(stack_field(images, "pixel_values"))
+        features = []
+        for i in range(len(images)):
+            # Rows are copied: a view would keep the whole batch alive in the cache.
+            own = map_signals(signals, lambda part, i=i: part[i].clone())  # type: ignore[misc]
+            features.append(ImageFeatures((self.region(self.grid, projected[i].clone(), own),)))
+        return features
 
 
 # LLaVA-NeXT: tiles of any resolution through a CLIP tower.
@@ -328,43 +325,21 @@ def count_image_tokens(
     return TokenCount(tokens, count_tiles(info.get_hf_config(), size.height, size.width))
 
 
-def count_largest_image_tokens(info: LlavaNextProcessingInfo) -> TokenCount:
-    """Count the tokens of the image size that has most of them."""
-    return count_image_tokens(info, info.get_image_size_with_most_features(), {})
+NEXT_PLACEHOLDERS = Placeholders(
+    count_image_tokens,
+    lambda info: count_image_tokens(info, info.get_image_size_with_most_features(), {}),
+    lambda info: info.get_hf_config().image_token_index,
+)
 
 
-NEXT_PLACEHOLDERS = Placeholders(count_image_tokens, count_largest_image_tokens, image_token)
-
-
-class LlavaNextVision(ClipVision):
+class LlavaNextVision(ClipVision, JoinedVision):
     """The vision side of LLaVA-NeXT."""
 
-    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        """Split the images of one call of ``embed_multimodal``."""
-        self._model._parse_and_validate_image_input(**inputs)
-        return split_joined_images(inputs, self._join, self._model.config)
-
-    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        """Encode images: all their tiles go through the vision tower in one pass."""
-        counts = [len(image["pixel_values"]) for image in images]
-        tiles = self.encode_tiles(torch.cat([image["pixel_values"] for image in images]))
-        newline, config = self._model.image_newline, self._model.config
-        return [
-            join_features(one, image, self._join, newline, config)
-            for image, one in zip(images, tiles.split(counts), strict=True)
-        ]
-
-    def _join(self, image: ImageInputs) -> Join:
-        size: Any = image["image_sizes"]
-        merge = LlavaNextForConditionalGeneration._merge_image_patch_embeddings
-
-        def join(tiles: Tensor, newline: Tensor) -> Tensor:
-            # The method reads no other part of the model, so it can be called with marked tiles.
-            model = SimpleNamespace(config=self._model.config, image_newline=newline)
-            rows: Tensor = merge(model, size, tiles, strategy="spatial_unpad")
-            return rows
-
-        return join
+    def merge(self, model: Any, size: Any, tiles: Tensor, newline: Tensor) -> Tensor:
+        """Join the tiles of one image."""
+        join = LlavaNextForConditionalGeneration._merge_image_patch_embeddings
+        rows: Tensor = join(model, size, tiles, strategy="spatial_unpad")
+        return rows
 
 
 # LLaVA-OneVision: tiles of any resolution through a SigLIP tower, shrunk where there are many.
@@ -372,57 +347,32 @@ class LlavaNextVision(ClipVision):
 # Videos are left as they are.
 
 
-class OnevisionVision(Vision):
+class OnevisionVision(JoinedVision):
     """The vision side of LLaVA-OneVision."""
 
     _model: LlavaOnevisionForConditionalGeneration
 
     def __init__(self, model: LlavaOnevisionForConditionalGeneration, served: ServedState) -> None:
         super().__init__(model, served)
-        layers = model.vision_tower.vision_model.encoder.layers
-        reads = "cls_attention" in self.needs
-        self._attention_hook = AttentionHook(layers[-1].self_attn.attn) if reads else None
+        if "cls_attention" in self.needs:
+            layers = model.vision_tower.vision_model.encoder.layers
+            self.attention_hook = AttentionHook(layers[-1].self_attn.attn)
 
-    @staticmethod
-    def tower(model: LlavaOnevisionForConditionalGeneration) -> nn.Module:
-        """The model's vision tower."""
-        tower: nn.Module = model.vision_tower
-        return tower
+    def encode_tiles(self, pixels: Tensor) -> Tiles:
+        """Encode tiles ``(M, 3, H, W)`` in one pass of the vision tower."""
+        with self.recording():
+            hidden = self._model._image_pixels_to_features(self._model.vision_tower, pixels)
+        signals = dict[Signal, Tensor]()
+        if self.attention_hook is not None:
+            signals["cls_attention"] = torch.stack(self.attention_hook.take())
+        return self._model.multi_modal_projector(hidden), signals
 
-    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        """Split the images of one call of ``embed_multimodal``."""
-        self._model._parse_and_validate_image_input(**inputs)
-        return split_joined_images(inputs, self._join, self._model.config)
-
-    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        """Encode images: all their tiles go through the vision tower in one pass."""
-        model = self._model
-        counts = [len(image["pixel_values"]) for image in images]
-        pixels = torch.cat([image["pixel_values"] for image in images])
-        with nullcontext() if self._attention_hook is None else self._attention_hook.recording():
-            hidden = model._image_pixels_to_features(model.vision_tower, pixels)
-        tiles = Tiles(
-            model.multi_modal_projector(hidden),
-            None if self._attention_hook is None else torch.stack(self._attention_hook.take()),
-        )
-        return [
-            join_features(one, image, self._join, model.image_newline, model.config)
-            for image, one in zip(images, tiles.split(counts), strict=True)
-        ]
-
-    def _join(self, image: ImageInputs) -> Join:
-        size: Any = image["image_sizes"]
-        merge = LlavaOnevisionForConditionalGeneration._merge_image_patch_embeddings
-
-        def join(tiles: Tensor, newline: Tensor) -> Tensor:
-            # The method reads no other part of the model, so it can be called with marked tiles.
-            model = SimpleNamespace(config=self._model.config, image_newline=newline)
-            rows: Tensor = merge(
-                model, size, tiles, image_newline=newline, strategy="spatial_unpad"
-            )
-            return rows
-
-        return join
+    def merge(self, model: Any, size: Any, tiles: Tensor, newline: Tensor) -> Tensor:
+        """Join the tiles of one image."""
+        join = LlavaOnevisionForConditionalGeneration._merge_image_patch_embeddings
+        strategy = "spatial_unpad"
+        rows: Tensor = join(model, size, tiles, image_newline=newline, strategy=strategy)
+        return rows
 
 
 AutopruneLlavaForConditionalGeneration = prune_class(

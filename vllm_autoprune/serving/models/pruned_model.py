@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -35,13 +36,16 @@ from vllm_autoprune.serving.worker.features import (
     CoreCache,
     FeatureCache,
     ImageFeatures,
-    TowerFeatures,
+    Region,
+    Signal,
+    Signals,
 )
 from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
 from vllm_autoprune.serving.worker.question import ClipTower, InputEmbeddings, RelevanceSpace
 from vllm_autoprune.serving.worker.regions import ModelParts, SelectionContext
 from vllm_autoprune.serving.worker.selection import FallbackReporter, FirstImageCheck, PlanReader
 from vllm_autoprune.serving.worker.tensor_parallel import is_rank_zero
+from vllm_autoprune.serving.worker.tower_hooks import AttentionHook, MergerHook
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 # Vision side that all backbones share: cached features of images, and inputs of policies.
@@ -62,42 +66,19 @@ class ModelImage:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """M tiles of n tokens each, after the vision tower; a field is None if it is not read.
-
-    projected ``(M, n, D)``, attention that a token gets ``(M, n)``, patches where relevance is
-    measured ``(M, n, C)``, tower with M in front of each shape, tokens before the projector
-    ``(M, n, Dv)`` where no tower holds them.
-    """
-
-    projected: Tensor
-    attention: Tensor | None = None
-    patches: Tensor | None = None
-    tower: TowerFeatures | None = None
-    encoder: Tensor | None = None
-
-    def split(self, counts: Sequence[int]) -> Iterator[Tiles]:
-        """The tiles of each image, as many as it has."""
-        first = 0
-        for count in counts:
-            some = slice(first, first + count)
-            yield Tiles(
-                self.projected[some],
-                None if self.attention is None else self.attention[some],
-                None if self.patches is None else self.patches[some],
-                None if self.tower is None else self.tower.select(some),
-                None if self.encoder is None else self.encoder[some],
-            )
-            first += count
-
-
 class Vision(ABC):
     """The vision side of one served model.
 
     Not a submodule of the model: its text tower and cached features are not in the checkpoint, and
     vLLM's loader must not look for them.
     """
+
+    tower_name: ClassVar[str] = "vision_tower"
+    """Dotted name of the vision tower within the model."""
+
+    attention_hook: AttentionHook | None = None
+    merger_hook: MergerHook | None = None
+    """What reads the tower where the state does, while :meth:`recording`."""
 
     def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
         self.cores = CoreCache(served.cache_bytes // 8 if served.splits else 0)
@@ -110,10 +91,11 @@ class Vision(ABC):
         """The encoder as vLLM's CUDA graphs run it, for the images of the present call."""
         self._relevance: RelevanceSpace | None = None
 
-    @staticmethod
-    @abstractmethod
-    def tower(model: SupportsMultiModal) -> nn.Module:
+    @classmethod
+    def tower(cls, model: SupportsMultiModal) -> nn.Module:
         """The vision tower; vLLM leaves a ``StageMissingLayer`` where no images are served."""
+        tower: nn.Module = attrgetter(cls.tower_name)(model)
+        return tower
 
     @abstractmethod
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
@@ -151,19 +133,31 @@ class Vision(ABC):
         """Parts of the model that policies read in addition to image features."""
         return ModelParts(self.project, self.relevance(), embed=self.word_embedding())
 
-    @property
-    def reads_encoder(self) -> bool:
-        """Whether any state reads the tokens before the projector or merger."""
-        return not self.needs.isdisjoint({"encoder", "merger_input"})
+    def recording(self) -> ExitStack:
+        """Let the hooks read the calls of the vision tower within."""
+        stack = ExitStack()
+        for hook in (self.attention_hook, self.merger_hook):
+            if hook is not None:
+                stack.enter_context(hook.recording())
+        return stack
 
-    def cosine(self, tokens: Tensor, encoder: Tensor | None, grid: Grid) -> Tensor:
-        """Cosines ``(N, N)`` that the server's own state compares the tokens of an image by.
+    def take_merger_input(self) -> dict[Signal, Tensor]:
+        """What entered the merger: tokens ``(N, Dv)``, and norms ``(N, 2)`` where they are read."""
+        if self.merger_hook is None:
+            return {}
+        rows, norms = self.merger_hook.take()
+        read: dict[Signal, Tensor] = {"encoder": rows}
+        return read | {"merger_norms": norms} if "merger_input" in self.needs else read
+
+    def region(self, grid: Grid, tokens: Tensor, signals: Signals, **fields: Any) -> Region:
+        """A region with the cosines by which the server's own state compares its tokens.
 
         Of the projected ``(N, D)``, or of the encoder's ``(N, Dv)`` where it ranks those.
         """
-        if self.served.state.rank_at == "merger_in" and encoder is not None:
-            tokens = encoder
-        return VisualTokens(tokens[None], grid).cosine[0]
+        before = self.served.state.rank_at == "merger_in" and "encoder" in signals
+        ranked = signals["encoder"] if before else tokens
+        cosine: Signals = {"cosine": VisualTokens(ranked[None], grid).cosine[0]}
+        return Region(grid, tokens, {**signals, **cosine}, **fields)
 
     def word_embedding(self) -> Callable[[Tensor], Tensor] | None:
         """The language model's input embedding, None where the state reads no words."""

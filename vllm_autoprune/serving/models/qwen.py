@@ -6,11 +6,10 @@ Videos are left as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.glm4v.image_processing_glm4v import smart_resize as glm_smart_resize
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from vllm.model_executor.models.glm4_1v import (
@@ -38,7 +37,7 @@ from vllm_autoprune.serving.models.pruned_model import (
 )
 from vllm_autoprune.serving.plan import FIELD
 from vllm_autoprune.serving.served_state import served_state
-from vllm_autoprune.serving.worker.features import ImageFeatures, Region
+from vllm_autoprune.serving.worker.features import ImageFeatures, Signal, map_signals
 from vllm_autoprune.serving.worker.mrope import (
     CHANNELS,
     compute_input_positions,
@@ -67,6 +66,7 @@ class QwenVision(Vision):
     """The vision side of all of them: tokens, deepstack levels and positions of each image."""
 
     _model: Qwen2_5_VLForConditionalGeneration
+    tower_name = "visual"
 
     def __init__(self, model: Qwen2_5_VLForConditionalGeneration, served: ServedState) -> None:
         super().__init__(model, served)
@@ -74,17 +74,12 @@ class QwenVision(Vision):
         self._width: int = model.get_language_model().config.hidden_size
         levels = model.deepstack_num_level if isinstance(model, _DEEPSTACK) else 0
         self.row_width = self._width * (1 + levels)
-        reads = "cls_attention" in self.needs
-        self._attention_hook = AttentionHook(_last_whole(model.visual).attn.attn) if reads else None
-        self._merger_hook = self.merger_hook(self._merge**2) if self.reads_encoder else None
+        if "cls_attention" in self.needs:
+            self.attention_hook = AttentionHook(_last_whole(model.visual).attn.attn)
+        if not self.needs.isdisjoint({"encoder", "merger_input"}):
+            self.merger_hook = self.make_merger_hook(self._merge**2)
 
-    @staticmethod
-    def tower(model: Qwen2_5_VLForConditionalGeneration) -> nn.Module:
-        """The model's vision tower."""
-        tower: nn.Module = model.visual
-        return tower
-
-    def merger_hook(self, patches: int) -> MergerHook:
+    def make_merger_hook(self, patches: int) -> MergerHook:
         """Hook on the merger of the last block; norms are taken at the first deepstack merger."""
         visual = self._model.visual
         if isinstance(self._model, _DEEPSTACK):
@@ -113,30 +108,18 @@ class QwenVision(Vision):
         """Encode images; tokens are selected by the first D channels of each row."""
         grids = torch.stack([image["image_grid_thw"] for image in images])
         pixels = torch.cat([image["pixel_values"] for image in images])
-        with ExitStack() as stack:
-            for hook in (self._attention_hook, self._merger_hook):
-                if hook is not None:
-                    stack.enter_context(hook.recording())
+        with self.recording():
             rows = self._encode_patches(pixels, grids)
-        back = self._raster_order(grids)
-        attention, merger_input = self._attention(grids, back), self._merger_input(grids, back)
+        signals = self._take_signals(grids)
         features = []
-        for i, (whole, (_, height, width)) in enumerate(zip(rows, grids.tolist(), strict=True)):
+        for own, whole, (_, height, width) in zip(signals, rows, grids.tolist(), strict=True):
             grid = Grid(height // self._merge, width // self._merge)
             tokens, levels = whole[:, : self._width].clone(), whole[:, self._width :]
             places = position_channels(grid.height, grid.width, whole.device).to(whole.dtype)
-            encoder, norms = (None, None) if merger_input is None else merger_input[i]
-            region = Region(
-                grid,
-                tokens,
-                None if attention is None else attention[i],
-                None,
-                self.cosine(tokens, encoder, grid),
-                extra_channels=torch.cat([levels, places], dim=1),
-                encoder=encoder,
-                merger_norms=norms if "merger_input" in self.needs else None,
+            channels = torch.cat([levels, places], dim=1)
+            features.append(
+                ImageFeatures((self.region(grid, tokens, own, extra_channels=channels),))
             )
-            features.append(ImageFeatures((region,)))
         return features
 
     def _encode_patches(self, pixels: Tensor, grids: Tensor) -> Sequence[Tensor]:
@@ -160,41 +143,23 @@ class QwenVision(Vision):
             all_rows.append(torch.cat([rows, places.to(rows.dtype)], dim=1))
         return all_rows
 
-    def _attention(self, grids: Tensor, back: Tensor | None) -> list[Tensor] | None:
-        """Attention that each merged token gets ``(N,)``: the mean of its patches."""
-        if self._attention_hook is None:
-            return None
-        unit = self._merge**2
-        received = [
-            part.view(-1, unit).mean(dim=1)
-            for part in self._attention_hook.take(grids.prod(-1).tolist())
+    def _take_signals(self, grids: Tensor) -> list[dict[Signal, Tensor]]:
+        """What the hooks read of each image, its tokens in raster order."""
+        patches, signals = grids.prod(-1), self.take_merger_input()
+        if self.attention_hook is not None:
+            # A merged token gets the mean of what its patches get.
+            received = torch.cat(self.attention_hook.take(patches.tolist()))
+            signals["cls_attention"] = received.view(-1, self._merge**2).mean(dim=1)
+        if signals and isinstance(self._model, Qwen2_5_VLForConditionalGeneration):
+            # This tower processes patches in window order.
+            metadata = self._model.visual.prepare_encoder_metadata(grids.tolist())
+            back = metadata["reverse_indices"].to(self.sample_weight.device, non_blocking=True)
+            signals = map_signals(signals, lambda part: part[back])
+        sizes = (patches // self._merge**2).tolist()
+        split = {signal: part.split(sizes) for signal, part in signals.items()}
+        return [
+            {signal: parts[i].clone() for signal, parts in split.items()} for i in range(len(sizes))
         ]
-        if back is None:
-            return received
-        joined = torch.cat(received)[back]
-        return [own.clone() for own in joined.split([len(part) for part in received])]
-
-    def _merger_input(
-        self, grids: Tensor, back: Tensor | None
-    ) -> list[tuple[Tensor, Tensor]] | None:
-        """What enters the merger, of each image: rows ``(N, Dv)`` and norms ``(N, 2)``."""
-        if self._merger_hook is None:
-            return None
-        sizes = (grids.prod(-1) // self._merge**2).tolist()
-        parts = [part if back is None else part[back] for part in self._merger_hook.take()]
-        rows, norms = ([own.clone() for own in part.split(sizes)] for part in parts)
-        return list(zip(rows, norms, strict=True))
-
-    def _raster_order(self, grids: Tensor) -> Tensor | None:
-        """Places of the tokens in the tower's own order; None where that is the image's."""
-        hooks = (self._attention_hook, self._merger_hook)
-        if hooks == (None, None):
-            return None
-        if not isinstance(self._model, Qwen2_5_VLForConditionalGeneration):
-            return None
-        # This tower processes patches in window order.
-        metadata = self._model.visual.prepare_encoder_metadata(grids.tolist())
-        return metadata["reverse_indices"].to(self.sample_weight.device, non_blocking=True)
 
 
 def _last_whole(tower: Any) -> Any:
@@ -234,13 +199,13 @@ def count_image_tokens(
     return TokenCount(tokens)
 
 
-def count_largest_image_tokens(info: Qwen2VLProcessingInfo) -> TokenCount:
+def _count_largest(info: Qwen2VLProcessingInfo | Glm4vProcessingInfo) -> TokenCount:
     """Count the tokens of the largest image that the processor accepts."""
     return TokenCount(info.get_max_image_tokens())
 
 
-def image_token(info: Qwen2VLProcessingInfo) -> int:
-    """The id of ``<|image_pad|>``."""
+def _image_token(info: Qwen2VLProcessingInfo | Glm4vProcessingInfo) -> int:
+    """The id of ``<|image_pad|>``, in GLM ``<|image|>``."""
     token: int = info.get_hf_config().image_token_id
     return token
 
@@ -260,7 +225,7 @@ def shrink_to_budget(info: Qwen2VLProcessingInfo, size: ImageSize, budget: int) 
 
 
 PLACEHOLDERS = Placeholders(
-    count_image_tokens, count_largest_image_tokens, image_token, resize=shrink_to_budget
+    count_image_tokens, _count_largest, _image_token, resize=shrink_to_budget
 )
 
 
@@ -362,17 +327,6 @@ def count_glm_tokens(
     return TokenCount(patches // processor.merge_size**2)
 
 
-def count_largest_glm(info: Glm4vProcessingInfo) -> TokenCount:
-    """Count the tokens of the largest image that the processor accepts."""
-    return TokenCount(info.get_max_image_tokens())
-
-
-def glm_image_token(info: Glm4vProcessingInfo) -> int:
-    """The id of ``<|image|>``."""
-    token: int = info.get_hf_config().image_token_id
-    return token
-
-
 def shrink_glm_to_budget(info: Glm4vProcessingInfo, size: ImageSize, budget: int) -> ImageSize:
     """The size that the processor's own arithmetic gives an image of at most K merged tokens.
 
@@ -394,14 +348,14 @@ def shrink_glm_to_budget(info: Glm4vProcessingInfo, size: ImageSize, budget: int
 
 
 GLM_PLACEHOLDERS = Placeholders(
-    count_glm_tokens, count_largest_glm, glm_image_token, resize=shrink_glm_to_budget
+    count_glm_tokens, _count_largest, _image_token, resize=shrink_glm_to_budget
 )
 
 
 class GlmVision(QwenVision):
     """The vision side of GLM-4.xV."""
 
-    def merger_hook(self, patches: int) -> MergerHook:
+    def make_merger_hook(self, patches: int) -> MergerHook:
         """Hook on the norm before the merger's convolution, which sees the last block's output."""
         norm = self._model.visual.post_layernorm
         return MergerHook(norm, patches, norm)

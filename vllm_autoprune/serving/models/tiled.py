@@ -6,10 +6,9 @@ Videos are left as they are.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,41 +29,43 @@ from vllm_autoprune.serving.models.pruned_model import (
     prune_class,
 )
 from vllm_autoprune.serving.served_state import ServedState
-from vllm_autoprune.serving.worker.features import ImageFeatures, Region
+from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.serving.worker.tower_hooks import AttentionHook, MergerHook
 from vllm_autoprune.tpdsl.tokens import Grid
 
 if TYPE_CHECKING:
-    from vllm.model_executor.models.gemma3_mm import Gemma3ProcessingInfo
-    from vllm.model_executor.models.idefics3 import Idefics3ProcessingInfo
-    from vllm.model_executor.models.interns1 import InternS1ProcessingInfo
     from vllm.multimodal.parse import ImageSize
 
 # Vision side of models whose image is a number of equal tiles of placeholders.
 
 
-if TYPE_CHECKING:
-    from vllm.model_executor.models.gemma3_mm import Gemma3ProcessingInfo
-    from vllm.model_executor.models.interns1 import InternS1ProcessingInfo
-    from vllm.multimodal.parse import ImageSize
+def _placeholders(
+    architecture: str,
+    tile_tokens: Callable[[Any], int],
+    image_token: Callable[[Any], int],
+    largest: Callable[[Any], ImageSize] = lambda info: info.get_image_size_with_most_features(),
+    first: int = 0,
+) -> Placeholders:
+    """Placeholders of a model whose tiles have equally many tokens, the whole image among them.
 
-    TiledInfo: TypeAlias = Gemma3ProcessingInfo | InternS1ProcessingInfo
+    ``tile_tokens`` is their number by the model's processor, ``image_token`` the placeholder's id
+    and ``largest`` the image size that has most tokens, both by its processing info.
+    """
 
+    def count(info: Any, size: ImageSize, kwargs: Mapping[str, object]) -> TokenCount:
+        processor = info.get_hf_processor(**kwargs)
+        tokens = info.get_num_image_tokens(
+            image_width=size.width, image_height=size.height, processor=processor, mm_kwargs=kwargs
+        )
+        return TokenCount(tokens, tokens // tile_tokens(processor))
 
-def count_image_tokens(
-    info: TiledInfo, size: ImageSize, kwargs: Mapping[str, object]
-) -> TokenCount:
-    """Count tokens and tiles: all tiles have equally many, and the whole image is one of them."""
-    processor = info.get_hf_processor(**kwargs)
-    tokens = info.get_num_image_tokens(
-        image_width=size.width, image_height=size.height, processor=processor, mm_kwargs=kwargs
+    return Placeholders(
+        count,
+        lambda info: count(info, largest(info), {}),
+        image_token,
+        BACKBONES[architecture].unsplittable,
+        first=first,
     )
-    return TokenCount(tokens, tokens // processor.image_seq_length)
-
-
-def count_largest_image_tokens(info: TiledInfo) -> TokenCount:
-    """Count the tokens of the image size that has most of them."""
-    return count_image_tokens(info, info.get_image_size_with_most_features(), {})
 
 
 class TiledVision(Vision):
@@ -84,9 +85,10 @@ class TiledVision(Vision):
     def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
         super().__init__(model, served)
         self.side = isqrt(self.tile_tokens())
-        reads = "cls_attention" in self.needs
-        self._attention_hook = AttentionHook(self.last_attention()) if reads else None
-        self._merger_hook = self.merger_hook() if self.reads_encoder else None
+        if "cls_attention" in self.needs:
+            self.attention_hook = AttentionHook(self.last_attention())
+        if not self.needs.isdisjoint({"encoder", "merger_input"}):
+            self.merger_hook = self.make_merger_hook()
 
     @abstractmethod
     def tile_tokens(self) -> int:
@@ -96,7 +98,7 @@ class TiledVision(Vision):
     def last_attention(self) -> nn.Module:
         """Attention module of the last layer that the model reads."""
 
-    def merger_hook(self) -> MergerHook | None:
+    def make_merger_hook(self) -> MergerHook | None:
         """Hook on the patch merger; None where the model has none."""
         return None
 
@@ -131,54 +133,27 @@ class TiledVision(Vision):
         """Encode images in one pass of the vision tower."""
         counts = [len(image[self.pixels]) for image in images]
         tiles = {name: torch.cat([image[name] for image in images]) for name in self._tile_fields}
-        with ExitStack() as stack:
-            for hook in (self._attention_hook, self._merger_hook):
-                if hook is not None:
-                    stack.enter_context(hook.recording())
+        with self.recording():
             rows = self.rows(tiles)
-        merger_input = None if self._merger_hook is None else self._merger_hook.take()
-        attention = (
-            None if self._attention_hook is None else self._pooled(self._attention_hook.take())
-        )
+        signals = {
+            signal: part.unflatten(0, (-1, self.size))
+            for signal, part in self.take_merger_input().items()
+        }
+        if self.attention_hook is not None:
+            signals["cls_attention"] = self._pool(self.attention_hook.take())
         features, start = [], 0
         for count in counts:
-            runs = [1] * count if self.apart else [count]
             regions = []
-            for tiles_of_run in runs:
-                some = slice(start, start + tiles_of_run)
-                regions.append(self._region(rows, some, attention, merger_input))
-                start += tiles_of_run
+            for run in [1] * count if self.apart else [count]:
+                part, grid = slice(start, start + run), Grid(self.side, self.side, run)
+                own = {name: tiles[part].flatten(0, 1).clone() for name, tiles in signals.items()}
+                tokens = rows[part].flatten(0, 1).clone()
+                regions.append(self.region(grid, tokens, own, share=run))
+                start += run
             features.append(ImageFeatures(tuple(regions), first=self.first))
         return features
 
-    def _region(
-        self,
-        rows: Tensor,
-        tiles: slice,
-        attention: Tensor | None,
-        merger_input: tuple[Tensor, Tensor] | None,
-    ) -> Region:
-        """Tokens of adjacent tiles that one selection chooses from."""
-        count = tiles.stop - tiles.start
-        grid = Grid(self.side, self.side, count)
-        tokens = rows[tiles].flatten(0, 1).clone()
-        cells = slice(tiles.start * self.size, tiles.stop * self.size)
-        encoder = None if merger_input is None else merger_input[0][cells].clone()
-        scored = merger_input is not None and "merger_input" in self.needs
-        return Region(
-            grid,
-            tokens,
-            None if attention is None else attention[tiles].flatten().clone(),
-            None,
-            self.cosine(tokens, encoder, grid),
-            share=count,
-            encoder=encoder,
-            merger_norms=merger_input[1][cells].clone()
-            if merger_input is not None and scored
-            else None,
-        )
-
-    def _pooled(self, received: Sequence[Tensor]) -> Tensor:
+    def _pool(self, received: Sequence[Tensor]) -> Tensor:
         """``(M, n)``: attention of patches, the mean of those that one token is made of."""
         patches = torch.stack(list(received))
         across = isqrt(patches.shape[1])
@@ -190,12 +165,6 @@ class TiledVision(Vision):
 # Gemma 3: one pooled square of tokens an image, and one for each crop of pan-and-scan.
 
 
-def gemma3_image_token(info: Gemma3ProcessingInfo) -> int:
-    """The id of ``<image_soft_token>``."""
-    token: int = info.get_hf_config().image_token_index
-    return token
-
-
 class Gemma3Vision(TiledVision):
     """The vision side of Gemma 3."""
 
@@ -203,12 +172,6 @@ class Gemma3Vision(TiledVision):
     pixels = "pixel_values"
     counts = "num_patches"
     apart = True
-
-    @staticmethod
-    def tower(model: Gemma3ForConditionalGeneration) -> nn.Module:
-        """The model's vision tower."""
-        tower: nn.Module = model.vision_tower
-        return tower
 
     def tile_tokens(self) -> int:
         """Number of tokens of one square tile, n."""
@@ -236,24 +199,12 @@ class Gemma3Vision(TiledVision):
 # Videos are left as they are.
 
 
-def internvl_image_token(info: InternS1ProcessingInfo) -> int:
-    """The id of ``<IMG_CONTEXT>``."""
-    token: int = info.get_hf_processor().image_token_id
-    return token
-
-
 class InternVLVision(TiledVision):
     """The vision side of InternVL."""
 
     _model: InternS1ForConditionalGeneration
     pixels = "pixel_values"
     counts = "image_num_patches"
-
-    @staticmethod
-    def tower(model: InternS1ForConditionalGeneration) -> nn.Module:
-        """The model's vision tower."""
-        tower: nn.Module = model.vision_tower
-        return tower
 
     def tile_tokens(self) -> int:
         """Number of tokens of one square tile, n."""
@@ -264,7 +215,7 @@ class InternVLVision(TiledVision):
         attention: nn.Module = self._model.vision_tower.encoder.layer[-1].attention.attn
         return attention
 
-    def merger_hook(self) -> MergerHook:
+    def make_merger_hook(self) -> MergerHook:
         """Hook on the projector, which gets the four patches of a token as one row."""
         projector, patches = self._model.multi_modal_projector, self._model.downsample_ratio**-2
         return MergerHook(projector, round(patches), projector, joined=True)
@@ -278,58 +229,20 @@ class InternVLVision(TiledVision):
 # Idefics3 and SmolVLM: tiles and the whole image, each a pixel-shuffled square behind its name.
 
 
-def count_idefics3_tokens(
-    info: Idefics3ProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
-) -> TokenCount:
-    """Count tokens and tiles: all tiles have equally many, and the whole image is one of them."""
-    processor = info.get_hf_processor(**kwargs)
-    tokens = info.get_num_image_tokens(
-        image_width=size.width, image_height=size.height, processor=processor, mm_kwargs=kwargs
-    )
-    return TokenCount(tokens, tokens // processor.image_seq_len)
-
-
-def count_largest_idefics3(info: Idefics3ProcessingInfo) -> TokenCount:
-    """Count the tokens of a square: every image is enlarged until it is cut into tiles."""
-    from vllm.multimodal.parse import ImageSize
-
-    edge = info.get_hf_processor().image_processor.max_image_size["longest_edge"]
-    return count_idefics3_tokens(info, ImageSize(edge, edge), {})
-
-
-def idefics3_image_token(info: Idefics3ProcessingInfo) -> int:
-    """The id of ``<image>``."""
-    token: int = info.get_hf_processor().image_token_id
-    return token
-
-
 _WHOLE = -1
 """The tile that shows the whole image."""
-
-IDEFICS3_PLACEHOLDERS = Placeholders(
-    count_idefics3_tokens,
-    count_largest_idefics3,
-    idefics3_image_token,
-    BACKBONES["Idefics3ForConditionalGeneration"].unsplittable,
-    first=_WHOLE,
-)
 
 
 class Idefics3Vision(TiledVision):
     """The vision side of Idefics3 and SmolVLM, which vLLM serves with the same model."""
 
     _model: Idefics3ForConditionalGeneration
+    tower_name = "model.vision_model"
     pixels = "pixel_values"
     masks = "pixel_attention_mask"
     counts = "num_patches"
     apart = True
     first = _WHOLE
-
-    @staticmethod
-    def tower(model: Idefics3ForConditionalGeneration) -> nn.Module:
-        """The model's vision tower."""
-        tower: nn.Module = model.model.vision_model
-        return tower
 
     def tile_tokens(self) -> int:
         """Number of tokens of one square tile, n."""
@@ -340,7 +253,7 @@ class Idefics3Vision(TiledVision):
         attention: nn.Module = self._model.model.vision_model.encoder.layers[-1].self_attn.attn
         return attention
 
-    def merger_hook(self) -> MergerHook:
+    def make_merger_hook(self) -> MergerHook:
         """Hook on the projection, which gets the patches of a token as one row."""
         connector = self._model.model.connector
         projection = connector.modality_projection
@@ -363,19 +276,31 @@ class Idefics3Vision(TiledVision):
         return rows
 
 
-GEMMA3_PLACEHOLDERS = Placeholders(
-    count_image_tokens,
-    count_largest_image_tokens,
-    gemma3_image_token,
-    BACKBONES["Gemma3ForConditionalGeneration"].unsplittable,
-)
-INTERNVL_PLACEHOLDERS = Placeholders(
-    count_image_tokens,
-    count_largest_image_tokens,
-    internvl_image_token,
-    BACKBONES["InternVLForConditionalGeneration"].unsplittable,
-)
+def _largest_idefics3(info: Any) -> ImageSize:
+    """A square: every image is enlarged until it is cut into tiles."""
+    from vllm.multimodal.parse import ImageSize
 
+    edge = info.get_hf_processor().image_processor.max_image_size["longest_edge"]
+    return ImageSize(edge, edge)
+
+
+GEMMA3_PLACEHOLDERS = _placeholders(
+    "Gemma3ForConditionalGeneration",
+    lambda processor: processor.image_seq_length,
+    lambda info: info.get_hf_config().image_token_index,
+)
+INTERNVL_PLACEHOLDERS = _placeholders(
+    "InternVLForConditionalGeneration",
+    lambda processor: processor.image_seq_length,
+    lambda info: info.get_hf_processor().image_token_id,
+)
+IDEFICS3_PLACEHOLDERS = _placeholders(
+    "Idefics3ForConditionalGeneration",
+    lambda processor: processor.image_seq_len,
+    lambda info: info.get_hf_processor().image_token_id,
+    _largest_idefics3,
+    first=_WHOLE,
+)
 
 AutopruneGemma3ForConditionalGeneration = prune_class(
     Gemma3ForConditionalGeneration, GEMMA3_PLACEHOLDERS, Gemma3Vision

@@ -11,12 +11,11 @@ from torch import Tensor
 from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.serving.plan import ItemPlan, plan_error, runs_policy
 from vllm_autoprune.serving.served_state import ServedState
-from vllm_autoprune.serving.worker.features import ImageFeatures, Region
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region, stack
 from vllm_autoprune.serving.worker.regions import (
     SelectionContext,
-    region_shares,
     select_region,
-    stack_present,
+    share_over_regions,
 )
 from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
@@ -100,7 +99,7 @@ def _select_rows(
     """Select ``(B, K, D + E)`` rows of images of one group and shape, of which not all are kept."""
     plan = plans[0]
     rows, positions = [], []
-    for at, share in enumerate(region_shares(context.served, plan, images[0])):
+    for at, share in enumerate(share_over_regions(context.served, plan, images[0])):
         if share.rows == 0:
             continue
         regions = [image.regions[at] for image in images]
@@ -139,9 +138,10 @@ def _append_extra_channels(refined: RefinedTokens, regions: Sequence[Region]) ->
 
     A row that stands for no single token takes the channels of the last one that is kept.
     """
-    extra_channels = stack_present([region.extra_channels for region in regions])
-    if extra_channels is None:
+    channels = [r.extra_channels for r in regions if r.extra_channels is not None]
+    if not channels:
         return refined.features
+    extra_channels = stack(channels)
     last = refined.indices[:, -1:].expand(-1, refined.extra)
     sources = torch.cat([refined.indices, last], dim=1)[:, :, None]
     extra = extra_channels.gather(1, sources.expand(-1, -1, extra_channels.shape[2]))
@@ -150,8 +150,8 @@ def _append_extra_channels(refined: RefinedTokens, regions: Sequence[Region]) ->
 
 def _row_positions(refined: RefinedTokens, regions: Sequence[Region]) -> Tensor:
     """``(B, K)``: position of each row among all rows of its image; rows without a token last."""
-    orders = stack_present([region.order for region in regions])
-    positions = refined.indices if orders is None else orders.gather(1, refined.indices)
+    orders = [region.order for region in regions if region.order is not None]
+    positions = stack(orders).gather(1, refined.indices) if orders else refined.indices
     shape, end = (positions.shape[0], refined.extra), torch.iinfo(positions.dtype).max
     return torch.cat([positions, positions.new_full(shape, end)], dim=1)
 

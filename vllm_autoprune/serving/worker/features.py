@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp_torch import Conditioned
+from vllm_autoprune.serving.plan import split_over_parts
 from vllm_autoprune.tpdsl.tokens import Grid
 
 # Vision features of an image, and their cache, which lets further questions skip the tower.
@@ -18,89 +19,70 @@ from vllm_autoprune.tpdsl.tokens import Grid
 # Features and cache keys depend on pixels only, never on a question, a budget or a uuid.
 
 
-@dataclass(frozen=True, slots=True)
-class TowerFeatures:
-    """One image inside the vision tower: :class:`vllm_autoprune.tpdsl.tokens.TowerStates` of it.
+Signal = Literal[
+    "cosine",
+    "cls_attention",
+    "relevance",
+    "encoder",
+    "merger_norms",
+    "tower_keys",
+    "tower_cls",
+    "next_attention",
+    "next_keys",
+]
+"""What policies read of an image beside its projected tokens, only where a state reads it.
 
-    patches ``(N, Dv)``; cls ``(1, Dv)``; keys ``(N, dk)``; of the next layer, where the state
-    reads it, attention ``(N,)`` and keys ``(N, Dv)``. The same record holds a batch, with B in
-    front of each shape.
-    """
+cosine ``(N, N)`` float32 between the tokens that the server's own state compares, projected ones or
+those before the merger; cls_attention ``(N,)``, the attention that a token gets; relevance
+``(N, C)``, the tokens in the space where relevance is measured, if that is not the projected one;
+encoder ``(N, Dv)``, the tokens before the projector or merger, and merger_norms ``(N, 2)`` their
+norms. Of :class:`vllm_autoprune.tpdsl.tokens.TowerStates`: tower_keys ``(N, dk)``, and tower_cls
+``(T, Dv)``, one row a tile and not a token; of the layer after it next_attention ``(N,)`` and
+next_keys ``(N, Dv)``.
+"""
 
-    patches: Tensor
-    cls: Tensor
-    keys: Tensor
-    next_attention: Tensor | None = None
-    next_keys: Tensor | None = None
+Signals = Mapping[Signal, Tensor]
+"""Signals of one image or region; of a batch or of tiles, with their number in front."""
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All tensors of the record."""
-        parts = (self.patches, self.cls, self.keys, self.next_attention, self.next_keys)
-        yield from (part for part in parts if part is not None)
 
-    def select(self, images: slice) -> TowerFeatures:
-        """Some images of a batch, as views."""
-        attention, keys = self.next_attention, self.next_keys
-        return TowerFeatures(
-            self.patches[images],
-            self.cls[images],
-            self.keys[images],
-            None if attention is None else attention[images],
-            None if keys is None else keys[images],
-        )
+def map_signals(signals: Signals, function: Callable[[Tensor], Tensor]) -> dict[Signal, Tensor]:
+    """Every signal through a function, such as one that takes some images of a batch."""
+    return {signal: function(part) for signal, part in signals.items()}
 
-    def copy_image(self, image: int) -> TowerFeatures:
-        """One image of a batch, copied: a view would keep the whole batch alive."""
-        attention, keys = self.next_attention, self.next_keys
-        return TowerFeatures(
-            self.patches[image].clone(),
-            self.cls[image].clone(),
-            self.keys[image].clone(),
-            None if attention is None else attention[image].clone(),
-            None if keys is None else keys[image].clone(),
-        )
+
+def stack_signals(parts: Sequence[Signals]) -> dict[Signal, Tensor]:
+    """The signals that all of these have, as a batch."""
+    common = [signal for signal in parts[0] if all(signal in part for part in parts)]
+    return {signal: stack([part[signal] for part in parts]) for signal in common}
+
+
+def stack(parts: Sequence[Tensor]) -> Tensor:
+    """``torch.stack``; a single image is not copied, because a selection only reads its inputs."""
+    return parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
     """Tokens of one image that one selection chooses from, in equal tiles.
 
-    projected ``(N, D)``; cls_attention ``(N,)`` and patches ``(N, C)``, the tokens in the space
-    where relevance is measured, only where the state reads them; cosine ``(N, N)`` float32
-    between the tokens that the server's own state compares, projected ones or those before the
-    merger; tower only where the state reads it; encoder ``(N, Dv)``, the tokens before the
-    projector or merger, only where the state reads them and no tower holds them; merger_norms
-    ``(N, 2)`` are their norms, only where a state ranks tokens before the merger.
-    extra_channels ``(N, E)`` are appended to each row as they are: nothing selects by them or
-    merges them. order ``(N,)`` is the position of each token among all rows that the model makes
-    of the image, None where it is its own index. share is the region's part of the budget, in
-    tiles of the vision tower.
+    projected ``(N, D)``. extra_channels ``(N, E)`` are appended to each row as they are: nothing
+    selects by them or merges them. order ``(N,)`` is the position of each token among all rows that
+    the model makes of the image, None where it is its own index. share is the region's part of the
+    budget, in tiles of the vision tower.
     """
 
     grid: Grid
     projected: Tensor
-    cls_attention: Tensor | None = None
-    patches: Tensor | None = None
-    cosine: Tensor | None = None
-    tower: TowerFeatures | None = None
+    signals: Signals = field(default_factory=dict)
     extra_channels: Tensor | None = None
     order: Tensor | None = None
     share: int = 1
-    encoder: Tensor | None = None
-    merger_norms: Tensor | None = None
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors of the record."""
-        parts = (self.projected, self.cls_attention, self.patches, self.cosine)
-        more = (self.extra_channels, self.order, self.encoder, self.merger_norms)
-        yield from (part for part in (*parts, *more) if part is not None)
-        if self.tower is not None:
-            yield from self.tower.tensors()
-
-    @property
-    def encoder_rows(self) -> Tensor | None:
-        """``(N, Dv)``: the tokens before the projector, None where the state reads none."""
-        return self.encoder if self.tower is None else self.tower.patches
+        yield self.projected
+        yield from self.signals.values()
+        yield from (part for part in (self.extra_channels, self.order) if part is not None)
 
     @property
     def rows(self) -> Tensor:
@@ -133,6 +115,11 @@ class ImageFeatures:
     def tokens(self) -> int:
         """Rows that the unpruned model makes of the image, N."""
         return self.candidates + self.gaps
+
+    def split(self, budget: int) -> tuple[int, ...]:
+        """K split over the regions in proportion to their shares."""
+        sizes = [region.grid.tokens for region in self.regions]
+        return split_over_parts(budget, sizes, [r.share for r in self.regions], self.first)
 
     def rows(self, count: int | None = None) -> Tensor:
         """``(N, D + E)`` as the unpruned model has them; the first fillers only where count < N."""

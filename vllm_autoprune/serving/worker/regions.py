@@ -6,16 +6,22 @@ import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp_torch import Conditioned
 from vllm_autoprune.ops.rowwise import upload
-from vllm_autoprune.serving.plan import NO_KEY, Choice, Ids, ItemPlan, runs_policy, split_over_parts
+from vllm_autoprune.serving.plan import NO_KEY, Choice, Ids, ItemPlan, runs_policy
 from vllm_autoprune.serving.served_state import ServedState
-from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, Region
+from vllm_autoprune.serving.worker.features import (
+    CoreCache,
+    ImageFeatures,
+    Region,
+    stack,
+    stack_signals,
+)
 from vllm_autoprune.serving.worker.question import RelevanceSpace
 from vllm_autoprune.serving.worker.selection import (
     FallbackReporter,
@@ -35,7 +41,6 @@ from vllm_autoprune.tpdsl.refine import (
     pool_tokens,
 )
 from vllm_autoprune.tpdsl.tokens import (
-    Grid,
     Instruction,
     MergerInput,
     NextLayer,
@@ -45,18 +50,6 @@ from vllm_autoprune.tpdsl.tokens import (
 )
 
 # Split of an image's budget, core and exchange quota over the regions of its tokens.
-
-
-class SizedRegion(Protocol):
-    """Region of an image: its tokens, and how many tiles of the vision tower it is."""
-
-    @property
-    def grid(self) -> Grid:
-        """Grid of its tokens."""
-
-    @property
-    def share(self) -> int:
-        """Number of tiles; the budget is split over regions in proportion to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,34 +76,19 @@ class RegionShare:
 
 
 def share_over_regions(
-    plan: ItemPlan, policy: PruningPolicy | None, regions: Sequence[SizedRegion], first: int = 0
+    served: ServedState, plan: ItemPlan, image: ImageFeatures
 ) -> list[RegionShare]:
-    """The share of every region; a core is split like the K that it is part of.
-
-    Region number ``first`` takes what does not divide.
-    """
+    """The share of every region of an image; a core is split like the K that it is part of."""
+    policy = served.policy_for_plan(plan) if runs_policy(plan.keep) else None
     core, quota = (0, 0) if policy is None else (policy.core, policy.quota)
+    split = map(image.split, (plan.image_budget, plan.kept_before, core, quota))
     shares = []
-    for tokens, before, kept, exchanged in zip(
-        split_over_regions(plan.image_budget, regions, first),
-        split_over_regions(plan.kept_before, regions, first),
-        split_over_regions(core, regions, first),
-        split_over_regions(quota, regions, first),
-        strict=True,
-    ):
+    for tokens, before, kept, exchanged in zip(*split, strict=True):
         rows = tokens - before
         # The policy of a delta is that of both parts, the policy of a recall its own alone.
         budget = rows if plan.part == "recall" else tokens
         shares.append(RegionShare(budget, kept, min(exchanged, budget - kept), rows, before))
     return shares
-
-
-def split_over_regions(
-    budget: int, regions: Sequence[SizedRegion], first: int = 0
-) -> tuple[int, ...]:
-    """Split K over regions by their shares: :func:`split_over_parts`."""
-    sizes = [region.grid.tokens for region in regions]
-    return split_over_parts(budget, sizes, [region.share for region in regions], first)
 
 
 # Selection of one region of images: by the policy of their plans, beside what they keep already.
@@ -152,12 +130,6 @@ class SelectionContext:
     reporter: FallbackReporter
     first_check: FirstImageCheck | None = None
     cores: CoreCache = field(default_factory=lambda: CoreCache(0))
-
-
-def region_shares(served: ServedState, plan: ItemPlan, image: ImageFeatures) -> list[RegionShare]:
-    """The share of every region of an image in its plan."""
-    policy = served.policy_for_plan(plan) if runs_policy(plan.keep) else None
-    return share_over_regions(plan, policy, image.regions, image.first)
 
 
 def select_region(
@@ -233,7 +205,7 @@ def _kept(
     known = [context.cores.indices(key) for key in keys]
     if all(one is not None for one in known):
         return torch.stack(_present(known))
-    share = region_shares(context.served, plans[0], images[0])[at]
+    share = share_over_regions(context.served, plans[0], images[0])[at]
     if share.rows == 0:
         return None
     chosen = select_region(context, plans, images, at, share).indices
@@ -324,7 +296,7 @@ def _digest_choice(choice: Choice) -> bytes:
 
 
 def _projected_only(regions: Sequence[Region]) -> VisualTokens:
-    return VisualTokens(_stack([region.projected for region in regions]), regions[0].grid)
+    return VisualTokens(stack([region.projected for region in regions]), regions[0].grid)
 
 
 def _present(parts: Sequence[T | None]) -> list[T]:
@@ -337,35 +309,39 @@ def _tokens(
     plans: Sequence[ItemPlan],
     regions: Sequence[Region],
 ) -> VisualTokens:
-    parts = context.parts
-    features = _stack([region.projected for region in regions])
-    instruction, language, words = None, None, None
+    parts, bare = context.parts, _projected_only(regions)
+    features, signals = bare.features, stack_signals([region.signals for region in regions])
+    instruction, language, words, tower, merger_input = None, None, None, None, None
     if "instruction" in policy.needs and parts.relevance is not None:
         text, segments = parts.relevance.instructions([plan.instruction for plan in plans])
-        patches = stack_present([region.patches for region in regions])
-        instruction = Instruction(
-            features if patches is None else patches, text, segments, parts.relevance.sign
-        )
+        patches = signals.get("relevance", features)
+        instruction = Instruction(patches, text, segments, parts.relevance.sign)
     if "language" in policy.needs and parts.language is not None:
         (plan,) = plans
         language = parts.language(features[0], plan.language)
     if "words" in policy.needs and parts.embed is not None:
         (plan,) = plans
         words = _words(plan.language, parts.embed, features)
+    if "tower_keys" in signals:
+        next_layer = None
+        if "next_keys" in signals:
+            next_layer = NextLayer(signals["next_attention"], signals["next_keys"])
+        states = signals["encoder"], signals["tower_keys"]
+        tower = TowerStates(*states, parts.project, signals.get("tower_cls"), next_layer)
+    cosine = signals.get("cosine")
     before = context.served.state.rank_at == "merger_in"
-    cosine = stack_present([region.cosine for region in regions])
-    norms = stack_present([region.merger_norms for region in regions])
-    return VisualTokens(
-        features,
-        regions[0].grid,
-        stack_present([region.cls_attention for region in regions]),
-        instruction,
-        None if before else cosine,
-        _tower(regions, parts.project),
-        language,
-        encoder=stack_present([region.encoder_rows for region in regions]),
+    if "merger_norms" in signals:
+        merger_input = MergerInput(signals["merger_norms"], cosine if before else None)
+    return replace(
+        bare,
+        cls_attention=signals.get("cls_attention"),
+        instruction=instruction,
+        known_cosine=None if before else cosine,
+        tower=tower,
+        language=language,
+        encoder=signals.get("encoder"),
         words=words,
-        merger_input=None if norms is None else MergerInput(norms, cosine if before else None),
+        merger_input=merger_input,
     )
 
 
@@ -374,29 +350,3 @@ def _words(ids: Ids, embed: Callable[[Tensor], Tensor], features: Tensor) -> Wor
     # Looked up in any case: under tensor parallelism every lookup is a collective.
     rows = embed(upload(torch.tensor(ids or (0,)), features.device))[None, : len(ids)]
     return Words(rows, torch.ones(1, len(ids), dtype=torch.bool, device=features.device))
-
-
-def _tower(regions: Sequence[Region], project: Callable[[Tensor], Tensor]) -> TowerStates | None:
-    towers = [region.tower for region in regions if region.tower is not None]
-    if len(towers) < len(regions):
-        return None
-    attention = stack_present([tower.next_attention for tower in towers])
-    keys = stack_present([tower.next_keys for tower in towers])
-    return TowerStates(
-        patches=_stack([tower.patches for tower in towers]),
-        keys=_stack([tower.keys for tower in towers]),
-        project=project,
-        cls=_stack([tower.cls for tower in towers]),
-        next_layer=None if attention is None or keys is None else NextLayer(attention, keys),
-    )
-
-
-def stack_present(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Stack one tensor of every image; None where an image has none."""
-    present = [part for part in parts if part is not None]
-    return _stack(present) if len(present) == len(parts) else None
-
-
-def _stack(parts: Sequence[Tensor]) -> Tensor:
-    """``torch.stack``; a single image is not copied, because a selection only reads its inputs."""
-    return parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
