@@ -14,24 +14,24 @@ PACKAGE = Path(vllm_autoprune.__file__).parent
 
 # What a room may import of the rooms beside it: arrows point down only. Of serving, sorted by
 # process: API server and worker are separate processes and never import each other.
-SHARED = {"compat", "settings", "plan", "served_state"}
+SHARED = {"hooks", "compat", "settings", "plan", "served_state"}
 CORE = {
     "ops": set[str](),
     "tpdsl": {"ops", "backbones"},
     "base_policies": {"tpdsl", "ops"},
 }
 SERVING = {
-    "compat": set[str](),
     "hooks": set[str](),
+    "compat": {"hooks"},
     "settings": {"compat"},
     "plan": {"compat"},
-    "served_state": {"compat", "plan", "settings"},
-    "encoder_budget": {"plan"},
+    "served_state": {"hooks", "compat", "plan", "settings"},
+    "encoder_budget": {"hooks", "plan"},
     "api": SHARED,
     "worker": SHARED,
     "models": SHARED | {"api", "worker"},
-    "startup": SHARED | {"hooks", "api", "models"},
-    "plugin": {"compat", "settings", "startup"},
+    "startup": SHARED | {"api", "models"},
+    "plugin": {"hooks", "compat", "settings", "startup"},
 }
 # All packages of the repository, lowest first: a package imports itself and those of lower layers.
 LAYERS = (

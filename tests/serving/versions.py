@@ -11,13 +11,15 @@ import hashlib
 import importlib
 import inspect
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from vllm_autoprune import serving
 from vllm_autoprune.serving.compat import vllm_version
-from vllm_autoprune.serving.hooks import HOOKS
+from vllm_autoprune.serving.hooks import collect_hooks
 
 _DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -88,9 +90,28 @@ def _digest(source: str, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctio
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, name) of every import from vLLM that happens at run time."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            for other in child.orelse:
+                yield from imported(other)
+        elif isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "vllm":
+            yield from ((child.module or "", alias.name) for alias in child.names)
+        else:
+            yield from imported(child)
+
+
 def installed() -> Release:
     """The release that is installed here, or before it on the path."""
-    names = [(hook.module, name) for hook in HOOKS for name in hook.names]
+    hooks, problems = collect_hooks()
+    assert not problems
+    names = {(hook.module, name) for hook in hooks for name in hook.names}
+    owners = {(module, name.partition(".")[0]) for module, name in names}
+    modules = {module for module, _ in names}
+    for path in Path(serving.__file__).parent.rglob("*.py"):
+        imports = set(imported(ast.parse(path.read_text(encoding="utf-8"))))
+        names |= {(m, n) for m, n in imports - owners if f"{m}.{n}" not in modules}
     symbols = {f"{module}.{name}": look_up(module, name) for module, name in names}
     return Release(version=vllm_version().base_version, symbols=symbols)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
+from vllm_autoprune.serving.hooks import depends_on
 from vllm_autoprune.serving.plan import FIELD, unpruned_tokens
 
 if TYPE_CHECKING:
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+@depends_on(
+    "vllm.v1.core.encoder_cache_manager:EncoderCacheManager",
+    "create_manager",
+    "can_allocate",
+    "allocate",
+    "get_freed_mm_hashes",
+)
 class UnprunedBudgetManager(EncoderCacheManager):
     """Cache manager that limits a step to ``step_budget`` unpruned tokens, or to one image.
 

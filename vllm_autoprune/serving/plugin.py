@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from vllm_autoprune.serving.hooks import depends_on
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -22,6 +24,8 @@ def disabled() -> bool:
     return os.environ.get(DISABLE, "").strip().lower() in ("1", "true", "yes")
 
 
+@depends_on("vllm.engine.arg_utils:EngineArgs", "add_cli_args", "create_model_config")
+@depends_on("vllm.config:VllmConfig", "try_verify_and_update_config")
 def register() -> None:
     """Called by vLLM in every process, possibly more than once (``vllm.general_plugins``).
 

@@ -17,6 +17,7 @@ from vllm.config import CacheConfig
 
 from vllm_autoprune.errors import BudgetError, Problem, StateError
 from vllm_autoprune.serving.compat import attach, get_attachment
+from vllm_autoprune.serving.hooks import depends_on
 from vllm_autoprune.serving.plan import (
     MAX_CACHED_STATES,
     Chooser,
@@ -328,6 +329,7 @@ def attach_kv_blocks(vllm_config: VllmConfig) -> None:
     attach(vllm_config.model_config, _KV_CACHE, vllm_config.cache_config)
 
 
+@depends_on("vllm.config:CacheConfig", "block_size")
 def kv_block_size(model_config: ModelConfig) -> int | None:
     """Tokens of a KV block, None without a prefix cache."""
     config = get_attachment(model_config, _KV_CACHE)

@@ -144,7 +144,8 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     try:
         require_vllm()
         served = resolve_settings(settings, vllm_config)
-        require_hooks(BACKBONES[served.architecture].stock)
+        backbone = BACKBONES[served.architecture]
+        require_hooks(backbone.stock, backbone.module)
     except AutopruneError as error:
         if isinstance(settings, Mapping) and settings.get("from_flags"):
             raise SystemExit(f"\nvllm-autoprune: {error}") from None

@@ -44,7 +44,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
     monkeypatch.setattr(worker, "refuse_sleep", lambda reason: None)
     monkeypatch.setattr(api, "check_requests", lambda *_: None)
     # Hooks have their own test; checking them here would import many vLLM modules.
-    monkeypatch.setattr(startup, "require_hooks", lambda stock: None)
+    monkeypatch.setattr(startup, "require_hooks", lambda stock, family: None)
     monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
     return record
 

@@ -303,7 +303,7 @@ def test_a_mistake_in_python_is_an_exception(settings: object) -> None:
 
 
 def test_another_vllm_is_refused_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    def moved(stock: str) -> None:
+    def moved(stock: str, family: str) -> None:
         raise ConfigError("vLLM", [Problem("vllm.x", f"is not there for {stock}", "fix")])
 
     monkeypatch.setattr(startup, "require_hooks", moved)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_autoprune import ConfigError, serving
+from vllm_autoprune import ConfigError
 from vllm_autoprune.serving import compat, hooks, plugin
 from vllm_autoprune.serving.compat import api
-from vllm_autoprune.serving.hooks import HOOKS, Hook, find_missing_names, require_hooks
+from vllm_autoprune.serving.hooks import (
+    Hook,
+    collect_hooks,
+    find_missing_names,
+    require_hooks,
+)
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.settings import MIDDLEWARE, SETTINGS_KEY
 
@@ -128,64 +131,47 @@ def test_additional_config_must_be_an_object(
 
 # ---- hooks ----
 
-ROOM = Path(serving.__file__).parent
+
+@pytest.fixture
+def declared(monkeypatch: pytest.MonkeyPatch) -> list[Hook]:
+    """Three hooks in place of ours, of which two miss a name."""
+    collect_hooks()  # what imports declare only once
+    known = [
+        Hook("json", ("JSONEncoder.encode", "dumps"), "the text"),
+        Hook("json", ("JSONEncoder.encode", "JSONEncoder.sing"), "the song"),
+        Hook("json", ("dance",), "the dance", only="Dancer"),
+        Hook("json", ("paint",), "the picture", only="Painter"),
+    ]
+    monkeypatch.setattr(hooks, "_declared", known)
+    monkeypatch.setattr(hooks, "_USERS", ())
+    return known
 
 
-def test_missing_names_are_reported() -> None:
-    assert find_missing_names(Hook("json", ("JSONEncoder.encode", "dumps"), "a test")) == ()
-    gone = find_missing_names(Hook("json", ("JSONEncoder.encode", "JSONEncoder.sing"), "a test"))
-    assert gone == ("JSONEncoder.sing",)
-    (missing,) = find_missing_names(Hook("no_such_module", ("a", "b"), "a test"))
-    assert missing.startswith("no_such_module (ModuleNotFoundError")
+def test_missing_names_are_refused(declared: list[Hook]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_hooks("Dancer", "llava")
+    places = [problem.where for problem in caught.value.problems]
+    assert places == ["json.JSONEncoder.sing", "json.dance"]
+    assert "the dance" in str(caught.value)
+
+
+def test_what_cannot_be_imported_is_refused(declared: list[Hook]) -> None:
+    declared[:] = [Hook("no_such_module", ("a", "b"), "a test")]
+    with pytest.raises(ConfigError) as caught:
+        require_hooks("Dancer", "no_such_family")
+    ours, theirs = caught.value.problems
+    assert ours.where.endswith("models.no_such_family") and "ModuleNotFoundError" in ours.what
+    assert "no_such_module (ModuleNotFoundError" in theirs.where
 
 
 @pytest.mark.compat
 @pytest.mark.slow
-@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: f"{hook.module}:{hook.names[0]}")
-def test_every_hook_exists(hook: Hook) -> None:
-    assert find_missing_names(hook) == ()
-
-
-def test_missing_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = (
-        Hook("json", ("dumps", "sing"), "the song"),
-        Hook("json", ("dance",), "the dance", only="Dancer"),
-        Hook("json", ("paint",), "the picture", only="Painter"),
-    )
-    monkeypatch.setattr(hooks, "HOOKS", known)
-    with pytest.raises(ConfigError) as caught:
-        require_hooks("Dancer")
-    assert [problem.where for problem in caught.value.problems] == ["json.sing", "json.dance"]
-    assert "the dance" in str(caught.value)
-
-
-@pytest.mark.parametrize("architecture", BACKBONES)
-def test_names_of_every_backbone_are_listed(architecture: str) -> None:
-    assert any(hook.only == BACKBONES[architecture].stock for hook in HOOKS)
-
-
-def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """(module, name) of every import from vLLM that happens at run time."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
-            for other in child.orelse:
-                yield from imported(other)
-        elif isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "vllm":
-            yield from ((child.module or "", alias.name) for alias in child.names)
-        else:
-            yield from imported(child)
-
-
-def test_every_import_from_vllm_is_listed() -> None:
-    listed = {(hook.module, name.split(".")[0]) for hook in HOOKS for name in hook.names}
-    modules = {hook.module for hook in HOOKS}
-    imports = {
-        pair
-        for path in ROOM.rglob("*.py")
-        for pair in imported(ast.parse(path.read_text(encoding="utf-8")))
-    }
-    assert len(imports) > 10
-    assert {(m, n) for m, n in imports - listed if f"{m}.{n}" not in modules} == set()
+def test_every_hook_exists() -> None:
+    declared, problems = collect_hooks()
+    assert problems == []
+    assert len(declared) > 40
+    assert {hook.module: names for hook in declared if (names := find_missing_names(hook))} == {}
+    assert {backbone.stock for backbone in BACKBONES.values()} <= {hook.only for hook in declared}
 
 
 # ---- patches ----

@@ -25,7 +25,7 @@ from vllm_autoprune.cli.output import WIDTH, as_json, format_table
 from vllm_autoprune.errors import AutopruneError, ConfigError
 from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
 from vllm_autoprune.serving.compat import require_vllm, uses_rust_frontend, vllm_version
-from vllm_autoprune.serving.hooks import HOOKS, find_missing_names
+from vllm_autoprune.serving.hooks import collect_hooks, find_missing_names
 from vllm_autoprune.serving.plugin import DISABLE, disabled
 from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
@@ -116,12 +116,15 @@ def _hooks() -> Iterator[_Finding]:
         yield _Finding("hooks", "fail", "not checked: vLLM is not installed", "install vLLM")
         return
     with _quiet_vllm():
-        lost = [(hook, names) for hook in HOOKS if (names := find_missing_names(hook))]
+        hooks, problems = collect_hooks()
+        lost = [(hook, names) for hook in hooks if (names := find_missing_names(hook))]
+    for problem in problems:
+        yield _Finding("hooks", "fail", f"{problem.where} {problem.what}", problem.fix)
     for hook, names in lost:
         what = f"{hook.used_by}: vLLM has no {', '.join(names)}"
         yield _Finding("hooks", "fail", what, "install a supported version of vLLM")
-    total = sum(len(hook.names) for hook in HOOKS)
-    if not lost:
+    total = sum(len(hook.names) for hook in hooks)
+    if not lost and not problems:
         yield _Finding("hooks", "ok", f"all {total} names that the plugin uses exist")
 
 

@@ -22,6 +22,7 @@ from vllm_autoprune.serving.api.request import (
     SharedBudget,
     request_error,
 )
+from vllm_autoprune.serving.hooks import depends_on
 from vllm_autoprune.serving.plan import (
     MAX_CACHED_STATES,
     NO_KEY,
@@ -83,6 +84,7 @@ class Placeholders:
     first: int = 0
 
 
+@depends_on("vllm.multimodal.processing.processor", "PromptUpdateDetails")
 def shorten_placeholders(
     content: PromptUpdateDetails, budget: int, first: int = 0
 ) -> PromptUpdateDetails:

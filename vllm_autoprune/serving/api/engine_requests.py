@@ -19,6 +19,7 @@ from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.choices import ImageChoice
 from vllm_autoprune.serving.api.request import OFFLINE_FIX, count_refused_request, refuse_misplaced
 from vllm_autoprune.serving.compat import wrap
+from vllm_autoprune.serving.hooks import depends_on
 from vllm_autoprune.serving.plan import FIELD, ItemPlan, make_feature_key, plan_error
 from vllm_autoprune.serving.served_state import PlanRules, served_state
 
@@ -134,6 +135,8 @@ A request that is refused or has ended takes its entry with it.
 """
 
 
+@depends_on("vllm.v1.engine.input_processor:InputProcessor", "process_inputs")
+@depends_on("vllm.v1.engine.output_processor:OutputProcessor", "add_request")
 def watch_requests() -> None:
     """Install the hooks on every request that API servers, or `LLM`, hand to the engine."""
     from vllm.v1.engine.input_processor import InputProcessor
@@ -193,6 +196,8 @@ def wrap_add_request(stock: Callable[..., None]) -> Callable[..., None]:
     return add_request
 
 
+@depends_on("vllm.multimodal.hasher:MultiModalHasher", "hash_kwargs")
+@depends_on("vllm.multimodal.inputs:MultiModalKwargsItem", "get_data")
 def _check(
     rules: PlanRules,
     features: Sequence[MultiModalFeatureSpec],

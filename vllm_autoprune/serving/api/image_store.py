@@ -15,6 +15,7 @@ from vllm.multimodal.cache.base import BaseMultiModalProcessorCache
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from vllm_autoprune.serving.compat import wrap
+from vllm_autoprune.serving.hooks import depends_on
 from vllm_autoprune.serving.plan import FIELD
 
 if TYPE_CHECKING:
@@ -99,6 +100,11 @@ Waiting = WeakValueDictionary[str, RenderedItem]
 """Images of requests that are rendered and may still be handed over, by key."""
 
 
+@depends_on(
+    "vllm.multimodal.cache:LruKeyReplicatedSenderCache",
+    "get_and_update_item",
+    "touch_sender_cache_item",
+)
 class Rendering(BaseMultiModalProcessorCache):
     """The sender cache as one rendering sees it: vLLM's own, and ``waiting``; neither is changed.
 
@@ -212,6 +218,7 @@ if TYPE_CHECKING:
     ]
 
 
+@depends_on("vllm.multimodal.cache.base:BaseMultiModalReceiverCache", "get_and_update_features")
 def cache_without_plans() -> None:
     """Let vLLM's receiver caches hold tensors alone."""
     from vllm.multimodal.cache.base import BaseMultiModalReceiverCache

@@ -44,6 +44,7 @@ from vllm_autoprune.serving.api.split import (
     limit_recalls,
     split_images,
 )
+from vllm_autoprune.serving.hooks import depends_on
 from vllm_autoprune.serving.plan import (
     LANGUAGE_IDS,
     NO_KEY,
@@ -191,6 +192,7 @@ class RequestPlan:
     label: str = ""
 
 
+@depends_on("vllm.multimodal.parse:ImageProcessorItems", "get_image_size")
 class RequestPlanner:
     """Makes the plans of one served model's requests.
 

@@ -28,6 +28,7 @@ from vllm_autoprune.serving.api.engine_requests import ImageCounts, RenderedHash
 from vllm_autoprune.serving.api.image_store import RenderedItem, Rendering, Waiting
 from vllm_autoprune.serving.api.planner import RequestPlan, RequestPlanner, prunable
 from vllm_autoprune.serving.api.request import REQUEST_FIELD, SALT, CacheSalt, count_refused_request
+from vllm_autoprune.serving.hooks import depends_on
 from vllm_autoprune.serving.plan import FIELD, ItemPlan
 from vllm_autoprune.serving.served_state import find_metrics_setup, served_state
 
@@ -85,6 +86,17 @@ class _ContentInputs(ProcessorInputs):
     keys: Mapping[str, list[str]] = field(default_factory=dict)
 
 
+@depends_on(
+    "vllm.multimodal.processing:BaseMultiModalProcessor",
+    "apply",
+    "_cached_apply_hf_processor",
+    "_apply_hf_processor_main",
+    "_get_mm_fields_config",
+    "_get_mm_hashes",
+    "_recompute_cached_prompt_update",
+)
+@depends_on("vllm.multimodal.inputs:MultiModalKwargsItems", "from_hf_inputs")
+@depends_on("vllm.multimodal.parse:MultiModalDataItems", "select")
 class PrunedProcessor(_Stock):
     """Mixin before a stock multi-modal processor."""
 

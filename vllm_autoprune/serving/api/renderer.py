@@ -29,6 +29,7 @@ from vllm_autoprune.serving.api.request import (
 )
 from vllm_autoprune.serving.api.split import mark_recall_turns, requested_recall
 from vllm_autoprune.serving.compat.api import allow_mm_kwarg
+from vllm_autoprune.serving.hooks import depends_on
 from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
@@ -49,6 +50,14 @@ _MAX_TEMPLATES = 32
 """Chat templates whose white space is kept: where they are trusted, clients may send their own."""
 
 
+@depends_on(
+    "vllm.renderers.hf:HfRenderer",
+    "render_messages",
+    "render_messages_async",
+    "_process_tokens",
+    "_process_tokens_async",
+    "_apply_prompt_embeds_to_engine_input",
+)
 class AutopruneHfRenderer(HfRenderer):
     """HfRenderer that hands instruction and detail of every image to the multi-modal processor.
 

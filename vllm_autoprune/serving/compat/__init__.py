@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from packaging.version import Version
 
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.serving.hooks import depends_on
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -67,6 +68,8 @@ def wrap(owner: type, name: str, around: Callable[[F], F]) -> None:
     setattr(owner, name, staticmethod(wrapped) if static else wrapped)
 
 
+@depends_on("vllm.model_executor.models:ModelRegistry", "register_model")
+@depends_on("vllm.model_executor.model_loader.utils", "_MODEL_ARCH_BY_HASH")
 def register_model(architecture: str, where: str) -> None:
     """Serve an architecture by the class at ``module:Class``.
 

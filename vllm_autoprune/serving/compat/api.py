@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_autoprune.errors import RequestError
 from vllm_autoprune.serving.compat import MARK, wrap
+from vllm_autoprune.serving.hooks import depends_on
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.renderers.online_renderer import OnlineRenderer
 
 
+@depends_on("vllm.renderers.registry:RENDERER_REGISTRY", "renderers")
 def register_renderer(mode: str, module: str, name: str) -> None:
     """Serve a renderer mode by our subclass.
 
@@ -27,6 +29,8 @@ def register_renderer(mode: str, module: str, name: str) -> None:
     RENDERER_REGISTRY.renderers[mode] = (module, name)
 
 
+@depends_on("vllm.renderers.online_renderer", "validate_request_mm_kwargs")
+@depends_on("vllm.entrypoints.pooling.base.serving", "validate_request_mm_kwargs")
 def allow_mm_kwarg(key: str) -> None:
     """Let one entry of a request's ``mm_processor_kwargs`` pass vLLM's check of them.
 
@@ -66,6 +70,8 @@ Handling = Callable[[None], AbstractContextManager[None]]
 """Makes the context of a request that no client sent."""
 
 
+@depends_on("vllm.renderers.online_renderer:OnlineRenderer", "preprocess_chat", "preprocess_cmpl")
+@depends_on("vllm.entrypoints.pooling.base.serving:PoolingBaseServing", "_init_ctx")
 def check_requests(check: RequestCheck, handling: Handling) -> None:
     """Call ``check`` with every chat, completion and pooling request before it is rendered.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.serving.compat import wrap
+from vllm_autoprune.serving.hooks import WORKER, depends_on
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _POSITIONS = "autoprune_positions"
 
 
+@depends_on("vllm.config:MultiModalConfig", "is_multimodal_pruning_enabled")
 def request_positions(config: MultiModalConfig) -> None:
     """Have the model asked for the positions of its image tokens, now that it has chosen them.
 
@@ -48,6 +50,7 @@ def _wrap_pruning_question(
     return enabled
 
 
+@depends_on("vllm.v1.worker.cpu_model_runner:CPUModelRunner", "load_model", only=WORKER)
 def request_positions_on_cpu() -> None:
     """Let the CPU's model runner V1 ask for positions too.
 
@@ -79,6 +82,7 @@ UNCHANGED_DELTA = -(2**31)
 """In place of what decoding adds to a prompt's length: what was known when the request arrived."""
 
 
+@depends_on("vllm.v1.worker.gpu.mm.rope:RopeState", "update_prefill_positions", only=WORKER)
 def keep_deltas() -> None:
     """Let a model leave a request's delta as it is when it places the tokens of its images.
 
@@ -110,6 +114,7 @@ _WORKER_RESETS = (
 )
 
 
+@depends_on("vllm.v1.worker.gpu_worker:Worker", "get_model", *_WORKER_RESETS, only=WORKER)
 def clear_with_worker_caches(clear: Callable[[nn.Module], None]) -> None:
     """Call ``clear`` with a worker's model after vLLM cleared its caches or replaced its weights.
 
@@ -144,6 +149,8 @@ Split = Callable[[Sequence["MultiModalKwargsItem | None"]], list[slice]]
 """Type of that method: runs of neighbouring items, together all of them."""
 
 
+@depends_on("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "_execute_mm_encoder", only=WORKER)
+@depends_on("vllm.v1.worker.gpu.mm.encoder_runner:EncoderRunner", "execute_mm_encoder", only=WORKER)
 def bound_encoder_calls() -> None:
     """Encode the images of one step in groups, each within what memory profiling saw.
 
@@ -214,6 +221,9 @@ RECALLS_A_STEP = 2
 _RECALLS = "_autoprune_recalls"
 
 
+@depends_on(
+    "vllm.v1.core.encoder_cache_manager:EncoderCacheManager", "can_allocate", "get_freed_mm_hashes"
+)
 def spread_recalls(is_recall: Callable[[MultiModalKwargsItem | None], bool]) -> None:
     """Let a step of the scheduler take ``RECALLS_A_STEP`` recalls at most.
 
@@ -257,6 +267,7 @@ def _wrap_get_freed(
     return get_freed_mm_hashes
 
 
+@depends_on("vllm.v1.worker.encoder_cudagraph:EncoderCudaGraphManager", "execute", only=WORKER)
 def prune_after_encoder_graphs() -> None:
     """Let a model select among the tokens that encoder CUDA graphs make.
 
@@ -285,6 +296,7 @@ Embed = Callable[["Tensor"], "Tensor"]
 """From token ids ``(T,)`` to input embeddings ``(T, D)``."""
 
 
+@depends_on("vllm.model_executor.models.interfaces:SupportsMultiModal", "get_language_model")
 def embed_without_lora(language_model: nn.Module) -> Embed:
     """The language model's input embedding, without the adapters of whatever batch is running.
 
@@ -308,6 +320,7 @@ def embed_without_lora(language_model: nn.Module) -> Embed:
     return embed
 
 
+@depends_on("vllm.v1.engine.core:EngineCore", "sleep")
 def refuse_sleep(reason: Callable[[ModelConfig, int], str | None]) -> None:
     """Let ``reason`` refuse a level of sleep, before the engine is paused for it.
 

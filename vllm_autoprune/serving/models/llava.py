@@ -379,8 +379,18 @@ AutopruneLlavaForConditionalGeneration = prune_class(
     LlavaForConditionalGeneration, PLACEHOLDERS, LlavaVision
 )
 AutopruneLlavaNextForConditionalGeneration = prune_class(
-    LlavaNextForConditionalGeneration, NEXT_PLACEHOLDERS, LlavaNextVision
+    LlavaNextForConditionalGeneration,
+    NEXT_PLACEHOLDERS,
+    LlavaNextVision,
+    methods=("_parse_and_validate_image_input", "_merge_image_patch_embeddings"),
 )
 AutopruneLlavaOnevisionForConditionalGeneration = prune_class(
-    LlavaOnevisionForConditionalGeneration, NEXT_PLACEHOLDERS, OnevisionVision
+    LlavaOnevisionForConditionalGeneration,
+    NEXT_PLACEHOLDERS,
+    OnevisionVision,
+    methods=(
+        "_parse_and_validate_image_input",
+        "_image_pixels_to_features",
+        "_merge_image_patch_embeddings",
+    ),
 )

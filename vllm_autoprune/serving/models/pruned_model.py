@@ -24,6 +24,7 @@ from vllm_autoprune.serving.compat.worker import (
     embed_without_lora,
     prune_after_encoder_graphs,
 )
+from vllm_autoprune.serving.hooks import declare_model
 from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan, Key
 from vllm_autoprune.serving.served_state import (
     PlanRules,
@@ -401,8 +402,15 @@ def prune_class(
     placeholders: Placeholders,
     vision: type[Vision],
     mixin: type[PrunedModel] = PrunedModel,
+    *,
+    methods: Sequence[str] = ("_parse_and_validate_image_input",),
+    merger: str = "",
 ) -> type[PrunedModel]:
-    """The pruned form of one of vLLM's model classes, which keeps K of N visual tokens."""
+    """The pruned form of one of vLLM's model classes, which keeps K of N visual tokens.
+
+    ``methods`` of the stock class, and the class of its patch ``merger``, are depended on.
+    """
+    declare_model(stock, methods, merger)
     members = {
         "__doc__": f"``{stock.__name__}`` with K of N visual tokens where a state is served.",
         "_processor_factory": make_pruned_factories(stock._processor_factory, placeholders),

@@ -368,27 +368,28 @@ class PrunedGlm(PrunedQwen):
     videos_share_token = True
 
 
-AutopruneQwen2VLForConditionalGeneration = prune_class(
-    Qwen2VLForConditionalGeneration, PLACEHOLDERS, QwenVision, PrunedQwen
+def _prune(stock: Any, *positions: str, merger: str = "", glm: bool = False) -> type[PrunedModel]:
+    """The pruned form of one class; ``positions`` are names of its own beyond those of all."""
+    calls = ("_parse_and_validate_image_input", "_process_image_input", "get_mrope_input_positions")
+    parts = (
+        (GLM_PLACEHOLDERS, GlmVision, PrunedGlm) if glm else (PLACEHOLDERS, QwenVision, PrunedQwen)
+    )
+    return prune_class(stock, *parts, methods=(*calls, *positions), merger=merger)
+
+
+_ANEW = "recompute_mrope_positions"
+
+AutopruneQwen2VLForConditionalGeneration = _prune(
+    Qwen2VLForConditionalGeneration, merger="Qwen2VisionPatchMerger"
 )
-AutopruneQwen2_5_VLForConditionalGeneration = prune_class(
-    Qwen2_5_VLForConditionalGeneration, PLACEHOLDERS, QwenVision, PrunedQwen
+AutopruneQwen2_5_VLForConditionalGeneration = _prune(
+    Qwen2_5_VLForConditionalGeneration, _ANEW, merger="Qwen2_5_VisionPatchMerger"
 )
-AutopruneQwen3VLForConditionalGeneration = prune_class(
-    Qwen3VLForConditionalGeneration, PLACEHOLDERS, QwenVision, PrunedQwen
+AutopruneQwen3VLForConditionalGeneration = _prune(
+    Qwen3VLForConditionalGeneration, _ANEW, merger="Qwen3_VisionPatchMerger"
 )
-AutopruneQwen3VLMoeForConditionalGeneration = prune_class(
-    Qwen3VLMoeForConditionalGeneration, PLACEHOLDERS, QwenVision, PrunedQwen
-)
-AutopruneQwen3_5ForConditionalGeneration = prune_class(
-    Qwen3_5ForConditionalGeneration, PLACEHOLDERS, QwenVision, PrunedQwen
-)
-AutopruneQwen3_5MoeForConditionalGeneration = prune_class(
-    Qwen3_5MoeForConditionalGeneration, PLACEHOLDERS, QwenVision, PrunedQwen
-)
-AutopruneGlm4vForConditionalGeneration = prune_class(
-    Glm4vForConditionalGeneration, GLM_PLACEHOLDERS, GlmVision, PrunedGlm
-)
-AutopruneGlm4vMoeForConditionalGeneration = prune_class(
-    Glm4vMoeForConditionalGeneration, GLM_PLACEHOLDERS, GlmVision, PrunedGlm
-)
+AutopruneQwen3VLMoeForConditionalGeneration = _prune(Qwen3VLMoeForConditionalGeneration, _ANEW)
+AutopruneQwen3_5ForConditionalGeneration = _prune(Qwen3_5ForConditionalGeneration, _ANEW)
+AutopruneQwen3_5MoeForConditionalGeneration = _prune(Qwen3_5MoeForConditionalGeneration, _ANEW)
+AutopruneGlm4vForConditionalGeneration = _prune(Glm4vForConditionalGeneration, glm=True)
+AutopruneGlm4vMoeForConditionalGeneration = _prune(Glm4vMoeForConditionalGeneration, glm=True)

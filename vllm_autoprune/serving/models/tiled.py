@@ -20,6 +20,7 @@ from vllm.model_executor.models.interns1 import InternS1ForConditionalGeneration
 from vllm.model_executor.models.smolvlm import SmolVLMForConditionalGeneration
 
 from vllm_autoprune.serving.api.choices import Placeholders, TokenCount
+from vllm_autoprune.serving.hooks import depends_on
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
@@ -233,6 +234,11 @@ _WHOLE = -1
 """The tile that shows the whole image."""
 
 
+@depends_on(
+    "vllm.model_executor.models.idefics3:Idefics3Model",
+    "image_pixels_to_features",
+    only="Idefics3ForConditionalGeneration",
+)
 class Idefics3Vision(TiledVision):
     """The vision side of Idefics3 and SmolVLM, which vLLM serves with the same model."""
 
@@ -303,14 +309,29 @@ IDEFICS3_PLACEHOLDERS = _placeholders(
 )
 
 AutopruneGemma3ForConditionalGeneration = prune_class(
-    Gemma3ForConditionalGeneration, GEMMA3_PLACEHOLDERS, Gemma3Vision
+    Gemma3ForConditionalGeneration,
+    GEMMA3_PLACEHOLDERS,
+    Gemma3Vision,
+    methods=("_image_pixels_to_features",),
 )
 AutopruneInternS1ForConditionalGeneration = prune_class(
-    InternS1ForConditionalGeneration, INTERNVL_PLACEHOLDERS, InternVLVision
+    InternS1ForConditionalGeneration,
+    INTERNVL_PLACEHOLDERS,
+    InternVLVision,
+    methods=("extract_feature",),
+    merger="InternS1MultiModalProjector",
 )
 AutopruneIdefics3ForConditionalGeneration = prune_class(
-    Idefics3ForConditionalGeneration, IDEFICS3_PLACEHOLDERS, Idefics3Vision
+    Idefics3ForConditionalGeneration,
+    IDEFICS3_PLACEHOLDERS,
+    Idefics3Vision,
+    methods=(),
+    merger="idefics3.Idefics3SimpleMLP",
 )
 AutopruneSmolVLMForConditionalGeneration = prune_class(
-    SmolVLMForConditionalGeneration, IDEFICS3_PLACEHOLDERS, Idefics3Vision
+    SmolVLMForConditionalGeneration,
+    IDEFICS3_PLACEHOLDERS,
+    Idefics3Vision,
+    methods=(),
+    merger="idefics3.Idefics3SimpleMLP",
 )
