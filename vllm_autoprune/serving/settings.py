@@ -1,8 +1,8 @@
-"""Settings of a server: the flags of `vllm serve`, their values, and their checks one by one.
+"""Settings of a server: one model, from whose fields come the flags of `vllm serve`, and checks.
 
 A flag writes plain data into ``additional_config["autoprune"]``, the same place that
 ``LLM(..., additional_config={"autoprune": {...}})`` fills, so both ways are one from there on.
-Whether settings fit the model, and each other, is checked in :mod:`.startup`.
+Whether settings fit the model is checked in :mod:`.startup`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from vllm_autoprune.errors import BudgetError, ConfigError, Problem, StateError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo
+
+from vllm_autoprune.errors import BudgetError, ConfigError, Problem, ProblemsError, StateError
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.cost import FLAG as COST_FLAG
 from vllm_autoprune.tpdsl.loading import load_state, suggest_name
@@ -25,10 +27,8 @@ from vllm_autoprune.tpdsl.state import PruningState
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-# Budgets for levels of ``image_url.detail``: the parsed value of ``--autoprune-detail``.
-
-
 DETAIL_FLAG = "--autoprune-detail"
+REQUESTS_FLAG = "--autoprune-requests"
 
 Detail = Literal["low", "high"]
 """Levels with a budget; with ``auto``, or no level, an image has the server's own budget."""
@@ -58,64 +58,11 @@ class DetailBudgets:
         return max(self.as_dict().values(), default=0)
 
 
-NO_DETAIL_BUDGETS = DetailBudgets()
-
-
-def parse_detail_budgets(value: object, problems: list[Problem]) -> DetailBudgets:
-    """Parse a setting's value: ``"low=64,high=256"``, or a mapping with the same content.
-
-    Appends to ``problems`` what is malformed; levels with a problem get no budget.
-    """
-    if value is None:
-        return NO_DETAIL_BUDGETS
-    pairs = list(value.items()) if isinstance(value, Mapping) else _split_levels(str(value))
-    budgets: dict[Detail, int] = {}
-    for name, given in pairs:
-        level = next((level for level in DETAIL_LEVELS if level == name), None)
-        if level is None:
-            what = f"{str(name)[:80]!r} is no level of detail with a budget"
-            problems.append(Problem(DETAIL_FLAG, what, "give low=64,high=256, or one of the two"))
-        elif level in budgets:
-            problems.append(Problem(DETAIL_FLAG, f"{level} is given twice", "give it once"))
-        elif (budget := _parse_level(given)) is None:
-            what = f"{level} = {str(given)[:80]!r} is not a number of tokens"
-            problems.append(Problem(DETAIL_FLAG, what, f"give 1 or more, such as {level}=64"))
-        else:
-            budgets[level] = budget
-    if not pairs:
-        problems.append(Problem(DETAIL_FLAG, "gives no budget", "give low=64,high=256"))
-    result = DetailBudgets(**budgets)
-    if result.low is not None and result.high is not None and result.low > result.high:
-        what = f"low = {result.low} keeps more tokens than high = {result.high}"
-        problems.append(Problem(DETAIL_FLAG, what, "give low the smaller budget"))
-    return result
-
-
-def _split_levels(text: str) -> list[tuple[str, str]]:
-    parts = (entry.partition("=") for entry in text.split(","))
-    return [(name.strip(), given.strip()) for name, _, given in parts]
-
-
-def _parse_level(given: object) -> int | None:
-    try:
-        budget = int(str(given))
-    except ValueError:
-        return None
-    return budget if budget >= 1 else None
-
-
-# Permissions of requests: the parsed value of ``--autoprune-requests``.
-
-
-REQUESTS_FLAG = "--autoprune-requests"
-
 Level = Literal["none", "budget", "shipped-states", "states"]
 """What requests may set: nothing; a budget, a control, or no pruning at all; also a state that
 ships with the package; also any state. Each level allows what the ones before it do."""
 
 LEVELS: tuple[Level, ...] = get_args(Level)
-
-_FORM = re.compile(r"(?P<level>[a-z-]+)(?::(?P<least>\d{1,6})-(?P<most>\d{1,6}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +82,7 @@ class RequestRules:
     maximum: int = MAX_BUDGET
     explicit: bool = False
     cost: float = DEFAULT_COST
-    detail: DetailBudgets = NO_DETAIL_BUDGETS
+    detail: DetailBudgets = DetailBudgets()
     recall: int = 0
 
     def allows(self, level: Level) -> bool:
@@ -160,30 +107,6 @@ class RequestRules:
 
 
 DEFAULT_RULES = RequestRules()
-
-
-def parse_rules(value: object, problems: list[Problem]) -> RequestRules:
-    """Parse a setting's value, such as ``"shipped-states"`` or ``"budget:16-256"``.
-
-    Appends to ``problems`` where the value is malformed.
-    """
-    if value is None:
-        return DEFAULT_RULES
-    match = _FORM.fullmatch(str(value).strip())
-    level = next((name for name in LEVELS if match and name == match["level"]), None)
-    if match is None or level is None:
-        what = f"{str(value)[:80]!r} is not known"
-        near = suggest_name(str(value).partition(":")[0], LEVELS)
-        fix = f"{near} (with a range where wanted: budget:16-256)"
-        problems.append(Problem(REQUESTS_FLAG, what, fix))
-        return RequestRules("none", explicit=True)
-    least, most = int(match["least"] or 1), int(match["most"] or MAX_BUDGET)
-    if not 1 <= least <= most <= MAX_BUDGET:
-        what = f"{least}-{most} is no range of tokens"
-        problems.append(
-            Problem(REQUESTS_FLAG, what, f"give two numbers from 1 to {MAX_BUDGET}, in order")
-        )
-    return RequestRules(level, least, most, explicit=True)
 
 
 # Description of a CLIP text tower: path, sign of its relevance, sizes. Loads no weights.
@@ -258,153 +181,7 @@ def read_text_tower(path: str) -> TextTower:
     )
 
 
-# Parsers of single settings: each returns a value or appends problems with place and fix.
-
-
-SETTINGS = (
-    "state",
-    "budget",
-    "text_tower",
-    "feature_cache_gb",
-    "requests",
-    "detail",
-    "recall",
-    "request_cost",
-)
-DEFAULT_CACHE_GB = 0.25
-MAX_COST = 1e6
-
-
-def read_state(value: object, problems: list[Problem]) -> PruningState | None:
-    """The state of a file, a shipped name, a dictionary, or a state object."""
-    if value is None:
-        what = "no state is given, and the other settings mean nothing without one"
-        problems.append(Problem("--autoprune-state", what, "give a file or a shipped name"))
-        return None
-    if isinstance(value, PruningState):
-        return value
-    try:
-        return load_state(_as_json(value) if isinstance(value, Mapping) else str(value))
-    except StateError as error:
-        for p in error.problems:
-            where = (
-                f"--autoprune-state {str(value)[:255]}" if not isinstance(value, Mapping) else ""
-            )
-            problems.append(Problem(_locate(where, p), p.what, p.fix))
-        return None
-
-
-def _locate(setting: str, problem: Problem) -> str:
-    """The setting that a problem is in, with the problem's JSON pointer where it has one."""
-    return f"{setting}#{problem.where}" if problem.where else setting
-
-
-def _as_json(value: Mapping[object, object]) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError, RecursionError) as error:  # a dictionary holds anything
-        what = f"not JSON: {str(error)[:200]}"
-        fix = "give a dictionary such as json.load returns"
-        raise StateError("state", [Problem("", what, fix)]) from None
-
-
-def read_budget(value: object, state: PruningState | None, problems: list[Problem]) -> int | None:
-    """K of the setting, or of the state where there is none; None where it is invalid."""
-    flag, budget = "--autoprune-budget", None
-    if value is not None:
-        try:
-            budget = int(str(value))
-        except ValueError:
-            what = f"{value!r} is not a whole number"
-            problems.append(Problem(flag, what, "give the number of tokens to keep, such as 64"))
-            return None
-    if state is None:
-        if budget is not None and budget < 1:
-            what = f"K = {budget} is not a number of tokens"
-            problems.append(Problem(flag, what, "give 1 or more"))
-        return None
-    try:
-        return materialize(state, budget).budget
-    except BudgetError as error:
-        problems += [
-            Problem(_locate(flag if budget is not None else "state", p), p.what, p.fix)
-            for p in error.problems
-        ]
-        return None
-
-
-def read_detail_budgets(
-    value: object, state: PruningState | None, rules: RequestRules, problems: list[Problem]
-) -> DetailBudgets:
-    """Budgets for ``image_url.detail``, each possible with the state and allowed by the rules."""
-    budgets = parse_detail_budgets(value, problems)
-    for level, budget in budgets.as_dict().items():
-        if budget > rules.maximum:
-            what = f"{level} = {budget}, and {REQUESTS_FLAG} allows {rules.maximum} at most"
-            problems.append(Problem(DETAIL_FLAG, what, "lower the budget, or raise the range"))
-            continue
-        try:
-            if state is not None:
-                materialize(state, budget)
-        except BudgetError as error:
-            problems += [
-                Problem(_locate(f"{DETAIL_FLAG} {level}", p), p.what, p.fix) for p in error.problems
-            ]
-    return budgets
-
-
-def read_recall(value: object, rules: RequestRules, problems: list[Problem]) -> int:
-    """Tokens of a conversation's images that each later turn without an image recalls."""
-    text = str(value).strip()
-    if value is None:
-        return 0
-    if not text.isdecimal() or int(text) > min(rules.maximum, MAX_BUDGET):
-        what = f"{text[:80]!r} is not a number of tokens that requests may keep"
-        fix = f"give 0 to {min(rules.maximum, MAX_BUDGET)}"
-        problems.append(Problem("--autoprune-recall", what, fix))
-        return 0
-    return int(text)
-
-
-def read_request_cost(value: object, problems: list[Problem]) -> float:
-    """Predicted milliseconds that one selection by a state of a request may take."""
-    try:
-        cost = DEFAULT_COST if value is None else float(str(value))
-    except ValueError:
-        cost = -1.0
-    if not 0 < cost <= MAX_COST:
-        what = f"{value!r} is not a number of milliseconds"
-        problems.append(Problem(COST_FLAG, what, f"give a number above 0, at most {MAX_COST:.0f}"))
-        return DEFAULT_COST
-    return cost
-
-
-def read_tower(value: object, problems: list[Problem]) -> TextTower | None:
-    """Description of a text tower's checkpoint."""
-    if value is None:
-        return None
-    try:
-        return read_text_tower(str(value))
-    except ConfigError as error:
-        problems += error.problems
-        return None
-
-
-def read_cache_bytes(value: object, problems: list[Problem]) -> int:
-    """Bytes of the feature cache on each worker."""
-    try:
-        size = DEFAULT_CACHE_GB if value is None else float(str(value))
-    except ValueError:
-        size = -1.0
-    if not 0 <= size <= 1024:
-        what = f"{value!r} is not a size in GB"
-        fix = "give a number from 0 to 1024"
-        problems.append(Problem("--autoprune-feature-cache-gb", what, fix))
-        return 0
-    return int(size * (1 << 30))
-
-
-# Flags of `vllm serve`, in a group of their own; values are checked where the model is known.
+# The settings, each with its flag, its help and its check.
 
 
 SETTINGS_KEY = "autoprune"
@@ -413,59 +190,260 @@ SETTINGS_KEY = "autoprune"
 MIDDLEWARE = "vllm_autoprune.serving.api.request.KeepRequest"
 """Import path of the middleware that keeps our headers, for vLLM's ``--middleware``."""
 
-_FLAGS: tuple[tuple[str, str, str], ...] = (
-    (
-        "state",
+_STATE_FLAG = "--autoprune-state"
+
+
+class _InvalidSetting(ProblemsError, ValueError):
+    """A setting is not valid; a ValueError, which pydantic collects with those of the others."""
+
+    def __init__(self, *problems: Problem) -> None:
+        super().__init__("settings", problems)
+
+
+def _refuse(where: str, what: str, fix: str) -> _InvalidSetting:
+    return _InvalidSetting(Problem(where, what, fix))
+
+
+def _locate(setting: str, problem: Problem) -> Problem:
+    """A problem of a state, placed in a setting, with the state's JSON pointer where it has one."""
+    where = f"{setting}#{problem.where}" if problem.where else setting
+    return Problem(where, problem.what, problem.fix)
+
+
+def _number(value: object) -> float:
+    try:
+        return float(str(value))
+    except ValueError:
+        return float("nan")
+
+
+def _read_state(value: object) -> PruningState:
+    """The state of a file, a shipped name, a dictionary, or a state object."""
+    if value is None:
+        what = "no state is given, and the other settings mean nothing without one"
+        raise _refuse(_STATE_FLAG, what, "give a file or a shipped name")
+    if isinstance(value, PruningState):
+        return value
+    where = "" if isinstance(value, Mapping) else f"{_STATE_FLAG} {str(value)[:255]}"
+    try:
+        text = json.dumps(value) if isinstance(value, Mapping) else str(value)
+    except (TypeError, ValueError, RecursionError) as error:  # a dictionary holds anything
+        fix = "give a dictionary such as json.load returns"
+        raise _refuse(where, f"not JSON: {str(error)[:200]}", fix) from None
+    try:
+        return load_state(text)
+    except StateError as error:
+        raise _InvalidSetting(*(_locate(where, p) for p in error.problems)) from None
+
+
+def _read_budget(value: object, info: ValidationInfo) -> int | None:
+    """K, None for that of the state; possible with the state where that is valid."""
+    flag, state = "--autoprune-budget", info.data.get("state")
+    try:
+        budget = None if value is None else int(str(value))
+    except ValueError:
+        fix = "give the number of tokens to keep, such as 64"
+        raise _refuse(flag, f"{value!r} is not a whole number", fix) from None
+    if state is None:
+        if budget is not None and budget < 1:
+            raise _refuse(flag, f"K = {budget} is not a number of tokens", "give 1 or more")
+        return budget
+    try:
+        materialize(state, budget)
+    except BudgetError as error:
+        setting = "state" if budget is None else flag
+        raise _InvalidSetting(*(_locate(setting, p) for p in error.problems)) from None
+    return budget
+
+
+def _read_tower(value: object) -> TextTower | None:
+    try:
+        return None if value is None else read_text_tower(str(value))
+    except ConfigError as error:
+        raise _InvalidSetting(*error.problems) from None
+
+
+def _read_cache_size(value: object) -> float:
+    if not 0 <= (size := _number(value)) <= 1024:
+        fix = "give a number from 0 to 1024"
+        raise _refuse("--autoprune-feature-cache-gb", f"{value!r} is not a size in GB", fix)
+    return size
+
+
+_RULES = re.compile(r"(?P<level>[a-z-]+)(?::(?P<least>\d{1,6})-(?P<most>\d{1,6}))?")
+
+
+def _read_rules(value: object) -> RequestRules:
+    """What requests may set, such as ``"shipped-states"`` or ``"budget:16-256"``."""
+    if value is None:
+        return DEFAULT_RULES
+    match = _RULES.fullmatch(str(value).strip())
+    level = next((name for name in LEVELS if match and name == match["level"]), None)
+    if match is None or level is None:
+        near = suggest_name(str(value).partition(":")[0], LEVELS)
+        fix = f"{near} (with a range where wanted: budget:16-256)"
+        raise _refuse(REQUESTS_FLAG, f"{str(value)[:80]!r} is not known", fix)
+    least, most = int(match["least"] or 1), int(match["most"] or MAX_BUDGET)
+    if not 1 <= least <= most <= MAX_BUDGET:
+        fix = f"give two numbers from 1 to {MAX_BUDGET}, in order"
+        raise _refuse(REQUESTS_FLAG, f"{least}-{most} is no range of tokens", fix)
+    return RequestRules(level, least, most, explicit=True)
+
+
+def _read_detail(value: object, info: ValidationInfo) -> DetailBudgets:
+    """Budgets by ``"low=64,high=256"``, or a mapping: possible with the state and the rules."""
+    if value is None:
+        return DetailBudgets()
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    else:
+        parts = (entry.partition("=") for entry in str(value).split(","))
+        pairs = [(name.strip(), text.strip()) for name, _, text in parts]
+    problems, budgets = [], dict[Detail, int]()
+    for name, text in pairs:
+        level = next((level for level in DETAIL_LEVELS if level == name), None)
+        budget = int(str(text)) if str(text).isdecimal() else 0
+        if level is None:
+            what = f"{str(name)[:80]!r} is no level of detail with a budget"
+            problems.append(Problem(DETAIL_FLAG, what, "give low=64,high=256, or one of the two"))
+        elif level in budgets:
+            problems.append(Problem(DETAIL_FLAG, f"{level} is given twice", "give it once"))
+        elif budget < 1:
+            what = f"{level} = {str(text)[:80]!r} is not a number of tokens"
+            problems.append(Problem(DETAIL_FLAG, what, f"give 1 or more, such as {level}=64"))
+        else:
+            budgets[level] = budget
+            problems += _detail_problems(level, budget, info.data)
+    if not pairs:
+        problems.append(Problem(DETAIL_FLAG, "gives no budget", "give low=64,high=256"))
+    detail = DetailBudgets(**budgets)
+    if detail.low is not None and detail.high is not None and detail.low > detail.high:
+        what = f"low = {detail.low} keeps more tokens than high = {detail.high}"
+        problems.append(Problem(DETAIL_FLAG, what, "give low the smaller budget"))
+    if problems:
+        raise _InvalidSetting(*problems)
+    return detail
+
+
+def _detail_problems(level: Detail, budget: int, settings: Mapping[str, Any]) -> Iterator[Problem]:
+    most = settings.get("requests", DEFAULT_RULES).maximum
+    if budget > most:
+        what = f"{level} = {budget}, and {REQUESTS_FLAG} allows {most} at most"
+        yield Problem(DETAIL_FLAG, what, "lower the budget, or raise the range")
+        return
+    try:
+        if "state" in settings:
+            materialize(settings["state"], budget)
+    except BudgetError as error:
+        yield from (_locate(f"{DETAIL_FLAG} {level}", p) for p in error.problems)
+
+
+def _read_recall(value: object, info: ValidationInfo) -> int:
+    text, most = str(value).strip(), info.data.get("requests", DEFAULT_RULES).maximum
+    if not text.isdecimal() or int(text) > most:
+        what = f"{text[:80]!r} is not a number of tokens that requests may keep"
+        raise _refuse("--autoprune-recall", what, f"give 0 to {most}")
+    return int(text)
+
+
+_MAX_COST = 1e6
+
+
+def _read_cost(value: object) -> float:
+    if not 0 < (cost := _number(value)) <= _MAX_COST:
+        fix = f"give a number above 0, at most {_MAX_COST:.0f}"
+        raise _refuse(COST_FLAG, f"{value!r} is not a number of milliseconds", fix)
+    return cost
+
+
+def _flag(metavar: str, text: str, default: object = None) -> Any:
+    return Field(
+        default, description=text, json_schema_extra={"metavar": metavar}, validate_default=True
+    )
+
+
+class Settings(BaseModel):
+    """Settings of a server, each given as text by its flag or as a value from Python."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    state: Annotated[PruningState, PlainValidator(_read_state)] = _flag(
         "PATH|NAME",
         "Pruning state to serve: a JSON file, or the name of one that ships with the package "
         "(such as `autoprune`). Without it the plugin is inert.",
-    ),
-    (
-        "budget",
-        "K",
-        "Visual tokens kept of every image, instead of the state's own budget.",
-    ),
-    (
-        "text-tower",
+    )
+    budget: Annotated[int | None, PlainValidator(_read_budget)] = _flag(
+        "K", "Visual tokens kept of every image, instead of the state's own budget."
+    )
+    text_tower: Annotated[TextTower | None, PlainValidator(_read_tower)] = _flag(
         "PATH|HF_ID",
         "CLIP checkpoint whose text tower measures how relevant a token is to the instruction "
         "(for LLaVA-1.5: openai/clip-vit-large-patch14-336). Without it the language model's own "
         "input embeddings do.",
-    ),
-    (
-        "feature-cache-gb",
+    )
+    feature_cache_gb: Annotated[float, PlainValidator(_read_cache_size)] = _flag(
         "GB",
         "Bound of the per-image feature cache on each worker's device, which lets further "
         "questions on an image skip the vision tower; 0 turns it off. Default: 0.25.",
-    ),
-    (
-        "requests",
+        0.25,
+    )
+    requests: Annotated[RequestRules, PlainValidator(_read_rules)] = _flag(
         "LEVEL[:MIN-MAX]",
         "What a request may set for itself: `none`; `budget`, a budget or no pruning; "
         "`shipped-states`, also a state that ships; `states`, any state. A range bounds the tokens "
         "of one image. "
         "Unless given, vLLM refuses requests that ask (see --trust-request-mm-kwargs).",
-    ),
-    (
-        "detail",
+    )
+    detail: Annotated[DetailBudgets, PlainValidator(_read_detail)] = _flag(
         "low=K,high=K",
         "Visual tokens kept of an image whose `image_url.detail` in a request is `low` or `high`, "
         "whatever --autoprune-requests allows. Unless given, `image_url.detail` changes nothing.",
-    ),
-    (
-        "recall",
+    )
+    recall: Annotated[int, PlainValidator(_read_recall)] = _flag(
         "K_r",
         "Visual tokens that a later user turn without an image gets of the conversation's images, "
         "chosen by its own text among those not kept yet. Earlier turns stay in the prefix cache. "
         "Default: 0.",
-    ),
-    (
-        "request-cost",
+        0,
+    )
+    request_cost: Annotated[float, PlainValidator(_read_cost)] = _flag(
         "MS",
         "Bound on a state that a request brings: predicted milliseconds of one CPU core for one "
         "selection from an image of 576 tokens. Default: 200, six times the shipped `autoprune`.",
-    ),
-)
+        DEFAULT_COST,
+    )
+
+    @property
+    def rules(self) -> RequestRules:
+        """Permissions of requests, with all that bounds them."""
+        return replace(
+            self.requests, cost=self.request_cost, detail=self.detail, recall=self.recall
+        )
+
+
+def read_settings(settings: object) -> tuple[Settings | None, list[Problem]]:
+    """The settings, None where any is not valid, and all their problems."""
+    where = f"additional_config/{SETTINGS_KEY}"
+    if not isinstance(settings, Mapping):
+        return None, [Problem(where, "not an object", 'give {"state": ...}')]
+    plain = {str(name): value for name, value in settings.items() if name != "from_flags"}
+    # As if it was not given: so a setting is None in JSON or in Python.
+    plain = {name: value for name, value in plain.items() if value is not None}
+    try:
+        return Settings.model_validate(plain), []
+    except ValidationError as error:
+        problems: list[Problem] = []
+        for detail in error.errors(include_url=False):
+            cause = detail.get("ctx", {}).get("error")
+            if isinstance(cause, ProblemsError):
+                problems += cause.problems
+            else:
+                fix = f"use: {', '.join(Settings.model_fields)}"
+                problems.append(Problem(f"{where}/{detail['loc'][0]}", "unknown setting", fix))
+        return None, problems
+
+
+# Flags of `vllm serve`, in a group of their own; values are checked where the model is known.
 
 
 class _Setting(argparse.Action):
@@ -531,14 +509,16 @@ def wrap_add_cli_args(
         group = parser.add_argument_group(
             "AutoPrune", "Keep K of N visual tokens before prefill (vllm-autoprune)."
         )
-        for name, metavar, text in _FLAGS:
+        for name, field in Settings.model_fields.items():
+            extra = field.json_schema_extra
+            assert isinstance(extra, dict)
             group.add_argument(
-                f"--autoprune-{name}",
+                f"--autoprune-{name.replace('_', '-')}",
                 action=_Setting,
-                dest=f"autoprune_{name.replace('-', '_')}",
+                dest=f"autoprune_{name}",
                 default=argparse.SUPPRESS,
-                metavar=metavar,
-                help=text,
+                metavar=str(extra["metavar"]),
+                help=field.description,
             )
         for action in parser._actions:
             if "--additional-config" in action.option_strings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from packaging.version import Version
@@ -35,20 +35,8 @@ from vllm_autoprune.serving.served_state import (
     replace_unsafe_state,
     served_state,
 )
-from vllm_autoprune.serving.settings import (
-    SETTINGS,
-    SETTINGS_KEY,
-    parse_rules,
-    read_budget,
-    read_cache_bytes,
-    read_detail_budgets,
-    read_recall,
-    read_request_cost,
-    read_state,
-    read_tower,
-)
+from vllm_autoprune.serving.settings import SETTINGS_KEY, read_settings
 from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
@@ -170,44 +158,35 @@ def _take_settings(vllm_config: VllmConfig) -> Mapping[str, object]:
     return attached if isinstance(attached, Mapping) else {}
 
 
-def resolve_settings(settings: object, vllm_config: VllmConfig) -> ServedState:
+def resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
     """Check all settings against the state and the model; raises ConfigError with all problems."""
-    if not isinstance(settings, Mapping):
-        problem = Problem(
-            f"additional_config/{SETTINGS_KEY}", "not an object", 'give {"state": ...}'
-        )
-        raise ConfigError("settings", [problem])
-    problems = [
-        Problem(
-            f"additional_config/{SETTINGS_KEY}/{name}",
-            "unknown setting",
-            f"use: {', '.join(SETTINGS)}",
-        )
-        for name in settings
-        if name not in (*SETTINGS, "from_flags")
-    ]
-    state = read_state(settings.get("state"), problems)
-    budget = read_budget(settings.get("budget"), state, problems)
-    tower = read_tower(settings.get("text_tower"), problems)
-    cache_bytes = read_cache_bytes(settings.get("feature_cache_gb"), problems)
-    rules = parse_rules(settings.get("requests"), problems)
-    detail = read_detail_budgets(settings.get("detail"), state, rules, problems)
-    cost = read_request_cost(settings.get("request_cost"), problems)
-    recall = read_recall(settings.get("recall"), rules, problems)
-    rules = replace(rules, cost=cost, detail=detail, recall=recall)
+    settings, problems = read_settings(raw)
     architecture, backbone = _find_backbone(vllm_config, problems)
-    if recall and backbone is not None and backbone.unsplittable:
-        what = f"later turns cannot recall tokens: this model {backbone.unsplittable}"
-        problems.append(Problem("--autoprune-recall", what, "leave it out"))
-    if state is not None and budget is not None and not problems:
-        state = _check_safety(state, budget, problems)
-    if tower is not None and backbone is not None:
-        problems += backbone.tower_problems(vllm_config.model_config.hf_config, tower)
-    if problems or state is None or budget is None:
+    if settings is not None and backbone is not None:
+        if settings.recall and backbone.unsplittable:
+            what = f"later turns cannot recall tokens: this model {backbone.unsplittable}"
+            problems.append(Problem("--autoprune-recall", what, "leave it out"))
+        if settings.text_tower is not None:
+            config = vllm_config.model_config.hf_config
+            problems += backbone.tower_problems(config, settings.text_tower)
+    if problems or settings is None or backbone is None:
         raise ConfigError("cannot serve pruned", problems)
-    follows = settings.get("budget") is None and materialize(state).varies
-    lacks = _find_unavailable(vllm_config, backbone)
-    served = ServedState(architecture, state, budget, tower, cache_bytes, follows, rules, lacks)
+    policy = materialize(settings.state, settings.budget)
+    try:
+        state = replace_unsafe_state(settings.state, policy.budget)
+    except StateError as error:
+        problems = [Problem(f"state#{p.where}", p.what, p.fix) for p in error.problems]
+        raise ConfigError("cannot serve pruned", problems) from None
+    served = ServedState(
+        architecture,
+        state,
+        policy.budget,
+        settings.text_tower,
+        int(settings.feature_cache_gb * (1 << 30)),
+        settings.budget is None and materialize(state).varies,
+        settings.rules,
+        _find_unavailable(vllm_config, backbone),
+    )
     if problems := _input_problems(vllm_config, backbone, served.needs):
         raise ConfigError("cannot serve pruned", problems)
     return served
@@ -241,27 +220,19 @@ def _find_backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[st
     return architecture, backbone
 
 
-def _find_unavailable(vllm_config: VllmConfig, backbone: Backbone | None) -> UnavailableInputs:
+def _find_unavailable(vllm_config: VllmConfig, backbone: Backbone) -> UnavailableInputs:
     wrong = ((need, _input_problems(vllm_config, backbone, {need})) for need in NEEDS)
-    return tuple((need, f"{first[0].where}: {first[0].what}") for need, first in wrong if first)
+    return tuple((need, f"{found[0].where}: {found[0].what}") for need, found in wrong if found)
 
 
 def _input_problems(
-    vllm_config: VllmConfig, backbone: Backbone | None, needs: Collection[Need]
+    vllm_config: VllmConfig, backbone: Backbone, needs: Collection[Need]
 ) -> list[Problem]:
     """Problems of inputs that the checkpoint, or the way it is served, cannot provide."""
-    problems: list[Problem] = []
-    if backbone is not None:
-        problems += backbone.input_problems(vllm_config.model_config.hf_config, needs)
-    return problems + find_mode_problems(vllm_config, needs)
-
-
-def _check_safety(state: PruningState, budget: int, problems: list[Problem]) -> PruningState:
-    try:
-        return replace_unsafe_state(state, budget)
-    except StateError as error:
-        problems += [Problem(f"state#{p.where}", p.what, p.fix) for p in error.problems]
-        return state
+    problems = backbone.input_problems(vllm_config.model_config.hf_config, needs)
+    # Features of the image, after the vision tower and its projector, are there in every mode.
+    modes = [mode for mode in _find_modes(vllm_config) if not mode.hides.isdisjoint(needs)]
+    return [*problems, *(Problem(mode.flag, mode.why, _FIX) for mode in modes)]
 
 
 # Ways of serving that hide from the plugin what a state reads, each refused by its flag.
@@ -288,18 +259,6 @@ class ServingMode:
     flag: str
     hides: frozenset[Need]
     why: str
-
-
-def find_mode_problems(vllm_config: VllmConfig, needs: Collection[Need]) -> list[Problem]:
-    """Problems of a state that reads ``needs`` under the modes of this configuration.
-
-    Features of the image, after the vision tower and its projector, are there in every mode.
-    """
-    return [
-        Problem(mode.flag, mode.why, _FIX)
-        for mode in _find_modes(vllm_config)
-        if not mode.hides.isdisjoint(needs)
-    ]
 
 
 def _find_modes(vllm_config: VllmConfig) -> Iterator[ServingMode]:

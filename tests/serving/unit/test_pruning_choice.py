@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.serving.unit.samples import served
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune import BudgetError, RequestError, load_state
-from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving.api.choices import (
     ImageChoice,
     TokenCount,
@@ -26,8 +25,7 @@ from vllm_autoprune.serving.settings import (
     LEVELS,
     DetailBudgets,
     RequestRules,
-    parse_detail_budgets,
-    parse_rules,
+    read_settings,
 )
 
 N = 144
@@ -169,8 +167,9 @@ def test_the_range_of_requests_does_not_bound_detail() -> None:
     ids=repr,
 )
 def test_detail_is_text_or_a_mapping(value: object, budgets: DetailBudgets) -> None:
-    problems: list[Problem] = []
-    assert (parse_detail_budgets(value, problems), problems) == (budgets, [])
+    settings, problems = read_settings({"state": "autoprune", "detail": value})
+    assert settings is not None, problems
+    assert settings.rules.detail == budgets
 
 
 @pytest.mark.parametrize(
@@ -193,8 +192,7 @@ def test_detail_is_text_or_a_mapping(value: object, budgets: DetailBudgets) -> N
     ids=repr,
 )
 def test_each_problem_of_a_detail(value: object, what: list[str]) -> None:
-    problems: list[Problem] = []
-    parse_detail_budgets(value, problems)
+    _, problems = read_settings({"state": "autoprune", "detail": value})
     assert all(p.where == "--autoprune-detail" and p.fix for p in problems)
     assert len(problems) == len(what)
     assert all(any(text in p.what for p in problems) for text in what)
@@ -233,23 +231,23 @@ def test_a_server_that_brings_states_makes_all_it_can_and_refuses_the_rest() -> 
     assert kept({"state": "fastv", "budget": N}, on=poor) == [N]
 
 
-def read(value: object) -> tuple[RequestRules, list[Problem]]:
-    problems: list[Problem] = []
-    return parse_rules(value, problems), problems
+def read(value: object) -> RequestRules:
+    settings, problems = read_settings({"state": "autoprune", "requests": value})
+    assert settings is not None, problems
+    return settings.rules
 
 
 def test_levels_are_cumulative_and_a_range_holds_at_both_ends() -> None:
-    assert read(None) == (RequestRules("budget", 1, 65536, explicit=False), [])
+    assert read(None) == RequestRules("budget", 1, 65536, explicit=False)
     for level in LEVELS:
-        rules, problems = read(level)
-        assert (rules.level, rules.explicit, problems) == (level, True, [])
+        rules = read(level)
+        assert (rules.level, rules.explicit) == (level, True)
         allowed = [other for other in LEVELS if rules.allows(other)]
         assert allowed == list(LEVELS[: LEVELS.index(rules.level) + 1])
-    rules, problems = read(" budget:16-256 ")
-    assert problems == []
+    rules = read(" budget:16-256 ")
     assert [rules.contains(k) for k in (15, 16, 256, 257)] == [False, True, True, False]
     assert str(rules) == "budget:16-256"
-    assert read(str(rules))[0] == rules
+    assert read(str(rules)) == rules
 
 
 @pytest.mark.parametrize(
@@ -259,8 +257,7 @@ def test_levels_are_cumulative_and_a_range_holds_at_both_ends() -> None:
      "budget:0-8", "budget:9-8", "states:1-65537"],
     ids=repr,
 )  # fmt: skip
-def test_invalid_rules_are_reported_and_allow_nothing(value: object) -> None:
-    rules, (problem,) = read(value)
+def test_invalid_rules_are_reported(value: object) -> None:
+    _, (problem,) = read_settings({"state": "autoprune", "requests": value})
     assert problem.where == "--autoprune-requests"
     assert problem.fix
-    assert "no range" in problem.what or not rules.allows("budget")
