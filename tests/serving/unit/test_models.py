@@ -126,6 +126,37 @@ def test_cached_rows_do_not_keep_their_batch_alive() -> None:
 
 
 @pytest.mark.compat
+@pytest.mark.parametrize("rank", [0, 1])
+def test_times_of_selections_are_kept_by_the_rank_that_publishes_them(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_autoprune.serving.models import pruned_model
+    from vllm_autoprune.serving.worker.metrics import Stopwatch
+    from vllm_autoprune.serving.worker.selection import FallbackReporter
+
+    published: list[list[float]] = []
+    monkeypatch.setattr(pruned_model, "is_rank_zero", lambda: rank == 0)
+    monkeypatch.setattr(pruned_model, "prune_images", lambda *_: [])
+    vision, _ = _vision(cache_bytes=0)
+    monkeypatch.setattr(vision, "images", lambda _: [])
+    monkeypatch.setattr(type(vision), "sample_weight", torch.zeros(1))
+    model: Any = SimpleNamespace(
+        autoprune=vision,
+        autoprune_state=vision.served,
+        autoprune_reporter=FallbackReporter(),
+        autoprune_first_check=SimpleNamespace(unsafe=0),
+        autoprune_watch=Stopwatch(torch.device("cpu")),
+        autoprune_metrics=SimpleNamespace(
+            publish=lambda watch, *_: published.append(watch.collect())
+        ),
+    )
+    for _ in range(3):
+        pruned_model.PrunedModel.autoprune_rows(model, [], {})
+    assert [len(times) for times in published] == ([1, 1, 1] if rank == 0 else [])
+    assert model.autoprune_watch.collect() == []
+
+
+@pytest.mark.compat
 def test_new_weights_clear_cached_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reloads weights into a running engine without building the model anew."""
     from vllm.model_executor.models.llava import LlavaForConditionalGeneration

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
@@ -87,6 +88,61 @@ def test_groups_are_all_images_in_order_within_the_bound(sizes: list[int], bound
         assert group and (len(group) == 1 or sum(group) <= bound)
     for some, following in pairwise(groups):
         assert sum(sizes[some]) + sizes[following][0] > bound, "these would have gone together"
+
+
+class Model:
+    """Fake model whose items are numbers of tokens."""
+
+    def autoprune_split(self, items: Sequence[int]) -> list[slice]:
+        return list(group_by_tokens(items, 100))
+
+
+STEPS: list[tuple[object, dict[str, list[int]], list[dict[str, list[int]]]]] = [
+    (
+        Model(),
+        {"a": [60, 30, 30], "b": [10], "c": [101]},
+        [{"a": [0, 1]}, {"a": [2], "b": [0]}, {"c": [0]}],
+    ),
+    (Model(), {"a": [60, 30], "b": [10]}, [{"a": [0, 1], "b": [0]}]),
+    (Model(), {"a": [500]}, [{"a": [0]}]),
+    (object(), {"a": [60, 60], "b": [60]}, [{"a": [0, 1], "b": [0]}]),  # without the plugin
+]
+
+
+@pytest.mark.parametrize(("model", "sizes", "groups"), STEPS)
+def test_both_runners_are_given_one_group_after_another(
+    model: object, sizes: dict[str, list[int]], groups: list[dict[str, list[int]]]
+) -> None:
+    calls: list[Any] = []
+    every = [(name, i) for name, of_request in sizes.items() for i in range(len(of_request))]
+
+    def first(self: object, scheduler_output: Any) -> Any:
+        calls.append(scheduler_output.scheduled_encoder_inputs)
+        return [(name, i) for name, inputs in calls[-1].items() for i in inputs]
+
+    requests = {
+        name: SimpleNamespace(mm_features=[SimpleNamespace(data=size) for size in of_request])
+        for name, of_request in sizes.items()
+    }
+    runner: Any = SimpleNamespace(get_model=lambda: model, requests=requests)
+    scheduled = {name: list(range(len(of_request))) for name, of_request in sizes.items()}
+    output: Any = SimpleNamespace(scheduled_encoder_inputs=scheduled)
+    assert patches._wrap_encoder_v1(first)(runner, output) == every
+    assert calls == groups
+    assert output.scheduled_encoder_inputs is scheduled
+
+    calls.clear()
+
+    def second(self: object, mm_kwargs: list[tuple[str, Any]]) -> Any:
+        calls.append([size for _, size in mm_kwargs])
+        return calls[-1]
+
+    items: Any = [("image", sizes[name][i]) for name, i in every]
+    runner = SimpleNamespace(model=model)
+    assert patches._wrap_encoder_v2(second)(runner, items) == [size for _, size in items]
+    assert calls == [
+        [sizes[n][i] for n, members in group.items() for i in members] for group in groups
+    ]
 
 
 # ---- the scheduler's encoder budget ----
