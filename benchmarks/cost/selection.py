@@ -377,11 +377,11 @@ class TokenSource:
         self._language = RecordedPrefix(
             start=1,
             text=used,
-            recorded_embeddings=entering,
-            recorded_states=entering,
-            recorded_normed=entering,
-            recorded_keys=normal(HEADS, length, WIDTH // HEADS),
-            recorded_attention=normal(HEADS, words, length).float().softmax(dim=-1),
+            recorded={
+                **dict.fromkeys(("embeddings", "states", "normed"), entering),
+                "keys": normal(HEADS, length, WIDTH // HEADS),
+                "attention": normal(HEADS, words, length).float().softmax(dim=-1),
+            },
         )
 
     def tokens(self) -> VisualTokens:

@@ -1,29 +1,30 @@
-"""Guarantees of every base policy: K rows, batch independence, robustness, no host sync."""
+"""Guarantees of every base policy: K rows, batch independence, robustness, no host sync, a page."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.base_policies.samples import select
 from tests.stand_in_device import forbid_waiting
-from tests.tpdsl.samples import mapped, state, take
-from tests.tpdsl.samples import whole_images as images
-from vllm_autoprune import (
-    Grid,
-    SelectionError,
-    VisualTokens,
-    materialize,
-    safety_check,
-)
+from tests.tpdsl.samples import images, mapped, state, take
+from vllm_autoprune import Grid, SelectionError, VisualTokens, materialize, safety_check
 from vllm_autoprune.ops.rowwise import mask_from_indices
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Given, ReferenceSelection
-from vllm_autoprune.tpdsl.tokens import NextLayer
+from vllm_autoprune.tpdsl.base_policy import (
+    BASE_POLICIES,
+    INSTRUCTION_NEEDS,
+    BasePolicy,
+    BasePolicyParams,
+    Given,
+    ReferenceSelection,
+    base_policy,
+)
+from vllm_autoprune.tpdsl.tokens import Words
 
 WIDTH = 16
 
@@ -57,15 +58,25 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3), Grid(4, 4, tiles=5)]
 
 
-def run(variant: str, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def policy_of(variant: str) -> tuple[BasePolicy, BasePolicyParams]:
     name, params = VARIANTS[variant]
-    return select(name, tokens, budget, **params)
+    policy = BASE_POLICIES[name]
+    return policy, policy.call.model_validate({"name": name, "params": params}).params
+
+
+def run(variant: str, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    policy, params = policy_of(variant)
+    return policy.select(params, tokens, budget)
 
 
 def parts(selection: ReferenceSelection) -> list[Tensor]:
-    return [
-        part for part in (selection.picks, selection.merged, selection.extra) if part is not None
-    ]
+    every = (selection.picks, selection.merged, selection.extra)
+    return [part for part in every if part is not None]
+
+
+def same(selection: ReferenceSelection, other: ReferenceSelection, image: int, at: int) -> bool:
+    pairs = zip(parts(selection), parts(other), strict=True)
+    return all(torch.equal(a[image], b[at]) for a, b in pairs)
 
 
 def assert_sound(selection: ReferenceSelection, tokens: VisualTokens, budget: int) -> None:
@@ -74,8 +85,7 @@ def assert_sound(selection: ReferenceSelection, tokens: VisualTokens, budget: in
     assert selection.picks.shape == (tokens.batch, budget - extra)
     assert all(row.unique().numel() == row.numel() > 0 for row in selection.picks)
     assert int(selection.picks.min()) >= 0 and int(selection.picks.max()) < tokens.count
-    if selection.merged is not None:
-        assert selection.merged.shape == (tokens.batch, budget - extra, WIDTH)
+    assert selection.merged is None or selection.merged.shape == (*selection.picks.shape, WIDTH)
     if selection.extra is not None:
         assert selection.extra.shape == (tokens.batch, extra, WIDTH) and extra > 0
 
@@ -92,12 +102,11 @@ def assert_sound(selection: ReferenceSelection, tokens: VisualTokens, budget: in
 def test_exactly_k_rows(variant: str, grid: Grid, dtype: torch.dtype) -> None:
     tokens = images(1, grid=grid, dtype=dtype)
     for budget in (1, 2, 3, 4, 5, 8, 11, 12, 13, 20, grid.tokens - 1):
-        actual = run(variant, tokens, budget)
-        assert_sound(actual, tokens, budget)
-        assert all(bool(part.isfinite().all()) for part in parts(actual))
-        assert actual.rows(tokens).dtype == dtype
-        if actual.extra is not None:
-            assert actual.extra.dtype == dtype
+        selection = run(variant, tokens, budget)
+        assert_sound(selection, tokens, budget)
+        assert all(bool(part.isfinite().all()) for part in parts(selection))
+        assert selection.rows(tokens).dtype == dtype
+        assert selection.extra is None or selection.extra.dtype == dtype
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -105,12 +114,9 @@ def test_exactly_k_rows(variant: str, grid: Grid, dtype: torch.dtype) -> None:
 def test_images_of_a_batch_are_independent(variant: str, grid: Grid) -> None:
     tokens = images(2, batch=3, grid=grid)
     for budget in (1, 7, 13):
-        together = parts(run(variant, tokens, budget))
+        together = run(variant, tokens, budget)
         for image in range(3):
-            alone = parts(run(variant, take(tokens, [image]), budget))
-            assert all(
-                torch.equal(a[image : image + 1], b) for a, b in zip(together, alone, strict=True)
-            )
+            assert same(together, run(variant, take(tokens, [image]), budget), image, 0)
 
 
 # Golden cases of several tiles hold the one scale of relevance over them.
@@ -131,15 +137,15 @@ PER_TILE = [
 @pytest.mark.parametrize("variant", PER_TILE)
 def test_tiles_are_selected_each_on_its_own(variant: str, budget: int) -> None:
     tokens = images(4, batch=1, grid=Grid(3, 4, tiles=3), noise=1.0)
-    actual = run(variant, tokens, budget)
+    selection = run(variant, tokens, budget)
     for tile in range(3):
         alone = run(variant, tile_of(tokens, tile), budget // 3 + (tile < budget % 3))
-        mine = actual.picks[0] // 12 == tile
-        assert (actual.picks[0, mine] - 12 * tile).tolist() == alone.picks[0].tolist()
-        if alone.merged is not None and actual.merged is not None:
-            torch.testing.assert_close(actual.merged[0, mine], alone.merged[0])
-        if alone.extra is not None and actual.extra is not None:
-            torch.testing.assert_close(actual.extra[0, tile], alone.extra[0, 0])
+        mine = selection.picks[0] // 12 == tile
+        assert (selection.picks[0, mine] - 12 * tile).tolist() == alone.picks[0].tolist()
+        if alone.merged is not None and selection.merged is not None:
+            torch.testing.assert_close(selection.merged[0, mine], alone.merged[0])
+        if alone.extra is not None and selection.extra is not None:
+            torch.testing.assert_close(selection.extra[0, tile], alone.extra[0, 0])
 
 
 def tile_of(tokens: VisualTokens, tile: int) -> VisualTokens:
@@ -151,23 +157,9 @@ def tile_of(tokens: VisualTokens, tile: int) -> VisualTokens:
             return values[:, size * tile : size * (tile + 1)]
         return values[:, tile : tile + 1] if values.shape[1] == tokens.grid.tiles else values
 
-    tower, instruction = tokens.require_tower(), tokens.require_instruction()
-    layer = tokens.require_next_layer()
-    return VisualTokens(
-        cut(tokens.features),
-        Grid(tokens.grid.height, tokens.grid.width),
-        cls_attention=cut(tokens.require_cls_attention()),
-        instruction=replace(instruction, patches=cut(instruction.patches)),
-        encoder=cut(tokens.require_encoder()),
-        words=tokens.words,
-        tower=replace(
-            tower,
-            patches=cut(tower.patches),
-            keys=cut(tower.keys),
-            cls=None if tower.cls is None else cut(tower.cls),
-            next_layer=NextLayer(cut(layer.attention), cut(layer.keys)),
-        ),
-    )
+    grid = Grid(tokens.grid.height, tokens.grid.width)
+    inputs = {field.name: mapped(vars(tokens)[field.name], cut) for field in fields(VisualTokens)}
+    return VisualTokens(**{**inputs, "grid": grid, "language": None})
 
 
 GREEDY = [
@@ -187,35 +179,30 @@ def given(tokens: VisualTokens, kept: Tensor) -> Given:
 def test_a_greedy_policy_goes_on_from_its_own_picks(variant: str, grid: Grid) -> None:
     """The first picks of a larger budget are those of a smaller one, as a core and a delta."""
     tokens = images(7, grid=grid, noise=1.0)
-    name, params = VARIANTS[variant]
-    policy = BASE_POLICIES[name]
-    call = policy.call.model_validate({"name": name, "params": params})
-    whole = policy.select(call.params, tokens, 13).picks
+    policy, params = policy_of(variant)
+    every = policy.select(params, tokens, 13).picks
     for kept in (grid.tiles, grid.tiles + 2):
-        picks = whole[:, :kept]
-        assert torch.equal(policy.select(call.params, tokens, kept).picks, picks)
-        more = policy.select_given(call.params, tokens, 13 - kept, given(tokens, picks))
-        assert torch.equal(more, whole[:, kept:])
+        picks = every[:, :kept]
+        assert torch.equal(policy.select(params, tokens, kept).picks, picks)
+        more = policy.select_given(params, tokens, 13 - kept, given(tokens, picks))
+        assert torch.equal(more, every[:, kept:])
+
+
+NOT_NESTED = ("holov", "prunesid", "prumerge_plus", "visionzip", "dart", "sparsevlm")
+"""Policies whose picks at K are not the first of those at a larger K."""
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_given_tokens_are_not_picked_again(variant: str) -> None:
     tokens = images(8, grid=Grid(3, 4, tiles=3))
-    name, params = VARIANTS[variant]
-    policy = BASE_POLICIES[name]
-    call = policy.call.model_validate({"name": name, "params": params})
+    policy, params = policy_of(variant)
     kept = torch.tensor([[3, 20, 9], [30, 1, 2]])
-    more = policy.select_given(call.params, tokens, 9, given(tokens, kept))
-    both = torch.cat([kept, more], dim=1)
-    assert all(row.unique().numel() == 12 for row in both)
-    if policy.continuation is None:  # its first picks that are not given
-        for image, order in enumerate(policy.select_picks(call.params, tokens, 13)):
-            first = [pick for pick in order.tolist() if pick not in kept[image].tolist()]
-            assert more[image].tolist()[:5] == first[:5] or name in NOT_NESTED
-
-
-NOT_NESTED = ("holov", "prunesid", "prumerge_plus", "visionzip", "dart", "sparsevlm")
-"""Policies whose picks at K are not the first of those at a larger K."""
+    more = policy.select_given(params, tokens, 9, given(tokens, kept))
+    assert all(row.unique().numel() == 12 for row in torch.cat([kept, more], dim=1))
+    if policy.continuation is None and policy.name not in NOT_NESTED:
+        for image, order in enumerate(policy.select_picks(params, tokens, 13)):
+            others = [pick for pick in order.tolist() if pick not in kept[image].tolist()]
+            assert more[image].tolist()[:5] == others[:5]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -228,8 +215,7 @@ def test_inputs_are_only_read(variant: str) -> None:
         before.append((tensor, tensor.clone()))
         return tensor
 
-    cosine = record(tokens.cosine.clone())
-    run(variant, mapped(replace(tokens, known_cosine=cosine), record), 7)
+    run(variant, mapped(replace(tokens, known_cosine=tokens.cosine.clone()), record), 7)
     assert len(before) > 8
     assert all(torch.equal(tensor, copy) for tensor, copy in before)
 
@@ -249,25 +235,30 @@ def test_non_finite_input_repeats_no_index(variant: str, grid: Grid, poison: flo
     for share in (0.05, 1.0):
         tokens = mapped(clean, partial(spoil, share))
         for budget in (1, 9, 30):
-            actual = run(variant, tokens, budget)
-            assert_sound(actual, tokens, budget)
-            wanted = run(variant, clean, budget)
-            assert all(
-                torch.equal(a[1], b[1]) for a, b in zip(parts(actual), parts(wanted), strict=True)
-            )
+            selection = run(variant, tokens, budget)
+            assert_sound(selection, tokens, budget)
+            assert same(selection, run(variant, clean, budget), 1, 1)
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_identical_tokens_give_k_unique_picks(variant: str, value: float) -> None:
-    def flat(tensor: Tensor) -> Tensor:
-        return torch.full_like(tensor, value) if tensor.is_floating_point() else tensor
+@pytest.mark.parametrize("policy", ["mmtok", "cdpruner", "trim"])
+def test_padding_of_words_and_segments_is_not_read(policy: str) -> None:
+    tokens = images(2)
+    words, instruction = tokens.require_words(), tokens.require_instruction()
+    unread = torch.zeros(2, 3, dtype=torch.bool)
 
-    tokens = mapped(images(5, grid=Grid(3, 4, tiles=3)), flat)
-    for budget in (1, 5, 20, 35):
-        actual = run(variant, tokens, budget)
-        assert_sound(actual, tokens, budget)
-        assert all(bool(part.isfinite().all()) for part in parts(actual))
+    def padded(rows: Tensor) -> Tensor:
+        return torch.cat([rows, torch.full_like(rows[:, :1], torch.nan).expand(-1, 3, -1)], 1)
+
+    more = replace(
+        tokens,
+        words=Words(padded(words.embeddings), torch.cat([words.used, unread], dim=1)),
+        instruction=replace(
+            instruction,
+            text=padded(instruction.text),
+            segments=torch.cat([instruction.segments, unread], dim=1),
+        ),
+    )
+    assert torch.equal(run(policy, more, 9).picks, run(policy, tokens, 9).picks)
 
 
 @pytest.mark.parametrize("grid", GRIDS[:2])
@@ -279,38 +270,44 @@ def test_selection_does_not_synchronise_with_the_device(variant: str, grid: Grid
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_shapes_do_not_depend_on_values(variant: str) -> None:
-    with FakeTensorMode():
-        tokens = images(7, grid=Grid(3, 4, tiles=3))
-        actual = run(variant, tokens, 10)
-        extra = 0 if actual.extra is None else actual.extra.shape[1]
-        assert actual.picks.shape == (2, 10 - extra)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_safety_check_passes(variant: str) -> None:
     name, params = VARIANTS[variant]
     for budget in (1, 4, 32):
         changes: dict[str, object] = {"/base_policy": {"name": name, "params": params}}
-        record = safety_check(materialize(state(changes), budget))
-        assert record.failures() == ()
+        assert safety_check(materialize(state(changes), budget)).failures() == ()
 
 
 @pytest.mark.parametrize("name", BASE_POLICIES)
 def test_missing_inputs_are_named_in_the_error(name: str) -> None:
-    tokens = images(8)
-    given = {
-        "cls_attention": replace(tokens, cls_attention=None),
-        "instruction": replace(tokens, instruction=None),
-        "encoder": replace(tokens, encoder=None),
-        "tower": replace(tokens, tower=None),
-        "words": replace(tokens, words=None),
-        "language": replace(tokens, language=None),
-    }
-    policy = BASE_POLICIES[name]
-    for need in policy.needs_of(policy.default_params) & set(given):
-        with pytest.raises(SelectionError, match=rf"VisualTokens\.{need} is None"):
-            select(name, given[need], 4)
+    tokens, policy = images(8), BASE_POLICIES[name]
     bare = VisualTokens(tokens.features, tokens.grid)
-    if not BASE_POLICIES[name].needs:
-        assert_sound(select(name, bare, 4), bare, 4)
+    needs = policy.needs_of(policy.default_params) - {"next_layer"}
+    if not needs:
+        assert_sound(run(name, bare, 4), bare, 4)
+    for need in needs:
+        nothing: dict[str, Any] = {need: None}
+        with pytest.raises(SelectionError, match=rf"VisualTokens\.{need} is None"):
+            run(name, replace(tokens, **nothing), 4)
+
+
+def test_duplicate_name_is_refused() -> None:
+    def divprune(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        """Another policy of the same name."""
+        return ReferenceSelection(torch.zeros(tokens.batch, budget, dtype=torch.int64))
+
+    with pytest.raises(ValueError, match="'divprune' is declared twice"):
+        base_policy(BasePolicyParams)(divprune)
+
+
+@pytest.mark.parametrize("name", BASE_POLICIES)
+def test_the_page_on_base_policies_has_a_row_and_a_paragraph_of_each(name: str) -> None:
+    policy = BASE_POLICIES[name]
+    assert all(field.description for field in type(policy.default_params).model_fields.values())
+    page = (Path(__file__).parents[2] / "docs/base-policies.md").read_text(encoding="utf-8")
+    lines = page.splitlines()
+    row = next(line.split(" | ") for line in lines if line.startswith(f"| `{name}` |"))
+    assert row[2] == (", ".join(f"`{need}`" for need in sorted(policy.needs)) or "-")
+    asks = "yes" if policy.core is None else "optional"
+    free = policy.needs.isdisjoint(INSTRUCTION_NEEDS)
+    assert row[3].rstrip(" |") == ("-" if free else asks)
+    assert f"**{name}**: {policy.doc} " in page

@@ -9,17 +9,41 @@ because those differ in the last bit between machines.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Doubles = npt.NDArray[np.float64]
-Floats = npt.NDArray[np.float32]
 Recipe = Mapping[str, Any]
 
-_SQRT_3 = 1.7320508075688772
+_RELEVANCE = ("image_embeds", "text_embeds")
+_ARRAYS: dict[str, tuple[str, ...]] = {
+    "autoprune_released": ("image_features", *_RELEVANCE, "text_features"),
+    "cdpruner": ("image_features", *_RELEVANCE),
+    "divprune": ("features",),
+    "visionzip": ("cls_attn", "hidden", "key_metric"),
+    "prumerge": ("hidden", "k", "q"),
+    "prumerge_nocls": ("hidden", "k", "q"),
+    "trim": ("hidden", *_RELEVANCE),
+    "dart": ("normed_hidden", "keys"),
+    "fastv": ("attn_last_row",),
+    "pdrop": ("q_last", "keys"),
+    "sparsevlm": ("embeds", "attn_text_rows", "layer_out"),
+    "prunesid": ("hidden", "cls_attn"),
+    "cen_divprune": ("features",),
+    "cen_cdpruner": ("features", *_RELEVANCE),
+    "scope": ("features", "cls_attn"),
+    "mmtok": ("features", "encoder", "text_tokens"),
+    "holov": ("features", "cls_attn"),
+    "fsr": ("features", *_RELEVANCE, "cls_attn"),
+    "idpruner": ("features", "cls_attn"),
+}
+"""Arrays of each kind of recipe."""
+
+WITH_CLS = ("visionzip", "prumerge", "prunesid")
+"""Kinds whose rows of the vision tower begin with that of [CLS]."""
 
 
 def uniform(seed: int, name: str, shape: tuple[int, ...]) -> Doubles:
@@ -36,218 +60,123 @@ def uniform(seed: int, name: str, shape: tuple[int, ...]) -> Doubles:
     return (bits * 2.0**-53).reshape(shape)
 
 
-def bell(seed: int, name: str, shape: tuple[int, ...]) -> Doubles:
+def inputs(recipe: Recipe) -> dict[str, npt.NDArray[np.float32]]:
+    """Every input array of a case by name, none for a case that stores its own."""
+    names = _ARRAYS.get(recipe["gen"], ())
+    if recipe.get("relevance") == "negative_mean":
+        names = names[:-1]
+    arrays = {name: _array(recipe, name) for name in names}
+    return {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
+
+
+def _array(recipe: Recipe, name: str) -> Doubles:
+    kind, seed, get = recipe["gen"], recipe["seed"], recipe.get
+    batch, count, width, heads = get("B", 1), recipe["N"], get("D", 32), get("H", 4)
+    start = get("sys", 0)
+    length = start + count + get("txt", 0)
+    bias = get("bias", 0.0)
+    before = kind in WITH_CLS
+    match name:
+        case "features" | "image_features":
+            rows = _clustered(recipe, "feat", (batch, count, width), bias)
+            if get("dom"):  # one channel that dominates all others
+                rows[..., 0] = rows[..., 0] * recipe["dom"]
+                rows[..., 0] = rows[..., 0] + get("off", 0.0)
+            rows = _alike(_repeated(rows, get("dup", 1)), get("const"))
+            if kind == "autoprune_released":
+                rows = rows * (0.5 + uniform(seed, "gain", (batch, count, 1)))
+            return rows[0] if kind == "divprune" else rows
+        case "encoder":
+            rows = _clustered(recipe, "enc", (batch, count, get("E", 32)), get("ebias", 0.0))
+            return _alike(_repeated(rows, get("dup", 1)), get("const"))
+        case "image_embeds":
+            rows = get("escale", 1.0) * _clustered(recipe, "emb", (batch, count, get("C", 16)))
+            rows = _alike(rows, get("const_rel"))
+            return _alike(_repeated(rows, get("dup", 1)), get("const"))
+        case "hidden" | "key_metric" | "k":
+            key, of_rows = {"hidden": ("hid", width), "key_metric": ("key", get("dk", 16))}.get(
+                name, ("k", width)
+            )
+            rows = _clustered(recipe, key, (batch, count + before, of_rows), bias)
+            times = get("dup", 1) if kind in ("trim", "visionzip") else 1
+            return np.concatenate([rows[:, :before], _repeated(rows[:, before:], times)], axis=1)
+        case "q":
+            return get("qscale", 1.0) * _clustered(recipe, "q", (batch, count + before, width))
+        case "cls_attn":
+            attention = _mass(recipe, (batch, heads, count))
+            if before:
+                return attention
+            rows = _repeated(attention.transpose(0, 2, 1), get("dup", 1))
+            return _alike(rows, get("const")).transpose(0, 2, 1)
+        case "text_embeds":
+            return _bell(seed, "txt", (get("M", 1), get("C", 16)))
+        case "text_tokens":
+            return _bell(seed, "txt", (recipe["M"], width)) if recipe["M"] else np.zeros((0, width))
+        case "text_features":
+            return _bell(seed, "pooled", (batch, width))
+        case "normed_hidden":
+            rows = _clustered(recipe, "hid", (1, length, width))
+            return _with_image_repeated(rows, start, count, get("dup", 1))
+        case "keys" if kind == "dart":
+            return _bell(seed, "keys", (1, get("H", 2), length, get("hd", 8)))
+        case "keys":
+            rows = _bell(seed, "k", (heads, length, get("hd", 16)))
+            return _with_image_repeated(rows, start, count, get("dup", 1))
+        case "q_last":
+            return _bell(seed, "q", (heads, 1, get("hd", 16)))
+        case "attn_last_row":
+            attention = _mass(recipe, (heads, length))
+            return np.full_like(attention, 0.25) if get("const") else attention
+        case "attn_text_rows":
+            return _mass(recipe, (heads, recipe["txt"], length))
+        case "embeds":
+            return _clustered(recipe, "emb", (1, length, width)) * get("escale", 0.25)
+        case "layer_out":
+            return _clustered(recipe, "out", (1, length, width))
+    raise ValueError(f"no array of the name {name!r} is known")
+
+
+def _bell(seed: int, name: str, shape: tuple[int, ...]) -> Doubles:
     """Approximately normal with mean 0 and variance 1: the sum of four uniform numbers."""
     total = uniform(seed, f"{name}/0", shape)
     for part in (1, 2, 3):
         total = total + uniform(seed, f"{name}/{part}", shape)
-    return (total - 2.0) * _SQRT_3
+    return (total - 2.0) * 1.7320508075688772
 
 
-def clustered(
-    recipe: Recipe, name: str, batch: int, count: int, width: int, bias: float = 0.0
+def _clustered(
+    recipe: Recipe, name: str, shape: tuple[int, int, int], bias: float = 0.0
 ) -> Doubles:
-    """``(batch, count, width)`` tokens, each a cluster's centre with noise."""
+    """Tokens ``(B, N, D)``, each a cluster's centre with noise."""
     seed, clusters = recipe["seed"], recipe.get("ncl", 24)
-    centres = bell(seed, f"{name}/cen", (clusters, width))
-    owner = (uniform(seed, f"{name}/asg", (batch, count)) * clusters).astype(np.int64)
+    centres = _bell(seed, f"{name}/cen", (clusters, shape[2]))
+    owner = (uniform(seed, f"{name}/asg", shape[:2]) * clusters).astype(np.int64)
     tokens = centres[np.minimum(owner, clusters - 1)]
-    tokens = tokens + recipe.get("noise", 0.6) * bell(seed, f"{name}/noi", (batch, count, width))
+    tokens = tokens + recipe.get("noise", 0.6) * _bell(seed, f"{name}/noi", shape)
     return tokens + bias
 
 
-def mass(recipe: Recipe, name: str, shape: tuple[int, ...]) -> Doubles:
+def _mass(recipe: Recipe, shape: tuple[int, ...]) -> Doubles:
     """Positive and heavy-tailed, like attention: an integer power of a uniform number."""
-    drawn = uniform(recipe["seed"], name, shape)
+    drawn = uniform(recipe["seed"], "attn", shape)
     power = np.ones(shape)
     for _ in range(recipe.get("p", 6)):  # by multiplication alone: `pow` differs between machines
         power = power * drawn
     return 0.02 * power + 1e-4
 
 
-def repeated(tokens: Doubles, times: int) -> Doubles:
+def _repeated(tokens: Doubles, times: int) -> Doubles:
     """Tokens i, i + N / times, i + 2 N / times, ... made identical along axis 1."""
     count = tokens.shape[1]
     return tokens[:, np.arange(count) % (count // times)]
 
 
-def inputs(recipe: Recipe) -> dict[str, Floats]:
-    """Every input array of a case by name, none for a case that stores its own."""
-    make = _MAKERS.get(recipe["gen"])
-    actual = {} if make is None else make(recipe)
-    return {name: np.ascontiguousarray(array, np.float32) for name, array in actual.items()}
-
-
-def _cdpruner(recipe: Recipe) -> dict[str, Doubles]:
-    batch, count, times = recipe.get("B", 1), recipe["N"], recipe.get("dup", 1)
-    space = recipe.get("C", 16)
-    features = clustered(recipe, "feat", batch, count, recipe.get("D", 32), recipe.get("bias", 0.0))
-    patches = _alike(recipe, clustered(recipe, "emb", batch, count, space))
-    return {
-        "image_features": repeated(features, times),
-        "image_embeds": repeated(patches, times),
-        "text_embeds": bell(recipe["seed"], "txt", (recipe.get("M", 1), space)),
-    }
-
-
-def _autoprune_released(recipe: Recipe) -> dict[str, Doubles]:
-    seed, batch, width = recipe["seed"], recipe.get("B", 1), recipe["D"]
-    actual = _cdpruner(recipe)
-    gain = 0.5 + uniform(seed, "gain", (batch, recipe["N"], 1))
-    actual["image_features"] = actual["image_features"] * gain
-    if recipe["relevance"] == "cosine":
-        actual["text_features"] = bell(seed, "pooled", (batch, width))
-    return actual
-
-
-def _divprune(recipe: Recipe) -> dict[str, Doubles]:
-    features = clustered(
-        recipe, "feat", 1, recipe["N"], recipe.get("D", 32), recipe.get("bias", 0.0)
-    )
-    features = repeated(features, recipe.get("dup", 1))
-    if recipe.get("const"):
-        features = np.broadcast_to(features[:, :1], features.shape)
-    return {"features": features[0]}
-
-
-def _visionzip(recipe: Recipe) -> dict[str, Doubles]:
-    batch, count, times = recipe.get("B", 1), recipe["N"], recipe.get("dup", 1)
-    actual = {"cls_attn": mass(recipe, "attn", (batch, recipe.get("H", 4), count))}
-    for name, short, width in (
-        ("hidden", "hid", recipe.get("D", 32)),
-        ("key_metric", "key", recipe.get("dk", 16)),
-    ):
-        rows = clustered(recipe, short, batch, count + 1, width)
-        actual[name] = np.concatenate([rows[:, :1], repeated(rows[:, 1:], times)], axis=1)
-    return actual
-
-
-def _prumerge(recipe: Recipe) -> dict[str, Doubles]:
-    batch, width = recipe.get("B", 1), recipe.get("D", 32)
-    count = recipe["N"] + (recipe["gen"] == "prumerge")  # one more row for [CLS]
-    return {
-        "hidden": clustered(recipe, "hid", batch, count, width),
-        "k": clustered(recipe, "k", batch, count, width),
-        "q": recipe.get("qscale", 1.0) * clustered(recipe, "q", batch, count, width),
-    }
-
-
-def _trim(recipe: Recipe) -> dict[str, Doubles]:
-    batch, count, times = recipe.get("B", 1), recipe["N"], recipe.get("dup", 1)
-    space = recipe.get("C", 16)
-    hidden = clustered(recipe, "hid", batch, count, recipe.get("D", 32))
-    patches = recipe.get("escale", 1.0) * clustered(recipe, "emb", batch, count, space)
-    return {
-        "hidden": repeated(hidden, times),
-        "image_embeds": repeated(_alike(recipe, patches), times),
-        "text_embeds": bell(recipe["seed"], "txt", (1, space)),
-    }
-
-
-def _dart(recipe: Recipe) -> dict[str, Doubles]:
-    length = _sequence(recipe)
-    states = clustered(recipe, "hid", 1, length, recipe.get("D", 32))
-    shape = (1, recipe.get("H", 2), length, recipe.get("hd", 8))
-    return {
-        "normed_hidden": _image_repeated(recipe, states),
-        "keys": bell(recipe["seed"], "keys", shape),
-    }
-
-
-def _fastv(recipe: Recipe) -> dict[str, Doubles]:
-    attention = mass(recipe, "attn", (recipe.get("H", 4), _sequence(recipe)))
-    if recipe.get("const"):
-        attention = np.full_like(attention, 0.25)
-    return {"attn_last_row": attention}
-
-
-def _pdrop(recipe: Recipe) -> dict[str, Doubles]:
-    heads, width = recipe.get("H", 4), recipe.get("hd", 16)
-    keys = bell(recipe["seed"], "k", (heads, _sequence(recipe), width))
-    return {
-        "q_last": bell(recipe["seed"], "q", (heads, 1, width)),
-        "keys": _image_repeated(recipe, keys),
-    }
-
-
-def _sparsevlm(recipe: Recipe) -> dict[str, Doubles]:
-    length, width = _sequence(recipe), recipe.get("D", 32)
-    return {
-        "embeds": clustered(recipe, "emb", 1, length, width) * recipe.get("escale", 0.25),
-        "attn_text_rows": mass(recipe, "attn", (recipe.get("H", 4), recipe["txt"], length)),
-        "layer_out": clustered(recipe, "out", 1, length, width),
-    }
-
-
-def _before_the_model(recipe: Recipe) -> dict[str, Doubles]:
-    """Inputs of the policies that select before the language model, from MMTok to IDPruner."""
-    kind, seed = recipe["gen"], recipe["seed"]
-    batch, count, width = recipe.get("B", 1), recipe["N"], recipe.get("D", 32)
-    features = clustered(recipe, "feat", batch, count, width, recipe.get("bias", 0.0))
-    if recipe.get("dom"):  # one channel that dominates all others
-        features[..., 0] = features[..., 0] * recipe["dom"]
-        features[..., 0] = features[..., 0] + recipe.get("off", 0.0)
-    actual, texts = {"features": features}, {}
-    if kind in ("cen_cdpruner", "fsr"):
-        space = recipe.get("C", 16)
-        actual["image_embeds"] = clustered(recipe, "emb", batch, count, space)
-        texts["text_embeds"] = bell(seed, "txt", (recipe.get("M", 1), space))
-    if kind in ("scope", "holov", "fsr", "idpruner"):
-        heads = mass(recipe, "attn", (batch, recipe.get("H", 4), count))
-        actual["cls_attn"] = heads.transpose(0, 2, 1)
-    if kind == "mmtok":
-        inner = recipe.get("E", 32)
-        actual["encoder"] = clustered(recipe, "enc", batch, count, inner, recipe.get("ebias", 0.0))
-        words = recipe["M"]
-        texts["text_tokens"] = bell(seed, "txt", (words, width)) if words else np.zeros((0, width))
-    for name, rows in actual.items():
-        rows = repeated(rows, recipe.get("dup", 1))
-        if recipe.get("const"):
-            rows = np.broadcast_to(rows[:, :1], rows.shape)
-        actual[name] = rows.transpose(0, 2, 1) if name == "cls_attn" else rows
-    return actual | texts
-
-
-def _prunesid(recipe: Recipe) -> dict[str, Doubles]:
-    batch, count = recipe.get("B", 1), recipe["N"]
-    width, bias = recipe.get("D", 32), recipe.get("bias", 0.0)
-    return {
-        "hidden": clustered(recipe, "hid", batch, count + 1, width, bias),
-        "cls_attn": mass(recipe, "attn", (batch, recipe.get("H", 4), count)),
-    }
-
-
-def _alike(recipe: Recipe, patches: Doubles) -> Doubles:
-    """Patches, all replaced by the first one if relevance is to be constant."""
-    return np.broadcast_to(patches[:, :1], patches.shape) if recipe.get("const_rel") else patches
-
-
-def _sequence(recipe: Recipe) -> int:
-    return int(recipe["sys"] + recipe["N"] + recipe["txt"])
-
-
-def _image_repeated(recipe: Recipe, rows: Doubles) -> Doubles:
+def _with_image_repeated(rows: Doubles, start: int, count: int, times: int) -> Doubles:
     """A sequence, along axis 1, whose visual tokens alone repeat."""
-    start, end = recipe["sys"], recipe["sys"] + recipe["N"]
-    image = repeated(rows[:, start:end], recipe.get("dup", 1))
-    return np.concatenate([rows[:, :start], image, rows[:, end:]], axis=1)
+    image = _repeated(rows[:, start : start + count], times)
+    return np.concatenate([rows[:, :start], image, rows[:, start + count :]], axis=1)
 
 
-_MAKERS: Mapping[str, Callable[[Recipe], dict[str, Doubles]]] = {
-    "autoprune_released": _autoprune_released,
-    "cdpruner": _cdpruner,
-    "divprune": _divprune,
-    "visionzip": _visionzip,
-    "prumerge": _prumerge,
-    "prumerge_nocls": _prumerge,
-    "trim": _trim,
-    "dart": _dart,
-    "fastv": _fastv,
-    "pdrop": _pdrop,
-    "sparsevlm": _sparsevlm,
-    "prunesid": _prunesid,
-    **dict.fromkeys(
-        ("cen_divprune", "cen_cdpruner", "scope", "mmtok", "holov", "fsr", "idpruner"),
-        _before_the_model,
-    ),
-}
+def _alike(rows: Doubles, constant: object) -> Doubles:
+    """The rows, all replaced by the first one of their image if they are to be constant."""
+    return np.broadcast_to(rows[:, :1], rows.shape) if constant else rows

@@ -1,6 +1,17 @@
-"""Greedy MAP: its definition, anchors, conditioning and caps."""
+"""Greedy MAP: its definition, anchors, conditioning and caps; and the Triton form of it.
+
+The kernel runs without a GPU, by Triton's interpreter and up to the binary, in a process of its own
+because Triton reads its environment when a kernel is declared.
+"""
 
 from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.ops import triton_cases
+from vllm_autoprune.ops import dpp
 from vllm_autoprune.ops.dpp import greedy_map
-from vllm_autoprune.ops.dpp_torch import capped_greedy_map, condition
+from vllm_autoprune.ops.dpp_torch import capped_greedy_map, condition, greedy_map_torch
 from vllm_autoprune.ops.rowwise import TIE
 from vllm_autoprune.ops.similarity import cosines
+
+NONE = torch.empty(1, 0, dtype=torch.int64)
 
 
 def kernel(seed: int, batch: int, size: int, rank: int = 24) -> tuple[Tensor, Tensor]:
@@ -79,12 +94,9 @@ def test_the_first_pick_does_not_depend_on_how_the_diagonal_is_rounded(dtype: to
     assert not bool((similarity.diagonal(dim1=1, dim2=2).argmax(dim=1) == 0).all())
     every = torch.ones(4, 96, dtype=torch.bool)
     capped = capped_greedy_map(
-        *(similarity, quality, 2),
-        anchors=torch.empty(4, 0, dtype=torch.int64),
-        eligible=every,
-        cells=every.long(),
+        *(similarity, quality, 2), anchors=NONE.expand(4, 0), eligible=every, cells=every.long(),
         cap=96,
-    )
+    )  # fmt: skip
     assert capped[:, 0].tolist() == greedy_map(similarity, quality, 2)[:, 0].tolist() == [0] * 4
     eligible = every.index_fill(1, torch.tensor([0, 1, 2]), False)
     assert greedy_map(similarity, quality, 2, eligible=eligible)[:, 0].tolist() == [3] * 4
@@ -92,19 +104,28 @@ def test_the_first_pick_does_not_depend_on_how_the_diagonal_is_rounded(dtype: to
 
 def test_an_exhausted_kernel_is_filled_up_by_quality_among_the_eligible() -> None:
     quality = torch.tensor([[0.1, 0.5, 0.9, 0.5, 0.3]])
-    eligible = torch.tensor([[True, True, True, True, False]])
-    picks = greedy_map(torch.ones(1, 5, 5), quality, 4, eligible=eligible)
-    assert picks.tolist() == [[2, 1, 3, 0]]
+    eligible, flat = torch.tensor([[True, True, True, True, False]]), torch.ones(1, 5, 5)
+    assert greedy_map(flat, quality, 4, eligible=eligible).tolist() == [[2, 1, 3, 0]]
+    conditioned = condition(flat, torch.tensor([[2, 0]]))
+    assert greedy_map(flat, quality, 3, conditioned=conditioned).tolist() == [[1, 3, 4]]
 
 
 @pytest.mark.parametrize("count", [1, 5, 9])
-def test_nan_repeats_no_index_and_stays_in_its_own_row(count: int) -> None:
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_non_finite_input_repeats_no_index_and_stays_in_its_own_row(
+    count: int, value: float
+) -> None:
     similarity, quality = kernel(3, 3, 9)
     clean = greedy_map(similarity, quality, count)
-    similarity[1], quality[2, 4] = torch.nan, torch.nan
+    similarity[1], quality[2, 4] = value, value
     picks = greedy_map(similarity, quality, count)
+    every = torch.ones(3, 9, dtype=torch.bool)
+    capped = capped_greedy_map(
+        *(similarity, quality, count), anchors=NONE.expand(3, 0), eligible=every,
+        cells=torch.arange(9).expand(3, -1) % 3, cap=2,
+    )  # fmt: skip
     assert torch.equal(picks[0], clean[0])
-    assert all(row.unique().numel() == count for row in picks)
+    assert all(row.unique().numel() == count for row in (*picks, *capped))
 
 
 @given(seed=st.integers(0, 10_000), data=st.data())
@@ -119,141 +140,129 @@ def test_conditioning_on_tokens_gives_the_picks_that_follow_them_as_anchors(
     conditioned = condition(similarity, anchors)
     picks = greedy_map(similarity, quality, count, conditioned=conditioned)
     assert picks.tolist() == anchored[:, forced:].tolist()
-
-
-def test_a_conditioned_kernel_is_the_same_alone_and_in_a_batch() -> None:
-    similarity, _ = kernel(5, 4, 64, rank=48)
-    given_tokens = torch.arange(20).expand(4, -1)
-    together = condition(similarity, given_tokens)
-    alone = condition(similarity[2:3], given_tokens[2:3])
-    assert torch.equal(together.factors[2:3], alone.factors)
-    assert torch.equal(together.residual[2:3], alone.residual)
-
-
-def test_tokens_that_are_not_valid_do_not_condition() -> None:
-    similarity, quality = kernel(6, 2, 20)
-    given_tokens = torch.tensor([[3, 7, 9], [3, 7, 9]])
-    some = condition(similarity, given_tokens, torch.tensor([[True, False, True]] * 2))
-    fewer = condition(similarity, given_tokens[:, [0, 2]])
-    assert torch.equal(some.residual, fewer.residual)
-    picks = greedy_map(similarity, quality, 17, conditioned=some)
-    assert 7 in picks[0].tolist()
-
-
-def test_given_tokens_are_not_picked_again_when_the_kernel_is_exhausted() -> None:
-    conditioned = condition(torch.ones(1, 5, 5), torch.tensor([[2, 0]]))
-    quality = torch.tensor([[0.1, 0.5, 0.9, 0.5, 0.3]])
-    picks = greedy_map(torch.ones(1, 5, 5), quality, 3, conditioned=conditioned)
-    assert picks.tolist() == [[1, 3, 4]]
-
-
-def similarity(seed: int, batch: int = 2, tokens: int = 20, width: int = 24) -> torch.Tensor:
-    rows = torch.randn(batch, tokens, width, generator=torch.Generator().manual_seed(seed))
-    unit = torch.nn.functional.normalize(rows, dim=2)
-    return unit @ unit.transpose(1, 2)
+    alone = condition(similarity[2:], anchors[2:])
+    assert torch.equal(conditioned.factors[2:], alone.factors)
+    assert torch.equal(conditioned.residual[2:], alone.residual)
+    # Tokens that are not valid do not condition.
+    valid = torch.arange(forced + 1).expand(3, -1) < forced
+    more = condition(similarity, torch.cat([anchors, anchors[:, :1]], dim=1), valid)
+    assert torch.equal(more.residual, conditioned.residual)
 
 
 @given(seed=st.integers(0, 10_000), count=st.integers(1, 20), forced=st.integers(0, 4))
 def test_cap_that_never_binds_equals_greedy_map(seed: int, count: int, forced: int) -> None:
-    kernel, source = similarity(seed), torch.Generator().manual_seed(seed)
-    quality = torch.rand(2, 20, generator=source) + 0.1
-    anchors = torch.rand(2, 20, generator=source).argsort(dim=1)[:, : min(forced, count)]
-    every = torch.ones(2, 20, dtype=torch.bool)
-    actual = capped_greedy_map(
-        kernel, quality, count, anchors=anchors, eligible=every, cells=every.long() * 0, cap=20
-    )
-    expected = greedy_map(kernel, quality, count, anchors=anchors, eligible=every)
-    assert torch.equal(actual, expected)
-
-
-@given(seed=st.integers(0, 10_000), cap=st.integers(1, 5), cells=st.integers(4, 8))
-def test_no_cell_gets_more_than_the_cap_while_another_has_room(
-    seed: int, cap: int, cells: int
-) -> None:
-    source = torch.Generator().manual_seed(seed)
-    labels = torch.randint(cells, (2, 20), generator=source)
-    eligible = torch.rand(2, 20, generator=source) < 0.8
-    eligible[:, :4] = True
-    for image in range(2):
-        room = sum(
-            min(cap, int((eligible[image] & (labels[image] == c)).sum())) for c in range(cells)
-        )
-        actual = capped_greedy_map(
-            similarity(seed)[image : image + 1],
-            torch.ones(1, 20),
-            room,
-            anchors=torch.empty(1, 0, dtype=torch.int64),
-            eligible=eligible[image : image + 1],
-            cells=labels[image : image + 1],
-            cap=cap,
-        )[0]
-        assert len(set(actual.tolist())) == room and bool(eligible[image][actual].all())
-        assert int(labels[image][actual].bincount().max()) <= cap
-
-
-def test_by_hand() -> None:
-    # All tokens are unlike each other, so quality decides: 3, 2, 1, 0, and two share a cell.
-    actual = capped_greedy_map(
-        torch.eye(4)[None],
-        torch.tensor([[1.0, 2.0, 3.0, 4.0]]),
-        3,
-        anchors=torch.empty(1, 0, dtype=torch.int64),
-        eligible=torch.ones(1, 4, dtype=torch.bool),
-        cells=torch.tensor([[0, 1, 2, 2]]),
-        cap=1,
-    )
-    assert actual.tolist() == [[3, 1, 0]]
-
-
-def test_cap_is_ignored_if_all_cells_are_full() -> None:
-    actual = capped_greedy_map(
-        torch.eye(4)[None],
-        torch.tensor([[1.0, 2.0, 3.0, 4.0]]),
-        4,
-        anchors=torch.empty(1, 0, dtype=torch.int64),
-        eligible=torch.ones(1, 4, dtype=torch.bool),
-        cells=torch.zeros(1, 4, dtype=torch.int64),
-        cap=1,
-    )
-    assert actual.tolist() == [[3, 2, 1, 0]]
+    similarity, quality = kernel(seed, 2, 20)
+    order = torch.rand(2, 20, generator=torch.Generator().manual_seed(seed)).argsort(dim=1)
+    anchors, every = order[:, : min(forced, count)], torch.ones(2, 20, dtype=torch.bool)
+    capped = capped_greedy_map(
+        *(similarity, quality, count), anchors=anchors, eligible=every, cells=every.long() * 0,
+        cap=20,
+    )  # fmt: skip
+    plain = greedy_map(similarity, quality, count, anchors=anchors, eligible=every)
+    assert torch.equal(capped, plain)
 
 
 @given(seed=st.integers(0, 10_000), cap=st.integers(1, 5), forced=st.integers(0, 4))
-def test_conditioned_on_tokens_it_picks_what_follows_them_as_anchors(
-    seed: int, cap: int, forced: int
-) -> None:
+def test_no_cell_gets_more_than_the_cap_and_a_core_counts(seed: int, cap: int, forced: int) -> None:
     source = torch.Generator().manual_seed(seed)
-    kernel, labels = similarity(seed), torch.randint(5, (2, 20), generator=source)
-    quality = torch.rand(2, 20, generator=source) + 0.1
+    (similarity, quality), cells = kernel(seed, 2, 20), torch.randint(5, (2, 20), generator=source)
     order = torch.rand(2, 20, generator=source).argsort(dim=1)
-    core, first = order[:, :6], order[:, 6 : 6 + forced]
+    core, anchors = order[:, :6], order[:, 6 : 6 + forced]
     eligible = (torch.rand(2, 20, generator=source) < 0.8).scatter(1, order[:, 6:16], True)
     eligible = eligible.scatter(1, core, False)
     anchored = capped_greedy_map(
-        *(kernel, quality, 14),
-        anchors=torch.cat([core, first], dim=1),
-        eligible=eligible,
-        cells=labels,
-        cap=cap,
-    )
+        *(similarity, quality, 14), anchors=torch.cat([core, anchors], dim=1), eligible=eligible,
+        cells=cells, cap=cap,
+    )  # fmt: skip
     conditioned = capped_greedy_map(
-        *(kernel, quality, 8),
-        anchors=first,
-        eligible=eligible,
-        cells=labels,
-        cap=cap,
-        conditioned=condition(kernel, core),
-    )
+        *(similarity, quality, 8), anchors=anchors, eligible=eligible, cells=cells, cap=cap,
+        conditioned=condition(similarity, core),
+    )  # fmt: skip
     assert torch.equal(conditioned, anchored[:, 6:])
+    for image in range(2):
+        members = [eligible[image] & (cells[image] == cell) for cell in range(5)]
+        room = sum(min(cap, int(member.sum())) for member in members)
+        one = slice(image, image + 1)
+        picks = capped_greedy_map(
+            *(similarity[one], quality[one], room), anchors=NONE, eligible=eligible[one],
+            cells=cells[one], cap=cap,
+        )[0]  # fmt: skip
+        assert len(set(picks.tolist())) == room and bool(eligible[image][picks].all())
+        assert int(cells[image][picks].bincount().max()) <= cap
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_non_finite_input_repeats_no_index(value: float) -> None:
-    kernel, quality = similarity(1), torch.rand(2, 20)
-    kernel[0, 3] = kernel[0, :, 3] = value
-    quality[0, 5] = value
-    every = torch.ones(2, 20, dtype=torch.bool)
-    given_ = {"eligible": every, "cells": torch.arange(20).expand(2, -1) % 5, "cap": 3}
-    none = torch.empty(2, 0, dtype=torch.int64)
-    actual = capped_greedy_map(kernel, quality, 12, anchors=none, **given_)  # type: ignore[arg-type]
-    assert [len(set(row)) for row in actual.tolist()] == [12, 12]
+@pytest.mark.parametrize(
+    ("cells", "picks"),
+    [
+        # All tokens are unlike each other, so quality decides: 3, 2, 1, 0, and two share a cell.
+        ([0, 1, 2, 2], [3, 1, 0]),
+        ([0, 0, 0, 0], [3, 2, 1]),  # where all cells are full the cap is ignored
+    ],
+)
+def test_caps_by_hand(cells: list[int], picks: list[int]) -> None:
+    capped = capped_greedy_map(
+        torch.eye(4)[None], torch.tensor([[1.0, 2.0, 3.0, 4.0]]), 3, anchors=NONE,
+        eligible=torch.ones(1, 4, dtype=torch.bool), cells=torch.tensor([cells]), cap=1,
+    )  # fmt: skip
+    assert capped.tolist() == [picks]
+
+
+CASES = dict(triton_cases.cases())
+
+
+def ran(command: str, **environment: str) -> dict[str, list[list[list[int]]]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ops.triton_cases", command],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    printed: dict[str, list[list[list[int]]]] = json.loads(done.stdout)
+    return printed
+
+
+@cache
+def compared() -> dict[str, list[list[list[int]]]]:
+    return ran("compare", TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_picks_of_triton_equal_those_of_torch(name: str) -> None:
+    in_torch, in_triton = compared()[name]
+    assert in_triton == in_torch
+    assert all(len(set(row)) == len(row) > 0 for row in in_torch)
+    if name.startswith("rounded 1"):
+        assert [row[0] for row in in_triton] == [0] * len(in_triton)
+
+
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        pytest.param(gpu, id=f"sm_{gpu}", marks=[pytest.mark.exhaustive] if gpu < 90 else [])
+        for gpu in triton_cases.GPUS
+    ],
+)
+def test_the_kernel_compiles_for_a_gpu(gpu: int, tmp_path: Path) -> None:
+    built = ran(f"compile-{gpu}", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert len(built) == 3
+
+
+def test_torch_is_used_on_a_cpu_and_on_a_gpu_without_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert dpp._fastest_implementation(torch.device("cpu")) is greedy_map_torch
+    monkeypatch.setitem(sys.modules, "vllm_autoprune.ops.dpp_triton", None)
+    assert dpp._fastest_implementation(torch.device("cuda")) is greedy_map_torch
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("inputs", CASES.values(), ids=CASES)
+def test_picks_on_a_gpu_equal_torch(inputs: triton_cases.Inputs) -> None:
+    from vllm_autoprune.ops.dpp_triton import works
+
+    assert works()
+    assert inputs.to("cuda").in_triton() == inputs.in_torch()

@@ -37,21 +37,14 @@ def test_rounding_breaks_no_tie() -> None:
         distance, torch.ones(1, 4), 1, nearest=near, taken=none, floor=0.0
     )
     assert weighted.tolist() == [[1]]
+    assert coverage(torch.tensor([[0.1, 0.2], [0.3, 0.6], [0.6000001, 0.3]]), 1) == [1]
 
 
-def test_count_zero_picks_nothing() -> None:
-    picks = farthest_points(
-        torch.ones(2, 3, 3), 0, nearest=torch.ones(2, 3), taken=none_taken(3).repeat(2, 1)
-    )
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_count_zero_picks_nothing(tokens: int) -> None:
+    near, none = torch.ones(2, tokens), torch.zeros(2, tokens, dtype=torch.bool)
+    picks = farthest_points(torch.ones(2, tokens, tokens), 0, nearest=near, taken=none)
     assert picks.shape == (2, 0) and picks.dtype == torch.int64
-
-
-def test_no_tokens_have_no_farthest() -> None:
-    empty = torch.ones(2, 0)
-    picks = farthest_points(
-        torch.ones(2, 0, 0), 0, nearest=empty, taken=torch.ones(2, 0, dtype=torch.bool)
-    )
-    assert picks.shape == (2, 0)
 
 
 @given(seed=st.integers(0, 10_000), size=st.integers(1, 14), data=st.data())
@@ -81,73 +74,59 @@ def test_non_finite_input_repeats_no_index(bad: set[int], value: float) -> None:
     assert sorted(picks[0].tolist()) == list(range(8))
 
 
-class TestWeighted:
-    """Weight times distance to what is chosen."""
+LINE = on_a_line([0.0, 1.0, 4.0, 9.0, 10.0])
+ALL, FIRST = [1.0] * 5, torch.tensor([[True, False, False, False, False]])
 
-    LINE = on_a_line([0.0, 1.0, 4.0, 9.0, 10.0])
 
-    def run(self, weight: list[float], count: int, **options: Tensor) -> list[int]:
-        nearest = options.pop("nearest", torch.full((1, 5), torch.inf))
-        taken = options.pop("taken", none_taken(5))
-        picks: list[int] = weighted_farthest_points(
-            self.LINE,
-            torch.tensor([weight]),
-            count,
-            nearest=nearest,
-            taken=taken,
-            floor=1e-6,
-            leading=options.get("leading"),
-            fill=options.get("fill"),
-        )[0].tolist()
-        return picks
-
-    def test_the_first_is_farthest_from_its_neighbour_whatever_its_weight(self) -> None:
-        assert self.run([1.0, 1.0, 0.0, 1.0, 1.0], 1) == [2]
-
-    def test_then_weight_times_distance_decides(self) -> None:
+@pytest.mark.parametrize(
+    ("weight", "count", "options", "picks"),
+    [
+        # The first is farthest from its neighbour, whatever its weight.
+        ([1.0, 1.0, 0.0, 1.0, 1.0], 1, {}, [2]),
         # From 4: distances 4, 3, 5, 6 times the weights are 4, 0.3, 5, 0.6.
-        assert self.run([1.0, 0.1, 1.0, 1.0, 0.1], 3) == [2, 3, 0]
-
-    def test_without_weight_tokens_come_last_and_by_weight(self) -> None:
-        assert self.run([0.0, 0.0, 1.0, 1.0, 0.0], 5) == [2, 3, 0, 1, 4]
-        fill = torch.tensor([[0.1, 0.9, 0.0, 0.0, 0.5]])
-        assert self.run([0.0, 0.0, 1.0, 1.0, 0.0], 5, fill=fill) == [2, 3, 1, 4, 0]
-
-    def test_it_continues_from_what_is_chosen(self) -> None:
-        taken = torch.tensor([[True, False, False, False, False]])
-        nearest = distance_to_kept(self.LINE, taken)
-        assert nearest.tolist() == [[0, 1, 4, 9, 10]]
-        assert self.run([1.0] * 5, 2, nearest=nearest, taken=taken) == [4, 2]
-
-    def test_forced_picks_come_first_and_condition_the_others(self) -> None:
-        leading = torch.tensor([[4, -1, -1]])
-        assert self.run([1.0] * 5, 3, leading=leading) == [4, 0, 2]
-
-    def test_the_nearest_other_is_never_the_token_itself(self) -> None:
-        assert distance_to_others(self.LINE).tolist() == [[1, 1, 3, 1, 1]]
-
-
-PICKS = torch.tensor([[3, 1, 0]])
-WEIGHT = torch.tensor([[0.2, 0.9, 0.5, 0.1, 0.5]])
+        ([1.0, 0.1, 1.0, 1.0, 0.1], 3, {}, [2, 3, 0]),
+        # Without weight tokens come last, and by weight or what fills.
+        ([0.0, 0.0, 1.0, 1.0, 0.0], 5, {}, [2, 3, 0, 1, 4]),
+        ([0.0, 0.0, 1.0, 1.0, 0.0], 5, {"fill": torch.tensor([[0.1, 0.9, 0.0, 0.0, 0.5]])},
+         [2, 3, 1, 4, 0]),
+        # It continues from what is chosen, and forced picks condition the others.
+        (ALL, 2, {"nearest": distance_to_kept(LINE, FIRST), "taken": FIRST}, [4, 2]),
+        (ALL, 3, {"leading": torch.tensor([[4, -1, -1]])}, [4, 0, 2]),
+    ],
+)  # fmt: skip
+def test_weight_times_distance_to_what_is_chosen(
+    weight: list[float], count: int, options: dict[str, Tensor], picks: list[int]
+) -> None:
+    start = {"nearest": torch.full((1, 5), torch.inf), "taken": none_taken(5), **options}
+    chosen = weighted_farthest_points(LINE, torch.tensor([weight]), count, floor=1e-6, **start)
+    assert chosen.tolist() == [picks]
+    assert distance_to_kept(LINE, FIRST).tolist() == [[0, 1, 4, 9, 10]]
+    assert distance_to_others(LINE).tolist() == [[1, 1, 3, 1, 1]]  # never the token itself
 
 
-def test_picks_with_a_gain_stay_and_the_rest_comes_by_weight() -> None:
-    gains = torch.tensor([[2.0, 1.0, 0.5]])
-    assert fill_by_weight(PICKS, gains, WEIGHT, None, 0.1).tolist() == [[3, 1, 0]]
-    assert fill_by_weight(PICKS, gains, WEIGHT, None, 0.7).tolist() == [[3, 1, 2]]
-    assert fill_by_weight(PICKS, gains, WEIGHT, None, 5.0).tolist() == [[1, 2, 4]]
+WEIGHT = [0.2, 0.9, 0.5, 0.1, 0.5]
+SOME = torch.tensor([[True, False, False, True, True]])
+NAN = torch.nan
 
 
-def test_tokens_that_are_not_eligible_never_fill() -> None:
-    eligible = torch.tensor([[True, False, False, True, True]])
-    gains = torch.zeros(1, 3)
-    assert fill_by_weight(PICKS, gains, WEIGHT, eligible, 0.0).tolist() == [[4, 0, 3]]
-
-
-def test_nan_is_no_gain_and_a_nan_weight_comes_first() -> None:
-    gains = torch.tensor([[1.0, torch.nan, torch.nan]])
-    weight = torch.tensor([[torch.nan, 0.9, -torch.inf, 0.1, 0.5]])
-    assert fill_by_weight(PICKS, gains, weight, None, 0.0).tolist() == [[3, 0, 1]]
+@pytest.mark.parametrize(
+    ("gains", "weight", "eligible", "floor", "picks"),
+    [
+        # Picks with a gain stay and the rest comes by weight.
+        ([2.0, 1.0, 0.5], WEIGHT, None, 0.1, [3, 1, 0]),
+        ([2.0, 1.0, 0.5], WEIGHT, None, 0.7, [3, 1, 2]),
+        ([2.0, 1.0, 0.5], WEIGHT, None, 5.0, [1, 2, 4]),
+        ([0.0, 0.0, 0.0], WEIGHT, SOME, 0.0, [4, 0, 3]),
+        # NaN is no gain, and a NaN weight comes first.
+        ([1.0, NAN, NAN], [NAN, 0.9, -torch.inf, 0.1, 0.5], None, 0.0, [3, 0, 1]),
+    ],
+)
+def test_what_fills_up_by_weight(
+    gains: list[float], weight: list[float], eligible: Tensor | None, floor: float, picks: list[int]
+) -> None:
+    known = torch.tensor([[3, 1, 0]])
+    filled = fill_by_weight(known, torch.tensor([gains]), torch.tensor([weight]), eligible, floor)
+    assert filled.tolist() == [picks]
 
 
 def coverage(degrees: Tensor, count: int, weight: list[float] | None = None) -> list[int]:
@@ -170,27 +149,25 @@ DEGREES = torch.tensor([[0.5, 0.5, 0.0], [0.9, 0.0, 0.0], [0.0, 0.0, 0.6]])
 """Candidates that cover two rows half, one row well, and the third row."""
 
 
-def test_each_pick_adds_most_to_what_is_covered() -> None:
-    # Sums 1.0, 0.9, 0.6; after the first, 0.4 and 0.6 are left.
-    assert coverage(DEGREES, 3) == [0, 2, 1]
+ALIKE = torch.ones(4, 2)
 
 
-def test_rounding_breaks_no_tie_of_coverage() -> None:
-    assert coverage(torch.tensor([[0.1, 0.2], [0.3, 0.6], [0.6000001, 0.3]]), 1) == [1]
-
-
-def test_weights_scale_the_gains() -> None:
-    assert coverage(DEGREES, 3, [0.1, 1.0, 1.0]) == [1, 2, 0]
-
-
-def test_negative_degrees_cover_nothing() -> None:
-    assert coverage(torch.tensor([[-3.0, 0.1], [0.0, 0.2]]), 2) == [1, 0]
-
-
-def test_what_adds_nothing_comes_by_weight() -> None:
-    same = torch.ones(4, 2)
-    assert coverage(same, 4, [0.1, 0.9, 0.3, 0.9]) == [1, 3, 2, 0]
-    assert coverage(same, 4) == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    ("degrees", "weight", "picks"),
+    [
+        # Sums 1.0, 0.9, 0.6; after the first, 0.4 and 0.6 are left.
+        (DEGREES, None, [0, 2, 1]),
+        (DEGREES, [0.1, 1.0, 1.0], [1, 2, 0]),
+        # Negative degrees cover nothing, and what adds nothing comes by weight.
+        (torch.tensor([[-3.0, 0.1], [0.0, 0.2]]), None, [1, 0]),
+        (ALIKE, [0.1, 0.9, 0.3, 0.9], [1, 3, 2, 0]),
+        (ALIKE, None, [0, 1, 2, 3]),
+    ],
+)
+def test_each_pick_adds_most_to_what_is_covered(
+    degrees: Tensor, weight: list[float] | None, picks: list[int]
+) -> None:
+    assert coverage(degrees, len(degrees), weight) == picks
 
 
 def test_taken_candidates_are_left_out_and_their_coverage_counts() -> None:

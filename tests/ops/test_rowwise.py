@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -26,32 +25,36 @@ from vllm_autoprune.ops.rowwise import (
     rank_descending,
 )
 from vllm_autoprune.ops.similarity import (
+    WeightMap,
     cosines,
     cosines_between,
     cosines_with,
+    distance_to_neighbours,
     map_weight,
     mean_dissimilarity,
     mean_of_largest_others,
     mean_of_neighbours,
+    plain_cosines,
     scale_to_unit_variance,
     subtract_mean,
 )
 
-
-def test_normalise_by_hand() -> None:
-    score = torch.tensor([[2.0, 4.0, 3.0], [-1.0, 0.0, 9.0]])
-    assert min_max_normalise(score).tolist() == [[0, 1, 0.5], [0, pytest.approx(0.1), 1]]
+NAN, INF = torch.nan, torch.inf
 
 
-def test_the_offset_is_in_the_numerator_only() -> None:
-    assert min_max_normalise(torch.tensor([0.0, 4.0]), offset=1.0).tolist() == [0.25, 1.25]
-
-
-def test_a_constant_score_becomes_ones() -> None:
-    assert min_max_normalise(torch.tensor([[0.3, 0.3], [-7.0, -7.0]]), 1e-6).tolist() == [
-        [1, 1],
-        [1, 1],
-    ]
+@pytest.mark.parametrize(
+    ("score", "offset", "expected"),
+    [
+        ([2.0, 4.0, 3.0], 0.0, [0, 1, 0.5]),
+        ([-1.0, 0.0, 9.0], 0.0, [0, 0.1, 1]),
+        ([0.0, 4.0], 1.0, [0.25, 1.25]),  # the offset is in the numerator only
+        ([-7.0, -7.0], 1e-6, [1, 1]),  # a constant score becomes ones
+        ([0.0, NAN, 1.0], 0.0, [NAN, NAN, NAN]),  # which NaN does not look like
+    ],
+)
+def test_normalise_by_hand(score: list[float], offset: float, expected: list[float]) -> None:
+    scaled = min_max_normalise(torch.tensor(score), offset=offset)
+    assert scaled.tolist() == pytest.approx(expected, nan_ok=True)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
@@ -60,12 +63,8 @@ def test_values_within_the_tolerance_of_the_maximum_are_a_tie(size: float) -> No
     values = torch.tensor([[0.0, rounded, 1.0, rounded], [apart, 0.5, 0.5, 1.0]])
     assert argmax_within(values)[0].tolist() == [1, 3]
     assert argmax_within(values * size, relative=True)[0].tolist() == [1, 3]
-    lower = torch.tensor([[-torch.inf, -2.0, torch.inf, 1.0], [-3.0, -2.0, -torch.inf, -2.0]])
+    lower = torch.tensor([[-INF, -2.0, INF, 1.0], [-3.0, -2.0, -INF, -2.0]])
     assert argmax_within(lower, relative=True)[0].tolist() == [2, 1]
-
-
-def test_nan_does_not_look_constant() -> None:
-    assert min_max_normalise(torch.tensor([0.0, torch.nan, 1.0])).isnan().any()
 
 
 def test_ranking_is_descending_and_ties_go_to_the_lower_index() -> None:
@@ -91,16 +90,11 @@ def test_an_even_spread_has_equal_gaps_and_equal_margins(tokens: int, data: st.D
     assert abs(row[0] - (tokens - 1 - row[-1])) <= 1 + tokens // count
 
 
-def test_gather_reads_each_image_at_its_own_indices() -> None:
-    values = torch.arange(2 * 4 * 3).view(2, 4, 3)
-    actual = gather_rows(values, torch.tensor([[3, 0], [1, 1]]))
-    assert actual.tolist() == [[[9, 10, 11], [0, 1, 2]], [[15, 16, 17], [15, 16, 17]]]
-
-
-def test_views_that_are_not_contiguous_and_empty_selections() -> None:
-    values = torch.rand(2, 3, 4).transpose(1, 2)
-    at = torch.tensor([[2], [3]])
-    assert torch.equal(gather_rows(values, at)[:, 0], values[torch.arange(2), at[:, 0]])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gather_reads_each_image_at_its_own_indices(transposed: bool) -> None:
+    values = torch.rand(2, 3, 4).transpose(1, 2) if transposed else torch.rand(2, 4, 3)
+    at = torch.tensor([[3, 0], [1, 1]])
+    assert torch.equal(gather_rows(values, at), values[torch.arange(2)[:, None], at])
     assert gather_rows(values, at[:, :0]).shape == (2, 0, 3)
 
 
@@ -112,12 +106,9 @@ def test_outliers_use_the_quartiles_of_numpy_percentile(count: int) -> None:
         low, high = np.percentile(row, 25), np.percentile(row, 75)
         assert mine.tolist() == (row > high + 1.5 * (high - low)).tolist()
 
-
-def test_constant_scores_and_nan_are_no_outliers() -> None:
-    assert not find_outliers(torch.ones(2, 9)).any()
-    score = torch.ones(1, 9)
-    score[0, 4] = torch.nan
-    assert not find_outliers(score).any()
+    flat = torch.ones(1, 9)
+    flat[0, 4] = torch.nan
+    assert not find_outliers(torch.ones(2, 9)).any() and not find_outliers(flat).any()
 
 
 HALF = [torch.float32, torch.bfloat16, torch.float16]
@@ -144,17 +135,13 @@ def test_cosines_are_products_of_directions_rounded_in_their_own_dtype(
     assert torch.allclose(actual.double(), unit @ unit.transpose(1, 2), atol=1e-5)
 
 
-def test_the_two_triangles_are_equal_where_one_is_copied() -> None:
-    actual = cosine(rows(1, 2, 576, 48, torch.float32))
-    assert torch.allclose(actual, actual.transpose(1, 2), atol=1e-6)
-    assert torch.equal(actual[:, :144, 144:], actual[:, 144:, :144].transpose(1, 2))
-
-
-def test_cosine_with_a_zero_row_is_zero() -> None:
-    features = rows(2, 1, 6, 8, torch.float16)
+def test_the_two_triangles_are_equal_and_the_cosine_with_a_zero_row_is_zero() -> None:
+    features = rows(1, 1, 576, 48, torch.float32)
     features[0, 3] = 0
-    actual = cosine(features)
-    assert actual[0, 3].eq(0).all() and actual[0, :, 3].eq(0).all()
+    matrix = cosine(features)
+    assert torch.allclose(matrix, matrix.transpose(1, 2), atol=1e-6)
+    assert torch.equal(matrix[:, :144, 144:], matrix[:, 144:, :144].transpose(1, 2))
+    assert matrix[0, 3].eq(0).all() and matrix[0, :, 3].eq(0).all()
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -256,53 +243,52 @@ def test_neighbours_are_those_within_the_window(height: int, width: int, radius:
         assert torch.allclose(actual[:, token], wanted, atol=1e-6)
 
 
-MEANS: list[Callable[[Tensor], Tensor]] = [
-    lambda similarity: mean_of_largest_others(similarity, 8),
-    lambda similarity: mean_of_neighbours(similarity, 8, 8, 1),
-]
+@pytest.mark.parametrize("mean", ["largest", "neighbours"])
+def test_means_of_an_image_have_the_same_bits_alone_and_in_a_batch(mean: str) -> None:
+    def of(similarity: Tensor) -> Tensor:
+        if mean == "largest":
+            return mean_of_largest_others(similarity, 8)
+        return mean_of_neighbours(similarity, 8, 8, 1)
 
-
-@pytest.mark.parametrize("mean", MEANS, ids=["largest", "neighbours"])
-def test_means_of_an_image_have_the_same_bits_alone_and_in_a_batch(
-    mean: Callable[[Tensor], Tensor],
-) -> None:
     similarity = symmetric(2, 5, 64)
     for image in range(5):
-        alone = similarity[image : image + 1].clone()
-        assert torch.equal(mean(similarity)[image : image + 1], mean(alone))
+        one = slice(image, image + 1)
+        assert torch.equal(of(similarity)[one], of(similarity[one].clone()))
 
 
-def test_the_mean_of_each_image_is_taken_out() -> None:
-    rows = torch.tensor([[[1.0, 4.0], [3.0, 0.0]], [[5.0, 5.0], [5.0, 5.0]]])
-    assert subtract_mean(rows).tolist() == [[[-1, 2], [1, -2]], [[0, 0], [0, 0]]]
+def test_contrast_is_the_distance_from_the_mean_of_the_neighbours() -> None:
+    unit = torch.nn.functional.normalize(rows(1, 2, 25, 16, torch.float32), dim=-1)
+    square = unit.view(2, 5, 5, -1)
+    mean = sum(square.roll(step, axis) for axis in (1, 2) for step in (1, -1)) / 4
+    expected = (square - mean).norm(dim=-1).flatten(1)
+    assert torch.allclose(distance_to_neighbours(plain_cosines(unit), 5, 5), expected, atol=1e-5)
+    nearest = plain_cosines(unit).topk(8, dim=-1).indices
+    mean = torch.stack([image[at].mean(dim=1) for image, at in zip(unit, nearest, strict=True)])
+    expected = (unit - mean).norm(dim=-1)
+    assert torch.allclose(distance_to_neighbours(plain_cosines(unit), 1, 25), expected, atol=1e-5)
+    alike = plain_cosines(torch.randn(1, 1, 64).expand(1, 16, 64))
+    assert distance_to_neighbours(alike, 4, 4).tolist() == [[0.0] * 16]
 
 
-def test_channels_are_scaled_to_unit_variance_and_keep_their_mean() -> None:
-    rows = torch.tensor([[[10.0, 7.0], [30.0, 7.0]]])
+def test_centred_features_by_hand() -> None:
+    spread = torch.tensor([[[1.0, 4.0], [3.0, 0.0]], [[5.0, 5.0], [5.0, 5.0]]])
+    assert subtract_mean(spread).tolist() == [[[-1, 2], [1, -2]], [[0, 0], [0, 0]]]
     # Deviations 10 and 0: the constant channel is divided by the square root of 1e-6.
-    scaled = scale_to_unit_variance(rows)
-    assert scaled[0].tolist() == [
-        pytest.approx([1, 7000], rel=1e-4),
-        pytest.approx([3, 7000], rel=1e-4),
-    ]
+    scaled = scale_to_unit_variance(torch.tensor([[[10.0, 7.0], [30.0, 7.0]]]))
+    assert scaled[0].flatten().tolist() == pytest.approx([1, 7000, 3, 7000], rel=1e-4)
+    # Cosines 0 and -1; 0 and 0; -1 and 0: the token itself is left out.
+    unlike = mean_dissimilarity(torch.tensor([[[2.0, 0.0], [0.0, 3.0], [-1.0, 0.0]]]))
+    assert unlike[0].tolist() == pytest.approx([0.5, 0.0, 0.5])
 
 
-def test_mean_dissimilarity_leaves_the_token_itself_out() -> None:
-    rows = torch.tensor([[[2.0, 0.0], [0.0, 3.0], [-1.0, 0.0]]])
-    # Cosines 0 and -1; 0 and 0; -1 and 0.
-    assert mean_dissimilarity(rows)[0].tolist() == pytest.approx([0.5, 0.0, 0.5])
-
-
-def test_tokens_that_are_alike_weigh_one() -> None:
-    rows = torch.randn(1, 1, 4096, generator=torch.Generator().manual_seed(2)).expand(1, 577, -1)
-    for kind in ("none", "minmax", "sigmoid"):
-        assert map_weight(mean_dissimilarity(rows), kind).tolist() == [[1.0] * 577]
-
-
-def test_weights_reach_from_zero_to_one() -> None:
-    score = torch.tensor([[0.5, 0.25, 0.0]])
-    assert map_weight(score, "minmax")[0].tolist() == pytest.approx([1, 0.5, 0], abs=1e-5)
-    assert map_weight(score, "sigmoid")[0].tolist() == pytest.approx(
-        [0.7729, 0.5, 0.2271], abs=1e-3
-    )
-    assert map_weight(score, "none").tolist() == [[1, 1, 1]]
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [("none", [1, 1, 1]), ("minmax", [1, 0.5, 0]), ("sigmoid", [0.7729, 0.5, 0.2271])],
+)
+def test_weights_reach_from_zero_to_one_and_are_one_for_tokens_that_are_alike(
+    kind: WeightMap, weights: list[float]
+) -> None:
+    spread = map_weight(torch.tensor([[0.5, 0.25, 0.0]]), kind)
+    assert spread[0].tolist() == pytest.approx(weights, abs=1e-3)
+    alike = rows(2, 1, 1, 4096, torch.float32).expand(1, 577, -1)
+    assert map_weight(mean_dissimilarity(alike), kind).tolist() == [[1.0] * 577]

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_autoprune.ops.dpp_torch import Conditioned, condition, greedy_map_torch
+from vllm_autoprune.ops.dpp_torch import condition, greedy_map_torch
 from vllm_autoprune.ops.similarity import cosines
 
 GPUS = (90, 100, 120, 80)
@@ -25,43 +26,35 @@ GPUS = (90, 100, 120, 80)
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call of greedy MAP."""
+    """One call of greedy MAP; core ``(B, A)`` are tokens that the similarity is conditioned on."""
 
     similarity: Tensor
     quality: Tensor
     count: int
     anchors: Tensor | None = None
     eligible: Tensor | None = None
-    given: Tensor | None = None
+    core: Tensor | None = None
 
     def to(self, device: str) -> Inputs:
         """The same call on another device."""
-        anchors = None if self.anchors is None else self.anchors.to(device)
-        eligible = None if self.eligible is None else self.eligible.to(device)
-        given = None if self.given is None else self.given.to(device)
-        return Inputs(
-            self.similarity.to(device),
-            self.quality.to(device),
-            self.count,
-            anchors,
-            eligible,
-            given,
-        )
-
-    def conditioned(self) -> Conditioned | None:
-        """The similarity conditioned on the tokens at ``given`` ``(B, A)``."""
-        return None if self.given is None else condition(self.similarity, self.given)
+        tensors = {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in tensors.items()}
+        return replace(self, **moved)
 
     def in_torch(self) -> list[list[int]]:
         """Picks of the torch implementation."""
-        picks: list[list[int]] = greedy_map_torch(
-            self.similarity,
-            self.quality,
-            self.count,
-            self.anchors,
-            self.eligible,
-            self.conditioned(),
-        ).tolist()
+        return self._run(greedy_map_torch)
+
+    def in_triton(self) -> list[list[int]]:
+        """Picks of the kernel."""
+        from vllm_autoprune.ops.dpp_triton import greedy_map_triton
+
+        return self._run(greedy_map_triton)
+
+    def _run(self, implementation: Callable[..., Tensor]) -> list[list[int]]:
+        conditioned = None if self.core is None else condition(self.similarity, self.core)
+        arguments = (self.similarity, self.quality, self.count, self.anchors, self.eligible)
+        picks: list[list[int]] = implementation(*arguments, conditioned).tolist()
         return picks
 
 
@@ -88,7 +81,7 @@ def cases() -> Iterator[tuple[str, Inputs]]:
     yield "anchors", Inputs(plain.similarity, plain.quality, 12, anchors)
     yield "eligible", Inputs(plain.similarity, plain.quality, 12, None, eligible)
     yield "both", Inputs(plain.similarity, plain.quality, 12, anchors, eligible)
-    yield "conditioned", Inputs(plain.similarity, plain.quality, 12, given=anchors)
+    yield "conditioned", Inputs(plain.similarity, plain.quality, 12, core=anchors)
     apart = eligible.scatter(1, anchors, False)
     yield "conditioned, some", Inputs(plain.similarity, plain.quality, 9, None, apart, anchors)
     yield "anchors alone", Inputs(plain.similarity, plain.quality, 4, anchors)
@@ -119,20 +112,7 @@ def cases() -> Iterator[tuple[str, Inputs]]:
 
 
 def _compare() -> dict[str, list[list[list[int]]]]:
-    from vllm_autoprune.ops.dpp_triton import greedy_map_triton
-
-    actual = {}
-    for name, given in cases():
-        in_triton = greedy_map_triton(
-            given.similarity,
-            given.quality,
-            given.count,
-            given.anchors,
-            given.eligible,
-            given.conditioned(),
-        )
-        actual[name] = [given.in_torch(), in_triton.tolist()]
-    return actual
+    return {name: [inputs.in_torch(), inputs.in_triton()] for name, inputs in cases()}
 
 
 def _compile(gpu: int) -> dict[str, int]:

@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 
-from tests.tpdsl.samples import DELETE, fixed, refused, refused_with
+from tests.tpdsl.samples import DELETE, edited, refused, refused_with, sample
+from vllm_autoprune import StateError, load_state
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS
+
+
+def fixed(changes: dict[str, object]) -> str:
+    """The fix proposed for the only problem of a changed state."""
+    with pytest.raises(StateError) as raised:
+        load_state(json.dumps(edited(sample(), changes)))
+    (problem,) = raised.value.problems
+    return problem.fix
 
 
 @pytest.mark.parametrize(

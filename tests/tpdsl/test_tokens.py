@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,43 +11,32 @@ from transformers import LlamaConfig, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
 from tests.tpdsl.samples import images, plain
-from vllm_autoprune import (
-    Grid,
-    SelectionError,
-    VisualTokens,
-    load_state,
-    materialize,
-    refine,
-)
+from vllm_autoprune import Grid, SelectionError, VisualTokens, load_state, materialize, refine
 from vllm_autoprune.tpdsl.prefix import (
     DecoderLayer,
     DecoderPrefix,
-    LanguagePrefix,
     RecordedPrefix,
     attention_rows,
 )
 from vllm_autoprune.tpdsl.tokens import TileGroup, join_groups, join_tiles, tile_groups
 
 
-@pytest.mark.parametrize(
-    ("features", "message"),
-    [
-        (torch.zeros(4, 8), r"features must be \(B, N, D\), got shape \(4, 8\)"),
-        (torch.zeros(1, 5, 8), "features hold N = 5 tokens but the grid 2 x 2 x 1 tiles has 4"),
-    ],
-)
-def test_features_must_fit_the_grid(features: torch.Tensor, message: str) -> None:
-    with pytest.raises(SelectionError, match=message):
-        VisualTokens(features, Grid(2, 2))
-
-
-def test_signals_must_fit_the_features() -> None:
-    with pytest.raises(SelectionError, match=r"cls_attention must start with \(B, N\) = \(2, 4\)"):
-        VisualTokens(torch.zeros(2, 4, 8), Grid(2, 2), torch.zeros(2, 3))
-    given = images().instruction
-    assert given is not None
-    with pytest.raises(SelectionError, match=r"instruction\.patches must start with"):
-        VisualTokens(torch.zeros(2, 4, 8), Grid(2, 2), instruction=given)
+def test_features_must_fit_the_grid_and_signals_the_features() -> None:
+    with pytest.raises(SelectionError, match=r"features must be \(B, N, D\), got shape \(4, 8\)"):
+        VisualTokens(torch.zeros(4, 8), Grid(2, 2))
+    with pytest.raises(SelectionError, match="N = 5 tokens but the grid 2 x 2 x 1 tiles has 4"):
+        VisualTokens(torch.zeros(1, 5, 8), Grid(2, 2))
+    tokens, wrong = images(), torch.zeros(2, 3)
+    for name, inputs in {
+        "cls_attention": {"cls_attention": wrong},
+        "encoder": {"encoder": wrong},
+        "known_cosine": {"known_cosine": torch.zeros(1, 36, 36)},
+        r"instruction\.patches": {
+            "instruction": replace(tokens.require_instruction(), patches=wrong)},
+        r"tower\.keys": {"tower": replace(tokens.require_tower(), keys=wrong)},
+    }.items():  # fmt: skip
+        with pytest.raises(SelectionError, match=rf"{name} must start with \(B, N\) = \(2, 36\)"):
+            replace(tokens, **inputs)  # type: ignore[arg-type]
 
 
 def test_half_precision_is_divided_before_it_is_widened() -> None:
@@ -58,35 +47,15 @@ def test_half_precision_is_divided_before_it_is_widened() -> None:
     assert not torch.equal(divided, widened)
 
 
-def test_cosines_by_hand() -> None:
+def test_cosines_by_hand_or_as_they_are_known() -> None:
     tokens = plain(torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 1.0], [-5.0, 0.0]]), Grid(1, 2, 2))
     half = pytest.approx(0.5**0.5)
     assert tokens.cosine[0, 0].tolist() == [1, 0, half, -1]
-    assert tokens.tile_cosine.shape == (2, 2, 2)
     assert tokens.tile_cosine[1, 0].tolist() == [pytest.approx(1), pytest.approx(-(0.5**0.5))]
-
-
-def test_tile_and_image_views_share_their_rows() -> None:
-    tokens = images(2, grid=Grid(2, 3, tiles=4))
-    tiles = tokens.by_tile(tokens.features)
-    assert tiles.shape == (8, 6, 16)
-    assert torch.equal(tiles[5], tokens.features[1, 6:12])
-    assert torch.equal(tokens.by_image(tiles), tokens.features)
-
-
-def test_precomputed_cosines_give_the_same_result() -> None:
-    policy = materialize(load_state("autoprune"), 8)
-    tokens = images(batch=3)
-    result = tokens.cosine.clone()
-    known = dataclasses.replace(tokens, known_cosine=result)
-    assert known.cosine is result
-    assert torch.equal(refine(policy, known).indices, refine(policy, tokens).indices)
-
-
-def test_cosines_of_another_shape_are_refused() -> None:
-    tokens = images()
-    with pytest.raises(SelectionError, match="known_cosine"):
-        dataclasses.replace(tokens, known_cosine=torch.zeros(1, 4, 4))
+    policy, three = materialize(load_state("autoprune"), 8), images(batch=3)
+    known = replace(three, known_cosine=three.cosine.clone())
+    assert known.cosine is known.known_cosine
+    assert torch.equal(refine(policy, known).indices, refine(policy, three).indices)
 
 
 def image_of(tiles: int, batch: int = 2) -> VisualTokens:
@@ -98,64 +67,45 @@ def image_of(tiles: int, batch: int = 2) -> VisualTokens:
 
 def test_nested_picks_interleave_by_rank_and_the_last_tiles_drop_their_last() -> None:
     picks = torch.tensor([[5, 0], [4, 1], [3, 2]])  # three tiles of one image
-    actual = join_tiles(picks, image_of(3, batch=1), (2, 1, 1))
-    assert actual.tolist() == [[5, 10, 15, 0]]
+    assert join_tiles(picks, image_of(3, batch=1), (2, 1, 1)).tolist() == [[5, 10, 15, 0]]
 
 
 @pytest.mark.parametrize(
     ("budget", "groups"),
-    [
-        (6, [(0, 3, 2)]),
-        (7, [(0, 1, 3), (1, 2, 2)]),
-        (2, [(0, 2, 1)]),
-        (18, [(0, 3, 6)]),
-    ],
+    [(6, [(0, 3, 2)]), (7, [(0, 1, 3), (1, 2, 2)]), (2, [(0, 2, 1)]), (18, [(0, 3, 6)])],
 )
 def test_tiles_of_equal_share_are_a_group(budget: int, groups: list[tuple[int, int, int]]) -> None:
-    actual = tile_groups(image_of(3), budget)
-    assert [(group.first, group.tiles, group.share) for group in actual] == groups
+    tokens = image_of(3)
+    found = tile_groups(tokens, budget)
+    assert [(group.first, group.tiles, group.share) for group in found] == groups
+    rows = [group.of(tokens.features, tokens)[:, : group.share] for group in found]
+    joined = join_groups(rows, found, tokens)[:, :, 0]
+    # Every tile gives its share: interleaved by rank, with surplus rows last.
+    expected = [
+        6 * tile + rank
+        for rank in range(groups[0][2])
+        for first, tiles, share in groups
+        for tile in range(first, first + tiles)
+        if rank < share
+    ]
+    assert joined.tolist() == [expected, [100 + i for i in expected]]
 
 
 def test_a_group_sees_its_own_tiles_of_every_image() -> None:
-    tokens = image_of(3)
-    group = TileGroup(first=1, tiles=2, share=1)
-    actual = group.of(tokens.features, tokens)[:, :, 0]
-    assert actual[:, 0].tolist() == [6, 12, 106, 112] and actual.shape == (4, 6)
-    within = torch.tensor([[0], [5], [1], [2]])
-    assert group.within_image(within, tokens).tolist() == [[6], [17], [7], [14]]
+    tokens, group = image_of(3), TileGroup(first=1, tiles=2, share=1)
+    rows = group.of(tokens.features, tokens)[:, :, 0]
+    assert rows[:, 0].tolist() == [6, 12, 106, 112] and rows.shape == (4, 6)
+    within = group.within_image(torch.tensor([[0], [5], [1], [2]]), tokens)
+    assert within.tolist() == [[6], [17], [7], [14]]
 
 
-def test_groups_are_joined_by_rank_with_surplus_rows_last() -> None:
-    tokens = image_of(3)
-    groups = tile_groups(tokens, 4)
-    first = torch.tensor([[0, 1], [100, 101]])  # one tile of each image, two rows
-    others = torch.tensor([[10], [20], [110], [120]])  # two tiles of each image, one row
-    actual = join_groups([first, others], groups, tokens)
-    assert actual.tolist() == [[0, 10, 20, 1], [100, 110, 120, 101]]
-    deep = join_groups([first[:, :, None], others[:, :, None]], groups, tokens)
-    assert deep.tolist() == actual[:, :, None].tolist()
-    assert join_groups([others], [TileGroup(0, 2, 1)], tokens).tolist() == [[10, 20], [110, 120]]
-
-
-def test_recording_returns_its_tensors_for_any_layer() -> None:
+def test_a_recording_returns_its_tensors_for_any_layer_and_names_what_is_missing() -> None:
     states = torch.randn(1, 5, 4)
-    prefix: LanguagePrefix = RecordedPrefix(
-        1, torch.ones(1, 2, dtype=torch.bool), recorded_states=states
-    )
+    text = torch.ones(1, 2, dtype=torch.bool)
+    prefix = RecordedPrefix(1, text, recorded={"states": states})
     assert prefix.states(0) is prefix.states(7) is states
-
-
-def test_missing_recording_is_named_in_the_error() -> None:
-    nothing = RecordedPrefix(1, torch.ones(1, 2, dtype=torch.bool))
-    for ask, name in (
-        (nothing.embeddings, "embeddings"),
-        (lambda: nothing.states(0), "states"),
-        (lambda: nothing.normed(0), "normed states"),
-        (lambda: nothing.keys(0), "keys"),
-        (lambda: nothing.attention(0), "attention"),
-    ):
-        with pytest.raises(SelectionError, match=f"has no {name}"):
-            ask()
+    with pytest.raises(SelectionError, match="has no attention"):
+        prefix.attention(0)
 
 
 def test_attention_rows_are_causal_and_heads_share_keys() -> None:
@@ -171,9 +121,8 @@ def test_attention_rows_are_causal_and_heads_share_keys() -> None:
     torch.testing.assert_close(rows[3, 2], last)
 
 
-START, COUNT, TEXT = 2, 9, 5
+START, COUNT, TEXT, HEAD = 2, 9, 5, 8
 LENGTH = START + COUNT + TEXT
-HEAD = 8
 
 
 def model_of(key_heads: int) -> LlamaModel:
@@ -214,8 +163,7 @@ def prefix_of(model: LlamaModel, embeddings: Tensor, text: Tensor) -> DecoderPre
     return DecoderPrefix(layers, model.norm, embeddings, START, text)
 
 
-def embeddings_of(batch: int = 2) -> Tensor:
-    return torch.randn(batch, LENGTH, 32, generator=torch.Generator().manual_seed(7))
+EMBEDDINGS = torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(7))
 
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
@@ -224,46 +172,39 @@ class TestAgainstTransformers:
 
     def test_states_attention_keys_and_the_final_norm(self, key_heads: int) -> None:
         model = model_of(key_heads)
-        embeddings = embeddings_of()
         keys: list[Tensor] = []
         for layer in model.layers:
             layer.self_attn.k_proj.register_forward_hook(
                 lambda module, given, made: keys.append(made)  # before rotation
             )
-        with torch.no_grad():
-            seen = model(
-                inputs_embeds=embeddings,
-                output_hidden_states=True,
-                output_attentions=True,
-                use_cache=False,
-            )
+        seen = model(
+            inputs_embeds=EMBEDDINGS,
+            output_hidden_states=True,
+            output_attentions=True,
+            use_cache=False,
+        )
         del keys[3:]
-        prefix: LanguagePrefix = prefix_of(model, embeddings, torch.ones(2, TEXT, dtype=torch.bool))
+        prefix = prefix_of(model, EMBEDDINGS, torch.ones(2, TEXT, dtype=torch.bool))
         assert prefix.layers == 3 and prefix.start == START
-        assert torch.equal(prefix.embeddings(), embeddings)
+        assert torch.equal(prefix.embeddings(), EMBEDDINGS)
         for layer in (1, 0, 2):  # in any order
             attention = prefix.attention(layer)
             assert attention.dtype == torch.float32
-            assert attention.shape == (2, 4, TEXT, LENGTH)
             torch.testing.assert_close(attention, seen.attentions[layer][:, :, -TEXT:])
-            cosine, sine = model.rotary_emb(embeddings, torch.arange(LENGTH)[None])
+            cosine, sine = model.rotary_emb(EMBEDDINGS, torch.arange(LENGTH)[None])
             plain = keys[layer].unflatten(-1, (-1, HEAD)).transpose(1, 2)
             _, rotated = apply_rotary_pos_emb(plain, plain, cosine, sine)
             torch.testing.assert_close(prefix.keys(layer), rotated, rtol=1e-4, atol=1e-5)
             # The model's own last hidden state is normed already.
-            if layer < 2:
-                torch.testing.assert_close(
-                    prefix.states(layer), seen.hidden_states[layer + 1], rtol=1e-4, atol=1e-4
-                )
-        torch.testing.assert_close(prefix.normed(2), seen.last_hidden_state, rtol=1e-4, atol=1e-4)
+            states = prefix.states(layer) if layer < 2 else prefix.normed(2)
+            hidden = seen.hidden_states[layer + 1] if layer < 2 else seen.last_hidden_state
+            torch.testing.assert_close(states, hidden, rtol=1e-4, atol=1e-4)
 
     def test_padding_and_the_batch_change_no_bit(self, key_heads: int) -> None:
-        model = model_of(key_heads)
-        embeddings = embeddings_of()
-        text = torch.ones(2, TEXT, dtype=torch.bool)
+        model, text = model_of(key_heads), torch.ones(2, TEXT, dtype=torch.bool)
         text[1, 3:] = False
-        both = prefix_of(model, embeddings, text)
-        alone = prefix_of(model, embeddings[1:, :-2], text[1:, :3])
+        both = prefix_of(model, EMBEDDINGS, text)
+        alone = prefix_of(model, EMBEDDINGS[1:, :-2], text[1:, :3])
         short = LENGTH - 2
         for layer in range(3):
             for mine, yours in (
@@ -283,7 +224,7 @@ def test_only_requested_layers_run() -> None:
     ran: list[int] = []
     for number, layer in enumerate(model.layers):
         layer.mlp.register_forward_hook(lambda *_, number=number: ran.append(number))
-    prefix = prefix_of(model, embeddings_of(1), torch.ones(1, TEXT, dtype=torch.bool))
+    prefix = prefix_of(model, EMBEDDINGS[:1], torch.ones(1, TEXT, dtype=torch.bool))
     prefix.attention(1)
     prefix.keys(1)
     assert ran == [0]
@@ -293,8 +234,8 @@ def test_only_requested_layers_run() -> None:
 
 
 def test_half_precision_attends_in_float32() -> None:
-    model = model_of(2).to(torch.bfloat16)
-    prefix = prefix_of(model, embeddings_of(1).bfloat16(), torch.ones(1, TEXT, dtype=torch.bool))
+    model, text = model_of(2).to(torch.bfloat16), torch.ones(1, TEXT, dtype=torch.bool)
+    prefix = prefix_of(model, EMBEDDINGS[:1].bfloat16(), text)
     rows = prefix.attention(1)
     assert rows.dtype == torch.float32
     torch.testing.assert_close(rows.sum(dim=-1), torch.ones(1, 4, TEXT))

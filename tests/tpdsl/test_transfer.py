@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from tests.tpdsl.samples import edited, images, sample, state
+from tests.tpdsl.samples import Changes, images, sample, state
 from vllm_autoprune import (
     BudgetError,
-    PruningState,
     StateError,
     VisualTokens,
     load_state,
@@ -40,15 +38,13 @@ LLAVA_7B = BACKBONE_SHAPES["llava-1.5-7b"]
 LLAVA_NEXT_7B = BACKBONE_SHAPES["llava-next-7b"]
 QWEN_7B = BACKBONE_SHAPES["qwen2.5-vl-7b"]
 
-STRUCTURE = ("base_policy", "scoring", "reassembly", "safety")
-
 
 def pointers(made: Transfer) -> set[str]:
     return {change.where for change in made.changes}
 
 
 @pytest.mark.parametrize("backbone", [None, *BACKBONE_SHAPES.values()])
-@pytest.mark.parametrize("budget", [None, 1, 16, 33, 160, 640, 1000])
+@pytest.mark.parametrize("budget", [None, 1, *FIXED_BUDGETS, 33, 1000])
 def test_the_record_applied_to_the_old_state_gives_the_new_one(
     budget: int | None, backbone: BackboneShape | None
 ) -> None:
@@ -56,38 +52,41 @@ def test_the_record_applied_to_the_old_state_gives_the_new_one(
     result = transfer(old, budget, backbone)
     data = state_document(old)
     for change in result.changes:
-        assert change.why
-        assert change.before != change.after
+        assert change.why and change.before != change.after
         set_at_pointer(data, change.where, change.after)
     assert data == state_document(result.state)
     assert result.policy.budget == (budget or 32)
-
-
-@pytest.mark.parametrize("budget", FIXED_BUDGETS)
-@pytest.mark.parametrize("backbone", BACKBONE_SHAPES.values())
-def test_the_searched_structure_stays(budget: int, backbone: BackboneShape) -> None:
-    old = state()
-    new = state_document(transfer(old, budget, backbone).state)
-    assert {key: new[key] for key in STRUCTURE} == {
-        key: state_document(old)[key] for key in STRUCTURE
-    }
-    assert new["constraints"] == state_document(old)["constraints"]
-    assert new["budget"] == {**sample()["budget"], "atom": f"fixed_budget@{budget}", "limit": None}
+    # The searched structure stays.
+    kept = ("base_policy", "reassembly", "safety")
+    assert {key: data[key] for key in kept} == {key: state_document(old)[key] for key in kept}
 
 
 def test_transfer_without_targets_changes_nothing() -> None:
-    old = state()
-    assert transfer(old).changes == ()
-    assert transfer(old, 32).state == old
+    assert transfer(state()).changes == ()
+    assert transfer(state(), 32).state == state()
 
 
-def test_r_min_follows_the_budget() -> None:
-    old = state({"/constraints/selector/r_min": 30})
-    result = transfer(old, 64)
-    assert result.state.constraints.selector.insists_on == result.policy.r_min == 62
+@pytest.mark.parametrize("budget", [1, 16, 33, 160, 65536])
+def test_any_number_of_tokens_is_held_by_the_state_itself(budget: int) -> None:
+    result = transfer(state(), budget).state
+    policy = materialize(load_state(result.dumps()))
+    assert (policy.budget, policy.varies) == (budget, False)
+    assert [policy.at(tokens, 5).budget for tokens in (1, 576, 2880)] == [budget] * 3
+    if budget in FIXED_BUDGETS:
+        atom = f"fixed_budget@{budget}"
+        assert state_document(result)["budget"] == {**sample()["budget"], "atom": atom}
+
+
+@pytest.mark.parametrize(
+    ("budget", "r_min", "kept"), [(64, 62, 62), (16, 14, 14), (1000, None, 998)]
+)
+def test_r_min_follows_the_budget_up_to_its_range(
+    budget: int, r_min: int | None, kept: int
+) -> None:
+    result = transfer(state({"/constraints/selector/r_min": 30}), budget)
+    assert result.state.constraints.selector.insists_on == r_min
+    assert (result.policy.r_min, result.policy.quota) == (kept, 2)
     assert "/constraints/selector/r_min" in pointers(result)
-    smaller = transfer(old, 16)
-    assert (smaller.policy.r_min, smaller.policy.quota) == (14, 2)
 
 
 def test_every_transferred_policy_passes_its_safety_check() -> None:
@@ -97,49 +96,62 @@ def test_every_transferred_policy_passes_its_safety_check() -> None:
 
 
 @pytest.mark.parametrize(("backbone", "sign"), [(LLAVA_7B, "-"), (QWEN_7B, "+")])
+@pytest.mark.parametrize("stated", ["+", "-", "auto"])
 def test_a_stated_direction_of_relevance_follows_the_backbone(
-    backbone: BackboneShape, sign: str
+    backbone: BackboneShape, sign: str, stated: str
 ) -> None:
-    for stated in "+-":
-        old = state({"/scoring/signals/0/sign": stated})
-        result = transfer(old, None, backbone)
-        assert state_document(result.state)["scoring"]["signals"][0]["sign"] == sign  # type: ignore[index,call-overload]
-        assert ("/scoring/signals/0/sign" in pointers(result)) == (stated != sign)
-
-
-def test_a_direction_left_to_the_text_tower_stays_so() -> None:
-    result = transfer(state(), None, QWEN_7B)
-    assert "/scoring/signals/0/sign" not in pointers(result)
+    where = "/scoring/signals/0/sign"
+    result = transfer(state({where: stated}), None, backbone)
+    kept = result.state.scoring.signals[0].model_dump()["sign"]
+    assert kept == (stated if stated == "auto" else sign)
+    assert (where in pointers(result)) == (kept != stated)
     meanings = {field.where: field.meaning for field in result.resolved}
-    assert meanings["/scoring/signals/0/sign"].startswith("sign of relevance: +")
+    assert meanings[where].startswith(f"sign of relevance: {sign}")
 
 
-def test_tile_split_is_recorded() -> None:
-    resolved = transfer(state(), 32, LLAVA_NEXT_7B).resolved
-    assert resolved[0].meaning == "K = 32, over 5 tiles: 7 + 7 + 6 + 6 + 6"
+RATIO = {"atom": "ratio_budget", "ratio": 0.1, "floor": 8, "ceiling": 64, "limit": 100}
+TILES: Changes = {"/budget": {"atom": "per_tile_budget", "k": 32}}
 
 
-def test_signals_without_their_input_are_recorded() -> None:
-    report = [f for f in transfer(state(), None, QWEN_7B).resolved if "without [CLS]" in f.meaning]
-    assert [f.value for f in report] == ["attention_proxy_saliency"]
+@pytest.mark.parametrize(
+    ("changes", "budget", "backbone", "where", "meaning"),
+    [
+        ({}, 32, LLAVA_NEXT_7B, "/budget/atom", "K = 32, over 5 tiles: 7 + 7 + 6 + 6 + 6"),
+        (TILES, None, LLAVA_NEXT_7B, "/budget/atom",
+         "K = 160, over 5 tiles: 32 + 32 + 32 + 32 + 32"),
+        (TILES, None, LLAVA_7B, "/budget/atom", "K = 32"),
+        (TILES, None, None, "/budget/atom", "K = 32 to 640, by image"),
+        ({}, None, QWEN_7B, "/scoring/signals/1/atom", "without [CLS], the mean attention over "
+         "queries is used, or a softmax along the mean token"),
+        ({"/core": {"share": 0.75}}, 64, None, "/core/share", "48 core tokens, 16 by the question"),
+    ],
+)  # fmt: skip
+def test_fields_that_depend_on_budget_or_backbone_are_resolved(
+    changes: Changes, budget: int | None, backbone: BackboneShape | None, where: str, meaning: str
+) -> None:
+    resolved = transfer(state(changes), budget, backbone, name="x").resolved
+    assert [field.meaning for field in resolved if field.where == where] == [meaning]
+    assert ("/core/share" in {field.where for field in resolved}) == ("/core" in changes)
+
+
+def test_a_budget_that_followed_the_image_becomes_fixed_and_its_limit_applies() -> None:
+    result = transfer(state({"/budget": RATIO}), 64)
+    assert state_document(result.state)["budget"] == {"atom": "fixed_budget@64", "limit": 100}
+    assert "/budget" in pointers(result)
+    with pytest.raises(BudgetError, match="/budget/limit"):
+        transfer(state({"/budget": RATIO}), 128)
+
+
+@pytest.mark.parametrize("budget", [0, -1, 65537])
+def test_budget_out_of_range_is_refused(budget: int) -> None:
+    with pytest.raises(BudgetError):
+        transfer(state(), budget)
 
 
 def test_evidence_is_not_transferred() -> None:
-    old = load_state(
-        json.dumps(
-            edited(
-                sample(),
-                {
-                    "/provenance": {
-                        "found_by": "a search",
-                        "evaluated_on": "mini-LLaVA",
-                        "scores": {"accuracy": 0.9},
-                        "notes": "first of many",
-                    }
-                },
-            )
-        )
-    )
+    provenance = {"found_by": "a search", "evaluated_on": "mini-LLaVA",
+                  "scores": {"accuracy": 0.9}, "notes": "first of many"}  # fmt: skip
+    old = state({"/provenance": provenance})
     new = transfer(old, 64, LLAVA_NEXT_7B).state.provenance
     assert (new.found_by, new.evaluated_on, new.scores) == ("a search", "", {})
     assert new.notes.startswith("first of many Re-materialized from sample")
@@ -165,71 +177,20 @@ def test_transferred_names_are_distinct(
     assert transfer(old, budget, backbone).state.name == expected
 
 
-def test_limit_of_the_operator_applies() -> None:
-    limited = state({"/budget/limit": 64})
-    assert transfer(limited, 64).policy.budget == 64
-    with pytest.raises(BudgetError, match="/budget/limit"):
-        transfer(limited, 128)
-
-
-@pytest.mark.parametrize("budget", [0, -1, 65537])
-def test_budget_out_of_range_is_refused(budget: int) -> None:
-    with pytest.raises(BudgetError):
-        transfer(state(), budget)
-
-
-def test_a_policy_that_reads_what_the_backbone_lacks_fails_its_check() -> None:
-    zipped = {"name": "visionzip", "params": {"patch_only": False}}
-    result = transfer(state({"/base_policy": zipped}), 64, LLAVA_NEXT_7B)
+def test_what_the_backbone_lacks_is_replaced_or_fails_the_check() -> None:
+    cls: Changes = {"/base_policy": {"name": "visionzip", "params": {"patch_only": False}}}
+    result = transfer(state(cls), 64, LLAVA_NEXT_7B)
     assert check_transfer(result, LLAVA_NEXT_7B).valid
-    failed = check_transfer(transfer(state({"/base_policy": zipped}), 64, QWEN_7B), QWEN_7B)
+    failed = check_transfer(transfer(state(cls), 64, QWEN_7B), QWEN_7B)
     assert "use VisionZip with patch_only" in failed.failures()[0].detail
     alone = transfer(state({"/base_policy": {"name": "visionzip"}}), 64, QWEN_7B)
     assert check_transfer(alone, QWEN_7B).valid
     assert "/base_policy/name" in {field.where for field in alone.resolved}
-
-
-@pytest.mark.parametrize("budget", [1, 33, 48, 1000, 65536])
-def test_any_number_of_tokens_is_held_by_the_state_itself(budget: int) -> None:
-    result = transfer(state(), budget).state
-    own = materialize(load_state(result.dumps()))
-    assert (own.budget, own.varies) == (budget, False)
-    assert [own.at(tokens, 5).budget for tokens in (1, 576, 2880)] == [budget] * 3
-
-
-def test_a_budget_that_followed_the_image_becomes_fixed() -> None:
-    ratio = {"atom": "ratio_budget", "ratio": 0.1, "floor": 8, "ceiling": 64, "limit": 100}
-    result = transfer(state({"/budget": ratio}), 64)
-    assert state_document(result.state)["budget"] == {"atom": "fixed_budget@64", "limit": 100}
-    assert "/budget" in pointers(result)
-
-
-def test_a_budget_that_follows_the_image_is_resolved_on_a_backbone() -> None:
-    tiles = state({"/budget": {"atom": "per_tile_budget", "k": 32}})
-    assert "K = 160, over 5 tiles" in transfer(tiles, None, LLAVA_NEXT_7B).resolved[0].meaning
-    assert transfer(tiles, None, LLAVA_7B).resolved[0].meaning == "K = 32"
-    assert transfer(tiles, name="x").resolved[0].meaning == "K = 32 to 640, by image"
-
-
-def test_r_min_above_its_range_becomes_null() -> None:
-    result = transfer(state({"/constraints/selector/r_min": 30}), 1000)
-    assert state_document(result.state)["constraints"]["selector"]["r_min"] is None  # type: ignore[index,call-overload]
-    assert result.policy.r_min == 998
-
-
-def test_tower_view_is_removed_without_a_tower() -> None:
     tower = state({"/source": {"tokens": {"atom": "vision_tokens@vision_tower"}}})
     assert "/source/tokens" not in pointers(transfer(tower, None, LLAVA_NEXT_7B))
     result = transfer(tower, None, QWEN_7B)
     assert "/source/tokens" in pointers(result)
     assert result.state.source.tokens.atom == "vision_tokens@post_projector"
-
-
-def test_the_share_of_a_core_is_resolved_to_tokens() -> None:
-    split = state({"/core": {"share": 0.75}})
-    (field,) = (f for f in transfer(split, 64).resolved if f.where == "/core/share")
-    assert (field.value, field.meaning) == (0.75, "48 core tokens, 16 by the question")
-    assert not [f for f in transfer(state(), 64).resolved if f.where.startswith("/core")]
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.text("ab~/", max_size=3)
@@ -290,26 +251,12 @@ def test_another_order_is_a_difference() -> None:
     )
 
 
-def test_put_writes_where_the_pointer_says() -> None:
-    document: JsonValue = {"a": [{"b/c": 1}, 2], "d": 3}
-    set_at_pointer(document, "/a/0/b~1c", 9)
-    set_at_pointer(document, "/a/1", [])
-    set_at_pointer(document, "/d", None)
-    assert document == {"a": [{"b/c": 9}, []], "d": None}
-    with pytest.raises(TypeError, match="leads into"):
-        set_at_pointer(document, "/d/e", 1)
-
-
 @pytest.mark.parametrize("policy", list(BASE_POLICIES))
 def test_no_variant_reads_the_instruction(policy: str) -> None:
     variant = instruction_free(state({"/base_policy": {"name": policy}})).state
     assert not materialize(variant, 8).reads_instruction
-
-
-def test_substitutes_of_base_policies_read_no_instruction() -> None:
     readers = {name for name, policy in BASE_POLICIES.items() if policy.core is None}
-    assert set(NEAREST) == readers
-    assert not {other for other, _ in NEAREST.values()} & readers
+    assert set(NEAREST) == readers and not {other for other, _ in NEAREST.values()} & readers
 
 
 @pytest.mark.parametrize(
@@ -334,8 +281,7 @@ def test_a_policy_with_a_form_that_reads_no_question_keeps_its_other_parameters(
 
 
 def test_the_same_tokens_for_two_questions() -> None:
-    policy = materialize(instruction_free(state()).state, 8)
-    tokens = images(3)
+    policy, tokens = materialize(instruction_free(state()).state, 8), images(3)
     bare = VisualTokens(tokens.features, tokens.grid, tokens.cls_attention)
     assert torch.equal(refine(policy, tokens).indices, refine(policy, bare).indices)
 
@@ -363,9 +309,7 @@ def test_a_state_that_scores_by_relevance_alone_is_left_with_attention() -> None
 
 
 def test_a_part_without_a_substitute_is_refused_by_name() -> None:
-    gated: PruningState = state(
-        {"/reassembly": {"atom": "semantic_gated_residual_merge", "strength": 0.2}}
-    )
+    gated = state({"/reassembly": {"atom": "semantic_gated_residual_merge", "strength": 0.2}})
     with pytest.raises(StateError) as caught:
         instruction_free(gated)
     assert [p.where for p in caught.value.problems] == ["/reassembly"]

@@ -11,8 +11,8 @@ alone and in a batch and memory use is that of one sequence: l = S + N + lt posi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -55,7 +55,7 @@ class LanguagePrefix(Protocol):
 
 @dataclass(frozen=True)
 class RecordedPrefix:
-    """A :class:`LanguagePrefix` of recorded tensors, which are returned for every layer.
+    """A :class:`LanguagePrefix` of recorded tensors by method name, returned for every layer.
 
     Shapes as in the protocol. Reading a tensor that was not recorded raises SelectionError.
     """
@@ -63,31 +63,32 @@ class RecordedPrefix:
     start: int
     text: Tensor
     layers: int = 32
-    recorded_embeddings: Tensor | None = None
-    recorded_states: Tensor | None = None
-    recorded_normed: Tensor | None = None
-    recorded_keys: Tensor | None = None
-    recorded_attention: Tensor | None = None
+    recorded: Mapping[str, Tensor] = field(default_factory=dict)
 
     def embeddings(self) -> Tensor:
         """``(B, L, D)``, as recorded."""
-        return _recorded(self.recorded_embeddings, "embeddings")
+        return self._read("embeddings")
 
     def states(self, layer: int) -> Tensor:
         """``(B, L, D)``, as recorded."""
-        return _recorded(self.recorded_states, "states")
+        return self._read("states")
 
     def normed(self, layer: int) -> Tensor:
         """``(B, L, D)``, as recorded."""
-        return _recorded(self.recorded_normed, "normed states")
+        return self._read("normed")
 
     def keys(self, layer: int) -> Tensor:
         """``(B, Hk, L, d)``, as recorded."""
-        return _recorded(self.recorded_keys, "keys")
+        return self._read("keys")
 
     def attention(self, layer: int) -> Tensor:
         """``(B, H, Lt, L)``, as recorded."""
-        return _recorded(self.recorded_attention, "attention")
+        return self._read("attention")
+
+    def _read(self, name: str) -> Tensor:
+        if name not in self.recorded:
+            raise SelectionError(f"the recorded language prefix has no {name}: record them")
+        return self.recorded[name]
 
 
 def attention_rows(queries: Tensor, keys: Tensor) -> Tensor:
@@ -104,12 +105,6 @@ def attention_rows(queries: Tensor, keys: Tensor) -> Tensor:
     masked = scores.masked_fill(later.triu(length - rows + 1), -torch.inf)
     probabilities: Tensor = masked.softmax(dim=-1)
     return probabilities
-
-
-def _recorded(tensor: Tensor | None, what: str) -> Tensor:
-    if tensor is None:
-        raise SelectionError(f"the recorded language prefix has no {what}: record them")
-    return tensor
 
 
 Rows = Callable[[Tensor], Tensor]

@@ -78,8 +78,7 @@ class _Probe:
         instruction = Instruction(patches, self._normal(_BATCH, 1, 16), used, sign=1)
         attention = self._normal(_BATCH, self._grid.tokens).softmax(dim=1)
         tower, language = self._tower(), self._language(features)
-        text = language.recorded_embeddings
-        assert text is not None
+        text = language.embeddings()
         return VisualTokens(
             features,
             self._grid,
@@ -116,11 +115,11 @@ class _Probe:
             text=text.to(self._device),
             # More layers than any state may name; the recorded tensors serve for all of them.
             layers=1024,
-            recorded_embeddings=entering,
-            recorded_states=entering,
-            recorded_normed=entering,
-            recorded_keys=self._normal(_BATCH, _HEADS, length, _HEAD_WIDTH),
-            recorded_attention=rows.softmax(dim=-1),
+            recorded={
+                **dict.fromkeys(("embeddings", "states", "normed"), entering),
+                "keys": self._normal(_BATCH, _HEADS, length, _HEAD_WIDTH),
+                "attention": rows.softmax(dim=-1),
+            },
         )
 
     def _clustered(self, width: int) -> Tensor:

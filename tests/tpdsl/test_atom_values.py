@@ -1,0 +1,680 @@
+"""Values of the atoms by hand, and against plain loops; those of reassembly have a file of theirs.
+
+``EXAMPLES`` collects the atoms that have a value here: every atom must.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.tpdsl.samples import Changes, around, call, images, plain, state, with_relevance
+from vllm_autoprune import Grid, Instruction, VisualTokens, materialize, refine
+from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune.tpdsl.atoms.pools import SizedPool, build_pool, run_partition
+from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
+from vllm_autoprune.tpdsl.atoms.scoring import run_fusion, run_kernel, run_signal
+from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs, run_selector
+from vllm_autoprune.tpdsl.atoms.source import (
+    FIXED_BUDGETS,
+    PriorInputs,
+    apply_view,
+    run_budget,
+    run_prior,
+)
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, PublishedSelection
+from vllm_autoprune.tpdsl.registry import ATOMS
+
+E1, E2 = [1.0, 0.0], [0.0, 1.0]
+HALF = 1 / math.sqrt(2)
+
+
+def asked(sign: int = 1, used: tuple[bool, ...] = (True, True)) -> VisualTokens:
+    """Cosines with the two segments: (1, 0), (0, 1), (0.6, 0.8); a zero patch has none."""
+    patches = torch.tensor([[[2.0, 0.0], [0.0, 0.5], [3.0, 4.0], [0.0, 0.0]]])
+    text = torch.tensor([[[7.0, 0.0], [0.0, 0.1]]])
+    instruction = Instruction(patches, text, torch.tensor([used]), sign)
+    return replace(plain(torch.ones(4, 3)), instruction=instruction)
+
+
+def attended(*values: float) -> VisualTokens:
+    return replace(plain(torch.ones(len(values), 2)), cls_attention=torch.tensor([values]))
+
+
+def signed(sign: str, tower: int, factor: int) -> tuple[str, VisualTokens, Changes, list[float]]:
+    expected = [factor * 1.0, 0.0, factor * 0.6, 0.0]
+    return (
+        "instruction_guided_visual_relevance",
+        asked(tower, (True, False)),
+        {"sign": sign},
+        expected,
+    )
+
+
+# Rows at -0.5 and 0.5, columns at -2/3, 0, 2/3; 2 sigma^2 is 0.5 for the default.
+CORNER, MIDDLE = math.exp(-(0.25 + 4 / 9) / 0.5), math.exp(-0.25 / 0.5)
+# The mean token points along (1, 1), so closeness is (x + y) / sqrt 2.
+CLOSE = [math.exp(value / math.sqrt(2)) for value in (2, 1, 3)]
+# Centroids point to 0 and 180 degrees.
+RIM = math.cos(math.radians(10))
+# Cosines: 0 with 1: 1, 0 with 2: 0, 0 with 3: -1, 2 with the others: 0.
+CROSS = plain(torch.tensor([E1, [2.0, 0.0], E2, [-1.0, 0.0]]))
+# Directions add up to (1, 3), whatever the lengths.
+LONG = plain(torch.tensor([[2.0, 0.0], E2, [0.0, 5.0], [0.0, 3.0]]), Grid(1, 2, tiles=2))
+# Two channels with |x| = ln 3 and 0 have shares 3/4 and 1/4.
+ENTROPY = -(0.75 * math.log2(0.75) + 0.25 * math.log2(0.25))
+UNEVEN = torch.tensor([[1e3, 1.0], [2e3, -3.0], [1e3, -1.0]])
+EVENED = UNEVEN / (UNEVEN - UNEVEN.mean(dim=0)).square().mean(dim=0).sqrt()
+UNIT = EVENED / EVENED.norm(dim=1, keepdim=True)
+UNLIKE = -((UNIT @ UNIT.T).sum(dim=1) - 1) / 2
+
+SIGNALS: dict[str, tuple[str, VisualTokens, Changes, list[float]]] = {
+    "relevance is the mean over segments": (
+        "instruction_guided_visual_relevance", asked(), {}, [0.5, 0.5, 0.7, 0.0]),
+    "or their maximum": (
+        "instruction_guided_visual_relevance", asked(), {"reduce": "max"}, [1.0, 1.0, 0.8, 0.0]),
+    "padding is no segment of a mean": (
+        "instruction_guided_visual_relevance", asked(1, (True, False)), {}, [1.0, 0.0, 0.6, 0.0]),
+    "nor of a maximum": (
+        "instruction_guided_visual_relevance", asked(1, (True, False)), {"reduce": "max"},
+        [1.0, 0.0, 0.6, 0.0]),
+    "nothing is relevant to no instruction": (
+        "instruction_guided_visual_relevance", asked(1, (False, False)), {}, [0.0] * 4),
+    "nor by the maximum": (
+        "instruction_guided_visual_relevance", asked(1, (False, False)), {"reduce": "max"},
+        [0.0] * 4),
+    "the sign is the tower's": signed("auto", 1, 1),
+    "which may be negative": signed("auto", -1, -1),
+    "unless the state says +": signed("+", -1, 1),
+    "or -": signed("-", 1, -1),
+    "attention is taken as it is": (
+        "attention_proxy_saliency", attended(0.1, 0.64, 0.26), {}, [0.1, 0.64, 0.26]),
+    "temperature flattens": (
+        "attention_proxy_saliency", attended(0.04, 0.64, 0.36), {"temperature": 2.0},
+        [0.2, 0.8, 0.6]),
+    "rounding below zero makes no NaN": (
+        "attention_proxy_saliency", attended(-1e-9, 0.5), {"temperature": 2.0}, [0.0, HALF]),
+    "without attention closeness to the mean token": (
+        "attention_proxy_saliency", plain(torch.tensor([[2.0, 0.0], E2, [1.0, 2.0]])), {},
+        [weight / sum(CLOSE) for weight in CLOSE]),
+    "the centre counts most": (
+        "spatial_centrality_prior", plain(torch.ones(6, 2), Grid(2, 3)), {},
+        [CORNER, MIDDLE, CORNER] * 2),
+    "sigma widens the centre, of every tile": (
+        "spatial_centrality_prior", plain(torch.ones(4, 2), Grid(1, 2, tiles=2)), {"sigma": 1.0},
+        [math.exp(-0.25 / 2)] * 4),
+    "the most similar other": (
+        "redundancy_density_penalty", CROSS, {"m": 1}, [-1.0, -1.0, 0.0, 0.0]),
+    "the mean of two": ("redundancy_density_penalty", CROSS, {"m": 2}, [-0.5, -0.5, 0.0, 0.5]),
+    "tokens of other tiles do not count": (
+        "redundancy_density_penalty", plain(torch.tensor([E1, E2, E1, E1]), Grid(1, 2, tiles=2)),
+        {"m": 1}, [0.0, 0.0, -1.0, -1.0]),
+    "length is Euclidean": (
+        "visual_token_norm_saliency", plain(torch.tensor([[3.0, -4.0], [0.0, 2.0]])), {}, [5, 2]),
+    "or the sum of absolute values": (
+        "visual_token_norm_saliency", plain(torch.tensor([[3.0, -4.0], [0.0, 2.0]])), {"p": 1},
+        [7, 2]),
+    "a cluster's centre is most similar to its centroid": (
+        "cluster_centroid_representativeness", around([-10, 0, 10, 170, 190]), {"clusters": 2},
+        [RIM, 1.0, RIM, RIM, RIM]),
+    "the mean direction of the image": (
+        "global_mean_representativeness", LONG, {},
+        [1 / math.sqrt(10), *[3 / math.sqrt(10)] * 3]),
+    "or of each tile": (
+        "global_mean_representativeness", LONG, {"scope": "tile"}, [HALF, HALF, 1.0, 1.0]),
+    "entropy is largest where channels are alike": (
+        "channel_entropy_informativeness",
+        plain(torch.tensor([[1.0, -1.0, 1.0, -1.0], [0, 0, 0, 50], [0, 0, 0, 0]])), {},
+        [1.0, 0.0, 1.0]),
+    "entropy of two channels": (
+        "channel_entropy_informativeness", plain(torch.tensor([[-math.log(3), 0.0]])), {},
+        [ENTROPY]),
+    "temperature flattens channels": (
+        "channel_entropy_informativeness", plain(torch.tensor([[2 * math.log(3), 0.0]])),
+        {"temperature": 2.0}, [ENTROPY]),
+    "confidence decreases with pick order": (
+        "reference_selection_confidence", plain(torch.eye(5)), {}, [0.75, 0.25, 0.0, 1.0, 0.5]),
+    "down to the floor": (
+        "reference_selection_confidence", plain(torch.eye(5)), {"floor": 0.5},
+        [0.875, 0.625, 0.5, 1.0, 0.75]),
+    # Two tokens of one direction and one across: mean cosines of 1/2, 1/2 and 0.
+    "dissimilarity to the others": (
+        "mean_dissimilarity_saliency", plain(torch.tensor([E1, [2.0, 0.0], E2])), {},
+        [0.0, 0.0, 1.0]),
+    "of scaled channels": (
+        "mean_dissimilarity_saliency", plain(UNEVEN), {"scale_variance": True},
+        ((UNLIKE - UNLIKE.min()) / (UNLIKE.max() - UNLIKE.min())).tolist()),
+}  # fmt: skip
+"""Fact -> signal, image, parameters; values with the reference selection 3, 0, 4, 1 or 0."""
+
+
+@pytest.mark.parametrize("fact", SIGNALS)
+def test_signals(fact: str) -> None:
+    name, tokens, parameters, expected = SIGNALS[fact]
+    picks = torch.tensor([[3, 0, 4, 1] if tokens.count == 5 else [0]])
+    values = run_signal(call(name, **parameters), tokens, picks)
+    assert values[0].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+@given(seed=st.integers(0, 1000), radius=st.integers(1, 3))
+def test_contrast_and_detail_are_those_of_the_window(seed: int, radius: int) -> None:
+    tokens, nothing = images(seed, batch=1, grid=Grid(4, 5, tiles=2)), torch.zeros(1, 1).long()
+    contrast, detail = (
+        run_signal(call(name, radius=radius), tokens, nothing)[0].view(2, 4, 5)
+        for name in ("local_contrast_saliency", "local_detail_energy")
+    )
+    unit = tokens.unit.view(2, 4, 5, -1)
+    for tile, y, x in ((0, 0, 0), (1, 2, 3), (1, 3, 4)):
+        window = unit[
+            tile, max(0, y - radius) : y + radius + 1, max(0, x - radius) : x + radius + 1
+        ]
+        rows = window.flatten(0, 1)
+        others = (float((rows @ unit[tile, y, x]).sum()) - 1) / (len(rows) - 1)
+        assert float(contrast[tile, y, x]) == pytest.approx(1 - others, abs=1e-5)
+        variance = float((rows - rows.mean(dim=0)).square().sum(dim=1).mean())
+        assert float(detail[tile, y, x]) == pytest.approx(variance, abs=1e-5)
+
+
+def test_dissimilarity_compares_as_the_view_says() -> None:
+    tokens, nothing = images(2, batch=1, grid=Grid(3, 4, tiles=3)), torch.zeros(1, 1).long()
+
+    def values(image: VisualTokens) -> Tensor:
+        return run_signal(call("mean_dissimilarity_saliency"), image, nothing)[0]
+
+    rows = tokens.features[0]
+    tiles = torch.cat([values(plain(tile)) for tile in rows.view(3, 12, -1)])
+    assert torch.allclose(values(tokens), tiles, atol=1e-6)
+    every = replace(tokens, tile_scope="global")
+    assert torch.allclose(values(every), values(plain(rows)), atol=1e-6)
+
+
+PICKS = torch.tensor([[2, 0]])
+RISING, FALLING = torch.tensor([[0.0, 5.0, 10.0]]), torch.tensor([[8.0, 4.0, 0.0]])
+FUSIONS: dict[str, tuple[str, Changes, list[Tensor], list[float], list[float]]] = {
+    # Normalised: 0, 0.5, 1 and 1, 0.5, 0.
+    "product of powers": (
+        "weighted_product_fusion", {}, [RISING, FALLING], [2.0, 0.5],
+        [0.001**2, 0.5**2 * 0.5**0.5, 0.001**0.5]),
+    "a weight of zero changes nothing": (
+        "weighted_product_fusion", {}, [RISING, FALLING], [1.0, 0.0], [0.001, 0.5, 1.0]),
+    "sum": ("weighted_sum_fusion", {}, [RISING, FALLING], [2.0, 0.5], [0.5, 1.25, 2.0]),
+    # Token 2 was picked first: confidence 1; token 0 second of two: 0.5; token 1 not at all.
+    "confidence raises the first pick most": (
+        "reference_confidence_weighted_product_fusion", {"beta": 0.5}, [RISING], [1.0],
+        [0.001 * 1.25, 0.5, 1.5]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fact", FUSIONS)
+def test_fusions(fact: str) -> None:
+    name, parameters, signals, weights, expected = FUSIONS[fact]
+    g = run_fusion(call(name, **parameters), signals, weights, PICKS)
+    assert g[0].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_nan_is_not_hidden_by_the_floor() -> None:
+    signal = torch.tensor([[0.0, torch.nan], [0.0, 1.0]])
+    g = run_fusion(call("weighted_product_fusion"), [signal], [1.0], PICKS)
+    assert not g[0].isfinite().all() and g[1].isfinite().all()
+
+
+THREE = plain(torch.tensor([E1, [3.0, 4.0], [-2.0, 0.0]]))
+COSINES = [[1, 0.6, -1], [0.6, 1, -0.6], [-1, -0.6, 1]]
+# The mean token is (2, 4): less it, two tokens are opposite and one stands across them.
+FOUR = plain(torch.tensor([[1.0, 4.0], [3.0, 4.0], [2.0, 7.0], [2.0, 1.0]]))
+PAIRS = [[1.0, -1, 0, 0], [-1.0, 1, 0, 0], [0.0, 0, 1, -1], [0.0, 0, -1, 1]]
+IN_TILES = plain(torch.tensor([E1, [3.0, 0.0], [0.0, 5.0], [0.0, 9.0]]), Grid(1, 2, tiles=2))
+DOMINATED = plain(torch.tensor([[1e3, 1.0], [1e3, -1.0], [-1e3, 1.0], [-1e3, -1.0]]))
+KERNELS: dict[str, tuple[str, Changes, VisualTokens, list[list[float]], list[float]]] = {
+    "cosines ignore quality": ("pairwise_cosine_kernel", {}, THREE, COSINES, [1, 1, 1]),
+    "opposite tokens may count as unrelated": (
+        "pairwise_cosine_kernel", {"clamp_negative": True}, THREE,
+        [[1, 0.6, 0], [0.6, 1, 0], [0, 0, 1]], [1, 1, 1]),
+    "normalised quality scales": (
+        "runtime_conditional_similarity_kernel", {"eps": 1e-3}, THREE, COSINES,
+        [0.0025, 0.5025, 1.0025]),
+    # alpha = 0.8 / (2 * 0.2) = 2
+    "theta is the exponential balance": (
+        "runtime_conditional_similarity_kernel", {"theta": 0.8}, THREE, COSINES,
+        [1, math.e, math.e**2]),
+    "what tokens do not share": ("centred_cosine_kernel", {}, FOUR, PAIRS, [1] * 4),
+    "each tile has a mean of its own": ("centred_cosine_kernel", {}, IN_TILES, PAIRS, [1] * 4),
+    "one channel dominates": (
+        "centred_cosine_kernel", {}, DOMINATED,
+        [[1, 1, -1, -1], [1, 1, -1, -1], [-1, -1, 1, 1], [-1, -1, 1, 1]], [1] * 4),
+    "scaled variance lets none dominate": (
+        "centred_cosine_kernel", {"scale_variance": True}, DOMINATED,
+        [[1, 0, 0, -1], [0, 1, -1, 0], [0, -1, 1, 0], [-1, 0, 0, 1]], [1] * 4),
+    "a centred kernel may be scaled by quality": (
+        "centred_cosine_kernel", {"weighted": True}, FOUR, PAIRS, [0, 1 / 3, 2 / 3, 1]),
+}  # fmt: skip
+"""Fact -> kernel, parameters, image; similarity and quality at g = 0.1, 0.3, ..."""
+
+
+@pytest.mark.parametrize("fact", KERNELS)
+def test_kernels(fact: str) -> None:
+    name, parameters, tokens, similarity, quality = KERNELS[fact]
+    g = 0.1 + 0.2 * torch.arange(tokens.count)[None]
+    kernel = run_kernel(call(name, **parameters), tokens, g)
+    assert torch.allclose(kernel.similarity[0], torch.tensor(similarity).float(), atol=1e-4)
+    assert kernel.quality[0].tolist() == pytest.approx(quality, rel=1e-4, abs=1e-4)
+
+
+CANCELLING = around([0, 180, 0, 180])
+PARTITIONS: dict[str, tuple[str, Changes, VisualTokens, list[int]]] = {
+    "cells of a tile": (
+        "spatial_grid_partition", {"cells": 2}, plain(torch.eye(12), Grid(3, 4)),
+        [0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 3, 3]),
+    "tiles have cells of their own, small ones fewer": (
+        "spatial_grid_partition", {"cells": 12}, plain(torch.eye(8), Grid(2, 2, tiles=2)),
+        [0, 1, 2, 3, 4, 5, 6, 7]),
+    "well separated clusters": (
+        "feature_cluster_partition", {"clusters": 3}, around([0, 180, 5, 90, 185, 95, 355]),
+        [0, 1, 0, 2, 1, 2, 0]),
+    "tokens that cancel out leave their centroid where it was": (
+        "feature_cluster_partition", {"clusters": 2}, CANCELLING, [0, 1, 0, 1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fact", PARTITIONS)
+def test_partitions(fact: str) -> None:
+    """Labels up to their numbering, which is that of first appearance here."""
+    name, parameters, tokens, expected = PARTITIONS[fact]
+    labels = run_partition(call(name, **parameters), tokens)[0].tolist()
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+    assert [numbers[label] for label in labels] == expected
+
+
+def positions(mask: Tensor) -> list[int]:
+    places: list[int] = mask[0].nonzero().flatten().tolist()
+    return places
+
+
+def built(
+    calls: list[object], tokens: VisualTokens, g: list[float], reference: list[int]
+) -> Tensor:
+    return build_pool(calls, tokens, torch.tensor([g]), torch.tensor([reference]))  # type: ignore[arg-type]
+
+
+BEST, FAR, COVER = "quality_pool_builder", "diversity_pool_builder", "spatial_coverage_pool_builder"
+SIX = around([0, 5, 90, 95, 180, 185])
+# Token 4 is farthest of all, but a pool of good tokens does not hold it.
+GOOD = plain(torch.tensor([E1] * 3 + [[1.0, 1.0], [-1.0, 0.0], [-1.0, 0.1]]))
+BY_QUALITY = [0.0, 0.9, 0.8, 0.7, 0.1, 0.2]
+# Token 2 is the reference's twin in another tile; token 1, in its own tile, is at 60 degrees.
+TWINS = around([0, 60, 0, 120], Grid(1, 2, tiles=2))
+# Two by two cells of two by two tokens; token 0 is in the reference, and so is its cell.
+CELLS = [0.9, 0.9, 0.1, 0.2, 0.9, 0.9, 0.4, 0.3, 0.5, 0.6, 0.0, 0.0, 0.8, 0.7, 0.0, 0.0]
+SQUARE = plain(torch.eye(16), Grid(4, 4))
+
+
+def joined(ratio: float) -> object:
+    """By quality 1, 2, 5, ...; by diversity 3, 4, ..."""
+    sources = [{"atom": BEST, "pool_ratio": 8.0}, {"atom": FAR, "pool_ratio": 2.0}]
+    return call("multi_source_pool_builder", pool_ratio=ratio, sources=sources)
+
+
+FAN, TURNS = around([0, 5, 10, 180, 90, 15]), [0.0, 0.9, 0.8, 0.1, 0.2, 0.7]
+POOLS: dict[str, tuple[list[object], VisualTokens, list[float], list[int], list[int]]] = {
+    "the best outside the reference": (
+        [call(BEST)], plain(torch.eye(6)), [0.9, 0.8, 0.1, 0.7, 0.6, 0.2], [0, 4], [1, 3]),
+    # 180 degrees is farthest from 0; then 90 and 95 are, by 5 degrees, ahead of 185 and 5.
+    "the farthest from the reference and each other": (
+        [call(FAR, pool_ratio=2.0)], SIX, [0.0] * 6, [0], [2, 4]),
+    # Within tiles the twin is nothing to the reference (cosine 0), so it is the farthest of all.
+    "tiles are compared within": ([call(FAR)], TWINS, [0.0] * 4, [0], [2]),
+    # Token 3 lies opposite its own tile's token 2 once that is picked.
+    "and among the pool": ([call(FAR, pool_ratio=2.0)], TWINS, [0.0] * 4, [0], [2, 3]),
+    "or across": (
+        [call(FAR)], replace(TWINS, tile_scope="global"), [0.0] * 4, [0], [3]),
+    "a single builder": ([call(BEST, pool_ratio=3.0)], GOOD, BY_QUALITY, [0], [1, 2, 3]),
+    "builders in sequence": (
+        [call(BEST, pool_ratio=3.0), call(FAR)], GOOD, BY_QUALITY, [0], [3]),
+    "the second alone": ([call(FAR)], GOOD, BY_QUALITY, [0], [4]),
+    # The last cell is all alike: the first of its tokens.
+    "the best of each cell without a reference token": (
+        [call(COVER, cells=2)], SQUARE, CELLS, [0], [6, 10, 12]),
+    "no cell is left": ([call(COVER, cells=2)], SQUARE, CELLS, [0, 2, 8, 15], []),
+    **{
+        f"sources take turns, {len(kept)}": ([joined(ratio)], FAN, TURNS, [0], kept)
+        for ratio, kept in ((1.0, [1]), (2.0, [1, 3]), (3.0, [1, 2, 3]), (4.0, [1, 2, 3, 4]))
+    },
+}  # fmt: skip
+"""Fact -> builders, image, g, reference; the pool."""
+
+
+@pytest.mark.parametrize("fact", POOLS)
+def test_pools(fact: str) -> None:
+    calls, tokens, g, reference, pool = POOLS[fact]
+    assert positions(built(calls, tokens, g, reference)) == pool
+
+
+def test_a_source_is_no_joined_pool_itself() -> None:
+    with pytest.raises(ValueError, match="multi_source_pool_builder"):
+        call("multi_source_pool_builder", sources=[{"atom": "multi_source_pool_builder"}])
+
+
+SIZED = ATOMS.of_kind("candidate_pool", SizedPool)
+
+
+@pytest.mark.parametrize(("ratio", "size"), [(0.25, 2), (0.5, 3), (1.5, 9), (8.0, 30)])
+@pytest.mark.parametrize("name", SIZED)
+def test_a_pool_is_a_multiple_of_the_budget_as_far_as_there_are_tokens(
+    name: str, ratio: float, size: int
+) -> None:
+    tokens, reference = images(1), torch.arange(6).expand(2, -1)
+    pool = build_pool([call(name, pool_ratio=ratio)], tokens, torch.rand(2, 36), reference)
+    assert pool.sum(dim=1).tolist() == [size, size]
+
+
+@given(
+    seed=st.integers(0, 1000),
+    names=st.lists(st.sampled_from(SIZED), min_size=1, max_size=3),
+    ratio=st.sampled_from([0.25, 0.5, 1.0, 8.0]),
+    k=st.integers(1, 35),
+)
+def test_a_pool_narrows_and_never_holds_a_reference_token(
+    seed: int, names: list[str], ratio: float, k: int
+) -> None:
+    tokens, source = images(seed), torch.Generator().manual_seed(seed)
+    g = torch.rand(2, 36, generator=source)
+    reference = torch.rand(2, 36, generator=source).argsort(dim=1)[:, :k]
+    wider = ~mask_from_indices(reference, 36)
+    for count in range(1, len(names) + 1):
+        calls = [call(name, pool_ratio=ratio) for name in names[:count]]
+        pool = build_pool(calls, tokens, g, reference)
+        assert not (pool & ~wider).any() and pool.any(dim=1).all()
+        wider = pool
+
+
+def select_batch(
+    name: str,
+    tokens: VisualTokens,
+    g: Tensor,
+    reference: Tensor,
+    pool: Tensor,
+    quota: int,
+    **parameters: object,
+) -> Tensor:
+    """Kept tokens as a mask ``(B, N)``."""
+    inputs = SelectorInputs(
+        tokens=tokens,
+        picks=reference,
+        pool=pool,
+        g=g,
+        quota=quota,
+        kernel_call=call("pairwise_cosine_kernel"),
+        partition_call=call("spatial_grid_partition"),
+    )
+    return run_selector(call(name, **parameters), inputs)
+
+
+def select_one(
+    name: str, tokens: VisualTokens, g: list[float], reference: list[int], pool: list[int],
+    q_e: int = 2, **parameters: object,
+) -> list[int]:  # fmt: skip
+    """Tokens that a selector keeps of one image, with quota q_e."""
+    mask = mask_from_indices(torch.tensor([pool], dtype=torch.int64), len(g))
+    picks = torch.tensor([reference])
+    return positions(select_batch(name, tokens, torch.tensor([g]), picks, mask, q_e, **parameters))
+
+
+EXCHANGE, TOP = "reference_residual_exchange_selector", "quality_topk_selector"
+GATED = "reference_margin_gated_exchange_selector"
+STRICT = "reference_strict_margin_exchange_selector"
+DPP, RUNTIME = "anchor_controlled_pool_dpp_selector", "runtime_reference_anchor_pool_dpp_selector"
+CAPPED, MARGINAL = "constrained_pool_dpp_selector", "maximal_marginal_relevance_pool_selector"
+PRESERVING = "reference_strict_preservation_selector"
+FIVE = plain(torch.eye(5))
+# Gains of the two best pairs: 1 - 0.25 = 0.75 and 0.4375 - 0.5 < 0.
+GAINS = [0.5, 0.25, 1.0, 0.375, 0.4375]
+# 1 for 0.125, then 0.375 for 0.25: exactly half more.
+SHARES = [0.25, 0.125, 1.0, 0.375, 0.1]
+# Token 2 is the best and the same as 0, which stays; token 3 is unlike both.
+TWIN = plain(torch.tensor([[1.0, 0, 0], [0, 1, 0], [2, 0, 0], [0, 0, 1]]))
+# 1 leaves first, so its twin 2 may come; then 2's twin 3 may not, and 0 stays.
+LEAVING = plain(torch.tensor([E1, E2, [0.0, 3.0], [0.0, 2.0]]))
+# All unlike each other: relevance alone decides who joins anchor 0, whatever g says.
+ASKED = with_relevance(plain(torch.eye(4)), torch.tensor([[0.5, 0.1, 0.2, 0.9]]))
+UNASKED = with_relevance(plain(torch.eye(4)), torch.tensor([[0.5, 0.1, 0.2, -0.9]]))
+# Cells are 0-2, 3-5 and so on. All are unlike each other, so the first open token joins anchor 0;
+# with a cap of 1 the anchor has filled its cell.
+TWELVE = plain(torch.eye(12), Grid(1, 12))
+# 0 and 1 point the same way: with 1 anchored nothing speaks for 0, which came last.
+SECOND = plain(torch.tensor([E1, E1, E2]))
+SELECTIONS: dict[
+    str, tuple[str, VisualTokens, list[float], list[int], list[int], Changes, list[int]]
+] = {
+    "equal quality is no reason to swap": (
+        EXCHANGE, plain(torch.eye(6)), [0.5] * 6, [1, 3, 5], [0, 2, 4], {"q_e": 3}, [1, 3, 5]),
+    "a swap needs the margin": (GATED, FIVE, GAINS, [0, 1], [2, 3, 4], {"margin": 0.75}, [0, 2]),
+    "and no less": (GATED, FIVE, GAINS, [0, 1], [2, 3, 4], {"margin": 0.76}, [0, 1]),
+    "nothing is no gain": (GATED, FIVE, [0.5] * 5, [0, 1], [2, 3, 4], {"margin": 0.0}, [0, 1]),
+    "a strict swap needs a share more": (
+        STRICT, FIVE, SHARES, [0, 1], [2, 3, 4], {"margin": 0.5}, [2, 3]),
+    "and no smaller one": (STRICT, FIVE, SHARES, [0, 1], [2, 3, 4], {"margin": 0.51}, [0, 2]),
+    "a strict swap refuses what is like a kept token": (
+        STRICT, TWIN, [0.5, 0.1, 0.9, 0.4], [0, 1], [2, 3], {"q_e": 1}, [0, 3]),
+    "unless it may": (
+        STRICT, TWIN, [0.5, 0.1, 0.9, 0.4], [0, 1], [2, 3], {"q_e": 1, "max_sim": 1.0}, [0, 2]),
+    "similarity to removed tokens is ignored": (
+        STRICT, LEAVING, [0.3, 0.1, 0.9, 0.8], [0, 1], [2, 3], {}, [0, 2]),
+    "preservation keeps the reference": (
+        PRESERVING, plain(torch.eye(4)), [0.0, 0.1, 0.9, 0.8], [0, 1], [2, 3], {}, [0, 1]),
+    "the best ignore the reference": (
+        TOP, FIVE, [0.3, 0.1, 0.9, 0.8, 0.2], [0, 1], [4], {}, [2, 3]),
+    "relevance decides at run time": (
+        RUNTIME, ASKED, [0.5, 0.1, 0.9, 0.0], [0, 1], [2, 3], {"q_e": 1}, [0, 3]),
+    "and irrelevance": (
+        RUNTIME, UNASKED, [0.5, 0.1, 0.9, 0.0], [0, 1], [2, 3], {"q_e": 1}, [0, 2]),
+    "a part takes two": (
+        CAPPED, TWELVE, [0.0] * 12, [0, 11], [1, 4], {"q_e": 1, "cell_cap": 2}, [0, 1]),
+    "a part takes one": (
+        CAPPED, TWELVE, [0.0] * 12, [0, 11], [1, 4], {"q_e": 1, "cell_cap": 1}, [0, 4]),
+    "the first picks are the anchors": (DPP, SECOND, [1.0] * 3, [1, 0], [2], {"q_e": 1}, [1, 2]),
+}  # fmt: skip
+"""Fact -> selector, image, g, reference, pool, parameters; kept tokens."""
+
+
+@pytest.mark.parametrize("fact", SELECTIONS)
+def test_selections(fact: str) -> None:
+    name, tokens, g, reference, pool, parameters, kept = SELECTIONS[fact]
+    assert select_one(name, tokens, g, reference, pool, **parameters) == kept  # type: ignore[arg-type]
+
+
+@given(seed=st.integers(0, 10_000), k=st.integers(1, 11), quota=st.integers(0, 12))
+def test_an_exchange_equals_a_loop_over_pairs(seed: int, k: int, quota: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    g = torch.rand(12, generator=source).tolist()
+    order = torch.rand(12, generator=source).argsort().tolist()
+    reference, pool = order[:k], order[k::2]
+    kept, leaving = set(reference), sorted(reference, key=lambda i: g[i])[: min(quota, k)]
+    for worst, best in zip(leaving, sorted(pool, key=lambda i: -g[i]), strict=False):
+        if g[best] > g[worst]:
+            kept = kept - {worst} | {best}
+    tokens = plain(torch.eye(12))
+    assert select_one(EXCHANGE, tokens, g, reference, pool, min(quota, k)) == sorted(kept)
+
+
+@given(seed=st.integers(0, 10_000), k=st.integers(1, 9), quota=st.integers(0, 9))
+def test_marginal_relevance_equals_a_loop(seed: int, k: int, quota: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    tokens = plain(torch.randn(12, 6, generator=source))
+    g = torch.rand(12, generator=source).tolist()
+    order = torch.rand(12, generator=source).argsort().tolist()
+    reference, pool = order[:k], set(order[k:])
+    kept, cosine = set(reference), tokens.cosine[0]
+
+    def worth(token: int, others: set[int]) -> float:
+        alike = max((float(cosine[token, other]) for other in others), default=-1.0)
+        return 0.7 * g[token] - 0.3 * alike
+
+    for leaving in sorted(reference, key=lambda i: g[i])[:quota]:
+        others = kept - {leaving}
+        best = max(pool, key=lambda i: worth(i, others), default=None)
+        if best is None or worth(best, others) <= worth(leaving, others):
+            break
+        kept, pool = others | {best}, pool - {best}
+    result = select_one(MARGINAL, tokens, g, reference, order[k:], min(quota, k))
+    assert result == sorted(kept)
+
+
+def test_anchors_stay_and_the_rest_is_greedy_over_pool_and_reference() -> None:
+    tokens, ones = images(1, batch=1, width=24), torch.ones(1, 36)
+    reference = torch.tensor([[30, 4, 17, 9, 22]])
+    pool = mask_from_indices(torch.tensor([[1, 2, 3, 5, 6, 7, 8]]), 36)
+    eligible = pool | mask_from_indices(reference, 36)
+    expected = greedy_map(tokens.cosine, ones, 5, anchors=reference[:, :3], eligible=eligible)
+    kept = select_batch(DPP, tokens, ones, reference, pool, quota=2)
+    assert torch.equal(kept, mask_from_indices(expected, 36))
+
+
+@example(name=EXCHANGE, seed=1, k=1, quota=1, poison="g", value=torch.inf)
+@given(
+    name=st.sampled_from(ATOMS.names("selection_constraints")),
+    seed=st.integers(0, 10_000),
+    k=st.integers(1, 35),
+    quota=st.integers(0, 35),
+    poison=st.sampled_from(["", "g", "features", "both"]),
+    value=st.sampled_from([torch.nan, torch.inf, -torch.inf]),
+)
+def test_k_tokens_at_most_quota_of_them_new_and_all_from_pool_or_reference(
+    name: str, seed: int, k: int, quota: int, poison: str, value: float
+) -> None:
+    quota, tokens = min(quota, k), images(seed)
+    source = torch.Generator().manual_seed(seed)
+    g = torch.rand(2, 36, generator=source)
+    if poison in ("g", "both"):
+        g[0, ::3] = value
+    if poison in ("features", "both"):
+        tokens.features[1, ::5] = value
+    reference = torch.rand(2, 36, generator=source).argsort(dim=1)[:, :k]
+    base = mask_from_indices(reference, 36)
+    pool = (torch.rand(2, 36, generator=source) < 0.3) & ~base
+    kept = select_batch(name, tokens, g, reference, pool, quota)
+    assert kept.sum(dim=1).tolist() == [k, k]
+    if name != TOP:  # it replaces everything, by whatever is best
+        assert int((kept & ~base).sum(dim=1).max()) <= quota
+        assert not (kept & ~base & ~pool).any()
+
+
+# Two tiles of two tokens; tokens 0 and 2 are alike, and lie in different tiles.
+TILED = plain(torch.tensor([E1, E2, E1, [-1.0, 0.0]]), Grid(1, 2, tiles=2))
+
+
+@pytest.mark.parametrize(
+    ("view", "values"),
+    [
+        (call("vision_tokens@post_projector"), [0, 0, 1, 1]),  # the nearest other: -1 of (2, 3)
+        (call("vision_tokens@pre_llm"), [-1, 0, -1, 0]),
+        (call("vision_tokens@pre_llm", tile_scope="per_tile"), [0, 0, 1, 1]),
+    ],
+)
+def test_views_compare_within_tiles_or_across(view: object, values: list[float]) -> None:
+    seen = apply_view(view, TILED)  # type: ignore[arg-type]
+    assert torch.equal(seen.features, TILED.features)
+    redundancy = call("redundancy_density_penalty", m=1)
+    assert run_signal(redundancy, seen, torch.zeros(1, 1).long())[0].tolist() == values
+
+
+def test_tower_view_scores_tower_features_and_keeps_projected_rows() -> None:
+    """In the tower one token is longer than all others together; after the projector another is."""
+    tokens = images(1)
+    tokens.require_tower().patches[:, 13] *= 1000
+    tokens.features[:, 21] *= 1000
+    changes: Changes = {
+        "/base_policy": {"name": "divprune"},
+        "/scoring/signals": [{"atom": "visual_token_norm_saliency"}],
+        "/constraints/selector": {"atom": TOP},
+    }
+    tower = {"tokens": {"atom": "vision_tokens@vision_tower"}}
+    by_tower = refine(materialize(state({**changes, "/source": tower}), 1), tokens)
+    assert by_tower.indices.tolist() == [[13], [13]]
+    assert torch.equal(by_tower.features, tokens.features[:, 13:14])
+    assert refine(materialize(state(changes), 1), tokens).indices.tolist() == [[21], [21]]
+
+
+def test_priors(monkeypatch: pytest.MonkeyPatch) -> None:
+    divprune = BASE_POLICIES["divprune"].call.model_validate({"name": "divprune"})
+    six = PriorInputs(plain(torch.eye(6)), divprune, 2, torch.tensor([[4, 1]]))
+    floor = run_prior(call("reference_mask_prior", floor=0.25), six)
+    assert floor.tolist() == [[0.25, 1, 0.25, 0.25, 1, 0.25]]
+    tokens, second = images(2, batch=1), BASE_POLICIES["cdpruner"]
+    known = PriorInputs(tokens, divprune, 5, torch.arange(5)[None])
+    prior = run_prior(call("external_policy", policy="cdpruner", weight=0.75), known)
+    picks = second.select(second.default_params, tokens, 5).picks
+    assert torch.equal(prior, torch.full((1, 36), 0.25).scatter(1, picks, 1.0))
+    # The published code keeps two tokens of the first image and a merged row; one of the second.
+    rows = (torch.tensor([5, 0, -1]), torch.tensor([2]))
+    requested: list[object] = []
+
+    def published(params: object, tokens: VisualTokens, budget: object) -> PublishedSelection:
+        requested.append(budget)
+        return PublishedSelection(rows)
+
+    teacher = replace(BASE_POLICIES["divprune"], published=published)
+    monkeypatch.setitem(BASE_POLICIES, "divprune", teacher)
+    known = PriorInputs(plain(torch.rand(2, 6, 3)), divprune, 3, torch.zeros(2, 3).long())
+    prior = run_prior(call("native_teacher_mask_prior", weight=0.5), known)
+    assert prior.tolist() == [[1, 0.5, 0.5, 0.5, 0.5, 1], [0.5, 0.5, 1, 0.5, 0.5, 0.5]]
+    assert requested == [3]
+
+
+def test_priors_multiply_quality_one_after_the_other() -> None:
+    changes: Changes = {"/scoring/signals": [{"atom": "visual_token_norm_saliency"}]}
+    prior, tokens = {"atom": "reference_mask_prior", "floor": 0.5}, images(3)
+    none, once, twice = (
+        refine(materialize(state({**changes, "/source": {"priors": [prior] * n}}), 8), tokens)
+        for n in range(3)
+    )
+    assert none.quality is not None and once.quality is not None and twice.quality is not None
+    outside = torch.ones(2, 36, dtype=torch.bool).scatter(1, none.reference, False)
+    for refined, factor in ((once, 0.5), (twice, 0.25)):
+        assert refined.quality is not None
+        assert torch.allclose(refined.quality[outside], factor * none.quality[outside])
+        assert torch.equal(refined.quality[~outside], none.quality[~outside])
+
+
+BUDGETS: list[tuple[str, Changes, int, int, int]] = [
+    *((f"fixed_budget@{k}", {}, 576, 1, k) for k in FIXED_BUDGETS),
+    ("ratio_budget", {"ratio": 0.1}, 576, 1, 57),
+    ("ratio_budget", {"ratio": 0.3}, 100, 1, 30),  # 0.3 x 100 is 29.99... in binary fractions
+    ("ratio_budget", {"ratio": 0.25}, 2880, 1, 640),  # the ceiling
+    ("ratio_budget", {"ratio": 0.01}, 576, 1, 16),  # the floor
+    ("ratio_budget", {"floor": 64, "ceiling": 32}, 576, 1, 32),  # the ceiling wins
+    *(
+        ("per_tile_budget", {"k": 40, "ceiling": 100}, 576, t, min(100, 40 * t))
+        for t in range(1, 5)
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "parameters", "tokens", "tiles", "kept"), BUDGETS)
+def test_budgets(name: str, parameters: Changes, tokens: int, tiles: int, kept: int) -> None:
+    assert run_budget(call(name, **parameters), tokens, tiles) == kept
+    policy = materialize(state({"/budget": {"atom": name, **parameters}}))
+    assert policy.tokens_kept(tokens, tiles) == min(kept, tokens)
+
+
+EXAMPLES = {
+    *(row[0] for table in (SIGNALS, FUSIONS, KERNELS, PARTITIONS) for row in table.values()),
+    *(row[0] for row in SELECTIONS.values()),
+    *("local_contrast_saliency", "local_detail_energy", EXCHANGE, MARGINAL),
+    *(BEST, FAR, COVER, "multi_source_pool_builder"),
+    *("vision_tokens@post_projector", "vision_tokens@pre_llm", "vision_tokens@vision_tower"),
+    *("reference_mask_prior", "external_policy", "native_teacher_mask_prior"),
+    *(row[0] for row in BUDGETS),
+    *RECIPES,  # in test_reassembly.py
+    *ATOMS.names("safety_checks"),  # in test_safety.py
+}  # fmt: skip
+
+
+def test_every_atom_has_a_test_of_its_values() -> None:
+    assert set(ATOMS.names()) == EXAMPLES
