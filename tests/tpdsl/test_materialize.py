@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tests.tpdsl.samples import Changes, call, state
 from vllm_autoprune import BudgetError, StateError, materialize
-from vllm_autoprune.tpdsl.atoms.selectors import resolve_constraints
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.tokens import split_over_tiles
 
@@ -34,7 +33,7 @@ EXCHANGE = "reference_residual_exchange_selector"
 def test_the_quota_is_what_r_min_leaves(
     name: str, parameters: Changes, budget: int, expected: tuple[int, int]
 ) -> None:
-    assert resolve_constraints(call(name, **parameters), budget) == expected
+    assert call(name, **parameters).bounds(budget) == expected
 
 
 @given(budget=st.integers(1, 5000), tiles=st.integers(1, 40))

@@ -21,7 +21,6 @@ from vllm_autoprune.tpdsl.base_policy import (
     PublishedSelection,
     ReferenceSelection,
     base_policy,
-    require_budget,
 )
 from vllm_autoprune.tpdsl.prefix import MOST_LAYERS, require_layer, text_span, visual_span
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -49,13 +48,13 @@ class DartParams(BasePolicyParams):
     )
 
 
-def _native(params: DartParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+def _native(params: DartParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """4 + 8 floor(K / 8) tokens in raster order: the visual pivots are added to the budget.
 
     Pivots are processed in the iteration order of a CPython set of their positions, as in the
     port; the order affects which tokens are kept.
     """
-    each = require_budget("dart", budget) // (VISUAL_PIVOTS + TEXT_PIVOTS)
+    each = budget // (VISUAL_PIVOTS + TEXT_PIVOTS)
     start = tokens.require_language().start
     length, states = _pivot_norms_and_states(params, tokens)
     visual, words = _pivots(params, tokens, length)

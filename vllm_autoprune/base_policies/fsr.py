@@ -21,7 +21,6 @@ from vllm_autoprune.tpdsl.base_policy import (
     PublishedSelection,
     ReferenceSelection,
     base_policy,
-    require_budget,
 )
 from vllm_autoprune.tpdsl.tokens import (
     Need,
@@ -76,9 +75,9 @@ def _continue(params: FSRParams, tokens: VisualTokens, budget: int, given: Given
     return join_tiles(picks, tokens, shares, given.next_tile(tokens))
 
 
-def _native(params: FSRParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+def _native(params: FSRParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """Per tile, focus by priority and then the scan, with merged rows in float32."""
-    share = require_budget("fsr", budget) // tokens.grid.tiles
+    share = budget // tokens.grid.tiles
     whole = TileGroup(0, tokens.grid.tiles, share)
     chosen = _choose(params, tokens, whole)
     rows = _merge_into_scan(params, chosen, whole.of(tokens.output, tokens).float())

@@ -17,7 +17,6 @@ from vllm_autoprune.tpdsl.base_policy import (
     PublishedSelection,
     ReferenceSelection,
     base_policy,
-    require_budget,
 )
 from vllm_autoprune.tpdsl.tokens import VisualTokens, join_groups, tile_groups
 
@@ -44,9 +43,9 @@ class HoloVParams(BasePolicyParams):
         return max(1, min(wanted, tokens))
 
 
-def _native(params: HoloVParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+def _native(params: HoloVParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """Tokens band by band, by descending attention within a band."""
-    share = require_budget("holov", budget) // tokens.grid.tiles
+    share = budget // tokens.grid.tiles
     attention = tokens.by_tile(tokens.require_cls_attention().float())
     picks = _select_by_band(attention, share, params.count(attention.shape[1], share))
     tile = torch.arange(tokens.grid.tiles, device=picks.device).repeat(tokens.batch)

@@ -68,7 +68,7 @@ def _native(
     return native_by_tile(tokens, run)
 
 
-@base_policy(PruMergePlusParams, needs=frozenset({"tower", "next_layer"}), native=_native)
+@base_policy(PruMergePlusParams, needs=frozenset({"tower", "next_layer"}), own_count=_native)
 def prumerge_plus(
     params: PruMergePlusParams, tokens: VisualTokens, budget: int
 ) -> ReferenceSelection:

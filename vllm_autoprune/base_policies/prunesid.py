@@ -23,7 +23,6 @@ from vllm_autoprune.tpdsl.base_policy import (
     PublishedSelection,
     ReferenceSelection,
     base_policy,
-    require_budget,
 )
 from vllm_autoprune.tpdsl.tokens import Need, TileGroup, VisualTokens, join_groups, tile_groups
 
@@ -91,9 +90,9 @@ class GroupedTokens:
         return self.rank < self.take.gather(1, self.group)
 
 
-def _native(params: PruneSIDParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+def _native(params: PruneSIDParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """Per tile, [CLS] in mode ``cls``, then tokens group by group."""
-    share = require_budget("prunesid", budget) // tokens.grid.tiles
+    share = budget // tokens.grid.tiles
     whole = TileGroup(0, tokens.grid.tiles, share)
     count = share - (params.mode == "cls")
     grouped, _ = group_tokens(params, tokens, whole, count)

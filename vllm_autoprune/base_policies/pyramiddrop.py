@@ -15,7 +15,6 @@ from vllm_autoprune.tpdsl.base_policy import (
     PublishedSelection,
     ReferenceSelection,
     base_policy,
-    require_budget,
 )
 from vllm_autoprune.tpdsl.prefix import MOST_LAYERS, last_token_attention
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -34,11 +33,9 @@ class PyramidDropParams(BasePolicyParams):
     )
 
 
-def _native(
-    params: PyramidDropParams, tokens: VisualTokens, budget: int | None
-) -> PublishedSelection:
+def _native(params: PyramidDropParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """Kept tokens of one stage, in raster order."""
-    picks = pyramiddrop(params, tokens, require_budget("pyramiddrop", budget)).picks
+    picks = pyramiddrop(params, tokens, budget).picks
     return PublishedSelection(tuple(picks.sort(dim=1).values))
 
 

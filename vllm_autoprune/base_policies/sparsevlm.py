@@ -18,7 +18,6 @@ from vllm_autoprune.tpdsl.base_policy import (
     PublishedSelection,
     ReferenceSelection,
     base_policy,
-    require_budget,
 )
 from vllm_autoprune.tpdsl.prefix import (
     MOST_LAYERS,
@@ -45,13 +44,11 @@ class SparseVLMParams(BasePolicyParams):
     )
 
 
-def _native(
-    params: SparseVLMParams, tokens: VisualTokens, budget: int | None
-) -> PublishedSelection:
+def _native(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """One stage: kept tokens in raster order, then cluster means, of the layer's output."""
     language = tokens.require_language()
     score = rater_attention(language, params.layer, tokens.count)
-    count = min(require_budget("sparsevlm", budget), tokens.count - 1)
+    count = min(budget, tokens.count - 1)
     kept = rank_descending(score)[:, :count].sort(dim=1).values
     states = visual_span(language, language.states(params.layer), tokens.count, dim=1)
     sources = recycled_tokens(score, kept)

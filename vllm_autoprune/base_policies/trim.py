@@ -52,7 +52,7 @@ def _native(params: TrimParams, tokens: VisualTokens, budget: int | None) -> Pub
     return native_by_tile(tokens, run)
 
 
-@base_policy(TrimParams, needs=frozenset({"instruction", "tower"}), native=_native)
+@base_policy(TrimParams, needs=frozenset({"instruction", "tower"}), own_count=_native)
 def trim(params: TrimParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The K - 1 patches most similar to the instruction, and the mean of all others."""
     score = _text_similarity(tokens)

@@ -24,7 +24,6 @@ from vllm_autoprune.tpdsl.base_policy import (
     PublishedSelection,
     ReferenceSelection,
     base_policy,
-    require_budget,
 )
 from vllm_autoprune.tpdsl.tokens import TileGroup, VisualTokens
 
@@ -49,11 +48,9 @@ class VisionZipParams(BasePolicyParams):
         return budget - contextual, contextual
 
 
-def _native(
-    params: VisionZipParams, tokens: VisualTokens, budget: int | None
-) -> PublishedSelection:
+def _native(params: VisionZipParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """Per tile: [CLS] row, dominant patches in raster order, contextual rows."""
-    share = require_budget("visionzip", budget) // tokens.grid.tiles
+    share = budget // tokens.grid.tiles
     dominant, contextual = params.split(share)
     whole = TileGroup(0, tokens.grid.tiles, share)
     top, targets, merged = _zip(tokens, whole, dominant - 1, contextual)

@@ -27,7 +27,6 @@ from vllm_autoprune.serving.plan import (
     plan_error,
 )
 from vllm_autoprune.serving.settings import DEFAULT_RULES, REQUESTS_FLAG, RequestRules, TextTower
-from vllm_autoprune.tpdsl.atoms.selectors import resolve_constraints
 from vllm_autoprune.tpdsl.cost import require_affordable
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import (
@@ -112,7 +111,7 @@ class ServedState:
         If requests may bring states, these are all available inputs: features are computed once per
         image, before it is known which inputs later states read.
         """
-        quota, _ = resolve_constraints(self.state.constraints.selector, MAX_BUDGET)
+        quota, _ = self.state.constraints.selector.bounds(MAX_BUDGET)
         own = required_inputs(self.state, exchange=quota > 0)
         if not self.rules.allows("shipped-states"):
             return own

@@ -125,11 +125,11 @@ Reads = Callable[[P], frozenset[Need]]
 LayersRead = Callable[[P, int], int]
 """(params, layers of the language model) -> layers that run over all N tokens to rank them."""
 
-SelectAsPublished = Callable[[P, VisualTokens, int | None], PublishedSelection]
-"""(params, tokens, K) -> output of the published code, which need not have K rows.
+SelectAsPublished = Callable[[P, VisualTokens, int], PublishedSelection]
+"""(params, tokens, K) -> output of the published code, which need not have K rows."""
 
-With K = None the method chooses its own count; a method that cannot raises SelectionError.
-"""
+SelectOwnCount = Callable[[P, VisualTokens, int | None], PublishedSelection]
+"""As :data:`SelectAsPublished`; with K = None the method chooses its own count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,7 @@ class BasePolicy:
     doc: str
     function: Callable[..., ReferenceSelection]
     published: Callable[..., PublishedSelection] | None = None
+    own_count: Callable[..., PublishedSelection] | None = None
     continuation: Callable[..., Tensor] | None = None
     condition: Callable[..., Conditioned] | None = None
     reads: Callable[..., frozenset[Need]] | None = None
@@ -214,23 +215,19 @@ class BasePolicy:
         device. With ``budget`` None the method chooses its own count; :class:`SelectionError` if it
         cannot.
         """
+        if self.own_count is not None:
+            return self.own_count(params, tokens, budget)
+        if budget is None:
+            raise SelectionError(f"{self.name} has no count of its own: give a budget K")
         if self.published is not None:
             return self.published(params, tokens, budget)
-        picks = self.select(params, tokens, require_budget(self.name, budget)).picks
-        return PublishedSelection(tuple(picks))
+        return PublishedSelection(tuple(self.select(params, tokens, budget).picks))
 
 
 def _first_open(picks: Tensor, closed: Tensor, count: int) -> Tensor:
     """The first picks ``(B, count)`` that are not closed; then other tokens, closed ones last."""
     places = positions_in_order(picks, ~closed) + closed.to(torch.int64)
     return places.argsort(dim=1, stable=True)[:, :count]
-
-
-def require_budget(name: str, budget: int | None) -> int:
-    """The budget; raises :class:`SelectionError` if it is None."""
-    if budget is None:
-        raise SelectionError(f"{name} has no count of its own: give a budget K")
-    return budget
 
 
 BASE_POLICIES: dict[str, BasePolicy] = {}
@@ -241,6 +238,7 @@ def base_policy(
     *,
     needs: frozenset[Need] = frozenset(),
     native: SelectAsPublished[P] | None = None,
+    own_count: SelectOwnCount[P] | None = None,
     given: Continue[P] | None = None,
     condition: Condition[P] | None = None,
     reads: Reads[P] | None = None,
@@ -249,7 +247,8 @@ def base_policy(
 ) -> Callable[[Select[P]], Select[P]]:
     """Decorator: register a function as the base policy of the same name.
 
-    ``native`` is the method as published, if it returns anything other than K picks; ``given``
+    ``native`` is the method as published, if it returns anything other than K picks, or
+    ``own_count`` if it can choose how many; ``given``
     continues a greedy method from tokens that are kept already, and ``condition`` is the part of
     that which depends on the image alone. ``reads`` says what a call reads, where parameters decide
     that, and ``core`` are the parameters of the form that reads no question, where ``needs`` has
@@ -268,8 +267,9 @@ def base_policy(
         elif core is not None:
             alone = _call(f"{name.capitalize()}CorePolicy", name, doc, core)
         BASE_POLICIES[name] = BasePolicy(
-            name, call, needs, doc, function, native, given, condition, reads, alone, ranking_layers
-        )
+            name, call, needs, doc, function, native, own_count, given, condition, reads, alone,
+            ranking_layers,
+        )  # fmt: skip
         return function
 
     return register

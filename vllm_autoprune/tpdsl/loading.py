@@ -27,7 +27,7 @@ from vllm_autoprune.tpdsl.json_text import (
     MAX_DEPTH,
     MAX_VALUES,
     child_pointer,
-    copy_json,
+    dump_mapping,
     escape_unprintable,
     format_value,
     parse_json,
@@ -40,33 +40,30 @@ from vllm_autoprune.tpdsl.state import SCHEMA, PruningState
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """One rule: its name, what it requires, and why a JSON Schema cannot express it."""
+    """What a rule requires, and why a JSON Schema cannot express it."""
 
-    kind: str
     requires: str
     why: str
 
 
 _TEXT = "a schema sees values, not their text"
-_WHOLE = "a schema cannot limit a document as a whole"
+_DOCUMENT = "a schema cannot limit a document as a whole"
 _TWO = "a schema cannot compare two fields"
 
 RULES = {
-    rule.kind: rule
-    for rule in (
-        _Rule("file", "the path names a regular file that can be read", _TEXT),
-        _Rule("size", f"at most {MAX_BYTES} bytes, as read and as written out again", _TEXT),
-        _Rule("encoding", "UTF-8 without a byte order mark", _TEXT),
-        _Rule("syntax", "one JSON value, by RFC 8259: no NaN, no Infinity, no comments", _TEXT),
-        _Rule("duplicate_key", "no key twice in one object", _TEXT),
-        _Rule("surrogate", "no half of a surrogate pair in a string or key", _TEXT),
-        _Rule("number", "every number fits a 64-bit float", _TEXT),
-        _Rule("depth", f"nested at most {MAX_DEPTH} deep", _WHOLE),
-        _Rule("values", f"at most {MAX_VALUES} values", _WHOLE),
-        _Rule("limit_below_budget", "budget.limit is at least the state's own K", _TWO),
-        _Rule("r_min_above_budget", "constraints.selector.r_min is at most the state's K", _TWO),
-    )
+    "file": _Rule("the path names a regular file that can be read", _TEXT),
+    "size": _Rule(f"at most {MAX_BYTES} bytes, as read and as written out again", _TEXT),
+    "encoding": _Rule("UTF-8 without a byte order mark", _TEXT),
+    "syntax": _Rule("one JSON value, by RFC 8259: no NaN, no Infinity, no comments", _TEXT),
+    "duplicate_key": _Rule("no key twice in one object", _TEXT),
+    "surrogate": _Rule("no half of a surrogate pair in a string or key", _TEXT),
+    "number": _Rule("every number fits a 64-bit float", _TEXT),
+    "depth": _Rule(f"nested at most {MAX_DEPTH} deep", _DOCUMENT),
+    "values": _Rule(f"at most {MAX_VALUES} values", _DOCUMENT),
+    "limit_below_budget": _Rule("budget.limit is at least the state's own K", _TWO),
+    "r_min_above_budget": _Rule("constraints.selector.r_min is at most the state's K", _TWO),
 }
+"""Kind of a problem -> its rule, for those that only the loader can state."""
 
 T = TypeVar("T")
 
@@ -201,18 +198,13 @@ def _fields(where: str, data: JsonValue) -> Sequence[str]:
         inner: object = field.annotation if field else None
         if isinstance(inner, UnionType):  # a field that may be null
             inner = get_args(inner)[0]
-        if inner is BasePolicyCall:
-            inner = _chosen_policy(value)
+        if inner is BasePolicyCall and isinstance(value, dict):
+            name = value.get("name")
+            inner = BASE_POLICIES[name].call if name in BASE_POLICIES else BasePolicyCall
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
             return ()
         model = inner
     return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def _chosen_policy(call: JsonValue) -> type[BasePolicyCall]:
-    name = call.get("name") if isinstance(call, dict) else None
-    known = isinstance(name, str) and name in BASE_POLICIES
-    return BASE_POLICIES[str(name)].call if known else BasePolicyCall
 
 
 def _place(location: Sequence[int | str], data: JsonValue) -> tuple[str, JsonValue]:
@@ -275,21 +267,14 @@ def load_state(source: str | Path | Mapping[str, object]) -> PruningState:
     No other file is read and no code is run.
     """
     if isinstance(source, Mapping):
-        return _state_from_mapping(source)
-    if isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith("{"):
-        return _state_from_text(source)
-    subject = f"state {escape_unprintable(str(source), 200)}"
-    return _state_from_text(read_text(_locate(source, subject), subject), subject)
-
-
-def _state_from_text(text: str, subject: str = "state text") -> PruningState:
-    """Load a state from JSON text; ``subject`` names it in errors."""
+        subject = "state"
+        text = dump_mapping(source, subject)
+    elif isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith("{"):
+        text, subject = source, "state text"
+    else:
+        subject = f"state {escape_unprintable(str(source), 200)}"
+        text = read_text(_locate(source, subject), subject)
     return _validate(*parse_json(text, subject), subject)
-
-
-def _state_from_mapping(data: Mapping[str, object], subject: str = "state") -> PruningState:
-    """Load a state from a mapping of JSON values, with the same checks as its text."""
-    return _validate(*copy_json(data, subject), subject)
 
 
 def _locate(source: str | Path, subject: str) -> Path:
@@ -316,9 +301,14 @@ def _validate(data: JsonValue, problems: list[Problem], subject: str) -> Pruning
         _refuse(subject, [*problems, Problem("", what, fix, "value")])
     # Invalid values were replaced by null; problems of the replacement are not reported.
     replaced = {problem.where for problem in problems if problem.kind != "duplicate_key"}
-    if unknown := _unknown_version(data):
+    version = data.get("schema")
+    if version != SCHEMA:
         # Fields of another version may have another meaning, so they are not checked.
-        _refuse(subject, problems if unknown.where in replaced else [*problems, unknown])
+        status = "missing" if version is None else f"{format_value(version)} is not known"
+        what = f"schema version {status}; this version reads {SCHEMA!r}"
+        fix = f'write "schema": "{SCHEMA}", or use the release that wrote the state'
+        unknown = [] if "/schema" in replaced else [Problem("/schema", what, fix, "version")]
+        _refuse(subject, [*problems, *unknown])
     omitted = 0
     try:
         state = PruningState.model_validate(data)
@@ -332,16 +322,6 @@ def _validate(data: JsonValue, problems: list[Problem], subject: str) -> Pruning
         what = f"larger than {MAX_BYTES} bytes when written out with its defaults"
         _refuse(subject, [Problem("", what, "shorten its provenance", "size")])
     return state
-
-
-def _unknown_version(data: dict[str, JsonValue]) -> Problem | None:
-    version = data.get("schema")
-    if version == SCHEMA:
-        return None
-    status = "missing" if version is None else f"{format_value(version)} is not known"
-    what = f"schema version {status}; this version reads {SCHEMA!r}"
-    fix = f'write "schema": "{SCHEMA}", or use the release that wrote the state'
-    return Problem("/schema", what, fix, "version")
 
 
 def _refuse(subject: str, problems: list[Problem], omitted: int = 0) -> NoReturn:

@@ -9,7 +9,6 @@ from pydantic import JsonValue
 
 from vllm_autoprune.errors import BudgetError, Problem
 from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
-from vllm_autoprune.tpdsl.atoms.selectors import resolve_constraints
 from vllm_autoprune.tpdsl.atoms.source import run_budget
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, BasePolicy
 from vllm_autoprune.tpdsl.state import SCHEMA, Core, PruningState, required_inputs
@@ -98,7 +97,7 @@ def materialize(
     problems = _budget_problems(state, least, most)
     if problems:
         raise BudgetError(f"budget of state {state.name!r}", problems)
-    quota, r_min = resolve_constraints(state.constraints.selector, most)
+    quota, r_min = state.constraints.selector.bounds(most)
     varies = budget is None and least != most
     if state.core is None and core:
         raise _no_core(state)
@@ -134,7 +133,7 @@ def delta_policy(policy: PruningPolicy) -> PruningPolicy:
 
 def recall_policy(state: PruningState, budget: int) -> PruningPolicy:
     """The policy that keeps K more tokens of an image, given all that are kept already."""
-    quota, _ = resolve_constraints(state.constraints.selector, budget)
+    quota, _ = state.constraints.selector.bounds(budget)
     quota = min(quota, budget)
     return PruningPolicy(state, budget, quota, budget - quota)
 

@@ -148,8 +148,8 @@ class DecoderPrefix:
         self.text = text
         visible = embeddings.shape[1] - text.shape[1]
         counts = [visible + int(count) for count in text.sum(dim=1).tolist()]
-        self._rows = [
-            _Sequence(layers, one[:count]) for one, count in zip(embeddings, counts, strict=True)
+        self._sequences = [
+            _Sequence(layers, rows[:count]) for rows, count in zip(embeddings, counts, strict=True)
         ]
 
     @property
@@ -163,36 +163,37 @@ class DecoderPrefix:
 
     def states(self, layer: int) -> Tensor:
         """``(B, L, D)``: output of ``layer``, before the final norm."""
-        return self._padded([one.input_of(layer + 1) for one in self._rows], dim=0)
+        return self._padded([rows.input_of(layer + 1) for rows in self._sequences], dim=0)
 
     def normed(self, layer: int) -> Tensor:
         """``(B, L, D)``: output of ``layer`` after the model's final norm."""
-        return self._padded([self._norm(one.input_of(layer + 1)) for one in self._rows], dim=0)
+        states = [self._norm(rows.input_of(layer + 1)) for rows in self._sequences]
+        return self._padded(states, dim=0)
 
     def keys(self, layer: int) -> Tensor:
         """``(B, Hk, L, d)``: attention keys of the layer, after RoPE."""
-        return self._padded([one.heads(layer)[1] for one in self._rows], dim=1)
+        return self._padded([rows.heads(layer)[1] for rows in self._sequences], dim=1)
 
     def attention(self, layer: int) -> Tensor:
         """``(B, H, Lt, L)`` float32: attention probabilities of the text tokens as queries."""
-        attention = []
-        before = self._embeddings.shape[1] - self.text.shape[1]
-        for one in self._rows:
-            query, key, _ = one.heads(layer)
-            rows = attention_rows(query[:, before:], key)
-            missing = self._embeddings.shape[1] - key.shape[1]
+        attention, length = [], self._embeddings.shape[1]
+        for sequence in self._sequences:
+            query, key, _ = sequence.heads(layer)
+            rows = attention_rows(query[:, length - self.text.shape[1] :], key)
+            missing = length - key.shape[1]
             attention.append(functional.pad(rows, (0, missing, 0, missing)))
         return torch.stack(attention)
 
     def _padded(self, parts: list[Tensor], dim: int) -> Tensor:
         """Stack parts of unequal length along ``dim``, padded with zeros on the right."""
+        behind = parts[0].dim() - 1 - dim
         length = self._embeddings.shape[1]
-        whole = []
-        for part in parts:
-            shape = list(part.shape)
-            shape[dim] = length - shape[dim]
-            whole.append(torch.cat([part, part.new_zeros(shape)], dim=dim))
-        return torch.stack(whole)
+        return torch.stack(
+            [
+                functional.pad(part, (0, 0) * behind + (0, length - part.shape[dim]))
+                for part in parts
+            ]
+        )
 
 
 class _Sequence:
@@ -206,7 +207,14 @@ class _Sequence:
     def input_of(self, layer: int) -> Tensor:
         """``(l, D)``: input of ``layer``; runs the layers before it if needed."""
         while len(self._inputs) <= layer:
-            self._inputs.append(self._run_layer(len(self._inputs) - 1))
+            done = len(self._inputs) - 1
+            block, rows = self._layers[done], self._inputs[done]
+            query, key, value = (part[None] for part in self.heads(done))
+            mixed = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+            )
+            rows = rows + block.output(mixed[0].transpose(0, 1).flatten(1))
+            self._inputs.append(rows + block.feed_forward(block.post_norm(rows)))
         return self._inputs[layer]
 
     def heads(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,15 +223,6 @@ class _Sequence:
             block = self._layers[layer]
             self._heads[layer] = block.heads(block.input_norm(self.input_of(layer)))
         return self._heads[layer]
-
-    def _run_layer(self, layer: int) -> Tensor:
-        block, rows = self._layers[layer], self.input_of(layer)
-        query, key, value = (part[None] for part in self.heads(layer))
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
-        )
-        rows = rows + block.output(mixed[0].transpose(0, 1).flatten(1))
-        return rows + block.feed_forward(block.post_norm(rows))
 
 
 MOST_LAYERS = 128
@@ -253,12 +252,7 @@ def text_span(language: LanguagePrefix, values: Tensor, count: int, dim: int = -
 def last_token_attention(language: LanguagePrefix, layer: int, count: int) -> Tensor:
     """Attention of the last text token, averaged over heads, ``(B, N)`` float32."""
     rows = language.attention(require_layer(language, layer)).float()
-    return visual_span(language, last_token_rows(rows, language.text).mean(dim=1), count)
-
-
-def last_token_rows(rows: Tensor, text: Tensor) -> Tensor:
-    """Rows ``(B, H, Lt, L)`` at the last text token that is not padding, ``(B, H, L)``."""
-    positions = torch.arange(text.shape[1], device=text.device)
-    last = torch.where(text, positions, 0).amax(dim=1)
+    positions = torch.arange(language.text.shape[1], device=rows.device)
+    last = torch.where(language.text, positions, 0).amax(dim=1)  # padding is on the right
     where = last[:, None, None, None].expand(-1, rows.shape[1], 1, rows.shape[3])
-    return rows.gather(2, where)[:, :, 0]
+    return visual_span(language, rows.gather(2, where)[:, :, 0].mean(dim=1), count)

@@ -32,7 +32,7 @@ from vllm_autoprune.tpdsl.atoms.pools import build_pool
 from vllm_autoprune.tpdsl.atoms.reassembly import run_reassembly
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance, run_fusion, run_signal
 from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs, condition_selector, run_selector
-from vllm_autoprune.tpdsl.atoms.source import PriorInputs, apply_view, is_idle, run_prior
+from vllm_autoprune.tpdsl.atoms.source import PriorInputs, apply_view, run_prior
 from vllm_autoprune.tpdsl.base_policy import (
     Given,
     ReferenceSelection,
@@ -301,7 +301,7 @@ def _quality(
         g = run_fusion(state.scoring.fusion, signals, [call.weight for call in calls], picks)
     inputs = PriorInputs(tokens, state.base_policy, budget, picks)
     for prior in state.source.priors:
-        if not is_idle(prior):
+        if not prior.idle:
             g = g * run_prior(prior, inputs)
     return g
 

@@ -61,6 +61,11 @@ class AtomCall(BaseModel):
 
     atom: str
 
+    @property
+    def idle(self) -> bool:
+        """Whether the call changes nothing, so that it reads nothing and need not be run."""
+        return False
+
     @classmethod
     def parameters(cls) -> tuple[str, ...]:
         """Names of the parameters this call takes."""
@@ -99,6 +104,8 @@ class Atom:
 
     def needs_of(self, call: AtomCall) -> frozenset[Need]:
         """Optional inputs that this call reads; empty if its parameters disable it."""
+        if call.idle:
+            return frozenset()
         return self.needs if self.reads is None else self.reads(call)
 
     @property
@@ -142,6 +149,16 @@ class Registry:
 
 
 ATOMS = Registry()
+
+T = TypeVar("T")
+
+
+def run(kind: type[T], call: AtomCall, *inputs: object) -> T:
+    """Run the atom of a call, which returns this kind of result."""
+    result = ATOMS.of(call).function(call, *inputs)
+    assert isinstance(result, kind)
+    return result
+
 
 F = TypeVar("F", bound=Callable[..., object])
 

@@ -31,11 +31,9 @@ from vllm_autoprune.tpdsl.tokens import (
 )
 
 _BATCH = 2
-_WIDTH = 32
-_TOWER_WIDTH = 24
+_WIDTH, _TOWER_WIDTH, _RELEVANCE_WIDTH = 32, 24, 16
 _TEXT = 6
 _HEADS, _HEAD_WIDTH = 2, 8
-
 
 _HOST = torch.device("cpu")
 
@@ -48,86 +46,68 @@ def synthetic_probes(budget: int, device: torch.device = _HOST) -> list[VisualTo
     side = max(4, math.ceil(math.sqrt(budget + 1)))
     tile = max(4, math.ceil(math.sqrt((budget + 1) / 5)))
     return [
-        _Probe(Grid(side, side), device, seed=1, clusters=6, noise=0.5).tokens(),
-        _Probe(Grid(side, side), device, seed=2, clusters=1, noise=0.0).tokens(),
-        _Probe(Grid(tile, tile, tiles=5), device, seed=3, clusters=3, noise=0.0).tokens(),
+        _probe(Grid(side, side), device, seed=1, clusters=6, noise=0.5),
+        _probe(Grid(side, side), device, seed=2, clusters=1, noise=0.0),
+        _probe(Grid(tile, tile, tiles=5), device, seed=3, clusters=3, noise=0.0),
     ]
 
 
-def _norms(rows: Tensor) -> Tensor:
-    """Sum of absolute values and Euclidean norm ``(B, N, 2)`` of rows ``(B, N, Dv)``."""
-    return torch.stack([rows.abs().sum(dim=2), rows.norm(dim=2)], dim=2)
-
-
-class _Probe:
+def _probe(
+    grid: Grid, device: torch.device, *, seed: int, clusters: int, noise: float
+) -> VisualTokens:
     """Two images whose tokens form clusters, in the feature space and in every other input."""
+    source = torch.Generator().manual_seed(seed)
+    owner = torch.randint(clusters, (_BATCH, grid.tokens), generator=source).to(device)
 
-    def __init__(
-        self, grid: Grid, device: torch.device, *, seed: int, clusters: int, noise: float
-    ) -> None:
-        self._grid, self._clusters, self._noise = grid, clusters, noise
-        self._device = device
-        self._source = torch.Generator().manual_seed(seed)
-        owner = torch.randint(clusters, (_BATCH, grid.tokens), generator=self._source)
-        self._owner = owner.to(device)
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source).to(device)
 
-    def tokens(self) -> VisualTokens:
-        """The images, with every optional input present."""
-        features, patches = self._clustered(_WIDTH), self._clustered(16)
-        used = torch.ones(_BATCH, 1, dtype=torch.bool, device=self._device)
-        instruction = Instruction(patches, self._normal(_BATCH, 1, 16), used, sign=1)
-        attention = self._normal(_BATCH, self._grid.tokens).softmax(dim=1)
-        tower, language = self._tower(), self._language(features)
-        text = language.embeddings()
-        return VisualTokens(
-            features,
-            self._grid,
-            cls_attention=attention,
-            instruction=instruction,
-            tower=tower,
-            language=language,
-            encoder=tower.patches,
-            words=Words(text[:, -_TEXT:], language.text),
-            merger_input=MergerInput(_norms(tower.patches)),
-        )
+    def clustered(width: int) -> Tensor:
+        return normal(clusters, width)[owner] + noise * normal(*owner.shape, width)
 
-    def _tower(self) -> TowerStates:
-        projector = self._normal(_TOWER_WIDTH, _WIDTH) / _TOWER_WIDTH**0.5
-        # Constant within a cluster, so all tokens of the second probe get equal attention.
-        attention = self._clustered(1)[:, :, 0].softmax(dim=1)
-        return TowerStates(
-            patches=self._clustered(_TOWER_WIDTH),
-            keys=self._clustered(_HEAD_WIDTH),
-            project=lambda rows: rows @ projector,
-            cls=self._normal(_BATCH, self._grid.tiles, _TOWER_WIDTH),
-            next_layer=NextLayer(attention, self._clustered(_TOWER_WIDTH)),
-        )
-
-    def _language(self, features: Tensor) -> RecordedPrefix:
-        """One token before the image and six text tokens, the last two padding in image 2."""
-        text = torch.arange(_TEXT) < torch.tensor([[_TEXT], [_TEXT - 2]])
-        sequence = [self._normal(_BATCH, 1, _WIDTH), features, self._normal(_BATCH, _TEXT, _WIDTH)]
-        entering = torch.cat(sequence, dim=1)
-        length = entering.shape[1]
-        rows = self._normal(_BATCH, _HEADS, _TEXT, length)
-        return RecordedPrefix(
-            start=1,
-            text=text.to(self._device),
-            # More layers than any state may name; the recorded tensors serve for all of them.
-            layers=1024,
-            recorded={
-                **dict.fromkeys(("embeddings", "states", "normed"), entering),
-                "keys": self._normal(_BATCH, _HEADS, length, _HEAD_WIDTH),
-                "attention": rows.softmax(dim=-1),
-            },
-        )
-
-    def _clustered(self, width: int) -> Tensor:
-        centres = self._normal(self._clusters, width)
-        return centres[self._owner] + self._noise * self._normal(*self._owner.shape, width)
-
-    def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._source).to(self._device)
+    features, patches = clustered(_WIDTH), clustered(_RELEVANCE_WIDTH)
+    used = torch.ones(_BATCH, 1, dtype=torch.bool, device=device)
+    instruction = Instruction(patches, normal(_BATCH, 1, _RELEVANCE_WIDTH), used, sign=1)
+    attention = normal(_BATCH, grid.tokens).softmax(dim=1)
+    projector = normal(_TOWER_WIDTH, _WIDTH) / _TOWER_WIDTH**0.5
+    # Constant within a cluster, so all tokens of the second probe get equal attention.
+    following = clustered(1)[:, :, 0].softmax(dim=1)
+    rows = clustered(_TOWER_WIDTH)
+    tower = TowerStates(
+        patches=rows,
+        keys=clustered(_HEAD_WIDTH),
+        project=lambda merged: merged @ projector,
+        cls=normal(_BATCH, grid.tiles, _TOWER_WIDTH),
+        next_layer=NextLayer(following, clustered(_TOWER_WIDTH)),
+    )
+    # One token before the image and six text tokens, the last two padding in image 2.
+    text = torch.arange(_TEXT) < torch.tensor([[_TEXT], [_TEXT - 2]])
+    entering = torch.cat(
+        [normal(_BATCH, 1, _WIDTH), features, normal(_BATCH, _TEXT, _WIDTH)], dim=1
+    )
+    by_text = normal(_BATCH, _HEADS, _TEXT, entering.shape[1])
+    language = RecordedPrefix(
+        start=1,
+        text=text.to(device),
+        # More layers than any state may name; the recorded tensors serve for all of them.
+        layers=1024,
+        recorded={
+            **dict.fromkeys(("embeddings", "states", "normed"), entering),
+            "keys": normal(_BATCH, _HEADS, entering.shape[1], _HEAD_WIDTH),
+            "attention": by_text.softmax(dim=-1),
+        },
+    )
+    return VisualTokens(
+        features,
+        grid,
+        cls_attention=attention,
+        instruction=instruction,
+        tower=tower,
+        language=language,
+        encoder=rows,
+        words=Words(entering[:, -_TEXT:], language.text),
+        merger_input=MergerInput(torch.stack([rows.abs().sum(dim=2), rows.norm(dim=2)], dim=2)),
+    )
 
 
 MAX_PROBED_BUDGET = 640

@@ -19,7 +19,7 @@ from vllm_autoprune.tpdsl.atoms.reassembly import Reassembly, orders_by_quality
 from vllm_autoprune.tpdsl.atoms.safety import SafetyCall
 from vllm_autoprune.tpdsl.atoms.scoring import Fusion, Signal, SimilarityKernel
 from vllm_autoprune.tpdsl.atoms.selectors import Selector, SelectorCall
-from vllm_autoprune.tpdsl.atoms.source import Budget, Source, is_idle
+from vllm_autoprune.tpdsl.atoms.source import Budget, Source
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
     AnyBasePolicy,
@@ -271,8 +271,7 @@ def required_inputs(state: PruningState, *, exchange: bool) -> frozenset[Need]:
     calls: list[AtomCall] = [state.reassembly]
     if exchange or orders_by_quality(state.reassembly):
         signals = [call for call in state.scoring.signals if call.weight > 0]
-        priors = [call for call in state.source.priors if not is_idle(call)]
-        calls += [state.source.tokens, *signals, state.scoring.fusion, *priors]
+        calls += [state.source.tokens, *signals, state.scoring.fusion, *state.source.priors]
     if exchange:
         constraints = state.constraints
         calls += [state.scoring.kernel, *constraints.pool, constraints.selector]

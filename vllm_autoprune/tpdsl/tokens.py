@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -194,8 +194,7 @@ class VisualTokens:
         if self.instruction is not None:
             inputs["instruction.patches"] = self.instruction.patches
         if self.tower is not None:
-            inputs["tower.patches"] = self.tower.patches
-            inputs["tower.keys"] = self.tower.keys
+            inputs |= {"tower.patches": self.tower.patches, "tower.keys": self.tower.keys}
         for name, tensor in inputs.items():
             if tensor is not None and tensor.shape[:2] != (batch, tokens):
                 raise SelectionError(
@@ -225,11 +224,11 @@ class VisualTokens:
         Relevance to the instruction and its words stays that of the tokens after the merger: the
         encoder's space is not aligned with text.
         """
-        own = self.require_merger_input()
+        known_cosine = self.require_merger_input().known_cosine
         return replace(
             self,
             features=self.require_encoder(),
-            known_cosine=own.known_cosine,
+            known_cosine=known_cosine,
             merged=self.output,
         )
 
@@ -297,21 +296,15 @@ class VisualTokens:
 
     def require_instruction(self) -> Instruction:
         """The instruction; raises :class:`SelectionError` if it is missing."""
-        if self.instruction is None:
-            raise _missing("the instruction", "instruction")
-        return self.instruction
+        return _present(self.instruction, "the instruction", "instruction")
 
     def require_cls_attention(self) -> Tensor:
         """Attention of [CLS] ``(B, N)``; raises :class:`SelectionError` if it is missing."""
-        if self.cls_attention is None:
-            raise _missing("the attention of [CLS]", "cls_attention")
-        return self.cls_attention
+        return _present(self.cls_attention, "the attention of [CLS]", "cls_attention")
 
     def require_encoder(self) -> Tensor:
         """Tokens before the projector ``(B, N, Dv)``; :class:`SelectionError` if missing."""
-        if self.encoder is None:
-            raise _missing("the tokens before the projector", "encoder")
-        return self.encoder
+        return _present(self.encoder, "the tokens before the projector", "encoder")
 
     def require_merger_input(self) -> MergerInput:
         """What enters the patch merger; :class:`SelectionError` where the backbone has none."""
@@ -325,35 +318,32 @@ class VisualTokens:
 
     def require_words(self) -> Words:
         """The instruction's words; raises :class:`SelectionError` if they are missing."""
-        if self.words is None:
-            raise _missing("the instruction's words", "words")
-        return self.words
+        return _present(self.words, "the instruction's words", "words")
 
     def require_tower(self) -> TowerStates:
         """The vision tower's states; raises :class:`SelectionError` if they are missing."""
-        if self.tower is None:
-            raise _missing("the vision tower's states", "tower")
-        return self.tower
+        return _present(self.tower, "the vision tower's states", "tower")
 
     def require_next_layer(self) -> NextLayer:
         """The tower's next layer; raises :class:`SelectionError` if it is missing."""
-        next_layer = self.require_tower().next_layer
-        if next_layer is None:
-            raise _missing("the vision tower's next layer", "tower.next_layer")
-        return next_layer
+        what = "the vision tower's next layer"
+        return _present(self.require_tower().next_layer, what, "tower.next_layer")
 
     def require_language(self) -> LanguagePrefix:
         """The language prefix; raises :class:`SelectionError` if it is missing."""
-        if self.language is None:
-            raise _missing("the language model's first layers", "language")
-        return self.language
+        return _present(self.language, "the language model's first layers", "language")
 
 
-def _missing(what: str, field: str) -> SelectionError:
-    return SelectionError(
-        f"this policy reads {what}, but VisualTokens.{field} is None: fill it "
-        "(policy.needs lists what a policy reads)"
-    )
+T = TypeVar("T")
+
+
+def _present(value: T | None, what: str, field: str) -> T:
+    if value is None:
+        raise SelectionError(
+            f"this policy reads {what}, but VisualTokens.{field} is None: fill it "
+            "(policy.needs lists what a policy reads)"
+        )
+    return value
 
 
 def split_over_tiles(budget: int, tiles: int) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ from vllm_autoprune.ops.similarity import (
     cosines_between,
     spherical_kmeans,
 )
-from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom, default_call
+from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, atom, default_call, run
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 
@@ -84,9 +84,7 @@ def spatial_grid_partition(call: GridPartition, tokens: VisualTokens) -> Tensor:
 
 def run_partition(call: PartitionCall, tokens: VisualTokens) -> Tensor:
     """Run the partition of a call: labels ``(B, N)``."""
-    labels = ATOMS.of(call).function(call, tokens)
-    assert isinstance(labels, Tensor)
-    return labels
+    return run(Tensor, call, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +231,7 @@ def multi_source_pool_builder(
     call: JoinedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
     """Union of several pools, filled by taking the best token of each source in turn."""
-    sources = [_places(source, tokens, g, reference, allowed) for source in call.sources]
+    sources = [run(Tensor, source, tokens, g, reference, allowed) for source in call.sources]
     # Turn of a token: its smallest position in any source; ties go to the earlier source.
     turns = [place * len(sources) + index for index, place in enumerate(sources)]
     turn = torch.stack(turns).amin(dim=0)
@@ -251,14 +249,6 @@ def build_pool(
     picked = reference.shape[1]
     allowed = _Candidates(~mask_from_indices(reference, tokens.count), tokens.count - picked)
     for call in calls:
-        mask = _places(call, tokens, g, reference, allowed) < tokens.count
+        mask = run(Tensor, call, tokens, g, reference, allowed) < tokens.count
         allowed = _Candidates(mask, min(allowed.most, call.most(tokens.grid, picked)))
     return allowed.mask
-
-
-def _places(
-    call: PoolCall, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
-) -> Tensor:
-    positions = ATOMS.of(call).function(call, tokens, g, reference, allowed)
-    assert isinstance(positions, Tensor)
-    return positions

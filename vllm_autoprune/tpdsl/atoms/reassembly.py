@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -36,8 +36,8 @@ from vllm_autoprune.ops.rowwise import (
 from vllm_autoprune.ops.similarity import SETTLED, matmul_each, strip_size
 from vllm_autoprune.tpdsl.atoms.scoring import centre_distance, instruction_relevance
 from vllm_autoprune.tpdsl.base_policy import TokenSelection
-from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, added, declare
-from vllm_autoprune.tpdsl.tokens import Grid, Need, VisualTokens
+from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, declare
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 
 class SoftCall(AtomCall):
@@ -307,7 +307,7 @@ class _Level:
     """One level of one of the four axes."""
 
     name: str
-    function: Callable[..., object]
+    function: Callable[..., Any]
     description: str
     call: type[AtomCall] | None = None
 
@@ -332,13 +332,9 @@ AGGREGATIONS = (
 OUTPUTS = (
     _Level("residual", _form_residual, "move the kept row towards their mean", BlendCall),
     _Level("average", _form_average, "blend the kept row with the mean of its group", BlendCall),
-    _Level(
-        "exchange",
-        _form_exchange,
-        "replace the kept row by the most central one of its group",
-        ExchangeCall,
-    ),
-)
+    _Level("exchange", _form_exchange, "replace the kept row by the most central one of its group",
+           ExchangeCall),
+)  # fmt: skip
 ORDERINGS = (
     _Level("raster", _order_raster, "rows in raster order"),
     _Level("score", _order_score, "rows by descending quality"),
@@ -356,6 +352,10 @@ PRINTED = {
     "local.mean.residual.raster": "spatial_local_residual_merge",
 }
 """The four levels of an atom -> its name in the paper."""
+
+
+Rows = tuple[Tensor, Tensor]
+"""Rows ``(B, P, D)``, and the index ``(B, P)`` of the token of each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,108 +377,56 @@ class Recipe:
         """Names of the levels, such as ``nearest.mean.residual.raster``."""
         return ".".join(level.name for level in self.levels)
 
-    @property
-    def calls(self) -> tuple[type[AtomCall], ...]:
-        """Parameter models of the levels."""
-        calls = tuple(level.call for level in self.levels if level.call) or (AtomCall,)
-        if PRINTED.get(self.cell) == "anchor_weighted_residual":
-            return tuple(NearestCall if call is BlendCall else call for call in calls)
-        return calls
-
-    def reads(self, call: AtomCall) -> frozenset[Need]:
-        """The instruction, if rows are weighted by relevance to it."""
-        gated = isinstance(call, GatedCall) and not _idle(call)
-        return frozenset({"instruction"}) if gated else frozenset()
+    def declare(self) -> str:
+        """Register the atom, with the parameters of its levels; its name."""
+        name = PRINTED.get(self.cell, f"reassemble/{self.cell}")
+        calls = tuple(level.call for level in self.levels if level.call)
+        if name == "anchor_weighted_residual":
+            calls = tuple(NearestCall if call is BlendCall else call for call in calls)
+        assign, aggregate, form, order = (level.description for level in self.levels)
+        declare(
+            name,
+            "reassembly",
+            calls,
+            self,
+            needs=frozenset({"instruction"} if GatedCall in calls else ()),
+            origin="printed" if self.cell in PRINTED else "listed",
+            doc=f"{assign}, weight them {aggregate}, {form}; {order}.",
+        )
+        return name
 
     def __call__(self, call: AtomCall, tokens: VisualTokens, chosen: TokenSelection) -> Rows:
         """Rows of the kept tokens, and the token of each row."""
-        rows = _rows(self, call, tokens, chosen)
-        permutation = self.order.function(chosen, tokens.count)
-        if not isinstance(permutation, Tensor):
-            return rows, chosen.indices
-        return gather_rows(rows, permutation), chosen.indices.gather(1, permutation)
+        indices = chosen.indices
+        rows = gather_rows(chosen.reference.rows(tokens), indices)
+        if isinstance(call, NearestCall) and call.nearest and not call.idle:
+            rows = _nearest_residual(call.strength, tokens, indices, rows, chosen.mergeable)
+        elif not call.idle:
+            weights, own, largest = self.weigh(call, tokens, indices, chosen.mergeable)
+            groups = _Groups(tokens, indices, rows, weights, own, largest & (weights > 0))
+            rows = self.form.function(call, groups)
+        permutation: Tensor | None = self.order.function(chosen, tokens.count)
+        if permutation is None:
+            return rows, indices
+        return gather_rows(rows, permutation), indices.gather(1, permutation)
 
-
-Rows = tuple[Tensor, Tensor]
-"""Rows ``(B, P, D)``, and the index ``(B, P)`` of the token of each row."""
-
-
-def _idle(call: AtomCall) -> bool:
-    return isinstance(call, BlendCall | ExchangeCall) and call.idle
-
-
-def _rows(recipe: Recipe, call: AtomCall, tokens: VisualTokens, chosen: TokenSelection) -> Tensor:
-    """Rows ``(B, P, D)`` in the order of ``chosen.indices``."""
-    indices = chosen.indices
-    anchors = gather_rows(chosen.reference.rows(tokens), indices)
-    if _idle(call):
-        return anchors
-    if isinstance(call, NearestCall) and call.nearest:
-        return _nearest_residual(call.strength, tokens, indices, anchors, chosen.mergeable)
-    weights, own, largest = _weigh(recipe, call, tokens, indices, chosen.mergeable)
-    groups = _Groups(tokens, indices, anchors, weights, own, largest & (weights > 0))
-    rows = recipe.form.function(call, groups)
-    assert isinstance(rows, Tensor)
-    return rows
-
-
-def _weigh(
-    recipe: Recipe,
-    call: AtomCall,
-    tokens: VisualTokens,
-    indices: Tensor,
-    mergeable: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights ``(B, N, P)`` of tokens in groups, of the kept tokens, and each largest share."""
-    kept = mask_from_indices(indices, tokens.count)[:, :, None]
-    similarity = tokens.cosine.gather(2, indices[:, None, :].expand(-1, tokens.count, -1))
-    share = recipe.assign.function(call, similarity, indices, tokens.grid)
-    assert isinstance(share, Tensor)
-    largest = torch.zeros_like(share, dtype=torch.bool)
-    largest = largest.scatter(2, share.argmax(dim=2, keepdim=True), True)
-    weight, own = _weight_pair(recipe.aggregate.function(call, tokens, similarity, indices))
-    if mergeable is not None:
-        kept = kept | ~mergeable[:, :, None]
-    return (share * weight).masked_fill(kept, 0.0), own, largest
-
-
-def find_owners(call: AtomCall, tokens: VisualTokens, indices: Tensor) -> Tensor:
-    """The kept token ``(B, N)`` that each dropped token is merged into most; -1 for none.
-
-    ``indices`` ``(B, P)`` are the kept tokens.
-    """
-    if _idle(call):
-        return torch.full((tokens.batch, tokens.count), -1, device=indices.device)
-    weights, _, _ = _weigh(RECIPES[call.atom], call, tokens, indices, None)
-    most, place = weights.max(dim=2)
-    return indices.gather(1, place).masked_fill(most <= 0, -1)
-
-
-def _weight_pair(weights: object) -> tuple[Tensor, Tensor]:
-    assert isinstance(weights, tuple)
-    of_members, of_anchors = weights
-    assert isinstance(of_members, Tensor) and isinstance(of_anchors, Tensor)
-    return of_members, of_anchors
-
-
-def _declare(recipe: Recipe) -> str:
-    name = PRINTED.get(recipe.cell, f"reassemble/{recipe.cell}")
-    assign, aggregate, form, order = (level.description for level in recipe.levels)
-    declare(
-        name,
-        "reassembly",
-        recipe.calls,
-        recipe,
-        needs=frozenset({"instruction"} if GatedCall in recipe.calls else ()),
-        origin="printed" if recipe.cell in PRINTED else "listed",
-        doc=f"{assign}, weight them {aggregate}, {form}; {order}.",
-        reads=recipe.reads,
-    )
-    return name
+    def weigh(
+        self, call: AtomCall, tokens: VisualTokens, indices: Tensor, mergeable: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights ``(B, N, P)`` of tokens in groups, of the kept tokens, and each largest share."""
+        kept = mask_from_indices(indices, tokens.count)[:, :, None]
+        similarity = tokens.cosine.gather(2, indices[:, None, :].expand(-1, tokens.count, -1))
+        share: Tensor = self.assign.function(call, similarity, indices, tokens.grid)
+        largest = torch.zeros_like(share, dtype=torch.bool)
+        largest = largest.scatter(2, share.argmax(dim=2, keepdim=True), True)
+        weight, own = self.aggregate.function(call, tokens, similarity, indices)
+        if mergeable is not None:
+            kept = kept | ~mergeable[:, :, None]
+        return (share * weight).masked_fill(kept, 0.0), own, largest
 
 
 RECIPES = {
-    _declare(recipe): recipe
+    recipe.declare(): recipe
     for recipe in (
         Recipe(*levels) for levels in product(ASSIGNMENTS, AGGREGATIONS, OUTPUTS, ORDERINGS)
     )
@@ -493,10 +441,18 @@ def orders_by_quality(call: AtomCall) -> bool:
     return RECIPES[call.atom].order.name == "score"
 
 
+def find_owners(call: AtomCall, tokens: VisualTokens, indices: Tensor) -> Tensor:
+    """The kept token ``(B, N)`` that each dropped token is merged into most; -1 for none.
+
+    ``indices`` ``(B, P)`` are the kept tokens.
+    """
+    if call.idle:
+        return torch.full((tokens.batch, tokens.count), -1, device=indices.device)
+    weights, _, _ = RECIPES[call.atom].weigh(call, tokens, indices, None)
+    most, place = weights.max(dim=2)
+    return indices.gather(1, place).masked_fill(most <= 0, -1)
+
+
 def run_reassembly(call: AtomCall, tokens: VisualTokens, chosen: TokenSelection) -> Rows:
     """Run the reassembly of a call: rows of the kept tokens, and the token of each row."""
-    reassembled = ATOMS.of(call).function(call, tokens, chosen)
-    assert isinstance(reassembled, tuple)
-    rows, order = reassembled
-    assert isinstance(rows, Tensor) and isinstance(order, Tensor)
-    return rows, order
+    return RECIPES[call.atom](call, tokens, chosen)

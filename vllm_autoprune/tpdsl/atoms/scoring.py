@@ -36,7 +36,7 @@ from vllm_autoprune.ops.similarity import (
     strip_size,
     subtract_mean,
 )
-from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, added, atom
+from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, atom, run
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, Need, VisualTokens
 
 ROUNDS = 5
@@ -352,9 +352,7 @@ def mean_dissimilarity_saliency(call: Dissimilarity, tokens: VisualTokens, picks
 
 def run_signal(call: SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Compute the signal of a call, ``(B, N)`` float32."""
-    score = ATOMS.of(call).function(call, tokens, picks)
-    assert isinstance(score, Tensor)
-    return score.float()
+    return run(Tensor, call, tokens, picks).float()
 
 
 class ProductFusion(AtomCall):
@@ -419,9 +417,7 @@ def run_fusion(
 ) -> Tensor:
     """Min-max normalise signals ``(B, N)`` and fuse them into token quality g ``(B, N)`` >= 0."""
     scaled = min_max_normalise(torch.stack(list(signals), dim=1)).unbind(dim=1)
-    fused = ATOMS.of(call).function(call, scaled, weights, picks)
-    assert isinstance(fused, Tensor)
-    return fused
+    return run(Tensor, call, scaled, weights, picks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,6 +505,4 @@ def centred_cosine_kernel(call: CentredKernel, tokens: VisualTokens, g: Tensor) 
 
 def run_kernel(call: AtomCall, tokens: VisualTokens, g: Tensor) -> Kernel:
     """Compute the kernel of a call, for token quality g ``(B, N)``."""
-    kernel = ATOMS.of(call).function(call, tokens, g)
-    assert isinstance(kernel, Kernel)
-    return kernel
+    return run(Kernel, call, tokens, g)

@@ -31,7 +31,7 @@ from vllm_autoprune.tpdsl.atoms.scoring import (
     run_kernel,
 )
 from vllm_autoprune.tpdsl.base_policy import Given
-from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, added, atom
+from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, atom, run
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -134,11 +134,6 @@ class MarginalSelector(BoundedSelector):
     lam: float = Field(
         0.7, ge=0.0, le=1.0, description="weight of quality; 1 - lam is the weight of similarity"
     )
-
-
-def resolve_constraints(call: SelectorCall, budget: int) -> tuple[int, int]:
-    """(q_e, r_min) at this budget."""
-    return call.bounds(budget)
 
 
 @dataclass(frozen=True)
@@ -438,6 +433,4 @@ Selector = Annotated[SelectorCall, OneOf("selection_constraints", SelectorCall)]
 
 def run_selector(call: SelectorCall, revision: SelectorInputs) -> Tensor:
     """Run the selector of a call: kept tokens as a mask ``(B, N)``, P in each image."""
-    mask = ATOMS.of(call).function(call, revision)
-    assert isinstance(mask, Tensor)
-    return mask
+    return run(Tensor, call, revision)

@@ -20,12 +20,12 @@ from torch import Tensor
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall
 from vllm_autoprune.tpdsl.registry import (
-    ATOMS,
     AtomCall,
     OneOf,
     atom,
     declare,
     default_call,
+    run,
 )
 from vllm_autoprune.tpdsl.tokens import Need, TileScope, VisualTokens
 
@@ -79,6 +79,11 @@ class WeightedPrior(PriorCall):
     weight: float = Field(
         0.5, ge=0.0, le=1.0, description="share of quality that tokens outside the selection lose"
     )
+
+    @property
+    def idle(self) -> bool:
+        """Whether the prior is 1 everywhere."""
+        return self.weight == 0
 
 
 class _RegisteredPolicyName:
@@ -147,7 +152,7 @@ declare(
 
 def _external_reads(call: ExternalPolicy) -> frozenset[Need]:
     second = BASE_POLICIES[call.policy]
-    return second.needs_of(second.default_params) if call.weight > 0 else frozenset()
+    return second.needs_of(second.default_params)
 
 
 @atom(
@@ -206,23 +211,14 @@ class Source(BaseModel):
     )
 
 
-def is_idle(call: PriorCall) -> bool:
-    """Whether a prior is 1 everywhere, so that it need not be run."""
-    return isinstance(call, WeightedPrior) and call.weight == 0
-
-
 def apply_view(call: ViewCall, tokens: VisualTokens) -> VisualTokens:
     """Apply the token view of a call."""
-    view = ATOMS.of(call).function(call, tokens)
-    assert isinstance(view, VisualTokens)
-    return view
+    return run(VisualTokens, call, tokens)
 
 
 def run_prior(call: PriorCall, known: PriorInputs) -> Tensor:
     """Compute the prior of a call, ``(B, N)`` float32 in [0, 1]."""
-    prior = ATOMS.of(call).function(call, known)
-    assert isinstance(prior, Tensor)
-    return prior
+    return run(Tensor, call, known)
 
 
 FIXED_BUDGETS = (16, 32, 64, 128, 160, 192, 256, 320, 512, 640)
@@ -303,6 +299,4 @@ Budget = Annotated[BudgetCall, OneOf("budget_control", BudgetCall)]
 
 def run_budget(call: BudgetCall, tokens: int, tiles: int = 1) -> int:
     """K of an image of N tokens in T tiles; may exceed N."""
-    budget = ATOMS.of(call).function(call, tokens, tiles)
-    assert isinstance(budget, int)
-    return budget
+    return run(int, call, tokens, tiles)

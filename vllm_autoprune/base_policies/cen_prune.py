@@ -1,7 +1,6 @@
-"""Cen-CDPruner: greedy MAP on centred similarity, weighted by relevance and dissimilarity.
+"""Cen-CDPruner and Cen-DivPrune: CDPruner and DivPrune in a centred geometry.
 
-Source: "Cen-Prune" (arXiv 2608.30263), the paper alone: there is no code. Its centred
-geometry is shared with Cen-DivPrune.
+Source: "Cen-Prune" (arXiv 2608.30263), the paper alone: there is no code.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from torch import Tensor
 from vllm_autoprune.base_policies.cdpruner import condition_by_tile, normalised_relevance
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.dpp_torch import Conditioned, condition
+from vllm_autoprune.ops.greedy import distance_to_kept, weighted_farthest_points
 from vllm_autoprune.ops.similarity import (
     WeightMap,
     map_weight,
@@ -31,7 +31,7 @@ from vllm_autoprune.tpdsl.base_policy import (
 from vllm_autoprune.tpdsl.tokens import Need, TileScope, VisualTokens, join_tiles, split_over_tiles
 
 
-class CentredParams(BasePolicyParams):
+class _CentredParams(BasePolicyParams):
     """Parameters of both Cen policies."""
 
     scale_variance: bool = Field(
@@ -50,21 +50,21 @@ class CentredParams(BasePolicyParams):
     )
 
 
-def scoped_rows(params: CentredParams, tokens: VisualTokens, values: Tensor) -> Tensor:
+def _scoped_rows(params: _CentredParams, tokens: VisualTokens, values: Tensor) -> Tensor:
     """Values ``(B, N, ...)`` of each set of tokens that a selection chooses from, tile or image."""
     return values if params.tile_scope == "global" else tokens.by_tile(values)
 
 
-def centred_geometry(params: CentredParams, tokens: VisualTokens) -> tuple[Tensor, Tensor]:
+def _centred_geometry(params: _CentredParams, tokens: VisualTokens) -> tuple[Tensor, Tensor]:
     """Similarity ``(R, n, n)`` and weight ``(R, n)`` of R tiles, or images, in float32."""
-    rows = scoped_rows(params, tokens, tokens.features).float()
+    rows = _scoped_rows(params, tokens, tokens.features).float()
     if params.scale_variance:
         rows = scale_to_unit_variance(rows)
     similarity = plain_cosines(subtract_mean(rows) if params.centre else rows)
     return similarity, map_weight(mean_dissimilarity(rows), params.weight)
 
 
-class CenCDPrunerParams(CentredParams):
+class CenCDPrunerParams(_CentredParams):
     """Parameters of Cen-CDPruner."""
 
     relevance: bool = Field(True, description="false: weigh by dissimilarity alone")
@@ -82,7 +82,7 @@ def _reads(params: CenCDPrunerParams) -> frozenset[Need]:
 
 def _condition(params: CenCDPrunerParams, tokens: VisualTokens, given: Tensor) -> Conditioned:
     """The centred similarity conditioned on the tokens at given ``(B, A)``."""
-    similarity, _ = centred_geometry(params, tokens)
+    similarity, _ = _centred_geometry(params, tokens)
     if params.tile_scope == "global":
         return condition(similarity, given)
     return condition_by_tile(similarity, tokens, given)
@@ -91,7 +91,7 @@ def _condition(params: CenCDPrunerParams, tokens: VisualTokens, given: Tensor) -
 def _continue(params: CenCDPrunerParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
     """Greedy MAP from the given tokens: the weights scale the similarity conditioned on them."""
     conditioned = given.conditioned or _condition(params, tokens, given.indices)
-    eligible = scoped_rows(params, tokens, ~given.closed)
+    eligible = _scoped_rows(params, tokens, ~given.closed)
     return _picks(params, tokens, budget, given.next_tile(tokens), eligible, conditioned)
 
 
@@ -118,10 +118,43 @@ def _picks(
     eligible: Tensor | None = None,
     conditioned: Conditioned | None = None,
 ) -> Tensor:
-    similarity, quality = centred_geometry(params, tokens)
+    similarity, quality = _centred_geometry(params, tokens)
     if params.relevance:
-        quality = quality * scoped_rows(params, tokens, normalised_relevance(tokens))
+        quality = quality * _scoped_rows(params, tokens, normalised_relevance(tokens))
     whole = params.tile_scope == "global"
     shares = split_over_tiles(budget, 1 if whole else tokens.grid.tiles)
     picks = greedy_map(similarity, quality, shares[0], eligible=eligible, conditioned=conditioned)
     return picks if whole else join_tiles(picks, tokens, shares, first)
+
+
+_FLOOR = 1e-6
+"""Weighted distance at or below which the other tokens come by weight."""
+
+
+class CenDivPruneParams(_CentredParams):
+    """Parameters of Cen-DivPrune."""
+
+
+def _select(params: CenDivPruneParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+    """Weighted max-min distance, starting from the given tokens."""
+    similarity, weight = _centred_geometry(params, tokens)
+    distance = 1 - similarity
+    whole = params.tile_scope == "global"
+    shares = split_over_tiles(budget, 1 if whole else tokens.grid.tiles)
+    picks = weighted_farthest_points(
+        distance,
+        weight,
+        shares[0],
+        nearest=distance_to_kept(distance, _scoped_rows(params, tokens, given.kept(tokens))),
+        taken=_scoped_rows(params, tokens, given.closed),
+        floor=_FLOOR,
+    )
+    return picks if whole else join_tiles(picks, tokens, shares, given.next_tile(tokens))
+
+
+@base_policy(CenDivPruneParams, given=_select)
+def cen_divprune(
+    params: CenDivPruneParams, tokens: VisualTokens, budget: int
+) -> ReferenceSelection:
+    """Max-min distance of centred tokens, weighted by dissimilarity to all others."""
+    return ReferenceSelection(_select(params, tokens, budget, Given.none(tokens)))
