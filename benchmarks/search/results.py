@@ -17,7 +17,6 @@ from offline_search.components import Candidate, SelectionProgram
 from offline_search.ledger import read_ledger
 from offline_search.report import read_report
 from offline_search.settings import Settings, Space
-from vllm_autoprune.errors import SearchError
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.loading import load_state
 
@@ -47,7 +46,7 @@ class Winner(FrozenModel):
         return load_state(json.dumps(self.state))
 
 
-class SearchResult(FrozenModel):
+class _SearchResult(FrozenModel):
     """One search that has ended; without a winner where it gave up before anything was measured."""
 
     name: str
@@ -70,30 +69,19 @@ def space_of(arm: str) -> Space:
     return next((space for space in get_args(Space) if arm.endswith(f"@{space}")), "all")
 
 
-def read_results(folder: Path) -> dict[str, SearchResult]:
+def read_results(folder: Path) -> dict[str, _SearchResult]:
     """Results of the searches that have ended, by their names."""
     path = folder / RESULTS
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {result.name: result for result in map(SearchResult.model_validate_json, lines)}
+    return {result.name: result for result in map(_SearchResult.model_validate_json, lines)}
 
 
 def results_of(
-    results: Mapping[str, SearchResult], arm: str, seeds: Sequence[int]
-) -> dict[int, SearchResult]:
+    results: Mapping[str, _SearchResult], arm: str, seeds: Sequence[int]
+) -> dict[int, _SearchResult]:
     """Results of one arm, by seed."""
     names = {seed: search_name(arm, seed) for seed in seeds}
     return {seed: results[name] for seed, name in names.items() if name in results}
-
-
-def has_ended(folder: Path, arm: str, seed: int, settings: Settings) -> bool:
-    """Whether the result of a search is known; raises :class:`SearchError` for other settings."""
-    known = read_results(folder).get(search_name(arm, seed))
-    if known is not None and known.settings != settings:
-        raise SearchError(
-            f"{folder / RESULTS}: {search_name(arm, seed)} has other settings -> give the same "
-            "settings again, or another folder"
-        )
-    return known is not None
 
 
 def add_result(folder: Path, arm: str, seed: int) -> None:
@@ -116,7 +104,7 @@ def add_result(folder: Path, arm: str, seed: int) -> None:
             state=record.state and {k: v for k, v in record.state.items() if k != "provenance"},
             program=record.program,
         )
-    result = SearchResult(
+    result = _SearchResult(
         name=name,
         settings=report.settings,
         candidates=len(report.rows),

@@ -126,10 +126,17 @@ async def _run_search(
             "proposals_per_reply": common.proposals_per_reply if writes_lists else 1,
         }
     )
-    if results.has_ended(folder, arm, seed, settings):
+    name = results.search_name(arm, seed)
+    known = results.read_results(folder).get(name)
+    if known is not None and known.settings != settings:
+        raise SearchError(
+            f"{folder / results.RESULTS}: {name} has other settings -> give the same settings "
+            "again, or another folder"
+        )
+    if known is not None:
         return
     progress = ProgressLog(lambda line: print(f"{arm} {seed}: {line}", flush=True))
-    with Ledger(folder / f"{results.search_name(arm, seed)}.jsonl") as ledger:
+    with Ledger(folder / f"{name}.jsonl") as ledger:
         backend = proposer if settings.proposer else None
         backend = backend or UnavailableBackend(settings.evaluator, evaluator.dataset)
         try:

@@ -137,7 +137,7 @@ def run_stage(
     for step in range(begin, steps):
         value, parts = loss(batch_seed(run.seed, number, step, rank), step)
         value.backward()
-        norm = optimiser.step(schedule(step, steps, warmup, stage.fall))
+        norm = optimiser.step(_schedule(step, steps, warmup, stage.fall))
         for name, part in (parts | {"norm": norm}).items():
             recent.setdefault(name, []).append(part)
         done, now = step + 1, time.monotonic()
@@ -167,7 +167,7 @@ def batch_seed(seed: int, stage: int, step: int, rank: int) -> int:
     return number
 
 
-def schedule(step: int, steps: int, warmup: int, fall: float) -> float:
+def _schedule(step: int, steps: int, warmup: int, fall: float) -> float:
     """Share of the peak learning rate: linear warm-up, constant, then a linear fall to 2 %.
 
     It falls after the kinds of question that are learnt late have begun to improve.
