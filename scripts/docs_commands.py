@@ -52,7 +52,6 @@ _LESS: tuple[tuple[str, str], ...] = (
     (r"\.load paired .*--users", "--users 1,2 --requests 4 --warm-up 1 --passes 1"),
     (r"\.load paired .*--rates", "--requests 4 --warm-up 1 --passes 1"),
     (r"\.search study", "--seeds 1 --budgets 8 --rounds 1 --yardsticks minillava"),
-    (r"\.search compare", "--budget 8 --rounds 1 --seeds 1 --scenes 4 4 4"),
     (r"tests\.fuzz", "--count 200"),
 )
 """Pattern -> options that a long command gets besides its own, with which it takes minutes at most.

@@ -93,53 +93,50 @@ def answer_questions(
     return engine.generate(prompts, sampling, use_tqdm=False)
 
 
+def _ask_engine(
+    engine: LLM, model: Model, examples: Sequence[Example], case: Case
+) -> Iterator[tuple[bool, set[int]]]:
+    """Whether vLLM answers each question right, and the tokens that the case's state keeps.
+
+    With a state each question is asked alone: images of a batch of requests are selected in any
+    order.
+    """
+    for group in [examples] if case.state is None else [[example] for example in examples]:
+        entries = []
+        for example in group:
+            count = PATCHES if model == "minillava" else image_size(example.image).tokens
+            fields: dict[str, object] = {"budget": case.budget.tokens(count)}
+            if case.state is None:
+                fields = {} if case.control == FULL else {**fields, "keep": case.control}
+            else:
+                fields["state"] = json.loads(case.state.dumps())
+            entries.append(fields)
+        if case.state is not None:
+            engine.reset_prefix_cache()
+            engine.reset_mm_cache()
+            engine.llm_engine.reset_encoder_cache()
+        with record_selections() as selections:
+            outputs = answer_questions(engine, group, entries, model)
+        tokens = [set[int]() for _ in group]
+        if case.state is not None:
+            ((_, _, refined),) = selections
+            tokens = [{*refined.indices[0].tolist()}]
+        for example, output, kept in zip(group, outputs, tokens, strict=True):
+            yield is_right(output.outputs[0].text, example.answer), kept
+
+
 @torch.no_grad()
-def _in_process(
+def _ask_in_process(
     yardstick: Yardstick, examples: Sequence[Example], case: Case
 ) -> Iterator[tuple[bool, set[int]]]:
-    """Whether each question is answered right, and the tokens that the case's state keeps."""
+    """The same with transformers."""
     for batch in batches(yardstick, examples):
         encoded = yardstick.encode(batch)
-        rights = encoded.score(case).right.tolist()
         tokens: list[list[int]] = [[] for _ in batch]
         if case.state is not None:
             policy = materialize(case.state, case.budget.tokens(encoded.tokens.count))
             tokens = refine(policy, encoded.tokens).indices.tolist()
-        yield from zip(rights, map(set, tokens), strict=True)
-
-
-def _in_engine(
-    engine: LLM, model: Model, examples: Sequence[Example], case: Case
-) -> Iterator[tuple[bool, set[int]]]:
-    """The same through vLLM; with a state each question is asked alone.
-
-    Images of a batch of requests are selected in any order.
-    """
-    if case.state is None:
-        entries = [_request_fields(case, model, example) for example in examples]
-        outputs = answer_questions(engine, examples, entries, model)
-        for example, output in zip(examples, outputs, strict=True):
-            yield is_right(output.outputs[0].text, example.answer), set()
-        return
-    for example in examples:
-        engine.reset_prefix_cache()
-        engine.reset_mm_cache()
-        engine.llm_engine.reset_encoder_cache()
-        fields = _request_fields(case, model, example)
-        with record_selections() as selections:
-            (output,) = answer_questions(engine, [example], [fields], model)
-        ((_, _, refined),) = selections
-        yield is_right(output.outputs[0].text, example.answer), {*refined.indices[0].tolist()}
-
-
-def _request_fields(case: Case, model: Model, example: Example) -> dict[str, object]:
-    if case.control == FULL:
-        return {}
-    count = PATCHES if model == "minillava" else image_size(example.image).tokens
-    budget = case.budget.tokens(count)
-    if case.state is None:
-        return {"budget": budget, "keep": case.control}
-    return {"budget": budget, "state": json.loads(case.state.dumps())}
+        yield from zip(encoded.score(case).right.tolist(), map(set, tokens), strict=True)
 
 
 def compare(
@@ -167,23 +164,22 @@ def compare(
     examples = yardstick.draw(split, images)
     engine, report = open_engine(model, settings, checkpoint), dict[str, dict[str, float]]()
     for case in cases:
-        served = list(_in_engine(engine, model, examples, case))
-        pairs = list(zip(served, _in_process(yardstick, examples, case), strict=True))
+        served = _ask_engine(engine, model, examples, case)
+        pairs = list(zip(served, _ask_in_process(yardstick, examples, case), strict=True))
         report[case.name] = {
             "questions": len(examples),
             "same verdict": fmean(right == other for (right, _), (other, _) in pairs),
-            "vllm": fmean(right for right, _ in served),
+            "vllm": fmean(right for (right, _), _ in pairs),
             "in process": fmean(right for _, (right, _) in pairs),
         }
         if case.state is not None:
             equal = [pair for pair in pairs if pair[0][1] == pair[1][1]]
             shares = [len(kept & other) / len(kept) for (_, kept), (_, other) in pairs]
+            verdicts = [right == other for (right, _), (other, _) in equal]
             report[case.name] |= {
                 "same tokens": len(equal) / len(pairs),
                 "tokens in common": fmean(shares),
-                "same verdict with the same tokens": (
-                    fmean(right == other for (right, _), (other, _) in equal) if equal else 1.0
-                ),
+                "same verdict with the same tokens": fmean(verdicts) if equal else 1.0,
             }
     return report
 
@@ -201,13 +197,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="file for the scores")
     options = parser.parse_args()
     report = compare(
-        options.yardstick,
-        options.split,
-        options.images,
-        options.state,
-        options.divisor,
+        options.yardstick, options.split, options.images, options.state, options.divisor,
         options.checkpoint,
-    )
+    )  # fmt: skip
     options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
