@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.evaluation.samples import contents
 from tests.evaluation.test_report import CONTROL, STATE, report_of, scores
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.commands.validate import find_losses
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.evaluation.report import Report
+from vllm_autoprune.evaluation.report import Report, build_report
 from vllm_autoprune.evaluation.run import format_report
 
 SHIPPED = load_state("visionzip")
@@ -74,7 +75,8 @@ def test_losses_in_a_report_are_found_by_kind(tmp_path: Path) -> None:
     [
         (None, "cannot be read"),
         ('{"rows": 3}', "is not a report"),
-        ('{"valid": false, "rows": []}', "is not valid"),
+        ("[3]", "is not a report"),
+        (format_report(build_report(contents((CONTROL, [1.0] * 6))), "json"), "is not valid"),
     ],
 )
 def test_files_that_are_no_valid_report(tmp_path: Path, text: str | None, message: str) -> None:

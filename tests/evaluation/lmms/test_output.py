@@ -18,6 +18,7 @@ from vllm_autoprune.evaluation.lmms.output import (
     BENCHMARKS,
     COLUMN_SETS,
     IMAGES,
+    LOG,
     PINNED,
     Benchmark,
     Output,
@@ -89,6 +90,13 @@ def test_every_wrong_arm_is_reported() -> None:
     assert len(caught.value.problems) == 5
     with pytest.raises(ConfigError, match="is missing"):
         parse_servers([])
+
+
+@pytest.mark.parametrize("url", ["http://j", "http://j/v1/", "http://j/v1/chat/completions"])
+def test_one_address_of_a_judge_serves_every_task(url: str) -> None:
+    by_kind = {row.judge: row for row in BENCHMARKS}
+    assert by_kind["base"].judge_address(url) == "http://j/v1"
+    assert by_kind["path"].judge_address(url) == "http://j/v1/chat/completions"
 
 
 Line = dict[str, JsonValue]
@@ -192,6 +200,28 @@ def test_a_failed_request_leaves_no_total(tmp_path: Path, failed: Line) -> None:
     parsed = output(tmp_path, "gqa", lines, {"exact_match,none": 0.5})
     assert parsed.total is None and parsed.answers[1].failure and parsed.answers[1].score is None
     assert parsed.answers[0].failure is None
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "log", "failures"),
+    [
+        ("hallusion_bench_image", {"aAcc": {"gpt_answer": "x\nOutput:correct"}}, "", 0),
+        ("hallusion_bench_image", {"aAcc": {"gpt_answer": "x\nOutput:"}}, "", 1),
+        ("hallusion_bench_image", {"aAcc": {"gpt_answer": "x\nOutput:unclear"}},
+         "ERROR | All 3 attempts failed. Last error message: 500", 1),
+        ("mmvet", {"gpt_eval_score": {"score": 0.8, "eval_model": "gpt-4"}}, "", 0),
+        ("mmvet", {"gpt_eval_score": {"score": 0.0, "eval_model": ""}}, "", 1),
+        ("gqa", {"exact_match": 1.0}, "ERROR | All 3 attempts failed. Last error message: 500", 0),
+    ],
+)  # fmt: skip
+def test_a_judge_that_does_not_answer_is_a_failure(
+    tmp_path: Path, name: str, metric: Line, log: str, failures: int
+) -> None:
+    (tmp_path / LOG).write_text(log)
+    results: Line = {f"{key},none": 0.5 for key in metric}
+    parsed = output(tmp_path, name, [line(0, **metric)], results)
+    assert [answer.failure is not None for answer in parsed.answers] == [bool(failures)]
+    assert (parsed.total is None) == bool(failures)
 
 
 GOOD = line(0, exact_match=1.0)

@@ -235,36 +235,18 @@ def test_paths_are_absolute_because_it_runs_in_the_output_folder(
     assert (tmp_path / "out" / IMAGES).exists() and (tmp_path / "out" / "m").is_dir()
 
 
-JUDGED = "mmvet,hallusion_bench_image"
-
-
-@pytest.mark.parametrize("suffix", ["", "/chat/completions", "/"])
-def test_one_address_of_a_judge_serves_every_task(tmp_path: Path, suffix: str) -> None:
-    judgements = {"mmvet": "0.8", "hallusion_bench_image": "correct"}
-
-    def judging(body: Body, number: int) -> Answer:
-        return completion(judgements["mmvet" if number < 4 else "hallusion_bench_image"])
-
-    with endpoint(right) as full, endpoint(judging) as judge:
-        report = run([f"full={full.url}"], tmp_path, JUDGED, judge=judge.url + suffix)
-        assert judge.paths == {"/v1/chat/completions"} and len(judge.requests) == 8
-    row = report.row("full")
-    assert row is not None and row.benchmarks == {"MM-Vet": 80.0, "HallBench": 100.0}
-    assert report.valid, report.reasons
-
-
-@pytest.mark.parametrize("silence", [error(500), completion("")], ids=["error", "empty"])
-@pytest.mark.parametrize(
-    ("task", "name"), [("mmvet", "MM-Vet"), ("hallusion_bench_image", "HallBench")]
-)
-def test_a_judge_that_does_not_answer_makes_the_report_invalid(
-    tmp_path: Path, task: str, name: str, silence: Answer
+def test_a_judge_is_asked_and_without_one_the_report_is_not_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with endpoint(right) as full, endpoint(lambda body, number: silence) as judge:
-        report = run([f"full={full.url}"], tmp_path, task, judge=judge.url)
-    assert not report.valid and not report.rows
-    assert f"{name}: the judge gave no usable answer (4 times)" in report.reasons[0]
-    assert "--judge-url" in report.reasons[0]
+    monkeypatch.delenv("OPENAI_API_URL", raising=False)
+    with endpoint(right) as full:
+        unjudged = run([f"full={full.url}"], tmp_path / "0", "mmvet")
+        judged = run([f"full={full.url}"], tmp_path / "1", "mmvet", judge="http://judge:1")
+    reason = "MM-Vet: the judge gave no usable answer (4 times)"
+    assert reason in unjudged.reasons[0] and "--judge-url" in unjudged.reasons[0]
+    assert not unjudged.rows
+    row = judged.row("full")
+    assert judged.valid and row is not None and row.benchmarks == {"MM-Vet": 80.0}
 
 
 def serving(refused: str) -> Callable[[Body, int], Answer]:

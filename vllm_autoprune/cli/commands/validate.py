@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import as_json
 from vllm_autoprune.errors import BudgetError, ConfigError, Problem, StateError
-from vllm_autoprune.evaluation.report import Comparison
+from vllm_autoprune.evaluation.report import Report
 from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
@@ -22,7 +23,7 @@ from vllm_autoprune.tpdsl.state import PruningState
 _FIX = "serve smaller images at this K, or another state"
 
 
-# Parts of documents of which the other fields do not matter here.
+# Scores of a state, of which the other fields do not matter here.
 class _Row(BaseModel):
     budget: int | str
     """K, or a share of N such as "N/8" where images differ in size."""
@@ -32,21 +33,6 @@ class _Row(BaseModel):
 
 class _Scores(BaseModel):
     rows: tuple[_Row, ...] = ()
-
-
-class _Case(BaseModel):
-    name: str
-    digest: str = ""
-
-
-class _ReportRow(BaseModel):
-    case: _Case
-
-
-class _Report(BaseModel):
-    valid: bool
-    rows: tuple[_ReportRow, ...]
-    resizing: tuple[Comparison, ...] = ()
 
 
 def find_losses(state: PruningState, report: Path | None = None) -> Iterator[Problem]:
@@ -69,12 +55,14 @@ def find_losses(state: PruningState, report: Path | None = None) -> Iterator[Pro
         return
     what, fix = "", "give the report.json that vllm-autoprune eval wrote"
     try:
-        measured = _Report.model_validate_json(report.read_bytes())
+        content = json.loads(report.read_bytes())
+        del content["valid"]  # said by its reasons
+        measured = Report.model_validate(content)
         if not measured.valid:
             what, fix = "is not valid", "run the evaluation again with --resume"
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
-    except ValidationError:
+    except (ValueError, TypeError, KeyError):
         what = "is not a report of an evaluation"
     if what:
         raise ConfigError("evidence", [Problem(str(report), what, fix)])
