@@ -6,10 +6,11 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 from vllm_autoprune.cli.output import CommandParser
-from vllm_autoprune.evaluation.published import Audit, audit, read_published
+from vllm_autoprune.evaluation import published
+from vllm_autoprune.evaluation.published import read_published
+from vllm_autoprune.evaluation.scoring import MMBENCH
 from vllm_autoprune.report import Table
 
 _COLUMNS = (
@@ -26,48 +27,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="JSON instead of Markdown")
     options = parser.parse_args(arguments)
-    rows = list(audit(read_published()))
-    print(_as_json(rows) if options.json else "\n".join(_as_markdown(rows)))
-    return 0 if all(row.acc_reproduces and row.follows != "neither" for row in rows) else 1
+    tables = read_published().tables
+    print(_as_json(tables) if options.json else "\n".join(_as_markdown(tables)))
+    reproduced = (
+        table.acc_reproduces(row) and table.definition(row) != "neither"
+        for table in tables
+        for row in table.rows
+    )
+    return 0 if all(reproduced) else 1
 
 
-def _as_markdown(rows: Sequence[Audit]) -> Iterator[str]:
-    """One table for each published one, and a summary."""
-    for table, audits in groupby(rows, key=lambda row: row.table):
-        cells = [
-            (
-                row.row.method, str(row.row.tokens), f"{row.row.acc:.{table.decimals}f}",
-                f"{row.acc:.3f}", f"{row.row.rel:.1f}", f"{row.ratio_of_means:.2f}",
-                f"{row.mean_of_ratios:.2f}", row.follows, f"{row.acc_without_mmbench:.2f}",
-                f"{row.ratio_of_means_without_mmbench:.2f}",
-                f"{row.mean_of_ratios_without_mmbench:.2f}",
-            )
-            for row in audits
-        ]  # fmt: skip
+def _as_markdown(tables: Sequence[published.Table]) -> Iterator[str]:
+    """Each published table, and a summary."""
+    counts, reproduced = Counter[str](), 0
+    for table in tables:
         yield f"\n{table.table}, {table.backbone}\n"
+        cells = []
+        for row in table.rows:
+            figures, without = table.recompute(row), table.recompute(row, MMBENCH)
+            follows = table.definition(row)
+            counts[follows] += 1
+            reproduced += table.acc_reproduces(row)
+            cells.append((
+                row.method, str(row.tokens), f"{row.acc:.{table.decimals}f}", f"{figures.acc:.3f}",
+                f"{row.rel:.1f}", f"{figures.ratio_of_means:.2f}", f"{figures.mean_of_ratios:.2f}",
+                follows, f"{without.acc:.2f}", f"{without.ratio_of_means:.2f}",
+                f"{without.mean_of_ratios:.2f}",
+            ))  # fmt: skip
         yield Table("", _COLUMNS, cells).markdown()
-    counts = Counter(row.follows for row in rows)
-    reproduced = sum(row.acc_reproduces for row in rows)
     kinds = ", ".join(f"{kind}: {count}" for kind, count in counts.most_common())
-    yield f"\nAcc. reproduces in {reproduced} of {len(rows)} rows. Printed Rel. follows {kinds}."
+    total = counts.total()
+    yield f"\nAcc. reproduces in {reproduced} of {total} rows. Printed Rel. follows {kinds}."
 
 
-def _as_json(rows: Sequence[Audit]) -> str:
+def _as_json(tables: Sequence[published.Table]) -> str:
     """All rows with their printed and recomputed figures."""
-    records = [
-        {
-            "table": row.table.table,
-            "backbone": row.table.backbone,
-            **row.row.model_dump(),
-            "acc_computed": row.acc,
-            "ratio_of_means": row.ratio_of_means,
-            "mean_of_ratios": row.mean_of_ratios,
-            "acc_without_mmbench": row.acc_without_mmbench,
-            "ratio_of_means_without_mmbench": row.ratio_of_means_without_mmbench,
-            "mean_of_ratios_without_mmbench": row.mean_of_ratios_without_mmbench,
-        }
-        for row in rows
-    ]
+    records = []
+    for table in tables:
+        for row in table.rows:
+            figures = table.recompute(row).model_dump()
+            without = table.recompute(row, MMBENCH).model_dump()
+            records.append({
+                "table": table.table,
+                "backbone": table.backbone,
+                **row.model_dump(),
+                "acc_computed": figures.pop("acc"),
+                **figures,
+                **{f"{name}_without_mmbench": value for name, value in without.items()},
+            })  # fmt: skip
     return json.dumps(records, indent=1)
 
 

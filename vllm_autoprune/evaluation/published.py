@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.scoring import (
-    MMBENCH,
-    Scores,
-    accuracy,
-    mean_of_ratios,
-    ratio_of_means,
-)
+from vllm_autoprune.evaluation.scoring import Aggregates, Scores, aggregate
 
 _PATH = Path(__file__).with_name("published.json")
-_FULL = "full"
 _REL_DECIMALS = 1
 
-_Follows = Literal["both", "ratio of means", "mean of ratios", "neither"]
+Follows = Literal["both", "ratio of means", "mean of ratios", "neither"]
 
 
 class _Data(BaseModel):
@@ -37,8 +29,8 @@ class Row(_Data):
     scores: tuple[float, ...]
     acc: float
     rel: float
-    rel_follows: _Follows
-    """The definition that reproduces ``rel``, as :func:`_matching_definition` finds it."""
+    rel_follows: Follows
+    """The definition that reproduces ``rel``, as :meth:`Table.definition` finds it."""
 
 
 class Table(_Data):
@@ -55,11 +47,37 @@ class Table(_Data):
     @property
     def full(self) -> Row:
         """The row of the unpruned model."""
-        return next(row for row in self.rows if row.method == _FULL)
+        return next(row for row in self.rows if row.method == "full")
 
     def scores(self, row: Row) -> Scores:
         """Scores by benchmark."""
         return dict(zip(self.benchmarks, row.scores, strict=True))
+
+    def recompute(self, row: Row, without: Collection[str] = ()) -> Aggregates:
+        """The figures of a row, by its printed scores."""
+        full = self.scores(self.full)
+        return aggregate(self.scores(row), full, self.mme_divisor, without)
+
+    def acc_reproduces(self, row: Row) -> bool:
+        """Whether the recomputed Acc. rounds to the printed one."""
+        return _rounds_to(self.recompute(row).acc, row.acc, self.decimals)
+
+    def definition(self, row: Row) -> Follows:
+        """The definitions of Rel. that give the printed value.
+
+        The ratio of means is tried with unrounded figures, with printed ones, and with an unrounded
+        one over the printed one of the full model, as a table may have been computed in any of
+        these ways.
+        """
+        figures, full = self.recompute(row), self.full.acc
+        ratios = (figures.ratio_of_means, 100 * row.acc / full, 100 * figures.acc / full)
+        is_ratio = any(_rounds_to(value, row.rel, _REL_DECIMALS) for value in ratios)
+        is_mean = _rounds_to(figures.mean_of_ratios, row.rel, _REL_DECIMALS)
+        if is_ratio and is_mean:
+            return "both"
+        if is_ratio:
+            return "ratio of means"
+        return "mean of ratios" if is_mean else "neither"
 
 
 class _Published(_Data):
@@ -68,26 +86,6 @@ class _Published(_Data):
     source: str
     note: str
     tables: tuple[Table, ...]
-
-
-@dataclass(frozen=True)
-class Audit:
-    """One row with its recomputed figures."""
-
-    table: Table
-    row: Row
-    acc: float
-    ratio_of_means: float
-    mean_of_ratios: float
-    acc_without_mmbench: float
-    ratio_of_means_without_mmbench: float
-    mean_of_ratios_without_mmbench: float
-    follows: _Follows
-
-    @property
-    def acc_reproduces(self) -> bool:
-        """Whether the recomputed Acc. rounds to the printed one."""
-        return _rounds_to(self.acc, self.row.acc, self.table.decimals)
 
 
 def read_published() -> _Published:
@@ -104,50 +102,6 @@ def mme_divisor(backbone: str) -> float:
     return divisors[backbone]
 
 
-def audit(source: _Published) -> Iterator[Audit]:
-    """Recompute every row of every table."""
-    for table in source.tables:
-        full = table.scores(table.full)
-        for row in table.rows:
-            scores, divisor = table.scores(row), table.mme_divisor
-            yield Audit(
-                table=table,
-                row=row,
-                acc=accuracy(scores, divisor),
-                ratio_of_means=ratio_of_means(scores, full, divisor),
-                mean_of_ratios=mean_of_ratios(scores, full),
-                acc_without_mmbench=accuracy(scores, divisor, MMBENCH),
-                ratio_of_means_without_mmbench=ratio_of_means(scores, full, divisor, MMBENCH),
-                mean_of_ratios_without_mmbench=mean_of_ratios(scores, full, MMBENCH),
-                follows=_matching_definition(table, row),
-            )
-
-
-def _matching_definition(table: Table, row: Row) -> _Follows:
-    """The definitions of Rel. that give the printed value.
-
-    The ratio of means is tried with unrounded figures, with printed ones, and with an unrounded one
-    over the printed one of the full model, as a table may have been computed in any of these ways.
-    """
-    scores, full, divisor = table.scores(row), table.scores(table.full), table.mme_divisor
-    acc = accuracy(scores, divisor)
-    ratios = (
-        ratio_of_means(scores, full, divisor),
-        100 * row.acc / table.full.acc,
-        100 * acc / table.full.acc,
-    )
-    is_ratio = any(_rounds_to(value, row.rel, _REL_DECIMALS) for value in ratios)
-    is_mean = _rounds_to(mean_of_ratios(scores, full), row.rel, _REL_DECIMALS)
-    match is_ratio, is_mean:
-        case True, True:
-            return "both"
-        case True, False:
-            return "ratio of means"
-        case False, True:
-            return "mean of ratios"
-    return "neither"
-
-
-def _rounds_to(value: float, printed: float, decimals: int) -> bool:
+def _rounds_to(value: float | None, printed: float, decimals: int) -> bool:
     """Whether a value is within half a unit of the last printed digit, ties included."""
-    return bool(abs(value - printed) <= 0.5 * 10**-decimals + 1e-9)
+    return value is not None and bool(abs(value - printed) <= 0.5 * 10**-decimals + 1e-9)

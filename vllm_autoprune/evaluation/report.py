@@ -21,12 +21,10 @@ import numpy as np
 from vllm_autoprune.evaluation.journal import MME, Case, Contents, EvaluationError, Setup
 from vllm_autoprune.evaluation.scoring import (
     MMBENCH,
+    Aggregates,
     Figures,
-    Scores,
     Scoring,
-    accuracy,
-    mean_of_ratios,
-    ratio_of_means,
+    aggregate,
 )
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.statistics import Estimate, Floats, estimate
@@ -70,21 +68,13 @@ class Differences(FrozenModel):
     logprob: Estimate | None
 
 
-class _Aggregates(FrozenModel):
-    """*Acc.*, and *Rel.* by both definitions; None in place of a division by zero."""
-
-    acc: float
-    ratio_of_means: float | None
-    mean_of_ratios: float | None
-
-
 class Row(FrozenModel):
     """Results of one case, every question of which has an answer."""
 
     case: Case
     benchmarks: dict[str, float]
-    all: _Aggregates
-    without_mmbench: _Aggregates | None
+    all: Aggregates
+    without_mmbench: Aggregates | None
     accuracy: Estimate | None
     accuracy_plus: float | None
     prompt_tokens: float | None
@@ -174,8 +164,8 @@ def _rows(
         yield Row(
             case=case,
             benchmarks={name: round(score, _DIGITS) for name, score in case_scores.items()},
-            all=_aggregate(case_scores, full_scores, divisor, ()),
-            without_mmbench=_aggregate(case_scores, full_scores, divisor, MMBENCH)
+            all=aggregate(case_scores, full_scores, divisor).rounded(_DIGITS),
+            without_mmbench=aggregate(case_scores, full_scores, divisor, MMBENCH).rounded(_DIGITS)
             if 0 < len(case_scores.keys() - set(MMBENCH)) < len(case_scores)
             else None,
             accuracy=_estimate(case_figures.accuracy),
@@ -196,17 +186,6 @@ def _mean_length(contents: Contents, case: Case) -> float | None:
     """Mean prompt tokens of a case, where the server told any."""
     lengths = [a.prompt_tokens for a in contents.answers[case.name].values() if a.prompt_tokens]
     return sum(lengths) / len(lengths) if lengths else None
-
-
-def _aggregate(scores: Scores, full: Scores, divisor: float, without: Sequence[str]) -> _Aggregates:
-    divisors = [value for name, value in full.items() if name not in without]
-    ratio = ratio_of_means(scores, full, divisor, without) if any(divisors) else None
-    mean = mean_of_ratios(scores, full, without) if all(divisors) else None
-    return _Aggregates(
-        acc=round(accuracy(scores, divisor, without), _DIGITS),
-        ratio_of_means=None if ratio is None else round(ratio, _DIGITS),
-        mean_of_ratios=None if mean is None else round(mean, _DIGITS),
-    )
 
 
 def _subtract(minuend: Figures, other: Figures) -> Differences:

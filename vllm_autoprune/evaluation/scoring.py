@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_autoprune.evaluation.journal import MME, Answer, Question
+from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.statistics import ClusterBootstrap, Floats
 
 Scores = Mapping[str, float]
@@ -60,6 +61,36 @@ def _check_same_benchmarks(scores: Scores, full: Scores) -> None:
     different = sorted(scores.keys() ^ full.keys())
     if different:
         raise ValueError(f"not scored on the same benchmarks: {', '.join(different)}")
+
+
+class Aggregates(FrozenModel):
+    """*Acc.*, and *Rel.* by both definitions; None in place of a division by zero."""
+
+    acc: float
+    ratio_of_means: float | None
+    mean_of_ratios: float | None
+
+    def rounded(self, digits: int) -> Aggregates:
+        """The same figures with fewer decimals."""
+        figures = {name: None if f is None else round(f, digits) for name, f in self}
+        return Aggregates.model_validate(figures)
+
+
+def aggregate(
+    scores: Scores,
+    full: Scores,
+    mme_divisor: float,
+    without: Collection[str] = (),
+) -> Aggregates:
+    """All figures of scores beside those of the full model."""
+    divisors = [value for name, value in full.items() if name not in without]
+    return Aggregates(
+        acc=accuracy(scores, mme_divisor, without),
+        ratio_of_means=ratio_of_means(scores, full, mme_divisor, without)
+        if any(divisors)
+        else None,
+        mean_of_ratios=mean_of_ratios(scores, full, without) if all(divisors) else None,
+    )
 
 
 @dataclass(frozen=True)
