@@ -175,7 +175,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeedRow:
+class _SpeedRow:
     """What one way to serve an image costs; milliseconds.
 
     ``questions`` are times to first token of the first, second and third about one image.
@@ -193,9 +193,9 @@ class SpeedRow:
 class Speed:
     """All of the comparison."""
 
-    stock: SpeedRow
-    resized: SpeedRow
-    pruned: SpeedRow
+    stock: _SpeedRow
+    resized: _SpeedRow
+    pruned: _SpeedRow
     tokens: int = TOKENS
     budget: int = _BUDGET
 
@@ -212,18 +212,18 @@ def measure_speed(out: Path, guard: Guard) -> Speed:
         "stock": {"stock": {}},
         "pruned": {"pruned": {}, "resized": {"keep": "resized"}},
     }
-    rows: dict[str, SpeedRow] = {}
+    rows: dict[str, _SpeedRow] = {}
     for server, requests in arms.items():
         more, log = pruning if server == "pruned" else (), out / f"speed-{server}.log"
         with guard(), _serve(f"large server, {server}", folder, (*flags, *more), log) as url:
             for number, (name, fields) in enumerate(requests.items(), 1):
-                rows[name] = time_requests(url, name, fields, Plan(), token_bytes, 1000 * number)
+                rows[name] = _time_requests(url, name, fields, Plan(), token_bytes, 1000 * number)
     return Speed(rows["stock"], rows["resized"], rows["pruned"])
 
 
-def time_requests(
+def _time_requests(
     url: str, name: str, fields: Mapping[str, object], plan: Plan, token_bytes: int, start: int
-) -> SpeedRow:
+) -> _SpeedRow:
     """Time the requests of one arm.
 
     ``start`` is the number of its first image and text, so that arms of one server share none.
@@ -259,7 +259,7 @@ def time_requests(
             for question in range(QUESTIONS):
                 by_question[question].append(send(image + 100 * question, image))
     tokens = alone[0].prompt_tokens or 0
-    return SpeedRow(
+    return _SpeedRow(
         prompt_tokens=tokens,
         kv_bytes=tokens * token_bytes,
         alone=_first_tokens(alone),

@@ -129,7 +129,7 @@ def half_width(examples: Sequence[Example], answers: Sequence[str]) -> float:
     return max(wilson, _Z * statistics.stdev(by_scene) / math.sqrt(len(by_scene)))
 
 
-def build_row(
+def _build_row(
     configuration: Configuration,
     examples: Sequence[Example],
     answers: Sequence[Record],
@@ -150,7 +150,7 @@ def build_row(
     )
 
 
-def format_summary(results: Results) -> str:
+def _format_summary(results: Results) -> str:
     """The table and its notes as Markdown."""
     speed, machine, k = results.speed, results.environment, _SHOWN_BUDGET
     three = (speed.stock, speed.resized, speed.pruned)
@@ -212,7 +212,7 @@ def measure(settings: Settings, guard: Guard) -> tuple[Results, Sequence[Example
     pairs = list(zip(answers[FULL], answers[everything], strict=True))
     same = sum((a.text, a.prompt_tokens) == (b.text, b.prompt_tokens) for a, b in pairs)
     results = Results(
-        rows=tuple(build_row(c, examples, answers[c], layout) for c in (FULL, *PRUNED)),
+        rows=tuple(_build_row(c, examples, answers[c], layout) for c in (FULL, *PRUNED)),
         control={"same_answers": same, "asked": len(pairs)},
         questions=len(examples),
         scenes=settings.scenes,
@@ -255,7 +255,7 @@ def run_demo(options: argparse.Namespace, guard: Guard) -> None:
         picture = draw_example(settings, examples, answers)
     results = dataclasses.replace(results, seconds=time.monotonic() - start)
     content = {**dataclasses.asdict(results), "verdict": results.verdict(), "picture": picture}
-    text, summary = json.dumps(content, indent=2), format_summary(results)
+    text, summary = json.dumps(content, indent=2), _format_summary(results)
     (settings.out / "results.json").write_text(text + "\n")
     (settings.out / "table.md").write_text(summary)
     if options.json:

@@ -41,7 +41,7 @@ _RIGHT, _WRONG = (21, 128, 61), (190, 30, 45)
 _GAP, _TITLE, _LABEL = 28, 46, 35
 
 
-def choose_example(examples: Sequence[Example], answers: Answers) -> int:
+def _choose_example(examples: Sequence[Example], answers: Answers) -> int:
     """The first question that a random keep fails and the others answer.
 
     Where there is none: the first that the full model answers, or the first of all.
@@ -79,7 +79,7 @@ def draw_example(
     settings: Settings, examples: Sequence[Example], answers: Answers
 ) -> dict[str, object]:
     """Draw one question into ``kept.png``; its path, question and answers."""
-    number = choose_example(examples, answers)
+    number = _choose_example(examples, answers)
     example = examples[number]
     image, evidence = as_picture(example.image), example.evidence
     tower = read_text_tower(str(settings.text_tower))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
-import dataclasses
+import contextlib
 import io
 import json
 import re
@@ -12,6 +13,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,19 +22,14 @@ from PIL import Image
 
 from benchmarks.common import BenchmarkError
 from benchmarks.common.fake_server import Body, Reply, fake_server
-from benchmarks.common.shapes import KvLayout
 from benchmarks.demo import measure, output, picture
 from benchmarks.demo.__main__ import SIGNALS, main
 from benchmarks.yardsticks.engine import MAX_ANSWER_TOKENS
 from benchmarks.yardsticks.examples import CLIP, LLAVA, Example, as_picture, draw_examples
 from benchmarks.yardsticks.minillava import MiniLlava
 from vllm_autoprune.checkpoint import open_vision
-from vllm_autoprune.statistics import Spread
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.tokens import Grid
-
-EVERYTHING = measure.Configuration("state", 144)
-LAYOUT = KvLayout(layers=4, kv_heads=6, head_dim=32, dtype_bytes=2)
 
 
 def pruning(body: Body) -> dict[str, object]:
@@ -39,7 +37,7 @@ def pruning(body: Body) -> dict[str, object]:
     return dict(body.get("mm_processor_kwargs", {}).get("autoprune", {}))
 
 
-def parts(body: Body) -> tuple[dict[str, object], str]:
+def parts(body: Body) -> tuple[dict[str, Any], str]:
     """Image and question of a request."""
     image, question = body["messages"][0]["content"]
     return image, question["text"]
@@ -50,96 +48,111 @@ def examples() -> Sequence[Example]:
     return draw_examples("test", 2)
 
 
+Demo = tuple[Path, dict[str, list[Body]]]
+"""Folder of the files, and what each server was sent, by the name of its log."""
+
+
 @pytest.fixture(scope="module")
-def answers(examples: Sequence[Example]) -> measure.Answers:
-    """Answers are right, except with a random keep of at most 8 tokens."""
+def demo(examples: Sequence[Example], tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    """A whole demo; answers are right, except with a random keep of at most 8 tokens."""
     right = {(f"asked-{e.image_id}", e.question): e.answer for e in examples}
+    seen: dict[str, list[Body]] = {}
 
     def reply(body: Body) -> Reply:
         fields, (image, question) = pruning(body), parts(body)
         blind = fields.get("keep") == "random" and int(str(fields["budget"])) <= 8
-        text = "none" if blind else right[str(image["uuid"]), question]
+        text = "none" if blind else right.get((str(image.get("uuid")), question), "w1")
         # Later requests may be answered earlier.
         tokens = 20 + int(str(fields.get("budget", 144)))
         return Reply(tuple(text), ttft=0.01 * (len(question) % 3), usage={"prompt_tokens": tokens})
 
-    with fake_server(reply, model=None) as server:
-        stock = measure.send_questions(server.url, "stock", examples, (measure.FULL,))
-        pruned = measure.send_questions(
-            server.url, "pruned", examples, (*measure.PRUNED, EVERYTHING)
-        )
-    # The same questions in every configuration, whichever finished first.
+    @contextlib.contextmanager
+    def serve(model: Path, *flags: str, log: Path) -> Iterator[SimpleNamespace]:
+        with fake_server(reply, model=None) as server:
+            yield SimpleNamespace(url=server.url)
+        seen[log.stem] = server.seen
+
+    plan, out = measure.Plan(alone=2, together=8, images=2), tmp_path_factory.mktemp("demo")
+    options = {"model": None, "text_tower": None, "state": "autoprune", "scenes": 2, "out": out}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "serve", serve)
+        patch.setattr(measure, "Plan", lambda: plan)
+        output.run_demo(argparse.Namespace(json=True, **options), contextlib.nullcontext)
+    return out, seen
+
+
+def test_mini_llava_is_asked_the_same_questions_in_every_configuration(demo: Demo) -> None:
+    stock, pruned = demo[1]["stock"], demo[1]["pruned"]
     asked: dict[str, list[str]] = {}
-    for body in server.seen:
+    for body in (*stock, *pruned):
         asked.setdefault(json.dumps(pruning(body)), []).append(parts(body)[1])
     assert len(asked) == 10 and len({tuple(sorted(texts)) for texts in asked.values()}) == 1
-    body = server.seen[-1]
-    head, _, data = str(parts(body)[0]["image_url"]["url"]).partition(",")  # type: ignore[index]
+    assert not any(map(pruning, stock)) and pruning(pruned[-1]) == {"budget": 144, "keep": "state"}
+    head, _, data = parts(pruned[-1])[0]["image_url"]["url"].partition(",")
     assert head == "data:image/png;base64"
     assert np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))).shape == (168, 168, 3)
-    assert (body["temperature"], body["max_tokens"]) == (0, MAX_ANSWER_TOKENS)
-    assert pruning(body) == {"budget": 144, "keep": "state"} and pruning(server.seen[0]) == {}
-    return stock | pruned
+    assert (pruned[-1]["temperature"], pruned[-1]["max_tokens"]) == (0, MAX_ANSWER_TOKENS)
 
 
-def speed_row(ttft: float, rate: float, *questions: float) -> measure.SpeedRow:
-    alone, *three = [Spread(value, value - 10, value + 10, 6) for value in (ttft, *questions)]
-    return measure.SpeedRow(600, 600 * 32768, alone, alone, rate, tuple(three))
-
-
-@pytest.fixture(scope="module")
-def results(examples: Sequence[Example], answers: measure.Answers) -> output.Results:
-    rows = [
-        output.build_row(c, examples, answers[c], LAYOUT) for c in (measure.FULL, *measure.PRUNED)
-    ]
-    machine = {"cores": "2", "load average": "0.50", "dtype of local servers": "float32"}
-    return output.Results(
-        rows=tuple(rows),
-        control={"same_answers": 35, "asked": 35},
-        questions=len(examples),
-        scenes=2,
-        visual_tokens=144,
-        kv_formula=LAYOUT.formula,
-        dtype="float32",
-        environment=machine,
-        speed=measure.Speed(
-            speed_row(1600, 0.7, 1600, 90, 80),
-            speed_row(400, 2.6, 400, 90, 80),
-            speed_row(410, 2.5, 410, 200, 210),
-        ),
+def test_every_arm_of_the_large_model_has_the_same_requests_and_shares_no_image(
+    demo: Demo,
+) -> None:
+    stock, others = demo[1]["speed-stock"], demo[1]["speed-pruned"]
+    pruned, resized = (
+        [body for body in others if pruning(body).get("keep") == keep] for keep in (None, "resized")
     )
+    images = [[parts(body)[0]["image_url"]["url"] for body in arm] for arm in (pruned, resized)]
+    assert len(stock) == len(pruned) == len(resized) == 2 + 2 + 8 + 2 * measure.QUESTIONS
+    assert not set(images[0]) & set(images[1])
+    # Only the images of several questions are sent again, with new words each time.
+    assert Counter(Counter(images[0]).values()) == {1: 2 + 2 + 8, measure.QUESTIONS: 2}
+    texts = {tuple(re.findall(r"w\d+", parts(body)[1])) for body in pruned}
+    assert len(texts) == len(pruned)
 
 
-def test_rows_hold_scores_tokens_and_bytes(results: output.Results) -> None:
-    full = results.row("full")
-    assert full.accuracy == full.accuracy_plus == 1.0
-    assert (full.prompt_tokens, full.kv_bytes) == (164, 164 * 3072)
-    assert {(c.keep, c.budget) for c in measure.PRUNED} == {
-        (k, b) for k in measure.KEEPS for b in (16, 8)
-    }
-    for configuration in measure.PRUNED:
-        row = results.row(configuration.keep, configuration.budget)
-        blind = configuration == measure.Configuration("random", 8)
-        assert row.accuracy == row.accuracy_plus == (0.0 if blind else 1.0)
-        assert row.prompt_tokens == 20 + (configuration.budget or 0)
-        assert row.kv_bytes == row.prompt_tokens * 3072
-    content = json.loads(json.dumps(dataclasses.asdict(results)))
-    assert content["rows"][0]["configuration"] == {"keep": "full", "budget": None}
-    assert results.verdict() == (
+def test_the_results_have_scores_tokens_bytes_and_the_picture(
+    demo: Demo, examples: Sequence[Example]
+) -> None:
+    results = json.loads((demo[0] / "results.json").read_text())
+    assert results.keys() == {
+        "rows", "control", "questions", "scenes", "visual_tokens", "kv_formula", "dtype",
+        "environment", "speed", "seconds", "verdict", "picture",
+    }  # fmt: skip
+    rows = {(r["configuration"]["keep"], r["configuration"]["budget"]): r for r in results["rows"]}
+    assert rows.keys() == {
+        ("full", None), *((keep, budget) for keep in measure.KEEPS for budget in (16, 8)),
+    }  # fmt: skip
+    for (keep, budget), row in rows.items():
+        assert row["accuracy"] == row["accuracy_plus"] == float((keep, budget) != ("random", 8))
+        assert row["prompt_tokens"] == 20 + (budget or 144)
+        # 2 x 6 layers x 6 heads x 32 x 4 bytes
+        assert row["kv_bytes"] == row["prompt_tokens"] * 9216
+    assert results["control"] == {"same_answers": len(examples), "asked": len(examples)}
+    assert results["verdict"] == (
         "At K = 8 of 144 visual tokens: base policy 100.0 %, shipped state 100.0 %, "
         "resize control 100.0 %, random keep 0.0 % (full: 100.0 %), with 5.9 times fewer prompt "
         "tokens and KV bytes."
     )
+    speed = results["speed"]["stock"]
+    assert (speed["alone"]["count"], speed["together"]["count"]) == (2, 8)
+    assert len(speed["questions"]) == measure.QUESTIONS
+    # The picture shows a question that only a random keep fails.
+    shown = results["picture"]
+    assert shown["served"]["random 8"] == "none" != shown["served"]["state 8"] == shown["expected"]
+    assert list(shown["served"]) == ["full", "random 8", "reference 8", "state 8"]
+    with Image.open(demo[0] / "kept.png") as sheet:
+        assert sheet.width == 28 + 4 * (12 * picture.PATCH_SIDE + 28)
+        assert picture.EVIDENCE in {colour for _, colour in sheet.getcolors(1 << 24) or ()}
 
 
-def test_the_table_has_stock_resized_and_pruned_side_by_side(results: output.Results) -> None:
-    lines = output.format_summary(results).splitlines()
+def test_the_table_has_stock_resized_and_pruned_side_by_side(demo: Demo) -> None:
+    lines = (demo[0] / "table.md").read_text().splitlines()
     assert lines[0] == "|  | stock | resized | pruned |"
     assert "| **large, random weights** | **N = 576** | **K = 64** | **K = 64** |" in lines
-    assert "| first token, alone, ms | 1,600 | 400 | 410 |" in lines
-    assert "| requests/s, 8 at once | 0.70 | 2.60 | 2.50 |" in lines
-    assert "| first token, question 1/2/3, ms | 1,600/90/80 |" in " ".join(lines)
+    assert "| prompt tokens of a request | 164.0 | 36.0 | 36.0 |" in lines
     assert "| right answers, % | 100.0 ± 4.9 | 100.0 ± 4.9 | 100.0 ± 4.9 |" in lines
+    names = [line.split(" | ")[0][2:] for line in lines[2:13]]
+    assert "first token, question 1/2/3, ms" in names and "requests/s, 8 at once" in names
 
 
 def test_correlated_scenes_widen_the_interval(examples: Sequence[Example]) -> None:
@@ -163,43 +176,13 @@ def test_a_failed_question_ends_the_demo_and_an_empty_answer_does_not(
     reply: Reply, message: str, examples: Sequence[Example]
 ) -> None:
     with fake_server(reply, model=None) as server:
+        call = (server.url, "stock", examples[:1], (measure.FULL,))
         if not message:
-            assert (
-                measure.send_questions(server.url, "stock", examples[:1], (measure.FULL,))[
-                    measure.FULL
-                ][0].text
-                == ""
-            )
+            assert measure.send_questions(*call)[measure.FULL][0].text == ""
             return
         with pytest.raises(BenchmarkError, match=message) as caught:
-            measure.send_questions(server.url, "stock", examples[:1], (measure.FULL,))
+            measure.send_questions(*call)
     assert "\n" not in str(caught.value)
-
-
-def test_every_arm_sends_the_same_requests_and_shares_no_image() -> None:
-    plan = measure.Plan(alone=2, together=8, images=2)
-    reply = Reply(("w1",), ttft=0.02, usage={"prompt_tokens": 600})
-
-    def urls(bodies: Sequence[Body]) -> list[str]:
-        return [str(parts(body)[0]["image_url"]) for body in bodies]
-
-    with fake_server(reply, model=None) as server:
-        row = measure.time_requests(server.url, "stock", {}, plan, 100, 0)
-        stock = list(server.seen)
-        measure.time_requests(server.url, "resized", {"keep": "resized"}, plan, 100, 1000)
-        resized = server.seen[len(stock) :]
-    assert len(stock) == len(resized) == plan.requests
-    assert (row.prompt_tokens, row.kv_bytes) == (600, 60_000)
-    assert (
-        row.alone.count == 2 and row.together.count == 8 and len(row.questions) == measure.QUESTIONS
-    )
-    assert row.alone.median >= 20
-    assert {pruning(body).get("keep") for body in resized} == {"resized"}
-    assert not set(urls(stock)) & set(urls(resized))
-    # Only the images of several questions are sent again, with new words each time.
-    assert Counter(Counter(urls(stock)).values()) == {1: 2 + 2 + 8, measure.QUESTIONS: 2}
-    texts = {tuple(re.findall(r"w\d+", parts(body)[1])) for body in stock}
-    assert len(texts) == len(stock)
 
 
 @pytest.mark.parametrize(
@@ -263,55 +246,38 @@ def test_evidence_is_outlined_around_its_patches_and_does_not_wrap() -> None:
     grid, grey, side = Grid(12, 12), (120, 130, 140), 12 * picture.PATCH_SIDE
     image, middle = Image.new("RGB", (side, side), grey), picture.PATCH_SIDE // 2
     scene = picture.outline_patches(image, (26, 27), grid)
-    x, top = 2 * picture.PATCH_SIDE, 2 * picture.PATCH_SIDE
+    x, y = 2 * picture.PATCH_SIDE, 2 * picture.PATCH_SIDE
     between = x + picture.PATCH_SIDE
-    assert scene.getpixel((x, top + middle)) == scene.getpixel((between, top)) == picture.EVIDENCE
-    assert scene.getpixel((between, top + middle)) == grey == image.getpixel((between, top))
+    assert scene.getpixel((x, y + middle)) == scene.getpixel((between, y)) == picture.EVIDENCE
+    assert scene.getpixel((between, y + middle)) == grey == image.getpixel((between, y))
     border = picture.outline_patches(image, (11,), grid)
     assert border.getpixel((side - picture.PATCH_SIDE, middle)) == picture.EVIDENCE
     assert border.getpixel((1, picture.PATCH_SIDE + middle)) == grey
 
 
 def test_the_picture_keeps_what_a_server_keeps(examples: Sequence[Example]) -> None:
-    shown = [e for e in examples if e.kind in ("digit", "colour")]
+    questions = [e for e in examples if e.kind in ("digit", "colour")]
     vision, policy = open_vision(LLAVA, CLIP), BASE_POLICIES["cdpruner"]
 
-    def select(example: Example, configuration: measure.Configuration) -> set[int]:
+    def select(example: Example, keep: measure.Keep) -> set[int]:
         image = as_picture(example.image)
         tokens = vision.encode(image, example.question)
-        return set(
-            picture.select_patches(tokens, image, "autoprune", configuration).lit or range(144)
-        )
+        configuration = measure.Configuration(keep, None if keep == "full" else 8)
+        panel = picture.select_patches(tokens, image, "autoprune", configuration)
+        return set(panel.lit or range(144))
 
-    base, state, random = (
-        measure.Configuration(keep, 8) for keep in ("reference", "state", "random")
-    )
-    tokens = MiniLlava().encode(shown).tokens
+    tokens = MiniLlava().encode(questions).tokens
     picks = policy.select(policy.call(name=policy.name).params, tokens, 8).picks
-    chosen = [select(example, base) for example in shown]
+    chosen = [select(example, "reference") for example in questions]
     # The reader encodes a batch, in bfloat16, which exchanges patches of nearly equal rank.
     overlap = [len(a & set(b)) for a, b in zip(chosen, picks.tolist(), strict=True)]
-    assert min(overlap) >= 6 and sum(overlap) >= 7 * len(shown)
-    for example, reference in zip(shown, chosen, strict=True):
-        exchanged = select(example, state)
+    assert min(overlap) >= 6 and sum(overlap) >= 7 * len(questions)
+    for example, reference in zip(questions, chosen, strict=True):
+        exchanged = select(example, "state")
         assert len(exchanged) == 8 and len(reference & exchanged) >= 6
-    assert select(shown[0], measure.FULL) == set(range(144))
+    assert select(questions[0], "full") == set(range(144))
     # A random keep depends on the image alone.
-    other = next(e for e in shown if e.image_id != shown[0].image_id)
-    assert shown[0].image_id == shown[1].image_id
-    assert select(shown[0], random) == select(shown[1], random) != select(other, random)
-
-
-def test_the_picture_shows_a_question_that_only_a_random_keep_fails(
-    examples: Sequence[Example], answers: measure.Answers, tmp_path: Path
-) -> None:
-    number = picture.choose_example(examples, answers)
-    assert examples[number].kind in ("digit", "colour", "shape")
-    settings = measure.Settings(LLAVA, CLIP, "autoprune", 2, tmp_path)
-    content = json.loads(json.dumps(picture.draw_example(settings, examples, answers)))
-    assert content["question"] == examples[number].question
-    assert content["served"]["random 8"] == "none" != content["served"]["state 8"]
-    assert list(content["served"]) == [configuration.label for configuration in picture.SHOWN]
-    with Image.open(content["path"]) as sheet:
-        assert sheet.width == 28 + 4 * (12 * picture.PATCH_SIDE + 28)
-        assert picture.EVIDENCE in {colour for _, colour in sheet.getcolors(1 << 24) or ()}
+    other = next(e for e in questions if e.image_id != questions[0].image_id)
+    assert questions[0].image_id == questions[1].image_id
+    patches = [select(example, "random") for example in (*questions[:2], other)]
+    assert patches[0] == patches[1] != patches[2]
