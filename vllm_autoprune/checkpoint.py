@@ -272,9 +272,11 @@ def _record_projections(layers: Iterable[nn.Module]) -> Iterator[list[tuple[Tens
         for number, layer in enumerate(layers)
         for name in ("q_proj", "k_proj")
     ]
-    yield recorded
-    for hook in hooks:
-        hook.remove()
+    try:
+        yield recorded
+    finally:
+        for hook in hooks:
+            hook.remove()
     recorded += [(outputs[n, "q_proj"], outputs[n, "k_proj"]) for n in range(len(layers))]
 
 

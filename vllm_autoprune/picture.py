@@ -158,7 +158,7 @@ def draw_heat_map(values: Sequence[float], grid: Grid) -> Image.Image:
     return Image.fromarray(np.concatenate(list(tiles), axis=1))
 
 
-def group_colour(number: int) -> Colour:
+def _group_colour(number: int) -> Colour:
     """Colour of a group of merged tokens; neighbouring numbers have hues far apart."""
     red, green, blue = colorsys.hsv_to_rgb((number * 0.618034) % 1.0, 0.75, 1.0)
     return round(255 * red), round(255 * green), round(255 * blue)
@@ -181,7 +181,7 @@ def draw_panel(base: Image.Image, panel: Panel, grid: Grid, size: int) -> Image.
         x, y = (tile * grid.width + column) * size, row * size
         return x, y, x + size, y + size
 
-    groups = {token: group_colour(number) for number, token in enumerate(panel.lit)}
+    groups = {token: _group_colour(number) for number, token in enumerate(panel.lit)}
     for token, owner in enumerate(panel.owners):
         if owner >= 0:
             tint = Image.new("RGB", (size, size), groups[owner])
@@ -236,7 +236,7 @@ def _draw_legend(pen: ImageDraw.ImageDraw, place: tuple[int, int], panels: Seque
         x = write(words, x + side + 10)
     if any(panel.owners for panel in panels):
         for number in range(3):
-            pen.rectangle((x + 9 * number, y, x + 9 * number + 8, y + side), group_colour(number))
+            pen.rectangle((x + 9 * number, y, x + 9 * number + 8, y + side), _group_colour(number))
         x = write("one colour: merged into the framed token", x + 36)
     if any(panel.heat is not None for panel in panels):
         bar = 160

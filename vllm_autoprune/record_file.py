@@ -132,9 +132,16 @@ def _read_complete_lines(
             try:
                 record = adapter.validate_json(line)
             except ValidationError as error:
+                detail = error.errors(include_url=False)[0]
+                # The last line may be a truncated record, rather than content of another format: a
+                # truncated object is never valid JSON, and a file system may leave zero bytes where
+                # a power failure interrupted a write.
+                truncated = detail["type"] == "json_invalid" and (
+                    not line.strip() or line.startswith((b"{", b"\0"))
+                )
                 # Lines after an incomplete one mean that its writer has completed it meanwhile.
-                if (complete and file.readline()) or not _is_truncated(line, error):
-                    what = error.errors(include_url=False)[0]["msg"]
+                if (complete and file.readline()) or not truncated:
+                    what = detail["msg"]
                     raise error_type(
                         f"{path}:{number}: not a record of this version ({what}) -> name another "
                         "file, or use the version that wrote it"
@@ -145,13 +152,3 @@ def _read_complete_lines(
             records.append(record)
             size += len(line)
     return records, size
-
-
-def _is_truncated(line: bytes, error: ValidationError) -> bool:
-    """Whether the last line may be a truncated record, rather than content of another format.
-
-    A truncated object is never valid JSON. A file system may leave zero bytes where a power
-    failure interrupted a write.
-    """
-    starts_as_record = not line.strip() or line.startswith((b"{", b"\0"))
-    return starts_as_record and error.errors(include_url=False)[0]["type"] == "json_invalid"

@@ -10,9 +10,7 @@ from vllm_autoprune.evaluation.scoring import (
     MMBENCH,
     Figures,
     Scoring,
-    accuracy,
-    mean_of_ratios,
-    ratio_of_means,
+    aggregate,
 )
 
 
@@ -62,20 +60,20 @@ PRUNED = {"GQA": 30.0, "MME": 1600.0, "MMB-EN": 60.0, "MMB-CN": 20.0}
 
 
 def test_acc_and_rel_by_hand() -> None:
-    assert accuracy(FULL, 20) == (60 + 80 + 40 + 20) / 4
-    assert accuracy({"MME": 2800.0}, 28) == 100
-    assert ratio_of_means(PRUNED, FULL, 20) == pytest.approx(100 * 190 / 200)
-    assert mean_of_ratios(PRUNED, FULL) == pytest.approx(100 * (0.5 + 1 + 1.5 + 1) / 4)
-    assert accuracy(PRUNED, 20, MMBENCH) == (30 + 80) / 2
-    assert ratio_of_means(PRUNED, FULL, 20, MMBENCH) == pytest.approx(100 * 110 / 140)
-    assert mean_of_ratios(PRUNED, FULL, MMBENCH) == pytest.approx(75)
+    assert aggregate(FULL, FULL, 20).acc == (60 + 80 + 40 + 20) / 4
+    assert aggregate({"MME": 2800.0}, {"MME": 2800.0}, 28).acc == 100
+    pruned = aggregate(PRUNED, FULL, 20)
+    assert pruned.ratio_of_means == pytest.approx(100 * 190 / 200)
+    assert pruned.mean_of_ratios == pytest.approx(100 * (0.5 + 1 + 1.5 + 1) / 4)
+    without = aggregate(PRUNED, FULL, 20, MMBENCH)
+    assert without.acc == (30 + 80) / 2
+    assert without.ratio_of_means == pytest.approx(100 * 110 / 140)
+    assert without.mean_of_ratios == pytest.approx(75)
 
 
 @pytest.mark.parametrize("other", [{"GQA": 1.0}, {**FULL, "POPE": 80.0}])
 def test_scores_on_other_benchmarks_are_refused(other: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="not scored on the same benchmarks"):
-        mean_of_ratios(other, FULL)
-    with pytest.raises(ValueError, match="not scored on the same benchmarks"):
-        ratio_of_means(other, FULL, 20)
+        aggregate(other, FULL, 20)
     with pytest.raises(ValueError, match="no benchmark is left"):
-        accuracy({"MMB-EN": 50.0}, 20, MMBENCH)
+        aggregate({"MMB-EN": 50.0}, {"MMB-EN": 50.0}, 20, MMBENCH)

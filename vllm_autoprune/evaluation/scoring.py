@@ -24,45 +24,6 @@ Scores = Mapping[str, float]
 MMBENCH = ("MMB-EN", "MMB-CN")
 
 
-def accuracy(scores: Scores, mme_divisor: float, without: Collection[str] = ()) -> float:
-    """Acc.: the mean over benchmarks but those in ``without``, MME divided by ``mme_divisor``.
-
-    Raises ValueError if no benchmark is left.
-    """
-    used = [
-        score / mme_divisor if name == MME else score
-        for name, score in scores.items()
-        if name not in without
-    ]
-    if not used:
-        raise ValueError("no benchmark is left to average")
-    return sum(used) / len(used)
-
-
-def ratio_of_means(
-    scores: Scores, full: Scores, mme_divisor: float, without: Collection[str] = ()
-) -> float:
-    """Rel. as the paper writes it: 100 x Acc. of the pruned over Acc. of the full model."""
-    _check_same_benchmarks(scores, full)
-    return 100 * accuracy(scores, mme_divisor, without) / accuracy(full, mme_divisor, without)
-
-
-def mean_of_ratios(scores: Scores, full: Scores, without: Collection[str] = ()) -> float:
-    """Rel. as CDPruner defines it: 100 x the mean over benchmarks of pruned over full.
-
-    The divisor of MME cancels out.
-    """
-    _check_same_benchmarks(scores, full)
-    ratios = {name: score / full[name] for name, score in scores.items() if name not in without}
-    return 100 * accuracy(ratios, 1.0)
-
-
-def _check_same_benchmarks(scores: Scores, full: Scores) -> None:
-    different = sorted(scores.keys() ^ full.keys())
-    if different:
-        raise ValueError(f"not scored on the same benchmarks: {', '.join(different)}")
-
-
 class Aggregates(FrozenModel):
     """*Acc.*, and *Rel.* by both definitions; None in place of a division by zero."""
 
@@ -77,19 +38,29 @@ class Aggregates(FrozenModel):
 
 
 def aggregate(
-    scores: Scores,
-    full: Scores,
-    mme_divisor: float,
-    without: Collection[str] = (),
+    scores: Scores, full: Scores, mme_divisor: float, without: Collection[str] = ()
 ) -> Aggregates:
-    """All figures of scores beside those of the full model."""
-    divisors = [value for name, value in full.items() if name not in without]
+    """Figures of scores beside those of the full model, but for the benchmarks in ``without``.
+
+    Acc. is the mean over benchmarks, MME divided by ``mme_divisor``. Rel. as the paper writes it is
+    100 x Acc. over Acc. of the full model; as CDPruner defines it, 100 x the mean over benchmarks
+    of a score over the full model's, where the divisor of MME cancels out. Raises ValueError for
+    scores on other benchmarks than the full model's, and where none is left.
+    """
+    if different := sorted(scores.keys() ^ full.keys()):
+        raise ValueError(f"not scored on the same benchmarks: {', '.join(different)}")
+    names = [name for name in scores if name not in without]
+    if not names:
+        raise ValueError("no benchmark is left to average")
+    divisors = {name: mme_divisor if name == MME else 1.0 for name in names}
+    acc, full_acc = (
+        sum(part[name] / divisors[name] for name in names) / len(names) for part in (scores, full)
+    )
+    ratios = [scores[name] / full[name] for name in names if full[name]]
     return Aggregates(
-        acc=accuracy(scores, mme_divisor, without),
-        ratio_of_means=ratio_of_means(scores, full, mme_divisor, without)
-        if any(divisors)
-        else None,
-        mean_of_ratios=mean_of_ratios(scores, full, without) if all(divisors) else None,
+        acc=acc,
+        ratio_of_means=100 * acc / full_acc if full_acc else None,
+        mean_of_ratios=100 * (sum(ratios) / len(ratios)) if len(ratios) == len(names) else None,
     )
 
 

@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,29 +21,15 @@ PLUGIN = Path(output.__file__).with_name("plugin")
 Message = dict[str, object]
 
 
-@dataclass
-class Request:
-    """Replaces lmms-eval's request; the document is a number."""
-
-    arguments: tuple[str, Callable[[object], list[Message]], dict[str, object], int, str, str]
-
-
-@dataclass(frozen=True)
-class Manifest:
-    model_id: str
-    chat_class_path: str
-
-
 class Model:
     """Replaces the parent class: builds the messages of every request."""
 
     def __init__(self) -> None:
         create = partial(dict[str, object], model="m")
-        self.client = SimpleNamespace(
-            chat=SimpleNamespace(completions=SimpleNamespace(create=create))
-        )
+        completions = SimpleNamespace(create=create)
+        self.client = SimpleNamespace(chat=SimpleNamespace(completions=completions))
 
-    def generate_until(self, requests: Sequence[Request]) -> list[str]:
+    def generate_until(self, requests: Sequence[SimpleNamespace]) -> list[str]:
         return [str(request.arguments[1](request.arguments[3])) for request in requests]
 
 
@@ -52,9 +37,11 @@ class Model:
 def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The plugin's module, imported with replacements for the modules of lmms-eval."""
     replacements: dict[str, dict[str, object]] = {
-        "lmms_eval.models.registry_v2": {"ModelManifest": Manifest},
+        "lmms_eval.models.registry_v2": {
+            "ModelManifest": lambda name, **more: SimpleNamespace(model_id=name, **more)
+        },
         "lmms_eval.models.chat.openai": {"OpenAICompatible": Model},
-        "lmms_eval.api.instance": {"GenerationResult": str, "Instance": Request},
+        "lmms_eval.api.instance": {"GenerationResult": str, "Instance": SimpleNamespace},
     }
     parents = ("lmms_eval", "lmms_eval.models", "lmms_eval.models.chat", "lmms_eval.api")
     for name in (*parents, *replacements):
@@ -90,11 +77,10 @@ def test_images_are_recorded_and_requests_are_unchanged(
     monkeypatch.setenv(plugin.PRUNING, "{}")
     colours = ["red", "red", "blue"]
 
-    def requests() -> list[Request]:
-        return [
-            Request(("c", lambda number: messages(colours[int(str(number))]), {}, n, "t", "test"))
-            for n in range(3)
-        ]
+    def requests() -> list[SimpleNamespace]:
+        """As lmms-eval's; the document is a number."""
+        build: Callable[[int], list[Message]] = lambda number: messages(colours[number])  # noqa: E731
+        return [SimpleNamespace(arguments=("c", build, {}, n, "t", "test")) for n in range(3)]
 
     texts = [
         text.partition("<PIL")[0] for text in plugin.OpenAIWithImages().generate_until(requests())
