@@ -8,9 +8,7 @@ Such folders are served with ``--load-format dummy``.
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,9 +144,7 @@ def _build_llava_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _save(folder: Path, config: PreTrainedConfig, processor: ProcessorMixin) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    # With the values that are the defaults of transformers: read_kv_layout reads them.
-    config.to_json_file(folder / "config.json", use_diff=False)
+    config.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
 
@@ -330,28 +326,23 @@ class KvLayout:
 
 
 def read_kv_layout(checkpoint: Path, dtype: str | None = None) -> KvLayout:
-    """The layout of a checkpoint's language model, served in ``dtype``, or this machine's."""
-    config = json.loads((checkpoint / "config.json").read_text())
-    text = config.get("text_config", config)
-    heads = _size(text, "num_attention_heads")
+    """The layout of a checkpoint's Llama, served in ``dtype``, or this machine's."""
+    text = _read_config(checkpoint).get_text_config()
     return KvLayout(
-        layers=_size(text, "num_hidden_layers"),
-        kv_heads=_size(text, "num_key_value_heads", heads),
-        head_dim=_size(text, "head_dim")
-        if "head_dim" in text
-        else _size(text, "hidden_size") // heads,
+        layers=text.num_hidden_layers,
+        kv_heads=text.num_key_value_heads,
+        head_dim=text.head_dim,
         dtype_bytes=_DTYPE_BYTES[dtype or choose_dtype()],
     )
 
 
 def count_visual_tokens(checkpoint: Path) -> int:
     """Visual tokens of one image before pruning, N."""
-    vision = json.loads((checkpoint / "config.json").read_text())["vision_config"]
-    return (_size(vision, "image_size") // _size(vision, "patch_size")) ** 2
+    vision = _read_config(checkpoint).vision_config
+    return int(vision.image_size // vision.patch_size) ** 2
 
 
-def _size(config: Mapping[str, object], key: str, default: int | None = None) -> int:
-    value = config.get(key, default)
-    if not isinstance(value, int):
-        raise ValueError(f"config.json says {key} = {value!r}, expected a whole number")
-    return value
+def _read_config(checkpoint: Path) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(checkpoint)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoProcessor
@@ -35,7 +33,7 @@ def test_widths_are_those_of_llava_7b_without_weights(folder: Path) -> None:
     assert tower == (1024, 24, 16)
     assert (vision.image_size // vision.patch_size) ** 2 == TOKENS == count_visual_tokens(folder)
     assert config.image_token_index == IMAGE_TOKEN
-    # A key and a value of 32 heads x 128 numbers in each of three layers.
+    # A key and a value of 32 heads x 128 numbers in each of three layers, two bytes each.
     layout = read_kv_layout(folder, "bfloat16")
     assert layout.bytes_per_token == 2 * 3 * 4096 * 2
     assert layout.formula.endswith(f"= prompt tokens x {layout.bytes_per_token}")
@@ -70,26 +68,3 @@ def test_an_image_is_n_tokens_and_a_word_is_one(folder: Path) -> None:
 def test_a_tiled_shape_has_the_published_pinpoints(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(write_llava_next(tmp_path / "next", 1))
     assert [672, 672] in [list(pair) for pair in config.image_grid_pinpoints]
-
-
-TEXT = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 128}
-
-
-@pytest.mark.parametrize(
-    ("text", "dtype", "size"),
-    [
-        # Layers x (heads x width of a key, and as many of a value) x bytes of a number.
-        ({**TEXT, "num_key_value_heads": 8, "head_dim": 32}, "bfloat16", 2 * (256 + 256) * 2),
-        ({**TEXT, "num_key_value_heads": 2}, "float32", 2 * (2 * 16 + 2 * 16) * 4),
-        (TEXT, "float32", 2 * (8 * 16 + 8 * 16) * 4),  # as many KV heads as attention heads
-    ],
-)
-def test_bytes_of_a_token(text: dict[str, Any], dtype: str, size: int, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
-    assert read_kv_layout(tmp_path, dtype).bytes_per_token == size
-
-
-def test_a_config_without_sizes_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"text_config": {}}')
-    with pytest.raises(ValueError, match="num_attention_heads = None"):
-        read_kv_layout(tmp_path)

@@ -35,9 +35,9 @@ sys.exit(main(["--model", sys.argv[4], "--text-tower", sys.argv[4], "--scenes", 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """The checkpoint files that are read before a server is ready."""
-    text = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
-    vision = {"image_size": 168, "patch_size": 14}
-    config = {"text_config": text, "vision_config": vision}
+    text = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision = {"model_type": "clip_vision_model", "image_size": 168, "patch_size": 14}
+    config = {"model_type": "llava", "text_config": text, "vision_config": vision}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()
     return tmp_path
