@@ -42,6 +42,12 @@ class Cost(FrozenModel):
     completion_tokens: int = 0
     money: float = 0.0
 
+    @classmethod
+    def at(cls, price: tuple[float, float], prompt_tokens: int, completion_tokens: int) -> Cost:
+        """Cost of tokens at the price of a million prompt and of a million completion tokens."""
+        money = round((prompt_tokens * price[0] + completion_tokens * price[1]) / 1e6, 9)
+        return cls(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, money=money)
+
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
@@ -271,9 +277,6 @@ class Ledger(RecordFile[Record]):
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self._by_key.values())
-
-    def __len__(self) -> int:
-        return len(self._by_key)
 
     def find(self, kind: type[R], key: str) -> R | None:
         """The record of a key, from this ledger or from the recording that is replayed."""

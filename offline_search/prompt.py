@@ -216,8 +216,8 @@ def format_score(value: float) -> str:
 
 
 def _show_history(settings: Settings, summary: str, example: PruningState) -> str:
-    shown = compact_text(example, bool(settings.bases))
-    return f"{summary}\n\nA valid candidate looks like this:\n{shown}\n\n"
+    text = compact_text(example, bool(settings.bases))
+    return f"{summary}\n\nA valid candidate looks like this:\n{text}\n\n"
 
 
 def _fence(code: str) -> str:

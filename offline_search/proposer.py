@@ -212,18 +212,6 @@ class ProposalClient:
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
-    """Money for a million prompt and completion tokens."""
-
-    prompt: float = 0.0
-    completion: float = 0.0
-
-    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """Cost of a number of tokens."""
-        return (prompt_tokens * self.prompt + completion_tokens * self.completion) / 1e6
-
-
-@dataclass(frozen=True, slots=True)
 class EndpointSettings:
     """Address, model, sampling and retry settings of an endpoint."""
 
@@ -232,7 +220,8 @@ class EndpointSettings:
     key: str = "none"
     temperature: float = 1.0
     reply_tokens: int = 1024
-    price: Price = field(default_factory=Price)
+    price: tuple[float, float] = (0.0, 0.0)
+    """Money for a million prompt and a million completion tokens."""
     retries: int = 4
     timeout: float = 300.0
     max_in_flight: int = 8
@@ -343,8 +332,7 @@ class EndpointProposer:
         )
         usage = completion.usage
         counts = (int(usage.prompt_tokens), int(usage.completion_tokens)) if usage else (0, 0)
-        money = round(endpoint.price.cost(*counts), 9)
-        cost = Cost(prompt_tokens=counts[0], completion_tokens=counts[1], money=money)
+        cost = Cost.at(endpoint.price, *counts)
         message = completion.choices[0].message
         text = message.content or message.refusal
         return Reply(text if isinstance(text, str) else "", "", cost)

@@ -14,6 +14,7 @@ from offline_search.dataset import SPLITS, Dataset, Split
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers
 from offline_search.ledger import (
+    Cost,
     Ledger,
     Record,
     SettingsRecord,
@@ -22,7 +23,7 @@ from offline_search.ledger import (
     read_ledger,
 )
 from offline_search.prompt import Messages, list_prompt, proposal_prompt
-from offline_search.proposer import Price, Reply
+from offline_search.proposer import Reply
 from offline_search.search import Search
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
@@ -109,14 +110,12 @@ class CostEstimate:
     messages: Messages
     reply: str
     calls: int
-    prompt_tokens: int
-    completion_tokens: int
-    money: float
+    cost: Cost
     answers: Mapping[Split, int]
 
 
-def estimate_cost(settings: Settings, dataset: Dataset, price: Price) -> CostEstimate:
-    """Cost of a search at a price on a data set."""
+def estimate_cost(settings: Settings, dataset: Dataset, price: tuple[float, float]) -> CostEstimate:
+    """Cost of a search on a data set at the price of a million tokens of prompts and replies."""
     strategy = STRATEGIES[settings.strategy](settings)
     history, example = "(the history comes here)", minimal_state(settings)
     listed, total = settings.proposals_per_reply, settings.per_round
@@ -142,9 +141,7 @@ def estimate_cost(settings: Settings, dataset: Dataset, price: Price) -> CostEst
         messages=messages,
         reply="one proposal" if listed == 1 else f"up to {listed} proposals",
         calls=calls,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        money=price.cost(prompt_tokens, completion_tokens),
+        cost=Cost.at(price, prompt_tokens, completion_tokens),
         answers={
             # The unpruned model and the base policy are measured as well as the candidates.
             "search": size["search"] * (1 + budgets * (settings.total_candidates + 1)),

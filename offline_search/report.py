@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -45,6 +45,7 @@ from vllm_autoprune.report import (
     Table,
     Tone,
     render_document,
+    render_markdown,
 )
 from vllm_autoprune.statistics import Estimate, count_decimals
 from vllm_autoprune.tpdsl.transfer import Change, list_changes
@@ -223,42 +224,20 @@ def _busy_seconds(records: Sequence[Record]) -> float:
     return total
 
 
-def as_markdown(report: SearchReport) -> str:
-    """Result, best candidates, causes of failures, and costs."""
-    settings, winner = report.settings, report.winner
-    budgets = ", ".join(map(str, settings.budgets))
-    parts = [
-        f"Strategy {settings.strategy}, base policy {settings.base_policy}, K = {budgets}, "
-        f"seed {settings.seed}; {settings.evaluator}; proposer {settings.proposer or 'none'}."
-    ]
-    if winner is None:
-        parts.append("No winner yet: the search has not ended.")
-    else:
-        parts.append(
-            f"Winner: {winner.winner}, digest {winner.digest[:12]}, on the test split\n"
-            f"({winner.test.examples} held-out examples; 95 % intervals over images):"
-        )
-        parts.append(_result_table(winner).markdown())
-    candidates = [
-        [
-            row.name,
-            f"{row.objective:+.4f}",
-            _percent(row.result.accuracy),
-            _percent(row.result.accuracy_plus),
-            str(row.result.examples),
-            row.origin,
-        ]
-        for row in report.ranked[:_MAX_ROWS]
-    ]
-    head = ["candidate", "objective", "accuracy %", "accuracy+ %", "answers", "origin"]
-    parts += [Table("", head, candidates, "lrrrrl").markdown(), _count_candidates(report)]
-    if report.causes:
-        parts.append(_cause_table(report).markdown())
-    return "\n\n".join([*parts, "\n".join(_describe_cost(report))]) + "\n"
-
-
 def as_html(report: SearchReport) -> str:
-    """The page: who won and why, the progress of the search, and every candidate."""
+    """The page, with every candidate."""
+    return render_document(_make_document(report))
+
+
+def as_markdown(report: SearchReport) -> str:
+    """The report without its chart, and with the best candidates only."""
+    document = _make_document(report)
+    sections = [section for section in document.sections if not section.entries]
+    return render_markdown(replace(document, sections=sections))
+
+
+def _make_document(report: SearchReport) -> Document:
+    """Who won and why, the progress of the search, its candidates, and what it cost."""
     settings, winner, ranked = report.settings, report.winner, report.ranked
     leader = ranked[0].name if ranked else None
     tone: Tone = "open"
@@ -270,19 +249,15 @@ def as_html(report: SearchReport) -> str:
     facts = [f"measured on {settings.evaluator}"] if settings.evaluator else []
     facts += [f"proposer: {settings.proposer or 'none'}", f"seed {settings.seed}"]
     facts.append(f"{len(report.rows)} candidates")
-    objective = (
-        f"Objective: {describe_objective(settings)}; 0 is as good as unpruned. "
-        "Intervals: 95 %, images resampled."
-    )
     sections = []
     if winner is not None:
-        facts.append(f"{winner.test.examples} test examples")
+        facts += [f"{winner.test.examples} test examples", f"digest {winner.digest[:12]}"]
         rule = (
             f"The {len(winner.confirmed)} best candidates of the search split were measured on the "
             "validation split. The winner has the highest objective on the examples of both "
             "together: the search split alone favours candidates that were lucky on it."
         )
-        texts = [rule, describe_leader(winner, leader), objective]
+        texts = [rule, describe_leader(winner, leader)]
         table = _finalist_table(report, winner)
         sections.append(Section("Why this candidate", texts, tables=[table]))
         text = (
@@ -292,29 +267,44 @@ def as_html(report: SearchReport) -> str:
         )
         table = _result_table(winner)
         sections.append(Section("Result on the test split", [text], tables=[table]))
-    charts = _draw_progress(report)
-    texts = ["Nothing has been measured yet."]
+    charts, texts = _draw_progress(report), ["Nothing has been measured yet."]
     if charts:
         texts = [
-            *([objective] if winner is None else []),
             "Hollow: stopped early, measured on a part of the search split. Click a point for the "
-            "candidate.",
-            _count_candidates(report),
+            "candidate."
         ]
     sections.append(Section("Progress", texts, charts))
-    if report.causes:
-        table = _cause_table(report)
-        sections.append(Section("Why candidates were not evaluated", tables=[table], folded=True))
-    sections.append(Section("Cost", list(_describe_cost(report)), folded=True))
+    texts = [
+        f"Objective: {describe_objective(settings)}; 0 is as good as unpruned. "
+        "Intervals: 95 %, images resampled.",
+        _count_candidates(report),
+    ]
     if report.rows:
+        best = [
+            [
+                row.name,
+                *_format_objectives(report, row.objective),
+                _percent(row.result.accuracy),
+                _percent(row.result.accuracy_plus),
+                str(row.result.examples),
+                row.origin,
+            ]
+            for row in ranked[:_MAX_ROWS]
+        ]
+        head = ["candidate", "objective", "accuracy %", "accuracy+ %", "answers", "origin"]
+        causes = [[cause, str(count)] for cause, count in report.causes.items()]
+        tables = [Table("Best on the search split", head, best, "lrrrrl")]
+        if causes:
+            caption = "Why candidates were not evaluated"
+            tables.append(Table(caption, ["cause", "times"], causes, "lr", folded=True))
+        sections.append(Section("Candidates", texts, tables=tables))
         text = "Best on the search split first, then the others in order of proposal."
         rows = [*ranked, *(row for row in report.rows if row not in ranked)]
         entries = [_describe_candidate(report, row) for row in rows]
-        sections.append(Section("Candidates", [text], entries=entries, folded=True))
+        sections.append(Section("Every candidate", [text], entries=entries, folded=True))
+    sections.append(Section("Cost", list(_describe_cost(report)), folded=True))
     title = f"{settings.strategy} on {settings.base_policy}, K = {settings.source_budget}"
-    return render_document(
-        Document(f"Search for a state: {title}", answer, tone, facts=facts, sections=sections)
-    )
+    return Document(f"Search for a state: {title}", answer, tone, facts=facts, sections=sections)
 
 
 def _describe_winner(report: SearchReport, winner: WinnerRecord) -> tuple[str, Tone]:
@@ -382,7 +372,12 @@ def _result_table(winner: WinnerRecord) -> Table:
     gain, accuracy_gain = format_interval(test.gain), format_interval(test.accuracy_gain, 100)
     mme = f"{test.mme_total - base.mme_total:+.1f}"
     head = ["", "objective", "accuracy %", "accuracy+ %", "MME total"]
-    return Table("", head, [*rows, ["gain, paired", gain, accuracy_gain, "", mme]], "lrrrr")
+    return Table(
+        "Winner and base policy",
+        head,
+        [*rows, ["gain, paired", gain, accuracy_gain, "", mme]],
+        "lrrrr",
+    )
 
 
 def _finalist_table(report: SearchReport, winner: WinnerRecord) -> Table:
@@ -406,12 +401,7 @@ def _finalist_table(report: SearchReport, winner: WinnerRecord) -> Table:
     rows.append(["base policy", search, base, "–", cell(winner.base.objective), "–", "–"])
     head = ["candidate", "search", "validation", "search and validation", "test",
             "gain, validation", "gain, test"]  # fmt: skip
-    return Table("", head, rows)
-
-
-def _cause_table(report: SearchReport) -> Table:
-    rows = [[cause, str(count)] for cause, count in report.causes.items()]
-    return Table("", ["cause", "times"], rows, "lr")
+    return Table("Objectives of the finalists", head, rows)
 
 
 def _draw_progress(report: SearchReport) -> list[Chart]:
@@ -453,8 +443,6 @@ def _link(name: str) -> str:
 
 def _count_candidates(report: SearchReport) -> str:
     """Sentence on the number of candidates, their statuses, and the success of each origin."""
-    if not report.rows:
-        return "No candidate has been proposed yet."
     statuses = ", ".join(f"{count} {status}" for status, count in report.statuses.items())
     improvements = Counter(row.origin for row in report.improvements())
     counts = Counter(row.origin for row in report.rows)

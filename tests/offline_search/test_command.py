@@ -12,7 +12,6 @@ import pytest
 
 from offline_search.dataset import Dataset
 from offline_search.ledger import SettingsRecord
-from offline_search.proposer import Price
 from offline_search.replay import estimate_cost
 from offline_search.settings import Settings
 from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, endpoint, error
@@ -139,8 +138,8 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(
             strategy=strategy, equal_evaluations=equal, proposals_per_reply=length, rounds=10,
             per_round=5,
         )  # fmt: skip
-        estimate = estimate_cost(settings, data, Price())
-        assert (estimate.calls, estimate.completion_tokens) == (calls * share // 5, tokens)
+        estimate = estimate_cost(settings, data, (0.0, 0.0))
+        assert (estimate.calls, estimate.cost.completion_tokens) == (calls * share // 5, tokens)
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def test_records_persist_and_only_their_clock_may_differ(tmp_path: Path) -> None
 
 def test_the_digest_ignores_clocks_and_order() -> None:
     records = [summary(number) for number in (1, 2)]
-    others = [record.model_copy(update={"clock": Clock()}) for record in reversed(records)]
-    assert digest_records(records) == digest_records(others)
+    reordered = [record.model_copy(update={"clock": Clock()}) for record in reversed(records)]
+    assert digest_records(records) == digest_records(reordered)
     assert digest_records([*records, summary(3)]) != digest_records(records)
 
 
@@ -100,9 +100,9 @@ def run_killed_command(data: Dataset, *more: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_command_killed_twenty_times_has_the_same_ledger(data: Dataset) -> None:
-    hit, *codes, whole, killed = run_killed_command(data, "20")
+    hit, *codes, complete, killed = run_killed_command(data, "20")
     assert int(hit) >= 3, "kills came too late to tell anything"
-    assert codes == ["0", "0", "0"] and killed == whole
+    assert codes == ["0", "0", "0"] and killed == complete
     records = read_ledger(data.folder / "cut.jsonl")
     keys = [record.key for record in records]
     assert len(set(keys)) == len(keys), "nothing was measured twice"
@@ -110,8 +110,8 @@ def test_a_command_killed_twenty_times_has_the_same_ledger(data: Dataset) -> Non
 
 
 def test_a_full_disk_stops_the_command_and_it_resumes(data: Dataset) -> None:
-    _, *codes, whole, filled = run_killed_command(data, "0", "20000")
-    assert codes == ["0", "1", "0"] and filled == whole
+    _, *codes, complete, filled = run_killed_command(data, "0", "20000")
+    assert codes == ["0", "1", "0"] and filled == complete
     errors = (data.folder / "errors").read_text()
     assert "make room and resume" in errors and "Traceback" not in errors
     assert any(

@@ -9,7 +9,7 @@ import pytest
 
 from offline_search.components import JsonObject
 from offline_search.prompt import Messages
-from offline_search.proposer import EndpointProposer, EndpointSettings, Price, Reply
+from offline_search.proposer import EndpointProposer, EndpointSettings, Reply
 from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, completion, endpoint, error
 from vllm_autoprune.errors import ConfigError
 
@@ -42,7 +42,7 @@ async def prepare(settings: EndpointSettings) -> None:
 
 async def test_a_reply_has_text_and_cost() -> None:
     with endpoint(lambda body, n: completion("{}")) as server:
-        changes = {"price": Price(1e6, 2e6), "temperature": 0.5, "reply_tokens": 99}
+        changes = {"price": (1e6, 2e6), "temperature": 0.5, "reply_tokens": 99}
         (reply,) = await replies_to(fast_settings(server, **changes))
         await replies_to(fast_settings(server, seeded=False))
     assert (reply.text, reply.failure) == ("{}", "")

@@ -56,7 +56,8 @@ async def test_markdown_and_page_have_the_result(ledger: Path, data: Dataset) ->
     text, gain = as_markdown(report), winner.test.gain
     digits = count_decimals(gain.low, gain.high)
     figures = [f"{value:+.{digits}f}" for value in (gain.value, gain.low, gain.high)]
-    assert f"Winner: {winner.winner}" in text and "Evaluator: " in text
+    assert f"Candidate {winner.winner} won" in text and "Evaluator: " in text
+    assert f"| {report.ranked[0].name} | {report.ranked[0].objective:+.4f} |" in text
     assert f"| gain, paired | {figures[0]} ({figures[1]} to {figures[2]}) |" in text
     assert re.search(r"Proposer: \d+ replies .* [\d,]+ prompt and [\d,]+ completion tokens", text)
     for line in text.splitlines():
@@ -137,7 +138,7 @@ async def test_figures_have_the_digits_of_their_intervals(search: Searches) -> N
 
     await search((), Uncertain(search.data))
     text = text_of(as_html(read_report(read_ledger(search.path))))
-    assert not re.search(r"[-+]\d\.\d{3}", text[: text.index("Candidates Best on")])
+    assert not re.search(r"[-+]\d\.\d{3}", text[: text.index("Every candidate")])
     assert text.count("Objective: mean log-probability") == 1
 
 

@@ -139,7 +139,7 @@ async def _run_search(
 ) -> WinnerRecord:
     from offline_search.evaluator import ServedEvaluator
     from offline_search.ledger import Ledger
-    from offline_search.proposer import EndpointProposer, EndpointSettings, Price, SpendingLimits
+    from offline_search.proposer import EndpointProposer, EndpointSettings, SpendingLimits
     from offline_search.replay import UnavailableBackend
     from offline_search.rounds import probes_from_checkpoint
     from offline_search.search import ProgressLog, Search
@@ -168,7 +168,7 @@ async def _run_search(
                     os.environ.get(flags.proposer_key_env) or "none",
                     settings.temperature,
                     settings.reply_tokens * settings.proposals_per_reply,
-                    Price(*flags.price),
+                    flags.price,
                     seeded=not flags.no_seeds,
                 )
             )
@@ -233,23 +233,22 @@ def _convert_mme(options: argparse.Namespace, data: Path, seed: int) -> int:
 def _dry_run(
     options: argparse.Namespace, flags: _Flags, settings: Settings, dataset: Dataset
 ) -> int:
-    from offline_search.proposer import Price
     from offline_search.replay import estimate_cost
 
-    estimate = estimate_cost(settings, dataset, Price(*flags.price))
+    estimate = estimate_cost(settings, dataset, flags.price)
     if options.json:
-        figures = {"calls": estimate.calls, "prompt_tokens": estimate.prompt_tokens,
-                   "completion_tokens": estimate.completion_tokens, "money": estimate.money,
-                   "answers": dict(estimate.answers)}  # fmt: skip
-        print(as_json({"messages": list(estimate.messages), **figures}))
+        figures = {"calls": estimate.calls, **dict(estimate.cost)}
+        answered = dict(estimate.answers)
+        print(as_json({"messages": list(estimate.messages), **figures, "answers": answered}))
         return 0
     for message in estimate.messages:
         print(f"--- {message['role']}\n{message['content']}\n")
     answers = ", ".join(f"{count} of {split}" for split, count in estimate.answers.items())
+    cost = estimate.cost
     print(format_paragraph(
         f"At most {estimate.calls} requests to the proposer, each for {estimate.reply}: about "
-        f"{estimate.prompt_tokens} prompt tokens and {estimate.completion_tokens} completion "
-        f"tokens, money {estimate.money:.4f}; repairs are extra. "
+        f"{cost.prompt_tokens} prompt tokens and {cost.completion_tokens} completion "
+        f"tokens, money {cost.money:.4f}; repairs are extra. "
         f"Answers of the served model: {answers}."
     ))  # fmt: skip
     return 0
