@@ -25,9 +25,8 @@ from offline_search.ledger import (
 from offline_search.prompt import Messages, list_prompt, proposal_prompt
 from offline_search.proposer import Reply
 from offline_search.search import Search
-from offline_search.settings import Settings
+from offline_search.settings import RACED_PER_PLACE, Settings
 from offline_search.strategies import STRATEGIES
-from offline_search.strategies.strategy import RACED_PER_PLACE, maximum_rounds
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -127,9 +126,11 @@ def estimate_cost(settings: Settings, dataset: Dataset, price: tuple[float, floa
         else list_prompt(settings, history, example, 0, count, total, purposes)
     )
     # Proposals that repeat earlier ones cost a call and no evaluation, so there may be more calls.
-    rounds = maximum_rounds(settings, strategy)
+    rounds = settings.maximum_rounds
     proposals = settings.per_round if strategy.uses_proposer else 0
-    if settings.race and not strategy.stops_early:  # `autoprune+` asks for three slots in ten
+    if (
+        settings.race and settings.strategy != "autoprune+"
+    ):  # `autoprune+` asks for three slots in ten
         proposals *= RACED_PER_PLACE
     calls = rounds * math.ceil(proposals / listed)
     length = sum(len(message["content"]) for message in messages) / _CHARACTERS_PER_TOKEN

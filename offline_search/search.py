@@ -51,15 +51,9 @@ from offline_search.ledger import (
 from offline_search.proposer import ProposalClient, Proposer, SpendingLimits
 from offline_search.report import describe_leader, format_interval
 from offline_search.rounds import RoundEvaluator
-from offline_search.settings import Settings
+from offline_search.settings import RACED_PER_PLACE, Settings
 from offline_search.strategies import STRATEGIES
-from offline_search.strategies.strategy import (
-    RACED_PER_PLACE,
-    Round,
-    has_fixed_evaluations,
-    maximum_rounds,
-    races,
-)
+from offline_search.strategies.strategy import Round
 from offline_search.summary import summarize
 from vllm_autoprune.errors import EvaluationFailed, SearchError
 from vllm_autoprune.evaluation.questions import Example
@@ -160,27 +154,28 @@ class Search:
         if self.observer is not None:
             self.observer.on_start(history, len(examples))
         budget = settings.total_candidates * len(examples) * len(settings.budgets)
-        fixed_evaluations = has_fixed_evaluations(settings, strategy)
         summary = summarize(history)
-        for number in range(1, maximum_rounds(settings, strategy) + 1):
-            if fixed_evaluations and _count_answers(history) >= budget:
+        for number in range(1, settings.maximum_rounds + 1):
+            if settings.has_fixed_evaluations and _count_answers(history) >= budget:
                 break
             rng = Random(f"{settings.seed} {number}")
             count = settings.per_round
-            if races(settings, strategy):
+            if settings.races:
                 # The last round is smaller, so that a race exceeds its budget by little.
                 unspent = budget - _count_answers(history)
                 full = len(examples) * len(settings.budgets)
                 count = RACED_PER_PLACE * min(count, max(1, unspent // full))
             current = Round(number, count, history, summary, rng, client)
             drafts = await strategy.propose(current)
-            trials = await rounds.evaluate_round(drafts, number, history, races(settings, strategy))
+            trials = await rounds.evaluate_round(drafts, number, history, settings.races)
             history.trials += trials
             summary = summarize(history)
             ledger.put(SummaryRecord(round=number, text=summary))
             if self.observer is not None:
                 done = _count_answers(history) / budget
-                share = min(1.0, done if fixed_evaluations else number / settings.rounds)
+                share = min(
+                    1.0, done if settings.has_fixed_evaluations else number / settings.rounds
+                )
                 self.observer.on_round(number, trials, history, share, client.total_cost())
             if gave_up([trial.result for trial in history.trials]):
                 break
@@ -198,16 +193,14 @@ class NothingMeasured(SearchError):
     """No candidate of a search was measured on the whole search split."""
 
 
+@dataclass(frozen=True)
 class _WinnerSelector:
     """Measures the best candidates on the validation and test splits."""
 
-    def __init__(
-        self, settings: Settings, evaluator: RecordedEvaluator, dataset: Dataset, base: PruningState
-    ) -> None:
-        self._settings = settings
-        self._evaluator = evaluator
-        self._dataset = dataset
-        self._base = base
+    settings: Settings
+    evaluator: RecordedEvaluator
+    dataset: Dataset
+    base: PruningState
 
     async def evaluate_baselines(self) -> None:
         """Measure the unpruned model and the base policy on both splits.
@@ -217,11 +210,11 @@ class _WinnerSelector:
         """
         splits: tuple[Split, ...] = ("validation", "test")
         for split in splits:
-            await self._compare(self._base, split)
+            await self._compare(self.base, split)
 
     async def select(self, history: History) -> WinnerRecord:
         """The winner; raises :class:`SearchError` if no candidate was measured to the end."""
-        candidates = {trial.name: trial for trial in history.ranked()[: self._settings.confirmed]}
+        candidates = {trial.name: trial for trial in history.ranked()[: self.settings.confirmed]}
         if not candidates:
             raise NothingMeasured(
                 "no candidate was evaluated to the end -> `vllm-autoprune search report` has the "
@@ -238,7 +231,7 @@ class _WinnerSelector:
             )
         # Objectives over search and validation examples together, without shrinkage towards the
         # mean: all candidates have the same examples, so it would not change their order.
-        searched, estimates = len(self._dataset.examples("search")), {}
+        searched, estimates = len(self.dataset.examples("search")), {}
         for name, validation in confirmed.items():
             total = searched * candidates[name].score
             total += validation.examples * validation.objective.value
@@ -255,10 +248,10 @@ class _WinnerSelector:
                 f"none of the best candidates could be measured on the test split ({failure}) -> "
                 "look at the server's log and begin a new ledger"
             )
-        winner, base = candidates[name], await self._compare(self._base, "test")
+        winner, base = candidates[name], await self._compare(self.base, "test")
         state = winner.state
         if state is not None:  # name and provenance are outside its digest
-            settings, figures = self._settings, {"validation": confirmed[name], "test": test}
+            settings, figures = self.settings, {"validation": confirmed[name], "test": test}
             figures["test_base_policy"] = base
             scores = {key: scores.model_dump(mode="json") for key, scores in figures.items()}
             provenance = state.provenance.model_copy(
@@ -287,12 +280,12 @@ class _WinnerSelector:
 
     async def _compare(self, candidate: Candidate, split: Split) -> Comparison:
         """Scores of a candidate on a split, and paired differences to the base policy."""
-        budgets, examples = self._settings.budgets, self._dataset.examples(split)
+        budgets, examples = self.settings.budgets, self.dataset.examples(split)
         full = await self._measure(None, 0, split)
         ours = [await self._measure(candidate, budget, split) for budget in budgets]
-        theirs = [await self._measure(self._base, budget, split) for budget in budgets]
+        theirs = [await self._measure(self.base, budget, split) for budget in budgets]
         values, base_values = (
-            np.mean([relative_values(self._settings, examples, each, full) for each in answers], 0)
+            np.mean([relative_values(self.settings, examples, each, full) for each in answers], 0)
             for answers in (ours, theirs)
         )
         # Share of budgets at which each example is answered correctly, (M,).
@@ -316,5 +309,5 @@ class _WinnerSelector:
         )
 
     async def _measure(self, candidate: Candidate | None, budget: int, split: Split) -> Answers:
-        count = len(self._dataset.examples(split))
-        return await self._evaluator.evaluate(EvaluationJob(candidate, budget, split, 0, count))
+        count = len(self.dataset.examples(split))
+        return await self.evaluator.evaluate(EvaluationJob(candidate, budget, split, 0, count))

@@ -46,6 +46,12 @@ MAX_QUOTA = 640
 STRATEGIES_WITH_LISTS = ("autoprune", "autoprune+")
 """Strategies that may ask a language model for several proposals at once."""
 
+RACED_PER_PLACE = 3
+"""Candidates that are proposed for each of a round's m places where candidates are raced."""
+
+_MAX_ROUNDS_FACTOR = 4
+"""A search with a fixed number of evaluations runs at most this many times T rounds."""
+
 DEFAULT_LIST = 5
 """Proposals in a reply of a model behind an endpoint: one for each purpose."""
 
@@ -178,6 +184,21 @@ class Settings(SearchChoices):
     def total_candidates(self) -> int:
         """T x m: the evaluation budget, in evaluations of the whole search split."""
         return self.rounds * self.per_round
+
+    @property
+    def races(self) -> bool:
+        """Whether candidates are dropped after a part of the examples, and more proposed."""
+        return self.race or self.strategy == "autoprune+"
+
+    @property
+    def has_fixed_evaluations(self) -> bool:
+        """Whether rounds go on until T x m evaluations are spent, instead of ending after T."""
+        return self.equal_evaluations or self.races
+
+    @property
+    def maximum_rounds(self) -> int:
+        """The largest number of rounds that the search may take."""
+        return self.rounds * (_MAX_ROUNDS_FACTOR if self.has_fixed_evaluations else 1)
 
     @property
     def writes_code(self) -> bool:

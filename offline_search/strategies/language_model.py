@@ -27,7 +27,6 @@ class AutoPrune:
     """`autoprune`: Algorithm 2 of the paper; the model sees the best candidate and the summary."""
 
     uses_proposer = True
-    stops_early = False
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -44,7 +43,6 @@ class EvoPrompting:
     """
 
     uses_proposer = True
-    stops_early = False
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

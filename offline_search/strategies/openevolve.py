@@ -45,7 +45,6 @@ class OpenEvolve:
     """A minimal program and changes of it in the first round; after it, changes of parents."""
 
     uses_proposer = True
-    stops_early = False
 
     def __init__(self, settings: Settings) -> None:
         try:

@@ -49,7 +49,6 @@ class RandomSearch:
     """`random`: states drawn uniformly from the registry; the baseline of all strategies."""
 
     uses_proposer = False
-    stops_early = False
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -64,7 +63,6 @@ class TpeSearch:
     """`tpe`: Optuna's TPE over structure and numbers."""
 
     uses_proposer = False
-    stops_early = False
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -200,8 +198,6 @@ _STEP_WIDTH = 0.2
 
 class AutoPrunePlus:
     """Races candidates of TPE, mutation, crossover and a language model."""
-
-    stops_early = True
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -13,7 +13,6 @@ from typing import Protocol
 from offline_search.candidates import Draft
 from offline_search.history import History
 from offline_search.proposer import ProposalClient
-from offline_search.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -39,32 +38,5 @@ class Strategy(Protocol):
     def uses_proposer(self) -> bool:
         """Whether the strategy sends requests to a language model."""
 
-    @property
-    def stops_early(self) -> bool:
-        """Whether candidates that are significantly behind are dropped before the last example."""
-
     async def propose(self, current: Round) -> list[Draft]:
         """The drafts of a round, at most ``current.count``."""
-
-
-RACED_PER_PLACE = 3
-"""Candidates that are proposed for each of a round's m places where candidates are raced."""
-
-_MAX_ROUNDS_FACTOR = 4
-"""A search with a fixed number of evaluations runs at most this many times T rounds."""
-
-
-def has_fixed_evaluations(settings: Settings, strategy: Strategy) -> bool:
-    """Whether rounds go on until T x m evaluations are spent, instead of ending after T rounds."""
-    return settings.equal_evaluations or races(settings, strategy)
-
-
-def races(settings: Settings, strategy: Strategy) -> bool:
-    """Whether candidates are dropped after a part of the examples, and more of them proposed."""
-    return settings.race or strategy.stops_early
-
-
-def maximum_rounds(settings: Settings, strategy: Strategy) -> int:
-    """The largest number of rounds that a search may take."""
-    factor = _MAX_ROUNDS_FACTOR if has_fixed_evaluations(settings, strategy) else 1
-    return settings.rounds * factor

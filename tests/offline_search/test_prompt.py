@@ -121,7 +121,9 @@ def test_differences_have_an_error_and_ties_are_named(history: History) -> None:
     assert "\n- 1.0: -1750; {" in summarize(history)
     values = [-1.6] * 4 + [-1.3] * 6 + [-2.6] * 6
     history.trials.append(trial("3.0", values, minimal_state(SETTINGS)))
-    assert re.search(r"- 3\.0: -186\d \(-11\d ± \d+, tied\)", summarize(history))
+    text = summarize(history)
+    assert re.search(r"- 3\.0: -186\d \(-11\d ± \d+, tied\)", text)
+    assert "\n- 1.0: -1750; {" in text, "the best of another structure, of an earlier round"
 
 
 def test_the_summary_of_failures() -> None:

@@ -51,24 +51,17 @@ def draw(settings: Settings, seed: int) -> JsonObject:
     return sample_proposal(RandomSource(Random(seed)), settings)
 
 
-class FirstSource:
-    """Always chooses the first option and the lower bound."""
+class BoundSource:
+    """Always chooses the first option and the lower bound, or the last and the upper one."""
+
+    def __init__(self, upper: bool) -> None:
+        self._upper = upper
 
     def option(self, name: str, options: Sequence[str]) -> str:
-        return options[0]
+        return options[-self._upper]
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        return low
-
-
-class LastSource:
-    """Always chooses the last option and the upper bound."""
-
-    def option(self, name: str, options: Sequence[str]) -> str:
-        return options[-1]
-
-    def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        return high
+        return high if self._upper else low
 
 
 class FixedSource:
@@ -96,7 +89,7 @@ def features(state: PruningState) -> set[str]:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_choices_of_a_sampled_state_reproduce_it(name: str) -> None:
     settings = settings_of(name)
-    sources: list[ChoiceSource] = [FirstSource(), LastSource()]
+    sources: list[ChoiceSource] = [BoundSource(False), BoundSource(True)]
     for source in (*sources, *(RandomSource(Random(seed)) for seed in range(40))):
         state = assemble_state(sample_proposal(source, settings), settings)
         again = sample_proposal(FixedSource(choices_of_state(state, settings)), settings)
