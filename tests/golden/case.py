@@ -98,10 +98,10 @@ def images(case: Case) -> VisualTokens:
         return _sequence(case)
     (source,) = {"features", "image_features", "hidden"} & set(arrays)
     rows = case.rounded(source)[None] if kind == "divprune" else case.rounded(source)
-    first = int(kind in WITH_CLS)
-    cls, rows = rows[:, :first], rows[:, first:]
+    begin = int(kind in WITH_CLS)
+    cls, rows = rows[:, :begin], rows[:, begin:]
     key = next((name for name in ("key_metric", "k") if name in arrays), None)
-    keys = rows if key is None else case.rounded(key)[:, first:]
+    keys = rows if key is None else case.rounded(key)[:, begin:]
     tiles, count = (len(rows) if kind in _ONE_IMAGE else 1), rows.shape[1]
 
     def joined(values: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def images(case: Case) -> VisualTokens:
     if "q" in arrays:  # the [CLS] row of single-head attention, the mean over queries without it
         queries, known = case.rounded("q"), case.rounded("k")
         attention = (queries @ known.transpose(1, 2) / known.shape[2] ** 0.5).softmax(dim=-1)
-        row = attention[:, 0, 1:] if first else attention.mean(dim=1)
+        row = attention[:, 0, 1:] if begin else attention.mean(dim=1)
         following = NextLayer(row, keys)
     attention = None
     if "cls_attn" in arrays:
@@ -139,7 +139,7 @@ def images(case: Case) -> VisualTokens:
         cls_attention=None if attention is None else joined(attention),
         instruction=instruction,
         tower=TowerStates(
-            rows, keys, project=lambda merged: merged, cls=cls if first else None,
+            rows, keys, project=lambda merged: merged, cls=cls if begin else None,
             next_layer=following,
         ),
         encoder=case.rounded("encoder") if "encoder" in arrays else rows,

@@ -154,8 +154,8 @@ def _ordered(case: Case) -> Problems:
     yield from _find_early_repeats(case, rows, picks)
     if bound := re.search(r"residual\s*<=\s*([0-9.eE+-]*[0-9])", case.note):
         yield from _compare_until_rank(case, tokens, picks, float(bound[1]))
-    if first := re.search(r"first (\d+) picks", case.note):
-        kind, count = _kinds(tokens.features[0]), int(first[1])
+    if limit := re.search(r"first (\d+) picks", case.note):
+        kind, count = _kinds(tokens.features[0]), int(limit[1])
         if kind[picks[0, :count]].tolist() != kind[wanted[0, :count]].tolist():
             yield f"the first {count} picks are others, even up to duplicates"
     if policy == "fastv" and demand(case) is not Demand.SOUND:
@@ -185,8 +185,8 @@ def _select(case: Case, policy: str, tokens: VisualTokens, params: Params) -> Te
     if excluded and tokens.count - len(excluded) >= recipe["K"]:
         closed[:, excluded] = True
     if closed.any():
-        given = Given(picks, closed, closed, int(closed.sum(dim=1).max()))
-        rest = chosen.select_given(_params(policy, params), tokens, count - core, given)
+        start = Given(picks, closed, closed, int(closed.sum(dim=1).max()))
+        rest = chosen.select_given(_params(policy, params), tokens, count - core, start)
         picks = torch.cat([picks, rest], dim=1)
     else:
         picks = chosen.select(_params(policy, params), tokens, count).picks

@@ -182,10 +182,10 @@ def test_no_cell_gets_more_than_the_cap_and_a_core_counts(seed: int, cap: int, f
     for image in range(2):
         members = [eligible[image] & (cells[image] == cell) for cell in range(5)]
         room = sum(min(cap, int(member.sum())) for member in members)
-        one = slice(image, image + 1)
+        row = slice(image, image + 1)
         picks = capped_greedy_map(
-            *(similarity[one], quality[one], room), anchors=NONE, eligible=eligible[one],
-            cells=cells[one], cap=cap,
+            *(similarity[row], quality[row], room), anchors=NONE, eligible=eligible[row],
+            cells=cells[row], cap=cap,
         )[0]  # fmt: skip
         assert len(set(picks.tolist())) == room and bool(eligible[image][picks].all())
         assert int(cells[image][picks].bincount().max()) <= cap

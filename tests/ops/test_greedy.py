@@ -60,10 +60,12 @@ def test_each_pick_is_the_farthest_remaining_token(
     taken[0, list(gone)] = True
     picks = farthest_points(distance, count, nearest=nearest, taken=taken)[0].tolist()
 
-    left = {i: float(nearest[0, i]) for i in range(size) if i not in gone}
+    remaining = {i: float(nearest[0, i]) for i in range(size) if i not in gone}
     for pick in picks:
-        assert left[pick] == max(left.values())
-        left = {i: min(d, float(distance[0, pick, i])) for i, d in left.items() if i != pick}
+        assert remaining[pick] == max(remaining.values())
+        remaining = {
+            i: min(d, float(distance[0, pick, i])) for i, d in remaining.items() if i != pick
+        }
 
 
 @given(bad=st.sets(st.integers(0, 7)), value=st.sampled_from([torch.nan, torch.inf]))
@@ -188,8 +190,8 @@ def test_images_of_a_batch_are_independent(count: int) -> None:
     together = greedy_coverage(degrees, weight, count, covered=covered, taken=taken, floor=0.0)
     assert together.shape == (3, count)
     for i in range(3):
-        one = slice(i, i + 1)
+        row = slice(i, i + 1)
         alone = greedy_coverage(
-            degrees[one], weight[one], count, covered=covered[one], taken=taken[one], floor=0.0
+            degrees[row], weight[row], count, covered=covered[row], taken=taken[row], floor=0.0
         )
-        assert torch.equal(together[one], alone)
+        assert torch.equal(together[row], alone)

@@ -181,9 +181,9 @@ def test_an_image_alone_has_the_same_bits_as_in_a_batch(
         again = selection(features.clone(), text.clone())
         assert all(torch.equal(a, b) for a, b in zip(together, again, strict=True))
         for image in range(5):
-            one = slice(image, image + 1)
-            alone = selection(features[one].clone(), text[one].clone())
-            assert all(torch.equal(a[one], b) for a, b in zip(together, alone, strict=True))
+            row = slice(image, image + 1)
+            alone = selection(features[row].clone(), text[row].clone())
+            assert all(torch.equal(a[row], b) for a, b in zip(together, alone, strict=True))
     finally:
         torch.set_num_threads(before)
 
@@ -252,8 +252,8 @@ def test_means_of_an_image_have_the_same_bits_alone_and_in_a_batch(mean: str) ->
 
     similarity = symmetric(2, 5, 64)
     for image in range(5):
-        one = slice(image, image + 1)
-        assert torch.equal(of(similarity)[one], of(similarity[one].clone()))
+        row = slice(image, image + 1)
+        assert torch.equal(of(similarity)[row], of(similarity[row].clone()))
 
 
 def test_contrast_is_the_distance_from_the_mean_of_the_neighbours() -> None:

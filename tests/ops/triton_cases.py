@@ -124,7 +124,7 @@ def _compile(gpu: int) -> dict[str, int]:
 
     types = dict.fromkeys(("similarity", "quality", "residuals", "factors"), "*fp32")
     types |= {"eligible": "*i1", "anchors": "*i64", "picks": "*i64"}
-    types |= dict.fromkeys(("tokens", "count", "forced", "given"), "i32")
+    types |= dict.fromkeys(("tokens", "count", "forced", "fixed"), "i32")
     types |= dict.fromkeys(("exhausted", "divisor", "huge", "unit", "tie"), "fp32")
     actual = {}
     for tokens, masked in ((64, False), (576, True), (2880, False)):

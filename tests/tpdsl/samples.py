@@ -241,11 +241,11 @@ EVERY = slice(None)
 
 
 def same(
-    one: RefinedTokens, other: RefinedTokens, rows: Rows = EVERY, others: Rows = EVERY
+    outcome: RefinedTokens, other: RefinedTokens, rows: Rows = EVERY, others: Rows = EVERY
 ) -> bool:
     """Whether rows of two results are bit-identical."""
     for field in fields(RefinedTokens):
-        a, b = getattr(one, field.name), getattr(other, field.name)
+        a, b = getattr(outcome, field.name), getattr(other, field.name)
         if (a is None) != (b is None) or (a is not None and not torch.equal(a[rows], b[others])):
             return False
     return True

@@ -267,11 +267,11 @@ def test_a_delta_from_cached_factors_is_the_same() -> None:
     fresh, condition = give_core(policy, tokens, core), policy.base.condition
     assert condition is not None
     known = condition(policy.state.base_policy.params, tokens, fresh.indices)
-    one, other = (
-        select_tokens(delta_policy(policy), tokens, given)
-        for given in (fresh, replace(fresh, conditioned=known))
+    fresh_kept, other = (
+        select_tokens(delta_policy(policy), tokens, start)
+        for start in (fresh, replace(fresh, conditioned=known))
     )
-    assert torch.equal(one.indices, other.indices)
+    assert torch.equal(fresh_kept.indices, other.indices)
 
 
 @pytest.mark.parametrize(
@@ -294,11 +294,11 @@ def test_a_core_survives_json_and_pickling_and_its_digest_leaves_out_the_share()
     assert again == split == load_state(split.dumps())
     assert again.digest == split.digest != state().digest
     assert '"core"' not in state().dumps()
-    one, other, third = (
+    half, other, third = (
         with_core({"share": share, "cover": cover}).core_digest
         for share, cover in ((0.5, 0.0), (0.75, 0.0), (0.5, 0.5))
     )
-    assert one == other != third
+    assert half == other != third
 
 
 READERS = [name for name, policy in BASE_POLICIES.items() if policy.core is None]

@@ -255,7 +255,9 @@ def outputs(name: str) -> bytes:
     policy = materialize(state(changes), 8)
     grids = (*GRIDS, Grid(9, 8), Grid(12, 12))
     kept = [refine(policy, images(seed, grid=grid)) for seed in range(2) for grid in grids]
-    return b"".join(p.numpy().tobytes() for one in kept for p in (one.indices, one.features))
+    return b"".join(
+        p.numpy().tobytes() for outcome in kept for p in (outcome.indices, outcome.features)
+    )
 
 
 class TestDescriptions:
@@ -267,8 +269,11 @@ class TestDescriptions:
         for name in ATOMS.names(group):
             alike.setdefault(outputs(name), []).append(name)
         for names in alike.values():
-            for one, other in combinations(names, 2):
-                assert one in ATOMS[other].doc or other in ATOMS[one].doc, (one, other)
+            for atom_name, other in combinations(names, 2):
+                assert atom_name in ATOMS[other].doc or other in ATOMS[atom_name].doc, (
+                    atom_name,
+                    other,
+                )
 
     def test_budgets_differ_in_tokens_kept(self) -> None:
         names = ATOMS.names("budget_control")

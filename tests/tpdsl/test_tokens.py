@@ -77,22 +77,22 @@ def test_nested_picks_interleave_by_rank_and_the_last_tiles_drop_their_last() ->
 def test_tiles_of_equal_share_are_a_group(budget: int, groups: list[tuple[int, int, int]]) -> None:
     tokens = image_of(3)
     found = tile_groups(tokens, budget)
-    assert [(group.first, group.tiles, group.share) for group in found] == groups
+    assert [(group.start, group.tiles, group.share) for group in found] == groups
     rows = [group.of(tokens.features, tokens)[:, : group.share] for group in found]
     joined = join_groups(rows, found, tokens)[:, :, 0]
     # Every tile gives its share: interleaved by rank, with surplus rows last.
     expected = [
         6 * tile + rank
         for rank in range(groups[0][2])
-        for first, tiles, share in groups
-        for tile in range(first, first + tiles)
+        for start, tiles, share in groups
+        for tile in range(start, start + tiles)
         if rank < share
     ]
     assert joined.tolist() == [expected, [100 + i for i in expected]]
 
 
 def test_a_group_sees_its_own_tiles_of_every_image() -> None:
-    tokens, group = image_of(3), TileGroup(first=1, tiles=2, share=1)
+    tokens, group = image_of(3), TileGroup(start=1, tiles=2, share=1)
     rows = group.of(tokens.features, tokens)[:, :, 0]
     assert rows[:, 0].tolist() == [6, 12, 106, 112] and rows.shape == (4, 6)
     within = group.within_image(torch.tensor([[0], [5], [1], [2]]), tokens)
@@ -175,7 +175,7 @@ class TestAgainstTransformers:
         keys: list[Tensor] = []
         for layer in model.layers:
             layer.self_attn.k_proj.register_forward_hook(
-                lambda module, given, made: keys.append(made)  # before rotation
+                lambda module, inputs, made: keys.append(made)  # before rotation
             )
         seen = model(
             inputs_embeds=EMBEDDINGS,

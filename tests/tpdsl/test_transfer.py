@@ -208,9 +208,9 @@ def test_a_document_does_not_differ_from_itself(document: JsonValue) -> None:
 
 @given(DOCUMENTS, DOCUMENTS)
 def test_documents_differ_exactly_where_they_are_not_equal(
-    first: JsonValue, second: JsonValue
+    before: JsonValue, after: JsonValue
 ) -> None:
-    assert bool(list_changes(first, second)) == (_typed(first) != _typed(second))
+    assert bool(list_changes(before, after)) == (_typed(before) != _typed(after))
 
 
 def _typed(value: JsonValue) -> object:
@@ -236,9 +236,9 @@ def test_fields_come_and_go() -> None:
 
 
 def test_atoms_are_compared_with_themselves_wherever_they_stand() -> None:
-    first: JsonValue = [{"atom": "x", "weight": 1}, {"atom": "y", "weight": 2}]
-    second: JsonValue = [{"atom": "z"}, {"atom": "y", "weight": 5}]
-    assert list_changes(first, second, "/signals") == (
+    before: JsonValue = [{"atom": "x", "weight": 1}, {"atom": "y", "weight": 2}]
+    after: JsonValue = [{"atom": "z"}, {"atom": "y", "weight": 5}]
+    assert list_changes(before, after, "/signals") == (
         Change("/signals/0", "removed", {"atom": "x", "weight": 1}, None),
         Change("/signals/1/weight", "changed", 2, 5),
         Change("/signals/0", "added", None, {"atom": "z"}),
@@ -329,5 +329,5 @@ def test_a_state_that_is_all_core_keeps_it() -> None:
     variant = instruction_free(split).state
     assert variant.core == split.core
     tokens = images(3)
-    actual, expected = (refine(materialize(one, 8), tokens) for one in (variant, split))
+    actual, expected = (refine(materialize(chosen, 8), tokens) for chosen in (variant, split))
     assert torch.equal(actual.features, expected.features)

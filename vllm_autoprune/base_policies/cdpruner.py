@@ -34,39 +34,39 @@ class CDPrunerParams(BasePolicyParams):
     )
 
 
-def _condition(params: CDPrunerParams, tokens: VisualTokens, given: Tensor) -> Conditioned:
-    """The cosines of each tile conditioned on the tokens at given ``(B, A)`` that lie in it."""
-    return condition_by_tile(tokens.tile_cosine, tokens, given)
+def _condition(params: CDPrunerParams, tokens: VisualTokens, fixed: Tensor) -> Conditioned:
+    """The cosines of each tile conditioned on the tokens at fixed ``(B, A)`` that lie in it."""
+    return condition_by_tile(tokens.tile_cosine, tokens, fixed)
 
 
-def condition_by_tile(similarity: Tensor, tokens: VisualTokens, given: Tensor) -> Conditioned:
-    """Similarity ``(B * T, n, n)`` of each tile conditioned on the tokens at given ``(B, A)``."""
+def condition_by_tile(similarity: Tensor, tokens: VisualTokens, fixed: Tensor) -> Conditioned:
+    """Similarity ``(B * T, n, n)`` of each tile conditioned on the tokens at fixed ``(B, A)``."""
     tiles, size = tokens.grid.tiles, tokens.grid.per_tile
     if tiles == 1:
-        return condition(similarity, given)
-    tile = torch.arange(tiles, device=given.device)[None, :, None]
-    inside = (given // size)[:, None] == tile
+        return condition(similarity, fixed)
+    tile = torch.arange(tiles, device=fixed.device)[None, :, None]
+    inside = (fixed // size)[:, None] == tile
     # A token of another tile stands at a place of its own and conditions nothing.
-    within = (given % size)[:, None].expand_as(inside)
+    within = (fixed % size)[:, None].expand_as(inside)
     return condition(similarity, within.flatten(0, 1), inside.flatten(0, 1))
 
 
-def _continue(params: CDPrunerParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+def _continue(params: CDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy MAP from the given tokens: relevance scales the kernel conditioned on them."""
-    conditioned = given.conditioned or _condition(params, tokens, given.indices)
+    conditioned = start.conditioned or _condition(params, tokens, start.indices)
     shares = split_over_tiles(budget, tokens.grid.tiles)
     picks = greedy_map(
         tokens.tile_cosine,
         _quality(params, tokens),
         shares[0],
-        eligible=tokens.by_tile(~given.closed),
+        eligible=tokens.by_tile(~start.closed),
         conditioned=conditioned,
     )
-    return join_tiles(picks, tokens, shares, given.next_tile(tokens))
+    return join_tiles(picks, tokens, shares, start.next_tile(tokens))
 
 
 @base_policy(
-    CDPrunerParams, needs=frozenset({"instruction"}), given=_continue, condition=_condition
+    CDPrunerParams, needs=frozenset({"instruction"}), continuation=_continue, condition=_condition
 )
 def cdpruner(params: CDPrunerParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Greedy MAP on L = diag(r) S diag(r) per tile, with relevance r normalised over all tiles."""

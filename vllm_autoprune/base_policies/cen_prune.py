@@ -80,25 +80,25 @@ def _reads(params: CenCDPrunerParams) -> frozenset[Need]:
     return frozenset({"instruction"}) if params.relevance else frozenset()
 
 
-def _condition(params: CenCDPrunerParams, tokens: VisualTokens, given: Tensor) -> Conditioned:
-    """The centred similarity conditioned on the tokens at given ``(B, A)``."""
+def _condition(params: CenCDPrunerParams, tokens: VisualTokens, fixed: Tensor) -> Conditioned:
+    """The centred similarity conditioned on the tokens at fixed ``(B, A)``."""
     similarity, _ = _centred_geometry(params, tokens)
     if params.tile_scope == "global":
-        return condition(similarity, given)
-    return condition_by_tile(similarity, tokens, given)
+        return condition(similarity, fixed)
+    return condition_by_tile(similarity, tokens, fixed)
 
 
-def _continue(params: CenCDPrunerParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+def _continue(params: CenCDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy MAP from the given tokens: the weights scale the similarity conditioned on them."""
-    conditioned = given.conditioned or _condition(params, tokens, given.indices)
-    eligible = _scoped_rows(params, tokens, ~given.closed)
-    return _picks(params, tokens, budget, given.next_tile(tokens), eligible, conditioned)
+    conditioned = start.conditioned or _condition(params, tokens, start.indices)
+    eligible = _scoped_rows(params, tokens, ~start.closed)
+    return _picks(params, tokens, budget, start.next_tile(tokens), eligible, conditioned)
 
 
 @base_policy(
     CenCDPrunerParams,
     needs=frozenset({"instruction"}),
-    given=_continue,
+    continuation=_continue,
     condition=_condition,
     reads=_reads,
     core=CenCDPrunerCoreParams,
@@ -114,17 +114,17 @@ def _picks(
     params: CenCDPrunerParams,
     tokens: VisualTokens,
     budget: int,
-    first: int = 0,
+    first_tile: int = 0,
     eligible: Tensor | None = None,
     conditioned: Conditioned | None = None,
 ) -> Tensor:
     similarity, quality = _centred_geometry(params, tokens)
     if params.relevance:
         quality = quality * _scoped_rows(params, tokens, normalised_relevance(tokens))
-    whole = params.tile_scope == "global"
-    shares = split_over_tiles(budget, 1 if whole else tokens.grid.tiles)
+    across = params.tile_scope == "global"
+    shares = split_over_tiles(budget, 1 if across else tokens.grid.tiles)
     picks = greedy_map(similarity, quality, shares[0], eligible=eligible, conditioned=conditioned)
-    return picks if whole else join_tiles(picks, tokens, shares, first)
+    return picks if across else join_tiles(picks, tokens, shares, first_tile)
 
 
 _FLOOR = 1e-6
@@ -135,24 +135,24 @@ class CenDivPruneParams(_CentredParams):
     """Parameters of Cen-DivPrune."""
 
 
-def _select(params: CenDivPruneParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+def _select(params: CenDivPruneParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Weighted max-min distance, starting from the given tokens."""
     similarity, weight = _centred_geometry(params, tokens)
     distance = 1 - similarity
-    whole = params.tile_scope == "global"
-    shares = split_over_tiles(budget, 1 if whole else tokens.grid.tiles)
+    across = params.tile_scope == "global"
+    shares = split_over_tiles(budget, 1 if across else tokens.grid.tiles)
     picks = weighted_farthest_points(
         distance,
         weight,
         shares[0],
-        nearest=distance_to_kept(distance, _scoped_rows(params, tokens, given.kept(tokens))),
-        taken=_scoped_rows(params, tokens, given.closed),
+        nearest=distance_to_kept(distance, _scoped_rows(params, tokens, start.kept(tokens))),
+        taken=_scoped_rows(params, tokens, start.closed),
         floor=_FLOOR,
     )
-    return picks if whole else join_tiles(picks, tokens, shares, given.next_tile(tokens))
+    return picks if across else join_tiles(picks, tokens, shares, start.next_tile(tokens))
 
 
-@base_policy(CenDivPruneParams, given=_select)
+@base_policy(CenDivPruneParams, continuation=_select)
 def cen_divprune(
     params: CenDivPruneParams, tokens: VisualTokens, budget: int
 ) -> ReferenceSelection:

@@ -62,9 +62,9 @@ def _native(params: DartParams, tokens: VisualTokens, budget: int) -> PublishedS
     for image in range(tokens.batch):
         positions = {*(visual[image] + start).tolist(), *words[image].tolist()}
         turns = torch.tensor([list(positions)], device=visual.device)
-        one = slice(image, image + 1)
+        row = slice(image, image + 1)
         shares = [each] * len(positions)
-        picks = _least_similar(states[one], visual[one], turns, shares, start, tokens.count)
+        picks = _least_similar(states[row], visual[row], turns, shares, start, tokens.count)
         kept.append(picks[0].sort().values)
     return PublishedSelection(tuple(kept))
 

@@ -30,18 +30,18 @@ class DivPruneParams(BasePolicyParams):
     )
 
 
-def _continue(params: DivPruneParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+def _continue(params: DivPruneParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Max-min cosine distance, starting from the given tokens."""
-    kept = mask_from_indices(given.indices, tokens.count)
+    kept = mask_from_indices(start.indices, tokens.count)
     if params.tile_scope == "global":
-        return _spread_from(_rounded(tokens.cosine, tokens), kept, given.closed, budget)
+        return _spread_from(_rounded(tokens.cosine, tokens), kept, start.closed, budget)
     shares = split_over_tiles(budget, tokens.grid.tiles)
-    kept, closed = tokens.by_tile(kept), tokens.by_tile(given.closed)
+    kept, closed = tokens.by_tile(kept), tokens.by_tile(start.closed)
     picks = _spread_from(_rounded(tokens.tile_cosine, tokens), kept, closed, shares[0])
-    return join_tiles(picks, tokens, shares, given.next_tile(tokens))
+    return join_tiles(picks, tokens, shares, start.next_tile(tokens))
 
 
-@base_policy(DivPruneParams, given=_continue)
+@base_policy(DivPruneParams, continuation=_continue)
 def divprune(params: DivPruneParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Max-min cosine distance, starting at the token farthest from its nearest neighbour."""
     if params.tile_scope == "global":
@@ -67,13 +67,11 @@ def _spread(cosine: Tensor, count: int) -> Tensor:
     # neighbour; like the published code, this does not mask the diagonal.
     second = distance.topk(min(2, size), dim=1, largest=False).values[:, -1]
     # Relative: where every token has a duplicate, what is left is rounding, as published.
-    first = argmax_within(second, relative=True)[0][:, None]
-    nearest = distance.gather(1, first[:, :, None].expand(-1, -1, size))[:, 0]
+    seed = argmax_within(second, relative=True)[0][:, None]
+    nearest = distance.gather(1, seed[:, :, None].expand(-1, -1, size))[:, 0]
     taken = torch.zeros(batch, size, dtype=torch.bool, device=distance.device)
-    rest = farthest_points(
-        distance, count - 1, nearest=nearest, taken=taken.scatter(1, first, True)
-    )
-    return torch.cat([first, rest], dim=1)
+    rest = farthest_points(distance, count - 1, nearest=nearest, taken=taken.scatter(1, seed, True))
+    return torch.cat([seed, rest], dim=1)
 
 
 def _spread_from(cosine: Tensor, kept: Tensor, closed: Tensor, count: int) -> Tensor:

@@ -67,21 +67,21 @@ def _reads(params: FSRParams) -> frozenset[Need]:
     return attention | {"instruction"} if params.alpha > 0 else attention
 
 
-def _continue(params: FSRParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+def _continue(params: FSRParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Tokens of highest priority: the scan has no part in a continuation [ours]."""
-    order = tokens.by_tile(priority(params, tokens).masked_fill(given.closed, -torch.inf))
+    order = tokens.by_tile(priority(params, tokens).masked_fill(start.closed, -torch.inf))
     shares = split_over_tiles(budget, tokens.grid.tiles)
     picks = rank_descending(order)[:, : shares[0]]
-    return join_tiles(picks, tokens, shares, given.next_tile(tokens))
+    return join_tiles(picks, tokens, shares, start.next_tile(tokens))
 
 
 def _native(params: FSRParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """Per tile, focus by priority and then the scan, with merged rows in float32."""
     share = budget // tokens.grid.tiles
-    whole = TileGroup(0, tokens.grid.tiles, share)
-    chosen = _choose(params, tokens, whole)
-    rows = _merge_into_scan(params, chosen, whole.of(tokens.output, tokens).float())
-    picks = whole.within_image(chosen.picks, tokens).reshape(tokens.batch, -1)
+    group = TileGroup(0, tokens.grid.tiles, share)
+    chosen = _choose(params, tokens, group)
+    rows = _merge_into_scan(params, chosen, group.of(tokens.output, tokens).float())
+    picks = group.within_image(chosen.picks, tokens).reshape(tokens.batch, -1)
     return PublishedSelection(tuple(picks), tuple(rows.reshape(*picks.shape, -1)))
 
 
@@ -89,7 +89,7 @@ def _native(params: FSRParams, tokens: VisualTokens, budget: int) -> PublishedSe
     FSRParams,
     needs=frozenset({"cls_attention", "instruction"}),
     native=_native,
-    given=_continue,
+    continuation=_continue,
     reads=_reads,
     core=FSRCoreParams,
 )
@@ -181,9 +181,9 @@ def _merge_into_scan(params: FSRParams, chosen: _Chosen, rows: Tensor) -> Tensor
     weights = rows.new_zeros(len(picks), size, count).scatter_(
         2, owner[:, :, None], share[:, :, None]
     )
-    own = chosen.priority.gather(1, picks)
-    total = own + weights.sum(dim=1)
+    pick_priority = chosen.priority.gather(1, picks)
+    total = pick_priority + weights.sum(dim=1)
     plain = gather_rows(rows, picks)
-    mixed = own[:, :, None] * plain + matmul_each(weights.transpose(1, 2), rows)
+    mixed = pick_priority[:, :, None] * plain + matmul_each(weights.transpose(1, 2), rows)
     changed = in_scan & (total > 0) & (weights.sum(dim=1) > 0)
     return torch.where(changed[:, :, None], mixed / total[:, :, None], plain)

@@ -59,9 +59,9 @@ def holov(params: HoloVParams, tokens: VisualTokens, budget: int) -> ReferenceSe
     attention = tokens.require_cls_attention().float()
     groups, picks = tile_groups(tokens, budget), []
     for group in groups:
-        own = group.of(attention, tokens)
-        banded = _select_by_band(own, group.share, params.count(own.shape[1], group.share))
-        order = rank_descending(own.gather(1, banded))
+        scores = group.of(attention, tokens)
+        banded = _select_by_band(scores, group.share, params.count(scores.shape[1], group.share))
+        order = rank_descending(scores.gather(1, banded))
         picks.append(group.within_image(banded.gather(1, order), tokens))
     return ReferenceSelection(join_groups(picks, groups, tokens))
 
@@ -105,7 +105,7 @@ def band_quotas(attention: Tensor, bands: int, count: int) -> Tensor:
     member = _members(_band_of_tokens(size, bands, attention.device), bands)
     sizes = member.sum(dim=0)
     finite = attention.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp_min(0)
-    total = torch.stack([one @ member.to(one.dtype) for one in finite])
+    total = torch.stack([row @ member.to(row.dtype) for row in finite])
     weight = _SCALE * total / sizes.clamp_min(1)
     fair = count * weight / weight.sum(dim=1, keepdim=True)
     take = (count * weight / (weight.sum(dim=1, keepdim=True) + _OFFSET)).floor().to(torch.int64)

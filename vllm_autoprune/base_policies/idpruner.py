@@ -51,7 +51,7 @@ def _reads(params: IDPrunerParams) -> frozenset[Need]:
     return frozenset({"instruction"})
 
 
-def _select(params: IDPrunerParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+def _select(params: IDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Marginal relevance, starting from the similarity to the given tokens."""
     shares = split_over_tiles(budget, tokens.grid.tiles)
     picks = _marginal_relevance(
@@ -59,16 +59,16 @@ def _select(params: IDPrunerParams, tokens: VisualTokens, budget: int, given: Gi
         tokens.precise_tile_cosine,
         shares[0],
         params.balance,
-        kept=tokens.by_tile(given.kept(tokens)),
-        taken=tokens.by_tile(given.closed),
+        kept=tokens.by_tile(start.kept(tokens)),
+        taken=tokens.by_tile(start.closed),
     )
-    return join_tiles(picks, tokens, shares, given.next_tile(tokens))
+    return join_tiles(picks, tokens, shares, start.next_tile(tokens))
 
 
 @base_policy(
     IDPrunerParams,
     needs=frozenset({"cls_attention", "instruction"}),
-    given=_select,
+    continuation=_select,
     reads=_reads,
     core=IDPrunerCoreParams,
 )
@@ -104,7 +104,7 @@ def _marginal_relevance(
     ``(R, n)`` bool excludes tokens. Unique in each row; ties go to the lower index.
     """
     rows, size = importance.shape
-    first = torch.arange(0, rows * size, size, device=importance.device)
+    offset = torch.arange(0, rows * size, size, device=importance.device)
     flat = similarity.reshape(rows * size, size)
     closest = -distance_to_kept(-similarity, kept)
     free, begins = ~taken, ~kept.any(dim=1, keepdim=True)
@@ -119,7 +119,7 @@ def _marginal_relevance(
         pick, _ = argmax_within(score)
         picks.append(pick)
         free = free.scatter(1, pick[:, None], False)
-        row = flat.index_select(0, first + pick)
+        row = flat.index_select(0, offset + pick)
         closest = torch.where(begins, row, torch.fmax(closest, row))
         begins = torch.zeros_like(begins)
     if not picks:

@@ -53,7 +53,7 @@ def _reads(params: MMTokParams) -> frozenset[Need]:
     return frozenset({"encoder", "words"}) if params.words else frozenset({"encoder"})
 
 
-def _select(params: MMTokParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+def _select(params: MMTokParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy coverage, starting from what the given tokens cover."""
     degrees = _image_degrees(params, tokens)
     if params.words:
@@ -63,18 +63,18 @@ def _select(params: MMTokParams, tokens: VisualTokens, budget: int, given: Given
         degrees,
         degrees.new_zeros(degrees.shape[:2]),
         shares[0],
-        covered=covered_by(degrees, tokens.by_tile(given.kept(tokens))),
-        taken=tokens.by_tile(given.closed),
+        covered=covered_by(degrees, tokens.by_tile(start.kept(tokens))),
+        taken=tokens.by_tile(start.closed),
         floor=FLOOR,
         scale=False,
     )
-    return join_tiles(picks, tokens, shares, given.next_tile(tokens))
+    return join_tiles(picks, tokens, shares, start.next_tile(tokens))
 
 
 @base_policy(
     MMTokParams,
     needs=frozenset({"encoder", "words"}),
-    given=_select,
+    continuation=_select,
     reads=_reads,
     core=MMTokCoreParams,
 )

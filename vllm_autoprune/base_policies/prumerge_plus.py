@@ -61,8 +61,8 @@ def _native(
     def run(tile: int) -> tuple[Tensor, Tensor]:
         a = attention[tile]
         kept = _published_count(a, plus=params.plus) if share is None else _given_count(a, share)
-        one = slice(tile, tile + 1)
-        merged, extra = _merged(attention[one], keys[one], patches[one], kept[None])
+        row = slice(tile, tile + 1)
+        merged, extra = _merged(attention[row], keys[row], patches[row], kept[None])
         return torch.cat([kept, kept.new_full((1,), -1)]), torch.cat([merged[0], extra[0]])
 
     return native_by_tile(tokens, run)
@@ -98,9 +98,9 @@ def _spread(attention: Tensor, count: int) -> Tensor:
     above = find_outliers(attention).sum(dim=1, keepdim=True).clamp_max(count)
     turn = torch.arange(count, device=attention.device)
     positions = torch.arange(size, device=attention.device)
-    first = torch.zeros_like(order, dtype=torch.bool)
-    first.scatter_(1, order, (positions < above).expand_as(order))
-    others = torch.sort(first.to(torch.uint8), dim=1, stable=True).indices
+    outlying = torch.zeros_like(order, dtype=torch.bool)
+    outlying.scatter_(1, order, (positions < above).expand_as(order))
+    others = torch.sort(outlying.to(torch.uint8), dim=1, stable=True).indices
     remaining, samples = size - above, count - above
     step = ((turn - above).clamp_min(0) * 2 + 1) * remaining // (2 * samples.clamp_min(1))
     sampled = others.gather(1, step.clamp_max(size - 1))

@@ -93,10 +93,10 @@ class GroupedTokens:
 def _native(params: PruneSIDParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """Per tile, [CLS] in mode ``cls``, then tokens group by group."""
     share = budget // tokens.grid.tiles
-    whole = TileGroup(0, tokens.grid.tiles, share)
+    group = TileGroup(0, tokens.grid.tiles, share)
     count = share - (params.mode == "cls")
-    grouped, _ = group_tokens(params, tokens, whole, count)
-    picks = whole.within_image(grouped.picks(count), tokens)
+    grouped, _ = group_tokens(params, tokens, group, count)
+    picks = group.within_image(grouped.picks(count), tokens)
     if params.mode == "cls":
         picks = torch.cat([picks.new_full((len(picks), 1), -1), picks], dim=1)
     return PublishedSelection(tuple(picks.reshape(tokens.batch, -1)))
@@ -119,10 +119,10 @@ def prunesid(params: PruneSIDParams, tokens: VisualTokens, budget: int) -> Refer
         cls = tokens.require_tower().cls
         if cls is None:
             raise SelectionError("this vision tower has no [CLS] token: use mode 'patch'")
-        own = cls.narrow(1, group.first, group.tiles).flatten(0, 1)[:, None]
+        cls_rows = cls.narrow(1, group.start, group.tiles).flatten(0, 1)[:, None]
         # With a single row, keep a patch: [CLS] alone would leave no token.
-        extra = own if group.share > 1 else own[:, :0]
-        return TileRows(pick(group, group.share - extra.shape[1]), own[:, :0], extra)
+        extra = cls_rows if group.share > 1 else cls_rows[:, :0]
+        return TileRows(pick(group, group.share - extra.shape[1]), cls_rows[:, :0], extra)
 
     if params.mode == "cls":
         return merge_by_tile(tokens, budget, run)
@@ -151,8 +151,8 @@ def group_tokens(
     similarity = cosines(rows, rows.norm(dim=-1, keepdim=True))
     bound = _threshold(params, budget, size) * mean_of_pairs(similarity)
     if qwen:  # the published mean is a sum over pairs and the diagonal, by n squared
-        own = torch.stack([one.diagonal().sum() for one in similarity])[:, None]
-        mean = (mean_of_pairs(similarity) * (size * (size - 1)) / 2 + own) / size**2
+        diagonals = torch.stack([matrix.diagonal().sum() for matrix in similarity])[:, None]
+        mean = (mean_of_pairs(similarity) * (size * (size - 1)) / 2 + diagonals) / size**2
         bound = _threshold(params, budget, size) * mean
     best = rank_descending(score)
     distinct = find_distinct(similarity, best, group, bound)
@@ -190,7 +190,7 @@ def principal_loadings(rows: Tensor, groups: int) -> Tensor:
 def mean_of_pairs(similarity: Tensor) -> Tensor:
     """Mean similarity ``(R, 1)`` of two different tokens, from ``(R, n, n)``."""
     size = similarity.shape[1]
-    total = torch.stack([one.sum() - one.diagonal().sum() for one in similarity])
+    total = torch.stack([matrix.sum() - matrix.diagonal().sum() for matrix in similarity])
     return total[:, None] / max(1, size * (size - 1))
 
 

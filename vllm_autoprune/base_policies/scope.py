@@ -30,7 +30,7 @@ class ScopeParams(BasePolicyParams):
     )
 
 
-def _select(params: ScopeParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+def _select(params: ScopeParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy coverage, starting from what the given tokens cover."""
     attention = tokens.require_cls_attention().float()
     similarity = plain_cosines(tokens.by_tile(tokens.require_encoder()).float())
@@ -39,14 +39,14 @@ def _select(params: ScopeParams, tokens: VisualTokens, budget: int, given: Given
         similarity,
         tokens.by_tile(attention**params.alpha),
         shares[0],
-        covered=covered_by(similarity, tokens.by_tile(given.kept(tokens))),
-        taken=tokens.by_tile(given.closed),
+        covered=covered_by(similarity, tokens.by_tile(start.kept(tokens))),
+        taken=tokens.by_tile(start.closed),
         floor=FLOOR,
     )
-    return join_tiles(picks, tokens, shares, given.next_tile(tokens))
+    return join_tiles(picks, tokens, shares, start.next_tile(tokens))
 
 
-@base_policy(ScopeParams, needs=frozenset({"cls_attention", "encoder"}), given=_select)
+@base_policy(ScopeParams, needs=frozenset({"cls_attention", "encoder"}), continuation=_select)
 def scope(params: ScopeParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Greedy coverage of the encoder's tokens, each gain times the attention of [CLS]."""
     return ReferenceSelection(_select(params, tokens, budget, Given.none(tokens)))

@@ -145,7 +145,7 @@ def density_peak_clusters(states: Tensor, count: int, *, break_ties: bool = True
     unbroken, as in the golden cases, which were recorded without noise.
     """
     states = states.float()
-    distance = torch.stack([torch.cdist(one, one) for one in states]) / states.shape[2] ** 0.5
+    distance = torch.stack([torch.cdist(image, image) for image in states]) / states.shape[2] ** 0.5
     near = distance.topk(min(count, distance.shape[2]), dim=2, largest=False).values
     density = (-near.square().mean(dim=2)).exp()
     denser = density[:, None, :] > density[:, :, None]

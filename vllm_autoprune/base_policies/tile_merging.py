@@ -44,12 +44,12 @@ def merge_by_tile(
             tokens.require_tower().patches.dtype
         )
         high = tokens.require_tower().projected(low).to(tokens.output.dtype)
-        merged, own = high.split([result.merged.shape[1], result.extra.shape[1]], dim=1)
+        merged, added = high.split([result.merged.shape[1], result.extra.shape[1]], dim=1)
         plain = result.picks[:, : result.picks.shape[1] - merged.shape[1]]
         untouched = gather_rows(group.of(tokens.output, tokens), plain)
         picks.append(group.within_image(result.picks, tokens))
         rows.append(torch.cat([untouched, merged], dim=1))
-        extra.append(own)
+        extra.append(added)
     joined = join_groups(extra, groups, tokens)
     return ReferenceSelection(
         picks=join_groups(picks, groups, tokens),
@@ -70,9 +70,10 @@ def native_by_tile(
     for image in range(tokens.batch):
         parts = []
         for tile in range(tokens.grid.tiles):
-            own, rows = run(image * tokens.grid.tiles + tile)
-            within = torch.where(own < 0, own, own + tile * tokens.grid.per_tile)
-            parts.append((within, rows))
-        indices.append(torch.cat([own for own, _ in parts]))
+            within, rows = run(image * tokens.grid.tiles + tile)
+            parts.append(
+                (torch.where(within < 0, within, within + tile * tokens.grid.per_tile), rows)
+            )
+        indices.append(torch.cat([tokens_of_tile for tokens_of_tile, _ in parts]))
         features.append(torch.cat([rows for _, rows in parts]))
     return PublishedSelection(tuple(indices), tuple(features))

@@ -52,9 +52,9 @@ def _native(params: VisionZipParams, tokens: VisualTokens, budget: int) -> Publi
     """Per tile: [CLS] row, dominant patches in raster order, contextual rows."""
     share = budget // tokens.grid.tiles
     dominant, contextual = params.split(share)
-    whole = TileGroup(0, tokens.grid.tiles, share)
-    top, targets, merged = _zip(tokens, whole, dominant - 1, contextual)
-    cls = _cls(tokens, whole)
+    group = TileGroup(0, tokens.grid.tiles, share)
+    top, targets, merged = _zip(tokens, group, dominant - 1, contextual)
+    cls = _cls(tokens, group)
     patches = tokens.by_tile(tokens.require_tower().patches)
 
     def run(tile: int) -> tuple[Tensor, Tensor]:
@@ -92,13 +92,13 @@ def _zip(
     patches = group.of(tower.patches, tokens)
     top = rank_descending(group.of(tokens.require_cls_attention(), tokens))[:, :dominant]
     kept = mask_from_indices(top, patches.shape[1])
-    left = patches.shape[1] - dominant
+    remaining = patches.shape[1] - dominant
     if contextual == 0:
         return top, top[:, :0], patches[:, :0]
-    step = max(1, left // contextual)
-    targets = indices_from_mask(~kept, left)[:, : contextual * step : step]
+    step = max(1, remaining // contextual)
+    targets = indices_from_mask(~kept, remaining)[:, : contextual * step : step]
     sources = indices_from_mask(
-        ~(kept | mask_from_indices(targets, patches.shape[1])), left - contextual
+        ~(kept | mask_from_indices(targets, patches.shape[1])), remaining - contextual
     )
 
     keys = group.of(tower.keys, tokens)
@@ -117,4 +117,4 @@ def _cls(tokens: VisualTokens, group: TileGroup) -> Tensor:
     cls = tokens.require_tower().cls
     if cls is None:
         raise SelectionError("this vision tower has no [CLS] token: use VisionZip with patch_only")
-    return cls.narrow(1, group.first, group.tiles).flatten(0, 1)[:, None]
+    return cls.narrow(1, group.start, group.tiles).flatten(0, 1)[:, None]

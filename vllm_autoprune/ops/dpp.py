@@ -45,8 +45,8 @@ def greedy_map(
     Triton works there.
     """
     if conditioned is not None:
-        left = conditioned.residual > GIVEN
-        eligible = left if eligible is None else eligible & left
+        others = conditioned.residual > GIVEN
+        eligible = others if eligible is None else eligible & others
     implementation = _fastest_implementation(similarity.device)
     return implementation(similarity, quality, count, anchors, eligible, conditioned)
 

@@ -65,17 +65,17 @@ class Conditioned:
         return Conditioned(factors, torch.cat([image.residual for image in images]))
 
 
-def condition(similarity: Tensor, given: Tensor, valid: Tensor | None = None) -> Conditioned:
-    """Condition similarity ``(B, N, N)`` float32 on the tokens at given ``(B, A)``, each once.
+def condition(similarity: Tensor, fixed: Tensor, valid: Tensor | None = None) -> Conditioned:
+    """Condition similarity ``(B, N, N)`` float32 on the tokens at fixed ``(B, A)``, each once.
 
     valid ``(B, A)`` bool leaves some of them out, where images have different numbers of them.
     """
     batch, tokens, _ = similarity.shape
-    count = given.shape[1]
+    count = fixed.shape[1]
     residual = similarity.diagonal(dim1=1, dim2=2).clone(memory_format=torch.contiguous_format)
     factors = similarity.new_zeros(batch, tokens, -(-count // ALIGNED) * ALIGNED)
     flat, columns = residual.view(-1), factors.unbind(dim=2)
-    places = given + torch.arange(0, batch * tokens, tokens, device=given.device)[:, None]
+    places = fixed + torch.arange(0, batch * tokens, tokens, device=fixed.device)[:, None]
     for step, at in enumerate(places.unbind(dim=1)):
         row = _conditioned_rows(similarity, factors, step, at)
         pivot = flat.index_select(0, at)[:, None]
@@ -85,8 +85,8 @@ def condition(similarity: Tensor, given: Tensor, valid: Tensor | None = None) ->
         row = torch.where(adds, row * pivot.clamp_min(DEPENDENT).rsqrt(), 0.0)
         columns[step].copy_(row)
         residual -= row * row
-    ones = torch.ones_like(given) if valid is None else valid.to(given.dtype)
-    taken = torch.zeros_like(residual, dtype=given.dtype).scatter_add_(1, given, ones)
+    ones = torch.ones_like(fixed) if valid is None else valid.to(fixed.dtype)
+    taken = torch.zeros_like(residual, dtype=fixed.dtype).scatter_add_(1, fixed, ones)
     residual = residual.masked_fill(taken > 0, -1.0)
     return Conditioned(factors[:, :, :count].transpose(1, 2), residual)
 
@@ -103,8 +103,8 @@ def _conditioned_rows(similarity: Tensor, factors: Tensor, known: int, at: Tenso
     written = factors.narrow(2, 0, -(-known // ALIGNED) * ALIGNED)
     own_factors = written.flatten(0, 1).index_select(0, at).unbind()
     # One image at a time: a sum over a batch may be rounded in another way.
-    for image, own, row in zip(written.unbind(), own_factors, rows.unbind(), strict=True):
-        torch.addmv(row, image, own, alpha=-1, out=row)
+    for image, factor, row in zip(written.unbind(), own_factors, rows.unbind(), strict=True):
+        torch.addmv(row, image, factor, alpha=-1, out=row)
     return rows
 
 
@@ -127,19 +127,19 @@ def greedy_map_torch(
     """
     batch, tokens = quality.shape
     forced = 0 if anchors is None else anchors.shape[1]
-    given = 0 if conditioned is None else conditioned.factors.shape[1]
-    first = torch.arange(0, batch * tokens, tokens, device=quality.device)
+    fixed = 0 if conditioned is None else conditioned.factors.shape[1]
+    offset = torch.arange(0, batch * tokens, tokens, device=quality.device)
     rows = similarity.reshape(batch * tokens, tokens)
     weight = quality * quality
-    factors = quality.new_zeros(batch, tokens, -(-(given + count) // ALIGNED) * ALIGNED)
+    factors = quality.new_zeros(batch, tokens, -(-(fixed + count) // ALIGNED) * ALIGNED)
     if conditioned is None:
         residual = similarity.diagonal(dim1=1, dim2=2).contiguous()
     else:
         residual = conditioned.residual.clone()
-        factors[:, :, :given] = conditioned.factors.transpose(1, 2)
+        factors[:, :, :fixed] = conditioned.factors.transpose(1, 2)
     flat = residual.view(-1)
     columns = factors.unbind(dim=2)
-    known = factors.narrow(2, 0, -(-given // ALIGNED) * ALIGNED)
+    known = factors.narrow(2, 0, -(-fixed // ALIGNED) * ALIGNED)
     flat_factors, image_factors = known.flatten(0, 1), known.unbind()
     picks, gains = [], []
 
@@ -149,22 +149,22 @@ def greedy_map_torch(
         else:
             if step == forced and eligible is not None:
                 residual.masked_fill_(~eligible, -1.0)
-            exact = _snap_to_one(residual) if given + step == 0 else residual
+            exact = _snap_to_one(residual) if fixed + step == 0 else residual
             pick, gain = argmax_within(weight * exact, relative=True)
         picks.append(pick)
         gains.append(gain)
         if step + 1 == count:
             break
-        at = pick if batch == 1 else first + pick
+        at = pick if batch == 1 else offset + pick
         update = rows.index_select(0, at)
-        column = given + step
+        column = fixed + step
         if column % ALIGNED == 0:  # columns not yet written are zero
             known = factors.narrow(2, 0, column + ALIGNED)
             flat_factors, image_factors = known.flatten(0, 1), known.unbind()
         if column:
             own_factors = flat_factors.index_select(0, at).unbind()
-            for image, own, new in zip(image_factors, own_factors, update.unbind(), strict=True):
-                torch.addmv(new, image, own, alpha=-1, out=new)
+            for image, factor, new in zip(image_factors, own_factors, update.unbind(), strict=True):
+                torch.addmv(new, image, factor, alpha=-1, out=new)
         pivot = flat.index_select(0, at)
         if step < forced:
             pivot.clamp_min_(DIVISOR)
@@ -201,17 +201,17 @@ def capped_greedy_map(
     factors = quality.new_zeros(batch, tokens, -(-(known + count) // ALIGNED) * ALIGNED)
     if conditioned is None:
         residual = similarity.diagonal(dim1=1, dim2=2)
-        given = torch.zeros_like(eligible)
+        fixed = torch.zeros_like(eligible)
     else:
-        residual, given = conditioned.residual, conditioned.residual <= GIVEN
+        residual, fixed = conditioned.residual, conditioned.residual <= GIVEN
         factors[:, :, :known] = conditioned.factors.transpose(1, 2)
     weight = quality * quality
     lowest = torch.finfo(quality.dtype).min
     spare = quality.nan_to_num(nan=0.0).clamp_min(lowest)
-    open_ = eligible & ~given
-    occupancy = torch.zeros_like(cells).scatter_add_(1, cells, given.to(cells.dtype))
+    open_ = eligible & ~fixed
+    occupancy = torch.zeros_like(cells).scatter_add_(1, cells, fixed.to(cells.dtype))
     sound = torch.ones(batch, dtype=torch.bool, device=quality.device)
-    first = torch.arange(0, batch * tokens, tokens, device=quality.device)
+    offset = torch.arange(0, batch * tokens, tokens, device=quality.device)
     picks = []
     for step in range(count):
         if step < forced:
@@ -228,7 +228,7 @@ def capped_greedy_map(
         open_.scatter_(1, pick[:, None], False)
         cell = cells.gather(1, pick[:, None])
         occupancy.scatter_add_(1, cell, torch.ones_like(cell))
-        row = _conditioned_rows(similarity, factors, known + step, first + pick)
+        row = _conditioned_rows(similarity, factors, known + step, offset + pick)
         row = row * residual.gather(1, pick[:, None]).clamp_min(DIVISOR).rsqrt()
         factors[:, :, known + step] = row
         residual = residual - row * row

@@ -40,7 +40,7 @@ def _greedy_map(
     tokens: tl.tensor,
     count: tl.tensor,
     forced: tl.tensor,
-    given: tl.tensor,
+    fixed: tl.tensor,
     exhausted: tl.tensor,
     divisor: tl.tensor,
     huge: tl.tensor,
@@ -54,7 +54,7 @@ def _greedy_map(
     token = tl.arange(0, block)
     inside = token < tokens
     similarity += image * tokens * tokens
-    factors += image * (given + count) * tokens
+    factors += image * (fixed + count) * tokens
     picks += image * count
     anchors += image * forced
 
@@ -68,7 +68,7 @@ def _greedy_map(
     sound = True
 
     for step in range(count):
-        rounded_one = (given + step == 0) & (tl.abs(residual - 1.0) <= unit)
+        rounded_one = (fixed + step == 0) & (tl.abs(residual - 1.0) <= unit)
         gain = weight * tl.where(free, tl.where(rounded_one, 1.0, residual), -1.0)
         # NaN has to win the maximum, as in torch, and be recognisable: only NaN becomes infinite.
         gain = tl.where(gain == gain, tl.minimum(gain, LARGEST), float("inf"))
@@ -85,20 +85,20 @@ def _greedy_map(
         free = free & (token != pick)
 
         update = tl.load(similarity + pick * tokens + token, mask=inside, other=0.0)
-        for start in range(0, given + step, rows):
+        for start in range(0, fixed + step, rows):
             t = start + tl.arange(0, rows)
-            own = tl.load(factors + t * tokens + pick, mask=t < given + step, other=0.0)
+            pick_factors = tl.load(factors + t * tokens + pick, mask=t < fixed + step, other=0.0)
             written = tl.load(
                 factors + t[:, None] * tokens + token[None, :],
-                mask=(t < given + step)[:, None] & inside[None, :],
+                mask=(t < fixed + step)[:, None] & inside[None, :],
                 other=0.0,
             )
-            update -= tl.sum(own[:, None] * written, axis=0)
+            update -= tl.sum(pick_factors[:, None] * written, axis=0)
         pivot = tl.sum(tl.where(token == pick, residual, 0.0), axis=0)
         pivot = tl.maximum(pivot, divisor, propagate_nan=tl.PropagateNan.ALL)
         update = update / tl.sqrt(pivot)
         residual -= update * update
-        tl.store(factors + (given + step) * tokens + token, update, mask=inside)
+        tl.store(factors + (fixed + step) * tokens + token, update, mask=inside)
         # The next step reads values stored by other threads.
         tl.debug_barrier()
 
@@ -117,13 +117,13 @@ def greedy_map_triton(
     if batch == 0 or count == 0:
         return picks
     block, rows, warps = launch_options(tokens)
-    given = 0 if conditioned is None else conditioned.factors.shape[1]
-    factors = quality.new_empty(batch, given + count, tokens)
+    fixed = 0 if conditioned is None else conditioned.factors.shape[1]
+    factors = quality.new_empty(batch, fixed + count, tokens)
     if conditioned is None:
         residual = similarity.diagonal(dim1=1, dim2=2).contiguous()
     else:
         residual = conditioned.residual.contiguous()
-        factors[:, :given] = conditioned.factors
+        factors[:, :fixed] = conditioned.factors
     _greedy_map[(batch,)](
         similarity.contiguous(),
         quality.contiguous(),
@@ -135,7 +135,7 @@ def greedy_map_triton(
         tokens,
         count,
         0 if anchors is None else anchors.shape[1],
-        given,
+        fixed,
         EXHAUSTED,
         DIVISOR,
         HUGE,

@@ -42,7 +42,7 @@ def farthest_points(distance: Tensor, count: int, *, nearest: Tensor, taken: Ten
     ``count`` must not exceed the number of tokens not taken.
     """
     batch, tokens = nearest.shape
-    first = torch.arange(0, batch * tokens, max(tokens, 1), device=nearest.device)
+    offset = torch.arange(0, batch * tokens, max(tokens, 1), device=nearest.device)
     rows = distance.reshape(batch * tokens, tokens)
     nearest = nearest.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(taken, -torch.inf)
     # A token at minus infinity stays there: fmin returns the smaller number and ignores NaN.
@@ -51,7 +51,7 @@ def farthest_points(distance: Tensor, count: int, *, nearest: Tensor, taken: Ten
     for _ in range(count):
         pick, _ = argmax_within(nearest)
         picks.append(pick)
-        at = pick if batch == 1 else first + pick
+        at = pick if batch == 1 else offset + pick
         flat.index_fill_(0, at, -torch.inf)
         torch.fmin(nearest, rows.index_select(0, at), out=nearest)
     if not picks:
@@ -79,7 +79,7 @@ def weighted_farthest_points(
     fill ``(B, N)``, by default the weight.
     """
     batch, tokens = nearest.shape
-    first = torch.arange(0, batch * tokens, max(tokens, 1), device=nearest.device)
+    offset = torch.arange(0, batch * tokens, max(tokens, 1), device=nearest.device)
     rows = distance.reshape(batch * tokens, tokens)
     free, begins = ~taken, nearest.isinf().all(dim=1)
     picks, gains = [], []
@@ -98,7 +98,7 @@ def weighted_farthest_points(
         gains.append(gain)
         taken = taken.scatter(1, pick[:, None], True)
         # fmin ignores NaN, which minimum would spread to all tokens.
-        nearest = torch.fmin(nearest, rows.index_select(0, first + pick))
+        nearest = torch.fmin(nearest, rows.index_select(0, offset + pick))
     if not picks:
         return torch.empty(batch, 0, dtype=torch.int64, device=nearest.device)
     fill = weight if fill is None else fill
@@ -108,8 +108,8 @@ def weighted_farthest_points(
 def distance_to_others(distance: Tensor) -> Tensor:
     """Distance ``(B, N)`` of each token to the nearest other one, from distances ``(B, N, N)``."""
     tokens = distance.shape[1]
-    own = torch.eye(tokens, dtype=torch.bool, device=distance.device)
-    return distance.masked_fill(own, torch.inf).amin(dim=1)
+    itself = torch.eye(tokens, dtype=torch.bool, device=distance.device)
+    return distance.masked_fill(itself, torch.inf).amin(dim=1)
 
 
 def distance_to_kept(distance: Tensor, kept: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def greedy_coverage(
     if count == 0:
         return torch.empty(batch, 0, dtype=torch.int64, device=degrees.device)
     parts = [
-        _greedy(*one, count, scale) for one in zip(degrees, weight, covered, taken, strict=True)
+        _greedy(*image, count, scale) for image in zip(degrees, weight, covered, taken, strict=True)
     ]
     picks, gains = (torch.stack(part) for part in zip(*parts, strict=True))
     return fill_by_weight(picks, gains, weight, ~taken, floor)

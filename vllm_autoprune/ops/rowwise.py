@@ -87,8 +87,8 @@ def positions_in_order(order: Tensor, allowed: Tensor) -> Tensor:
 
 def _flatten_indices(at: Tensor, tokens: int) -> Tensor:
     """Row indices per image ``(B, K)`` as indices ``(B * K,)`` into the rows of the batch."""
-    first = torch.arange(0, at.shape[0] * tokens, tokens, device=at.device)
-    return (at + first[:, None]).flatten()
+    offset = torch.arange(0, at.shape[0] * tokens, tokens, device=at.device)
+    return (at + offset[:, None]).flatten()
 
 
 def gather_rows(values: Tensor, at: Tensor) -> Tensor:

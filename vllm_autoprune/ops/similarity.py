@@ -47,9 +47,9 @@ SETTLED = 1e-12
 """Squared length below which a centroid has no direction, because its members cancel out."""
 
 
-def matmul_each(left: Tensor, right: Tensor) -> Tensor:
+def matmul_each(rows: Tensor, columns: Tensor) -> Tensor:
     """``(B, n, k) @ (B, k, m)``, one product per image."""
-    return torch.stack([a @ b for a, b in zip(left, right, strict=True)])
+    return torch.stack([a @ b for a, b in zip(rows, columns, strict=True)])
 
 
 def strip_size(rows: Tensor) -> int:
@@ -152,8 +152,8 @@ def mean_of_largest_others(similarity: Tensor, count: int) -> Tensor:
     # Of the count + 1 largest entries one is surplus: the diagonal if it is among them, that is if
     # it is at least the smallest of them, and otherwise that smallest one.
     values = similarity.topk(count + 1, dim=-1).values
-    own = similarity.diagonal(dim1=1, dim2=2)
-    return (values.sum(dim=-1) - torch.maximum(own, values[..., -1])) / count
+    diagonal = similarity.diagonal(dim1=1, dim2=2)
+    return (values.sum(dim=-1) - torch.maximum(diagonal, values[..., -1])) / count
 
 
 def distance_to_neighbours(similarity: Tensor, height: int, width: int) -> Tensor:
@@ -209,13 +209,13 @@ EPSILON = 1e-6
 
 def scale_to_unit_variance(rows: Tensor) -> Tensor:
     """Rows ``(B, n, D)`` float32 with every channel divided by its deviation in the image."""
-    deviations = [(one - one.mean(dim=0)).square().mean(dim=0) for one in rows]
+    deviations = [(image - image.mean(dim=0)).square().mean(dim=0) for image in rows]
     return rows * (torch.stack(deviations)[:, None] + EPSILON).rsqrt()
 
 
 def subtract_mean(rows: Tensor) -> Tensor:
     """Rows ``(B, n, D)`` less the mean row of their image."""
-    return rows - torch.stack([one.mean(dim=0) for one in rows])[:, None]
+    return rows - torch.stack([image.mean(dim=0) for image in rows])[:, None]
 
 
 def mean_dissimilarity(rows: Tensor) -> Tensor:
@@ -226,11 +226,11 @@ def mean_dissimilarity(rows: Tensor) -> Tensor:
     """
     directions = rows / rows.norm(dim=-1, keepdim=True).clamp_min(NONZERO_NORM)
     means = []
-    for one in directions:
-        unit = one.double()
+    for image in directions:
+        unit = image.double()
         # The cosines with all tokens are one product with the sum of unit vectors, the own is 1.
-        own = one.square().sum(dim=-1).round()
-        means.append(own - unit @ unit.sum(dim=0))
+        diagonal = image.square().sum(dim=-1).round()
+        means.append(diagonal - unit @ unit.sum(dim=0))
     return torch.stack(means) / max(1, rows.shape[1] - 1)
 
 
@@ -260,13 +260,11 @@ def spherical_kmeans(cosine: Tensor, clusters: int, iters: int) -> tuple[Tensor,
     batch, tokens, _ = cosine.shape
     count = min(clusters, tokens)
     distance = 1 - cosine
-    first = cosine.sum(dim=2).argmin(dim=1, keepdim=True)
-    nearest = distance.gather(1, first[:, :, None].expand(-1, -1, tokens))[:, 0]
+    seed = cosine.sum(dim=2).argmin(dim=1, keepdim=True)
+    nearest = distance.gather(1, seed[:, :, None].expand(-1, -1, tokens))[:, 0]
     taken = torch.zeros(batch, tokens, dtype=torch.bool, device=cosine.device)
-    rest = farthest_points(
-        distance, count - 1, nearest=nearest, taken=taken.scatter(1, first, True)
-    )
-    seeds = torch.cat([first, rest], dim=1)
+    rest = farthest_points(distance, count - 1, nearest=nearest, taken=taken.scatter(1, seed, True))
+    seeds = torch.cat([seed, rest], dim=1)
     near = cosine.gather(2, seeds[:, None, :].expand(-1, tokens, -1))
     for _ in range(iters):
         near = _to_centroids(cosine, near)

@@ -180,7 +180,7 @@ class BasePolicy:
         return self.function(params, tokens, budget)
 
     def select_given(
-        self, params: BasePolicyParams, tokens: VisualTokens, budget: int, given: Given
+        self, params: BasePolicyParams, tokens: VisualTokens, budget: int, start: Given
     ) -> Tensor:
         """Picks ``(B, K)`` among the tokens that are not closed, in pick order.
 
@@ -188,10 +188,10 @@ class BasePolicy:
         that are not closed; what they merge into them is left out.
         """
         if self.continuation is not None:
-            picks: Tensor = self.continuation(params, tokens, budget, given)
+            picks: Tensor = self.continuation(params, tokens, budget, start)
         else:
-            picks = self._picks(params, tokens, budget + given.most)
-        return _first_open(picks, given.closed, budget)
+            picks = self._picks(params, tokens, budget + start.most)
+        return _first_open(picks, start.closed, budget)
 
     def select_picks(self, params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Tensor:
         """K picks ``(B, K)`` of single tokens: what the policy merges is left out; needs K < N."""
@@ -239,7 +239,7 @@ def base_policy(
     needs: frozenset[Need] = frozenset(),
     native: SelectAsPublished[P] | None = None,
     own_count: SelectOwnCount[P] | None = None,
-    given: Continue[P] | None = None,
+    continuation: Continue[P] | None = None,
     condition: Condition[P] | None = None,
     reads: Reads[P] | None = None,
     core: type[P] | None = None,
@@ -248,7 +248,7 @@ def base_policy(
     """Decorator: register a function as the base policy of the same name.
 
     ``native`` is the method as published, if it returns anything other than K picks, or
-    ``own_count`` if it can choose how many; ``given``
+    ``own_count``, if it can choose how many; ``continuation``
     continues a greedy method from tokens that are kept already, and ``condition`` is the part of
     that which depends on the image alone. ``reads`` says what a call reads, where parameters decide
     that, and ``core`` are the parameters of the form that reads no question, where ``needs`` has
@@ -267,8 +267,8 @@ def base_policy(
         elif core is not None:
             alone = _call(f"{name.capitalize()}CorePolicy", name, doc, core)
         BASE_POLICIES[name] = BasePolicy(
-            name, call, needs, doc, function, native, own_count, given, condition, reads, alone,
-            ranking_layers,
+            name, call, needs, doc, function, native, own_count, continuation, condition, reads,
+            alone, ranking_layers,
         )  # fmt: skip
         return function
 

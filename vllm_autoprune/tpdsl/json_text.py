@@ -136,10 +136,10 @@ def _object(pairs: list[tuple[str, object]]) -> _Object:
 
 def _number(text: str) -> float | _InvalidNumber:
     # int() is slow for, or refuses, very long texts.
-    whole = text.lstrip("-").isdigit()
-    if whole and len(text) > 310:
+    integral = text.lstrip("-").isdigit()
+    if integral and len(text) > 310:
         return _InvalidNumber(text)
-    value = int(text) if whole else float(text)
+    value = int(text) if integral else float(text)
     if abs(value) > sys.float_info.max:
         return _InvalidNumber(text)
     # Larger ones stay floats: no field of a state takes an integer of that size.

@@ -132,10 +132,10 @@ def render_page() -> str:
         "|---|---|---|---|---|",
     ]
     for group in GROUPS:
-        own = sum(ATOMS[name].origin == "extension" for name in ATOMS.names(group))
+        ours = sum(ATOMS[name].origin == "extension" for name in ATOMS.names(group))
         fields = ", ".join(f"`{place.pointer}`" for place in PLACES if place.group == group)
-        count = len(ATOMS.names(group)) - own
-        lines.append(f"| [{group}](#{group}) | {ROLES[group]} | {count} | {own} | {fields} |")
+        count = len(ATOMS.names(group)) - ours
+        lines.append(f"| [{group}](#{group}) | {ROLES[group]} | {count} | {ours} | {fields} |")
     for group in GROUPS:
         lines += ["", f"## {group}", ""]
         lines += _axes() if group == "reassembly" else []
@@ -253,10 +253,10 @@ def _atom_lines(place: Place, left_out: Collection[str]) -> Iterator[str]:
         atom = ATOMS[name]
         if name in left_out:
             continue
-        own = list_parameters(atom.call)
-        new = _list(p for p in own if p not in described)
-        repeated = ", ".join(p.name for p in own if p in described)
-        described.update(own)
+        parameters = list_parameters(atom.call)
+        new = _list(p for p in parameters if p not in described)
+        repeated = ", ".join(p.name for p in parameters if p in described)
+        described.update(parameters)
         also = f" also takes {repeated}" if repeated else ""
         yield f"- {name}: {_describe(atom)}{f' {new}' if new else ''}{also}"
 

@@ -58,9 +58,9 @@ def refine(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
     core = refine(core_policy(policy.state, policy.core), tokens)
     if policy.core == policy.budget:
         return core
-    given = give_core(policy, tokens, core.indices)
+    start = give_core(policy, tokens, core.indices)
     delta = delta_policy(policy)
-    return join_parts(core, assemble_rows(delta, tokens, select_tokens(delta, tokens, given)))
+    return join_parts(core, assemble_rows(delta, tokens, select_tokens(delta, tokens, start)))
 
 
 def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Given:
@@ -82,11 +82,11 @@ def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Give
     return Given(core, covered, covered, most)
 
 
-def condition_exchange(policy: PruningPolicy, tokens: VisualTokens, given: Tensor) -> Conditioned:
+def condition_exchange(policy: PruningPolicy, tokens: VisualTokens, fixed: Tensor) -> Conditioned:
     """What the policy's greedy selector reads of the tokens at ``(B, A)`` for every question."""
     scoring, selector = policy.state.scoring, policy.state.constraints.selector
     view = apply_view(policy.state.source.tokens, policy.state.ranked(tokens))
-    return condition_selector(selector, scoring.kernel, view, given)
+    return condition_selector(selector, scoring.kernel, view, fixed)
 
 
 def give_kept(tokens: VisualTokens, kept: Tensor) -> Given:
@@ -122,17 +122,17 @@ def order_rows(refined: RefinedTokens, order: Tensor, count: int) -> RefinedToke
 
 @torch.no_grad()
 def select_tokens(
-    policy: PruningPolicy, tokens: VisualTokens, given: Given | None = None
+    policy: PruningPolicy, tokens: VisualTokens, start: Given | None = None
 ) -> TokenSelection:
     """Select the tokens to keep of every image, without gradients, beside the given ones.
 
-    Needs K < N, and at least K tokens that ``given`` does not close.
+    Needs K < N, and at least K tokens that ``start`` does not close.
     """
     if "instruction" in policy.needs:
         tokens.require_instruction()
     tokens = policy.state.ranked(tokens)
     readable = _inputs_finite(policy, tokens)
-    reference = _trusted(_reference(policy, tokens, given), readable, tokens, given)
+    reference = _trusted(_reference(policy, tokens, start), readable, tokens, start)
     picks = reference.picks
     kept, scored, g = (
         mask_from_indices(picks, tokens.count),
@@ -141,18 +141,18 @@ def select_tokens(
     )
     if policy.reads_quality:
         view = apply_view(policy.state.source.tokens, tokens)
-        g = _quality(policy, tokens, view, picks, given)
+        g = _quality(policy, tokens, view, picks, start)
         scored = scored & g.isfinite().all(dim=1)
         if view.features is not tokens.features:
             scored = scored & view.norm.isfinite().flatten(1).all(dim=1)
         g = torch.where((readable & scored)[:, None], g, torch.zeros_like(g))
         if policy.refines:
-            refined = _exchange(policy, view, g, picks, given)
+            refined = _exchange(policy, view, g, picks, start)
             kept = torch.where((readable & scored)[:, None], refined, kept)
     code = torch.where(readable, torch.where(scored, 0, 1), 2).to(torch.uint8)
     chosen = TokenSelection(indices_from_mask(kept, picks.shape[1]), reference, code, g)
-    if given is not None:
-        return replace(chosen, mergeable=~given.covered)
+    if start is not None:
+        return replace(chosen, mergeable=~start.covered)
     if policy.is_core:
         count = int(policy.cover * tokens.grid.per_tile)
         return replace(chosen, mergeable=most_similar(tokens, chosen.indices, count))
@@ -160,12 +160,12 @@ def select_tokens(
 
 
 def _reference(
-    policy: PruningPolicy, tokens: VisualTokens, given: Given | None
+    policy: PruningPolicy, tokens: VisualTokens, start: Given | None
 ) -> ReferenceSelection:
     """The base policy's selection. Core and delta are single tokens: their policies merge none."""
     params = policy.state.base_policy.params
-    if given is not None:
-        picks = policy.base.select_given(params, tokens, policy.budget, given)
+    if start is not None:
+        picks = policy.base.select_given(params, tokens, policy.budget, start)
     elif policy.is_core:
         picks = policy.base.select_picks(params, tokens, policy.budget)
     else:
@@ -187,8 +187,8 @@ def most_similar(tokens: VisualTokens, kept: Tensor, count: int) -> Tensor:
     return tokens.by_image(mask_from_indices(order[:, :count], inside.shape[1]) | inside)
 
 
-def _joined(given: Given, picks: Tensor) -> Tensor:
-    return torch.cat([given.indices, picks], dim=1)
+def _joined(start: Given, picks: Tensor) -> Tensor:
+    return torch.cat([start.indices, picks], dim=1)
 
 
 def assemble_rows(
@@ -206,30 +206,30 @@ def assemble_rows(
 
 
 def keep_reference(
-    policy: PruningPolicy, tokens: VisualTokens, given: Given | None = None
+    policy: PruningPolicy, tokens: VisualTokens, start: Given | None = None
 ) -> RefinedTokens:
     """Keep the base policy's selection: pi_P(T_v, X_q; K), beside the given tokens."""
     policy = policy.at(tokens.count, tokens.grid.tiles)
     if policy.budget >= tokens.count:
         return keep_all(tokens)
-    return _keep(tokens, _reference(policy, policy.state.ranked(tokens), given), fallback=1)
+    return _keep(tokens, _reference(policy, policy.state.ranked(tokens), start), fallback=1)
 
 
-def keep_evenly(budget: int, tokens: VisualTokens, given: Given | None = None) -> RefinedTokens:
+def keep_evenly(budget: int, tokens: VisualTokens, start: Given | None = None) -> RefinedTokens:
     """Keep K evenly spaced tokens, without reading any input: the last fallback."""
     if budget >= tokens.count:
         return keep_all(tokens)
-    return keep_indices(tokens, _spread(budget, tokens, given), fallback=2)
+    return keep_indices(tokens, _spread(budget, tokens, start), fallback=2)
 
 
-def _spread(budget: int, tokens: VisualTokens, given: Given | None) -> Tensor:
+def _spread(budget: int, tokens: VisualTokens, start: Given | None) -> Tensor:
     """K evenly spaced tokens ``(B, K)`` of those that are not given."""
     device = tokens.features.device
-    if given is None:
+    if start is None:
         return evenly_spaced(tokens.batch, tokens.count, budget, device)
-    left = tokens.count - given.indices.shape[1]
-    others = indices_from_mask(~mask_from_indices(given.indices, tokens.count), left)
-    return others.gather(1, evenly_spaced(tokens.batch, left, budget, device))
+    remaining = tokens.count - start.indices.shape[1]
+    others = indices_from_mask(~mask_from_indices(start.indices, tokens.count), remaining)
+    return others.gather(1, evenly_spaced(tokens.batch, remaining, budget, device))
 
 
 def keep_indices(tokens: VisualTokens, picks: Tensor, fallback: int = 0) -> RefinedTokens:
@@ -271,10 +271,10 @@ def _refined(tokens: VisualTokens, chosen: TokenSelection, rows: Tensor) -> Refi
 
 
 def _trusted(
-    reference: ReferenceSelection, readable: Tensor, tokens: VisualTokens, given: Given | None
+    reference: ReferenceSelection, readable: Tensor, tokens: VisualTokens, start: Given | None
 ) -> ReferenceSelection:
     """Replace the selection of images with non-finite inputs by evenly spaced tokens."""
-    spread = _spread(reference.picks.shape[1], tokens, given)
+    spread = _spread(reference.picks.shape[1], tokens, start)
     trusted = replace(reference, picks=torch.where(readable[:, None], reference.picks, spread))
     if reference.merged is None:
         return trusted
@@ -288,12 +288,12 @@ def _quality(
     tokens: VisualTokens,
     view: VisualTokens,
     picks: Tensor,
-    given: Given | None,
+    start: Given | None,
 ) -> Tensor:
     """Token quality g ``(B, N)``; constant if no signal has a positive weight."""
     state, budget = policy.state, policy.budget
-    if given is not None:
-        picks, budget = _joined(given, picks), budget + given.indices.shape[1]
+    if start is not None:
+        picks, budget = _joined(start, picks), budget + start.indices.shape[1]
     calls = [call for call in state.scoring.signals if call.weight > 0]
     g = tokens.features.new_ones(tokens.batch, tokens.count, dtype=torch.float32)
     if calls:
@@ -307,14 +307,14 @@ def _quality(
 
 
 def _exchange(
-    policy: PruningPolicy, view: VisualTokens, g: Tensor, picks: Tensor, given: Given | None
+    policy: PruningPolicy, view: VisualTokens, g: Tensor, picks: Tensor, start: Given | None
 ) -> Tensor:
     """Kept tokens after the exchange, as a mask ``(B, N)``, without the given ones."""
     scoring, constraints = policy.state.scoring, policy.state.constraints
-    if given is None:
+    if start is None:
         pool = build_pool(constraints.pool, view, g, picks)
     else:
-        pool = build_pool(constraints.pool, view, g, _joined(given, picks)) & ~given.closed
+        pool = build_pool(constraints.pool, view, g, _joined(start, picks)) & ~start.closed
     revision = SelectorInputs(
         tokens=view,
         picks=picks,
@@ -323,7 +323,7 @@ def _exchange(
         quota=min(policy.quota, picks.shape[1]),
         kernel_call=scoring.kernel,
         partition_call=constraints.partition,
-        given=given,
+        start=start,
     )
     return run_selector(constraints.selector, revision)
 
@@ -405,10 +405,10 @@ def _cells(budget: int, grid: Grid) -> tuple[Tensor, Tensor]:
             for cell in range(cells):
                 column = int((cell + 0.5) * grid.width / cells)
                 centres.append(tile * grid.per_tile + row * grid.width + column)
-                whole = torch.zeros(grid.tokens, dtype=torch.float64)
+                cell_weights = torch.zeros(grid.tokens, dtype=torch.float64)
                 area = torch.outer(vertical[band], horizontal[cell]).flatten()
-                whole[tile * grid.per_tile : (tile + 1) * grid.per_tile] = area
-                weights.append(whole)
+                cell_weights[tile * grid.per_tile : (tile + 1) * grid.per_tile] = area
+                weights.append(cell_weights)
     return torch.stack(weights).float(), torch.tensor(centres)
 
 

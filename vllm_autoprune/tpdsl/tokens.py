@@ -353,20 +353,20 @@ def split_over_tiles(budget: int, tiles: int) -> tuple[int, ...]:
 
 
 def join_tiles(
-    picks: Tensor, tokens: VisualTokens, shares: Sequence[int], first: int = 0
+    picks: Tensor, tokens: VisualTokens, shares: Sequence[int], first_tile: int = 0
 ) -> Tensor:
     """Picks ``(B * T, max share)`` within tiles as picks ``(B, K)`` within images.
 
     For nested selections, whose first k picks do not depend on how many follow: a tile with a
     smaller share drops its last pick. Picks of the tiles are interleaved by rank, so that earlier
-    picks still mean higher confidence. The larger shares are those of the tiles from ``first`` on.
+    picks still mean higher confidence. The larger shares are those from ``first_tile`` on.
     """
     tiles, size = tokens.grid.tiles, tokens.grid.per_tile
     if tiles == 1:
         return picks
     offset = torch.arange(tiles, device=picks.device)[:, None] * size
     by_tile = picks.reshape(tokens.batch, tiles, -1) + offset
-    by_rank = by_tile.roll(-first, dims=1).transpose(1, 2)
+    by_rank = by_tile.roll(-first_tile, dims=1).transpose(1, 2)
     flat = by_rank.reshape(tokens.batch, -1)
     return flat[:, : sum(shares)]
 
@@ -375,18 +375,18 @@ def join_tiles(
 class TileGroup:
     """Adjacent tiles with an equal share of the budget."""
 
-    first: int
+    start: int
     tiles: int
     share: int
 
     def of(self, values: Tensor, tokens: VisualTokens) -> Tensor:
         """Values ``(B, N, ...)`` of the group's tokens, as ``(B * tiles, n, ...)``."""
         shape = (tokens.batch, tokens.grid.tiles, tokens.grid.per_tile, *values.shape[2:])
-        return values.reshape(shape).narrow(1, self.first, self.tiles).flatten(0, 1)
+        return values.reshape(shape).narrow(1, self.start, self.tiles).flatten(0, 1)
 
     def within_image(self, picks: Tensor, tokens: VisualTokens) -> Tensor:
         """Picks ``(B * tiles, p)`` within tiles as picks within the image, same shape."""
-        tile = torch.arange(self.first, self.first + self.tiles, device=picks.device)
+        tile = torch.arange(self.start, self.start + self.tiles, device=picks.device)
         return picks + (tile * tokens.grid.per_tile).repeat(tokens.batch)[:, None]
 
 
@@ -397,12 +397,12 @@ def tile_groups(tokens: VisualTokens, budget: int) -> tuple[TileGroup, ...]:
     share (there are at most two) has to be computed separately.
     """
     shares = split_over_tiles(budget, tokens.grid.tiles)
-    groups, first = [], 0
+    groups, start = [], 0
     for share in sorted(set(shares), reverse=True):
         count = shares.count(share)
         if share:
-            groups.append(TileGroup(first, count, share))
-        first += count
+            groups.append(TileGroup(start, count, share))
+        start += count
     return tuple(groups)
 
 

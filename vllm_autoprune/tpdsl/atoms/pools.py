@@ -65,8 +65,8 @@ def _grid_cells(grid: Grid, cells: int, device: torch.device) -> tuple[Tensor, i
     y = torch.arange(grid.height, device=device) * rows // grid.height
     x = torch.arange(grid.width, device=device) * columns // grid.width
     of_tile = (y[:, None] * columns + x).flatten()
-    first = torch.arange(grid.tiles, device=device)[:, None] * (rows * columns)
-    return (first + of_tile).flatten(), grid.tiles * rows * columns
+    offset = torch.arange(grid.tiles, device=device)[:, None] * (rows * columns)
+    return (offset + of_tile).flatten(), grid.tiles * rows * columns
 
 
 @atom("candidate_pool", ClusterPartition)

@@ -171,7 +171,7 @@ class _Groups:
     """Anchors and the groups of tokens assigned to them.
 
     indices ``(B, P)`` of the anchors and their rows anchors ``(B, P, D)``; weights ``(B, N, P)``,
-    zero for kept tokens; own ``(B, P)``, the weight of an anchor in its own group; member
+    zero for kept tokens; anchor_weights ``(B, P)``, those of anchors in their own groups; member
     ``(B, N, P)`` bool, true for the anchor with the largest share of a token, if its weight is
     positive.
     """
@@ -180,7 +180,7 @@ class _Groups:
     indices: Tensor
     anchors: Tensor
     weights: Tensor
-    own: Tensor
+    anchor_weights: Tensor
     member: Tensor
 
     def sums(self) -> tuple[Tensor, Tensor]:
@@ -260,9 +260,9 @@ def _mean_groups(owner: Tensor, weight: Tensor, rows: Tensor, count: int) -> Ten
 def _form_average(call: BlendCall, groups: _Groups) -> Tensor:
     """(1 - strength) * x_a + strength * weighted mean of the members and the anchor itself."""
     rows, total = groups.sums()
-    anchors, own = groups.anchors.float(), groups.own[:, :, None]
-    total = total + own
-    mean = (rows + own * anchors) / total.clamp_min(SETTLED)
+    anchors, anchor_weights = groups.anchors.float(), groups.anchor_weights[:, :, None]
+    total = total + anchor_weights
+    mean = (rows + anchor_weights * anchors) / total.clamp_min(SETTLED)
     mean = torch.where(total > SETTLED, mean, anchors)
     return ((1 - call.strength) * anchors + call.strength * mean).to(groups.anchors.dtype)
 
@@ -274,7 +274,7 @@ def _form_exchange(call: ExchangeCall, groups: _Groups) -> Tensor:
     replace an anchor, because no weight exceeds the anchor's own.
     """
     indices, cosine = groups.indices[:, None, :], groups.tokens.cosine
-    weights = groups.weights.scatter(1, indices, groups.own[:, None, :])
+    weights = groups.weights.scatter(1, indices, groups.anchor_weights[:, None, :])
     along = matmul_each(cosine, weights)
     length = (along * weights).sum(dim=1, keepdim=True).clamp_min(SETTLED).sqrt()
     near = along / length
@@ -402,8 +402,10 @@ class Recipe:
         if isinstance(call, NearestCall) and call.nearest and not call.idle:
             rows = _nearest_residual(call.strength, tokens, indices, rows, chosen.mergeable)
         elif not call.idle:
-            weights, own, largest = self.weigh(call, tokens, indices, chosen.mergeable)
-            groups = _Groups(tokens, indices, rows, weights, own, largest & (weights > 0))
+            weights, anchor_weights, largest = self.weigh(call, tokens, indices, chosen.mergeable)
+            groups = _Groups(
+                tokens, indices, rows, weights, anchor_weights, largest & (weights > 0)
+            )
             rows = self.form.function(call, groups)
         permutation: Tensor | None = self.order.function(chosen, tokens.count)
         if permutation is None:
@@ -419,10 +421,10 @@ class Recipe:
         share: Tensor = self.assign.function(call, similarity, indices, tokens.grid)
         largest = torch.zeros_like(share, dtype=torch.bool)
         largest = largest.scatter(2, share.argmax(dim=2, keepdim=True), True)
-        weight, own = self.aggregate.function(call, tokens, similarity, indices)
+        weight, anchor_weights = self.aggregate.function(call, tokens, similarity, indices)
         if mergeable is not None:
             kept = kept | ~mergeable[:, :, None]
-        return (share * weight).masked_fill(kept, 0.0), own, largest
+        return (share * weight).masked_fill(kept, 0.0), anchor_weights, largest
 
 
 RECIPES = {

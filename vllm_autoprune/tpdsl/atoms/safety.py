@@ -114,9 +114,8 @@ def deterministic(
     expected: Expectation,
 ) -> tuple[Verdict, ...]:
     """Always checked, listed or not: runs give the same bits; listing it sets their number."""
-    first = runs[0]
     same = all(
-        torch.equal(first.indices, run.indices) and torch.equal(first.features, run.features)
+        torch.equal(runs[0].indices, run.indices) and torch.equal(runs[0].features, run.features)
         for run in runs[1:]
     )
     return (Verdict("determinism", same, f"{len(runs)} runs, all equal: {same}"),)

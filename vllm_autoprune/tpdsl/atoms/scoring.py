@@ -343,8 +343,8 @@ def local_detail_energy(call: Detail, tokens: VisualTokens, picks: Tensor) -> Te
 @atom("scoring", Dissimilarity, origin="extension")
 def mean_dissimilarity_saliency(call: Dissimilarity, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Minus the mean cosine to all other tokens of the tile or image (Cen-Prune's weight)."""
-    whole = tokens.tile_scope == "global"
-    rows = (tokens.features if whole else tokens.by_tile(tokens.features)).float()
+    across = tokens.tile_scope == "global"
+    rows = (tokens.features if across else tokens.by_tile(tokens.features)).float()
     if call.scale_variance:
         rows = scale_to_unit_variance(rows)
     return tokens.by_image(map_weight(mean_dissimilarity(rows), call.curve))

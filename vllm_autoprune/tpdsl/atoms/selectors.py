@@ -153,7 +153,7 @@ class SelectorInputs:
     quota: int
     kernel_call: AtomCall
     partition_call: PartitionCall
-    given: Given | None = None
+    start: Given | None = None
 
     @cached_property
     def kernel(self) -> Kernel:
@@ -182,9 +182,9 @@ class SelectorInputs:
     def staying(self) -> Tensor:
         """Mask ``(B, N)`` of the tokens that no exchange removes."""
         picks = self.reference.scatter(1, self.outgoing, False)
-        if self.given is None:
+        if self.start is None:
             return picks
-        return picks | mask_from_indices(self.given.indices, picks.shape[1])
+        return picks | mask_from_indices(self.start.indices, picks.shape[1])
 
     def select_anchored(
         self,
@@ -196,11 +196,11 @@ class SelectorInputs:
         Anchors are the first P - q picks; ``conditioned`` is the similarity of a greedy selection
         conditioned on the given tokens.
         """
-        first, count = self.picks[:, : self.picks.shape[1] - self.quota], self.picks.shape[1]
+        anchors, count = self.picks[:, : self.picks.shape[1] - self.quota], self.picks.shape[1]
         conditioned = None
-        if self.given is not None:
-            conditioned = self.given.exchange or condition(similarity, self.given.indices)
-        picks = select(first, count, self.pool | self.reference, conditioned)
+        if self.start is not None:
+            conditioned = self.start.exchange or condition(similarity, self.start.indices)
+        picks = select(anchors, count, self.pool | self.reference, conditioned)
         return mask_from_indices(picks, self.g.shape[1])
 
 
@@ -254,9 +254,9 @@ def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
         row = rows.gather(1, entering[:, :, None].expand(-1, -1, scoped.count))[:, 0]
         row = row.repeat(1, count // scoped.count)
         nearest = nearest.maximum(row.masked_fill(tile != tile[entering], -torch.inf))
-    if revision.given is None:
+    if revision.start is None:
         return kept
-    return kept & ~mask_from_indices(revision.given.indices, count)
+    return kept & ~mask_from_indices(revision.start.indices, count)
 
 
 @atom("selection_constraints", MarginSelector)
@@ -279,8 +279,8 @@ def reference_strict_preservation_selector(
 def quality_topk_selector(call: SelectorCall, revision: SelectorInputs) -> Tensor:
     """Keep the K tokens of highest quality, regardless of the reference selection."""
     g = revision.g
-    if revision.given is not None:
-        g = g.masked_fill(revision.given.closed, -torch.inf)
+    if revision.start is not None:
+        g = g.masked_fill(revision.start.closed, -torch.inf)
     best = rank_descending(g)[:, : revision.picks.shape[1]]
     return mask_from_indices(best, revision.g.shape[1])
 
@@ -416,16 +416,16 @@ def compares_greedily(call: SelectorCall) -> bool:
 
 
 def condition_selector(
-    call: SelectorCall, kernel_call: AtomCall, tokens: VisualTokens, given: Tensor
+    call: SelectorCall, kernel_call: AtomCall, tokens: VisualTokens, fixed: Tensor
 ) -> Conditioned:
-    """What a greedy selector reads of the tokens at given ``(B, A)``, the same for every question.
+    """What a greedy selector reads of the tokens at fixed ``(B, A)``, the same for every question.
 
     Token quality, which may depend on the question, only scales the kernel.
     """
     if call.atom == "runtime_reference_anchor_pool_dpp_selector":
-        return condition(tokens.cosine, given)
+        return condition(tokens.cosine, fixed)
     g = tokens.features.new_ones(tokens.batch, tokens.count, dtype=torch.float32)
-    return condition(run_kernel(kernel_call, tokens, g).similarity, given)
+    return condition(run_kernel(kernel_call, tokens, g).similarity, fixed)
 
 
 Selector = Annotated[SelectorCall, OneOf("selection_constraints", SelectorCall)]

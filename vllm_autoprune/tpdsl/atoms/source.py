@@ -189,7 +189,7 @@ def _prior(selected: Tensor, floor: float) -> Tensor:
 def _mask_of_each(indices: Sequence[Tensor], count: int) -> Tensor:
     """Mask ``(B, count)`` of one index list per image; -1 means no token."""
     # Map -1 to position ``count``, which is cut off.
-    rows = [mask_from_indices(own.where(own >= 0, count)[None], count + 1) for own in indices]
+    rows = [mask_from_indices(row.where(row >= 0, count)[None], count + 1) for row in indices]
     return torch.cat(rows)[:, :count]
 
 
