@@ -69,7 +69,7 @@ def _reads(params: FSRParams) -> frozenset[Need]:
 
 def _continue(params: FSRParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Tokens of highest priority: the scan has no part in a continuation [ours]."""
-    order = tokens.by_tile(priority(params, tokens).masked_fill(start.closed, -torch.inf))
+    order = tokens.by_tile(_priority(params, tokens).masked_fill(start.closed, -torch.inf))
     shares = split_over_tiles(budget, tokens.grid.tiles)
     picks = rank_descending(order)[:, : shares[0]]
     return join_tiles(picks, tokens, shares, start.next_tile(tokens))
@@ -121,7 +121,7 @@ class _Chosen:
     similarity: Tensor
 
 
-def priority(params: FSRParams, tokens: VisualTokens) -> Tensor:
+def _priority(params: FSRParams, tokens: VisualTokens) -> Tensor:
     """phi = relevance^alpha * attention^beta ``(B, N)``, attention normalised in each tile."""
     attention = min_max_normalise(tokens.by_tile(tokens.require_cls_attention().float()))
     phi = tokens.by_image(attention**params.beta)
@@ -132,7 +132,7 @@ def priority(params: FSRParams, tokens: VisualTokens) -> Tensor:
     return phi * min_max_normalise(relevance) ** params.alpha
 
 
-def focus_size(phi: Tensor, rho: float) -> Tensor:
+def _focus_size(phi: Tensor, rho: float) -> Tensor:
     """Least number ``(R, 1)`` of tokens whose priority reaches the share rho of all ``(R, n)``."""
     reached = phi.sort(dim=1, descending=True, stable=True).values.double().cumsum(dim=1)
     total = reached[:, -1:]
@@ -141,10 +141,10 @@ def focus_size(phi: Tensor, rho: float) -> Tensor:
 
 
 def _choose(params: FSRParams, tokens: VisualTokens, group: TileGroup) -> _Chosen:
-    phi = group.of(priority(params, tokens), tokens)
+    phi = group.of(_priority(params, tokens), tokens)
     count = group.share
     similarity = group.of(tokens.by_image(tokens.precise_tile_cosine), tokens)
-    focus = focus_size(phi, params.rho).clamp_max(count)
+    focus = _focus_size(phi, params.rho).clamp_max(count)
     leading = rank_descending(phi)[:, :count]
     leading = leading.where(torch.arange(count, device=phi.device) < focus, -1)
     picks = weighted_farthest_points(

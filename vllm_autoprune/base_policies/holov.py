@@ -70,7 +70,7 @@ def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
     """Picks ``(R, count)`` of attention ``(R, n)``: band by band, by descending attention."""
     size = attention.shape[1]
     band = _band_of_tokens(size, bands, attention.device)
-    take = band_quotas(attention, bands, count)
+    take = _band_quotas(attention, bands, count)
     order = rank_descending(attention)
     order = order.gather(1, band[order].argsort(dim=1, stable=True))
     owner = band[order]
@@ -94,7 +94,7 @@ def _members(band: Tensor, bands: int) -> Tensor:
     return band[:, None] == torch.arange(bands, device=band.device)
 
 
-def band_quotas(attention: Tensor, bands: int, count: int) -> Tensor:
+def _band_quotas(attention: Tensor, bands: int, count: int) -> Tensor:
     """Tokens ``(R, P)`` that each band gets of ``count``, by its mean attention.
 
     attention is ``(R, n)``. What a band has no room for goes one by one to the band

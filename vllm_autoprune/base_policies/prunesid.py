@@ -57,7 +57,7 @@ def _reads(params: PruneSIDParams) -> frozenset[Need]:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedTokens:
+class _GroupedTokens:
     """Tokens of R tiles in groups.
 
     group ``(R, n)``; take ``(R, q)`` tokens are kept of each group. order ``(R, n)`` are the tokens
@@ -95,7 +95,7 @@ def _native(params: PruneSIDParams, tokens: VisualTokens, budget: int) -> Publis
     share = budget // tokens.grid.tiles
     group = TileGroup(0, tokens.grid.tiles, share)
     count = share - (params.mode == "cls")
-    grouped, _ = group_tokens(params, tokens, group, count)
+    grouped, _ = _group_tokens(params, tokens, group, count)
     picks = group.within_image(grouped.picks(count), tokens)
     if params.mode == "cls":
         picks = torch.cat([picks.new_full((len(picks), 1), -1), picks], dim=1)
@@ -112,7 +112,7 @@ def prunesid(params: PruneSIDParams, tokens: VisualTokens, budget: int) -> Refer
     """The most attended tokens of every principal direction that repeat no better one."""
 
     def pick(group: TileGroup, count: int) -> Tensor:
-        grouped, score = group_tokens(params, tokens, group, count)
+        grouped, score = _group_tokens(params, tokens, group, count)
         return grouped.picks_by_rank(score, count)
 
     def run(group: TileGroup) -> TileRows:
@@ -131,9 +131,9 @@ def prunesid(params: PruneSIDParams, tokens: VisualTokens, budget: int) -> Refer
     return ReferenceSelection(join_groups(picks, groups, tokens))
 
 
-def group_tokens(
+def _group_tokens(
     params: PruneSIDParams, tokens: VisualTokens, tiles: TileGroup, count: int
-) -> tuple[GroupedTokens, Tensor]:
+) -> tuple[_GroupedTokens, Tensor]:
     """Groups of the tiles' tokens, of which ``count`` are kept per tile, and scores ``(R, n)``.
 
     With one row of [CLS], ``count`` is one less than the tiles' share, which the rules count by.
@@ -142,29 +142,29 @@ def group_tokens(
     rows = tiles.of(tokens.features if qwen else tokens.require_encoder(), tokens)
     size = rows.shape[1]
     wanted = max(budget // 4, 4 if qwen else 1) if params.groups is None else params.groups
-    loadings = principal_loadings(rows, min(wanted, size))
+    loadings = _principal_loadings(rows, min(wanted, size))
     group = loadings.argmax(dim=2)
     if qwen:
         score = loadings.gather(2, group[:, :, None])[:, :, 0]
     else:
         score = tiles.of(tokens.require_cls_attention().float(), tokens)
     similarity = cosines(rows, rows.norm(dim=-1, keepdim=True))
-    bound = _threshold(params, budget, size) * mean_of_pairs(similarity)
+    bound = _threshold(params, budget, size) * _mean_of_pairs(similarity)
     if qwen:  # the published mean is a sum over pairs and the diagonal, by n squared
         diagonals = torch.stack([matrix.diagonal().sum() for matrix in similarity])[:, None]
-        mean = (mean_of_pairs(similarity) * (size * (size - 1)) / 2 + diagonals) / size**2
+        mean = (_mean_of_pairs(similarity) * (size * (size - 1)) / 2 + diagonals) / size**2
         bound = _threshold(params, budget, size) * mean
     best = rank_descending(score)
-    distinct = find_distinct(similarity, best, group, bound)
+    distinct = _find_distinct(similarity, best, group, bound)
     sizes = _count_members(group, loadings.shape[2])
-    take = group_quotas(sizes, _count_members(group, loadings.shape[2], distinct), budget, count)
+    take = _group_quotas(sizes, _count_members(group, loadings.shape[2], distinct), budget, count)
 
     order = best.gather(1, (~distinct).gather(1, best).to(torch.uint8).argsort(dim=1, stable=True))
     order = order.gather(1, group.gather(1, order).argsort(dim=1, stable=True))
     begins = (sizes.cumsum(dim=1) - sizes).gather(1, group.gather(1, order))
     places = torch.arange(size, device=order.device) - begins
     rank = torch.zeros_like(places).scatter_(1, order, places)
-    return GroupedTokens(group, take, order, rank), score
+    return _GroupedTokens(group, take, order, rank), score
 
 
 def _threshold(params: PruneSIDParams, budget: int, size: int) -> float:
@@ -174,7 +174,7 @@ def _threshold(params: PruneSIDParams, budget: int, size: int) -> float:
     return max(18 * budget / size, 1.0) if params.mode == "qwen" else budget / 32
 
 
-def principal_loadings(rows: Tensor, groups: int) -> Tensor:
+def _principal_loadings(rows: Tensor, groups: int) -> Tensor:
     """Absolute top left singular vectors ``(R, n, q)`` of sigmoid(rows), each row less its mean.
 
     rows ``(R, n, D)``. Exact and in float64: groups are decided by small differences. Rows that are
@@ -187,14 +187,14 @@ def principal_loadings(rows: Tensor, groups: int) -> Tensor:
     return loadings
 
 
-def mean_of_pairs(similarity: Tensor) -> Tensor:
+def _mean_of_pairs(similarity: Tensor) -> Tensor:
     """Mean similarity ``(R, 1)`` of two different tokens, from ``(R, n, n)``."""
     size = similarity.shape[1]
     total = torch.stack([matrix.sum() - matrix.diagonal().sum() for matrix in similarity])
     return total[:, None] / max(1, size * (size - 1))
 
 
-def find_distinct(similarity: Tensor, order: Tensor, group: Tensor, bound: Tensor) -> Tensor:
+def _find_distinct(similarity: Tensor, order: Tensor, group: Tensor, bound: Tensor) -> Tensor:
     """Tokens ``(R, n)`` bool that are at most ``bound`` similar to every better one of their group.
 
     Non-maximum suppression: similarity ``(R, n, n)``, order ``(R, n)`` token indices from best to
@@ -219,7 +219,7 @@ def _count_members(group: Tensor, groups: int, counted: Tensor | None = None) ->
     return torch.zeros_like(group[:, :1]).expand(-1, groups).scatter_add(1, group, ones)
 
 
-def group_quotas(members: Tensor, distinct: Tensor, budget: int, total: int) -> Tensor:
+def _group_quotas(members: Tensor, distinct: Tensor, budget: int, total: int) -> Tensor:
     """Tokens ``(R, q)`` that each group gives, ``total`` together, by its distinct members.
 
     members and distinct ``(R, q)`` are the sizes of the groups. ``budget`` is that of the method's

@@ -47,14 +47,14 @@ class SparseVLMParams(BasePolicyParams):
 def _native(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """One stage: kept tokens in raster order, then cluster means, of the layer's output."""
     language = tokens.require_language()
-    score = rater_attention(language, params.layer, tokens.count)
+    score = _rater_attention(language, params.layer, tokens.count)
     count = min(budget, tokens.count - 1)
     kept = rank_descending(score)[:, :count].sort(dim=1).values
     states = visual_span(language, language.states(params.layer), tokens.count, dim=1)
-    sources = recycled_tokens(score, kept)
-    count = cluster_count(sources.shape[1])
+    sources = _recycled_tokens(score, kept)
+    count = _cluster_count(sources.shape[1])
     members = density_peak_clusters(gather_rows(states, sources), count, break_ties=False)
-    merged = cluster_means(members, gather_rows(states, sources))
+    merged = _cluster_means(members, gather_rows(states, sources))
     none = kept.new_full((tokens.batch, merged.shape[1]), -1)
     rows = torch.cat([gather_rows(states, kept).float(), merged], dim=1)
     return PublishedSelection(tuple(torch.cat([kept, none], dim=1)), tuple(rows))
@@ -70,23 +70,23 @@ def _native(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> Publi
 def sparsevlm(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The tokens with most attention from visually relevant text tokens, averaged over heads."""
     language = tokens.require_language()
-    order = rank_descending(rater_attention(language, params.layer, tokens.count))
+    order = rank_descending(_rater_attention(language, params.layer, tokens.count))
     extra = 0
     if params.recycle:
-        extra = min(cluster_count(recycled_count(tokens.count - budget)), budget // 2)
+        extra = min(_cluster_count(_recycled_count(tokens.count - budget)), budget // 2)
     picks = order[:, : budget - extra]
     if extra == 0:
         return ReferenceSelection(picks)
     # As published, clusters are computed from the layer's states; their means are of the rows that
     # enter the language model, because the mean becomes one of those rows.
-    sources = order[:, picks.shape[1] :][:, : recycled_count(tokens.count - picks.shape[1])]
+    sources = order[:, picks.shape[1] :][:, : _recycled_count(tokens.count - picks.shape[1])]
     states = visual_span(language, language.states(params.layer), tokens.count, dim=1)
     members = density_peak_clusters(gather_rows(states, sources), extra)
-    merged = cluster_means(members, gather_rows(tokens.output, sources))
+    merged = _cluster_means(members, gather_rows(tokens.output, sources))
     return ReferenceSelection(picks, extra=merged.to(tokens.output.dtype))
 
 
-def find_raters(language: LanguagePrefix, count: int) -> Tensor:
+def _find_raters(language: LanguagePrefix, count: int) -> Tensor:
     """Raters ``(B, Lt)`` bool: text tokens with above-average similarity to the visual tokens.
 
     Similarity is the softmax over text tokens of dot products of input embeddings, averaged over
@@ -102,34 +102,34 @@ def find_raters(language: LanguagePrefix, count: int) -> Tensor:
     return torch.where(above.any(dim=1, keepdim=True), above, text)
 
 
-def rater_attention(language: LanguagePrefix, layer: int, count: int) -> Tensor:
+def _rater_attention(language: LanguagePrefix, layer: int, count: int) -> Tensor:
     """Attention of the raters, averaged over heads and then raters, ``(B, N)`` float32."""
-    rate = find_raters(language, count).float()
+    rate = _find_raters(language, count).float()
     attention = language.attention(require_layer(language, layer)).float().mean(dim=1)
     visual = visual_span(language, attention, count)
     total = matmul_each(rate[:, None, :], visual)[:, 0]
     return total / rate.sum(dim=1, keepdim=True)
 
 
-def recycled_tokens(score: Tensor, kept: Tensor) -> Tensor:
+def _recycled_tokens(score: Tensor, kept: Tensor) -> Tensor:
     """Pruned tokens that are recycled ``(B, n)``, by descending score ``(B, N)``."""
     pruned = score.shape[1] - kept.shape[1]
     rest = score.masked_fill(mask_from_indices(kept, score.shape[1]), -torch.inf)
-    return rank_descending(rest)[:, : recycled_count(pruned)]
+    return rank_descending(rest)[:, : _recycled_count(pruned)]
 
 
-def cluster_means(members: Tensor, rows: Tensor) -> Tensor:
+def _cluster_means(members: Tensor, rows: Tensor) -> Tensor:
     """Mean row of each cluster ``(B, C, D)`` float32; ``members`` is a one-hot membership."""
     total = matmul_each(members.transpose(1, 2), rows.float())
     return total / (members.sum(dim=1) + 1e-6)[:, :, None]
 
 
-def recycled_count(pruned: int) -> int:
+def _recycled_count(pruned: int) -> int:
     """Number of recycled tokens among ``pruned`` ones."""
     return min(pruned, int(0.3 * pruned) + 1)
 
 
-def cluster_count(recycled: int) -> int:
+def _cluster_count(recycled: int) -> int:
     """Number of clusters into which ``recycled`` tokens are merged."""
     return int(recycled / 10) + 1
 

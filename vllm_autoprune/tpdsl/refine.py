@@ -385,7 +385,7 @@ def pool_tokens(budget: int, tokens: VisualTokens) -> RefinedTokens:
     return replace(kept, features=rows.to(tokens.features.dtype))
 
 
-def split_into_bands(budget: int, height: int, width: int) -> tuple[int, ...]:
+def _split_into_bands(budget: int, height: int, width: int) -> tuple[int, ...]:
     """Cells of each horizontal band, top to bottom: K cells in all, about as high as wide."""
     bands = round((budget * height / width) ** 0.5)
     bands = max(-(-budget // width), min(bands, height, budget))
@@ -397,7 +397,7 @@ def _cells(budget: int, grid: Grid) -> tuple[Tensor, Tensor]:
     """Weights ``(K, N)`` of all tokens in each cell, and the token at its centre ``(K,)``."""
     weights, centres = [], []
     for tile, share in enumerate(split_over_tiles(budget, grid.tiles)):
-        bands = split_into_bands(share, grid.height, grid.width) if share else ()
+        bands = _split_into_bands(share, grid.height, grid.width) if share else ()
         vertical = _overlaps(len(bands), grid.height)
         for band, cells in enumerate(bands):
             row = int((band + 0.5) * grid.height / len(bands))

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import JsonValue
 
@@ -36,7 +36,7 @@ from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy, material
 from vllm_autoprune.tpdsl.registry import ATOMS, default_call
 from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, safety_check, synthetic_probes
 from vllm_autoprune.tpdsl.state import PruningState, required_inputs
-from vllm_autoprune.tpdsl.tokens import VisualTokens, split_over_tiles
+from vllm_autoprune.tpdsl.tokens import split_over_tiles
 
 Kind = Literal["changed", "added", "removed", "reordered"]
 
@@ -57,52 +57,37 @@ class Change:
 
 
 def list_changes(before: JsonValue, after: JsonValue, where: str = "") -> tuple[Change, ...]:
-    """All differences between two documents, in the order of the first."""
+    """All differences between two documents, in the order of the first.
+
+    Items of lists with the same name are compared with each other, whatever their positions.
+    """
     if isinstance(before, dict) and isinstance(after, dict):
-        return _objects(before, after, where)
-    if isinstance(before, list) and isinstance(after, list):
-        return _lists(before, after, where)
-    if type(before) is type(after) and before == after:
+        old: dict[Any, Any] = {key: key for key in before}
+        new: dict[Any, Any] = {key: key for key in after}
+    elif isinstance(before, list) and isinstance(after, list):
+        old, new = _index_by_name(before), _index_by_name(after)
+    elif type(before) is type(after) and before == after:
         return ()
-    return (Change(where, "changed", before, after),)
-
-
-def _objects(
-    before: Mapping[str, JsonValue], after: Mapping[str, JsonValue], where: str
-) -> tuple[Change, ...]:
-    differences: list[Change] = []
-    for key in dict.fromkeys((*before, *after)):
-        below = child_pointer(where, key)
-        if key not in after:
-            differences.append(Change(below, "removed", before[key], None))
-        elif key not in before:
-            differences.append(Change(below, "added", None, after[key]))
+    else:
+        return (Change(where, "changed", before, after),)
+    items: tuple[Any, Any] = (before, after)
+    changes: list[Change] = []
+    for name in dict.fromkeys((*old, *new)):
+        if name not in new:
+            below = child_pointer(where, old[name])
+            changes.append(Change(below, "removed", items[0][old[name]], None))
+        elif name not in old:
+            below = child_pointer(where, new[name])
+            changes.append(Change(below, "added", None, items[1][new[name]]))
         else:
-            differences += list_changes(before[key], after[key], below)
-    return tuple(differences)
-
-
-def _lists(
-    before: Sequence[JsonValue], after: Sequence[JsonValue], where: str
-) -> tuple[Change, ...]:
-    """Compare items of the same name with each other, whatever their positions."""
-    old, new = _index_by_name(before), _index_by_name(after)
-    differences: list[Change] = []
-    for name, index in old.items():
-        below = child_pointer(where, index)
-        if name in new:
-            differences += list_changes(before[index], after[new[name]], below)
-        else:
-            differences.append(Change(below, "removed", before[index], None))
-    for name, index in new.items():
-        if name not in old:
-            differences.append(Change(child_pointer(where, index), "added", None, after[index]))
+            below = child_pointer(where, old[name])
+            changes += list_changes(items[0][old[name]], items[1][new[name]], below)
     order = [name for name in old if name in new]
     reordered = [name for name in new if name in old]
-    if order != reordered:
-        names: list[list[JsonValue]] = [[name for name, _ in row] for row in (order, reordered)]
-        differences.append(Change(where, "reordered", names[0], names[1]))
-    return tuple(differences)
+    if isinstance(before, list) and order != reordered:
+        was, now = ([name for name, _ in names] for names in (order, reordered))
+        changes.append(Change(where, "reordered", was, now))
+    return tuple(changes)
 
 
 def _index_by_name(items: Sequence[JsonValue]) -> dict[tuple[str, int], int]:
@@ -147,14 +132,14 @@ NEAREST = {
 
 
 @dataclass(frozen=True, slots=True)
-class InstructionFree:
+class _InstructionFree:
     """The variant, and every field in which it differs from the original state."""
 
     state: PruningState
     changes: tuple[Change, ...]
 
 
-def instruction_free(state: PruningState, name: str | None = None) -> InstructionFree:
+def instruction_free(state: PruningState, name: str | None = None) -> _InstructionFree:
     """Variant with the same budget, pool, quota and reassembly that reads no instruction.
 
     Signals that read the instruction are dropped; the others keep their weights, since only the
@@ -189,30 +174,22 @@ def instruction_free(state: PruningState, name: str | None = None) -> Instructio
     why["/provenance"] = "scores of the original state do not apply to the variant"
     variant = PruningState.model_validate(after)
     _refuse_readers(variant)
-    return InstructionFree(
-        variant,
-        tuple(
-            replace(change, why=_reason(change.where, why))
-            for change in list_changes(before, variant.model_dump(mode="json"))
-        ),
-    )
+    changes = []
+    for change in list_changes(before, variant.model_dump(mode="json")):
+        reasons = (reason for start, reason in why.items() if change.where.startswith(start))
+        changes.append(replace(change, why=next(reasons, "")))
+    return _InstructionFree(variant, tuple(changes))
 
 
 def _question_free(call: BasePolicyCall) -> tuple[JsonValue, str]:
     """The base policy's own form without the question, else the most similar policy; and why."""
     policy = BASE_POLICIES[call.name]
-    if policy.core is not None:
-        params: JsonValue = policy.question_free_params(call.params).model_dump(mode="json")
-        return {
-            "name": call.name,
-            "params": params,
-        }, "the same policy in its form that reads no question"
-    other, reason = NEAREST[call.name]
-    return {"name": other, "params": {}}, reason
-
-
-def _reason(where: str, why: dict[str, str]) -> str:
-    return next((reason for start, reason in why.items() if where.startswith(start)), "")
+    if policy.core is None:
+        other, reason = NEAREST[call.name]
+        return {"name": other, "params": {}}, reason
+    params: JsonValue = policy.question_free_params(call.params).model_dump(mode="json")
+    reason = "the same policy in its form that reads no question"
+    return {"name": call.name, "params": params}, reason
 
 
 def _refuse_readers(state: PruningState) -> None:
@@ -238,7 +215,7 @@ _MAX_R_MIN = 640
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class _Resolved:
     """A field that depends on budget or backbone but is unchanged, with its resolved meaning."""
 
     where: str
@@ -256,7 +233,7 @@ class Transfer:
     state: PruningState
     policy: PruningPolicy
     changes: tuple[Change, ...]
-    resolved: tuple[Resolved, ...]
+    resolved: tuple[_Resolved, ...]
 
 
 def transfer(
@@ -289,15 +266,15 @@ def transfer(
 
 def check_transfer(transferred: Transfer, backbone: BackboneShape | None = None) -> SafetyRecord:
     """Safety check of a transferred policy, on images with the inputs of the backbone."""
-    probes = synthetic_probes(min(transferred.policy.budget, MAX_PROBED_BUDGET))
-    if backbone is None or backbone.has_cls or transferred.policy.budget > MAX_PROBED_BUDGET:
-        return safety_check(transferred.policy)
-    return safety_check(transferred.policy, [_without_cls(probe) for probe in probes])
-
-
-def _without_cls(tokens: VisualTokens) -> VisualTokens:
-    """The same images as from a tower without [CLS], where attention is a mean over queries."""
-    return replace(tokens, tower=replace(tokens.require_tower(), cls=None))
+    policy = transferred.policy
+    if backbone is None or backbone.has_cls or policy.budget > MAX_PROBED_BUDGET:
+        return safety_check(policy)
+    # From a tower without [CLS], where attention is a mean over queries.
+    probes = [
+        replace(probe, tower=replace(probe.require_tower(), cls=None))
+        for probe in synthetic_probes(policy.budget)
+    ]
+    return safety_check(policy, probes)
 
 
 def state_document(state: PruningState) -> dict[str, JsonValue]:
@@ -389,12 +366,12 @@ def _renamed(name: str, budget: int, backbone: BackboneShape | None) -> str:
     return match["stem"][: 128 - len(suffix)] + suffix
 
 
-def _resolved(policy: PruningPolicy, backbone: BackboneShape | None) -> tuple[Resolved, ...]:
+def _resolved(policy: PruningPolicy, backbone: BackboneShape | None) -> tuple[_Resolved, ...]:
     """Every field that depends on budget or backbone, with its meaning in the new state."""
     state = policy.state
     fields = [
-        Resolved("/budget/atom", state.budget.atom, _describe_budget(policy, backbone)),
-        Resolved(
+        _Resolved("/budget/atom", state.budget.atom, _describe_budget(policy, backbone)),
+        _Resolved(
             "/constraints/selector/atom",
             state.constraints.selector.atom,
             f"at most {policy.quota} exchanges, at least {policy.r_min} reference tokens stay",
@@ -402,23 +379,23 @@ def _resolved(policy: PruningPolicy, backbone: BackboneShape | None) -> tuple[Re
     ]
     if state.core is not None:
         means = f"{policy.core} core tokens, {policy.budget - policy.core} by the question"
-        fields.append(Resolved("/core/share", state.core.share, means))
+        fields.append(_Resolved("/core/share", state.core.share, means))
     view = state.source.tokens
     if backbone and backbone.tiles > 1 and isinstance(view, ProjectedView | EmbeddedView):
         scope = "within each tile" if view.tile_scope == "per_tile" else "across all tiles"
         means = f"redundancy is measured {scope}"
-        fields.append(Resolved("/source/tokens/tile_scope", view.tile_scope, means))
+        fields.append(_Resolved("/source/tokens/tile_scope", view.tile_scope, means))
     no_cls = backbone is not None and not backbone.has_cls
     if no_cls and "cls_attention" in policy.base.needs_of(state.base_policy.params):
-        fields.append(Resolved("/base_policy/name", policy.base.name, _NO_CLS))
+        fields.append(_Resolved("/base_policy/name", policy.base.name, _NO_CLS))
     for index, call in enumerate(state.scoring.signals):
         where = f"/scoring/signals/{index}"
         if isinstance(call, Relevance):
             means = "as the backbone defines it" if backbone is None else f"{backbone.sign} here"
-            fields.append(Resolved(f"{where}/sign", call.sign, f"sign of relevance: {means}"))
+            fields.append(_Resolved(f"{where}/sign", call.sign, f"sign of relevance: {means}"))
         if no_cls and "cls_attention" in ATOMS.of(call).needs_of(call):
             means = f"{_NO_CLS}, or a softmax along the mean token"
-            fields.append(Resolved(f"{where}/atom", call.atom, means))
+            fields.append(_Resolved(f"{where}/atom", call.atom, means))
     return tuple(fields)
 
 

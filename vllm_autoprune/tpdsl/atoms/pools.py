@@ -43,9 +43,7 @@ class PartitionCall(AtomCall):
     """An atom that labels tokens."""
 
 
-class GridPartition(PartitionCall):
-    """Parameters of spatial_grid_partition."""
-
+class _GridPartition(PartitionCall):
     cells: int = Field(4, ge=2, le=12, description="cells per side of each tile")
 
 
@@ -75,8 +73,8 @@ def feature_cluster_partition(call: ClusterPartition, tokens: VisualTokens) -> T
     return spherical_kmeans(tokens.cosine, call.clusters, call.iters)[0]
 
 
-@atom("candidate_pool", GridPartition)
-def spatial_grid_partition(call: GridPartition, tokens: VisualTokens) -> Tensor:
+@atom("candidate_pool", _GridPartition)
+def spatial_grid_partition(call: _GridPartition, tokens: VisualTokens) -> Tensor:
     """Label tokens by their cell in a regular grid over each tile."""
     cells, _ = _grid_cells(tokens.grid, call.cells, tokens.features.device)
     return cells.expand(tokens.batch, -1)
@@ -103,11 +101,11 @@ class PoolCall(AtomCall):
         return grid.tokens - picked
 
 
-class SourceCall(PoolCall):
+class _SourceCall(PoolCall):
     """A pool builder that may be a source of ``multi_source_pool_builder``."""
 
 
-class SizedPool(SourceCall):
+class SizedPool(_SourceCall):
     """A pool builder with a pool size relative to K."""
 
     pool_ratio: float | None = Field(
@@ -123,7 +121,7 @@ class SizedPool(SourceCall):
         return _size(self.pool_ratio, grid, picked)
 
 
-class CoveragePool(SourceCall):
+class CoveragePool(_SourceCall):
     """Parameters of spatial_coverage_pool_builder."""
 
     cells: int = Field(6, ge=2, le=12, description="cells a side, within each tile")
@@ -206,7 +204,7 @@ def _within_tiles(rows: Tensor, some: Tensor, others: Tensor, grid: Grid) -> Ten
     return rows.gather(2, place).masked_fill_(apart, 0.0)
 
 
-Source = Annotated[SourceCall, OneOf("candidate_pool", SourceCall)]
+Source = Annotated[_SourceCall, OneOf("candidate_pool", _SourceCall)]
 
 
 class JoinedPool(PoolCall):
@@ -215,8 +213,8 @@ class JoinedPool(PoolCall):
     pool_ratio: float = Field(2.0, ge=0.25, le=16.0, description="pool size as a multiple of K")
     sources: Annotated[tuple[Source, ...], Field(min_length=1, max_length=8, strict=False)] = Field(
         default_factory=lambda: (
-            default_call(SourceCall, "quality_pool_builder"),
-            default_call(SourceCall, "spatial_coverage_pool_builder"),
+            default_call(_SourceCall, "quality_pool_builder"),
+            default_call(_SourceCall, "spatial_coverage_pool_builder"),
         ),
         description="builders whose pools are united",
     )

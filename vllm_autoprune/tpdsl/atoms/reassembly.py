@@ -40,17 +40,13 @@ from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, declare
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 
-class SoftCall(AtomCall):
-    """Parameters of the soft assignment."""
-
+class _SoftCall(AtomCall):
     tau: float = Field(
         0.1, ge=0.01, le=1.0, description="temperature; small values approach the nearest anchor"
     )
 
 
-class LocalCall(AtomCall):
-    """Parameters of the local assignment."""
-
+class _LocalCall(AtomCall):
     radius: int = Field(3, ge=1, le=12, description="largest distance of an anchor, in tokens")
 
 
@@ -59,12 +55,12 @@ def _assign_nearest(call: AtomCall, similarity: Tensor, indices: Tensor, grid: G
     return _one_hot(similarity.argmax(dim=2), similarity)
 
 
-def _assign_soft(call: SoftCall, similarity: Tensor, indices: Tensor, grid: Grid) -> Tensor:
+def _assign_soft(call: _SoftCall, similarity: Tensor, indices: Tensor, grid: Grid) -> Tensor:
     """Softmax of cosine / tau over all anchors."""
     return (similarity / call.tau).softmax(dim=2)
 
 
-def _assign_local(call: LocalCall, similarity: Tensor, indices: Tensor, grid: Grid) -> Tensor:
+def _assign_local(call: _LocalCall, similarity: Tensor, indices: Tensor, grid: Grid) -> Tensor:
     """All of it to the most similar anchor within the radius and the tile, if there is one."""
     near = _neighbourhood(grid, call.radius, similarity.device)[indices].transpose(1, 2)
     nearby = similarity.masked_fill(~near, -torch.inf)
@@ -84,9 +80,7 @@ def _one_hot(owner: Tensor, similarity: Tensor) -> Tensor:
     return torch.zeros_like(similarity).scatter_(2, owner[:, :, None], 1.0)
 
 
-class GatedCall(AtomCall):
-    """Parameters of semantic_gated."""
-
+class _GatedCall(AtomCall):
     gate_quantile: float = Field(
         0.5, ge=0.0, le=0.95, description="share of tokens, the least relevant ones, with weight 0"
     )
@@ -110,7 +104,7 @@ def _weigh_similarity_weighted(
 
 
 def _weigh_semantic_gated(
-    call: GatedCall, tokens: VisualTokens, similarity: Tensor, indices: Tensor
+    call: _GatedCall, tokens: VisualTokens, similarity: Tensor, indices: Tensor
 ) -> Weights:
     """Normalised relevance to the instruction; 0 below the gate quantile."""
     instruction = tokens.require_instruction()
@@ -315,19 +309,19 @@ class _Level:
 ASSIGNMENTS = (
     _Level("nearest", _assign_nearest, "Assign each discarded token to its most similar kept one"),
     _Level(
-        "soft", _assign_soft, "Assign each discarded token to all kept ones by softmax", SoftCall
+        "soft", _assign_soft, "Assign each discarded token to all kept ones by softmax", _SoftCall
     ),
     _Level(
         "local",
         _assign_local,
         "Assign each discarded token to the most similar kept one nearby",
-        LocalCall,
+        _LocalCall,
     ),
 )
 AGGREGATIONS = (
     _Level("mean", _weigh_mean, "equally"),
     _Level("similarity_weighted", _weigh_similarity_weighted, "by similarity"),
-    _Level("semantic_gated", _weigh_semantic_gated, "by relevance above a quantile", GatedCall),
+    _Level("semantic_gated", _weigh_semantic_gated, "by relevance above a quantile", _GatedCall),
 )
 OUTPUTS = (
     _Level("residual", _form_residual, "move the kept row towards their mean", BlendCall),
@@ -389,7 +383,7 @@ class Recipe:
             "reassembly",
             calls,
             self,
-            needs=frozenset({"instruction"} if GatedCall in calls else ()),
+            needs=frozenset({"instruction"} if _GatedCall in calls else ()),
             origin="printed" if self.cell in PRINTED else "listed",
             doc=f"{assign}, weight them {aggregate}, {form}; {order}.",
         )

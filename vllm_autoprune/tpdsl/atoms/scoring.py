@@ -43,13 +43,13 @@ ROUNDS = 5
 """Iterations of k-means in cluster_centroid_representativeness."""
 
 
-class SignalCall(AtomCall):
+class _SignalCall(AtomCall):
     """A scoring atom with its weight in the fusion."""
 
     weight: float = Field(1.0, ge=0.0, le=4.0, description="exponent or factor in the fusion")
 
 
-class Relevance(SignalCall):
+class Relevance(_SignalCall):
     """Parameters of instruction_guided_visual_relevance."""
 
     sign: Literal["auto", "+", "-"] = Field(
@@ -65,9 +65,7 @@ class Relevance(SignalCall):
     )
 
 
-class Attention(SignalCall):
-    """Parameters of attention_proxy_saliency."""
-
+class _Attention(_SignalCall):
     temperature: float = Field(
         1.0, ge=0.25, le=4.0, description="above 1 flattens the attention distribution"
     )
@@ -78,9 +76,7 @@ class Attention(SignalCall):
     )
 
 
-class Centrality(SignalCall):
-    """Parameters of spatial_centrality_prior."""
-
+class _Centrality(_SignalCall):
     sigma: float = Field(
         0.5, ge=0.15, le=2.0, description="width of the Gaussian, in half tile widths"
     )
@@ -92,17 +88,13 @@ class Centrality(SignalCall):
     )
 
 
-class Redundancy(SignalCall):
-    """Parameters of redundancy_density_penalty."""
-
+class _Redundancy(_SignalCall):
     m: int | None = Field(
         8, ge=1, le=64, description="number of most similar tokens in the mean; null: all others"
     )
 
 
-class Contrast(SignalCall):
-    """Parameters of local_contrast_saliency."""
-
+class _Contrast(_SignalCall):
     radius: int = Field(1, ge=1, le=3, description="neighbourhood in tokens (Chebyshev distance)")
     neighbours: Literal["window", "four_wrapped"] = added(
         "window",
@@ -112,49 +104,35 @@ class Contrast(SignalCall):
     )
 
 
-class Norm(SignalCall):
-    """Parameters of visual_token_norm_saliency."""
-
+class _Norm(_SignalCall):
     p: int = Field(
         2, ge=1, le=2, description="order of the norm: 1, sum of absolute values; 2, Euclidean"
     )
 
 
-class ClusterCentroid(SignalCall):
-    """Parameters of cluster_centroid_representativeness."""
-
+class _ClusterCentroid(_SignalCall):
     clusters: int = Field(16, ge=2, le=64, description="number of clusters of the image's features")
 
 
-class GlobalMean(SignalCall):
-    """Parameters of global_mean_representativeness."""
-
+class _GlobalMean(_SignalCall):
     scope: Literal["image", "tile"] = Field("image", description="tokens in the mean")
 
 
-class ChannelEntropy(SignalCall):
-    """Parameters of channel_entropy_informativeness."""
-
+class _ChannelEntropy(_SignalCall):
     temperature: float = Field(
         1.0, ge=0.25, le=4.0, description="above 1 flattens the distribution over channels"
     )
 
 
-class Confidence(SignalCall):
-    """Parameters of reference_selection_confidence."""
-
+class _Confidence(_SignalCall):
     floor: float = Field(0.0, ge=0.0, le=0.5, description="value of tokens that were not picked")
 
 
-class Detail(SignalCall):
-    """Parameters of local_detail_energy."""
-
+class _Detail(_SignalCall):
     radius: int = Field(1, ge=1, le=3, description="the window has 2 radius + 1 tokens per side")
 
 
-class Dissimilarity(SignalCall):
-    """Parameters of mean_dissimilarity_saliency."""
-
+class _Dissimilarity(_SignalCall):
     scale_variance: bool = Field(
         False, description="divide every channel by its deviation in the image first"
     )
@@ -163,7 +141,7 @@ class Dissimilarity(SignalCall):
     )
 
 
-Signal = Annotated[SignalCall, OneOf("scoring")]
+Signal = Annotated[_SignalCall, OneOf("scoring")]
 
 
 def instruction_relevance(
@@ -228,11 +206,11 @@ def centre_distance(grid: Grid, device: torch.device) -> Tensor:
 
 @atom(
     "scoring",
-    Attention,
+    _Attention,
     needs=frozenset({"cls_attention"}),
     reads=lambda call: frozenset({"cls_attention"} if call.measure == "attention" else ()),
 )
-def attention_proxy_saliency(call: Attention, tokens: VisualTokens, picks: Tensor) -> Tensor:
+def attention_proxy_saliency(call: _Attention, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Attention of [CLS] to each token; without [CLS], softmax of its part along the mean token."""
     if call.measure == "norm_and_place":
         central = torch.exp(-centre_distance(tokens.grid, tokens.features.device))
@@ -245,8 +223,8 @@ def attention_proxy_saliency(call: Attention, tokens: VisualTokens, picks: Tenso
     return ((features * mean).sum(dim=-1) / call.temperature).softmax(dim=-1)
 
 
-@atom("scoring", Centrality)
-def spatial_centrality_prior(call: Centrality, tokens: VisualTokens, picks: Tensor) -> Tensor:
+@atom("scoring", _Centrality)
+def spatial_centrality_prior(call: _Centrality, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Gaussian of the token's distance from the centre of its tile."""
     grid, device = tokens.grid, tokens.features.device
     if call.bias is not None:
@@ -259,8 +237,8 @@ def spatial_centrality_prior(call: Centrality, tokens: VisualTokens, picks: Tens
     return prior.repeat(grid.tiles).expand(tokens.batch, tokens.count)
 
 
-@atom("scoring", Redundancy)
-def redundancy_density_penalty(call: Redundancy, tokens: VisualTokens, picks: Tensor) -> Tensor:
+@atom("scoring", _Redundancy)
+def redundancy_density_penalty(call: _Redundancy, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Negative mean cosine to the m most similar other tokens of the tile or image."""
     cosine = tokens.scoped_cosine
     others = cosine.shape[-1] - 1
@@ -272,8 +250,8 @@ def redundancy_density_penalty(call: Redundancy, tokens: VisualTokens, picks: Te
     return tokens.by_image(-mean_of_largest_others(cosine, m))
 
 
-@atom("scoring", Contrast)
-def local_contrast_saliency(call: Contrast, tokens: VisualTokens, picks: Tensor) -> Tensor:
+@atom("scoring", _Contrast)
+def local_contrast_saliency(call: _Contrast, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """One minus the mean cosine to the tokens within the radius on the grid."""
     # The per-tile cosines are cached, so the features are not read again.
     grid = tokens.grid
@@ -283,8 +261,8 @@ def local_contrast_saliency(call: Contrast, tokens: VisualTokens, picks: Tensor)
     return tokens.by_image(1 - mean)
 
 
-@atom("scoring", Norm)
-def visual_token_norm_saliency(call: Norm, tokens: VisualTokens, picks: Tensor) -> Tensor:
+@atom("scoring", _Norm)
+def visual_token_norm_saliency(call: _Norm, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Norm of the token's feature vector: Euclidean or sum of absolute values."""
     if tokens.merged is not None:  # before the merger: of a token's patches, not of their mean
         return tokens.require_merger_input().norms[:, :, call.p - 1].float()
@@ -293,16 +271,18 @@ def visual_token_norm_saliency(call: Norm, tokens: VisualTokens, picks: Tensor) 
     return tokens.features.float().abs().sum(dim=-1)
 
 
-@atom("scoring", ClusterCentroid)
+@atom("scoring", _ClusterCentroid)
 def cluster_centroid_representativeness(
-    call: ClusterCentroid, tokens: VisualTokens, picks: Tensor
+    call: _ClusterCentroid, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
     """Cosine to the centroid of the token's cluster (spherical k-means on features)."""
     return spherical_kmeans(tokens.cosine, call.clusters, ROUNDS)[1].amax(dim=2)
 
 
-@atom("scoring", GlobalMean, origin="listed")
-def global_mean_representativeness(call: GlobalMean, tokens: VisualTokens, picks: Tensor) -> Tensor:
+@atom("scoring", _GlobalMean, origin="listed")
+def global_mean_representativeness(
+    call: _GlobalMean, tokens: VisualTokens, picks: Tensor
+) -> Tensor:
     """Cosine to the mean direction of all tokens of the image, or of the tile."""
     cosine = tokens.cosine if call.scope == "image" else tokens.tile_cosine
     along = cosine.sum(dim=-1)
@@ -310,23 +290,25 @@ def global_mean_representativeness(call: GlobalMean, tokens: VisualTokens, picks
     return tokens.by_image(along / length)
 
 
-@atom("scoring", ChannelEntropy, origin="listed")
+@atom("scoring", _ChannelEntropy, origin="listed")
 def channel_entropy_informativeness(
-    call: ChannelEntropy, tokens: VisualTokens, picks: Tensor
+    call: _ChannelEntropy, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
     """Entropy of the softmax over absolute channel values, divided by its maximum."""
     logs = (tokens.features.float().abs() / call.temperature).log_softmax(dim=-1)
     return -(logs.exp() * logs).sum(dim=-1) / math.log(max(2, logs.shape[-1]))
 
 
-@atom("scoring", Confidence, origin="listed")
-def reference_selection_confidence(call: Confidence, tokens: VisualTokens, picks: Tensor) -> Tensor:
+@atom("scoring", _Confidence, origin="listed")
+def reference_selection_confidence(
+    call: _Confidence, tokens: VisualTokens, picks: Tensor
+) -> Tensor:
     """Rank of the token among the base policy's picks: 1 for the first, falling to the floor."""
     return call.floor + (1 - call.floor) * pick_confidence(picks, tokens.count)
 
 
-@atom("scoring", Detail, origin="extension")
-def local_detail_energy(call: Detail, tokens: VisualTokens, picks: Tensor) -> Tensor:
+@atom("scoring", _Detail, origin="extension")
+def local_detail_energy(call: _Detail, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Variance of feature directions in a window: high on text, edges and texture."""
     # The variance of unit vectors in a window is one minus the mean of their pairwise cosines,
     # which two average poolings of the cached cosines give.
@@ -340,8 +322,10 @@ def local_detail_energy(call: Detail, tokens: VisualTokens, picks: Tensor) -> Te
     return tokens.by_image(1 - means.diagonal(dim1=1, dim2=2))
 
 
-@atom("scoring", Dissimilarity, origin="extension")
-def mean_dissimilarity_saliency(call: Dissimilarity, tokens: VisualTokens, picks: Tensor) -> Tensor:
+@atom("scoring", _Dissimilarity, origin="extension")
+def mean_dissimilarity_saliency(
+    call: _Dissimilarity, tokens: VisualTokens, picks: Tensor
+) -> Tensor:
     """Minus the mean cosine to all other tokens of the tile or image (Cen-Prune's weight)."""
     across = tokens.tile_scope == "global"
     rows = (tokens.features if across else tokens.by_tile(tokens.features)).float()
@@ -350,14 +334,12 @@ def mean_dissimilarity_saliency(call: Dissimilarity, tokens: VisualTokens, picks
     return tokens.by_image(map_weight(mean_dissimilarity(rows), call.curve))
 
 
-def run_signal(call: SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:
+def run_signal(call: _SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Compute the signal of a call, ``(B, N)`` float32."""
     return run(Tensor, call, tokens, picks).float()
 
 
-class ProductFusion(AtomCall):
-    """Parameters of weighted_product_fusion."""
-
+class _ProductFusion(AtomCall):
     eps: float = Field(
         1e-3,
         ge=1e-6,
@@ -369,9 +351,7 @@ class ProductFusion(AtomCall):
     )
 
 
-class ConfidenceFusion(ProductFusion):
-    """Parameters of reference_confidence_weighted_product_fusion."""
-
+class _ConfidenceFusion(_ProductFusion):
     beta: float = Field(
         0.5, ge=0.0, le=4.0, description="relative gain of the base policy's first pick"
     )
@@ -392,9 +372,9 @@ def weighted_sum_fusion(
     return total
 
 
-@atom("score_fusion", ProductFusion)
+@atom("score_fusion", _ProductFusion)
 def weighted_product_fusion(
-    call: ProductFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
+    call: _ProductFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
 ) -> Tensor:
     """Product of the signals, each raised to the power of its weight (equation 11)."""
     total = torch.zeros_like(signals[0])
@@ -403,9 +383,9 @@ def weighted_product_fusion(
     return min_max_normalise((total / sum(weights)).exp()) if call.normalised else total.exp()
 
 
-@atom("score_fusion", ConfidenceFusion)
+@atom("score_fusion", _ConfidenceFusion)
 def reference_confidence_weighted_product_fusion(
-    call: ConfidenceFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
+    call: _ConfidenceFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
 ) -> Tensor:
     """Weighted product, increased for tokens that the base policy picked early."""
     gain = 1 + call.beta * pick_confidence(picks, signals[0].shape[1])
@@ -428,16 +408,12 @@ class Kernel:
     quality: Tensor
 
 
-class CosineKernel(AtomCall):
-    """Parameters of pairwise_cosine_kernel."""
-
+class _CosineKernel(AtomCall):
     clamp_negative: bool = Field(False, description="count negative cosines as 0")
     shifted: bool = added(False, description="(1 + cosine) / 2, within 0 to 1")
 
 
-class ConditionalKernel(AtomCall):
-    """Parameters of runtime_conditional_similarity_kernel."""
-
+class _ConditionalKernel(AtomCall):
     theta: float | None = Field(
         None,
         ge=0.0,
@@ -476,8 +452,8 @@ def conditional_kernel(
     return Kernel(tokens.cosine, sharpen(min_max_normalise(r, eps), theta))
 
 
-@atom("similarity_kernel", CosineKernel)
-def pairwise_cosine_kernel(call: CosineKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
+@atom("similarity_kernel", _CosineKernel)
+def pairwise_cosine_kernel(call: _CosineKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
     """Cosine of token features, independent of token quality."""
     cosine = tokens.cosine.clamp_min(0) if call.clamp_negative else tokens.cosine
     if call.shifted:
@@ -485,9 +461,9 @@ def pairwise_cosine_kernel(call: CosineKernel, tokens: VisualTokens, g: Tensor) 
     return Kernel(cosine, torch.ones_like(g))
 
 
-@atom("similarity_kernel", ConditionalKernel)
+@atom("similarity_kernel", _ConditionalKernel)
 def runtime_conditional_similarity_kernel(
-    call: ConditionalKernel, tokens: VisualTokens, g: Tensor
+    call: _ConditionalKernel, tokens: VisualTokens, g: Tensor
 ) -> Kernel:
     """Cosine of token features, scaled on both sides by the normalised token quality."""
     return conditional_kernel(tokens, g, call.eps, call.theta)

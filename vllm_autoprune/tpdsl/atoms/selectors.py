@@ -48,7 +48,7 @@ class SelectorCall(AtomCall):
         return None
 
 
-class PreservingSelector(SelectorCall):
+class _PreservingSelector(SelectorCall):
     """A selector that exchanges nothing."""
 
     def bounds(self, budget: int) -> tuple[int, int]:
@@ -99,26 +99,20 @@ class ResidualSelector(BoundedSelector):
     )
 
 
-class MarginSelector(BoundedSelector):
-    """Parameters of reference_margin_gated_exchange_selector."""
-
+class _MarginSelector(BoundedSelector):
     margin: float = Field(
         0.05, ge=0.0, le=1.0, description="smallest gain in quality of an exchange"
     )
 
 
-class StrictSelector(BoundedSelector):
-    """Parameters of reference_strict_margin_exchange_selector."""
-
+class _StrictSelector(BoundedSelector):
     margin: float = Field(
         0.1, ge=0.0, le=2.0, description="smallest relative gain in quality of an exchange"
     )
     max_sim: float = Field(0.95, ge=0.5, le=1.0, description="largest cosine to any kept token")
 
 
-class CappedSelector(BoundedSelector):
-    """Parameters of constrained_pool_dpp_selector."""
-
+class _CappedSelector(BoundedSelector):
     cell_cap: int = Field(
         4,
         ge=1,
@@ -128,9 +122,7 @@ class CappedSelector(BoundedSelector):
     )
 
 
-class MarginalSelector(BoundedSelector):
-    """Parameters of maximal_marginal_relevance_pool_selector."""
-
+class _MarginalSelector(BoundedSelector):
     lam: float = Field(
         0.7, ge=0.0, le=1.0, description="weight of quality; 1 - lam is the weight of similarity"
     )
@@ -259,17 +251,17 @@ def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
     return kept & ~mask_from_indices(revision.start.indices, count)
 
 
-@atom("selection_constraints", MarginSelector)
+@atom("selection_constraints", _MarginSelector)
 def reference_margin_gated_exchange_selector(
-    call: MarginSelector, revision: SelectorInputs
+    call: _MarginSelector, revision: SelectorInputs
 ) -> Tensor:
     """Exchange as the residual selector, where quality rises by at least the margin."""
     return _exchange_pairs(revision, lambda gain, loss: gain - loss >= call.margin)
 
 
-@atom("selection_constraints", PreservingSelector, origin="listed")
+@atom("selection_constraints", _PreservingSelector, origin="listed")
 def reference_strict_preservation_selector(
-    call: PreservingSelector, revision: SelectorInputs
+    call: _PreservingSelector, revision: SelectorInputs
 ) -> Tensor:
     """Keep the reference selection unchanged, so that the base policy alone decides."""
     return revision.reference
@@ -318,9 +310,9 @@ def _exchange_in_sequence(revision: SelectorInputs, admits: Admits) -> Tensor:
     return kept
 
 
-@atom("selection_constraints", StrictSelector)
+@atom("selection_constraints", _StrictSelector)
 def reference_strict_margin_exchange_selector(
-    call: StrictSelector, revision: SelectorInputs
+    call: _StrictSelector, revision: SelectorInputs
 ) -> Tensor:
     """Exchange for a relative gain in quality, never for a token too similar to a kept one."""
 
@@ -334,11 +326,11 @@ def reference_strict_margin_exchange_selector(
 
 @atom(
     "selection_constraints",
-    MarginalSelector,
+    _MarginalSelector,
     origin="listed",
 )
 def maximal_marginal_relevance_pool_selector(
-    call: MarginalSelector, revision: SelectorInputs
+    call: _MarginalSelector, revision: SelectorInputs
 ) -> Tensor:
     """Exchange for tokens of higher maximal marginal relevance than the replaced ones."""
 
@@ -385,8 +377,8 @@ def runtime_reference_anchor_pool_dpp_selector(
     return _anchored_dpp(revision, conditional_kernel(revision.tokens, r))
 
 
-@atom("selection_constraints", CappedSelector)
-def constrained_pool_dpp_selector(call: CappedSelector, revision: SelectorInputs) -> Tensor:
+@atom("selection_constraints", _CappedSelector)
+def constrained_pool_dpp_selector(call: _CappedSelector, revision: SelectorInputs) -> Tensor:
     """Anchored DPP with a cap on the kept tokens of each part of the state's partition."""
     return revision.select_anchored(
         revision.kernel.similarity,

@@ -73,7 +73,7 @@ class ReferencePrior(PriorCall):
     floor: float = Field(0.0, ge=0.0, le=0.9, description="factor of tokens outside the selection")
 
 
-class WeightedPrior(PriorCall):
+class _WeightedPrior(PriorCall):
     """A prior of 1 for the tokens of a selection and 1 - weight for all others."""
 
     weight: float = Field(
@@ -95,7 +95,7 @@ class _RegisteredPolicyName:
         return core_schema.literal_schema(list(BASE_POLICIES))
 
 
-class ExternalPolicy(WeightedPrior):
+class ExternalPolicy(_WeightedPrior):
     """Parameters of external_policy."""
 
     policy: Annotated[str, _RegisteredPolicyName()] = Field(
@@ -168,8 +168,8 @@ def external_policy(call: ExternalPolicy, known: PriorInputs) -> Tensor:
     return _prior(mask_from_indices(picks, known.tokens.count), 1 - call.weight)
 
 
-@atom("token_source_base_policy", WeightedPrior)
-def native_teacher_mask_prior(call: WeightedPrior, known: PriorInputs) -> Tensor:
+@atom("token_source_base_policy", _WeightedPrior)
+def native_teacher_mask_prior(call: _WeightedPrior, known: PriorInputs) -> Tensor:
     """As reference_mask_prior (floor = 1 - weight), for what the policy's published code keeps."""
     teacher = BASE_POLICIES[known.policy.name]
     native = teacher.native(known.policy.params, known.tokens, known.budget)
@@ -254,9 +254,7 @@ class RatioBudget(BudgetCall):
         return min(self.floor, self.ceiling), self.ceiling
 
 
-class TileBudget(BudgetCall):
-    """Parameters of per_tile_budget."""
-
+class _TileBudget(BudgetCall):
     k: int = Field(32, ge=1, le=65536, description="tokens kept per tile")
     ceiling: int = Field(640, ge=1, le=65536, description="largest K of an image")
 
@@ -288,8 +286,8 @@ def ratio_budget(call: RatioBudget, tokens: int, tiles: int) -> int:
     return min(call.ceiling, max(call.floor, int(share)))
 
 
-@atom("budget_control", TileBudget, origin="extension")
-def per_tile_budget(call: TileBudget, tokens: int, tiles: int) -> int:
+@atom("budget_control", _TileBudget, origin="extension")
+def per_tile_budget(call: _TileBudget, tokens: int, tiles: int) -> int:
     """Keep k tokens per tile of an image, at most the ceiling in all."""
     return min(call.ceiling, call.k * tiles)
 
