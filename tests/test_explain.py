@@ -41,7 +41,7 @@ def test_a_trace_agrees_with_the_selection(changes: dict[str, object]) -> None:
         quality, exchanged = image.quality, exchanged + len(image.entered)
         pairs = zip(*(sorted(quality[t] for t in group) for group in (image.entered, image.left)),
                     strict=True)  # fmt: skip
-        assert all(entered > left for entered, left in pairs)
+        assert all(entered > removed for entered, removed in pairs)
     assert exchanged > 0
 
 

@@ -64,7 +64,7 @@ def test_panels_show_image_selection_and_every_signal() -> None:
         *(signal.atom.replace("_", " ") for signal in trace.signals),
     ]
     assert panels[1].lit == trace.reference
-    assert (panels[2].left, panels[2].entered) == (trace.left, trace.entered)
+    assert (panels[2].removed, panels[2].entered) == (trace.left, trace.entered)
     assert (panels[3].lit, panels[3].owners) == (trace.kept, trace.owners)
     assert "weight 4" in [panel.detail for panel in panels]
     assert sample.summary.startswith("sample (") and "keeps 12 of 36" in sample.summary
@@ -121,10 +121,10 @@ def test_marks_are_drawn_on_their_tokens() -> None:
             for y in range(sheet.height - 60)
             if sheet.getpixel((x, y)) == colour
         ]
-        left, top = (min(place[axis] for place in pixels) for axis in (0, 1))
-        right, bottom = (max(place[axis] for place in pixels) for axis in (0, 1))
-        assert (right - left + 1, bottom - top + 1) == (size, size), colour
-        corners[colour] = left, top
+        x1, y1 = (min(place[axis] for place in pixels) for axis in (0, 1))
+        x2, y2 = (max(place[axis] for place in pixels) for axis in (0, 1))
+        assert (x2 - x1 + 1, y2 - y1 + 1) == (size, size), colour
+        corners[colour] = x1, y1
     right, down = (corners[ENTERED][axis] - corners[LEFT][axis] for axis in (0, 1))
     assert (right, down) == (-size, size)  # token 3 is row 0, column 3; token 8 row 1, column 2
 

@@ -20,14 +20,14 @@ class Panel:
     """One copy of the picture.
 
     ``heat`` has one value for each token; ``lit`` are the tokens that are not dimmed, None means
-    all. ``left``, ``entered``, ``core`` and ``owners`` are as in :class:`Trace`.
+    all. ``removed`` are those that left; others are as in :class:`Trace`.
     """
 
     title: str
     detail: str
     heat: tuple[float, ...] | None = None
     lit: tuple[int, ...] | None = None
-    left: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
     entered: tuple[int, ...] = ()
     core: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
@@ -187,13 +187,13 @@ def draw_panel(base: Image.Image, panel: Panel, grid: Grid, size: int) -> Image.
             tint = Image.new("RGB", (size, size), groups[owner])
             box = box_of(token)
             dimmed.paste(Image.blend(base.crop(box), tint, _GROUP), box[:2])
-    for token in (*panel.lit, *panel.left):
+    for token in (*panel.lit, *panel.removed):
         box = box_of(token)
-        if token not in panel.left:
+        if token not in panel.removed:
             dimmed.paste(base.crop(box), box[:2])
         if panel.owners:
             _draw_mark(pen, box, groups[token], max(2, size // 7))
-        elif token in panel.left:
+        elif token in panel.removed:
             _draw_mark(pen, box, LEFT, 2 * line + 1, "-")
         elif token in panel.entered:
             _draw_mark(pen, box, ENTERED, 2 * line + 1, "+")
@@ -206,9 +206,9 @@ def _draw_mark(
     pen: ImageDraw.ImageDraw, box: _Box, colour: Colour, line: int, sign: str = ""
 ) -> None:
     """Draw a frame and a sign in it, which tells exchanged tokens apart without colour."""
-    left, top, right, bottom = box
-    pen.rectangle((left, top, right - 1, bottom - 1), outline=colour, width=line)
-    x, y, size = (left + right) // 2, (top + bottom) // 2, right - left
+    x1, y1, x2, y2 = box
+    pen.rectangle((x1, y1, x2 - 1, y2 - 1), outline=colour, width=line)
+    x, y, size = (x1 + x2) // 2, (y1 + y2) // 2, x2 - x1
     arm, thick = size // 4, max(2, size // 9)
     if sign:
         pen.line((x - arm, y, x + arm, y), colour, thick)
@@ -222,7 +222,7 @@ def _draw_legend(pen: ImageDraw.ImageDraw, place: tuple[int, int], panels: Seque
     marks = [(_STAYED, "kept", "")]
     if any(panel.core for panel in panels):
         marks = [(CORE, "core, kept for every question", ""), (_STAYED, "delta", "")]
-    if any(panel.left or panel.entered for panel in panels):
+    if any(panel.removed or panel.entered for panel in panels):
         marks += [(LEFT, "swapped out", "-"), (ENTERED, "swapped in", "+")]
 
     def write(words: str, x: int) -> int:
