@@ -62,6 +62,12 @@ def describe_priority() -> str:
     return f"nice {os.getpriority(os.PRIO_PROCESS, 0)}"
 
 
+def read_api_key() -> dict[str, str]:
+    """The header of ``OPENAI_API_KEY``, where it is set."""
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def open_loop(
     due: Sequence[tuple[T, float]],
     now: Callable[[], float],
@@ -131,10 +137,8 @@ class Sender:
 
     def begin(self, options: RunOptions) -> None:
         """Read the bodies, warm up the server, and report to the coordinator."""
-        key = os.environ.get("OPENAI_API_KEY")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._options = options
-        self._client = Client(options.url, self._now, options.patience, headers)
+        self._client = Client(options.url, self._now, options.patience, read_api_key())
         try:
             self._prepared = load_prepared(options.workload)
         except BenchmarkError as error:

@@ -20,7 +20,7 @@ from benchmarks.common import BenchmarkError, StrictModel
 from benchmarks.common.client import read_journal
 from benchmarks.common.report import command_line, log_progress
 from benchmarks.common.shapes import write_llava
-from benchmarks.load.client import raise_priority
+from benchmarks.load.client import raise_priority, read_api_key
 from benchmarks.load.compare import Point, Run
 from benchmarks.load.result import RECORDS, RESULT, Result, read_result
 from benchmarks.load.settings import (
@@ -291,6 +291,7 @@ def run(options: RunOptions) -> Result:
     """
     model = load_prepared(options.workload).workload.model
     with reporting_failures(options.url), ServerClient(options.url) as client:
+        client.http.headers.update(read_api_key())
         names = client.list_models()
     if model not in names:
         raise BenchmarkError(
