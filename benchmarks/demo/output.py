@@ -21,21 +21,7 @@ from benchmarks.common import BenchmarkError
 from benchmarks.common.client import Record
 from benchmarks.common.report import Table, environment, show_stage
 from benchmarks.common.shapes import TOKENS, KvLayout, count_visual_tokens, read_kv_layout
-from benchmarks.demo.measure import (
-    ANSWER_TOKENS,
-    FULL,
-    PRUNED,
-    USERS,
-    WIDTH,
-    Answers,
-    Configuration,
-    Guard,
-    Keep,
-    Settings,
-    Speed,
-    measure_answers,
-    measure_speed,
-)
+from benchmarks.demo import measure
 from benchmarks.demo.picture import NAMES, draw_example
 from benchmarks.yardsticks.examples import CLIP, LLAVA, Example, draw_examples, grade_answers
 from vllm_autoprune import load_state
@@ -63,7 +49,7 @@ _Z = 1.96
 class Row:
     """One configuration. Shares lie between 0 and 1; tokens and bytes are means over questions."""
 
-    configuration: Configuration
+    configuration: measure.Configuration
     accuracy: float
     half_width: float
     accuracy_plus: float
@@ -88,17 +74,17 @@ class Results:
     kv_formula: str
     dtype: str
     environment: Mapping[str, str]
-    speed: Speed
+    speed: measure.Speed
     seconds: float = 0.0
 
-    def row(self, keep: Keep, budget: int | None = None) -> Row:
+    def row(self, keep: measure.Keep, budget: int | None = None) -> Row:
         """The row of one configuration."""
-        wanted = Configuration(keep, budget)
+        wanted = measure.Configuration(keep, budget)
         return next(row for row in self.rows if row.configuration == wanted)
 
     def verdict(self, budget: int = 8) -> str:
         """The result at one budget, in a sentence."""
-        keeps: tuple[Keep, ...] = ("reference", "state", "resized", "random")
+        keeps: tuple[measure.Keep, ...] = ("reference", "state", "resized", "random")
         shares = [f"{NAMES[k]} {100 * self.row(k, budget).accuracy:.1f} %" for k in keeps]
         full = self.row("full")
         fewer = full.prompt_tokens / self.row("state", budget).prompt_tokens
@@ -130,7 +116,7 @@ def half_width(examples: Sequence[Example], answers: Sequence[str]) -> float:
 
 
 def _build_row(
-    configuration: Configuration,
+    configuration: measure.Configuration,
     examples: Sequence[Example],
     answers: Sequence[Record],
     layout: KvLayout,
@@ -153,6 +139,7 @@ def _build_row(
 def _format_summary(results: Results) -> str:
     """The table and its notes as Markdown."""
     speed, machine, k = results.speed, results.environment, _SHOWN_BUDGET
+    users = f"{measure.USERS} at once"
     three = (speed.stock, speed.resized, speed.pruned)
     small = (results.row("full"), results.row("resized", k), results.row("state", k))
     questions = ("/".join(f"{spread.median:,.0f}" for spread in row.questions) for row in three)
@@ -166,8 +153,8 @@ def _format_summary(results: Results) -> str:
         ("prompt tokens of a request", *(f"{row.prompt_tokens}" for row in three)),
         ("KV cache of a request, MB", *(f"{row.kv_bytes / 1e6:.1f}" for row in three)),
         ("first token, alone, ms", *(f"{row.alone.median:,.0f}" for row in three)),
-        (f"first token, {USERS} at once, ms", *(f"{row.together.median:,.0f}" for row in three)),
-        (f"requests/s, {USERS} at once", *(f"{row.requests_per_second:.2f}" for row in three)),
+        (f"first token, {users}, ms", *(f"{row.together.median:,.0f}" for row in three)),
+        (f"requests/s, {users}", *(f"{row.requests_per_second:.2f}" for row in three)),
         ("first token, question 1/2/3, ms", *questions),
         heading("mini-LLaVA, trained", results.visual_tokens, k),
         ("prompt tokens of a request", *(f"{row.prompt_tokens:.1f}" for row in small)),
@@ -185,8 +172,8 @@ def _format_summary(results: Results) -> str:
     notes = (
         "Large: LLaVA-1.5's shape at half its width, 4 language layers and 2 of the tower, in "
         f"{machine['dtype of local servers']}. Medians of {alone.count} requests alone "
-        f"and {speed.stock.together.count} at once, each of {ANSWER_TOKENS} tokens and on a new "
-        f"image; quartiles alone: {quartiles(alone)} stock, "
+        f"and {speed.stock.together.count} at once, each of {measure.ANSWER_TOKENS} tokens and on "
+        f"a new image; quartiles alone: {quartiles(alone)} stock, "
         f"{quartiles(speed.pruned.alone)} pruned. {machine['cores']} cores at a load average of "
         f"{machine['load average']}: other work changes such times. Resized and pruned have the "
         "same number of tokens; their times differ by more than the selection takes.",
@@ -201,18 +188,22 @@ def _format_summary(results: Results) -> str:
     return "\n".join([table, "", *(f"- {note}" for note in notes)]) + "\n"
 
 
-def measure(settings: Settings, guard: Guard) -> tuple[Results, Sequence[Example], Answers]:
+def _measure(
+    settings: measure.Settings, guard: measure.Guard
+) -> tuple[Results, Sequence[Example], measure.Answers]:
     """Measure all servers, one after the other; ``guard`` ends the running one."""
     settings.out.mkdir(parents=True, exist_ok=True)
     layout = read_kv_layout(settings.model, settings.dtype)
     with show_stage("draw scenes"):
         examples = draw_examples("test", settings.scenes)
-    answers = measure_answers(settings, examples, guard)
+    answers = measure.measure_answers(settings, examples, guard)
     *_, everything = answers
-    pairs = list(zip(answers[FULL], answers[everything], strict=True))
+    pairs = list(zip(answers[measure.FULL], answers[everything], strict=True))
     same = sum((a.text, a.prompt_tokens) == (b.text, b.prompt_tokens) for a, b in pairs)
     results = Results(
-        rows=tuple(_build_row(c, examples, answers[c], layout) for c in (FULL, *PRUNED)),
+        rows=tuple(
+            _build_row(c, examples, answers[c], layout) for c in (measure.FULL, *measure.PRUNED)
+        ),
         control={"same_answers": same, "asked": len(pairs)},
         questions=len(examples),
         scenes=settings.scenes,
@@ -220,15 +211,15 @@ def measure(settings: Settings, guard: Guard) -> tuple[Results, Sequence[Example
         kv_formula=layout.formula,
         dtype=settings.dtype,
         environment=environment(),
-        speed=measure_speed(settings.out, guard),
+        speed=measure.measure_speed(settings.out, guard),
     )
     return results, examples, answers
 
 
-def run_demo(options: argparse.Namespace, guard: Guard) -> None:
+def run_demo(options: argparse.Namespace, guard: measure.Guard) -> None:
     """The whole demo."""
     start = time.monotonic()
-    settings = Settings(
+    settings = measure.Settings(
         model=options.model or LLAVA,
         text_tower=options.text_tower or CLIP,
         state=options.state,
@@ -241,7 +232,10 @@ def run_demo(options: argparse.Namespace, guard: Guard) -> None:
     load_state(settings.state)  # fails here rather than after a minute
     dtype = choose_dtype()
     # By the time that a product of the large model takes now.
-    rows, weight = torch.randn(TOKENS, WIDTH), torch.randn(11008 * WIDTH // 4096, WIDTH)
+    rows, weight = (
+        torch.randn(TOKENS, measure.WIDTH),
+        torch.randn(11008 * measure.WIDTH // 4096, measure.WIDTH),
+    )
     if dtype == "bfloat16":
         rows, weight = rows.bfloat16(), weight.bfloat16()
     seconds = timeit.repeat(lambda: torch.nn.functional.linear(rows, weight), number=1, repeat=5)
@@ -250,7 +244,7 @@ def run_demo(options: argparse.Namespace, guard: Guard) -> None:
     print(introduction, file=sys.stderr, flush=True)
     # Busy-waiting threads of torch in the client would slow the server that is measured.
     torch.set_num_threads(1)
-    results, examples, answers = measure(settings, guard)
+    results, examples, answers = _measure(settings, guard)
     with show_stage("picture"):
         picture = draw_example(settings, examples, answers)
     results = dataclasses.replace(results, seconds=time.monotonic() - start)

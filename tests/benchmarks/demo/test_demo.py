@@ -234,7 +234,7 @@ def test_the_start_says_dtype_and_duration_on_this_machine(
 ) -> None:
     monkeypatch.setattr(output, "choose_dtype", lambda **_: "float32")
     monkeypatch.setattr("timeit.repeat", lambda *_, **__: [0.9, 0.1, 0.1])
-    monkeypatch.setattr(output, "measure", lambda *_: sys.exit(3))
+    monkeypatch.setattr(output, "_measure", lambda *_: sys.exit(3))
     with pytest.raises(SystemExit):
         main(["--out", str(tmp_path)])
     # 140 s + 1,100 x 0.1 s
