@@ -14,12 +14,18 @@ from typing import Any, Protocol
 import openai
 from openai import AsyncOpenAI
 
-from offline_search.candidates import MAX_REPLY_CHARACTERS, Draft, parse_list, parse_proposal
+from offline_search.candidates import (
+    MAX_REPLY_CHARACTERS,
+    Draft,
+    list_schema,
+    parse_list,
+    parse_proposal,
+    proposal_schema,
+)
 from offline_search.components import JsonObject, SelectionProgram
 from offline_search.ledger import Attempt, Clock, Cost, Ledger, ProgramRecord, ReplyRecord
 from offline_search.programs import run_program
 from offline_search.prompt import Messages, repair_list_prompt, repair_prompt
-from offline_search.schema import list_schema, proposal_schema
 from offline_search.settings import Settings
 from vllm_autoprune.errors import ConfigError, Problem
 

@@ -48,13 +48,13 @@ from offline_search.ledger import (
     SummaryRecord,
     WinnerRecord,
 )
+from offline_search.prompt import summarize
 from offline_search.proposer import ProposalClient, Proposer, SpendingLimits
 from offline_search.report import describe_leader, format_interval
 from offline_search.rounds import RoundEvaluator
 from offline_search.settings import RACED_PER_PLACE, Settings
 from offline_search.strategies import STRATEGIES
 from offline_search.strategies.strategy import Round
-from offline_search.summary import summarize
 from vllm_autoprune.errors import EvaluationFailed, SearchError
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.state import PruningState

@@ -72,11 +72,12 @@ class EvoPrompting:
 
 def draw_parents(population: Sequence[Trial], rng: Random) -> list[Trial]:
     """Two different parents, each with a probability inverse to its rank."""
-    parent = _draw_by_rank(population, rng)
-    return [parent, _draw_by_rank([trial for trial in population if trial is not parent], rng)]
+    parent = draw_by_rank(population, rng)
+    return [parent, draw_by_rank([trial for trial in population if trial is not parent], rng)]
 
 
-def _draw_by_rank(population: Sequence[Trial], rng: Random) -> Trial:
+def draw_by_rank(population: Sequence[Trial], rng: Random) -> Trial:
+    """One trial, with a probability inverse to its rank."""
     return rng.choices(population, [1 / (1 + rank) for rank in range(len(population))])[0]
 
 

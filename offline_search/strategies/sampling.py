@@ -33,7 +33,7 @@ from offline_search.search_space import (
     sample_proposal,
 )
 from offline_search.settings import Settings
-from offline_search.strategies.language_model import request_improvements
+from offline_search.strategies.language_model import draw_by_rank, request_improvements
 from offline_search.strategies.strategy import Round
 from vllm_autoprune.errors import ConfigError, Problem
 
@@ -239,10 +239,10 @@ class AutoPrunePlus:
     def _sample(self, origin: str, study: _TpeStudy, best: Sequence[Trial], rng: Random) -> Draft:
         if origin == "tpe":
             return _sample_draft("tpe", study.suggest(), self._settings)
-        parents = [_draw_parent(best, rng)]
+        parents = [draw_by_rank(best[:_BEST_STRUCTURES], rng)]
         if origin == "crossover":
             others = [trial for trial in best if trial is not parents[0]]
-            parents.append(_draw_parent(others or best, rng))
+            parents.append(draw_by_rank((others or best)[:_BEST_STRUCTURES], rng))
         choices = [choices_of_state(trial.require_state(), self._settings) for trial in parents]
         rate = _MUTATION_RATE if origin == "mutation" else 0.0
         proposal = sample_proposal(_ParentSource(choices, rate, rng), self._settings)
@@ -281,9 +281,3 @@ class _ParentSource:
     def _inherit(self, name: str) -> Choice | None:
         known = [parent[name] for parent in self._parents if name in parent]
         return self._rng.choice(known) if known else None
-
-
-def _draw_parent(best: Sequence[Trial], rng: Random) -> Trial:
-    """One of the best structures, with a probability inverse to its rank."""
-    candidates = best[:_BEST_STRUCTURES]
-    return rng.choices(candidates, [1 / (1 + rank) for rank in range(len(candidates))])[0]

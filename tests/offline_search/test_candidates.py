@@ -17,13 +17,14 @@ from offline_search.candidates import (
     Draft,
     assemble_state,
     list_purposes,
+    list_schema,
     paper_state,
     parse_list,
     parse_proposal,
+    proposal_schema,
 )
 from offline_search.components import JsonObject, compact_json
 from offline_search.prompt import describe_task
-from offline_search.schema import list_schema, proposal_schema
 from offline_search.search_space import RandomSource, sample_proposal
 from offline_search.settings import Settings
 from tests.offline_search.synthetic import BUDGET, HOSTILE, valid_replies

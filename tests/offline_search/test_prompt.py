@@ -16,9 +16,14 @@ from offline_search.candidates import (
 )
 from offline_search.history import History, Trial
 from offline_search.ledger import ProposalRecord, Status, TrialRecord
-from offline_search.prompt import crossover_prompt, list_prompt, proposal_prompt, repair_list_prompt
+from offline_search.prompt import (
+    crossover_prompt,
+    list_prompt,
+    proposal_prompt,
+    repair_list_prompt,
+    summarize,
+)
 from offline_search.settings import Settings
-from offline_search.summary import summarize
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.state import PruningState
