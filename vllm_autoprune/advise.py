@@ -241,6 +241,7 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
         """Seconds by part, where ``template + shared`` tokens are in the prefix cache."""
         prefix = traffic.template + shared
         cached = prefix // traffic.block * traffic.block if traffic.block else 0
+        # The template comes first in the prompt, so its blocks are the first to be found.
         image = visual - max(cached - traffic.template, 0)
         text = max(traffic.template - cached, 0) + traffic.prompt
         seconds = (front_end, tower, selections * timings.selection, timings.request)
@@ -251,7 +252,9 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
     for way in WAYS:
         visual = traffic.tokens if way == "stock" else traffic.budget
         selects, reads = way not in ("stock", "resized"), way in ("question-reading", "split")
+        # Pruning happens behind the tower; only a smaller image spares it work.
         tower = timings.tower * (visual / traffic.tokens if way == "resized" else 1.0)
+        # The core and the delta of a split are chosen one after the other.
         selections = 2 if way == "split" and core else int(selects)
         shared = {"question-reading": 0, "split": core}.get(way, visual)
         front_end = timings.decode_image + timings.processor

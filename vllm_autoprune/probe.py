@@ -233,6 +233,7 @@ def solve_rounds(rounds: Sequence[Round], selection: float | None, url: str) -> 
     if more <= 0 or longer <= 0:
         what = f"a prompt of {more:g} more tokens takes no longer"
         raise _error(url, what, "probe an idle server, or give --prefill-ms-per-token")
+    # Prompts without an image: what more tokens take is prefill, the rest every request takes.
     per_token = longer / more
     request = max(short - per_token * length, 0.0)
     # What an image adds outside the engine, a new one and one that was processed before.
@@ -246,6 +247,7 @@ def solve_rounds(rounds: Sequence[Round], selection: float | None, url: str) -> 
     decode_image, processor, front_end = None, None, 0.0
     if added:
         front_end = max(median(new for new, _ in added), 0.0)
+        # The server keeps what its processor made of an image, but decodes each image again.
         decode_image = min(max(median(known for _, known in added), 0.0), front_end)
         processor = front_end - decode_image
     tower = median(each.new_image.ttft for each in rounds)

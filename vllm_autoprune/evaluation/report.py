@@ -158,6 +158,7 @@ def _rows(
         case_scores, case_figures = scores[case.name], figures[case.name]
         if not benchmarks <= case_scores.keys():
             continue
+        # Not a number where no pair has two scores.
         plus, length = case_figures.accuracy_plus, _mean_length(contents, case)
         others = {"to_full": figures[full.name], "to_base": figures.get(case.base),
                   "to_resized": controls.get(case.budget)}  # fmt: skip

@@ -233,6 +233,7 @@ async def _score_answers(
     the server's reason. Raises :class:`ConfigError` where it rejects every state, or any choice.
     """
     server = AsyncServerClient(settings.url, settings.max_in_flight)
+    # One queue for all workers, so that requests about one image stay close to each other.
     queue, done = iter(pairs), list[Answer]()
     refusals = Refusals(settings.url, [case for case, _ in pairs], journal.contents)
 

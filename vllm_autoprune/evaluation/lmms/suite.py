@@ -287,6 +287,7 @@ class LmmsSuite:
         progress.begin(total, total - len(todo))
         if not todo:
             return
+        # Before the first task, which may take hours.
         self._lmms_eval.check()
         problems = [p for url in {server.url: 0 for server, _ in todo} for p in self._problems(url)]
         if problems:
