@@ -73,23 +73,17 @@ class FakeServer:
     """``perf_counter`` just before each delta of a request was written."""
 
 
-@dataclass(frozen=True)
-class _Settings:
-    respond: _Respond
-    model: str | None
-    pages: Pages
-    serves: int | None
-
-
 class _Server(socketserver.ThreadingTCPServer):
     """One thread for each connection; :meth:`close` ends all threads and closes every socket."""
 
     allow_reuse_address = True
     request_queue_size = 128
 
-    def __init__(self, port: int, settings: _Settings) -> None:
+    def __init__(
+        self, port: int, respond: _Respond, model: str | None, pages: Pages, serves: int | None
+    ) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
-        self.settings = settings
+        self.respond, self.model, self.pages, self.serves = respond, model, pages, serves
         self.record = FakeServer(f"http://127.0.0.1:{self.server_address[1]}")
         self.stop, self.lock = threading.Event(), threading.Lock()
         self._open: set[socket.socket] = set()
@@ -138,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing."""
 
     def do_GET(self) -> None:
-        page = self.server.settings.pages.get(self.path)
+        page = self.server.pages.get(self.path)
         text = page() if callable(page) else page
         self._write_whole(*((404, "not found") if text is None else (200, text)))
 
@@ -146,19 +140,19 @@ class _Handler(BaseHTTPRequestHandler):
         begin = time.perf_counter()
         self.close_connection = True
         body: Body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server, settings = self.server, self.server.settings
+        server = self.server
         with server.lock:
             server.record.seen.append(body)
             seen = len(server.record.seen)
-        if settings.serves is not None and seen > settings.serves:
+        if server.serves is not None and seen > server.serves:
             server.refuse()
-        elif settings.model is not None and body.get("model") != settings.model:
+        elif server.model is not None and body.get("model") != server.model:
             self._write_error(404, f"The model `{body.get('model')}` does not exist.")
         else:
             self._reply(body, begin)
 
     def _reply(self, body: Body, begin: float) -> None:
-        reply = self.server.settings.respond(body)
+        reply = self.server.respond(body)
         if reply.drop:
             return
         if reply.status != 200:
@@ -253,15 +247,8 @@ def fake_server(
         "/version": '{"version": "mock"}',
         "/metrics": "vllm:kv_cache_usage_perc 0.25\n",
     }
-    server = _Server(
-        port,
-        _Settings(
-            respond=(lambda body: reply) if isinstance(reply, Reply) else reply,
-            model=model,
-            pages={**standard, **(pages or {})},
-            serves=serves,
-        ),
-    )
+    answer = (lambda body: reply) if isinstance(reply, Reply) else reply
+    server = _Server(port, answer, model, {**standard, **(pages or {})}, serves)
     try:
         yield server.record
     finally:
