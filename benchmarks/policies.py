@@ -191,16 +191,16 @@ def read_evidence(state: PruningState) -> Evidence | None:
         return None
 
 
-def with_evidence(state: PruningState, evidence: Evidence) -> PruningState:
-    """The state with this evidence; its digest stays the same, as provenance is outside it."""
-    scores = evidence.model_dump(mode="json", exclude_none=True)
-    changes = {"evaluated_on": _EVALUATED_ON, "scores": scores}
-    provenance = state.provenance.model_copy(update=changes)
-    return state.model_copy(update={"provenance": provenance})
+def write_state(state: PruningState, path: Path, evidence: Evidence | None = None) -> None:
+    """Write a state with all of its defaults, so that later releases serve the same policy.
 
-
-def write_state(state: PruningState, path: Path) -> None:
-    """Write a state with all of its defaults, so that later releases serve the same policy."""
+    Evidence goes into the provenance, which is outside the digest.
+    """
+    if evidence is not None:
+        scores = evidence.model_dump(mode="json", exclude_none=True)
+        changes = {"evaluated_on": _EVALUATED_ON, "scores": scores}
+        provenance = state.provenance.model_copy(update=changes)
+        state = state.model_copy(update={"provenance": provenance})
     path.write_text(_format_json(json.loads(state.dumps())) + "\n", encoding="utf-8")
 
 
@@ -222,18 +222,16 @@ def _format_json(value: JsonValue, indent: int = 0, key: str = "") -> str:
 
 def build(folder: Path) -> None:
     """Write every shipped state and delete the files of states that no longer exist."""
-    names = set()
-    for entry in build_states(folder):
-        state, path = entry.state, folder / f"{entry.state.name}.json"
-        names.add(state.name)
+    entries = {entry.state.name: entry for entry in build_states(folder)}
+    for name, entry in entries.items():
+        path = folder / f"{name}.json"
         evidence = read_evidence(load_state(path)) if path.exists() else None
-        if evidence and entry.carries_evidence and evidence.behaviour == _behaviour(state):
-            state = with_evidence(state, evidence)
-        write_state(state, path)
+        valid = evidence and evidence.behaviour == _behaviour(entry.state)
+        write_state(entry.state, path, evidence if valid and entry.carries_evidence else None)
     for path in folder.glob("*.json"):
-        if path.stem not in names:
+        if path.stem not in entries:
             path.unlink()
-    print(f"{len(names)} states in {folder.name}/")
+    print(f"{len(entries)} states in {folder.name}/")
 
 
 def _behaviour(state: PruningState) -> str:
@@ -272,16 +270,11 @@ def measure(folder: Path, scenes: int, budgets: Sequence[int], again: bool) -> N
             )
             print("   ", *(f"K={row.budget}: {row.accuracy}" for row in rows), file=sys.stderr)
         measured[behaviour] = evidence
-        write_state(with_evidence(state, evidence), folder / f"{name}.json")
+        write_state(state, folder / f"{name}.json", evidence)
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Answers to all questions at one budget: which are right, and the mean prompt length."""
-
-    budget: int
-    right: list[bool]
-    prompt_tokens: float
+Answers = tuple[int, list[bool], float]
+"""Answers to all questions at a K: which are right, and the mean prompt length."""
 
 
 def _ask(
@@ -305,7 +298,7 @@ def _ask(
                 is_right(output.outputs[0].text, example.answer)
                 for output, example in zip(outputs, examples, strict=True)
             ]
-            measured.append(Answers(budget, right, round(sum(lengths) / len(lengths), 1)))
+            measured.append((budget, right, round(sum(lengths) / len(lengths), 1)))
     finally:
         del engine
         gc.collect()
@@ -319,19 +312,18 @@ def build_rows(
     """Evidence by budget, with the paired difference to the resize control."""
     bootstrap = ClusterBootstrap([example.image_id for example in examples])
     rows = []
-    for state, control in zip(answers, resized, strict=True):
-        score = aggregate(examples, state.right)
-        gains = [100.0 * (a - b) for a, b in zip(state.right, control.right, strict=True)]
-        rows.append(
-            Row(
-                budget=state.budget,
-                accuracy=round(100 * score.accuracy, 2),
-                accuracy_plus=round(100 * score.accuracy_plus, 2),
-                prompt_tokens=state.prompt_tokens,
-                resized=round(100 * aggregate(examples, control.right).accuracy, 2),
-                less_resized=estimate(bootstrap.mean(gains)).rounded(2),
-            )
+    for (budget, right, length), (_, control, _) in zip(answers, resized, strict=True):
+        grades = aggregate(examples, right)
+        gains = [100.0 * (a - b) for a, b in zip(right, control, strict=True)]
+        row = Row(
+            budget=budget,
+            accuracy=round(100 * grades.accuracy, 2),
+            accuracy_plus=round(100 * grades.accuracy_plus, 2),
+            prompt_tokens=length,
+            resized=round(100 * aggregate(examples, control).accuracy, 2),
+            less_resized=estimate(bootstrap.mean(gains)).rounded(2),
         )
+        rows.append(row)
     return tuple(rows)
 
 
