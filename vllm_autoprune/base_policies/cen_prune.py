@@ -28,7 +28,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.tokens import Need, TileScope, VisualTokens, join_tiles, split_over_tiles
+from vllm_autoprune.tpdsl.tokens import TileScope, VisualTokens, join_tiles, split_over_tiles
 
 
 class _CentredParams(BasePolicyParams):
@@ -76,10 +76,6 @@ class CenCDPrunerCoreParams(CenCDPrunerParams):
     relevance: Literal[False] = Field(False, description="a core reads no question")
 
 
-def _reads(params: CenCDPrunerParams) -> frozenset[Need]:
-    return frozenset({"instruction"}) if params.relevance else frozenset()
-
-
 def _condition(params: CenCDPrunerParams, tokens: VisualTokens, fixed: Tensor) -> Conditioned:
     """The centred similarity conditioned on the tokens at fixed ``(B, A)``."""
     similarity, _ = _centred_geometry(params, tokens)
@@ -100,7 +96,7 @@ def _continue(params: CenCDPrunerParams, tokens: VisualTokens, budget: int, star
     needs=frozenset({"instruction"}),
     continuation=_continue,
     condition=_condition,
-    reads=_reads,
+    reads=lambda params: frozenset({"instruction"} if params.relevance else ()),
     core=CenCDPrunerCoreParams,
 )
 def cen_cdpruner(

@@ -112,13 +112,7 @@ def _band_quotas(attention: Tensor, bands: int, count: int) -> Tensor:
     rest = count - take.sum(dim=1, keepdim=True)
     turn = torch.arange(bands, device=take.device).expand(rows, -1)
     place = torch.zeros_like(take).scatter_(1, rank_descending(weight), turn)
-    take = take + (place < rest)
-    return _spread_overflow(take, fair, sizes, count)
-
-
-def _spread_overflow(take: Tensor, fair: Tensor, sizes: Tensor, count: int) -> Tensor:
-    """Quotas ``(R, P)`` of at most ``sizes`` ``(P,)`` that sum to ``count``."""
-    take = torch.minimum(take, sizes)
+    take = torch.minimum(take + (place < rest), sizes)
     for _ in range(count):
         missing = count - take.sum(dim=1, keepdim=True)
         lacking = (fair.nan_to_num() - take).masked_fill(take >= sizes, -torch.inf)

@@ -22,7 +22,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.tokens import Need, VisualTokens, join_tiles, split_over_tiles
+from vllm_autoprune.tpdsl.tokens import VisualTokens, join_tiles, split_over_tiles
 
 _OFFSET = 1e-6
 """Added to the range that importance is divided by, as published."""
@@ -45,12 +45,6 @@ class IDPrunerCoreParams(IDPrunerParams):
     importance: Literal["attention"] = Field("attention", description="a core reads no question")
 
 
-def _reads(params: IDPrunerParams) -> frozenset[Need]:
-    if params.importance == "attention":
-        return frozenset({"cls_attention"})
-    return frozenset({"instruction"})
-
-
 def _select(params: IDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Marginal relevance, starting from the similarity to the given tokens."""
     shares = split_over_tiles(budget, tokens.grid.tiles)
@@ -69,7 +63,9 @@ def _select(params: IDPrunerParams, tokens: VisualTokens, budget: int, start: Gi
     IDPrunerParams,
     needs=frozenset({"cls_attention", "instruction"}),
     continuation=_select,
-    reads=_reads,
+    reads=lambda params: frozenset(
+        {"cls_attention"} if params.importance == "attention" else {"instruction"}
+    ),
     core=IDPrunerCoreParams,
 )
 def idpruner(params: IDPrunerParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:

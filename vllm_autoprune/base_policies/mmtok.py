@@ -19,7 +19,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.tokens import Need, VisualTokens, join_tiles, split_over_tiles
+from vllm_autoprune.tpdsl.tokens import VisualTokens, join_tiles, split_over_tiles
 
 FLOOR = 1e-12
 """Gain at or below which the other tokens come by index."""
@@ -49,13 +49,12 @@ class MMTokCoreParams(MMTokParams):
     words: Literal[False] = Field(False, description="a core reads no question")
 
 
-def _reads(params: MMTokParams) -> frozenset[Need]:
-    return frozenset({"encoder", "words"}) if params.words else frozenset({"encoder"})
-
-
 def _select(params: MMTokParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy coverage, starting from what the given tokens cover."""
-    degrees = _image_degrees(params, tokens)
+    # How well each token covers each token of its tile ``(B * T, n, n)``, and each word.
+    rows = tokens.by_tile(tokens.require_encoder())
+    covers = cosines(rows, rows.norm(dim=-1, keepdim=True)).div_(params.tau_vision).softmax(dim=2)
+    degrees = covers.transpose(1, 2) * (params.alpha / rows.shape[1])
     if params.words:
         degrees = torch.cat([_word_degrees(params, tokens), degrees], dim=2)
     shares = split_over_tiles(budget, tokens.grid.tiles)
@@ -75,19 +74,12 @@ def _select(params: MMTokParams, tokens: VisualTokens, budget: int, start: Given
     MMTokParams,
     needs=frozenset({"encoder", "words"}),
     continuation=_select,
-    reads=_reads,
+    reads=lambda params: frozenset({"encoder", "words"} if params.words else {"encoder"}),
     core=MMTokCoreParams,
 )
 def mmtok(params: MMTokParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Greedy coverage of the question's words and of the image's own tokens."""
     return ReferenceSelection(_select(params, tokens, budget, Given.none(tokens)))
-
-
-def _image_degrees(params: MMTokParams, tokens: VisualTokens) -> Tensor:
-    """How well each token covers each token of its tile, ``(B * T, n, n)``."""
-    rows = tokens.by_tile(tokens.require_encoder())
-    shares = cosines(rows, rows.norm(dim=-1, keepdim=True)).div_(params.tau_vision).softmax(dim=2)
-    return shares.transpose(1, 2) * (params.alpha / rows.shape[1])
 
 
 def _word_degrees(params: MMTokParams, tokens: VisualTokens) -> Tensor:

@@ -227,7 +227,11 @@ def _group_quotas(members: Tensor, distinct: Tensor, budget: int, total: int) ->
     """
     least = members.clamp_max(1)
     most = torch.minimum(members, distinct).clamp_max(5 * math.ceil(budget / 64))
-    most = _raise_until(most, members, budget)
+    # Every bound is raised by the same number until they sum to the budget, if they can.
+    steps = torch.arange(budget + 1, device=most.device)[:, None]
+    raised = torch.minimum(most[:, None] + steps, members[:, None])
+    short = (raised.sum(dim=2) < budget).sum(dim=1).clamp_max(budget)
+    most = raised.gather(1, short[:, None, None].expand(-1, 1, members.shape[1]))[:, 0]
     extra = total - least.sum(dim=1, keepdim=True)
     share = distinct.float() / distinct.sum(dim=1, keepdim=True).float()
     ends = (share.cumsum(dim=1) * extra).round().to(torch.int64)
@@ -238,12 +242,3 @@ def _group_quotas(members: Tensor, distinct: Tensor, budget: int, total: int) ->
     missing = total - take.sum(dim=1, keepdim=True)
     added = torch.minimum((missing - (room.cumsum(dim=1) - room)).clamp_min(0), room)
     return take.scatter_add(1, largest, added)
-
-
-def _raise_until(most: Tensor, members: Tensor, budget: int) -> Tensor:
-    """Raise every bound ``(R, q)`` by the same number until they sum to the budget, if they can."""
-    size = int(members.shape[1])
-    steps = torch.arange(budget + 1, device=most.device)[:, None]
-    raised = torch.minimum(most[:, None] + steps, members[:, None])
-    short = (raised.sum(dim=2) < budget).sum(dim=1).clamp_max(budget)
-    return raised.gather(1, short[:, None, None].expand(-1, 1, size))[:, 0]

@@ -51,7 +51,9 @@ def _native(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> Publi
     count = min(budget, tokens.count - 1)
     kept = rank_descending(score)[:, :count].sort(dim=1).values
     states = visual_span(language, language.states(params.layer), tokens.count, dim=1)
-    sources = _recycled_tokens(score, kept)
+    # Recycled are pruned tokens, by descending score.
+    rest = score.masked_fill(mask_from_indices(kept, tokens.count), -torch.inf)
+    sources = rank_descending(rest)[:, : _recycled_count(tokens.count - count)]
     count = _cluster_count(sources.shape[1])
     members = density_peak_clusters(gather_rows(states, sources), count, break_ties=False)
     merged = _cluster_means(members, gather_rows(states, sources))
@@ -109,13 +111,6 @@ def _rater_attention(language: LanguagePrefix, layer: int, count: int) -> Tensor
     visual = visual_span(language, attention, count)
     total = matmul_each(rate[:, None, :], visual)[:, 0]
     return total / rate.sum(dim=1, keepdim=True)
-
-
-def _recycled_tokens(score: Tensor, kept: Tensor) -> Tensor:
-    """Pruned tokens that are recycled ``(B, n)``, by descending score ``(B, N)``."""
-    pruned = score.shape[1] - kept.shape[1]
-    rest = score.masked_fill(mask_from_indices(kept, score.shape[1]), -torch.inf)
-    return rank_descending(rest)[:, : _recycled_count(pruned)]
 
 
 def _cluster_means(members: Tensor, rows: Tensor) -> Tensor:

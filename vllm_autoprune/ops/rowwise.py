@@ -85,20 +85,15 @@ def positions_in_order(order: Tensor, allowed: Tensor) -> Tensor:
     return last.scatter_(1, order, rising).masked_fill(~allowed, count)
 
 
-def _flatten_indices(at: Tensor, tokens: int) -> Tensor:
-    """Row indices per image ``(B, K)`` as indices ``(B * K,)`` into the rows of the batch."""
-    offset = torch.arange(0, at.shape[0] * tokens, tokens, device=at.device)
-    return (at + offset[:, None]).flatten()
-
-
 def gather_rows(values: Tensor, at: Tensor) -> Tensor:
     """Rows ``(B, K, D)`` of values ``(B, N, D)`` at indices ``(B, K)``.
 
     Copies whole rows, ten times faster than ``gather`` with an expanded index.
     """
     batch, tokens, width = values.shape
+    offset = torch.arange(0, batch * tokens, tokens, device=at.device)[:, None]
     rows = values.reshape(batch * tokens, width)
-    return rows.index_select(0, _flatten_indices(at, tokens)).view(batch, -1, width)
+    return rows.index_select(0, (at + offset).flatten()).view(batch, -1, width)
 
 
 def find_outliers(score: Tensor) -> Tensor:

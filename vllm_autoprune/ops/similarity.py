@@ -267,14 +267,9 @@ def spherical_kmeans(cosine: Tensor, clusters: int, iters: int) -> tuple[Tensor,
     seeds = torch.cat([seed, rest], dim=1)
     near = cosine.gather(2, seeds[:, None, :].expand(-1, tokens, -1))
     for _ in range(iters):
-        near = _to_centroids(cosine, near)
+        member = torch.zeros_like(near).scatter_(2, near.argmax(dim=2, keepdim=True), 1.0)
+        along = matmul_each(cosine, member)
+        squared = (along * member).sum(dim=1, keepdim=True)
+        known = squared > SETTLED
+        near = torch.where(known, along * squared.clamp_min(SETTLED).rsqrt(), near)
     return near.argmax(dim=2), near
-
-
-def _to_centroids(cosine: Tensor, near: Tensor) -> Tensor:
-    """Cosines ``(B, N, C)`` to the centroids of the clusters assigned by the cosines ``near``."""
-    member = torch.zeros_like(near).scatter_(2, near.argmax(dim=2, keepdim=True), 1.0)
-    along = matmul_each(cosine, member)
-    squared = (along * member).sum(dim=1, keepdim=True)
-    known = squared > SETTLED
-    return torch.where(known, along * squared.clamp_min(SETTLED).rsqrt(), near)

@@ -23,7 +23,7 @@ from vllm_autoprune.tpdsl.atoms.reassembly import (
 )
 from vllm_autoprune.tpdsl.atoms.source import PriorCall, ViewCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Atom, AtomCall, Group
+from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, AtomCall, Group
 from vllm_autoprune.tpdsl.state import Core
 from vllm_autoprune.tpdsl.tokens import RankAt
 
@@ -258,12 +258,8 @@ def _atom_lines(place: Place, left_out: Collection[str]) -> Iterator[str]:
         repeated = ", ".join(p.name for p in parameters if p in described)
         described.update(parameters)
         also = f" also takes {repeated}" if repeated else ""
-        yield f"- {name}: {_describe(atom)}{f' {new}' if new else ''}{also}"
-
-
-def _describe(atom: Atom) -> str:
-    reads = f" Reads {', '.join(sorted(atom.needs))}." if atom.needs else ""
-    return f"{atom.doc}{reads}"
+        reads = f" Reads {', '.join(sorted(atom.needs))}." if atom.needs else ""
+        yield f"- {name}: {atom.doc}{reads}{f' {new}' if new else ''}{also}"
 
 
 def _list(rows: Iterator[Parameter]) -> str:

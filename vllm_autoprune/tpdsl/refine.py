@@ -134,11 +134,9 @@ def select_tokens(
     readable = _inputs_finite(policy, tokens)
     reference = _trusted(_reference(policy, tokens, start), readable, tokens, start)
     picks = reference.picks
-    kept, scored, g = (
-        mask_from_indices(picks, tokens.count),
-        _relevance_finite(policy, tokens),
-        None,
-    )
+    kept, scored, g = mask_from_indices(picks, tokens.count), torch.ones_like(readable), None
+    if "instruction" in policy.needs and tokens.instruction is not None:
+        scored = instruction_relevance(tokens.instruction).isfinite().all(dim=1)
     if policy.reads_quality:
         view = apply_view(policy.state.source.tokens, tokens)
         g = _quality(policy, tokens, view, picks, start)
@@ -358,14 +356,6 @@ def _inputs_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
     return readable
 
 
-def _relevance_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
-    """Whether relevance, as read by scores and reassembly, is finite, ``(B,)`` bool."""
-    instruction = tokens.instruction
-    if "instruction" not in policy.needs or instruction is None:
-        return torch.ones(tokens.batch, dtype=torch.bool, device=tokens.features.device)
-    return instruction_relevance(instruction).isfinite().all(dim=1)
-
-
 def pool_tokens(budget: int, tokens: VisualTokens) -> RefinedTokens:
     """Replace the tokens of each image by the means of K cells ``(B, K, D)``, in raster order.
 
@@ -385,22 +375,17 @@ def pool_tokens(budget: int, tokens: VisualTokens) -> RefinedTokens:
     return replace(kept, features=rows.to(tokens.features.dtype))
 
 
-def _split_into_bands(budget: int, height: int, width: int) -> tuple[int, ...]:
-    """Cells of each horizontal band, top to bottom: K cells in all, about as high as wide."""
-    bands = round((budget * height / width) ** 0.5)
-    bands = max(-(-budget // width), min(bands, height, budget))
-    return split_over_tiles(budget, bands)
-
-
 @lru_cache(maxsize=64)
 def _cells(budget: int, grid: Grid) -> tuple[Tensor, Tensor]:
     """Weights ``(K, N)`` of all tokens in each cell, and the token at its centre ``(K,)``."""
     weights, centres = [], []
     for tile, share in enumerate(split_over_tiles(budget, grid.tiles)):
-        bands = _split_into_bands(share, grid.height, grid.width) if share else ()
-        vertical = _overlaps(len(bands), grid.height)
-        for band, cells in enumerate(bands):
-            row = int((band + 0.5) * grid.height / len(bands))
+        # Horizontal bands of cells, which are about as high as wide.
+        bands = min(round((share * grid.height / grid.width) ** 0.5), grid.height, share)
+        bands = max(-(-share // grid.width), bands)
+        vertical = _overlaps(bands, grid.height)
+        for band, cells in enumerate(split_over_tiles(share, bands) if share else ()):
+            row = int((band + 0.5) * grid.height / bands)
             horizontal = _overlaps(cells, grid.width)
             for cell in range(cells):
                 column = int((cell + 0.5) * grid.width / cells)

@@ -254,7 +254,9 @@ class OneOf:
         union = core_schema.tagged_union_schema(choices, discriminator="atom")
         if not self.bare:
             return union
-        return core_schema.no_info_before_validator_function(_expand_bare_name, union)
+        return core_schema.no_info_before_validator_function(
+            lambda value: {"atom": value} if isinstance(value, str) else value, union
+        )
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -263,7 +265,3 @@ class OneOf:
         if not self.bare:
             return union
         return {"anyOf": [{"enum": ATOMS.of_kind(self.group, self.kind)}, union]}
-
-
-def _expand_bare_name(value: object) -> object:
-    return {"atom": value} if isinstance(value, str) else value

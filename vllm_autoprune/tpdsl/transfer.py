@@ -24,7 +24,6 @@ from vllm_autoprune.tpdsl.atoms.scoring import Relevance
 from vllm_autoprune.tpdsl.atoms.selectors import BoundedSelector
 from vllm_autoprune.tpdsl.atoms.source import (
     FIXED_BUDGETS,
-    BudgetCall,
     EmbeddedView,
     ProjectedView,
     TowerView,
@@ -285,28 +284,23 @@ def state_document(state: PruningState) -> dict[str, JsonValue]:
 
 def _for_budget(state: PruningState, budget: int) -> list[Change]:
     """Changes of budget atom and r_min; none if K is already the state's own."""
-    if state.budget.range() == (budget, budget):
+    call, selector, why = state.budget, state.constraints.selector, f"K = {budget}"
+    if call.range() == (budget, budget):
         return []
-    changed = [_budget(state.budget, budget)]
-    selector = state.constraints.selector
+    fixed = f"fixed_budget@{budget}"
+    if budget in FIXED_BUDGETS and call.atom.startswith("fixed_budget@"):
+        changed = [_change("/budget/atom", call.atom, fixed, why)]
+    else:
+        after: dict[str, JsonValue] = {"limit": call.limit, "atom": fixed}
+        if budget not in FIXED_BUDGETS:
+            why += ", which has no fixed_budget atom: a ratio budget with equal floor and ceiling"
+            after |= {"atom": "ratio_budget", "ratio": 1.0, "floor": budget, "ceiling": budget}
+        changed = [_change("/budget", call.model_dump(mode="json"), after, why)]
     if isinstance(selector, BoundedSelector) and selector.r_min is not None:
         r_min = max(0, budget - selector.q_e)
         why = f"r_min = K - q_e = {r_min}"
         changed.append(_change(_R_MIN, selector.r_min, r_min if r_min <= _MAX_R_MIN else None, why))
     return changed
-
-
-def _budget(call: BudgetCall, budget: int) -> Change:
-    why = f"K = {budget}"
-    if budget in FIXED_BUDGETS and call.atom.startswith("fixed_budget@"):
-        return _change("/budget/atom", call.atom, f"fixed_budget@{budget}", why)
-    after: dict[str, JsonValue] = {"limit": call.limit}
-    if budget in FIXED_BUDGETS:
-        after["atom"] = f"fixed_budget@{budget}"
-    else:
-        why += ", which has no fixed_budget atom: a ratio budget with equal floor and ceiling"
-        after |= {"atom": "ratio_budget", "ratio": 1.0, "floor": budget, "ceiling": budget}
-    return _change("/budget", call.model_dump(mode="json"), after, why)
 
 
 def _for_backbone(state: PruningState, backbone: BackboneShape) -> list[Change]:

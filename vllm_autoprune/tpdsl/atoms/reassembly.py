@@ -62,18 +62,14 @@ def _assign_soft(call: _SoftCall, similarity: Tensor, indices: Tensor, grid: Gri
 
 def _assign_local(call: _LocalCall, similarity: Tensor, indices: Tensor, grid: Grid) -> Tensor:
     """All of it to the most similar anchor within the radius and the tile, if there is one."""
-    near = _neighbourhood(grid, call.radius, similarity.device)[indices].transpose(1, 2)
-    nearby = similarity.masked_fill(~near, -torch.inf)
-    return _one_hot(nearby.argmax(dim=2), similarity) * near
-
-
-def _neighbourhood(grid: Grid, radius: int, device: torch.device) -> Tensor:
-    """Mask ``(N, N)`` of pairs of tokens in one tile within ``radius`` rows and columns."""
-    token = torch.arange(grid.tokens, device=device)
+    token = torch.arange(grid.tokens, device=similarity.device)
     tile, inside = token // grid.per_tile, token % grid.per_tile
     y, x = inside // grid.width, inside % grid.width
     apart = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
-    return (tile[:, None] == tile) & (apart <= radius)
+    pairs = (tile[:, None] == tile) & (apart <= call.radius)
+    near = pairs[indices].transpose(1, 2)
+    nearby = similarity.masked_fill(~near, -torch.inf)
+    return _one_hot(nearby.argmax(dim=2), similarity) * near
 
 
 def _one_hot(owner: Tensor, similarity: Tensor) -> Tensor:
@@ -279,10 +275,6 @@ def _form_exchange(call: ExchangeCall, groups: _Groups) -> Tensor:
     return torch.where(replaced[:, :, None], rows.to(groups.anchors.dtype), groups.anchors)
 
 
-def _order_raster(chosen: TokenSelection, count: int) -> None:
-    """Raster order of the image."""
-
-
 def _order_score(chosen: TokenSelection, count: int) -> Tensor:
     """Descending quality; ties in raster order."""
     assert chosen.quality is not None, "a policy that orders by quality computes it"
@@ -330,7 +322,7 @@ OUTPUTS = (
            ExchangeCall),
 )  # fmt: skip
 ORDERINGS = (
-    _Level("raster", _order_raster, "rows in raster order"),
+    _Level("raster", lambda chosen, count: None, "rows in raster order"),
     _Level("score", _order_score, "rows by descending quality"),
     _Level("pick", _order_pick, "rows in the base policy's pick order"),
 )

@@ -7,7 +7,6 @@ so every process computes the same K before any model runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Annotated
@@ -27,7 +26,7 @@ from vllm_autoprune.tpdsl.registry import (
     default_call,
     run,
 )
-from vllm_autoprune.tpdsl.tokens import Need, TileScope, VisualTokens
+from vllm_autoprune.tpdsl.tokens import TileScope, VisualTokens
 
 
 class ViewCall(AtomCall):
@@ -120,10 +119,6 @@ def _scoped(call: ProjectedView | EmbeddedView, tokens: VisualTokens) -> VisualT
     return replace(tokens, tile_scope=call.tile_scope, known_cosine=tokens.cosine)
 
 
-def _tower(call: TowerView, tokens: VisualTokens) -> VisualTokens:
-    return replace(tokens, features=tokens.require_tower().patches, known_cosine=None, merged=None)
-
-
 declare(
     "vision_tokens@post_projector",
     "token_source_base_policy",
@@ -143,23 +138,22 @@ declare(
     "vision_tokens@vision_tower",
     "token_source_base_policy",
     TowerView,
-    _tower,
+    lambda call, tokens: replace(
+        tokens, features=tokens.require_tower().patches, known_cosine=None, merged=None
+    ),
     needs=frozenset({"tower"}),
     origin="listed",
     doc="Score tokens by the output of the vision tower, before the projector.",
 )
 
 
-def _external_reads(call: ExternalPolicy) -> frozenset[Need]:
-    second = BASE_POLICIES[call.policy]
-    return second.needs_of(second.default_params)
-
-
 @atom(
     "token_source_base_policy",
     ExternalPolicy,
     needs=frozenset().union(*(policy.needs for policy in BASE_POLICIES.values())),
-    reads=_external_reads,
+    reads=lambda call: BASE_POLICIES[call.policy].needs_of(
+        BASE_POLICIES[call.policy].default_params
+    ),
 )
 def external_policy(call: ExternalPolicy, known: PriorInputs) -> Tensor:
     """Run a second base policy and reduce the quality of every token that it does not pick."""
@@ -173,7 +167,13 @@ def native_teacher_mask_prior(call: _WeightedPrior, known: PriorInputs) -> Tenso
     """As reference_mask_prior (floor = 1 - weight), for what the policy's published code keeps."""
     teacher = BASE_POLICIES[known.policy.name]
     native = teacher.native(known.policy.params, known.tokens, known.budget)
-    return _prior(_mask_of_each(native.indices, known.tokens.count), 1 - call.weight)
+    count = known.tokens.count
+    # Map -1, which means no token, to position ``count``, which is cut off.
+    rows = [
+        mask_from_indices(row.where(row >= 0, count)[None], count + 1)[:, :count]
+        for row in native.indices
+    ]
+    return _prior(torch.cat(rows), 1 - call.weight)
 
 
 @atom("token_source_base_policy", ReferencePrior)
@@ -184,13 +184,6 @@ def reference_mask_prior(call: ReferencePrior, known: PriorInputs) -> Tensor:
 
 def _prior(selected: Tensor, floor: float) -> Tensor:
     return torch.where(selected, 1.0, floor)
-
-
-def _mask_of_each(indices: Sequence[Tensor], count: int) -> Tensor:
-    """Mask ``(B, count)`` of one index list per image; -1 means no token."""
-    # Map -1 to position ``count``, which is cut off.
-    rows = [mask_from_indices(row.where(row >= 0, count)[None], count + 1) for row in indices]
-    return torch.cat(rows)[:, :count]
 
 
 View = Annotated[ViewCall, OneOf("token_source_base_policy", ViewCall)]
