@@ -178,21 +178,24 @@ class SelectorInputs:
             return picks
         return picks | mask_from_indices(self.start.indices, picks.shape[1])
 
-    def select_anchored(
-        self,
-        similarity: Tensor,
-        select: Callable[[Tensor, int, Tensor, Conditioned | None], Tensor],
-    ) -> Tensor:
-        """Kept tokens ``(B, N)`` of ``select(anchors, count, eligible, conditioned)``.
+    def select_anchored(self, kernel: Kernel, cap: int | None = None) -> Tensor:
+        """Kept tokens ``(B, N)`` by greedy MAP over pool and reference.
 
-        Anchors are the first P - q picks; ``conditioned`` is the similarity of a greedy selection
-        conditioned on the given tokens.
+        It is conditioned on the first P - q picks as anchors and on given tokens; ``cap`` limits
+        the tokens of each part of the partition.
         """
-        anchors, count = self.picks[:, : self.picks.shape[1] - self.quota], self.picks.shape[1]
-        conditioned = None
+        count, conditioned = self.picks.shape[1], None
+        anchors, eligible = self.picks[:, : count - self.quota], self.pool | self.reference
         if self.start is not None:
-            conditioned = self.start.exchange or condition(similarity, self.start.indices)
-        picks = select(anchors, count, self.pool | self.reference, conditioned)
+            conditioned = self.start.exchange or condition(kernel.similarity, self.start.indices)
+        inputs = (kernel.similarity, kernel.quality, count)
+        if cap is None:
+            picks = greedy_map(*inputs, anchors=anchors, eligible=eligible, conditioned=conditioned)
+        else:
+            picks = capped_greedy_map(
+                *inputs, anchors=anchors, eligible=eligible, conditioned=conditioned,
+                cells=self.labels, cap=cap,
+            )  # fmt: skip
         return mask_from_indices(picks, self.g.shape[1])
 
 
@@ -342,25 +345,10 @@ def maximal_marginal_relevance_pool_selector(
     return _exchange_in_sequence(revision, admits)
 
 
-def _anchored_dpp(revision: SelectorInputs, kernel: Kernel) -> Tensor:
-    """Greedy MAP over pool and reference, conditioned on the first P - q picks as anchors."""
-    return revision.select_anchored(
-        kernel.similarity,
-        lambda anchors, count, eligible, conditioned: greedy_map(
-            kernel.similarity,
-            kernel.quality,
-            count,
-            anchors=anchors,
-            eligible=eligible,
-            conditioned=conditioned,
-        ),
-    )
-
-
 @atom("selection_constraints", BoundedSelector)
 def anchor_controlled_pool_dpp_selector(call: BoundedSelector, revision: SelectorInputs) -> Tensor:
     """Keep the base policy's first picks as anchors, then greedy DPP over pool and other picks."""
-    return _anchored_dpp(revision, revision.kernel)
+    return revision.select_anchored(revision.kernel)
 
 
 @atom(
@@ -374,25 +362,13 @@ def runtime_reference_anchor_pool_dpp_selector(
     """Anchored DPP by relevance to the instruction; signals act by the pool, the kernel not."""
     instruction = revision.tokens.require_instruction()
     r = instruction_relevance(instruction, sign=instruction.sign)
-    return _anchored_dpp(revision, conditional_kernel(revision.tokens, r))
+    return revision.select_anchored(conditional_kernel(revision.tokens, r))
 
 
 @atom("selection_constraints", _CappedSelector)
 def constrained_pool_dpp_selector(call: _CappedSelector, revision: SelectorInputs) -> Tensor:
     """Anchored DPP with a cap on the kept tokens of each part of the state's partition."""
-    return revision.select_anchored(
-        revision.kernel.similarity,
-        lambda anchors, count, eligible, conditioned: capped_greedy_map(
-            revision.kernel.similarity,
-            revision.kernel.quality,
-            count,
-            anchors=anchors,
-            eligible=eligible,
-            cells=revision.labels,
-            cap=call.cell_cap,
-            conditioned=conditioned,
-        ),
-    )
+    return revision.select_anchored(revision.kernel, call.cell_cap)
 
 
 _GREEDY = (
