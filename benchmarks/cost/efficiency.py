@@ -43,7 +43,6 @@ from benchmarks.load.settings import Workload
 from benchmarks.load.workload import Prepared, prepare
 from benchmarks.server import Server, ServerDied, serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA
-from vllm_autoprune import load_state
 from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
 from vllm_autoprune.cost import ASSUMPTIONS, Cost, estimate_cost
 from vllm_autoprune.http_client import Metrics
@@ -482,10 +481,6 @@ def _build_arms(model: Model, options: argparse.Namespace, budget: int) -> list[
         pruning += ["--autoprune-text-tower", str(tower)]
     kv = (("VLLM_CPU_KVCACHE_SPACE", str(options.kv_cache_gb)),)
     stock = Arm(name=FULL, model=str(model.folder), flags=common, environment=kv)
-    arms = [stock]
     states = {name: name for name in options.policies.split(",") if name}
-    for name, state in (states | {"AutoPrune": options.state}).items():
-        flags = (*common, "--autoprune-state", state, *pruning)
-        changes = {"name": name, "flags": flags, "digest": load_state(state).digest}
-        arms.append(stock.model_copy(update=changes))
-    return arms
+    named = (states | {"AutoPrune": options.state}).items()
+    return [stock, *(stock.prune(name, state, pruning) for name, state in named)]

@@ -34,7 +34,7 @@ from benchmarks.load.settings import (
 from benchmarks.load.workload import load_prepared, make_workload, prepare
 from benchmarks.server import ServerDied, free_port, serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA
-from vllm_autoprune import AutopruneError, PruningState, load_state
+from vllm_autoprune import AutopruneError, load_state
 from vllm_autoprune.cli.output import format_error
 from vllm_autoprune.http_client import ServerClient, reporting_failures
 
@@ -56,6 +56,12 @@ class Arm(StrictModel):
     digest: str | None = None
     """Of the state; None for stock."""
     environment: tuple[tuple[str, str], ...] = ()
+
+    def prune(self, name: str, state: str, flags: Sequence[str]) -> Arm:
+        """The same server with a state, a file or a name, and flags of the plugin."""
+        served = (*self.flags, "--autoprune-state", state, *flags)
+        digest = load_state(state).digest
+        return self.model_copy(update={"name": name, "flags": served, "digest": digest})
 
 
 class RunEntry(StrictModel):
@@ -119,22 +125,13 @@ def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
     if options.cache == "off":
         shared += ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"]
         pruning += ["--autoprune-feature-cache-gb", "0"]
-    state = load_state(options.state)
-    base = state.base_policy.name
-
-    def arm(name: str, flag: str = "", served: PruningState | None = None) -> Arm:
-        return Arm(
-            name=name,
-            model=str(model),
-            flags=(*shared, *(("--autoprune-state", flag, *pruning) if served else ())),
-            digest=served.digest if served else None,
-            environment=(("VLLM_CPU_KVCACHE_SPACE", str(options.kv_cache_gb)),),
-        )
-
+    kv = (("VLLM_CPU_KVCACHE_SPACE", str(options.kv_cache_gb)),)
+    stock = Arm(name="stock", model=str(model), flags=tuple(shared), environment=kv)
+    base = load_state(options.state).base_policy.name
     return (
-        arm("stock"),
-        arm("base policy", base, load_state(base)),
-        arm("AutoPrune", options.state, state),
+        stock,
+        stock.prune("base policy", base, pruning),
+        stock.prune("AutoPrune", options.state, pruning),
     )
 
 
