@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_autoprune.cli.main import COMMANDS
-from vllm_autoprune.serving.settings import wrap_add_cli_args
+from vllm_autoprune.serving.settings import add_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOT_PAGES = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "benchmarks/yardsticks/README.md")
@@ -77,7 +77,7 @@ def test_every_page_that_a_page_links_exists(page: Path) -> None:
 
 
 def test_the_page_on_serving_lists_every_flag() -> None:
-    parser = wrap_add_cli_args(lambda parser: parser)(argparse.ArgumentParser())
+    parser = add_flags(argparse.ArgumentParser())
     flags = [
         option
         for action in parser._actions

@@ -14,6 +14,7 @@ from vllm_autoprune.serving.hooks import depends_on
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 DISABLE = "VLLM_AUTOPRUNE_DISABLE"
 """Set to 1 to keep the plugin out of a process altogether."""
@@ -38,31 +39,28 @@ def register() -> None:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_autoprune.serving.compat import wrap
-    from vllm_autoprune.serving.settings import wrap_add_cli_args
+    from vllm_autoprune.serving.compat import patch
+    from vllm_autoprune.serving.settings import add_flags
 
-    wrap(EngineArgs, "add_cli_args", wrap_add_cli_args)
-    wrap(EngineArgs, "create_model_config", _with_settings)
-    wrap(VllmConfig, "try_verify_and_update_config", _with_state)
+    @patch(EngineArgs, "add_cli_args")
+    def add_cli_args(
+        stock: Callable[..., FlexibleArgumentParser], *args: object, **named: object
+    ) -> FlexibleArgumentParser:
+        return add_flags(stock(*args, **named))
 
-
-def _with_settings(create: Callable[..., ModelConfig]) -> Callable[..., ModelConfig]:
-    def create_with_settings(self: EngineArgs, *args: object, **named: object) -> ModelConfig:
+    @patch(EngineArgs, "create_model_config")
+    def create_model_config(
+        stock: Callable[..., ModelConfig], self: EngineArgs, *args: object, **named: object
+    ) -> ModelConfig:
         from vllm_autoprune.serving.startup import attach_settings
 
-        model_config = create(self, *args, **named)
+        model_config = stock(self, *args, **named)
         attach_settings(model_config, self.additional_config)
         return model_config
 
-    return create_with_settings
-
-
-def _with_state(verify: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], None]:
-    def verify_with_state(vllm_config: VllmConfig) -> None:
-
+    @patch(VllmConfig, "try_verify_and_update_config")
+    def verify(stock: Callable[[VllmConfig], None], vllm_config: VllmConfig) -> None:
         from vllm_autoprune.serving.startup import apply_settings
 
         apply_settings(vllm_config)
-        verify(vllm_config)
-
-    return verify_with_state
+        stock(vllm_config)

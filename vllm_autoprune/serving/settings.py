@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -497,32 +497,23 @@ def _merging(action: argparse.Action) -> None:
     action.__class__ = Merging
 
 
-def wrap_add_cli_args(
-    add_cli_args: Callable[..., FlexibleArgumentParser],
-) -> Callable[..., FlexibleArgumentParser]:
-    """Wrap ``EngineArgs.add_cli_args`` so that it adds the plugin's flags."""
-
-    def add_with_flags(
-        parser: FlexibleArgumentParser, *args: object, **kwargs: object
-    ) -> FlexibleArgumentParser:
-        parser = add_cli_args(parser, *args, **kwargs)
-        group = parser.add_argument_group(
-            "AutoPrune", "Keep K of N visual tokens before prefill (vllm-autoprune)."
+def add_flags(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
+    """Add the plugin's flags to vLLM's parser."""
+    group = parser.add_argument_group(
+        "AutoPrune", "Keep K of N visual tokens before prefill (vllm-autoprune)."
+    )
+    for name, field in Settings.model_fields.items():
+        extra = field.json_schema_extra
+        assert isinstance(extra, dict)
+        group.add_argument(
+            f"--autoprune-{name.replace('_', '-')}",
+            action=_Setting,
+            dest=f"autoprune_{name}",
+            default=argparse.SUPPRESS,
+            metavar=str(extra["metavar"]),
+            help=field.description,
         )
-        for name, field in Settings.model_fields.items():
-            extra = field.json_schema_extra
-            assert isinstance(extra, dict)
-            group.add_argument(
-                f"--autoprune-{name.replace('_', '-')}",
-                action=_Setting,
-                dest=f"autoprune_{name}",
-                default=argparse.SUPPRESS,
-                metavar=str(extra["metavar"]),
-                help=field.description,
-            )
-        for action in parser._actions:
-            if "--additional-config" in action.option_strings:
-                _merging(action)
-        return parser
-
-    return add_with_flags
+    for action in parser._actions:
+        if "--additional-config" in action.option_strings:
+            _merging(action)
+    return parser

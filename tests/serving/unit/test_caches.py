@@ -13,7 +13,7 @@ from vllm_autoprune.serving.api.image_store import (
     RenderedItem,
     Rendering,
     Waiting,
-    wrap_get_and_update_features,
+    cache_without_plans,
 )
 from vllm_autoprune.serving.plan import FIELD, ItemPlan
 
@@ -38,8 +38,7 @@ class Server:
         )
         self.sender = LruKeyReplicatedSenderCache(config)
         self.engine = LruKeyReplicatedReceiverCache(config)
-        stock = LruKeyReplicatedReceiverCache.get_and_update_features
-        self.update: Any = wrap_get_and_update_features(getattr(stock, "__wrapped__", stock))
+        cache_without_plans()
         self.waiting = Waiting()
         self.processed: list[str] = []
 
@@ -73,7 +72,7 @@ class Server:
         """Which items had tensors; raises MultiModalCacheMissError, which vLLM answers by 500."""
         request.rendering.hand_over(request.features)
         had = [set(feature.data) != {FIELD} for feature in request.features]
-        for feature in self.update(self.engine, list(request.features)):
+        for feature in self.engine.get_and_update_features(list(request.features)):
             key = "".join(map(chr, feature.data["pixel_values"].data)).rstrip()
             assert (key, FIELD in feature.data) == (feature.mm_hash, True)
         return had
@@ -141,7 +140,7 @@ def received(server: Server, *features: Any) -> list[tuple[float, int | None]]:
             float(item.data["pixel_values"].data[0]),
             ItemPlan.decode(item.data[FIELD].data).budget if FIELD in item.data else None,
         )
-        for item in server.update(server.engine, list(features))
+        for item in server.engine.get_and_update_features(list(features))
     ]
 
 

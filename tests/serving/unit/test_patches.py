@@ -109,16 +109,27 @@ STEPS: list[tuple[object, dict[str, list[int]], list[dict[str, list[int]]]]] = [
 ]
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(("model", "sizes", "groups"), STEPS)
 def test_both_runners_are_given_one_group_after_another(
-    model: object, sizes: dict[str, list[int]], groups: list[dict[str, list[int]]]
+    monkeypatch: pytest.MonkeyPatch,
+    model: object,
+    sizes: dict[str, list[int]],
+    groups: list[dict[str, list[int]]],
 ) -> None:
+    from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
     calls: list[Any] = []
     every = [(name, i) for name, of_request in sizes.items() for i in range(len(of_request))]
 
     def first(self: object, scheduler_output: Any) -> Any:
         calls.append(scheduler_output.scheduled_encoder_inputs)
         return [(name, i) for name, inputs in calls[-1].items() for i in inputs]
+
+    def second(self: object, mm_kwargs: list[tuple[str, Any]]) -> Any:
+        calls.append([size for _, size in mm_kwargs])
+        return calls[-1]
 
     requests = {
         name: SimpleNamespace(mm_features=[SimpleNamespace(data=size) for size in of_request])
@@ -127,19 +138,18 @@ def test_both_runners_are_given_one_group_after_another(
     runner: Any = SimpleNamespace(get_model=lambda: model, requests=requests)
     scheduled = {name: list(range(len(of_request))) for name, of_request in sizes.items()}
     output: Any = SimpleNamespace(scheduled_encoder_inputs=scheduled)
-    assert patches._wrap_encoder_v1(first)(runner, output) == every
+    monkeypatch.setattr(GPUModelRunner, "_execute_mm_encoder", first)
+    monkeypatch.setattr(EncoderRunner, "execute_mm_encoder", second)
+    patches.bound_encoder_calls()
+    assert GPUModelRunner._execute_mm_encoder(runner, output) == every
     assert calls == groups
     assert output.scheduled_encoder_inputs is scheduled
 
     calls.clear()
 
-    def second(self: object, mm_kwargs: list[tuple[str, Any]]) -> Any:
-        calls.append([size for _, size in mm_kwargs])
-        return calls[-1]
-
     items: Any = [("image", sizes[name][i]) for name, i in every]
     runner = SimpleNamespace(model=model)
-    assert patches._wrap_encoder_v2(second)(runner, items) == [size for _, size in items]
+    assert EncoderRunner.execute_mm_encoder(runner, items) == [size for _, size in items]
     assert calls == [
         [sizes[n][i] for n, members in group.items() for i in members] for group in groups
     ]

@@ -22,8 +22,7 @@ from vllm_autoprune.serving.api.engine_requests import (
     ImageCounts,
     RenderedHashes,
     count_request,
-    wrap_add_request,
-    wrap_process_inputs,
+    watch_requests,
 )
 from vllm_autoprune.serving.api.renderer import (
     _MESSAGE_FIELDS,
@@ -149,6 +148,19 @@ def feature(
     )
 
 
+def watched(**steps: Any) -> Any:
+    """One of vLLM's steps, patched where this stands in for it."""
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    owners: dict[str, Any] = {"process_inputs": InputProcessor, "add_request": OutputProcessor}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, owner in owners.items():
+            patch.setattr(owner, name, steps.get(name, vars(owner)[name]))
+        watch_requests()
+        return next(vars(owners[name])[name] for name in steps)
+
+
 def processed(
     prompt: object,
     features: list[Any],
@@ -176,8 +188,7 @@ def processed(
         get_multimodal_config=lambda: SimpleNamespace(mm_hasher_algorithm="blake3"),
     )
     owner = SimpleNamespace(model_config=config)
-    step: Any = wrap_process_inputs(process_inputs)
-    return step(owner, "mine", prompt)
+    return watched(process_inputs=process_inputs)(owner, "mine", prompt)
 
 
 def hand_over(request: object, *, fails: bool = False) -> None:
@@ -185,8 +196,7 @@ def hand_over(request: object, *, fails: bool = False) -> None:
         if fails:
             raise RuntimeError("too many requests wait")
 
-    step: Any = wrap_add_request(add_request)
-    step(SimpleNamespace(), request)
+    watched(add_request=add_request)(SimpleNamespace(), request)
 
 
 def prompt() -> dict[str, object]:

@@ -30,7 +30,7 @@ from vllm_autoprune.serving.api.request import (
     parse_request,
     read_headers,
 )
-from vllm_autoprune.serving.compat.api import _wrap_preprocess
+from vllm_autoprune.serving.compat.api import check_requests
 from vllm_autoprune.serving.served_state import ATTRIBUTE
 from vllm_autoprune.serving.settings import DetailBudgets, RequestRules
 
@@ -179,13 +179,21 @@ def test_a_server_without_a_state_checks_nothing() -> None:
 
 
 @pytest.mark.compat
-def test_vllm_s_own_request_is_refused_before_it_is_rendered() -> None:
+def test_vllm_s_own_request_is_refused_before_it_is_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
     from vllm.exceptions import VLLMValidationError
+    from vllm.renderers.online_renderer import OnlineRenderer
 
     async def stock(self: object, request: object) -> str:
         return "rendered"
 
-    preprocess = _wrap_preprocess(check_request, 0, stock)
+    steps: Any = ((OnlineRenderer, "preprocess_chat"), (OnlineRenderer, "preprocess_cmpl"))
+    for owner, name in (*steps, (PoolingBaseServing, "_init_ctx")):
+        monkeypatch.setattr(owner, name, stock)
+    check_requests(check_request, handling)
+    preprocess: Any = OnlineRenderer.preprocess_chat
     server: Any = SimpleNamespace(
         model_config=model_config(RequestRules(explicit=True)), trust_request_mm_kwargs=False
     )

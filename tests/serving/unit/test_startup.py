@@ -218,17 +218,17 @@ def test_wrapping_is_done_once_and_keeps_a_static_method_static() -> None:
             """Bound."""
             return x
 
-    def double(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: 2 * function(*args)
+    def double(stock: Callable[..., Any], *args: Any) -> Any:
+        return 2 * stock(*args)
 
     for _ in range(3):
-        compat.wrap(Owner, "method", double)
-        compat.wrap(Owner, "static", double)
+        compat.patch(Owner, "method")(double)
+        compat.patch(Owner, "static")(double)
     assert Owner().method(3) == Owner.static(3) == Owner().static(3) == 6
     assert (Owner.method.__doc__, Owner.static.__name__) == ("Bound.", "static")
     assert isinstance(Owner.__dict__["static"], staticmethod)
     with pytest.raises(KeyError):  # where upstream renames it
-        compat.wrap(Owner, "elsewhere", double)
+        compat.patch(Owner, "elsewhere")
 
 
 @pytest.mark.compat

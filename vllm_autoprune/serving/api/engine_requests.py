@@ -18,7 +18,7 @@ from prometheus_client import Counter
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.choices import ImageChoice
 from vllm_autoprune.serving.api.request import OFFLINE_FIX, count_refused_request, refuse_misplaced
-from vllm_autoprune.serving.compat import wrap
+from vllm_autoprune.serving.compat import patch
 from vllm_autoprune.serving.hooks import depends_on
 from vllm_autoprune.serving.plan import FIELD, ItemPlan, make_feature_key, plan_error
 from vllm_autoprune.serving.served_state import PlanRules, served_state
@@ -139,23 +139,20 @@ A request that is refused or has ended takes its entry with it.
 @depends_on("vllm.v1.engine.output_processor:OutputProcessor", "add_request")
 def watch_requests() -> None:
     """Install the hooks on every request that API servers, or `LLM`, hand to the engine."""
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    wrap(InputProcessor, "process_inputs", wrap_process_inputs)
-    wrap(OutputProcessor, "add_request", wrap_add_request)
-
-
-def wrap_process_inputs(
-    stock: Callable[..., EngineCoreRequest],
-) -> Callable[..., EngineCoreRequest]:
-    """``InputProcessor.process_inputs``: the last step that may refuse a request by 400."""
-
-    from vllm.exceptions import VLLMValidationError
-
+    @patch(InputProcessor, "process_inputs")
     def process_inputs(
-        self: InputProcessor, request_id: str, prompt: object, *args: object, **named: object
+        stock: Callable[..., EngineCoreRequest],
+        self: InputProcessor,
+        request_id: str,
+        prompt: object,
+        *args: object,
+        **named: object,
     ) -> EngineCoreRequest:
+        """The last step that may refuse a request by 400."""
         request = stock(self, request_id, prompt, *args, **named)
         served = served_state(self.model_config)
         if served is None:
@@ -179,21 +176,19 @@ def wrap_process_inputs(
             raise VLLMValidationError(str(error), parameter=FIELD) from None
         return request
 
-    return process_inputs
-
-
-def wrap_add_request(stock: Callable[..., None]) -> Callable[..., None]:
-    """``OutputProcessor.add_request``: a request that gets here goes to the engine next."""
-
+    @patch(OutputProcessor, "add_request")
     def add_request(
-        self: OutputProcessor, request: EngineCoreRequest, *args: object, **named: object
+        stock: Callable[..., None],
+        self: OutputProcessor,
+        request: EngineCoreRequest,
+        *args: object,
+        **named: object,
     ) -> None:
+        """A request that gets here goes to the engine next."""
         stock(self, request, *args, **named)
         hashes = _waiting.get(id(request.mm_features))
         if hashes is not None:
             hashes.hand_over(request.mm_features or ())
-
-    return add_request
 
 
 @depends_on("vllm.multimodal.hasher:MultiModalHasher", "hash_kwargs")

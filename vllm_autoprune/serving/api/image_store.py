@@ -14,7 +14,7 @@ from vllm.multimodal.cache import LruKeyReplicatedSenderCache
 from vllm.multimodal.cache.base import BaseMultiModalProcessorCache
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
-from vllm_autoprune.serving.compat import wrap
+from vllm_autoprune.serving.compat import patch
 from vllm_autoprune.serving.hooks import depends_on
 from vllm_autoprune.serving.plan import FIELD
 
@@ -209,49 +209,32 @@ def _key(feature: MultiModalFeatureSpec) -> str:
 # nor another K nor the parts and recalls of an image send or keep its tensors twice.
 
 
-if TYPE_CHECKING:
-    from vllm.multimodal.cache.base import BaseMultiModalReceiverCache
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
-
-    Receive = Callable[
-        [BaseMultiModalReceiverCache, list[MultiModalFeatureSpec]], list[MultiModalFeatureSpec]
-    ]
-
-
 @depends_on("vllm.multimodal.cache.base:BaseMultiModalReceiverCache", "get_and_update_features")
 def cache_without_plans() -> None:
-    """Let vLLM's receiver caches hold tensors alone."""
-    from vllm.multimodal.cache.base import BaseMultiModalReceiverCache
-
-    wrap(BaseMultiModalReceiverCache, "get_and_update_features", wrap_get_and_update_features)
-
-
-def wrap_get_and_update_features(stock: Receive) -> Receive:
-    """``BaseMultiModalReceiverCache.get_and_update_features``, with the plans set aside.
+    """Let vLLM's receiver caches hold tensors alone, and set the plans aside.
 
     Of several items of one image the first has the tensors, or the cache has them. Otherwise stock
     raises ``MultiModalCacheMissError``, which fails the request alone.
     """
+    from vllm.multimodal.cache.base import BaseMultiModalReceiverCache
 
+    @patch(BaseMultiModalReceiverCache, "get_and_update_features")
     def get_and_update_features(
-        self: BaseMultiModalReceiverCache, mm_features: list[MultiModalFeatureSpec]
+        stock: Callable[..., object],
+        self: BaseMultiModalReceiverCache,
+        mm_features: list[MultiModalFeatureSpec],
     ) -> list[MultiModalFeatureSpec]:
-        from vllm.multimodal.inputs import MultiModalKwargsItem
-
         plans = [{FIELD: f.data[FIELD]} if f.data and FIELD in f.data else {} for f in mm_features]
         first: dict[str, MultiModalFeatureSpec] = {}
         received = []
         for feature in mm_features:
             tensors = {name: part for name, part in (feature.data or {}).items() if name != FIELD}
             feature.data = MultiModalKwargsItem(tensors) if tensors else None
-            key = feature.mm_hash or feature.identifier
-            if tensors or key not in first:
+            if tensors or _key(feature) not in first:
                 received.append(feature)
-                first.setdefault(key, feature)
+                first.setdefault(_key(feature), feature)
         stock(self, received)
         for feature, plan in zip(mm_features, plans, strict=True):
-            tensors = feature.data or first[feature.mm_hash or feature.identifier].data or {}
+            tensors = feature.data or first[_key(feature)].data or {}
             feature.data = MultiModalKwargsItem({**tensors, **plan})
         return mm_features
-
-    return get_and_update_features

@@ -51,21 +51,29 @@ def require_vllm() -> None:
         )
 
 
-def wrap(owner: type, name: str, around: Callable[[F], F]) -> None:
-    """Replace a method by a wrapper of it, once, however often plugins are loaded.
+def patch(owner: type, name: str) -> Callable[[F], F]:
+    """Replace a method by the decorated function, once, however often plugins are loaded.
 
+    The function is called with vLLM's own in front of the arguments.
     Why: vLLM has no hook for a general plugin to add flags or to read its own settings.
     Remove when: it has (upstream asks plugins to move out of tree but offers only platforms a
     parser hook, ``current_platform.pre_register_and_update``).
     """
     present = owner.__dict__[name]
     static = isinstance(present, staticmethod)
-    function = present.__func__ if static else present
-    if getattr(function, MARK, False):
-        return
-    wrapped = functools.wraps(function)(around(function))
-    setattr(wrapped, MARK, True)
-    setattr(owner, name, staticmethod(wrapped) if static else wrapped)
+    stock = present.__func__ if static else present
+
+    def install(replacement: F) -> F:
+        @functools.wraps(stock)
+        def patched(*args: object, **named: object) -> object:
+            return replacement(stock, *args, **named)
+
+        if not getattr(stock, MARK, False):
+            setattr(patched, MARK, True)
+            setattr(owner, name, staticmethod(patched) if static else patched)
+        return replacement
+
+    return install
 
 
 @depends_on("vllm.model_executor.models:ModelRegistry", "register_model")

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from vllm_autoprune.errors import RequestError
-from vllm_autoprune.serving.compat import MARK, wrap
+from vllm_autoprune.serving.compat import MARK, patch
 from vllm_autoprune.serving.hooks import depends_on
 
 if TYPE_CHECKING:
@@ -84,37 +84,33 @@ def check_requests(check: RequestCheck, handling: Handling) -> None:
     """
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
+    from vllm.exceptions import VLLMValidationError
     from vllm.renderers.online_renderer import OnlineRenderer
 
+    def check_first(at: int) -> Callable[..., object]:
+        """The step that begins with the check, of the argument at a place."""
+
+        def preprocess(
+            stock: Callable[..., object], self: OnlineRenderer, *args: object, **named: object
+        ) -> object:
+            request: Any = named["request"] if "request" in named else args[at]
+            try:
+                check(self.model_config, request, self.trust_request_mm_kwargs)
+            except RequestError as error:
+                # Of all errors of this step every endpoint answers only vLLM's own by 400.
+                raise VLLMValidationError(str(error), parameter="mm_processor_kwargs") from None
+            return stock(self, *args, **named)
+
+        return preprocess
+
     for name in ("preprocess_chat", "preprocess_cmpl"):
-        wrap(OnlineRenderer, name, functools.partial(_wrap_preprocess, check, 0))
-    wrap(PoolingBaseServing, "_init_ctx", functools.partial(_wrap_preprocess, check, 1))
+        patch(OnlineRenderer, name)(check_first(0))
+    patch(PoolingBaseServing, "_init_ctx")(check_first(1))
     if _PROBE in vars(AnthropicServingMessages):
-        wrap(AnthropicServingMessages, _PROBE, functools.partial(_wrap_probe, handling))
 
-
-def _wrap_preprocess(
-    check: RequestCheck, at: int, stock: Callable[..., object]
-) -> Callable[..., object]:
-    def preprocess(self: OnlineRenderer, *args: object, **named: object) -> object:
-        from vllm.exceptions import VLLMValidationError
-
-        request: Any = named["request"] if "request" in named else args[at]
-        try:
-            check(self.model_config, request, self.trust_request_mm_kwargs)
-        except RequestError as error:
-            # Of all errors of this step every endpoint answers only vLLM's own by 400.
-            raise VLLMValidationError(str(error), parameter="mm_processor_kwargs") from None
-        return stock(self, *args, **named)
-
-    return preprocess
-
-
-def _wrap_probe(
-    handling: Handling, stock: Callable[..., Awaitable[object]]
-) -> Callable[..., Awaitable[object]]:
-    async def probe(*args: object, **named: object) -> object:
-        with handling(None):
-            return await stock(*args, **named)
-
-    return probe
+        @patch(AnthropicServingMessages, _PROBE)
+        async def probe(
+            stock: Callable[..., Awaitable[object]], *args: object, **named: object
+        ) -> object:
+            with handling(None):
+                return await stock(*args, **named)

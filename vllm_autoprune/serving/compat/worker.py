@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.serving.compat import wrap
+from vllm_autoprune.serving.compat import patch
 from vllm_autoprune.serving.hooks import WORKER, depends_on
 
 if TYPE_CHECKING:
@@ -37,17 +37,12 @@ def request_positions(config: MultiModalConfig) -> None:
     number of tokens.
     Remove when: runners ask every model that declares ``supports_multimodal_pruning``.
     """
-    wrap(type(config), "is_multimodal_pruning_enabled", _wrap_pruning_question)
-    setattr(config, _POSITIONS, True)
 
-
-def _wrap_pruning_question(
-    stock: Callable[[MultiModalConfig], bool],
-) -> Callable[[MultiModalConfig], bool]:
-    def enabled(self: MultiModalConfig) -> bool:
+    @patch(type(config), "is_multimodal_pruning_enabled")
+    def enabled(stock: Callable[..., bool], self: MultiModalConfig) -> bool:
         return stock(self) or getattr(self, _POSITIONS, False)
 
-    return enabled
+    setattr(config, _POSITIONS, True)
 
 
 @depends_on("vllm.v1.worker.cpu_model_runner:CPUModelRunner", "load_model", only=WORKER)
@@ -63,19 +58,16 @@ def request_positions_on_cpu() -> None:
         return
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    wrap(CPUModelRunner, "load_model", _wrap_load_model)
-
-
-def _wrap_load_model(stock: Callable[..., None]) -> Callable[..., None]:
-    def load_model(self: CPUModelRunner, *args: bool, **named: bool) -> None:
+    @patch(CPUModelRunner, "load_model")
+    def load_model(
+        stock: Callable[..., None], self: CPUModelRunner, *args: bool, **named: bool
+    ) -> None:
         from vllm.model_executor.models.interfaces import supports_multimodal_pruning
 
         stock(self, *args, **named)
         config = self.model_config.multimodal_config
         if config is not None and supports_multimodal_pruning(self.get_model()):
             self.is_multimodal_pruning_enabled = config.is_multimodal_pruning_enabled()
-
-    return load_model
 
 
 UNCHANGED_DELTA = -(2**31)
@@ -92,17 +84,12 @@ def keep_deltas() -> None:
     """
     from vllm.v1.worker.gpu.mm.rope import RopeState
 
-    wrap(RopeState, "update_prefill_positions", _wrap_update_positions)
-
-
-def _wrap_update_positions(
-    stock: Callable[[RopeState, int, Tensor, int], None],
-) -> Callable[[RopeState, int, Tensor, int], None]:
-    def update(self: RopeState, req_idx: int, positions: Tensor, delta: int) -> None:
+    @patch(RopeState, "update_prefill_positions")
+    def update(
+        stock: Callable[..., None], self: RopeState, req_idx: int, positions: Tensor, delta: int
+    ) -> None:
         known = int(self.prefill_delta.np[req_idx])
         stock(self, req_idx, positions, known if delta == UNCHANGED_DELTA else delta)
-
-    return update
 
 
 _WORKER_RESETS = (
@@ -126,20 +113,14 @@ def clear_with_worker_caches(clear: Callable[[nn.Module], None]) -> None:
     """
     from vllm.v1.worker.gpu_worker import Worker
 
-    for name in _WORKER_RESETS:
-        wrap(Worker, name, functools.partial(_wrap_reset, clear))
-
-
-def _wrap_reset(
-    clear: Callable[[nn.Module], None], stock: Callable[..., object]
-) -> Callable[..., object]:
-    def reset(self: Worker, *args: object, **named: object) -> object:
+    def reset(stock: Callable[..., object], self: Worker, *args: object, **named: object) -> object:
         try:
             return stock(self, *args, **named)
         finally:
             clear(self.get_model())
 
-    return reset
+    for name in _WORKER_RESETS:
+        patch(Worker, name)(reset)
 
 
 SPLIT = "autoprune_split"
@@ -164,14 +145,12 @@ def bound_encoder_calls() -> None:
     from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    wrap(GPUModelRunner, "_execute_mm_encoder", _wrap_encoder_v1)
-    wrap(EncoderRunner, "execute_mm_encoder", _wrap_encoder_v2)
-
-
-def _wrap_encoder_v1(
-    stock: Callable[[GPUModelRunner, SchedulerOutput], list[Tensor]],
-) -> Callable[[GPUModelRunner, SchedulerOutput], list[Tensor]]:
-    def execute(self: GPUModelRunner, scheduler_output: SchedulerOutput) -> list[Tensor]:
+    @patch(GPUModelRunner, "_execute_mm_encoder")
+    def execute_v1(
+        stock: Callable[[GPUModelRunner, SchedulerOutput], list[Tensor]],
+        self: GPUModelRunner,
+        scheduler_output: SchedulerOutput,
+    ) -> list[Tensor]:
         split: Split | None = getattr(self.get_model(), SPLIT, None)
         scheduled = scheduler_output.scheduled_encoder_inputs
         places = [(request, i) for request, inputs in scheduled.items() for i in inputs]
@@ -190,22 +169,17 @@ def _wrap_encoder_v1(
             outputs += stock(self, part)
         return outputs
 
-    return execute
-
-
-def _wrap_encoder_v2(
-    stock: Callable[[EncoderRunner, list[tuple[str, MultiModalKwargsItem]]], list[Tensor]],
-) -> Callable[[EncoderRunner, list[tuple[str, MultiModalKwargsItem]]], list[Tensor]]:
-    def execute(
-        self: EncoderRunner, mm_kwargs: list[tuple[str, MultiModalKwargsItem]]
+    @patch(EncoderRunner, "execute_mm_encoder")
+    def execute_v2(
+        stock: Callable[..., list[Tensor]],
+        self: EncoderRunner,
+        mm_kwargs: list[tuple[str, MultiModalKwargsItem]],
     ) -> list[Tensor]:
         split: Split | None = getattr(self.model, SPLIT, None)
         if split is None or len(mm_kwargs) < 2:
             return stock(self, mm_kwargs)
         groups = split([item for _, item in mm_kwargs])
         return [output for some in groups for output in stock(self, mm_kwargs[some])]
-
-    return execute
 
 
 PRUNE_BY_GRAPHS = "autoprune_prune_by_graphs"
@@ -233,15 +207,13 @@ def spread_recalls(is_recall: Callable[[MultiModalKwargsItem | None], bool]) -> 
     """
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
-    wrap(EncoderCacheManager, "can_allocate", functools.partial(_wrap_can_allocate, is_recall))
-    wrap(EncoderCacheManager, "get_freed_mm_hashes", _wrap_get_freed)
-
-
-def _wrap_can_allocate(
-    is_recall: Callable[[MultiModalKwargsItem | None], bool], stock: Callable[..., bool]
-) -> Callable[..., bool]:
+    @patch(EncoderCacheManager, "can_allocate")
     def can_allocate(
-        self: EncoderCacheManager, request: Request, input_id: int, *rest: object
+        stock: Callable[..., bool],
+        self: EncoderCacheManager,
+        request: Request,
+        input_id: int,
+        *rest: object,
     ) -> bool:
         if not is_recall(request.mm_features[input_id].data):
             return stock(self, request, input_id, *rest)
@@ -254,17 +226,12 @@ def _wrap_can_allocate(
         taken.add(recall)
         return True
 
-    return can_allocate
-
-
-def _wrap_get_freed(
-    stock: Callable[[EncoderCacheManager], list[str]],
-) -> Callable[[EncoderCacheManager], list[str]]:
-    def get_freed_mm_hashes(self: EncoderCacheManager) -> list[str]:
+    @patch(EncoderCacheManager, "get_freed_mm_hashes")
+    def get_freed_mm_hashes(
+        stock: Callable[..., list[str]], self: EncoderCacheManager
+    ) -> list[str]:
         self.__dict__.pop(_RECALLS, None)  # the scheduler asks once, at the end of each step
         return stock(self)
-
-    return get_freed_mm_hashes
 
 
 @depends_on("vllm.v1.worker.encoder_cudagraph:EncoderCudaGraphManager", "execute", only=WORKER)
@@ -277,19 +244,16 @@ def prune_after_encoder_graphs() -> None:
     """
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
-    wrap(EncoderCudaGraphManager, "execute", _wrap_encoder_graphs)
-
-
-def _wrap_encoder_graphs(
-    stock: Callable[[EncoderCudaGraphManager, Mapping[str, object]], Sequence[Tensor]],
-) -> Callable[[EncoderCudaGraphManager, Mapping[str, object]], Sequence[Tensor]]:
-    def execute(self: EncoderCudaGraphManager, mm_kwargs: Mapping[str, object]) -> Sequence[Tensor]:
+    @patch(EncoderCudaGraphManager, "execute")
+    def execute(
+        stock: Callable[..., Sequence[Tensor]],
+        self: EncoderCudaGraphManager,
+        mm_kwargs: Mapping[str, object],
+    ) -> Sequence[Tensor]:
         encode: Encode = functools.partial(stock, self)
         prune: Callable[[Mapping[str, object], Encode], Sequence[Tensor]] | None
         prune = getattr(self.model, PRUNE_BY_GRAPHS, None)
         return encode(mm_kwargs) if prune is None else prune(mm_kwargs, encode)
-
-    return execute
 
 
 Embed = Callable[["Tensor"], "Tensor"]
@@ -330,13 +294,15 @@ def refuse_sleep(reason: Callable[[ModelConfig, int], str | None]) -> None:
     """
     from vllm.v1.engine.core import EngineCore
 
-    def around(stock: Callable[..., object]) -> Callable[..., object]:
-        def sleep(self: EngineCore, level: int = 1, *args: object, **named: object) -> object:
-            refused = reason(self.vllm_config.model_config, level)
-            if refused is not None:
-                raise ValueError(refused)
-            return stock(self, level, *args, **named)
-
-        return sleep
-
-    wrap(EngineCore, "sleep", around)
+    @patch(EngineCore, "sleep")
+    def sleep(
+        stock: Callable[..., object],
+        self: EngineCore,
+        level: int = 1,
+        *args: object,
+        **named: object,
+    ) -> object:
+        refused = reason(self.vllm_config.model_config, level)
+        if refused is not None:
+            raise ValueError(refused)
+        return stock(self, level, *args, **named)
