@@ -13,9 +13,9 @@ import pytest
 
 from tests.serving.unit.samples import refusal, served
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.errors import AutopruneError, Problem, ProblemsError
+from vllm_autoprune.errors import AutopruneError, ProblemsError, RequestError
 from vllm_autoprune.serving.api.choices import TokenCount, resolve_choices
-from vllm_autoprune.serving.api.request import find_misplaced_field, parse_request
+from vllm_autoprune.serving.api.request import parse_request, refuse_misplaced
 from vllm_autoprune.serving.settings import RequestRules
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "mistakes.md").read_text(encoding="utf-8")
@@ -67,9 +67,9 @@ def sent(fields: dict[str, object], level: str = "states") -> Answer:
 
 def misplaced(extra: dict[str, object], kwargs: dict[str, object]) -> Answer:
     def answer() -> str:
-        problem = find_misplaced_field(extra, kwargs)
-        assert isinstance(problem, Problem)
-        return str(problem)
+        with pytest.raises(RequestError) as caught:
+            refuse_misplaced(extra, kwargs)
+        return str(caught.value.problems[0])
 
     return answer
 

@@ -6,9 +6,10 @@ import itertools
 import logging
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from prometheus_client import REGISTRY
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -119,34 +120,15 @@ class ServedState:
 
     def __reduce__(self) -> tuple[object, ...]:
         # As text, because parameter models are made from the registry and have no import path.
-        rest = (
-            self.budget,
-            self.tower,
-            self.cache_bytes,
-            self.budget_varies,
-            self.rules,
-            self.unavailable,
-        )
-        return _revive, (self.architecture, self.state.dumps(), *rest)
+        rest = {name: value for name, value in vars(self).items() if name != "state"}
+        return _revive, (self.state.dumps(), rest)
 
 
 NEEDS: tuple[Need, ...] = get_args(Need)
 
 
-def _revive(
-    architecture: str,
-    text: str,
-    budget: int,
-    tower: TextTower | None,
-    cache_bytes: int,
-    budget_varies: bool,
-    rules: RequestRules,
-    unavailable: UnavailableInputs,
-) -> ServedState:
-    state = load_state(text)
-    return ServedState(
-        architecture, state, budget, tower, cache_bytes, budget_varies, rules, unavailable
-    )
+def _revive(state: str, rest: Mapping[str, Any]) -> ServedState:
+    return ServedState(state=load_state(state), **rest)
 
 
 @lru_cache(maxsize=512)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from packaging.version import Version
@@ -211,7 +210,10 @@ def _find_backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[st
         # Features are kept by image alone, and LoRA layers bypass the hook that reads attention.
         what = "the vision tower would differ between requests"
         problems.append(Problem("--enable-tower-connector-lora", what, "serve without it"))
-    problems += find_connector_problems(vllm_config)
+    connector = vllm_config.kv_transfer_config
+    if connector is not None:
+        extra = connector.kv_connector_extra_config
+        problems += _connector_problems(str(connector.kv_connector), extra)
     if backbone.mrope and vllm_config.parallel_config.pipeline_parallel_size > 1:
         # vLLM asks for the positions of kept tokens where it encodes images: on the first rank.
         what = "later ranks would not know the positions of the tokens that are kept"
@@ -231,14 +233,16 @@ def _input_problems(
     """Problems of inputs that the checkpoint, or the way it is served, cannot provide."""
     problems = backbone.input_problems(vllm_config.model_config.hf_config, needs)
     # Features of the image, after the vision tower and its projector, are there in every mode.
-    modes = [mode for mode in _find_modes(vllm_config) if not mode.hides.isdisjoint(needs)]
-    return [*problems, *(Problem(mode.flag, mode.why, _FIX) for mode in modes)]
+    hidden = [
+        Problem(flag, why, "serve without it, or a state that does not read this")
+        for hides, flag, why in _find_modes(vllm_config)
+        if not hides.isdisjoint(needs)
+    ]
+    return [*problems, *hidden]
 
 
 # Ways of serving that hide from the plugin what a state reads, each refused by its flag.
 
-
-_FIX = "serve without it, or a state that does not read this"
 
 LMCACHE = Version("0.5.5")
 """The oldest LMCache that keeps a whole identity; 0.5.4 keeps 16 bits of it."""
@@ -252,57 +256,40 @@ _QUESTION: frozenset[Need] = frozenset({"instruction", "words", "language"})
 """What is made of the question."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServingMode:
-    """A way of serving, and the inputs that a state cannot have with it."""
-
-    flag: str
-    hides: frozenset[Need]
-    why: str
-
-
-def _find_modes(vllm_config: VllmConfig) -> Iterator[ServingMode]:
+def _find_modes(vllm_config: VllmConfig) -> Iterator[tuple[frozenset[Need], str, str]]:
+    """Ways of serving that are on: the inputs that a state cannot have, the flag, and why."""
     if vllm_config.lora_config is not None:
         why = "the state reads the language model's first layers, which are run without adapters"
-        yield ServingMode("--enable-lora", frozenset({"language"}), why)
+        yield frozenset({"language"}), "--enable-lora", why
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         why = "the state reads the language model's first layers on every rank"
-        yield ServingMode("--pipeline-parallel-size", frozenset({"language"}), why)
+        yield frozenset({"language"}), "--pipeline-parallel-size", why
     multimodal = vllm_config.model_config.multimodal_config
     # vLLM has reset it to "weights" where the model cannot do it.
     if multimodal is not None and multimodal.mm_encoder_tp_mode == "data":
         why = "a rank encodes some images, and the state reads the vision tower of all of them"
-        yield ServingMode("--mm-encoder-tp-mode data", _INSIDE_THE_TOWER, why)
+        yield _INSIDE_THE_TOWER, "--mm-encoder-tp-mode data", why
     for name in ("cudagraph_mm_encoder", "compile_mm_encoder"):
         if vars(vllm_config.compilation_config).get(name):
             why = "the state reads the inside of the vision tower, where hooks would not be called"
-            yield ServingMode(f"--compilation-config {name}", _INSIDE_THE_TOWER, why)
+            yield _INSIDE_THE_TOWER, f"--compilation-config {name}", why
     if vllm_config.ec_transfer_config is not None:
         why = "images are encoded without their question, which the state reads"
-        yield ServingMode("--ec-transfer-config", _QUESTION, why)
+        yield _QUESTION, "--ec-transfer-config", why
 
 
-def find_connector_problems(vllm_config: VllmConfig) -> list[Problem]:
+def _connector_problems(name: str, extra: object) -> Iterator[Problem]:
     """Refuse KV connectors that keep 16 bits of an image's identity.
 
     Two images, or two questions about one, would be given each other's KV. vLLM's own copy of
     LMCache's integration (``use_native``) does so in 0.32 and 0.33.
     """
-    config = vllm_config.kv_transfer_config
-    if config is None:
-        return []
-    extra = config.kv_connector_extra_config
-    return list(_connector_problems(str(config.kv_connector), extra))
-
-
-def _connector_problems(name: str, extra: Mapping[str, object]) -> Iterator[Problem]:
+    extra = extra if isinstance(extra, Mapping) else {}
     inner = extra.get("connectors")
-    for one in inner if isinstance(inner, list) else ():  # of a MultiConnector
-        if isinstance(one, Mapping):
-            more = one.get("kv_connector_extra_config")
-            yield from _connector_problems(
-                str(one.get("kv_connector")), more if isinstance(more, Mapping) else {}
-            )
+    for part in inner if isinstance(inner, list) else ():  # of a MultiConnector
+        if isinstance(part, Mapping):
+            inner_extra = part.get("kv_connector_extra_config")
+            yield from _connector_problems(str(part.get("kv_connector")), inner_extra)
     if not name.startswith("LMCache"):
         return
     where, what = f"--kv-transfer-config {name}", "keeps 16 bits of an image's identity"

@@ -24,11 +24,11 @@ from vllm_autoprune.serving.api.request import (
     SentRequest,
     check_request,
     current_request,
-    find_misplaced_field,
     handling,
     merge_headers,
     parse_request,
     read_headers,
+    refuse_misplaced,
 )
 from vllm_autoprune.serving.compat.api import check_requests
 from vllm_autoprune.serving.served_state import ATTRIBUTE
@@ -132,8 +132,9 @@ IN_DATA = f"multi_modal_data/{KWARGS}/autoprune"
 def test_a_field_in_the_wrong_place_is_named_with_the_right_one(
     extra: dict[str, object], kwargs: dict[str, object], where: str, fix: str
 ) -> None:
-    problem = find_misplaced_field(extra, kwargs)
-    assert problem is not None
+    with pytest.raises(RequestError) as caught:
+        refuse_misplaced(extra, kwargs)
+    (problem,) = caught.value.problems
     assert problem.where.startswith(where)
     assert fix in problem.fix
 
@@ -155,9 +156,9 @@ HARMLESS = {
 
 
 def test_other_fields_are_left_alone() -> None:
-    assert find_misplaced_field({"user_id": 1, "auto": 2}, {"autoprune": ENTRY}) is None
-    assert find_misplaced_field({}, {"size": {"height": 1}, "do_resize": False}) is None
-    assert find_misplaced_field(HARMLESS, {}) is None
+    refuse_misplaced({"user_id": 1, "auto": 2}, {"autoprune": ENTRY})
+    refuse_misplaced({}, {"size": {"height": 1}, "do_resize": False})
+    refuse_misplaced(HARMLESS, {})
 
 
 def model_config(rules: RequestRules) -> Any:

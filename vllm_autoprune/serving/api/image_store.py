@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from threading import Lock
 from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
-from cachetools import Cache
+from cachetools import Cache, LRUCache
 from vllm.multimodal.cache import LruKeyReplicatedSenderCache
 from vllm.multimodal.cache.base import BaseMultiModalProcessorCache
 from vllm.multimodal.inputs import MultiModalKwargsItem
@@ -46,27 +45,19 @@ class NamedImages:
     """LRU map from name to content and size; names of one cache salt are unknown under another."""
 
     def __init__(self) -> None:
-        self._images: OrderedDict[bytes, NamedImage] = OrderedDict()
+        self._images: LRUCache[bytes, NamedImage] = LRUCache(MAX_NAMES)
         self._lock = Lock()  # several renderer threads may share one processor
 
     def remember(self, name: str, salt: str, image: NamedImage) -> None:
         """Store the image sent under a name, replacing the one sent before."""
-        key = _hash_name(name, salt)
         with self._lock:
-            self._images[key] = image
-            self._images.move_to_end(key)
-            if len(self._images) > MAX_NAMES:
-                self._images.popitem(last=False)
+            self._images[_hash_name(name, salt)] = image
 
     def find(self, name: str, salt: str) -> NamedImage:
         """The image last sent under a name; unknown names get a content that no image has."""
         key = _hash_name(name, salt)
         with self._lock:
-            image = self._images.get(key)
-            if image is None:
-                return f"unknown {key.hex()}", None
-            self._images.move_to_end(key)
-            return image
+            return self._images.get(key) or (f"unknown {key.hex()}", None)
 
 
 def _hash_name(name: str, salt: str) -> bytes:

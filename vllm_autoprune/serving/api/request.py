@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import string
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -381,23 +381,19 @@ def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str = _C
     """Raise :class:`RequestError` with the first pruning field that nothing reads.
 
     ``fields`` are those of a request, or of an offline prompt; ``kwargs`` what is read of its
-    ``mm_processor_kwargs``, where it may have an entry.
+    ``mm_processor_kwargs``, where it may have an entry. A field is looked for beside the entry, and
+    at any depth outside the kwargs.
     """
-    problem = find_misplaced_field(fields, kwargs, fix)
-    if problem is not None:
-        raise RequestError("request", [problem])
 
+    def refuse(where: str, what: str, fix: str) -> RequestError:
+        return RequestError("request", [Problem(where, what, fix)])
 
-def find_misplaced_field(
-    fields: object, kwargs: Mapping[str, object], fix: str = _CLIENT_FIX
-) -> Problem | None:
-    """The first pruning field beside the entry, or at any depth outside the kwargs."""
     for key in kwargs:
         where = f"{KWARGS}/{_shorten(key)}"
         if key in PruningRequest.model_fields:
-            return Problem(where, "is not read there", f"put it one level down: {_entry()}")
+            raise refuse(where, "is not read there", f"put it one level down: {_entry()}")
         if key != REQUEST_FIELD and _is_entry(key):
-            return Problem(where, "is not a known entry", f"did you mean {REQUEST_FIELD!r}?")
+            raise refuse(where, "is not a known entry", f"did you mean {REQUEST_FIELD!r}?")
     waiting: list[tuple[tuple[object, ...], object]] = [((), fields)]
     while waiting:
         place, value = waiting.pop()
@@ -415,11 +411,10 @@ def find_misplaced_field(
             if isinstance(name, str) and _is_misplaced(inside, name, child):
                 where = "/".join(_shorten(str(step)) for step in (*place, name))
                 what = "is ignored there" if place else "is ignored at the top of a request"
-                return Problem(where[-200:], what, fix.format(entry=_entry(child)))
+                raise refuse(where[-200:], what, fix.format(entry=_entry(child)))
             of_tool = name in _NAMED_BY_CLIENTS or (name == "input" and isinstance(child, dict))
             if isinstance(child, dict | list | tuple) and not of_tool:
                 waiting.append(((*place, name), child))
-    return None
 
 
 def _is_misplaced(inside: object, name: str, child: object) -> bool:
@@ -441,20 +436,8 @@ def _resembles_entry(name: str) -> bool:
     if name.startswith("_"):
         return False
     word = name.lower().replace("-", "").replace("_", "").removeprefix("x")
-    return word.startswith(REQUEST_FIELD) or word in _NEAR
-
-
-def _misspellings(word: str) -> frozenset[str]:
-    """The word with one letter missing, changed, added or exchanged with the next one."""
-    splits = [(word[:i], word[i:]) for i in range(len(word) + 1)]
-    letters = ("", *string.ascii_lowercase)
-    changed = {a + c + b[1:] for a, b in splits if b for c in letters}
-    added = {a + c + b for a, b in splits for c in letters}
-    swapped = {a + b[1] + b[0] + b[2:] for a, b in splits if len(b) > 1}
-    return frozenset(changed | added | swapped)
-
-
-_NEAR = _misspellings(REQUEST_FIELD)
+    # So near is a word with one letter missing, changed, added or exchanged with the next one.
+    return word.startswith(REQUEST_FIELD) or bool(get_close_matches(word, [REQUEST_FIELD], 1, 0.88))
 
 
 def _entry(value: object = None) -> str:

@@ -109,16 +109,13 @@ def _select_rows(
     if not rows:  # all tokens are kept already
         return _append_fillers(torch.stack([image.rows()[:0] for image in images]), plan, images)
     joined = torch.cat(rows, dim=1)
-    if images[0].regions[0].order is not None and not _by_quality(context, plan):
+    by_quality = runs_policy(plan.keep) and orders_by_quality(
+        context.served.policy_for_plan(plan).state.reassembly
+    )
+    if images[0].regions[0].order is not None and not by_quality:
         order = torch.cat(positions, dim=1).argsort(dim=1, stable=True)
         joined = joined.gather(1, order[:, :, None].expand(-1, -1, joined.shape[2]))
     return _append_fillers(joined, plan, images)
-
-
-def _by_quality(context: SelectionContext, plan: ItemPlan) -> bool:
-    if not runs_policy(plan.keep):
-        return False
-    return orders_by_quality(context.served.policy_for_plan(plan).state.reassembly)
 
 
 def _append_fillers(rows: Tensor, plan: ItemPlan, images: Sequence[ImageFeatures]) -> Tensor:

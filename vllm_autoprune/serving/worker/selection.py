@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from vllm_autoprune.errors import AutopruneError
@@ -194,22 +194,19 @@ class FirstImageCheck:
 
     def __init__(self) -> None:
         self.unsafe = 0
-        self._safe: OrderedDict[VerdictKey, bool] = OrderedDict()
+        self._safe: LRUCache[VerdictKey, bool] = LRUCache(MAX_VERDICTS)
 
     def replace_unsafe(self, policy: PruningPolicy, tokens: VisualTokens) -> PruningPolicy:
         """The policy itself, or its base policy alone where its state has failed."""
         state, tiles = policy.state, tokens.grid.tiles
         here = policy.at(tokens.count, tiles)
         key = (state.digest, here.budget, here.quota, here.r_min, tiles)
-        if key not in self._safe:
+        safe = self._safe.get(key)
+        if safe is None:
             safe = self._check(policy, tokens)
-            if safe is None:
-                return policy
-            self._safe[key] = safe
-            while len(self._safe) > MAX_VERDICTS:
-                self._safe.popitem(last=False)
-        self._safe.move_to_end(key)
-        if self._safe[key]:
+            if safe is not None:
+                self._safe[key] = safe
+        if safe is not False:
             return policy
         return replace(
             policy, state=state.without_exchange(), quota=0, r_min=policy.budget, varies=False
