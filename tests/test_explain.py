@@ -110,9 +110,9 @@ TILES = tuple(region_image(seed).regions[0] for seed in range(3))
 def test_regions_are_the_tiles_that_keep_tokens() -> None:
     tiles = [dataclasses.replace(tile, order=torch.arange(36)) for tile in TILES]
     for features, count, budget, shown in (
-        (ImageFeatures(TILES, first=-1), 3, 5, [0, 1, 2]),
-        (ImageFeatures(TILES, first=-1), 3, 2, [0, 2]),
-        (ImageFeatures(TILES, first=-1), 3, 1, [2]),
+        (ImageFeatures(TILES, rest_at=-1), 3, 5, [0, 1, 2]),
+        (ImageFeatures(TILES, rest_at=-1), 3, 2, [0, 2]),
+        (ImageFeatures(TILES, rest_at=-1), 3, 1, [2]),
         # A base view and stitched crops, one grid, several tiles in one region.
         (ImageFeatures((tiles[0], tiles[1])), 2, 5, []),
         (ImageFeatures(TILES[:1]), 1, 5, []),

@@ -188,10 +188,10 @@ def record_selections() -> Iterator[list[_Selection]]:
         policy: PruningPolicy,
         tokens: VisualTokens,
         reporter: FallbackReporter,
-        given: Given | None = None,
+        earlier: Given | None = None,
         known: Sequence[Tensor | None] = (),
     ) -> RefinedTokens:
-        refined = select_with_fallback(policy, tokens, reporter, given, known)
+        refined = select_with_fallback(policy, tokens, reporter, earlier, known)
         selections.append((policy, tokens, refined))
         return refined
 

@@ -188,9 +188,9 @@ class ItemPlan:
             for i in range(0, len(padded), _WORD)
         ]
         ids = [*self.instruction, *self.language]
-        for one in self.earlier:
-            ids += [one.budget, len(one.instruction), len(one.language)]
-            ids += [*one.instruction, *one.language]
+        for choice in self.earlier:
+            ids += [choice.budget, len(choice.instruction), len(choice.language)]
+            ids += [*choice.instruction, *choice.language]
         return torch.tensor([*head, *words, *ids])
 
     @staticmethod
@@ -425,22 +425,22 @@ def make_recall_identity(before: str, budget: int, read: tuple[Ids, Ids]) -> str
 
 
 def split_over_parts(
-    budget: int, sizes: Sequence[int], tiles: Sequence[int], first: int = 0
+    budget: int, sizes: Sequence[int], tiles: Sequence[int], rest_at: int = 0
 ) -> tuple[int, ...]:
     """Split K over parts of ``sizes`` tokens: K / T for each of their ``tiles``.
 
-    What does not divide goes to part number ``first`` and those after it, and surplus to the next
+    What does not divide goes to part number ``rest_at`` and those after it, and surplus to the next
     part with room. If K is at least the number of tokens, every part keeps all of its tokens.
     """
-    order = [(first + i) % len(sizes) for i in range(len(sizes))]
+    order = [(rest_at + i) % len(sizes) for i in range(len(sizes))]
     shares = split_over_tiles(budget, sum(tiles))
     budgets, done = [0] * len(sizes), 0
     for part in order:
         budgets[part] = min(sum(shares[done : done + tiles[part]]), sizes[part])
         done += tiles[part]
-    left = min(budget, sum(sizes)) - sum(budgets)
+    surplus = min(budget, sum(sizes)) - sum(budgets)
     for part in order:
-        more = min(left, sizes[part] - budgets[part])
+        more = min(surplus, sizes[part] - budgets[part])
         budgets[part] += more
-        left -= more
+        surplus -= more
     return tuple(budgets)

@@ -113,10 +113,10 @@ class ServedState:
         image, before it is known which inputs later states read.
         """
         quota, _ = self.state.constraints.selector.bounds(MAX_BUDGET)
-        own = required_inputs(self.state, exchange=quota > 0)
+        of_state = required_inputs(self.state, exchange=quota > 0)
         if not self.rules.allows("shipped-states"):
-            return own
-        return own | (frozenset(NEEDS) - {need for need, _ in self.unavailable})
+            return of_state
+        return of_state | (frozenset(NEEDS) - {need for need, _ in self.unavailable})
 
     def __reduce__(self) -> tuple[object, ...]:
         # As text, because parameter models are made from the registry and have no import path.
@@ -223,11 +223,11 @@ class PlanRules:
         most = max(self.served.budget, rules.detail.largest)
         if rules.allows("budget"):
             most = max(most, rules.maximum)
-        first, *recalled = [*(choice.budget for choice in plan.earlier), plan.budget]
+        budget, *recalled = [*(choice.budget for choice in plan.earlier), plan.budget]
         if plan.part == "delta":
-            first = plan.image_budget
-        if first > most:
-            raise plan_error(f"keeps K = {first} tokens, and requests may keep {most}")
+            budget = plan.image_budget
+        if budget > most:
+            raise plan_error(f"keeps K = {budget} tokens, and requests may keep {most}")
         more = max(rules.recall, rules.maximum if rules.allows("budget") else 0)
         if max(recalled, default=0) > more:
             raise plan_error(f"recalls {max(recalled)} tokens, and requests may recall {more}")
@@ -268,8 +268,8 @@ class PlanRules:
                 raise plan_error("is a part of an image whose tokens are drawn at random")
             return
         try:
-            for one in (plan, *plan.items_before()):
-                self.served.policy_for_plan(one)
+            for item in (plan, *plan.items_before()):
+                self.served.policy_for_plan(item)
         except BudgetError as error:
             raise plan_error(f"is a part of an image: {error}") from None
 

@@ -332,9 +332,9 @@ BY_QUALITY: dict[str, object] = {
 )
 def test_rows_stand_in_their_tile(budget: int, keep: Any, changes: dict[str, object]) -> None:
     tiles = tuple(image(seed).regions[0] for seed in range(3))
-    whole = ImageFeatures(tiles, first=-1)
+    whole = ImageFeatures(tiles, rest_at=-1)
     (rows,) = pruned([plan(budget, key=3, keep=keep)], [whole], served(changes))
-    expected = split_over_parts(budget, [N] * 3, [1] * 3, first=-1)
+    expected = split_over_parts(budget, [N] * 3, [1] * 3, rest_at=-1)
     assert [row // N for row in rows_of(whole, rows)] == [
         tile for tile, count in enumerate(expected) for _ in range(count)
     ]
@@ -342,7 +342,7 @@ def test_rows_stand_in_their_tile(budget: int, keep: Any, changes: dict[str, obj
 
 def test_each_tile_is_pooled_to_its_share() -> None:
     tiles = tuple(image(seed).regions[0] for seed in range(3))
-    whole = ImageFeatures(tiles, first=-1)
+    whole = ImageFeatures(tiles, rest_at=-1)
     (rows,) = pruned([plan(8, key=3, keep="resized")], [whole], served())
     expected = [
         pool_tokens(count, VisualTokens(tile.projected[None], tile.grid)).features[0]

@@ -343,8 +343,8 @@ def test_each_tile_keeps_its_share() -> None:
     tiles = [OTHER, *[IMAGE] * 3, OTHER, *[IMAGE] * 3, OTHER, *[IMAGE] * 3, OTHER]
     content = PromptUpdateDetails.select_token_id(tiles, IMAGE)
     assert _runs(shorten_placeholders(content, 5).full) == [2, 2, 1]
-    assert _runs(shorten_placeholders(content, 5, first=-1).full) == [2, 1, 2]
-    assert _runs(shorten_placeholders(content, 1, first=-1).full) == [0, 0, 1]
+    assert _runs(shorten_placeholders(content, 5, rest_at=-1).full) == [2, 1, 2]
+    assert _runs(shorten_placeholders(content, 1, rest_at=-1).full) == [0, 0, 1]
     assert shorten_placeholders(content, 9) is content
 
 

@@ -73,7 +73,7 @@ class Placeholders:
     ``unsplittable`` says why an image cannot be several items of a prompt, empty where it can.
     ``resize`` gives the size to which the model's processor would shrink an image of that size to
     have at most K tokens; None where N does not follow the size closely enough. Where text stands
-    between the tiles of an image, ``first`` is the tile that takes what does not divide of K.
+    between the tiles of an image, ``rest_at`` is the tile that takes what does not divide of K.
     """
 
     count: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], TokenCount]
@@ -81,12 +81,12 @@ class Placeholders:
     token: Callable[[BaseProcessingInfo], int]
     unsplittable: str = ""
     resize: Callable[[BaseProcessingInfo, ImageSize, int], ImageSize] | None = None
-    first: int = 0
+    rest_at: int = 0
 
 
 @depends_on("vllm.multimodal.processing.processor", "PromptUpdateDetails")
 def shorten_placeholders(
-    content: PromptUpdateDetails, budget: int, first: int = 0
+    content: PromptUpdateDetails, budget: int, rest_at: int = 0
 ) -> PromptUpdateDetails:
     """Keep K placeholders of one image's prompt text, and all other tokens.
 
@@ -101,11 +101,11 @@ def shorten_placeholders(
     if sum(is_embed) <= budget:
         return content
     runs = [sum(1 for _ in run) for placeholder, run in groupby(is_embed) if placeholder]
-    shares = split_over_parts(budget, runs, [1] * len(runs), first % len(runs))
-    left, kept = iter(shares), []
+    shares = split_over_parts(budget, runs, [1] * len(runs), rest_at % len(runs))
+    unused, kept = iter(shares), []
     for placeholder, run in groupby(zip(is_embed, content.full, strict=True), key=itemgetter(0)):
         tokens = [token for _, token in run]
-        kept += tokens[: next(left)] if placeholder else tokens
+        kept += tokens[: next(unused)] if placeholder else tokens
     return replace(content, full=kept)
 
 
@@ -334,11 +334,11 @@ def _require_permission(rules: RequestRules, request: PruningRequest) -> None:
 def _require_no_contradiction(request: PruningRequest) -> None:
     """Raise where a request wants no pruning and says how to prune."""
     fields = {"budget": request.budget, "state": request.state}
-    given = [name for name, value in fields.items() if value is not None]
-    given += ["keep"] if request.keep != "state" else []
-    if given:
-        what = f"false keeps every token, but {', '.join(map(repr, given))} is given as well"
-        raise request_error("enabled", what, f"leave out 'enabled' or {given[0]!r}")
+    names = [name for name, value in fields.items() if value is not None]
+    names += ["keep"] if request.keep != "state" else []
+    if names:
+        what = f"false keeps every token, but {', '.join(map(repr, names))} is given as well"
+        raise request_error("enabled", what, f"leave out 'enabled' or {names[0]!r}")
 
 
 def _require_in_range(rules: RequestRules, budget: int, field: str, name: str) -> None:
@@ -394,12 +394,12 @@ def split_shared_budget(total: int, sizes: Sequence[int]) -> list[int]:
     ``total``, or to all the tokens there are where that is less.
     """
     total = min(total, sum(sizes))
-    left, level = total, 0
+    remaining, level = total, 0
     for i, size in enumerate(sorted(sizes)):
-        level = left // (len(sizes) - i)
+        level = remaining // (len(sizes) - i)
         if size > level:
             break
-        left -= size
+        remaining -= size
     budgets = [min(size, level) for size in sizes]
     rest = total - sum(budgets)
     for i in [i for i, size in enumerate(sizes) if size > level][:rest]:

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 def format_summary(served: ServedState) -> str:
     """One line for the log: how many tokens images keep, by which state, and why."""
     policy = served.policy()
-    own = served.state.budget.range()[1]
+    state_budget = served.state.budget.range()[1]
     kept = f"{policy.budget} tokens of an image"
     if served.budget_varies:
         kept, why = f"at most {kept}", "as the state follows its size"
     else:
-        why = "as the state has it" if policy.budget == own else "by --autoprune-budget"
+        why = "as the state has it" if policy.budget == state_budget else "by --autoprune-budget"
     parts = [
         f"Serving pruned: state {served.state.name!r} ({served.state.digest[:12]}) keeps {kept}, "
         f"{why}: base policy {policy.base.name}, at most {policy.quota} exchanged, at least "

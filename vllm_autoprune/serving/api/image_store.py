@@ -216,16 +216,16 @@ def cache_without_plans() -> None:
         mm_features: list[MultiModalFeatureSpec],
     ) -> list[MultiModalFeatureSpec]:
         plans = [{FIELD: f.data[FIELD]} if f.data and FIELD in f.data else {} for f in mm_features]
-        first: dict[str, MultiModalFeatureSpec] = {}
+        with_tensors: dict[str, MultiModalFeatureSpec] = {}
         received = []
         for feature in mm_features:
             tensors = {name: part for name, part in (feature.data or {}).items() if name != FIELD}
             feature.data = MultiModalKwargsItem(tensors) if tensors else None
-            if tensors or _key(feature) not in first:
+            if tensors or _key(feature) not in with_tensors:
                 received.append(feature)
-                first.setdefault(_key(feature), feature)
+                with_tensors.setdefault(_key(feature), feature)
         stock(self, received)
         for feature, plan in zip(mm_features, plans, strict=True):
-            tensors = feature.data or first[_key(feature)].data or {}
+            tensors = feature.data or with_tensors[_key(feature)].data or {}
             feature.data = MultiModalKwargsItem({**tensors, **plan})
         return mm_features

@@ -101,10 +101,10 @@ class ItemPlans:
         chosen = not choice.keeps_all and choice.resized is None
         parts = self._digests[slot.image], self._salt, self._seeds.get(slot.image, "")
         key = make_feature_key(*parts) if chosen else NO_KEY
-        whole = ItemPlan(choice.kept, key, *ids, choice.keep, state=choice.state)
+        of_image = ItemPlan(choice.kept, key, *ids, choice.keep, state=choice.state)
         # A resized image has no more tokens than those that are kept.
         tokens = choice.tokens if choice.resized is None else choice.kept
-        plan = replace(whole, tokens=tokens, core=slot.core)
+        plan = replace(of_image, tokens=tokens, core=slot.core)
         if slot.part == "core":
             plan = plan.of_part("core", Choice(slot.core))
         elif slot.part == "delta":
@@ -244,8 +244,8 @@ class RequestPlanner:
         longest = (0,) * LANGUAGE_IDS if reads else ()
         plans = []
         for i in range(len(hashes.get("image", []))):
-            whole = self._count_tokens(inputs, inputs.mm_data_items["image"].get_image_size(i))
-            budget, size = policy.at(whole.tokens, whole.tiles).budget, whole.tokens
+            count = self._count_tokens(inputs, inputs.mm_data_items["image"].get_image_size(i))
+            budget, size = policy.at(count.tokens, count.tiles).budget, count.tokens
             plans.append(ItemPlan(budget, NO_KEY, instruction, longest, profile=True, tokens=size))
         return RequestPlan(tuple(plans), hashes, tuple(hashes.get("image", ())))
 
@@ -361,7 +361,7 @@ class RequestPlanner:
         tokenizer = self._info.get_tokenizer()
         texts: list[str] = []
         start = 0
-        places = (at for at, one in enumerate(prompt) if one == token)
+        places = (at for at, token_id in enumerate(prompt) if token_id == token)
         for at, entry in zip(places, entries, strict=True):
             if isinstance(entry, RecallItem):
                 continue
@@ -451,4 +451,4 @@ def prunable(mm_items: MultiModalDataItems) -> bool:
     images = mm_items.get("image")
     if not isinstance(images, ImageProcessorItems):
         return False
-    return all(one is None or isinstance(one, _PICTURES) for one in images.get_all())
+    return all(image is None or isinstance(image, _PICTURES) for image in images.get_all())

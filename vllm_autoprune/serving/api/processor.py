@@ -146,7 +146,7 @@ class PrunedProcessor(_Stock):
             else:
                 salt = salt if isinstance(salt, CacheSalt) else ""
                 plan = self._planner.plan_request(plain, fields, salt)
-            shown = resize_images(self.info, plain, [one.resized for one in plan.choices])
+            shown = resize_images(self.info, plain, [choice.resized for choice in plan.choices])
         except AutopruneError:
             count_refused_request()
             raise
@@ -187,11 +187,11 @@ class PrunedProcessor(_Stock):
         result = result._replace(hashes=plan.hashes)
         if not plan.items:
             return result
-        first = {key: at for at, key in enumerate(dict.fromkeys(plan.keys))}
+        places = {key: at for at, key in enumerate(dict.fromkeys(plan.keys))}
         tensors, updates = [], []
         seen: set[str] = set()
         for at, (key, item) in enumerate(zip(plan.keys, plan.items, strict=True)):
-            image = result.kwargs["image"][first[key]]
+            image = result.kwargs["image"][places[key]]
             if key in seen and cache is not None and cache.is_cached_item(key):
                 # The cache may count how often it is read.
                 image, _ = cache.get_and_update_item(None, key)
@@ -201,7 +201,7 @@ class PrunedProcessor(_Stock):
             updates.append(
                 [
                     self._shorten(self._recompute_cached_prompt_update(update, at), item)
-                    for update in result.prompt_updates["image"][first[key]]
+                    for update in result.prompt_updates["image"][places[key]]
                 ]
             )
         return result._replace(
@@ -244,7 +244,7 @@ class PrunedProcessor(_Stock):
         """A resolved prompt update whose text holds K of its N placeholders."""
         if item.profile:
             return update
-        content = shorten_placeholders(update.content, item.budget, self._placeholders.first)
+        content = shorten_placeholders(update.content, item.budget, self._placeholders.rest_at)
         return replace(update, content=content)
 
 

@@ -102,7 +102,7 @@ class AutopruneHfRenderer(HfRenderer):
         served, processor = served_state(self.model_config), self.mm_processor
         if served is None or not isinstance(processor, PrunedProcessor):
             return messages, []
-        image_turns = sum(any(map(shows_image, message_parts(one))) for one in messages)
+        image_turns = sum(any(map(shows_image, message_parts(message))) for message in messages)
         entry = (params.mm_processor_kwargs or {}).get(REQUEST_FIELD)
         budget = entry.get("budget") if isinstance(entry, Mapping) else None
         if image_turns > 1 and isinstance(budget, Mapping) and served.rules.allows("budget"):

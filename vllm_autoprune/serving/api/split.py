@@ -97,8 +97,8 @@ def align_core(start: int, image: SplitImage, block: int) -> int:
 
     The edge nearest to the state's own K_c, inside the image.
     """
-    first = -(-(start + 1) // block) * block
-    edges = range(first, start + image.budget, block)
+    beyond = -(-(start + 1) // block) * block
+    edges = range(beyond, start + image.budget, block)
     return min((edge - start for edge in edges), key=lambda core: abs(core - image.core), default=0)
 
 
@@ -164,17 +164,17 @@ def mark_recall_turns(
         text is None
         and not _is_words(part, token)
         and (not shows_image(part) or _is_embeddings(part))
-        for of_message, own in zip(parts, texts, strict=True)
-        for part, text in zip(of_message, own, strict=True)
+        for of_message, of_texts in zip(parts, texts, strict=True)
+        for part, text in zip(of_message, of_texts, strict=True)
     )
-    if others or any(token in text for own in texts for text in own if text is not None):
+    if others or any(token in text for of_texts in texts for text in of_texts if text is not None):
         return list(messages), []
     marked: list[object] = []
     turns: list[RecallTurn] = []
     images = 0
-    for message, own in zip(messages, texts, strict=True):
+    for message, of_texts in zip(messages, texts, strict=True):
         shown = sum(map(shows_image, message_parts(message)))
-        text = "\n".join(text for text in own if text is not None).strip()
+        text = "\n".join(text for text in of_texts if text is not None).strip()
         if images and not shown and text and _is_user(message):
             message = _put_before(message, token + space)
             turns.append(RecallTurn(images=images, text=text))
@@ -202,8 +202,8 @@ def _put_before(message: object, mark: str) -> object:
     if isinstance(content, str):
         return {**message, "content": mark + content}
     at = next(i for i, part in enumerate(content) if part_text(part) is not None)
-    first = content[at]
-    part = mark + first if isinstance(first, str) else {**first, "text": mark + first["text"]}
+    text = content[at]
+    part = mark + text if isinstance(text, str) else {**text, "text": mark + text["text"]}
     return {**message, "content": [*content[:at], part, *content[at + 1 :]]}
 
 
@@ -231,19 +231,19 @@ def choose_recalls(
     items.
     """
     items: list[RecallItem] = []
-    left = [
+    room = [
         0 if choice.keep == "resized" else max(0, min(choice.tokens, most) - choice.kept)
         for choice in choices
     ]
     times = [0] * len(choices)
     for number, turn in enumerate(turns[:MAX_TURNS]):
         last = {contents[i]: i for i in range(min(turn.images, len(choices)))}
-        images = [i for i in sorted(last.values()) if left[i] and times[i] < MAX_RECALLS]
-        budgets = split_shared_budget(recall, [left[i] for i in images])
-        own = [RecallItem(i, number, k) for i, k in zip(images, budgets, strict=True) if k]
-        for item in own[: limit - len(items)]:
+        images = [i for i in sorted(last.values()) if room[i] and times[i] < MAX_RECALLS]
+        budgets = split_shared_budget(recall, [room[i] for i in images])
+        of_turn = [RecallItem(i, number, k) for i, k in zip(images, budgets, strict=True) if k]
+        for item in of_turn[: limit - len(items)]:
             items.append(item)
-            left[item.image] -= item.budget
+            room[item.image] -= item.budget
             times[item.image] += 1
     return items
 
@@ -267,18 +267,21 @@ def expand_marks(
         what = f"{len(turns)} turns and {images} images in a prompt of {ids.count(token)} marks"
         fix = "keep every message in the chat template, or send recall 0"
         raise request_error("recall_turns", what, fix)
-    of_turn = {number: list(own) for number, own in groupby(items, key=lambda item: item.turn)}
+    of_turn = {
+        number: list(stands_for)
+        for number, stands_for in groupby(items, key=lambda item: item.turn)
+    }
     expanded: list[int] = []
     entries: list[int | RecallItem] = []
-    left = iter(marks)
-    for one in ids:
-        if one != token:
-            expanded.append(one)
+    unread = iter(marks)
+    for token_id in ids:
+        if token_id != token:
+            expanded.append(token_id)
             continue
-        mark = next(left)
-        own: list[int | RecallItem] = [mark]
+        mark = next(unread)
+        stands_for: list[int | RecallItem] = [mark]
         if mark >= images:
-            own = list(of_turn.get(mark - images, []))
-        expanded += [token] * len(own)
-        entries += own
+            stands_for = list(of_turn.get(mark - images, []))
+        expanded += [token] * len(stands_for)
+        entries += stands_for
     return expanded, entries

@@ -77,9 +77,9 @@ class ClipVision(Vision):
     def model_parts(self) -> ModelParts:
         """Parts of the model that policies read, with the language model's first layers."""
         if self._language is None and "language" in self.needs:
-            first = self._model.config.text_config.bos_token_id
+            start = self._model.config.text_config.bos_token_id
             model = self._model.language_model.model
-            self._language = FirstLanguageLayers(model, (first,), self.sample_weight.device)
+            self._language = FirstLanguageLayers(model, (start,), self.sample_weight.device)
         language = None if self._language is None else self._language.read
         return ModelParts(self.project, self.relevance(), language, self.word_embedding())
 
@@ -169,11 +169,11 @@ def compute_joined_layout(join: Join, tiles: int, side: int) -> JoinedLayout:
     rows = size + torch.arange(height)[:, None] * (width + 1) + torch.arange(width)
     if height * width == (tiles - 1) * size and height % side == 0 and width % side == 0:
         cut = rows.view(height // side, side, width // side, side).transpose(1, 2)
-        whole = torch.cat([base, cut.flatten()])
-        return JoinedLayout((RegionLayout(Grid(side, side, tiles), whole, tiles),), newlines)
-    first = RegionLayout(Grid(side, side), base, 1)
+        order = torch.cat([base, cut.flatten()])
+        return JoinedLayout((RegionLayout(Grid(side, side, tiles), order, tiles),), newlines)
+    base_view = RegionLayout(Grid(side, side), base, 1)
     return JoinedLayout(
-        (first, RegionLayout(Grid(height, width), rows.flatten(), tiles - 1)), newlines
+        (base_view, RegionLayout(Grid(height, width), rows.flatten(), tiles - 1)), newlines
     )
 
 
@@ -263,8 +263,8 @@ class JoinedVision(Vision):
         features, start = [], 0
         for image, tiles in zip(images, pixels, strict=True):
             part = slice(start, start + len(tiles))
-            own = projected[part], {name: signal[part] for name, signal in signals.items()}
-            features.append(join_features(own, image, self._join, newline, config))
+            of_image = projected[part], {name: signal[part] for name, signal in signals.items()}
+            features.append(join_features(of_image, image, self._join, newline, config))
             start = part.stop
         return features
 
@@ -301,7 +301,7 @@ class LlavaVision(ClipVision):
         """Split the images of one call of ``embed_multimodal``."""
         self._model._parse_and_validate_image_input(**inputs)
         pixels = {"pixel_values": inputs["pixel_values"]}
-        return [ModelImage(one, self.grid.tokens) for one in split_by_image(pixels)]
+        return [ModelImage(image, self.grid.tokens) for image in split_by_image(pixels)]
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images in one pass of the vision tower."""
@@ -309,8 +309,10 @@ class LlavaVision(ClipVision):
         features = []
         for i in range(len(images)):
             # Rows are copied: a view would keep the whole batch alive in the cache.
-            own = map_signals(signals, lambda part, i=i: part[i].clone())  # type: ignore[misc]
-            features.append(ImageFeatures((self.region(self.grid, projected[i].clone(), own),)))
+            of_image = map_signals(signals, lambda part, i=i: part[i].clone())  # type: ignore[misc]
+            features.append(
+                ImageFeatures((self.region(self.grid, projected[i].clone(), of_image),))
+            )
         return features
 
 

@@ -83,8 +83,8 @@ class QwenVision(Vision):
         """Hook on the merger of the last block; norms are taken at the first deepstack merger."""
         visual = self._model.visual
         if isinstance(self._model, _DEEPSTACK):
-            first = next(iter(visual.deepstack_merger_list), visual.merger)
-            return MergerHook(visual.merger, patches, first)
+            scored = next(iter(visual.deepstack_merger_list), visual.merger)
+            return MergerHook(visual.merger, patches, scored)
         # vLLM calls Qwen2.5-VL's merger past its hooks; its norm comes first, and sees the same.
         norm = visual.merger.ln_q
         return MergerHook(norm, patches, norm)
@@ -112,13 +112,15 @@ class QwenVision(Vision):
             rows = self._encode_patches(pixels, grids)
         signals = self._take_signals(grids)
         features = []
-        for own, whole, (_, height, width) in zip(signals, rows, grids.tolist(), strict=True):
+        for of_image, of_model, (_, height, width) in zip(
+            signals, rows, grids.tolist(), strict=True
+        ):
             grid = Grid(height // self._merge, width // self._merge)
-            tokens, levels = whole[:, : self._width].clone(), whole[:, self._width :]
-            places = position_channels(grid.height, grid.width, whole.device).to(whole.dtype)
+            tokens, levels = of_model[:, : self._width].clone(), of_model[:, self._width :]
+            places = position_channels(grid.height, grid.width, of_model.device).to(of_model.dtype)
             channels = torch.cat([levels, places], dim=1)
             features.append(
-                ImageFeatures((self.region(grid, tokens, own, extra_channels=channels),))
+                ImageFeatures((self.region(grid, tokens, of_image, extra_channels=channels),))
             )
         return features
 
@@ -294,13 +296,13 @@ class PrunedQwen(PrunedModel, _Stock):
         wide = vision.row_width + CHANNELS
         rows: list[Tensor] = []
         channels: list[Tensor] = []
-        for one in multimodal_embeddings:
-            if one.shape[1] == wide:
-                channels.append(one[:, -CHANNELS:])
-                one = one[:, :-CHANNELS]
+        for embedding in multimodal_embeddings:
+            if embedding.shape[1] == wide:
+                channels.append(embedding[:, -CHANNELS:])
+                embedding = embedding[:, :-CHANNELS]
             elif self.videos_share_token:
-                channels.append(unplaced_channels(one))
-            rows.append(one)
+                channels.append(unplaced_channels(embedding))
+            rows.append(embedding)
         positions = mrope_positions
         if channels:
             ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids)

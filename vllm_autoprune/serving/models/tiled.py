@@ -45,7 +45,7 @@ def _placeholders(
     tile_tokens: Callable[[Any], int],
     image_token: Callable[[Any], int],
     largest: Callable[[Any], ImageSize] = lambda info: info.get_image_size_with_most_features(),
-    first: int = 0,
+    rest_at: int = 0,
 ) -> Placeholders:
     """Placeholders of a model whose tiles have equally many tokens, the whole image among them.
 
@@ -65,7 +65,7 @@ def _placeholders(
         lambda info: count(info, largest(info), {}),
         image_token,
         BACKBONES[architecture].unsplittable,
-        first=first,
+        rest_at=rest_at,
     )
 
 
@@ -80,8 +80,8 @@ class TiledVision(Vision):
     """The field that says how many of them each image has ``(B,)``, on the CPU."""
     apart: ClassVar[bool] = False
     """Whether text stands between the tiles of an image: tokens are then chosen tile by tile."""
-    first: ClassVar[int] = 0
-    """Number of the tile that then takes what does not divide, as in ``Placeholders.first``."""
+    rest_at: ClassVar[int] = 0
+    """Number of the tile that then takes what does not divide, as in ``Placeholders.rest_at``."""
 
     def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
         super().__init__(model, served)
@@ -147,11 +147,13 @@ class TiledVision(Vision):
             regions = []
             for run in [1] * count if self.apart else [count]:
                 part, grid = slice(start, start + run), Grid(self.side, self.side, run)
-                own = {name: tiles[part].flatten(0, 1).clone() for name, tiles in signals.items()}
+                of_region = {
+                    name: tiles[part].flatten(0, 1).clone() for name, tiles in signals.items()
+                }
                 tokens = rows[part].flatten(0, 1).clone()
-                regions.append(self.region(grid, tokens, own, share=run))
+                regions.append(self.region(grid, tokens, of_region, share=run))
                 start += run
-            features.append(ImageFeatures(tuple(regions), first=self.first))
+            features.append(ImageFeatures(tuple(regions), rest_at=self.rest_at))
         return features
 
     def _pool(self, received: Sequence[Tensor]) -> Tensor:
@@ -248,7 +250,7 @@ class Idefics3Vision(TiledVision):
     masks = "pixel_attention_mask"
     counts = "num_patches"
     apart = True
-    first = _WHOLE
+    rest_at = _WHOLE
 
     def tile_tokens(self) -> int:
         """Number of tokens of one square tile, n."""
@@ -305,7 +307,7 @@ IDEFICS3_PLACEHOLDERS = _placeholders(
     lambda processor: processor.image_seq_len,
     lambda info: info.get_hf_processor().image_token_id,
     _largest_idefics3,
-    first=_WHOLE,
+    rest_at=_WHOLE,
 )
 
 AutopruneGemma3ForConditionalGeneration = prune_class(

@@ -30,11 +30,13 @@ def prune_images(
 
     Images of one budget and one shape are selected together; others make selections of their own.
     """
-    plans = [_replace_impossible(*one, context.reporter) for one in zip(plans, images, strict=True)]
+    plans = [
+        _replace_impossible(*item, context.reporter) for item in zip(plans, images, strict=True)
+    ]
     rows: list[Tensor | None] = [None] * len(plans)
     for members in _groups(context.served, plans, images):
-        plan, first = plans[members[0]], images[members[0]]
-        if _all_kept(plan, first):
+        plan, image = plans[members[0]], images[members[0]]
+        if _all_kept(plan, image):
             for i in members:
                 rows[i] = images[i].rows(plan.budget)
             continue
@@ -43,7 +45,9 @@ def prune_images(
             # Profiling gets the unpruned size, after the selection has used its memory.
             rows[i] = images[i].rows() if plans[i].profile else kept[row]
     selected = [row for row in rows if row is not None]
-    return [_fit_rows(*one, context.reporter) for one in zip(selected, plans, images, strict=True)]
+    return [
+        _fit_rows(*item, context.reporter) for item in zip(selected, plans, images, strict=True)
+    ]
 
 
 def _replace_impossible(

@@ -97,14 +97,14 @@ class ImageFeatures:
     """One image after the vision tower.
 
     filler ``(D,)`` is a row that stands for no token and that the model puts between tokens,
-    ``gaps`` times (LLaVA-NeXT's newline); None where it has no such rows. ``first`` is the number
+    ``gaps`` times (LLaVA-NeXT's newline); None where it has no such rows. ``rest_at`` is the number
     of the region that takes the remainder of a budget.
     """
 
     regions: tuple[Region, ...]
     filler: Tensor | None = None
     gaps: int = 0
-    first: int = 0
+    rest_at: int = 0
 
     @property
     def candidates(self) -> int:
@@ -119,7 +119,7 @@ class ImageFeatures:
     def split(self, budget: int) -> tuple[int, ...]:
         """K split over the regions in proportion to their shares."""
         sizes = [region.grid.tokens for region in self.regions]
-        return split_over_parts(budget, sizes, [r.share for r in self.regions], self.first)
+        return split_over_parts(budget, sizes, [r.share for r in self.regions], self.rest_at)
 
     def rows(self, count: int | None = None) -> Tensor:
         """``(N, D + E)`` as the unpruned model has them; the first fillers only where count < N."""
@@ -130,14 +130,14 @@ class ImageFeatures:
         places = torch.cat([r.order for r in self.regions if r.order is not None])
         if self.filler is None:
             return tokens[places.argsort()]
-        whole = self.filler.to(tokens.dtype).expand(self.tokens, -1).clone()
-        whole[places] = tokens
+        rows = self.filler.to(tokens.dtype).expand(self.tokens, -1).clone()
+        rows[places] = tokens
         if count is None or count >= self.tokens:
-            return whole
-        spare = torch.ones(self.tokens, dtype=torch.bool, device=whole.device)
+            return rows
+        spare = torch.ones(self.tokens, dtype=torch.bool, device=rows.device)
         spare[places] = False
         late = spare & (spare.cumsum(0) > count - self.candidates)
-        return whole[late.to(torch.uint8).argsort(stable=True)[:count]]
+        return rows[late.to(torch.uint8).argsort(stable=True)[:count]]
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors of the image, but not the filler, which is a weight of the model."""

@@ -62,34 +62,34 @@ def compute_input_positions(
     which some are missing, and those of later items, all stand at their image's first position
     until :func:`place_image_tokens` knows the kept ones.
     """
-    whole: list[int] = []
+    full: list[int] = []
     source: list[int] = []
     starts: dict[int, int] = {}
     moved = []
     done = 0
     for i in sorted(range(len(features)), key=lambda i: features[i].mm_position.offset):
         place = features[i].mm_position
-        source += range(len(whole), len(whole) + place.offset - done)
-        whole += ids[done : place.offset]
+        source += range(len(full), len(full) + place.offset - done)
+        full += ids[done : place.offset]
         done = place.offset + place.length
         if i in firsts:
             source += [starts[firsts[i]]] * place.length
             continue
-        starts[i] = len(whole)
+        starts[i] = len(full)
         length = unpruned.get(i, place.length)
         moved.append(
-            replace(features[i], mm_position=replace(place, offset=len(whole), length=length))
+            replace(features[i], mm_position=replace(place, offset=len(full), length=length))
         )
         if length == place.length:
-            source += range(len(whole), len(whole) + length)
-            whole += ids[place.offset : place.offset + length]
+            source += range(len(full), len(full) + length)
+            full += ids[place.offset : place.offset + length]
         else:
-            source += [len(whole)] * place.length
-            whole += [ids[place.offset]] * length
-    source += range(len(whole), len(whole) + len(ids) - done)
-    whole += ids[done:]
-    positions, delta = stock(whole, moved)
-    return positions[:, torch.tensor(source, dtype=torch.int64)], delta + len(whole) - len(ids)
+            source += [len(full)] * place.length
+            full += [ids[place.offset]] * length
+    source += range(len(full), len(full) + len(ids) - done)
+    full += ids[done:]
+    positions, delta = stock(full, moved)
+    return positions[:, torch.tensor(source, dtype=torch.int64)], delta + len(full) - len(ids)
 
 
 def match_items(plans: Mapping[int, ItemPlan]) -> dict[int, int]:
@@ -126,7 +126,7 @@ def place_image_tokens(
     that is what heights and widths count from, however often this is done. Rows with channels
     below 0 (:func:`unplaced_channels`) leave their tokens where they are. No host sync.
     """
-    joined = torch.cat([one.float() for one in channels])
+    joined = torch.cat([part.float() for part in channels])
     offsets = position_offsets(joined).to(positions.device)
     at = torch.arange(len(ids), device=positions.device)
     is_image = (ids.to(positions.device) == image) & (at >= computed)

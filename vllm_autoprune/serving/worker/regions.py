@@ -66,12 +66,17 @@ class RegionShare:
     rows: int
     before: int = 0
 
-    def policy(self, whole: PruningPolicy) -> PruningPolicy:
+    def policy(self, image_policy: PruningPolicy) -> PruningPolicy:
         """The policy of the image, for this region."""
         # The image's r_min is at most K - q_e, which is what these add up to.
-        r_min = min(whole.r_min, self.budget - self.quota)
+        r_min = min(image_policy.r_min, self.budget - self.quota)
         return replace(
-            whole, budget=self.budget, quota=self.quota, r_min=r_min, varies=False, core=self.core
+            image_policy,
+            budget=self.budget,
+            quota=self.quota,
+            r_min=r_min,
+            varies=False,
+            core=self.core,
         )
 
 
@@ -155,18 +160,18 @@ def select_region(
         tokens = _tokens(context, policy, plans, regions)
         if context.first_check is not None and not plan.profile:
             policy = context.first_check.replace_unsafe(policy, tokens)
-        given = _given(context, policy, plans, images, at, tokens)
+        earlier = _given(context, policy, plans, images, at, tokens)
     except Exception as error:  # as in select_with_fallback(): the engine has to live
         context.reporter.report_error(error)
         refined = keep_evenly(share.rows, _projected_only(regions))
         context.reporter.report(refined.fallback, "error")
         return refined
-    if given is not None and plan.part == "delta":
+    if earlier is not None and plan.part == "delta":
         policy = delta_policy(policy)
     keys = _keys(context, plans, images, at)
     known = [context.cores.indices(key) for key in keys]
     errors = dict(context.reporter.meter.errors)
-    refined = select_with_fallback(policy, tokens, context.reporter, given, known)
+    refined = select_with_fallback(policy, tokens, context.reporter, earlier, known)
     # After an exception a later selection may succeed, so its tokens are remembered only where
     # other items are chosen after them. Values that are not finite lead to the same ones each time.
     precedes = plan.part in ("core", "recall") or context.served.rules.recall > 0
@@ -185,13 +190,15 @@ def _given(
 ) -> Given | None:
     """The tokens of this region that the images keep already; None where they keep none."""
     before = list(zip(*(plan.items_before() for plan in plans), strict=True))
-    kept = [one for items in before if (one := _kept(context, items, images, at)) is not None]
+    kept = [
+        indices for items in before if (indices := _kept(context, items, images, at)) is not None
+    ]
     if not kept:
         return None
     if plans[0].part == "recall":
         return give_kept(tokens, torch.cat(kept, dim=1))
-    given = give_core(policy, tokens, kept[0])
-    return _conditioned(context, policy, tokens, given, _keys(context, before[0], images, at))
+    core = give_core(policy, tokens, kept[0])
+    return _conditioned(context, policy, tokens, core, _keys(context, before[0], images, at))
 
 
 def _kept(
@@ -203,13 +210,13 @@ def _kept(
     """
     keys = _keys(context, plans, images, at)
     known = [context.cores.indices(key) for key in keys]
-    if all(one is not None for one in known):
+    if all(indices is not None for indices in known):
         return torch.stack(_present(known))
     share = share_over_regions(context.served, plans[0], images[0])[at]
     if share.rows == 0:
         return None
     chosen = select_region(context, plans, images, at, share).indices
-    known = [chosen[i] if one is None else one for i, one in enumerate(known)]
+    known = [chosen[i] if indices is None else indices for i, indices in enumerate(known)]
     _remember(context, keys, _present(known))
     return torch.stack(_present(known))
 
@@ -218,7 +225,7 @@ def _conditioned(
     context: SelectionContext,
     policy: PruningPolicy,
     tokens: VisualTokens,
-    given: Given,
+    earlier: Given,
     keys: Sequence[Hashable],
 ) -> Given:
     """The given cores with what further questions need of them, where the policy has such."""
@@ -230,15 +237,15 @@ def _conditioned(
 
         def condition_base() -> Conditioned:
             assert condition is not None
-            return condition(state.base_policy.params, state.ranked(tokens), given.indices)
+            return condition(state.base_policy.params, state.ranked(tokens), earlier.indices)
 
         conditioned = _condition_cached(context, keys, by, condition_base)
     if policy.refines and compares_greedily(state.constraints.selector):
         by = repr((state.source.tokens, state.scoring.kernel, state.constraints.selector.atom))
         exchange = _condition_cached(
-            context, keys, by, lambda: condition_exchange(policy, tokens, given.indices)
+            context, keys, by, lambda: condition_exchange(policy, tokens, earlier.indices)
         )
-    return replace(given, conditioned=conditioned, exchange=exchange)
+    return replace(earlier, conditioned=conditioned, exchange=exchange)
 
 
 def _condition_cached(
@@ -250,20 +257,20 @@ def _condition_cached(
     """Similarities of a batch conditioned on its cores: from the cache, or computed for it."""
     keys = [None if key is None else (key, by) for key in keys]
     known = [context.cores.conditioned(key) for key in keys]
-    if any(one is None for one in known):
+    if any(part is None for part in known):
         fresh = condition()
         for i, key in enumerate(keys):
             if known[i] is None:
-                known[i] = own = fresh.select(i, len(keys))
-                context.cores.put_conditioned(key, own)
+                known[i] = of_image = fresh.select(i, len(keys))
+                context.cores.put_conditioned(key, of_image)
     return Conditioned.join(_present(known))
 
 
 def _remember(
     context: SelectionContext, keys: Sequence[Hashable], indices: Sequence[Tensor] | Tensor
 ) -> None:
-    for key, own in zip(keys, indices, strict=True):
-        context.cores.put_indices(key, own)
+    for key, of_item in zip(keys, indices, strict=True):
+        context.cores.put_indices(key, of_item)
 
 
 def _keys(

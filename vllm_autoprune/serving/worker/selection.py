@@ -163,12 +163,12 @@ class PlanReader:
 
         An image that keeps every token may have such a plan, because nothing is selected then.
         """
-        for one in (plan, replace(plan, keep="reference")):
+        for candidate in (plan, replace(plan, keep="reference")):
             try:
-                self._rules.served.policy_for_plan(one)
+                self._rules.served.policy_for_plan(candidate)
             except AutopruneError:
                 continue
-            return one
+            return candidate
         return replace(plan, keep="random", state=b"", part="whole", core=0, earlier=())
 
 
@@ -252,7 +252,7 @@ def select_with_fallback(
     policy: PruningPolicy,
     tokens: VisualTokens,
     reporter: FallbackReporter,
-    given: Given | None = None,
+    earlier: Given | None = None,
     known: Sequence[Tensor | None] = (),
 ) -> RefinedTokens:
     """Run :func:`vllm_autoprune.refine`; after an exception fall back instead of raising.
@@ -265,13 +265,13 @@ def select_with_fallback(
     policy = policy.at(tokens.count, tokens.grid.tiles)
     if policy.core and policy.budget < tokens.count:
         return _select_parts(policy, tokens, reporter, known)
-    any_known = any(one is not None for one in known)
+    any_known = any(indices is not None for indices in known)
     reason: FallbackReason = "scores"
     try:
         if policy.budget >= tokens.count:
             refined = keep_all(tokens)
         else:
-            chosen = select_tokens(policy, tokens, given)
+            chosen = select_tokens(policy, tokens, earlier)
             if any_known:
                 chosen = replace(chosen, indices=_prefer(known, chosen.indices).sort(dim=1).values)
             refined = assemble_rows(policy, tokens, _broadcast_selection(chosen))
@@ -281,10 +281,10 @@ def select_with_fallback(
         reporter.report_error(error)
         reason = "error"
         try:
-            refined = keep_reference(policy, tokens, given)
+            refined = keep_reference(policy, tokens, earlier)
         except Exception as second:
             reporter.report_error(second)
-            refined = keep_evenly(policy.budget, tokens, given)
+            refined = keep_evenly(policy.budget, tokens, earlier)
     reporter.report(refined.fallback, reason)
     return refined
 
@@ -302,19 +302,19 @@ def _select_parts(
     known: Sequence[Tensor | None],
 ) -> RefinedTokens:
     """Core and delta of images that are one item of their prompts each."""
-    first = [None if one is None else one[: policy.core] for one in known]
-    rest = [None if one is None else one[policy.core :] for one in known]
+    core_known = [None if indices is None else indices[: policy.core] for indices in known]
+    rest = [None if indices is None else indices[policy.core :] for indices in known]
     core = select_with_fallback(
-        core_policy(policy.state, policy.core), tokens, reporter, known=first
+        core_policy(policy.state, policy.core), tokens, reporter, known=core_known
     )
     if policy.core == policy.budget:
         return core
     try:
-        given = give_core(policy, tokens, core.indices)
+        earlier = give_core(policy, tokens, core.indices)
     except Exception as error:  # the engine must survive any failure of a policy
         reporter.report_error(error)
         return keep_evenly(policy.budget, tokens)
-    delta = select_with_fallback(delta_policy(policy), tokens, reporter, given, rest)
+    delta = select_with_fallback(delta_policy(policy), tokens, reporter, earlier, rest)
     return join_parts(core, delta)
 
 

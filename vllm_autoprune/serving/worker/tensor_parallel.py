@@ -31,8 +31,8 @@ def gather_over_ranks(part: Tensor, dim: int) -> Tensor:
     """Concatenate the tensors of all ranks along ``dim``, in rank order."""
     from vllm.distributed import tensor_model_parallel_all_gather
 
-    whole: Tensor = tensor_model_parallel_all_gather(part.contiguous(), dim)
-    return whole
+    gathered: Tensor = tensor_model_parallel_all_gather(part.contiguous(), dim)
+    return gathered
 
 
 def broadcast_rank_zero(tensor: Tensor) -> Tensor:

@@ -139,10 +139,10 @@ class MergerHook:
 
     def _store_norms(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         cells = self._cells(inputs[0])
-        whole = cells.flatten(1)[:, None] if self._joined else cells
+        parts = cells.flatten(1)[:, None] if self._joined else cells
         orders = (1, 2)
         norms = [
-            torch.linalg.vector_norm(whole, order, dim=2, dtype=torch.float32) for order in orders
+            torch.linalg.vector_norm(parts, order, dim=2, dtype=torch.float32) for order in orders
         ]
         self._norms = torch.stack(norms, dim=2).mean(dim=1)
 
@@ -245,9 +245,9 @@ class NextTowerLayer:
         """
         like = next(iter(self._weights.values()), like)
         for name, weight in weights:
-            own = self._own.search(name)
-            if own is not None:
-                self._weights[own[1]] = weight.detach().to(like.device, like.dtype, copy=True)
+            match = self._own.search(name)
+            if match is not None:
+                self._weights[match[1]] = weight.detach().to(like.device, like.dtype, copy=True)
             yield name, weight
 
     def require_weights(self) -> None:
