@@ -55,11 +55,11 @@ def selections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         policy: PruningPolicy,
         tokens: VisualTokens,
         reporter: FallbackReporter,
-        given: Given | None,
+        earlier: Given | None,
         known: Sequence[Tensor | None],
     ) -> RefinedTokens:
         run.append((policy.budget, tokens.batch))
-        return select_with_fallback(policy, tokens, reporter, given, known)
+        return select_with_fallback(policy, tokens, reporter, earlier, known)
 
     monkeypatch.setattr(regions, "select_with_fallback", noted)
     return run
@@ -72,11 +72,11 @@ def test_rows_come_in_the_order_of_the_images_one_selection_a_budget(
     plans = [plan(8), plan(4, ids=(1,)), plan(8, ids=(2,)), plan(12), plan(4), plan(8, ids=(3,))]
     together = pruned(plans, image_list)
     assert sorted(selections) == [(4, 2), (8, 3), (12, 1)]
-    for one, rows, item_plan in zip(image_list, together, plans, strict=True):
+    for picture, rows, item_plan in zip(image_list, together, plans, strict=True):
         assert rows.shape == (item_plan.budget, 16)
-        kept = rows_of(one, rows)
+        kept = rows_of(picture, rows)
         assert kept == sorted(set(kept))
-        assert torch.equal(rows, pruned([item_plan], [one])[0])
+        assert torch.equal(rows, pruned([item_plan], [picture])[0])
 
 
 def test_profiling_gets_n_rows_and_pays_for_a_selection(selections: list[tuple[int, int]]) -> None:
@@ -89,38 +89,40 @@ def test_profiling_gets_n_rows_and_pays_for_a_selection(selections: list[tuple[i
 def test_the_reference_alone_is_the_base_policy_s_selection(
     selections: list[tuple[int, int]],
 ) -> None:
-    (one,) = images(1)
+    (picture,) = images(1)
     alone = served({"/constraints/selector/q_e": 0})
-    (kept,) = pruned([plan(8, keep="reference")], [one])
-    assert torch.equal(kept, pruned([plan(8)], [one], alone)[0])
+    (kept,) = pruned([plan(8, keep="reference")], [picture])
+    assert torch.equal(kept, pruned([plan(8)], [picture], alone)[0])
     wide = served({"/constraints/selector/q_e": 8})
-    assert not torch.equal(kept, pruned([plan(8)], [one], wide)[0])
+    assert not torch.equal(kept, pruned([plan(8)], [picture], wide)[0])
     assert selections == [(8, 1)] * 3
 
 
 def test_a_random_keep_depends_on_the_image_s_key_alone() -> None:
-    one, other = images(2)
+    picture, other = images(2)
     rows = pruned(
         [plan(8, 5, keep="random"), plan(8, 6, keep="random"), plan(8, 5, (9,), keep="random")],
-        [one, one, other],
+        [picture, picture, other],
     )
-    first, second, third = (rows_of(i, r) for i, r in zip([one, one, other], rows, strict=True))
-    assert first == third == sorted(set(first))
-    assert first != second
-    assert rows_of(one, pruned([plan(8, 5, keep="random")], [one])[0]) == first
+    baseline, second, third = (
+        rows_of(i, r) for i, r in zip([picture, picture, other], rows, strict=True)
+    )
+    assert baseline == third == sorted(set(baseline))
+    assert baseline != second
+    assert rows_of(picture, pruned([plan(8, 5, keep="random")], [picture])[0]) == baseline
 
 
 def test_a_resized_image_of_a_fixed_grid_is_pooled_whatever_the_question() -> None:
-    one, other = images(2)
-    first, second, asked = pruned(
+    picture, other = images(2)
+    baseline, second, asked = pruned(
         [plan(9, keep="resized"), plan(9, keep="resized"), plan(9, ids=(9,), keep="resized")],
-        [one, other, one],
+        [picture, other, picture],
     )
     # 6 x 6 tokens in 3 x 3 cells.
-    square = one.regions[0].projected.view(3, 2, 3, 2, -1).mean(dim=(1, 3)).flatten(0, 1)
-    assert torch.allclose(first, square, atol=1e-6)
-    assert torch.equal(first, asked)
-    assert not torch.equal(first, second)
+    square = picture.regions[0].projected.view(3, 2, 3, 2, -1).mean(dim=(1, 3)).flatten(0, 1)
+    assert torch.allclose(baseline, square, atol=1e-6)
+    assert torch.equal(baseline, asked)
+    assert not torch.equal(baseline, second)
 
 
 @pytest.mark.parametrize("off", [-3, 1])
@@ -152,11 +154,11 @@ def test_rows_without_a_token_are_returned(monkeypatch: pytest.MonkeyPatch) -> N
     real = BASE_POLICIES["cdpruner"]
     policy = dataclasses.replace(real, needs=frozenset(), function=two_more)
     monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
-    (one,) = images(1)
+    (picture,) = images(1)
     reporter = FallbackReporter()
-    (rows,) = prune_images(SelectionContext(blind(), parts(), reporter), [plan(8)], [one])
+    (rows,) = prune_images(SelectionContext(blind(), parts(), reporter), [plan(8)], [picture])
     assert reporter.meter.errors == {}
-    assert torch.equal(rows[:6], one.rows()[:6])
+    assert torch.equal(rows[:6], picture.rows()[:6])
     assert torch.equal(rows[6:], extra[0])
 
 
@@ -174,8 +176,8 @@ def test_a_delta_of_any_forged_core_has_its_number_of_rows(
     rows = prune_images(
         SelectionContext(state, parts(), reporter), plans, [ImageFeatures(regions), image(9)]
     )
-    assert [len(own) for own in rows] == [budget, 8]
-    assert all(bool(own.isfinite().all()) for own in rows)
+    assert [len(part) for part in rows] == [budget, 8]
+    assert all(bool(part.isfinite().all()) for part in rows)
     if core >= N * tiles:
         assert reporter.meter.errors["RequestError"] == 1
 
@@ -187,8 +189,8 @@ def test_a_sound_state_passes_its_first_image_of_several_regions(
 ) -> None:
     """A region exchanges some of the image's q_e, so it keeps fewer reference tokens than r_min."""
     state = served({"/constraints/selector/r_min": r_min})
-    first, second, third = images(3)
-    several = ImageFeatures((*first.regions, *second.regions, *third.regions))
+    baseline, second, third = images(3)
+    several = ImageFeatures((*baseline.regions, *second.regions, *third.regions))
     check, reporter = FirstImageCheck(), FallbackReporter()
     context = SelectionContext(state, parts(), reporter, check)
     (rows,) = prune_images(context, [plan(budget, key=3)], [several])
@@ -199,33 +201,35 @@ def test_a_sound_state_passes_its_first_image_of_several_regions(
 @pytest.mark.parametrize("budget", [N - 1, N, N + 1, N + 4, N + 5])
 def test_a_delta_beyond_all_tokens_ends_in_the_fillers_of_its_image(budget: int) -> None:
     """LLaVA-NeXT has newlines between rows of tokens; K may lie between its tokens and N."""
-    (one,) = images(1)
+    (picture,) = images(1)
     order = torch.arange(N) // 6 * 7 + torch.arange(N) % 6
-    spaced = ImageFeatures((dataclasses.replace(one.regions[0], order=order),), torch.ones(16), 5)
+    spaced = ImageFeatures(
+        (dataclasses.replace(picture.regions[0], order=order),), torch.ones(16), 5
+    )
     state = served({"/core": {"share": 0.5}})
     plans = [plan(8, part="core", core=8), plan(budget - 8, part="delta", core=8)]
     core, delta = pruned(plans, [spaced, spaced], state)
     tokens = min(budget, N) - 8
     assert len(delta) == budget - 8
-    assert sorted(rows_of(one, core) + rows_of(one, delta[:tokens]))[-1] < N
+    assert sorted(rows_of(picture, core) + rows_of(picture, delta[:tokens]))[-1] < N
     assert torch.equal(delta[tokens:], torch.ones(budget - 8 - tokens, 16))
 
 
 # ---- ranking before the patch merger ----
 
 
-def with_signals(own: Region, **signals: Tensor) -> Region:
+def with_signals(part: Region, **signals: Tensor) -> Region:
     """The region with more signals."""
     more: Any = signals
-    return dataclasses.replace(own, signals={**own.signals, **more})
+    return dataclasses.replace(part, signals={**part.signals, **more})
 
 
 def test_patches_are_compared_where_the_images_have_them() -> None:
-    (one,) = images(1)
-    (whole,) = one.regions
-    mirrored = ImageFeatures((with_signals(whole, relevance=-whole.projected),))
-    itself = ImageFeatures((with_signals(whole, relevance=whole.projected),))
-    plain, same, other = (pruned([plan(8)], [i])[0] for i in (one, itself, mirrored))
+    (picture,) = images(1)
+    (tiled,) = picture.regions
+    mirrored = ImageFeatures((with_signals(tiled, relevance=-tiled.projected),))
+    itself = ImageFeatures((with_signals(tiled, relevance=tiled.projected),))
+    plain, same, other = (pruned([plan(8)], [i])[0] for i in (picture, itself, mirrored))
     assert torch.equal(plain, same)
     assert not torch.equal(plain, other)
 
@@ -243,19 +247,19 @@ def merged(seed: int) -> ImageFeatures:
     return ImageFeatures((alone,))
 
 
-def with_cosine(one: ImageFeatures, before: bool) -> ImageFeatures:
+def with_cosine(picture: ImageFeatures, before: bool) -> ImageFeatures:
     """The image with the cosines that the server's own state compares its tokens by."""
-    (own,) = one.regions
-    tokens = own.signals["encoder"] if before else own.projected
+    (part,) = picture.regions
+    tokens = part.signals["encoder"] if before else part.projected
     cosine = VisualTokens(tokens[None], SIX).cosine[0]
-    return ImageFeatures((with_signals(own, cosine=cosine),))
+    return ImageFeatures((with_signals(part, cosine=cosine),))
 
 
-def ranked(one: ImageFeatures) -> ImageFeatures:
+def ranked(picture: ImageFeatures) -> ImageFeatures:
     """An image that has nothing but the tokens that enter the merger."""
-    (own,) = one.regions
-    signals: Signals = {**own.signals, "relevance": own.projected}
-    alone = Region(own.grid, own.signals["encoder"], signals)
+    (part,) = picture.regions
+    signals: Signals = {**part.signals, "relevance": part.projected}
+    alone = Region(part.grid, part.signals["encoder"], signals)
     return ImageFeatures((alone,))
 
 
@@ -263,9 +267,9 @@ def test_a_state_that_ranks_before_the_merger_keeps_rows_after_it() -> None:
     image_list = [merged(1), merged(2)]
     plans = [plan(8, 1), plan(8, 2)]
     rows = pruned(plans, image_list, served(BEFORE))
-    alone = pruned(plans, [ranked(one) for one in image_list], served(AFTER))
-    for one, kept, expected in zip(image_list, rows, alone, strict=True):
-        assert rows_of(one, kept) == rows_of(ranked(one), expected)
+    alone = pruned(plans, [ranked(picture) for picture in image_list], served(AFTER))
+    for picture, kept, expected in zip(image_list, rows, alone, strict=True):
+        assert rows_of(picture, kept) == rows_of(ranked(picture), expected)
     after = pruned(plans, image_list, served(AFTER))
     assert not torch.equal(torch.stack(after), torch.stack(rows))
 
@@ -275,32 +279,32 @@ def test_plans_that_rank_before_and_after_the_merger_mix() -> None:
     image_list = [merged(seed) for seed in range(4)]
     before, after = (encode_state(served(changes).state) for changes in (BEFORE, AFTER))
     plans = [plan(8, seed, state=(before, after, b"")[seed % 3]) for seed in range(4)]
-    for own in (BEFORE, AFTER):
-        image_list = [with_cosine(one, own is BEFORE) for one in image_list]
-        together = pruned(plans, image_list, served(own))
-        for one, rows, item in zip(image_list, together, plans, strict=True):
-            assert torch.equal(rows, pruned([item], [one], served(own))[0])
-    image_list = [with_cosine(one, True) for one in image_list]
+    for part in (BEFORE, AFTER):
+        image_list = [with_cosine(picture, part is BEFORE) for picture in image_list]
+        together = pruned(plans, image_list, served(part))
+        for picture, rows, item in zip(image_list, together, plans, strict=True):
+            assert torch.equal(rows, pruned([item], [picture], served(part))[0])
+    image_list = [with_cosine(picture, True) for picture in image_list]
     swapped = pruned(plans, image_list, served(BEFORE))
     assert torch.equal(swapped[0], together[0]) and torch.equal(swapped[1], together[1])
 
 
 def test_states_that_rank_elsewhere_share_no_core() -> None:
     """One image, one core policy, one cache: each delta stands beside its own state's core."""
-    one, core = merged(1), {"/core": {"share": 0.5}}
+    picture, core = merged(1), {"/core": {"share": 0.5}}
     cores = CoreCache(1 << 20)
 
     def delta(changes: dict[str, object], known: CoreCache) -> Tensor:
         reporter = FallbackReporter()
         context = SelectionContext(served({**changes, **core}), parts(), reporter, cores=known)
-        (rows,) = prune_images(context, [plan(4, 1, part="delta", core=8)], [one])
+        (rows,) = prune_images(context, [plan(4, 1, part="delta", core=8)], [picture])
         assert reporter.meter.errors == {}
         return rows
 
-    first, second = delta(AFTER, cores), delta(BEFORE, cores)
-    assert torch.equal(first, delta(AFTER, CoreCache(0)))
+    baseline, second = delta(AFTER, cores), delta(BEFORE, cores)
+    assert torch.equal(baseline, delta(AFTER, CoreCache(0)))
     assert torch.equal(second, delta(BEFORE, CoreCache(0)))
-    assert not torch.equal(first, second)
+    assert not torch.equal(baseline, second)
 
 
 def test_images_without_a_merger_s_input_fall_back_and_say_why(
@@ -332,18 +336,18 @@ BY_QUALITY: dict[str, object] = {
 )
 def test_rows_stand_in_their_tile(budget: int, keep: Any, changes: dict[str, object]) -> None:
     tiles = tuple(image(seed).regions[0] for seed in range(3))
-    whole = ImageFeatures(tiles, rest_at=-1)
-    (rows,) = pruned([plan(budget, key=3, keep=keep)], [whole], served(changes))
+    tiled = ImageFeatures(tiles, rest_at=-1)
+    (rows,) = pruned([plan(budget, key=3, keep=keep)], [tiled], served(changes))
     expected = split_over_parts(budget, [N] * 3, [1] * 3, rest_at=-1)
-    assert [row // N for row in rows_of(whole, rows)] == [
+    assert [row // N for row in rows_of(tiled, rows)] == [
         tile for tile, count in enumerate(expected) for _ in range(count)
     ]
 
 
 def test_each_tile_is_pooled_to_its_share() -> None:
     tiles = tuple(image(seed).regions[0] for seed in range(3))
-    whole = ImageFeatures(tiles, rest_at=-1)
-    (rows,) = pruned([plan(8, key=3, keep="resized")], [whole], served())
+    tiled = ImageFeatures(tiles, rest_at=-1)
+    (rows,) = pruned([plan(8, key=3, keep="resized")], [tiled], served())
     expected = [
         pool_tokens(count, VisualTokens(tile.projected[None], tile.grid)).features[0]
         for tile, count in zip(tiles, (3, 2, 3), strict=True)

@@ -165,8 +165,8 @@ def test_recalls_stay_within_the_range_of_requests(folder: Any) -> None:
     sender = Sender(folder, 8, rules)
     assert sender.send([LARGE], recall=9, **asked).lengths == [8, 2]
     assert sender.send([LARGE], recall=9, budget=10, **asked).lengths == [10]
-    own = Sender(folder, 8, replace(rules, recall=9))
-    assert own.send([LARGE], **asked).lengths == [8, 9, 9, 9], (
+    of_image = Sender(folder, 8, replace(rules, recall=9))
+    assert of_image.send([LARGE], **asked).lengths == [8, 9, 9, 9], (
         "the operator's own are not asked for"
     )
 
@@ -223,9 +223,9 @@ def test_marks_that_do_not_fit_the_prompt_are_refused(
 def test_a_request_for_recall_is_refused_where_an_image_cannot_be_several_items() -> None:
     info: Any = SimpleNamespace()
     never: Any = None
-    whole = Placeholders(never, never, lambda info: TOKEN, "writes text around the tiles")
+    unsplit = Placeholders(never, never, lambda info: TOKEN, "writes text around the tiles")
     inputs: Any = SimpleNamespace(prompt=[TOKEN, 1])
-    planner = RequestPlanner(info, served(), whole, never)
+    planner = RequestPlanner(info, served(), unsplit, never)
     choices = [ImageChoice(8, 144, "state")]
     with pytest.raises(RequestError, match=r"recall.*this model writes text.* -> leave it out"):
         planner._recall(inputs, PruningRequest(recall=8), choices, ["a"])
@@ -306,9 +306,9 @@ def test_every_image_keeps_its_budget_and_the_text_stays(
     assert [i for i in split.ids if i == TEXT] == [TEXT] * (1 + sum(words for *_, words in drawn))
     assert split.ids.count(IMAGE_ID) == len(split.slots)
     for i, image in enumerate(images):
-        own = [slot for slot in split.slots if slot.image == i]
-        assert [slot.part for slot in own] in (["whole"], ["core", "delta"])
-        assert all(0 < slot.core < image.budget for slot in own if slot.part != "whole")
+        of_image = [slot for slot in split.slots if slot.image == i]
+        assert [slot.part for slot in of_image] in (["whole"], ["core", "delta"])
+        assert all(0 < slot.core < image.budget for slot in of_image if slot.part != "whole")
     position, slots = 0, iter(split.slots)
     ends = []
     for token in split.ids:

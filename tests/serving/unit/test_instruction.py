@@ -274,9 +274,10 @@ def test_the_end_of_a_text_of_words_has_the_last_ids_of_all_of_it(tail: str) -> 
     text = " ".join(source.choice(known) for _ in range(20_000)) + tail
     end = truncate_text(text)
     assert text.endswith(end) and len(end) <= MAX_CHARACTERS
-    whole = tokenizer.encode(text, add_special_tokens=False)
+    every_id = tokenizer.encode(text, add_special_tokens=False)
     assert (
-        tokenizer.encode(end, add_special_tokens=False)[-RELEVANCE_IDS:] == whole[-RELEVANCE_IDS:]
+        tokenizer.encode(end, add_special_tokens=False)[-RELEVANCE_IDS:]
+        == every_id[-RELEVANCE_IDS:]
     )
     said = truncate_clip_ids(tuple(clip(end, verbose=False)["input_ids"]))
     assert said == truncate_clip_ids(tuple(clip(text, verbose=False)["input_ids"]))

@@ -76,9 +76,9 @@ def _keys(*keys: int) -> list[tuple[int, int]]:
 
 def test_each_image_is_encoded_once() -> None:
     vision, encoded = _vision(cache_bytes=1 << 20)
-    first = vision.features(_keys(1, 2, 1), _pixels(1, 2, 1))
+    before = vision.features(_keys(1, 2, 1), _pixels(1, 2, 1))
     assert encoded == [[1.0, 2.0]]
-    assert [f.rows()[0, 0].item() for f in first] == [1, 2, 1]
+    assert [f.rows()[0, 0].item() for f in before] == [1, 2, 1]
     again = vision.features(_keys(2, 3), _pixels(2, 3))
     assert encoded[1:] == [[3.0]]
     assert [f.rows()[0, 0].item() for f in again] == [2, 3]
@@ -87,12 +87,12 @@ def test_each_image_is_encoded_once() -> None:
 def test_features_of_another_geometry_are_not_used() -> None:
     """Two shapes of pixels under one key: a plan may be forged, and keys are digests."""
     vision, encoded = _vision(cache_bytes=1 << 20)
-    first, other = _pixels(1), [{"pixel_values": torch.full((4, 6, 6), 2.0)}]
-    vision.features(_keys(1), first)
+    before, other = _pixels(1), [{"pixel_values": torch.full((4, 6, 6), 2.0)}]
+    vision.features(_keys(1), before)
     (features,) = vision.features(_keys(1), other)
     assert encoded == [[1.0], [2.0]]
     assert features.rows()[0, 0].item() == 2
-    assert [f.rows()[0, 0].item() for f in vision.features(_keys(1), first)] == [1]
+    assert [f.rows()[0, 0].item() for f in vision.features(_keys(1), before)] == [1]
     assert len(encoded) == 2
 
 
@@ -105,7 +105,9 @@ def test_geometry_is_shapes_and_the_numbers_on_the_cpu() -> None:
     assert describe_geometry(wide) != describe_geometry(high)
     assert describe_geometry(wide) == describe_geometry({**wide, "pixel_values": torch.ones(16, 4)})
     assert describe_geometry(wide) != describe_geometry({"pixel_values": torch.zeros(16, 4)})
-    on_device = [{name: part.to("meta") for name, part in one.items()} for one in (wide, high)]
+    on_device = [
+        {name: part.to("meta") for name, part in inputs.items()} for inputs in (wide, high)
+    ]
     assert describe_geometry(on_device[0]) == describe_geometry(on_device[1])
 
 
@@ -240,10 +242,10 @@ def join_of(rows: int, columns: int, cut: int = 0) -> Join:
     def join(tiles: Tensor, newline: Tensor) -> Tensor:
         base, crops = tiles[0], tiles[1 : 1 + rows * columns]
         stitched = crops.reshape(rows, columns, SIDE, SIDE, -1).permute(0, 2, 1, 3, 4)
-        whole = stitched.reshape(rows * SIDE, columns * SIDE, -1)
-        whole = whole[cut : len(whole) - cut]
-        ends = newline.expand(len(whole), 1, -1)
-        return torch.cat([base, torch.cat([whole, ends], dim=1).flatten(0, 1)])
+        canvas = stitched.reshape(rows * SIDE, columns * SIDE, -1)
+        canvas = canvas[cut : len(canvas) - cut]
+        ends = newline.expand(len(canvas), 1, -1)
+        return torch.cat([base, torch.cat([canvas, ends], dim=1).flatten(0, 1)])
 
     return join
 
@@ -294,9 +296,9 @@ def test_blank_tiles_of_a_batch_change_nothing(cut: int) -> None:
     join = join_of(2, 2, cut)
     (_, alone), (_, padded) = tiled_image(join, 5), tiled_image(join, 5, blank=4)
     assert torch.equal(padded.rows(), alone.rows())
-    for region, own in zip(padded.regions, alone.regions, strict=True):
-        assert (region.grid, region.share) == (own.grid, own.share)
-        assert torch.equal(region.signals["cls_attention"], own.signals["cls_attention"])
+    for region, expected in zip(padded.regions, alone.regions, strict=True):
+        assert (region.grid, region.share) == (expected.grid, expected.share)
+        assert torch.equal(region.signals["cls_attention"], expected.signals["cls_attention"])
     tiles = torch.zeros(1, 9, 3, SIDE, SIDE)
     inputs = {"pixel_values": tiles, "image_sizes": torch.tensor([[SIDE, 4 * SIDE]])}
     (split,) = split_joined_images(inputs, lambda _: join, config_of(5))

@@ -93,12 +93,12 @@ def test_a_pruned_prompt_has_a_gather_of_the_full_positions(
         kept.append(rows)
         channels.append(position_channels(height, width, torch.device("cpu"))[rows].bfloat16())
     survivors = []
-    left = iter(kept)
+    unread = iter(kept)
     starts = {f.mm_position.offset: f for f in full_features}
     inside = 0
     for at in range(len(full_ids)):
         if at in starts:
-            survivors += (at + next(left)).tolist()
+            survivors += (at + next(unread)).tolist()
             inside = starts[at].mm_position.length
         if inside:
             inside -= 1
@@ -173,8 +173,8 @@ def test_forged_parts_have_a_position_for_every_token(parts: list[tuple[Part, in
     unpruned = dict.fromkeys(plans, 12)
     positions, delta = compute_input_positions(stock, ids, features, unpruned, cores)
     assert positions.shape == (3, len(ids))
-    first, last = int(positions[0, 0]), int(positions[0, -1])
-    assert 0 <= first < last
+    start, last = int(positions[0, 0]), int(positions[0, -1])
+    assert 0 <= start < last
     own_images = len(parts) - len(cores)
     assert last + 1 - len(ids) == delta
     assert last + 1 == 3 + 2 * len(parts) + 4 * own_images
@@ -278,8 +278,8 @@ def test_a_dropped_payload_is_asked_for_nothing() -> None:
     channels = position_channels(HEIGHT, WIDTH, torch.device("cpu"))[:KEPT]
     rows = [torch.cat([torch.zeros(KEPT, ROW), channels], dim=1)]
     _, placed, _ = model.recompute_mrope_positions(torch.tensor(ids), rows, positions, 0)
-    whole: Tensor = placed[:, 3 : 3 + KEPT]
-    assert whole.tolist() == [[3] * KEPT, [3] * KEPT, [3, 4, 5, 6, 7]]
+    of_image: Tensor = placed[:, 3 : 3 + KEPT]
+    assert of_image.tolist() == [[3] * KEPT, [3] * KEPT, [3, 4, 5, 6, 7]]
 
     # A rollback restores it for encoding anew; the engine core's own copy was never changed.
     cache.update_encoder_inputs("request", {0: feature.data})

@@ -106,7 +106,7 @@ def rows_of(
     with worker_step():
         rows = prune_images(context, plans, images)
     assert reporter.meter.errors == {}
-    assert all(one.is_meta for one in rows)
+    assert all(part.is_meta for part in rows)
     return rows
 
 
@@ -134,8 +134,8 @@ def mixed(images: Callable[[], ImageFeatures]) -> tuple[list[ItemPlan], list[Ima
 def assert_mixed(base: str, image: Callable[[], ImageFeatures], parts: ModelParts) -> None:
     plans, images = mixed(image)
     rows = rows_of(parts, served({"/base_policy": {"name": base}}), plans, images)
-    assert [len(one) for one in rows[:7]] == [9, 9, 5, 9, 9, 9, 4]
-    assert [len(one) for one in rows[7:]] == [images[-1].tokens] * 2
+    assert [len(part) for part in rows[:7]] == [9, 9, 5, 9, 9, 9, 4]
+    assert [len(part) for part in rows[7:]] == [images[-1].tokens] * 2
 
 
 @pytest.mark.parametrize("base", BASE_POLICIES)
@@ -154,7 +154,7 @@ def test_core_and_delta(base: str, parts: ModelParts) -> None:
     delta = asked(4, 1, part="delta", core=8)
     state = served({"/base_policy": {"name": base}, "/core": {"share": 0.5}})
     image = whole_image(TILES)
-    assert [len(one) for one in rows_of(parts, state, [core, delta], [image] * 2)] == [8, 4]
+    assert [len(part) for part in rows_of(parts, state, [core, delta], [image] * 2)] == [8, 4]
     (further,) = rows_of(parts, state, [replace(delta, instruction=(5,))], [image])
     assert len(further) == 4
 
@@ -211,7 +211,7 @@ def test_attention_of_towers_with_and_without_cls() -> None:
     with worker_step():
         with received.recording():
             module(packed, packed, packed)
-        assert [len(one) for one in received.take([590, 10])] == [590, 10]
+        assert [len(part) for part in received.take([590, 10])] == [590, 10]
 
 
 @pytest.mark.compat
@@ -233,6 +233,6 @@ def test_positions_of_kept_tokens(share_token: bool) -> None:
         embeddings, placed, delta = PrunedQwen.recompute_mrope_positions(
             model, ids, [rows[:5], video, rows[:7]], positions, 4
         )
-    assert [one.shape for one in embeddings] == [(5, WIDTH), (6, WIDTH), (7, WIDTH)]
+    assert [part.shape for part in embeddings] == [(5, WIDTH), (6, WIDTH), (7, WIDTH)]
     assert placed.shape == (3, 40) and placed.is_meta
     assert delta == UNCHANGED_DELTA

@@ -55,16 +55,18 @@ def kept(
 
 @pytest.mark.parametrize("base", ["cdpruner", "divprune", "cen_cdpruner", "cen_divprune"])
 def test_parts_are_disjoint_and_the_core_does_not_depend_on_the_question(base: str) -> None:
-    (one,) = images(1)
+    (picture,) = images(1)
     state = with_core(base)
-    core, first, second = kept([core_plan(), delta_plan((7,)), delta_plan((8,))], [one] * 3, state)
-    kept_by_core = rows_of(one, core)
-    for delta in (first, second):
-        rows = rows_of(one, delta)
+    core, question, second = kept(
+        [core_plan(), delta_plan((7,)), delta_plan((8,))], [picture] * 3, state
+    )
+    kept_by_core = rows_of(picture, core)
+    for delta in (question, second):
+        rows = rows_of(picture, delta)
         assert len(rows) == K - CORE
         assert not set(rows) & set(kept_by_core)
     if base.endswith("cdpruner"):
-        assert rows_of(one, first) != rows_of(one, second)
+        assert rows_of(picture, question) != rows_of(picture, second)
 
 
 def test_parts_of_many_images_in_one_batch_are_those_of_each_alone() -> None:
@@ -73,30 +75,30 @@ def test_parts_of_many_images_in_one_batch_are_those_of_each_alone() -> None:
         delta_plan((key,), key) for key in range(1, 5)
     ]
     together = kept(plans, image_list * 2)
-    for one, rows, item in zip(image_list * 2, together, plans, strict=True):
-        assert torch.equal(rows, kept([item], [one])[0])
+    for picture, rows, item in zip(image_list * 2, together, plans, strict=True):
+        assert torch.equal(rows, kept([item], [picture])[0])
 
 
 def test_two_policies_upon_one_core_do_not_share_what_they_condition() -> None:
     """Cen-CDPruner compares centred tokens: CDPruner's conditioned cosines are not its own."""
     cores = CoreCache(1 << 20)
-    first, second = with_core("cdpruner"), with_core("cen_cdpruner")
+    question, second = with_core("cdpruner"), with_core("cen_cdpruner")
     for seed, key in enumerate(range(1, 5)):
         alone = region(seed, SIX)
-        one = ImageFeatures((replace(alone, projected=alone.projected + 4),))
-        for state in (first, second):
-            (expected,) = kept([delta_plan((8,), key)], [one], state, CoreCache(1 << 20))
-            (actual,) = kept([delta_plan((8,), key)], [one], state, cores)
+        picture = ImageFeatures((replace(alone, projected=alone.projected + 4),))
+        for state in (question, second):
+            (expected,) = kept([delta_plan((8,), key)], [picture], state, CoreCache(1 << 20))
+            (actual,) = kept([delta_plan((8,), key)], [picture], state, cores)
             assert torch.equal(actual, expected)
 
 
 def test_the_indices_of_a_core_outlive_a_change_of_the_features() -> None:
     """As where a tower rounds differently in another batch: nothing is kept twice."""
-    one, other = images(2)
+    picture, other = images(2)
     cores = CoreCache(1 << 20)
-    (core,) = kept([core_plan()], [one], cores=cores)
+    (core,) = kept([core_plan()], [picture], cores=cores)
     (delta,) = kept([delta_plan()], [other], cores=cores)
-    assert not set(rows_of(other, delta)) & set(rows_of(one, core))
+    assert not set(rows_of(other, delta)) & set(rows_of(picture, core))
 
 
 def rounded_otherwise(image: ImageFeatures, seed: int) -> ImageFeatures:
@@ -122,19 +124,21 @@ def test_an_image_that_is_encoded_again_keeps_the_tokens_that_it_was_given_first
     state: ServedState, fields: dict[str, Any]
 ) -> None:
     """Near ties fall otherwise beside other images, and KV of the first tokens may be left."""
-    before, again = ([rounded_otherwise(one, seed) for one in images(16)] for seed in (1, 2))
+    before, again = (
+        [rounded_otherwise(picture, seed) for picture in images(16)] for seed in (1, 2)
+    )
     plans = [plan(K, key, **fields) for key in range(1, 17)]
 
     def chosen(image_list: list[ImageFeatures], cores: CoreCache) -> list[list[int]]:
         rows = kept(plans, image_list, state, cores)
-        return [rows_of(*one) for one in zip(image_list, rows, strict=True)]
+        return [rows_of(*picture) for picture in zip(image_list, rows, strict=True)]
 
     cores, anew = CoreCache(1 << 20), chosen(again, CoreCache(1 << 20))
-    first = chosen(before, cores)
-    assert first != anew
-    assert chosen(again, cores) == first
+    question = chosen(before, cores)
+    assert question != anew
+    assert chosen(again, cores) == question
     (alone,) = kept(plans[3:4], again[3:4], state, cores)
-    assert rows_of(again[3], alone) == first[3]
+    assert rows_of(again[3], alone) == question[3]
     cores.clear()
     assert chosen(again, cores) == anew
 
@@ -142,10 +146,10 @@ def test_an_image_that_is_encoded_again_keeps_the_tokens_that_it_was_given_first
 def test_tokens_of_profiling_and_after_an_exception_are_not_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (one,) = images(1)
+    (picture,) = images(1)
     cores = CoreCache(0)
-    kept([plan(K, profile=True)], [one], served(), cores)
-    expected = kept([plan(K)], [one], served())
+    kept([plan(K, profile=True)], [picture], served(), cores)
+    expected = kept([plan(K)], [picture], served())
 
     def broken(*_: object) -> None:
         raise MemoryError
@@ -153,16 +157,16 @@ def test_tokens_of_profiling_and_after_an_exception_are_not_remembered(
     with monkeypatch.context() as patch:
         patch.setattr("vllm_autoprune.serving.worker.selection.select_tokens", broken)
         context = SelectionContext(served(), parts(), FallbackReporter(), cores=cores)
-        (fallen,) = prune_images(context, [plan(K)], [one])
+        (fallen,) = prune_images(context, [plan(K)], [picture])
     assert not torch.equal(fallen, expected[0])
-    assert torch.equal(kept([plan(K)], [one], served(), cores)[0], expected[0])
+    assert torch.equal(kept([plan(K)], [picture], served(), cores)[0], expected[0])
 
 
 def test_regions_share_core_and_delta_like_their_budget() -> None:
-    first, second = region(0, SIX), region(1, Grid(4, 8))
+    question, second = region(0, SIX), region(1, Grid(4, 8))
     image = ImageFeatures(
         (
-            replace(first, order=torch.arange(N)),
+            replace(question, order=torch.arange(N)),
             replace(second, order=N + torch.arange(second.grid.tokens)),
         )
     )
@@ -174,13 +178,13 @@ def test_regions_share_core_and_delta_like_their_budget() -> None:
 
 
 def test_images_without_a_key_leave_nothing_in_the_cache() -> None:
-    (one,) = images(1)
+    (picture,) = images(1)
     cores = CoreCache(1 << 20)
     plans = [
         ItemPlan(CORE, NO_KEY, part="core", core=CORE),
         ItemPlan(K - CORE, NO_KEY, (7,), part="delta", core=CORE),
     ]
-    kept(plans, [one, one], cores=cores)
+    kept(plans, [picture, picture], cores=cores)
     assert cores.used_bytes == 0
     assert cores.indices(None) is None
 
@@ -197,49 +201,49 @@ def recall_plan(
 @pytest.mark.parametrize("core", [0, CORE])
 @pytest.mark.parametrize("keep", ["state", "reference"])
 def test_a_recall_keeps_new_tokens_as_they_are(base: str, core: int, keep: Chooser) -> None:
-    (one,) = images(1)
+    (picture,) = images(1)
     asked = recall_plan(core=core, keep=keep)
     items = [*asked.items_before(), asked]
-    together = kept(items, [one] * len(items), with_core(base))
-    recalled = rows_of(one, together[-1])
+    together = kept(items, [picture] * len(items), with_core(base))
+    recalled = rows_of(picture, together[-1])
     assert len(set(recalled)) == 5
     earlier = recall_plan((8,), 4, core, keep=keep)
     earlier = replace(earlier, earlier=earlier.earlier[:1])
     assert items[-2] == earlier
-    assert not set(recalled) & set(rows_of(one, together[-2]))
-    (alone,) = kept([asked], [one], with_core(base))
+    assert not set(recalled) & set(rows_of(picture, together[-2]))
+    (alone,) = kept([asked], [picture], with_core(base))
     assert torch.equal(alone, together[-1])
-    (without_cache,) = kept([asked], [one], with_core(base), CoreCache(0))
+    (without_cache,) = kept([asked], [picture], with_core(base), CoreCache(0))
     assert torch.equal(alone, without_cache)
 
 
 def test_what_a_recall_keeps_depends_on_every_question_before_it() -> None:
-    (one,) = images(1)
+    (picture,) = images(1)
     asked = recall_plan()
-    first, second = asked.earlier
+    question, second = asked.earlier
     others = [
         asked,
         recall_plan((10,)),
-        replace(asked, earlier=(replace(first, instruction=(11,)), second)),
-        replace(asked, earlier=(first, replace(second, instruction=(12,)))),
+        replace(asked, earlier=(replace(question, instruction=(11,)), second)),
+        replace(asked, earlier=(question, replace(second, instruction=(12,)))),
     ]
-    assert len({tuple(rows_of(one, rows)) for rows in kept(others, [one] * 4)}) == 4
+    assert len({tuple(rows_of(picture, rows)) for rows in kept(others, [picture] * 4)}) == 4
 
 
 def test_a_random_control_recalls_the_next_tokens_of_its_draw() -> None:
-    (one,) = images(1)
+    (picture,) = images(1)
     asked = recall_plan(keep="random")
     items = [*asked.items_before(), asked]
-    drawn = [rows_of(one, rows) for rows in kept(items, [one] * 3)]
-    (longer,) = kept([plan(K + 9, key=1, keep="random")], [one])
-    assert sorted(chain(*drawn)) == sorted(rows_of(one, longer))
+    drawn = [rows_of(picture, rows) for rows in kept(items, [picture] * 3)]
+    (longer,) = kept([plan(K + 9, key=1, keep="random")], [picture])
+    assert sorted(chain(*drawn)) == sorted(rows_of(picture, longer))
 
 
 def test_a_forged_recall_of_an_image_that_is_all_kept_is_a_random_draw() -> None:
-    (one,) = images(1)
+    (picture,) = images(1)
     reporter = FallbackReporter()
     context = SelectionContext(with_core(), parts(), reporter)
-    (rows,) = prune_images(context, [replace(recall_plan(), earlier=(Choice(N),))], [one])
+    (rows,) = prune_images(context, [replace(recall_plan(), earlier=(Choice(N),))], [picture])
     assert rows.shape[0] == 5
     assert reporter.meter.errors == {"RequestError": 1}
 
@@ -266,7 +270,7 @@ def test_indices_are_those_that_were_put_however_often_the_buffer_is_full(
             assert found.tolist() == put[key]
         spans = sorted(cache._indices._spans.values(), key=lambda span: span.start)
         assert len(spans) <= 12
-        assert all(one.stop <= two.start for one, two in pairwise(spans))
+        assert all(picture.stop <= two.start for picture, two in pairwise(spans))
     assert hits > 300
 
 
@@ -278,4 +282,4 @@ def test_cores_are_kept_inside_and_outside_of_inference_mode() -> None:
     with torch.inference_mode():
         cache.put_indices("inside again", torch.arange(2))
     sizes = [cache.indices(key) for key in ("inside", "outside", "inside again")]
-    assert [len(one) for one in sizes if one is not None] == [4, 3, 2]
+    assert [len(picture) for picture in sizes if picture is not None] == [4, 3, 2]

@@ -198,11 +198,11 @@ def scheduled(manager: Any, req: Any) -> list[int]:
 
 
 def test_step_is_bounded_by_unpruned_tokens(manager: UnprunedBudgetManager) -> None:
-    one, other = request("one", 400, 400, 400), request("other", 300, 100)
-    assert scheduled(manager, one) == [0, 1]
+    long, other = request("one", 400, 400, 400), request("other", 300, 100)
+    assert scheduled(manager, long) == [0, 1]
     assert scheduled(manager, other) == []
     manager.get_freed_mm_hashes()
-    assert scheduled(manager, one) == [2]
+    assert scheduled(manager, long) == [2]
     assert scheduled(manager, other) == [0, 1]
 
 

@@ -125,14 +125,14 @@ def test_forged_earlier_choices_are_refused() -> None:
 def test_a_recall_knows_the_plans_of_the_items_before_it() -> None:
     asked = ItemPlan(3, (1, 2), (9,), state=b"s", tokens=144, part="recall")
     chain = (Choice(8, (5,)), Choice(2, (6,), (7,)))
-    whole = ItemPlan(8, (1, 2), (5,), state=b"s", tokens=144)
-    first = replace(asked, budget=2, instruction=(6,), language=(7,), earlier=chain[:1])
-    assert [*replace(asked, earlier=chain).items_before()] == [whole, first]
+    of_image = ItemPlan(8, (1, 2), (5,), state=b"s", tokens=144)
+    before = replace(asked, budget=2, instruction=(6,), language=(7,), earlier=chain[:1])
+    assert [*replace(asked, earlier=chain).items_before()] == [of_image, before]
 
     split = replace(asked, core=6, earlier=chain[:1])
     core, delta = split.items_before()
     assert core == ItemPlan(6, (1, 2), state=b"s", tokens=144, part="core", core=6)
-    assert delta == replace(whole, budget=2, part="delta", core=6)
+    assert delta == replace(of_image, budget=2, part="delta", core=6)
     assert [*delta.items_before()] == [core]
     assert [split.kept_before, split.image_budget] == [8, 11]
 
@@ -234,16 +234,16 @@ def test_each_part_of_a_decision_is_part_of_the_identity(
 
 def test_every_earlier_choice_is_part_of_the_identity_of_a_recall() -> None:
     image = make_cache_identity(*SAME)
-    first = make_recall_identity(image, 4, ((1,), ()))
+    before = make_recall_identity(image, 4, ((1,), ()))
     others = [
         make_recall_identity(make_cache_identity("other", *SAME[1:]), 4, ((1,), ())),
         make_recall_identity(image, 5, ((1,), ())),
         make_recall_identity(image, 4, ((2,), ())),
         make_recall_identity(image, 4, ((), ())),
-        make_recall_identity(first, 4, ((1,), ())),
+        make_recall_identity(before, 4, ((1,), ())),
     ]
-    assert len({image, first, *others}) == 7
-    assert first == make_recall_identity(image, 4, ((1,), ()))
+    assert len({image, before, *others}) == 7
+    assert before == make_recall_identity(image, 4, ((1,), ()))
 
 
 # ---- what a worker accepts ----
@@ -313,14 +313,14 @@ def test_plans_may_keep_the_largest_budget_of_a_detail(level: Any) -> None:
     assert "K = 11" in refused(plan(budget=11), by)
 
 
-def recall(budget: int = 8, first: int = 8, **more: Any) -> ItemPlan:
-    return plan(budget=budget, part="recall", earlier=(Choice(first), Choice(4)), **more)
+def recall(budget: int = 8, before: int = 8, **more: Any) -> ItemPlan:
+    return plan(budget=budget, part="recall", earlier=(Choice(before), Choice(4)), **more)
 
 
 def test_plans_may_recall_what_the_server_or_its_requests_may() -> None:
     rules("budget").check(recall(64), 64)
     assert "recalls 65" in refused(recall(65), rules())
-    assert "keeps K = 65" in refused(recall(first=65), rules())
+    assert "keeps K = 65" in refused(recall(before=65), rules())
     rules("none", recall=8).check(recall(8), 8)
     assert "recalls 9 tokens, and requests may recall 8" in refused(
         recall(9), rules("none", recall=8)
@@ -386,11 +386,11 @@ def test_every_decoded_plan_can_be_executed() -> None:
     for place in range(len(sound)):
         for value in (-(2**63), -1, 0, 1, 7, 35, 36, 2**31, 2**63 - 1):
             rows.append(sound.index_fill(0, torch.tensor([place]), value))
-    own = dataclasses.replace(blind(), rules=RequestRules("states"))
+    strict = dataclasses.replace(blind(), rules=RequestRules("states"))
     reporter = FallbackReporter()
-    plans = PlanReader(PlanRules(own, WORDS), reporter, torch.device("cpu")).read(rows)
-    kept = [one for one in plans if not one.profile and one.budget <= 36]
+    plans = PlanReader(PlanRules(strict, WORDS), reporter, torch.device("cpu")).read(rows)
+    kept = [accepted for accepted in plans if not accepted.profile and accepted.budget <= 36]
     assert len(kept) > 400
-    for one in kept:
-        (row,) = prune_images(SelectionContext(own, parts(), reporter), [one], images(1))
-        assert row.shape[0] == one.budget
+    for accepted in kept:
+        (row,) = prune_images(SelectionContext(strict, parts(), reporter), [accepted], images(1))
+        assert row.shape[0] == accepted.budget

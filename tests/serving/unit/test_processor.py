@@ -91,10 +91,10 @@ def test_no_uuid_is_the_identity_of_an_image(folder: Any, modality: str) -> None
 
 
 def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(sender: Sender) -> None:
-    first = sender.send([LARGE], ["x"])
-    assert sender.send([None], ["x"]) == replace(first, data=[None])
+    before = sender.send([LARGE], ["x"])
+    assert sender.send([None], ["x"]) == replace(before, data=[None])
     second = sender.send([OTHER], ["x"])
-    assert sender.send([None], ["x"]).identities == second.identities != first.identities
+    assert sender.send([None], ["x"]).identities == second.identities != before.identities
 
 
 def test_an_unknown_uuid_without_an_image_is_refused(sender: Sender) -> None:
@@ -108,20 +108,22 @@ def test_a_budget_by_detail_is_fixed_when_an_image_is_sent(folder: Any) -> None:
     """What a later turn appends changes neither length nor identity of the images before."""
     rules = RequestRules("none", detail=DetailBudgets(low=4, high=16))
     sender = Sender(folder, budget=8, rules=rules)
-    first = sender.send([LARGE], details=["low"])
+    before = sender.send([LARGE], details=["low"])
     for detail, length in (("low", 4), ("high", 16), (None, 8)):
         longer = sender.send([LARGE, OTHER], details=["low", detail])
         assert longer.lengths == [4, length]
-        assert longer.identities[0] == first.identities[0]
+        assert longer.identities[0] == before.identities[0]
     levels = [sender.send([LARGE], details=[detail]).identities for detail in ("low", "high", None)]
     assert len({identity for (identity,) in levels}) == 3
 
 
 def test_tenants_of_two_salts_share_nothing(sender: Sender) -> None:
     sent = [sender.send([LARGE], salt=salt) for salt in ("", "a", "b")]
-    assert len({one.identities[0] for one in sent}) == 3
-    assert len({one.keys[0] for one in sent}) == 3
-    assert [one.sent for one in sent] == [[True]] * 3, "in the cache of another tenant"
+    assert len({sent_image.identities[0] for sent_image in sent}) == 3
+    assert len({sent_image.keys[0] for sent_image in sent}) == 3
+    assert [sent_image.sent for sent_image in sent] == [[True]] * 3, (
+        "in the cache of another tenant"
+    )
     assert sender.send([LARGE], salt="a").sent == [False]
 
 
@@ -149,9 +151,9 @@ def test_a_random_keep_is_drawn_from_content(without_cache: Sender) -> None:
             (OTHER, "one", ""),
         )
     ]
-    first, renamed, salted, other = [plan.key[0] for plan in draws]
-    assert first == renamed == salted != other
-    assert first == make_feature_key("", seed=hash_picture(LARGE))[0], "of pixels alone"
+    before, renamed, salted, other = [plan.key[0] for plan in draws]
+    assert before == renamed == salted != other
+    assert before == make_feature_key("", seed=hash_picture(LARGE))[0], "of pixels alone"
     with pytest.raises(RequestError, match="drawn from pixels"):
         without_cache.send([None], ["one"], keep="random")
 
@@ -210,9 +212,9 @@ def resized(sender: Sender, image: Any, budget: int, **entry: Any) -> Processed:
 
 def test_a_resized_image_is_shared_by_questions_and_by_nothing_else(folder: Any) -> None:
     sender = Sender(folder, budget=8).with_cache()
-    first = resized(sender, LARGE, 20)
+    before = resized(sender, LARGE, 20)
     asked = resized(sender, LARGE, 20, instructions=["how many"])
-    assert asked.identities == first.identities
+    assert asked.identities == before.identities
     assert asked.sent == [False], "vLLM's cache has it"
     others = [
         resized(sender, LARGE, 8),
@@ -222,7 +224,7 @@ def test_a_resized_image_is_shared_by_questions_and_by_nothing_else(folder: Any)
         sender.send([LARGE], budget=16, keep="random"),
         sender.send([LARGE], budget=64),
     ]
-    assert len({one.identities[0] for one in (first, *others)}) == 7
+    assert len({sent_image.identities[0] for sent_image in (before, *others)}) == 7
 
 
 def split_sender(
@@ -235,18 +237,18 @@ def split_sender(
 
 def test_a_split_image_is_two_items_of_which_one_knows_no_question(folder: Any) -> None:
     sender = split_sender(folder)
-    first = sender.send([LARGE], instructions=["what is it"])
-    assert first.lengths == [15, 9]
-    core, delta = first.plans
+    before = sender.send([LARGE], instructions=["what is it"])
+    assert before.lengths == [15, 9]
+    core, delta = before.plans
     assert (core.part, core.core, core.instruction) == ("core", 15, ())
     assert (delta.part, delta.core) == ("delta", 15)
     assert delta.instruction
     assert core.key == delta.key != NO_KEY
     second = sender.send([LARGE], instructions=["how many"])
-    assert second.identities[0] == first.identities[0]
-    assert second.identities[1] != first.identities[1]
-    assert (first.sent, second.sent) == ([True, False], [False, False])
-    assert sender.send([LARGE], salt="a").identities[0] != first.identities[0]
+    assert second.identities[0] == before.identities[0]
+    assert second.identities[1] != before.identities[1]
+    assert (before.sent, second.sent) == ([True, False], [False, False])
+    assert sender.send([LARGE], salt="a").identities[0] != before.identities[0]
 
 
 def test_a_question_that_occurs_by_chance_before_the_image_does_not_stop_the_split(
@@ -262,21 +264,21 @@ def test_images_are_laid_out_by_their_turns(folder: Any) -> None:
     sender = split_sender(folder)
     together = sender.send([LARGE, OTHER], turns=[0, 0])
     assert sender.send([LARGE, OTHER]).prompt == together.prompt
-    first, second = sender.send([LARGE], turns=[0]), sender.send([LARGE, OTHER], turns=[0, 2])
-    assert second.identities[:2] == first.identities
-    assert together.identities[:2] != first.identities
+    before, second = sender.send([LARGE], turns=[0]), sender.send([LARGE, OTHER], turns=[0, 2])
+    assert second.identities[:2] == before.identities
+    assert together.identities[:2] != before.identities
     assert sender.send([LARGE, OTHER], turns=[None, None]).lengths == [24, 24]
 
 
 def test_cores_are_shared_by_budgets_and_states_with_the_same_core(folder: Any) -> None:
-    one = split_sender(folder).send([LARGE])
+    sent_image = split_sender(folder).send([LARGE])
     other = Sender(folder, 28, core={"share": 0.45}, base_policy={"name": "divprune"})
     shared = other.with_blocks(16).send([LARGE])
     assert shared.lengths == [15, 13]
-    assert shared.identities[0] == one.identities[0]
-    assert shared.identities[1] != one.identities[1]
+    assert shared.identities[0] == sent_image.identities[0]
+    assert shared.identities[1] != sent_image.identities[1]
     strength = Sender(folder, 24, core={"share": 0.5, "cover": 0.5, "strength": 0.3})
-    assert strength.with_blocks(16).send([LARGE]).identities[0] != one.identities[0]
+    assert strength.with_blocks(16).send([LARGE]).identities[0] != sent_image.identities[0]
 
 
 def test_parts_of_an_image_are_processed_once_and_carry_the_same_pixels(folder: Any) -> None:
@@ -292,12 +294,12 @@ def test_parts_of_an_image_are_processed_once_and_carry_the_same_pixels(folder: 
 
 def test_another_question_or_k_sends_a_plan_alone(sender: Sender) -> None:
     with processing(sender) as runs:
-        first = sender.send([LARGE], instructions=["what is it"])
+        before = sender.send([LARGE], instructions=["what is it"])
         again = sender.send([LARGE], instructions=["where is it"])
         fewer = sender.send([LARGE], budget=4)
     assert sum(runs) == 1
-    assert (first.sent, again.sent, fewer.sent) == ([True], [False], [False])
-    assert len({*first.identities, *again.identities, *fewer.identities}) == 3
+    assert (before.sent, again.sent, fewer.sent) == ([True], [False], [False])
+    assert len({*before.identities, *again.identities, *fewer.identities}) == 3
     assert (again.lengths, fewer.lengths) == ([8], [4])
 
 

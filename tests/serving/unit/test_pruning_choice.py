@@ -136,13 +136,13 @@ def test_detail_counts_only_where_the_operator_gave_it_and_the_request_sets_noth
     details = {"details": ["low", "high"]}
     assert chosen(details, N, N) == chosen(None, N, N)
     assert kept(details, N, N, on=server(detail=DetailBudgets(low=4))) == [4, 8]
-    own = server(detail=DETAIL)
+    choice = server(detail=DETAIL)
     for budget, expected in ((16, [16, 16]), ([2, 3], [2, 3]), ({"shared": 9}, [5, 4])):
-        assert kept({**details, "budget": budget}, N, N, on=own) == expected
-    assert kept({**details, "enabled": False}, N, N, on=own) == [N, N]
+        assert kept({**details, "budget": budget}, N, N, on=choice) == expected
+    assert kept({**details, "enabled": False}, N, N, on=choice) == [N, N]
     largest = load_state("visionzip").budget.range()[1]
     asked = {"state": "visionzip", "details": ["low", None]}
-    assert kept(asked, N, N, on=own) == [4, min(largest, N)]
+    assert kept(asked, N, N, on=choice) == [4, min(largest, N)]
 
 
 def test_the_range_of_requests_does_not_bound_detail() -> None:
@@ -202,11 +202,11 @@ def test_each_problem_of_a_detail(value: object, what: list[str]) -> None:
 
 
 def test_a_policy_brings_its_state_its_budget_and_its_identity() -> None:
-    (own,) = chosen({"state": "visionzip"})
+    (choice,) = chosen({"state": "visionzip"})
     state = load_state("visionzip")
-    assert own.kept == min(state.budget.range()[1], N)
-    assert own.identity == state.digest != chosen(None)[0].identity
-    assert decode_state(own.state).digest == state.digest
+    assert choice.kept == min(state.budget.range()[1], N)
+    assert choice.identity == state.digest != chosen(None)[0].identity
+    assert decode_state(choice.state).digest == state.digest
     (other,) = chosen({"state": "visionzip", "budget": 7})
     assert (other.kept, other.state) == (7, encode_state(state))
 

@@ -212,10 +212,12 @@ class Served:
         self.layers = [self._layer(llama, layer) for layer in llama.layers]
 
     def _layer(self, llama: Any, layer: Any) -> SimpleNamespace:
-        own = layer.self_attn
+        heads = layer.self_attn
 
         def qkv(hidden: Tensor) -> tuple[Tensor, None]:
-            return torch.cat([f(hidden) for f in (own.q_proj, own.k_proj, own.v_proj)], -1), None
+            return torch.cat(
+                [f(hidden) for f in (heads.q_proj, heads.k_proj, heads.v_proj)], -1
+            ), None
 
         def rotary(positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
             from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -228,7 +230,7 @@ class Served:
         attention = SimpleNamespace(
             qkv_proj=qkv,
             rotary_emb=rotary,
-            o_proj=lambda mixed: (own.o_proj(mixed), None),
+            o_proj=lambda mixed: (heads.o_proj(mixed), None),
             q_size=HEADS * HEAD,
             kv_size=KEY_HEADS * HEAD,
             head_dim=HEAD,
@@ -248,8 +250,8 @@ def image(tokens: int = 9, seed: int = 0) -> Tensor:
 
 
 def read(served: Served, *ids: int, shown: Tensor | None = None) -> LlamaPrefix:
-    first = FirstLanguageLayers(served, (START,), CPU)
-    return first.read(image() if shown is None else shown, ids)
+    layers = FirstLanguageLayers(served, (START,), CPU)
+    return layers.read(image() if shown is None else shown, ids)
 
 
 def test_the_sequence_is_start_image_instruction(llama: Any) -> None:
@@ -262,16 +264,18 @@ def test_the_sequence_is_start_image_instruction(llama: Any) -> None:
 def test_layers_equal_transformers(llama: Any) -> None:
     """States, normed states, rotated keys and the text's attention rows, in float32."""
     prefix = read(Served(llama), 5, 6, 7)
-    whole = llama(
+    expected_run = llama(
         inputs_embeds=prefix.embeddings(), output_hidden_states=True, output_attentions=True
     )
     for layer in range(LAYERS):
         attention = prefix.attention(layer)
         assert attention.dtype == torch.float32
-        torch.testing.assert_close(attention, whole.attentions[layer][:, :, -3:])
-        torch.testing.assert_close(prefix.keys(layer), whole.past_key_values.layers[layer].keys)
+        torch.testing.assert_close(attention, expected_run.attentions[layer][:, :, -3:])
+        torch.testing.assert_close(
+            prefix.keys(layer), expected_run.past_key_values.layers[layer].keys
+        )
         if layer < LAYERS - 1:  # transformers norms the last one
-            torch.testing.assert_close(prefix.states(layer), whole.hidden_states[layer + 1])
-            expected = llama.norm(whole.hidden_states[layer + 1])
+            torch.testing.assert_close(prefix.states(layer), expected_run.hidden_states[layer + 1])
+            expected = llama.norm(expected_run.hidden_states[layer + 1])
             torch.testing.assert_close(prefix.normed(layer), expected)
-    torch.testing.assert_close(prefix.normed(LAYERS - 1), whole.last_hidden_state)
+    torch.testing.assert_close(prefix.normed(LAYERS - 1), expected_run.last_hidden_state)

@@ -172,7 +172,7 @@ def processed(
 ) -> Any:
     """A request that vLLM's own step has made of a prompt, or refused."""
 
-    def process_inputs(self: object, request_id: str, given: object) -> object:
+    def process_inputs(self: object, request_id: str, handed: object) -> object:
         if fails:
             raise ValueError("longer than the maximum model length")
         return SimpleNamespace(
@@ -192,7 +192,7 @@ def processed(
 
 
 def hand_over(request: object, *, fails: bool = False) -> None:
-    def add_request(self: object, given: object) -> None:
+    def add_request(self: object, handed: object) -> None:
         if fails:
             raise RuntimeError("too many requests wait")
 

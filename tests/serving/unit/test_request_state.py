@@ -109,8 +109,8 @@ def test_a_state_that_violates_the_guarantees(
         assert load_request_state(falling).digest == expected
         assert "made to fail" in refused(strict)
     assert len(broken) == 2
-    own = resolve_settings({"state": falling}, vllm_config())
-    assert (own.state.digest, own.policy().refines) == (expected, False)
+    at_start = resolve_settings({"state": falling}, vllm_config())
+    assert (at_start.state.digest, at_start.policy().refines) == (expected, False)
     assert all(record.levelname == "WARNING" for record in logged.records)
     assert "made to fail" in logged.messages[-1]
     (problem,) = refusal({"state": strict})
@@ -137,9 +137,9 @@ def test_a_state_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(policy)
 
     monkeypatch.setattr(f"{served_module.__name__}.safety_check", noted)
-    one = edited(sample(), {"/constraints/selector/q_e": 6})
+    data = edited(sample(), {"/constraints/selector/q_e": 6})
     for name in ("a", "b", "c"):
-        load_request_state(edited(one, {"/name": name}))
+        load_request_state(edited(data, {"/name": name}))
     assert asked == [state({"/constraints/selector/q_e": 6}).digest]
 
 

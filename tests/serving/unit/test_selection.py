@@ -140,23 +140,23 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_safe_state_is_checked_once(refining: PruningPolicy, broken: pytest.MonkeyPatch) -> None:
     broken.undo()
-    first = FirstImageCheck()
-    assert first.replace_unsafe(refining, images()) is refining
+    check = FirstImageCheck()
+    assert check.replace_unsafe(refining, images()) is refining
     broken.setattr("vllm_autoprune.serving.worker.selection.safety_check", None)
-    assert first.replace_unsafe(refining, images()) is refining
-    assert first.unsafe == 0
+    assert check.replace_unsafe(refining, images()) is refining
+    assert check.unsafe == 0
 
 
 def test_unsafe_state_is_replaced_by_its_base_policy(
     refining: PruningPolicy, broken: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
-    first, tokens = FirstImageCheck(), images()
-    replacement = first.replace_unsafe(refining, tokens)
+    check, tokens = FirstImageCheck(), images()
+    replacement = check.replace_unsafe(refining, tokens)
     expected = materialize(refining.state.without_exchange(), 8)
     assert torch.equal(refine(replacement, tokens).indices, refine(expected, tokens).indices)
     broken.undo()
-    assert first.replace_unsafe(refining, tokens) == replacement
-    assert first.unsafe == 1
+    assert check.replace_unsafe(refining, tokens) == replacement
+    assert check.unsafe == 1
     (record,) = logged.records
     assert record.levelname == "ERROR"
     message = record.getMessage()
@@ -166,14 +166,14 @@ def test_unsafe_state_is_replaced_by_its_base_policy(
 def test_non_finite_images_fail_no_state(
     refining: PruningPolicy, logged: pytest.LogCaptureFixture
 ) -> None:
-    first, tokens = FirstImageCheck(), images()
+    check, tokens = FirstImageCheck(), images()
     spoilt = VisualTokens(
         tokens.features * float("nan"), tokens.grid, tokens.cls_attention, tokens.instruction
     )
-    assert first.replace_unsafe(refining, spoilt) is refining
-    assert (first.unsafe, logged.records) == (0, [])
-    assert first.replace_unsafe(refining, tokens) is refining
-    assert first.unsafe == 0
+    assert check.replace_unsafe(refining, spoilt) is refining
+    assert (check.unsafe, logged.records) == (0, [])
+    assert check.replace_unsafe(refining, tokens) is refining
+    assert check.unsafe == 0
 
 
 def fails_at(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[int]:
@@ -197,26 +197,26 @@ def test_verdict_applies_to_one_budget(
 ) -> None:
     """In either order, the verdict at one budget does not affect the other."""
     checked = fails_at(monkeypatch, 5)
-    first, tokens = FirstImageCheck(), images()
+    check, tokens = FirstImageCheck(), images()
     for _ in range(2):
         for budget in budgets:
             requested = materialize(refining.state, budget)
-            replacement = first.replace_unsafe(requested, tokens)
+            replacement = check.replace_unsafe(requested, tokens)
             assert (replacement is requested) == (budget != 5)
             assert replacement.quota == (0 if budget == 5 else requested.quota)
     assert checked == list(budgets)
-    assert first.unsafe == 1
+    assert check.unsafe == 1
 
 
 def test_verdict_applies_to_one_number_of_tiles(
     refining: PruningPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = fails_at(monkeypatch, 0)
-    first, whole = FirstImageCheck(), images()
-    grid = whole.grid
-    tiled = replace(whole, grid=Grid(grid.height // 2, grid.width, 2))
-    for tokens in (whole, tiled, whole, tiled):
-        first.replace_unsafe(refining, tokens)
+    check, square = FirstImageCheck(), images()
+    grid = square.grid
+    tiled = replace(square, grid=Grid(grid.height // 2, grid.width, 2))
+    for tokens in (square, tiled, square, tiled):
+        check.replace_unsafe(refining, tokens)
     assert len(checked) == 2
 
 

@@ -66,8 +66,8 @@ def test_packed_sequences_attend_only_to_themselves() -> None:
     query, key = _made(1, 9, HEADS, WIDTH)
     with listening.recording():
         module(query=query, key=key, value=key)
-    first, second = listening.take([4, 5])
-    torch.testing.assert_close(first, plain(query[0, :4], key[0, :4]))
+    ahead, second = listening.take([4, 5])
+    torch.testing.assert_close(ahead, plain(query[0, :4], key[0, :4]))
     torch.testing.assert_close(second, plain(query[0, 4:], key[0, 4:]))
 
 
@@ -229,9 +229,9 @@ def test_attention_is_of_one_wide_head_of_the_next_layer(tower: Any, prefix: str
         (block,) = [m for name, m in tower.named_modules() if name.endswith(f"layers.{NEXT}")]
         normed = block.layer_norm1(states)
         query, key = block.self_attn.q_proj(normed), block.self_attn.k_proj(normed)
-        whole = (query @ key.transpose(1, 2) * CONFIG.hidden_size**-0.5).softmax(dim=-1)
+        every_row = (query @ key.transpose(1, 2) * CONFIG.hidden_size**-0.5).softmax(dim=-1)
     attention, keys = load_layer(tower, prefix)(states)
-    torch.testing.assert_close(attention, whole[:, 0, 1:])
+    torch.testing.assert_close(attention, every_row[:, 0, 1:])
     torch.testing.assert_close(keys, key[:, 1:])
 
 
