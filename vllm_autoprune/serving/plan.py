@@ -68,7 +68,7 @@ LANGUAGE_IDS = 256
 Their attention to all earlier tokens is stored, which would take gigabytes for a long document.
 """
 
-MAX_STATE = 1 << 14
+_MAX_STATE = 1 << 14
 """Bytes of the state that a plan carries; those that ship take 1,200."""
 
 MAX_RECALLS = 16
@@ -255,7 +255,7 @@ class _Numbers:
         return ids
 
     def take_bytes(self, size: int) -> bytes:
-        _require(0 <= size <= MAX_STATE, f"has a state of {size} bytes")
+        _require(0 <= size <= _MAX_STATE, f"has a state of {size} bytes")
         words = self.take(-(-size // _WORD))
         padded = b"".join(word.to_bytes(_WORD, "little", signed=True) for word in words)
         _require(not any(padded[size:]), "carries more than its state")
@@ -299,7 +299,7 @@ def is_recall(item: MultiModalKwargsItem | None) -> bool:
     return int(row[_PART]) == PARTS.index("recall")
 
 
-_MOST = _HEAD + MAX_STATE // _WORD + (MAX_RECALLS + 1) * (3 + RELEVANCE_IDS + LANGUAGE_IDS)
+_MOST = _HEAD + _MAX_STATE // _WORD + (MAX_RECALLS + 1) * (3 + RELEVANCE_IDS + LANGUAGE_IDS)
 
 
 def plan_error(what: str) -> RequestError:
@@ -319,7 +319,7 @@ def _require(condition: bool, problem: str) -> None:
 # already received; a kilobyte is small compared with the pixels.
 
 
-MAX_ENCODED_BYTES = MAX_STATE
+MAX_ENCODED_BYTES = _MAX_STATE
 """Bound of one encoded state in bytes; those that ship take 1,200."""
 
 MAX_CACHED_STATES = 256

@@ -335,7 +335,7 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 
 @dataclass(frozen=True, slots=True)
-class MetricsSetup:
+class _MetricsSetup:
     """Folder for the metrics of workers, and bytes of one token in the KV cache.
 
     ``kv_bytes`` are keys and values of all layers and ranks, as for full attention in every layer.
@@ -347,14 +347,14 @@ class MetricsSetup:
 
 def attach_metrics_setup(vllm_config: VllmConfig) -> None:
     """Create the setup and put it on the model config; before workers start."""
-    setup = MetricsSetup(_shared_folder(), _kv_bytes(vllm_config))
+    setup = _MetricsSetup(_shared_folder(), _kv_bytes(vllm_config))
     attach(vllm_config.model_config, _METRICS_SETUP, setup)
 
 
-def find_metrics_setup(model_config: ModelConfig) -> MetricsSetup | None:
+def find_metrics_setup(model_config: ModelConfig) -> _MetricsSetup | None:
     """The setup on a model config; None where the model is served without a state."""
     setup = get_attachment(model_config, _METRICS_SETUP)
-    assert setup is None or isinstance(setup, MetricsSetup)
+    assert setup is None or isinstance(setup, _MetricsSetup)
     return setup
 
 

@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 # Registration of the pruned model class, its processor and renderer, in each process.
 
 
-ACTIVATION = "autoprune_activation"
+_ACTIVATION = "autoprune_activation"
 
 _active: set[str] = set()
 
 
-def activate(architecture: str) -> None:
+def _activate(architecture: str) -> None:
     """Replace vLLM's classes for one architecture by the pruned ones; idempotent.
 
     They serve stock models unchanged, because each looks for a state on its own model's config.
@@ -69,7 +69,7 @@ def activate(architecture: str) -> None:
     worker.refuse_sleep(sleep_problem)
 
 
-class Activation:
+class _Activation:
     """Attribute of the model config that activates every process which unpickles the config.
 
     vLLM pickles the config for its engine cores and workers, and a process must have our classes
@@ -77,11 +77,11 @@ class Activation:
     """
 
     def __init__(self, architecture: str) -> None:
-        activate(architecture)
+        _activate(architecture)
         self.architecture = architecture
 
-    def __reduce__(self) -> tuple[type[Activation], tuple[str]]:
-        return Activation, (self.architecture,)
+    def __reduce__(self) -> tuple[type[_Activation], tuple[str]]:
+        return _Activation, (self.architecture,)
 
 
 def sleep_problem(model_config: ModelConfig, level: int) -> str | None:
@@ -137,7 +137,7 @@ def apply_settings(vllm_config: VllmConfig) -> None:
         if isinstance(settings, Mapping) and settings.get("from_flags"):
             raise SystemExit(f"\nvllm-autoprune: {error}") from None
         raise
-    attach(vllm_config.model_config, ACTIVATION, Activation(served.architecture))
+    attach(vllm_config.model_config, _ACTIVATION, _Activation(served.architecture))
     attach(vllm_config.model_config, ATTRIBUTE, served)
     attach_metrics_setup(vllm_config)
     attach_kv_blocks(vllm_config)
@@ -244,7 +244,7 @@ def _input_problems(
 # Ways of serving that hide from the plugin what a state reads, each refused by its flag.
 
 
-LMCACHE = Version("0.5.5")
+_LMCACHE = Version("0.5.5")
 """The oldest LMCache that keeps a whole identity; 0.5.4 keeps 16 bits of it."""
 
 _INSIDE_THE_TOWER: frozenset[Need] = frozenset(
@@ -300,5 +300,5 @@ def _connector_problems(name: str, extra: object) -> Iterator[Problem]:
         version = Version(importlib.metadata.version("lmcache"))
     except importlib.metadata.PackageNotFoundError:
         return  # vLLM says so itself
-    if version < LMCACHE:
-        yield Problem(where, f"LMCache {version} {what}", f"install lmcache>={LMCACHE}")
+    if version < _LMCACHE:
+        yield Problem(where, f"LMCache {version} {what}", f"install lmcache>={_LMCACHE}")

@@ -41,8 +41,8 @@ def format_summary(served: ServedState) -> str:
             f"{policy.core} of them are the same for every question, by {core.policy.name}"
         )
     if policy.reads_instruction:
-        parts.append(f"relevance by {describe_relevance(served.tower)}")
-    parts.append(f"requests may set {describe_permission(served.rules)}")
+        parts.append(f"relevance by {_describe_relevance(served.tower)}")
+    parts.append(f"requests may set {_describe_permission(served.rules)}")
     if levels := served.rules.detail.as_dict():
         budgets = " and ".join(f"{level} keeps {budget}" for level, budget in levels.items())
         parts.append(f"image_url.detail {budgets} tokens of an image, by {DETAIL_FLAG}")
@@ -54,7 +54,7 @@ def format_summary(served: ServedState) -> str:
     return "; ".join(parts) + "."
 
 
-def describe_relevance(tower: TextTower | None, private: bool = False) -> str:
+def _describe_relevance(tower: TextTower | None, private: bool = False) -> str:
     """Embedding space of relevance and its reason; ``private`` omits local paths."""
     if tower is None:
         return (
@@ -66,7 +66,7 @@ def describe_relevance(tower: TextTower | None, private: bool = False) -> str:
     return f"CLIP text tower {name}, sign {tower.sign:+d}, because {tower.reason}"
 
 
-def describe_permission(rules: RequestRules) -> str:
+def _describe_permission(rules: RequestRules) -> str:
     """Permissions of requests, and the flag that sets them."""
     if not rules.explicit:
         unflagged = "with --trust-request-mm-kwargs: their budget"
@@ -112,10 +112,10 @@ def describe_as_json(served: ServedState) -> dict[str, JsonValue]:
         },
         "core": _describe_core(policy),
         "reads": [*sorted(policy.needs)],
-        "relevance": describe_relevance(served.tower, private=True)
+        "relevance": _describe_relevance(served.tower, private=True)
         if policy.reads_instruction
         else None,
-        "requests": describe_permission(served.rules),
+        "requests": _describe_permission(served.rules),
         "detail": _describe_detail(served.rules),
         "recall": served.rules.recall,
         "evidence": evidence,

@@ -66,7 +66,7 @@ from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 # Plans and cache identities of a request's items: an image, its parts, what later turns recall.
 
 
-class ItemPlans:
+class _ItemPlans:
     """Items of a request in the order of its prompt, with their plans and cache identities.
 
     ``digests`` are those of the contents of its images, ``salt`` its ``cache_salt``; ``seeds`` has
@@ -270,7 +270,7 @@ class RequestPlanner:
         prompt, entries = self._recall(inputs, request, choices, digests)
         split = self._split(inputs, prompt, entries, choices, texts, request.turns)
         slots = tuple(map(Slot, range(len(entries)))) if split is None else split.slots
-        items = ItemPlans(digests, salt, choices, ids, _seeds(inputs, choices))
+        items = _ItemPlans(digests, salt, choices, ids, _seeds(inputs, choices))
         for slot in slots:
             entry = entries[slot.image]
             if isinstance(entry, RecallItem):

@@ -145,7 +145,7 @@ def parse_request(entry: object) -> PruningRequest:
     if entry is None:
         return PruningRequest()
     if not isinstance(entry, dict):
-        raise request_error("", "is not an object", f"write {format_entry(entry)}")
+        raise request_error("", "is not an object", f"write {_format_entry(entry)}")
     if not all(isinstance(key, str) for key in entry):
         raise request_error("", "has keys that are no text", f"use: {', '.join(_FIX)}")
     try:
@@ -165,7 +165,7 @@ def parse_request(entry: object) -> PruningRequest:
         raise RequestError("request", list(problems.values())) from None
 
 
-def format_entry(value: object) -> str:
+def _format_entry(value: object) -> str:
     """JSON of the entry that says what a value in its place, or elsewhere, was probably to say."""
     if isinstance(value, bool):
         return json.dumps({"enabled": value})
@@ -189,17 +189,17 @@ def request_error(field: str, what: str, fix: str) -> RequestError:
 # each request has a task of its own, and what a task sets no other one sees.
 
 
-PREFIX = f"x-{REQUEST_FIELD}"
-FIXES = {"budget": 'a number of tokens, such as "64"', "state": "the name of a shipped state"}
+_PREFIX = f"x-{REQUEST_FIELD}"
+_FIXES = {"budget": 'a number of tokens, such as "64"', "state": "the name of a shipped state"}
 """Fields of the entry that have a header, and what it holds."""
 
 _DROPPING = ("/messages", "/cohere/", "/v2/embed")
 """Parts of paths whose requests vLLM parses without their unknown fields."""
 
 Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
+_Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+_App = Callable[[MutableMapping[str, Any], _Receive, Send], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -243,16 +243,18 @@ def handling(sent: SentRequest | None) -> Iterator[None]:
 class KeepRequest:
     """ASGI middleware that keeps :class:`SentRequest`; vLLM adds it by ``--middleware``."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: _App) -> None:
         self._app = app
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(
+        self, scope: MutableMapping[str, Any], receive: _Receive, send: Send
+    ) -> None:
         """Handle one connection (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         names = ((name.decode("latin-1"), value) for name, value in scope["headers"])
-        sent = SentRequest([(n, v.decode("latin-1")) for n, v in names if n.startswith(PREFIX)])
+        sent = SentRequest([(n, v.decode("latin-1")) for n, v in names if n.startswith(_PREFIX)])
 
         async def receive_and_keep() -> Message:
             message = await receive()
@@ -270,9 +272,9 @@ def read_headers(headers: list[tuple[str, str]]) -> dict[str, object]:
     fields: dict[str, object] = {}
     problems = []
     for name, text in headers:
-        where, known = f"header {escape_unprintable(name, 40)}", name.removeprefix(f"{PREFIX}-")
-        if known not in FIXES:
-            fix = " or ".join(f"{PREFIX}-{name}" for name in FIXES)
+        where, known = f"header {escape_unprintable(name, 40)}", name.removeprefix(f"{_PREFIX}-")
+        if known not in _FIXES:
+            fix = " or ".join(f"{_PREFIX}-{name}" for name in _FIXES)
             problems.append(Problem(where, "is not a known header", f"send {fix}"))
         elif known in fields:
             problems.append(Problem(where, "is sent more than once", "send it once"))
@@ -280,7 +282,7 @@ def read_headers(headers: list[tuple[str, str]]) -> dict[str, object]:
             fields[known] = _parse(known, text)
             if fields[known] is None:
                 what = f"is {escape_unprintable(text, 40)!r}"
-                problems.append(Problem(where, what, f"give {FIXES[known]}"))
+                problems.append(Problem(where, what, f"give {_FIXES[known]}"))
     if problems:
         raise RequestError("request", problems)
     return fields
@@ -306,7 +308,7 @@ def merge_headers(entry: object, fields: dict[str, object]) -> object:
     if not isinstance(entry, dict):
         return fields if entry is None else entry  # no object: refused with a reason of its own
     problems = [
-        Problem(f"header {PREFIX}-{name}", "contradicts the body", "send one of the two")
+        Problem(f"header {_PREFIX}-{name}", "contradicts the body", "send one of the two")
         for name, value in fields.items()
         if entry.get(name) not in (None, value)
     ]
@@ -320,11 +322,11 @@ def merge_headers(entry: object, fields: dict[str, object]) -> object:
 
 KWARGS = "mm_processor_kwargs"
 _CLIENT_FIX = "send {entry} (extra_body={{{entry}}} in the OpenAI client)"
-_HEADER_FIX = f"send the header {PREFIX}-budget: 64, or {PREFIX}-state: NAME"
+_HEADER_FIX = f"send the header {_PREFIX}-budget: 64, or {_PREFIX}-state: NAME"
 OFFLINE_FIX = "put {entry} into the prompt's dict, or mm_processor_kwargs into LLM.chat's arguments"
 """What to write, where it is not a request of OpenAI's form."""
 
-MAX_NAME = 100
+_MAX_NAME = 100
 """Length of a key above which it is none of ours: seen keys are remembered."""
 
 _NAMED_BY_CLIENTS = frozenset(
@@ -371,7 +373,7 @@ def _check_fields(request: BaseModel, rules: RequestRules, trusted: bool) -> Non
         kwargs = {**kwargs, REQUEST_FIELD: merge_headers(kwargs.get(REQUEST_FIELD), fields)}
         vars(request)[KWARGS] = kwargs  # not every request declares it
     if REQUEST_FIELD in kwargs and not (trusted or rules.explicit):
-        where = f"header {PREFIX}-{next(iter(fields))}" if fields else f"{KWARGS}/{REQUEST_FIELD}"
+        where = f"header {_PREFIX}-{next(iter(fields))}" if fields else f"{KWARGS}/{REQUEST_FIELD}"
         what = f"this server's requests may set nothing, because no {REQUESTS_FLAG} is given"
         fix = f"leave it out, or serve with {REQUESTS_FLAG} budget"
         raise RequestError("request", [Problem(where, what, fix)])
@@ -428,7 +430,7 @@ def _is_misplaced(inside: object, name: str, child: object) -> bool:
 
 def _is_entry(name: object) -> bool:
     """Whether a key is the entry's name, one with more behind it, or nearly so."""
-    return isinstance(name, str) and len(name) <= MAX_NAME and _resembles_entry(name)
+    return isinstance(name, str) and len(name) <= _MAX_NAME and _resembles_entry(name)
 
 
 @lru_cache(maxsize=1024)
@@ -441,7 +443,7 @@ def _resembles_entry(name: str) -> bool:
 
 
 def _entry(value: object = None) -> str:
-    return f'"{KWARGS}": {{"{REQUEST_FIELD}": {format_entry(value)}}}'
+    return f'"{KWARGS}": {{"{REQUEST_FIELD}": {_format_entry(value)}}}'
 
 
 def _shorten(name: str) -> str:

@@ -59,20 +59,20 @@ def _without(key: str, stock: Callable[..., None]) -> Callable[..., None]:
     return validate
 
 
-RequestCheck = Callable[["ModelConfig", "BaseModel", bool], None]
+_RequestCheck = Callable[["ModelConfig", "BaseModel", bool], None]
 """Takes a request, and whether its ``mm_processor_kwargs`` are trusted."""
 
 
 _PROBE = "_render_probe_prompt"
 """Method of vLLM 0.32 alone."""
 
-Handling = Callable[[None], AbstractContextManager[None]]
+_Handling = Callable[[None], AbstractContextManager[None]]
 """Makes the context of a request that no client sent."""
 
 
 @depends_on("vllm.renderers.online_renderer:OnlineRenderer", "preprocess_chat", "preprocess_cmpl")
 @depends_on("vllm.entrypoints.pooling.base.serving:PoolingBaseServing", "_init_ctx")
-def check_requests(check: RequestCheck, handling: Handling) -> None:
+def check_requests(check: _RequestCheck, handling: _Handling) -> None:
     """Call ``check`` with every chat, completion and pooling request before it is rendered.
 
     A prompt that vLLM renders once to know the template, within the first client's request, is

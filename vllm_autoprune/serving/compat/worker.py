@@ -182,14 +182,14 @@ def bound_encoder_calls() -> None:
         return [output for some in groups for output in stock(self, mm_kwargs[some])]
 
 
-PRUNE_BY_GRAPHS = "autoprune_prune_by_graphs"
+_PRUNE_BY_GRAPHS = "autoprune_prune_by_graphs"
 """Method of a model that prunes the images of one call, encoded by the graphs it is given."""
 
 Encode = Callable[[Mapping[str, object]], Sequence["Tensor"]]
 """From the inputs of one call to the encoder's rows of each item, unpruned."""
 
 
-RECALLS_A_STEP = 2
+_RECALLS_A_STEP = 2
 """Recalls that one step of the scheduler takes, of all requests together."""
 
 _RECALLS = "_autoprune_recalls"
@@ -199,7 +199,7 @@ _RECALLS = "_autoprune_recalls"
     "vllm.v1.core.encoder_cache_manager:EncoderCacheManager", "can_allocate", "get_freed_mm_hashes"
 )
 def spread_recalls(is_recall: Callable[[MultiModalKwargsItem | None], bool]) -> None:
-    """Let a step of the scheduler take ``RECALLS_A_STEP`` recalls at most.
+    """Let a step of the scheduler take ``_RECALLS_A_STEP`` recalls at most.
 
     Why: the scheduler counts an encoder input by the tokens that it keeps. A recall keeps few and
     costs a whole selection, and all other requests would wait for those of a long conversation.
@@ -219,7 +219,7 @@ def spread_recalls(is_recall: Callable[[MultiModalKwargsItem | None], bool]) -> 
             return stock(self, request, input_id, *rest)
         taken: set[tuple[str, int]] = self.__dict__.setdefault(_RECALLS, set())
         recall = request.request_id, input_id
-        if recall not in taken and len(taken) >= RECALLS_A_STEP:
+        if recall not in taken and len(taken) >= _RECALLS_A_STEP:
             return False
         if not stock(self, request, input_id, *rest):
             return False
@@ -252,7 +252,7 @@ def prune_after_encoder_graphs() -> None:
     ) -> Sequence[Tensor]:
         encode: Encode = functools.partial(stock, self)
         prune: Callable[[Mapping[str, object], Encode], Sequence[Tensor]] | None
-        prune = getattr(self.model, PRUNE_BY_GRAPHS, None)
+        prune = getattr(self.model, _PRUNE_BY_GRAPHS, None)
         return encode(mm_kwargs) if prune is None else prune(mm_kwargs, encode)
 
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 _FIX = "serve another state, or another checkpoint"
 
 
-def accept_checkpoint(config: PreTrainedConfig) -> Sequence[Problem]:
+def _accept_checkpoint(config: PreTrainedConfig) -> Sequence[Problem]:
     """Accept every checkpoint of the architecture."""
     return ()
 
 
-def refuse_text_tower(config: PreTrainedConfig, tower: TextTower) -> Sequence[Problem]:
+def _refuse_text_tower(config: PreTrainedConfig, tower: TextTower) -> Sequence[Problem]:
     """Refuse text towers: no CLIP was trained together with this model's vision tower."""
     what = f"the vision tower of {config.model_type!r} has no text tower beside it"
     fix = "leave the flag out: relevance is then measured by the model's own embeddings"
@@ -42,14 +42,14 @@ _LAYERS: dict[Need, str] = {
 }
 
 
-def check_merger_inputs(config: PreTrainedConfig, needs: Collection[Need]) -> Sequence[Problem]:
+def _check_merger_inputs(config: PreTrainedConfig, needs: Collection[Need]) -> Sequence[Problem]:
     """Refuse states that read layers; those that read what enters the patch merger are served."""
     return [_refusal(config, what) for need, what in _LAYERS.items() if need in needs]
 
 
-def refuse_tower_inputs(config: PreTrainedConfig, needs: Collection[Need]) -> Sequence[Problem]:
+def _refuse_tower_inputs(config: PreTrainedConfig, needs: Collection[Need]) -> Sequence[Problem]:
     """Refuse states that read the vision tower or the language model's layers."""
-    problems = list(check_merger_inputs(config, needs))
+    problems = list(_check_merger_inputs(config, needs))
     if "encoder" in needs:
         problems.append(_refusal(config, "the tokens before the projector or the merger"))
     return problems + _refuse_merger_input(config, needs)
@@ -67,7 +67,7 @@ def _refuse_merger_input(config: PreTrainedConfig, needs: Collection[Need]) -> l
     return [Problem("model", what, "set rank_at to merger_out, or serve another checkpoint")]
 
 
-def check_clip_checkpoint(config: LlavaConfig) -> Sequence[Problem]:
+def _check_clip_checkpoint(config: LlavaConfig) -> Sequence[Problem]:
     """Require a CLIP tower that is read at one layer, without [CLS]."""
     problems = []
     kind = config.vision_config.model_type
@@ -83,7 +83,7 @@ def check_clip_checkpoint(config: LlavaConfig) -> Sequence[Problem]:
     return problems
 
 
-def check_siglip_checkpoint(config: LlavaOnevisionConfig) -> Sequence[Problem]:
+def _check_siglip_checkpoint(config: LlavaOnevisionConfig) -> Sequence[Problem]:
     """Require LLaVA-OneVision as published: SigLIP, all patches of one layer."""
     problems = []
     kind = config.vision_config.model_type
@@ -96,7 +96,7 @@ def check_siglip_checkpoint(config: LlavaOnevisionConfig) -> Sequence[Problem]:
     return problems
 
 
-def check_clip_text_tower(config: LlavaConfig, tower: TextTower) -> Sequence[Problem]:
+def _check_clip_text_tower(config: LlavaConfig, tower: TextTower) -> Sequence[Problem]:
     """Refuse a text tower that belongs to another vision tower."""
     width = config.vision_config.hidden_size
     if tower.vision_width == width:
@@ -181,10 +181,10 @@ class Backbone:
     module: str
     stock: str
     """Name of the class in vLLM that is served pruned."""
-    problems: Callable[[PreTrainedConfig], Sequence[Problem]] = accept_checkpoint
-    tower_problems: Callable[[PreTrainedConfig, TextTower], Sequence[Problem]] = refuse_text_tower
+    problems: Callable[[PreTrainedConfig], Sequence[Problem]] = _accept_checkpoint
+    tower_problems: Callable[[PreTrainedConfig, TextTower], Sequence[Problem]] = _refuse_text_tower
     input_problems: Callable[[PreTrainedConfig, Collection[Need]], Sequence[Problem]] = (
-        refuse_tower_inputs
+        _refuse_tower_inputs
     )
     """What a state reads and this checkpoint cannot give."""
     mrope: bool = False
@@ -200,18 +200,18 @@ class Backbone:
 
 def _clip(name: str, stock: str) -> Backbone:
     """A model of the LLaVA family with a CLIP tower."""
-    checks = check_clip_checkpoint, check_clip_text_tower, check_clip_inputs
+    checks = _check_clip_checkpoint, _check_clip_text_tower, check_clip_inputs
     return Backbone(name, "llava", stock, *checks)
 
 
 def _qwen(name: str, stock: str) -> Backbone:
     """A model of Qwen-VL's kind, whose merger makes a token of four patches."""
-    return Backbone(name, "qwen", stock, input_problems=check_merger_inputs, mrope=True)
+    return Backbone(name, "qwen", stock, input_problems=_check_merger_inputs, mrope=True)
 
 
 def _tiled(name: str, stock: str, why: str) -> Backbone:
     """A model whose tiles have a patch merger; its processor writes ``why`` around them."""
-    checks = check_merger_inputs
+    checks = _check_merger_inputs
     return Backbone(name, "tiled", stock, input_problems=checks, unsplittable=f"writes {why}")
 
 
@@ -233,7 +233,7 @@ BACKBONES: dict[str, Backbone] = {
         _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
         Backbone(
             *("llava_onevision", "llava", "LlavaOnevisionForConditionalGeneration"),
-            check_siglip_checkpoint,
+            _check_siglip_checkpoint,
         ),
         _tiled(
             *("internvl", "InternS1ForConditionalGeneration"),

@@ -53,7 +53,7 @@ Tiles = tuple[Tensor, Signals]
 # Vision side of LLaVA models with a CLIP tower: [CLS] and every layer that policies read.
 
 
-class ClipVision(Vision):
+class _ClipVision(Vision):
     """Vision side shared by LLaVA-1.5 and LLaVA-NeXT."""
 
     _model: LlavaForConditionalGeneration
@@ -130,12 +130,12 @@ class ClipVision(Vision):
 Join = Callable[[Tensor, Tensor], Tensor]
 """From tiles ``(T, n, C)`` and a newline ``(C,)`` to the rows ``(R, C)`` that the model makes."""
 
-JoinOf = Callable[[ImageInputs], Join]
+_JoinOf = Callable[[ImageInputs], Join]
 """How the model joins the tiles of one image."""
 
 
 @dataclass(frozen=True, slots=True)
-class RegionLayout:
+class _RegionLayout:
     """A region of the joined rows: its layout, and the position ``(N,)`` of each token."""
 
     grid: Grid
@@ -144,14 +144,14 @@ class RegionLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedLayout:
+class _JoinedLayout:
     """Order of an image's rows: the regions, and the number of newlines."""
 
-    places: tuple[RegionLayout, ...]
+    places: tuple[_RegionLayout, ...]
     newlines: int
 
 
-def compute_joined_layout(join: Join, tiles: int, side: int) -> JoinedLayout:
+def compute_joined_layout(join: Join, tiles: int, side: int) -> _JoinedLayout:
     """Layout of the rows that the model makes of T tiles of ``side`` x ``side`` tokens.
 
     Where no padding was cut off, base view and crops are the T equal tiles that published
@@ -165,19 +165,19 @@ def compute_joined_layout(join: Join, tiles: int, side: int) -> JoinedLayout:
     width = (len(marks) - size) // newlines - 1 if newlines else 0
     base = torch.arange(size)
     if width < 1:
-        return JoinedLayout((RegionLayout(Grid(side, side), base, 1),), newlines)
+        return _JoinedLayout((_RegionLayout(Grid(side, side), base, 1),), newlines)
     rows = size + torch.arange(height)[:, None] * (width + 1) + torch.arange(width)
     if height * width == (tiles - 1) * size and height % side == 0 and width % side == 0:
         cut = rows.view(height // side, side, width // side, side).transpose(1, 2)
         order = torch.cat([base, cut.flatten()])
-        return JoinedLayout((RegionLayout(Grid(side, side, tiles), order, tiles),), newlines)
-    base_view = RegionLayout(Grid(side, side), base, 1)
-    return JoinedLayout(
-        (base_view, RegionLayout(Grid(height, width), rows.flatten(), tiles - 1)), newlines
+        return _JoinedLayout((_RegionLayout(Grid(side, side, tiles), order, tiles),), newlines)
+    base_view = _RegionLayout(Grid(side, side), base, 1)
+    return _JoinedLayout(
+        (base_view, _RegionLayout(Grid(height, width), rows.flatten(), tiles - 1)), newlines
     )
 
 
-def count_tiles(config: LlavaNextLikeConfig, height: int, width: int) -> int:
+def _count_tiles(config: LlavaNextLikeConfig, height: int, width: int) -> int:
     """Count the tiles of an image of this size: the base view and its crops."""
     rows, columns = get_anyres_image_grid_shape(
         (height, width), config.image_grid_pinpoints, config.vision_config.image_size
@@ -185,18 +185,18 @@ def count_tiles(config: LlavaNextLikeConfig, height: int, width: int) -> int:
     return 1 + int(rows * columns)
 
 
-def _compute_layout(image: ImageInputs, join: Join, config: LlavaNextLikeConfig) -> JoinedLayout:
+def _compute_layout(image: ImageInputs, join: Join, config: LlavaNextLikeConfig) -> _JoinedLayout:
     """Layout of one image, by its size: processed beside a larger one, it has blank tiles as well.
 
     Those go through the tower, as in the stock model, and ``join`` leaves them out.
     """
     vision = config.vision_config
-    tiles = count_tiles(config, *image["image_sizes"].tolist())
+    tiles = _count_tiles(config, *image["image_sizes"].tolist())
     return compute_joined_layout(join, tiles, vision.image_size // vision.patch_size)
 
 
 def split_joined_images(
-    inputs: EncoderInputs, join_of: JoinOf, config: LlavaNextLikeConfig
+    inputs: EncoderInputs, join_of: _JoinOf, config: LlavaNextLikeConfig
 ) -> list[ModelImage]:
     """The images of one call, each with its tiles, its size and its number of rows."""
     images = []
@@ -208,7 +208,7 @@ def split_joined_images(
 
 
 def join_features(
-    tiles: Tiles, image: ImageInputs, join_of: JoinOf, newline: Tensor, config: LlavaNextLikeConfig
+    tiles: Tiles, image: ImageInputs, join_of: _JoinOf, newline: Tensor, config: LlavaNextLikeConfig
 ) -> ImageFeatures:
     """Join the T tiles of one image; the signals of its tokens are joined like the tokens."""
     projected, signals = tiles
@@ -237,7 +237,7 @@ def join_features(
     return ImageFeatures(tuple(regions), newline, layout.newlines)
 
 
-class JoinedVision(Vision):
+class _JoinedVision(Vision):
     """Vision side of models that join the tiles of an image."""
 
     _model: LlavaNextForConditionalGeneration | LlavaOnevisionForConditionalGeneration
@@ -280,7 +280,7 @@ class JoinedVision(Vision):
 # LLaVA-1.5: one tile an image, with its tokens in raster order.
 
 
-def count_llava_tokens(
+def _count_llava_tokens(
     info: BaseLlavaProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
 ) -> TokenCount:
     """Count the tokens of an image, which is one tile."""
@@ -288,13 +288,13 @@ def count_llava_tokens(
 
 
 PLACEHOLDERS = Placeholders(
-    count_llava_tokens,
+    _count_llava_tokens,
     lambda info: TokenCount(info.get_max_image_tokens()),
     lambda info: info.get_hf_config().image_token_index,
 )
 
 
-class LlavaVision(ClipVision):
+class LlavaVision(_ClipVision):
     """The vision side of LLaVA-1.5."""
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
@@ -324,17 +324,17 @@ def count_image_tokens(
 ) -> TokenCount:
     """Count base view, unpadded crops and their newlines; tiles are the base view and the crops."""
     tokens = info.get_num_image_tokens(image_width=size.width, image_height=size.height)
-    return TokenCount(tokens, count_tiles(info.get_hf_config(), size.height, size.width))
+    return TokenCount(tokens, _count_tiles(info.get_hf_config(), size.height, size.width))
 
 
-NEXT_PLACEHOLDERS = Placeholders(
+_NEXT_PLACEHOLDERS = Placeholders(
     count_image_tokens,
     lambda info: count_image_tokens(info, info.get_image_size_with_most_features(), {}),
     lambda info: info.get_hf_config().image_token_index,
 )
 
 
-class LlavaNextVision(ClipVision, JoinedVision):
+class _LlavaNextVision(_ClipVision, _JoinedVision):
     """The vision side of LLaVA-NeXT."""
 
     def merge(self, model: Any, size: Any, tiles: Tensor, newline: Tensor) -> Tensor:
@@ -349,7 +349,7 @@ class LlavaNextVision(ClipVision, JoinedVision):
 # Videos are left as they are.
 
 
-class OnevisionVision(JoinedVision):
+class _OnevisionVision(_JoinedVision):
     """The vision side of LLaVA-OneVision."""
 
     _model: LlavaOnevisionForConditionalGeneration
@@ -382,14 +382,14 @@ AutopruneLlavaForConditionalGeneration = prune_class(
 )
 AutopruneLlavaNextForConditionalGeneration = prune_class(
     LlavaNextForConditionalGeneration,
-    NEXT_PLACEHOLDERS,
-    LlavaNextVision,
+    _NEXT_PLACEHOLDERS,
+    _LlavaNextVision,
     methods=("_parse_and_validate_image_input", "_merge_image_patch_embeddings"),
 )
 AutopruneLlavaOnevisionForConditionalGeneration = prune_class(
     LlavaOnevisionForConditionalGeneration,
-    NEXT_PLACEHOLDERS,
-    OnevisionVision,
+    _NEXT_PLACEHOLDERS,
+    _OnevisionVision,
     methods=(
         "_parse_and_validate_image_input",
         "_image_pixels_to_features",

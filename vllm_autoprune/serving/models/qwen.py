@@ -319,7 +319,7 @@ class PrunedQwen(PrunedModel, _Stock):
 # token.
 
 
-def count_glm_tokens(
+def _count_glm_tokens(
     info: Glm4vProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
 ) -> TokenCount:
     """Merged tokens of an image, resized as the processor resizes it."""
@@ -349,12 +349,12 @@ def shrink_glm_to_budget(info: Glm4vProcessingInfo, size: ImageSize, budget: int
     return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
 
 
-GLM_PLACEHOLDERS = Placeholders(
-    count_glm_tokens, _count_largest, _image_token, resize=shrink_glm_to_budget
+_GLM_PLACEHOLDERS = Placeholders(
+    _count_glm_tokens, _count_largest, _image_token, resize=shrink_glm_to_budget
 )
 
 
-class GlmVision(QwenVision):
+class _GlmVision(QwenVision):
     """The vision side of GLM-4.xV."""
 
     def make_merger_hook(self, patches: int) -> MergerHook:
@@ -363,19 +363,18 @@ class GlmVision(QwenVision):
         return MergerHook(norm, patches, norm)
 
 
-class PrunedGlm(PrunedQwen):
+class _PrunedGlm(PrunedQwen):
     """Mixin before the stock classes."""
 
-    autoprune_vision = GlmVision
+    autoprune_vision = _GlmVision
     videos_share_token = True
 
 
 def _prune(stock: Any, *positions: str, merger: str = "", glm: bool = False) -> type[PrunedModel]:
     """The pruned form of one class; ``positions`` are names of its own beyond those of all."""
     calls = ("_parse_and_validate_image_input", "_process_image_input", "get_mrope_input_positions")
-    parts = (
-        (GLM_PLACEHOLDERS, GlmVision, PrunedGlm) if glm else (PLACEHOLDERS, QwenVision, PrunedQwen)
-    )
+    kind = (PLACEHOLDERS, QwenVision, PrunedQwen)
+    parts = (_GLM_PLACEHOLDERS, _GlmVision, _PrunedGlm) if glm else kind
     return prune_class(stock, *parts, methods=(*calls, *positions), merger=merger)
 
 

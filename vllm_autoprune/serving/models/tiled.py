@@ -69,7 +69,7 @@ def _placeholders(
     )
 
 
-class TiledVision(Vision):
+class _TiledVision(Vision):
     """Vision side whose images' tiles come in one tensor."""
 
     pixels: ClassVar[str]
@@ -168,7 +168,7 @@ class TiledVision(Vision):
 # Gemma 3: one pooled square of tokens an image, and one for each crop of pan-and-scan.
 
 
-class Gemma3Vision(TiledVision):
+class _Gemma3Vision(_TiledVision):
     """The vision side of Gemma 3."""
 
     _model: Gemma3ForConditionalGeneration
@@ -202,7 +202,7 @@ class Gemma3Vision(TiledVision):
 # Videos are left as they are.
 
 
-class InternVLVision(TiledVision):
+class _InternVLVision(_TiledVision):
     """The vision side of InternVL."""
 
     _model: InternS1ForConditionalGeneration
@@ -241,7 +241,7 @@ _WHOLE = -1
     "image_pixels_to_features",
     only="Idefics3ForConditionalGeneration",
 )
-class Idefics3Vision(TiledVision):
+class _Idefics3Vision(_TiledVision):
     """The vision side of Idefics3 and SmolVLM, which vLLM serves with the same model."""
 
     _model: Idefics3ForConditionalGeneration
@@ -292,12 +292,12 @@ def _largest_idefics3(info: Any) -> ImageSize:
     return ImageSize(edge, edge)
 
 
-GEMMA3_PLACEHOLDERS = _placeholders(
+_GEMMA3_PLACEHOLDERS = _placeholders(
     "Gemma3ForConditionalGeneration",
     lambda processor: processor.image_seq_length,
     lambda info: info.get_hf_config().image_token_index,
 )
-INTERNVL_PLACEHOLDERS = _placeholders(
+_INTERNVL_PLACEHOLDERS = _placeholders(
     "InternVLForConditionalGeneration",
     lambda processor: processor.image_seq_length,
     lambda info: info.get_hf_processor().image_token_id,
@@ -312,28 +312,28 @@ IDEFICS3_PLACEHOLDERS = _placeholders(
 
 AutopruneGemma3ForConditionalGeneration = prune_class(
     Gemma3ForConditionalGeneration,
-    GEMMA3_PLACEHOLDERS,
-    Gemma3Vision,
+    _GEMMA3_PLACEHOLDERS,
+    _Gemma3Vision,
     methods=("_image_pixels_to_features",),
 )
 AutopruneInternS1ForConditionalGeneration = prune_class(
     InternS1ForConditionalGeneration,
-    INTERNVL_PLACEHOLDERS,
-    InternVLVision,
+    _INTERNVL_PLACEHOLDERS,
+    _InternVLVision,
     methods=("extract_feature",),
     merger="InternS1MultiModalProjector",
 )
 AutopruneIdefics3ForConditionalGeneration = prune_class(
     Idefics3ForConditionalGeneration,
     IDEFICS3_PLACEHOLDERS,
-    Idefics3Vision,
+    _Idefics3Vision,
     methods=(),
     merger="idefics3.Idefics3SimpleMLP",
 )
 AutopruneSmolVLMForConditionalGeneration = prune_class(
     SmolVLMForConditionalGeneration,
     IDEFICS3_PLACEHOLDERS,
-    Idefics3Vision,
+    _Idefics3Vision,
     methods=(),
     merger="idefics3.Idefics3SimpleMLP",
 )

@@ -214,7 +214,7 @@ MAX_INDICES = MAX_CORES * 160
 """Maximum number of indices of all items, 10 MB: a client may choose a K of many thousands."""
 
 
-class Span(NamedTuple):
+class _Span(NamedTuple):
     """Place of an item's indices in the buffer, and how much had been written before them."""
 
     start: int
@@ -222,7 +222,7 @@ class Span(NamedTuple):
     written: int
 
 
-class IndexRing:
+class _IndexRing:
     """Ring buffer of the indices of items: the oldest ones are overwritten.
 
     A small tensor of its own for each item would outlive the temporary tensors around it, whose
@@ -231,7 +231,7 @@ class IndexRing:
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
-        self._spans: OrderedDict[Hashable, Span] = OrderedDict()  # in the order of writing
+        self._spans: OrderedDict[Hashable, _Span] = OrderedDict()  # in the order of writing
         self._end = 0
         self._written = 0
 
@@ -259,7 +259,7 @@ class IndexRing:
         if self._end + len(indices) > MAX_INDICES:
             self._drop_from(self._end, MAX_INDICES)
             self._end = 0
-        span = Span(self._end, self._end + len(indices), self._written)
+        span = _Span(self._end, self._end + len(indices), self._written)
         self._drop_from(span.start, span.stop)
         self._buffer[span.start : span.stop] = indices
         self._spans[key] = span
@@ -286,7 +286,7 @@ class CoreCache:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used_bytes = 0
-        self._indices = IndexRing()
+        self._indices = _IndexRing()
         self._conditioned: OrderedDict[Hashable, Conditioned] = OrderedDict()
 
     def indices(self, key: Hashable) -> Tensor | None:

@@ -60,23 +60,23 @@ logger = logging.getLogger("vllm.autoprune")
 
 SELECTION = "autoprune_selection_seconds"
 FALLBACKS = "autoprune_fallbacks"
-ERRORS = "autoprune_selection_errors"
-UNSAFE = "autoprune_unsafe_states"
+_ERRORS = "autoprune_selection_errors"
+_UNSAFE = "autoprune_unsafe_states"
 HITS, MISSES = "autoprune_feature_cache_hits", "autoprune_feature_cache_misses"
-CACHE_BYTES = "autoprune_feature_cache_bytes"
+_CACHE_BYTES = "autoprune_feature_cache_bytes"
 
 HELP: Mapping[str, str] = {
     SELECTION: "Seconds that one selection took, over the images of one step.",
     FALLBACKS: "Images whose selection failed: the fallback that chose their tokens, and why.",
-    ERRORS: "Exceptions within selection, by type.",
-    UNSAFE: "States that failed their safety check on the first real image.",
+    _ERRORS: "Exceptions within selection, by type.",
+    _UNSAFE: "States that failed their safety check on the first real image.",
     HITS: "Images whose features were there already, so that the vision tower was skipped.",
     MISSES: "Images that went through the vision tower.",
-    CACHE_BYTES: "Bytes that the feature caches hold now.",
+    _CACHE_BYTES: "Bytes that the feature caches hold now.",
 }
 
-BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, float("inf"))
-EDGES = tuple("+Inf" if edge == float("inf") else repr(edge) for edge in BUCKETS)
+_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, float("inf"))
+_EDGES = tuple("+Inf" if edge == float("inf") else repr(edge) for edge in _BUCKETS)
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -92,7 +92,7 @@ class WorkerMetrics:
         self._folder = Path(folder)
         self._files: dict[str, MmapedDict] = {}
         self._writes = True
-        self._seconds = [0] * len(BUCKETS)
+        self._seconds = [0] * len(_BUCKETS)
         self._sum = 0.0
 
     def publish(
@@ -103,11 +103,11 @@ class WorkerMetrics:
         for (kind, reason), count in meter.counts_on_host().items():
             self.set_counter(FALLBACKS, count, (("fallback", kind), ("reason", reason)))
         for error, count in meter.errors.items():
-            self.set_counter(ERRORS, count, (("error", error),))
-        self.set_counter(UNSAFE, unsafe_states)
+            self.set_counter(_ERRORS, count, (("error", error),))
+        self.set_counter(_UNSAFE, unsafe_states)
         self.set_counter(HITS, cache.hits)
         self.set_counter(MISSES, cache.misses)
-        self.set_gauge(CACHE_BYTES, cache.used_bytes)
+        self.set_gauge(_CACHE_BYTES, cache.used_bytes)
 
     def close(self) -> None:
         """Close the files; a worker's are closed by its exit."""
@@ -118,9 +118,9 @@ class WorkerMetrics:
     def add_selections(self, seconds: Iterable[float]) -> None:
         """Add durations of selections to the histogram."""
         for duration in seconds:
-            self._seconds[bisect_left(BUCKETS, duration)] += 1
+            self._seconds[bisect_left(_BUCKETS, duration)] += 1
             self._sum += duration
-        for edge, count in zip(EDGES, self._seconds, strict=True):
+        for edge, count in zip(_EDGES, self._seconds, strict=True):
             self._write("histogram", SELECTION, count, (("le", edge),), "_bucket")
         self._write("histogram", SELECTION, self._sum, suffix="_sum")
 

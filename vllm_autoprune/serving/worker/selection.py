@@ -37,11 +37,11 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 logger = logging.getLogger("vllm.autoprune")
 
-FallbackReason = Literal["scores", "error", "plan"]
+_FallbackReason = Literal["scores", "error", "plan"]
 """Why an image fell back: its scores were not finite, its policy raised, or its plan was refused.
 """
 
-FALLBACK_REASONS: tuple[FallbackReason, ...] = get_args(FallbackReason)
+_FALLBACK_REASONS: tuple[_FallbackReason, ...] = get_args(_FallbackReason)
 
 
 class FallbackMeter:
@@ -53,13 +53,13 @@ class FallbackMeter:
         self._counts: Tensor | None = None
         self._on_host: Tensor | None = None
 
-    def add(self, codes: Tensor, reason: FallbackReason = "scores") -> None:
+    def add(self, codes: Tensor, reason: _FallbackReason = "scores") -> None:
         """Count fallback codes ``(B,)``, and start copying the totals to the host."""
         kinds = torch.arange(len(FALLBACKS), device=codes.device)
         added = torch.zeros(
-            len(FALLBACK_REASONS), len(FALLBACKS), dtype=torch.int64, device=codes.device
+            len(_FALLBACK_REASONS), len(FALLBACKS), dtype=torch.int64, device=codes.device
         )
-        added[FALLBACK_REASONS.index(reason)] = (codes[:, None] == kinds).sum(dim=0)
+        added[_FALLBACK_REASONS.index(reason)] = (codes[:, None] == kinds).sum(dim=0)
         self._counts = added if self._counts is None else self._counts + added
         if self._on_host is None:
             pinned = codes.device.type == "cuda"
@@ -79,14 +79,14 @@ class FallbackMeter:
             totals = self._counts.sum(dim=0).tolist()
         return dict(zip(FALLBACKS, totals, strict=True))
 
-    def counts_on_host(self) -> dict[tuple[str, FallbackReason], int]:
+    def counts_on_host(self) -> dict[tuple[str, _FallbackReason], int]:
         """Images that fell back, by kind and reason, from the copies that have reached the host."""
-        rows = [[0] * len(FALLBACKS)] * len(FALLBACK_REASONS)
+        rows = [[0] * len(FALLBACKS)] * len(_FALLBACK_REASONS)
         if self._on_host is not None:
             rows = self._on_host.tolist()
         return {
             (kind, reason): count
-            for reason, row in zip(FALLBACK_REASONS, rows, strict=True)
+            for reason, row in zip(_FALLBACK_REASONS, rows, strict=True)
             for kind, count in zip(FALLBACKS[1:], row[1:], strict=True)
         }
 
@@ -98,7 +98,7 @@ class FallbackReporter:
         self.meter = FallbackMeter()
         self._logged: set[str] = set()
 
-    def report(self, codes: Tensor, reason: FallbackReason = "scores") -> None:
+    def report(self, codes: Tensor, reason: _FallbackReason = "scores") -> None:
         """Count fallback codes ``(B,)``; logs the totals of the previous call."""
         for (kind, _), count in self.meter.counts_on_host().items():
             if count and kind not in self._logged:
@@ -177,10 +177,10 @@ class PlanReader:
 
 logger = logging.getLogger("vllm.autoprune")
 
-MAX_VERDICTS = 4096
+_MAX_VERDICTS = 4096
 """Verdicts that are cached, the least recently used dropped first."""
 
-VerdictKey = tuple[str, int, int, int, int]
+_VerdictKey = tuple[str, int, int, int, int]
 """State digest, K, q_e and r_min on these images, and their number of tiles."""
 
 
@@ -194,7 +194,7 @@ class FirstImageCheck:
 
     def __init__(self) -> None:
         self.unsafe = 0
-        self._safe: LRUCache[VerdictKey, bool] = LRUCache(MAX_VERDICTS)
+        self._safe: LRUCache[_VerdictKey, bool] = LRUCache(_MAX_VERDICTS)
 
     def replace_unsafe(self, policy: PruningPolicy, tokens: VisualTokens) -> PruningPolicy:
         """The policy itself, or its base policy alone where its state has failed."""
@@ -266,7 +266,7 @@ def select_with_fallback(
     if policy.core and policy.budget < tokens.count:
         return _select_parts(policy, tokens, reporter, known)
     any_known = any(indices is not None for indices in known)
-    reason: FallbackReason = "scores"
+    reason: _FallbackReason = "scores"
     try:
         if policy.budget >= tokens.count:
             refined = keep_all(tokens)

@@ -160,7 +160,7 @@ class MergerHook:
 
 
 @dataclass(frozen=True, slots=True)
-class QueriesAndKeys:
+class _QueriesAndKeys:
     """Queries and keys ``(B, 1 + N, h, d)`` of the h heads of this rank; [CLS] comes first.
 
     heads counts those of all ranks; sharded says whether there are other ranks' heads.
@@ -198,7 +198,7 @@ class QkvHook:
         assert isinstance(output, tuple)
         self._qkv = output[0]
 
-    def take(self) -> QueriesAndKeys:
+    def take(self) -> _QueriesAndKeys:
         """Return, and drop, queries and keys of the batch that just went through the tower."""
         assert self._qkv is not None, "the vision tower has not run"
         qkv, self._qkv = self._qkv, None
@@ -206,7 +206,7 @@ class QkvHook:
         heads = attention.num_heads_per_partition
         query, key, _ = qkv.unflatten(-1, (3, heads, -1)).unbind(dim=2)
         sharded = attention.tp_size > 1
-        return QueriesAndKeys(query, key, attention.scale, attention.num_heads, sharded)
+        return _QueriesAndKeys(query, key, attention.scale, attention.num_heads, sharded)
 
 
 # Attention and keys of the vision-tower layer after the one that the model reads.
