@@ -401,7 +401,7 @@ def _finalist_table(report: SearchReport, winner: WinnerRecord) -> Table:
     rows.append(["base policy", search, base, "–", cell(winner.base.objective), "–", "–"])
     head = ["candidate", "search", "validation", "search and validation", "test",
             "gain, validation", "gain, test"]  # fmt: skip
-    return Table("Objectives of the finalists", head, rows)
+    return Table("Objectives of the finalists", head, rows, "lrrrrrr")
 
 
 def _draw_progress(report: SearchReport) -> list[Chart]:

@@ -93,9 +93,9 @@ def test_settings_decide_base_policy_budget_and_safety() -> None:
     ids=lambda value: str(value)[:30],
 )  # fmt: skip
 def test_a_proposal_names_one_of_the_base_policies_offered(choice: JsonValue, name: str) -> None:
-    several = PLAIN.model_copy(update={"other_bases": ("divprune", "dart")})
-    assert assemble_state(draw(0), several).base_policy.name == "cdpruner"
-    draft = parse_proposal(json.dumps({**draw(0), "base_policy": choice}), several, DEFAULT)
+    offering = PLAIN.model_copy(update={"other_bases": ("divprune", "dart")})
+    assert assemble_state(draw(0), offering).base_policy.name == "cdpruner"
+    draft = parse_proposal(json.dumps({**draw(0), "base_policy": choice}), offering, DEFAULT)
     assert (draft.state.base_policy.name if draft.state else "") == name
     for problem in draft.problems:
         assert problem.fix == "write cdpruner or divprune or dart" and len(str(problem)) < 300

@@ -70,10 +70,8 @@ def test_the_command_searches_reports_and_replays(
     ("more", "length", "ranges"),
     [
         ([], 5, {"candidates 1 to 5", "candidate 6"}),
-        (["--strategy", "autoprune+"], 5, {"candidates 1 to 5"}),
         (["--strategy", "evoprompting-states"], 1, set()),
         (["--proposals-per-reply", "3"], 3, {"candidates 1 to 3", "candidates 4 to 6"}),
-        (["--proposals-per-reply", "1"], 1, {f"candidate {number}" for number in range(1, 7)}),
     ],
 )
 def test_a_model_behind_an_endpoint_is_asked_for_lists(

@@ -123,8 +123,8 @@ HEAD = "import numpy as np\ndef select(features, signals, K):\n    "
 
 async def select(body: str, budget: int = 8) -> list[list[int]]:
     code = body if "def select" in body else HEAD + body
-    kept = await select_with_program(SelectionProgram(code), TOKENS, "cdpruner", budget)
-    rows: list[list[int]] = kept.tolist()
+    indices = await select_with_program(SelectionProgram(code), TOKENS, "cdpruner", budget)
+    rows: list[list[int]] = indices.tolist()
     return rows
 
 

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from offline_search.candidates import Draft, assemble_state, base_state, paper_state
 from offline_search.components import JsonObject, compact_json
-from offline_search.dataset import Dataset, read_dataset
+from offline_search.dataset import SPLITS, Dataset, read_dataset
 from offline_search.evaluator import BaselineFailed, EvaluationJob, RecordedEvaluator
 from offline_search.history import Answers, gave_up
 from offline_search.ledger import (
@@ -267,17 +266,14 @@ async def test_other_data_than_the_recorded_are_named_as_the_cause(
 async def test_hostile_replies_are_invalid_proposals_and_the_search_continues(
     search: Searches,
 ) -> None:
-    replies = [*HOSTILE.values(), *VALID_REPLIES[:3]]
+    replies = [*HOSTILE.values(), "{\ud83d}", *VALID_REPLIES[:3]]
     await search(ScriptedProposer(replies, in_order=True), rounds=2, per_round=10)
     trials = search.records(TrialRecord)
     assert len(trials) == 20 and "evaluated" in {trial.status for trial in trials}
     assert all(trial.status != "invalid" or trial.reason for trial in trials)
     assert search.path.stat().st_size < 2_000_000
-
-
-async def test_half_a_character_in_a_reply_is_recorded(search: Searches) -> None:
-    await search(["{\ud83d}", VALID_REPLIES[0]])
-    assert "{?}" in {record.text for record in search.records(ReplyRecord)}
+    written = {record.text for record in search.records(ReplyRecord)}
+    assert "{?}" in written, "half a character is recorded"
 
 
 async def test_an_endpoint_that_is_always_down_stops_the_search(search: Searches) -> None:
@@ -310,31 +306,21 @@ def test_a_search_gives_up_by_failures_in_a_row() -> None:
         assert not gave_up([*failures, other])
 
 
-@dataclass
-class Failing:
-    """What an evaluator cannot measure: a candidate by its digest, or the unpruned model."""
+class FailingEvaluator(SyntheticEvaluator):
+    """Refuses a candidate by its digest, or the unpruned model; or its figures are not finite."""
 
-    digest: str = "full"
-    split: str = ""
-    undefined: bool = False
-    """Whether its log-probabilities are not finite, in place of a refusal."""
-
-    def on(self, data: Dataset) -> SyntheticEvaluator:
-        """An evaluator that fails so."""
-        return _FailingEvaluator(data, self)
-
-
-class _FailingEvaluator(SyntheticEvaluator):
-    def __init__(self, data: Dataset, failing: Failing) -> None:
+    def __init__(
+        self, data: Dataset, digest: str, split: str = "", undefined: bool = False
+    ) -> None:
         super().__init__(data)
-        self._failing = failing
+        self.digest, self.splits, self.undefined = digest, (split,) if split else SPLITS, undefined
 
     def answer(self, job: EvaluationJob) -> Answers:
-        answers, failing = super().answer(job), self._failing
+        answers = super().answer(job)
         digest = "full" if job.candidate is None else job.candidate.digest
-        if digest != failing.digest or failing.split not in ("", job.split):
+        if digest != self.digest or job.split not in self.splits:
             return answers
-        if failing.undefined:
+        if self.undefined:
             return Answers((float("nan"), *answers.logprob[1:]), answers.right)
         raise EvaluationFailed("cannot identify image file")
 
@@ -344,8 +330,8 @@ async def test_a_failed_evaluation_is_not_scored_as_wrong(
     undefined: bool, search: Searches
 ) -> None:
     best = (await search(ledger="free")).digest
-    failing = Failing(best, undefined=undefined)
-    assert (await search(evaluator=failing.on(search.data))).digest != best
+    failing = FailingEvaluator(search.data, best, undefined=undefined)
+    assert (await search(evaluator=failing)).digest != best
     trials = [each for each in search.records(TrialRecord) if each.status == "unevaluated"]
     reason = "not finite" if undefined else "cannot identify"
     assert trials and all(each.objective is None and reason in each.reason for each in trials)
@@ -360,7 +346,7 @@ async def test_duplicates_of_a_failed_candidate_are_evaluated_later(
     components = json.loads(json.dumps(compact_json(paper)))
     components["scoring"]["signals"].append({"atom": "local_detail_energy", "weight": 0.0})
     duplicate = assemble_state(components, settings)
-    source = Failing(paper.digest).on(data)
+    source = FailingEvaluator(data, paper.digest)
     with Ledger(tmp_path / "l") as ledger:
         evaluator = RecordedEvaluator(ledger, source)
         examples = data.examples("search")
@@ -385,7 +371,7 @@ async def test_a_baseline_that_fails_ends_the_search_at_its_start_and_can_be_res
 ) -> None:
     digest = "full" if baseline == "unpruned" else base_state(settings_of()).digest
     with pytest.raises(BaselineFailed, match=f"the {split} split: cannot identify.* -> "):
-        await search(evaluator=Failing(digest, split).on(search.data))
+        await search(evaluator=FailingEvaluator(search.data, digest, split))
     assert not search.records(TrialRecord)
     await search()
     assert search.records(WinnerRecord)
@@ -395,7 +381,7 @@ async def test_a_winner_that_cannot_be_measured_on_the_test_split_is_replaced(
     search: Searches,
 ) -> None:
     free = await search(ledger="free")
-    winner = await search(evaluator=Failing(free.digest, "test").on(search.data))
+    winner = await search(evaluator=FailingEvaluator(search.data, free.digest, "test"))
     assert winner.estimates == free.estimates
     assert winner.winner == sorted(free.estimates, key=lambda name: -free.estimates[name])[1]
 

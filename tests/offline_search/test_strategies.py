@@ -70,7 +70,7 @@ async def test_learning_strategies_beat_random_search(search: Searches) -> None:
         strategy: [await search_seed(search, strategy, seed, 6) for seed in range(3)]
         for strategy in ("random", "tpe", "autoprune+")
     }
-    means = {strategy: statistics.mean(found) for strategy, found in values.items()}
+    means = {strategy: statistics.mean(scores) for strategy, scores in values.items()}
     assert means["autoprune+"] > means["tpe"] > means["random"]
     assert min(values["autoprune+"]) > means["random"]
 
