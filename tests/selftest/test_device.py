@@ -20,9 +20,9 @@ CPU = torch.device("cpu")
 def test_every_base_policy_and_shipped_state_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "ROUNDS", 1)
     results = list(check_selections(CPU))
-    assert {one.name for one in results} == {*BASE_POLICIES, *shipped_states()}
-    assert [one for one in results if one.wrong] == []
-    assert all(one.share == 1 and one.seconds > 0 for one in results)
+    assert {result.name for result in results} == {*BASE_POLICIES, *shipped_states()}
+    assert [result for result in results if result.wrong] == []
+    assert all(result.share == 1 and result.seconds > 0 for result in results)
 
 
 def test_a_device_that_keeps_other_tokens_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,8 +32,8 @@ def test_a_device_that_keeps_other_tokens_is_reported(monkeypatch: pytest.Monkey
     def different(
         params: BasePolicyParams, tokens: VisualTokens, budget: int
     ) -> ReferenceSelection:
-        first = 0 if next(calls) == 0 else tokens.count - budget
-        return ReferenceSelection(torch.arange(first, first + budget).expand(tokens.batch, -1))
+        start = 0 if next(calls) == 0 else tokens.count - budget
+        return ReferenceSelection(torch.arange(start, start + budget).expand(tokens.batch, -1))
 
     def failing(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
         raise RuntimeError("called a synchronizing CUDA operation")
@@ -42,7 +42,7 @@ def test_a_device_that_keeps_other_tokens_is_reported(monkeypatch: pytest.Monkey
     for name, function in broken.items():
         policy = dataclasses.replace(BASE_POLICIES[name], function=function)
         monkeypatch.setitem(BASE_POLICIES, name, policy)
-    wrong = {one.name: one.wrong for one in check_selections(CPU)}
+    wrong = {result.name: result.wrong for result in check_selections(CPU)}
     assert "of the host's tokens are kept" in wrong["cdpruner"]
     assert wrong["divprune"] == "RuntimeError: called a synchronizing CUDA operation"
     assert wrong["trim"] == ""
@@ -55,7 +55,7 @@ def test_only_a_policy_that_has_to_wait_may_wait(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("waits")
 
     monkeypatch.setattr(under_test, "_forbid_waiting", forbid)
-    free = {one.name for one in check_selections(CPU) if not one.wrong}
+    free = {result.name for result in check_selections(CPU) if not result.wrong}
     upon = {name: load_state(name).base_policy.name for name in shipped_states()}
     assert free == WAITING | {name for name, base in upon.items() if base in WAITING}
 
@@ -68,4 +68,4 @@ def test_the_kernel_needs_a_gpu() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_selections_on_a_gpu() -> None:
     assert check_kernel(torch.device("cuda")) == ""
-    assert [one for one in check_selections(torch.device("cuda")) if one.wrong] == []
+    assert [r for r in check_selections(torch.device("cuda")) if r.wrong] == []

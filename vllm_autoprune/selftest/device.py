@@ -10,9 +10,9 @@ from statistics import median
 
 import torch
 
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, RefinedTokens
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
-from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.safety import safety_check, synthetic_probes
 from vllm_autoprune.tpdsl.state import PruningState
@@ -58,8 +58,10 @@ def describe_device(device: torch.device) -> str:
 
 def check_selections(device: torch.device) -> Iterator[SelectionResult]:
     """The result of every base policy under the shipped state, then of every shipped state."""
+    shipped = load_state("autoprune").model_dump(mode="json")
     for base in sorted(BASE_POLICIES):
-        yield _check(base, _with_base(load_state("autoprune"), base), device)
+        document = {**shipped, "base_policy": {"name": base, "params": {}}}
+        yield _check(base, PruningState.model_validate(document), device)
     for name in sorted(shipped_states()):
         if name not in BASE_POLICIES:
             yield _check(name, load_state(name), device)
@@ -76,43 +78,29 @@ def check_kernel(device: torch.device) -> str:
     return "" if works() else "does not work: the log says why"
 
 
-def _with_base(state: PruningState, base: str) -> PruningState:
-    document = state.model_dump(mode="json")
-    document["base_policy"] = {"name": base, "params": {}}
-    return PruningState.model_validate(document)
-
-
 def _check(name: str, state: PruningState, device: torch.device) -> SelectionResult:
     policy = materialize(state, BUDGET)
+    waits = policy.state.base_policy.name in WAITING
     try:
-        return _compare(name, policy, device)
+        probes = synthetic_probes(BUDGET, device)
+        # The first probe alone has tokens of different rank everywhere.
+        host, image = synthetic_probes(BUDGET)[0], probes[0]
+        expected, kept = refine(policy, host).indices, refine(policy, image).indices.cpu()
+        share = float((expected[:, :, None] == kept[:, None, :]).any(dim=2).float().mean())
+        seconds = []
+        for _ in range(ROUNDS):
+            _synchronize(device)
+            start = time.perf_counter()
+            with nullcontext() if waits else _forbid_waiting(device):
+                refine(policy, image)
+            _synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        wrong = [f"{v.name}: {v.detail}" for v in safety_check(policy, probes).failures()]
     except Exception as error:  # whatever a device raises is a result of this check
         return SelectionResult(name, 0.0, 0.0, f"{type(error).__name__}: {error}")
-
-
-def _compare(name: str, policy: PruningPolicy, device: torch.device) -> SelectionResult:
-    probes = synthetic_probes(BUDGET, device)
-    # The first probe alone has tokens of different rank everywhere.
-    host, image = synthetic_probes(BUDGET)[0], probes[0]
-    share = _common_share(refine(policy, host), refine(policy, image))
-    seconds, waits = [], policy.state.base_policy.name in WAITING
-    for _ in range(ROUNDS):
-        _synchronize(device)
-        start = time.perf_counter()
-        with nullcontext() if waits else _forbid_waiting(device):
-            refine(policy, image)
-        _synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    wrong = [f"{v.name}: {v.detail}" for v in safety_check(policy, probes).failures()]
     if share < LEAST_SHARE:
         wrong.append(f"{share:.0%} of the host's tokens are kept")
     return SelectionResult(name, share, median(seconds), "; ".join(wrong))
-
-
-def _common_share(host: RefinedTokens, device: RefinedTokens) -> float:
-    there = device.indices.cpu()
-    same = (host.indices[:, :, None] == there[:, None, :]).any(dim=2)
-    return float(same.float().mean())
 
 
 @contextmanager

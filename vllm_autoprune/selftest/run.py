@@ -35,43 +35,35 @@ class Completion(BaseModel):
 
 
 class Report(BaseModel):
-    """Completions by question, under each setting.
+    """What a backbone did under every setting; ``report[setting]`` has completions by question.
 
-    ``runner`` is the model runner that vLLM used, "v1" or "v2".
-    Settings: ``stock`` without a state; ``whole`` with a K that keeps every token; ``pruned`` with
-    a small K; ``again`` the same a second time; ``alone`` after all caches were emptied;
-    ``unnamed`` and ``renamed``: images of several sizes without a ``uuid``, and all with the same
-    one; ``chunked`` with prefill chunks of a few tokens; ``preempted`` by the scheduler.
+    ``runner`` is the model runner that vLLM used. Settings: ``stock`` without a state; ``whole``
+    with a K that keeps every token; ``pruned`` with a small K; ``again`` the same a second time;
+    ``alone`` after all caches were emptied; ``unnamed`` and ``renamed``: images of several sizes
+    without a ``uuid``, and all with the same one; ``chunked`` with prefill chunks of a few tokens;
+    ``preempted`` by the scheduler; ``split``: questions about one image under a state with a core,
+    and the third turn of a conversation, together, alone, and with chunked and preempted prefill;
+    ``stock others`` and ``others``: inputs that are served unpruned, a video and embeddings, where
+    the model takes them.
+
     ``predicted`` has N of every image, computed from its size. ``kept`` has the index of each kept
     row among an image's unpruned rows, or -1 if it equals none of them. ``vision_runs`` counts runs
-    of the vision tower beyond one for each image. ``split`` has two questions about one image under
-    a state with a core, and the third turn of a conversation, together, alone, and with chunked and
-    preempted prefill; ``split_kept`` has the kept rows of each part in the first, ``recalled``
-    those of each later turn, ``splittable`` whether images of this backbone can be two items of a
-    prompt, and ``recall_refused`` whether a request for recall is refused where they cannot. The
-    state with a core ranks before the patch merger where there is one; ``merger_error`` is how far
-    what it ranks is from what enters the merger in transformers, relative to how much tokens
-    differ, None without a merger. ``hybrid`` says whether some layers have linear attention.
-    ``video_*`` and ``embeddings_*`` are about inputs that are served unpruned, None where the model
-    takes none.
+    of the vision tower beyond one for each image. ``split_kept`` has the kept rows of each part
+    under the state with a core, ``recalled`` those of each later turn, ``splittable`` whether
+    images of this backbone can be two items of a prompt, and ``recall_refused`` whether a request
+    for recall is refused where they cannot. That state ranks before the patch merger where there is
+    one; ``merger_error`` is how far what it ranks is from what enters the merger in transformers,
+    relative to how much tokens differ, None without a merger. ``hybrid`` says whether some layers
+    have linear attention.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     runner: Literal["v1", "v2"]
-    stock: dict[str, Completion]
-    whole: dict[str, Completion]
-    pruned: dict[str, Completion]
-    again: dict[str, Completion]
-    alone: dict[str, Completion]
-    unnamed: dict[str, Completion]
-    renamed: dict[str, Completion]
-    chunked: dict[str, Completion]
-    preempted: dict[str, Completion]
+    completions: dict[str, dict[str, Completion]]
     predicted: dict[str, list[int]]
     kept: dict[str, list[list[int]]]
     vision_runs: int
-    split: dict[str, Completion]
     split_kept: list[list[int]]
     recalled: list[list[int]]
     recall_refused: bool
@@ -80,10 +72,9 @@ class Report(BaseModel):
     fallbacks: int
     errors: dict[str, int]
     hybrid: bool = False
-    video_stock: Completion | None = None
-    video_pruned: Completion | None = None
-    embeddings_stock: Completion | None = None
-    embeddings_pruned: Completion | None = None
+
+    def __getitem__(self, setting: str) -> dict[str, Completion]:
+        return self.completions[setting]
 
 
 REPORT_PREFIX = "selftest-report:"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.checks import SMALL_BUDGET, SPLIT_BUDGET, SPLIT_QUESTION
-from vllm_autoprune.selftest.run import Report
+from vllm_autoprune.selftest.run import Completion, Report
 from vllm_autoprune.selftest.tiny_engine import (
     FURTHER,
     QUESTIONS,
@@ -24,34 +24,25 @@ from vllm_autoprune.selftest.tiny_engine import (
     STEPS_BETWEEN_PREEMPTIONS,
     TinyEngine,
 )
+from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
 from vllm_autoprune.tpdsl.loading import load_state
 
-
-def has_merger(llm: Any) -> bool:
-    """Whether the plugin can rank tokens before a patch merger of the engine's model."""
-    from vllm_autoprune.serving.models import BACKBONES
-
-    config = llm.llm_engine.model_config
-    backbone = BACKBONES[config.architecture]
-    return not backbone.input_problems(config.hf_config, ["merger_input"])
-
-
-MERGER_INPUT: tuple[Signal, Signal] = ("encoder", "merger_norms")
+_MERGER_INPUT: tuple[Signal, Signal] = ("encoder", "merger_norms")
 
 
 @torch.no_grad()
-def measure_merger_error(folder: Path, image: Image.Image, features: ImageFeatures) -> float:
+def _measure_merger_error(folder: Path, image: Image.Image, features: ImageFeatures) -> float:
     """Largest error of a token's row or norms, relative to how much tokens differ.
 
     Of the features that an engine made of the image, against transformers in float32.
     """
-    read = [[region.signals[name] for region in features.regions] for name in MERGER_INPUT]
+    ranked = [[region.signals[name] for region in features.regions] for name in _MERGER_INPUT]
     errors = []
-    for parts, expected in zip(read, _read_merger_input(folder, image), strict=True):
-        found = torch.cat(parts)
+    for parts, expected in zip(ranked, _read_merger_input(folder, image), strict=True):
+        rows = torch.cat(parts)
         deviation = (expected - expected.mean(dim=0)).pow(2).mean(dim=0).sum().sqrt()
-        errors.append((found - expected).norm(dim=1).max() / deviation)
+        errors.append((rows - expected).norm(dim=1).max() / deviation)
     return float(torch.stack(errors).max())
 
 
@@ -83,33 +74,22 @@ def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor
     visual, grid = model.visual, inputs["image_grid_thw"]
     # GLM-4.xV merges by a convolution behind a norm.
     record("merger", visual.post_layernorm if hasattr(visual, "downsample") else visual.merger)
-    first = "merger"
+    scoring = "merger"
     if hasattr(visual, "deepstack_merger_list"):
-        first = "deepstack"
-        record(first, visual.deepstack_merger_list[0])
+        scoring = "deepstack"
+        record(scoring, visual.deepstack_merger_list[0])
     visual(inputs["pixel_values"], grid_thw=grid)
     width = entering["merger"].shape[-1]
-    rows, scored = (entering[name].reshape(-1, 4, width) for name in ("merger", first))
+    rows, scored = (entering[name].reshape(-1, 4, width) for name in ("merger", scoring))
     if window := getattr(visual.config, "window_size", 0):  # Qwen2.5-VL works in window order
         _, height, width = (grid[0] // visual.config.spatial_merge_size).tolist()
         side = window // (visual.config.spatial_merge_size * visual.config.patch_size)
-        order = _window_order(height, width, side).argsort()
+        places = torch.arange(height * width).unflatten(0, (height, width))
+        rows_of_windows = (strip.split(side, dim=1) for strip in places.split(side))
+        order = torch.cat([w.flatten() for strip in rows_of_windows for w in strip]).argsort()
         rows, scored = rows[order], scored[order]
     sizes = torch.stack([scored.abs().sum(dim=2), scored.pow(2).sum(dim=2).sqrt()], dim=2)
     return rows.mean(dim=1), sizes.mean(dim=1)
-
-
-def _window_order(height: int, width: int, side: int) -> Tensor:
-    """Raster places of a grid's tokens, window by window."""
-    return torch.tensor(
-        [
-            row * width + column
-            for top in range(0, height, side)
-            for left in range(0, width, side)
-            for row in range(top, min(top + side, height))
-            for column in range(left, min(left + side, width))
-        ]
-    )
 
 
 def _settings(budget: int, **more: object) -> dict[str, Any]:
@@ -155,78 +135,71 @@ def serve(name: str) -> Report:
 def serve_folder(folder: Path) -> Report:
     """The report of a model in a folder."""
     results: dict[str, Any] = {}
+    made: dict[str, dict[str, Completion]] = {}
     engine = TinyEngine(folder, None)
-    results["hybrid"] = engine.llm.llm_engine.model_config.is_hybrid
-    results["runner"] = "v2" if engine.llm.llm_engine.vllm_config.use_v2_model_runner else "v1"
-    results["stock"] = {name: engine.ask(name) for name in QUESTIONS}
-    results["video_stock"] = engine.ask_about_video()
-    results["embeddings_stock"] = engine.ask_about_embeddings()
+    config = engine.llm.llm_engine.vllm_config
+    results["hybrid"] = config.model_config.is_hybrid
+    results["runner"] = "v2" if config.use_v2_model_runner else "v1"
+    made["stock"] = {name: engine.ask(name) for name in QUESTIONS}
+    made["stock others"] = engine.ask_unpruned()
     engine.stop()
 
     engine = TinyEngine(folder, _settings(LARGE_BUDGET))
     model = engine.model
     results["predicted"] = engine.predict_tokens()
-    results["whole"] = {name: engine.ask(name) for name in QUESTIONS}
-    results["pruned"], results["again"], results["kept"] = {}, {}, {}
-    before = model.autoprune.runs
+    made["whole"] = {name: engine.ask(name) for name in QUESTIONS}
+    made["pruned"], made["again"], results["kept"] = {}, {}, {}
+    runs = model.autoprune.runs
     images = {id(image) for _, pictures in QUESTIONS.values() for image in pictures}
     for name in QUESTIONS:
-        with engine.observer.recording_rows():
-            results["pruned"][name] = engine.ask(name, SMALL_BUDGET)
-        results["kept"][name] = list(engine.observer.kept_rows)
-        engine.observer.kept_rows.clear()
-        results["again"][name] = engine.ask(name, SMALL_BUDGET)
-    results["vision_runs"] = model.autoprune.runs - before - len(images)
+        with engine.observer.recording_rows() as rows:
+            made["pruned"][name] = engine.ask(name, SMALL_BUDGET)
+        results["kept"][name] = rows
+        made["again"][name] = engine.ask(name, SMALL_BUDGET)
+    results["vision_runs"] = model.autoprune.runs - runs - len(images)
     engine.empty_caches()
-    results["alone"] = {name: engine.ask(name, SMALL_BUDGET) for name in ("other question", "wide")}
-    for way, uuid in (("unnamed", None), ("renamed", "one name for all")):
+    made["alone"] = {name: engine.ask(name, SMALL_BUDGET) for name in ("other question", "wide")}
+    for setting, uuid in (("unnamed", None), ("renamed", "one name for all")):
         engine.empty_caches()
-        results[way] = {
+        made[setting] = {
             name: engine.complete(*request, uuid=uuid)
             for name, request in QUESTIONS_WITH_BUDGETS.items()
         }
     meter = model.autoprune_reporter.meter
-    counts = meter.counts()
-    results["fallbacks"] = sum(count for kind, count in counts.items() if kind != "none")
+    results["fallbacks"] = sum(n for kind, n in meter.counts().items() if kind != "none")
     results["errors"] = dict(meter.errors)
     engine.stop()
 
     settings = _settings(SMALL_BUDGET)
     engine = TinyEngine(folder, settings, max_num_batched_tokens=8, max_num_seqs=2)
-    results["chunked"] = {name: engine.ask(name) for name in QUESTIONS}
-    results["video_pruned"] = engine.ask_about_video()
-    results["embeddings_pruned"] = engine.ask_about_embeddings()
+    made["chunked"] = {name: engine.ask(name) for name in QUESTIONS}
+    made["others"] = engine.ask_unpruned()
     engine.llm.reset_prefix_cache()
-    longest = max(len(one.prompt) for one in results["chunked"].values())
+    longest = max(len(completion.prompt) for completion in made["chunked"].values())
     with engine.preempting(max(STEPS_BETWEEN_PREEMPTIONS, longest // 8 + 3)):
-        results["preempted"] = {name: engine.ask(name, preempted=True) for name in ("high", "two")}
-    merger = has_merger(engine.llm)
+        made["preempted"] = {name: engine.ask(name, preempted=True) for name in ("high", "two")}
+    merger = not BACKBONES[config.model_config.architecture].input_problems(
+        config.model_config.hf_config, ["merger_input"]
+    )
     engine.stop()
+
+    # A state with a core, which ranks tokens before the patch merger where the model has one: one
+    # image, three questions, and a conversation.
     (size,) = results["predicted"][SPLIT_QUESTION]
-    return Report(**results, **_serve_split(folder, min(SPLIT_BUDGET, size - 1), merger))
-
-
-def _serve_split(folder: Path, budget: int, merger: bool) -> dict[str, Any]:
-    """Completions under a state with a core: one image, two questions, then a conversation.
-
-    The state ranks tokens before the patch merger where the model has one.
-    """
     place = {"rank_at": "merger_in"} if merger else {}
-    settings = _settings(budget, core={"share": 0.7}, **place)
+    settings = _settings(min(SPLIT_BUDGET, size - 1), core={"share": 0.7}, **place)
     engine = TinyEngine(folder, settings)
-    splittable = engine.splittable
-    split = {}
-    with engine.observer.recording_rows():
+    results["splittable"] = engine.splittable
+    made["split"] = split = {}
+    with engine.observer.recording_rows() as rows:
         split["first"] = engine.ask(SPLIT_QUESTION)
-    kept = list(engine.observer.kept_rows)
-    error = None
-    if merger:
-        _, (image,) = QUESTIONS[SPLIT_QUESTION]
-        error = measure_merger_error(folder, image, engine.observer.features[0])
-    engine.observer.kept_rows.clear()
-    with engine.observer.recording_rows():
+    results["split_kept"] = rows
+    _, (image,) = QUESTIONS[SPLIT_QUESTION]
+    features = engine.observer.features
+    results["merger_error"] = _measure_merger_error(folder, image, features[0]) if merger else None
+    with engine.observer.recording_rows() as rows:
         split["third"] = engine.converse()
-    recalled = list(engine.observer.kept_rows)
+    results["recalled"] = rows
     split["second"] = engine.complete(*SECOND, None)
     split["further"] = engine.complete(*FURTHER, None)
     engine.empty_caches()
@@ -234,7 +207,7 @@ def _serve_split(folder: Path, budget: int, merger: bool) -> dict[str, Any]:
     split["again first"] = engine.ask(SPLIT_QUESTION)
     engine.empty_caches()
     split["alone third"] = engine.converse()
-    refused = not splittable and engine.refuses_recall()
+    results["recall_refused"] = not engine.splittable and engine.refuses_recall()
     engine.stop()
 
     engine = TinyEngine(folder, settings, max_num_batched_tokens=16, max_num_seqs=2)
@@ -247,11 +220,4 @@ def _serve_split(folder: Path, budget: int, merger: bool) -> dict[str, Any]:
         split["preempted second"] = engine.complete(*SECOND, None, preempted=True)
         split["preempted third"] = engine.converse(preempted=True)
     engine.stop()
-    return {
-        "split": split,
-        "split_kept": kept,
-        "recalled": recalled,
-        "recall_refused": refused,
-        "splittable": splittable,
-        "merger_error": error,
-    }
+    return Report(completions=made, **results)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -16,14 +17,14 @@ from torch import Tensor, nn
 
 from vllm_autoprune.errors import RequestError
 from vllm_autoprune.ops.dtype import choose_dtype
+from vllm_autoprune.selftest.backbones import WIDTH
 from vllm_autoprune.selftest.checks import BLOCK, RECALL, SMALL_BUDGET, SPLIT_QUESTION
 from vllm_autoprune.selftest.run import Completion
-from vllm_autoprune.selftest.tiny_models import TEXT
 from vllm_autoprune.serving.models import pruned_model
 from vllm_autoprune.serving.plan import ItemPlan
-from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.batch import prune_images
 from vllm_autoprune.serving.worker.features import ImageFeatures
+from vllm_autoprune.serving.worker.regions import SelectionContext
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:
@@ -63,26 +64,19 @@ PADDING = " and the sky is blue on the right" * 6
 """Added to every question, so that image and text fill a block of the prefix cache."""
 
 
-class EngineObserver:
-    """Positions, kept rows and features of images since they were last read."""
+class _EngineObserver:
+    """Positions that the language model receives, kept rows and features of images."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: nn.Module) -> None:
+        """``layer`` is the language model's first: vLLM calls the model without its hooks."""
         self._positions: list[Tensor] = []
-        self.kept_rows: list[list[int]] = []
         self.features: list[ImageFeatures] = []
 
-    def record_positions(self, layer: nn.Module) -> None:
-        """Record the positions that the language model's first layer receives.
+        def record(layer: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> None:
+            positions = named["positions"] if "positions" in named else inputs[0]
+            self._positions.append(positions.clone())
 
-        The layer and not the model, because vLLM calls the model without running its hooks.
-        """
-        layer.register_forward_pre_hook(self._append_positions, with_kwargs=True)
-
-    def _append_positions(
-        self, layer: nn.Module, arguments: Sequence[Tensor], keywords: Mapping[str, Tensor]
-    ) -> None:
-        positions = keywords["positions"] if "positions" in keywords else arguments[0]
-        self._positions.append(positions.clone())
+        layer.register_forward_pre_hook(record, with_kwargs=True)
 
     def take_positions(self, length: int, last: bool = False) -> list[list[int]]:
         """Take positions of the first or last ``length`` tokens, one row for each axis."""
@@ -92,28 +86,23 @@ class EngineObserver:
         return [list(map(int, row)) for row in (axes[:, -length:] if last else axes[:, :length])]
 
     @contextmanager
-    def recording_rows(self) -> Iterator[None]:
-        """Record the features of images, and which of its unpruned rows each row of one is."""
+    def recording_rows(self) -> Iterator[list[list[int]]]:
+        """Record the features of images; yields which of its unpruned rows each row of one is."""
+        kept: list[list[int]] = []
 
         def prune_and_record(
-            served: ServedState,
-            plans: Sequence[ItemPlan],
-            images: Sequence[ImageFeatures],
-            *rest: object,
+            context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
         ) -> list[Tensor]:
-            selected = prune_images(served, plans, images, *rest)  # type: ignore[arg-type]
+            selected = prune_images(context, plans, images)
             for image, rows in zip(images, selected, strict=True):
-                same = (rows[:, None] == image.rows()[None]).all(dim=2).to(torch.int8)
-                place = torch.where(same.any(dim=1), same.argmax(dim=1), -1)
-                self.kept_rows.append(list(map(int, place)))
+                equal = (rows[:, None] == image.rows()[None]).all(dim=2).to(torch.int8)
+                place = torch.where(equal.any(dim=1), equal.argmax(dim=1), -1)
+                kept.append(place.tolist())
                 self.features.append(image)
             return selected
 
-        pruned_model.prune_images = prune_and_record  # type: ignore[attr-defined, assignment]
-        try:
-            yield
-        finally:
-            pruned_model.prune_images = prune_images  # type: ignore[attr-defined]
+        with patch.object(pruned_model, "prune_images", prune_and_record):
+            yield kept
 
 
 STEPS_BETWEEN_PREEMPTIONS = 11
@@ -145,11 +134,10 @@ class TinyEngine:
             **more,
             **options,
         )
-        self.observer = EngineObserver()
         language_model = self.model.get_language_model()
         # Idefics3's has no head around it.
         layers = getattr(language_model, "model", language_model).layers
-        self.observer.record_positions(layers[0])
+        self.observer = _EngineObserver(layers[0])
 
     @property
     def model(self) -> Any:
@@ -191,11 +179,8 @@ class TinyEngine:
                 engine.reset_prefix_cache(reset_running_requests=True)
             return step()
 
-        engine.step = step_with_preemption
-        try:
+        with patch.object(engine, "step", step_with_preemption):
             yield
-        finally:
-            engine.step = step
 
     def predict_tokens(self) -> dict[str, list[int]]:
         """N of every image, computed from its size before any model runs."""
@@ -261,46 +246,43 @@ class TinyEngine:
             ]
         return self._chat(messages, fields, preempted)
 
-    def ask_about_video(self) -> Completion | None:
-        """The completion about a video of four frames; None if the model takes no videos."""
-        if "video" not in self.processor.info.get_supported_mm_limits():
-            return None
-        frames = numpy.stack([numpy.asarray(picture(56, 84, seed)) for seed in range(4)])
-        metadata = {
-            "fps": 2.0,
-            "duration": 2.0,
-            "total_num_frames": 4,
-            "frames_indices": [0, 1, 2, 3],
-            "video_backend": "opencv",
-            "do_sample_frames": False,
-        }
-        placeholder = type(self.model).get_placeholder_str("video", 0)
-        prompt = {
-            "prompt": f"user {placeholder} what is on the left you",
-            "multi_modal_data": {"video": (frames, metadata)},
-        }
-        return self._completion(self.llm.generate([prompt], _sampling(), use_tqdm=False)[0])
+    def ask_unpruned(self) -> dict[str, Completion]:
+        """Completions about a video and about embeddings of 12 tokens, where the model takes them.
 
-    def ask_about_embeddings(self) -> Completion | None:
-        """The completion about embeddings of 12 tokens; None if the model takes none."""
-        import torch
-
+        The video has four frames.
+        """
+        info = self.processor.info
+        completions = {}
+        if "video" in info.get_supported_mm_limits():
+            frames = numpy.stack([numpy.asarray(picture(56, 84, seed)) for seed in range(4)])
+            metadata = {
+                "fps": 2.0,
+                "duration": 2.0,
+                "total_num_frames": 4,
+                "frames_indices": [0, 1, 2, 3],
+                "video_backend": "opencv",
+                "do_sample_frames": False,
+            }
+            completions["video"] = self._ask_about("video", (frames, metadata))
         visual = getattr(self.model, "visual", None)
-        width = TEXT["hidden_size"] if visual is None else visual.out_hidden_size
+        width = WIDTH if visual is None else visual.out_hidden_size
         noise = torch.Generator().manual_seed(0)
         rows = torch.randn(12, int(width), generator=noise).to(torch.bfloat16)
         image: object = rows[None]
-        if "image" in self.processor.info.get_data_parser().embedding_fields:
+        if "image" in info.get_data_parser().embedding_fields:
             image = {"image_embeds": rows, "image_grid_thw": torch.tensor([[1, 4, 12]])}
-        placeholder = type(self.model).get_placeholder_str("image", 0)
+        with suppress(TypeError, ValueError):  # refused by models that take no embeddings
+            completions["embeddings"] = self._ask_about("image", image)
+        return completions
+
+    def _ask_about(self, modality: str, data: object) -> Completion:
+        """The completion about one input, written as its placeholder."""
+        placeholder = type(self.model).get_placeholder_str(modality, 0)
         prompt = {
             "prompt": f"user {placeholder} what is on the left you",
-            "multi_modal_data": {"image": image},
+            "multi_modal_data": {modality: data},
         }
-        try:
-            (output,) = self.llm.generate([prompt], _sampling(), use_tqdm=False)
-        except (TypeError, ValueError):
-            return None
+        (output,) = self.llm.generate([prompt], _sampling(), use_tqdm=False)
         return self._completion(output)
 
     def _chat(

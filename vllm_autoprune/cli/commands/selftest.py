@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -42,13 +43,13 @@ SERVED, AGREE = "served", runners_agree.__name__
 GPU_BACKBONES = ("llava_next", "qwen3_vl")
 """One backbone with tiles and a text tower's attention, one with M-RoPE and deepstack."""
 
-_GPU_NAMES = " and ".join(GPU_BACKBONES)
-
 GPU_SECONDS = 420
 """Seconds that ``--gpu`` may take: machines with a GPU are often lent for minutes."""
 
-LEAST_SECONDS = 60.0
+_LEAST_SECONDS = 60.0
 """Seconds within which no backbone is started any more."""
+
+_NO_V2 = "V2 needs Triton, and vLLM finds no Triton that it can use"
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,87 +65,64 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         action="store_true",
         help="check selections on this machine's GPU, which needs no vLLM; then serve "
-        f"{_GPU_NAMES} on one runner, as far as {GPU_SECONDS // 60} minutes allow",
+        f"{' and '.join(GPU_BACKBONES)} on one runner, as far as {GPU_SECONDS // 60} minutes allow",
     )
 
 
 def _run(options: argparse.Namespace) -> int:
-    if unknown := [name for name in options.backbones if name not in BUILDERS]:
-        known = ", ".join(BUILDERS)
-        print(f"no such backbone: {', '.join(unknown)}; use: {known}", file=sys.stderr)
-        return 2
-    if options.gpu:
-        return _run_on_gpu(options)
-    available = available_runners()
-    runners = _select_runners(options.runner, available)
-    if absent := [runner for runner in runners if runner not in available]:
-        print(f"no model runner {', '.join(absent)} here: {_NO_V2}", file=sys.stderr)
-        return 2
-    left_out = {} if options.backbones else _find_missing_packages()
-    results = {
-        name: _check_backbone(name, runners, not options.json)
-        for name in options.backbones or BUILDERS
-        if name not in left_out
-    }
-    missing = "" if "v2" in available else f" ({_NO_V2})"
-    return _print_results(options.json, {}, True, "", results, runners, left_out, missing)
-
-
-def _run_on_gpu(options: argparse.Namespace) -> int:
-    device = find_gpu()
-    if device is None:
-        print("no CUDA device here; `selftest` without --gpu needs none", file=sys.stderr)
-        return 2
-    deadline = time.monotonic() + GPU_SECONDS
-    kernel, selections = check_kernel(device), list(check_selections(device))
-    results: dict[str, Mapping[str, Verdicts]] = {}
+    names: Sequence[str] = options.backbones or (GPU_BACKBONES if options.gpu else [*BUILDERS])
+    device, available = None, tuple[str, ...]()
     left_out: dict[str, str] = {}
-    runners: tuple[str, ...] = ()
-    names: list[str] = options.backbones or list(GPU_BACKBONES)
-    if importlib.util.find_spec("vllm") is None:
+    if unknown := [name for name in names if name not in BUILDERS]:
+        known = ", ".join(BUILDERS)
+        return _refuse(f"no such backbone: {', '.join(unknown)}; use: {known}")
+    if options.gpu and (device := find_gpu()) is None:
+        return _refuse("no CUDA device here; `selftest` without --gpu needs none")
+    if options.gpu and importlib.util.find_spec("vllm") is None:
         left_out = dict.fromkeys(names, "vLLM is not installed")
     else:
-        runners = _select_runners(options.runner, available_runners()[-1:])
-    for name in names if runners else ():
-        left = deadline - time.monotonic()
-        if left < LEAST_SECONDS * len(runners):
+        available = available_runners()
+    runners = available[-1:] if options.gpu else available
+    if available and options.runner is not None:
+        runners = tuple(RUNNERS) if options.runner == BOTH else (options.runner,)
+    if absent := [runner for runner in runners if runner not in available]:
+        return _refuse(f"no model runner {', '.join(absent)} here: {_NO_V2}")
+    if not options.backbones:
+        left_out |= _find_missing_packages(names)
+
+    deadline = math.inf if device is None else time.monotonic() + GPU_SECONDS
+    record: dict[str, object] = {}
+    table, problems = "", list[str]()
+    if device is not None:
+        kernel, selections = check_kernel(device), list(check_selections(device))
+        record = {
+            "device": describe_device(device),
+            "kernel": kernel,
+            "selections": [asdict(selection) for selection in selections],
+        }
+        table = f"{record['device']}\n\n{_format_selections(kernel, selections)}\n"
+        problems += [kernel, *(selection.wrong for selection in selections)]
+    results: dict[str, Mapping[str, Verdicts]] = {}
+    for name in names:
+        seconds = deadline - time.monotonic()
+        if name in left_out:
+            continue
+        if seconds < _LEAST_SECONDS * len(runners):
             left_out[name] = "no time left"
-        else:
-            results[name] = _check_backbone(name, runners, not options.json, left / len(runners))
-    record = {
-        "device": describe_device(device),
-        "kernel": kernel,
-        "selections": [asdict(one) for one in selections],
-    }
-    holds = not kernel and not any(one.wrong for one in selections)
-    table = f"{record['device']}\n\n{_format_selections(kernel, selections)}\n"
-    return _print_results(options.json, record, holds, table, results, runners, left_out)
+            continue
+        timeout = min(TIMEOUT, seconds / len(runners))
+        results[name] = _check_backbone(name, runners, not options.json, timeout)
+        problems += (p for verdicts in results[name].values() for p in verdicts.values())
 
-
-def _print_results(
-    json: bool,
-    record: Mapping[str, object],
-    holds: bool,
-    table: str,
-    results: Results,
-    runners: Sequence[str],
-    left_out: Mapping[str, str],
-    missing: str = "",
-) -> int:
-    """Print what was found, after the ``record`` or ``table`` of selections; the exit status."""
-    holds = holds and not any(
-        message
-        for by_runner in results.values()
-        for verdicts in by_runner.values()
-        for message in verdicts.values()
-    )
-    if json:
-        found = {"runners": runners, "found": results, "left_out": left_out}
-        print(as_json({"holds": holds, **record, **found}))
+    holds = not any(problems)
+    if options.json:
+        served = {"runners": runners, "found": results, "left_out": left_out}
+        print(as_json({"holds": holds, **record, **served}))
         return 0 if holds else 1
     if table:
         print(table)
     if results:
+        missing = "" if device is not None or "v2" in available else f" ({_NO_V2})"
         print(f"vLLM's model runner {' and '.join(runners)}{missing}\n")
         print(_format_results(results, runners) + "\n")
     for name, reason in left_out.items():
@@ -154,39 +132,22 @@ def _print_results(
     return 0 if holds else 1
 
 
-def _find_missing_packages() -> dict[str, str]:
+def _refuse(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 2
+
+
+def _find_missing_packages(names: Sequence[str]) -> dict[str, str]:
     """Backbones whose processors need a package that is not installed -> the reason."""
     return {
         name: f"its processor needs the package {package}: pip install {package}"
         for name, package in NEEDED_PACKAGES.items()
-        if importlib.util.find_spec(package) is None
+        if name in names and importlib.util.find_spec(package) is None
     }
 
 
-def _format_selections(kernel: str, selections: Sequence[SelectionResult]) -> str:
-    """A table with a line for each state, and one line for each that failed."""
-    rows = [[KERNEL, "-", "-", "no" if kernel else "yes"]]
-    rows += [
-        [one.name, f"{one.share:.0%}", f"{1000 * one.seconds:.2f}", "no" if one.wrong else "yes"]
-        for one in selections
-    ]
-    lines = [format_table(("selection", "as on the host", "ms", "holds"), rows)]
-    lines += [f"{KERNEL}: {kernel}"] if kernel else []
-    lines += [f"{one.name}: {one.wrong}" for one in selections if one.wrong]
-    return "\n".join(lines)
-
-
-def _select_runners(runner: str | None, available: tuple[str, ...]) -> tuple[str, ...]:
-    if runner is None:
-        return available
-    return tuple(RUNNERS) if runner == BOTH else (runner,)
-
-
-_NO_V2 = "V2 needs Triton, and vLLM finds no Triton that it can use"
-
-
 def _check_backbone(
-    name: str, runners: Sequence[str], progress: bool, timeout: float = TIMEOUT
+    name: str, runners: Sequence[str], progress: bool, timeout: float
 ) -> dict[str, Verdicts]:
     """Verdicts on one backbone under each runner, and on both together."""
     reports: dict[str, Report] = {}
@@ -209,30 +170,50 @@ def _check_backbone(
     return verdicts
 
 
+def _format_selections(kernel: str, selections: Sequence[SelectionResult]) -> str:
+    """A table with a line for each state, and one line for each that failed."""
+    rows = [[KERNEL, "-", "-", "no" if kernel else "yes"]]
+    rows += [
+        [
+            each.name,
+            f"{each.share:.0%}",
+            f"{1000 * each.seconds:.2f}",
+            "no" if each.wrong else "yes",
+        ]
+        for each in selections
+    ]
+    lines = [format_table(("selection", "as on the host", "ms", "holds"), rows)]
+    wrong = {KERNEL: kernel, **{each.name: each.wrong for each in selections}}
+    return "\n".join(
+        [*lines, *(f"{name}: {problem}" for name, problem in wrong.items() if problem)]
+    )
+
+
 def _format_results(results: Results, runners: Sequence[str]) -> str:
     """A table with a column for each backbone, and one line for each failed check."""
-    checks = (SERVED, *CHECKS, *((AGREE,) if len(runners) > 1 else ()))
-    rows = [[_label(check), *(_cell(by, check) for by in results.values())] for check in checks]
-    lines = [format_table(["check", *results], rows)]
-    for name, by in results.items():
-        for runner, verdicts in by.items():
-            lines += [
-                f"{name}, {runner}, {_label(c)}: {wrong}" for c, wrong in verdicts.items() if wrong
-            ]
-    return "\n".join(lines)
 
-
-def _cell(by: Mapping[str, Verdicts], check: str) -> str:
-    """``yes``, ``no`` with the runners that fail, or ``-`` if it was not checked."""
-    seen = {runner: verdicts[check] for runner, verdicts in by.items() if check in verdicts}
-    broken = [runner for runner, wrong in seen.items() if wrong]
-    if broken:
+    def cell(by: Mapping[str, Verdicts], check: str) -> str:
+        """``yes``, ``no`` with the runners that fail, or ``-`` if it was not checked."""
+        checked = {runner: verdicts[check] for runner, verdicts in by.items() if check in verdicts}
+        broken = [runner for runner, wrong in checked.items() if wrong]
+        if not broken:
+            return "yes" if checked else "-"
         return f"no ({', '.join(broken)})" if len(by) > 1 else "no"
-    return "yes" if seen else "-"
 
+    def label(check: str) -> str:
+        return check.replace("_s_", "'s ").replace("_", " ")
 
-def _label(check: str) -> str:
-    return check.replace("_s_", "'s ").replace("_", " ")
+    checks = (SERVED, *CHECKS, *((AGREE,) if len(runners) > 1 else ()))
+    rows = [[label(check), *(cell(by, check) for by in results.values())] for check in checks]
+    lines = [format_table(["check", *results], rows)]
+    lines += [
+        f"{name}, {runner}, {label(check)}: {wrong}"
+        for name, by in results.items()
+        for runner, verdicts in by.items()
+        for check, wrong in verdicts.items()
+        if wrong
+    ]
+    return "\n".join(lines)
 
 
 COMMAND = Command(
