@@ -43,8 +43,8 @@ class _NoUploadOfPythonData(TorchFunctionMode):
                 raise WaitsForDevice("a list as an index")
         result = func(*args, **(kwargs or {}))
         if func in _FROM_DATA and result.is_meta:
-            given = args[1] if func is Tensor.new_tensor else args[0]
-            if not (isinstance(given, Tensor) and given.is_meta):
+            data = args[1] if func is Tensor.new_tensor else args[0]
+            if not (isinstance(data, Tensor) and data.is_meta):
                 raise WaitsForDevice(f"{func.__name__}() of host data on the device")
         return result
 

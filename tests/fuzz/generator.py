@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, wraps
 from random import Random
 from typing import Any
 
@@ -18,6 +18,20 @@ from vllm_autoprune.tpdsl.registry import ATOMS
 Json = dict[str, Any]
 
 _WORDS = ("gqa", "Größe", "注意", "score", "a/b", "x~y", "🦙", "0", "")
+
+ODD_TEXTS = (
+    *("", " ", "\0", "\ud800", "\udfff\ud800", "\u202eetats", "e\u0301", "\U0001f999", "\x1b[2J"),
+    *("line\nline", "x" * 128, "x" * 129, "\U0001f999" * 128, "x" * 5000, "../../etc/passwd"),
+    *("https://example.com/state.json", "__class__", "{0.__class__}", "%s%n", "null", "32"),
+)
+ODD_NUMBERS: tuple[float, ...] = (
+    *(0, -1, 1, 0.0, -0.0, 2.0, 2.5, 1e-9, 5e-324, 0.1 + 0.2, 640, 641, 65536, 65537),
+    *(2**31, 2**53 + 1, 2**63, 2**64, -(2**63) - 1, 1e18, 1e19, 1e300, -1e308, 10**300, 10**400),
+    *(float("inf"), float("-inf"), float("nan")),
+)
+
+
+# ---- values ----
 
 
 class Grammar:
@@ -44,31 +58,36 @@ class Grammar:
             return self._draw(random.choice(branches), random)
         if "enum" in schema:
             return random.choice(schema["enum"])
-        draw_type: dict[str, Callable[[Json, Random], Any]] = {
-            "object": self._object,
-            "array": self._array,
-            "string": _text,
-            "number": _number,
-            "integer": lambda schema, random: round(_number(schema, random)),
-            "boolean": lambda _, random: random.random() < 0.5,
-            "null": lambda _, random: None,
-        }
-        draw = draw_type.get(schema.get("type", ""))
-        return anything(random) if draw is None else draw(schema, random)
+        match schema.get("type"):
+            case "object":
+                return self._draw_object(schema, random)
+            case "array":
+                return self._draw_array(schema, random)
+            case "string":
+                return _draw_text(schema, random)
+            case "number":
+                return _draw_number(schema, random)
+            case "integer":
+                return round(_draw_number(schema, random))
+            case "boolean":
+                return random.random() < 0.5
+            case "null":
+                return None
+        return anything(random)
 
-    def _object(self, schema: Json, random: Random) -> Json:
+    def _draw_object(self, schema: Json, random: Random) -> Json:
         required = schema.get("required", ())
         drawn = {
             name: self._draw(described, random)
             for name, described in schema.get("properties", {}).items()
             if name in required or random.random() < 0.5
         }
-        others = schema.get("additionalProperties", False)
-        if isinstance(others, dict):
-            drawn |= {random.choice(_WORDS): self._draw(others, random) for _ in range(2)}
+        more = schema.get("additionalProperties", False)
+        if isinstance(more, dict):
+            drawn |= {random.choice(_WORDS): self._draw(more, random) for _ in range(2)}
         return drawn
 
-    def _array(self, schema: Json, random: Random) -> list[Any]:
+    def _draw_array(self, schema: Json, random: Random) -> list[Any]:
         least, most = schema.get("minItems", 0), schema.get("maxItems", 8)
         size = least + min(most - least, int(random.expovariate(0.6)))
         if random.random() < 0.02:
@@ -81,14 +100,13 @@ class Grammar:
         return list(named.values())
 
 
-def _text(schema: Json, random: Random) -> str:
+def _draw_text(schema: Json, random: Random) -> str:
     least, most = schema.get("minLength", 0), schema.get("maxLength", 40)
     size = random.choice((least, most, random.randint(least, min(most, 40))))
-    text = "".join(random.choice(_WORDS) or " " for _ in range(size))
-    return text[:size]
+    return "".join(random.choice(_WORDS) or " " for _ in range(size))[:size]
 
 
-def _number(schema: Json, random: Random) -> float:
+def _draw_number(schema: Json, random: Random) -> float:
     low: Any = schema.get("minimum", schema.get("exclusiveMinimum", -1000))
     high: Any = schema.get("maximum", schema.get("exclusiveMaximum", 1000))
     if "exclusiveMaximum" in schema and schema["type"] == "integer":
@@ -103,8 +121,7 @@ def _number(schema: Json, random: Random) -> float:
 
 def anything(random: Random, depth: int = 3) -> Any:
     """Any JSON value."""
-    kinds = 7 if depth else 5
-    match random.randrange(kinds):
+    match random.randrange(7 if depth else 5):
         case 0:
             return None
         case 1:
@@ -120,93 +137,65 @@ def anything(random: Random, depth: int = 3) -> Any:
     return {random.choice(_WORDS): anything(random, depth - 1) for _ in range(random.randrange(4))}
 
 
+# ---- mutations of trees ----
+
 Place = tuple[Any, Any]
 """A container and the key or index in it."""
 
 Mutation = Callable[[Json, Random], None]
 
-# Sorted, so that a seed draws the same mutations wherever atoms are declared.
-_ATOMS = sorted(ATOMS.names())
-
-ODD_TEXTS = (
-    "",
-    " ",
-    "\0",
-    "\ud800",
-    "\udfff\ud800",
-    "\u202eetats",
-    "e\u0301",
-    "\U0001f999",
-    "\x1b[2J",
-    "line\nline",
-    "x" * 128,
-    "x" * 129,
-    "\U0001f999" * 128,
-    "x" * 5000,
-    "../../etc/passwd",
-    "https://example.com/state.json",
-    "__class__",
-    "{0.__class__}",
-    "%s%n",
-    "null",
-    "32",
-)
-
-ODD_NUMBERS = (
-    0,
-    -1,
-    1,
-    0.0,
-    -0.0,
-    2.0,
-    2.5,
-    1e-9,
-    5e-324,
-    0.1 + 0.2,
-    640,
-    641,
-    65536,
-    65537,
-    2**31,
-    2**53 + 1,
-    2**63,
-    2**64,
-    -(2**63) - 1,
-    1e18,
-    1e19,
-    1e300,
-    -1e308,
-    10**300,
-    10**400,
-    float("inf"),
-    float("-inf"),
-    float("nan"),
-)
+MUTATIONS: list[Mutation] = []
+"""Those that change most states only a little stand in the list twice."""
 
 
-def places(value: Any) -> Iterator[Place]:
+def _mutation(
+    where: Callable[[Any, Any], bool] | None = None, times: int = 1
+) -> Callable[[Callable[[Any, Any, Random], None]], None]:
+    """Register a change at a random place, or at one of those ``where`` it is possible."""
+
+    def register(change: Callable[[Any, Any, Random], None]) -> None:
+        @wraps(change)
+        def mutate_somewhere(state: Json, random: Random) -> None:
+            found = [place for place in _places(state) if where is None or where(*place)]
+            if where is None and not found:  # every field may have been dropped
+                found = [(state, "schema")]
+            if found:
+                change(*random.choice(found), random)
+
+        MUTATIONS.extend([mutate_somewhere] * times)
+
+    return register
+
+
+def _places(value: Any) -> Iterator[Place]:
     """Every place in a tree, from the root down."""
     if isinstance(value, dict | list):
         for key in list(value) if isinstance(value, dict) else range(len(value)):
             yield value, key
-            yield from places(value[key])
+            yield from _places(value[key])
 
 
-def _random_place(state: Json, random: Random) -> Place:
-    # The root, because every field may have been dropped.
-    return random.choice(list(places(state)) or [(state, "schema")])
+def _get(container: Any, key: Any) -> Any:
+    return container.get(key) if isinstance(container, dict) else container[key]
 
 
-def _find_place(
-    state: Json, random: Random, wanted: Callable[[Any, Any], bool]
-) -> Iterator[tuple[Any, Any]]:
-    """One matching place, or None."""
-    actual = [place for place in places(state) if wanted(*place)]
-    if actual:
-        yield random.choice(actual)
+def _in_object(container: Any, key: Any) -> bool:
+    return isinstance(container, dict)
 
 
-def _typo(text: str, random: Random) -> str:
+def _is_text(container: Any, key: Any) -> bool:
+    return isinstance(container[key], str)
+
+
+def _is_number(container: Any, key: Any) -> bool:
+    return isinstance(container[key], int | float) and not isinstance(container[key], bool)
+
+
+def _names_an_atom(container: Any, key: Any) -> bool:
+    return _is_text(container, key) and (container[key] in {*ATOMS.names(), *BASE_POLICIES})
+
+
+def _misspell(text: str, random: Random) -> str:
     if not text:
         return "x"
     at = random.randrange(len(text))
@@ -224,316 +213,191 @@ def _typo(text: str, random: Random) -> str:
     )
 
 
-def drop(state: Json, random: Random) -> None:
-    container, key = _random_place(state, random)
+@_mutation()
+def drop(container: Any, key: Any, random: Random) -> None:
     container.pop(key, None) if isinstance(container, dict) else container.pop(key)
 
 
-def rename(state: Json, random: Random) -> None:
-    for container, key in _find_place(state, random, lambda c, _: isinstance(c, dict)):
-        container[_typo(key, random)] = container.pop(key)
+@_mutation(_in_object)
+def rename(container: Any, key: Any, random: Random) -> None:
+    value = container.pop(key)
+    container[_misspell(key, random)] = value
 
 
-def misspell(state: Json, random: Random) -> None:
-    for container, key in _find_place(state, random, lambda c, k: isinstance(c[k], str)):
-        container[key] = _typo(container[key], random)
+@_mutation(_is_text)
+def misspell(container: Any, key: Any, random: Random) -> None:
+    container[key] = _misspell(container[key], random)
 
 
-def retype(state: Json, random: Random) -> None:
-    container, key = _random_place(state, random)
-    old = container.get(key) if isinstance(container, dict) else container[key]
-    new: tuple[Any, ...] = (
-        None,
-        True,
-        False,
-        0,
-        1.5,
-        "",
-        [],
-        {},
-        [old],
-        {"atom": old},
-        str(old),
-        anything(random),
-    )
-    container[key] = random.choice(new)
+@_mutation()
+def retype(container: Any, key: Any, random: Random) -> None:
+    old = _get(container, key)
+    plain: tuple[Any, ...] = (None, True, False, 0, 1.5, "", [], {})
+    container[key] = random.choice((*plain, [old], {"atom": old}, str(old), anything(random)))
 
 
-def nest(state: Json, random: Random) -> None:
-    container, key = _random_place(state, random)
-    value = container.get(key) if isinstance(container, dict) else container[key]
+@_mutation()
+def nest(container: Any, key: Any, random: Random) -> None:
+    value = _get(container, key)
     for _ in range(random.choice((1, 2, 20, 40, 300))):
         value = [value] if random.random() < 0.5 else {"atom": value}
     container[key] = value
 
 
-def repeat(state: Json, random: Random) -> None:
-    def in_list(container: Any, key: Any) -> bool:
-        return isinstance(container, list)
-
-    for container, key in _find_place(state, random, in_list):
-        times = random.choice((1, 2, 8, 40))
-        container[key:key] = [copy.deepcopy(container[key]) for _ in range(times)]
+@_mutation(lambda container, _: isinstance(container, list))
+def repeat(container: Any, key: Any, random: Random) -> None:
+    times = random.choice((1, 2, 8, 40))
+    container[key:key] = [copy.deepcopy(container[key]) for _ in range(times)]
 
 
-def intrude(state: Json, random: Random) -> None:
+@_mutation(_in_object)
+def intrude(container: Any, key: Any, random: Random) -> None:
     """Insert a field of another part of the language, or an unknown one."""
-
-    def holds_fields(container: Any, key: Any) -> bool:
-        return isinstance(container, dict)
-
-    known = [name for atom in _ATOMS for name in sorted(ATOMS[atom].call.parameters())]
-    for container, _ in _find_place(state, random, holds_fields):
-        container[random.choice([*known, "atom", "name", "limit", "Weight"])] = anything(random)
+    value = anything(random)
+    container[random.choice(_field_names())] = value
 
 
-def renumber(state: Json, random: Random) -> None:
-    def is_number(container: Any, key: Any) -> bool:
-        return isinstance(container[key], int | float) and not isinstance(container[key], bool)
-
-    for container, key in _find_place(state, random, is_number):
-        value = container[key]
-        near: tuple[float, ...] = (-value,)
-        if abs(value) < 2**63:  # others may be whole numbers that no float holds
-            near = (value + 1, value - 1, -value, value * 1.001, value * 10, float(value))
-        container[key] = random.choice((*near, *ODD_NUMBERS))
+@_mutation(_is_number, times=2)
+def renumber(container: Any, key: Any, random: Random) -> None:
+    value = container[key]
+    near: tuple[float, ...] = (-value,)
+    if abs(value) < 2**63:  # others may be whole numbers that no float holds
+        near = (value + 1, value - 1, -value, value * 1.001, value * 10, float(value))
+    container[key] = random.choice((*near, *ODD_NUMBERS))
 
 
-def swap_atom(state: Json, random: Random) -> None:
+@_mutation(_names_an_atom, times=2)
+def swap_atom(container: Any, key: Any, random: Random) -> None:
     """Replace an atom's name by that of another atom of any group."""
-
-    def names_an_atom(container: Any, key: Any) -> bool:
-        value = container[key]
-        return isinstance(value, str) and (value in ATOMS.names() or value in BASE_POLICIES)
-
-    for container, key in _find_place(state, random, names_an_atom):
-        container[key] = random.choice([*_ATOMS, *sorted(BASE_POLICIES)])
+    container[key] = random.choice([*_atoms(), *sorted(BASE_POLICIES)])
 
 
-def graft(state: Json, random: Random) -> None:
+def _graft(state: Json, random: Random) -> None:
     """Replace a part of the state by another part."""
-    source, key = _random_place(state, random)
-    part = copy.deepcopy(source.get(key) if isinstance(source, dict) else source[key])
-    container, at = _random_place(state, random)
+    root = [(state, "schema")]
+    part = copy.deepcopy(_get(*random.choice(list(_places(state)) or root)))
+    container, at = random.choice(list(_places(state)) or root)
     container[at] = part
 
 
-def odd_text(state: Json, random: Random) -> None:
-    for container, key in _find_place(state, random, lambda c, k: isinstance(c[k], str)):
-        container[key] = random.choice(ODD_TEXTS)
+MUTATIONS.append(_graft)
 
 
-def odd_key(state: Json, random: Random) -> None:
-    for container, key in _find_place(state, random, lambda c, _: isinstance(c, dict)):
-        container[random.choice(ODD_TEXTS)] = container[key]
+@_mutation(_is_text)
+def odd_text(container: Any, key: Any, random: Random) -> None:
+    container[key] = random.choice(ODD_TEXTS)
 
 
-def reversion(state: Json, random: Random) -> None:
+@_mutation(_in_object)
+def odd_key(container: Any, key: Any, random: Random) -> None:
+    value = container[key]
+    container[random.choice(ODD_TEXTS)] = value
+
+
+def _reversion(state: Json, random: Random) -> None:
     state["schema"] = random.choice(("autoprune-state/2", "autoprune-state/1 ", 1, None, "", []))
 
 
-MUTATIONS: tuple[Mutation, ...] = (
-    drop,
-    rename,
-    misspell,
-    retype,
-    nest,
-    repeat,
-    intrude,
-    renumber,
-    renumber,
-    swap_atom,
-    swap_atom,
-    graft,
-    odd_text,
-    odd_key,
-    reversion,
-)
-"""Those that change most states only a little stand in the list twice."""
+MUTATIONS.append(_reversion)
+
+
+@cache
+def _atoms() -> list[str]:
+    """Sorted, so that a seed draws the same mutations wherever atoms are declared."""
+    return sorted(ATOMS.names())
+
+
+@cache
+def _field_names() -> list[str]:
+    known = [name for atom in _atoms() for name in sorted(ATOMS[atom].call.parameters())]
+    return [*known, "atom", "name", "limit", "Weight"]
 
 
 def mutate(state: Json, random: Random) -> list[str]:
     """Apply one to four mutations to a state in place; returns their names."""
-    done = []
+    names = []
     for _ in range(random.choice((1, 1, 1, 2, 3, 4))):
         mutation = random.choice(MUTATIONS)
         mutation(state, random)
-        done.append(mutation.__name__)
-    return done
+        names.append(mutation.__name__.strip("_"))
+    return names
 
 
-NUMBERS = (
-    "NaN",
-    "Infinity",
-    "-Infinity",
-    "1e400",
-    "-1e999999999",
-    "1e-400",
-    "-0",
-    "-0.0",
-    "1E+2",
-    "2.0",
-    "2e0",
-    "01",
-    "+1",
-    ".5",
-    "1.",
-    "0x10",
-    "1_000",
-    "--1",
-    "9" * 400,
-    "9" * 5000,
+# ---- mutations of texts and bytes ----
+
+_NUMBERS = (
+    *("NaN", "Infinity", "-Infinity", "1e400", "-1e999999999", "1e-400", "-0", "-0.0", "1E+2"),
+    *("2.0", "2e0", "01", "+1", ".5", "1.", "0x10", "1_000", "--1", "9" * 400, "9" * 5000),
     "0." + "3" * 5000,
 )
-
-INSERTED = (
-    ",",
-    ":",
-    '"',
-    "\\",
-    "\0",
-    "{",
-    "}",
-    "[",
-    "]",
-    "'",
-    "// so\n",
-    "/* so */",
-    "# so\n",
-    "\u00a0",
-    "\u2028",
-    "\t",
-    "\\ud800",
-    "\\u0000",
-    "null",
-    "<",
+_INSERTED = (
+    *(",", ":", '"', "\\", "\0", "{", "}", "[", "]", "'", "// so\n", "/* so */", "# so\n"),
+    *("\u00a0", "\u2028", "\t", "\\ud800", "\\u0000", "null", "<"),
 )
+_TEXTS = ("", " ", "null", "[]", "0", '"{}"', "{", "}", "{}", "true", "\ufeff", "NaN", "1e999")
+_ENCODINGS = ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be", "utf-7")
 
 
 def written(state: Json, random: Random) -> str:
     """One of the JSON texts of a state."""
     indent = random.choice((None, None, 2, "\t"))
-    ascii_only = random.random() < 0.5
-    text = json.dumps(state, indent=indent, ensure_ascii=ascii_only)
+    text = json.dumps(state, indent=indent, ensure_ascii=random.random() < 0.5)
     return random.choice(("", "", "\n", " \r\n\t")) + text
-
-
-def _replace_number(text: str, random: Random) -> str:
-    actual = list(re.finditer(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", text))
-    if not actual:
-        return text + random.choice(NUMBERS)
-    at = random.choice(actual)
-    return text[: at.start()] + random.choice(NUMBERS) + text[at.end() :]
-
-
-def _twice(text: str, random: Random) -> str:
-    """Repeat a key at the head of an object."""
-    keys = re.findall(r'"[^"\\]*"(?=\s*:)', text) or ['"a"']
-    heads = [match.end() for match in re.finditer(r"\{", text)] or [0]
-    at, key = random.choice(heads), random.choice(keys)
-    return f"{text[:at]}{key}: {random.choice(('1', 'null', '[]'))}, {text[at:]}"
-
-
-def _cut(text: str, random: Random) -> str:
-    at = random.randrange(len(text) + 1)
-    return random.choice((text[:at], text[at:], text[:at] + text[at + 1 + random.randrange(5) :]))
-
-
-def _insert(text: str, random: Random) -> str:
-    at = random.randrange(len(text) + 1)
-    return text[:at] + random.choice(INSERTED) + text[at:]
-
-
-def _deep(text: str, random: Random) -> str:
-    depth = random.choice((10, 33, 1000, 100_000))
-    opening, closing = random.choice((("[", "]"), ('{"a":', "}")))
-    return text.replace("null", opening * depth + "1" + closing * depth, 1) + random.choice(
-        ("", "", "[" * depth)
-    )
-
-
-def _many(text: str, random: Random) -> str:
-    items = random.choice(("0", "[]", "{}", '"x"', '{"atom":"x"}', "1.5"))
-    count = random.choice((100, 9000, 11_000, 60_000))
-    return text.replace("[", "[" + f"{items}," * count, 1)
-
-
-def _doubled(text: str, random: Random) -> str:
-    return text + random.choice(("", " ", ",", "\n")) + text
-
-
-def _quotes(text: str, random: Random) -> str:
-    return text.replace('"', random.choice(("'", "“", "")))
-
-
-def _nothing(text: str, random: Random) -> str:
-    return random.choice(
-        ("", " ", "null", "[]", "0", '"{}"', "{", "}", "{}", "true", "\ufeff", "NaN", "1e999")
-    )
-
-
-CHARACTERS: tuple[Callable[[str, Random], str], ...] = (
-    _replace_number,
-    _replace_number,
-    _twice,
-    _twice,
-    _twice,
-    _cut,
-    _insert,
-    _insert,
-    _deep,
-    _many,
-    _doubled,
-    _quotes,
-    _nothing,
-)
-
-ENCODINGS = ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be", "utf-7")
-
-
-def _encoded(text: str, random: Random) -> bytes:
-    return text.encode(random.choice(ENCODINGS), "surrogatepass")
-
-
-def _latin(text: str, random: Random) -> bytes:
-    return text.replace("a", "ä").encode("latin-1", "replace")
-
-
-def _bytes(text: str, random: Random) -> bytes:
-    content = bytearray(text.encode("utf-8", "surrogatepass"))
-    for _ in range(random.choice((1, 1, 3, 30))):
-        if content:
-            content[random.randrange(len(content))] = random.randrange(256)
-    return bytes(content)
-
-
-def _binary(text: str, random: Random) -> bytes:
-    return random.randbytes(random.choice((1, 100, 5000)))
-
-
-def _padded(text: str, random: Random) -> bytes:
-    return text.encode("utf-8", "surrogatepass") + b" " * random.choice((1 << 20, 3 << 20))
-
-
-BYTES: tuple[Callable[[str, Random], bytes], ...] = (
-    _encoded,
-    _encoded,
-    _latin,
-    _bytes,
-    _bytes,
-    _bytes,
-    _binary,
-    _padded,
-)
 
 
 def spoil(text: str, random: Random) -> tuple[str | bytes, str]:
     """A mutated text, and the name of its mutation."""
-    if random.random() < 0.6:
-        change = random.choice(CHARACTERS)
-        return change(text, random), change.__name__.strip("_")
-    damage = random.choice(BYTES)
-    return damage(text, random), damage.__name__.strip("_")
+    at = random.randrange(len(text) + 1)
+    raw = text.encode("utf-8", "surrogatepass")
+    texts = ("number", "key", "cut", "insert", "deep", "many", "doubled", "quotes", "nothing")
+    encodings = ("encoded", "latin", "bytes", "binary", "padded")
+    # Small changes are drawn more often.
+    how = random.choice((*texts, *texts[:4], *encodings, "encoded", "bytes", "bytes"))
+    result: str | bytes = text
+    match how:
+        case "number":
+            numbers = list(re.finditer(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", text))
+            start, end = random.choice(numbers).span() if numbers else (len(text), len(text))
+            result = text[:start] + random.choice(_NUMBERS) + text[end:]
+        case "key":  # repeated at the head of an object
+            keys = re.findall(r'"[^"\\]*"(?=\s*:)', text) or ['"a"']
+            head = random.choice([match.end() for match in re.finditer(r"\{", text)] or [0])
+            value = random.choice(("1", "null", "[]"))
+            result = f"{text[:head]}{random.choice(keys)}: {value}, {text[head:]}"
+        case "cut":
+            after = text[at + 1 + random.randrange(5) :]
+            result = random.choice((text[:at], text[at:], text[:at] + after))
+        case "insert":
+            result = text[:at] + random.choice(_INSERTED) + text[at:]
+        case "deep":
+            depth = random.choice((10, 33, 1000, 100_000))
+            opening, closing = random.choice((("[", "]"), ('{"a":', "}")))
+            deep = opening * depth + "1" + closing * depth
+            result = text.replace("null", deep, 1) + random.choice(("", "", "[" * depth))
+        case "many":
+            item = random.choice(("0", "[]", "{}", '"x"', '{"atom":"x"}', "1.5"))
+            count = random.choice((100, 9000, 11_000, 60_000))
+            result = text.replace("[", "[" + f"{item}," * count, 1)
+        case "doubled":
+            result = text + random.choice(("", " ", ",", "\n")) + text
+        case "quotes":
+            result = text.replace('"', random.choice(("'", "“", "")))
+        case "nothing":
+            result = random.choice(_TEXTS)
+        case "encoded":
+            result = text.encode(random.choice(_ENCODINGS), "surrogatepass")
+        case "latin":
+            result = text.replace("a", "ä").encode("latin-1", "replace")
+        case "bytes":
+            content = bytearray(raw)
+            for _ in range(random.choice((1, 1, 3, 30)) if content else 0):
+                content[random.randrange(len(content))] = random.randrange(256)
+            result = bytes(content)
+        case "binary":
+            result = random.randbytes(random.choice((1, 100, 5000)))
+        case "padded":
+            result = raw + b" " * random.choice((1 << 20, 3 << 20))
+    return result, how
 
 
 def make_text(seed: int, index: int) -> tuple[str | bytes, list[str]]:
@@ -544,11 +408,11 @@ def make_text(seed: int, index: int) -> tuple[str | bytes, list[str]]:
     if fate < 0.4:
         return written(state, random), []
     if fate < 0.85:
-        done = mutate(state, random)
-        return written(state, random), done
-    done = mutate(state, random) if random.random() < 0.2 else []
+        names = mutate(state, random)
+        return written(state, random), names
+    names = mutate(state, random) if random.random() < 0.2 else []
     content, how = spoil(written(state, random), random)
-    return content, [*done, how]
+    return content, [*names, how]
 
 
 @cache

@@ -18,9 +18,7 @@ import jsonschema  # type: ignore[import-untyped]
 from tests.fuzz.generator import Json
 from vllm_autoprune import (
     BudgetError,
-    PruningPolicy,
     PruningState,
-    SafetyRecord,
     StateError,
     VisualTokens,
     load_state,
@@ -35,17 +33,11 @@ from vllm_autoprune.tpdsl.safety import synthetic_probes
 Accepts = Callable[[Any], bool]
 
 
-def plain(schema: Json) -> Accepts:
-    """The verdict of ``jsonschema`` on the full schema."""
-    accepts: Accepts = jsonschema.Draft202012Validator(schema).is_valid
-    return accepts
-
-
-def quick(schema: Json) -> Accepts:
-    """The same verdict, evaluating only the branch of a ``oneOf`` that the instance's tag selects.
+def make_quick_validator(schema: Json) -> Accepts:
+    """The verdict of ``jsonschema``, by the branch of a ``oneOf`` that the instance's tag selects.
 
     The other branches cannot match, because each requires another constant, and with a hundred
-    atoms they would take most of the time. A test compares the result with :func:`plain`.
+    atoms they would take most of the time. Judged fully, a text is compared with the full schema.
     """
     plainly = jsonschema.Draft202012Validator.VALIDATORS["oneOf"]
 
@@ -84,7 +76,6 @@ class Finding:
     kinds: tuple[str, ...] = ()
     seconds: float = 0.0
     atoms: tuple[str, ...] = ()
-    valid: bool | None = None
     broken: tuple[str, ...] = ()
     faults: list[str] = field(default_factory=list)
 
@@ -94,7 +85,8 @@ class Judge:
 
     def __init__(self, folder: Path) -> None:
         schema = PruningState.model_json_schema()
-        self._accepts, self._plainly = quick(schema), plain(schema)
+        self._plainly = jsonschema.Draft202012Validator(schema).is_valid
+        self._accepts = make_quick_validator(schema)
         self._file = folder / "state.json"
 
     def look(self, content: str | bytes, *, fully: bool = False) -> Finding:
@@ -102,37 +94,41 @@ class Judge:
 
         Any exception but the loader's StateError is recorded as a fault and not raised.
         """
-        actual = Finding()
+        finding = Finding()
         try:
-            state = self._load(content, actual)
+            state = self._load(content, finding)
         except Exception as error:
-            actual.faults.append(f"loader raised {type(error).__name__}: {error}"[:300])
-            return actual
+            finding.faults.append(f"loader raised {type(error).__name__}: {error}"[:300])
+            return finding
         try:
-            actual.faults += self._disagreements(content, actual, fully)
+            finding.faults += self._disagreements(content, finding, fully)
             if state is not None:
-                actual.atoms = tuple(sorted(_atoms(json.loads(state.dumps()))))
-                actual.faults += _round_trip(state, self._accepts)
-                actual.faults += _budgets(state)
-                record = safety_check(_policy(state, fully), None if fully else _probe(state))
-                actual.faults += _shape(record)
-                actual.valid = record.valid
+                finding.atoms = tuple(re.findall(r'"atom":\s*"(\w+)"', state.dumps()))
+                finding.faults += _round_trip(state, self._accepts)
+                finding.faults += _budgets(state)
+                least = state.constraints.selector.insists_on or 0
+                k = min(max(SMALL, least), state.budget.limit or MAX_BUDGET)
+                policy = materialize(state) if fully else materialize(state, k)
+                probes = _probes()
+                one_probe = [probes[int(state.digest[0], 16) % len(probes)]]
+                record = safety_check(policy, None if fully else one_probe)
+                if [verdict.name for verdict in record.verdicts] != list(VERDICTS):
+                    finding.faults.append("the safety record lacks verdicts")
                 # Numbers are removed, so that equal reasons count as one.
                 report = (f"{v.name}: {v.detail}" for v in record.failures())
-                actual.broken = tuple(re.sub(r"\d+", "#", reason)[:200] for reason in report)
+                finding.broken = tuple(re.sub(r"\d+", "#", reason)[:200] for reason in report)
         except Exception as error:
-            actual.faults.append(f"after loading: {type(error).__name__}: {error}"[:300])
-        return actual
+            finding.faults.append(f"after loading: {type(error).__name__}: {error}"[:300])
+        return finding
 
     def _load(self, content: str | bytes, finding: Finding) -> PruningState | None:
         source: str | Path = self._file
         if isinstance(content, str) and content.lstrip(" \t\r\n").startswith("{"):
             source = content
+        elif isinstance(content, str):
+            self._file.write_bytes(content.encode("utf-8", "surrogatepass"))
         else:
-            raw = (
-                content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
-            )
-            self._file.write_bytes(raw)
+            self._file.write_bytes(content)
         begun = time.process_time()
         try:
             state = load_state(source)
@@ -153,7 +149,7 @@ class Judge:
             return
         try:
             text = content.decode() if isinstance(content, bytes) else content
-            value = json.loads(text, parse_int=_whole)
+            value = json.loads(text, parse_int=_parse_int)
         except (ValueError, RecursionError):
             unread = "is no JSON, but the loader"
             yield f"text {unread} {'accepts it' if finding.accepted else f'says {finding.kinds}'}"
@@ -166,19 +162,8 @@ class Judge:
             yield "quick and plain jsonschema differ"
 
 
-def _whole(digits: str) -> int | float:
+def _parse_int(digits: str) -> int | float:
     return int(digits) if len(digits) < 4000 else math.inf
-
-
-def _atoms(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        if isinstance(value.get("atom"), str):
-            yield value["atom"]
-        for inner in value.values():
-            yield from _atoms(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _atoms(inner)
 
 
 def _untidy(error: StateError) -> Iterator[str]:
@@ -221,25 +206,6 @@ def _budgets(state: PruningState) -> Iterator[str]:
                 yield f"K = {budget}: {policy.budget} tokens, r_min = {policy.r_min}"
 
 
-def _policy(state: PruningState, fully: bool) -> PruningPolicy:
-    if fully:
-        return materialize(state)
-    least = state.constraints.selector.insists_on or 0
-    return materialize(state, min(max(SMALL, least), state.budget.limit or MAX_BUDGET))
-
-
 @lru_cache(maxsize=1)
 def _probes() -> list[VisualTokens]:
     return synthetic_probes(SMALL)
-
-
-def _probe(state: PruningState) -> list[VisualTokens]:
-    probes = _probes()
-    return [probes[int(state.digest[0], 16) % len(probes)]]
-
-
-def _shape(record: SafetyRecord) -> Iterator[str]:
-    if [verdict.name for verdict in record.verdicts] != list(VERDICTS):
-        yield "the safety record lacks verdicts"
-    if any(not isinstance(v.ok, bool) or not v.detail for v in record.verdicts):
-        yield "the safety record lacks details"
