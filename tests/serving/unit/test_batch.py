@@ -328,17 +328,20 @@ BY_QUALITY: dict[str, object] = {
 """Rows in the order of their quality, whatever their places."""
 
 
+@pytest.mark.parametrize("rest_at", [0, -1])
 @pytest.mark.parametrize("budget", [1, 2, 5, 3 * N - 1])
 @pytest.mark.parametrize(
     ("keep", "changes"),
     [("state", {}), ("state", BY_QUALITY), ("random", {}), ("reference", {})],
     ids=["state", "by quality", "random", "reference"],
 )
-def test_rows_stand_in_their_tile(budget: int, keep: Any, changes: dict[str, object]) -> None:
+def test_rows_stand_in_their_tile(
+    budget: int, keep: Any, changes: dict[str, object], rest_at: int
+) -> None:
     tiles = tuple(image(seed).regions[0] for seed in range(3))
-    tiled = ImageFeatures(tiles, rest_at=-1)
+    tiled = ImageFeatures(tiles, rest_at=rest_at)
     (rows,) = pruned([plan(budget, key=3, keep=keep)], [tiled], served(changes))
-    expected = split_over_parts(budget, [N] * 3, [1] * 3, rest_at=-1)
+    expected = split_over_parts(budget, [N] * 3, [1] * 3, rest_at=rest_at)
     assert [row // N for row in rows_of(tiled, rows)] == [
         tile for tile, count in enumerate(expected) for _ in range(count)
     ]
