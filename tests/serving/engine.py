@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from benchmarks.yardsticks.examples import CHECKPOINTS, Example, draw_examples, format_prompt
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune.ops.dtype import choose_dtype
+from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.serving.worker import batch, regions, selection
 from vllm_autoprune.serving.worker.features import ImageFeatures
@@ -25,7 +27,6 @@ from vllm_autoprune.tpdsl.base_policy import RefinedTokens, TokenSelection
 
 if TYPE_CHECKING:
     from vllm import LLM
-    from vllm.outputs import RequestOutput
 
 
 ROOT = Path(os.environ.get("MINILLAVA", CHECKPOINTS["minillava"]))
@@ -33,8 +34,13 @@ LLAVA, CLIP = ROOT / "llava", ROOT / "clip"
 TOKENS = 144
 """Visual tokens of one image, N."""
 
+BLOCK = 32
+"""Tokens of one block of the KV cache."""
 
 STATE: Mapping[str, object] = {"state": "autoprune", "budget": 32, "text_tower": str(CLIP)}
+
+Answer = dict[str, Any]
+"""A completion as JSON: its ``text``, ``logprob``, ``prompt_tokens``, and ``cached`` ones."""
 
 
 def alone(base: str, budget: int = 16, **params: object) -> dict[str, object]:
@@ -43,29 +49,30 @@ def alone(base: str, budget: int = 16, **params: object) -> dict[str, object]:
     return edited(sample(), {**state, "/budget/atom": f"fixed_budget@{budget}", "/name": base})
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One completion: text, log-probability, and token counts."""
-
-    text: str
-    logprob: float
-    prompt_tokens: int
-    cached: int
-
-    def plain(self) -> dict[str, object]:
-        """JSON form."""
-        return dataclasses.asdict(self)
-
-
 def examples(scenes: int = 4) -> list[Example]:
     """Questions of the held-out split with short free-form answers."""
     kinds = ("digit", "colour", "shape", "text", "relation")
     return [e for e in draw_examples("test", scenes) if e.kind in kinds]
 
 
+@cache
+def built(backbone: str) -> Path:
+    """The folder of the selftest's tiny model of a backbone, which exists as long as this process.
+
+    vLLM reads its processor whenever it needs it.
+    """
+    return build(backbone, Path(_FOLDER.name, backbone))
+
+
+_FOLDER = TemporaryDirectory(prefix="tiny-models-")
+
+
 def picture(image: Tensor) -> Image.Image:
     """The image of an example, as chat clients send it."""
     return Image.fromarray(image.permute(1, 2, 0).numpy())
+
+
+_RUNNING: list[LLM] = []
 
 
 def start(settings: Mapping[str, object] | None = STATE, **overrides: object) -> LLM:
@@ -77,7 +84,7 @@ def start(settings: Mapping[str, object] | None = STATE, **overrides: object) ->
         "enforce_eager": True,
         "dtype": choose_dtype(),
         "max_model_len": 2048,
-        "block_size": 32,
+        "block_size": BLOCK,
         "limit_mm_per_prompt": {"image": 128},
         **overrides,
     }
@@ -86,9 +93,6 @@ def start(settings: Mapping[str, object] | None = STATE, **overrides: object) ->
     llm = LLM(**options)
     _RUNNING.append(llm)
     return llm
-
-
-_RUNNING: list[LLM] = []
 
 
 def release(llm: LLM) -> None:
@@ -106,17 +110,20 @@ def release_all() -> None:
         release(llm)
 
 
+def runner_of(llm: LLM) -> Any:
+    """The model runner; needs the engine in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
 def model_of(llm: LLM) -> Any:
     """The model object; needs the engine in this process."""
-    worker = llm.llm_engine.model_executor.driver_worker.worker
-    return worker.model_runner.model
+    return runner_of(llm).model
 
 
 def vision_runs(llm: LLM) -> int:
     """Number of runs of the vision tower on requests."""
-    vision = model_of(llm).autoprune
-    assert vision is not None
-    return vision.runs
+    runs: int = model_of(llm).autoprune.runs
+    return runs
 
 
 def forget(llm: LLM) -> None:
@@ -133,24 +140,40 @@ def chat(
     entry: Mapping[str, object] | None = None,
 ) -> list[Answer]:
     """Answers to chat conversations, all submitted at once, under one pruning entry."""
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0)
     kwargs = None if entry is None else {"autoprune": dict(entry)}
+    sampling = _greedy(tokens)
     outputs = llm.chat(list(conversations), sampling, use_tqdm=False, mm_processor_kwargs=kwargs)
     return [_answer(output) for output in outputs]
 
 
 def generate(llm: LLM, prompts: Sequence[Mapping[str, object]], tokens: int = 4) -> list[Answer]:
     """Answers to raw prompts, all submitted at once."""
+    return [_answer(out) for out in llm.generate(list(prompts), _greedy(tokens), use_tqdm=False)]
+
+
+def generate_each(
+    llm: LLM, prompts: Sequence[Mapping[str, object]], tokens: int = 4
+) -> list[Answer]:
+    """Answers to raw prompts, one after another."""
+    return [generate(llm, [each], tokens)[0] for each in prompts]
+
+
+def _greedy(tokens: int) -> Any:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0)
-    outputs = llm.generate(list(prompts), sampling, use_tqdm=False)
-    return [_answer(output) for output in outputs]
+    return SamplingParams(temperature=0, max_tokens=tokens, logprobs=0)
 
 
-def turn(text: str, *images: Tensor | Image.Image) -> dict[str, object]:
+def _answer(output: Any) -> Answer:
+    return {
+        "text": output.outputs[0].text.strip(),
+        "logprob": float(output.outputs[0].cumulative_logprob or 0.0),
+        "prompt_tokens": len(output.prompt_token_ids or []),
+        "cached": output.num_cached_tokens or 0,
+    }
+
+
+def turn(text: str, *images: Tensor | Image.Image) -> dict[str, Any]:
     """A user turn: images first, then the text."""
     pictures = [i if isinstance(i, Image.Image) else picture(i) for i in images]
     parts: list[dict[str, object]] = [{"type": "image_pil", "image_pil": i} for i in pictures]
@@ -162,28 +185,18 @@ def ask(llm: LLM, example: Example) -> Answer:
     return chat(llm, [[turn(example.question, example.image)]])[0]
 
 
-def prompt(
-    example: Example, budget: int | None = None, instruction: str | None = None
-) -> dict[str, object]:
-    """An example as a raw prompt, with a budget of its own."""
-    entry: dict[str, object] = {} if budget is None else {"budget": budget}
-    if instruction is not None:
-        entry["instructions"] = [instruction]
+def raw_prompt(text: str, image: object, **entry: object) -> dict[str, Any]:
+    """A raw prompt about an image or several, under a pruning entry."""
     return {
-        "prompt": format_prompt(example.question),
-        "multi_modal_data": {"image": picture(example.image)},
+        "prompt": text,
+        "multi_modal_data": {"image": image},
         "mm_processor_kwargs": {"autoprune": entry},
     }
 
 
-def _answer(output: RequestOutput) -> Answer:
-    completion = output.outputs[0]
-    return Answer(
-        text=completion.text.strip(),
-        logprob=float(completion.cumulative_logprob or 0.0),
-        prompt_tokens=len(output.prompt_token_ids or []),
-        cached=output.num_cached_tokens or 0,
-    )
+def prompt(example: Example, **entry: object) -> dict[str, Any]:
+    """An example as a raw prompt, under a pruning entry."""
+    return raw_prompt(format_prompt(example.question), picture(example.image), **entry)
 
 
 # ---- what is selected inside an engine ----
@@ -197,14 +210,20 @@ class Watch:
     rows: dict[ItemPlan, Tensor] = field(default_factory=dict)
     budgets: list[list[int]] = field(default_factory=list)
     before_broadcast: list[list[list[int]]] = field(default_factory=list)
-    vision_batches: list[int] = field(default_factory=list)
+
+    def take(self) -> dict[str, list[int]]:
+        """Kept tokens by plan, which are then forgotten."""
+        taken = {str(plan): rows for plan, rows in self.kept.items()}
+        self.kept.clear()
+        return taken
 
 
-def watch(tower: nn.Module | None = None) -> Watch:
-    """Start recording; with ``tower``, the sizes of its batches as well."""
+def watch() -> Watch:
+    """Start recording."""
+    from vllm_autoprune.serving.models import pruned_model
+
     seen = Watch()
-    prune, agree = batch.prune_images, selection._broadcast_selection
-    select = regions.select_region
+    prune, select, agree = batch.prune_images, regions.select_region, selection._broadcast_selection
 
     def images(
         context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
@@ -229,19 +248,13 @@ def watch(tower: nn.Module | None = None) -> Watch:
         seen.before_broadcast.append(chosen.indices.tolist())
         return agree(chosen)
 
-    from vllm_autoprune.serving.models import pruned_model
-
     patch.object(pruned_model, "prune_images", images).start()
     patch.object(batch, "select_region", selected).start()
     patch.object(selection, "_broadcast_selection", agreed).start()
-    if tower is not None:
-        tower.register_forward_pre_hook(
-            lambda module, args: seen.vision_batches.append(args[0].shape[0])
-        )
     return seen
 
 
-def breaking(module: Any, value: float) -> Any:
+def breaking(module: nn.Module, value: float) -> Any:
     """Make a module return non-finite values; the handle's ``remove`` undoes it."""
 
     def spoil(module: object, inputs: object, output: Tensor) -> Tensor:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.server import Server
-from benchmarks.yardsticks.examples import Example, png
+from benchmarks.yardsticks.examples import Example, png_url
 
 
-def body(server: Server, example: Example, **more: object) -> dict[str, object]:
+def body(server: Server, example: Example, **more: object) -> dict[str, Any]:
     """A chat request that asks an example's question about its image."""
-    url = "data:image/png;base64," + base64.b64encode(png(example.image)).decode()
     content = [
-        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": {"url": png_url(example.image)}},
         {"type": "text", "text": example.question},
     ]
     return {
@@ -60,7 +58,7 @@ def ask(server: Server, example: Example, **more: object) -> dict[str, Any]:
     """The response body; fails unless the status is 200."""
     status, answer = server.post("/v1/chat/completions", body(server, example, **more))
     assert status == 200, answer
-    return cast("dict[str, Any]", answer)
+    return answer
 
 
 def text_of(answer: Mapping[str, Any]) -> str:
@@ -71,46 +69,6 @@ def text_of(answer: Mapping[str, Any]) -> str:
 def prompt_tokens(answer: Mapping[str, Any]) -> int:
     """``usage.prompt_tokens``."""
     return int(answer["usage"]["prompt_tokens"])
-
-
-def agent_chat(task: str, urls: Sequence[str]) -> dict[str, object]:
-    """A chat request of an agent: its task, then a word and a tool's screenshot for each URL."""
-    messages: list[dict[str, object]] = [{"role": "user", "content": task}]
-    for i, url in enumerate(urls):
-        call = {"id": f"c{i}", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-        shot = {"type": "image_url", "image_url": {"url": url}}
-        messages += [
-            {"role": "assistant", "content": f"I look {i}.", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": f"c{i}", "content": [shot]},
-        ]
-    return {"messages": messages, "max_tokens": 1, "temperature": 0}
-
-
-def agent_responses(task: str, urls: Sequence[str]) -> dict[str, object]:
-    """The same for ``/v1/responses``."""
-    items: list[dict[str, object]] = [{"role": "user", "content": task}]
-    for i, url in enumerate(urls):
-        shot = {"type": "input_image", "detail": "auto", "image_url": url}
-        items += [
-            {"role": "assistant", "content": f"I look {i}."},
-            {"type": "function_call", "call_id": f"c{i}", "name": "look", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": f"c{i}", "output": [shot]},
-        ]
-    return {"input": items, "max_output_tokens": 1, "temperature": 0, "store": False}
-
-
-def agent_messages(task: str, urls: Sequence[str]) -> dict[str, object]:
-    """The same for ``/v1/messages``, with a word of the tool."""
-    messages: list[dict[str, object]] = [{"role": "user", "content": task}]
-    for i, url in enumerate(urls):
-        data = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
-        shot = [{"type": "text", "text": "Done."}, {"type": "image", "source": data}]
-        use = {"type": "tool_use", "id": f"c{i}", "name": "look", "input": {}}
-        said = {"type": "text", "text": f"I look {i}."}
-        result = {"type": "tool_result", "tool_use_id": f"c{i}", "content": shot}
-        messages += [{"role": "assistant", "content": [said, use]}]
-        messages += [{"role": "user", "content": [result]}]
-    return {"messages": messages, "max_tokens": 1, "temperature": 0}
 
 
 def samples(server: Server) -> dict[str, float]:

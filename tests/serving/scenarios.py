@@ -11,13 +11,11 @@ import contextlib
 import importlib
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,9 +30,6 @@ from vllm_autoprune.selftest.run import Report as SelftestReport
 
 Report = Any
 """Plain JSON; each scenario's docstring says what is in it."""
-
-Outcome = tuple[Report, str | None]
-"""A report, or why there is none."""
 
 SCENARIOS: dict[str, Callable[[], Report]] = {}
 
@@ -88,18 +83,16 @@ class Runner:
 
     def begin(
         self, name: str, more: Mapping[str, str] | None = None, patience: float = PATIENCE
-    ) -> Future[Outcome]:
+    ) -> Future[Report]:
         """Queue a scenario behind those already queued for the same environment."""
-        environment = {**self.environment, **(more or {})}
-        return _begin(name, tuple(sorted(environment.items())), patience)
+        process = _process(tuple(sorted({**self.environment, **(more or {})}.items())))
+        return process.begin(name, patience)
 
     def run(
         self, name: str, more: Mapping[str, str] | None = None, patience: float = PATIENCE
     ) -> Report:
         """The report of a scenario, run once a session; by another process for ``more``."""
-        report, failure = self.begin(name, more, patience).result()
-        assert failure is None, failure
-        return report
+        return self.begin(name, more, patience).result()
 
     def examine(self, backbone: str) -> SelftestReport:
         """The selftest's report of a backbone."""
@@ -107,29 +100,19 @@ class Runner:
 
 
 @cache
-def _begin(name: str, environment: tuple[tuple[str, str], ...], patience: float) -> Future[Outcome]:
-    # Failures are cached too: every other test of the scenario would wait for the same failure.
-    pool, process = _process(environment)
-    return pool.submit(process.run, name, patience)
+def _process(environment: tuple[tuple[str, str], ...]) -> _EngineProcess:
+    process = _EngineProcess(dict(environment))
+    _STARTED.append(process)
+    return process
 
 
-@cache
-def _process(environment: tuple[tuple[str, str], ...]) -> tuple[ThreadPoolExecutor, _EngineProcess]:
-    process, pool = _EngineProcess(dict(environment)), ThreadPoolExecutor(1)
-    _STARTED.append((pool, process))
-    return pool, process
-
-
-_STARTED: list[tuple[ThreadPoolExecutor, _EngineProcess]] = []
+_STARTED: list[_EngineProcess] = []
 
 
 def end_processes() -> None:
     """End every engine process of this session, and forget the scenarios still queued."""
-    for pool, process in _STARTED:
-        pool.shutdown(wait=False, cancel_futures=True)
-        process.kill()
-        pool.shutdown()
-        process.close()
+    for process in _STARTED:
+        process.end()
 
 
 class _EngineProcess:
@@ -142,56 +125,21 @@ class _EngineProcess:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
+        self._pool = ThreadPoolExecutor(1)
+        self._reports: dict[str, Future[Report]] = {}
         self._process: subprocess.Popen[str] | None = None
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._reader = threading.Thread()
         self._folder = tempfile.TemporaryDirectory(prefix="engine-")
         self._log = Path(self._folder.name) / "engine.log"
 
-    def run(self, name: str, patience: float) -> Outcome:
-        """The report, or the reason why there is none."""
-        process = self._started()
-        assert process.stdin is not None
-        process.stdin.write(name + "\n")
-        process.stdin.flush()
-        deadline = time.monotonic() + patience
-        while True:
-            try:
-                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                self.kill()
-                self.close()
-                return None, f"scenario {name}: no report after {patience:.0f} s\n{self._tail()}"
-            if line is None:
-                status = self.close()
-                return None, f"scenario {name} ended its process with {status}:\n{self._tail()}"
-            if line.startswith(_MARK):
-                return json.loads(line.removeprefix(_MARK)), None
-            if line.startswith(_FAILURE):
-                failure = json.loads(line.removeprefix(_FAILURE))
-                return None, f"scenario {name} failed:\n{failure}\n{self._tail()}"
+    def begin(self, name: str, patience: float) -> Future[Report]:
+        """Queue a scenario, once: a failure, too, is that of every test that reads the report."""
+        if name not in self._reports:
+            self._reports[name] = self._pool.submit(self._run, name, patience)
+        return self._reports[name]
 
-    def kill(self) -> None:
-        """Kill the process and its workers."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    def close(self) -> int:
-        """Close the pipes of an ended process; returns its exit status."""
-        process, self._process = self._process, None
-        if process is None:
-            return 0
-        status = process.wait()
-        self._reader.join()  # it closes the output
-        if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-        return status
-
-    def _started(self) -> subprocess.Popen[str]:
+    def _run(self, name: str, patience: float) -> Report:
+        """The report; AssertionError where there is none."""
         if self._process is None:
-            self._lines = queue.SimpleQueue()
             with self._log.open("w") as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "tests.serving.scenarios", "--serve"],
@@ -203,22 +151,51 @@ class _EngineProcess:
                     text=True,
                     start_new_session=True,
                 )
-            self._reader = threading.Thread(
-                target=_read_lines, args=(self._process, self._lines), daemon=True
-            )
-            self._reader.start()
-        return self._process
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(name + "\n")
+        process.stdin.flush()
+        limit = threading.Timer(patience, self._kill)
+        limit.start()
+        try:
+            for line in process.stdout:
+                if line.startswith(_MARK):
+                    return json.loads(line.removeprefix(_MARK))
+                if line.startswith(_FAILURE):
+                    failure = json.loads(line.removeprefix(_FAILURE))
+                    raise AssertionError(f"scenario {name} failed:\n{failure}\n{self._tail()}")
+        finally:
+            limit.cancel()
+        status = self._close()
+        raise AssertionError(
+            f"scenario {name} ended its process with {status}; it may take {patience:.0f} s\n"
+            f"{self._tail()}"
+        )
+
+    def end(self) -> None:
+        """End the process and its workers, and forget the scenarios still queued."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._kill()
+        self._pool.shutdown()
+        self._close()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _close(self) -> int:
+        """Close the pipes of an ended process; returns its exit status."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()  # type: ignore[union-attr]  # both are pipes
+        return process.wait()
 
     def _tail(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
-
-
-def _read_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:
-    assert process.stdout is not None
-    with process.stdout:
-        for line in process.stdout:
-            lines.put(line)
-    lines.put(None)
 
 
 def _report(name: str) -> Report:

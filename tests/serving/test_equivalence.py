@@ -6,22 +6,23 @@ what the selftest checks of every backbone, mini-LLaVA among them (``test_backbo
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from benchmarks.yardsticks.examples import Example, png
+from benchmarks.yardsticks.examples import Example, png_url
 from tests.serving.conftest import V2_EXHAUSTIVE
 from tests.serving.engine import (
+    BLOCK,
     STATE,
     alone,
     ask,
     chat,
     examples,
     forget,
+    release,
     start,
     turn,
     vision_runs,
@@ -33,8 +34,6 @@ from vllm_autoprune.serving.plan import make_cache_identity
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
-BLOCK = 32
-
 
 @scenario
 def plain() -> Report:
@@ -42,7 +41,7 @@ def plain() -> Report:
     llm = start(None)
     conversations = [[turn(e.question, e.image)] for e in examples(2)]
     both = [turn("Which shape is red?", examples(2)[0].image, examples(2)[-1].image)]
-    return [chat(llm, [each], tokens=8)[0].plain() for each in (*conversations, both)]
+    return [chat(llm, [each], tokens=8)[0] for each in (*conversations, both)]
 
 
 @pytest.mark.parametrize("runner", V2_EXHAUSTIVE, indirect=True)
@@ -53,54 +52,59 @@ def test_without_a_state_the_plugin_changes_no_bit(runner: Runner) -> None:
 
 
 @scenario
-def with_caches() -> Report:
-    """Answers to questions about several images and kept tokens; every prompt in one step."""
-    return _answer_and_watch({})
+def caches() -> Report:
+    """Answers to questions about several images and kept tokens; every prompt in one step.
 
-
-@scenario
-def no_caches() -> Report:
-    """The same without prefix cache, multi-modal caches and feature cache."""
-    return _answer_and_watch(
-        {"feature_cache_gb": 0}, enable_prefix_caching=False, mm_processor_cache_gb=0
-    )
+    ``with`` and ``without`` prefix cache, multi-modal caches and feature cache.
+    """
+    off = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
+    return {
+        "with": _answer_and_watch({}),
+        "without": _answer_and_watch({"feature_cache_gb": 0}, **off),
+    }
 
 
 def _answer_and_watch(settings: Mapping[str, object], **options: object) -> Report:
     llm = start({**STATE, **settings}, max_num_batched_tokens=4096, **options)
     seen = watch()
     questions = examples(3)[:8]
-    answers = [ask(llm, example).plain() for example in questions]
+    answers = [ask(llm, example) for example in questions]
     pair = turn("What digit is on the red shape?", questions[0].image, questions[-1].image)
-    return {
-        "answers": [*answers, chat(llm, [[pair]])[0].plain()],
+    report = {
+        "answers": [*answers, *chat(llm, [[pair]])],
         "kept": [[list(plan.instruction), rows] for plan, rows in seen.kept.items()],
     }
+    release(llm)
+    return report
 
 
 def test_caches_do_not_change_what_is_kept(runner: Runner) -> None:
-    cached, changed = runner.run("with_caches"), runner.run("no_caches")
-    kept = [{str(entry) for entry in report["kept"]} for report in (cached, changed)]
+    report = runner.run("caches")
+    kept = [{str(entry) for entry in report[how]["kept"]} for how in ("with", "without")]
     assert kept[0] == kept[1]
-    for with_cache, without in zip(cached["answers"], changed["answers"], strict=True):
+    answers = zip(report["with"]["answers"], report["without"]["answers"], strict=True)
+    for with_cache, without in answers:
         assert with_cache["text"] == without["text"]
         assert with_cache["logprob"] == pytest.approx(without["logprob"], abs=2e-2)
         assert with_cache["prompt_tokens"] == without["prompt_tokens"]
 
 
+def make_identity_without_question(
+    image: str, served: str, budget: int, keep: Any, ids: Any, core: int
+) -> str:
+    """A cache identity as it must not be."""
+    return make_cache_identity(image, served, budget, keep, None, core)
+
+
 @scenario
 def instruction_left_out() -> Report:
     """Answers to questions with the instruction in the cache identity, and without it."""
-
-    def without(image: str, served: str, budget: int, keep: Any, ids: Any, core: int) -> str:
-        return make_cache_identity(image, served, budget, keep, None, core)
-
     llm = start({**STATE, "budget": 4})
     questions = examples(6)
-    right = [ask(llm, e).plain() for e in questions]
+    right = [ask(llm, e) for e in questions]
     llm.reset_prefix_cache()
-    with patch.object(planner, "make_cache_identity", without):
-        wrong = [ask(llm, e).plain() for e in questions]
+    with patch.object(planner, "make_cache_identity", make_identity_without_question):
+        wrong = [ask(llm, e) for e in questions]
     return {"right": right, "wrong": wrong, "answers": [e.answer for e in questions]}
 
 
@@ -115,16 +119,15 @@ def test_negative_control_without_the_instruction_in_the_identity(runner: Runner
 def blind_state() -> Report:
     """A state that does not read the instruction: questions about one image share its rows."""
     llm = start({"state": alone("divprune"), "budget": 32})
-    before = vision_runs(llm)
-    answers = [ask(llm, e).plain() for e in examples(1)]
-    return {"answers": answers, "vision_runs": vision_runs(llm) - before}
+    runs = vision_runs(llm)
+    cached = [ask(llm, example)["cached"] for example in examples(1)]
+    return {"cached": cached, "vision_runs": vision_runs(llm) - runs}
 
 
 def test_a_state_that_does_not_read_the_instruction_shares_across_questions(runner: Runner) -> None:
     report = runner.run("blind_state")
-    first, *later = report["answers"]
-    assert first["cached"] == 0
-    assert all(answer["cached"] >= BLOCK for answer in later)
+    assert report["cached"][0] == 0
+    assert min(report["cached"][1:]) >= BLOCK
     assert report["vision_runs"] == 1
 
 
@@ -136,30 +139,29 @@ BUDGET = 96
 
 @scenario
 def detail_budgets() -> Report:
-    """Prompt tokens at each detail, and cached tokens of a conversation one turn later.
+    """Prompt tokens at each detail, and answers to a conversation one turn later.
 
-    ``later``: the second turn appends a text, or an image of another detail. ``other_detail``: the
-    first turn again, its image with another detail.
+    ``later``: a turn and what follows it, a text, or an image of another detail. ``other_detail``:
+    the first turn again, its image with another detail.
     """
     llm = start({**STATE, "budget": BUDGET, "detail": DETAIL, "requests": "none"})
-    first_image, other = examples(2)[0], examples(2)[-1]
-    report: dict[str, Any] = {"tokens": {}, "later": {}}
-    for detail in ("low", "high", "auto", None):
-        (answer,) = chat(llm, [[_turn(first_image, detail)]])
-        report["tokens"][detail or "none"] = answer.prompt_tokens
-    text = {"role": "user", "content": "And what is left of it?"}
-    for name, second in (("text", text), ("image", _turn(other, "high"))):
+    example, other = examples(2)[0], examples(2)[-1]
+    report: dict[str, Any] = {"later": []}
+    report["tokens"] = {
+        detail or "none": chat(llm, [[_turn(example, detail)]])[0]["prompt_tokens"]
+        for detail in ("low", "high", "auto", None)
+    }
+    for later in ({"role": "user", "content": "And what is left of it?"}, _turn(other, "high")):
         forget(llm)
-        (first,) = chat(llm, [[_turn(first_image, "low")]])
-        said = {"role": "assistant", "content": first.text}
-        (later,) = chat(llm, [[_turn(first_image, "low"), said, second]])
-        report["later"][name] = {"first": first.plain(), "later": later.plain()}
-    report["other_detail"] = chat(llm, [[_turn(first_image, "high")]])[0].plain()
+        (answer,) = chat(llm, [[_turn(example, "low")]])
+        said = {"role": "assistant", "content": answer["text"]}
+        report["later"].append([answer, *chat(llm, [[_turn(example, "low"), said, later]])])
+    report["other_detail"] = chat(llm, [[_turn(example, "high")]])[0]
     return report
 
 
 def _turn(example: Example, detail: str | None) -> dict[str, object]:
-    url = "data:image/png;base64," + base64.b64encode(png(example.image)).decode()
+    url = png_url(example.image)
     image = {"url": url} if detail is None else {"url": url, "detail": detail}
     text = {"type": "text", "text": example.question}
     return {"role": "user", "content": [{"type": "image_url", "image_url": image}, text]}
@@ -173,8 +175,7 @@ def test_detail_sets_the_tokens_of_an_image_and_a_later_turn_changes_nothing(
     assert tokens["none"] == tokens["auto"]
     assert tokens["low"] - tokens["auto"] == DETAIL["low"] - BUDGET
     assert tokens["high"] - tokens["auto"] == DETAIL["high"] - BUDGET
-    for turns in report["later"].values():
-        whole_blocks = turns["first"]["prompt_tokens"] // BLOCK * BLOCK
-        assert turns["first"]["cached"] == 0
-        assert turns["later"]["cached"] >= whole_blocks >= DETAIL["low"]
+    for answer, later in report["later"]:
+        assert answer["cached"] == 0
+        assert later["cached"] >= answer["prompt_tokens"] // BLOCK * BLOCK >= DETAIL["low"]
     assert report["other_detail"]["cached"] == 0

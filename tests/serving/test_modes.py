@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from prometheus_client import REGISTRY
+from prometheus_client import generate_latest
 from safetensors.torch import load_file, save_file
 
 from benchmarks.yardsticks.adapters import ADAPTERS, draw_adapter, write_adapters
 from tests.serving.engine import (
+    BLOCK,
     LLAVA,
     STATE,
     examples,
@@ -36,10 +37,10 @@ from tests.serving.engine import (
 )
 from tests.serving.interleave import render_prompt
 from tests.serving.scenarios import Report, Runner, scenario
+from vllm_autoprune.http_client import Metrics
 
 if TYPE_CHECKING:
     from vllm import LLM
-    from vllm.lora.request import LoRARequest
 
 pytestmark = pytest.mark.engine
 
@@ -58,7 +59,9 @@ REQUESTS: tuple[tuple[int, int, str | None, int, int], ...] = (
 )
 """Question, K, state or control, later turns and K_r of each request."""
 
-TOKENS = 12
+Prompt = Mapping[str, object]
+Ids = list[list[int]]
+"""Token ids of answers."""
 
 
 def start_mode(settings: Mapping[str, object] | None = None, **options: object) -> LLM:
@@ -69,19 +72,31 @@ def start_mode(settings: Mapping[str, object] | None = None, **options: object) 
     )
 
 
-def mixed_prompts() -> list[dict[str, object]]:
-    """Prompts of :data:`REQUESTS`."""
+def mixed_prompts(keys: Sequence[tuple[Any, ...]] = REQUESTS) -> list[Prompt]:
+    """Prompts of :data:`REQUESTS`, or of others like them."""
     questions = examples(6)
-    return [render_prompt(questions, *key) for key in REQUESTS]
+    return [render_prompt(questions, *key) for key in keys]
 
 
-def complete(llm: LLM, prompts: Sequence[Mapping[str, object]], **named: Any) -> list[list[int]]:
-    """Token ids of greedy answers of :data:`TOKENS` tokens each."""
+def _sampling(tokens: int) -> Any:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    outputs = llm.generate(list(prompts), sampling, use_tqdm=False, **named)
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+def complete(llm: LLM, prompts: Sequence[Prompt], tokens: int = 12, **named: Any) -> Ids:
+    """Greedy answers of so many tokens each."""
+    outputs = llm.generate(list(prompts), _sampling(tokens), use_tqdm=False, **named)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def complete_alone(llm: LLM, prompts: Sequence[Prompt], tokens: int = 12) -> Ids:
+    """Answers, each with empty caches."""
+    answers = []
+    for each in prompts:
+        forget(llm)
+        answers += complete(llm, [each], tokens)
+    return answers
 
 
 def counter(llm: LLM, name: str) -> float:
@@ -92,11 +107,13 @@ def counter(llm: LLM, name: str) -> float:
 def answer_together_and_alone(llm: LLM) -> dict[str, Any]:
     """Answers ``together``, and each ``alone`` with empty caches."""
     prompts = mixed_prompts()
-    report: dict[str, Any] = {"together": complete(llm, prompts), "alone": []}
-    for one in prompts:
-        forget(llm)
-        report["alone"] += complete(llm, [one])
-    return report
+    return {"together": complete(llm, prompts), "alone": complete_alone(llm, prompts)}
+
+
+def assert_as_plain(runner: Runner, report: Mapping[str, Ids]) -> None:
+    """Answers in a mode equal those without one, in one batch and alone."""
+    plain = runner.run("plain_mode")["together"]
+    assert report["together"] == report["alone"] == plain
 
 
 @scenario
@@ -105,10 +122,20 @@ def plain_mode() -> Report:
     return answer_together_and_alone(start_mode())
 
 
+def test_mixed_requests_are_answered_together_as_alone(runner: Runner) -> None:
+    report = runner.run("plain_mode")
+    assert_as_plain(runner, report)
+    assert len({str(answer) for answer in report["together"]}) == len(report["together"])
+
+
 @scenario
 def shared_memory_mode() -> Report:
     """The same with processed images in shared memory, small enough to be overwritten."""
     return answer_together_and_alone(start_mode(mm_processor_cache_type="shm"))
+
+
+def test_processor_cache_in_shared_memory(runner: Runner) -> None:
+    assert_as_plain(runner, runner.run("shared_memory_mode"))
 
 
 @scenario
@@ -117,66 +144,57 @@ def priority_mode() -> Report:
 
     ``order``: the priorities in the order in which the requests finished; ``preempted``.
     """
-    from vllm import SamplingParams
-
     llm = start_mode(
         scheduling_policy="priority", max_num_seqs=3, num_gpu_blocks_override=14, max_model_len=256
     )
-    questions = examples(6)
-    prompts = [render_prompt(questions, at, 64, None, 0, 0) for at in range(6)]
-    alone = []
-    for one in prompts:
-        forget(llm)
-        alone.append(_long(llm, [one])[0])
+    prompts = mixed_prompts([(at, 64, None, 0, 0) for at in range(6)])
+    alone = complete_alone(llm, prompts, tokens=60)
     forget(llm)
     before = counter(llm, "vllm:num_preemptions")
     engine = llm.llm_engine
-    finished: dict[str, list[int]] = {}
-    sampling = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    finished: dict[int, list[int]] = {}
+
+    def add(numbers: range) -> None:
+        for at in numbers:
+            (rendered,) = llm.renderer.render_cmpl([prompts[at]])
+            engine.add_request(str(at), rendered, _sampling(60), priority=9 - at)
+
+    def step() -> None:
+        for output in engine.step():
+            if output.finished:
+                finished[int(output.request_id)] = list(output.outputs[0].token_ids)
+
     # The first three run when the others, which matter more, arrive.
-    for at, one in enumerate(prompts[:3]):
-        engine.add_request(str(at), _rendered(llm, one), sampling, priority=9 - at)
+    add(range(3))
     for _ in range(3):
-        finished |= _step(llm)
-    for at, one in enumerate(prompts[3:], start=3):
-        engine.add_request(str(at), _rendered(llm, one), sampling, priority=9 - at)
+        step()
+    add(range(3, 6))
     while engine.has_unfinished_requests():
-        finished |= _step(llm)
+        step()
     return {
-        "together": [finished[str(at)] for at in range(6)],
+        "together": [finished[at] for at in range(6)],
         "alone": alone,
-        "order": [9 - int(name) for name in finished],
+        "order": [9 - at for at in finished],
         "preempted": counter(llm, "vllm:num_preemptions") - before,
     }
 
 
-def _long(llm: LLM, prompts: Sequence[Mapping[str, object]]) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    outputs = llm.generate(list(prompts), sampling, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def _rendered(llm: LLM, one: Mapping[str, object]) -> Any:
-    (rendered,) = llm.renderer.render_cmpl([one])
-    return rendered
-
-
-def _step(llm: LLM) -> dict[str, list[int]]:
-    return {
-        output.request_id: list(output.outputs[0].token_ids)
-        for output in llm.llm_engine.step()
-        if output.finished
-    }
+def test_priority_scheduling_with_preemption(runner: Runner) -> None:
+    report = runner.run("priority_mode")
+    assert report["together"] == report["alone"]
+    assert report["preempted"] >= 1
+    # A small number goes first: 9 ran before 4, 5 and 6 came, and made room for them.
+    assert report["order"][-1] == 9
+    assert [priority for priority in report["order"] if priority < 7] == [4, 5, 6]
 
 
 @scenario
 def sampled_mode() -> Report:
     """What a request may ask of sampling, about a pruned image.
 
-    ``samples``: n = 3 drawn together, twice with one seed; ``alone``: the greedy answer;
-    ``choices``, ``pattern``: structured output. ``sleep``: answers before and after each level.
+    ``samples``: n = 3 drawn together, twice with one seed; ``choices``, ``pattern``: structured
+    output. Answers ``before`` sleep and ``after`` each level, with why it was ``refused`` and
+    ``runs`` of the vision tower; on a CPU vLLM frees no memory.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
@@ -187,121 +205,124 @@ def sampled_mode() -> Report:
     def texts(**sampling: Any) -> list[str]:
         params = SamplingParams(**{"max_tokens": 6, "temperature": 0, **sampling})
         (output,) = llm.generate([question], params, use_tqdm=False)
-        return [one.text for one in output.outputs]
+        return [sample.text for sample in output.outputs]
 
     runs = vision_runs(llm)
     report: dict[str, Any] = {
         "samples": [texts(n=3, temperature=2.0, seed=5) for _ in range(2)],
-        "alone": texts(),
         "choices": texts(structured_outputs=StructuredOutputsParams(choice=["red", "blue"])),
         "pattern": texts(structured_outputs=StructuredOutputsParams(regex="(1|2|3) (4|5|6)")),
     }
-    report["runs"] = vision_runs(llm) - runs
-    report["sleep"] = _sleep_and_wake(llm, question)
-    return report
-
-
-def _sleep_and_wake(llm: LLM, question: Mapping[str, object]) -> dict[str, Any]:
-    """Answers ``before`` and after each level; on a CPU vLLM frees no memory."""
-    report: dict[str, Any] = {"before": complete(llm, [question])}
+    report["runs of all"] = vision_runs(llm) - runs
+    report |= {"before": complete(llm, [question]), "after": [], "refused": [], "runs": []}
     for level in (0, 1, 2):
         runs = vision_runs(llm)
         try:
             llm.sleep(level)
             llm.wake_up(["scheduling"] if level == 0 else None)
-            report[f"refused {level}"] = ""
+            report["refused"].append("")
         except ValueError as error:
-            report[f"refused {level}"] = str(error)
-        report[f"after {level}"] = complete(llm, [question])
-        report[f"runs {level}"] = vision_runs(llm) - runs
+            report["refused"].append(str(error))
+        report["after"].append(complete(llm, [question]))
+        report["runs"].append(vision_runs(llm) - runs)
     return report
+
+
+def test_several_samples_and_structured_output(runner: Runner) -> None:
+    report = runner.run("sampled_mode")
+    samples, again = report["samples"]
+    assert len(samples) == 3 and samples == again
+    assert len(set(samples)) > 1
+    assert report["choices"][0] in ("red", "blue")
+    digit, other_digit = report["pattern"][0].split()
+    assert digit in "123" and other_digit in "456"
+    assert report["runs of all"] == 1, "the vision tower runs once for all of them"
+
+
+def test_sleep_and_wake_with_a_text_tower(runner: Runner) -> None:
+    report = runner.run("sampled_mode")
+    assert report["after"] == [report["before"]] * 3
+    assert report["refused"][:2] == ["", ""]
+    assert "--autoprune-text-tower" in report["refused"][2]
+    # Level 1 empties vLLM's caches of images, and the features with them.
+    assert report["runs"] == [0, 1, 0]
 
 
 @scenario
 def prompt_embeds_mode() -> Report:
     """Prompt embeddings beside images: in prompts of their own, and within one message.
 
-    ``together``: :data:`REQUESTS` in one batch with an embedded prompt, and that prompt ``after``
-    them; ``embedded``: alone, and as the text it stands for. ``beside``: answers to a question
-    whose last words are embeddings, text, and embeddings of other words; ``counted`` requests with
-    images of these. ``unpruned``: answers about an image that is not pruned, and about its
-    ``image_embeds``.
+    ``together``: :data:`REQUESTS` in one batch with an embedded prompt, whose answer is the last;
+    ``embedded``: alone, and as the text it stands for. ``beside``: answers to a question whose last
+    words are embeddings, text, and embeddings of other words; ``counted`` requests with images of
+    these. ``unpruned``: answers about an image that is not pruned, and about its ``image_embeds``.
     """
     llm = start_mode(enable_prompt_embeds=True, enable_mm_embeds=True)
     table = model_of(llm).get_language_model().model.embed_tokens
-    words = "USER: Which shape is red? ASSISTANT:"
-    ids = llm.get_tokenizer().encode(words)
-    with torch.no_grad():
-        embedded = {"prompt_embeds": table(torch.tensor(ids)).float()}
-    *together, after = complete(llm, [*mixed_prompts(), embedded])
-    forget(llm)
+
+    def embed(words: str, special: bool = False) -> tuple[list[int], torch.Tensor]:
+        ids = llm.get_tokenizer().encode(words, add_special_tokens=special)
+        with torch.no_grad():
+            return ids, table(torch.tensor(ids)).float()
+
+    ids, rows = embed("USER: Which shape is red? ASSISTANT:", special=True)
     report: dict[str, Any] = {
-        "together": together,
-        "after": after,
-        "embedded": complete(llm, [embedded]) + complete(llm, [{"prompt_token_ids": ids}]),
+        "together": complete(llm, [*mixed_prompts(), {"prompt_embeds": rows}]),
+        "embedded": complete_alone(llm, [{"prompt_embeds": rows}, {"prompt_token_ids": ids}]),
     }
-    before = counted_requests()
-    report["beside"] = _ask_beside(llm, table)
-    report["counted"] = counted_requests() - before
-    report["unpruned"] = _ask_about_features(llm)
-    return report
 
+    # Under a state that does not read the question, which has only its words in text.
+    entry = {"autoprune": {"state": "visionzip", "budget": 16}}
+    content = turn("Which digit is on the", examples(1)[0].image)["content"]
+    before, report["beside"] = _count_requests(), []
+    for words, embedded in ((" red circle", True), (" red circle", False), (" blue square", True)):
+        end: dict[str, object] = {"type": "text", "text": words}
+        if embedded:
+            buffer = io.BytesIO()
+            torch.save(embed(words)[1], buffer)
+            data = base64.b64encode(buffer.getvalue()).decode()
+            end = {"type": "prompt_embeds", "data": data}
+        forget(llm)
+        talk = [{"role": "user", "content": [*content, end]}]
+        (output,) = llm.chat([talk], _sampling(12), use_tqdm=False, mm_processor_kwargs=entry)
+        report["beside"].append(list(output.outputs[0].token_ids))
+    report["counted"] = _count_requests() - before
 
-def _ask_about_features(llm: LLM) -> list[list[int]]:
-    """Answers about an image that is not pruned, and about its features as ``image_embeds``."""
     forget(llm)
     question = prompt(examples(1)[0])
     complete(llm, [question])
-    vision = model_of(llm).autoprune
-    assert vision is not None
-    (features,) = vision.cache._entries.values()
-    whole = {**question, "mm_processor_kwargs": {"autoprune": {"enabled": False}}}
-    given = {"prompt": question["prompt"], "multi_modal_data": {"image": features.rows()[None]}}
-    return complete(llm, [whole]) + complete(llm, [given])
-
-
-def counted_requests() -> float:
-    """Requests with images that the plugin's metrics have counted."""
-    return sum(
-        sample.value
-        for metric in REGISTRY.collect()
-        for sample in metric.samples
-        if sample.name == "autoprune_requests_total"
+    (features,) = model_of(llm).autoprune.cache._entries.values()
+    embeds = {"image": features.rows()[None]}
+    report["unpruned"] = complete(llm, [prompt(examples(1)[0], enabled=False)])
+    report["unpruned"] += complete(
+        llm, [{"prompt": question["prompt"], "multi_modal_data": embeds}]
     )
+    return report
 
 
-def _ask_beside(llm: LLM, table: torch.nn.Module) -> list[list[int]]:
-    """Answers to a message whose last words are embeddings, text, and embeddings of other words.
-
-    Under a state that does not read the question, which has only its words in text.
-    """
-    from vllm import SamplingParams
-
-    question = turn("Which digit is on the", examples(1)[0].image)["content"]
-    assert isinstance(question, list)
-    ends = [
-        _embed(llm, table, " red circle"),
-        {"type": "text", "text": " red circle"},
-        _embed(llm, table, " blue square"),
-    ]
-    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    entry = {"autoprune": {"state": "visionzip", "budget": 16}}
-    answers = []
-    for end in ends:
-        forget(llm)
-        message = {"role": "user", "content": [*question, end]}
-        (output,) = llm.chat([[message]], sampling, use_tqdm=False, mm_processor_kwargs=entry)
-        answers.append(list(output.outputs[0].token_ids))
-    return answers
+def _count_requests() -> float:
+    """Requests with images that the plugin's metrics have counted in this process."""
+    return Metrics(generate_latest().decode()).total("autoprune_requests_total") or 0.0
 
 
-def _embed(llm: LLM, table: torch.nn.Module, words: str) -> dict[str, object]:
-    """Words as a part of a message that contains their embeddings."""
-    ids = llm.get_tokenizer().encode(words, add_special_tokens=False)
-    buffer = io.BytesIO()
-    with torch.no_grad():
-        torch.save(table(torch.tensor(ids)).float(), buffer)
-    return {"type": "prompt_embeds", "data": base64.b64encode(buffer.getvalue()).decode()}
+def test_prompt_embeddings_beside_images(runner: Runner) -> None:
+    report = runner.run("prompt_embeds_mode")
+    *together, after = report["together"]
+    assert together == runner.run("plain_mode")["together"]
+    alone, as_text = report["embedded"]
+    assert after == alone == as_text
+
+
+def test_prompt_embeddings_within_a_message(runner: Runner) -> None:
+    report = runner.run("prompt_embeds_mode")
+    assert report["counted"] == 3
+    embedded, text, others = report["beside"]
+    assert embedded == text != others
+
+
+def test_image_embeddings_are_served_unpruned(runner: Runner) -> None:
+    image, embeds = runner.run("prompt_embeds_mode")["unpruned"]
+    assert embeds == image
 
 
 @scenario
@@ -331,7 +352,11 @@ def count_layers(worker: Any) -> int:
     return int(model.end_layer - model.start_layer)
 
 
-_PREFIX = "language_model."
+@pytest.mark.exhaustive
+def test_pipeline_ranks(runner: Runner) -> None:
+    report = runner.run("pipeline_mode")
+    assert_as_plain(runner, report)
+    assert report["layers"] == [3, 3]
 
 
 @scenario
@@ -343,8 +368,17 @@ def ngram_mode() -> Report:
 @scenario
 def draft_model_mode() -> Report:
     """The same with mini-LLaVA's language model as the draft model, which sees no image."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _speculate({"method": "draft_model", "model": str(_write_draft(Path(folder)))})
+    prefix = "language_model."
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        weights = load_file(LLAVA / "model.safetensors")
+        text = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+        save_file(text, folder / "model.safetensors", {"format": "pt"})
+        config = json.loads((LLAVA / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config["text_config"]))
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(LLAVA / file, folder)
+        return _speculate({"method": "draft_model", "model": name})
 
 
 def _speculate(config: dict[str, object]) -> Report:
@@ -355,16 +389,14 @@ def _speculate(config: dict[str, object]) -> Report:
     return report
 
 
-def _write_draft(folder: Path) -> Path:
-    """The language model of mini-LLaVA as a checkpoint of its own."""
-    weights = load_file(LLAVA / "model.safetensors")
-    text = {k.removeprefix(_PREFIX): v for k, v in weights.items() if k.startswith(_PREFIX)}
-    save_file(text, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((LLAVA / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config["text_config"]))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(LLAVA / name, folder)
-    return folder
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["ngram_mode", "draft_model_mode"])
+def test_speculative_decoding(runner: Runner, name: str) -> None:
+    # Each in a process of its own: vLLM looks for n-grams with numba, and starts no second CPU
+    # engine in a process that has loaded it.
+    report = runner.run(name, {"SCENARIO": name})
+    assert_as_plain(runner, report)
+    assert report["draft"] > report["accepted"] > 0
 
 
 @scenario
@@ -377,58 +409,38 @@ def lora_mode() -> Report:
     """
     from vllm.lora.request import LoRARequest
 
+    asked = mixed_prompts(ADAPTED)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_adapters(folder)
-        loras: dict[str | None, LoRARequest | None] = {
-            None: None,
-            **{
-                name: LoRARequest(name, at, str(folder / name))
-                for at, name in enumerate(ADAPTERS, 1)
-            },
-        }
+        loras = [
+            LoRARequest(name, at, str(folder / name)) if at else None
+            for at, name in enumerate(("", *ADAPTERS))
+        ]
         # On a CPU vLLM gives a request without an adapter that of the last slot, so one stays free.
         llm = start_mode(enable_lora=True, max_loras=3, max_lora_rank=8)
-        report = _adapted(llm, loras)
+        pairs = [(each, lora) for each in asked for lora in loras]
+        sent, by = zip(*pairs, strict=True)
+        report: dict[str, Any] = {"together": complete(llm, sent, lora_request=list(by))}
+        report |= {"alone": [], "cached": [], "merged": []}
+        for each, lora in pairs:
+            forget(llm)
+            report["alone"] += complete(llm, [each], lora_request=[lora])
+        forget(llm)
+        runs = vision_runs(llm)
+        for lora in (*loras, *loras):
+            (output,) = llm.generate([asked[0]], _sampling(1), use_tqdm=False, lora_request=[lora])
+            report["cached"].append(output.num_cached_tokens or 0)
+        report["runs"] = vision_runs(llm) - runs
         release(llm)
-        report["merged"] = []
         for adapter in ADAPTERS:
-            merged = _merge_adapter(folder, adapter)
-            llm = start_mode(model=str(merged))
-            report["merged"].append(complete(llm, _asked()))
+            llm = start_mode(model=str(_merge_adapter(folder, adapter)))
+            report["merged"].append(complete(llm, asked))
             release(llm)
         return report
 
 
-def _asked() -> list[dict[str, object]]:
-    questions = examples(6)
-    keys = [key for key in REQUESTS if key[2] is None or "core" in key[2]]
-    return [render_prompt(questions, *key) for key in keys]
-
-
-def _adapted(llm: LLM, loras: Mapping[str | None, LoRARequest | None]) -> dict[str, Any]:
-    asked = _asked()
-    pairs = [(one, lora) for one in asked for lora in loras.values()]
-    sent, by = [one for one, _ in pairs], [lora for _, lora in pairs]
-    report: dict[str, Any] = {"together": complete(llm, sent, lora_request=by), "alone": []}
-    for one, lora in pairs:
-        forget(llm)
-        report["alone"] += complete(llm, [one], lora_request=[lora])
-    forget(llm)
-    runs = vision_runs(llm)
-    report["cached"] = []
-    for lora in (*loras.values(), *loras.values()):
-        report["cached"].append(_cached(llm, asked[0], lora))
-    report["runs"] = vision_runs(llm) - runs
-    return report
-
-
-def _cached(llm: LLM, one: Mapping[str, object], lora: LoRARequest | None) -> int:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0, max_tokens=1)
-    (output,) = llm.generate([one], sampling, use_tqdm=False, lora_request=[lora])
-    return int(output.num_cached_tokens or 0)
+ADAPTED = [key for key in REQUESTS if key[2] is None or "core" in key[2]]
 
 
 def _merge_adapter(folder: Path, adapter: str) -> Path:
@@ -444,107 +456,12 @@ def _merge_adapter(folder: Path, adapter: str) -> Path:
     return merged
 
 
-BLOCK = 32
-
-
-def test_mixed_requests_are_answered_together_as_alone(runner: Runner) -> None:
-    report = runner.run("plain_mode")
-    assert report["together"] == report["alone"]
-    assert len({str(answer) for answer in report["together"]}) == len(report["together"])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["ngram_mode", "draft_model_mode"])
-def test_speculative_decoding(runner: Runner, name: str) -> None:
-    # Each in a process of its own: vLLM looks for n-grams with numba, and starts no second CPU
-    # engine in a process that has loaded it.
-    report = runner.run(name, {"SCENARIO": name})
-    plain = runner.run("plain_mode")["together"]
-    assert report["together"] == report["alone"] == plain
-    assert report["draft"] > report["accepted"] > 0
-
-
-@pytest.mark.exhaustive
-def test_pipeline_ranks(runner: Runner) -> None:
-    report = runner.run("pipeline_mode")
-    plain = runner.run("plain_mode")["together"]
-    assert report["together"] == report["alone"] == plain
-    assert report["layers"] == [3, 3]
-
-
-def test_processor_cache_in_shared_memory(runner: Runner) -> None:
-    report = runner.run("shared_memory_mode")
-    plain = runner.run("plain_mode")["together"]
-    assert report["together"] == report["alone"] == plain
-
-
-def test_priority_scheduling_with_preemption(runner: Runner) -> None:
-    report = runner.run("priority_mode")
-    assert report["together"] == report["alone"]
-    assert report["preempted"] >= 1
-    # A small number goes first: 9 ran before 4, 5 and 6 came, and made room for them.
-    assert report["order"][-1] == 9
-    assert [one for one in report["order"] if one < 7] == [4, 5, 6]
-
-
-def test_several_samples_and_structured_output(runner: Runner) -> None:
-    report = runner.run("sampled_mode")
-    first, second = report["samples"]
-    assert len(first) == 3 and first == second
-    assert len(set(first)) > 1
-    assert report["choices"][0] in ("red", "blue")
-    first_digit, second_digit = report["pattern"][0].split()
-    assert first_digit in "123" and second_digit in "456"
-    assert report["runs"] == 1, "the vision tower runs once for all of them"
-
-
-def test_sleep_and_wake_with_a_text_tower(runner: Runner) -> None:
-    report = runner.run("sampled_mode")["sleep"]
-    assert report["before"] == report["after 0"] == report["after 1"] == report["after 2"]
-    assert report["refused 0"] == report["refused 1"] == ""
-    assert "--autoprune-text-tower" in report["refused 2"]
-    # Level 1 empties vLLM's caches of images, and the features with them.
-    assert [report[f"runs {level}"] for level in (0, 1, 2)] == [0, 1, 0]
-
-
 def test_adapters_of_the_language_model(runner: Runner) -> None:
-    report = runner.run("lora_mode")
+    report, plain = runner.run("lora_mode"), runner.run("plain_mode")["together"]
     assert report["together"] == report["alone"]
-    none, first, second = (report["together"][at::3] for at in range(3))
-    assert [first, second] == report["merged"]
-    assert none != first and first != second and second != none
+    none, *adapted = (report["together"][at::3] for at in range(3))
+    assert adapted == report["merged"]
+    assert none == [answer for answer, key in zip(plain, REQUESTS, strict=True) if key in ADAPTED]
+    assert none != adapted[0] != adapted[1] != none
     assert report["runs"] == 1, "adapters share the features of an image"
-
-
-def test_requests_without_an_adapter_are_not_changed_by_those_with_one(runner: Runner) -> None:
-
-    plain = runner.run("plain_mode")["together"]
-    expected = [
-        answer
-        for answer, key in zip(plain, REQUESTS, strict=True)
-        if key[2] is None or "core" in key[2]
-    ]
-    assert runner.run("lora_mode")["together"][::3] == expected
-
-
-def test_adapters_share_no_kv(runner: Runner) -> None:
-    assert runner.run("lora_mode")["cached"] == [0, 0, 0, BLOCK, BLOCK, BLOCK]
-
-
-def test_prompt_embeddings_beside_images(runner: Runner) -> None:
-    report = runner.run("prompt_embeds_mode")
-    assert report["together"] == runner.run("plain_mode")["together"]
-    alone, as_text = report["embedded"]
-    assert report["after"] == alone == as_text
-
-
-def test_prompt_embeddings_within_a_message(runner: Runner) -> None:
-    report = runner.run("prompt_embeds_mode")
-    assert report["counted"] == 3
-    embedded, text, others = report["beside"]
-    assert embedded == text != others
-
-
-def test_image_embeddings_are_served_unpruned(runner: Runner) -> None:
-    whole, given = runner.run("prompt_embeds_mode")["unpruned"]
-    assert given == whole
+    assert report["cached"] == [0, 0, 0, BLOCK, BLOCK, BLOCK], "and no KV"

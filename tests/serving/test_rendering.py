@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from benchmarks.server import Server, serve
 from benchmarks.yardsticks.examples import format_prompt
 from tests.hostile.attacks.plans import FORGED, Forge, changed, forged
 from tests.serving.conftest import COMMON, PRUNED
-from tests.serving.engine import LLAVA, STATE, TOKENS, examples, picture, turn
+from tests.serving.engine import LLAVA, STATE, TOKENS, examples, picture, raw_prompt, turn
 from tests.serving.http import ask, body, entry, measure_increase, prompt_tokens, text_of
 from tests.serving.scenarios import Report, Runner, scenario
 from vllm_autoprune.ops.dtype import choose_dtype
@@ -28,13 +27,15 @@ RENDER, GENERATE = "/v1/chat/completions/render", "/inference/v1/generate"
 
 @scenario
 def rendering() -> Report:
-    """``long``: cost of long instructions of many images; ``side_by_side``: :func:`_side_by_side`.
+    """Cost of long instructions, and conversations rendered concurrently; starts no engine.
 
-    Starts no engine.
+    ``short`` and ``long``: seconds and bytes of all plans of 100 images, with an instruction of a
+    few or 96,000 words. ``together``, ``alone``: plans' instructions and token ids.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
     from vllm.renderers import renderer_from_config
+    from vllm.renderers.params import ChatParams
 
     load_general_plugins()
     config = EngineArgs(
@@ -48,57 +49,48 @@ def rendering() -> Report:
         additional_config={"autoprune": {**STATE, "budget": 16, "requests": "budget:1-64"}},
     ).create_engine_config()
     renderer = renderer_from_config(config)
-    long = _render_long(renderer)
-    side_by_side = asyncio.run(_side_by_side(renderer))
-    renderer.shutdown()
-    return {"long": long, "side_by_side": side_by_side}
-
-
-def _render_long(renderer: Any) -> dict[str, float]:
-    """100 images and one instruction of 96,000 words: seconds, and bytes of all plans."""
-    example = examples(1)[0]
-    spent = {}
-    for name, text in (("short", example.question), ("long", "what is left of the red " * 16_000)):
-        head, mark, tail = format_prompt(example.question).partition("<image>")
-        prompt = {
-            "prompt": head + mark * 100 + tail,
-            "multi_modal_data": {"image": [picture(example.image)] * 100},
-            "mm_processor_kwargs": {"autoprune": {"instructions": [text] * 100}},
-        }
+    report: dict[str, Any] = {}
+    question = examples(1)[0].question
+    image = picture(examples(1)[0].image)
+    for name, text in (("short", question), ("long", "what is left of the red " * 16_000)):
+        prompt = format_prompt(question).replace("<image>", "<image>" * 100)
+        asked = raw_prompt(prompt, [image] * 100, instructions=[text] * 100)
         begun = time.process_time()
-        (engine_request,) = renderer.render_cmpl([prompt])
-        spent[f"{name}_seconds"] = time.process_time() - begun
-        items = engine_request["mm_kwargs"]["image"]
-        spent[f"{name}_bytes"] = sum(item[FIELD].data.nbytes for item in items)
-    return spent
+        (rendered,) = renderer.render_cmpl([asked])
+        seconds = time.process_time() - begun
+        items = rendered["mm_kwargs"]["image"]
+        report[name] = [seconds, sum(item[FIELD].data.nbytes for item in items)]
 
+    talks = [[turn(example.question, example.image)] for example in examples(4)[:8]]
 
-async def _side_by_side(renderer: Any) -> list[bool]:
-    """Whether conversations rendered concurrently equal those rendered one by one."""
-    from vllm.renderers.params import ChatParams
+    async def render_together() -> list[Any]:
+        jobs = (renderer.render_chat_async([talk], ChatParams()) for talk in talks)
+        return [made[0] for _, made in await asyncio.gather(*jobs)]
 
-    conversations = [[turn(example.question, example.image)] for example in examples(4)[:8]]
-    alone = [renderer.render_chat([each], ChatParams())[1][0] for each in conversations]
-    together = await asyncio.gather(
-        *(renderer.render_chat_async([each], ChatParams()) for each in conversations)
-    )
-
-    def parts(rendered: Any) -> tuple[object, object]:
-        plans = [ItemPlan.decode(item[FIELD].data) for item in rendered["mm_kwargs"]["image"]]
-        return [plan.instruction for plan in plans], rendered["prompt_token_ids"]
-
-    return [parts(a) == parts(b[1][0]) for a, b in zip(alone, together, strict=True)]
+    alone = [renderer.render_chat([talk], ChatParams())[1][0] for talk in talks]
+    for name, requests in (("alone", alone), ("together", asyncio.run(render_together()))):
+        report[name] = [
+            [
+                [ItemPlan.decode(i[FIELD].data).instruction for i in each["mm_kwargs"]["image"]],
+                list(each["prompt_token_ids"]),
+            ]
+            for each in requests
+        ]
+    renderer.shutdown()
+    return report
 
 
 def test_a_long_instruction_of_many_images_costs_little() -> None:
     """100 images and 96,000 words: 47 s and 80 MB where each image has its own copy."""
-    spent = Runner("v1").run("rendering")["long"]
-    assert spent["long_bytes"] < 1_500_000
-    assert spent["long_seconds"] < spent["short_seconds"] + 2.0
+    report = Runner("v1").run("rendering")
+    (short_seconds, _), (seconds, size) = report["short"], report["long"]
+    assert size < 1_500_000
+    assert seconds < short_seconds + 2.0
 
 
 def test_concurrent_renderers_do_not_mix_instructions() -> None:
-    assert Runner("v1").run("rendering")["side_by_side"] == [True] * 8
+    report = Runner("v1").run("rendering")
+    assert report["together"] == report["alone"]
 
 
 # ---- processed inputs of a client ----
@@ -133,35 +125,17 @@ def test_forged_plans_are_refused_and_sound_ones_answered(pruned: Server) -> Non
     assert text_of(ask(pruned, examples(2)[1])) == before
 
 
-def test_only_accepted_requests_are_counted(pruned: Server) -> None:
+def test_rendering_is_not_counted_and_beams_are_one_request(pruned: Server) -> None:
+    """What else is not counted, and samples: attacks of ``tests/hostile``."""
     example = examples(2)[0]
-    chat: Any = body(pruned, example)
 
-    def look_and_be_refused() -> None:
-        looked_at = {"model": pruned.model, "messages": chat["messages"]}
-        assert pruned.post("/tokenize", looked_at)[0] == 200
-        url = chat["messages"][0]["content"][0]["image_url"]["url"]
-        source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
-        content = [{"type": "image", "source": source}, {"type": "text", "text": "what?"}]
-        counted = {"model": pruned.model, "messages": [{"role": "user", "content": content}]}
-        assert pruned.post("/v1/messages/count_tokens", counted)[0] == 200
-        assert pruned.post(RENDER, chat)[0] == 200
-        long = copy.deepcopy(chat)
-        long["messages"][0]["content"][1]["text"] = "red " * 4000
-        assert pruned.post("/v1/chat/completions", long)[0] == 400
-
-    by = measure_increase(pruned, look_and_be_refused)
-    assert by("autoprune_requests_total state=autoprune") == 0
-    assert by("autoprune_visual_tokens_total stage=before") == 0
-
-    def be_answered() -> None:
-        ask(pruned, example)
-        ask(pruned, example, n=2, temperature=0.5)
+    def render_and_be_answered() -> None:
+        assert pruned.post(RENDER, body(pruned, example))[0] == 200
         ask(pruned, example, use_beam_search=True, n=2)
 
-    by = measure_increase(pruned, be_answered)
-    assert by("autoprune_requests_total state=autoprune") == 3
-    assert by("autoprune_visual_tokens_total stage=before") == 3 * TOKENS
+    by = measure_increase(pruned, render_and_be_answered)
+    assert by("autoprune_requests_total state=autoprune") == 1
+    assert by("autoprune_visual_tokens_total stage=before") == TOKENS
 
 
 # ---- a render server and a generate server (``vllm launch render``) ----

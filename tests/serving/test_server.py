@@ -6,10 +6,7 @@ import base64
 import io
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,26 +14,14 @@ import pytest
 from PIL import Image
 
 from benchmarks.server import Server
-from benchmarks.yardsticks.examples import draw_examples
+from benchmarks.yardsticks.examples import draw_examples, png_url
 from tests.pins.table import read
-from tests.serving.engine import TOKENS, examples, picture
-from tests.serving.http import (
-    agent_chat,
-    agent_messages,
-    agent_responses,
-    ask,
-    body,
-    budget,
-    entry,
-    prompt_tokens,
-    text_of,
-)
+from tests.serving.engine import BLOCK, TOKENS, examples, picture
+from tests.serving.http import ask, body, budget, entry, prompt_tokens, text_of
 from vllm_autoprune import load_state
 from vllm_autoprune.serving.api.endpoint import PATH
 
 pytestmark = pytest.mark.engine
-
-BLOCK = 32
 
 
 # ---- counts of tokens ----
@@ -51,14 +36,6 @@ def test_prompt_tokens_fall_by_exactly_n_minus_k(stock: Server, pruned: Server) 
         for keep in ("reference", "random", "resized"):
             answer = ask(pruned, example, **entry(budget=40, keep=keep))
             assert prompt_tokens(answer) == full - TOKENS + 40
-
-
-def test_tokenize_predicts_the_prompt(pruned: Server) -> None:
-    example = examples(1)[0]
-    messages = body(pruned, example)["messages"]
-    status, counted = pruned.post("/tokenize", {"model": pruned.model, "messages": messages})
-    assert status == 200
-    assert counted["count"] == prompt_tokens(ask(pruned, example))
 
 
 def test_no_pruning_is_the_stock_answer(stock: Server, pruned: Server) -> None:
@@ -78,15 +55,6 @@ def test_both_front_ends_answer_alike(stock: Server, two_front_ends: Server) -> 
     assert len({text_of(answer) for answer in answers}) == 1
     processes = r"\((ApiServer_\d+) pid=\d+\).*Received request"
     assert len(set(re.findall(processes, two_front_ends.logged()))) == 2, "both have answered"
-
-
-def test_flags_are_in_a_help_group_of_their_own() -> None:
-    vllm = Path(sys.executable).with_name("vllm")
-    shown = subprocess.run(
-        [vllm, "serve", "--help=AutoPrune"], capture_output=True, text=True, check=True
-    ).stdout
-    for flag in ("state", "budget", "text-tower", "feature-cache-gb"):
-        assert f"--autoprune-{flag}" in shown
 
 
 # ---- refusals ----
@@ -150,6 +118,49 @@ def test_endpoint_is_off_by_default(pruned: Server) -> None:
     assert caught.value.response.status_code == 404
 
 
+def agent_chat(urls: Sequence[str]) -> dict[str, object]:
+    """What an agent has said after each screenshot of a tool."""
+    messages: list[dict[str, object]] = []
+    for i, url in enumerate(urls):
+        call = {"id": f"c{i}", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        shot = {"type": "image_url", "image_url": {"url": url}}
+        messages += [
+            {"role": "assistant", "content": f"I look {i}.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": f"c{i}", "content": [shot]},
+        ]
+    return {"messages": [TASK, *messages], "max_tokens": 1}
+
+
+def agent_responses(urls: Sequence[str]) -> dict[str, object]:
+    items: list[dict[str, object]] = []
+    for i, url in enumerate(urls):
+        shot = {"type": "input_image", "detail": "auto", "image_url": url}
+        items += [
+            {"role": "assistant", "content": f"I look {i}."},
+            {"type": "function_call", "call_id": f"c{i}", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": f"c{i}", "output": [shot]},
+        ]
+    return {"input": [TASK, *items], "max_output_tokens": 1, "store": False}
+
+
+def agent_messages(urls: Sequence[str]) -> dict[str, object]:
+    """With a word of the tool."""
+    messages: list[dict[str, object]] = []
+    for i, url in enumerate(urls):
+        data = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+        shot = [{"type": "text", "text": "Done."}, {"type": "image", "source": data}]
+        use = {"type": "tool_use", "id": f"c{i}", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": f"c{i}", "content": shot}
+        messages += [
+            {"role": "assistant", "content": [{"type": "text", "text": f"I look {i}."}, use]},
+            {"role": "user", "content": [result]},
+        ]
+    return {"messages": [TASK, *messages], "max_tokens": 1}
+
+
+TASK = {"role": "user", "content": "How many shapes?"}
+
+
 @pytest.mark.parametrize(
     ("path", "sent", "prefix"),
     [
@@ -161,13 +172,12 @@ def test_endpoint_is_off_by_default(pruned: Server) -> None:
 def test_screenshots_of_an_agent_stay_in_the_prefix_cache(
     pruned: Server, path: str, sent: Callable[..., dict[str, object]], prefix: str
 ) -> None:
-    images = {example.image_id: example for example in draw_examples("test", 20)}
-    chats: list[Any] = [body(pruned, example)["messages"] for example in images.values()]
-    urls = [chat[0]["content"][0]["image_url"]["url"] for chat in chats]
+    images = {example.image_id: example.image for example in draw_examples("test", 10)}
+    urls = [png_url(image) for image in images.values()]
     before = 0
     for turns in range(1, len(urls) + 1):
-        request = sent(f"How many shapes, by {path}?", urls[:turns])
-        status, answer = pruned.post(path, {"model": pruned.model, **request})
+        request = {"model": pruned.model, "temperature": 0, **sent(urls[:turns])}
+        status, answer = pruned.post(path, request)
         assert status == 200, answer
         usage: Any = answer["usage"]
         cached = usage.get(f"{prefix}_details", {}).get("cached_tokens") or 0
