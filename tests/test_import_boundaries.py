@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -59,114 +60,101 @@ LAYERS = (
 HEAVY = ("vllm", "transformers")
 
 
-def modules(room: str) -> list[Path]:
-    """Files of a room: a folder of the package, or one module."""
-    folder = PACKAGE / room
-    return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
-
-
 def dotted(path: Path) -> str:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_by(path: Path) -> set[str]:
-    """Every absolute module name in the import statements of a file, wherever they stand."""
-    actual: set[str] = set()
+# Every module of the repository except tests and scripts.
+SOURCES = {
+    dotted(path): path
+    for top in (PACKAGE, PACKAGE.parent / "offline_search", PACKAGE.parent / "benchmarks")
+    for path in top.rglob("*.py")
+}
+
+
+@cache
+def imported_modules(path: Path) -> frozenset[str]:
+    """Modules in the import statements of a file, wherever they stand.
+
+    Of ``from package import name`` it is the submodule, if the name is one, or else the package.
+    """
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            actual.update(alias.name for alias in node.names)
+            modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, f"{path.name}: a relative import"
-            actual.add(node.module)
-            actual.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return actual
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            modules.update(name if name in SOURCES else node.module for name in names)
+    return frozenset(modules)
+
+
+def modules_of(room: str) -> set[str]:
+    """Modules of a folder of the package, or one module."""
+    name = f"vllm_autoprune.{room}"
+    return {module for module in SOURCES if module == name or module.startswith(f"{name}.")}
 
 
 @pytest.mark.parametrize(
     ("room", "prefix", "allowed"),
     [
         *((room, "vllm_autoprune.", {"errors", *rooms}) for room, rooms in CORE.items()),
-        *((f"serving/{room}", "vllm_autoprune.serving.", rooms) for room, rooms in SERVING.items()),
+        *((f"serving.{room}", "vllm_autoprune.serving.", rooms) for room, rooms in SERVING.items()),
     ],
 )
 def test_arrows_point_down(room: str, prefix: str, allowed: set[str]) -> None:
-    rooms = {room.rpartition("/")[2], *allowed}
+    rooms = {room.rpartition(".")[2], *allowed}
+    assert modules_of(room)
     wrong = {
-        f"{path.name}: {name}"
-        for path in modules(room)
-        for name in imported_by(path)
+        f"{module}: {name}"
+        for module in modules_of(room)
+        for name in imported_modules(SOURCES[module])
         if name.startswith(prefix) and name.removeprefix(prefix).split(".")[0] not in rooms
     }
     assert wrong == set()
 
 
 def test_every_module_of_serving_is_in_a_room() -> None:
-    listed = {path for room in SERVING for path in modules(f"serving/{room}")}
-    assert listed == set(modules("serving")) - {PACKAGE / "serving" / "__init__.py"}
+    rooms = set[str]().union(*(modules_of(f"serving.{room}") for room in SERVING))
+    assert modules_of("serving") - rooms == {"vllm_autoprune.serving"}
 
 
-def sources() -> dict[str, Path]:
-    """Every module of the repository except tests and scripts."""
-    root = PACKAGE.parent
-    paths = [p for top in (PACKAGE, root / "offline_search", root / "benchmarks")
-             for p in top.rglob("*.py")]  # fmt: skip
-    return {dotted(path): path for path in paths}
+def test_no_package_imports_a_higher_one_and_every_package_has_a_layer() -> None:
+    layers = {name: number for number, names in enumerate(LAYERS) for name in names}
 
+    def package(module: str) -> str:
+        parts = module.split(".")
+        names = (parts[0], ".".join(parts[:2]))
+        return next((name for name in names if name in layers), module)
 
-def package(module: str) -> str:
-    """The entry of :data:`LAYERS` that a module belongs to, or its own name."""
-    known = set().union(*LAYERS)
-    parts = module.split(".")
-    return next((p for p in (parts[0], ".".join(parts[:2])) if p in known), module)
-
-
-def test_every_package_has_a_layer() -> None:
-    known = set().union(*LAYERS)
-    assert {package(module) for module in sources()} - known == {"vllm_autoprune"}
-
-
-def test_no_package_imports_a_higher_one() -> None:
-    layer = {name: number for number, names in enumerate(LAYERS) for name in names}
-    modules_by_name = sources()
+    assert {package(module) for module in SOURCES} - layers.keys() == {"vllm_autoprune"}
     wrong = {
         f"{module} imports {name}"
-        for module, path in modules_by_name.items()
-        if (importer := package(module)) in layer
-        for name in imported_by(path) & modules_by_name.keys()
-        if (other := package(name)) in layer
-        and other != importer
-        and layer[other] >= layer[importer]
+        for module, path in SOURCES.items()
+        for name in imported_modules(path) & SOURCES.keys()
+        if {package(module), package(name)} <= layers.keys()
+        and package(name) != package(module)
+        and layers[package(name)] >= layers[package(module)]
     }
     assert wrong == set()
 
 
-def needed_modules(path: Path, known: set[str]) -> set[str]:
-    """Modules that a file needs; of ``from package import module`` the module only."""
-    needed: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            needed.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = (f"{node.module}.{alias.name}" for alias in node.names)
-            needed.update(name if name in known else node.module for name in names)
-    return needed & known
-
-
 def test_there_is_no_import_cycle() -> None:
-    paths = sources()
-    graph = {name: needed_modules(path, set(paths)) - {name} for name, path in paths.items()}
+    graph = {
+        name: (imported_modules(path) & SOURCES.keys()) - {name} for name, path in SOURCES.items()
+    }
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
 def test_the_core_names_and_loads_no_server() -> None:
-    core = [path for room in CORE for path in modules(room)]
-    for path in core:
-        assert not {name.split(".")[0] for name in imported_by(path)} & set(HEAVY), path.name
-    names = ["vllm_autoprune", *map(dotted, core)]
+    core = set[str]().union(*map(modules_of, CORE))
+    for module in core:
+        names = {name.split(".")[0] for name in imported_modules(SOURCES[module])}
+        assert not names & set(HEAVY), module
     code = (
         f"import importlib, sys\n"
-        f"for name in {names!r}: importlib.import_module(name)\n"
+        f"for name in {['vllm_autoprune', *sorted(core)]!r}: importlib.import_module(name)\n"
         f"print(sorted(set({HEAVY!r}) & set(sys.modules)))"
     )
     ran = subprocess.run(

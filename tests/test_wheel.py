@@ -6,7 +6,6 @@ editable installation.
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import pytest
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
-from vllm_autoprune.cli.main import COMMANDS
+from tests.test_import_boundaries import imported_modules
 
 ROOT = Path(__file__).resolve().parents[1]
 REPOSITORY_PACKAGES = {"vllm_autoprune", "offline_search", "benchmarks", "tests", "scripts"}
@@ -95,75 +94,58 @@ def forms(out: Path) -> dict[str, list[str]]:
 
 
 SLOW = ("explain", "doctor")
-"""Commands that import what takes seconds; they run where all run as programs."""
+"""Commands that import what takes seconds."""
 
 _ALL_IN_ONE = """
-import sys, vllm_autoprune, offline_search
-assert vllm_autoprune.__file__.startswith(sys.argv[1]), vllm_autoprune.__file__
-assert offline_search.__file__.startswith(sys.argv[1]), offline_search.__file__
-try:
-    import benchmarks
-except ImportError:
-    pass
-else:
-    raise SystemExit("the checkout can be seen")
+import importlib.util, sys, vllm_autoprune, offline_search
+for module in (vllm_autoprune, offline_search):
+    assert module.__file__.startswith(sys.argv[1]), module.__file__
+assert importlib.util.find_spec("benchmarks") is None, "the checkout can be seen"
 from vllm_autoprune.cli.main import COMMANDS, main
 def run(*arguments):
     try:
         return main(arguments)
     except SystemExit as ended:
         return ended.code
-forms = {forms!r}
-assert set(COMMANDS) == set({names!r}), set(COMMANDS) ^ set({names!r})
+forms = FORMS
+assert set(COMMANDS) == {*forms, *SLOW}, set(COMMANDS) ^ {*forms, *SLOW}
 failed = [name for name, arguments in forms.items() if run(name, *arguments) != 0]
 failed += [name for name in COMMANDS if run(name, "--help") != 0]
-raise SystemExit(f"failed: {{failed}}" if failed else 0)
+raise SystemExit(f"failed: {failed}" if failed else 0)
 """
 
 
-def environment(home: Path) -> dict[str, str]:
-    return {"PATH": os.environ["PATH"], "HOME": str(home), "HF_HUB_OFFLINE": "1"}
+def run_installed(installed: Path, folder: Path, program: str, *words: str) -> str:
+    """Output of a program of the environment with the wheel, which must succeed."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(
+        [str(installed / program), *words],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    return ran.stdout + ran.stderr
 
 
 def test_every_command_runs_from_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
     quick = {name: words for name, words in forms(tmp_path).items() if name not in SLOW}
-    code = _ALL_IN_ONE.replace("{{failed}}", "{failed}")
-    code = code.replace("{forms!r}", repr(quick)).replace("{names!r}", repr(sorted(COMMANDS)))
-    ran = subprocess.run(
-        [str(installed / "python"), "-c", code, str(installed.parent)],
-        cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=240,
-        check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
-    assert "cdpruner: valid" in ran.stdout and "clone the repository" not in ran.stdout
+    code = _ALL_IN_ONE.replace("FORMS", repr(quick)).replace("SLOW", repr(SLOW))
+    output = run_installed(installed, tmp_path, "python", "-c", code, str(installed.parent))
+    assert "cdpruner: valid" in output and "clone the repository" not in output
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(name, marks=pytest.mark.engine if name == "explain" else ())
-        for name in COMMANDS
-    ],
-)
-def test_every_command_runs_as_a_program(installed: Path, tmp_path: Path, command: str) -> None:
-    arguments = forms(tmp_path)[command]
-    ran = subprocess.run(
-        [str(installed / "vllm-autoprune"), command, *arguments],
-        cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=240,
-        check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+@pytest.mark.parametrize("command", [pytest.param("explain", marks=pytest.mark.engine), "doctor"])
+def test_slow_commands_run_as_programs(installed: Path, tmp_path: Path, command: str) -> None:
+    run_installed(installed, tmp_path, "vllm-autoprune", command, *forms(tmp_path)[command])
 
 
-def test_the_installed_command_prints_its_version_without_torch(installed: Path) -> None:
-    ran = subprocess.run(
-        [str(installed / "python"), "-X", "importtime", str(installed / "vllm-autoprune"),
-         "--version"],
-        env=environment(installed), capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert ran.stdout.strip() == version("vllm-autoprune")
-    imported = {line.split("|")[-1].strip() for line in ran.stderr.splitlines()}
+def test_the_installed_command_prints_its_version_without_torch(
+    installed: Path, tmp_path: Path
+) -> None:
+    words = ("-X", "importtime", str(installed / "vllm-autoprune"), "--version")
+    output = run_installed(installed, tmp_path, "python", *words).splitlines()
+    assert output[0] == version("vllm-autoprune")
+    imported = {line.split("|")[-1].strip() for line in output}
     assert "vllm_autoprune_command" in imported
     assert not {"torch", "vllm_autoprune"} & imported
 
@@ -186,32 +168,15 @@ def test_the_sdist_builds_the_wheel_of_this_checkout(source: Path, wheel: Path) 
         assert (source / name).exists(), name
 
 
-def importable(names: set[str]) -> set[str]:
-    """Modules and packages that a list of files provides."""
-    modules = {name.removesuffix(".py").removesuffix("/__init__") for name in names}
-    return {module.replace("/", ".") for module in modules}
-
-
-def repository_imports(path: Path) -> set[str]:
-    """Modules of the repository that a file imports, wherever in the file."""
-    modules: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            modules.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            modules.add(node.module)
-    return {module for module in modules if module.split(".")[0] in REPOSITORY_PACKAGES}
-
-
 def test_no_file_of_the_wheel_imports_what_is_not_in_it() -> None:
     listed = WheelBuilder(str(ROOT)).recurse_included_files()
-    files = {file.distribution_path: Path(file.path) for file in listed}
-    provided = importable({name for name in files if name.endswith(".py")})
+    files = {f.distribution_path: Path(f.path) for f in listed if f.path.endswith(".py")}
+    names = {name.removesuffix(".py").removesuffix("/__init__") for name in files}
+    provided = {name.replace("/", ".") for name in names}
     missing = {
         f"{name} imports {module}"
         for name, path in files.items()
-        if name.endswith(".py")
-        for module in repository_imports(path)
-        if module not in provided
+        for module in imported_modules(path)
+        if module.split(".")[0] in REPOSITORY_PACKAGES and module not in provided
     }
     assert missing == set()

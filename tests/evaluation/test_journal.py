@@ -21,13 +21,13 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_records_are_read_back_and_not_written_twice(path: Path) -> None:
-    contents, before = read_journal(path), path.read_bytes()
+    contents, content = read_journal(path), path.read_bytes()
     assert contents.setup == SETUP and list(contents.cases.values()) == [FULL, RANDOM]
     assert list(contents.questions.values()) == list(QUESTIONS)
     assert list(contents.answers["full"].values()) == ANSWERS
     with Journal(path) as journal:
         journal.append([SETUP, FULL, *QUESTIONS, *ANSWERS])
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content
 
 
 def test_the_question_of_an_incomplete_line_is_unanswered(path: Path) -> None:

@@ -43,14 +43,13 @@ def answer_of(report: Report) -> tuple[str, str]:
 
 
 def tables(report: Report) -> dict[str, list[list[str]]]:
-    rows: dict[str, list[list[str]]] = {}
-    for line in markdown(report).splitlines():
-        if line.startswith("### "):
-            caption = line[4:]
-        elif line.startswith("|"):
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            rows.setdefault(caption, []).append(cells)
-    return {caption: lines[2:] for caption, lines in rows.items()}
+    parts = re.findall(r"^### (.*)\n\n?((?:\|.*\n?)*)", markdown(report), re.MULTILINE)
+    return {
+        caption: [
+            [cell.strip() for cell in line.strip("|").split("|")] for line in rows.splitlines()[2:]
+        ]
+        for caption, rows in parts
+    }
 
 
 def test_rows_have_acc_both_definitions_of_rel_and_paired_differences() -> None:
@@ -70,51 +69,31 @@ def test_rows_have_acc_both_definitions_of_rel_and_paired_differences() -> None:
     assert ours.to_base.mme.value == 75.0
 
 
-def without_answers(journal: Contents) -> None:
-    journal.add(STATE)
-
-
-def with_a_failure(journal: Contents) -> None:
-    journal.add(Answer(case=BASE.name, question="1", failure="status 503"))
-
-
-def with_some_answers(journal: Contents) -> None:
-    journal.add(STATE)
-    for answer in [*journal.answers["full"].values()][:4]:
-        journal.add(answer.model_copy(update={"case": STATE.name}))
-
-
-def without_full(journal: Contents) -> None:
-    del journal.cases["full"]
-
-
-def without_questions(journal: Contents) -> None:
-    journal.questions.clear()
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (without_answers, "mine@8: no question was answered"),
-        (with_a_failure, "cdpruner@8: 1 of 6 requests failed: status 503"),
-        (with_some_answers, "mine@8: 4 of 6 answers; MME is incomplete"),
-        (without_full, "the full model is not among the cases"),
-        (without_questions, "there are no questions"),
+INCOMPLETE: dict[str, Callable[[Contents], object]] = {
+    "mine@8: no question was answered": lambda journal: journal.add(STATE),
+    "cdpruner@8: 1 of 6 requests failed: status 503": lambda journal: journal.add(
+        Answer(case=BASE.name, question="1", failure="status 503")
+    ),
+    "mine@8: 4 of 6 answers; MME is incomplete": lambda journal: [
+        journal.add(record)
+        for record in (STATE, *contents((STATE, RIGHT)).answers[STATE.name].values())
+        if not (isinstance(record, Answer) and record.question in "45")
     ],
-)
-def test_an_incomplete_evaluation_is_not_valid(
-    change: Callable[[Contents], None], reason: str
-) -> None:
+    "the full model is not among the cases": lambda journal: journal.cases.pop("full"),
+    "there are no questions": lambda journal: journal.questions.clear(),
+}
+
+
+@pytest.mark.parametrize("reason", INCOMPLETE)
+def test_an_incomplete_evaluation_is_not_valid(reason: str) -> None:
     journal = contents((FULL, RIGHT), (BASE, HALF))
-    change(journal)
+    INCOMPLETE[reason](journal)
     report = build_report(journal, ["stopped: <server>"])
     assert not report.valid and report.reasons[0].startswith(reason)
     assert report.row("mine@8") is None
-    page = markdown(report)
+    page, html = markdown(report), format_report(report, "html")
     assert "Not valid: " in page and f"- {reason}" in page and "- stopped: <server>" in page
-    assert answer_of(report)[0] == "bad" and "stopped: &lt;server&gt;" in format_report(
-        report, "html"
-    )
+    assert answer_of(report)[0] == "bad" and "stopped: &lt;server&gt;" in html
 
 
 def test_a_report_without_a_right_answer_is_not_valid() -> None:
@@ -136,35 +115,24 @@ def test_a_refused_case_is_listed_and_no_reason_against_the_report() -> None:
     assert "### Cannot be served" in page and r"K is \| too small" in page
 
 
-def test_totals_of_the_benchmarks_scorer_are_used() -> None:
+def test_totals_of_a_benchmarks_scorer_are_used_and_replace_missing_scores() -> None:
     journal = contents((FULL, RIGHT), (BASE, HALF))
     for name, points in (("full", 190.0), (BASE.name, 95.0)):
         journal.add(Total(case=name, benchmark=MME, metric="m", value=points, count=4))
     row = build_report(journal).row(BASE.name)
     assert row is not None and row.benchmarks == {"colour": 50.0, MME: 95.0}
     assert row.all.mean_of_ratios == 50.0
-
-
-def test_a_benchmark_without_scores_of_single_answers_has_its_total() -> None:
     unscored = [q.model_copy(update={"benchmark": "MMB-EN"}) for q in QUESTIONS[:2]]
-    questions = [*unscored, *QUESTIONS[2:]]
-    journal = contents((FULL, RIGHT), (BASE, HALF), questions=questions)
+    journal = contents((FULL, RIGHT), (BASE, HALF), questions=[*unscored, *QUESTIONS[2:]])
     for name in ("full", BASE.name):
         for question in ("0", "1"):
             journal.add(Answer(case=name, question=question, text="A"))
         journal.add(Total(case=name, benchmark="MMB-EN", metric="m", value=60.0, count=2))
-    row = build_report(journal).row(BASE.name)
+    full, row = (build_report(journal).row(name) for name in ("full", BASE.name))
     assert row is not None and row.benchmarks == {"MMB-EN": 60.0, MME: 125.0}
     assert row.to_full is not None and row.to_full.acc is None and row.to_full.accuracy is not None
-
-
-def test_aggregates_exist_without_mmbench() -> None:
-    questions = [
-        q if q.benchmark == MME else q.model_copy(update={"benchmark": "MMB-EN"}) for q in QUESTIONS
-    ]
-    row = build_report(contents((FULL, RIGHT), questions=questions)).row("full")
-    assert row is not None and row.without_mmbench is not None
-    assert row.without_mmbench.acc == 100.0
+    assert full is not None and full.without_mmbench is not None
+    assert full.without_mmbench.acc == 100.0
 
 
 def test_a_complete_evaluation_has_all_tables_of_the_paper() -> None:
@@ -182,13 +150,13 @@ def test_a_complete_evaluation_has_all_tables_of_the_paper() -> None:
     assert tone == "open" and answer.startswith("A trial run on 2 images, no measurement: ")
 
 
-def test_the_page_says_how_many_answers_are_right_with_all_tokens() -> None:
-    page = markdown(build_report(contents((FULL, RIGHT), (CONTROL, HALF), (BASE, HALF))))
-    assert "With all tokens, 100.0 % of the answers are right." in page
-    assert "not written as the model writes it" not in page
-    page = markdown(build_report(contents((FULL, FEW), (CONTROL, FEW), (BASE, FEW))))
-    assert "With all tokens, 16.7 % of the answers are right." in page
-    assert re.search(r"not written\s+as the model writes it", page)
+@pytest.mark.parametrize(("scores", "right"), [(RIGHT, "100.0"), (FEW, "16.7")])
+def test_the_page_says_how_many_answers_are_right_with_all_tokens(
+    scores: list[float], right: str
+) -> None:
+    page = markdown(build_report(contents((FULL, scores), (CONTROL, FEW), (BASE, FEW))))
+    assert f"With all tokens, {right} % of the answers are right." in page
+    assert bool(re.search(r"not written\s+as the model writes it", page)) == (scores is FEW)
 
 
 def test_the_page_answers_first_and_draws_accuracy_over_the_budget() -> None:
@@ -253,7 +221,7 @@ def compared(report: Report, name: str, kind: str | None = None) -> Comparison:
     return row
 
 
-def test_one_line_says_who_wins_overall_and_by_kind() -> None:
+def test_a_line_says_who_wins_overall_and_by_kind() -> None:
     mixed = [1.0, 0.0] * (IMAGES // 2) + [1.0, 1.0] * (IMAGES // 2)
     page = markdown(report_of((CONTROL, scores(0, 1)), (STATE, mixed)))
     (line,) = [line for line in page.splitlines() if line.startswith("- mine")]

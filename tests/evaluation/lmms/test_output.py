@@ -30,16 +30,13 @@ from vllm_autoprune.evaluation.lmms.suite import parse_servers
 from vllm_autoprune.evaluation.published import read_published
 
 
-def test_the_paper_s_benchmarks_are_named_as_its_columns() -> None:
+def test_benchmarks_are_the_papers_columns_and_the_version_is_the_extras() -> None:
     assert len(BENCHMARKS) == 14
-    columns = {name for table in read_published().tables for name in table.benchmarks}
-    assert columns < set(COLUMN_SETS["paper"])
-    by_backbone = {table.backbone: table.benchmarks for table in read_published().tables}
+    tables = read_published().tables
+    assert {name for table in tables for name in table.benchmarks} < set(COLUMN_SETS["paper"])
+    by_backbone = {table.backbone: table.benchmarks for table in tables}
     assert COLUMN_SETS["paper-llava"] == by_backbone["llava-1.5-7b"]
     assert set(COLUMN_SETS["paper-qwen"]) == set(by_backbone["qwen2.5-vl-7b"])
-
-
-def test_the_extra_installs_the_supported_version() -> None:
     text = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text()
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
     assert extras["lmms"] == [f"lmms-eval=={PINNED}"]
@@ -51,12 +48,9 @@ def test_columns_tasks_and_sets_may_be_mixed() -> None:
     (perception,), (both,) = select_benchmarks("mme"), select_benchmarks("mme", cognition=True)
     assert perception.name == both.name == MME
     assert len(perception.metrics) == 1 and len(both.metrics) == 2
-
-
-@pytest.mark.parametrize("names", ["", "gqa,foo"])
-def test_unknown_names_are_refused_with_the_options(names: str) -> None:
-    with pytest.raises(ConfigError, match=r"use: paper, .*ocrbench"):
-        select_benchmarks(names)
+    for unknown in ("", "gqa,foo"):
+        with pytest.raises(ConfigError, match=r"use: paper, .*ocrbench"):
+            select_benchmarks(unknown)
 
 
 def test_tasks_of_a_folder_come_after_the_paper_s(tmp_path: Path) -> None:
@@ -119,12 +113,12 @@ def output(
     task = benchmark.task
     count = len(lines) if reported is None else reported
     content = {"results": {task: results}, "n-samples": {task: {"effective": count}}}
-    (folder / "m").mkdir()
-    (folder / "m" / "1_results.json").write_text(json.dumps(content))
-    text = "".join(json.dumps(record) + "\n" for record in lines)
-    (folder / "m" / f"1_samples_{task}.jsonl").write_text(text)
     images = [{"task": task, "doc_id": n, "image": f"i{n // 2}"} for n in range(len(lines))]
-    (folder / IMAGES).write_text("".join(json.dumps(image) + "\n" for image in images))
+    (folder / "m").mkdir()
+    for file, records in (
+        ("m/1_results.json", [content]), (f"m/1_samples_{task}.jsonl", lines), (IMAGES, images),
+    ):  # fmt: skip
+        (folder / file).write_text("".join(json.dumps(record) + "\n" for record in records))
     return read_output(folder, benchmark, "full")
 
 
@@ -136,52 +130,48 @@ def test_real_files_are_parsed() -> None:
     assert [question.id for question in parsed.questions] == [f"minillava/{n}" for n in range(4)]
     # The document, and its image with it, is not among what is logged.
     assert {question.image for question in parsed.questions} == {"minillava/264b78d7448f204c"}
-    assert parsed.total is not None
-    assert (parsed.total.metric, parsed.total.value, parsed.total.count) == (
-        "minillava_accuracy", 100.0, 4
-    )  # fmt: skip
+    total = parsed.total
+    assert total is not None
+    assert (total.metric, total.value, total.count) == ("minillava_accuracy", 100.0, 4)
+    failed = read_output(FILES / "failed", OWN, "full")
+    (answer,) = (answer for answer in failed.answers if answer.failure is not None)
+    assert failed.total is None and answer.question == "minillava/1"
+    assert answer.score is answer.text is None
+    assert answer.failure is not None and "400 - the engine is gone" in answer.failure
 
 
-def test_a_failed_request_in_real_files_has_no_score() -> None:
-    parsed = read_output(FILES / "failed", OWN, "full")
-    assert parsed.total is None
-    (failed,) = (answer for answer in parsed.answers if answer.failure is not None)
-    assert failed.question == "minillava/1" and failed.score is None and failed.text is None
-    assert failed.failure is not None and "400 - the engine is gone" in failed.failure
-
-
-def test_further_result_files_of_a_task_are_ignored(tmp_path: Path) -> None:
+def test_other_result_files_are_ignored_and_a_task_needs_a_metric(tmp_path: Path) -> None:
     """MMBench writes submissions/mmbench_en_dev_results.json beside them."""
     folder = tmp_path / "run"
     shutil.copytree(FILES / "answered", folder)
+    (path,) = folder.rglob("*_results.json")
     (folder / "submissions").mkdir()
     (folder / "submissions" / "minillava_results.json").write_text("{}")
     assert read_output(folder, OWN, "full") == read_output(FILES / "answered", OWN, "full")
-
-
-def test_metrics_are_read_under_any_filter(tmp_path: Path) -> None:
-    results: Line = {"alias": "ai2d", "exact_match_stderr,flexible-extract": 0.1,
-                     "exact_match,flexible-extract": 0.5}  # fmt: skip
-    lines = [line(n, exact_match=float(n == 0)) for n in range(3)]
-    parsed = output(tmp_path, "ai2d", lines, results)
-    assert parsed.total is not None and parsed.total.value == 50.0 and parsed.total.count == 3
-    assert [answer.score for answer in parsed.answers] == [1.0, 0.0, 0.0]
-    assert [question.image for question in parsed.questions] == ["ai2d/i0", "ai2d/i0", "ai2d/i1"]
+    results = json.loads(path.read_text())
+    results["configs"]["minillava"]["metric_list"] = []
+    path.write_text(json.dumps(results))
+    with pytest.raises(EvaluationError, match="minillava: has no metric"):
+        read_output(folder, OWN, "full")
 
 
 @pytest.mark.parametrize(
-    ("name", "metric", "value"),
+    ("name", "metric", "by_filter", "value"),
     [
-        ("chartqa", "relaxed_overall", True),
-        ("pope", "pope_f1_score", {"question_id": 1, "score": 1.0, "prediction": "yes"}),
+        ("ai2d", "exact_match", "flexible-extract", 1.0),
+        ("chartqa", "relaxed_overall", "none", True),
+        ("pope", "pope_f1_score", "none", {"question_id": 1, "score": 1.0, "prediction": "yes"}),
     ],
 )
-def test_scores_may_be_booleans_or_records(
-    tmp_path: Path, name: str, metric: str, value: JsonValue
+def test_scores_of_any_filter_may_be_numbers_booleans_or_records(
+    tmp_path: Path, name: str, metric: str, by_filter: str, value: JsonValue
 ) -> None:
-    parsed = output(tmp_path, name, [line(0, **{metric: value})], {f"{metric},none": 0.875})
-    assert parsed.answers[0].score == 1.0
-    assert parsed.total is not None and parsed.total.value == 87.5
+    results: Line = {f"{metric}_stderr,{by_filter}": 0.1, f"{metric},{by_filter}": 0.875}
+    parsed = output(tmp_path, name, [line(n, **{metric: value}) for n in range(3)], results)
+    assert [answer.score for answer in parsed.answers] == [1.0] * 3
+    assert parsed.total is not None and (parsed.total.value, parsed.total.count) == (87.5, 3)
+    images = [question.image.partition("/")[2] for question in parsed.questions]
+    assert images == ["i0", "i0", "i1"]
 
 
 @pytest.mark.parametrize(
@@ -250,14 +240,3 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / IMAGES).unlink()
     with pytest.raises(EvaluationError, match="questions about the same image"):
         read_output(tmp_path, benchmark, "full")
-
-
-def test_an_own_task_without_a_metric_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(FILES / "answered", folder)
-    (path,) = folder.rglob("*_results.json")
-    results = json.loads(path.read_text())
-    results["configs"]["minillava"]["metric_list"] = []
-    path.write_text(json.dumps(results))
-    with pytest.raises(EvaluationError, match="minillava: has no metric"):
-        read_output(folder, OWN, "full")

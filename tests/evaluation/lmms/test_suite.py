@@ -25,6 +25,8 @@ from vllm_autoprune.evaluation.lmms.suite import (
 from vllm_autoprune.evaluation.report import Report
 from vllm_autoprune.evaluation.run import Progress, build_cases, evaluate
 
+FAKE = Path(__file__).with_name("fake_lmms_eval.py")
+NOWHERE = "full=http://127.0.0.1:9"
 ERROR = (
     "\x1b[32m2026-11-22\x1b[0m | \x1b[31m\x1b[1mERROR \x1b[0m | \x1b[36mlmms_eval\x1b[0m - "
     "\x1b[31m\x1b[1mError during evaluation: No tasks specified, or no tasks found. Please verify "
@@ -48,9 +50,6 @@ def test_the_last_error_is_read_from_the_log(tmp_path: Path, text: str, message:
     assert last_error(log) == message
 
 
-FAKE = Path(__file__).with_name("fake_lmms_eval.py")
-
-
 def right(body: Body, number: int) -> Answer:
     """The reference answer; the endpoint reports ten prompt tokens."""
     return completion(GOLD[int(str(body["messages"][0]["content"]).split()[1].rstrip("?"))])
@@ -63,20 +62,20 @@ def pruned(body: Body, number: int) -> Answer:
 
 
 def suite(
-    arms: Sequence[str | Server], folder: Path, tasks: str = "mme,gqa", judge: str | None = None
+    arms: Sequence[str | Server], folder: Path, tasks: str, judge: str | None = None
 ) -> LmmsSuite:
     servers = [parse_servers([arm])[0] if isinstance(arm, str) else arm for arm in arms]
-    benchmarks = select_benchmarks(tasks)
     program = LmmsEval(f"{sys.executable} {FAKE}", "m", judge_url=judge, check_interval=0.05)
-    place = folder / "lmms-eval"
-    return LmmsSuite(servers, benchmarks, program, place, backbone="llava-1.5-7b", mme_divisor=20.0)
+    return LmmsSuite(
+        servers, select_benchmarks(tasks), program, folder / "lmms-eval",
+        backbone="llava-1.5-7b", mme_divisor=20.0,
+    )  # fmt: skip
 
 
 def run(
     arms: Sequence[str | Server],
     folder: Path,
-    tasks: str = "mme,gqa",
-    *,
+    tasks: str = "gqa",
     judge: str | None = None,
     resume: bool = False,
 ) -> Report:
@@ -90,9 +89,9 @@ def arms(full: FakeEndpoint, base: FakeEndpoint) -> list[str]:
 
 def test_a_report_has_totals_scores_and_differences(tmp_path: Path) -> None:
     with endpoint(right) as full, endpoint(pruned) as base:
-        report = run(arms(full, base), tmp_path)
+        report = run(arms(full, base), tmp_path, "mme,gqa")
         assert len(full.requests) == len(base.requests) == 8
-        assert run(arms(full, base), tmp_path, resume=True) == report
+        assert run(arms(full, base), tmp_path, "mme,gqa", resume=True) == report
         assert len(full.requests) == 8, "complete tasks are not repeated"
     assert report.valid, report.reasons
     row = report.row("cdpruner@64")
@@ -122,24 +121,33 @@ def test_a_failed_request_is_not_an_answer(tmp_path: Path) -> None:
         return error(500) if number == 1 else pruned(body, number)
 
     with endpoint(right) as full, endpoint(failing) as base:
-        report = run(arms(full, base), tmp_path)
+        report = run(arms(full, base), tmp_path, "mme,gqa")
         assert not report.valid and report.row("cdpruner@64") is None
         assert any("1 of 6 requests failed" in reason for reason in report.reasons)
-        resumed = run(arms(full, base), tmp_path, resume=True)
+        assert run(arms(full, base), tmp_path, "mme,gqa", resume=True).valid
         assert len(full.requests) == 8
-    assert resumed.valid
 
 
-def test_a_server_that_dies_stops_the_evaluation(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("silent", "requests", "reason"),
+    [(False, 4, "stopped answering"), (True, 1, "stopped answering during gqa -> start it again")],
+)
+def test_a_server_that_dies_stops_the_evaluation(
+    tmp_path: Path, silent: bool, requests: int, reason: str
+) -> None:
+    gone = threading.Event()
+
     def dying(body: Body, number: int) -> Answer:
         base.models = error(503, "down")
+        if silent:
+            gone.wait(30)
         return error(503)
 
     with endpoint(right) as full, endpoint(dying) as base:
         report = run(arms(full, base), tmp_path)
-        assert len(base.requests) == 4
-    assert not report.valid
-    assert any("stopped answering" in reason for reason in report.reasons)
+        gone.set()
+        assert len(base.requests) == requests
+    assert not report.valid and any(reason in line for line in report.reasons)
     assert [row.case.name for row in report.rows] == ["full"]
 
 
@@ -156,50 +164,28 @@ def test_a_failed_run_is_reported(
 ) -> None:
     monkeypatch.setenv(variable, value)
     with endpoint(right) as full:
-        report = run([f"full={full.url}"], tmp_path, "gqa")
+        report = run([f"full={full.url}"], tmp_path)
     assert not report.valid and any(reason in line for line in report.reasons)
 
 
-def test_a_silent_server_stops_the_task_early(tmp_path: Path) -> None:
-    gone = threading.Event()
-
-    def hanging(body: Body, number: int) -> Answer:
-        base.models = error(503, "down")
-        gone.wait(30)
-        return error(503)
-
-    with endpoint(right) as full, endpoint(hanging) as base:
-        report = run(arms(full, base), tmp_path, "gqa")
-        gone.set()
-        assert len(base.requests) == 1
-    assert any(
-        "stopped answering during gqa -> start it again" in reason for reason in report.reasons
-    )
-    assert [row.case.name for row in report.rows] == ["full"]
-
-
-def test_a_server_that_does_not_prune_makes_the_report_invalid(tmp_path: Path) -> None:
+def test_prompts_and_totals_that_cannot_be_make_the_report_invalid(tmp_path: Path) -> None:
     with endpoint(right) as full, endpoint(right) as base:
-        report = run(arms(full, base), tmp_path, "gqa")
-    assert any("4 of 4 prompts are as long" in reason for reason in report.reasons)
-
-
-def test_a_total_that_differs_from_its_samples_makes_the_report_invalid(tmp_path: Path) -> None:
-    with endpoint(right) as full:
-        run([f"full={full.url}"], tmp_path, "gqa")
+        unpruned = run(arms(full, base), tmp_path / "unpruned")
+        run([f"full={full.url}"], tmp_path)
+    assert any("4 of 4 prompts are as long" in reason for reason in unpruned.reasons)
     with Journal(tmp_path / JOURNAL) as journal:
-        wrong = journal.contents.totals["full"]["GQA"].model_copy(update={"value": 75.0})
-        journal.append([wrong])
-    report = run(["full=http://127.0.0.1:9"], tmp_path, "gqa", resume=True)
-    reason = "full: lmms-eval reports 75.00 for GQA, but its samples have a mean of 100.00"
-    assert report.reasons == (reason,)
+        total = journal.contents.totals["full"]["GQA"]
+        journal.append([total.model_copy(update={"value": 75.0})])
+    assert run([NOWHERE], tmp_path, resume=True).reasons == (
+        "full: lmms-eval reports 75.00 for GQA, but its samples have a mean of 100.00",
+    )
 
 
 def test_servers_and_versions_are_checked_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="does not answer"):
-        run(["full=http://127.0.0.1:9"], tmp_path)
+        run([NOWHERE], tmp_path)
     with endpoint(right) as full:
         monkeypatch.setenv("FAKE_VERSION", "0.9.0")
         with pytest.raises(ConfigError, match=r"is version 0.9.0.*pip install lmms-eval==0.7.3"):
@@ -208,7 +194,8 @@ def test_servers_and_versions_are_checked_first(
 
 
 def test_the_plan_is_the_command_lines(tmp_path: Path) -> None:
-    lines = suite(["full=http://a:1/v1", "trim+autoprune@64=http://b:2"], tmp_path).plan()
+    servers = ["full=http://a:1/v1", "trim+autoprune@64=http://b:2"]
+    lines = suite(servers, tmp_path, "mme,gqa").plan()
     assert len(lines) == 4
     assert "--tasks mme" in lines[1] and "base_url=http://a:1/v1," in lines[1]
     assert "base_url=http://b:2/v1," in lines[3] and "trim+autoprune@64/mme/1" in lines[3]
@@ -244,9 +231,9 @@ def test_a_judge_is_asked_and_without_one_the_report_is_not_valid(
         judged = run([f"full={full.url}"], tmp_path / "1", "mmvet", judge="http://judge:1")
     reason = "MM-Vet: the judge gave no usable answer (4 times)"
     assert reason in unjudged.reasons[0] and "--judge-url" in unjudged.reasons[0]
-    assert not unjudged.rows
     row = judged.row("full")
-    assert judged.valid and row is not None and row.benchmarks == {"MM-Vet": 80.0}
+    assert not unjudged.rows and judged.valid
+    assert row is not None and row.benchmarks == {"MM-Vet": 80.0}
 
 
 def serving(refused: str) -> Callable[[Body, int], Answer]:
@@ -264,15 +251,16 @@ def serving(refused: str) -> Callable[[Body, int], Answer]:
 
 
 def cases_on(url: str) -> list[Server]:
-    cases = build_cases(["visionzip", "trim"], [8])
-    return [Server(case, url.removesuffix("/v1")) for case in cases]
+    return [
+        Server(case, url.removesuffix("/v1")) for case in build_cases(["visionzip", "trim"], [8])
+    ]
 
 
 def test_one_server_measures_every_state_and_lists_what_it_refuses(tmp_path: Path) -> None:
     with endpoint(serving("trim")) as server:
-        report = run(cases_on(server.url), tmp_path, "gqa")
+        report = run(cases_on(server.url), tmp_path)
         assert len(server.requests) == 5 + 4 * 4
-        again = run(cases_on(server.url), tmp_path, "gqa", resume=True)
+        again = run(cases_on(server.url), tmp_path, resume=True)
         assert len(server.requests) == 5 + 4 * 4 + 1
     assert report.valid, report.reasons
     names = {"full", "random@8", "resized@8", "visionzip@8"}
@@ -284,7 +272,7 @@ def test_one_server_measures_every_state_and_lists_what_it_refuses(tmp_path: Pat
 
 def test_a_server_that_takes_no_states_is_reported_at_once(tmp_path: Path) -> None:
     with endpoint(serving("")) as server, pytest.raises(ConfigError) as caught:
-        run(cases_on(server.url), tmp_path, "gqa")
+        run(cases_on(server.url), tmp_path)
     (problem,) = caught.value.problems
     assert problem.what == "refuses every state: status 400: not on this server"
     assert "--autoprune-requests states" in problem.fix
