@@ -6,7 +6,6 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 
@@ -26,7 +25,6 @@ from vllm_autoprune.report import (
 
 HOSTILE = "<script>alert(1)</script>\"'"
 SVG = "{http://www.w3.org/2000/svg}"
-VOID = {"meta", "br", "wbr"}
 
 
 def chart(**changes: object) -> Chart:
@@ -41,62 +39,45 @@ def chart(**changes: object) -> Chart:
 
 def document() -> Document:
     table = Table("", ["a", "b"], [["x", Cell("1.0", "0.9–1.1", "runs/a", "good")]])
-    return Document(
-        f"Report {HOSTILE}",
-        f"The answer {HOSTILE}",
-        "good",
-        [f"A warning {HOSTILE}"],
-        [f"A fact {HOSTILE}"],
-        [
-            Section("Charts", [f"Text {HOSTILE}"], [chart()]),
-            Section("Tables", tables=[table], code=HOSTILE, folded=True),
-            Section("Entries", entries=[Details(HOSTILE, ["text"], ["item"], HOSTILE, "one")]),
-        ],
-    )
+    sections = [
+        Section("Charts", [f"Text {HOSTILE}"], [chart()]),
+        Section("Tables", tables=[table], code=HOSTILE, folded=True),
+        Section("Entries", entries=[Details(HOSTILE, ["text"], ["item"], HOSTILE, "one")]),
+    ]
+    texts = (f"Report {HOSTILE}", f"The answer {HOSTILE}")
+    return Document(*texts, "good", [f"A warning {HOSTILE}"], [f"A fact {HOSTILE}"], sections)
 
 
-class Tags(HTMLParser):
-    """Checks that tags are balanced, and collects those with attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
-        self.around_tables: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
-        if tag == "table":
-            self.around_tables.append(self.stack[-1])
-        if tag not in VOID:
-            self.stack.append(tag if tag != "div" else f"div.{dict(attrs).get('class')}")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.stack.pop().split(".")[0] == tag
+def page_of(*tables: Table, **contents: list[Details]) -> str:
+    section = Section("s", tables=[*tables], **contents)  # type: ignore[arg-type]
+    return render_document(Document("t", "a", "good", sections=[section]))
 
 
-def test_the_page_is_well_formed_and_loads_nothing() -> None:
-    tags = Tags()
-    tags.feed(page := render_document(document()))
-    assert tags.stack == []
-    assert not {"link", "img", "iframe", "object"} & {tag for tag, _ in tags.seen}
-    assert {attrs["href"] for tag, attrs in tags.seen if tag == "a"} == {"runs/a", "runs/a.jsonl"}
-    assert not any(name.startswith("on") or name == "src" for _, a in tags.seen for name in a)
+def parse(page: str) -> ElementTree.Element:
+    """The page as XML, which it is but for its doctype and void elements; ends of tags match."""
+    page = re.sub(r"<((?:meta|br|wbr)\b[^>]*)>", r"<\1/>", page.partition(">")[2])
+    return ElementTree.fromstring(page)
+
+
+def test_the_page_is_well_formed_loads_nothing_and_runs_nothing() -> None:
+    page = render_document(document())
+    elements = list(parse(page).iter())
+    tags = {element.tag.rpartition("}")[2] for element in elements}
+    assert not {"script", "link", "img", "iframe", "object"} & tags
+    links = {element.get("href") for element in elements if element.tag in ("a", f"{SVG}a")}
+    assert links == {"runs/a", "runs/a.jsonl"}
+    names = {name for element in elements for name in element.attrib}
+    assert not any(name.startswith("on") or name == "src" for name in names)
     assert "url(http" not in page and "@import" not in page
+    assert "default-src 'none'" in page and "script-src" not in page
+    assert page == render_document(document())
 
 
 def test_what_is_wider_than_a_phone_scrolls_or_breaks() -> None:
     names = [["signal_of_merging.max_step", "kept_whole"], ["1.5 requests/s", "x"]]
-    plain, folded = (Table("", ["a", "b"], names, folded=folded) for folded in (False, True))
-    page = render_document(
-        Document("t", "a", "good", sections=[Section("s", tables=[plain, folded])])
-    )
-    tags = Tags()
-    tags.feed(page)
-    assert tags.around_tables == ["div.wide", "div.wide"]
+    page = page_of(*(Table("", ["a", "b"], names, folded=folded) for folded in (False, True)))
+    around = [e.get("class") for e in parse(page).iter() if e.find("table") is not None]
+    assert around == ["wide", "wide"]
     assert re.search(r"\.wide\{overflow-x:auto", page)
     assert "<td>signal_<wbr>of_<wbr>merging.<wbr>max_<wbr>step</td>" in page
     assert ">kept_whole<" in page and "<td>1.5 requests/s</td>" in page
@@ -104,21 +85,9 @@ def test_what_is_wider_than_a_phone_scrolls_or_breaks() -> None:
 
 
 def test_an_entry_without_contents_cannot_be_opened() -> None:
-    leaf, full = Details("leaf", name="a"), Details("full", ["text"], name="b")
-    page = render_document(
-        Document("t", "a", "good", sections=[Section("s", entries=[leaf, full])])
-    )
+    page = page_of(entries=[Details("leaf", name="a"), Details("full", ["text"], name="b")])
     assert '<p class="entry" id="a">leaf</p>' in page
     assert '<details id="b"><summary>full</summary>' in page
-
-
-def test_nothing_on_the_page_may_run() -> None:
-    page = render_document(document())
-    assert "<script" not in page and "default-src 'none'" in page and "script-src" not in page
-
-
-def test_equal_documents_are_equal_bytes() -> None:
-    assert render_document(document()) == render_document(document())
 
 
 def svg_of(chart: Chart) -> ElementTree.Element:
@@ -188,9 +157,7 @@ def test_without_matplotlib_a_page_says_what_to_install(monkeypatch: pytest.Monk
 
 def test_intervals_stand_under_their_figures() -> None:
     row = ["12 (a name)", "12.3 (11.0–14.0)", "+5.1 (+2.0 to +8.1)", "CDPruner (base)", "-"]
-    table = Table("", ["a", "b", "c", "d", "e"], [row])
-    page = render_document(Document("t", "a", "good", sections=[Section("s", tables=[table])]))
-    cells = re.findall(r"<td[^>]*>(.*?)</td>", page)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", page_of(Table("", [*"abcde"], [row])))
     assert cells == [
         "12 (a name)", "12.3<small>11.0–14.0</small>", "+5.1<small>+2.0 to +8.1</small>",
         "CDPruner (base)", "-",

@@ -44,19 +44,15 @@ ALLOWED: dict[str, Call] = {
 }
 
 
-@pytest.mark.parametrize("name", WAITING)
-def test_calls_that_wait_raise(name: str) -> None:
-    with forbid_waiting(), pytest.raises(WaitsForDevice):
-        WAITING[name]()
+@pytest.mark.parametrize("call", [*WAITING.values(), *READING.values()], ids=[*WAITING, *READING])
+def test_calls_that_wait_raise(call: Call) -> None:
+    # PyTorch itself refuses to read values of a tensor without data.
+    errors = (RuntimeError, NotImplementedError) if call in READING.values() else ()
+    with forbid_waiting(), pytest.raises((WaitsForDevice, *errors)):
+        call()
 
 
-@pytest.mark.parametrize("name", READING)
-def test_reading_values_raises(name: str) -> None:
-    with forbid_waiting(), pytest.raises((RuntimeError, NotImplementedError, WaitsForDevice)):
-        READING[name]()
-
-
-@pytest.mark.parametrize("name", ALLOWED)
-def test_other_calls_work(name: str) -> None:
+@pytest.mark.parametrize("call", ALLOWED.values(), ids=ALLOWED)
+def test_other_calls_work(call: Call) -> None:
     with forbid_waiting():
-        ALLOWED[name]()
+        call()

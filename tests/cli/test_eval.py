@@ -167,16 +167,6 @@ def test_a_run_that_cannot_start_says_why(call: list[str], message: str, capsys:
     assert message in capsys.readouterr().err
 
 
-def test_a_command_with_a_wrong_address_leaves_nothing_to_resume(
-    data: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    call = ["eval", "--data", str(data), "--out", str(tmp_path / "out"), "--budgets", "8"]
-    assert main([*call, "--server-url", "http://127.0.0.1:9"]) == 1
-    assert "does not answer" in capsys.readouterr().err
-    with endpoint(answering) as server:
-        assert main([*call, "--server-url", server.url]) == 0
-
-
 def refusing(policies: set[str]) -> Answering:
     """A server that refuses the states upon some base policies."""
 
@@ -203,13 +193,15 @@ def test_every_base_policy_is_measured_on_any_server(
         assert f"| {policy} | 100.0 |" in page and f"| {state} | 100.0 |" in page
 
 
-def test_a_server_that_refuses_every_state_is_reported_at_once(
+def test_a_server_that_cannot_be_measured_leaves_nothing_to_resume(
     data: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     call = ["eval", "--data", str(data), "--out", str(tmp_path / "out"), "--server-url"]
+    assert main([*call, "http://127.0.0.1:9"]) == 1
+    assert "does not answer" in capsys.readouterr().err
     with endpoint(refusing({"cdpruner"})) as server:
         assert main([*call, server.url]) == 1
     message = capsys.readouterr().err
     assert "refuses every state: status 400: needs inputs that this model has not -> " in message
     with endpoint(answering) as server:
-        assert main([*call, server.url]) == 0  # without --resume
+        assert main([*call, server.url]) == 0

@@ -34,22 +34,6 @@ def test_the_list_says_what_a_choice_depends_on(capsys: Captured) -> None:
     assert records["minillava-split"]["core"] > 0
 
 
-def test_description_of_the_shipped_state() -> None:
-    description = describe(state())
-    assert (description["budget"], description["q_e"], description["r_min"]) == ((32, 32), 2, 30)
-    assert description["base_policy"]["atom"] == "cdpruner"
-    pools = [part["atom"] for part in description["pool"]]
-    assert pools == ["quality_pool_builder", "diversity_pool_builder"]
-    assert description["pool"][1]["parameters"] == {"pool_ratio": 0.5}
-    assert description["reads"] == ["cls_attention", "instruction"]
-    assert sum(signal["share"] for signal in description["signals"]) == pytest.approx(1)
-    assert description["signals"][0]["share"] == pytest.approx(0.4)
-    assert "weight" not in description["signals"][0]["parameters"]
-    assert description["core"] is None and description["rank_at"] == "merger_out"
-    none = state({f"/scoring/signals/{i}/weight": 0.0 for i in range(5)})
-    assert [signal["share"] for signal in describe(none)["signals"]] == [0.0] * 5
-
-
 RATIO = {"atom": "ratio_budget", "ratio": 0.1, "floor": 8, "ceiling": 64}
 CORE = {"share": 0.75, "cover": 0.25}
 
@@ -91,7 +75,17 @@ def test_show_lists_the_parts_of_a_state(capsys: Captured) -> None:
     assert [part for part in parts if part not in output] == []
     assert "K_c = 8, share = 0.5" in run_command(capsys, "show", "minillava-split")
     record = json.loads(run_command(capsys, "show", "autoprune", "--budget", "64", "--json"))
-    assert (record["budget"], record["r_min"], len(record["signals"])) == ([64, 64], 62, 5)
+    assert (record["budget"], record["q_e"], record["r_min"]) == ([64, 64], 2, 62)
+    assert record["base_policy"]["atom"] == "cdpruner"
+    assert [part["atom"] for part in record["pool"]] == ["quality_pool_builder"]
+    assert record["reads"] == ["instruction"]
+    shares = [signal["share"] for signal in record["signals"]]
+    assert len(shares) == 5 and sum(shares) == pytest.approx(1)
+    assert shares[0] == pytest.approx(0.28 / 0.67)
+    assert "weight" not in record["signals"][0]["parameters"]
+    assert record["core"] is None and record["rank_at"] == "merger_out"
+    weightless = state({f"/scoring/signals/{i}/weight": 0.0 for i in range(5)})
+    assert [signal["share"] for signal in describe(weightless)["signals"]] == [0.0] * 5
 
 
 def test_diff_points_at_what_differs(tmp_path: Path, capsys: Captured) -> None:

@@ -136,7 +136,7 @@ def test_real_files_are_parsed() -> None:
     failed = read_output(FILES / "failed", OWN, "full")
     (answer,) = (answer for answer in failed.answers if answer.failure is not None)
     assert failed.total is None and answer.question == "minillava/1"
-    assert answer.score is answer.text is None
+    assert (answer.score, answer.text) == (None, None)
     assert answer.failure is not None and "400 - the engine is gone" in answer.failure
 
 

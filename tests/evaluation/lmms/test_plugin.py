@@ -25,29 +25,30 @@ class Model:
     """Replaces the parent class: builds the messages of every request."""
 
     def __init__(self) -> None:
-        create = partial(dict[str, object], model="m")
-        completions = SimpleNamespace(create=create)
+        completions = SimpleNamespace(create=partial(dict[str, object], model="m"))
         self.client = SimpleNamespace(chat=SimpleNamespace(completions=completions))
 
     def generate_until(self, requests: Sequence[SimpleNamespace]) -> list[str]:
         return [str(request.arguments[1](request.arguments[3])) for request in requests]
 
 
+def make_manifest(name: str, **fields: object) -> SimpleNamespace:
+    return SimpleNamespace(model_id=name, **fields)
+
+
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The plugin's module, imported with replacements for the modules of lmms-eval."""
     replacements: dict[str, dict[str, object]] = {
-        "lmms_eval.models.registry_v2": {
-            "ModelManifest": lambda name, **more: SimpleNamespace(model_id=name, **more)
-        },
-        "lmms_eval.models.chat.openai": {"OpenAICompatible": Model},
-        "lmms_eval.api.instance": {"GenerationResult": str, "Instance": SimpleNamespace},
+        **{name: {} for name in ("", ".models", ".models.chat", ".api")},
+        ".models.registry_v2": {"ModelManifest": make_manifest},
+        ".models.chat.openai": {"OpenAICompatible": Model},
+        ".api.instance": {"GenerationResult": str, "Instance": SimpleNamespace},
     }
-    parents = ("lmms_eval", "lmms_eval.models", "lmms_eval.models.chat", "lmms_eval.api")
-    for name in (*parents, *replacements):
-        module = ModuleType(name)
-        vars(module).update(replacements.get(name, {}))
-        monkeypatch.setitem(sys.modules, name, module)
+    for name, contents in replacements.items():
+        module = ModuleType(f"lmms_eval{name}")
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     for name in ("autoprune_lmms", "autoprune_lmms.model"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(PLUGIN))
@@ -77,25 +78,21 @@ def test_images_are_recorded_and_requests_are_unchanged(
     monkeypatch.setenv(plugin.PRUNING, "{}")
     colours = ["red", "red", "blue"]
 
-    def requests() -> list[SimpleNamespace]:
-        """As lmms-eval's; the document is a number."""
+    def answers(model: type[Model]) -> list[str]:
+        """To requests as lmms-eval's; the document is a number."""
         build: Callable[[int], list[Message]] = lambda number: messages(colours[number])  # noqa: E731
-        return [SimpleNamespace(arguments=("c", build, {}, n, "t", "test")) for n in range(3)]
+        requests = [SimpleNamespace(arguments=("c", build, {}, n, "t", "test")) for n in range(3)]
+        texts = model().generate_until(requests)
+        return [text.partition("<PIL")[0] for text in texts]
 
-    texts = [
-        text.partition("<PIL")[0] for text in plugin.OpenAIWithImages().generate_until(requests())
-    ]
-    assert texts == [text.partition("<PIL")[0] for text in Model().generate_until(requests())]
+    assert answers(plugin.OpenAIWithImages) == answers(Model)
     lines = [json.loads(line) for line in (tmp_path / output.IMAGES).read_text().splitlines()]
     assert [(line["task"], line["doc_id"]) for line in lines] == [("t", 0), ("t", 1), ("t", 2)]
     red, again, blue = (line["image"] for line in lines)
     assert red == again != blue
-
-
-def test_fingerprints_do_not_depend_on_the_text(plugin: ModuleType) -> None:
+    # A fingerprint does not depend on the text.
     assert plugin.fingerprint(messages("red", "a")) == plugin.fingerprint(messages("red", "b"))
-    only_text = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-    assert plugin.fingerprint(only_text) == ""
+    assert plugin.fingerprint([{"role": "user", "content": [{"type": "text", "text": "a"}]}]) == ""
 
 
 @pytest.mark.parametrize("pruning", [{}, {"budget": 8, "state": "visionzip"}])
