@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-next lint types policies docs format lock clean
+.PHONY: help venv demo check test test-all test-next lint types policies docs format lock clean
 MAKEFLAGS += --no-print-directory
 
 help: ## list the targets
@@ -35,8 +35,13 @@ demo: venv ## serve two models, stock and pruned, and compare (minutes: it says 
 	@echo "demo: benchmarks.demo"
 	@$(PY) -m benchmarks.demo
 
+check: lint types ## what to run after each change: lint, types, pins, quick tests of the core (within 90 seconds)
+	@echo "tests: pins, language, policies, serving without an engine"
+	@$(PY) -m pytest -q -m "not engine and not slow" -n $(CORES) --dist loadfile $(CORE) $(PYTEST)
+
 # The engine tests need both cores for the engines that they start, so they follow the others.
 CORES := $(shell nproc 2>/dev/null || echo 2)
+CORE := tests/pins tests/tpdsl tests/ops tests/base_policies tests/golden tests/serving/unit tests/test_import_boundaries.py tests/test_budgets.py
 test: lint types policies docs ## everything that CI runs: lint, types, states, site, tests (about 20 minutes)
 	@echo "tests 1/2: without an engine, on $(CORES) cores"
 	@$(PY) -m pytest -q -m "not engine" -n $(CORES) --dist loadfile $(PYTEST)

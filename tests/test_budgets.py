@@ -50,3 +50,26 @@ def test_nothing_is_above_its_budget() -> None:
         "words of documents": words - BUDGETS["words"],
     }
     assert {what: excess for what, excess in above.items() if excess > 0} == {}
+
+
+VAGUE = {"one", "own", "first", "given", "whole", "left"}
+"""Names that do not say what they hold: name the row, the interval, the state."""
+
+
+def test_no_local_has_a_name_that_says_nothing() -> None:
+    places = {
+        f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
+        for path in files(".py")
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+        for name in [
+            node.arg
+            if isinstance(node, ast.arg)
+            else node.id
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            else ""
+        ]
+        if name in VAGUE
+    }
+    assert sorted(places) == []
