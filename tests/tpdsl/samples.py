@@ -36,7 +36,7 @@ from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
 Json = dict[str, Any]
 Changes = Mapping[str, object]
 
-DELETE = object()
+DELETE = ...
 """As a new value in :func:`edited`: the field goes away."""
 
 
