@@ -57,19 +57,15 @@ VAGUE = {"one", "own", "first", "given", "whole", "left"}
 
 
 def test_no_local_has_a_name_that_says_nothing() -> None:
-    places = {
-        f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
-        for path in files(".py")
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for node in ast.walk(function)
-        for name in [
-            node.arg
-            if isinstance(node, ast.arg)
-            else node.id
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            else ""
-        ]
-        if name in VAGUE
-    }
+    places = set()
+    for path in files(".py"):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                continue
+            for node in ast.walk(function):
+                place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+                if isinstance(node, ast.arg) and node.arg in VAGUE:
+                    places.add(f"{place}: {node.arg}")
+                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    places.update(f"{place}: {name}" for name in VAGUE & {node.id})
     assert sorted(places) == []

@@ -55,9 +55,9 @@ def test_the_return_value_is_json() -> None:
         ("return open('/tmp/written', 'w')", "PermissionError"),
         ("os.remove('/etc/passwd')", "PermissionError"),
         ("return os.fork()", "PermissionError"),
-        (f"os.kill({os.getpid()}, 0)", "PermissionError"),
+        pytest.param(f"os.kill({os.getpid()}, 0)", "PermissionError", id="kill"),
     ],
-    ids=lambda value: value.partition("(")[0][:40],
+    ids=lambda value: value[:40],
 )
 def test_failures_and_what_is_forbidden_are_reported(body: str, message: str) -> None:
     output = run_body(body)
@@ -174,7 +174,7 @@ async def test_all_tokens_are_kept_without_running_it() -> None:
         ("import socket; socket.socket()", "Permission|not permitted|No module|import"),
         ("return np.ones(10**9)", "MemoryError|Unable to allocate"),
     ],
-    ids=lambda value: value.partition("(")[0][:40],
+    ids=lambda value: value[:40],
 )
 async def test_other_results_are_errors(body: str, message: str) -> None:
     with pytest.raises(SelectionError, match=message):
