@@ -118,21 +118,15 @@ def test_parts_of_each_way(way: Way) -> None:
 
 def test_whole_blocks_are_shared() -> None:
     reading = estimate_ways(changed(template=40), TIMINGS)["question-reading"]
-    assert (
-        reading.first_question["prefill of text"]
-        == reading.another_question["prefill of text"]
-        == 8 + 20
-    )
+    for question in (reading.first_question, reading.another_question):
+        assert question["prefill of text"] == 8 + 20
     # A core without an edge of a block is no split.
     ways = estimate_ways(changed(budget=12, core=8, template=0), TIMINGS)
-    assert ways["split"].first_question == ways["question-reading"].first_question
-    assert ways["split"].another_question == ways["question-reading"].another_question
+    assert ways["split"] == ways["question-reading"]
     uncached = estimate_ways(changed(block=0), TIMINGS)
     for estimate in uncached.values():
-        assert (
-            estimate.another_question["prefill of the image"]
-            == estimate.first_question["prefill of the image"]
-        )
+        first_question, another = estimate.first_question, estimate.another_question
+        assert another["prefill of the image"] == first_question["prefill of the image"]
     assert uncached["question-reading"].advantage(uncached["stock"]) == Advantage(1.0, math.inf)
 
 

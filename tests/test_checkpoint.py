@@ -30,45 +30,35 @@ def scene() -> Image.Image:
     return Image.open(io.BytesIO(png(EXAMPLE.image))).convert("RGB")
 
 
-def test_attention_and_keys_are_those_of_the_layer_that_the_model_reads(
+def test_attention_and_keys_are_those_of_the_layer_that_is_read_and_of_the_next(
     vision: LlavaVision, scene: Image.Image
 ) -> None:
     tokens = vision.encode(scene, EXAMPLE.question)
     pixels = vision.processor.image_processor(scene, return_tensors="pt")["pixel_values"]
-    tower = vision.model.model.vision_tower
+    tower, states = vision.model.model.vision_tower, tokens.require_tower()
     with torch.no_grad():
         run = tower(pixels.to(torch.bfloat16), output_hidden_states=True, output_attentions=True)
-    by_hand = run.attentions[-2][:, :, 0, 1:].float().mean(dim=1)
-    assert tokens.cls_attention is not None and tokens.tower is not None
+
+        def keys_of(layer: int) -> torch.Tensor:
+            block = tower.encoder.layers[layer]
+            keys = block.self_attn.k_proj(block.layer_norm1(run.hidden_states[layer - 1]))
+            return keys.float()[:, 1:]
+
+        keys, following_keys = keys_of(-2), keys_of(-1)
+    attention = run.attentions[-2][:, :, 0, 1:].float().mean(dim=1)
+    assert tokens.cls_attention is not None and states.cls is not None
     # The tower's own probabilities were rounded to bfloat16.
-    torch.testing.assert_close(tokens.cls_attention, by_hand, atol=2e-3, rtol=2e-2)
-    assert torch.equal(tokens.tower.patches, run.hidden_states[-2][:, 1:])
-    assert tokens.tower.cls is not None
-    assert torch.equal(tokens.tower.cls, run.hidden_states[-2][:, :1])
-    assert torch.equal(tokens.tower.project(tokens.tower.patches), tokens.features)
+    torch.testing.assert_close(tokens.cls_attention, attention, atol=2e-3, rtol=2e-2)
+    assert torch.equal(states.patches, run.hidden_states[-2][:, 1:])
+    assert torch.equal(states.cls, run.hidden_states[-2][:, :1])
+    assert torch.equal(states.project(states.patches), tokens.features)
     heads = tower.config.num_attention_heads
-    layer = tower.encoder.layers[-2]
-    with torch.no_grad():
-        keys = layer.self_attn.k_proj(layer.layer_norm1(run.hidden_states[-3]))
-    by_head = keys.float().unflatten(-1, (heads, -1)).mean(dim=2)[:, 1:]
-    torch.testing.assert_close(tokens.tower.keys, by_head)
-
-
-def test_the_next_layer_follows_the_layer_that_is_read(
-    vision: LlavaVision, scene: Image.Image
-) -> None:
-    tokens = vision.encode(scene, EXAMPLE.question)
-    assert tokens.tower is not None and tokens.tower.next_layer is not None
-    assert tokens.tower.cls is not None
-    following, width = tokens.tower.next_layer, tokens.tower.patches.shape[2]
-    assert following.keys.shape == (1, 144, width)
+    torch.testing.assert_close(states.keys, keys.unflatten(-1, (heads, -1)).mean(dim=2))
+    following = states.next_layer
+    assert following is not None
+    torch.testing.assert_close(following.keys, following_keys)
     assert following.attention.shape == (1, 144)
     assert 0 < float(following.attention.sum()) < 1  # [CLS] itself takes the rest
-    layer = vision.model.model.vision_tower.encoder.layers[-1]
-    states = torch.cat([tokens.tower.cls, tokens.tower.patches], dim=1)
-    with torch.no_grad():
-        keys = layer.self_attn.k_proj(layer.layer_norm1(states)).float()
-    torch.testing.assert_close(following.keys, keys[:, 1:])
 
 
 def test_words_and_tokens_before_the_projector(vision: LlavaVision, scene: Image.Image) -> None:
@@ -76,12 +66,8 @@ def test_words_and_tokens_before_the_projector(vision: LlavaVision, scene: Image
     assert torch.equal(tokens.require_encoder(), tokens.require_tower().patches)
     words = tokens.require_words()
     tokenizer = vision.processor.tokenizer
-    ids = [
-        token
-        for word in ("red", "circle")
-        for token in tokenizer(word, add_special_tokens=False)["input_ids"]
-    ]
-    expected = vision.model.get_input_embeddings()(torch.tensor([ids]))
+    ids = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in ("red", "circle")]
+    expected = vision.model.get_input_embeddings()(torch.tensor([ids[0] + ids[1]]))
     assert torch.equal(words.embeddings, expected)
     assert words.used.tolist() == [[True] * expected.shape[1]]
     assert vision.encode(scene, "").require_words().used.shape == (1, 0)
@@ -129,13 +115,11 @@ def test_relevance_has_the_towers_sign_or_the_language_models(scene: Image.Image
 
 
 def test_unsupported_checkpoints_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        open_vision(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(UnsupportedModelError, match="unknown"):
-        open_vision(tmp_path)
+    for checkpoint, message in ((tmp_path, "unknown"), (CLIP, "CLIPModel")):
+        with pytest.raises(UnsupportedModelError, match=message):
+            open_vision(checkpoint)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not JSON"):
-        open_vision(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="CLIPModel"):
-        open_vision(CLIP)
+    for checkpoint, message in ((tmp_path, "not JSON"), (tmp_path / "none", "cannot be read")):
+        with pytest.raises(ConfigError, match=message):
+            open_vision(checkpoint)

@@ -83,7 +83,7 @@ def test_a_fallback_is_named() -> None:
     assert "not finite, reference selection instead" in explanation(trace=trace).summary
 
 
-def test_a_heat_map_is_scaled_to_the_ramp() -> None:
+def test_a_heat_map_is_scaled_to_the_ramp_and_has_one_pixel_a_token() -> None:
     def shares(*values: float) -> list[bool]:
         """Which values are drawn in the ramp's dark end, or in its light one."""
         drawn = draw_heat_map(values, Grid(1, len(values)))
@@ -92,21 +92,15 @@ def test_a_heat_map_is_scaled_to_the_ramp() -> None:
         return [colour == RAMP[-1] for colour in colours]
 
     assert shares(1.0, 3.0) == [False, True]
-    assert shares(2.0, 2.0) == [False, False]
+    assert shares(2.0, 2.0) == shares(float("nan"), float("nan")) == [False, False]
     assert shares(float("nan"), 0.0, 1.0, float("inf")) == [False, False, True, False]
-    assert shares(float("nan"), float("nan")) == [False, False]
     ramp = draw_heat_map(range(21), Grid(1, 21))
     light = [sum(ramp.getpixel((x, 0))) for x in range(21)]  # type: ignore[arg-type]
     assert light == sorted(light)
-
-
-def test_a_heat_map_has_one_pixel_a_token() -> None:
-    values = [0.0] * 24
-    values[8] = 1.0
-    image = draw_heat_map(values, GRID)
+    image = draw_heat_map([float(token == 8) for token in range(24)], GRID)
     assert image.size == (6, 4)
     assert image.getpixel((2, 1)) == RAMP[-1] and image.getpixel((1, 2)) == RAMP[0]
-    tiles = draw_heat_map([0.0] * 6 + [1.0] + [0.0] * 5, Grid(2, 3, tiles=2))
+    tiles = draw_heat_map([float(token == 6) for token in range(12)], Grid(2, 3, tiles=2))
     assert tiles.size == (6, 2) and tiles.getpixel((3, 0)) == RAMP[-1]
 
 
@@ -115,14 +109,10 @@ def test_marks_are_drawn_on_their_tokens() -> None:
     sheet, size = draw_sheet(explanation()), SIDE // GRID.width
     corners = {}
     for colour in (LEFT, ENTERED):
-        pixels = [
-            (x, y)
-            for x in range(sheet.width)
-            for y in range(sheet.height - 60)
-            if sheet.getpixel((x, y)) == colour
-        ]
-        x1, y1 = (min(place[axis] for place in pixels) for axis in (0, 1))
-        x2, y2 = (max(place[axis] for place in pixels) for axis in (0, 1))
+        colours = [[sheet.getpixel((x, y)) for x in range(sheet.width)]
+                   for y in range(sheet.height - 60)]  # fmt: skip
+        pixels = [(x, y) for y, row in enumerate(colours) for x, c in enumerate(row) if c == colour]
+        (x1, x2), (y1, y2) = ((min(axis), max(axis)) for axis in zip(*pixels, strict=True))
         assert (x2 - x1 + 1, y2 - y1 + 1) == (size, size), colour
         corners[colour] = x1, y1
     right, down = (corners[ENTERED][axis] - corners[LEFT][axis] for axis in (0, 1))
@@ -138,8 +128,8 @@ def test_any_question_can_be_drawn(question: str) -> None:
 
 
 def test_tokens_of_the_core_have_a_colour_of_their_own() -> None:
-    trace = dataclasses.replace(TRACE, left=(), entered=(), core=(7,))
-    colours = draw_sheet(explanation(trace=trace)).getcolors(1 << 20)
-    assert colours is not None and CORE in {colour for _, colour in colours}
-    plain = draw_sheet(explanation()).getcolors(1 << 20)
-    assert plain is not None and CORE not in {colour for _, colour in plain}
+    split = dataclasses.replace(TRACE, left=(), entered=(), core=(7,))
+    for trace in (split, TRACE):
+        colours = draw_sheet(explanation(trace=trace)).getcolors(1 << 20)
+        assert colours is not None
+        assert (CORE in {colour for _, colour in colours}) == (trace is split)

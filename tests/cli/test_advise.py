@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common.fake_server import fake_server
-from tests.test_probe import PAGE, VISUAL, N, PrunedServer, running
+from tests.test_probe import PAGE, N, PrunedServer, running
 from vllm_autoprune.cli.commands import advise
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.tpdsl.loading import load_state
@@ -30,20 +30,16 @@ def as_record(call: list[str], capsys: Captured) -> dict[str, Any]:
     return record
 
 
-def test_the_table(capsys: Captured) -> None:
+def test_the_table_and_the_record(capsys: Captured) -> None:
     assert main(FULL_DEPTH) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line for line in lines if line[:1].isalpha() and "  " in line}
     assert "0.67x  up to 9.5 questions" in rows["question-reading"]
-    assert "up to 54.2 questions" in rows["split"]
     assert "at any number of questions" in rows["question-free"]
     assert any(line.startswith("Pruning helps here") for line in lines)
     (stock,) = [line for line in lines if line.startswith("stock, first")]
     assert stock.split()[2:] == ["0%", "6%", "0%", "1%", "93%", "1%"]
     assert any("Prefill is linear" in line for line in lines)
-
-
-def test_the_record(capsys: Captured) -> None:
     record = as_record(FULL_DEPTH, capsys)
     ways = record["ways"]
     assert list(ways) == ["stock", "question-reading", "split", "question-free", "resized"]
@@ -80,38 +76,36 @@ def split(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("more", "budget", "core"),
-    [([], 72, 36), (["--budget", "64"], 64, 32), (["--budget", "64", "--core", "8"], 64, 8)],
+    [("", 72, 36), ("--budget 64", 64, 32), ("--budget 64 --core 8", 64, 8)],
 )
 def test_budget_and_core_of_a_state(
-    split: str, capsys: Captured, more: list[str], budget: int, core: int
+    split: str, capsys: Captured, more: str, budget: int, core: int
 ) -> None:
-    call = "advise --questions 2 --tokens 576 --tower-ms 1 --prefill-ms-per-token 1 --state"
-    traffic = as_record([*call.split(), split, *more], capsys)["traffic"]
+    call = f"advise --questions 2 --tokens 576 --tower-ms 1 --prefill-ms-per-token 1 {more} --state"
+    traffic = as_record([*call.split(), split], capsys)["traffic"]
     assert (traffic["budget"], traffic["core"]) == (budget, core)
 
 
 def test_a_probe_and_a_state_that_has_its_budget_from_it(split: str, capsys: Captured) -> None:
     with running(PrunedServer()) as server:
         call = ["advise", "--server", server.url, "--questions", "3", "--probe", "64x48"]
-        record = as_record(call, capsys)
-        of_state = as_record([*call, "--state", split], capsys)
-    assert (record["traffic"]["tokens"], record["traffic"]["budget"]) == (N, VISUAL)
+        record = as_record([*call, "--state", split], capsys)
+    assert (record["traffic"]["tokens"], record["traffic"]["budget"]) == (N, N // 8)
+    assert record["traffic"]["core"] == N // 16
     assert any("Measured with images of 64 x 48" in note for note in record["notes"])
-    assert (of_state["traffic"]["budget"], of_state["traffic"]["core"]) == (N // 8, N // 16)
-    assert not any("no --core" in note for note in of_state["notes"])
+    assert not any("no --core" in note for note in record["notes"])
 
 
 def test_the_metrics_of_a_server(capsys: Captured) -> None:
     with fake_server(pages={"/metrics": PAGE}) as server:
         call = ["advise", "--server", server.url, "--tower-ms", "2000"]
-        record = as_record(call, capsys)
-        of_state = as_record([*call, "--state", "miniqwen"], capsys)
+        record = as_record([*call, "--state", "miniqwen"], capsys)
         # Metrics alone do not tell tower from prefill.
         assert main(call[:3]) == 1
-    assert (record["traffic"]["questions"], record["traffic"]["tokens"]) == (4, 640)
+    traffic = record["traffic"]
+    assert (traffic["questions"], traffic["tokens"], traffic["budget"]) == (4, 640, 80)
     assert record["seconds"]["prefill"] == pytest.approx(0.010)
     assert record["seconds"]["selection"] == pytest.approx(0.125)
-    assert of_state["traffic"]["budget"] == 80
     error = capsys.readouterr().err
     assert "--tower-ms" in error and "--prefill-ms-per-token" in error and "--probe" in error
 

@@ -203,5 +203,6 @@ def test_a_server_that_cannot_be_measured_leaves_nothing_to_resume(
         assert main([*call, server.url]) == 1
     message = capsys.readouterr().err
     assert "refuses every state: status 400: needs inputs that this model has not -> " in message
+    assert "--autoprune-requests states" in message
     with endpoint(answering) as server:
         assert main([*call, server.url]) == 0

@@ -53,16 +53,12 @@ def test_a_picture_and_json(
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "L", "P", "I;16"])
-def test_any_mode_of_image(tmp_path: Path, mode: str) -> None:
+def test_any_mode_of_image_and_transparent_pixels_become_white(tmp_path: Path, mode: str) -> None:
     path = tmp_path / "wide.png"
     source = Image.new("L", (400, 120), 90)
     (source if mode == "I;16" else source.convert(mode)).save(path)
     image = read_image(path)
     assert (image.mode, image.size) == ("RGB", (400, 120))
-
-
-def test_transparent_pixels_become_white(tmp_path: Path) -> None:
-    path = tmp_path / "clear.png"
     Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(path)
     assert read_image(path).getpixel((0, 0)) == (255, 255, 255)
 

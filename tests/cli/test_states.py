@@ -157,13 +157,13 @@ def test_validate_warns_of_evidence_that_resizing_wins(tmp_path: Path, capsys: C
     lost = {"budget": 16, "less_resized": {"value": -4.0, "low": -7.0, "high": -1.0}}
     document = json.loads(load_state("visionzip").dumps())
     document["provenance"]["scores"] = {"rows": [lost]}
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps(document))
-    output = run_command(capsys, "validate", str(file))
+    file = str(tmp_path / "mine.json")
+    Path(file).write_text(json.dumps(document))
+    output = run_command(capsys, "validate", file)
     assert output.startswith(f"{file}: valid")
     assert "warn /provenance/scores/rows/0: resizing beats it at K = 16 by 4.0 points" in output
     assert "warn" not in run_command(capsys, "validate", "visionzip")
-    (record,) = json.loads(run_command(capsys, "validate", str(file), "--json"))
+    (record,) = json.loads(run_command(capsys, "validate", file, "--json"))
     assert record["valid"] and len(record["warnings"]) == 1
     assert main(["validate", "visionzip", "--evidence", str(tmp_path / "none.json")]) == 1
     assert "give the report.json that vllm-autoprune eval wrote" in capsys.readouterr().err

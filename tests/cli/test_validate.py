@@ -14,40 +14,43 @@ from vllm_autoprune.cli.commands.validate import find_losses
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.report import Report, build_report
 from vllm_autoprune.evaluation.run import format_report
+from vllm_autoprune.tpdsl.state import PruningState
 
 SHIPPED = load_state("visionzip")
-UNKNOWN = SHIPPED.model_copy(
-    update={"provenance": SHIPPED.provenance.model_copy(update={"scores": {}})}
-)
-ROW = {"budget": 16, "accuracy": 60.0, "accuracy_plus": 50.0, "prompt_tokens": 30.0}
-BY_4 = {"value": -4.0, "low": -7.0, "high": -1.0}
-LOST = {**ROW, "less_resized": BY_4}
-WON = {**ROW, "less_resized": {"value": 3.0, "low": 1.0, "high": 5.0}}
-OPEN = {**ROW, "less_resized": {"value": -1.0, "low": -3.0, "high": 1.0}}
-SHARE = {**LOST, "budget": "N/8", "model": "mini-Qwen3-VL 12ab"}
+
+
+def with_scores(scores: dict[str, Any]) -> PruningState:
+    provenance = SHIPPED.provenance.model_copy(update={"scores": scores})
+    return SHIPPED.model_copy(update={"provenance": provenance})
+
+
+UNKNOWN = with_scores({})
+
+
+def row(value: float, low: float, high: float, **more: object) -> dict[str, object]:
+    return {"budget": 16, "less_resized": {"value": value, "low": low, "high": high}, **more}
+
+
+LOST = (-4.0, -7.0, -1.0)
+BY_4 = "by 4.0 points (1.0 to 7.0)"
+SHARE = row(*LOST, budget="N/8", model="mini-Qwen3-VL 12ab")
 
 
 @pytest.mark.parametrize(
     ("scores", "losses"),
     [
-        (
-            {"model": "mini", "rows": [WON, LOST, OPEN]},
-            ["/provenance/scores/rows/1: resizing beats it at K = 16 by 4.0 points (1.0 to 7.0)"],
-        ),
-        (
-            {"rows": [SHARE]},
-            ["/provenance/scores/rows/0: resizing beats it at K = N/8 on mini-Qwen3-VL 12ab by "
-             "4.0 points (1.0 to 7.0)"],
-        ),
-        *(({**scores}, []) for scores in ({}, {"mme": 1.0}, {"rows": 3}, {"rows": [ROW]})),
+        ({"model": "mini", "rows": [row(3.0, 1.0, 5.0), row(*LOST), row(-1.0, -3.0, 1.0)]},
+         [f"/provenance/scores/rows/1: resizing beats it at K = 16 {BY_4}"]),
+        ({"rows": [SHARE]}, [f"/provenance/scores/rows/0: resizing beats it at K = N/8 on "
+                             f"mini-Qwen3-VL 12ab {BY_4}"]),
+        *((scores, []) for scores in ({}, {"mme": 1}, {"rows": 3}, {"rows": [{"budget": 1}]})),
     ],
 )  # fmt: skip
 def test_losses_in_the_provenance_are_found_with_their_place(
     scores: dict[str, Any], losses: list[str]
 ) -> None:
-    provenance = SHIPPED.provenance.model_copy(update={"scores": scores})
-    found = find_losses(SHIPPED.model_copy(update={"provenance": provenance}))
-    assert [str(problem).partition(" ->")[0] for problem in found] == losses
+    problems = find_losses(with_scores(scores))
+    assert [str(problem).partition(" ->")[0] for problem in problems] == losses
 
 
 def saved(report: Report, folder: Path) -> Path:

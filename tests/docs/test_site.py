@@ -13,27 +13,28 @@ from vllm_autoprune.cli.main import main
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_links_to_files_outside_docs_become_paths_or_links_to_the_repository() -> None:
-    page = "See [the policy](../SECURITY.md#scope) and [states](states.md)."
-    assert rewrite_links(page, None) == (
-        "See the policy (`SECURITY.md` in the repository) and [states](states.md)."
-    )
-    assert rewrite_links(page, "https://example.org/r/") == (
-        "See [the policy](https://example.org/r/blob/main/SECURITY.md#scope) "
-        "and [states](states.md)."
-    )
+WITHIN = "[search](../search.md#strategies)"
+OUTSIDE = "See [the policy](../SECURITY.md#scope) and [states](states.md)."
+
+
+@pytest.mark.parametrize(
+    ("page", "repository", "name", "text"),
+    [
+        (OUTSIDE, None, "page.md",
+         "See the policy (`SECURITY.md` in the repository) and [states](states.md)."),
+        (OUTSIDE, "https://example.org/r/", "page.md", "See [the policy](https://example.org/r/"
+         "blob/main/SECURITY.md#scope) and [states](states.md)."),
+        (WITHIN, None, "studies/search.md", WITHIN),
+        ("[x](../../README.md)", None, "studies/search.md", "x (`README.md` in the repository)"),
+    ],
+)  # fmt: skip
+def test_links_to_files_outside_docs_become_paths_or_links_to_the_repository(
+    page: str, repository: str | None, name: str, text: str
+) -> None:
+    assert rewrite_links(page, repository, name) == text
 
 
 def test_a_link_to_a_file_that_is_missing_stops_the_build() -> None:
-    with pytest.raises(FileNotFoundError, match=r"nosuch\.md"):
-        rewrite_links("[x](../nosuch.md)", None)
-
-
-def test_links_of_a_page_in_a_folder_are_relative_to_it() -> None:
-    within = "[search](../search.md#strategies)"
-    assert rewrite_links(within, None, "studies/search.md") == within
-    outside = rewrite_links("[x](../../README.md)", None, "studies/search.md")
-    assert outside == "x (`README.md` in the repository)"
     with pytest.raises(FileNotFoundError, match=r"studies/search\.md links to nosuch\.md"):
         rewrite_links("[x](../../nosuch.md)", None, "studies/search.md")
 

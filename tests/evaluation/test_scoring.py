@@ -6,29 +6,28 @@ import pytest
 
 from tests.evaluation.samples import QUESTIONS
 from vllm_autoprune.evaluation.journal import MME, Answer, Question
-from vllm_autoprune.evaluation.scoring import (
-    MMBENCH,
-    Figures,
-    Scoring,
-    aggregate,
-)
+from vllm_autoprune.evaluation.scoring import MMBENCH, Figures, Scoring, aggregate
 
 
 def figures(scores: list[float | None], logprobs: list[float | None] | None = None) -> Figures:
-    rows = zip(QUESTIONS, scores, logprobs or [-1.0] * 6, strict=True)
     answers = {
-        q.id: Answer(case="c", question=q.id, score=score, logprob=lp) for q, score, lp in rows
+        q.id: Answer(case="c", question=q.id, score=score, logprob=logprob)
+        for q, score, logprob in zip(QUESTIONS, scores, logprobs or [-1.0] * 6, strict=True)
     }
     return Scoring(QUESTIONS, mme_divisor=2.0).figures(answers)
 
 
-def test_each_benchmark_is_scored_in_its_own_unit() -> None:
+def test_figures_are_in_units_of_their_own_and_leave_out_what_is_not_scored() -> None:
+    """Those of benchmarks, and Acc., are tested with the rows of a report."""
     scores = figures([1, 0, 1, 1, 1, 0])
-    assert {name: f[0] for name, f in scores.benchmarks.items()} == {"colour": 50.0, MME: 125.0}
-    assert scores.acc is not None and scores.acc[0] == (50 + 125 / 2) / 2
-    assert scores.accuracy is not None and scores.accuracy[0] == pytest.approx(100 * 4 / 6)
-    assert scores.accuracy_plus is not None and scores.accuracy_plus[0] == 50.0
-    assert scores.logprob is not None and scores.logprob[0] == -1.0
+    for figure, value in (
+        (scores.accuracy, 100 * 4 / 6), (scores.accuracy_plus, 50), (scores.logprob, -1),
+    ):  # fmt: skip
+        assert figure is not None and figure[0] == pytest.approx(value)
+    scores = figures([None, *[1.0] * 5])
+    assert list(scores.benchmarks) == [MME] and scores.acc is None
+    assert scores.accuracy is not None and scores.accuracy[0] == 100.0
+    assert figures([1.0] * 6, [-1.0, -1.0, -1.0, None, -1.0, -1.0]).logprob is None
 
 
 def test_categories_of_mme_are_summed() -> None:
@@ -46,13 +45,6 @@ def test_categories_of_mme_are_summed() -> None:
         scores = Scoring(questions, mme_divisor=4.0).figures(answers)
         assert scores.benchmarks[MME][0] == points
         assert scores.acc is not None and scores.acc[0] == points / 4
-
-
-def test_what_is_not_scored_singly_is_left_out() -> None:
-    scores = figures([None, *[1.0] * 5])
-    assert list(scores.benchmarks) == [MME] and scores.acc is None
-    assert scores.accuracy is not None and scores.accuracy[0] == 100.0
-    assert figures([1.0] * 6, [-1.0, -1.0, -1.0, None, -1.0, -1.0]).logprob is None
 
 
 FULL = {"GQA": 60.0, "MME": 1600.0, "MMB-EN": 40.0, "MMB-CN": 20.0}

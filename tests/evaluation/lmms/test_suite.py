@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -236,43 +236,24 @@ def test_a_judge_is_asked_and_without_one_the_report_is_not_valid(
     assert row is not None and row.benchmarks == {"MM-Vet": 80.0}
 
 
-def serving(refused: str) -> Callable[[Body, int], Answer]:
-    """A server of all cases that refuses the states with one base policy; "" is all of them."""
-
+def test_one_server_measures_every_state_and_lists_what_it_refuses(tmp_path: Path) -> None:
     def answer(body: Body, number: int) -> Answer:
         pruning = body["mm_processor_kwargs"]["autoprune"]
-        if "state" in pruning and refused in pruning["state"]["base_policy"]["name"]:
+        if "state" in pruning and pruning["state"]["base_policy"]["name"] == "trim":
             return error(400, "not on this server")
         if isinstance(body["messages"][0]["content"], list):
             return completion("?")  # the request about a plain image
         return (right if "budget" not in pruning else pruned)(body, number)
 
-    return answer
-
-
-def cases_on(url: str) -> list[Server]:
-    return [
-        Server(case, url.removesuffix("/v1")) for case in build_cases(["visionzip", "trim"], [8])
-    ]
-
-
-def test_one_server_measures_every_state_and_lists_what_it_refuses(tmp_path: Path) -> None:
-    with endpoint(serving("trim")) as server:
-        report = run(cases_on(server.url), tmp_path)
-        assert len(server.requests) == 5 + 4 * 4
-        again = run(cases_on(server.url), tmp_path, resume=True)
-        assert len(server.requests) == 5 + 4 * 4 + 1
+    with endpoint(answer) as fake:
+        cases = build_cases(["visionzip", "trim"], [8])
+        servers = [Server(case, fake.url.removesuffix("/v1")) for case in cases]
+        report = run(servers, tmp_path)
+        assert len(fake.requests) == 5 + 4 * 4
+        again = run(servers, tmp_path, resume=True)
+        assert len(fake.requests) == 5 + 4 * 4 + 1
     assert report.valid, report.reasons
     names = {"full", "random@8", "resized@8", "visionzip@8"}
     assert {row.case.name for row in report.rows} == names
-    assert {case.name: case.refused for case in again.refused} == {
-        "trim@8": "status 400: not on this server"
-    }
-
-
-def test_a_server_that_takes_no_states_is_reported_at_once(tmp_path: Path) -> None:
-    with endpoint(serving("")) as server, pytest.raises(ConfigError) as caught:
-        run(cases_on(server.url), tmp_path)
-    (problem,) = caught.value.problems
-    assert problem.what == "refuses every state: status 400: not on this server"
-    assert "--autoprune-requests states" in problem.fix
+    refused = {case.name: case.refused for case in again.refused}
+    assert refused == {"trim@8": "status 400: not on this server"}
