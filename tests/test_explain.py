@@ -72,36 +72,31 @@ def test_what_a_policy_does_not_do_is_not_traced() -> None:
     assert unmerged.owners == ()
 
 
-MERGING: dict[str, object] = {"/reassembly": {"atom": "mean_residual", "strength": 0.5}}
-
-
-def test_owners_are_the_kept_tokens_that_dropped_ones_are_merged_into() -> None:
+@pytest.mark.parametrize(
+    ("reassembly", "radius", "budget"),
+    [({"atom": "mean_residual"}, 6, 12), ({"atom": "spatial_local_residual_merge"}, 1, 3)],
+)
+def test_owners_are_the_kept_tokens_that_dropped_ones_are_merged_into(
+    reassembly: dict[str, object], radius: int, budget: int
+) -> None:
+    """The most similar one within the radius, or none."""
+    if radius == 1:
+        reassembly = {**reassembly, "radius": radius}
     tokens = images(seed=5)
-    policy = materialize(state(MERGING), 12)
-    for number, image in enumerate(trace_images(policy, tokens, refine(policy, tokens))):
-        similarity = tokens.cosine[number]
-        assert len(image.owners) == 36
-        for token, owner in enumerate(image.owners):
-            if token in image.kept:
-                assert owner == -1
-            else:
-                assert owner == max(image.kept, key=lambda kept: float(similarity[token, kept]))
-
-
-def test_a_token_beyond_the_radius_of_every_kept_one_is_merged_into_none() -> None:
-    local = {"atom": "spatial_local_residual_merge", "strength": 0.5, "radius": 1}
-    tokens = images(seed=5)
-    policy = materialize(state({"/reassembly": local}), 3)
-    (image, _) = trace_images(policy, tokens, refine(policy, tokens))
+    policy = materialize(state({"/reassembly": {**reassembly, "strength": 0.5}}), budget)
     places = [divmod(token, 6) for token in range(36)]
-
-    def apart(token: int, other: int) -> int:
-        return max(abs(x - y) for x, y in zip(places[token], places[other], strict=True))
-
-    lonely = {t for t in range(36) if all(apart(t, kept) > 1 for kept in image.kept)}
-    assert lonely
-    assert {t for t, owner in enumerate(image.owners) if owner < 0} == lonely | set(image.kept)
-    assert all(apart(t, owner) <= 1 for t, owner in enumerate(image.owners) if owner >= 0)
+    for number, image in enumerate(trace_images(policy, tokens, refine(policy, tokens))):
+        similarity, expected = tokens.cosine[number], []
+        for token, (row, column) in enumerate(places):
+            near = [
+                kept
+                for kept in image.kept
+                if max(abs(places[kept][0] - row), abs(places[kept][1] - column)) <= radius
+            ]
+            dropped = token not in image.kept and bool(near)
+            expected.append(max(near, key=lambda k: float(similarity[token, k])) if dropped else -1)
+        assert list(image.owners) == expected
+        assert expected.count(-1) == budget or radius == 1
 
 
 TILES = tuple(region_image(seed).regions[0] for seed in range(3))

@@ -123,10 +123,9 @@ def test_rounds_are_solved_for_the_times() -> None:
 
 def test_a_server_without_metrics_is_probed() -> None:
     with running(PrunedServer(), metrics=False) as record, ServerClient(record.url) as client:
-        known = probe_server(client, SIZE, rounds=2)
+        known = probe_server(client, SIZE, rounds=1)
     assert known.values["tokens"] == VISUAL + NEWLINE
     assert not {"budget", "decode_image"} & known.values.keys()
-    assert known.values["tower"] == pytest.approx(TOWER + DECODE_IMAGE + PROCESSOR, abs=0.1)
     assert any("no /metrics" in note for note in known.notes)
 
 

@@ -95,9 +95,9 @@ def test_foreign_content_is_refused_and_left_unchanged(
     path.write_bytes(content)
     message = f"^{path}:{line}: not a record of this version .* -> name another file"
     with pytest.raises(NotesError, match=message):
-        RecordFile(path, NOTE, NotesError)
+        open_notes(path)
     with pytest.raises(NotesError, match=message):
-        read_records(path, NOTE, NotesError, "name one")
+        numbers(path)
     assert path.read_bytes() == content
 
 
@@ -170,10 +170,12 @@ def test_a_broken_disk_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_unusable_path_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(NotesError, match=f"^{tmp_path}: Is a directory -> name a place"):
-        RecordFile(tmp_path, NOTE, NotesError)
     (tmp_path / "file").touch()
-    with pytest.raises(NotesError, match="name a place that can be written"):
-        RecordFile(tmp_path / "file" / "notes", NOTE, NotesError)
+    for path, message in (
+        (tmp_path, f"^{tmp_path}: Is a directory -> name a place"),
+        (tmp_path / "file" / "notes", "name a place that can be written"),
+    ):
+        with pytest.raises(NotesError, match=message):
+            open_notes(path)
     with pytest.raises(NotesError, match=r"No such file or directory -> name one$"):
-        read_records(tmp_path / "nowhere", NOTE, NotesError, "name one")
+        numbers(tmp_path / "nowhere")

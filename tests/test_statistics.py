@@ -35,12 +35,10 @@ def test_ratios_of_paired_rounds() -> None:
     assert ratio_of_medians(over, under) == interval
 
 
-@pytest.mark.parametrize(("over", "under"), [([[1.0]], [[1.0]] * 2), ([], []), ([[]], [[]])])
-def test_rounds_that_do_not_pair_are_refused(
-    over: list[list[float]], under: list[list[float]]
-) -> None:
+@pytest.mark.parametrize("rounds", [([[1.0]], [[1.0]] * 2), ([], []), ([[]], [[]])])
+def test_rounds_that_do_not_pair_are_refused(rounds: tuple[list[list[float]], ...]) -> None:
     with pytest.raises(ValueError, match="cannot be paired"):
-        ratio_of_medians(over, under)
+        ratio_of_medians(*rounds)
 
 
 @pytest.mark.parametrize(
