@@ -65,7 +65,7 @@ def test_what_a_policy_does_not_do_is_not_traced() -> None:
     assert alone.signals == () and alone.quality is None and set(alone.kept) == {*alone.reference}
     lost = torch.full_like(tokens.cls_attention, torch.nan)
     (fallback, _) = trace_batch(dataclasses.replace(tokens, cls_attention=lost))
-    assert fallback.fallback == "reference" and fallback.entered == ()
+    assert fallback.fallback == "reference" and fallback.entered == fallback.owners == ()
     (unpruned, _) = trace_batch(images(grid=Grid(3, 4)), {"/core": {"share": 0.5}})
     assert unpruned.core == () and len(unpruned.kept) == 12
     (unmerged, _) = trace_batch(tokens, {"/reassembly/strength": 0.0})

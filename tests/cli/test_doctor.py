@@ -58,19 +58,12 @@ def test_without_vllm_it_says_so_and_does_not_crash() -> None:
     assert findings["shipped states"]["status"] == "ok"
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the hooks, for which vLLM has to be imported."""
-    monkeypatch.setattr(doctor, "collect_hooks", lambda: ((), ()))
-
-
-@pytest.mark.usefixtures("quick")
 def test_each_failure_names_the_way_to_fix_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
 ) -> None:
-    monkeypatch.setenv("VLLM_PLUGINS", "other")
-    monkeypatch.setenv("VLLM_AUTOPRUNE_DISABLE", "1")
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    for name in ("VLLM_PLUGINS", "VLLM_AUTOPRUNE_DISABLE", "VLLM_USE_RUST_FRONTEND"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(doctor, "collect_hooks", lambda: ((), ()))  # those import vLLM
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     monkeypatch.setattr(doctor, "shipped_states", dict)
     (tmp_path / "tower").mkdir()
@@ -83,12 +76,12 @@ def test_each_failure_names_the_way_to_fix_it(
     assert len(output.splitlines()) < 30
 
 
-@pytest.mark.usefixtures("quick")
 def test_an_old_vllm_and_a_state_that_is_not_valid_fail_and_a_slow_dtype_warns(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
 ) -> None:
     stock, bad = importlib.metadata.version, tmp_path / "bad.json"
     bad.write_text("{}")
+    monkeypatch.setattr(doctor, "collect_hooks", lambda: ((), ()))
     versions = {"vllm": "0.9.1", "pydantic": "2.0"}
     monkeypatch.setattr(importlib.metadata, "version", lambda n: versions.get(n) or stock(n))
     monkeypatch.setattr(doctor, "shipped_states", lambda: {str(bad): bad})

@@ -1,10 +1,8 @@
-"""eval: its cases, its calls in the docs, and runs on a fake server."""
+"""eval: its cases, and runs on a fake server."""
 
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from PIL import Image
 from tests.benchmarks.accuracy.minillava_server import answering
 from tests.offline_search.endpoint import Answer, Body, endpoint, error
 from vllm_autoprune import load_state
-from vllm_autoprune.cli.main import main, parser
+from vllm_autoprune.cli.main import main
 from vllm_autoprune.evaluation.run import build_cases
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
@@ -46,13 +44,6 @@ def test_the_base_policy_alone_has_the_parameters_of_the_state(tmp_path: Path) -
     assert "limit" in cases["autoprune@128"].refused and not cases["fastv@128"].refused
 
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text()
-CALLS = [
-    shlex.split(call.replace("\\\n", " "))[1:]
-    for call in re.findall(r"^vllm-autoprune eval (?:.*\\\n)*.*", PAGE, re.MULTILINE)
-]
-
-
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """A file of questions about two images."""
@@ -67,16 +58,6 @@ def data(tmp_path: Path) -> Path:
     path = tmp_path / "questions.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
-
-
-def test_the_calls_in_the_docs_parse() -> None:
-    assert len(CALLS) == 3
-    parsed = [parser().parse_args(call) for call in CALLS]
-    assert {options.command for options in parsed} == {"eval"}
-    assert parsed[0].data == Path("questions.jsonl")
-    assert parsed[1].judge_url == "http://judge:8000/v1" and parsed[2].include_path == Path(
-        "lmms-task"
-    )
 
 
 def test_own_questions_are_measured_in_every_case(

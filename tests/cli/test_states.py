@@ -122,15 +122,13 @@ def test_materialize_writes_a_state_and_its_changes(tmp_path: Path, capsys: Capt
     assert [path.name for path in tmp_path.iterdir()] == ["next.json"]
 
 
-def test_an_instruction_free_variant_reads_no_instruction(tmp_path: Path, capsys: Captured) -> None:
-    target = tmp_path / "free.json"
-    arguments = ("--instruction-free", "--budget", "64", "-o", str(target), "--json")
+def test_an_instruction_free_variant_reads_no_instruction(capsys: Captured) -> None:
+    arguments = ("--instruction-free", "--budget", "64", "--json")
     record = json.loads(run_command(capsys, "materialize", "autoprune", *arguments))
     changed = {change["where"] for change in record["changes"]}
     assert {"/base_policy/name", "/budget/atom"} <= changed
-    new_state = load_state(target)
-    assert required_inputs(new_state, exchange=True) == frozenset()
-    assert record["budget"] == 64 and new_state.digest == record["digest"]
+    assert required_inputs(load_state(json.dumps(record["state"])), exchange=True) == frozenset()
+    assert record["budget"] == 64
 
 
 @pytest.mark.parametrize(

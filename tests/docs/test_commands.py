@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from scripts.docs_commands import (
     type_page,
     type_quick,
 )
+from vllm_autoprune.cli.main import parser
 
 COMMANDS = read_commands()
 LONG_ONES = [c for c in COMMANDS if c.kind == LONG]
@@ -32,6 +35,13 @@ def test_every_command_is_typed_or_says_why_not() -> None:
     assert len(COMMANDS) > 60
     assert len(QUICK_ONES) >= 8
     assert sum(command.kind == LONG for command in COMMANDS) >= 30
+
+
+def test_every_call_of_the_command_parses() -> None:
+    calls = [c.text for c in COMMANDS if re.match("vllm-autoprune [a-z]", c.text)]
+    assert len(calls) > 20
+    for call in calls:
+        parser().parse_args(shlex.split(call)[1:])
 
 
 def test_a_new_kind_of_command_is_noticed() -> None:
