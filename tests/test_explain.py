@@ -64,7 +64,8 @@ def test_what_a_policy_does_not_do_is_not_traced() -> None:
     (alone, _) = trace_batch(tokens, {"/constraints/selector/q_e": 0})
     assert alone.signals == () and alone.quality is None and set(alone.kept) == {*alone.reference}
     lost = torch.full_like(tokens.cls_attention, torch.nan)
-    (fallback, _) = trace_batch(dataclasses.replace(tokens, cls_attention=lost))
+    merging: dict[str, object] = {"/reassembly": {"atom": "mean_residual", "strength": 0.5}}
+    (fallback, _) = trace_batch(dataclasses.replace(tokens, cls_attention=lost), merging)
     assert fallback.fallback == "reference" and fallback.entered == fallback.owners == ()
     (unpruned, _) = trace_batch(images(grid=Grid(3, 4)), {"/core": {"share": 0.5}})
     assert unpruned.core == () and len(unpruned.kept) == 12

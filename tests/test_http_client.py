@@ -80,7 +80,7 @@ def test_an_address_that_cannot_be_asked(url: str, text: str) -> None:
     ],
 )
 def test_a_server_that_cannot_be_used_says_why(models: Answer, text: str) -> None:
-    with endpoint(lambda body, number: completion("")) as server:
+    with endpoint(lambda body, number: error(500)) as server:
         server.models = models
         assert text in failure(server.url)
 

@@ -24,7 +24,6 @@ from tests.test_import_boundaries import imported_modules
 
 ROOT = Path(__file__).resolve().parents[1]
 REPOSITORY_PACKAGES = {"vllm_autoprune", "offline_search", "benchmarks", "tests", "scripts"}
-CHECKPOINT = ROOT / "benchmarks/yardsticks/weights/minillava"
 
 
 @pytest.fixture(scope="module")
@@ -68,29 +67,25 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def forms(out: Path) -> dict[str, list[str]]:
     """The smallest form of every command that needs neither a server nor a network."""
-    return {
-        "validate": ["cdpruner"],
-        "list": [],
-        "show": ["cdpruner"],
-        "diff": ["cdpruner", "divprune"],
-        "atoms": ["--group", "safety_checks"],
-        "schema": [],
-        "materialize": ["cdpruner", "--budget", "64", "-o", str(out / "state.json")],
-        "explain": [
-            str(ROOT / "docs/images/kept-tokens.png"), "What is this?", "--budget", "16",
-            "--checkpoint", str(CHECKPOINT / "llava"), "-o", str(out / "kept.png"),
-        ],
-        "cost": ["--backbone", "qwen3-vl-8b"],
-        "advise": [
-            "--questions", "1", "--tokens", "576", "--budget", "64", "--tower-ms", "50",
-            "--prefill-ms-per-token", "1", "--request-ms", "5",
-        ],
-        "search": ["--help"],
-        "eval": ["--suite", "lmms:mme", "--served-name", "m", "--arm", "full=http://h:1",
-                 "--dry-run"],
-        "doctor": [],
-        "selftest": ["--help"],
-    }  # fmt: skip
+    picture = ROOT / "docs/images/kept-tokens.png"
+    checkpoint = ROOT / "benchmarks/yardsticks/weights/minillava/llava"
+    texts = {
+        "validate": "cdpruner",
+        "list": "",
+        "show": "cdpruner",
+        "diff": "cdpruner divprune",
+        "atoms": "--group safety_checks",
+        "schema": "",
+        "materialize": f"cdpruner --budget 64 -o {out}/state.json",
+        "explain": f"{picture} What? --budget 16 --checkpoint {checkpoint} -o {out}/kept.png",
+        "cost": "--backbone qwen3-vl-8b",
+        "advise": "--questions 1 --tokens 576 --budget 64 --tower-ms 50 --prefill-ms-per-token 1",
+        "search": "--help",
+        "eval": "--suite lmms:mme --served-name m --arm full=http://h:1 --dry-run",
+        "doctor": "",
+        "selftest": "--help",
+    }
+    return {command: text.split() for command, text in texts.items()}
 
 
 SLOW = ("explain", "doctor")

@@ -232,11 +232,17 @@ def test_incomplete_output_is_refused(
         output(tmp_path, "gqa", lines, results, reported)
 
 
-def test_missing_files_are_refused(tmp_path: Path) -> None:
-    (benchmark,) = select_benchmarks("gqa")
-    with pytest.raises(EvaluationError, match=r"wrote 0 files \*_samples_gqa.jsonl"):
-        read_output(tmp_path, benchmark, "full")
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("m/*.jsonl", r"wrote 0 files \*_samples_gqa.jsonl"),
+        (IMAGES, "questions about the same image"),
+    ],
+)
+def test_missing_files_are_refused(tmp_path: Path, pattern: str, message: str) -> None:
     output(tmp_path, "gqa", [GOOD], {"exact_match,none": 1.0})
-    (tmp_path / IMAGES).unlink()
-    with pytest.raises(EvaluationError, match="questions about the same image"):
+    (path,) = tmp_path.glob(pattern)
+    path.unlink()
+    (benchmark,) = select_benchmarks("gqa")
+    with pytest.raises(EvaluationError, match=message):
         read_output(tmp_path, benchmark, "full")
