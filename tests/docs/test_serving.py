@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -68,9 +70,6 @@ def test_the_dashboard_shows_every_metric_and_no_other(exported: dict[str, str])
 @pytest.mark.compat
 @pytest.mark.slow
 def test_every_flag_on_the_pages_is_one_of_vllm_serve() -> None:
-    import subprocess
-    import sys
-
     vllm = Path(sys.executable).with_name("vllm")
     shown = subprocess.run(
         [vllm, "serve", "--help=all"], capture_output=True, text=True, check=True
