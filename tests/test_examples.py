@@ -68,7 +68,7 @@ def test_the_client_asks_at_every_budget(capsys: pytest.CaptureFixture[str]) -> 
     with fake_server(reply) as server:
         arguments = [str(picture), "What?", "--url", f"{server.url}/v1", "--budgets", "64", "16"]
         assert client.main(arguments) == 0
-    sent = [body["mm_processor_kwargs"]["autoprune"] for body in server.seen]
+    sent = [body["mm_processor_kwargs"]["autoprune"] for body in server.requests]
     assert sent == [{"enabled": False}, {"budget": 64}, {"budget": 16}]
     assert "K = 64:    80 prompt tokens: a cup" in capsys.readouterr().out
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tests.offline_search.endpoint import Answer, Body, completion, endpoint, error, model_list
+from benchmarks.common.fake_server import Answer, Body
+from tests.offline_search.endpoint import MODELS, completion, endpoint, error, model_list
 from vllm_autoprune.errors import ConfigError, EvaluationFailed
 from vllm_autoprune.http_client import (
     AsyncServerClient,
@@ -81,7 +82,7 @@ def test_an_address_that_cannot_be_asked(url: str, text: str) -> None:
 )
 def test_a_server_that_cannot_be_used_says_why(models: Answer, text: str) -> None:
     with endpoint(lambda body, number: error(500)) as server:
-        server.models = models
+        server.pages[MODELS] = models
         assert text in failure(server.url)
 
 
@@ -128,7 +129,7 @@ async def test_failures_that_may_pass_are_retried_and_refusals_are_not() -> None
 
 async def test_servers_that_stopped_are_told_from_a_failed_request() -> None:
     def dying(body: Body, number: int) -> Answer:
-        server.models = error(503, "down")
+        server.pages[MODELS] = error(503, "down")
         return error(500, json.dumps(body))
 
     with endpoint(dying) as server, pytest.raises(ServerLost, match="stopped answering"):

@@ -87,7 +87,7 @@ def test_the_times_of_a_known_server_are_found() -> None:
     assert {"prefill", "tower", "decode"} <= values.keys()
     assert "64 x 48 pixels" in known.notes[0]
     # Every round, and a warm-up, has a new image and two questions about it.
-    texts = [json.dumps(body["messages"]) for body in record.seen]
+    texts = [json.dumps(body["messages"]) for body in record.requests]
     assert len(texts) == len(set(texts)) == 12
     urls = [url for text in texts for url in re.findall('"url": "(.*?)"', text)]
     assert len(urls) == 6 and urls[::2] == urls[1::2] and len(set(urls)) == 3

@@ -21,7 +21,9 @@ PROMPT_TOKENS = 600
 
 Body = dict[str, Any]
 """A chat request, as JSON."""
-Pages = Mapping[str, str | Callable[[], str] | None]
+Answer = tuple[int, bytes, dict[str, str]]
+"""Status, body and headers of an answer that is written as it is."""
+Pages = Mapping[str, str | Answer | Callable[[], str] | None]
 """Answers to GET requests by path, or functions that write them; None: status 404."""
 
 
@@ -60,7 +62,7 @@ class Reply:
         return times
 
 
-_Respond = Callable[[Body], Reply]
+_Respond = Callable[[Body], Reply | Answer]
 
 
 @dataclass
@@ -68,7 +70,8 @@ class FakeServer:
     """A running server: its address, the requests it got in order, and when it answered."""
 
     url: str
-    seen: list[Body] = field(default_factory=list)
+    pages: dict[str, str | Answer | Callable[[], str] | None]
+    requests: list[Body] = field(default_factory=list)
     emitted: list[tuple[float, ...]] = field(default_factory=list)
     """``perf_counter`` just before each delta of a request was written."""
 
@@ -83,8 +86,8 @@ class _Server(socketserver.ThreadingTCPServer):
         self, port: int, respond: _Respond, model: str | None, pages: Pages, serves: int | None
     ) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
-        self.respond, self.model, self.pages, self.serves = respond, model, pages, serves
-        self.record = FakeServer(f"http://127.0.0.1:{self.server_address[1]}")
+        self.respond, self.model, self.serves = respond, model, serves
+        self.record = FakeServer(f"http://127.0.0.1:{self.server_address[1]}", dict(pages))
         self.stop, self.lock = threading.Event(), threading.Lock()
         self._open: set[socket.socket] = set()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.02,))
@@ -125,16 +128,20 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the client closed the connection
+        # The client closed the connection, or was killed while it wrote a request.
+        with contextlib.suppress(ConnectionError, json.JSONDecodeError):
             super().handle()
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""
 
     def do_GET(self) -> None:
-        page = self.server.pages.get(self.path)
-        text = page() if callable(page) else page
-        self._write_whole(*((404, "not found") if text is None else (200, text)))
+        page = self.server.record.pages.get(self.path)
+        if isinstance(page, tuple):
+            self._write_answer(*page)
+        else:
+            text = page() if callable(page) else page
+            self._write_whole(*((404, "not found") if text is None else (200, text)))
 
     def do_POST(self) -> None:
         begin = time.perf_counter()
@@ -142,9 +149,9 @@ class _Handler(BaseHTTPRequestHandler):
         body: Body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server = self.server
         with server.lock:
-            server.record.seen.append(body)
-            seen = len(server.record.seen)
-        if server.serves is not None and seen > server.serves:
+            server.record.requests.append(body)
+            count = len(server.record.requests)
+        if server.serves is not None and count > server.serves:
             server.refuse()
         elif server.model is not None and body.get("model") != server.model:
             self._write_error(404, f"The model `{body.get('model')}` does not exist.")
@@ -153,9 +160,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _reply(self, body: Body, begin: float) -> None:
         reply = self.server.respond(body)
-        if reply.drop:
+        if isinstance(reply, tuple):
+            self._write_answer(*reply)
+        elif reply.drop:
             return
-        if reply.status != 200:
+        elif reply.status != 200:
             self._write_error(reply.status, reply.error)
         elif body.get("stream"):
             self._stream(reply, body, begin)
@@ -189,10 +198,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
 
     def _write_whole(self, status: int, text: str) -> None:
-        body = text.encode()
+        self._write_answer(status, text.encode(), {})
+
+    def _write_answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
+        framing = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        for name, value in {**framing, "Connection": "close", **headers}.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from benchmarks.common.fake_server import Answer, Body
 from tests.benchmarks.accuracy.minillava_server import answering
-from tests.offline_search.endpoint import Answer, Body, endpoint, error
+from tests.offline_search.endpoint import endpoint, error
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.evaluation.run import build_cases

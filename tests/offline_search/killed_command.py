@@ -38,7 +38,7 @@ def start_command(url: str, folder: Path, ledger: Path, max_bytes: int | None = 
         ):
             code = main([
                 "search", "--data", str(folder), "--ledger", str(ledger), "--resume",
-                "--server-url", url, "--proposer-url", url, "--proposer-model", "m",
+                "--server-url", url, "--proposer-url", f"{url}/v1", "--proposer-model", "m",
                 "--budget", "8", "--rounds", "3", "--per-round", "3", "--strategy", "autoprune+",
                 "--json",
             ])  # fmt: skip

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
+from benchmarks.common.fake_server import Answer, Body
 from offline_search.components import Candidate, JsonObject, SelectionProgram
 from offline_search.dataset import Dataset, read_dataset, write_split
 from offline_search.evaluator import EvaluationJob
@@ -35,7 +36,7 @@ from offline_search.search import Search
 from offline_search.search_space import RandomSource, sample_proposal
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
-from tests.offline_search.endpoint import Answer, Body, completion, scored
+from tests.offline_search.endpoint import completion, scored
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.safety import synthetic_probes
 from vllm_autoprune.tpdsl.tokens import VisualTokens

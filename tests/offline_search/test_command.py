@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.fake_server import Answer, Body, FakeServer
 from offline_search.dataset import Dataset
 from offline_search.ledger import SettingsRecord
 from offline_search.replay import estimate_cost
 from offline_search.settings import Settings
-from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, endpoint, error
+from tests.offline_search.endpoint import endpoint, error
 from tests.offline_search.synthetic import answer_search, records_of_kind, settings_of
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
@@ -23,22 +24,22 @@ Printed = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def served() -> Iterator[FakeEndpoint]:
+def served() -> Iterator[FakeServer]:
     with endpoint(answer_search) as server:
         yield server
 
 
-def run_command(server: FakeEndpoint, data: Dataset, *more: str) -> int:
+def run_command(server: FakeServer, data: Dataset, *more: str) -> int:
     """Run a search of two rounds; its ledger is beside the folder of its data."""
     return main([
         "search", "--data", str(data.folder), "--ledger", str(data.folder.parent / "l.jsonl"),
-        "--server-url", server.url, "--proposer-url", server.url, "--proposer-model", "m",
+        "--server-url", server.url, "--proposer-url", f"{server.url}/v1", "--proposer-model", "m",
         "--budget", "8", "--rounds", "2", "--per-round", "2", "--strategy", "autoprune", *more,
     ])  # fmt: skip
 
 
 def test_the_command_searches_reports_and_replays(
-    served: FakeEndpoint, data: Dataset, tmp_path: Path, capsys: Printed
+    served: FakeServer, data: Dataset, tmp_path: Path, capsys: Printed
 ) -> None:
     state, page, ledger = tmp_path / "s.json", tmp_path / "p.html", tmp_path / "l.jsonl"
     assert run_command(served, data, "-o", str(state), "--images", "6", "--seed", "1") == 0
@@ -75,7 +76,7 @@ def test_the_command_searches_reports_and_replays(
     ],
 )
 def test_a_model_behind_an_endpoint_is_asked_for_lists(
-    more: list[str], length: int, ranges: set[str], served: FakeEndpoint, data: Dataset
+    more: list[str], length: int, ranges: set[str], served: FakeServer, data: Dataset
 ) -> None:
     assert run_command(served, data, "--per-round", "6", "--rounds", "1", *more) == 0
     asked = [body for body in served.requests if "response_format" in body]
@@ -88,7 +89,7 @@ def test_a_model_behind_an_endpoint_is_asked_for_lists(
 
 
 def test_an_existing_ledger_needs_resume(
-    served: FakeEndpoint, data: Dataset, capsys: Printed
+    served: FakeServer, data: Dataset, capsys: Printed
 ) -> None:
     assert run_command(served, data) == 0
     sent = len(served.requests)
@@ -102,7 +103,7 @@ def test_an_existing_ledger_needs_resume(
 
 
 def test_a_dry_run_prints_an_estimate_and_sends_no_request(
-    served: FakeEndpoint, data: Dataset, capsys: Printed
+    served: FakeServer, data: Dataset, capsys: Printed
 ) -> None:
     def dry_run(*more: str) -> str:
         assert run_command(served, data, "--dry-run", *more) == 0
@@ -169,7 +170,7 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(
     ],
 )  # fmt: skip
 def test_wrong_options_give_one_error_with_a_fix(
-    more: list[str], message: str, served: FakeEndpoint, data: Dataset, capsys: Printed
+    more: list[str], message: str, served: FakeServer, data: Dataset, capsys: Printed
 ) -> None:
     assert run_command(served, data, *more) == 1
     errors = capsys.readouterr().err
@@ -178,9 +179,7 @@ def test_wrong_options_give_one_error_with_a_fix(
     assert not served.requests
 
 
-def test_every_wrong_option_is_reported(
-    served: FakeEndpoint, data: Dataset, capsys: Printed
-) -> None:
+def test_every_wrong_option_is_reported(served: FakeServer, data: Dataset, capsys: Printed) -> None:
     wrong = ["--rounds", "0", "--images", "0", "--most-money", "x", "--budget", "0", "--json"]
     assert run_command(served, data, *wrong) == 1
     problems = json.loads(capsys.readouterr().out)["problems"]

@@ -8,18 +8,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.fake_server import Answer, Body, FakeServer
 from offline_search.components import SelectionProgram
 from offline_search.dataset import Dataset
 from offline_search.evaluator import EvaluationJob, ServedEvaluator
-from tests.offline_search.endpoint import (
-    Answer,
-    Body,
-    FakeEndpoint,
-    endpoint,
-    error,
-    model_list,
-    scored,
-)
+from tests.offline_search.endpoint import MODELS, endpoint, error, model_list, scored
 from vllm_autoprune import load_state
 from vllm_autoprune.errors import ConfigError, EvaluationFailed, SearchError
 
@@ -42,7 +35,7 @@ def echo_answer(body: Body, number: int, rank: int = 1) -> Answer:
     return prompt(token(f" {answer[0]}", -0.25), token(answer[1:], -0.5 * rank, rank))
 
 
-async def evaluate(servers: list[FakeEndpoint], data: Dataset, job: EvaluationJob) -> Any:
+async def evaluate(servers: list[FakeServer], data: Dataset, job: EvaluationJob) -> Any:
     urls = [server.url for server in servers] or ["http://127.0.0.1:9"]
     evaluator = ServedEvaluator(urls, data, model="m", first_wait=0.01)
     try:
@@ -138,7 +131,7 @@ async def test_an_odd_server_is_reported_with_its_fix(
     models: Answer, answer: Answer | Answering, what: str, fix: str, data: Dataset
 ) -> None:
     with endpoint(answer if callable(answer) else lambda b, n: answer) as server:
-        server.models = models
+        server.pages[MODELS] = models
         ((reported, advice),) = await check([server.url], data)
     assert what in reported and fix in advice
 
@@ -147,7 +140,7 @@ async def test_all_servers_are_checked_and_serve_one_model(data: Dataset) -> Non
     ((what, _),) = await check(["http://127.0.0.1:9"], data)
     assert "does not answer" in what
     with endpoint(echo_answer) as server, endpoint(echo_answer) as other:
-        server.models, other.models = model_list("a", "c"), model_list("b", "c")
+        server.pages[MODELS], other.pages[MODELS] = model_list("a", "c"), model_list("b", "c")
         urls = [server.url, other.url]
         ((what, fix),) = await check(urls, data)
         assert what == "serve different models: a, b" and "--server-model" in fix
@@ -159,6 +152,6 @@ async def test_all_servers_are_checked_and_serve_one_model(data: Dataset) -> Non
         assert evaluator.name == f"c through vLLM, data {data.digest[:12]}"
         assert {body["model"] for body in other.requests} == {"c"}
     with endpoint(lambda b, n: error(400, "no")) as refusing, endpoint(echo_answer) as broken:
-        broken.models = error(500)
+        broken.pages[MODELS] = error(500)
         problems = await check([broken.url, refusing.url], data)
     assert [what for what, _ in problems] == ["answers with status 500: no", "status 400: no"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.fake_server import Answer, Body
 from offline_search.dataset import Dataset
 from offline_search.ledger import (
     Clock,
@@ -21,7 +22,7 @@ from offline_search.ledger import (
     read_ledger,
 )
 from offline_search.settings import Settings
-from tests.offline_search.endpoint import Answer, Body, endpoint
+from tests.offline_search.endpoint import endpoint
 from tests.offline_search.synthetic import answer_search
 from vllm_autoprune.errors import SearchError
 

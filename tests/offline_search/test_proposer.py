@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.fake_server import Answer, Body, FakeServer
 from offline_search.components import JsonObject
 from offline_search.prompt import Messages
 from offline_search.proposer import EndpointProposer, EndpointSettings, Reply
-from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, completion, endpoint, error
+from tests.offline_search.endpoint import completion, endpoint, error
 from vllm_autoprune.errors import ConfigError
 
 HELLO: Messages = ({"role": "user", "content": "hello"},)
@@ -18,9 +19,9 @@ SCHEMA: JsonObject = {"type": "object"}
 Answering = Callable[[Body, int], Answer]
 
 
-def fast_settings(server: FakeEndpoint, **changes: object) -> EndpointSettings:
+def fast_settings(server: FakeServer, **changes: object) -> EndpointSettings:
     fast: dict[str, Any] = {"retries": 3, "timeout": 2.0, **changes}
-    return EndpointSettings(server.url, "m", **fast)
+    return EndpointSettings(f"{server.url}/v1", "m", **fast)
 
 
 async def replies_to(settings: EndpointSettings, *seeds: int) -> list[Reply]:

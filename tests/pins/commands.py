@@ -72,7 +72,7 @@ def printed() -> Iterator[tuple[str, str]]:
             yield "eval", run(*evaluate.split())
         with endpoint(answer_search) as server:
             search = f"search --data {dataset(Path(name)).folder} --ledger ledger.jsonl {SEARCH}"
-            search += f" --server-url {server.url} --proposer-url {server.url} --json"
+            search += f" --server-url {server.url} --proposer-url {server.url}/v1 --json"
             yield "search --dry-run", run(*search.split(), "--dry-run")
             yield "search", run(*search.split())
         yield "search report", run("search", "report", "--ledger", "ledger.jsonl", "--json")

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-from tests.offline_search.endpoint import Answer, Body
-
-N = 144
-TEXT = 20
+from benchmarks.common.fake_server import Answer, Body
+from tests.offline_search.endpoint import completion
 
 
 def kept(body: Body) -> int:
     """The number of visual tokens of a request."""
     pruning = body["mm_processor_kwargs"]["autoprune"]
-    return N if pruning.get("enabled") is False else int(pruning["budget"])
+    return 144 if pruning.get("enabled") is False else int(pruning["budget"])
 
 
 def arm(body: Body) -> str:
@@ -22,24 +17,17 @@ def arm(body: Body) -> str:
     pruning = body["mm_processor_kwargs"]["autoprune"]
     if pruning.get("enabled") is False:
         return "full"
-    keep = str(pruning.get("keep", ""))
-    return keep or str(pruning["state"]["name"])
+    return str(pruning.get("keep") or pruning["state"]["name"])
 
 
 def reply(
     body: Body, *, right: bool = True, following: str = "", tokens: int | None = None
 ) -> Answer:
     """A reply with the log-probability of the reference answer and one generated token."""
-    answer = str(body["messages"][-1]["content"])
-    token: dict[str, Any] = {
-        "logprob": -0.1 if right else -3.0, "rank": 1 if right else 2, "decoded_token": answer
-    }  # fmt: skip
-    content = {
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": following}}],
-        "usage": {"prompt_tokens": TEXT + (kept(body) if tokens is None else tokens)},
-        "prompt_logprobs": [None, {"7": token}],
-    }
-    return 200, json.dumps(content).encode(), {}
+    token = {"decoded_token": str(body["messages"][-1]["content"])}
+    score = {"logprob": -0.1, "rank": 1} if right else {"logprob": -3.0, "rank": 2}
+    usage = {"prompt_tokens": 20 + (kept(body) if tokens is None else tokens)}
+    return completion(following, usage=usage, prompt_logprobs=[None, {"7": {**token, **score}}])
 
 
 def answering(body: Body, number: int) -> Answer:

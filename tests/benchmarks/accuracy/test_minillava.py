@@ -28,11 +28,12 @@ from benchmarks.accuracy.minillava import (
     main,
     prepare_questions,
 )
+from benchmarks.common.fake_server import Answer, Body
 from benchmarks.server import ServerDied
 from benchmarks.yardsticks.minillava import MiniLlava
 from tests.benchmarks.accuracy.minillava_server import answering, arm, kept, reply
 from tests.evaluation.samples import read_journal
-from tests.offline_search.endpoint import Answer, Body, endpoint, error
+from tests.offline_search.endpoint import MODELS, endpoint, error
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.journal import JOURNAL, MME
 from vllm_autoprune.evaluation.questions import questions_digest
@@ -215,7 +216,7 @@ def test_answers_of_a_server_that_dies_are_kept(tmp_path: Path) -> None:
     def dying(body: Body, number: int) -> Answer:
         if number >= 10:
             # From now on nothing answers, /v1/models no more than the rest.
-            server.models = error(503, "down")
+            server.pages[MODELS] = error(503, "down")
             return error(503, "gone")
         return answering(body, number)
 
@@ -241,7 +242,7 @@ def test_a_started_server_that_fails_is_reported_in_one_line(
     assert not report.valid and report.reasons[-1] == reason
 
     def dying(body: Body, number: int) -> Answer:
-        server.models = error(503, "down")
+        server.pages[MODELS] = error(503, "down")
         return error(503, "gone")
 
     @contextmanager

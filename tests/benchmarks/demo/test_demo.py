@@ -70,7 +70,7 @@ def demo(examples: Sequence[Example], tmp_path_factory: pytest.TempPathFactory) 
     def serve(model: Path, *flags: str, log: Path) -> Iterator[SimpleNamespace]:
         with fake_server(reply, model=None) as server:
             yield SimpleNamespace(url=server.url)
-        seen[log.stem] = server.seen
+        seen[log.stem] = server.requests
 
     plan, out = measure.Plan(alone=2, together=8, images=2), tmp_path_factory.mktemp("demo")
     options = {"model": None, "text_tower": None, "state": "autoprune", "scenes": 2, "out": out}

@@ -86,7 +86,7 @@ def test_gaps_recorded_through_locust_are_right_within_3_ms(opened: tuple[Result
 def test_two_workers_share_the_schedule_of_one(workload: Path, tmp_path: Path) -> None:
     with fake_server(REPLY) as server:
         result = run(options(server.url, workload, tmp_path, workers=2))
-        seen = len(server.seen)
+        seen = len(server.requests)
     records = read_journal(tmp_path / RECORDS)
     assert seen == 40 + 2 * 2  # each worker warms up for itself
     assert [record.scheduled for record in records] == pytest.approx(LOAD.due(40))

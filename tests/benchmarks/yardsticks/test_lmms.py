@@ -2,82 +2,62 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import runpy
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from benchmarks.yardsticks.examples import Example, draw_examples, grade_answers, png
+from benchmarks.yardsticks.examples import draw_examples, grade_answers, png
 from benchmarks.yardsticks.lmms import TASK, write_task
 
-
-class _Loader(yaml.SafeLoader):
-    """YAML as lmms-eval reads it: `!function file.name` stays a name."""
-
-
-_Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
+EXAMPLES = draw_examples("test", 3)
+Task = tuple[Path, dict[str, Callable[..., Any]], list[dict[str, Any]]]
+"""Folder, functions of `utils.py` and lines of the questions."""
 
 
 @pytest.fixture(scope="module")
-def examples() -> list[Example]:
-    return draw_examples("test", 3)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, examples: list[Example]) -> Path:
-    written = tmp_path_factory.mktemp("task")
-    write_task(written, "test", examples)
-    return written
-
-
-@pytest.fixture(scope="module")
-def functions(folder: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("task_utils", folder / "utils.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_yaml_names_functions_and_data_that_exist(folder: Path, functions: ModuleType) -> None:
-    task = yaml.load((folder / f"{TASK}.yaml").read_text(), Loader=_Loader)
-    named = [task["doc_to_visual"], task["doc_to_text"], task["process_results"]]
-    named += [metric["aggregation"] for metric in task["metric_list"]]
-
-    assert task["task"] == TASK and task["dataset_path"] == "json"
-    assert Path(task["dataset_kwargs"]["data_files"][task["test_split"]]).is_file()
-    for name in named:
-        file, function = name.split(".")
-        assert file == "utils" and callable(vars(functions)[function])
-
-
-def test_every_question_is_a_line_with_its_picture(
-    folder: Path, functions: ModuleType, examples: list[Example]
-) -> None:
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    folder = tmp_path_factory.mktemp("task")
+    write_task(folder, "test", EXAMPLES)
     lines = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
+    return folder, runpy.run_path(str(folder / "utils.py")), lines
 
-    assert [line["answer"] for line in lines] == [example.answer for example in examples]
-    for line, example in zip(lines, examples, strict=True):
-        assert functions.doc_to_text(line, {"pre_prompt": ""}) == example.question
+
+def test_the_yaml_names_functions_and_data_that_exist(task: Task) -> None:
+    class Loader(yaml.SafeLoader):
+        """YAML as lmms-eval reads it: `!function file.name` stays a name."""
+
+    Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
+    folder, functions, _ = task
+    fields = yaml.load((folder / f"{TASK}.yaml").read_text(), Loader=Loader)
+    assert fields["task"] == TASK and fields["dataset_path"] == "json"
+    assert Path(fields["dataset_kwargs"]["data_files"][fields["test_split"]]).is_file()
+    names = [fields["doc_to_visual"], fields["doc_to_text"], fields["process_results"]]
+    for name in (*names, *(metric["aggregation"] for metric in fields["metric_list"])):
+        file, function = name.split(".")
+        assert file == "utils" and callable(functions[function])
+
+
+def test_every_question_is_a_line_with_its_picture(task: Task) -> None:
+    folder, functions, lines = task
+    for line, example in zip(lines, EXAMPLES, strict=True):
+        assert line["answer"] == example.answer
+        assert functions["doc_to_text"](line, {"pre_prompt": ""}) == example.question
         assert (folder / line["image"]).read_bytes() == png(example.image)
-    assert functions.doc_to_visual(lines[0])[0].size == (168, 168)
+    assert functions["doc_to_visual"](lines[0])[0].size == (168, 168)
     assert len(list((folder / "images").iterdir())) == 3
 
 
-def test_the_task_scores_as_the_split_does(
-    folder: Path, functions: ModuleType, examples: list[Example]
-) -> None:
-    lines = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
-    answers = [example.answer if number % 3 else "no" for number, example in enumerate(examples)]
-    rows = [
-        functions.process_results(line, [text]) for line, text in zip(lines, answers, strict=True)
-    ]
-    expected = grade_answers(examples, answers)
-
-    accuracy = functions.aggregate_accuracy([row["minillava_accuracy"] for row in rows])
-    plus = functions.aggregate_accuracy_plus([row["minillava_accuracy_plus"] for row in rows])
-    assert accuracy == pytest.approx(expected.accuracy)
-    assert plus == pytest.approx(expected.accuracy_plus)
+def test_the_task_scores_as_the_split_does(task: Task) -> None:
+    _, functions, lines = task
+    answers = [example.answer if number % 3 else "no" for number, example in enumerate(EXAMPLES)]
+    results = functions["process_results"]
+    rows = [results(line, [answer]) for line, answer in zip(lines, answers, strict=True)]
+    grades = grade_answers(EXAMPLES, answers)
+    for name, grade in (("accuracy", grades.accuracy), ("accuracy_plus", grades.accuracy_plus)):
+        score = functions[f"aggregate_{name}"]([row[f"minillava_{name}"] for row in rows])
+        assert score == pytest.approx(grade)

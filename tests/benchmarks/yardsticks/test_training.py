@@ -17,31 +17,10 @@ from transformers import Qwen3VLForConditionalGeneration
 from benchmarks.yardsticks import train_minillava, train_miniqwen, training
 from benchmarks.yardsticks.examples import CHECKPOINTS, LLAVA, SEEDS
 from benchmarks.yardsticks.pages import MERGE, Size
-from benchmarks.yardsticks.scenes import NEIGHBOURS, PATCHES, Scene
-from benchmarks.yardsticks.train_minillava import draw_scenes
+from benchmarks.yardsticks.scenes import PATCHES
 
 QWEN = CHECKPOINTS["miniqwen"]
 SIZE = Size(6, 9)
-FIELD = {name: place for place, name in enumerate(train_miniqwen.FIELDS)}
-STEPS = dict(zip(("left of", "right of", "above", "below"), NEIGHBOURS, strict=True))
-
-
-@pytest.fixture(scope="module")
-def words() -> Tokenizer:
-    return Tokenizer.from_file(str(QWEN / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
-def llava_words() -> Tokenizer:
-    return Tokenizer.from_file(str(LLAVA / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
-def scenes() -> list[Scene]:
-    return draw_scenes(3, 24)[1]
-
-
-# Optimiser
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
@@ -90,9 +69,6 @@ def test_steps_lower_the_loss_and_a_restored_optimiser_continues_exactly() -> No
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-# Texts and labels
-
-
 def test_batches_differ_by_seed_stage_step_and_rank() -> None:
     drawn = [
         training.batch_seed(seed, stage, step, rank)
@@ -105,15 +81,13 @@ def test_batches_differ_by_seed_stage_step_and_rank() -> None:
     assert all(seed in SEEDS["train"] for seed in drawn)
 
 
-# Batches
-
-
-def test_a_question_sees_the_image_but_no_other_question(llava_words: Tokenizer) -> None:
+def test_a_question_sees_the_image_but_no_other_question() -> None:
     torch.manual_seed(0)
+    words = Tokenizer.from_file(str(LLAVA / "tokenizer.json"))
     *_, projector, model = train_minillava.build_models()
     model, projector = model.bfloat16(), projector.bfloat16()
-    _, kept, batch = train_minillava.draw_batch(5, 2, llava_words)
-    before = torch.tensor(llava_words.encode("USER: ").ids)
+    _, kept, batch = train_minillava.draw_batch(5, 2, words)
+    before = torch.tensor(words.encode("USER: ").ids)
     patches = torch.randn(2, PATCHES, projector.linear_1.in_features).bfloat16()
     block = batch.blocks == 0
     alone = replace(batch, labels=batch.labels.where(block, -1))
@@ -127,24 +101,16 @@ def test_a_question_sees_the_image_but_no_other_question(llava_words: Tokenizer)
     assert not torch.equal(value, other_image)
 
 
-def qwen_batch(
-    words: Tokenizer, seed: int, seen: Size, budget: int, questions: int, phrases: int
-) -> tuple[train_miniqwen.LanguageBatch, train_miniqwen.Pictures, train_miniqwen.View]:
-    view = train_miniqwen.View(SIZE, seen)
-    pictures = train_miniqwen.draw_pictures(seed, 1, 1, view)
-    batch = train_miniqwen.draw_batch(seed, words, pictures, view, budget, questions, phrases)
-    return batch, pictures, view
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("seen", [SIZE, Size(4, 6)])
-def test_a_block_has_the_logits_of_the_models_own_forward_pass(
-    words: Tokenizer, seen: Size
-) -> None:
+def test_a_block_has_the_logits_of_the_models_own_forward_pass(seen: Size) -> None:
+    words = Tokenizer.from_file(str(QWEN / "tokenizer.json"))
     model = Qwen3VLForConditionalGeneration.from_pretrained(
         QWEN, dtype=torch.float32, attn_implementation="eager"
     )
-    batch, pictures, _ = qwen_batch(words, 5, seen, seen.tokens, 3, 2)
+    view = train_miniqwen.View(SIZE, seen)
+    pictures = train_miniqwen.draw_pictures(5, 1, 1, view)
+    batch = train_miniqwen.draw_batch(5, words, pictures, view, seen.tokens, 3, 2)
     hidden, _ = train_miniqwen.language_states(model, batch, pictures, seen)
     logits = model.lm_head(hidden)
     frames = pictures.patches.float().flatten(1, 2).unflatten(2, (3, 1, -1))
@@ -164,12 +130,6 @@ def test_a_block_has_the_logits_of_the_models_own_forward_pass(
                 mm_token_type_ids=(ids == image_token).int(),
             ).logits[0, -len(text) :]
             torch.testing.assert_close(logits[picture, part], expected, atol=2e-2, rtol=1e-2)
-
-
-# mini-Qwen3-VL's labels and names
-
-
-# Whole trainings
 
 
 FIRST_STEPS = {

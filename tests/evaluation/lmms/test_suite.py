@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.fake_server import Answer, Body, FakeServer
 from tests.evaluation.lmms.fake_lmms_eval import GOLD
 from tests.evaluation.samples import read_journal
-from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, completion, endpoint, error
+from tests.offline_search.endpoint import MODELS, completion, endpoint, error
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.journal import JOURNAL, MME, Journal
 from vllm_autoprune.evaluation.lmms.output import IMAGES, select_benchmarks
@@ -83,7 +84,7 @@ def run(
     return evaluate(suite(arms, folder, tasks, judge), folder, resume=resume, progress=progress)
 
 
-def arms(full: FakeEndpoint, base: FakeEndpoint) -> list[str]:
+def arms(full: FakeServer, base: FakeServer) -> list[str]:
     return [f"full={full.url}", f"cdpruner@64={base.url}"]
 
 
@@ -138,7 +139,7 @@ def test_a_server_that_dies_stops_the_evaluation(
     gone = threading.Event()
 
     def dying(body: Body, number: int) -> Answer:
-        base.models = error(503, "down")
+        base.pages[MODELS] = error(503, "down")
         if silent:
             gone.wait(30)
         return error(503)
@@ -218,7 +219,7 @@ def test_paths_are_absolute_because_it_runs_in_the_output_folder(
     assert command[command.index("--include_path") + 1] == str(tmp_path / "tasks")
     with endpoint(right) as full:
         (gqa,) = select_benchmarks("gqa")
-        lmms_eval.run(full.url.removesuffix("/v1"), gqa, {}, Path("out"), lambda: True)
+        lmms_eval.run(full.url, gqa, {}, Path("out"), lambda: True)
     assert (tmp_path / "out" / IMAGES).exists() and (tmp_path / "out" / "m").is_dir()
 
 
@@ -247,7 +248,7 @@ def test_one_server_measures_every_state_and_lists_what_it_refuses(tmp_path: Pat
 
     with endpoint(answer) as fake:
         cases = build_cases(["visionzip", "trim"], [8])
-        servers = [Server(case, fake.url.removesuffix("/v1")) for case in cases]
+        servers = [Server(case, fake.url) for case in cases]
         report = run(servers, tmp_path)
         assert len(fake.requests) == 5 + 4 * 4
         again = run(servers, tmp_path, resume=True)
