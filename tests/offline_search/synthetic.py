@@ -15,17 +15,22 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
+import numpy as np
 from pydantic import JsonValue
 
 from benchmarks.common.fake_server import Answer, Body
+from offline_search.candidates import Expectation, Hypothesis
 from offline_search.components import Candidate, JsonObject, SelectionProgram
 from offline_search.dataset import Dataset, read_dataset, write_split
 from offline_search.evaluator import EvaluationJob
-from offline_search.history import Answers
+from offline_search.history import Answers, Trial
 from offline_search.ledger import (
     Cost,
     Ledger,
+    ProposalRecord,
     Record,
+    Status,
+    TrialRecord,
     WinnerRecord,
     digest_records,
     read_ledger,
@@ -39,6 +44,7 @@ from offline_search.strategies import STRATEGIES
 from tests.offline_search.endpoint import completion, scored
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.safety import synthetic_probes
+from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 BUDGET = 8
@@ -151,7 +157,7 @@ class ScriptedProposer:
         return None
 
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
-        number = len(self.requests) if self._in_order else hash_request(messages, seed)
+        number = len(self.requests) if self._in_order else _hash_request(messages, seed)
         self.requests.append(messages)
         self.schemas.append(schema)
         chosen = self.replies[number % len(self.replies)]
@@ -175,7 +181,7 @@ class WaitingProposer(ScriptedProposer):
         return replied
 
 
-def hash_request(messages: Messages, seed: int) -> int:
+def _hash_request(messages: Messages, seed: int) -> int:
     """Hash of a request."""
     text = f"{seed} {messages[-1]['content']}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
@@ -201,7 +207,7 @@ def answer_search(body: Body, number: int) -> Answer:
     The score depends on the signals of the state; one reply in ten is no proposal.
     """
     if "mm_processor_kwargs" not in body:
-        reply = hash_request(tuple(body["messages"]), body.get("seed", 0)) % 10
+        reply = _hash_request(tuple(body["messages"]), body.get("seed", 0)) % 10
         schema = body.get("response_format", {}).get("json_schema", {}).get("schema", {})
         if items := schema.get("properties", {}).get("proposals"):
             return completion(list_reply(reply, items["minItems"]) if reply else "no proposal")
@@ -211,26 +217,6 @@ def answer_search(body: Body, number: int) -> Answer:
     value = -0.1 - 0.1 * (len(json.dumps(signals)) % 7)
     token = {"1": {"logprob": value, "rank": 1, "decoded_token": f" {answer}"}}
     return scored([None, token])
-
-
-async def run_search(
-    path: Path,
-    settings: Settings,
-    evaluator: SyntheticEvaluator,
-    replies: Sequence[str | None] | ScriptedProposer | None = None,
-    limits: SpendingLimits | None = None,
-) -> WinnerRecord:
-    """Run or resume a search on a ledger."""
-    if not isinstance(replies, ScriptedProposer):
-        replies = ScriptedProposer(VALID_REPLIES if replies is None else replies)
-    settings = settings.model_copy(update={"evaluator": evaluator.name})
-    with Ledger(path) as ledger:
-        return await Search(settings, ledger, evaluator, replies, limits or SpendingLimits()).run()
-
-
-def records_of_kind(path: Path, kind: type[R]) -> list[R]:
-    """Records of one type, in order."""
-    return [record for record in read_ledger(path) if isinstance(record, kind)]
 
 
 @dataclass
@@ -258,12 +244,14 @@ class Searches:
             replies = ScriptedProposer(replies or VALID_REPLIES)
         self.proposer = replies
         self.evaluator, self.path = evaluator or SyntheticEvaluator(self.data), self.folder / ledger
-        settings = settings_of(**changes)
-        return await run_search(self.path, settings, self.evaluator, self.proposer, limits)
+        settings, spending = settings_of(**changes), limits or SpendingLimits()
+        settings = settings.model_copy(update={"evaluator": self.evaluator.name})
+        with Ledger(self.path) as opened:
+            return await Search(settings, opened, self.evaluator, replies, spending).run()
 
     def records(self, kind: type[R]) -> list[R]:
         """Records of one type of the last search, in order."""
-        return records_of_kind(self.path, kind)
+        return [record for record in read_ledger(self.path) if isinstance(record, kind)]
 
     def digest(self) -> str:
         """Digest of the last search's ledger."""
@@ -277,6 +265,27 @@ def settings_of(**changes: object) -> Settings:
         "proposer": "scripted",
     }  # fmt: skip
     return Settings.model_validate(fields | changes)
+
+
+def trial(
+    name: str, values: list[float] | np.ndarray | None = None, state: PruningState | None = None,
+    status: Status = "evaluated", parent: str = "", same_as: str = "", reason: str = "",
+    expect: Expectation | None = None,
+) -> Trial:  # fmt: skip
+    """A trial with these values of its examples, and a hypothesis where something is expected."""
+    number, index = map(int, name.split("."))
+    hypothesis = expect and Hypothesis(purpose="ablate", text=f"Why {name}.", expect=expect)
+    proposal = ProposalRecord(
+        round=number, index=index, origin="llm", parents=(parent,) if parent else (),
+        hypothesis=hypothesis, problems=(reason,) if status == "invalid" else (),
+    )  # fmt: skip
+    values = None if values is None else np.array(values)
+    result = TrialRecord(
+        round=number, index=index, status=status, same_as=same_as, reason=reason,
+        objective=None if values is None else float(values.mean()),
+        examples=0 if values is None else len(values),
+    )  # fmt: skip
+    return Trial(proposal, result, state, values)
 
 
 def change(body: str) -> str:

@@ -12,11 +12,11 @@ import pytest
 
 from benchmarks.common.fake_server import Answer, Body, FakeServer
 from offline_search.dataset import Dataset
-from offline_search.ledger import SettingsRecord
+from offline_search.ledger import SettingsRecord, read_ledger
 from offline_search.replay import estimate_cost
 from offline_search.settings import Settings
 from tests.offline_search.endpoint import endpoint, error
-from tests.offline_search.synthetic import answer_search, records_of_kind, settings_of
+from tests.offline_search.synthetic import answer_search, settings_of
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
 
@@ -84,7 +84,8 @@ def test_a_model_behind_an_endpoint_is_asked_for_lists(
     texts = {body["messages"][1]["content"].splitlines()[-1] for body in asked}
     if ranges:
         assert {text.partition(" of ")[0].removeprefix("Propose ") for text in texts} == ranges
-    (opened,) = records_of_kind(data.folder.parent / "l.jsonl", SettingsRecord)
+    opened = read_ledger(data.folder.parent / "l.jsonl")[0]
+    assert isinstance(opened, SettingsRecord)
     assert opened.settings.proposals_per_reply == length
 
 

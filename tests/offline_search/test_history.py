@@ -21,9 +21,9 @@ from offline_search.history import (
     relative_values,
     significantly_below,
 )
-from offline_search.ledger import ProposalRecord, Status, TrialRecord
+from offline_search.ledger import TrialRecord
 from offline_search.settings import Settings
-from tests.offline_search.synthetic import Searches, SyntheticEvaluator
+from tests.offline_search.synthetic import Searches, SyntheticEvaluator, trial
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.loading import load_state
 
@@ -143,15 +143,7 @@ def test_only_clearly_worse_candidates_are_significantly_below() -> None:
 
 
 EASY, HARD = [-1.0] * 4, [-3.0] * 4
-
-
-def trial(index: int, values: list[float], status: Status = "evaluated") -> Trial:
-    result = TrialRecord(
-        round=1, index=index, status=status, objective=float(np.mean(values)),
-        examples=len(values),
-    )  # fmt: skip
-    proposal = ProposalRecord(round=1, index=index, origin="tpe")
-    return Trial(proposal, result, load_state("autoprune"), np.array(values))
+STATE = load_state("autoprune")
 
 
 def history(*trials: Trial, base: float = -2.0) -> History:
@@ -160,7 +152,7 @@ def history(*trials: Trial, base: float = -2.0) -> History:
 
 
 def test_the_best_trial_may_be_as_good_as_the_unpruned_model() -> None:
-    perfect, poor = trial(0, [0.0] * 8), trial(1, [-1.0] * 8)
+    perfect, poor = trial("1.0", [0.0] * 8, STATE), trial("1.1", [-1.0] * 8, STATE)
     known = history(perfect, poor)
     assert known.best() is perfect and perfect.score == 0.0
     assert known.ranked() == [perfect, poor]
@@ -171,8 +163,8 @@ def test_the_best_trial_may_be_as_good_as_the_unpruned_model() -> None:
 
 def test_dropped_trials_are_estimated_by_the_difficulty_of_their_examples() -> None:
     """Both are at -1 on the easy half, where the average trial is at -1 as well."""
-    dropped = trial(1, EASY, "dropped")
-    known = history(trial(0, EASY + HARD), dropped)
+    dropped = trial("1.1", EASY, STATE, "dropped")
+    known = history(trial("1.0", EASY + HARD, STATE), dropped)
     assert known.estimate(dropped) == pytest.approx(-2.0)
     assert known.objective_of("1.1") == pytest.approx(-2.0)
     with pytest.raises(ValueError, match="not evaluated to the end"):

@@ -9,13 +9,12 @@ import pytest
 from offline_search.candidates import (
     PURPOSES,
     Expectation,
-    Hypothesis,
     base_state,
     minimal_state,
     paper_state,
 )
 from offline_search.history import History, Trial
-from offline_search.ledger import ProposalRecord, Status, TrialRecord
+from offline_search.ledger import TrialRecord
 from offline_search.prompt import (
     crossover_prompt,
     list_prompt,
@@ -24,9 +23,9 @@ from offline_search.prompt import (
     summarize,
 )
 from offline_search.settings import Settings
+from tests.offline_search.synthetic import trial
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.state import PruningState
 
 SETTINGS = Settings(budgets=(8,), base_policy="visionzip", proposer="scripted")
 LISTS = SETTINGS.model_copy(update={"proposals_per_reply": 5})
@@ -41,25 +40,6 @@ EXAMPLES = tuple(
     for number, category in enumerate(["text"] * 4 + ["relation"] * 12)
 )
 BASE = np.full(16, -3.0)
-
-
-def trial(
-    name: str, values: list[float] | np.ndarray | None, state: PruningState | None = None,
-    status: Status = "evaluated", parent: str = "", same_as: str = "", reason: str = "",
-    expect: Expectation | None = None,
-) -> Trial:  # fmt: skip
-    number, index = map(int, name.split("."))
-    hypothesis = expect and Hypothesis(purpose="ablate", text=f"Why {name}.", expect=expect)
-    proposal = ProposalRecord(
-        round=number, index=index, origin="llm", parents=(parent,) if parent else (),
-        hypothesis=hypothesis, problems=(reason,) if status == "invalid" else (),
-    )  # fmt: skip
-    values = None if values is None else np.array(values)
-    result = TrialRecord(
-        round=number, index=index, status=status, same_as=same_as, reason=reason,
-        objective=None if values is None else float(values.mean()),
-    )  # fmt: skip
-    return Trial(proposal, result, state, values)
 
 
 def history_of(*trials: Trial) -> History:

@@ -10,8 +10,8 @@ import pytest
 from offline_search.candidates import base_state
 from offline_search.dataset import Dataset
 from offline_search.evaluator import EvaluationJob
-from offline_search.history import Answers, History, Trial
-from offline_search.ledger import Cost, Ledger, ProposalRecord, TrialRecord, read_ledger
+from offline_search.history import Answers, History
+from offline_search.ledger import Cost, Ledger, TrialRecord, read_ledger
 from offline_search.proposer import SpendingLimits
 from offline_search.replay import replay
 from offline_search.report import SearchReport, as_html, as_markdown, describe_leader, read_report
@@ -23,6 +23,7 @@ from tests.offline_search.synthetic import (
     SyntheticEvaluator,
     list_reply,
     settings_of,
+    trial,
     valid_replies,
 )
 from vllm_autoprune.errors import SearchError
@@ -166,12 +167,8 @@ def test_progress_shows_share_best_and_remaining_time() -> None:
     base = TrialRecord(round=0, index=0, status="evaluated", objective=-0.2)
     history = History(base, np.zeros(2))
     progress.on_start(history, 24)
-    results = (
-        TrialRecord(round=1, index=0, status="evaluated", objective=-0.1),
-        TrialRecord(round=1, index=1, status="invalid", reason="no such atom"),
-    )
-    proposals = (ProposalRecord(round=1, index=index, origin="llm") for index in range(2))
-    history.trials += [Trial(*pair) for pair in zip(proposals, results, strict=True)]
+    history.trials.append(trial("1.0", [-0.1]))
+    history.trials.append(trial("1.1", status="invalid", reason="no such atom"))
     progress.on_round(1, history.trials, history, 0.25, Cost(prompt_tokens=9))
     assert lines[0] == "base policy -0.2000 on 24 examples (10 s)"
     leader = "1.0 by llm leads on the search split, -0.1000"

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from offline_search.candidates import Draft, assemble_state, base_state, paper_state
+from offline_search.candidates import base_state, paper_state
 from offline_search.components import JsonObject, compact_json
 from offline_search.dataset import SPLITS, Dataset, read_dataset
-from offline_search.evaluator import BaselineFailed, EvaluationJob, RecordedEvaluator
+from offline_search.evaluator import BaselineFailed, EvaluationJob
 from offline_search.history import Answers, gave_up
 from offline_search.ledger import (
     Ledger,
@@ -31,7 +31,6 @@ from offline_search.prompt import Messages
 from offline_search.proposer import Reply, SpendingLimits
 from offline_search.replay import replay
 from offline_search.report import as_markdown, read_report
-from offline_search.rounds import RoundEvaluator
 from offline_search.search import NothingMeasured, Search
 from tests.offline_search.synthetic import (
     HOSTILE,
@@ -46,7 +45,6 @@ from tests.offline_search.synthetic import (
 )
 from vllm_autoprune import load_state
 from vllm_autoprune.errors import EvaluationFailed, SearchError
-from vllm_autoprune.tpdsl.state import PruningState
 
 SIZE = 24
 """Examples of each split."""
@@ -337,31 +335,24 @@ async def test_a_failed_evaluation_is_not_scored_as_wrong(
     assert trials and all(each.objective is None and reason in each.reason for each in trials)
 
 
-@pytest.mark.parametrize("same_round", [False, True])
+@pytest.mark.parametrize("per_round", [1, 2])
 async def test_duplicates_of_a_failed_candidate_are_evaluated_later(
-    same_round: bool, data: Dataset, tmp_path: Path
+    per_round: int, search: Searches
 ) -> None:
-    settings = settings_of()
-    paper = paper_state(settings)
-    components = json.loads(json.dumps(compact_json(paper)))
-    components["scoring"]["signals"].append({"atom": "local_detail_energy", "weight": 0.0})
-    duplicate = assemble_state(components, settings)
-    source = FailingEvaluator(data, paper.digest)
-    with Ledger(tmp_path / "l") as ledger:
-        evaluator = RecordedEvaluator(ledger, source)
-        examples = data.examples("search")
-        rounds = RoundEvaluator(settings, ledger, evaluator, examples, source.probes())
-        history = await rounds.evaluate_baselines(base_state(settings))
-
-        async def evaluate(number: int, *states: PruningState) -> list[tuple[str, str]]:
-            drafts = [Draft("llm", state) for state in states]
-            trials = await rounds.evaluate_round(drafts, number, history, early_stopping=False)
-            return [(trial.result.status, trial.result.same_as) for trial in trials]
-
-        outcomes = await evaluate(1, paper, *([duplicate] if same_round else []))
-        assert outcomes == [("unevaluated", ""), ("same", "1.0")][: len(outcomes)]
-        assert await evaluate(2, duplicate) == [("evaluated", "")]
-        assert await evaluate(3, paper) == [("same", "2.0")]
+    paper = paper_state(settings_of())
+    body = json.loads(json.dumps(compact_json(paper)))
+    body["scoring"]["signals"].append({"atom": "local_detail_energy", "weight": 0.0})
+    original, duplicate = json.dumps(compact_json(paper)), json.dumps(body)
+    in_round: list[tuple[str, str, str]] = [(duplicate, "same", "1.0")] * (per_round - 1)
+    expected = [
+        (original, "unevaluated", ""), *in_round, (duplicate, "evaluated", ""),
+        (original, "same", "2.0"),
+    ]  # fmt: skip
+    proposer = ScriptedProposer([text for text, *_ in expected], in_order=True)
+    failing = FailingEvaluator(search.data, paper.digest)
+    await search(proposer, failing, rounds=len(expected) // per_round, per_round=per_round)
+    trials = search.records(TrialRecord)
+    assert [(trial.status, trial.same_as) for trial in trials] == [row[1:] for row in expected]
 
 
 @pytest.mark.parametrize("split", ["search", "validation", "test"])

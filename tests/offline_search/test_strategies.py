@@ -44,6 +44,7 @@ from tests.offline_search.synthetic import (
     change,
     list_reply,
     settings_of,
+    trial,
     valid_replies,
 )
 from vllm_autoprune import load_state
@@ -122,13 +123,7 @@ async def test_any_strategy_can_race(strategy: str, search: Searches) -> None:
 
 
 def test_two_parents_are_drawn_by_rank() -> None:
-    population = [
-        Trial(
-            ProposalRecord(round=1, index=index, origin="x"),
-            TrialRecord(round=1, index=index, status="evaluated", objective=-float(index)),
-        )
-        for index in range(10)
-    ]
+    population = [trial(f"1.{index}", [-float(index)]) for index in range(10)]
     pairs = [draw_parents(population, Random(seed)) for seed in range(2000)]
     assert all(parent is not other for parent, other in pairs)
     second = Counter(other.proposal.index for _, other in pairs)

@@ -44,13 +44,12 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def demo(checkpoint: Path, health: str) -> Iterator[subprocess.Popen[str]]:
-    notes = checkpoint / "pids"
-    stand_in = str(HERE / "hanging_server.py")
-    arguments = [sys.executable, "-c", _SCRIPT, stand_in, str(notes), health, str(checkpoint)]
+def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process with these arguments, which is ended with the block."""
     process = subprocess.Popen(
-        arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
     try:
         yield process
     finally:
@@ -83,8 +82,8 @@ def alive(pid: int) -> bool:
 def test_the_whole_group_of_the_server_is_ended(
     checkpoint: Path, health: str, sent: signal.Signals, status: int
 ) -> None:
-    with demo(checkpoint, health) as process:
-        pids = checkpoint / "pids"
+    pids, stand_in = checkpoint / "pids", str(HERE / "hanging_server.py")
+    with running("-c", _SCRIPT, stand_in, str(pids), health, str(checkpoint)) as process:
         await_(pids.exists)
         if health == "healthy":
             await_((checkpoint / "pids.asked").exists)
@@ -109,17 +108,9 @@ def test_an_interrupt_before_any_server_ends_at_once() -> None:
         "import time; from benchmarks.demo.__main__ import InterruptHandler; InterruptHandler();"
         "print('ready', flush=True); time.sleep(600)"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-
-    assert process.returncode == 130
+    with running("-c", script) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130
     assert err == "demo: stopped, no server is left running\n"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,27 +21,34 @@ from offline_search.rounds import selection_fingerprint
 from vllm_autoprune import load_state
 from vllm_autoprune.errors import EvaluationFailed
 
-SCENES = 10
 FEW: dict[Split, int] = {"search": 2, "validation": 3, "test": 4}
 
 
-def _images(search: int) -> dict[Split, int]:
-    return {"search": search, "validation": 1, "test": 1}
+def open_evaluator(name: str, images: int, **options: Any) -> YardstickEvaluator:
+    torch.set_num_threads(1)
+    counts: dict[Split, int] = {"search": images, "validation": 1, "test": 1}
+    return YardstickEvaluator(open_yardstick(name), counts, **options)
 
 
 @pytest.fixture(scope="module")
 def evaluator() -> YardstickEvaluator:
-    torch.set_num_threads(1)
-    return YardstickEvaluator(open_yardstick("minillava"), _images(SCENES))
+    return open_evaluator("minillava", 10)
 
 
-async def test_scores_follow_the_quality_of_the_selection(
-    evaluator: YardstickEvaluator,
-) -> None:
-    count = len(evaluator.dataset.examples("search"))
-    full = await evaluator.evaluate(EvaluationJob(None, 0, "search", 0, count))
-    guided = await evaluator.evaluate(EvaluationJob(load_state("cdpruner"), 8, "search", 0, count))
-    blind = await evaluator.evaluate(EvaluationJob(load_state("visionzip"), 8, "search", 0, count))
+async def measure(
+    evaluator: YardstickEvaluator, candidate: Candidate | None, budget: int = 8, start: int = 0,
+    stop: int | None = None,
+) -> Answers:  # fmt: skip
+    """Answers to the questions of the search split, by default to all of them."""
+    stop = len(evaluator.dataset.examples("search")) if stop is None else stop
+    return await evaluator.evaluate(EvaluationJob(candidate, budget, "search", start, stop))
+
+
+async def test_scores_follow_the_quality_of_the_selection(evaluator: YardstickEvaluator) -> None:
+    full, guided, blind = [
+        await measure(evaluator, candidate)
+        for candidate in (None, load_state("cdpruner"), load_state("visionzip"))
+    ]
     assert accuracy(full) > 0.97 and accuracy(full) > accuracy(guided) > accuracy(blind) + 0.1
     assert 0 > relative_logprob(guided, full).mean() > relative_logprob(blind, full).mean() + 0.5
 
@@ -49,12 +56,9 @@ async def test_scores_follow_the_quality_of_the_selection(
 async def test_partial_jobs_add_up_to_the_whole(evaluator: YardstickEvaluator) -> None:
     count = len(evaluator.dataset.examples("search"))
     state = load_state("visionzip")
-    cuts: Sequence[int] = (0, 1, 7, count // 2 + 3, count)
-    parts = [
-        await evaluator.evaluate(EvaluationJob(state, 8, "search", start, stop))
-        for start, stop in pairwise(cuts)
-    ]
-    answers = await evaluator.evaluate(EvaluationJob(state, 8, "search", 0, count))
+    cuts = pairwise((0, 1, 7, count // 2 + 3, count))
+    parts = [await measure(evaluator, state, 8, *cut) for cut in cuts]
+    answers = await measure(evaluator, state)
     assert sum((part.right for part in parts), ()) == answers.right
     joined = torch.tensor(sum((part.logprob for part in parts), ()))
     assert torch.equal(joined, torch.tensor(answers.logprob))
@@ -73,38 +77,29 @@ def test_probes_distinguish_states(evaluator: YardstickEvaluator) -> None:
 
 
 async def test_a_budget_is_a_share_where_images_differ_in_size() -> None:
-    torch.set_num_threads(1)
-    evaluator = YardstickEvaluator(open_yardstick("miniqwen"), _images(3), each=4)
-    sizes = [tokens.count for tokens in evaluator.probes()]
-    assert len(set(sizes)) > 1
-    count = len(evaluator.dataset.examples("search"))
-    full = await evaluator.evaluate(EvaluationJob(None, 0, "search", 0, count))
-    state = load_state("divprune")
+    evaluator, state = open_evaluator("miniqwen", 3, each=4), load_state("divprune")
+    assert len({tokens.count for tokens in evaluator.probes()}) > 1
     # 72 of 72 tokens are all tokens of an image of any size; 9 of 72 are an eighth.
-    answers = await evaluator.evaluate(EvaluationJob(state, 72, "search", 0, count))
-    assert answers == full
-    eighth = await evaluator.evaluate(EvaluationJob(state, 9, "search", 0, count))
+    full = await measure(evaluator, None)
+    assert await measure(evaluator, state, 72) == full
+    eighth = await measure(evaluator, state, 9)
     assert relative_logprob(eighth, full).mean() < -0.1
 
 
 @pytest.mark.parametrize(("name", "budget"), [("minillava", 8), ("miniqwen", 9)])
 async def test_programs_are_measured_on_the_tokens_that_they_select(name: str, budget: int) -> None:
     """The base policy's picks score as the base policy does, any others differently."""
-    torch.set_num_threads(1)
-    evaluator = YardstickEvaluator(open_yardstick(name), _images(2), each=4, base_policy="divprune")
-    count = len(evaluator.dataset.examples("search"))
-    head = "def select(features, signals, K):\n    return"
-
-    async def measure(candidate: Candidate) -> Answers:
-        return await evaluator.evaluate(EvaluationJob(candidate, budget, "search", 0, count))
-
-    base = await measure(load_state("divprune"))
-    assert await measure(SelectionProgram(f"{head} signals['reference']")) == base
-    front = await measure(SelectionProgram(f"{head} range(K)"))
+    evaluator = open_evaluator(name, 2, each=4, base_policy="divprune")
+    programs = [
+        SelectionProgram(f"def select(features, signals, K):\n    return {result}")
+        for result in ("signals['reference']", "range(K)", "[0]")
+    ]
+    base = await measure(evaluator, load_state("divprune"), budget)
+    assert await measure(evaluator, programs[0], budget) == base
+    front = await measure(evaluator, programs[1], budget)
     assert sum(front.logprob) < sum(base.logprob)
-    wrong = SelectionProgram(f"{head} [0]")
     with pytest.raises(EvaluationFailed, match="different indices"):
-        await measure(wrong)
+        await measure(evaluator, programs[2], budget)
 
 
 def test_the_data_folder_can_be_read_and_sampled_questions_keep_pairs_together(

@@ -37,11 +37,11 @@ from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
 from tests.offline_search.synthetic import (
     ScriptedProposer,
+    Searches,
     SyntheticEvaluator,
     WaitingProposer,
     dataset,
     list_reply,
-    run_search,
     valid_replies,
 )
 from vllm_autoprune.errors import SearchError
@@ -170,8 +170,8 @@ def test_every_winner_is_confirmed_once(data: Dataset, tmp_path: Path) -> None:
 def test_an_evaluator_of_another_model_is_refused(data: Dataset, tmp_path: Path) -> None:
     evaluator = SyntheticEvaluator(data)
     evaluator.name = "a model, data of the search"
-    settings = Settings(strategy="random", rounds=2, per_round=3, budgets=(8,), seed=1)
-    asyncio.run(run_search(tmp_path / "random-1.jsonl", settings, evaluator))
+    search = Searches(data, tmp_path)
+    asyncio.run(search((), evaluator, "random-1.jsonl", strategy="random", rounds=2, seed=1))
     add_result(tmp_path, "random", 1)
     evaluator.name = "a model, data of the confirmation"
     assert set(study.confirm(tmp_path, evaluator)) == {"random-1"}

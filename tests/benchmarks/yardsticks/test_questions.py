@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -160,18 +160,14 @@ def check_evidence(scene: Scene, question: Question) -> None:
             assert evidence == scene.patches(named(scene, text))
 
 
-def asked_about_pages(kind: str) -> Iterator[tuple[pages.Page, Question]]:
-    """Questions of a kind as phrases, with their pages."""
+@pytest.mark.parametrize("kind", PAGE_KINDS)
+def test_answers_about_pages_are_right_and_their_evidence_is_shown(kind: str) -> None:
+    asked: list[tuple[pages.Page, Question]] = []
     for seed in range(60):
         rng = random.Random(seed)
         page = pages.draw_page(rng, rng.choice(pages.PAGE_STYLES), rng.choice(pages.SIZES))
-        for question in PageQuestions(rng, page, BRIEF).generate(kind) or ():
-            yield page, question
-
-
-@pytest.mark.parametrize("kind", PAGE_KINDS)
-def test_answers_about_pages_are_right_and_their_evidence_is_shown(kind: str) -> None:
-    asked = list(asked_about_pages(kind))
+        questions = PageQuestions(rng, page, BRIEF).generate(kind) or ()
+        asked += [(page, question) for question in questions]
     assert len(asked) > 15
     assert {question.answer for _, question in asked} == {"yes", "no"} or kind != "find"
     for page, question in asked:
