@@ -43,7 +43,6 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
     RefinedTokens,
 )
-from vllm_autoprune.tpdsl.refine import pool_tokens
 
 
 @pytest.fixture
@@ -345,17 +344,6 @@ def test_rows_stand_in_their_tile(
     assert [row // N for row in rows_of(tiled, rows)] == [
         tile for tile, count in enumerate(expected) for _ in range(count)
     ]
-
-
-def test_each_tile_is_pooled_to_its_share() -> None:
-    tiles = tuple(image(seed).regions[0] for seed in range(3))
-    tiled = ImageFeatures(tiles, rest_at=-1)
-    (rows,) = pruned([plan(8, key=3, keep="resized")], [tiled], served())
-    expected = [
-        pool_tokens(count, VisualTokens(tile.projected[None], tile.grid)).features[0]
-        for tile, count in zip(tiles, (3, 2, 3), strict=True)
-    ]
-    assert torch.equal(rows, torch.cat(expected))
 
 
 # ---- shares of regions ----

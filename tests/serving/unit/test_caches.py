@@ -88,13 +88,6 @@ def element(data: Any) -> Any:
     return MultiModalFieldElem(data, MultiModalBatchedField())
 
 
-def test_images_of_a_refused_request_are_sent_by_the_next_one() -> None:
-    server = Server()
-    server.render("a", "b")
-    assert server.send(server.render("a", "b")) == [True, True]
-    assert server.send(server.render("b", "a")) == [False, False]
-
-
 def test_an_image_that_came_by_name_and_was_dropped_fails_its_request_alone() -> None:
     from vllm.multimodal.cache import MultiModalCacheMissError
 

@@ -21,7 +21,6 @@ from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.settings import TextTower
 from vllm_autoprune.serving.startup import (
     apply_settings,
-    attach_settings,
     resolve_settings,
     sleep_problem,
 )
@@ -121,26 +120,6 @@ def test_what_cannot_be_served_pruned_is_refused(
     assert message in problem.what
 
 
-@pytest.mark.parametrize(
-    ("settings", "config"),
-    [
-        (base("divprune"), lora(False)),
-        (base("fastv"), vllm_config()),
-        # Only policies that read an input are refused without it.
-        (base("divprune"), changed("text", model_type="qwen2", bos_token_id=None)),
-        (base("prumerge_plus"), vllm_config()),
-        (base("visionzip"), changed("model", vision_feature_layer=-1)),
-        *(
-            (base(name, None, **params), vllm_config(architecture=architecture))
-            for name, params in (("scope", {}), ("mmtok", {}), ("prunesid", {"mode": "patch"}))
-            for architecture in (QWEN, INTERNVL)
-        ),
-    ],
-)
-def test_what_can_be_served_pruned_is_accepted(settings: object, config: Any) -> None:
-    assert resolve_settings(settings, config).budget == 32
-
-
 def test_known_models_without_a_pruned_form_are_refused_with_the_reason() -> None:
     from vllm.model_executor.models import ModelRegistry
 
@@ -149,15 +128,6 @@ def test_known_models_without_a_pruned_form_are_refused_with_the_reason() -> Non
     for architecture, reason in UNSERVED.items():
         (problem,) = refusal({"state": "autoprune"}, vllm_config(architecture=architecture))
         assert reason in problem.what and "Qwen3VLForConditionalGeneration" in problem.fix
-
-
-@pytest.mark.parametrize(("value", "used"), [("1", True), ("true", True), ("0", False)])
-def test_the_rust_front_end(monkeypatch: pytest.MonkeyPatch, value: str, used: bool) -> None:
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", value)
-    if used:
-        assert places({"state": "autoprune"}) == ["VLLM_USE_RUST_FRONTEND"]
-    else:
-        resolve_settings({"state": "autoprune"}, vllm_config())
 
 
 @pytest.mark.parametrize("architecture", BACKBONES)
@@ -267,21 +237,6 @@ def test_settings_are_moved_to_the_model_config(
     assert [architecture for architecture, _ in registered.models] == [LLAVA]
     (record,) = logged.records
     assert served.state.digest[:12] in record.getMessage()
-
-
-def test_settings_reach_a_config_of_the_model_alone(registered: Registered) -> None:
-    """``vllm launch render`` makes one, and leaves ``additional_config`` out."""
-    config = vllm_config()
-    config.additional_config = {}
-    settings = {"state": "autoprune", "budget": 16}
-    attach_settings(config.model_config, {"autoprune": settings})
-    apply_settings(config)
-    served = served_state(config.model_config)
-    assert served is not None and served.budget == 16
-    # vLLM verifies some configs of one model more than once.
-    config.model_config.architecture = "Unknown"
-    apply_settings(config)
-    assert served_state(config.model_config) is served
 
 
 def test_a_mistake_on_the_command_line_ends_with_one_message(registered: Registered) -> None:

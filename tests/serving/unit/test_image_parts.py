@@ -131,11 +131,6 @@ def test_a_turn_splits_its_tokens_over_the_images_before_it() -> None:
     assert items == [RecallItem(0, 0, 5), RecallItem(0, 1, 3), RecallItem(1, 1, 2)]
 
 
-def test_no_more_is_recalled_than_an_image_has_left() -> None:
-    items = choose_recalls(turns(2, 2, 2), 6, images((8, 12), (9, 9)), ["a", "b"])
-    assert items == [RecallItem(0, 0, 4)]
-
-
 def test_an_image_shown_twice_is_recalled_after_its_last_place() -> None:
     items = choose_recalls(turns(1, 2), 4, images((8, 144), (8, 144)), ["a", "a"])
     assert items == [RecallItem(0, 0, 4), RecallItem(1, 1, 4)]

@@ -178,27 +178,6 @@ def test_turns_end_where_a_question_does(
     assert find_question_turns(before, texts, turns) == expected
 
 
-def image(detail: object = "none given", **more: object) -> dict[str, Any]:
-    level = {} if detail == "none given" else {"detail": detail}
-    return {"type": "image_url", "image_url": {"url": "http://x/y.png", **level}, **more}
-
-
-@pytest.mark.parametrize(
-    "turns",
-    [
-        [user(text("And now?"))],
-        [user(image("high"), text("And here?"))],
-        [user(image(), text("And here?")), user(image("low"))],
-    ],
-    ids=["text", "image", "images"],
-)
-def test_appended_turns_keep_what_earlier_images_have(turns: list[dict[str, Any]]) -> None:
-    talk = [user(image("low"), image("high"), image(), text("Which?"))]
-    longer = [*talk, {"role": "assistant", "content": "The first."}, *turns]
-    assert extract_details(longer)[:3] == extract_details(talk) == ["low", "high", None]
-    assert extract_instructions(longer)[:3] == extract_instructions(talk) == ["Which?"] * 3
-
-
 IMAGE = 9
 WORDS = {1: "USER:", 2: "ASSISTANT:", 3: "what?", 4: "where?", IMAGE: "<image>"}
 

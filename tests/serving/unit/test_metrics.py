@@ -12,17 +12,14 @@ import torch
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from tests.serving.unit.samples import image, vllm_config
-from vllm_autoprune import Grid
+from tests.serving.unit.samples import vllm_config
 from vllm_autoprune.serving import served_state as under_test
 from vllm_autoprune.serving.served_state import (
     MULTIPROCESS,
     attach_metrics_setup,
     find_metrics_setup,
 )
-from vllm_autoprune.serving.worker.features import FeatureCache
-from vllm_autoprune.serving.worker.metrics import MISSES, SELECTION, Stopwatch, WorkerMetrics
-from vllm_autoprune.serving.worker.selection import FallbackMeter
+from vllm_autoprune.serving.worker.metrics import SELECTION, Stopwatch, WorkerMetrics
 
 
 def shown(folder: Path) -> dict[str, float]:
@@ -32,32 +29,6 @@ def shown(folder: Path) -> dict[str, float]:
     lines = generate_latest(registry).decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in pairs}
-
-
-def test_worker_metrics_are_exported(tmp_path: Path) -> None:
-    meter, cache = FallbackMeter(), FeatureCache(1 << 20)
-    meter.add(torch.tensor([0, 1, 1, 2], dtype=torch.uint8))
-    meter.add(torch.tensor([1, 0], dtype=torch.uint8), "error")
-    meter.add_error(ValueError("no"))
-    cache.put((1, 1), image(1, Grid(3, 3)))
-    cache.get((1, 1))
-    cache.get((2, 2))
-    watch = Stopwatch(torch.device("cpu"))
-    with watch.measure():
-        pass
-    with closing(WorkerMetrics(str(tmp_path))) as worker:
-        for _ in range(2):  # totals, so writing them again changes nothing
-            worker.publish(watch, meter, cache, 1)
-    metrics = shown(tmp_path)
-    assert metrics['autoprune_fallbacks_total{fallback="reference",reason="scores"}'] == 2
-    assert metrics['autoprune_fallbacks_total{fallback="uniform",reason="scores"}'] == 1
-    assert metrics['autoprune_fallbacks_total{fallback="reference",reason="error"}'] == 1
-    assert metrics['autoprune_selection_errors_total{error="ValueError"}'] == 1
-    assert metrics["autoprune_unsafe_states_total"] == 1
-    assert metrics["autoprune_feature_cache_hits_total"] == 1
-    assert metrics["autoprune_feature_cache_misses_total"] == 1
-    assert metrics["autoprune_feature_cache_bytes"] == cache.used_bytes > 0
-    assert metrics["autoprune_selection_seconds_count"] == 1
 
 
 def test_seconds_fall_into_buckets(tmp_path: Path) -> None:
@@ -111,24 +82,6 @@ def opened() -> Any:
     setup = find_metrics_setup(config.model_config)
     assert setup is not None
     return setup
-
-
-def test_one_api_server_shows_what_its_workers_write() -> None:
-    folder = opened().folder
-    assert opened().folder == folder, "an engine more is no folder more"
-    with closing(WorkerMetrics(folder)) as worker:
-        worker.set_counter(MISSES, 5)
-    assert REGISTRY.get_sample_value(f"{MISSES}_total") == 5
-
-
-def test_several_api_servers_have_a_folder_already(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(MULTIPROCESS, str(tmp_path))
-    before = len(REGISTRY._collector_to_names)
-    assert opened().folder == str(tmp_path)
-    # vLLM exports all of that folder; exporting it here as well would count everything twice.
-    assert len(REGISTRY._collector_to_names) == before
 
 
 def test_bytes_of_one_token() -> None:

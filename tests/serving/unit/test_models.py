@@ -27,10 +27,8 @@ from vllm_autoprune.serving.models.llava import (
     split_joined_images,
 )
 from vllm_autoprune.serving.models.tiled import IDEFICS3_PLACEHOLDERS
-from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
-from vllm_autoprune.serving.worker.batch import prune_images
+from vllm_autoprune.serving.plan import NO_KEY
 from vllm_autoprune.serving.worker.features import FeatureCache, ImageFeatures
-from vllm_autoprune.serving.worker.regions import ModelParts, SelectionContext
 from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.tokens import Grid
 
@@ -134,7 +132,6 @@ def test_times_of_selections_are_kept_by_the_rank_that_publishes_them(
 ) -> None:
     from vllm_autoprune.serving.models import pruned_model
     from vllm_autoprune.serving.worker.metrics import Stopwatch
-    from vllm_autoprune.serving.worker.selection import FallbackReporter
 
     published: list[list[float]] = []
     monkeypatch.setattr(pruned_model, "is_rank_zero", lambda: rank == 0)
@@ -233,7 +230,6 @@ def test_shapes_have_the_tokens_of_a_square_image(
 # ---- any-resolution images ----
 
 SIDE, SIZE = 4, 16
-STATE = {"/base_policy": {"name": "divprune"}, "/constraints/selector/q_e": 0}
 
 
 def join_of(rows: int, columns: int, cut: int = 0) -> Join:
@@ -303,28 +299,6 @@ def test_blank_tiles_of_a_batch_change_nothing(cut: int) -> None:
     inputs = {"pixel_values": tiles, "image_sizes": torch.tensor([[SIDE, 4 * SIDE]])}
     (split,) = split_joined_images(inputs, lambda _: join, config_of(5))
     assert split.tokens == alone.tokens
-
-
-def _pruned(joined: ImageFeatures, budget: int) -> Tensor:
-    reporter = FallbackReporter()
-    state = served(STATE)
-    parts = ModelParts(lambda rows: rows)
-    (rows,) = prune_images(
-        SelectionContext(state, parts, reporter), [ItemPlan(budget, (1, 1))], [joined]
-    )
-    assert reporter.meter.errors == {}
-    return rows
-
-
-def test_newlines_fill_rows_beyond_the_tokens() -> None:
-    rows, joined = tiled_image(join_of(2, 2, cut=1), 5)
-    newlines = int((rows == 9.0).all(dim=1).sum())
-    assert joined.gaps == newlines == 6
-    some = _pruned(joined, joined.candidates + 2)
-    is_newline = (rows == 9.0).all(dim=1)
-    first_two = is_newline & (is_newline.cumsum(0) <= 2)
-    assert torch.equal(some, rows[~is_newline | first_two])
-    assert torch.equal(_pruned(joined, joined.tokens), rows)
 
 
 # ---- placeholders ----

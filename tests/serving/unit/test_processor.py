@@ -31,7 +31,7 @@ from vllm_autoprune.serving.api.request import REQUEST_FIELD, SALT
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.qwen import shrink_glm_to_budget, shrink_to_budget
 from vllm_autoprune.serving.plan import NO_KEY, hash_picture, make_feature_key
-from vllm_autoprune.serving.settings import DetailBudgets, RequestRules
+from vllm_autoprune.serving.settings import RequestRules
 
 pytestmark = pytest.mark.compat
 
@@ -102,19 +102,6 @@ def test_an_unknown_uuid_without_an_image_is_refused(sender: Sender) -> None:
     for uuid, salt in (("y", ""), ("x", "a tenant")):
         with pytest.raises(ValueError, match="data is not provided"):
             sender.send([None], [uuid], salt)
-
-
-def test_a_budget_by_detail_is_fixed_when_an_image_is_sent(folder: Any) -> None:
-    """What a later turn appends changes neither length nor identity of the images before."""
-    rules = RequestRules("none", detail=DetailBudgets(low=4, high=16))
-    sender = Sender(folder, budget=8, rules=rules)
-    before = sender.send([LARGE], details=["low"])
-    for detail, length in (("low", 4), ("high", 16), (None, 8)):
-        longer = sender.send([LARGE, OTHER], details=["low", detail])
-        assert longer.lengths == [4, length]
-        assert longer.identities[0] == before.identities[0]
-    levels = [sender.send([LARGE], details=[detail]).identities for detail in ("low", "high", None)]
-    assert len({identity for (identity,) in levels}) == 3
 
 
 def test_tenants_of_two_salts_share_nothing(sender: Sender) -> None:
@@ -227,12 +214,9 @@ def test_a_resized_image_is_shared_by_questions_and_by_nothing_else(folder: Any)
     assert len({sent_image.identities[0] for sent_image in (before, *others)}) == 7
 
 
-def split_sender(
-    folder: Any, blocks: int | None = 16, placeholder: str = "<|image_pad|>"
-) -> Sender:
+def split_sender(folder: Any) -> Sender:
     """A server of a state with a core: half of K = 24, of which blocks of 16 make 15."""
-    sender = Sender(folder, 24, placeholder=placeholder, core={"share": 0.5}).with_cache()
-    return sender if blocks is None else sender.with_blocks(blocks)
+    return Sender(folder, 24, core={"share": 0.5}).with_cache().with_blocks(16)
 
 
 def test_a_split_image_is_two_items_of_which_one_knows_no_question(folder: Any) -> None:
@@ -249,15 +233,6 @@ def test_a_split_image_is_two_items_of_which_one_knows_no_question(folder: Any) 
     assert second.identities[1] != before.identities[1]
     assert (before.sent, second.sent) == ([True, False], [False, False])
     assert sender.send([LARGE], salt="a").identities[0] != before.identities[0]
-
-
-def test_a_question_that_occurs_by_chance_before_the_image_does_not_stop_the_split(
-    folder: Any,
-) -> None:
-    assert split_sender(folder).send([LARGE], instructions=["use"]).lengths == [15, 9]
-    for placeholder in ("<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"):
-        asked_before = split_sender(folder, placeholder=placeholder)
-        assert asked_before.send([LARGE], instructions=["user"]).lengths == [24]
 
 
 def test_images_are_laid_out_by_their_turns(folder: Any) -> None:
@@ -301,28 +276,6 @@ def test_another_question_or_k_sends_a_plan_alone(sender: Sender) -> None:
     assert (before.sent, again.sent, fewer.sent) == ([True], [False], [False])
     assert len({*before.identities, *again.identities, *fewer.identities}) == 3
     assert (again.lengths, fewer.lengths) == ([8], [4])
-
-
-def test_a_new_image_beside_a_known_one_is_processed_alone(sender: Sender) -> None:
-    sender.send([LARGE], instructions=["what is it"])
-    with processing(sender) as runs:
-        both = sender.send([LARGE, OTHER], instructions=["how many", "how many"])
-    assert (sum(runs), both.sent) == (1, [False, True])
-
-
-def test_an_operator_without_a_cache_of_images_has_none_here(without_cache: Sender) -> None:
-    with processing(without_cache) as runs:
-        for question in ("what", "where"):
-            assert without_cache.send([LARGE], instructions=[question]).sent == [True]
-    assert sum(runs) == 2
-
-
-def test_a_request_that_is_not_handed_over_changes_no_cache(sender: Sender) -> None:
-    before = sender.send([OTHER])
-    sender.send([LARGE], hands_over=False)
-    assert len(sender.cache._cache) == 1
-    assert sender.send([LARGE]).sent == [True]
-    assert (sender.send([OTHER]).sent, before.sent) == ([False], [True])
 
 
 # ---- resized images ----

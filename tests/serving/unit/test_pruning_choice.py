@@ -154,25 +154,6 @@ def test_the_range_of_requests_does_not_bound_detail() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "budgets"),
-    [
-        (None, DetailBudgets()),
-        ("low=64,high=256", DetailBudgets(64, 256)),
-        (" high = 256 , low = 64 ", DetailBudgets(64, 256)),
-        ({"low": "64", "high": 256}, DetailBudgets(64, 256)),
-        ("low=64", DetailBudgets(low=64)),
-        ({"high": 64}, DetailBudgets(high=64)),
-        ("low=64,high=64", DetailBudgets(64, 64)),
-    ],
-    ids=repr,
-)
-def test_detail_is_text_or_a_mapping(value: object, budgets: DetailBudgets) -> None:
-    settings, problems = read_settings({"state": "autoprune", "detail": value})
-    assert settings is not None, problems
-    assert settings.rules.detail == budgets
-
-
-@pytest.mark.parametrize(
     ("value", "what"),
     [
         ("auto=64", ["'auto' is no level"]),

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-import jinja2
 import pytest
 import torch
-from prometheus_client import REGISTRY
 from vllm.exceptions import VLLMValidationError
 
 from tests.serving.unit.samples import served
 from vllm_autoprune.serving.api import engine_requests
-from vllm_autoprune.serving.api import renderer as under_test
 from vllm_autoprune.serving.api.choices import ImageChoice
 from vllm_autoprune.serving.api.engine_requests import (
     ImageCounts,
     RenderedHashes,
-    count_request,
     watch_requests,
 )
 from vllm_autoprune.serving.api.renderer import (
     _MESSAGE_FIELDS,
-    AutopruneHfRenderer,
     _add_salt,
     _pass_fields,
 )
@@ -75,35 +69,6 @@ def test_the_cache_salt_reaches_the_processor_in_a_type_of_its_own() -> None:
     assert isinstance(kwargs[SALT], CacheSalt)
     assert asked[SALT] == "what a client wrote"
     assert _add_salt({"prompt_token_ids": [1]}) == {"prompt_token_ids": [1]}
-
-
-@pytest.mark.parametrize(
-    ("template", "space"),
-    [
-        ("{% for p in messages[0].content %}{{ '<image>\n' if p.type == 'image' else p.text }}"
-         "{% endfor %}", "\n"),
-        ("{% for p in messages[0].content %}{{ '<v><image></v>' if p.type == 'image' else p.text }}"
-         "{% endfor %}", ""),
-        ("{{ 'USER: ' + messages[0].content }}", "\n"),
-    ],
-    ids=["a line of its own", "a wrapper", "text alone"],
-)  # fmt: skip
-def test_white_space_after_an_image_is_the_template_s(
-    monkeypatch: pytest.MonkeyPatch, template: str, space: str
-) -> None:
-    """The last template takes no parts: vLLM answers by an error, and joins by line breaks."""
-
-    def apply(config: object, tokenizer: object, conversation: object, **options: Any) -> str:
-        try:
-            return str(jinja2.Template(options["chat_template"]).render(messages=conversation))
-        except TypeError as error:
-            raise VLLMValidationError(str(error)) from error
-
-    monkeypatch.setattr(under_test, "safe_apply_chat_template", apply)
-    renderer: Any = SimpleNamespace(_spaces={}, model_config=None, get_tokenizer=lambda: None)
-    found = AutopruneHfRenderer._space_after_image(renderer, "<image>", template)
-    assert found == space
-    assert renderer._spaces == {template: space}
 
 
 # ---- requests on their way to the engine ----
@@ -297,27 +262,3 @@ def test_features_of_a_plan_ELSEWHERE_are_kept_under_the_key_of_its_pixels() -> 
         keys[name] = ItemPlan.decode(image.data[FIELD].data).key
     assert keys["one"] == keys["same"] not in ((1, 2), (3, 4))
     assert keys["salted"] != keys["one"]
-
-
-@pytest.fixture
-def grown() -> Callable[..., float]:
-    """Increase of a counter since the test began."""
-    before = {s.name + str(s.labels): s.value for f in REGISTRY.collect() for s in f.samples}
-
-    def by(name: str, **labels: str) -> float:
-        now = REGISTRY.get_sample_value(name, labels)
-        return (now or 0.0) - before.get(name + str(labels), 0.0)
-
-    return by
-
-
-def test_a_request_and_its_images(grown: Callable[..., float]) -> None:
-    count_request("dart", [ImageChoice(16, 144, "state"), ImageChoice(144, 144, "state")], 100)
-    count_request("off", [ImageChoice(50, 50, "random")], 100)
-    assert grown("autoprune_requests_total", state="dart") == 1
-    assert grown("autoprune_requests_total", state="off") == 1
-    assert grown("autoprune_images_total", chooser="state") == 2
-    assert grown("autoprune_images_total", chooser="random") == 1
-    assert grown("autoprune_visual_tokens_total", stage="before") == 338
-    assert grown("autoprune_visual_tokens_total", stage="after") == 210
-    assert grown("autoprune_kv_bytes_saved_total") == 12_800

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import itertools
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +21,7 @@ from vllm_autoprune import (
 from vllm_autoprune.serving import served_state as served_module
 from vllm_autoprune.serving.api.choices import MAX_STATE_CHARACTERS, load_request_state
 from vllm_autoprune.serving.plan import decode_state, encode_state
-from vllm_autoprune.serving.served_state import ServedState
-from vllm_autoprune.serving.settings import DetailBudgets, RequestRules, TextTower
 from vllm_autoprune.serving.startup import resolve_settings
-from vllm_autoprune.tpdsl import safety
 from vllm_autoprune.tpdsl.atoms.safety import Verdict
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.state import PruningState
@@ -128,21 +122,6 @@ def test_clients_cannot_fill_the_log_with_unsafe_states(
     assert ["not logged" in line for line in lines] == [False] * (len(lines) - 1) + [True]
 
 
-def test_a_state_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    real = safety.safety_check
-
-    def noted(policy: PruningPolicy) -> SafetyRecord:
-        asked.append(policy.state.digest)
-        return real(policy)
-
-    monkeypatch.setattr(f"{served_module.__name__}.safety_check", noted)
-    data = edited(sample(), {"/constraints/selector/q_e": 6})
-    for name in ("a", "b", "c"):
-        load_request_state(edited(data, {"/name": name}))
-    assert asked == [state({"/constraints/selector/q_e": 6}).digest]
-
-
 def dear() -> Any:
     """What the language allows and no server should run for a client."""
     signal = {"atom": "cluster_centroid_representativeness", "clusters": 64, "weight": 0.5}
@@ -228,18 +207,3 @@ def test_needs_are_those_of_every_budget_a_request_may_ask_for() -> None:
     fixed = served({"/base_policy": {"name": "divprune"}, "/constraints/selector/r_min": 8})
     assert fixed.policy().needs == frozenset()
     assert fixed.needs == fixed.policy(16).needs == {"cls_attention", "instruction"}
-
-
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
-def test_a_served_state_survives_pickling_and_copying(how: str) -> None:
-    tower = TextTower("some/clip", 1, "because", 77, 768, 1024)
-    sent = served({"/base_policy": {"name": "divprune"}}, 16, tower, cache_bytes=5)
-    rules = RequestRules("states", 8, 64, explicit=True, detail=DetailBudgets(8, 64))
-    sent = dataclasses.replace(sent, rules=rules, unavailable=(("language", "because"),))
-    received = pickle.loads(pickle.dumps(sent)) if how == "pickle" else copy.deepcopy(sent)
-    assert isinstance(received, ServedState)
-    assert received.state.digest == sent.state.digest
-    assert received.policy() == sent.policy()
-    assert received.policy(8, "reference") == sent.policy(8, "reference")
-    assert (received.budget, received.tower, received.cache_bytes) == (16, tower, 5)
-    assert (received.rules, received.unavailable) == (rules, sent.unavailable)

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tpdsl.samples import images, state
-from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize, refine
+from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize
 from vllm_autoprune.ops.rowwise import evenly_spaced
 from vllm_autoprune.serving.worker import selection
-from vllm_autoprune.serving.worker import selection as under_test
 from vllm_autoprune.serving.worker.features import (
     FeatureCache,
     ImageFeatures,
@@ -24,10 +23,8 @@ from vllm_autoprune.serving.worker.features import (
 from vllm_autoprune.serving.worker.selection import (
     FallbackReporter,
     FirstImageCheck,
-    select_at_random,
     select_with_fallback,
 )
-from vllm_autoprune.tpdsl import refine as executor
 from vllm_autoprune.tpdsl import safety
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord, Verdict
 from vllm_autoprune.tpdsl.refine import keep_reference
@@ -49,7 +46,7 @@ def test_exception_falls_back_to_the_reference(
     policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reporter, tokens = FallbackReporter(), images()
-    monkeypatch.setattr(under_test, "select_tokens", failing("refine"))
+    monkeypatch.setattr(selection, "select_tokens", failing("refine"))
     result = select_with_fallback(policy, tokens, reporter)
     assert torch.equal(result.indices, keep_reference(policy, tokens).indices)
     assert reporter.meter.counts() == {"none": 0, "reference": 2, "uniform": 0}
@@ -60,31 +57,12 @@ def test_failing_base_policy_gives_evenly_spaced_tokens(
     policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reporter, tokens = FallbackReporter(), images()
-    monkeypatch.setattr(under_test, "select_tokens", failing("refine"))
-    monkeypatch.setattr(under_test, "keep_reference", failing("base"))
+    monkeypatch.setattr(selection, "select_tokens", failing("refine"))
+    monkeypatch.setattr(selection, "keep_reference", failing("base"))
     result = select_with_fallback(policy, tokens, reporter)
     assert torch.equal(result.indices, evenly_spaced(2, tokens.count, 8, tokens.features.device))
     assert reporter.meter.counts() == {"none": 0, "reference": 0, "uniform": 2}
     assert reporter.meter.errors == {"RuntimeError": 2}
-
-
-def test_missing_input_falls_back() -> None:
-    """The worker made no instruction for a state that reads one."""
-    policy = materialize(state({"/base_policy": {"name": "divprune"}}), 8)
-    reporter, tokens = FallbackReporter(), images()
-    result = select_with_fallback(policy, VisualTokens(tokens.features, tokens.grid), reporter)
-    assert result.indices.shape == (2, 8)
-    assert reporter.meter.errors == {"SelectionError": 1}
-    assert reporter.meter.counts()["reference"] == 2
-
-
-def test_non_finite_images_are_counted(policy: PruningPolicy) -> None:
-    tokens = images(batch=3)
-    tokens.features[1, 5] = torch.nan
-    reporter = FallbackReporter()
-    select_with_fallback(policy, tokens, reporter)
-    select_with_fallback(policy, tokens, reporter)
-    assert reporter.meter.counts() == {"none": 4, "reference": 0, "uniform": 2}
 
 
 def test_meter_adds_up_and_each_kind_is_logged_once(logged: pytest.LogCaptureFixture) -> None:
@@ -110,17 +88,6 @@ def test_errors_are_logged_once_a_type_with_their_traceback(
     assert [r.exc_info[0] for r in logged.records if r.exc_info] == [ValueError, KeyError]
 
 
-def test_a_random_keep_is_untouched_tokens_in_raster_order() -> None:
-    tokens = images(batch=3)
-    result = select_at_random(8, tokens, [(1, 0), (2, 0), (1, 9)])
-    assert (result.indices.diff(dim=1) > 0).all()
-    rows = [tokens.features[b][result.indices[b]] for b in range(3)]
-    assert torch.equal(result.features, torch.stack(rows))
-    assert torch.equal(result.indices[0], result.indices[2])
-    assert not torch.equal(result.indices[0], result.indices[1])
-    assert (result.fallback == 0).all()
-
-
 # ---- the check on the first image ----
 
 
@@ -129,38 +96,14 @@ def refining() -> PruningPolicy:
     return materialize(state({"/constraints/selector/q_e": 4}), 8)
 
 
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    def fails(*_: object) -> torch.Tensor:
-        raise RuntimeError("made to fail")
-
-    monkeypatch.setattr(executor, "run_fusion", fails)
-    return monkeypatch
-
-
-def test_safe_state_is_checked_once(refining: PruningPolicy, broken: pytest.MonkeyPatch) -> None:
-    broken.undo()
+def test_safe_state_is_checked_once(
+    refining: PruningPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check = FirstImageCheck()
     assert check.replace_unsafe(refining, images()) is refining
-    broken.setattr("vllm_autoprune.serving.worker.selection.safety_check", None)
+    monkeypatch.setattr(selection, "safety_check", None)
     assert check.replace_unsafe(refining, images()) is refining
     assert check.unsafe == 0
-
-
-def test_unsafe_state_is_replaced_by_its_base_policy(
-    refining: PruningPolicy, broken: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
-) -> None:
-    check, tokens = FirstImageCheck(), images()
-    replacement = check.replace_unsafe(refining, tokens)
-    expected = materialize(refining.state.without_exchange(), 8)
-    assert torch.equal(refine(replacement, tokens).indices, refine(expected, tokens).indices)
-    broken.undo()
-    assert check.replace_unsafe(refining, tokens) == replacement
-    assert check.unsafe == 1
-    (record,) = logged.records
-    assert record.levelname == "ERROR"
-    message = record.getMessage()
-    assert "FAILS" in message and "made to fail" in message and "cdpruner" in message
 
 
 def test_non_finite_images_fail_no_state(

@@ -310,13 +310,6 @@ TOWER = TextTower("some/clip", -1, "its config says so", 77, 768, 1024)
             "relevance",
             "CLIP text tower some/clip, sign -1, because its config says so",
         ),
-        ({"state": load_state("visionzip")}, "base policy visionzip", "relevance", None),
-        (
-            {"rules": RequestRules("none", explicit=True)},
-            "nothing, by --autoprune-requests none",
-            "detail",
-            None,
-        ),
         (
             {"rules": RequestRules("budget", 8, 64, True, recall=8)},
             "later turns recall 8 tokens",
@@ -334,12 +327,6 @@ TOWER = TextTower("some/clip", -1, "its config says so", 77, 768, 1024)
             "image_url.detail low keeps 64 and high keeps 256 tokens of an image, by",
             "detail",
             {"low": 64, "high": 256},
-        ),
-        (
-            {"rules": RequestRules(detail=DetailBudgets(high=256))},
-            "image_url.detail high keeps 256 tokens",
-            "detail",
-            {"high": 256},
         ),
     ],
 )

@@ -109,17 +109,6 @@ def test_flags_and_additional_config_are_merged_in_either_order(
     assert parsed(*words) == config
 
 
-def test_parser_default_is_merged_and_not_modified(
-    parser: Any, parsed: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    default = {"theirs": {"x": 1}}
-    (action,) = [a for a in parser._actions if a.dest == "additional_config"]
-    monkeypatch.setattr(action, "default", default)
-    assert parsed(*FLAGS) == BOTH
-    assert default == {"theirs": {"x": 1}}
-    assert parsed() is default
-
-
 @pytest.mark.parametrize("value", ["[1]", "3", "text"])
 def test_additional_config_must_be_an_object(
     parsed: Callable[..., Config], value: str, capsys: pytest.CaptureFixture[str]
