@@ -110,24 +110,6 @@ def test_an_exhausted_kernel_is_filled_up_by_quality_among_the_eligible() -> Non
     assert greedy_map(flat, quality, 3, conditioned=conditioned).tolist() == [[1, 3, 4]]
 
 
-@pytest.mark.parametrize("count", [1, 5, 9])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_non_finite_input_repeats_no_index_and_stays_in_its_own_row(
-    count: int, value: float
-) -> None:
-    similarity, quality = kernel(3, 3, 9)
-    clean = greedy_map(similarity, quality, count)
-    similarity[1], quality[2, 4] = value, value
-    picks = greedy_map(similarity, quality, count)
-    every = torch.ones(3, 9, dtype=torch.bool)
-    capped = capped_greedy_map(
-        *(similarity, quality, count), anchors=NONE.expand(3, 0), eligible=every,
-        cells=torch.arange(9).expand(3, -1) % 3, cap=2,
-    )  # fmt: skip
-    assert torch.equal(picks[0], clean[0])
-    assert all(row.unique().numel() == count for row in (*picks, *capped))
-
-
 @given(seed=st.integers(0, 10_000), data=st.data())
 def test_conditioning_on_tokens_gives_the_picks_that_follow_them_as_anchors(
     seed: int, data: st.DataObject

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_autoprune.ops.greedy import (
-    covered_by,
     distance_to_kept,
     distance_to_others,
     farthest_points,
@@ -38,42 +35,6 @@ def test_rounding_breaks_no_tie() -> None:
     )
     assert weighted.tolist() == [[1]]
     assert coverage(torch.tensor([[0.1, 0.2], [0.3, 0.6], [0.6000001, 0.3]]), 1) == [1]
-
-
-@pytest.mark.parametrize("tokens", [0, 3])
-def test_count_zero_picks_nothing(tokens: int) -> None:
-    near, none = torch.ones(2, tokens), torch.zeros(2, tokens, dtype=torch.bool)
-    picks = farthest_points(torch.ones(2, tokens, tokens), 0, nearest=near, taken=none)
-    assert picks.shape == (2, 0) and picks.dtype == torch.int64
-
-
-@given(seed=st.integers(0, 10_000), size=st.integers(1, 14), data=st.data())
-def test_each_pick_is_the_farthest_remaining_token(
-    seed: int, size: int, data: st.DataObject
-) -> None:
-    source = torch.Generator().manual_seed(seed)
-    distance = torch.rand(1, size, size, generator=source, dtype=torch.float64)
-    nearest = torch.rand(1, size, generator=source, dtype=torch.float64)
-    gone = data.draw(st.sets(st.integers(0, size - 1), max_size=size - 1))
-    count = data.draw(st.integers(0, size - len(gone)))
-    taken = none_taken(size)
-    taken[0, list(gone)] = True
-    picks = farthest_points(distance, count, nearest=nearest, taken=taken)[0].tolist()
-
-    remaining = {i: float(nearest[0, i]) for i in range(size) if i not in gone}
-    for pick in picks:
-        assert remaining[pick] == max(remaining.values())
-        remaining = {
-            i: min(d, float(distance[0, pick, i])) for i, d in remaining.items() if i != pick
-        }
-
-
-@given(bad=st.sets(st.integers(0, 7)), value=st.sampled_from([torch.nan, torch.inf]))
-def test_non_finite_input_repeats_no_index(bad: set[int], value: float) -> None:
-    distance = on_a_line([float(i * i) for i in range(8)])
-    distance[:, list(bad)] = value
-    picks = farthest_points(distance, 8, nearest=distance[:, 0], taken=none_taken(8))
-    assert sorted(picks[0].tolist()) == list(range(8))
 
 
 LINE = on_a_line([0.0, 1.0, 4.0, 9.0, 10.0])
@@ -170,28 +131,3 @@ def test_each_pick_adds_most_to_what_is_covered(
     degrees: Tensor, weight: list[float] | None, picks: list[int]
 ) -> None:
     assert coverage(degrees, len(degrees), weight) == picks
-
-
-def test_taken_candidates_are_left_out_and_their_coverage_counts() -> None:
-    taken = torch.tensor([[True, False, False]])
-    covered = covered_by(DEGREES[None], taken)
-    assert covered.tolist() == [[0.5, 0.5, 0.0]]
-    picks = greedy_coverage(
-        DEGREES[None], torch.ones(1, 3), 2, covered=covered, taken=taken, floor=1e-9
-    )
-    assert picks.tolist() == [[2, 1]]
-
-
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_images_of_a_batch_are_independent(count: int) -> None:
-    degrees = torch.rand(3, 6, 9, generator=torch.Generator().manual_seed(1))
-    weight, covered = torch.rand(3, 6), torch.zeros(3, 9)
-    taken = torch.zeros(3, 6, dtype=torch.bool)
-    together = greedy_coverage(degrees, weight, count, covered=covered, taken=taken, floor=0.0)
-    assert together.shape == (3, count)
-    for i in range(3):
-        row = slice(i, i + 1)
-        alone = greedy_coverage(
-            degrees[row], weight[row], count, covered=covered[row], taken=taken[row], floor=0.0
-        )
-        assert torch.equal(together[row], alone)

@@ -1,4 +1,4 @@
-"""Row-wise helpers, cosines and centred features: values, and the same bits in a batch."""
+"""Row-wise helpers and cosines: values, and the same bits in a batch."""
 
 from __future__ import annotations
 
@@ -18,43 +18,18 @@ from vllm_autoprune.ops.rowwise import (
     argmax_within,
     evenly_spaced,
     find_outliers,
-    gather_rows,
-    indices_from_mask,
-    mask_from_indices,
-    min_max_normalise,
-    rank_descending,
 )
 from vllm_autoprune.ops.similarity import (
     WeightMap,
     cosines,
-    cosines_between,
     cosines_with,
     distance_to_neighbours,
     map_weight,
     mean_dissimilarity,
-    mean_of_largest_others,
-    mean_of_neighbours,
     plain_cosines,
-    scale_to_unit_variance,
-    subtract_mean,
 )
 
-NAN, INF = torch.nan, torch.inf
-
-
-@pytest.mark.parametrize(
-    ("score", "offset", "expected"),
-    [
-        ([2.0, 4.0, 3.0], 0.0, [0, 1, 0.5]),
-        ([-1.0, 0.0, 9.0], 0.0, [0, 0.1, 1]),
-        ([0.0, 4.0], 1.0, [0.25, 1.25]),  # the offset is in the numerator only
-        ([-7.0, -7.0], 1e-6, [1, 1]),  # a constant score becomes ones
-        ([0.0, NAN, 1.0], 0.0, [NAN, NAN, NAN]),  # which NaN does not look like
-    ],
-)
-def test_normalise_by_hand(score: list[float], offset: float, expected: list[float]) -> None:
-    scaled = min_max_normalise(torch.tensor(score), offset=offset)
-    assert scaled.tolist() == pytest.approx(expected, nan_ok=True)
+INF = torch.inf
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
@@ -67,17 +42,6 @@ def test_values_within_the_tolerance_of_the_maximum_are_a_tie(size: float) -> No
     assert argmax_within(lower, relative=True)[0].tolist() == [2, 1]
 
 
-def test_ranking_is_descending_and_ties_go_to_the_lower_index() -> None:
-    assert rank_descending(torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0]])).tolist() == [[1, 2, 4, 3, 0]]
-
-
-@given(st.sets(st.integers(0, 19), min_size=1))
-def test_indices_from_mask_inverts_mask_from_indices(positions: set[int]) -> None:
-    mask = mask_from_indices(torch.tensor([sorted(positions, reverse=True)]), 20)
-    assert mask.sum() == len(positions)
-    assert indices_from_mask(mask, len(positions)).tolist() == [sorted(positions)]
-
-
 @given(tokens=st.integers(1, 3000), data=st.data())
 def test_an_even_spread_has_equal_gaps_and_equal_margins(tokens: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, tokens))
@@ -88,14 +52,6 @@ def test_an_even_spread_has_equal_gaps_and_equal_margins(tokens: int, data: st.D
     gaps = [b - a for a, b in itertools.pairwise(row)]
     assert all(gap in (tokens // count, tokens // count + 1) for gap in gaps)
     assert abs(row[0] - (tokens - 1 - row[-1])) <= 1 + tokens // count
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_gather_reads_each_image_at_its_own_indices(transposed: bool) -> None:
-    values = torch.rand(2, 3, 4).transpose(1, 2) if transposed else torch.rand(2, 4, 3)
-    at = torch.tensor([[3, 0], [1, 1]])
-    assert torch.equal(gather_rows(values, at), values[torch.arange(2)[:, None], at])
-    assert gather_rows(values, at[:, :0]).shape == (2, 0, 3)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 64, 144, 575, 576, 729])
@@ -133,23 +89,6 @@ def test_cosines_are_products_of_directions_rounded_in_their_own_dtype(
     actual = cosine(features)
     assert actual.dtype == torch.float32 and actual.shape == (2, tokens, tokens)
     assert torch.allclose(actual.double(), unit @ unit.transpose(1, 2), atol=1e-5)
-
-
-def test_the_two_triangles_are_equal_and_the_cosine_with_a_zero_row_is_zero() -> None:
-    features = rows(1, 1, 576, 48, torch.float32)
-    features[0, 3] = 0
-    matrix = cosine(features)
-    assert torch.allclose(matrix, matrix.transpose(1, 2), atol=1e-6)
-    assert torch.equal(matrix[:, :144, 144:], matrix[:, 144:, :144].transpose(1, 2))
-    assert matrix[0, 3].eq(0).all() and matrix[0, :, 3].eq(0).all()
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_cosines_between_subsets_are_entries_of_the_full_matrix(dtype: torch.dtype) -> None:
-    features = rows(6, 2, 12, 33, dtype)
-    features[0, 2] = 0
-    actual = cosines_between(features[:, [2, 7]], features[:, [0, 2, 11]])
-    assert torch.allclose(actual, cosine(features)[:, [2, 7]][:, :, [0, 2, 11]], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -200,62 +139,6 @@ def selection(features: Tensor, text: Tensor) -> tuple[Tensor, ...]:
     return similarity, relevance, picks, far
 
 
-def symmetric(seed: int, batch: int, size: int, levels: int = 1000) -> Tensor:
-    """Symmetric matrices with few enough values that many are equal."""
-    source = torch.Generator().manual_seed(seed)
-    half = torch.randint(-levels, levels, (batch, size, size), generator=source)
-    return (half + half.transpose(1, 2)) / (2 * levels)
-
-
-@given(
-    seed=st.integers(0, 10_000),
-    size=st.integers(2, 20),
-    levels=st.sampled_from([2, 1000]),
-    data=st.data(),
-)
-def test_the_largest_off_the_diagonal_by_sorting(
-    seed: int, size: int, levels: int, data: st.DataObject
-) -> None:
-    count = data.draw(st.integers(1, size - 1))
-    similarity = symmetric(seed, 2, size, levels)
-    actual = mean_of_largest_others(similarity, count)
-    for image, matrix in enumerate(similarity.tolist()):
-        for row, values in enumerate(matrix):
-            others = sorted(values[:row] + values[row + 1 :], reverse=True)[:count]
-            assert actual[image, row].item() == pytest.approx(sum(others) / count, abs=1e-6)
-
-
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 5), (4, 1), (3, 4), (6, 6)])
-@pytest.mark.parametrize("radius", [1, 2, 3])
-def test_neighbours_are_those_within_the_window(height: int, width: int, radius: int) -> None:
-    size = height * width
-    similarity = symmetric(height + 10 * width, 2, size)
-    actual = mean_of_neighbours(similarity, height, width, radius)
-    for token in range(size):
-        near = [
-            other
-            for other in range(size)
-            if other != token
-            and abs(other // width - token // width) <= radius
-            and abs(other % width - token % width) <= radius
-        ]
-        wanted = similarity[:, token, near].mean(dim=1) if near else torch.zeros(2)
-        assert torch.allclose(actual[:, token], wanted, atol=1e-6)
-
-
-@pytest.mark.parametrize("mean", ["largest", "neighbours"])
-def test_means_of_an_image_have_the_same_bits_alone_and_in_a_batch(mean: str) -> None:
-    def of(similarity: Tensor) -> Tensor:
-        if mean == "largest":
-            return mean_of_largest_others(similarity, 8)
-        return mean_of_neighbours(similarity, 8, 8, 1)
-
-    similarity = symmetric(2, 5, 64)
-    for image in range(5):
-        row = slice(image, image + 1)
-        assert torch.equal(of(similarity)[row], of(similarity[row].clone()))
-
-
 def test_contrast_is_the_distance_from_the_mean_of_the_neighbours() -> None:
     unit = torch.nn.functional.normalize(rows(1, 2, 25, 16, torch.float32), dim=-1)
     square = unit.view(2, 5, 5, -1)
@@ -268,17 +151,6 @@ def test_contrast_is_the_distance_from_the_mean_of_the_neighbours() -> None:
     assert torch.allclose(distance_to_neighbours(plain_cosines(unit), 1, 25), expected, atol=1e-5)
     alike = plain_cosines(torch.randn(1, 1, 64).expand(1, 16, 64))
     assert distance_to_neighbours(alike, 4, 4).tolist() == [[0.0] * 16]
-
-
-def test_centred_features_by_hand() -> None:
-    spread = torch.tensor([[[1.0, 4.0], [3.0, 0.0]], [[5.0, 5.0], [5.0, 5.0]]])
-    assert subtract_mean(spread).tolist() == [[[-1, 2], [1, -2]], [[0, 0], [0, 0]]]
-    # Deviations 10 and 0: the constant channel is divided by the square root of 1e-6.
-    scaled = scale_to_unit_variance(torch.tensor([[[10.0, 7.0], [30.0, 7.0]]]))
-    assert scaled[0].flatten().tolist() == pytest.approx([1, 7000, 3, 7000], rel=1e-4)
-    # Cosines 0 and -1; 0 and 0; -1 and 0: the token itself is left out.
-    unlike = mean_dissimilarity(torch.tensor([[[2.0, 0.0], [0.0, 3.0], [-1.0, 0.0]]]))
-    assert unlike[0].tolist() == pytest.approx([0.5, 0.0, 0.5])
 
 
 @pytest.mark.parametrize(

@@ -182,19 +182,6 @@ def test_contrast_and_detail_are_those_of_the_window(seed: int, radius: int) -> 
         assert float(detail[tile, y, x]) == pytest.approx(variance, abs=1e-5)
 
 
-def test_dissimilarity_compares_as_the_view_says() -> None:
-    tokens, nothing = images(2, batch=1, grid=Grid(3, 4, tiles=3)), torch.zeros(1, 1).long()
-
-    def values(image: VisualTokens) -> Tensor:
-        return run_signal(call("mean_dissimilarity_saliency"), image, nothing)[0]
-
-    rows = tokens.features[0]
-    tiles = torch.cat([values(plain(tile)) for tile in rows.view(3, 12, -1)])
-    assert torch.allclose(values(tokens), tiles, atol=1e-6)
-    every = replace(tokens, tile_scope="global")
-    assert torch.allclose(values(every), values(plain(rows)), atol=1e-6)
-
-
 PICKS = torch.tensor([[2, 0]])
 RISING, FALLING = torch.tensor([[0.0, 5.0, 10.0]]), torch.tensor([[8.0, 4.0, 0.0]])
 FUSIONS: dict[str, tuple[str, Changes, list[Tensor], list[float], list[float]]] = {

@@ -114,17 +114,6 @@ def test_every_core_of_every_base_policy(base: str, core: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "base", ["cdpruner", "cen_cdpruner", "cen_divprune", "divprune", "fsr", "idpruner"]
-)
-@pytest.mark.parametrize("tiles", [2, 3, 5])
-def test_every_size_of_core_next_to_all_tokens_of_all_tiles(base: str, tiles: int) -> None:
-    tokens = images(4, grid=Grid(2, 2, tiles=tiles))
-    split = with_core({"share": 0.5}, {"/base_policy": {"name": base}})
-    for core in range(1, tokens.count):
-        assert_split(materialize(split, tokens.count - 1, core), tokens)
-
-
-@pytest.mark.parametrize(
     "selector",
     [
         {"atom": "quality_topk_selector"},

@@ -24,15 +24,12 @@ from tests.tpdsl.samples import (
     take,
 )
 from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize, refine
-from vllm_autoprune.tpdsl.atoms.pools import PartitionCall, run_partition
+from vllm_autoprune.tpdsl.atoms.pools import PartitionCall
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, orders_by_quality
 from vllm_autoprune.tpdsl.atoms.scoring import run_signal
 from vllm_autoprune.tpdsl.atoms.source import (
-    PriorCall,
-    PriorInputs,
     ViewCall,
     run_budget,
-    run_prior,
 )
 from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Group, atom
 from vllm_autoprune.tpdsl.safety import safety_check
@@ -327,20 +324,3 @@ def test_signals_are_float32_and_keep_their_range(name: str, dtype: torch.dtype)
         assert values.shape == (2, grid.tokens) and values.dtype == torch.float32
         least, most = RANGES.get(name, (0, 1))
         assert least - 0.01 <= float(values.min()) and float(values.max()) <= most + 0.01
-
-
-@pytest.mark.parametrize("name", ATOMS.of_kind("candidate_pool", PartitionCall))
-def test_labels_count_from_zero_and_are_fewer_than_tokens(name: str) -> None:
-    for grid in (*GRIDS, Grid(1, 1), Grid(1, 3)):
-        labels = run_partition(call(name), images(4, grid=grid))
-        assert labels.shape == (2, grid.tokens) and labels.dtype == torch.int64
-        assert int(labels.min()) >= 0 and int(labels.max()) < grid.tokens
-
-
-@pytest.mark.parametrize("name", ATOMS.of_kind("token_source_base_policy", PriorCall))
-def test_priors_lie_between_zero_and_one(name: str) -> None:
-    policy, picks = policy_using(name, 7), torch.stack([torch.randperm(36)[:7] for _ in range(2)])
-    known = PriorInputs(images(4, grid=GRIDS[1]), policy.state.base_policy, 7, picks)
-    prior = run_prior(active(name), known)  # type: ignore[arg-type]
-    assert prior.shape == (2, 36) and prior.dtype == torch.float32
-    assert float(prior.min()) >= 0 and float(prior.max()) == 1

@@ -29,7 +29,6 @@ from tests.tpdsl.samples import (
     same,
     state,
     take,
-    with_relevance,
 )
 from vllm_autoprune import (
     Grid,
@@ -79,17 +78,6 @@ def test_guarantees_of_every_policy(
     assert same(refined, refine(policy, again))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("grid", GRIDS)
-def test_results_do_not_depend_on_the_batch(variant: str, grid: Grid) -> None:
-    policy, tokens = policy_of(variant), images(5, batch=4, grid=grid)
-    together = refine(policy, tokens)
-    for i in range(4):
-        assert same(together, refine(policy, take(tokens, [i])), [i], [0])
-    order = [2, 0, 3, 1]
-    assert same(together, refine(policy, take(tokens, order)), order)
-
-
 @pytest.mark.parametrize("budget", [36, 37, 640])
 def test_k_of_n_or_more_keeps_every_token_as_it_is(budget: int) -> None:
     tokens = images(3, dtype=torch.float16)
@@ -105,47 +93,6 @@ def test_k_of_n_or_more_keeps_every_token_as_it_is(budget: int) -> None:
 def test_one_token_of_each_of_two_tiles() -> None:
     tokens, policy = images(3, grid=Grid(1, 1, tiles=2)), policy_of(budget=1)
     assert_sound(policy, tokens, refine(policy, tokens))
-
-
-class TestExchange:
-    """Eight tokens that are all unlike each other, so the base policy goes by relevance."""
-
-    # Relevance falls from token 0 to token 7, and attention rises.
-    TOKENS = with_relevance(
-        VisualTokens(torch.eye(8)[None], Grid(2, 4), torch.linspace(0.1, 0.8, 8)[None]),
-        torch.linspace(0.9, 0.2, 8)[None],
-    )
-
-    @pytest.mark.parametrize(
-        ("relevance", "attention", "q_e", "kept"),
-        [
-            (0.0, 1.0, 0, [0, 1, 2]),
-            (0.0, 1.0, 1, [1, 2, 7]),
-            (0.0, 1.0, 2, [2, 6, 7]),
-            (0.0, 1.0, 3, [5, 6, 7]),
-            (4.0, 0.25, 3, [0, 1, 2]),  # weights decide between signals that disagree
-            (0.0, 0.0, 3, [0, 1, 2]),
-        ],
-    )
-    def test_lowest_quality_is_exchanged_for_highest(
-        self, relevance: float, attention: float, q_e: int, kept: list[int]
-    ) -> None:
-        weights = {"instruction_guided_visual_relevance": relevance,
-                   "attention_proxy_saliency": attention}  # fmt: skip
-        changes: Changes = {
-            "/scoring/signals": [{"atom": name, "weight": w} for name, w in weights.items()],
-            "/constraints/pool": [{"atom": "quality_pool_builder"}],
-            "/constraints/selector/q_e": q_e,
-        }
-        refined = refine(materialize(state(changes), 3), self.TOKENS)
-        assert refined.reference.tolist() == [[0, 1, 2]]
-        assert refined.indices.tolist() == [kept] and refined.fallback.tolist() == [0]
-        assert refined.exchanged.tolist() == [len({0, 1, 2} - set(kept))]
-        assert torch.equal(refined.features[0], torch.eye(8)[kept])
-        if q_e == 0:  # the state does not score
-            assert refined.quality is None
-        elif attention == 0:
-            assert refined.quality is not None and bool((refined.quality == 1).all())
 
 
 def test_a_missing_instruction_is_an_error() -> None:
@@ -199,7 +146,6 @@ def test_last_resorts() -> None:
     assert named.fallback.tolist() == [0, 0]
 
 
-BAD = [torch.nan, torch.inf, -torch.inf]
 INPUTS: dict[str, Callable[[VisualTokens], Tensor]] = {
     "features": lambda tokens: tokens.features,
     "attention": lambda tokens: tokens.require_cls_attention()[:, :, None],
@@ -207,29 +153,6 @@ INPUTS: dict[str, Callable[[VisualTokens], Tensor]] = {
     "text": lambda tokens: tokens.require_instruction().text,
     "tower": lambda tokens: tokens.require_tower().patches,
 }
-
-
-@given(
-    variant=st.sampled_from(list(VARIANTS)),
-    budget=st.integers(1, 35),
-    value=st.sampled_from(BAD),
-    places=st.sets(
-        st.tuples(st.sampled_from(list(INPUTS)), st.integers(0, 1), st.integers(0, 35)),
-        min_size=1,
-        max_size=6,
-    ),
-)
-def test_non_finite_inputs_keep_guarantees_and_affect_no_other_image(
-    variant: str, budget: int, value: float, places: set[tuple[str, int, int]]
-) -> None:
-    policy, clean, tokens = policy_of(variant, budget), images(6, batch=3), images(6, batch=3)
-    for name, image, token in places:
-        rows = INPUTS[name](tokens)[image]
-        rows[token % len(rows), token % rows.shape[1]] = value
-    refined = refine(policy, tokens)
-    assert_sound(policy, tokens, refined)
-    untouched = [i for i in range(3) if i not in {image for _, image, _ in places}]
-    assert same(refined, refine(policy, clean), untouched, untouched)
 
 
 TOWER: Changes = {
