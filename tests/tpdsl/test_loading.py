@@ -130,7 +130,7 @@ URLS = ("https://example.com/state.json", "file:///etc/hostname", "s3://bucket/s
         (LONG, "cannot be read (File name too long)"),
         # Text that is not a JSON object is treated as a name.
         (json.dumps([0] * 3000), "cannot be read (File name too long)"),
-        *((device, "is a device") for device in ("/dev/zero", "/dev/null", "/dev/random")),
+        *((device, "is no regular file") for device in ("/dev/zero", "/dev/null", "/dev/random")),
     ],
     ids=lambda value: str(value)[:20].encode("unicode_escape").decode(),
 )
@@ -150,7 +150,7 @@ def test_a_folder_a_pipe_and_a_circle_of_links(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     link.symlink_to(link.name)
     assert refused(tmp_path) == [("", "is a folder")]
-    assert refused(pipe) == [("", "is a pipe")]
+    assert refused(pipe) == [("", "is no regular file")]
     assert refused(link) == [("", "cannot be read (Too many levels of symbolic links)")]
 
 
@@ -172,7 +172,7 @@ def test_a_file_that_changes_or_may_not_be_read(
         return opened(path, flags)
 
     monkeypatch.setattr(os, "open", swapped)
-    assert refused(file) == [("", "is a pipe")]
+    assert refused(file) == [("", "is no regular file")]
 
 
 def test_file_with_a_wrong_reported_size() -> None:

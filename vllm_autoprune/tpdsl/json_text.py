@@ -226,14 +226,6 @@ def _limit_problems(text: str) -> Iterator[Problem]:
 
 _WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
-
 
 def read_text(path: Path, subject: str) -> str:
     """Read a regular UTF-8 file of at most MAX_BYTES; raises :class:`StateError`.
@@ -275,5 +267,5 @@ def read_error(subject: str, error: OSError) -> StateError:
 
 def _require_regular(mode: int, subject: str) -> None:
     if not stat.S_ISREG(mode):
-        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "no regular file")
-        raise StateError(subject, [Problem("", f"is {kind}", "name a JSON file", "file")])
+        what = "is a folder" if stat.S_ISDIR(mode) else "is no regular file"
+        raise StateError(subject, [Problem("", what, "name a JSON file", "file")])

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import cast, get_args
 
-from pydantic import JsonValue, TypeAdapter
+from pydantic import BaseModel, JsonValue, TypeAdapter
 
 from vllm_autoprune.tpdsl.atoms.pools import PartitionCall, PoolCall
 from vllm_autoprune.tpdsl.atoms.reassembly import (
@@ -84,16 +84,21 @@ class Parameter:
     description: str
 
 
-def list_parameters(call: type[AtomCall]) -> list[Parameter]:
-    """Parameters of a call model, with their ranges and defaults."""
-    schema = cast(dict[str, dict[str, dict[str, JsonValue]]], call.model_json_schema())
+def list_parameters(model: type[BaseModel]) -> list[Parameter]:
+    """Parameters of a call, or fields of the core, with their ranges and defaults."""
+    schema = cast(dict[str, dict[str, dict[str, JsonValue]]], model.model_json_schema())
     rows = []
-    for name, field in schema["properties"].items():
+    for name, field in model.model_fields.items():
         if name == "atom":
             continue
-        default = call.model_fields[name].get_default(call_default_factory=True)
-        text = _JSON.dump_json(default, exclude_defaults=True).decode()
-        rows.append(Parameter(name, _values(field), text, str(field["description"])))
+        default = "required"
+        if not field.is_required():
+            value = field.get_default(call_default_factory=True)
+            default = _JSON.dump_json(value, exclude_defaults=True).decode()
+        # A policy is any of a union, whose schemas would say no more than its name.
+        policy = name == "policy" and model is Core
+        values = ", ".join(CORE_POLICIES) if policy else _values(schema["properties"][name])
+        rows.append(Parameter(name, values, default, str(field.description)))
     return rows
 
 
@@ -150,7 +155,10 @@ def render_page() -> str:
         "",
         "| field | values | default | effect |",
         "|---|---|---|---|",
-        *(f"| `{p.name}` | {p.values} | {p.default} | {p.description} |" for p in _core_fields()),
+        *(
+            f"| `{p.name}` | {p.values} | {p.default} | {p.description} |"
+            for p in list_parameters(Core)
+        ),
         "",
         "## rank_at",
         "",
@@ -170,20 +178,6 @@ RANK_PLACES: dict[RankAt, str] = {
     "with a patch merger (Qwen-VL, InternVL)",
 }
 """Values of a state's ``rank_at``, and what they mean."""
-
-
-def _core_fields() -> list[Parameter]:
-    """Fields of a state's core, the extension that splits K."""
-    fields = []
-    for name, field in Core.model_fields.items():
-        schema = cast(dict[str, JsonValue], Core.model_json_schema()["properties"][name])
-        default = "required"
-        if not field.is_required():
-            value = field.get_default(call_default_factory=True)
-            default = _JSON.dump_json(value, exclude_defaults=True).decode()
-        values = ", ".join(CORE_POLICIES) if name == "policy" else _values(schema)
-        fields.append(Parameter(name, values, default, str(field.description)))
-    return fields
 
 
 def _axes() -> list[str]:
@@ -238,7 +232,9 @@ def render_proposer_text(components: Collection[str] = (), left_out: Collection[
             "question, and shared by all questions about an image; the rest of the policy then"
         ]
         lines += ["chooses the others given it:"]
-        lines += [f"- {p.name} = {p.default} ({p.values}: {p.description})" for p in _core_fields()]
+        lines += [
+            f"- {p.name} = {p.default} ({p.values}: {p.description})" for p in list_parameters(Core)
+        ]
     if not components or "rank_at" in components:
         lines += ["", "rank_at (/rank_at), an extension, optional: where tokens are scored and"]
         lines += ["compared; the tokens that are kept are those after the merger either way:"]
