@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.stand_in_device import forbid_waiting
-from tests.tpdsl.samples import images, mapped, state, take
-from vllm_autoprune import Grid, SelectionError, VisualTokens, materialize, safety_check
+from tests.tpdsl.samples import images, mapped, take
+from vllm_autoprune import Grid, SelectionError, VisualTokens
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
@@ -22,7 +22,6 @@ from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
     Given,
     ReferenceSelection,
-    base_policy,
 )
 from vllm_autoprune.tpdsl.tokens import Words
 
@@ -269,14 +268,6 @@ def test_selection_does_not_synchronise_with_the_device(variant: str, grid: Grid
         assert all(part.is_meta for part in parts(run(variant, tokens, 9)))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_safety_check_passes(variant: str) -> None:
-    name, params = VARIANTS[variant]
-    for budget in (1, 4, 32):
-        changes: dict[str, object] = {"/base_policy": {"name": name, "params": params}}
-        assert safety_check(materialize(state(changes), budget)).failures() == ()
-
-
 @pytest.mark.parametrize("name", BASE_POLICIES)
 def test_missing_inputs_are_named_in_the_error(name: str) -> None:
     tokens, policy = images(8), BASE_POLICIES[name]
@@ -288,15 +279,6 @@ def test_missing_inputs_are_named_in_the_error(name: str) -> None:
         nothing: dict[str, Any] = {need: None}
         with pytest.raises(SelectionError, match=rf"VisualTokens\.{need} is None"):
             run(name, replace(tokens, **nothing), 4)
-
-
-def test_duplicate_name_is_refused() -> None:
-    def divprune(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
-        """Another policy of the same name."""
-        return ReferenceSelection(torch.zeros(tokens.batch, budget, dtype=torch.int64))
-
-    with pytest.raises(ValueError, match="'divprune' is declared twice"):
-        base_policy(BasePolicyParams)(divprune)
 
 
 @pytest.mark.parametrize("name", BASE_POLICIES)

@@ -1,15 +1,19 @@
-"""Problems of refused states: their place, and how to fix them."""
+"""Problems of refused states: their place, their fix, and that the schema refuses them too."""
 
 from __future__ import annotations
 
 import json
 
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from tests.tpdsl.samples import DELETE, Changes, edited, refused, refused_with, sample
-from vllm_autoprune import StateError, load_state
+from vllm_autoprune import PruningState, StateError, load_state
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.loading import RULES
 from vllm_autoprune.tpdsl.registry import ATOMS
+
+ACCEPTS = jsonschema.Draft202012Validator(PruningState.model_json_schema()).is_valid
 
 CASES: list[tuple[Changes, str, str, str]] = [
     ({"/scoring/signals/1/atom": "atention_proxy_saliency"}, "/scoring/signals/1/atom",
@@ -63,8 +67,16 @@ CASES: list[tuple[Changes, str, str, str]] = [
         ("/scoring", None, "null"),
         ("/safety/0", 5, "5"),
         ("/name", 7, "7"),
+        ("/name", "", '""'),
         ("/name", "x" * 129, f'"{"x" * 57}..."'),
         ("/$schema", 7, "7"),
+        ("/$schema", None, "null"),
+        ("/$schema", "x" * 2049, f'"{"x" * 57}..."'),
+        ("/budget/limit", 0, "0"),
+        ("/scoring/signals/0/weight", -1, "-1"),
+        ("/constraints/selector/q_e", 2.5, "2.5"),
+        ("/constraints/pool/1/pool_ratio", 100, "100"),
+        ("/safety", [], "[]"),
     )),
     ({"/scoring/signals": {}}, "/scoring/signals", "{} is refused", "should be a list"),
     ({"/scoring/signals": "all"}, "/scoring/signals", '"all" is refused', "should be a list"),
@@ -77,7 +89,13 @@ CASES: list[tuple[Changes, str, str, str]] = [
     ({"/constraints/selector/r_min": 33}, "/constraints/selector/r_min",
      "r_min = 33 reference tokens cannot be kept of K = 32",
      "write 32 or less, or null, which means K - q_e"),
-    ({"/provenance": {"seed": 0.5}}, "/provenance/seed", "0.5 is refused", ""),
+    ({"/safety/2": {"atom": "deterministic", "repeats": 1}}, "/safety/2/repeats", "1 is", ""),
+    ({"/name": DELETE}, "/name", "required but missing", "add it"),
+    ({"/budget": {"atom": "fixed_budget@33"}}, "/budget/atom", "unknown atom", ""),
+    ({"/safety": ["deterministic", {"atom": "deterministic", "repeats": 3}]}, "/safety",
+     '["deterministic", {"atom"', "list deterministic once"),
+    *(({"/provenance": {"seed": seed}}, "/provenance/seed", "", "")
+      for seed in (0.5, "0", 2**63, 1e300)),
     ({"/provenance": {"notes": ["a"] * 99}}, "/provenance/notes", '["a", "a"', ""),
 ]  # fmt: skip
 """Changes to the sample; place of the only problem, and how what it says and its fix begin."""
@@ -87,9 +105,11 @@ CASES: list[tuple[Changes, str, str, str]] = [
 def test_a_single_problem_has_its_place_and_says_how_to_fix_it(
     changes: Changes, where: str, what: str, fix: str
 ) -> None:
+    data = edited(sample(), changes)
     with pytest.raises(StateError) as raised:
-        load_state(json.dumps(edited(sample(), changes)))
+        load_state(json.dumps(data))
     (problem,) = raised.value.problems
+    assert ACCEPTS(data) == (problem.kind in RULES)
     assert problem.where == where and problem.what.startswith(what)
     assert problem.fix.startswith(fix) and problem.fix
     assert len(problem.what) < 100

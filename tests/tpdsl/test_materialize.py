@@ -85,17 +85,6 @@ def test_a_budget_that_is_refused(changes: Changes, budget: Any, where: str, fix
     assert repr(budget) in problem.what
 
 
-def test_another_budget_changes_only_what_depends_on_it() -> None:
-    policies = [materialize(state(), k) for k in (1, 2, 3, 640)]
-    assert [(p.budget, p.quota, p.r_min) for p in policies] == [
-        (1, 1, 0), (2, 2, 0), (3, 2, 1), (640, 2, 638),
-    ]  # fmt: skip
-    assert all(policy.state == state() for policy in policies)
-    chosen = state({"/constraints/selector": {"atom": EXCHANGE, "q_e": 30, "r_min": 10}})
-    assert [materialize(chosen, k).quota for k in (10, 12, 40, 64)] == [0, 2, 30, 30]
-    assert {materialize(chosen, k).r_min for k in (10, 12, 40, 64)} == {10}
-
-
 BY_DIVPRUNE = {"/base_policy": {"name": "divprune"}}
 SILENT = {f"/scoring/signals/{i}/weight": 0.0 for i in range(5)}
 FIXED = {"/constraints/selector/q_e": 0}

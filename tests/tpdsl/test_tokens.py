@@ -15,10 +15,8 @@ from vllm_autoprune import Grid, SelectionError, VisualTokens, load_state, mater
 from vllm_autoprune.tpdsl.prefix import (
     DecoderLayer,
     DecoderPrefix,
-    RecordedPrefix,
-    attention_rows,
 )
-from vllm_autoprune.tpdsl.tokens import TileGroup, join_groups, join_tiles, tile_groups
+from vllm_autoprune.tpdsl.tokens import join_tiles
 
 
 def test_features_must_fit_the_grid_and_signals_the_features() -> None:
@@ -68,57 +66,6 @@ def image_of(tiles: int, batch: int = 2) -> VisualTokens:
 def test_nested_picks_interleave_by_rank_and_the_last_tiles_drop_their_last() -> None:
     picks = torch.tensor([[5, 0], [4, 1], [3, 2]])  # three tiles of one image
     assert join_tiles(picks, image_of(3, batch=1), (2, 1, 1)).tolist() == [[5, 10, 15, 0]]
-
-
-@pytest.mark.parametrize(
-    ("budget", "groups"),
-    [(6, [(0, 3, 2)]), (7, [(0, 1, 3), (1, 2, 2)]), (2, [(0, 2, 1)]), (18, [(0, 3, 6)])],
-)
-def test_tiles_of_equal_share_are_a_group(budget: int, groups: list[tuple[int, int, int]]) -> None:
-    tokens = image_of(3)
-    found = tile_groups(tokens, budget)
-    assert [(group.start, group.tiles, group.share) for group in found] == groups
-    rows = [group.of(tokens.features, tokens)[:, : group.share] for group in found]
-    joined = join_groups(rows, found, tokens)[:, :, 0]
-    # Every tile gives its share: interleaved by rank, with surplus rows last.
-    expected = [
-        6 * tile + rank
-        for rank in range(groups[0][2])
-        for start, tiles, share in groups
-        for tile in range(start, start + tiles)
-        if rank < share
-    ]
-    assert joined.tolist() == [expected, [100 + i for i in expected]]
-
-
-def test_a_group_sees_its_own_tiles_of_every_image() -> None:
-    tokens, group = image_of(3), TileGroup(start=1, tiles=2, share=1)
-    rows = group.of(tokens.features, tokens)[:, :, 0]
-    assert rows[:, 0].tolist() == [6, 12, 106, 112] and rows.shape == (4, 6)
-    within = group.within_image(torch.tensor([[0], [5], [1], [2]]), tokens)
-    assert within.tolist() == [[6], [17], [7], [14]]
-
-
-def test_a_recording_returns_its_tensors_for_any_layer_and_names_what_is_missing() -> None:
-    states = torch.randn(1, 5, 4)
-    text = torch.ones(1, 2, dtype=torch.bool)
-    prefix = RecordedPrefix(1, text, recorded={"states": states})
-    assert prefix.states(0) is prefix.states(7) is states
-    with pytest.raises(SelectionError, match="has no attention"):
-        prefix.attention(0)
-
-
-def test_attention_rows_are_causal_and_heads_share_keys() -> None:
-    queries, keys = torch.randn(4, 3, 8), torch.randn(2, 7, 8)
-    rows = attention_rows(queries, keys)
-    assert rows.shape == (4, 3, 7)
-    torch.testing.assert_close(rows.sum(dim=-1), torch.ones(4, 3))
-    # The first of the last three positions sees five of seven, and so on.
-    assert [[int((row > 0).sum()) for row in head] for head in rows] == [[5, 6, 7]] * 4
-    shared = torch.stack([keys[0], keys[0], keys[1], keys[1]])
-    torch.testing.assert_close(rows, attention_rows(queries, shared))
-    last = (queries[3, 2] @ keys[1].T * 8**-0.5).softmax(dim=0)
-    torch.testing.assert_close(rows[3, 2], last)
 
 
 START, COUNT, TEXT, HEAD = 2, 9, 5, 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -23,6 +25,7 @@ from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.transfer import (
     NEAREST,
     Change,
+    Kind,
     Transfer,
     check_transfer,
     instruction_free,
@@ -215,33 +218,24 @@ def _typed(value: JsonValue) -> object:
     return type(value), value
 
 
-def test_true_is_not_one_and_one_is_not_one_point_zero() -> None:
-    assert list_changes({"a": 1}, {"a": True}) == (Change("/a", "changed", 1, True),)
-    assert list_changes([1], [1.0]) == (Change("/0", "changed", 1, 1.0),)
+X, Y, Z = {"atom": "x", "weight": 1}, {"atom": "y", "weight": 2}, {"atom": "z"}
+DIFFERENCES: list[tuple[Any, Any, list[tuple[str, str, Any, Any]]]] = [
+    ({"a": 1}, {"a": True}, [("/a", "changed", 1, True)]),
+    ([1], [1.0], [("/0", "changed", 1, 1.0)]),
+    ({"a": 1, "b": {"c": 2}}, {"b": {"c": 3, "d/e": 4}},
+     [("/a", "removed", 1, None), ("/b/c", "changed", 2, 3), ("/b/d~1e", "added", None, 4)]),
+    # Atoms are compared with themselves wherever they stand.
+    ([X, Y], [Z, {**Y, "weight": 5}],
+     [("/0", "removed", X, None), ("/1/weight", "changed", 2, 5), ("/0", "added", None, Z)]),
+    ([X, Y], [Y, X], [("", "reordered", ["x", "y"], ["y", "x"])]),
+]  # fmt: skip
 
 
-def test_fields_come_and_go() -> None:
-    assert list_changes({"a": 1, "b": {"c": 2}}, {"b": {"c": 3, "d/e": 4}}) == (
-        Change("/a", "removed", 1, None),
-        Change("/b/c", "changed", 2, 3),
-        Change("/b/d~1e", "added", None, 4),
-    )
-
-
-def test_atoms_are_compared_with_themselves_wherever_they_stand() -> None:
-    before: JsonValue = [{"atom": "x", "weight": 1}, {"atom": "y", "weight": 2}]
-    after: JsonValue = [{"atom": "z"}, {"atom": "y", "weight": 5}]
-    assert list_changes(before, after, "/signals") == (
-        Change("/signals/0", "removed", {"atom": "x", "weight": 1}, None),
-        Change("/signals/1/weight", "changed", 2, 5),
-        Change("/signals/0", "added", None, {"atom": "z"}),
-    )
-
-
-def test_another_order_is_a_difference() -> None:
-    assert list_changes([{"atom": "x"}, {"atom": "y"}], [{"atom": "y"}, {"atom": "x"}]) == (
-        Change("", "reordered", ["x", "y"], ["y", "x"]),
-    )
+@pytest.mark.parametrize(("before", "after", "changes"), DIFFERENCES)
+def test_differences_by_hand(
+    before: Any, after: Any, changes: list[tuple[str, Kind, Any, Any]]
+) -> None:
+    assert list_changes(before, after) == tuple(Change(*change) for change in changes)
 
 
 @pytest.mark.parametrize("policy", list(BASE_POLICIES))
