@@ -68,6 +68,8 @@ CASES: list[tuple[Changes, str, str, str]] = [
         ("/safety/0", 5, "5"),
         ("/name", 7, "7"),
         ("/name", "", '""'),
+        ("/rank_at", "merger", '"merger"'),
+        ("/rank_at", 1, "1"),
         ("/name", "x" * 129, f'"{"x" * 57}..."'),
         ("/$schema", 7, "7"),
         ("/$schema", None, "null"),

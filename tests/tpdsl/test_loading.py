@@ -11,7 +11,6 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import NoReturn
 
 import jsonschema  # type: ignore[import-untyped]
@@ -33,7 +32,7 @@ from vllm_autoprune.tpdsl.json_text import (
     MAX_DEPTH,
     MAX_VALUES,
 )
-from vllm_autoprune.tpdsl.loading import MAX_PROBLEMS, RULES, shipped_states
+from vllm_autoprune.tpdsl.loading import MAX_PROBLEMS, RULES
 
 
 def broken(source: str | Path | dict[str, object]) -> list[tuple[str, str]]:
@@ -49,12 +48,6 @@ def test_a_file_a_text_and_a_name_are_the_same_state(tmp_path: Path) -> None:
     file.write_text(text, encoding="utf-8")
     assert load_state(file) == load_state(str(file)) == load_state("\n  " + text)
     assert load_state("autoprune") == load_state(file)
-
-
-@pytest.mark.parametrize("name", shipped_states())
-def test_a_mapping_is_the_same_state_as_its_text(name: str) -> None:
-    text = shipped_states()[name].read_text(encoding="utf-8")
-    assert load_state(MappingProxyType(json.loads(text))) == load_state(text)
 
 
 @pytest.mark.parametrize(
