@@ -214,7 +214,7 @@ def test_a_signal_that_is_not_finite_and_a_probe_without_inputs_fail(
         return torch.full((tokens.batch, tokens.count), torch.nan)
 
     broken = replace(ATOMS["spatial_centrality_prior"], function=nothing)
-    monkeypatch.setitem(ATOMS._atoms, "spatial_centrality_prior", broken)
+    monkeypatch.setitem(ATOMS, "spatial_centrality_prior", broken)
     assert failed(safety_check(materialize(state(), 4))) == ["finite_scores"]
 
 

@@ -167,7 +167,7 @@ def _unknown(field: str, name: JsonValue, allowed: Sequence[str], where: str) ->
         what = f"base policy {name!r} reads the question"
         return Problem(where, what, f"use one of: {', '.join(allowed)}", "unknown_name")
     fix = suggest_name(name, allowed)
-    if field == "atom" and name in ATOMS.names():
+    if field == "atom" and name in ATOMS:
         fix = f"that is one of {ATOMS[name].group}, this field takes another group; {fix}"
     return Problem(where, what, fix, "unknown_name")
 
@@ -176,7 +176,7 @@ def _extra(location: Sequence[int | str], data: JsonValue, where: str) -> Proble
     parent_at, parent = _place(location[:-1], data)
     parent = parent if isinstance(parent, dict) else {}
     atom = parent.get("atom")
-    known = isinstance(atom, str) and atom in ATOMS.names()
+    known = isinstance(atom, str) and atom in ATOMS
     fields = ATOMS[str(atom)].call.parameters() if known else _fields(parent_at, data)
     near = _near(str(location[-1]), [field for field in fields if field not in parent])
     present = _near(str(location[-1]), [field for field in fields if field in parent])

@@ -114,30 +114,12 @@ class Atom:
         return ROLES[self.group]
 
 
-class Registry:
-    """All declared atoms, in order of declaration."""
-
-    def __init__(self) -> None:
-        self._atoms: dict[str, Atom] = {}
-
-    def add(self, atom: Atom) -> None:
-        """Register an atom; raises ValueError if the name is taken."""
-        if atom.name in self._atoms:
-            raise ValueError(f"atom {atom.name!r} is declared twice")
-        self._atoms[atom.name] = atom
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._atoms
-
-    def __getitem__(self, name: str) -> Atom:
-        return self._atoms[name]
-
-    def __len__(self) -> int:
-        return len(self._atoms)
+class _Registry(dict[str, Atom]):
+    """All declared atoms by name, in order of declaration."""
 
     def names(self, group: Group | None = None) -> list[str]:
         """Names of all atoms, or of one group."""
-        return [a.name for a in self._atoms.values() if group is None or a.group == group]
+        return [name for name, a in self.items() if group is None or a.group == group]
 
     def of_kind(self, group: Group, kind: type[AtomCall]) -> list[str]:
         """Names of the atoms of a group whose call model is a subclass of ``kind``."""
@@ -145,10 +127,10 @@ class Registry:
 
     def of(self, call: AtomCall) -> Atom:
         """The atom that a call names."""
-        return self._atoms[call.atom]
+        return self[call.atom]
 
 
-ATOMS = Registry()
+ATOMS = _Registry()
 
 T = TypeVar("T")
 
@@ -184,6 +166,8 @@ def declare(
 
     Given several call models, the new one has the parameters of all of them.
     """
+    if name in ATOMS:
+        raise ValueError(f"atom {name!r} is declared twice")
     text = doc or (function.__doc__ or "").strip().splitlines()[0]
     bound: type[AtomCall] = create_model(
         "".join(part.capitalize() for part in re.split(r"[^a-z0-9]+", name)),
@@ -191,7 +175,7 @@ def declare(
         __doc__=text,
         atom=(literal_type(name), ...),
     )
-    ATOMS.add(Atom(name, group, bound, needs, origin, text, function, reads))
+    ATOMS[name] = Atom(name, group, bound, needs, origin, text, function, reads)
     return bound
 
 
