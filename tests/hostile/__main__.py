@@ -46,22 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for profile in PRUNED:
                     if profile != attack.profile:
                         fleet.end(profile)  # one pruned server at a time
-                outcomes.append(run_attack(attack, backbone, runner, fleet.get))
-                _print(outcomes[-1], len(outcomes), time.monotonic() - begun)
+                outcome = run_attack(attack, backbone, runner, fleet.get)
+                outcomes.append(outcome)
+                verdict = "BROKEN" if outcome.problems else "withstood"
+                place = f"{len(outcomes)}, {time.monotonic() - begun:.0f} s"
+                print(f"[{place}] {verdict:9} {attack.name} ({outcome.where})", flush=True)
+                for problem in outcome.problems:
+                    print(f"    problem: {problem}", flush=True)
+                print(*(f"    {note}" for note in outcome.notes), sep="\n", flush=True)
     broken = [outcome for outcome in outcomes if outcome.problems]
     requests = sum(outcome.requests for outcome in outcomes)
     print(f"{len(outcomes)} attacks with {requests} requests, {len(broken)} not withstood")
     return 1 if broken else 0
-
-
-def _print(outcome: Outcome, number: int, seconds: float) -> None:
-    where = f"{outcome.backbone}, {outcome.runner}"
-    verdict = "BROKEN" if outcome.problems else "withstood"
-    print(f"[{number}, {seconds:.0f} s] {verdict:9} {outcome.attack} ({where})", flush=True)
-    for line in outcome.problems:
-        print(f"    problem: {line}", flush=True)
-    for line in outcome.notes:
-        print(f"    {line}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
@@ -15,12 +16,12 @@ from PIL import Image
 
 from benchmarks.common.pictures import draw_picture, encode_picture
 from benchmarks.server import Server
-from vllm_autoprune.http_client import Metrics
+from vllm_autoprune.http_client import CHAT, Metrics
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture drawn from a seed; ``uuid`` is sent where it is given, ``detail`` too.
+    """A picture drawn from a seed; ``uuid`` is sent where it is given.
 
     With ``sent`` false only the uuid is sent, as clients do for what a server has cached. A
     ``flat`` one has a single colour.
@@ -30,7 +31,6 @@ class Picture:
     width: int
     height: int
     uuid: str | None = None
-    detail: str | None = None
     sent: bool = True
     flat: bool = False
 
@@ -41,26 +41,23 @@ class Picture:
     @property
     def url(self) -> str:
         """A data URL."""
-        return _url(self.seed, self.width, self.height, self.flat)
+        return _draw_url(self.seed, self.width, self.height, self.flat)
 
     @property
-    def part(self) -> dict[str, object]:
+    def part(self) -> dict[str, Any]:
         """The picture as a part of a message."""
-        image: dict[str, object] | None = {"url": self.url} if self.sent else None
-        if image is not None and self.detail is not None:
-            image["detail"] = self.detail
-        part: dict[str, object] = {"type": "image_url", "image_url": image}
-        return part if self.uuid is None else {**part, "uuid": self.uuid}
+        image = {"url": self.url} if self.sent else None
+        named = {} if self.uuid is None else {"uuid": self.uuid}
+        return {"type": "image_url", "image_url": image, **named}
 
 
 @cache
-def _url(seed: int, width: int, height: int, flat: bool) -> str:
+def _draw_url(seed: int, width: int, height: int, flat: bool) -> str:
     if flat:
         return encode_picture(Image.new("RGB", (width, height), (seed % 256,) * 3), "png")
     return encode_picture(draw_picture(seed, width, height), "png")
 
 
-CHAT = "/v1/chat/completions"
 PATIENCE = 240.0
 """Seconds that one answer may take."""
 
@@ -82,6 +79,11 @@ class Reply:
     seconds: float
 
     @property
+    def failed(self) -> bool:
+        """Whether there is no answer, or a server error."""
+        return not 0 < self.status < 500
+
+    @property
     def body(self) -> dict[str, Any]:
         """The JSON object of the answer; empty if it is not one."""
         try:
@@ -101,8 +103,7 @@ class Reply:
         """Of the first token of each answer; empty where the request was refused."""
         if self.status != 200:
             return {}
-        content = self.body["choices"][0]["logprobs"]["content"]
-        tops = content[0]["top_logprobs"]
+        tops = self.body["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         # The endpoint for processed inputs returns token ids instead of text.
         return {str(top.get("token_id", top.get("token"))): float(top["logprob"]) for top in tops}
 
@@ -115,25 +116,21 @@ class Client:
     """Requests to one server; ``statuses`` has that of every answer, 0 where there was none."""
 
     server: Server
-    headers: Mapping[str, str] = field(default_factory=dict)
     statuses: list[int] = field(default_factory=list, compare=False)
 
     def send(self, path: str, body: Mapping[str, object] | bytes) -> Reply:
         """The answer to a POST request on a connection of its own."""
-        reply = self._send(path, body)
-        self.statuses.append(reply.status)
-        return reply
-
-    def _send(self, path: str, body: Mapping[str, object] | bytes) -> Reply:
         sent = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json", **self.headers}
         begun = time.monotonic()
         try:
-            answer = _HTTP.post(self.server.url + path, content=sent, headers=headers)
-            text = answer.content.decode("utf-8", "replace")
-            return Reply(answer.status_code, text, time.monotonic() - begun)
+            answer = _HTTP.post(
+                self.server.url + path, content=sent, headers={"Content-Type": "application/json"}
+            )
+            status, text = answer.status_code, answer.content.decode("utf-8", "replace")
         except httpx.HTTPError as error:
-            return Reply(0, repr(error), time.monotonic() - begun)
+            status, text = 0, repr(error)
+        self.statuses.append(status)
+        return Reply(status, text, time.monotonic() - begun)
 
     def abandon(self, body: Mapping[str, object], after: float) -> None:
         """Send a chat request and hang up before it is answered."""
@@ -149,7 +146,7 @@ class Client:
         """A chat request: the pictures first, then the text."""
         return {
             "model": self.server.model,
-            "messages": [{"role": "user", "content": content(text, pictures)}],
+            "messages": [user_turn(text, *pictures)],
             "temperature": 0,
             "max_tokens": 4,
             "logprobs": True,
@@ -163,32 +160,15 @@ class Client:
         return Metrics(self.server.get("/metrics")).total(name, **labels) or 0.0
 
 
-def content(text: str, pictures: Sequence[Picture]) -> list[dict[str, object]]:
-    """Content parts of a user turn."""
-    return [*(picture.part for picture in pictures), {"type": "text", "text": text}]
+def user_turn(text: str, *pictures: Picture) -> dict[str, Any]:
+    """A user's message: the pictures first, then the text."""
+    parts = [*(picture.part for picture in pictures), {"type": "text", "text": text}]
+    return {"role": "user", "content": parts}
 
 
 def entry(**fields: object) -> dict[str, object]:
     """The part of a request body that says how its images are pruned."""
     return {"mm_processor_kwargs": {"autoprune": fields}}
-
-
-def distance(one: Logprobs, other: Logprobs) -> float:
-    """Mean absolute difference of two distributions of the first token.
-
-    A token that only one of them lists counts as the least likely that the other lists.
-    """
-    if not one or not other:
-        return float("inf")
-    floors = min(one.values()), min(other.values())
-    tokens = {*one, *other}
-    gaps = (abs(one.get(t, floors[0]) - other.get(t, floors[1])) for t in tokens)
-    return sum(gaps) / len(tokens)
-
-
-def nearest(answer: Logprobs, references: Sequence[Logprobs]) -> int:
-    """The reference nearest to an answer."""
-    return min(range(len(references)), key=lambda i: distance(answer, references[i]))
 
 
 Profile = Literal["default", "uncached", "trusting", "split", "stock"]
@@ -203,12 +183,6 @@ PRUNED: Sequence[Profile] = ("default", "uncached", "trusting", "split")
 QUESTION = "what colour is the cat on the left"
 SMALL, LARGE = (56, 56), (448, 448)
 """Sizes whose number of visual tokens differs wherever a backbone has any that do."""
-
-SAME = 0.15
-"""Mean difference of log-probabilities up to which two answers are the same.
-
-Batches and cached prefixes round bfloat16 differently, by some hundredths; another image of a tiny
-random model differs by several times that."""
 
 
 @dataclass
@@ -229,14 +203,11 @@ class Site:
     def __post_init__(self) -> None:
         self.client = self.open_client()
 
-    def restart(self) -> Client:
-        """Start both servers again after a request that ended their engines.
-
-        Replaces the client, and returns that of the stock server.
-        """
+    def restart(self) -> None:
+        """Start both servers again after a request that ended their engines."""
         statuses, self.client = self.client.statuses, self.open_client()
         self.client.statuses.extend(statuses)
-        return self.open_stock()
+        self.open_stock()
 
     def note(self, text: str) -> None:
         """Report a figure."""
@@ -245,6 +216,37 @@ class Site:
     def ask(self, *pictures: Picture, **more: object) -> Reply:
         """Ask the site's question about pictures."""
         return self.client.chat(self.words, *pictures, **more)
+
+    def compare(
+        self, name: str, body: Mapping[str, object], stock_body: Mapping[str, object] | None = None
+    ) -> Iterable[str]:
+        """A problem where a chat request is a server error, and not by stock vLLM."""
+        reply = self.client.send(CHAT, body)
+        if reply.status != 200:
+            self.note(f"{name}: {reply}")
+        if reply.failed:
+            stock = self.open_stock()
+            other = stock.send(CHAT, {**(stock_body or body), "model": stock.server.model})
+            if not other.failed:
+                yield f"{name}: {reply}, and stock answers {other.status}"
+
+    def compare_at_once(
+        self, requests: Sequence[Callable[[str], Reply]], groups: Sequence[object]
+    ) -> Iterable[str]:
+        """A problem for each request that is answered at once as another one of its group is alone.
+
+        Requests take a cache salt, with which they are asked alone.
+        """
+        alone = [ask(f"alone {at}") for at, ask in enumerate(requests)]
+        with ThreadPoolExecutor(16) as pool:
+            together = list(pool.map(lambda ask: ask("at once"), requests))
+        yield from server_errors(*alone, *together)
+        for at, reply in enumerate(together):
+            peers = [other for other in range(len(alone)) if groups[other] == groups[at]]
+            if reply.status == 200:
+                likest = peers[nearest(reply.logprobs, [alone[i].logprobs for i in peers])]
+                if likest != at:
+                    yield f"request {at} is answered as request {likest}"
 
 
 Run = Callable[[Site], Iterable[str]]
@@ -280,11 +282,36 @@ def attack(
     return register
 
 
+# ---- what is a problem ----
+
+SAME = 0.15
+"""Mean difference of log-probabilities up to which two answers are the same.
+
+Batches and cached prefixes round bfloat16 differently, by some hundredths; another image of a tiny
+random model differs by several times that."""
+
+
+def distance(answer: Logprobs, other: Logprobs) -> float:
+    """Mean absolute difference of two distributions of the first token.
+
+    A token that only one of them lists counts as the least likely that the other lists.
+    """
+    if not answer or not other:
+        return float("inf")
+    floors = min(answer.values()), min(other.values())
+    tokens = {*answer, *other}
+    gaps = (abs(answer.get(t, floors[0]) - other.get(t, floors[1])) for t in tokens)
+    return sum(gaps) / len(tokens)
+
+
+def nearest(answer: Logprobs, references: Sequence[Logprobs]) -> int:
+    """The reference nearest to an answer."""
+    return min(range(len(references)), key=lambda i: distance(answer, references[i]))
+
+
 def server_errors(*replies: Reply) -> Iterable[str]:
     """A problem for each reply that is a server error or missing."""
-    for reply in replies:
-        if reply.status >= 500 or reply.status == 0:
-            yield str(reply)
+    return (str(reply) for reply in replies if reply.failed)
 
 
 def unlike(name: str, reply: Reply, *accepted: Reply) -> Iterable[str]:

@@ -1,8 +1,7 @@
-"""Conversations that recall tokens of images with and without a core, and mutations of them."""
+"""Mutated requests, conversations that recall among them, on a server that stock vLLM judges."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import re
@@ -10,9 +9,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -22,163 +21,24 @@ from benchmarks.server import Server, serve
 from benchmarks.yardsticks.adapters import ADAPTERS, adapter_flags, write_adapters
 from benchmarks.yardsticks.examples import Example
 from tests.fuzz.generator import ODD_NUMBERS, ODD_TEXTS, anything, mutate, spoil
-from tests.hostile.attack import CHAT, Client, Reply
+from tests.hostile.attack import Client, Reply
 from tests.hostile.attacks.requests import SPECIAL
 from tests.serving.engine import CLIP, LLAVA, examples
 from tests.serving.http import ask, body, text_of
 from tests.serving.scenarios import ENVIRONMENTS
 from tests.tpdsl.samples import sample
 from vllm_autoprune.cli.output import CommandParser
+from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.api.request import REQUEST_FIELD
 from vllm_autoprune.serving.plan import FIELD
-from vllm_autoprune.tpdsl.loading import load_state
-
-CORES: Sequence[Mapping[str, object]] = (
-    {"share": 0.5},
-    {"share": 0.9, "policy": {"name": "divprune"}},
-    {"share": 0.75, "cover": 0.5, "strength": 0.25},
-    {"share": 1.0},
-)
-_BUDGETS = (32, 48, 64)
-"""Budgets at which a core reaches the edge of a KV block, so that an image is split."""
-
-_RECALLS = (1, 4, 8, 24, 144, 4096)
-_TURNS = (1, 1, 2, 2, 3, 6, 40)
-_ROLES = ("user", "assistant", "system", "tool", "developer", "", None, 1)
 
 Request = dict[str, Any]
-
-
-def draw_conversation(server: Server, examples: Sequence[Example], random: Random) -> Request:
-    """A conversation with up to two mutations of its messages or its entry; often none."""
-    request: Request = body(server, random.choice(examples), max_tokens=1)
-    messages = request["messages"]
-    for _ in range(random.choice(_TURNS)):
-        messages.append({"role": "assistant", "content": "red"})
-        messages.append(_draw_turn(server, examples, random))
-    entry: dict[str, object] = {"recall": random.choice(_RECALLS)}
-    if random.random() < 0.6:
-        state = {**sample(), "core": copy.deepcopy(random.choice(CORES))}
-        entry |= {"state": state, "budget": random.choice(_BUDGETS)}
-    request["mm_processor_kwargs"] = {REQUEST_FIELD: entry}
-    for change in random.choices(_CHANGES, k=random.choice((0, 1, 1, 2))):
-        change(request, random)
-    if random.random() < 0.15:  # last: it leaves nothing to rely on
-        _mutate_messages(request, random)
-    return request
-
-
-def _mutate_messages(request: Request, random: Random) -> None:
-    """Mutate the messages as a tree; not at all where that nests deeper than Python copies."""
-    tree = {"messages": copy.deepcopy(request["messages"])}
-    with contextlib.suppress(RecursionError):
-        mutate(tree, random)
-        json.dumps(tree)
-        del request["messages"]
-        request |= tree
-
-
-def _draw_turn(server: Server, examples: Sequence[Example], random: Random) -> Request:
-    """A user turn that recalls, or one with an image of its own."""
-    if random.random() < 0.2:
-        shown: Request = body(server, random.choice(examples))
-        return dict(shown["messages"][0])
-    return {"role": "user", "content": "And what shape is it?"}
-
-
-def _replace(request: Request, random: Random, **fields: object) -> None:
-    """Change a random message, where an earlier mutation has left one."""
-    messages = request["messages"]
-    if places := [at for at, message in enumerate(messages) if isinstance(message, dict)]:
-        at = random.choice(places)
-        messages[at] = {**messages[at], **fields}
-
-
-def _change_role(request: Request, random: Random) -> None:
-    _replace(request, random, role=random.choice(_ROLES))
-
-
-def _change_content(request: Request, random: Random) -> None:
-    text = random.choice((*SPECIAL, *ODD_TEXTS))
-    _replace(request, random, content=random.choice((text, [{"type": "text", "text": text}])))
-
-
-def _empty_content(request: Request, random: Random) -> None:
-    _replace(request, random, content=random.choice((None, "", [], [{}], [None], {}, 1)))
-
-
-def _show_image_anywhere(request: Request, random: Random) -> None:
-    """Give the content of one message, such as that of the first turn, to another."""
-    shown = [
-        one["content"] for one in request["messages"] if isinstance(one, dict) and "content" in one
-    ]
-    if shown:
-        _replace(request, random, content=copy.deepcopy(shown[0]))
-
-
-def _drop_message(request: Request, random: Random) -> None:
-    messages = request["messages"]
-    if messages:
-        del messages[random.choice((0, random.randrange(len(messages))))]
-
-
-def _shuffle_messages(request: Request, random: Random) -> None:
-    random.shuffle(request["messages"])
-
-
-def _end_with_answer(request: Request, random: Random) -> None:
-    request["messages"].append({"role": "assistant", "content": "It is"})
-    request["add_generation_prompt"] = random.random() < 0.5
-    request["continue_final_message"] = random.random() < 0.7
-
-
-def _change_recall(request: Request, random: Random) -> None:
-    odd = (*ODD_NUMBERS, "4", True, None, [4], {"images": 1})
-    _entry(request)["recall"] = random.choice(odd)
-
-
-def _forge_turns(request: Request, random: Random) -> None:
-    """Say what only the server's renderer may say: which turns recall."""
-    turn = {"images": random.choice((0, 1, 2, 99, -1, 2**63)), "text": random.choice(ODD_TEXTS)}
-    _entry(request)["recall_turns"] = random.choice(([], [turn], [turn] * 300, turn, None))
-
-
-def _mutate_entry(request: Request, random: Random) -> None:
-    entry = copy.deepcopy(_entry(request))
-    with contextlib.suppress(RecursionError):
-        mutate(entry, random)
-        json.dumps(entry)
-        request["mm_processor_kwargs"][REQUEST_FIELD] = entry
-
-
-def _entry(request: Request) -> dict[str, Any]:
-    entry = request["mm_processor_kwargs"][REQUEST_FIELD]
-    assert isinstance(entry, dict)
-    return entry
-
-
-_CHANGES: Sequence[Callable[[Request, Random], None]] = (
-    _change_role,
-    _change_content,
-    _empty_content,
-    _show_image_anywhere,
-    _drop_message,
-    _shuffle_messages,
-    _end_with_answer,
-    _change_recall,
-    _forge_turns,
-    _mutate_entry,
-)
-
 
 BODY = "body"
 """The kind of requests that change what vLLM reads itself."""
 
 CONVERSATION = "conversation"
-"""The kind of requests with several turns, whose later ones recall tokens."""
-
-READ_BY_VLLM = (BODY, CONVERSATION)
-"""Kinds of requests that stock vLLM may refuse or fail too."""
+"""The same with several turns, whose later ones recall tokens."""
 
 KINDS: Mapping[str, float] = {
     "state": 34,
@@ -195,14 +55,31 @@ KINDS: Mapping[str, float] = {
 _SPOILT = 0.03
 """Share of requests whose text is no longer JSON, or is hardly any."""
 
+_CORES: Sequence[Mapping[str, object]] = (
+    {"share": 0.5},
+    {"share": 0.9, "policy": {"name": "divprune"}},
+    {"share": 0.75, "cover": 0.5, "strength": 0.25},
+    {"share": 1.0},
+)
+_BUDGETS = (32, 48, 64)
+"""Budgets at which a core reaches the edge of a KV block, so that an image is split."""
+
+_RECALLS = (1, 4, 8, 24, 144, 4096)
+_ODD_RECALLS = (*ODD_NUMBERS, "4", True, None, [4], {"images": 1})
+_TURNS = (1, 1, 2, 2, 3, 6, 40)
+
 _NAMES = ("a", "b", "0" * 64, "renderer0-mm-7-image-0", "", "\n", "x" * 10_000, "ü🦙")
 """Few names for many images, so that they meet."""
+
+_DETAILS: tuple[object, ...] = ("low", "high", "auto", "", "ü", 1, None, {})
 
 _ODD: Mapping[str, tuple[object, ...]] = {
     "cache_salt": ("a", "b", "", "\0", "s" * 2000, 1, None, ["a"], *ODD_TEXTS[:8]),
     "n": (0, 1, 2, 3, -1, 10**6, 2**63, "2", 1.5, None, True),
     "truncate_prompt_tokens": (-2, -1, 0, 1, 5, 20, 40, 200, 10**6, 2**63, "1", None),
     "truncation_side": ("left", "right", "", 1, None),
+    "add_generation_prompt": (True, False),
+    "continue_final_message": (True, False),
     "mm_processor_kwargs": (
         {REQUEST_FIELD: {REQUEST_FIELD: {"budget": 8}}},
         {"images_kwargs": {REQUEST_FIELD: {"budget": 8}}},
@@ -219,7 +96,7 @@ _ODD: Mapping[str, tuple[object, ...]] = {
         "autoprune",
     ),
 }
-_DETAILS: tuple[object, ...] = ("low", "high", "auto", "", "ü", 1, None, {})
+"""Fields of a request with odd values of theirs."""
 
 
 @dataclass(frozen=True)
@@ -231,47 +108,96 @@ class Mutant:
 
     kind: str
     content: bytes
-    shown: str
+    text: str
     stock: Mapping[str, object] | None
 
 
 def draw(
-    server: Server, examples: list[Example], random: Random, adapters: Sequence[str] = ()
+    server: Server, examples: Sequence[Example], random: Random, adapters: Sequence[str] = ()
 ) -> Mutant:
     """One mutated request, to the model or to one of its adapters."""
     kind = random.choices(list(KINDS), list(KINDS.values()))[0]
     request = body(server, random.choice(examples), max_tokens=1)
     if kind == CONVERSATION:
-        request = draw_conversation(server, examples, random)
-    elif kind == BODY:
-        _change_body(request, random)
-    else:
+        for _ in range(random.choice(_TURNS)):
+            later = {"role": "user", "content": "And what shape is it?"}
+            if random.random() < 0.2:  # with an image of its own
+                later = body(server, random.choice(examples))["messages"][0]
+            request["messages"] += [{"role": "assistant", "content": "red"}, later]
+        recalls = _ODD_RECALLS if random.random() < 0.1 else _RECALLS
+        entry: Request = {"recall": random.choice(recalls)}
+        if random.random() < 0.6:
+            state = {**sample(), "core": copy.deepcopy(random.choice(_CORES))}
+            entry |= {"state": state, "budget": random.choice(_BUDGETS)}
+        if random.random() < 0.1:  # what only the server's renderer may say
+            turn = {"images": random.choice((0, 1, 2, 99, -1)), "text": random.choice(ODD_TEXTS)}
+            entry["recall_turns"] = random.choice(([], [turn], [turn] * 300, turn, None))
+        request["mm_processor_kwargs"] = {REQUEST_FIELD: entry}
+    elif kind != BODY:
         request["mm_processor_kwargs"] = _mutate_kwargs(kind, random)
+    elif random.random() < 0.5:
+        request["mm_processor_kwargs"] = {REQUEST_FIELD: random.choice(_entries()[:12])}
+    if kind in (BODY, CONVERSATION):
+        for _ in range(random.choice((1, 1, 2, 3) if kind == BODY else (0, 1, 1, 2))):
+            _change_body(request, random)
     if adapters:
         request["model"] = random.choice((server.model, *adapters))
-    text = json.dumps(request)
-    shown = json.dumps({k: v for k, v in request.items() if k not in ("model", "messages")})
+    text = json.dumps({k: v for k, v in request.items() if k not in ("model", "messages")})
+    content = json.dumps(request)
     if random.random() < _SPOILT:
-        spoilt = spoil(text, random)[0]
-        content = spoilt.encode("utf-8", "surrogatepass") if isinstance(spoilt, str) else spoilt
-        return Mutant("spoilt", content, shown, None)
-    return Mutant(kind, text.encode(), shown, _without_entry(request))
+        spoilt = spoil(content, random)[0]
+        if isinstance(spoilt, str):
+            spoilt = spoilt.encode("utf-8", "surrogatepass")
+        return Mutant("spoilt", spoilt, text, None)
+    stock = {key: value for key, value in request.items() if key != "mm_processor_kwargs"}
+    kwargs = request.get("mm_processor_kwargs")
+    if isinstance(kwargs, dict) and (others := kwargs.keys() - {REQUEST_FIELD}):
+        stock["mm_processor_kwargs"] = {key: kwargs[key] for key in others}
+    return Mutant(kind, content.encode(), text, stock)
 
 
-def _without_entry(request: Mapping[str, object]) -> dict[str, object]:
-    plain = dict(request)
-    kwargs = plain.pop("mm_processor_kwargs", None)
-    if isinstance(kwargs, dict):
-        rest = {key: value for key, value in kwargs.items() if key != REQUEST_FIELD}
-        if rest:
-            plain["mm_processor_kwargs"] = rest
-    return plain
+def _change_body(request: Request, random: Random) -> None:
+    """Change a field that vLLM reads, or the messages, as a tree or as images and texts."""
+    changes = ("uuid", "uuid", "twice", "detail", "text", "turns", "tree", "tree")
+    change = random.choice((*changes, *_ODD))
+    if change in _ODD:
+        request[change] = random.choice(_ODD[change])
+        if change == "n":
+            request["temperature"] = 1
+        return
+    messages: Any = request.get("messages")
+    if change == "tree":
+        tree = {"messages": copy.deepcopy(messages)}
+        # Not where that nests deeper than Python copies.
+        with suppress(RecursionError):
+            mutate(tree, random)
+            json.dumps(tree)
+            request.pop("messages", None)
+            request |= tree
+        return
+    try:
+        parts = messages[0]["content"]
+        images = [part for part in parts if part["type"] == "image_url"]
+        if change == "uuid":
+            random.choice(images)["uuid"] = random.choice((*_NAMES, *_NAMES, 1, None, ["a"]))
+        elif change == "twice":
+            parts.insert(0, copy.deepcopy(random.choice(images)))
+        elif change == "detail":
+            images[0]["image_url"]["detail"] = random.choice(_DETAILS)
+        elif change == "text":
+            parts[-1]["text"] = random.choice((*SPECIAL, *ODD_TEXTS)) + parts[-1]["text"]
+        else:
+            for _ in range(random.choice((1, 2, 5, 40))):
+                text = random.choice((*SPECIAL, *ODD_TEXTS, *["and now?"] * 3))
+                messages.append({"role": "assistant", "content": "red"})
+                messages.append({"role": "user", "content": text})
+    except (TypeError, LookupError, AttributeError):
+        return  # an earlier mutation has left nothing of the kind
 
 
-def entries() -> list[Any]:
+def _entries() -> list[Any]:
     """Valid entries to mutate."""
-    state = json.loads(load_state("visionzip").dumps())
-    with_cores = [{**sample(), "core": core} for core in CORES]
+    with_cores = [{**sample(), "core": copy.deepcopy(core)} for core in _CORES]
     return [
         {"budget": 8},
         {"budget": [8]},
@@ -284,18 +210,18 @@ def entries() -> list[Any]:
         {"enabled": False},
         {"state": "visionzip", "budget": 8},
         *({"state": name, "budget": 16} for name in ("fastv", "prumerge_plus")),
-        *({"state": copy.deepcopy(whole)} for whole in (sample(), state) for _ in range(6)),
-        *({"state": whole, "budget": budget} for whole in with_cores for budget in (8, 48)),
+        *({"state": sample()} for _ in range(12)),
+        *({"state": state, "budget": budget} for state in with_cores for budget in (8, 48)),
     ]
 
 
 def _mutate_kwargs(kind: str, random: Random) -> Any:
-    entry = random.choice(entries())
+    entry = random.choice(_entries())
     kwargs: Any = {REQUEST_FIELD: entry}
     if kind == "state":
         state = sample()
         if random.random() < 0.5:
-            state["core"] = copy.deepcopy(random.choice(CORES))
+            state["core"] = copy.deepcopy(random.choice(_CORES))
         kwargs[REQUEST_FIELD] = {"state": state, "budget": random.choice((None, 8, 16, 64))}
         # Else hardly any would change the core.
         mutate(state["core"] if "core" in state and random.random() < 0.5 else state, random)
@@ -306,16 +232,10 @@ def _mutate_kwargs(kind: str, random: Random) -> Any:
     elif kind == "anything":
         kwargs = random.choice((anything(random), {REQUEST_FIELD: anything(random)}))
     elif kind == "huge":
-        kwargs[REQUEST_FIELD] = _draw_huge_entry(random)
-    return kwargs
-
-
-def _draw_huge_entry(random: Random) -> Any:
-    deep: Any = 1
-    for _ in range(random.choice((300, 900))):
-        deep = {"state": deep}
-    return random.choice(
-        (
+        deep: Any = 1
+        for _ in range(random.choice((300, 900))):
+            deep = {"state": deep}
+        huge: tuple[Any, ...] = (
             {"state": {**sample(), "provenance": {"notes": "n" * 10_000_000}}},
             {"state": "n" * 10_000_000},
             {"budget": [8] * 1_000_000},
@@ -323,57 +243,8 @@ def _draw_huge_entry(random: Random) -> Any:
             {str(i): i for i in range(50_000)},
             deep,
         )
-    )
-
-
-def _change_body(request: dict[str, object], random: Random) -> None:
-    """Mutate one to three fields that vLLM reads, with a valid entry or none."""
-    if random.random() < 0.5:
-        request["mm_processor_kwargs"] = {REQUEST_FIELD: random.choice(entries()[:12])}
-    messages = request["messages"]
-    assert isinstance(messages, list)
-    parts: list[dict[str, Any]] = messages[0]["content"]
-    for _ in range(random.choice((1, 1, 2, 3))):
-        change = random.choice(("uuid", "uuid", "twice", "detail", "text", "turns", *_ODD))
-        images = [part for part in parts if part["type"] == "image_url"]
-        if change in _ODD:
-            request[change] = random.choice(_ODD[change])
-            if change == "n":
-                request["temperature"] = 1
-        elif change == "uuid":
-            random.choice(images)["uuid"] = random.choice((*_NAMES, *_NAMES, 1, None, ["a"]))
-        elif change == "twice":
-            parts.insert(0, copy.deepcopy(random.choice(images)))
-        elif change == "turns":
-            for _ in range(random.choice((1, 2, 5, 40))):
-                text = random.choice((*SPECIAL, *ODD_TEXTS, "and now?", "and now?", "and now?"))
-                messages.append({"role": "assistant", "content": "red"})
-                messages.append({"role": "user", "content": text})
-        elif change == "detail":
-            image = random.choice(images)["image_url"]
-            image["detail"] = random.choice(_DETAILS)
-        else:
-            parts[-1]["text"] = random.choice((*SPECIAL, *ODD_TEXTS)) + parts[-1]["text"]
-
-
-FLAGS = (
-    *("--enforce-eager", "--max-model-len", "2048", "--block-size", "32"),
-    *("--num-gpu-blocks-override", "1024"),
-)
-PRUNED = (
-    *("--autoprune-state", "minillava-split", "--autoprune-budget", "64"),
-    *("--autoprune-text-tower", str(CLIP), "--autoprune-recall", "4"),
-    *("--autoprune-requests", "states:1-256", "--autoprune-detail", "low=8,high=64"),
-)
-API_SERVERS = 2
-START_TIMEOUT = 1200.0
-"""Seconds that a server may take to start on a busy machine."""
-
-PROGRESS = 250
-"""Requests after which progress is printed."""
-
-SHOWN = 200
-"""Characters of a bad exchange that are shown."""
+        kwargs[REQUEST_FIELD] = random.choice(huge)
+    return kwargs
 
 
 @dataclass
@@ -388,32 +259,6 @@ class Tally:
     errors: Counter[str] = field(default_factory=Counter)
     stock_errors: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    answers: int = 0
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """A request with its number, and what it was answered here and, where asked, by stock."""
-
-    number: int
-    mutant: Mutant
-    reply: Reply
-    stock: Reply | None
-
-
-def _count_exchange(tally: Tally, exchange: Exchange) -> bool:
-    """Count one request; True where the server failed."""
-    reply, stock = exchange.reply, exchange.stock
-    failed = not 0 < reply.status < 500
-    tally.kinds[exchange.mutant.kind] += 1
-    tally.statuses[reply.status] += 1
-    if reply.status == 200:
-        tally.answers += len(reply.body["choices"])
-    if failed:
-        tally.errors[_cause(reply)] += 1
-    if stock is not None and stock.status >= 500:
-        tally.stock_errors[_cause(stock)] += 1
-    return failed
 
 
 def run(
@@ -429,39 +274,47 @@ def run(
     Without a ``stock`` server no server error is excused.
     """
     begun, tally, asked = time.monotonic(), Tally(), examples(2)
-    before, engine = text_of(ask(server, asked[0])), _finished_by_engine(server)
     client, other = Client(server), None if stock is None else Client(stock)
 
-    def exchange(number: int) -> Exchange:
-        mutant = draw(server, asked, Random(f"{seed}/{number}"), adapters)
-        reply = client.send(CHAT, mutant.content)
-        failed = not 0 < reply.status < 500
-        mirrored = None
-        if other and mutant.stock is not None and (failed or mutant.kind in READ_BY_VLLM):
-            mirrored = other.send(CHAT, mutant.stock)
-        return Exchange(number, mutant, reply, mirrored)
+    def count_answers() -> int:
+        """Answers that the engine has finished without an error, by vLLM's own count."""
+        name = "vllm:request_success_total"
+        return int(client.metric(name) - client.metric(name, finished_reason="error"))
 
-    wrong: list[Exchange] = []
+    def exchange(number: int) -> tuple[int, Mutant, Reply, Reply | None]:
+        mutant = draw(server, asked, Random(f"{seed}/{number}"), adapters)
+        reply, mirrored = client.send(CHAT, mutant.content), None
+        # What vLLM reads itself, stock vLLM may refuse or fail too.
+        read_by_vllm = reply.failed or mutant.kind in (BODY, CONVERSATION)
+        if other and mutant.stock is not None and read_by_vllm:
+            mirrored = other.send(CHAT, mutant.stock)
+        return number, mutant, reply, mirrored
+
+    before, finished, answers = text_of(ask(server, asked[0])), count_answers(), 0
+    failed: list[tuple[int, Mutant, Reply]] = []
     with ThreadPoolExecutor(at_once) as pool:
-        for made in pool.map(exchange, range(count)):
-            if _count_exchange(tally, made):
-                wrong.append(made)
-                print(f"number {made.number}: {made.reply}; stock: {made.stock}", flush=True)
-            if (made.number + 1) % PROGRESS == 0:
-                spent = f"{made.number + 1}/{count}, {time.monotonic() - begun:.0f} s"
-                print(f"[{spent}] {_format_counts(tally.statuses)}", flush=True)
+        for number, mutant, reply, mirrored in pool.map(exchange, range(count)):
+            tally.kinds[mutant.kind] += 1
+            tally.statuses[reply.status] += 1
+            answers += len(reply.body["choices"]) if reply.status == 200 else 0
+            if mirrored is not None and mirrored.status >= 500:
+                tally.stock_errors[_cause(mirrored)] += 1
+            if reply.failed:
+                tally.errors[_cause(reply)] += 1
+                failed.append((number, mutant, reply))
+                print(f"number {number}: {reply}; stock: {mirrored}", flush=True)
+            if (number + 1) % 250 == 0:
+                spent = f"{number + 1}/{count}, {time.monotonic() - begun:.0f} s"
+                print(f"[{spent}] {_format(tally.statuses)}", flush=True)
     # After the last one: what stock answers to a request depends on those before it.
     tally.faults += [
-        f"seed {seed} number {one.number} ({one.mutant.kind}): {one.mutant.shown[:SHOWN]} -> "
-        f"{one.reply}"
-        for one in wrong
-        if _cause(one.reply) not in tally.stock_errors
+        f"seed {seed} number {number} ({mutant.kind}): {mutant.text[:200]} -> {reply}"
+        for number, mutant, reply in failed
+        if _cause(reply) not in tally.stock_errors
     ]
-    reached = _finished_by_engine(server) - engine
-    if reached != tally.answers:
-        tally.faults.append(f"the engine gave {reached} answers, and {tally.answers} were received")
-    after = text_of(ask(server, asked[0]))
-    if after != before:
+    if (reached := count_answers() - finished) != answers:
+        tally.faults.append(f"the engine gave {reached} answers, and {answers} were received")
+    if (after := text_of(ask(server, asked[0]))) != before:
         tally.faults.append(f"a normal request was answered {before!r}, and is now {after!r}")
     return tally
 
@@ -471,14 +324,22 @@ def _cause(reply: Reply) -> str:
     return re.sub(r"[0-9a-f]{8,}|\d+", "…", f"{reply.status} {reply.message[:120]}")
 
 
-def _finished_by_engine(server: Server) -> int:
-    """Answers that the engine has finished without an error, by vLLM's own count."""
-    client, name = Client(server), "vllm:request_success_total"
-    return int(client.metric(name) - client.metric(name, finished_reason="error"))
+def _format(counts: Mapping[Any, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"
 
 
-def _format_counts(counts: Mapping[Any, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+FLAGS = (
+    *("--enforce-eager", "--max-model-len", "2048", "--block-size", "32"),
+    *("--num-gpu-blocks-override", "1024"),
+)
+PRUNED = (
+    *("--autoprune-state", "minillava-split", "--autoprune-budget", "64"),
+    *("--autoprune-text-tower", str(CLIP), "--autoprune-recall", "4"),
+    *("--autoprune-requests", "states:1-256", "--autoprune-detail", "low=8,high=64"),
+)
+API_SERVERS = 2
+START_TIMEOUT = 1200.0
+"""Seconds that a server may take to start on a busy machine."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -503,10 +364,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         server.await_api_servers(API_SERVERS, START_TIMEOUT)
         tally = run(server, options.count, options.seed, options.at_once, stock, ADAPTERS)
     print(f"{sum(tally.statuses.values())} requests, {len(tally.faults)} faults")
-    print(f"by status: {_format_counts(tally.statuses)}")
-    print(f"by kind: {_format_counts(tally.kinds)}")
-    print(f"server errors: {_format_counts(tally.errors) or 'none'}")
-    print(f"of stock: {_format_counts(tally.stock_errors) or 'none'}")
+    print(f"by status: {_format(tally.statuses)}")
+    print(f"by kind: {_format(tally.kinds)}")
+    print(f"server errors: {_format(tally.errors)}")
+    print(f"of stock: {_format(tally.stock_errors)}")
     print("\n".join(tally.faults[:20]))
     return 1 if tally.faults else 0
 

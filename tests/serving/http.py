@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.server import Server
@@ -42,13 +42,9 @@ def streamed(
     server: Server, sent: Mapping[str, object], headers: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
     """The events of a streamed answer to a chat request."""
-    request = urllib.request.Request(
-        server.url + "/v1/chat/completions",
-        data=json.dumps({**sent, "stream": True}).encode(),
-        headers={"Content-Type": "application/json", "Connection": "close", **(headers or {})},
-    )
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        lines = answer.read().decode().splitlines()
+    url = server.url + "/v1/chat/completions"
+    answer = httpx.post(url, json={**sent, "stream": True}, headers=headers, timeout=300)
+    lines = answer.raise_for_status().text.splitlines()
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert data[-1] == "[DONE]"
     return [json.loads(event) for event in data[:-1]]

@@ -27,35 +27,51 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
 
+K = 8
+STATE = ("--autoprune-state", "cen_divprune", "--autoprune-budget", str(K))
+KWARGS = "mm_processor_kwargs"
+ENTRY: dict[str, object] = {"budget": 12}
+RIGHT = {KWARGS: {"autoprune": ENTRY}}
+WRITE = '"mm_processor_kwargs": {"autoprune": {"budget"'
+BUDGET, SHIPPED = "x-autoprune-budget", "x-autoprune-state"
+
+EXAMPLE = examples(1)[0]
+IMAGE, URL = picture(EXAMPLE.image), png_url(EXAMPLE.image)
+
+
+# ---- LLM.generate and LLM.chat ----
+
 Input = Callable[["LLM"], Any]
 
-IMAGE = picture(examples(1)[0].image)
 PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n"
+TWICE = PROMPT.replace("What?", "<|vision_start|><|image_pad|><|vision_end|>")
 EMBEDDED = torch.randn(12, 576, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-EMBEDS = {"image_embeds": EMBEDDED, "image_grid_thw": torch.tensor([[1, 4, 12]])}
-OFFLINE_ENTRY = {"autoprune": {"budget": 12}}
-KWARGS = "mm_processor_kwargs"
-WRITE = '"mm_processor_kwargs": {"autoprune": {"budget"'
+GRID = [1, 4, 12]
+EMBEDS = {"image_embeds": EMBEDDED, "image_grid_thw": torch.tensor([GRID])}
+TWO = {
+    "image_embeds": torch.cat([EMBEDDED, EMBEDDED]),
+    "image_grid_thw": torch.tensor([GRID] * 2),
+}
 PART = {"type": "image_pil", "image_pil": IMAGE}
 
 
 def generate(image: object = IMAGE, data: Mapping[str, object] | None = None, **more: Any) -> Input:
     """``LLM.generate`` with one token about an image; ``more`` is in the prompt's dict."""
     prompt = {"prompt": PROMPT, "multi_modal_data": {"image": image, **(data or {})}, **more}
-    return lambda llm: llm.generate([allowed(llm, prompt)], sampling(), use_tqdm=False)
-
-
-def allowed(llm: LLM, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields without an entry where nothing reads one: on a stock engine."""
-    stock = served_state(llm.llm_engine.model_config) is None
-    return {name: value for name, value in fields.items() if not (stock and name == KWARGS)}
+    return lambda llm: llm.generate([_allow(llm, prompt)], sampling(), use_tqdm=False)
 
 
 def chat_offline(part: Mapping[str, object] = PART, message: Any = None, **named: Any) -> Input:
     """``LLM.chat`` with one token about an image."""
     content = [dict(part), {"type": "text", "text": "What?"}]
     turn = {"role": "user", "content": content, **(message or {})}
-    return lambda llm: llm.chat([[turn]], sampling(), use_tqdm=False, **allowed(llm, named))
+    return lambda llm: llm.chat([[turn]], sampling(), use_tqdm=False, **_allow(llm, named))
+
+
+def _allow(llm: LLM, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without an entry where nothing reads one: on a stock engine."""
+    stock = served_state(llm.llm_engine.model_config) is None
+    return {name: value for name, value in fields.items() if not (stock and name == KWARGS)}
 
 
 def sampling(**more: Any) -> Any:
@@ -64,76 +80,69 @@ def sampling(**more: Any) -> Any:
     return SamplingParams(temperature=0, max_tokens=1, **more)
 
 
-def with_extra_args(llm: LLM) -> Any:
-    return llm.generate([PROMPT], sampling(extra_args=OFFLINE_ENTRY), use_tqdm=False)
-
-
+OFF = {KWARGS: {"autoprune": {"enabled": False}}}
 INPUTS: dict[str, tuple[str | None, Input]] = {
     "embeds": (None, generate(EMBEDS)),
-    "embeds with a budget": (None, generate(EMBEDS, **{KWARGS: OFFLINE_ENTRY})),
+    "embeds with a budget": (None, generate(EMBEDS, **RIGHT)),
     "embeds under a name": (None, generate(EMBEDS, multi_modal_uuids={"image": ["one"]})),
-    "two in one": (
-        None,
-        generate(
-            {
-                "image_embeds": torch.cat([EMBEDDED, EMBEDDED]),
-                "image_grid_thw": torch.tensor([[1, 4, 12]] * 2),
-            },
-            prompt=PROMPT.replace("What?", "<|vision_start|><|image_pad|><|vision_end|>"),
-        ),
-    ),
+    "two in one": (None, generate(TWO, prompt=TWICE)),
     "rows alone": (None, generate(EMBEDDED[None])),
     "no grid": (None, generate({"image_embeds": EMBEDDED})),
     "K above N": (None, generate(**{KWARGS: {"autoprune": {"budget": 4000}}})),
-    "off": (None, chat_offline(**{KWARGS: {"autoprune": {"enabled": False}}})),
-    "other keys": (
-        None,
-        generate(
-            [IMAGE], None, state="CA", budget=None, **{KWARGS: {"autoprune": {"enabled": False}}}
+    "off": (None, chat_offline(**OFF)),
+    "other keys": (None, generate([IMAGE], state="CA", budget=None, **OFF)),
+    "in the prompt": (WRITE, generate(autoprune=ENTRY)),
+    "in the data": (WRITE, generate(data={KWARGS: {"autoprune": ENTRY}})),
+    "one level up": ("one level down", generate(**{KWARGS: ENTRY})),
+    "no object": ('{"budget": 12}', generate(**{KWARGS: {"autoprune": 12}})),
+    "chat, part": (WRITE, chat_offline({**PART, "autoprune": ENTRY})),
+    "chat, message": (WRITE, chat_offline(message={"autoprune": ENTRY})),
+    "chat, template": (WRITE, chat_offline(chat_template_kwargs={"autoprune": ENTRY})),
+    "extra_args": (
+        WRITE,
+        lambda llm: llm.generate(
+            [PROMPT], sampling(extra_args={"autoprune": ENTRY}), use_tqdm=False
         ),
     ),
-    "in the prompt": (WRITE, generate(autoprune={"budget": 12})),
-    "in the data": (WRITE, generate(data={KWARGS: OFFLINE_ENTRY})),
-    "one level up": ("one level down", generate(**{KWARGS: {"budget": 12}})),
-    "no object": ('{"budget": 12}', generate(**{KWARGS: {"autoprune": 12}})),
-    "chat, part": (WRITE, chat_offline({**PART, **OFFLINE_ENTRY})),
-    "chat, message": (WRITE, chat_offline(message=OFFLINE_ENTRY)),
-    "chat, template": (WRITE, chat_offline(chat_template_kwargs=OFFLINE_ENTRY)),
-    "extra_args": (WRITE, with_extra_args),
 }
 """Input -> how it is answered: as by stock (None), or by an exception with a text."""
 
 
 @scenario
 def field_inputs() -> Report:
-    """For each input: what is expected, stock's answer, and the pruned engine's."""
-    answers: list[dict[str, str]] = []
-    settings = {"state": "cen_divprune", "budget": 8, "requests": "budget"}
-    for given in (None, settings):
+    """For each input, the answers of a stock and a pruned engine.
+
+    An answer is the prompt's length, a token and its end, or the exception.
+    """
+    report: list[dict[str, str]] = []
+    pruned = {"state": "cen_divprune", "budget": K, "requests": "budget"}
+    for settings in (None, pruned):
         llm = start(
-            given, model=str(CHECKPOINTS["miniqwen"]), max_model_len=512, enable_mm_embeds=True
+            settings, model=str(CHECKPOINTS["miniqwen"]), max_model_len=512, enable_mm_embeds=True
         )
-        answers.append({name: _answer(llm, send) for name, (_, send) in INPUTS.items()})
+        answers = {}
+        for name, (_, send) in INPUTS.items():
+            try:
+                (output,) = send(llm)
+                end, tokens = output.outputs[0].finish_reason, output.outputs[0].token_ids
+                answers[name] = f"{len(output.prompt_token_ids)} tokens, {end}, {tokens}"
+            except Exception as error:
+                answers[name] = f"{type(error).__name__}: {error}"
+        report.append(answers)
         release(llm)
-    stock, pruned = answers
-    return {name: (expected, stock[name], pruned[name]) for name, (expected, _) in INPUTS.items()}
+    return report
 
 
-def _answer(llm: LLM, send: Input) -> str:
-    """How one token was answered: its prompt's length and its end, or the exception."""
-    try:
-        (output,) = send(llm)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    end = output.outputs[0].finish_reason
-    return f"{len(output.prompt_token_ids)} tokens, {end}, {output.outputs[0].token_ids}"
+def test_offline_inputs_are_answered_as_by_stock_or_told_what_to_write(runner: Runner) -> None:
+    stock, pruned = runner.run("field_inputs")
+    for name, (expected, _) in INPUTS.items():
+        if expected is None:
+            assert pruned[name] == stock[name], name
+        else:
+            assert expected in pruned[name], (name, pruned[name])
 
 
-K = 8
-STATE = ("--autoprune-state", "cen_divprune", "--autoprune-budget", str(K))
-ENTRY: dict[str, object] = {"budget": 12}
-RIGHT = {KWARGS: {"autoprune": ENTRY}}
-BUDGET, SHIPPED = "x-autoprune-budget", "x-autoprune-state"
+# ---- requests over HTTP ----
 
 
 def tensor(*shape: int, numbers: object = None) -> str:
@@ -144,11 +153,8 @@ def tensor(*shape: int, numbers: object = None) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-EXAMPLE = examples(1)[0]
-URL = png_url(EXAMPLE.image)
 PICTURE = {"type": "image_url", "image_url": {"url": URL}}
 TEXT = {"type": "text", "text": "What?"}
-GRID = [1, 4, 12]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
@@ -168,8 +174,8 @@ def chat(*parts: object, **more: object) -> dict[str, object]:
 
 
 def responses(part: Mapping[str, object] | None = None, **more: object) -> dict[str, object]:
-    shown = {"type": "input_image", "detail": "auto", "image_url": URL, **(part or {})}
-    content = [shown, {"type": "input_text", "text": "What?"}]
+    image = {"type": "input_image", "detail": "auto", "image_url": URL, **(part or {})}
+    content = [image, {"type": "input_text", "text": "What?"}]
     turn = {"role": "user", "content": content}
     return {"input": [turn], "max_output_tokens": 1, "store": False, "temperature": 0, **more}
 
@@ -204,6 +210,14 @@ EMBED, POOL, SCORE, CLASSIFY = "/v1/embeddings", "/pooling", "/v1/score", "/clas
 SEND = "send the header x-autoprune-budget"
 TOOL = {"type": "function", "function": {"name": "autoprune", "parameters": {"autoprune": {}}}}
 
+USE = {"type": "tool_use", "id": "a", "name": "f", "input": {"autoprune": 64}}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "ok"}
+CALLED = [
+    {"role": "user", "content": "autoprune"},
+    {"role": "assistant", "content": [USE]},
+    {"role": "user", "content": [RESULT]},
+]
+
 CHATS: dict[str, Case] = {
     # Embeddings made elsewhere, and what else stock takes or refuses.
     "picture": Case(CHAT, chat()),
@@ -226,24 +240,7 @@ CHATS: dict[str, Case] = {
     "words alone": Case(CHAT, chat({"type": "text", "text": 'autoprune {"budget": 64}'})),
     "unknown fields": Case(CHAT, chat(autotune=True, autorun={"a": 1}, budget=64, extra={"a": 1})),
     "tool": Case(CHAT, chat(tools=[TOOL], tool_choice="none")),
-    "called tool": Case(
-        MESSAGES,
-        anthropic(
-            messages=[
-                {"role": "user", "content": "autoprune"},
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "tool_use", "id": "a", "name": "f", "input": {"autoprune": 64}}
-                    ],
-                },
-                {
-                    "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": "a", "content": "ok"}],
-                },
-            ]
-        ),
-    ),
+    "called tool": Case(MESSAGES, anthropic(messages=CALLED)),
     # Settings where they are read.
     "entry": Case(CHAT, chat(**RIGHT), 12),
     "entry of responses": Case(RESPONSES, responses(**RIGHT), 12),
@@ -275,20 +272,19 @@ CHATS: dict[str, Case] = {
     "messages entry": Case(MESSAGES, anthropic(**RIGHT), SEND),
     "messages body": Case(MESSAGES, anthropic(extra_body={"auto_prune": 1}), SEND),
 }
+COHERE = {"images": [URL], "embedding_types": ["float"]}
 PAIR = {"text_1": "What?", "text_2": {"content": [PICTURE]}}
 POOLS: dict[str, Case] = {
     "embed": Case(EMBED, pooled()),
     "embed rows": Case(EMBED, pooled(embeds(tensor(144, 192)))),
     "pool": Case(POOL, pooled(task="embed")),
-    "score a picture": Case(SCORE, {"text_1": "What?", "text_2": {"content": [PICTURE]}}),
+    "score a picture": Case(SCORE, PAIR),
     "classify": Case(CLASSIFY, pooled()),
-    "cohere": Case("/v2/embed", {"images": [URL], "embedding_types": ["float"]}),
+    "cohere": Case("/v2/embed", COHERE),
     "embed entry": Case(EMBED, pooled(**RIGHT), 12),
     "embed header": Case(EMBED, pooled(), 12, {BUDGET: "12"}),
     "pool header": Case(POOL, pooled(task="embed"), 12, {BUDGET: "12"}),
-    "cohere header": Case(
-        "/v2/embed", {"images": [URL], "embedding_types": ["float"]}, None, {BUDGET: "12"}
-    ),
+    "cohere header": Case("/v2/embed", COHERE, None, {BUDGET: "12"}),
     "embed top": Case(EMBED, pooled(autoprune=ENTRY), WRITE),
     "embed beside": Case(EMBED, pooled(**{KWARGS: ENTRY}), "one level down"),
     "embed part": Case(EMBED, pooled({**PICTURE, "autoprune": ENTRY}), WRITE),
@@ -359,7 +355,7 @@ def check(servers: Servers, case: Case, plain: Case) -> None:
 
 def finish(answer: Mapping[str, Any]) -> list[object]:
     """How the samples of an answer ended, by the words of its endpoint."""
-    ends = [one.get("finish_reason") for one in answer.get("choices", [])]
+    ends = [choice.get("finish_reason") for choice in answer.get("choices", [])]
     return [*ends, answer.get("status"), answer.get("stop_reason"), len(answer.get("data", []))]
 
 
@@ -403,12 +399,3 @@ def test_a_stream_is_the_whole_answer_with_the_budget_of_its_header(chats: Serve
 
 def test_the_state_of_a_pooling_server_is_described(pools: Servers) -> None:
     assert '"cen_divprune"' in pools.pruned.get(PATH)
-
-
-def test_offline_inputs_are_answered_as_by_stock_or_told_what_to_write(runner: Runner) -> None:
-    report = runner.run("field_inputs")
-    for name, (expected, stock, pruned) in report.items():
-        if expected is None:
-            assert pruned == stock, name
-        else:
-            assert expected in pruned, (name, pruned)

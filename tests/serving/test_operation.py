@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -9,18 +10,16 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from benchmarks.server import CPU_ENVIRONMENT, Server, command, free_port, serve
-from benchmarks.yardsticks.examples import Example, image_token_id
+from benchmarks.yardsticks.examples import image_token_id
 from tests.serving.conftest import COMMON, PRUNED
 from tests.serving.engine import LLAVA, TOKENS, examples
 from tests.serving.http import (
@@ -35,6 +34,7 @@ from tests.serving.http import (
 )
 from tests.serving.scenarios import Runner
 from tests.tpdsl.samples import edited, sample
+from vllm_autoprune.http_client import Metrics
 from vllm_autoprune.ops.dtype import choose_dtype
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
@@ -215,120 +215,98 @@ def test_all_problems_are_reported_with_pointers(tmp_path: Path) -> None:
 def test_both_engines_answer_alike(runner: Runner) -> None:
     """Requests go to either engine, each with a feature cache of its own."""
     flags = (*COMMON, *PRUNED, "--data-parallel-size", "2", "--autoprune-requests", "budget:1-64")
+    questions = examples(4)
     with serve(LLAVA, *flags, env=runner.environment, patience=600) as server:
-        questions = examples(4)
 
-        def one(at: int) -> tuple[int, str]:
-            answer = ask(server, questions[at % len(questions)], **budget(16 + at % 2))
-            return prompt_tokens(answer) - at % 2, text_of(answer)
+        def answer(at: int) -> tuple[int, str]:
+            reply = ask(server, questions[at % len(questions)], **budget(16 + at % 2))
+            return prompt_tokens(reply) - at % 2, text_of(reply)
 
         with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(one, range(4 * len(questions))))
-        again = [one(at) for at in range(2 * len(questions))]
-        metrics = server.get("/metrics")
-    pattern = r'vllm:request_success_total\{engine="(\d)".*\} (\S+)'
-    finished = {"0": 0.0, "1": 0.0}
-    for engine, count in re.findall(pattern, metrics):
-        finished[engine] += float(count)
-    assert min(finished.values()) > 0, "both engines answer"
-    assert sum(finished.values()) == len(answers) + len(again)
-    counted = re.findall(r"autoprune_requests_total\{.*\} (\S+)", metrics)
-    assert sum(map(float, counted)) == len(answers) + len(again)
-    for at, answer in enumerate(answers):
-        assert answer == again[at % len(again)]
+            together = list(pool.map(answer, range(4 * len(questions))))
+        again = [answer(at) for at in range(2 * len(questions))]
+        metrics = Metrics(server.get("/metrics"))
+    finished = [metrics.total("vllm:request_success_total", engine=engine) for engine in "01"]
+    assert all(finished), "both engines answer"
+    assert sum(count or 0 for count in finished) == len(together) + len(again)
+    assert metrics.total("autoprune_requests_total") == len(together) + len(again)
+    assert together == again * 2
 
 
-OLD, NEW = 32, 16
-"""K of the two states."""
 # In float32, so that an answer does not depend on the requests that share its step.
 FLAGS = (*COMMON, *PRUNED, "--dtype", "float32", "--shutdown-timeout", "100")
-STATES = {
-    OLD: FLAGS,
-    NEW: (*FLAGS, "--autoprune-state", "visionzip", "--autoprune-budget", str(NEW)),
-}
+NEW_STATE = ("--autoprune-state", "visionzip", "--autoprune-budget", "16")
 CLIENTS, EACH = 3, 12
 """Concurrent clients, and answers that are waited for in each phase."""
 
-
-@dataclass
-class Traffic:
-    """Clients that ask without a pause until they are stopped, each server in turn."""
-
-    servers: Sequence[Server]
-    questions: Sequence[Example]
-    answers: list[tuple[Server, int, int, str]] = field(default_factory=list)
-    """By which server, to which question, tokens of the prompt, and the text."""
-    failures: list[str] = field(default_factory=list)
-    stopped: threading.Event = field(default_factory=threading.Event)
-
-    def run(self, client: int) -> None:
-        """One client; the questions in turn, each on a connection of its own."""
-        at = client
-        while not self.stopped.is_set():
-            which, server = at % len(self.questions), self.servers[at % len(self.servers)]
-            try:
-                answer = ask(server, self.questions[which], max_tokens=12)
-                self.answers.append((server, which, prompt_tokens(answer), text_of(answer)))
-            except (httpx.HTTPError, AssertionError) as error:
-                self.failures.append(f"{type(error).__name__}: {error}")
-            at += 1
-
-    def await_answers(self, server: Server, count: int) -> None:
-        """Wait until a server has given so many more answers; the clients go on."""
-        count += sum(answer[0] is server for answer in self.answers)
-        deadline = time.monotonic() + 300
-        while sum(answer[0] is server for answer in self.answers) < count:
-            assert not self.failures, self.failures[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+Answered = tuple[Server, int, tuple[int, str]]
+"""By which server, to which question, tokens of the prompt and the text."""
 
 
 @pytest.mark.exhaustive
 def test_another_state_is_rolled_out_under_traffic(runner: Runner) -> None:
     """Another state without dropping a request: two servers side by side, then the new one."""
     questions = examples(4)
+    answers: list[Answered] = []
+    stopped = threading.Event()
+    warmed = "autoprune_feature_cache_misses_total"
     with ExitStack() as stack:
-        old = stack.enter_context(serve(LLAVA, *STATES[OLD], env=runner.environment, patience=600))
-        traffic = Traffic([old], questions)
-        clients = [threading.Thread(target=traffic.run, args=(at,)) for at in range(CLIENTS)]
-        stack.callback(traffic.stopped.set)
-        for client in clients:
-            client.start()
-        traffic.await_answers(old, EACH)
+        start = partial(serve, LLAVA, *FLAGS, env=runner.environment, patience=600)
+        old = stack.enter_context(start())
+        servers = [old]
+        pool = stack.enter_context(ThreadPoolExecutor(CLIENTS))
+        stack.callback(stopped.set)
+
+        def answer(server: Server, number: int) -> Answered:
+            reply = ask(server, questions[number], max_tokens=12)
+            return server, number, (prompt_tokens(reply), text_of(reply))
+
+        def ask_on(client: int) -> None:
+            """The questions in turn, each on a connection of its own, each server in turn."""
+            for at in itertools.count(client):
+                if stopped.is_set():
+                    return
+                active = tuple(servers)
+                answers.append(answer(active[at % len(active)], at % len(questions)))
+
+        def await_answers(server: Server) -> None:
+            """Wait until a server has given some more answers; the clients go on."""
+            before, deadline = len(answers), time.monotonic() + 300
+            while sum(made[0] is server for made in answers[before:]) < EACH:
+                assert not any(client.done() for client in clients)
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+        clients = [pool.submit(ask_on, client) for client in range(CLIENTS)]
+        await_answers(old)
 
         # 1. The new server starts beside the old one, and is warmed up before it gets traffic.
-        new = stack.enter_context(serve(LLAVA, *STATES[NEW], env=runner.environment, patience=600))
+        new = stack.enter_context(start(*NEW_STATE))
         assert samples(new).get("autoprune_requests_total state=visionzip", 0.0) == 0.0
-        expected = {
-            state: [
-                (prompt_tokens(answer), text_of(answer))
-                for answer in (ask(server, example, max_tokens=12) for example in questions)
-            ]
-            for state, server in ((OLD, old), (NEW, new))
-        }
-        misses = samples(new)["autoprune_feature_cache_misses_total"]
+        each = [answer(server, at) for server in (old, new) for at in range(len(questions))]
+        expected = {(server.url, number): text for server, number, text in each}
+        misses = samples(new)[warmed]
         assert misses == len({example.image_id for example in questions})
 
         # 2. Both states side by side.
-        traffic.servers = [old, new]
-        traffic.await_answers(new, EACH)
+        servers.append(new)
+        await_answers(new)
 
         # 3. The old server is told to end while it is answering; it finishes what it has.
-        traffic.servers = [new]
+        servers.remove(old)
         time.sleep(0.1)  # for requests on their way, as a hook of Kubernetes before the signal
         old.process.send_signal(signal.SIGTERM)
-        traffic.await_answers(new, EACH)
+        await_answers(new)
         assert old.process.wait(timeout=120) == 0
-        traffic.stopped.set()
+        stopped.set()
         for client in clients:
-            client.join()
+            client.result()  # raises where a request failed
         counted = samples(new)
 
-    assert traffic.failures == []
-    for server, which, *answer in traffic.answers:
-        assert tuple(answer) == expected[OLD if server is old else NEW][which]
+    for server, number, text in answers:
+        assert text == expected[server.url, number]
     # Counters begin at 0 with a server, and none of its requests is counted elsewhere.
-    served = sum(answer[0] is new for answer in traffic.answers)
+    served = sum(server is new for server, *_ in answers)
     assert counted["autoprune_requests_total state=visionzip"] == served + len(questions)
     # What the warm-up sent was not encoded again.
-    assert counted["autoprune_feature_cache_misses_total"] == misses
+    assert counted[warmed] == misses

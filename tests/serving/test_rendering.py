@@ -166,14 +166,14 @@ def test_rendered_elsewhere_is_answered_as_a_whole_request(
     with serve(LLAVA, *FLAGS, *STATES, env=runner.environment, subcommand=render) as renderer:
         for number, fields in enumerate(ENTRIES):
             request = rendered(renderer, number, **entry(**fields))
-            whole = ask(generator, examples(2)[number], **entry(**fields))
-            assert len(request["token_ids"]) == prompt_tokens(whole), fields
+            expected = ask(generator, examples(2)[number], **entry(**fields))
+            assert len(request["token_ids"]) == prompt_tokens(expected), fields
             status, answer = generator.post(GENERATE, request)
             assert status == 200, answer
             ids: Any = answer["choices"]
             said = {"model": generator.model, "tokens": ids[0]["token_ids"]}
             text = str(generator.post("/detokenize", said)[1]["prompt"])
-            assert text.removesuffix("</s>").strip() == text_of(whole), fields
+            assert text.removesuffix("</s>").strip() == text_of(expected), fields
 
 
 @pytest.mark.exhaustive

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,23 +19,25 @@ from tests.hostile.attack import (
     Reply,
     Site,
     attack,
-    content,
     entry,
     nearest,
     server_errors,
     unlike,
+    user_turn,
 )
-from tests.hostile.attacks.images import ONE, OTHER, compare, send_both_under_one_uuid
-from tests.hostile.attacks.requests import SPECIAL, no_worse
+from tests.hostile.attacks.images import ONE, OTHER, send_both_under_one_uuid
+from tests.hostile.attacks.requests import SPECIAL
 from tests.tpdsl.samples import sample
+from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.plan import FIELD, MAX_RECALLS, Choice, ItemPlan, encode_state
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.state import PruningState
 
-RENDER, GENERATE = "/v1/chat/completions/render", "/inference/v1/generate"
+RENDER, GENERATE = f"{CHAT}/render", "/inference/v1/generate"
 _PICTURE = Picture(16, *LARGE)
 
+Json = dict[str, Any]
 Forge = Callable[[Tensor], Tensor | None]
 """A forged plan made of a sound one; None leaves the field out."""
 
@@ -98,23 +99,16 @@ QUICK = tuple(f"word {at} = {value}" for at in _WORDS for value in (-1, 10_000))
 )
 
 
-def rendered(client: Client, *pictures: Picture, **more: object) -> dict[str, Any]:
+def rendered(client: Client, *pictures: Picture, **more: object) -> Json:
     """A request for the endpoint for processed inputs, as rendered by vLLM."""
-    body = {
-        "model": client.server.model,
-        "messages": [{"role": "user", "content": content(QUESTION, pictures)}],
-        **more,
-    }
+    body = {"model": client.server.model, "messages": [user_turn(QUESTION, *pictures)], **more}
     reply = client.send(RENDER, body)
     assert reply.status == 200, reply
-    return {
-        **reply.body,
-        "sampling_params": {"temperature": 0, "max_tokens": 4, "logprobs": 20},
-        "stream": False,
-    }
+    sampling = {"temperature": 0, "max_tokens": 4, "logprobs": 20}
+    return {**reply.body, "sampling_params": sampling, "stream": False}
 
 
-def forged(request: Mapping[str, Any], forges: Sequence[Forge], number: int) -> dict[str, Any]:
+def forged(request: Mapping[str, Any], forges: Sequence[Forge], number: int) -> Json:
     """The request with other plans and new identities; the last forge is for all further items."""
     from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import (
         decode_mm_kwargs_item,
@@ -122,11 +116,10 @@ def forged(request: Mapping[str, Any], forges: Sequence[Forge], number: int) -> 
     )
 
     body = copy.deepcopy(dict(request))
-    features = body["features"]
+    features, items = body["features"], []
     features["mm_metadata"] = None
     names = [f"{number:016x}{at:048x}" for at in range(len(features["mm_hashes"]["image"]))]
     features["mm_hashes"]["image"] = names
-    items = []
     for at, packed in enumerate(features["kwargs_data"]["image"]):
         item = decode_mm_kwargs_item(packed)
         field = item[FIELD]
@@ -141,49 +134,61 @@ def forged(request: Mapping[str, Any], forges: Sequence[Forge], number: int) -> 
     return body
 
 
-def lives(client: Client) -> bool:
+def _plans_of(request: Mapping[str, Any]) -> list[ItemPlan]:
+    """The plans of a rendered request."""
+    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import decode_mm_kwargs_item
+
+    items = map(decode_mm_kwargs_item, request["features"]["kwargs_data"]["image"])
+    return [ItemPlan.decode(item[FIELD].data) for item in items]
+
+
+def _lives(client: Client) -> bool:
     return client.chat(QUESTION, Picture(0, 56, 56)).status == 200
 
 
-def _forge_all(site: Site, names: Iterable[str]) -> Iterable[str]:
-    request = rendered(site.client, _PICTURE)
-    sound = site.client.send(GENERATE, forged(request, [same], 1 << 40))
-    if sound.status != 200:
-        yield f"the endpoint refuses a sound plan: {sound}"
-        return
-    statuses: dict[int, int] = {}
-    for number, name in enumerate(names):
-        reply = site.client.send(GENERATE, forged(request, [FORGED[name]], number))
-        statuses[reply.status] = statuses.get(reply.status, 0) + 1
-        if not lives(site.client):
-            yield f"plan with {name}: {reply}, and the engine is dead"
+SOUND = "nothing forged"
+
+Forgeries = Mapping[str, tuple[Mapping[str, Any], Sequence[Forge]]]
+"""Rendered requests, and what is made of the plans of their items; the first is sound as it is."""
+
+
+def _send_forged(site: Site, forgeries: Forgeries, number: int) -> Iterable[str]:
+    """A problem for each server error, a dead engine, and a refusal of what is not forged."""
+    statuses: dict[str, int] = {}
+    sound = next(iter(forgeries.values()))[0], [same]
+    for name, (request, forges) in {SOUND: sound, **forgeries}.items():
+        reply = site.client.send(GENERATE, forged(request, forges, number + len(statuses)))
+        statuses[name] = reply.status
+        if not _lives(site.client):
+            yield f"{name}: {reply}, and the engine is dead"
             return
-    site.note(f"by status: {statuses}")
-    if errors := sum(count for status, count in statuses.items() if not 0 < status < 500):
-        yield f"{errors} of {sum(statuses.values())} forged plans are answered by a server error"
+        yield from (f"{name}: {problem}" for problem in server_errors(reply))
+    site.note(f"{statuses}")
+    if statuses[SOUND] != 200:
+        yield "the endpoint refuses what is not forged"
 
 
 @attack("uncached")
 def forged_plans(site: Site) -> Iterable[str]:
     """Invalid plans: out of range, too short, too long, of another type, missing."""
-    yield from _forge_all(site, QUICK)
+    request = rendered(site.client, _PICTURE)
+    yield from _send_forged(site, {name: (request, [FORGED[name]]) for name in QUICK}, 0)
 
 
 @attack("uncached", quick=False)
 def forged_plans_of_every_kind(site: Site) -> Iterable[str]:
     """Every header field of a plan with every extreme value."""
-    yield from _forge_all(site, FORGED)
+    request = rendered(site.client, _PICTURE)
+    yield from _send_forged(site, {name: (request, [FORGED[name]]) for name in FORGED}, 1 << 40)
 
 
 @attack("uncached")
 def forged_budgets_of_two_images(site: Site) -> Iterable[str]:
     """Two images whose plans are exchanged, so that rows and placeholders differ."""
     request = rendered(site.client, _PICTURE, Picture(17, 56, 56))
-    features = request["features"]
-    features["kwargs_data"]["image"].reverse()
-    features["mm_metadata"] = None
+    request["features"]["kwargs_data"]["image"].reverse()
     reply = site.client.send(GENERATE, forged(request, [same], 1 << 41))
-    if not lives(site.client):
+    if not _lives(site.client):
         yield f"exchanged plans: {reply}, and the engine is dead"
 
 
@@ -195,15 +200,15 @@ def plan_left_out(site: Site) -> Iterable[str]:
     """
     body = forged(rendered(site.client, _PICTURE), [lambda plan: None], 1 << 45)
     reply = site.client.send(GENERATE, body)
-    if lives(site.client):
+    if _lives(site.client):
         return
     stock = site.open_stock()
     request = rendered(stock, _PICTURE)
     request["features"]["mm_placeholders"]["image"][0]["length"] -= 1
     request["features"]["mm_metadata"] = None
-    same = stock.send(GENERATE, request)
-    if lives(stock):
-        yield f"no plan: {reply}, and the engine is dead; stock answers {same.status} and lives"
+    other = stock.send(GENERATE, request)
+    if _lives(stock):
+        yield f"no plan: {reply}, and the engine is dead; stock answers {other.status} and lives"
     else:
         site.note("the engine is dead, and so is that of stock of a range that does not fit")
         site.restart()
@@ -213,46 +218,34 @@ def plan_left_out(site: Site) -> Iterable[str]:
 def planted_key(site: Site) -> Iterable[str]:
     """A plan with the feature key of another client's image and different pixels."""
     victim, planted = Picture(30, *LARGE), Picture(31, *LARGE)
-    theirs = rendered(site.client, victim)
-    references = [site.ask(Picture(32, *LARGE)), site.ask(planted)]
-    key = plans_of(theirs)[0].key
-
+    key = _plans_of(rendered(site.client, victim))[0].key
+    about_planted = site.ask(planted)
     body = forged(rendered(site.client, planted), [changed(key=key)], 1 << 44)
     yield from server_errors(site.client.send(GENERATE, body))
     answer = site.ask(victim)
     # The reference answer is requested last, with another salt and so another key.
-    references[0] = site.ask(victim, cache_salt="alone")
-    if nearest(answer.logprobs, [r.logprobs for r in references]) == 1:
+    references = [site.ask(victim, cache_salt="alone").logprobs, about_planted.logprobs]
+    if nearest(answer.logprobs, references) == 1:
         yield "an image is answered about the one that a peer sent under its key"
-
-
-def plans_of(request: Mapping[str, Any]) -> list[ItemPlan]:
-    """The plans of a rendered request."""
-    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import decode_mm_kwargs_item
-
-    items = map(decode_mm_kwargs_item, request["features"]["kwargs_data"]["image"])
-    return [ItemPlan.decode(item[FIELD].data) for item in items]
 
 
 @attack("uncached")
 def state_where_none_is_allowed(site: Site) -> Iterable[str]:
     """A state in a forged plan, on a server whose requests may set nothing."""
-    from vllm_autoprune.serving.plan import encode_state
-    from vllm_autoprune.tpdsl.loading import load_state
-
     request = rendered(site.client, _PICTURE)
     state = encode_state(load_state("visionzip"))
-
     refused = site.ask(_PICTURE, **entry(state="visionzip"))
     if refused.status != 400:
         yield f"a state by name: {refused}"
-    own = site.client.send(GENERATE, forged(request, [same], 1 << 42))
+    sound = site.client.send(GENERATE, forged(request, [same], 1 << 42))
     reply = site.client.send(GENERATE, forged(request, [changed(state=state)], 1 << 43))
-    if not lives(site.client):
+    if not _lives(site.client):
         yield f"a carried state: {reply}, and the engine is dead"
         return
-    yield from unlike("a carried state", reply, own)
+    yield from unlike("a carried state", reply, sound)
 
+
+# ---- cores and deltas ----
 
 _SPLIT = Picture(50, *LARGE)
 _QUESTIONS = ("what colour is the cat", "how many are on the left", "which dog is blue")
@@ -261,7 +254,7 @@ _QUESTIONS = ("what colour is the cat", "how many are on the left", "which dog i
 def _forges_of_parts(core: ItemPlan, delta: ItemPlan) -> Mapping[str, tuple[Forge, Forge]]:
     """Forged plans of the two items of one image."""
     tokens, few = delta.tokens, delta.budget
-    whole = changed(part="whole", core=0)
+    as_whole = changed(part="whole", core=0)
     no_core = encode_state(load_state("visionzip"))
     wide = {"share": 0.5, "cover": 0.9, "strength": 0.5}
     other_core = encode_state(PruningState.model_validate({**sample(), "core": wide}))
@@ -274,8 +267,8 @@ def _forges_of_parts(core: ItemPlan, delta: ItemPlan) -> Mapping[str, tuple[Forg
         "two cores": (same, changed(part="core", core=few)),
         "two deltas": (changed(part="delta", core=few), same),
         "the delta first": (changed(part="delta", core=few), changed(part="core", core=few)),
-        "a delta beside the whole": (whole, same),
-        "the whole beside a core": (same, whole),
+        "a delta beside the whole": (as_whole, same),
+        "the whole beside a core": (same, as_whole),
         "random tokens": (changed(keep="random"), changed(keep="random")),
         "a core with a question": (changed(instruction=(5,) * 64, language=(5,) * 64), same),
         "a state without a core": (same, changed(state=no_core)),
@@ -289,34 +282,23 @@ def _forges_of_parts(core: ItemPlan, delta: ItemPlan) -> Mapping[str, tuple[Forg
 def forged_parts(site: Site) -> Iterable[str]:
     """Cores and deltas that fit neither each other, nor their image, nor the server's state."""
     request = rendered(site.client, _SPLIT)
-    plans = plans_of(request)
+    plans = _plans_of(request)
     if [plan.part for plan in plans] != ["core", "delta"]:
         yield "the image is not split"
         return
     two = rendered(site.client, _SPLIT, Picture(51, *LARGE))
     exchanged = copy.deepcopy(two)
     exchanged["features"]["kwargs_data"]["image"].reverse()
-    bodies: dict[str, tuple[dict[str, Any], Sequence[Forge]]] = {
-        "nothing forged": (request, (same,)),
+    forgeries: Forgeries = {
         **{name: (request, forges) for name, forges in _forges_of_parts(*plans).items()},
-        "a delta without its core": (_without(request, 0), (same,)),
-        "a core without a delta": (_without(request, 1), (same,)),
-        "two deltas of one core": (_repeated(request, 1), (same,)),
-        "two equal cores": (_repeated(request, 0), (same,)),
-        "one of two cores": (_without(two, 0), (same,)),
+        "a delta without its core": (_repeated(request, 0, times=0), (same,)),
+        "a core without a delta": (_repeated(request, 1, times=0), (same,)),
+        "two deltas of one core": (_repeated(request, 1, times=2), (same,)),
+        "two equal cores": (_repeated(request, 0, times=2), (same,)),
+        "one of two cores": (_repeated(two, 0, times=0), (same,)),
         "exchanged images": (exchanged, (same,)),
     }
-    statuses = {}
-    for number, (name, (body, forges)) in enumerate(bodies.items()):
-        reply = site.client.send(GENERATE, forged(body, forges, (1 << 46) + number))
-        statuses[name] = reply.status
-        if not lives(site.client):
-            yield f"{name}: {reply}, and the engine is dead"
-            return
-        yield from (f"{name}: {problem}" for problem in server_errors(reply))
-    site.note(f"{statuses}")
-    if statuses["nothing forged"] != 200:
-        yield "the endpoint refuses sound parts"
+    yield from _send_forged(site, forgeries, 1 << 46)
     # The forged plans' cores have the key of this image; another salt has none of them.
     for question in _QUESTIONS:
         reply = site.client.chat(question, _SPLIT)
@@ -324,50 +306,35 @@ def forged_parts(site: Site) -> Iterable[str]:
         yield from unlike("the image of the forged plans", reply, alone)
 
 
-def _without(request: Mapping[str, Any], item: int) -> dict[str, Any]:
-    """A rendered request without one of its items and its placeholders."""
-    body = copy.deepcopy(dict(request))
-    features = body["features"]
-    place = features["mm_placeholders"]["image"].pop(item)
-    for name in ("mm_hashes", "kwargs_data"):
-        features[name]["image"].pop(item)
-    features["mm_metadata"] = None
-    del body["token_ids"][place["offset"] : place["offset"] + place["length"]]
-    for later in features["mm_placeholders"]["image"][item:]:
-        later["offset"] -= place["length"]
-    return body
-
-
-def _repeated(request: Mapping[str, Any], item: int) -> dict[str, Any]:
-    """A rendered request with one of its items twice."""
+def _repeated(request: Mapping[str, Any], item: int, times: int) -> Json:
+    """A rendered request with one of its items and its placeholders so many times."""
     body = copy.deepcopy(dict(request))
     features, ids = body["features"], body["token_ids"]
+    features["mm_metadata"] = None
     places = features["mm_placeholders"]["image"]
     begin, length = places[item]["offset"], places[item]["length"]
-    end = begin + length
-    ids[end:end] = ids[begin:end]
+    ids[begin : begin + length] = ids[begin : begin + length] * times
     for later in places[item + 1 :]:
-        later["offset"] += length
-    places.insert(item + 1, {**places[item], "offset": end})
+        later["offset"] += length * (times - 1)
+    places[item : item + 1] = [
+        {**places[item], "offset": begin + copied * length} for copied in range(times)
+    ]
     for name in ("mm_hashes", "kwargs_data"):
-        features[name]["image"].insert(item, features[name]["image"][item])
-    features["mm_metadata"] = None
+        features[name]["image"][item : item + 1] *= times
     return body
 
 
 @attack("split")
 def image_tokens_beside_split_images(site: Site) -> Iterable[str]:
     """Image tokens in the text of a request whose image is split: no new errors, same answers."""
-    stock = site.open_stock()
     for number, text in enumerate(SPECIAL):
         for words in (f"{text} {site.words}", f"{site.words} {text} {text}"):
-            ask = partial(site.client.chat, words, _SPLIT)
-            reply = ask()
-            yield from no_worse(f"{text!r}", reply, partial(stock.chat, words, _SPLIT))
+            yield from site.compare(f"{text!r}", site.client.chat_body(words, _SPLIT))
+            reply = site.client.chat(words, _SPLIT)
             if reply.status == 200:
-                fresh = ask(cache_salt=f"alone {number} {len(words)}")
-                yield from server_errors(fresh)
-                yield from unlike(f"{text!r} with a cached core", reply, fresh)
+                salt = f"alone {number} {len(words)}"
+                fresh = site.client.chat(words, _SPLIT, cache_salt=salt)
+                yield from unlike(f"{text!r} with a cached core", fresh, reply)
                 if fresh.status != 200:
                     yield f"{text!r} under a salt: {fresh}"
 
@@ -391,21 +358,12 @@ def questions_about_split_images_at_once(site: Site) -> Iterable[str]:
     """Concurrent questions that share cores: each is answered about its own image and question."""
     pictures = [Picture(5000 + i, 448, 448 - 56 * (i % 3)) for i in range(12)]
     asked = [(question, picture) for question in _QUESTIONS for picture in pictures]
-    alone = [
-        site.client.chat(question, picture, cache_salt=f"alone {i}")
-        for i, (question, picture) in enumerate(asked)
-    ]
-    yield from server_errors(*alone)
-    with ThreadPoolExecutor(16) as pool:
-        together = list(pool.map(lambda one: site.client.chat(*one), asked))
-    yield from server_errors(*together)
-    for i, reply in enumerate(together):
-        if reply.status != 200:
-            continue
-        first = i // len(pictures) * len(pictures)
-        peers = [reference.logprobs for reference in alone[first : first + len(pictures)]]
-        if (likest := nearest(reply.logprobs, peers)) != i - first:
-            yield f"image {i - first} is answered as image {likest}"
+
+    def ask(question: str, picture: Picture, salt: str) -> Reply:
+        return site.client.chat(question, picture, cache_salt=salt)
+
+    requests: list[Callable[[str], Reply]] = [partial(ask, *each) for each in asked]
+    yield from site.compare_at_once(requests, [question for question, _ in asked])
 
 
 @attack("split")
@@ -420,14 +378,13 @@ def cache_salt_of_cores(site: Site) -> Iterable[str]:
         details = reply.body["usage"].get("prompt_tokens_details") or {}
         return int(details.get("cached_tokens") or 0)
 
-    first, second, third = _QUESTIONS
-    fresh = cached(first, cache_salt="first tenant"), cached(second, cache_salt="first tenant")
-    site.note(f"cached tokens within one salt: {fresh[0]}, then {fresh[1]}")
-    if fresh[0] or not fresh[1]:
-        yield f"the first question finds {fresh[0]} cached tokens, the second {fresh[1]}"
+    fresh, again = (cached(question, cache_salt="first tenant") for question in _QUESTIONS[:2])
+    site.note(f"cached tokens within one salt: {fresh}, then {again}")
+    if fresh or not again:
+        yield f"the first question finds {fresh} cached tokens, the second {again}"
     hits = site.client.metric(name)
     for salt in ({"cache_salt": "second tenant"}, {}):
-        if shared := cached(third, **salt):
+        if shared := cached(_QUESTIONS[2], **salt):
             yield f"a request with {salt} finds {shared} cached tokens of another tenant"
     if site.client.metric(name) != hits:
         yield "a request of another cache_salt hits the features of the first"
@@ -436,16 +393,14 @@ def cache_salt_of_cores(site: Site) -> Iterable[str]:
 @attack("split")
 def odd_details(site: Site) -> Iterable[str]:
     """Values of ``image_url.detail`` on a server that has budgets for them: no new errors."""
-    stock, tokens = site.open_stock(), {}
+    tokens = {}
     details: Iterable[object] = ("low", "auto", "high", "", "LOW", "ü", "x" * 10_000, 1, None, {})
     for detail in details:
-        part = copy.deepcopy(_SPLIT.part)
-        part["image_url"] = {"url": _SPLIT.url, "detail": detail}
-        body = site.client.chat_body(site.words)
-        words = {"type": "text", "text": site.words}
-        body["messages"] = [{"role": "user", "content": [part, words]}]
-        yield from compare(site, stock, f"detail {str(detail)[:20]!r}", body)
-        reply = site.client.send("/v1/chat/completions", body)
+        turn = user_turn(site.words, _SPLIT)
+        turn["content"][0]["image_url"]["detail"] = detail
+        body = site.client.chat_body(site.words, messages=[turn])
+        yield from site.compare(f"detail {str(detail)[:20]!r}", body)
+        reply = site.client.send(CHAT, body)
         if reply.status == 200:
             tokens[str(detail)] = reply.body["usage"]["prompt_tokens"]
     site.note(f"prompt tokens: {tokens}")
@@ -453,13 +408,15 @@ def odd_details(site: Site) -> Iterable[str]:
         yield f"the detail does not set the number of tokens: {tokens}"
 
 
+# ---- later turns that recall ----
+
 _RECALLED = Picture(60, *LARGE)
 _QUESTION, _LATER = "what colour is the cat", "how many are on the left"
-_ENTRY = {"mm_processor_kwargs": {"autoprune": {"recall": 6}}}
+_ENTRY = entry(recall=6)
 
 
-def _messages(picture: Picture, *later: str) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": content(_QUESTION, [picture])}]
+def _messages(picture: Picture, *later: str) -> list[Json]:
+    messages = [user_turn(_QUESTION, picture)]
     for text in later:
         messages += [{"role": "assistant", "content": "blue"}, {"role": "user", "content": text}]
     return messages
@@ -471,23 +428,23 @@ def _converse(client: Client, picture: Picture, *later: str, **more: object) -> 
 
 def _forges_of_recall(recall: ItemPlan) -> Mapping[str, Forge]:
     """Forged plans of the item that is recalled last."""
-    first, *others = recall.earlier
+    initial, *others = recall.earlier
     far = 1 << 40
     chains: Mapping[str, tuple[Choice, ...]] = {
-        "another first question": (Choice(first.budget, (5,) * 8, first.language), *others),
+        "another first question": (Choice(initial.budget, (5,) * 8, initial.language), *others),
         "a first K of all tokens": (Choice(recall.tokens), *others),
         "a first K of more than all tokens": (Choice(recall.tokens + 7), *others),
         "the largest first K": (Choice(MAX_BUDGET - recall.budget),),
-        "as many turns as there may be": (first,) * MAX_RECALLS,
-        "more turns than there may be": (first,) * (MAX_RECALLS + 1),
+        "as many turns as there may be": (initial,) * MAX_RECALLS,
+        "more turns than there may be": (initial,) * (MAX_RECALLS + 1),
         "no turn before": (),
-        "a token id beyond the vocabulary": (Choice(first.budget, (far,), (far,)), *others),
-        "a negative token id": (Choice(first.budget, (-1,), (-1,)), *others),
+        "a token id beyond the vocabulary": (Choice(initial.budget, (far,), (far,)), *others),
+        "a negative token id": (Choice(initial.budget, (-1,), (-1,)), *others),
     }
     return {
         **{name: changed(earlier=chain) for name, chain in chains.items()},
-        "another K_c": changed(core=first.budget - 1),
-        "K_c of the first K": changed(core=first.budget),
+        "another K_c": changed(core=initial.budget - 1),
+        "K_c of the first K": changed(core=initial.budget),
         "no K_c": changed(core=0),
         "random tokens": changed(keep="random"),
         "the base policy alone": changed(keep="reference"),
@@ -501,22 +458,15 @@ def _forges_of_recall(recall: ItemPlan) -> Mapping[str, Forge]:
 def forged_recalls(site: Site) -> Iterable[str]:
     """Recalls whose plans tell other turns, or other numbers, than there were."""
     request = rendered(site.client, messages=_messages(_RECALLED, _LATER, _LATER), **_ENTRY)
-    plans = plans_of(request)
+    plans = _plans_of(request)
     if [plan.part for plan in plans][-2:] != ["recall", "recall"]:
         yield f"nothing is recalled: {[plan.part for plan in plans]}"
         return
-    statuses = {}
     sound = [same] * (len(plans) - 1)
-    for number, (name, forge) in enumerate({"sound": same, **_forges_of_recall(plans[-1])}.items()):
-        reply = site.client.send(GENERATE, forged(request, [*sound, forge], (1 << 47) + number))
-        statuses[name] = reply.status
-        if not lives(site.client):
-            yield f"{name}: {reply}, and the engine is dead"
-            return
-        yield from (f"{name}: {problem}" for problem in server_errors(reply))
-    site.note(f"{statuses}")
-    if statuses["sound"] != 200:
-        yield "the endpoint refuses sound recalls"
+    forges = _forges_of_recall(plans[-1]).items()
+    yield from _send_forged(
+        site, {name: (request, [*sound, forge]) for name, forge in forges}, 1 << 47
+    )
     reply, alone = (_converse(site.client, _RECALLED, _LATER, cache_salt=s) for s in ("", "alone"))
     yield from unlike("the image of the forged plans", reply, alone)
 
@@ -524,15 +474,13 @@ def forged_recalls(site: Site) -> Iterable[str]:
 @attack("split")
 def image_tokens_in_conversations(site: Site) -> Iterable[str]:
     """Image tokens in a later turn of a conversation with recall: no new errors."""
-    stock = site.open_stock()
     for text in SPECIAL:
         for later in (f"{text} {_LATER}", f"{_LATER} {text} {text}"):
             messages = _messages(_RECALLED, later, _LATER)
-            reply = site.client.chat(_QUESTION, messages=messages, **_ENTRY)
-            ask_stock = partial(stock.chat, _QUESTION, messages=messages)
-            yield from no_worse(f"{text!r}", reply, ask_stock)
-            if not lives(site.client):
-                yield f"{text!r}: {reply}, and the engine is dead"
+            body = site.client.chat_body(_QUESTION, messages=messages)
+            yield from site.compare(f"{text!r}", {**body, **_ENTRY}, body)
+            if not _lives(site.client):
+                yield f"{text!r}: the engine is dead"
                 return
 
 
@@ -540,18 +488,12 @@ def image_tokens_in_conversations(site: Site) -> Iterable[str]:
 def conversations_at_once(site: Site) -> Iterable[str]:
     """Concurrent conversations that recall: each is answered about its own image."""
     pictures = [Picture(7000 + i, 448, 448 - 56 * (i % 3)) for i in range(12)]
-    alone = [
-        _converse(site.client, picture, _LATER, cache_salt=f"alone {i}")
-        for i, picture in enumerate(pictures)
-    ]
-    yield from server_errors(*alone)
-    with ThreadPoolExecutor(12) as pool:
-        together = list(pool.map(lambda one: _converse(site.client, one, _LATER), pictures))
-    yield from server_errors(*together)
-    peers = [reply.logprobs for reply in alone]
-    for i, reply in enumerate(together):
-        if reply.status == 200 and (likest := nearest(reply.logprobs, peers)) != i:
-            yield f"image {i} is answered as image {likest}"
+
+    def ask(picture: Picture, salt: str) -> Reply:
+        return _converse(site.client, picture, _LATER, cache_salt=salt)
+
+    requests: list[Callable[[str], Reply]] = [partial(ask, picture) for picture in pictures]
+    yield from site.compare_at_once(requests, [0] * len(pictures))
 
 
 @attack("split")
@@ -561,6 +503,6 @@ def long_conversations(site: Site) -> Iterable[str]:
         reply = _converse(site.client, _RECALLED, *["more"] * turns)
         yield from server_errors(reply)
         site.note(f"{turns} turns: {reply.status}")
-        if not lives(site.client):
+        if not _lives(site.client):
             yield f"{turns} turns: {reply}, and the engine is dead"
             return

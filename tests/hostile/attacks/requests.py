@@ -6,7 +6,6 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from tests.hostile.attack import LARGE, Picture, Reply, Site, attack, entry, server_errors
@@ -55,15 +54,11 @@ def control_characters(site: Site) -> Iterable[str]:
 @attack()
 def special_tokens(site: Site) -> Iterable[str]:
     """Special tokens in user text: no error that stock vLLM does not give."""
-    picture, stock = Picture(14, *LARGE), site.open_stock()
     for text in SPECIAL:
         for words in (f"{text} {site.words}", f"{site.words} {text} {text}"):
-            for pictures in ((picture,), ()):
-                yield from no_worse(
-                    f"{text!r} with {len(pictures)} images",
-                    site.client.chat(words, *pictures),
-                    partial(stock.chat, words, *pictures),
-                )
+            for pictures in ([Picture(14, *LARGE)], []):
+                name = f"{text!r} with {len(pictures)} images"
+                yield from site.compare(name, site.client.chat_body(words, *pictures))
 
 
 @attack()
@@ -84,15 +79,6 @@ def truncated_prompts(site: Site) -> Iterable[str]:
     site.note(f"server errors: {len(errors)}, on stock {len(stock)}")
     if len(errors) > len(stock):
         yield f"{len(errors)} server errors, and {len(stock)} on stock; the last is {errors[-1]}"
-
-
-def no_worse(name: str, reply: Reply, ask_stock: Callable[[], Reply]) -> Iterable[str]:
-    """A problem for a server error that stock vLLM does not give."""
-    if reply.status < 500 and reply.status != 0:
-        return
-    same = ask_stock()
-    if same.status < 500:
-        yield f"{name}: {reply}, and stock answers {same.status}"
 
 
 _PICTURE = Picture(8, *LARGE)
@@ -150,7 +136,7 @@ def _ask_at_once(site: Site, **more: object) -> tuple[Reply, Reply]:
 
 
 def _format(seconds: Iterable[float]) -> str:
-    return ", ".join(f"{one:.2f}" for one in seconds)
+    return ", ".join(f"{second:.2f}" for second in seconds)
 
 
 # The vocabularies of these tiny models have no word of several tokens.
@@ -161,13 +147,13 @@ def long_instruction_of_many_images(site: Site) -> Iterable[str]:
     pictures = [Picture(3000 + i, 28, 28) for i in range(100)]
     how = entry(budget=2)
     site.client.chat("what", *pictures, **how)
-    few = site.ask(*pictures, **how)
-    one = site.client.chat(words, _PICTURE, **how)
+    few_words = site.ask(*pictures, **how)
+    one_image = site.client.chat(words, _PICTURE, **how)
     many = site.client.chat(words, *pictures, **how)
-    yield from server_errors(few, one, many)
-    figures = f"{many.seconds:.1f} s, with one image {one.seconds:.1f} s"
-    site.note(f"{figures}, with few words {few.seconds:.1f} s ({many.status})")
-    if many.seconds > 3 * (one.seconds + few.seconds):
+    yield from server_errors(few_words, one_image, many)
+    figures = f"{many.seconds:.1f} s, with one image {one_image.seconds:.1f} s"
+    site.note(f"{figures}, with few words {few_words.seconds:.1f} s ({many.status})")
+    if many.seconds > 3 * (one_image.seconds + few_words.seconds):
         yield f"100 images with {len(words.split())} words: {figures}"
 
 
@@ -183,20 +169,15 @@ def _counts(site: Site) -> list[float]:
 def counted_though_not_served(site: Site) -> Iterable[str]:
     """Token-count requests and late refusals must not appear in the metrics."""
     picture = Picture(11, *LARGE)
-    parts = [
-        {
-            "type": "image",
-            "source": {
-                "type": "base64",
-                "media_type": "image/png",
-                "data": picture.url.partition(",")[2],
-            },
-        },
-        {"type": "text", "text": site.words},
-    ]
-    body = {"model": site.client.server.model, "max_tokens": 4}
-    anthropic = {**body, "messages": [{"role": "user", "content": parts}]}
+    data = picture.url.partition(",")[2]
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    parts = [{"type": "image", "source": source}, {"type": "text", "text": site.words}]
     chat = site.client.chat_body(site.words, picture)
+    anthropic = {
+        "model": site.client.server.model,
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": parts}],
+    }
     requests: Mapping[str, Callable[[], Reply]] = {
         "count_tokens": lambda: site.client.send("/v1/messages/count_tokens", anthropic),
         "tokenize": lambda: site.client.send("/tokenize", chat),
@@ -207,8 +188,7 @@ def counted_though_not_served(site: Site) -> Iterable[str]:
     for name, send in requests.items():
         before = _counts(site)
         reply = send()
-        if reply.status >= 500 or reply.status == 0:
-            yield f"{name}: {reply}"
+        yield from (f"{name}: {problem}" for problem in server_errors(reply))
         site.note(f"{name}: {reply.status}")
         if _counts(site) != before:
             yield f"{name} ({reply.status}) is counted as served"
@@ -218,7 +198,7 @@ def counted_though_not_served(site: Site) -> Iterable[str]:
 def several_answers(site: Site) -> Iterable[str]:
     """A request with ``n > 1`` is counted once, and all its answers see its image."""
     picture = Picture(12, *LARGE)
-    one = site.ask(picture)
+    alone = site.ask(picture)
     before = site.client.metric("autoprune_images_total")
     reply = site.ask(picture, n=3, temperature=1, top_k=1)
     if reply.status != 200:
@@ -227,10 +207,10 @@ def several_answers(site: Site) -> Iterable[str]:
     if (counted := site.client.metric("autoprune_images_total") - before) != 1:
         yield f"three answers about one image are counted as {counted:.0f} images"
     answers = {choice["message"]["content"] for choice in reply.body["choices"]}
-    if answers != {one.body["choices"][0]["message"]["content"]}:
+    if answers != {alone.body["choices"][0]["message"]["content"]}:
         yield f"answers of one request differ from the one alone: {answers}"
     refused = site.ask(picture, n=10**6, temperature=1)
-    if refused.status in (0, 200) or refused.status >= 500:
+    if refused.failed or refused.status == 200:
         yield f"a million answers: {refused}"
 
 
