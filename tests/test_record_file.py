@@ -1,9 +1,12 @@
+"""Record files: what is on the disk after a kill, a power failure, a full disk, a second writer."""
+
 from __future__ import annotations
 
 import errno
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,8 +28,8 @@ class NotesError(AutopruneError):
 NOTE = TypeAdapter(Note)
 
 
-def open_notes(path: Path) -> RecordFile[Note]:
-    return RecordFile(path, NOTE, NotesError)
+def open_notes(path: Path, *, exclude_none: bool = False) -> RecordFile[Note]:
+    return RecordFile(path, NOTE, NotesError, exclude_none=exclude_none)
 
 
 def numbers(path: Path) -> list[int]:
@@ -35,7 +38,7 @@ def numbers(path: Path) -> list[int]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file with two notes, in a folder that writing it creates."""
+    """A file with two notes, in folders that writing it creates."""
     path = tmp_path / "a" / "b" / "notes.jsonl"
     with open_notes(path) as file:
         file.append([Note(number=1, text="one"), Note(number=2)])
@@ -43,16 +46,12 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_records_are_lines_in_order(path: Path) -> None:
-    with RecordFile(path, NOTE, NotesError, exclude_none=True) as file:
+    with open_notes(path, exclude_none=True) as file:
         assert file.records == [Note(number=1, text="one"), Note(number=2)]
         file.append([Note(number=3)])
-        file.append([])
         assert numbers(path) == [1, 2, 3]
-    assert path.read_text().splitlines() == [
-        '{"number":1,"text":"one"}',
-        '{"number":2,"text":null}',
-        '{"number":3}',
-    ]
+    lines = ['{"number":1,"text":"one"}', '{"number":2,"text":null}', '{"number":3}']
+    assert path.read_text().splitlines() == lines
 
 
 def test_complete_lines_survive_truncation_anywhere(path: Path) -> None:
@@ -71,8 +70,7 @@ def test_remains_of_a_power_failure_are_removed(path: Path, remains: bytes) -> N
     content = path.read_bytes()
     path.write_bytes(content + remains)
     assert numbers(path) == [1, 2]
-    with open_notes(path):
-        pass
+    open_notes(path).close()
     assert path.read_bytes() == content
 
 
@@ -93,21 +91,17 @@ def test_foreign_content_is_refused_and_left_unchanged(
 ) -> None:
     path = tmp_path / "f"
     path.write_bytes(content)
-    message = f"^{path}:{line}: not a record of this version .* -> name another file"
-    with pytest.raises(NotesError, match=message):
-        open_notes(path)
-    with pytest.raises(NotesError, match=message):
-        numbers(path)
+    for read in (open_notes, numbers):
+        with pytest.raises(NotesError, match=f"^{path}:{line}: not a record .* -> name another"):
+            read(path)
     assert path.read_bytes() == content
 
 
 def test_one_process_writes_while_others_read_complete_lines(path: Path) -> None:
+    content = path.read_bytes()
     with open_notes(path):
-        with pytest.raises(
-            NotesError, match=r"notes\.jsonl: another process is writing it -> wait"
-        ):
+        with pytest.raises(NotesError, match="another process is writing it -> wait"):
             open_notes(path)
-        content = path.read_bytes()
         path.write_bytes(content + b'{"number":')
         assert numbers(path) == [1, 2]
         path.write_bytes(content + b'{"number":3}\n')
@@ -116,66 +110,58 @@ def test_one_process_writes_while_others_read_complete_lines(path: Path) -> None
     with pytest.raises(NotesError):
         open_notes(path)
     path.write_bytes(content)
-    with open_notes(path) as file:  # closing and the refusal let go of the lock
-        assert len(file.records) == 2
+    open_notes(path).close()  # closing and the refusal have let go of the lock
 
 
-def test_a_full_disk_leaves_nothing_of_a_batch(path: Path) -> None:
-    content = path.read_bytes()
-    batch = [Note(number=number) for number in range(3, 9)]
+@contextmanager
+def room_for(count: int) -> Iterator[None]:
+    """A file may not grow beyond ``count`` bytes: a write ends half way, and then fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def broken_disk(number: int) -> Iterator[None]:
+    """The disk reports an error only when it is waited for."""
+
+    def fail(handle: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (room_for(80), "File too large -> make room and resume"),
+        (broken_disk(errno.ENOSPC), "-> make room and resume"),
+        (broken_disk(errno.EDQUOT), "-> make room and resume"),
+        (broken_disk(errno.EIO), "Input/output error -> name a place that can be written$"),
+    ],
+    ids=["half a batch", "ENOSPC", "EDQUOT", "EIO"],
+)
+def test_a_disk_that_fails_leaves_nothing_of_a_batch(
+    path: Path, failure: AbstractContextManager[None], message: str
+) -> None:
+    content, batch = path.read_bytes(), [Note(number=number) for number in range(3, 9)]
     with open_notes(path) as file:
-        # Room for one and a half of them: a real write that ends half way, and then an error.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(content) + 40, hard))
-        try:
-            with pytest.raises(NotesError, match=r"File too large -> make room and resume"):
-                file.append(batch)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        with failure, pytest.raises(NotesError, match=message):
+            file.append(batch)
         assert path.read_bytes() == content
         file.append(batch)
     assert numbers(path) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def failing(number: int) -> Callable[..., None]:
-    def fail(*_: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return fail
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_reported_by_fsync(
-    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    content = path.read_bytes()
-    with open_notes(path) as file:
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "fsync", failing(number))
-            with pytest.raises(NotesError, match="-> make room and resume"):
-                file.append([Note(number=3)])
-        assert path.read_bytes() == content
-        file.append([Note(number=3)])
-    assert numbers(path) == [1, 2, 3]
-
-
-def test_a_broken_disk_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_notes(path) as file, monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", failing(errno.EIO))
-        patched.setattr(os, "ftruncate", failing(errno.EIO))
-        with pytest.raises(
-            NotesError, match=r"Input/output error -> name a place that can be written$"
-        ):
-            file.append([Note(number=3)])
-
-
 def test_an_unusable_path_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for path, message in (
-        (tmp_path, f"^{tmp_path}: Is a directory -> name a place"),
-        (tmp_path / "file" / "notes", "name a place that can be written"),
-    ):
-        with pytest.raises(NotesError, match=message):
+    for path in (tmp_path, tmp_path / "file" / "notes"):
+        with pytest.raises(NotesError, match="-> name a place that can be written"):
             open_notes(path)
     with pytest.raises(NotesError, match=r"No such file or directory -> name one$"):
         numbers(tmp_path / "nowhere")

@@ -21,19 +21,17 @@ MAX_IN_FLIGHT = 128
 """Concurrent requests a server. On two cores an answer took 16 ms of processor time with 128, 23 ms
 with 32 and 45 ms with one, because requests share the cost of an engine step."""
 
+CHAT = "/v1/chat/completions"
+_MODELS = "/v1/models"
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 """Long, because a request may wait for all others that are in flight."""
-
 _CHECK_TIMEOUT = 30.0
 """For the list of models, which tells whether a server is alive."""
-
-_MODELS = "/v1/models"
-CHAT = "/v1/chat/completions"
 _RETRIED = (408, 429)
 """Client errors that another attempt may not meet."""
+
 _FORMAT = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 """What reading an answer raises that is not JSON, or has other fields."""
-
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, *_FORMAT)
 """What a request to a server, and reading its answer, can raise."""
 
@@ -57,11 +55,8 @@ class Metrics:
 
     def total(self, name: str, **labels: str) -> float | None:
         """One metric, summed over the samples with these labels; None where there is none."""
-        values = [
-            value
-            for present, value in self._samples.get(name, ())
-            if all(present.get(key) == wanted for key, wanted in labels.items())
-        ]
+        samples = self._samples.get(name, ())
+        values = [value for present, value in samples if labels.items() <= present.items()]
         return sum(values) if values else None
 
     def mean(self, name: str) -> float | None:
@@ -74,7 +69,13 @@ class Metrics:
         return next((labels.get(label) for labels, _ in self._samples.get(name, ())), None)
 
 
+def server_address(url: str) -> str:
+    """The address without ``/v1`` and closing slashes."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def _settings() -> dict[str, Any]:
+    """Timeouts and headers of every client."""
     key = os.environ.get("VLLM_API_KEY")
     return {"timeout": _TIMEOUT, "headers": {"Authorization": f"Bearer {key}"} if key else {}}
 
@@ -125,12 +126,6 @@ class AsyncServerClient:
         async with self._client() as client:
             return _read_models(await client.get(self.url + _MODELS, timeout=_CHECK_TIMEOUT))
 
-    async def is_alive(self) -> bool:
-        """Whether the server lists its models."""
-        with contextlib.suppress(*FAILURES):
-            return bool(await self.list_models())
-        return False
-
     async def chat(self, body: Mapping[str, object]) -> dict[str, Any]:
         """As :meth:`ServerClient.chat`."""
         async with self._client() as client:
@@ -164,23 +159,18 @@ async def chat_with_retries(
     """
     failure = ""
     for attempt in range(attempts):
-        server = servers[attempt % len(servers)]
+        if attempt:
+            await asyncio.sleep(first_wait * 2 ** (attempt - 1))
         try:
-            return await server.chat(body)
+            return await servers[attempt % len(servers)].chat(body)
         except FAILURES as error:
             failure = f"{type(error).__name__}: {error}"[:300]
-        if attempt + 1 < attempts:
-            await asyncio.sleep(first_wait * 2**attempt)
     for server in servers:
-        if await server.is_alive():
+        with contextlib.suppress(*FAILURES):
+            await server.list_models()
             raise EvaluationFailed(f"{failure}, after {attempts} attempts")
     addresses = ", ".join(server.url for server in servers)
     raise ServerLost(f"{addresses} stopped answering ({failure})")
-
-
-def server_address(url: str) -> str:
-    """The address without ``/v1`` and closing slashes."""
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def choose_model(url: str, models: Mapping[str, int], wanted: str | None = None) -> str:
@@ -208,10 +198,9 @@ def describe_failure(url: str, error: Exception) -> Problem:
             what, fix = "is not the address of a server", "give it as http://HOST:PORT"
         case httpx.HTTPStatusError():
             what = f"answers with {describe_rejection(error.response)}"
-            status = error.response.status_code
-            if status in (401, 403):
+            if error.response.status_code in (401, 403):
                 fix = "set VLLM_API_KEY to the key that the server asks for"
-            elif status >= 500:
+            elif error.response.is_server_error:
                 fix = "look into the server's log"
         case httpx.HTTPError():
             what = f"does not answer ({type(error).__name__})"
@@ -233,21 +222,16 @@ def describe_rejection(response: httpx.Response) -> str:
 
 
 def _read_models(response: httpx.Response) -> dict[str, int]:
-    response.raise_for_status()
-    models = {
-        str(model["id"]): int(model.get("max_model_len") or 0) for model in response.json()["data"]
-    }
-    if not models:
+    data = response.raise_for_status().json()["data"]
+    if not data:
         raise ValueError("lists no model at /v1/models")
-    return models
+    return {str(model["id"]): int(model.get("max_model_len") or 0) for model in data}
 
 
 def _read_answer(response: httpx.Response) -> dict[str, Any]:
-    status = response.status_code
-    if 400 <= status < 500 and status not in _RETRIED:
+    if response.is_client_error and response.status_code not in _RETRIED:
         raise RequestRefused(describe_rejection(response))
-    response.raise_for_status()
-    answer = response.json()
+    answer = response.raise_for_status().json()
     if not isinstance(answer, dict):
         raise TypeError("an answer is no JSON object")
     return answer

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Generic, Self, TypeVar
 
@@ -52,21 +52,14 @@ class RecordFile(Generic[_R]):
         """
         self.path = path
         self._adapter, self._error_type, self._exclude_none = adapter, error_type, exclude_none
-        try:
+        with contextlib.ExitStack() as on_error, self._reporting():
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise self._inaccessible(error) from None
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Unbuffered: a write ends half way where the disk is full.
+            self._file = on_error.enter_context(path.open("ab", buffering=0))
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.records, self._size = _read_complete_lines(path, adapter, error_type)
-            os.ftruncate(self._handle, self._size)
-        except OSError as error:
-            os.close(self._handle)
-            raise self._inaccessible(error) from None
-        except AutopruneError:
-            os.close(self._handle)
-            raise
+            self._file.truncate(self._size)
+            on_error.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -80,31 +73,37 @@ class RecordFile(Generic[_R]):
             self._adapter.dump_json(record, exclude_none=self._exclude_none) + b"\n"
             for record in records
         )
-        try:
-            written = 0
-            while written < len(lines):
-                written += os.write(self._handle, lines[written:])
-            os.fsync(self._handle)
-        except OSError as error:
-            # Remove what was written of the batch. If this fails too, the next process that opens
-            # the file removes the incomplete line.
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._handle, self._size)
-            raise self._inaccessible(error) from None
+        with self._reporting():
+            try:
+                written = 0
+                while written < len(lines):
+                    written += self._file.write(lines[written:])
+                os.fsync(self._file)
+            except OSError:
+                # If this fails too, the next process that opens the file removes what is left.
+                with contextlib.suppress(OSError):
+                    self._file.truncate(self._size)
+                raise
         self._size += len(lines)
 
     def close(self) -> None:
         """Release the lock and close the file."""
-        os.close(self._handle)
+        self._file.close()
 
-    def _inaccessible(self, error: OSError) -> AutopruneError:
-        reason, fix = error.strerror or str(error), "name a place that can be written"
-        if error.errno in _DISK_FULL:
-            fix = "make room and resume: everything up to here is kept"
-        elif isinstance(error, BlockingIOError):
-            reason = "another process is writing it"
-            fix = "wait for it, or name another place"
-        return self._error_type(f"{self.path}: {reason} -> {fix}")
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Raise what the file system refuses as the file's own kind of error."""
+        try:
+            yield
+        except BlockingIOError:
+            reason, fix = "another process is writing it", "wait for it, or name another place"
+        except OSError as error:
+            reason, fix = error.strerror or str(error), "name a place that can be written"
+            if error.errno in _DISK_FULL:
+                fix = "make room and resume: everything up to here is kept"
+        else:
+            return
+        raise self._error_type(f"{self.path}: {reason} -> {fix}")
 
 
 def read_records(
@@ -125,30 +124,24 @@ def _read_complete_lines(
 ) -> tuple[list[_R], int]:
     """All complete records and their size in bytes, without an incomplete last line."""
     records: list[_R] = []
-    size = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            complete = line.endswith(b"\n")
-            try:
-                record = adapter.validate_json(line)
-            except ValidationError as error:
-                detail = error.errors(include_url=False)[0]
-                # The last line may be a truncated record, rather than content of another format: a
-                # truncated object is never valid JSON, and a file system may leave zero bytes where
-                # a power failure interrupted a write.
-                truncated = detail["type"] == "json_invalid" and (
-                    not line.strip() or line.startswith((b"{", b"\0"))
-                )
-                # Lines after an incomplete one mean that its writer has completed it meanwhile.
-                if (complete and file.readline()) or not truncated:
-                    what = detail["msg"]
-                    raise error_type(
-                        f"{path}:{number}: not a record of this version ({what}) -> name another "
-                        "file, or use the version that wrote it"
-                    ) from None
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            record = adapter.validate_json(line)
+        except ValidationError as error:
+            detail = error.errors(include_url=False)[0]
+            # The last line may be a truncated record, rather than content of another format: a
+            # truncated object is never valid JSON, and a file system may leave zero bytes where a
+            # power failure interrupted a write.
+            truncated = detail["type"] == "json_invalid" and (
+                not line.strip() or line.startswith((b"{", b"\0"))
+            )
+            if truncated and not any(lines[number:]):
                 break
-            if not complete:
-                break
+            raise error_type(
+                f"{path}:{number}: not a record of this version ({detail['msg']}) -> name another "
+                "file, or use the version that wrote it"
+            ) from None
+        if number < len(lines):  # else the end of the line is not on the disk
             records.append(record)
-            size += len(line)
-    return records, size
+    return records, sum(len(line) + 1 for line in lines[: len(records)])

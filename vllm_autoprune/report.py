@@ -8,12 +8,11 @@ mode; a point's tooltip is its SVG title.
 from __future__ import annotations
 
 import io
-import math
 import re
 import warnings
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,11 +21,9 @@ from markupsafe import Markup, escape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.transforms import Transform
 
 Tone = Literal["good", "bad", "open"]
 """How an answer is marked; ``open``: not decided."""
-
 CellTone = Literal["", "good", "bad"]
 _Scale = Literal["linear", "log"]
 
@@ -77,17 +74,15 @@ class Table:
         rows = [[str(cell).replace("|", "\\|") for cell in row] for row in self.rows]
         return "\n".join(f"| {' | '.join(row)} |" for row in (list(self.columns), rule, *rows))
 
-
-def _cells(table: Table) -> Iterator[list[Cell]]:
-    """Rows of cells; an interval in brackets stands under its figure."""
-    for row in table.rows:
-        yield [
-            cell if isinstance(cell, Cell)
-            else Cell(match["figure"] + match["mark"], match["interval"])
-            if column >= table.left and (match := _WITH_INTERVAL.fullmatch(cell))
-            else Cell(cell)
-            for column, cell in enumerate(row)
-        ]  # fmt: skip
+    def cells(self) -> Iterator[list[Cell]]:
+        """Rows of the page's table: an interval in brackets stands under its figure."""
+        for row in self.rows:
+            cells = [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
+            for column, cell in enumerate(cells[self.left :], self.left):
+                if match := _WITH_INTERVAL.fullmatch(cell.text):
+                    text, under = match["figure"] + match["mark"], match["interval"]
+                    cells[column] = replace(cell, text=text, under=under)
+            yield cells
 
 
 @dataclass(frozen=True)
@@ -137,12 +132,8 @@ class Chart:
     x_zero: bool = False
     """Whether a linear axis includes 0."""
     y_zero: bool = False
-    y_most: float = math.inf
-    """A value that none can exceed: the axis ends there."""
     x_names: Mapping[float, str] = field(default_factory=dict)
     """Names of places along the x axis, in place of numbers."""
-    side_by_side: bool = False
-    """Whether series are drawn a little apart, so that intervals at one x do not overlap."""
 
 
 @dataclass(frozen=True)
@@ -193,15 +184,13 @@ def render_document(document: Document) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    template = environment.get_template("report.html.jinja")
-    text = template.render(
+    return environment.get_template("report.html.jinja").render(
         document=document,
         draw_chart=draw_chart,
-        cells=_cells,
         breakable=lambda text: Markup(_JOINT.sub("<wbr>", escape(text))),
     )
-    return text + "\n"
 
 
 def render_markdown(document: Document) -> str:
@@ -210,11 +199,10 @@ def render_markdown(document: Document) -> str:
     lines += [*(f"- {text}" for text in document.warnings), ""] if document.warnings else []
     lines += [f"- {fact}" for fact in document.facts]
     for section in document.sections:
-        if section.charts and not section.tables:
-            continue
-        lines.append(f"\n## {section.title}\n")
-        lines += [f"- {text}" for text in section.texts]
-        lines += [f"\n### {table.caption}\n\n{table.markdown()}" for table in section.tables]
+        if section.tables or not section.charts:
+            lines.append(f"\n## {section.title}\n")
+            lines += [f"- {text}" for text in section.texts]
+            lines += [f"\n### {table.caption}\n\n{table.markdown()}" for table in section.tables]
     return "\n".join(lines) + "\n"
 
 
@@ -227,8 +215,6 @@ _STYLE = {
 """Colours as they are drawn, by which the style sheet's are told apart in the SVG."""
 _INK, _SOFT, _LINE, *_COLOURS = _STYLE
 _SYMBOLS = "os^DvP"
-_APART = 5.0
-"""Points between series that stand side by side."""
 
 
 def draw_chart(chart: Chart) -> Markup:
@@ -236,7 +222,6 @@ def draw_chart(chart: Chart) -> Markup:
     try:
         import matplotlib
         from matplotlib.figure import Figure
-        from matplotlib.transforms import ScaledTranslation
     except ModuleNotFoundError:
         return Markup("<figure><figcaption>{}</figcaption>{}</figure>").format(
             chart.title, "Not drawn: pip install matplotlib"
@@ -248,20 +233,30 @@ def draw_chart(chart: Chart) -> Markup:
         "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
         "legend.frameon": False,
     }  # fmt: skip
-    tips: dict[str, Mark] = {}
+    marks: dict[str, Mark] = {}
     buffer = io.StringIO()
     with matplotlib.rc_context(style), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about characters that a font lacks, which a browser has
         figure = Figure(figsize=(6.4, 4.4), layout="constrained")
         axes = figure.add_subplot(xlabel=chart.x_label, ylabel=chart.y_label)
-        middle = (len(chart.series) - 1) / 2
-        for number, series in enumerate(chart.series):
-            shift = _APART * (number - middle) if chart.side_by_side else 0.0
-            place = axes.transData + ScaledTranslation(shift / 72, 0, figure.dpi_scale_trans)
-            _draw_series(axes, series, place, tips)
+        for series in chart.series:
+            _draw_series(axes, series, marks)
         for rule in chart.rules:
             axes.axhline(rule.y, color=_INK, linestyle=":", label=rule.name)
-        _scale_axes(axes, chart)
+        # A logarithmic axis needs a positive point.
+        points = [point for series in chart.series for point in series.path]
+        points += [(mark.x, mark.y) for mark in marks.values()]
+        if chart.x_scale == "log" and any(x > 0 for x, _ in points):
+            axes.set_xscale("log")
+        elif chart.x_zero:
+            axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
+        if chart.y_scale == "log" and any(y > 0 for _, y in points):
+            axes.set_yscale("log")
+        elif chart.y_zero:
+            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        if chart.x_names:
+            axes.set_xticks(list(chart.x_names), list(chart.x_names.values()))
+            axes.minorticks_off()
         if len(chart.series) > 1 or chart.rules:
             figure.legend(loc="outside upper left", ncols=3, fontsize="small")
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -269,7 +264,7 @@ def draw_chart(chart: Chart) -> Markup:
     ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
     root = ElementTree.fromstring(buffer.getvalue())
     for element in root.iter():
-        if mark := tips.get(element.get("id", "")):
+        if mark := marks.get(element.get("id", "")):
             title = ElementTree.Element(f"{{{_SVG}}}title")
             title.text = mark.tip
             element.insert(0, title)
@@ -286,63 +281,23 @@ def draw_chart(chart: Chart) -> Markup:
     )
 
 
-def _draw_series(axes: Axes, series: Series, place: Transform, tips: dict[str, Mark]) -> None:
-    """Lines and intervals of a series, and its marks, whose tips get the ids they have in the SVG.
-
-    Of a series with hollow points, the line through all of them is pale, that without them solid.
-    """
+def _draw_series(axes: Axes, series: Series, marks: dict[str, Mark]) -> None:
+    """A line through the points that are not hollow, and every mark by the id it has in the SVG."""
     colour = _COLOURS[series.colour % len(_COLOURS)]
     symbol, size = _SYMBOLS[series.colour % len(_SYMBOLS)], 4 if series.dashed else 6
-    steps = "steps-post" if series.line == "steps" else "default"
+    points = list(series.path) or [(mark.x, mark.y) for mark in series.marks if not mark.hollow]
     dashes = "--" if series.dashed else "-"
-    points = list(series.path) or [(mark.x, mark.y) for mark in series.marks]
-    solid = list(series.path) or [(mark.x, mark.y) for mark in series.marks if not mark.hollow]
-    if series.line != "none":
-        if solid != points:
-            axes.plot(
-                *zip(*points, strict=True), ":", color=colour, linewidth=1, drawstyle=steps,
-                transform=place,
-            )  # fmt: skip
-        if len(solid) > 1:
-            axes.plot(
-                *zip(*solid, strict=True), dashes, color=colour, drawstyle=steps, transform=place
-            )
+    if series.line == "none" or len(points) < 2:
+        points, dashes = [], ""
+    steps = "steps-post" if series.line == "steps" else "default"
+    axes.plot([x for x, _ in points], [y for _, y in points], dashes, color=colour, drawstyle=steps)
     for mark in series.marks:
-        name = f"mark-{len(tips)}"
-        tips[name] = mark
         if mark.low is not None and mark.high is not None:
-            ends = (mark.low, mark.high)
-            axes.plot([mark.x] * 2, ends, color=colour, linewidth=1.2, alpha=0.65, transform=place)
-        axes.plot(
-            [mark.x], [mark.y], symbol, color=colour, markersize=size, transform=place, gid=name,
-            fillstyle="none" if mark.hollow else "full",
-        )  # fmt: skip
-    # What the legend shows.
-    axes.plot(
-        [], [], "" if series.line == "none" or len(points) < 2 else dashes, color=colour,
-        label=series.name, marker=symbol if series.marks else "", markersize=size,
-    )  # fmt: skip
-
-
-def _scale_axes(axes: Axes, chart: Chart) -> None:
-    points = [point for series in chart.series for point in series.path]
-    marks = [mark for series in chart.series for mark in series.marks]
-    points += [(mark.x, mark.y) for mark in marks]
-    points += [(mark.x, end) for mark in marks for end in (mark.low, mark.high) if end is not None]
-    # Not found by matplotlib itself, as series are drawn with transforms of their own.
-    axes.update_datalim(points)
-    if chart.x_scale == "log" and any(x > 0 for x, _ in points):
-        axes.set_xscale("log")
-    if chart.y_scale == "log" and any(y > 0 for _, y in points):
-        axes.set_yscale("log")
-    axes.autoscale_view()
-    if chart.x_zero and chart.x_scale == "linear":
-        axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
-    if chart.y_zero and chart.y_scale == "linear":
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    if axes.get_ylim()[1] > chart.y_most:
-        axes.set_ylim(top=chart.y_most)
-    if chart.x_names:
-        names = list(chart.x_names.values())
-        axes.set_xticks(list(chart.x_names), names, rotation=45 if len(names) > 8 else 0)
-        axes.minorticks_off()
+            axes.plot([mark.x] * 2, [mark.low, mark.high], color=colour, linewidth=1.2, alpha=0.65)
+        fill: Literal["none", "full"] = "none" if mark.hollow else "full"
+        name = f"mark-{len(marks)}"
+        marks[name] = mark
+        axes.plot(mark.x, mark.y, symbol, color=colour, markersize=size, fillstyle=fill, gid=name)
+    # The legend shows the line with a mark, which the line itself has not.
+    symbol = symbol if series.marks else ""
+    axes.plot([], [], dashes, color=colour, label=series.name, marker=symbol, markersize=size)

@@ -21,15 +21,11 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
-_Rounds = Sequence[Sequence[float]]
-"""One row a round, one value a request; the values of one round are drawn together."""
-
 Verdict = Literal["holds", "does not hold", "inconclusive"]
 """Inconclusive: the interval contains the bound."""
 
 DRAWS = 4000
 _CLUSTER_DRAWS = 2000
-_SEED = 0
 _MAX_CELLS = 4_000_000
 """Indices held in memory at once: a benchmark may have a hundred thousand images."""
 
@@ -69,22 +65,23 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(float(median), float(low), float(high), len(values))
 
 
-def resample(count: int, draws: int, *, seed: int = _SEED, block: int = 1) -> Indices:
+def resample(count: int, draws: int, *, block: int = 1) -> Indices:
     """The sample itself and ``draws`` resamples of it, as indices ``(1 + draws, count)``.
 
     ``block``: how many neighbours are drawn together, cyclically; 1 is the ordinary bootstrap.
     """
-    return np.concatenate(list(_resample_in_chunks(count, draws, seed, block)))
+    return np.concatenate(list(_resample_in_chunks(count, draws, block)))
 
 
-def _resample_in_chunks(count: int, draws: int, seed: int, block: int = 1) -> Iterator[Indices]:
+def _resample_in_chunks(count: int, draws: int, block: int = 1) -> Iterator[Indices]:
+    """The rows of :func:`resample`, as many at once as memory allows."""
     yield np.arange(count)[None]
-    generator = np.random.default_rng(seed)
-    blocks = -(-count // block)
+    generator = np.random.default_rng(0)
     chunk = max(1, _MAX_CELLS // max(count, 1))
     for start in range(0, draws, chunk):
-        starts = generator.integers(count, size=(min(chunk, draws - start), blocks, 1))
-        yield ((starts + np.arange(block)) % count).reshape(len(starts), -1)[:, :count]
+        size = (min(chunk, draws - start), -(-count // block), 1)
+        rows = (generator.integers(count, size=size) + np.arange(block)) % count
+        yield rows.reshape(len(rows), -1)[:, :count]
 
 
 def estimate(figure: Floats) -> Estimate:
@@ -97,10 +94,10 @@ def estimate(figure: Floats) -> Estimate:
     return Estimate(float(figure[0]), float(low), float(high))
 
 
-def ratio_of_medians(over: _Rounds, under: _Rounds) -> Estimate:
-    """median(over) / median(under), resampled by rounds, which are paired."""
+def ratio_of_medians(over: Sequence[Sequence[float]], under: Sequence[Sequence[float]]) -> Estimate:
+    """median(over) / median(under) of paired rounds ``(rounds, requests)``, drawn as a whole."""
     top, bottom = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
-    if top.ndim != 2 or bottom.ndim != 2 or len(top) != len(bottom) or not top.size:
+    if len(top) != len(bottom) or not top.size:
         raise ValueError(f"rounds of shapes {top.shape} and {bottom.shape} cannot be paired")
     rows = resample(len(top), DRAWS)
     return estimate(medians(top, rows) / medians(bottom, rows))
@@ -118,15 +115,9 @@ class ClusterBootstrap:
     ``clusters`` names the image (or scene) of each question, ``(M,)``.
     """
 
-    def __init__(
-        self,
-        clusters: Sequence[int] | Sequence[str],
-        draws: int = _CLUSTER_DRAWS,
-        seed: int = _SEED,
-    ) -> None:
-        _, self._places = np.unique(np.asarray(clusters), return_inverse=True)
-        self._count = int(self._places.max()) + 1 if len(clusters) else 0
-        self._draws, self._seed = draws, seed
+    def __init__(self, clusters: Sequence[int] | Sequence[str]) -> None:
+        names, self._places = np.unique(np.asarray(clusters), return_inverse=True)
+        self._count = len(names)
 
     def mean(
         self, values: Sequence[float] | Floats, weights: Sequence[float] | Floats | None = None
@@ -136,15 +127,14 @@ class ClusterBootstrap:
         values, weights: ``(M,)``. Not a number where all weights of a resample are 0. Raises
         ValueError where there is not one value for each question, or no question.
         """
-        if len(values) != len(self._places) or not self._count:
-            raise ValueError(
-                f"{len(values)} values for {len(self._places)} questions; one each, at least one"
-            )
-        used = np.ones(len(values)) if weights is None else np.asarray(weights, dtype=np.float64)
+        questions = len(self._places)
+        if len(values) != questions or not questions:
+            raise ValueError(f"{len(values)} values for {questions} questions; give one for each")
+        used = np.ones(questions) if weights is None else np.asarray(weights, dtype=np.float64)
         weighted = np.asarray(values, dtype=np.float64) * used
         sums, counts = (np.bincount(self._places, part, self._count) for part in (weighted, used))
         over, under = [], []
-        for rows in _resample_in_chunks(self._count, self._draws, self._seed):
+        for rows in _resample_in_chunks(self._count, _CLUSTER_DRAWS):
             over.append(sums[rows].sum(axis=1))
             under.append(counts[rows].sum(axis=1))
         with np.errstate(invalid="ignore", divide="ignore"):

@@ -195,9 +195,7 @@ def _draw_budgets(report: Report, full: Estimate | None) -> Chart | None:
         [Series(label, series[label], colour=colour) for colour, label in enumerate(order)],
         [Rule(full.value, f"all tokens {full.value:.1f} %")] if full is not None else [],
         x_scale="log",
-        y_most=100.0,
         x_names=budgets,
-        side_by_side=True,
     )
 
 
