@@ -94,7 +94,8 @@ def command(
 ) -> list[str]:
     """The command line of a small local server, run by this interpreter's ``vllm``.
 
-    Without a ``--dtype`` among ``flags`` it serves in the one that this machine multiplies fast.
+    ``subcommand``: words of ``vllm`` before the model. Without a ``--dtype`` among ``flags`` it
+    serves in the one that this machine multiplies fast.
     """
     vllm = Path(sys.executable).with_name("vllm")
     where = ("--host", "127.0.0.1", "--port", str(port), "--dtype", choose_dtype())
@@ -111,8 +112,6 @@ def serve(
     subcommand: Sequence[str] = ("serve",),
 ) -> Iterator[Server]:
     """Serve ``model`` until the block ends, however it ends.
-
-    ``subcommand``: words of ``vllm`` before the model.
 
     The server gets a process group of its own, which is ended as a whole; on Linux it is
     also ended when this process is killed (which vLLM ignores while it starts).
@@ -146,11 +145,7 @@ def serve(
 
 def end_servers_on_sigterm() -> None:
     """Answer SIGTERM like Ctrl-C, so that a command ends the servers that it has started."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _die_with_parent() -> None:
@@ -160,16 +155,14 @@ def _die_with_parent() -> None:
 
 def _await_health(server: Server, patience: float) -> None:
     deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        if server.process.poll() is not None:
-            tail = "\n".join(server.logged().splitlines()[-40:])
-            raise ServerDied(f"vllm serve ended with {server.process.returncode}:\n{tail}")
+    while (status := server.process.poll()) is None and time.monotonic() < deadline:
         with contextlib.suppress(httpx.HTTPError):
             server.get("/health")
             return
         time.sleep(0.25)
     tail = "\n".join(server.logged().splitlines()[-40:])
-    raise ServerDied(f"vllm serve was not ready after {patience:.0f} s:\n{tail}")
+    reason = f"was not ready after {patience:.0f} s" if status is None else f"ended with {status}"
+    raise ServerDied(f"vllm serve {reason}:\n{tail}")
 
 
 def _end(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:
@@ -177,21 +170,15 @@ def _end(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         for sent, wait in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, sent)
             deadline = time.monotonic() + wait
-            while time.monotonic() < deadline and _alive(process):
-                time.sleep(0.1)
-            if not _alive(process):
+            try:
+                os.killpg(process.pid, sent)
+                while time.monotonic() < deadline:
+                    process.poll()  # reaps the leader, whose group would live on otherwise
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.1)
+            except ProcessLookupError:
+                process.poll()
                 return
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-def _alive(process: subprocess.Popen[bytes]) -> bool:
-    process.poll()
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

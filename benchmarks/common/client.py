@@ -1,4 +1,4 @@
-"""The streaming client of all benchmarks, the record of a request, and the journal of records.
+"""The streaming client of all benchmarks, the record of a request, and the server's own metrics.
 
 Every read of the socket is stamped; server-sent events are parsed after the stream has ended,
 because parsing between two reads would delay the time stamp of the next. It is the one client that
@@ -13,31 +13,30 @@ import contextlib
 import http.client
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import TextIOWrapper
+from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import TypeAdapter
+import httpx
+from pydantic import Field
 
-from benchmarks.common import BenchmarkError, StrictModel
-from vllm_autoprune.record_file import read_records
+from vllm_autoprune.http_client import CHAT, Metrics
+from vllm_autoprune.record_file import FrozenModel
 
-PATH = "/v1/chat/completions"
 EMPTY = "the answer contains no text"
 """A failure in a load test, which needs a first token; where answers are scored, a wrong answer."""
 _READ_SIZE = 1 << 16
 _KEPT_TEXT = 400
-"""Characters of an answer that are kept, to compare servers by what they answer."""
+"""Characters of an answer that a record has."""
 
 Phase = Literal["warm-up", "ramp", "measured", "drain"]
 
 
-class Answer(StrictModel):
-    """What a streamed chat completion contains."""
+class Record(FrozenModel):
+    """One request. Times are seconds of a monotonic clock since the start of the schedule."""
 
     deltas: tuple[float, ...] = ()
     """Arrival of each delta with text; the first of them ends the time to first token."""
@@ -46,19 +45,14 @@ class Answer(StrictModel):
     completion_tokens: int | None = None
     error: str | None = None
     """What went wrong, in a line; None where the request was answered."""
-
-
-class Record(Answer):
-    """One request. Times are seconds of a monotonic clock since the start of the schedule."""
-
-    index: int
+    index: int = 0
     """Its place in the workload: the same request has the same index in every run."""
     phase: Phase = "measured"
     worker: int = 0
     scheduled: float
     """When it was due; in a closed loop, when the request before it was answered."""
     started: float
-    """When the client began with it; ``started - scheduled`` is the client's own delay."""
+    """When the client began with it."""
     done: float
     """When the stream ended, or the request failed."""
     status: int = 0
@@ -97,60 +91,6 @@ class Record(Answer):
         return (self.deltas[-1] - self.deltas[0]) / (self.completion_tokens - 1)
 
 
-_RECORD = TypeAdapter(Record)
-
-
-class Journal:
-    """A JSONL file of records, and all of them in memory, whether or not they could be written.
-
-    Unlike ``RecordFile`` it does not wait for the disk: that would delay the time stamps of a load
-    client in the same process.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.records: list[Record] = []
-        self.failure: str | None = None
-        """Why the file is not complete."""
-        self._file: TextIOWrapper | None = None
-        with self._noting_failure():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", buffering=1)  # what is added reaches the kernel at once
-
-    def add(self, record: Record) -> None:
-        """Append one record; where that fails it is kept in memory, and ``failure`` is set."""
-        self.records.append(record)
-        if self._file is not None and self.failure is None:
-            with self._noting_failure():
-                self._file.write(record.model_dump_json() + "\n")
-
-    def close(self) -> None:
-        """Close the file; on a full disk, what its buffer still has is lost."""
-        if self._file is not None:
-            with self._noting_failure():
-                self._file.close()
-
-    @contextlib.contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.failure = self.failure or str(error)
-
-
-def read_journal(path: Path) -> list[Record]:
-    """All records of a file, by index; an incomplete last line is ignored.
-
-    Raises :class:`BenchmarkError` where the file cannot be read or contains anything else.
-    """
-    fix = "name the folder of a finished run"
-    records = read_records(path, _RECORD, BenchmarkError, fix)
-    return sorted(records, key=lambda record: record.index)
-
-
-Read = tuple[float, bytes]
-"""When a piece was read from the socket, and the piece."""
-
-
 @dataclass(frozen=True)
 class Client:
     """Sends requests to one server, each on a connection of its own.
@@ -163,63 +103,54 @@ class Client:
     timeout: float = 300.0
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    def send(
-        self,
-        body: bytes,
-        *,
-        index: int = 0,
-        scheduled: float | None = None,
-        phase: Phase = "measured",
-        worker: int = 0,
-        images: int = 1,
-    ) -> Record:
-        """The record of one request; whatever goes wrong is in its ``error``."""
+    def send(self, body: bytes, *, scheduled: float | None = None, **labels: Any) -> Record:
+        """The record of one request; whatever goes wrong is in its ``error``.
+
+        ``labels``: other fields of the record, such as its index.
+        """
         started, status, failure = self.clock(), 0, ""
-        reads: list[Read] = []
+        reads: list[tuple[float, bytes]] = []
         parts = urlsplit(self.url)
         secure = parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         headers = {"Content-Type": "application/json", "Connection": "close", **self.headers}
         try:
             with contextlib.closing(kind(parts.netloc, timeout=self.timeout)) as connection:
-                connection.request("POST", parts.path.rstrip("/") + PATH, body, headers)
-                answer = connection.getresponse()
-                status = answer.status
+                connection.request("POST", parts.path.rstrip("/") + CHAT, body, headers)
+                response = connection.getresponse()
+                status = response.status
                 if status != 200:
-                    text = answer.read(2000).decode(errors="replace")
+                    text = response.read(2000).decode(errors="replace")
                     failure = f"status {status}: {' '.join(text.split())[:200]}"
                 # read1 returns what one read of the socket gave, at most one chunk of the transfer.
-                while status == 200 and (piece := answer.read1(_READ_SIZE)):
+                while status == 200 and (piece := response.read1(_READ_SIZE)):
                     reads.append((self.clock(), piece))
         except (OSError, http.client.HTTPException) as error:
             when = "the answer was cut short" if reads else "no answer"
             failure = f"{when}: {type(error).__name__}: {error}"
         done = self.clock()
-        content = parse(reads)
-        changes = {"text": content.text[:_KEPT_TEXT], "error": failure or content.error}
+        answer = parse_stream(reads)
         return Record(
-            index=index,
-            phase=phase,
-            worker=worker,
             scheduled=started if scheduled is None else scheduled,
             started=started,
             done=done,
             status=status,
-            images=images,
-            **(content.model_dump() | changes),
+            **labels,
+            **(answer | {"error": failure or answer["error"]}),
         )
 
 
-def parse(reads: Sequence[Read]) -> Answer:
-    """The content of a stream; each event gets the time of the read that completed it.
+def parse_stream(reads: Sequence[tuple[float, bytes]]) -> dict[str, Any]:
+    """What a stream contains, as fields of a record; of pieces and the times they were read at.
 
-    A delta counts from its text: the first chunk of a chat, which only names the role, does not.
+    Each event gets the time of the read that completed it. A delta counts from its text: the first
+    chunk of a chat, which only names the role, does not.
     """
     deltas: list[float] = []
     text: list[str] = []
     usage: dict[str, Any] = {}
     finished, error = False, None
-    for arrived, data in _events(reads):
+    for arrived, data in _split_events(reads):
         if data == "[DONE]":
             finished = True
             continue
@@ -241,16 +172,16 @@ def parse(reads: Sequence[Read]) -> Answer:
             text.append(content)
     if not finished:
         error = error or "the answer was cut short: the stream ended without [DONE]"
-    return Answer(
-        deltas=tuple(deltas),
-        text="".join(text),
-        prompt_tokens=usage.get("prompt_tokens"),
-        completion_tokens=usage.get("completion_tokens"),
-        error=error or (None if text else EMPTY),
-    )
+    return {
+        "deltas": tuple(deltas),
+        "text": "".join(text)[:_KEPT_TEXT],
+        "prompt_tokens": usage.get("prompt_tokens"),
+        "completion_tokens": usage.get("completion_tokens"),
+        "error": error or (None if text else EMPTY),
+    }
 
 
-def _events(reads: Sequence[Read]) -> Iterator[tuple[float, str]]:
+def _split_events(reads: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
     """Time and data of each server-sent event; an empty line ends one, which may span reads."""
     pending = b""
     for arrived, piece in reads:
@@ -263,30 +194,78 @@ def _events(reads: Sequence[Read]) -> Iterator[tuple[float, str]]:
                 yield arrived, "\n".join(data)
 
 
-def build_content(question: str, urls: Iterable[str] = ()) -> list[Mapping[str, object]]:
-    """The parts of a user's message: images, then the question."""
-    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return [*images, {"type": "text", "text": question}]
+# ---- The server's own metrics ----
 
 
-def build_body(
-    model: str,
-    content: Sequence[Mapping[str, object]],
-    *,
-    tokens: int,
-    stream: bool = True,
-    fields: Mapping[str, object] | None = None,
-) -> bytes:
-    """A greedy chat request for at most ``tokens`` tokens; a stream ends with the usage.
+def _metric(name: str, **labels: str) -> Any:
+    """A field that is read from one metric, of the samples with these labels."""
+    return Field(default=None, json_schema_extra={"metric": name, "labels": {**labels}})
 
-    ``fields`` are added to the body.
-    """
-    body: dict[str, object] = {
-        "model": model,
-        "messages": [{"role": "user", "content": content}],
-        "temperature": 0,
-        "max_tokens": tokens,
-    }
-    if stream:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-    return json.dumps({**body, **(fields or {})}).encode()
+
+class ServerMetrics(FrozenModel):
+    """Counters as differences over a run, gauges as peaks; None: the server does not report it."""
+
+    read: bool = False
+    prefix_cache_queries: float | None = _metric("vllm:prefix_cache_queries_total")
+    prefix_cache_hits: float | None = _metric("vllm:prefix_cache_hits_total")
+    mm_cache_queries: float | None = _metric("vllm:mm_cache_queries_total")
+    mm_cache_hits: float | None = _metric("vllm:mm_cache_hits_total")
+    finished: float | None = _metric("vllm:request_success_total")
+    """Requests, of any client."""
+    images: float | None = _metric("autoprune_images_total")
+    visual_tokens_before: float | None = _metric("autoprune_visual_tokens_total", stage="before")
+    visual_tokens_after: float | None = _metric("autoprune_visual_tokens_total", stage="after")
+    peak_kv_use: float | None = _metric("vllm:kv_cache_usage_perc")
+
+
+_METRICS: Mapping[str, Mapping[str, Any]] = {
+    name: extra
+    for name, field in ServerMetrics.model_fields.items()
+    if isinstance(extra := field.json_schema_extra, dict)
+}
+
+
+def fetch(url: str, path: str) -> str:
+    """The body of a GET request; empty where the server does not answer with status 200."""
+    with contextlib.suppress(httpx.HTTPError):
+        response = _connect().get(url.rstrip("/") + path)
+        return response.text if response.status_code == 200 else ""
+    return ""
+
+
+@cache
+def _connect() -> httpx.Client:
+    return httpx.Client(timeout=10.0)  # once, because a client takes 60 ms to make
+
+
+class MetricsWatcher:
+    """Reads one server's metrics, from just before the first request to just after the last."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._readings: list[dict[str, float]] = []
+
+    def update(self) -> None:
+        """Read once more, summed over engines; nothing changes where the server does not answer."""
+        # To parse all of /metrics takes 20 ms, which would delay the time stamps of a load client.
+        names = tuple(extra["metric"] for extra in _METRICS.values())
+        lines = fetch(self._url, "/metrics").splitlines()
+        metrics = Metrics("".join(f"{line}\n" for line in lines if line.startswith(names)))
+        totals = {
+            field: metrics.total(extra["metric"], **extra["labels"])
+            for field, extra in _METRICS.items()
+        }
+        figures = {field: total for field, total in totals.items() if total is not None}
+        if figures:
+            self._readings.append(figures)
+
+    def metrics(self) -> ServerMetrics:
+        """Differences and peaks of what has been read so far."""
+        if not self._readings:
+            return ServerMetrics()
+        before, after = self._readings[0], self._readings[-1]
+        # A labelled counter appears with its first event, so that before it there was none.
+        figures = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        if "peak_kv_use" in after:
+            figures["peak_kv_use"] = max(r.get("peak_kv_use", 0.0) for r in self._readings)
+        return ServerMetrics.model_validate({"read": True, **figures})

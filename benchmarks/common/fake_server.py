@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import socketserver
 import threading
 import time
@@ -23,7 +22,7 @@ Body = dict[str, Any]
 """A chat request, as JSON."""
 Answer = tuple[int, bytes, dict[str, str]]
 """Status, body and headers of an answer that is written as it is."""
-Pages = Mapping[str, str | Answer | Callable[[], str] | None]
+_Pages = Mapping[str, str | Answer | Callable[[], str] | None]
 """Answers to GET requests by path, or functions that write them; None: status 404."""
 
 
@@ -65,67 +64,37 @@ class Reply:
 _Respond = Callable[[Body], Reply | Answer]
 
 
-@dataclass
-class FakeServer:
-    """A running server: its address, the requests it got in order, and when it answered."""
+class FakeServer(socketserver.ThreadingTCPServer):
+    """A running server with a thread for each connection.
 
-    url: str
-    pages: dict[str, str | Answer | Callable[[], str] | None]
-    requests: list[Body] = field(default_factory=list)
-    emitted: list[tuple[float, ...]] = field(default_factory=list)
-    """``perf_counter`` just before each delta of a request was written."""
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    """One thread for each connection; :meth:`close` ends all threads and closes every socket."""
+    ``url``: its address; ``requests``: the bodies it got, in order; ``emitted``: of each stream
+    that ended, ``perf_counter`` just before each delta was written.
+    """
 
     allow_reuse_address = True
     request_queue_size = 128
 
     def __init__(
-        self, port: int, respond: _Respond, model: str | None, pages: Pages, serves: int | None
+        self, port: int, respond: _Respond, model: str | None, pages: _Pages, serves: int | None
     ) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.respond, self.model, self.serves = respond, model, serves
-        self.record = FakeServer(f"http://127.0.0.1:{self.server_address[1]}", dict(pages))
+        self.pages, self.requests = dict(pages), list[Body]()
+        self.emitted: list[tuple[float, ...]] = []
         self.stop, self.lock = threading.Event(), threading.Lock()
-        self._open: set[socket.socket] = set()
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.02,))
-        self._thread.start()
 
     def refuse(self) -> None:
-        """Stop accepting connections."""
+        """Accept no further connection."""
         self.shutdown()
         self.socket.close()
-
-    def close(self) -> None:
-        """Stop accepting connections, and close the open ones."""
-        self.refuse()
-        self._thread.join()
-        self.stop.set()
-        with self.lock:
-            for connection in self._open:
-                with contextlib.suppress(OSError):  # the client closed it
-                    connection.shutdown(socket.SHUT_RDWR)
-        self.server_close()  # waits for the threads
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for an accepted connection."""
-        with self.lock:
-            self._open.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
-        with self.lock:
-            self._open.discard(request)
-        super().shutdown_request(request)
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    server: _Server
+    timeout = 5.0  # seconds without a byte; the end of the server waits for all its connections
+    server: FakeServer
 
     def handle(self) -> None:
         # The client closed the connection, or was killed while it wrote a request.
@@ -136,12 +105,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing."""
 
     def do_GET(self) -> None:
-        page = self.server.record.pages.get(self.path)
+        page = self.server.pages.get(self.path)
         if isinstance(page, tuple):
-            self._write_answer(*page)
+            self._write(*page)
+        elif page is None:
+            self._write(404, b"not found")
         else:
-            text = page() if callable(page) else page
-            self._write_whole(*((404, "not found") if text is None else (200, text)))
+            self._write(200, (page() if callable(page) else page).encode())
 
     def do_POST(self) -> None:
         begin = time.perf_counter()
@@ -149,81 +119,68 @@ class _Handler(BaseHTTPRequestHandler):
         body: Body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server = self.server
         with server.lock:
-            server.record.requests.append(body)
-            count = len(server.record.requests)
+            server.requests.append(body)
+            count = len(server.requests)
         if server.serves is not None and count > server.serves:
             server.refuse()
-        elif server.model is not None and body.get("model") != server.model:
-            self._write_error(404, f"The model `{body.get('model')}` does not exist.")
-        else:
-            self._reply(body, begin)
-
-    def _reply(self, body: Body, begin: float) -> None:
-        reply = self.server.respond(body)
+            return
+        if server.model is not None and body.get("model") != server.model:
+            missing = f"The model `{body.get('model')}` does not exist."
+            self._write(404, json.dumps({"error": {"message": missing}}).encode())
+            return
+        reply = server.respond(body)
         if isinstance(reply, tuple):
-            self._write_answer(*reply)
+            self._write(*reply)
         elif reply.drop:
             return
         elif reply.status != 200:
-            self._write_error(reply.status, reply.error)
+            self._write(reply.status, json.dumps({"error": {"message": reply.error}}).encode())
         elif body.get("stream"):
             self._stream(reply, body, begin)
         else:
             message = {"role": "assistant", "content": "".join(reply.texts(body))}
             choice = {"index": 0, "finish_reason": "stop", "message": message}
             answer = {**_chunk([choice]), "object": "chat.completion", "usage": _usage(reply, body)}
-            self._write_whole(200, json.dumps(answer))
+            self._write(200, json.dumps(answer).encode())
 
     def _stream(self, reply: Reply, body: Body, begin: float) -> None:
+        def write(data: bytes) -> None:
+            event = b"data: " + data + b"\n\n"
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
+
+        def write_delta(tokens: int, **delta: str) -> None:
+            chunk = _chunk([{"index": 0, "delta": delta, "finish_reason": None}])
+            if (body.get("stream_options") or {}).get("continuous_usage_stats"):
+                chunk["usage"] = {**_usage(reply, body), "completion_tokens": tokens}
+            write(json.dumps(chunk).encode())
+
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.send_header("Connection", "close")
         self.end_headers()
         texts, emitted = reply.texts(body), list[float]()
-        options = body.get("stream_options") or {}
-        usage = _usage(reply, body) if options.get("continuous_usage_stats") else {}
-        self._write_delta(usage, 0, role="assistant", content="")
+        write_delta(0, role="assistant", content="")
         for number, (text, at) in enumerate(zip(texts, reply.times(len(texts)), strict=True)):
             if self.server.stop.wait(max(begin + at - time.perf_counter(), 0)):
                 return
             emitted.append(time.perf_counter())
-            self._write_delta(usage, number + 1, content=text)
+            write_delta(number + 1, content=text)
             if reply.cut and number >= len(texts) // 2:
                 return
-        self.server.record.emitted.append(tuple(emitted))
+        self.server.emitted.append(tuple(emitted))
         if reply.usage is not None:
-            self._write_event({**_chunk([]), "usage": _usage(reply, body)})
-        self._write_data(b"[DONE]")
+            write(json.dumps({**_chunk([]), "usage": _usage(reply, body)}).encode())
+        write(b"[DONE]")
         self.wfile.write(b"0\r\n\r\n")
 
-    def _write_whole(self, status: int, text: str) -> None:
-        self._write_answer(status, text.encode(), {})
-
-    def _write_answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    def _write(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)
         framing = {"Content-Type": "application/json", "Content-Length": str(len(body))}
-        for name, value in {**framing, "Connection": "close", **headers}.items():
+        for name, value in {**framing, "Connection": "close", **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
-
-    def _write_error(self, status: int, message: str) -> None:
-        self._write_whole(status, json.dumps({"error": {"message": message}}))
-
-    def _write_delta(self, usage: Mapping[str, object], tokens: int, **delta: str) -> None:
-        """Write a chunk; with the usage so far, of an answer of ``tokens``, unless it is empty."""
-        chunk = _chunk([{"index": 0, "delta": delta, "finish_reason": None}])
-        if usage:
-            chunk["usage"] = {**usage, "completion_tokens": tokens}
-        self._write_event(chunk)
-
-    def _write_event(self, chunk: Mapping[str, object]) -> None:
-        self._write_data(json.dumps(chunk).encode())
-
-    def _write_data(self, data: bytes) -> None:
-        event = b"data: " + data + b"\n\n"
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
 
 
 def _usage(reply: Reply, body: Body) -> dict[str, object]:
@@ -241,7 +198,7 @@ def fake_server(
     respond: Reply | _Respond | None = None,
     *,
     model: str | None = MODEL,
-    pages: Pages | None = None,
+    pages: _Pages | None = None,
     serves: int | None = None,
     port: int = 0,
 ) -> Iterator[FakeServer]:
@@ -253,15 +210,20 @@ def fake_server(
     """
     reply = respond or Reply()
     models = json.dumps({"object": "list", "data": [{"id": model or MODEL, "object": "model"}]})
-    standard: Pages = {
+    standard: _Pages = {
         "/health": "",
         "/v1/models": models,
         "/version": '{"version": "mock"}',
         "/metrics": "vllm:kv_cache_usage_perc 0.25\n",
     }
     answer = (lambda body: reply) if isinstance(reply, Reply) else reply
-    server = _Server(port, answer, model, {**standard, **(pages or {})}, serves)
+    server = FakeServer(port, answer, model, {**standard, **(pages or {})}, serves)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
     try:
-        yield server.record
+        yield server
     finally:
-        server.close()
+        server.shutdown()
+        thread.join()
+        server.stop.set()
+        server.server_close()  # waits for the threads

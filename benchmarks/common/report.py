@@ -13,53 +13,40 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import Progress
 
 from vllm_autoprune.ops.dtype import choose_dtype
-from vllm_autoprune.report import Table as Table  # exported from here too
 from vllm_autoprune.statistics import Estimate, Spread
 
 MIB = 1 << 20
 
-Advance = Callable[[], None]
 _BEGIN = time.monotonic()
 _STDERR = Console(stderr=True)
 
 
-def environment() -> dict[str, str]:
-    """Versions, machine and load average, on which figures depend."""
+def environment(*packages: str) -> dict[str, str]:
+    """Versions, also of ``packages``, machine and load average, on which figures depend."""
     versions = {}
-    for name in ("vllm", "vllm-autoprune", "torch", "transformers"):
+    for name in ("vllm", "vllm-autoprune", "torch", "transformers", *packages):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
+    processor = platform.processor() or "unknown"
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        processor = (*names, processor)[0]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         **versions,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": processor,
         "cores": str(cores),
         "load average": f"{os.getloadavg()[0]:.2f}",
         "dtype of local servers": choose_dtype(),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
 
 
 def format_environment(values: Mapping[str, str]) -> str:
@@ -101,28 +88,19 @@ def log_progress(line: str, console: Console = _STDERR) -> None:
 @contextlib.contextmanager
 def show_stage(
     name: str, total: int | None = None, console: Console = _STDERR
-) -> Iterator[Advance]:
+) -> Iterator[Callable[[], None]]:
     """Show a stage of ``total`` steps, or of unknown length; yields what to call after each step.
 
-    A bar on a terminal; elsewhere a line at the start, at each quarter, and at the end.
+    A bar on a terminal; elsewhere a line at the start and at the end.
     """
-    if not console.is_terminal:
-        start, steps = time.monotonic(), 0
-        log_progress(f"{name} ...", console)
-
-        def advance() -> None:
-            nonlocal steps
-            steps += 1
-            if total and steps < total and steps * 4 // total > (steps - 1) * 4 // total:
-                log_progress(f"{name}: {steps} of {total}", console)
-
-        yield advance
-        log_progress(f"{name}: done, {time.monotonic() - start:.0f} s", console)
+    if console.is_terminal:
+        with Progress(console=console) as bars:
+            task = bars.add_task(name, total=total)
+            yield lambda: bars.advance(task)
+            # A stage of unknown length is shown full once it is over.
+            bars.update(task, total=total or 1, completed=total or 1)
         return
-    columns = [SpinnerColumn(), TextColumn(f"{name:<34}"), BarColumn(bar_width=28)]
-    counted = [MofNCompleteColumn()] if total is not None else []
-    with Progress(*columns, *counted, TimeElapsedColumn(), console=console) as bars:
-        task = bars.add_task(name, total=total)
-        yield lambda: bars.advance(task)
-        # A stage of unknown length is shown full once it is over.
-        bars.update(task, total=total or 1, completed=total or 1)
+    start = time.monotonic()
+    log_progress(f"{name} ...", console)
+    yield lambda: None
+    log_progress(f"{name}: done, {time.monotonic() - start:.0f} s", console)

@@ -24,12 +24,10 @@ from statistics import mean, median
 import numpy as np
 import torch
 
-from benchmarks.common import BenchmarkError, StrictModel
-from benchmarks.common.client import Client, Record
-from benchmarks.common.metrics import MetricsWatcher
+from benchmarks.common import BenchmarkError
+from benchmarks.common.client import Client, MetricsWatcher, Record
 from benchmarks.common.report import (
     MIB,
-    Table,
     command_line,
     environment,
     format_environment,
@@ -46,6 +44,8 @@ from benchmarks.yardsticks.examples import CLIP, LLAVA
 from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
 from vllm_autoprune.cost import ASSUMPTIONS, Cost, estimate_cost
 from vllm_autoprune.http_client import Metrics
+from vllm_autoprune.record_file import FrozenModel
+from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import (
     DRAWS,
     Estimate,
@@ -125,7 +125,7 @@ def _load_model(name: str, layers: int, out: Path) -> Model:
     return Model(MINI, LLAVA, geometry, geometry.layers, 168, ("--max-model-len", "1024"))
 
 
-class Pass(StrictModel):
+class Pass(FrozenModel):
     """Measurements of one arm while its requests ran once: seconds, bytes and counts."""
 
     ttft: tuple[float, ...]
@@ -144,7 +144,7 @@ class Pass(StrictModel):
     together; None without a GPU."""
 
 
-class Refusal(StrictModel):
+class Refusal(FrozenModel):
     """The reason why an arm cannot be served."""
 
     reason: str
@@ -319,7 +319,7 @@ _NOTES = (
 )
 
 
-class Efficiency(StrictModel):
+class Efficiency(FrozenModel):
     """The JSON file of a table."""
 
     model: str

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.report import Table, log_progress
+from benchmarks.common.report import log_progress
 from benchmarks.cost.selection import (
     LLAVA,
     LLAVA_NEXT,
@@ -32,6 +32,7 @@ from benchmarks.cost.selection import (
 from vllm_autoprune.ops import dpp_triton
 from vllm_autoprune.ops.dpp_torch import greedy_map_torch
 from vllm_autoprune.ops.similarity import cosines
+from vllm_autoprune.report import Table
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 NO_GPU = 2

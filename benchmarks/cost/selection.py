@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.report import (
-    Table,
     environment,
     format_environment,
     format_estimate,
@@ -37,6 +36,7 @@ from vllm_autoprune import (
     refine,
 )
 from vllm_autoprune.backbones import find_backbone
+from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import (
     Estimate,
     Verdict,

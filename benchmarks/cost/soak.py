@@ -28,14 +28,14 @@ import psutil  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common import BenchmarkError
-from benchmarks.common.client import PATH, build_content
-from benchmarks.common.pictures import draw_picture, encode_picture
 from benchmarks.common.report import MIB
+from benchmarks.common.requests import build_content, draw_picture, encode_picture
 from benchmarks.common.shapes import count_visual_tokens, read_kv_layout
 from benchmarks.cost.soak_requests import BLOCK, LONG_ANSWER, SIDE, Request, RequestMix
 from benchmarks.server import Server, serve
 from benchmarks.yardsticks.adapters import ADAPTERS, adapter_flags, write_adapters
 from benchmarks.yardsticks.examples import CLIP, LLAVA, image_token_id
+from vllm_autoprune.http_client import CHAT
 
 STATE, BUDGET, RECALL = "autoprune", 32, 4
 _API_SERVERS = 2
@@ -101,7 +101,7 @@ def send(client: httpx.Client, request: Request, tally: Tally, events: int | Non
     """
     usage, error, status = None, "", 0
     try:
-        with client.stream("POST", PATH, content=request.body) as answer:
+        with client.stream("POST", CHAT, content=request.body) as answer:
             status = answer.status_code
             if status != request.status:
                 error = f"HTTP {status}, not {request.status}: {answer.read()[:200]!r}"

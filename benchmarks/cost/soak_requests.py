@@ -14,8 +14,7 @@ from random import Random
 
 from PIL import Image
 
-from benchmarks.common.client import build_body, build_content
-from benchmarks.common.pictures import draw_picture, encode_picture
+from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
 from vllm_autoprune.serving.api.split import SplitImage, align_core
 from vllm_autoprune.tpdsl.loading import load_state
 

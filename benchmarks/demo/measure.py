@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.common import BenchmarkError
-from benchmarks.common.client import EMPTY, Client, Record, build_body, build_content
-from benchmarks.common.pictures import draw_picture, encode_picture
+from benchmarks.common.client import EMPTY, Client, Record
 from benchmarks.common.report import show_stage
+from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
 from benchmarks.common.shapes import (
     TOKENS,
     count_visual_tokens,

@@ -19,13 +19,14 @@ from rich.markdown import Markdown
 
 from benchmarks.common import BenchmarkError
 from benchmarks.common.client import Record
-from benchmarks.common.report import Table, environment, show_stage
+from benchmarks.common.report import environment, show_stage
 from benchmarks.common.shapes import TOKENS, KvLayout, count_visual_tokens, read_kv_layout
 from benchmarks.demo import measure
 from benchmarks.demo.picture import NAMES, draw_example
 from benchmarks.yardsticks.examples import CLIP, LLAVA, Example, draw_examples, grade_answers
 from vllm_autoprune import load_state
 from vllm_autoprune.ops.dtype import choose_dtype
+from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Spread
 
 INTRODUCTION = """\

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.common import BenchmarkError, StrictModel
+from benchmarks.common import BenchmarkError
 from benchmarks.load.settings import (
     OutputOptions,
     PairedOptions,
@@ -20,6 +20,7 @@ from benchmarks.load.settings import (
 from benchmarks.server import end_servers_on_sigterm
 from vllm_autoprune.cli.output import CommandParser, format_error
 from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.record_file import FrozenModel
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[str, Any]:
@@ -103,7 +104,7 @@ def _report(options: ReportOptions) -> int:
     return 0
 
 
-COMMANDS: Mapping[str, tuple[str, type[StrictModel], Callable[[Any], int]]] = {
+COMMANDS: Mapping[str, tuple[str, type[FrozenModel], Callable[[Any], int]]] = {
     "prepare": ("draw and encode the requests of a workload", PrepareOptions, _prepare),
     "run": ("send a workload to a server, once", RunOptions, _run),
     "paired": (

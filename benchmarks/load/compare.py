@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import NamedTuple
 from urllib.parse import quote
 
-from benchmarks.common import StrictModel
 from benchmarks.common.client import Record
 from benchmarks.common.report import format_estimate
 from benchmarks.load.result import (
@@ -27,6 +26,7 @@ from benchmarks.load.result import (
     values_by_request,
 )
 from benchmarks.load.settings import Load, Slo
+from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Tone
 from vllm_autoprune.statistics import Estimate
 
@@ -112,7 +112,7 @@ def open_points(points: Sequence[Point]) -> list[Point]:
     return sorted((p for p in points if p.load.rate is not None), key=lambda p: p.load.rate or 0)
 
 
-class Comparison(StrictModel):
+class Comparison(FrozenModel):
     """One arm against the first at one load."""
 
     load: Load

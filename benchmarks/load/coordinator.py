@@ -6,6 +6,7 @@ It lives on locust's master, or in the only process where there are no workers.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import sys
 import time
 from datetime import UTC, datetime
@@ -15,13 +16,13 @@ from locust.env import Environment
 from locust.rpc import Message
 from locust.runners import MasterRunner
 
-from benchmarks.common.client import Journal, Record
-from benchmarks.common.metrics import MetricsWatcher, server_info
+from benchmarks.common.client import MetricsWatcher, Record, fetch
 from benchmarks.common.report import command_line, environment
 from benchmarks.load.client import DONE, READY, RECORD, START, describe_priority
 from benchmarks.load.result import (
     RECORDS,
     ClientFacts,
+    Journal,
     Result,
     RunFacts,
     format_result,
@@ -35,6 +36,25 @@ _POLL = 0.5
 """Seconds between two readings of the server's ``/metrics``."""
 _HEAD_START = 0.5
 """Seconds from the start message to the start of the schedule, for it to reach all workers."""
+
+
+def server_info(url: str) -> dict[str, str]:
+    """Version and pruning state, from ``/version`` and the plugin's ``/v1/autoprune``, if any."""
+    pages: list[dict[str, object]] = []
+    for path in ("/version", "/v1/autoprune"):
+        try:
+            content = json.loads(fetch(url, path) or "{}")
+        except ValueError:
+            content = None
+        pages.append(content if isinstance(content, dict) else {})
+    served, state = pages
+    budget = state.get("budget")
+    info = {
+        "server version": served.get("version"),
+        **{f"autoprune {name}": state.get(name) for name in ("state", "digest", "version")},
+        "autoprune budget": budget.get("k") if isinstance(budget, dict) else None,
+    }
+    return {name: str(value) for name, value in info.items() if value is not None}
 
 
 class Coordinator:

@@ -16,13 +16,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from benchmarks.common import BenchmarkError, StrictModel
-from benchmarks.common.client import read_journal
+from benchmarks.common import BenchmarkError
 from benchmarks.common.report import command_line, log_progress
 from benchmarks.common.shapes import write_llava
 from benchmarks.load.client import raise_priority, read_api_key
 from benchmarks.load.compare import Point, Run
-from benchmarks.load.result import RECORDS, RESULT, Result, read_result
+from benchmarks.load.result import RECORDS, RESULT, Result, read_journal, read_result
 from benchmarks.load.settings import (
     SHAPE,
     Load,
@@ -37,6 +36,7 @@ from benchmarks.yardsticks.examples import CLIP, LLAVA
 from vllm_autoprune import AutopruneError, load_state
 from vllm_autoprune.cli.output import format_error
 from vllm_autoprune.http_client import ServerClient, reporting_failures
+from vllm_autoprune.record_file import FrozenModel
 
 PAIRED = "paired.json"
 STEPS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.7, 3.6)
@@ -45,7 +45,7 @@ _LOG = "locust.log"
 _LOCUSTFILE = Path(__file__).resolve().parents[1] / "locustfile.py"
 
 
-class Arm(StrictModel):
+class Arm(FrozenModel):
     """One way to serve the model."""
 
     name: str
@@ -64,7 +64,7 @@ class Arm(StrictModel):
         return self.model_copy(update={"name": name, "flags": served, "digest": digest})
 
 
-class RunEntry(StrictModel):
+class RunEntry(FrozenModel):
     """One run, in order of time; its folder is relative to the experiment's."""
 
     arm: str
@@ -78,7 +78,7 @@ class RunEntry(StrictModel):
         return Run(self.arm, self.number, read_result(folder), records, self.folder)
 
 
-class Paired(StrictModel):
+class Paired(FrozenModel):
     """The experiment's index."""
 
     options: PairedOptions

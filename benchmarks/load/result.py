@@ -6,18 +6,20 @@ are resampled in blocks of about sqrt(n); resampled one by one, intervals would 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from benchmarks.common import BenchmarkError, StrictModel
-from benchmarks.common.client import Record
-from benchmarks.common.metrics import ServerMetrics
+from benchmarks.common import BenchmarkError
+from benchmarks.common.client import Record, ServerMetrics
 from benchmarks.common.report import format_estimate
 from benchmarks.load.settings import Load, Slo, Workload
+from vllm_autoprune.record_file import FrozenModel, read_records
 from vllm_autoprune.statistics import Estimate, Floats, estimate, resample
 
 RESULT, RECORDS = "run.json", "records.jsonl"
@@ -46,7 +48,57 @@ LATENCIES: Mapping[str, Callable[[Record], Sequence[float]]] = {
 """The seconds that one answered request contributes to each kind of latency."""
 
 
-class _Quantile(StrictModel):
+_RECORD = TypeAdapter(Record)
+
+
+class Journal:
+    """A JSONL file of records, and all of them in memory, whether or not they could be written.
+
+    Unlike ``RecordFile`` it does not wait for the disk: that would delay the time stamps of a load
+    client in the same process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.records: list[Record] = []
+        self.failure: str | None = None
+        """Why the file is not complete."""
+        self._file: TextIOWrapper | None = None
+        with self._noting_failure():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", buffering=1)  # what is added reaches the kernel at once
+
+    def add(self, record: Record) -> None:
+        """Append one record; where that fails it is kept in memory, and ``failure`` is set."""
+        self.records.append(record)
+        if self._file is not None and self.failure is None:
+            with self._noting_failure():
+                self._file.write(record.model_dump_json() + "\n")
+
+    def close(self) -> None:
+        """Close the file; on a full disk, what its buffer still has is lost."""
+        if self._file is not None:
+            with self._noting_failure():
+                self._file.close()
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = self.failure or str(error)
+
+
+def read_journal(path: Path) -> list[Record]:
+    """All records of a file, by index; an incomplete last line is ignored.
+
+    Raises :class:`BenchmarkError` where the file cannot be read or contains anything else.
+    """
+    fix = "name the folder of a finished run"
+    records = read_records(path, _RECORD, BenchmarkError, fix)
+    return sorted(records, key=lambda record: record.index)
+
+
+class _Quantile(FrozenModel):
     """One percentile."""
 
     level: int
@@ -55,7 +107,7 @@ class _Quantile(StrictModel):
     """Whether there are enough requests to estimate it."""
 
 
-class Distribution(StrictModel):
+class Distribution(FrozenModel):
     """Mean and percentiles of a sample."""
 
     count: int
@@ -127,7 +179,7 @@ def ratio(
     return estimate(upper / lower)
 
 
-class Summary(StrictModel):
+class Summary(FrozenModel):
     """Seconds and counts over the measured requests; latencies are of answered ones."""
 
     requests: int
@@ -223,7 +275,7 @@ def summarize(passes: Sequence[Sequence[Record]], slo: Slo) -> Summary:
     )
 
 
-class ClientFacts(StrictModel):
+class ClientFacts(FrozenModel):
     """One client process."""
 
     worker: int = 0
@@ -236,7 +288,7 @@ class ClientFacts(StrictModel):
     """Why it stopped before its share was sent; None where it did not."""
 
 
-class RunFacts(StrictModel):
+class RunFacts(FrozenModel):
     """All client processes of a run."""
 
     planned: int
@@ -253,7 +305,7 @@ class RunFacts(StrictModel):
         return tuple(dict.fromkeys(reason for reason in reasons if reason))
 
 
-class Verdict(StrictModel):
+class Verdict(FrozenModel):
     """Valid if there is no reason against it; notes do not invalidate a run."""
 
     reasons: tuple[str, ...] = ()
@@ -273,7 +325,7 @@ class Verdict(StrictModel):
         return f"valid, but {self.too_few}" if self.too_few else "valid"
 
 
-class Result(StrictModel):
+class Result(FrozenModel):
     """One run; its records are in ``records.jsonl`` beside it."""
 
     label: str

@@ -18,15 +18,16 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from pydantic import model_validator as validator
 from pydantic_core import PydanticCustomError
 
-from benchmarks.common import BenchmarkError, StrictModel
+from benchmarks.common import BenchmarkError
 from benchmarks.common.client import Phase, Record
 from benchmarks.common.shapes import TOWER_LAYERS, WIDTH
 from benchmarks.yardsticks.examples import LLAVA
 from vllm_autoprune.cli.flags import add_flags, flag_problems
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.loading import suggest_name
 
-M = TypeVar("M", bound=StrictModel)
+M = TypeVar("M", bound=FrozenModel)
 K = TypeVar("K")
 Cache = Literal["unique", "repeat", "same-image", "off"]
 Format = Literal["jpeg", "png"]
@@ -47,7 +48,7 @@ _NAMES = {"as_json": "--json"}
 """Flags that are not named like their field."""
 
 
-class Load(StrictModel):
+class Load(FrozenModel):
     """Exactly one of ``rate`` (requests a second, open loop) and ``users`` (closed loop)."""
 
     rate: float | None = None
@@ -112,7 +113,7 @@ class Load(StrictModel):
         return [phase for phase, length in spans for _ in range(length)]
 
 
-class Slo(StrictModel):
+class Slo(FrozenModel):
     """Service-level objective: the highest latencies of a good request, seconds; None: any."""
 
     ttft: float | None = 1.0
@@ -202,7 +203,7 @@ _Mix = Annotated[dict[K, _Positive], BeforeValidator(_split_mix), Field(min_leng
 """Values with their weights."""
 
 
-class RequestOptions(StrictModel):
+class RequestOptions(FrozenModel):
     """Requests of a workload."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
@@ -275,7 +276,7 @@ class PrepareOptions(RequestOptions):
     out: Path = Field(description="folder to write")
 
 
-class SendingOptions(StrictModel):
+class SendingOptions(FrozenModel):
     """Sending and objective."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
@@ -307,7 +308,7 @@ class LocustOptions(SendingOptions):
     schedule_seed: int = Field(default=0, ge=0, description="seed of the arrivals")
 
 
-class OutputOptions(StrictModel):
+class OutputOptions(FrozenModel):
     """Output of a command."""
 
     as_json: bool = Field(default=False, description="print the result as JSON")
@@ -396,7 +397,7 @@ class ReportOptions(OutputOptions):
     folder: Path
 
 
-def add_options(parser: argparse.ArgumentParser, model: type[StrictModel]) -> None:
+def add_options(parser: argparse.ArgumentParser, model: type[FrozenModel]) -> None:
     """Add a flag for each option."""
     add_flags(parser.add_argument_group((model.__doc__ or "").rstrip(".")), model, _NAMES)
 

@@ -29,8 +29,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from benchmarks.common import BenchmarkError
-from benchmarks.common.client import build_body, build_content
-from benchmarks.common.pictures import draw_picture, encode_picture
+from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
 from benchmarks.load.settings import Format, RequestOptions, Workload
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import httpx
 from PIL import Image
 
-from benchmarks.common.pictures import draw_picture, encode_picture
+from benchmarks.common.requests import draw_picture, encode_picture
 from benchmarks.server import Server
 from vllm_autoprune.http_client import CHAT, Metrics
 

@@ -1,41 +1,47 @@
-"""The streaming client, against a server whose schedule is known beforehand, and its journal."""
+"""The streaming client and the metrics of a server, against a fake whose schedule is known."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import re
+import socket
 import sys
+import threading
+from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
+from urllib.parse import urlsplit
 
 import pytest
 
-from benchmarks.common.client import EMPTY, Client, Journal, Record, parse, read_journal
+from benchmarks.common.client import (
+    EMPTY,
+    Client,
+    MetricsWatcher,
+    Record,
+    ServerMetrics,
+    parse_stream,
+)
 from benchmarks.common.fake_server import MODEL, PROMPT_TOKENS, Reply, fake_server
 from benchmarks.server import free_port
-from tests.benchmarks.load.samples import record as make_record
-
-GAPS = (0.010, 0.040, 0.025)
 
 
-def body(tokens: int = 10, model: str = MODEL) -> bytes:
-    return json.dumps({"model": model, "max_tokens": tokens, "stream": True}).encode()
+def body(model: str = MODEL) -> bytes:
+    return json.dumps({"model": model, "max_tokens": 10, "stream": True}).encode()
 
 
-def send(
-    reply: Reply, times: int = 1, model: str = MODEL, serves: int | None = None
-) -> list[Record]:
-    with fake_server(reply, serves=serves) as server:
-        return [Client(server.url).send(body(model=model), index=n) for n in range(times)]
+def send(reply: Reply, model: str = MODEL) -> Record:
+    with fake_server(reply) as server:
+        return Client(server.url).send(body(model))
 
 
 def test_recorded_gaps_are_right_within_3_ms() -> None:
     """In the best of 8 answers: a busy machine delays single reads, a wrong clock all."""
-    reply = Reply(ttft=0.06, gaps=GAPS)
+    reply = Reply(ttft=0.06, gaps=(0.010, 0.040, 0.025))
     with fake_server(reply) as server:
         records = [Client(server.url).send(body()) for _ in range(8)]
-        emitted = server.emitted
     gaps = [b - a for a, b in pairwise(reply.times(10))]
     errors = [
         median(abs(measured - gap) for measured, gap in zip(record.gaps, gaps, strict=True))
@@ -46,25 +52,26 @@ def test_recorded_gaps_are_right_within_3_ms() -> None:
     assert 0 <= min(record.ttft for record in records) - reply.ttft < 0.02
     late = [
         median(arrived - wrote for arrived, wrote in zip(record.deltas, times, strict=True))
-        for record, times in zip(records, emitted, strict=True)
+        for record, times in zip(records, server.emitted, strict=True)
     ]
     assert 0 < min(late) < 0.003
 
 
 def test_stamps_are_in_order_and_usage_is_read() -> None:
-    (record,) = send(Reply(ttft=0.02, gaps=(0.005,)))
+    record = send(Reply(ttft=0.02, gaps=(0.005,)))
     assert record.ok and record.text == "0 1 2 3 4 5 6 7 8 9 "
     times = [record.scheduled, record.started, *record.deltas, record.done]
     assert times == sorted(times)
     assert (record.prompt_tokens, record.completion_tokens) == (PROMPT_TOKENS, 10)
     assert record.tpot == pytest.approx((record.deltas[-1] - record.deltas[0]) / 9)
+    without_usage = send(Reply(usage=None, ttft=0.01, gaps=(0.001,)))
+    assert without_usage.ok and without_usage.completion_tokens is without_usage.tpot is None
 
 
 def test_latency_counts_from_when_a_request_was_due() -> None:
-    now = 100.0
     with fake_server(Reply(ttft=0.01, gaps=(0.001,))) as server:
-        record = Client(server.url, clock=lambda: now).send(body(), scheduled=97.5)
-    assert record.delay == 2.5 and record.ttft == 2.5 and record.e2e == 2.5
+        record = Client(server.url, clock=lambda: 100.0).send(body(), scheduled=97.5, index=3)
+    assert record.index == 3 and record.delay == record.ttft == record.e2e == 2.5
 
 
 @pytest.mark.parametrize(
@@ -77,21 +84,13 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
     ],
 )
 def test_every_failure_is_recorded_in_one_line(reply: Reply, model: str, message: str) -> None:
-    (record,) = send(reply, model=model)
-    assert not record.ok
-    assert record.error is not None
-    assert re.search(message, record.error), record.error
+    record = send(reply, model)
+    assert not record.ok and re.search(message, str(record.error))
 
 
 def test_a_refused_connection_is_recorded() -> None:
-    record = Client(f"http://127.0.0.1:{free_port()}").send(body(), index=3)
-    assert record.index == 3 and record.error is not None
-    assert "no answer: ConnectionRefusedError" in record.error
-
-
-def test_an_answer_without_usage_has_no_token_counts() -> None:
-    (record,) = send(Reply(usage=None, ttft=0.01, gaps=(0.001,)))
-    assert record.ok and record.completion_tokens is None and record.tpot is None
+    record = Client(f"http://127.0.0.1:{free_port()}").send(body())
+    assert "no answer: ConnectionRefusedError" in str(record.error)
 
 
 def event(**chunk: object) -> bytes:
@@ -127,45 +126,76 @@ DONE = b"data: [DONE]\n\n"
 def test_a_stream_is_parsed(
     reads: list[tuple[float, bytes]], deltas: tuple[float, ...], text: str, error: str | None
 ) -> None:
-    content = parse(reads)
-    assert (content.deltas, content.text, content.error) == (deltas, text, error)
-    counts = (content.prompt_tokens, content.completion_tokens)
-    assert counts == ((9, 2) if any(USAGE in piece for _, piece in reads) else (None, None))
+    usage = (9, 2) if any(USAGE in piece for _, piece in reads) else (None, None)
+    assert tuple(parse_stream(reads).values()) == (deltas, text, *usage, error)
 
 
-def test_records_are_written_when_they_are_added(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "deep" / "records.jsonl")
-    journal.add(make_record(1))
-    journal.add(make_record(0, error="gone"))
-    # Not closed: what a killed process leaves behind.
-    assert read_journal(tmp_path / "deep" / "records.jsonl") == [
-        make_record(0, error="gone"),
-        make_record(1),
-    ]
-    journal.close()
+BEFORE = """
+# HELP vllm:request_success_total Count of requests.
+vllm:request_success_total{engine="0",model_name="m"} 100.0
+vllm:request_success_total{engine="1",model_name="m"} 20.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.75
+vllm:mm_cache_hits_total{engine="0"} 3.0
+autoprune_visual_tokens_total{stage="after"} 640.0
+autoprune_visual_tokens_created{stage="after"} 1.7e+09
+"""
+AFTER = """
+vllm:request_success_total{engine="0",model_name="m"} 180.0
+vllm:request_success_total{engine="1",model_name="m"} 20.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:mm_cache_hits_total{engine="0"} 3.0
+autoprune_visual_tokens_total{stage="before"} 5760.0
+autoprune_visual_tokens_total{stage="after"} 1280.0
+"""
 
 
-def test_a_truncated_last_line_is_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    path.write_text(make_record(0).model_dump_json() + "\n" + make_record(1).model_dump_json()[:40])
-    assert read_journal(path) == [make_record(0)]
+def test_counters_are_differences_and_gauges_are_peaks() -> None:
+    pages: Iterator[str] = iter([BEFORE, AFTER])
+    with fake_server(pages={"/metrics": lambda: next(pages)}) as server:
+        watch = MetricsWatcher(server.url)
+        assert watch.metrics() == ServerMetrics(read=False)
+        watch.update()
+        watch.update()
+    watch.update()  # it is down now: nothing changes
+    # Summed over engines; a labelled counter appears with its first event; absent ones are None.
+    assert watch.metrics() == ServerMetrics(
+        read=True,
+        finished=80,
+        mm_cache_hits=0,
+        visual_tokens_before=5760,
+        visual_tokens_after=640,
+        peak_kv_use=0.75,
+    )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
-def test_a_full_disk_is_reported_and_records_stay_in_memory(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    path.symlink_to("/dev/full")
-    journal = Journal(path)
-    for index in range(3):
-        journal.add(make_record(index))
-    journal.close()
-    assert journal.failure is not None and "No space left on device" in journal.failure
-    assert [saved.index for saved in journal.records] == [0, 1, 2]
+@contextlib.contextmanager
+def connecting(url: str, clients: int) -> Iterator[None]:
+    """Clients that connect as fast as they can, and send nothing, until the block ends."""
+    stop = threading.Event()
+    address = ("127.0.0.1", int(urlsplit(url).port or 0))
+
+    def connect() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
+                pass
+
+    threads = [threading.Thread(target=connect) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
-def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    journal = Journal(tmp_path / "file" / "records.jsonl")
-    journal.add(make_record(0))
-    journal.close()
-    assert journal.failure is not None and len(journal.records) == 1
+def test_the_fake_server_closes_every_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight servers end while they accept connections, because the race is rare."""
+    unclosed: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda event: unclosed.append(str(event.exc_value)))
+    for _ in range(8):
+        with contextlib.ExitStack() as stack, fake_server() as server:
+            stack.enter_context(connecting(server.url, 3))
+    gc.collect()
+    assert unclosed == []

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from benchmarks.common.client import Phase, Record
-from benchmarks.common.metrics import ServerMetrics
+from benchmarks.common.client import Phase, Record, ServerMetrics
 from benchmarks.load.compare import Point, Run
 from benchmarks.load.result import ClientFacts, Result, RunFacts, Verdict, summarize
 from benchmarks.load.settings import Load, Slo, Workload

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.common.client import Phase
-from benchmarks.common.metrics import ServerMetrics
+from benchmarks.common.client import Phase, ServerMetrics
 from benchmarks.load.result import (
     RunFacts,
     Verdict,

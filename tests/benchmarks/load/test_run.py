@@ -14,10 +14,9 @@ from statistics import median
 import pytest
 
 from benchmarks.common import BenchmarkError
-from benchmarks.common.client import read_journal
 from benchmarks.common.fake_server import MODEL, Reply, fake_server
 from benchmarks.load.experiment import run
-from benchmarks.load.result import RECORDS, Result
+from benchmarks.load.result import RECORDS, Result, read_journal
 from benchmarks.load.settings import Load, RunOptions, Workload
 from benchmarks.load.workload import prepare
 
