@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -77,6 +78,18 @@ class Server:
     def logged(self) -> str:
         """Everything the server has printed so far."""
         return self.log.read_text(errors="replace")
+
+
+def find_cause(log: str) -> str:
+    """Why a server did not start: the plugin's refusal, else the first error, else the last line.
+
+    Processes pass errors on, so the first one is the cause.
+    """
+    _, refused, refusal = log.partition("\nvllm-autoprune: ")
+    if refused:
+        return " ".join(refusal.split())
+    error = re.search(r"(?:^|\] )(\w*(?:Error|Exception): .*)$", log, re.MULTILINE)
+    return error[1] if error else (log.strip() or "no output").rpartition("\n")[2]
 
 
 def free_port() -> int:

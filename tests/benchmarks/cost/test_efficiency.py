@@ -1,4 +1,4 @@
-"""The efficiency table and its extrapolation to full depth."""
+"""The efficiency table, and its extrapolation to full depth."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ import torch
 
 from benchmarks.common import BenchmarkError
 from benchmarks.cost.__main__ import main
+from benchmarks.cost.depth import compose
 from benchmarks.cost.efficiency import (
     DeviceMemory,
     Efficiency,
+    Measurement,
     Model,
-    Pass,
-    Refusal,
-    compose,
     compute_cost,
     format_table,
 )
 from vllm_autoprune.backbones import BACKBONE_SHAPES
 
-LLAVA_NEXT_7B = BACKBONE_SHAPES["llava-next-7b"]
-
-MODEL = Model(LLAVA_NEXT_7B.name, Path(), LLAVA_NEXT_7B, LLAVA_NEXT_7B.layers, 672, ())
+MODEL = Model("llava-next-7b", Path(), BACKBONE_SHAPES["llava-next-7b"], ())
 
 
 @pytest.mark.parametrize(
@@ -33,16 +30,36 @@ MODEL = Model(LLAVA_NEXT_7B.name, Path(), LLAVA_NEXT_7B, LLAVA_NEXT_7B.layers, 6
      ("sparsevlm", 6.1), ("dart", 6.1)],
 )  # fmt: skip
 def test_layers_that_rank_all_tokens_are_counted(arm: str, times_fewer: float) -> None:
-    cost = compute_cost(MODEL, arm, 320, [])
-    assert round(MODEL.estimate(2880).flops / cost.flops, 1) == times_fewer
-    assert cost.tokens == 320
+    cost, full = (compute_cost(MODEL, name, 320, None) for name in (arm, "full"))
+    assert round(full.flops / cost.flops, 1) == times_fewer
+    assert (full.tokens, cost.tokens) == (2880, 320)
 
 
-class Worker(DeviceMemory):
-    """A worker on a device that need not exist."""
+def measurement(ttft: tuple[float, ...], again: tuple[float, ...]) -> Measurement:
+    return Measurement(
+        ttft=ttft, again=again, prefill=ttft[0] / 2, decode=(0.01,), visual_tokens=319.6,
+        device_memory=3 << 20,
+    )  # fmt: skip
 
-    def __init__(self, device: str) -> None:
-        self.device = torch.device(device)
+
+def test_the_table_has_a_row_for_every_arm() -> None:
+    arms: Mapping[str, Measurement | str] = {
+        "full": measurement((0.4, 0.4), (0.1, 0.1)).model_copy(update={"device_memory": None}),
+        "fastv": "no attention",
+        "AutoPrune": measurement((0.2, 0.2), (0.1, 0.1)),
+    }
+    text = format_table(MODEL, 320, arms)
+    assert "32 language layers served, K = 320; 2 requests a row" in text
+    cells = [line.strip("| ").split(" | ") for line in text.split("\n") if line[:2] == "| "]
+    assert cells[2] == [
+        "full", "2880", "41.65 (1.0x fewer)", "200.0 (1.00x faster)", "400.0 (400.0–400.0)",
+        "100.0 (0.25x)", "10.00", "1440", "not measured",
+    ]  # fmt: skip
+    assert cells[3][:2] == ["fastv", "not served: no attention"]
+    assert cells[4] == [
+        "AutoPrune", "320", "4.198 (9.9x fewer)", "100.0 (2.00x faster)", "200.0 (200.0–200.0)",
+        "100.0 (0.50x)", "10.00", "160", "3",
+    ]  # fmt: skip
 
 
 def test_memory_is_that_of_the_workers_gpu_or_is_not_measured(
@@ -51,17 +68,11 @@ def test_memory_is_that_of_the_workers_gpu_or_is_not_measured(
     peaks = {"cuda:1": 3 << 20}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[str(device)])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks[str(device)])
-    for device, cell in (("cuda:1", "3"), ("cpu", "not measured")):
-        worker = Worker(device)
+    for device, peak in (("cuda:1", 3 << 20), ("cpu", None)):
+        worker = DeviceMemory()
+        worker.device = torch.device(device)
         worker.reset_device_memory()
-        row = Pass(ttft=(0.1,), prefill=0.1, decode=(0.01,), prompt_tokens=9, visual_tokens=None,
-                   device_memory=worker.peak_device_memory())  # fmt: skip
-        refused = Refusal(reason="no attention")
-        passes: Mapping[str, list[Pass | Refusal]] = {"full": [row], "fastv": [refused]}
-        rows = [line for line in format_table(MODEL, 320, passes).split("\n") if line[:2] == "| "]
-        head, _, full, fastv = (line.strip("| ").split(" | ") for line in rows)
-        assert full[head.index("GPU memory, MiB")] == cell
-        assert fastv[1] == "not served: no attention"
+        assert worker.peak_device_memory() == peak
 
 
 def table(layers: int, **changes: object) -> Efficiency:
@@ -72,19 +83,15 @@ def table(layers: int, **changes: object) -> Efficiency:
     def times(fixed: float, layer: float) -> tuple[float, ...]:
         return tuple(fixed + layer * layers + noise for noise in (-0.02, 0.0, 0.01))
 
-    def measured(ttft: tuple[float, ...], again: tuple[float, ...]) -> tuple[Pass, ...]:
-        return (Pass(ttft=ttft, again=again, prefill=0.1, decode=(0.1,), prompt_tokens=9,
-                     visual_tokens=None, device_memory=None),)  # fmt: skip
-
-    passes: dict[str, tuple[Pass | Refusal, ...]] = {
-        "full": measured(times(2.0, 1.0), times(0.1, 0.05)),
-        "AutoPrune": measured(times(2.5, 0.1), times(0.5, 0.1)),
-        "fastv": (Refusal(reason="no attention"),),
-    }
-    digests = {"full": None, "AutoPrune": "ab"}
     efficiency = Efficiency(
-        model="llava-next-7b", layers=layers, budget=320, digests=digests, passes=passes
-    )
+        model="llava-next-7b", layers=layers, budget=320, environment={},
+        digests={"full": None, "AutoPrune": "ab"},
+        arms={
+            "full": measurement(times(2.0, 1.0), times(0.1, 0.05)),
+            "AutoPrune": measurement(times(2.5, 0.1), times(0.5, 0.1)),
+            "fastv": "no attention",
+        },
+    )  # fmt: skip
     return efficiency.model_copy(update=changes)
 
 
@@ -99,13 +106,16 @@ def test_times_are_linear_in_layers() -> None:
     assert gain.low < gain.value < gain.high
 
 
+MORE = {name: measurement((1.0,) * 4, (1.0,) * 4) for name in ("full", "AutoPrune")}
+
+
 @pytest.mark.parametrize(
     ("deep", "why"),
     [
         (table(3, budget=160), "differ"),
         (table(3, digests={"full": None, "AutoPrune": "cd"}), "differ"),
         (table(1), "shallow one first"),
-        (table(3, passes={arm: row * 2 for arm, row in table(3).passes.items()}), "numbers"),
+        (table(3, arms=MORE), "numbers"),
     ],
 )
 def test_tables_that_do_not_belong_together_are_refused(deep: Efficiency, why: str) -> None:
@@ -119,7 +129,7 @@ def test_files_are_composed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         path.write_text(table(layers).model_dump_json())
     assert main(["depth", *map(str, paths)]) == 0
     printed = capsys.readouterr().out
-    assert "composed for 32 language layers from measurements of 1 and 3" in printed
+    assert "composed for 32 language layers from measurements of 1 and 3; 3 requests" in printed
     assert "| AutoPrune | 100.0 (" in printed
     assert main(["depth", *map(str, reversed(paths))]) == 1
 
@@ -131,6 +141,5 @@ def test_an_invalid_table_is_refused_in_one_line(
     path = tmp_path / "1.json"
     if content is not None:
         path.write_text(content)
-
     assert main(["depth", str(path), str(path)]) == 1
     assert capsys.readouterr().err.count("\n") == 1

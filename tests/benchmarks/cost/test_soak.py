@@ -7,224 +7,247 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from random import Random
-from typing import Any
 
 import httpx
 import pytest
 
-from benchmarks.common.fake_server import Reply, fake_server
-from benchmarks.cost import soak as command
-from benchmarks.cost.__main__ import main
+from benchmarks.common.fake_server import Body, Reply, fake_server
 from benchmarks.cost.soak import (
+    BLOCK,
+    BUDGET,
+    KINDS,
+    KV_BYTES,
+    LONG_ANSWER,
+    RECALL,
     SLACK,
-    Samples,
+    STATE,
+    TOKENS,
     Tally,
-    build_report,
     compare_counts,
     connect,
+    draw_request,
     format_report,
+    judge_memory,
     keep_busy,
     read_counters,
     send,
     watch_memory,
 )
-from benchmarks.cost.soak_requests import KINDS, LONG_ANSWER, RequestMix
-from tests.benchmarks.cost.planned_server import (
-    BUDGET,
-    KV_BYTES,
-    RECALL,
-    START,
-    TOKENS,
-    Faults,
-    serve_planned,
-)
+from tests.serving.unit.samples import served
+from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.serving.api.choices import TokenCount, resolve_choices, state_label
+from vllm_autoprune.serving.api.request import RecallTurn, parse_request
+from vllm_autoprune.serving.api.split import SplitImage, align_core, choose_recalls
+from vllm_autoprune.serving.settings import RequestRules
+from vllm_autoprune.tpdsl.loading import load_state
 
-MIB = 1 << 20
-MIX = RequestMix("model", TOKENS, "autoprune", BUDGET, RECALL, KV_BYTES, START, ("first", "second"))
+MIB, START, TEXT = 1 << 20, 5, 20
+"""Tokens of a prompt in front of its image, and besides it."""
+RULES = RequestRules("states", 1, 65536, recall=RECALL)
+SERVED = replace(served(budget=BUDGET), state=load_state(STATE), rules=RULES)
 
 
-def metrics(url: str) -> dict[str, float]:
+def plan(body: Body, counts: Counter[str]) -> int:
+    """Prompt tokens of a request, planned and counted by the plugin's own code."""
+    kwargs = body.get("mm_processor_kwargs")
+    request = parse_request(kwargs["autoprune"] if isinstance(kwargs, dict) else None)
+    images = json.dumps(body["messages"]).count('"type": "image_url"')
+    choices = resolve_choices(SERVED, request, [TokenCount(TOKENS)] * images)
+    later = [turn for turn in body["messages"][1:] if turn["role"] == "user"]
+    turns = [RecallTurn(images=images, text=turn["content"]) for turn in later]
+    recall = RECALL if request.recall is None else request.recall
+    contents = [str(image) for image in range(images)]
+    recalled = sum(part.budget for part in choose_recalls(turns, recall, choices, contents))
+    kept = sum(choice.kept for choice in choices) + recalled
+    counts[f'autoprune_requests_total{{state="{state_label(SERVED, request)}"}}'] += 1
+    counts[f'autoprune_images_total{{chooser="{request.keep}"}}'] += images
+    counts['autoprune_visual_tokens_total{stage="before"}'] += images * TOKENS
+    counts['autoprune_visual_tokens_total{stage="after"}'] += kept
+    counts["autoprune_core_tokens_total"] += sum(
+        align_core(START, SplitImage(choice.kept, choice.core, None), BLOCK)
+        for choice in choices
+        if choice.core
+    )
+    counts["autoprune_recalled_tokens_total"] += recalled
+    counts["autoprune_kv_bytes_saved_total"] += (images * TOKENS - kept) * KV_BYTES
+    return TEXT + kept
+
+
+@contextmanager
+def planned(fault: str = "") -> Iterator[str]:
+    """The URL of a server with the plugin's planning; every third request has the fault."""
+    counts: Counter[str] = Counter()
+
+    def metrics() -> str:
+        return "".join(f"{name} {float(count)}\n" for name, count in sorted(counts.items()))
+
+    def reply(body: Body) -> Reply:
+        counts["seen"] += 1
+        due = fault if counts["seen"] % 3 == 0 else ""
+        if due in ("failed", "broken"):
+            return Reply(status=500) if due == "failed" else Reply(drop=True)
+        counting = Counter[str]() if due == "forgotten" else counts
+        try:
+            prompt = plan(body, counting)
+        except AutopruneError as error:
+            counting["autoprune_requests_refused_total"] += 1
+            return Reply(status=400, error=str(error))
+        if not body.get("stream"):  # its client hangs up
+            counting['vllm:request_success_total{engine="0",finished_reason="length"}'] += 1
+            counting['vllm:request_generation_tokens_bucket{engine="0",le="5.0"}'] += 1
+        counting['vllm:prompt_tokens_total{engine="0"}'] += prompt
+        counting['vllm:generation_tokens_total{engine="0"}'] += int(body["max_tokens"])
+        if due == "fallen":
+            counting['autoprune_fallbacks_total{fallback="uniform",reason="scores"}'] += 1
+        usage = {"prompt_tokens": prompt, "completion_tokens": int(body["max_tokens"])}
+        return Reply(ttft=0.01, usage=usage)
+
+    with fake_server(reply, model=None, pages={"/metrics": metrics}) as server:
+        yield server.url
+
+
+def read(url: str) -> Counter[str]:
     return read_counters(httpx.get(f"{url}/metrics").text)
 
 
-def samples(resident: Callable[[int], int], process: str = "7 worker", count: int = 100) -> Samples:
-    return Samples(list(map(float, range(count))), [{process: resident(i)} for i in range(count)])
-
-
-def soak(url: str, seconds: float = 1.5) -> dict[str, Any]:
-    before = metrics(url)
-    tally = keep_busy(url, MIX, users=4, seconds=seconds)
-    pairs = compare_counts(before, metrics(url), tally)
-    return build_report(seconds / 60, 4, 0, tally, pairs, samples(lambda i: MIB))
+def soak(url: str, seconds: float = 1.5) -> tuple[str, list[str]]:
+    before = read(url)
+    tally = keep_busy(url, START, users=4, seconds=seconds)
+    return format_report(seconds / 60, tally, compare_counts(before, read(url), tally), [])
 
 
 def test_client_and_server_counts_are_equal() -> None:
-    with serve_planned() as url:
-        reports = soak(url), soak(url)  # the second time, metrics do not begin at zero
-    for report in reports:
-        assert report["wrong"] == [] and report["holds"]
-        assert report["client"]["answered"] > 0
-        assert "The soak is passed." in format_report(report)
-    labels = {name.split()[-1] for name in reports[0]["client"]["counts"]}
-    assert {"autoprune", "off", "request"} & labels
+    with planned() as url:
+        for _ in range(2):  # the second time, metrics do not begin at zero
+            text, wrong = soak(url)
+            assert wrong == [] and "The soak is passed." in text and "answered" in text
 
 
 @pytest.mark.parametrize(
-    ("faults", "message"),
+    ("fault", "message"),
     [
-        (Faults(failed=3), "requests failed"),
-        (Faults(broken=3), "requests failed"),
-        (Faults(forgotten=3), "vllm:prompt_tokens_total: "),
-        (Faults(fallen=3), "autoprune_fallbacks_total: "),
+        ("failed", "requests failed"),
+        ("broken", "requests failed"),
+        ("forgotten", "vllm:prompt_tokens_total: "),
+        ("fallen", "autoprune_fallbacks_total: "),
     ],
-    ids=["failed", "broken", "forgotten", "fallen"],
 )
-def test_every_fault_is_a_problem(faults: Faults, message: str) -> None:
-    with serve_planned(faults) as url:
-        report = soak(url, 2.5 if faults.broken else 1.5)
-    assert any(message in problem for problem in report["wrong"])
-    assert "The soak is not passed." in format_report(report)
-    assert json.loads(json.dumps(report))["holds"] is False
+def test_every_fault_is_a_problem(fault: str, message: str) -> None:
+    with planned(fault) as url:
+        text, wrong = soak(url, 2.5 if fault == "broken" else 1.5)
+    assert any(message in problem for problem in wrong)
+    assert "The soak is not passed." in text
 
 
 def test_a_server_that_is_down_is_a_problem() -> None:
-    with serve_planned() as url:
+    with planned() as url:
         pass
-    tally = keep_busy(url, MIX, users=2, seconds=0.2)
-    assert tally.errors == tally.sent == 3  # of both users, and of the client that hangs up
-    report = build_report(1, 2, 0, tally, [], samples(lambda i: MIB))
-    assert "nothing was answered" in report["wrong"]
+    tally = keep_busy(url, START, users=2, seconds=0.2)
+    # Of both users, and of the client that hangs up.
+    assert tally.outcomes == {"failed": 3}
+    assert "nothing was answered" in format_report(1.0, tally, {}, [])[1]
 
 
-def test_every_kind_of_request_has_the_planned_status_and_tokens() -> None:
-    """The fake server plans with the plugin's own code: status and tokens of many draws."""
+def test_every_kind_of_request_is_answered_as_planned() -> None:
     random, kinds, models, bodies = Random(3), set(), set(), set()
-    with serve_planned() as url, connect(url) as client:
-        for _ in range(150):
-            request, tally = MIX.draw(random), Tally()
+    with planned() as url, connect(url) as client:
+        for _ in range(200):
+            request, tally = draw_request(random, START), Tally()
+            kinds.add(request.kind)
             bodies.add(request.body)
             models.add(json.loads(request.body)["model"])
-            assert send(client, request, tally)
-            assert tally.faults == []
-            if request.status == 200:
+            assert send(client, request, tally) and tally.faults == []
+            if request.kind != "bad":
                 after = tally.counts["autoprune_visual_tokens_total after"]
-                assert tally.counts["vllm:prompt_tokens_total"] == 20 + after
-            kinds.add(request.kind)
-    assert kinds == set(KINDS) and models == {"first", "second", "model"}
+                assert tally.counts["vllm:prompt_tokens_total"] == TEXT + after
+    assert kinds == set(KINDS) and len(models) == 3
     assert len(bodies) > 100, "pictures vary"
 
 
-def test_counts_of_the_server_alone_are_compared_with_zero() -> None:
-    pairs = compare_counts({}, {"autoprune_requests_total mine": 2.0}, Tally())
-    (pair,) = (pair for pair in pairs if pair["what"] == "autoprune_requests_total mine")
-    assert (pair["client"], pair["server"], pair["equal"]) == (0.0, 2.0, False)
-
-
-def test_counters_are_summed_over_engines() -> None:
-    exposition = "".join(f'vllm:prompt_tokens_total{{engine="{i}"}} 3.0\n' for i in range(2))
-    assert read_counters(exposition + "vllm:other_total 5.0\n") == {"vllm:prompt_tokens_total": 6.0}
+def test_counters_are_summed_over_engines_and_those_of_the_server_alone_must_be_zero() -> None:
+    text = "".join(f'vllm:prompt_tokens_total{{engine="{i}"}} 3.0\n' for i in range(2))
+    assert read_counters(text + "vllm:other_total 5.0\n") == {"vllm:prompt_tokens_total": 6}
+    name = "autoprune_requests_total mine"
+    pairs = compare_counts({}, {name: 2}, Tally())
+    assert pairs[name] == (0, 2, 0)
+    assert f"{name}: 2 by the server, 0 by its client" in format_report(1.0, Tally(), pairs, [])[1]
 
 
 def test_a_client_that_hangs_up_is_counted_by_what_it_has_read() -> None:
-    request, tally = MIX.draw(Random(5), stream=True), Tally()
-    with serve_planned() as url, connect(url) as client:
-        send(client, request, tally, 4)
-        pairs = compare_counts({}, metrics(url), tally)
-    assert tally.errors == 0 and tally.killed == 1
-    assert all(pair["equal"] for pair in pairs)
-    (tokens,) = (pair for pair in pairs if pair["what"] == "vllm:generation_tokens_total")
+    request, tally = draw_request(Random(5), START, stream=True), Tally()
+    with planned() as url, connect(url) as client:
+        send(client, request, tally, events=4)
+        pairs = compare_counts({}, read(url), tally)
+    assert tally.outcomes == {"hung up": 1}
     # The first event names the role.
-    assert (tokens["client"], tokens["server"], tokens["unseen"]) == (
-        3, LONG_ANSWER, LONG_ANSWER - 3,
-    )  # fmt: skip
+    tokens = pairs["vllm:generation_tokens_total"]
+    assert tokens == (3, LONG_ANSWER, LONG_ANSWER - 3)
+    assert format_report(1.0, tally, pairs, [])[1] == ["nothing was answered"]
 
 
 def test_a_stream_that_ends_or_is_refused_is_an_error() -> None:
-    request, tally = MIX.draw(Random(5), stream=True), Tally()
+    request, tally = draw_request(Random(5), START, stream=True), Tally()
     reply = Reply(deltas=("one",), ttft=0.0)
     with fake_server(reply, model=None) as server, connect(server.url) as client:
-        send(client, request, tally, 50)
+        send(client, request, tally, events=50)
     with fake_server(reply, model="another") as server, connect(server.url) as client:
-        send(client, request, tally, 1)
+        send(client, request, tally, events=1)
     assert "ended before" in tally.faults[0] and "HTTP 404" in tally.faults[1]
 
 
-def test_an_answer_that_ended_after_its_client_hung_up_is_told_apart_by_its_length() -> None:
-    tally = Tally(answered=5, killed=2)
-    ended, short = "vllm:request_success_total", "vllm:request_generation_tokens_bucket 5.0"
-
-    def equal(ended_by_server: float, short_by_server: float) -> bool:
-        after = {ended: ended_by_server, short: short_by_server}
-        return all(pair["equal"] for pair in compare_counts({}, after, tally))
-
-    assert equal(5, 5)
-    assert equal(7, 5)
-    assert not equal(8, 5)
-    assert not equal(6, 6)
-    assert not equal(5, 4)
-
-
-def test_the_command_writes_json_and_exits_with_the_verdict(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("ended", "short", "equal"),
+    [(5, 5, True), (7, 5, True), (8, 5, False), (6, 6, False), (5, 4, False)],
+)
+def test_an_answer_that_ended_after_its_client_hung_up_is_told_apart_by_its_length(
+    ended: int, short: int, equal: bool
 ) -> None:
-    flat = samples(lambda i: MIB)
-    for errors, status in ((0, 0), (1, 1)):
-        tally = Tally(sent=1, answered=1 - errors, errors=errors)
-        report = build_report(2.0, 4, 0, tally, [], flat)
-        monkeypatch.setattr(command, "soak", lambda *asked, report=report: report)
-        assert main(["soak", "--minutes", "2", "--out", str(tmp_path / "soak")]) == status
-        written = json.loads((tmp_path / "soak" / "soak.json").read_text())
-        assert written["holds"] is (status == 0)
-        assert written["samples"]["resident"][0] == {"7 worker": MIB}
-    assert "1 errors" in capsys.readouterr().out
-
-
-def judged(recorded: Samples, process: str = "7 worker") -> dict[str, Any]:
-    (verdict,) = (row for row in recorded.judge() if row["process"] == process)
-    return verdict
+    tally = Tally(outcomes=Counter({"answered": 5, "hung up": 2}))
+    bucket = "vllm:request_generation_tokens_bucket 5.0"
+    pairs = compare_counts({}, {"vllm:request_success_total": ended, bucket: short}, tally)
+    assert (format_report(1.0, tally, pairs, [])[1] == []) is equal
 
 
 @pytest.mark.parametrize(
-    ("resident", "flat"),
+    ("resident", "problem"),
     [
-        (lambda i: 1000 * MIB, True),
-        (lambda i: (1000 if i >= 20 else 200) * MIB, True),  # warm-up
-        (lambda i: (3000 if i == 50 else 1000) * MIB, True),  # a spike
-        (lambda i: (1000 + 19 * (i >= 60)) * MIB, True),
-        (lambda i: (1000 + 21 * (i >= 60)) * MIB, False),
-        (lambda i: 1000 * MIB + i * MIB, False),  # a leak
-        (lambda i: (1000 if i < 60 else 500) * MIB, True),  # it shrank
-        (lambda i: 10 * MIB + i * SLACK // 100, True),  # more than 2 %, and next to nothing
-        (lambda i: 10 * MIB + 2 * i * SLACK // 100, False),
+        (lambda i: 1000 * MIB, ""),
+        (lambda i: (1000 if i >= 20 else 200) * MIB, ""),  # warm-up
+        (lambda i: (3000 if i == 50 else 1000) * MIB, ""),  # a spike
+        (lambda i: (1000 + 19 * (i >= 60)) * MIB, ""),
+        (lambda i: (1000 + 21 * (i >= 60)) * MIB, "it grew"),
+        (lambda i: 1000 * MIB + i * MIB, "it grew"),  # a leak
+        (lambda i: (1000 if i < 60 else 500) * MIB, ""),  # it shrank
+        (lambda i: 10 * MIB + i * SLACK // 100, ""),  # more than 2 %, and next to nothing
+        (lambda i: 10 * MIB + 2 * i * SLACK // 100, "it grew"),
     ],
     ids=["constant", "warm-up", "spike", "1.9 %", "2.1 %", "leak", "shrinking", "slack", "more"],
 )
-def test_growth_beyond_the_tolerance_is_not_flat(
-    resident: Callable[[int], int], flat: bool
+def test_growth_beyond_the_tolerance_is_a_problem(
+    resident: Callable[[int], int], problem: str
 ) -> None:
-    recorded = samples(resident)
-    assert judged(recorded)["flat"] is judged(recorded, "all")["flat"] is flat
+    rows = judge_memory([{"7 worker": resident(i)} for i in range(100)])
+    assert [(row.process, row.problem) for row in rows] == [("7 worker", problem), ("all", problem)]
+    _, wrong = format_report(1.0, Tally(outcomes=Counter(answered=1)), {}, rows)
+    assert len(wrong) == (2 if problem else 0)
 
 
-def test_a_process_that_starts_or_ends_is_not_flat_after_the_warm_up() -> None:
-    recorded = samples(lambda i: MIB)
-    for sample in recorded.resident[:10]:
-        sample["6 starter"] = MIB
-    assert all(row["flat"] for row in recorded.judge()) and len(recorded.judge()) == 2
-    for sample in recorded.resident[70:]:
-        sample.clear()
-        sample["8 worker"] = MIB
-    assert not judged(recorded, "8 worker")["flat"]
-    assert judged(recorded)["why"] == "it did not exist all the time"
+def test_a_process_that_starts_or_ends_after_the_warm_up_is_a_problem() -> None:
+    samples = [*[{"7 worker": MIB, "6 starter": MIB}] * 10, *[{"7 worker": MIB}] * 60]
+    assert not any(row.problem for row in judge_memory(samples))
+    ended = judge_memory([*samples, *[{"8 worker": MIB}] * 30])
+    assert [row.process for row in ended if row.problem] == ["7 worker", "8 worker"]
 
 
 @pytest.mark.parametrize("count", [0, 1, 4])
-def test_too_few_samples_are_not_flat(count: int) -> None:
-    (verdict,) = samples(lambda i: MIB, count=count).judge()
-    assert not verdict["flat"] and "too few" in verdict["why"]
+def test_too_few_samples_are_a_problem(count: int) -> None:
+    (row,) = judge_memory([{"7 worker": MIB}] * count)
+    assert "too few" in row.problem
 
 
 def test_memory_of_a_process_and_its_children_is_sampled_without_files() -> None:
@@ -233,13 +256,12 @@ def test_memory_of_a_process_and_its_children_is_sampled_without_files() -> None
     assert child.stdout is not None
     with child.stdout:
         child.stdout.readline()
-        with watch_memory(os.getpid(), 0.01) as recorded:
+        with watch_memory(os.getpid(), 0.01) as samples:
             deadline = time.monotonic() + 60
-            while len(recorded.resident) < 3 and time.monotonic() < deadline:
+            while len(samples) < 3 and time.monotonic() < deadline:
                 time.sleep(0.05)
         child.kill()
         child.wait()
-    by_pid = {name.split()[0]: size for name, size in recorded.resident[-1].items()}
+    by_pid = {name.split()[0]: size for name, size in samples[-1].items()}
     # Python's own files are shared, so that little more than the array is left.
     assert 50_000_000 < by_pid[str(child.pid)] < 65_000_000 and str(os.getpid()) in by_pid
-    assert recorded.seconds == sorted(set(recorded.seconds)) and len(recorded.seconds) >= 3

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from benchmarks.cost.__main__ import build_parser as build_cost_parser
+from benchmarks.cost.__main__ import parse_arguments as parse_cost_arguments
 from benchmarks.load.__main__ import COMMANDS, main, parse_arguments
 from benchmarks.load.experiment import choose_arms
 from benchmarks.load.settings import PairedOptions, ReportOptions
@@ -176,8 +176,7 @@ def test_documented_load_commands_parse(command: str) -> None:
 
 @pytest.mark.parametrize("command", commands("benchmarks.cost"))
 def test_documented_cost_commands_parse(command: str) -> None:
-    arguments = shlex.split(command)[3:]
-    build_cost_parser(arguments[0]).parse_args(arguments)
+    parse_cost_arguments(shlex.split(command)[3:])
 
 
 def test_the_documented_file_of_options_parses(tmp_path: Path) -> None:
