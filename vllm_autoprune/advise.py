@@ -1,25 +1,9 @@
 """Advice on a traffic: what each way to serve it costs, whether pruning helps, which state pays.
 
-The cost model gives the time to first token of the first and of another question on an image.
-
-Symbols: q questions an image; N visual tokens of an image, K kept ones, K_c of them core; T text
-tokens before the image, U behind it, A of the answer; b tokens of a KV block.
-
-    TTFT     = front end + tower + selection + request + p x (prompt - cached)
-    cached   = floor((T + shared) / b) x b       the prefix that vLLM's prefix cache holds
-    total(q) = TTFT(first) + (q - 1) x TTFT(another) + q x (A - 1) x time of a decoded token
-
-A row is one way to serve; "decoding" (of the image) and "processor" make up the front end:
-
-    way               visual  shared  first question pays                another question pays
-    stock             N       N       decoding, processor, tower         decoding
-    question-reading  K       0       the same and a selection           decoding, a selection
-    split             K       K_c     the same and two selections        decoding, a selection
-    question-free     K       K       the same and a selection           decoding
-    resized           K       K       decoding, processor, K/N of tower  decoding
-
-The first question shares the template alone; K_c is that of :func:`align_core`.
-:data:`ASSUMPTIONS` lists what else is assumed.
+The cost model gives the time to first token of the first and of another question on an image;
+docs/choosing.md has its formulas. Symbols: N visual tokens of an image, K kept ones, K_c of them
+core; T text tokens before the image, U behind it, A of the answer; b tokens of a KV block.
+:data:`ASSUMPTIONS` lists what is assumed.
 """
 
 from __future__ import annotations
@@ -29,21 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.record_file import FrozenModel
 
 Way = Literal["stock", "question-reading", "split", "question-free", "resized"]
 WAYS: tuple[Way, ...] = get_args(Way)
+_PRUNED: tuple[Way, ...] = ("question-reading", "split", "question-free")
 
 _CORE_SHARE = 0.75
 """Part of K that is core, where neither --core nor a state says it."""
 
 _WORTHWHILE = 1.05
 """Least gain in total time that is called help; below it, estimate and measurement are too near."""
-
-_PRUNED: tuple[Way, ...] = ("question-reading", "split", "question-free")
-_READERS: tuple[Way, ...] = ("split", "question-reading")
 
 ASSUMPTIONS = (
     "One image a prompt, and its question behind it.",
@@ -63,12 +46,23 @@ ASSUMPTIONS = (
     "Resized: the image is made so small that it has K tokens; tower time falls with the tokens.",
 )
 
+_IMAGE = "prefill of the image"
+_PARTS = ("front end", "vision tower", "selection", "request", _IMAGE, "prefill of text")
+"""Where a time to first token goes."""
 
-class _Inputs(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+_REMEDIES: Mapping[str, str] = {
+    "front end": "have clients send smaller images, or raise --api-server-count",
+    "vision tower": "make images smaller (max_pixels of the image processor), or encode them in "
+    "larger batches",
+    "selection": "choose a state that selects faster (docs/states.md, What a state costs)",
+    "request": "serve more requests at once: a step costs this much however few tokens it has",
+    "prefill of text": "shorten the text, or put what all requests have in common before the image",
+    _IMAGE: "keep fewer tokens: a smaller --budget",
+    "decoding": "answer shorter, decode in larger batches, or use speculative decoding",
+}
 
 
-class Traffic(_Inputs):
+class Traffic(FrozenModel):
     """Sizes of the requests on one image; see the module for the symbols."""
 
     questions: float = Field(ge=1, title="Q", description="mean number of questions on one image")
@@ -91,7 +85,7 @@ class Traffic(_Inputs):
         return value
 
 
-class Timings(_Inputs):
+class Timings(FrozenModel):
     """Measured seconds."""
 
     decode_image: float = Field(default=0.0, ge=0, description="fetching and decoding one image")
@@ -105,165 +99,135 @@ class Timings(_Inputs):
     decode: float = Field(default=0.0, ge=0, description="one decoded token")
 
 
-_REMEDIES: Mapping[str, str] = {
-    "front end": "have clients send smaller images, or raise --api-server-count",
-    "vision tower": "make images smaller (max_pixels of the image processor), or encode them in "
-    "larger batches",
-    "selection": "choose a state that selects faster (docs/states.md, What a state costs)",
-    "request": "serve more requests at once: a step costs this much however few tokens it has",
-    "prefill of text": "shorten the text, or put what all requests have in common before the image",
-    "prefill of the image": "keep fewer tokens: a smaller --budget",
-    "decoding": "answer shorter, decode in larger batches, or use speculative decoding",
-}
-
-PARTS = (
-    "front end",
-    "vision tower",
-    "selection",
-    "request",
-    "prefill of the image",
-    "prefill of text",
-)
-"""Where a time to first token goes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Advantage:
-    """Questions an image, from ``lower`` to ``upper``, for which a way takes less than stock."""
-
-    lower: float
-    upper: float
-
-    def __str__(self) -> str:
-        if self.lower >= self.upper:
-            return "at no number of questions"
-        if math.isfinite(self.upper):
-            return f"up to {self.upper:.1f} questions"
-        lower = self.lower
-        return "at any number of questions" if lower <= 1 else f"from {lower:.1f} questions on"
-
-
-NEVER = Advantage(math.inf, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Cost of one way to serve the traffic; seconds by the names of :data:`PARTS`."""
-
-    first_question: Mapping[str, float]
-    another_question: Mapping[str, float]
-    decoding: float
-    """Seconds of decoding one answer after its first token."""
-
-    @property
-    def ratio(self) -> float:
-        """Another question's time to first token over the first one's."""
-        ttft = ttft_of(self.first_question)
-        return ttft_of(self.another_question) / ttft if ttft else math.nan
-
-    def total(self, questions: float) -> float:
-        """Seconds of all questions on one image."""
-        later = (questions - 1) * ttft_of(self.another_question)
-        return ttft_of(self.first_question) + later + questions * self.decoding
-
-    def mean_parts(self, questions: float) -> dict[str, float]:
-        """Seconds of a mean question by where they go, decoding included."""
-        later = questions - 1
-        mean = {
-            part: (self.first_question[part] + later * self.another_question[part]) / questions
-            for part in PARTS
-        }
-        return {**mean, "decoding": self.decoding}
-
-    def advantage(self, stock: Estimate) -> Advantage:
-        """Numbers of questions an image for which this takes less time than ``stock``."""
-        gain_first = ttft_of(stock.first_question) - ttft_of(self.first_question)
-        gain_later = ttft_of(stock.another_question) - ttft_of(self.another_question)
-        if gain_first > 0:
-            return Advantage(1.0, math.inf if gain_later >= 0 else 1 - gain_first / gain_later)
-        return Advantage(1 - gain_first / gain_later, math.inf) if gain_later > 0 else NEVER
-
-
-def ttft_of(parts: Mapping[str, float]) -> float:
-    """Time to first token."""
-    return math.fsum(parts.values())
-
-
-def shares_of(parts: Mapping[str, float]) -> dict[str, float]:
-    """Share of each part in the time to first token."""
-    ttft = ttft_of(parts)
-    return {name: seconds / ttft if ttft else 0.0 for name, seconds in parts.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """Values of :class:`Traffic` and :class:`Timings` by field, as far as they are known.
+@dataclass(slots=True)
+class Inputs:
+    """Values of :class:`Traffic` and :class:`Timings` by field, from one source after another.
 
     ``notes`` say how they were found and what they leave out.
     """
 
-    values: Mapping[str, Any]
-    notes: tuple[str, ...] = ()
+    values: dict[str, Any]
+    notes: list[str]
 
-    def filled_from(self, other: Known) -> Known:
-        """These values, and those of ``other`` where there is none here."""
-        return Known({**other.values, **self.values}, (*self.notes, *other.notes))
+    def fill(self, *notes: str, **values: float | None) -> None:
+        """Add the values of a further source that are not known yet; None: it does not know."""
+        self.values |= {name: value for name, value in values.items()
+                        if value is not None and name not in self.values}  # fmt: skip
+        self.notes += notes
+
+    def assume(self) -> None:
+        """Fill in what no source knows, with notes that say so."""
+        if "budget" not in self.values:
+            # 576 to 64, 2880 to 320; without N it does not matter.
+            budget = max(self.values.get("tokens", 1) // 9, 1)
+            self.fill(f"K = {budget}, a ninth of N, because no --budget is given.", budget=budget)
+        if "core" not in self.values:
+            core = int(_CORE_SHARE * self.values["budget"])
+            self.fill(f"K_c = {core}, {_CORE_SHARE:.0%} of K: no --core is given.", core=core)
+        unknown = [name for name in Timings.model_fields if name not in self.values]
+        if unknown:
+            names = ", ".join(unknown).replace("_", " ")
+            self.fill(f"Counted as 0, because not known: {names}.")
 
 
-def keep_known(*notes: str, **values: float | None) -> Known:
-    """The values that are not None."""
-    return Known({name: value for name, value in values.items() if value is not None}, notes)
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Time to first token of a question, in seconds, and where it goes."""
+
+    ttft: float
+    seconds: Mapping[str, float]
+    shares: Mapping[str, float]
 
 
-def complete(known: Known) -> Known:
-    """The values with what is assumed of the missing ones, and notes that say so."""
-    values, notes = dict(known.values), list(known.notes)
-    if "budget" not in values:
-        # 576 to 64, 2880 to 320; without N it does not matter.
-        values["budget"] = max(values.get("tokens", 1) // 9, 1)
-        notes.append(f"K = {values['budget']}, a ninth of N, because no --budget is given.")
-    if "core" not in values:
-        values["core"] = int(_CORE_SHARE * values["budget"])
-        notes.append(f"K_c = {values['core']}, {_CORE_SHARE:.0%} of K: no --core is given.")
-    if unknown := [name.replace("_", " ") for name in Timings.model_fields if name not in values]:
-        notes.append(f"Counted as 0, because not known: {', '.join(unknown)}.")
-    return Known(values, tuple(notes))
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Cost of one way to serve the traffic, in seconds: a record of `advise --json`."""
+
+    first: Question
+    another: Question
+    another_of_first: float
+    total_seconds: float
+    """Of all questions on one image."""
+    gain: float
+    """Stock's total over this one."""
+    cheaper_than_stock: Mapping[str, float | None] | None
+    """Questions an image ``from`` and ``to`` (None: without bound) which this takes less; None:
+    at no number."""
+    mean_question: Mapping[str, float]
+    """A mean question by where its time goes, decoding included."""
 
 
 def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
     """Every way to serve the traffic."""
-    decoding = max(traffic.answer - 1, 0) * timings.decode
-    core = align_core(traffic)
+    core, later = align_core(traffic), traffic.questions - 1
+    decoding = (traffic.answer - 1) * timings.decode
 
-    def name_parts(
-        front_end: float, tower: float, selections: int, visual: int, shared: int
-    ) -> dict[str, float]:
-        """Seconds by part, where ``template + shared`` tokens are in the prefix cache."""
+    def ask(
+        front_end: float, tower: float, selections: int, visual: int, shared: int = 0
+    ) -> Question:
+        """A question whose first ``template + shared`` tokens are in the prefix cache."""
         prefix = traffic.template + shared
         cached = prefix // traffic.block * traffic.block if traffic.block else 0
         # The template comes first in the prompt, so its blocks are the first to be found.
         image = visual - max(cached - traffic.template, 0)
         text = max(traffic.template - cached, 0) + traffic.prompt
-        seconds = (front_end, tower, selections * timings.selection, timings.request)
-        prefill = (image * timings.prefill, text * timings.prefill)
-        return dict(zip(PARTS, (*seconds, *prefill), strict=True))
+        spent = [front_end, tower, selections * timings.selection, timings.request]
+        spent += [image * timings.prefill, text * timings.prefill]
+        seconds, ttft = dict(zip(_PARTS, spent, strict=True)), math.fsum(spent)
+        return Question(ttft, seconds, {part: time / ttft for part, time in seconds.items()})
 
-    estimates = {}
+    questions: dict[Way, tuple[Question, Question]] = {}
     for way in WAYS:
         visual = traffic.tokens if way == "stock" else traffic.budget
-        selects, reads = way not in ("stock", "resized"), way in ("question-reading", "split")
+        selects, reads = way in _PRUNED, way in ("question-reading", "split")
         # Pruning happens behind the tower; only a smaller image spares it work.
         tower = timings.tower * (visual / traffic.tokens if way == "resized" else 1.0)
         # The core and the delta of a split are chosen one after the other.
         selections = 2 if way == "split" and core else int(selects)
         shared = {"question-reading": 0, "split": core}.get(way, visual)
-        front_end = timings.decode_image + timings.processor
+        questions[way] = (
+            ask(timings.decode_image + timings.processor, tower, selections, visual),
+            ask(timings.decode_image, 0.0, int(reads), visual, shared),
+        )
+
+    def sum_up(first: Question, another: Question) -> float:
+        return first.ttft + later * another.ttft + traffic.questions * decoding
+
+    stock = questions["stock"]
+    estimates = {}
+    for way, (first, another) in questions.items():
+        total = sum_up(first, another)
+        mean = {
+            part: (first.seconds[part] + later * another.seconds[part]) / traffic.questions
+            for part in _PARTS
+        }
         estimates[way] = Estimate(
-            name_parts(front_end, tower, selections, visual, 0),
-            name_parts(timings.decode_image, 0.0, int(reads), visual, shared),
-            decoding,
+            first,
+            another,
+            another.ttft / first.ttft,
+            total,
+            sum_up(*stock) / total,
+            find_advantage(stock[0].ttft - first.ttft, stock[1].ttft - another.ttft),
+            {**mean, "decoding": decoding},
         )
     return estimates
+
+
+def find_advantage(first_gain: float, later_gain: float) -> dict[str, float | None] | None:
+    """Questions an image ``from`` and ``to`` which the sum of the gains is positive."""
+    if first_gain > 0:
+        return {"from": 1.0, "to": None if later_gain >= 0 else 1 - first_gain / later_gain}
+    return {"from": 1 - first_gain / later_gain, "to": None} if later_gain > 0 else None
+
+
+def format_advantage(advantage: Mapping[str, float | None] | None) -> str:
+    """In words, for which numbers of questions a way is cheaper than stock."""
+    lower, upper = (advantage or {}).get("from"), (advantage or {}).get("to")
+    if lower is None:
+        return "at no number of questions"
+    if upper is not None:
+        return f"up to {upper:.1f} questions"
+    return "at any number of questions" if lower <= 1 else f"from {lower:.1f} questions on"
 
 
 def align_core(traffic: Traffic) -> int:
@@ -296,22 +260,21 @@ def fit_layers(layers: int | None, points: Sequence[tuple[int, float]]) -> tuple
 
 
 @dataclass(frozen=True, slots=True)
-class _Verdict:
-    """The advice to an operator."""
+class Verdict:
+    """The advice to an operator; ``gain`` is that of the best pruned way."""
 
     helps: bool
     gain: float
-    """Stock's total time over that of the pruned way with the least."""
     lines: tuple[str, ...]
 
 
-def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> _Verdict:
+def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> Verdict:
     """The verdict on the traffic, with its reasons."""
     questions, stock = traffic.questions, estimates["stock"]
     if traffic.budget >= traffic.tokens:
         reason = f"K = {traffic.budget} keeps every token of an image: nothing is pruned."
-        return _Verdict(False, 1.0, ("Pruning will not help you here.", reason))
-    gains = {way: stock.total(questions) / e.total(questions) for way, e in estimates.items()}
+        return Verdict(False, 1.0, ("Pruning will not help you here.", reason))
+    gains = {way: estimate.gain for way, estimate in estimates.items()}
     best = max(_PRUNED, key=lambda way: gains[way])
     helps = gains[best] >= _WORTHWHILE
     if helps:
@@ -321,32 +284,36 @@ def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> _Verdict:
         ]
     else:
         # Where the time of a mean question goes with stock vLLM, and what would shorten it.
-        parts = stock.mean_parts(questions)
-        mean = sum(parts.values())
-        image, shares = "prefill of the image", shares_of(stock.first_question)
+        mean = sum(stock.mean_question.values())
+        shares = {part: seconds / mean for part, seconds in stock.mean_question.items()}
         lines = [
             "Pruning will not help you here.",
-            f"With stock vLLM, prefill of the image is {parts[image] / mean:.0%} of a mean "
-            f"question's time ({shares[image]:.0%} of the first question's TTFT).",
+            f"With stock vLLM, {_IMAGE} is {shares[_IMAGE]:.0%} of a mean question's time "
+            f"({stock.first.shares[_IMAGE]:.0%} of the first question's TTFT).",
         ]
-        if shares[image] >= 0.2 > parts[image] / mean:
+        if stock.first.shares[_IMAGE] >= 0.2 > shares[_IMAGE]:
             lines.append(
                 f"At {questions:g} questions an image, stock vLLM prefills the image once and "
                 "finds it in its prefix cache for all the others; there is little left to save."
             )
-        name, seconds = max(parts.items(), key=lambda part: part[1])
-        lines.append(f"Most of the time, {seconds / mean:.0%}, is {name}: {_REMEDIES[name]}.")
-    for way in _PRUNED:
-        advantage = estimates[way].advantage(stock)
-        inside = advantage == NEVER or advantage.lower <= questions < advantage.upper
+        largest = max(shares, key=lambda part: shares[part])
         lines.append(
-            f"{way}: {1 / gains[way]:.2f} of stock's time; cheaper than stock {advantage}"
+            f"Most of the time, {shares[largest]:.0%}, is {largest}: {_REMEDIES[largest]}."
+        )
+    for way in _PRUNED:
+        advantage = estimates[way].cheaper_than_stock
+        words = f"cheaper than stock {format_advantage(advantage)}"
+        lower, upper = (advantage or {}).get("from") or 1.0, (advantage or {}).get("to") or math.inf
+        inside = lower <= questions < upper
+        lines.append(
+            f"{way}: {1 / gains[way]:.2f} of stock's time; {words}"
             + ("." if inside else f", and you have {questions:g}.")
         )
     if helps:
         # Whether reading the question is worth its time.
         free = gains["question-free"]
-        pays = [way for way in _READERS if gains[way] >= _WORTHWHILE]
+        readers: tuple[Way, ...] = ("split", "question-reading")
+        pays = [way for way in readers if gains[way] >= _WORTHWHILE]
         if gains["question-reading"] * _WORTHWHILE >= free:
             lines.append(
                 "Reading the question costs next to nothing at this number of questions: choose by "
@@ -363,9 +330,8 @@ def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> _Verdict:
                 "Only a question-free state pays at this number of questions; one that reads the "
                 "question costs more than stock, or as much."
             )
-        shares = shares_of(estimates[best].first_question)
-        name, share = max(shares.items(), key=lambda part: part[1])
-        if name != "prefill of the image" and share >= 0.4:
+        name, share = max(estimates[best].first.shares.items(), key=lambda part: part[1])
+        if name != _IMAGE and share >= 0.4:
             lines.append(
                 f"With pruning, {share:.0%} of the first question's TTFT is {name}, which "
                 f"no budget shortens: {_REMEDIES[name]}."
@@ -385,4 +351,4 @@ def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> _Verdict:
             f"The core is served with {core} tokens instead of {traffic.core}, so that it ends on "
             "the edge of a KV block."
         )
-    return _Verdict(helps, gains[best], tuple(lines))
+    return Verdict(helps, gains[best], tuple(lines))

@@ -30,11 +30,11 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from statistics import median
+from typing import NamedTuple
 
-from vllm_autoprune.advise import Known, keep_known
+from vllm_autoprune.advise import Inputs
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import (
     CHAT,
@@ -45,10 +45,8 @@ from vllm_autoprune.http_client import (
     reporting_failures,
 )
 
-_ROUNDS = 5
 _ANSWER_TOKENS = 8
-_QUESTION_WORDS = 16
-_LONG_WORDS = 600
+_QUESTION_WORDS, _LONG_WORDS = 16, 600
 _WORDS = (
     "the a red blue green small large round square left right near far above below house tree "
     "car dog cat table chair lamp window door road river cloud bird boat sign clock cup plate "
@@ -57,12 +55,10 @@ _WORDS = (
 )
 
 
-def read_traffic(metrics: Metrics) -> Known:
-    """Sizes, and the times that a histogram of its own measures."""
+def read_traffic(metrics: Metrics, inputs: Inputs) -> None:
+    """Fill in sizes, and the times that a histogram of its own measures."""
     images = metrics.total("autoprune_images_total")
-    visual = "autoprune_visual_tokens_total"
-    before = _divide(metrics.total(visual, stage="before"), images)
-    after = _divide(metrics.total(visual, stage="after"), images)
+    before, after = _count_tokens(None, metrics)
     requests = metrics.total("vllm:request_prompt_tokens_count")
     prompt = metrics.mean("vllm:request_prompt_tokens")
     if prompt is not None and after is not None and images is not None and requests:
@@ -74,7 +70,7 @@ def read_traffic(metrics: Metrics) -> Known:
         f"{questions:.1f} questions an image, from the feature cache: hits and misses over "
         "misses. Repeated questions and evicted images make the true number larger.",
     )  # fmt: skip
-    return keep_known(
+    inputs.fill(
         *notes,
         questions=questions,
         tokens=_round(before),
@@ -87,35 +83,240 @@ def read_traffic(metrics: Metrics) -> Known:
     )
 
 
-def read_times(metrics: Metrics, known: Known) -> Known:
-    """Front end, and of tower and prefill the one that is not known while the other one is."""
+def read_times(metrics: Metrics, inputs: Inputs) -> None:
+    """Fill in the front end, and of tower and prefill the one that is not known."""
     ttft, queue, prefill = (
         metrics.mean(f"vllm:{name}_seconds")
         for name in ("time_to_first_token", "request_queue_time", "request_prefill_time")
     )
     if ttft is None or queue is None or prefill is None:
-        return Known({})
-    notes = [
+        return
+    inputs.fill(
         "Times are means over all requests since the server's start, under its load.",
         "Front end: mean TTFT less queue and prefill, all of it counted as decoding of images.",
-    ]
+        decode_image=max(ttft - queue - prefill, 0.0),
+    )
     requests = metrics.total("vllm:request_prefill_time_seconds_count")
     misses = _divide(metrics.total("autoprune_feature_cache_misses_total"), requests)
     selections = _divide(metrics.total("autoprune_selection_seconds_count"), requests) or 0.0
     computed = metrics.mean("vllm:request_prefill_kv_computed_tokens")
-    rest = prefill - selections * known.values.get("selection", 0.0)
-    tower, per_token = known.values.get("tower"), known.values.get("prefill")
-    found: dict[str, float] = {}
+    prefill -= selections * inputs.values.get("selection", 0.0)
+    tower, per_token = inputs.values.get("tower"), inputs.values.get("prefill")
     if per_token is None and tower is not None and misses is not None and computed:
-        found["prefill"] = max(rest - misses * tower, 0.0) / computed
-        notes.append(
-            "Prefill per token: mean prefill time less tower and selection; what a request takes "
-            "however long its prompt is counts as prefill."
-        )
+        note = "Prefill per token: mean prefill time less tower and selection; what a request takes"
+        note += " however long its prompt is counts as prefill."
+        inputs.fill(note, prefill=max(prefill - misses * tower, 0.0) / computed)
     elif per_token is not None and tower is None and misses and computed is not None:
-        found["tower"] = max(rest - per_token * computed, 0.0) / misses
-        notes.append("Tower: mean prefill time less selection and computed tokens.")
-    return keep_known(*notes, decode_image=max(ttft - queue - prefill, 0.0), **found)
+        note = "Tower: mean prefill time less selection and computed tokens."
+        inputs.fill(note, tower=max(prefill - per_token * computed, 0.0) / misses)
+
+
+class Answer(NamedTuple):
+    """One streamed answer, in seconds, and the engine's part of it."""
+
+    ttft: float
+    gaps: tuple[float, ...]
+    """Between chunks with text."""
+    prompt_tokens: int
+    outside: float | None
+    """TTFT less the engine's queue and prefill; None without ``/metrics``."""
+
+
+class Round(NamedTuple):
+    """The four requests of one round."""
+
+    short: Answer
+    long: Answer
+    new_image: Answer
+    known_image: Answer
+
+
+def probe_server(
+    client: ServerClient,
+    size: tuple[int, int],
+    inputs: Inputs,
+    model: str | None = None,
+    report: Callable[[str], None] = lambda line: None,
+    rounds: int = 5,
+) -> None:
+    """Measure a server with images of ``size`` pixels; raises :class:`ConfigError`."""
+    with reporting_failures(client.url):
+        models = client.list_models()
+        name = choose_model(client.url, models, model)
+        before = client.read_metrics()
+        source = random.Random()  # another seed each time, so that no cache knows the images
+        report("warm-up")
+        _ask_round(client, name, models[name], size, source)
+        warm, results = client.read_metrics(), list[Round]()
+        for number in range(rounds):
+            report(f"round {number + 1} of {rounds}")
+            results.append(_ask_round(client, name, models[name], size, source))
+        after = client.read_metrics()
+    first, another = (
+        1000 * median(ttfts)
+        for ttfts in zip(*((r.new_image.ttft, r.known_image.ttft) for r in results), strict=True)
+    )
+    inputs.fill(
+        f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds: first "
+        f"question {first:.1f} ms, another question {another:.1f} ms.",
+        block=None if before is None else _block_size(before),
+    )
+    if before is None:
+        inputs.fill("The server has no /metrics: front end, selection and tower count as tower.")
+    elif before.total("vllm:num_requests_running"):
+        inputs.fill("The server was busy while it was probed: times contain waiting for others.")
+    seconds = _increase(warm, after, "autoprune_selection_seconds_sum") or 0.0
+    selections = _increase(warm, after, "autoprune_selection_seconds_count")
+    visual = solve_rounds(results, _divide(seconds, selections), client.url, inputs)
+    tokens, kept = _count_tokens(warm, after)
+    # A server without a state keeps all tokens, which is no budget.
+    inputs.fill(tokens=_round(tokens) if tokens else visual,
+                budget=_round(kept) if tokens and kept != tokens else None)  # fmt: skip
+
+
+def solve_rounds(rounds: Sequence[Round], selection: float | None, url: str, inputs: Inputs) -> int:
+    """Fill in the times by the rounds, and return what an image adds to a prompt.
+
+    That may be a few tokens of the chat template more than the image itself takes. Raises
+    :class:`ConfigError` for a server whose times say nothing.
+    """
+    short = median(each.short.ttft for each in rounds)
+    length = median(each.short.prompt_tokens for each in rounds)
+    more = median(each.long.prompt_tokens for each in rounds) - length
+    longer = median(each.long.ttft for each in rounds) - short
+    prompt = median(each.new_image.prompt_tokens for each in rounds)
+    visual = median(each.new_image.prompt_tokens - each.short.prompt_tokens for each in rounds)
+    if visual < 1:
+        raise _error(url, "an image adds no tokens to a prompt", "serve a model that takes images")
+    if more <= 0 or longer <= 0:
+        what = f"a prompt of {more:g} more tokens takes no longer"
+        raise _error(url, what, "probe an idle server, or give --prefill-ms-per-token")
+    # Prompts without an image: what more tokens take is prefill, the rest every request takes.
+    per_token = longer / more
+    request = max(short - per_token * length, 0.0)
+    # What an image adds outside the engine, a new one and one that was processed before.
+    added = [
+        (each.new_image.outside - each.short.outside, each.known_image.outside - each.short.outside)
+        for each in rounds
+        if each.new_image.outside is not None
+        and each.known_image.outside is not None
+        and each.short.outside is not None
+    ]
+    front_end = 0.0
+    if added:
+        front_end = max(median(new for new, _ in added), 0.0)
+        # The server keeps what its processor made of an image, but decodes each image again.
+        decode_image = min(max(median(known for _, known in added), 0.0), front_end)
+        inputs.fill(decode_image=decode_image, processor=front_end - decode_image)
+    tower = median(each.new_image.ttft for each in rounds)
+    tower -= front_end + (selection or 0.0) + request + per_token * prompt
+    if tower <= 0:
+        inputs.fill("The tower takes too little to be seen beside prefill; it counts as 0.")
+    gaps = [gap for each in rounds for answer in (each.short, each.new_image)
+            for gap in answer.gaps]  # fmt: skip
+    inputs.fill(
+        tower=max(tower, 0.0),
+        prefill=per_token,
+        selection=selection,
+        request=request,
+        decode=median(gaps) if gaps else None,
+    )
+    return round(visual)
+
+
+def _ask_round(
+    client: ServerClient, model: str, context: int, size: tuple[int, int], source: random.Random
+) -> Round:
+    """``context``: longest prompt and answer that the server takes; 0: it does not say."""
+    from PIL import Image
+
+    # Coarse noise: no two images are the same, and they decode as photographs do.
+    small = Image.frombytes("RGB", (40, 30), source.randbytes(40 * 30 * 3))
+    buffer = io.BytesIO()
+    small.resize(size, Image.Resampling.BICUBIC).save(buffer, format="JPEG", quality=90)
+    image = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+    def ask(words: int, image: str | None = None) -> Answer:
+        return _ask(client, model, " ".join(source.choices(_WORDS.split(), k=words)), image)
+
+    # A word may be more than one token.
+    many = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS
+    few = _QUESTION_WORDS
+    return Round(ask(few), ask(many), ask(few, image), ask(few, image))
+
+
+def _ask(client: ServerClient, model: str, text: str, image: str | None) -> Answer:
+    """One streamed answer; ``image`` is a data URL."""
+    content: list[dict[str, object]] = [{"type": "text", "text": text}]
+    if image is not None:
+        content.insert(0, {"type": "image_url", "image_url": {"url": image}})
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": _ANSWER_TOKENS,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    before = client.read_metrics()
+    times, tokens = list[float](), 0
+    start = time.perf_counter()
+    with client.http.stream("POST", client.url + CHAT, json=body) as answer:
+        if not answer.is_success:
+            answer.read()
+            what, fix = "a chat request", "set VLLM_API_KEY where it asks for one, or read its log"
+            if image is not None:
+                what = "a request with an image"
+                fix = "serve a model that takes images, and allow one of this size"
+            raise _error(client.url, f"refuses {what}: {describe_rejection(answer)}", fix)
+        for line in answer.iter_lines():
+            now = time.perf_counter() - start
+            data = line.removeprefix("data:").strip()
+            if not line.startswith("data:") or data == "[DONE]":
+                continue
+            chunk = json.loads(data)
+            for choice in chunk.get("choices") or ():
+                delta = choice.get("delta") or {}
+                says = delta.get("content") or delta.get("reasoning_content")
+                # The first token may be the last one.
+                if says or (choice.get("finish_reason") and not times):
+                    times.append(now)
+            tokens = int((chunk.get("usage") or {}).get("prompt_tokens") or tokens)
+    if not times or not tokens:
+        what = "a streamed answer has no token or no usage"
+        raise _error(client.url, what, "give a vllm serve")
+    after = client.read_metrics()
+    outside = None
+    # Otherwise another client's request came between.
+    if _increase(before, after, "vllm:request_prefill_time_seconds_count") == 1:
+        engine = sum(
+            _increase(before, after, f"vllm:request_{stage}_time_seconds_sum") or 0.0
+            for stage in ("queue", "prefill")
+        )
+        outside = max(times[0] - engine, 0.0)
+    gaps = tuple(late - early for early, late in itertools.pairwise(times))
+    return Answer(times[0], gaps, tokens, outside)
+
+
+def _count_tokens(
+    before: Metrics | None, after: Metrics | None
+) -> tuple[float | None, float | None]:
+    """Mean visual tokens of an image before pruning and after it."""
+    images = _increase(before, after, "autoprune_images_total")
+    unpruned, kept = (
+        _divide(_increase(before, after, "autoprune_visual_tokens_total", stage=stage), images)
+        for stage in ("before", "after")
+    )
+    return unpruned, kept
+
+
+def _increase(
+    before: Metrics | None, after: Metrics | None, name: str, **labels: str
+) -> float | None:
+    """Of a counter, from a page of ``/metrics`` (None: the start) to a later one."""
+    end = after.total(name, **labels) if after is not None else None
+    start = before.total(name, **labels) if before is not None else None
+    return None if end is None else end - (start or 0.0)
 
 
 def _block_size(metrics: Metrics) -> int | None:
@@ -133,244 +334,6 @@ def _divide(total: float | None, count: float | None) -> float | None:
 
 def _round(value: float | None) -> int | None:
     return None if value is None else max(round(value), 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """One streamed answer, in seconds, and the engine's part of it."""
-
-    ttft: float
-    gaps: tuple[float, ...]
-    """Between chunks with text."""
-    prompt_tokens: int
-    outside: float | None
-    """TTFT less the engine's queue and prefill; None without ``/metrics``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """The four requests of one round."""
-
-    short: Timing
-    long: Timing
-    new_image: Timing
-    known_image: Timing
-
-
-def probe_server(
-    client: ServerClient,
-    size: tuple[int, int],
-    model: str | None = None,
-    report: Callable[[str], None] = lambda line: None,
-    rounds: int = _ROUNDS,
-) -> Known:
-    """Measure a server with images of ``size`` pixels; raises :class:`ConfigError`."""
-    with reporting_failures(client.url):
-        models = client.list_models()
-        name = choose_model(client.url, models, model)
-        notes = []
-        before = client.read_metrics()
-        if before is None:
-            notes.append(
-                "The server has no /metrics: front end, selection and tower count as tower."
-            )
-        elif before.total("vllm:num_requests_running"):
-            notes.append(
-                "The server was busy while it was probed: times contain waiting for others."
-            )
-        source = random.Random()  # another seed each time, so that no cache knows the images
-        report("warm-up")
-        _ask_round(client, name, models[name], size, source)
-        warm = client.read_metrics()
-        results = []
-        for number in range(rounds):
-            report(f"round {number + 1} of {rounds}")
-            results.append(_ask_round(client, name, models[name], size, source))
-        after = client.read_metrics()
-    selection = "autoprune_selection_seconds"
-    seconds = _increase(warm, after, f"{selection}_sum") or 0.0
-    selections = _increase(warm, after, f"{selection}_count")
-    known = solve_rounds(results, _divide(seconds, selections), client.url)
-    # Visual tokens of an image before and after pruning, by a server with the plugin.
-    images = _increase(warm, after, "autoprune_images_total")
-    tokens, kept = (
-        _divide(_increase(warm, after, "autoprune_visual_tokens_total", stage=stage), images)
-        for stage in ("before", "after")
-    )
-    new, known_image = (
-        1000 * median(answer.ttft for answer in answers)
-        for answers in zip(*((each.new_image, each.known_image) for each in results), strict=True)
-    )
-    measured = (
-        f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds: first "
-        f"question {new:.1f} ms, another question {known_image:.1f} ms."
-    )
-    counted: dict[str, float | None] = {
-        "tokens": _round(tokens) if tokens else known.values["budget"],
-        # A server without a state keeps all tokens, which is no budget.
-        "budget": _round(kept) if tokens and kept != tokens else None,
-        "block": None if before is None else _block_size(before),
-    }
-    return keep_known(measured, *notes, *known.notes, **{**known.values, **counted})
-
-
-def solve_rounds(rounds: Sequence[Round], selection: float | None, url: str) -> Known:
-    """Values of the model from the rounds; ``budget`` is what an image adds to a prompt.
-
-    That may be a few tokens of the chat template more than the image itself takes. Raises
-    :class:`ConfigError` for a server whose times say nothing.
-    """
-    short = median(each.short.ttft for each in rounds)
-    length = median(each.short.prompt_tokens for each in rounds)
-    more = median(each.long.prompt_tokens for each in rounds) - length
-    longer = median(each.long.ttft for each in rounds) - short
-    prompt = median(each.new_image.prompt_tokens for each in rounds)
-    visual = round(
-        median(each.new_image.prompt_tokens - each.short.prompt_tokens for each in rounds)
-    )
-    if visual < 1:
-        raise _error(url, "an image adds no tokens to a prompt", "serve a model that takes images")
-    if more <= 0 or longer <= 0:
-        what = f"a prompt of {more:g} more tokens takes no longer"
-        raise _error(url, what, "probe an idle server, or give --prefill-ms-per-token")
-    # Prompts without an image: what more tokens take is prefill, the rest every request takes.
-    per_token = longer / more
-    request = max(short - per_token * length, 0.0)
-    # What an image adds outside the engine, a new one and one that was processed before.
-    added = [
-        (new - short_outside, known - short_outside)
-        for each in rounds
-        if (new := each.new_image.outside) is not None
-        and (known := each.known_image.outside) is not None
-        and (short_outside := each.short.outside) is not None
-    ]
-    decode_image, processor, front_end = None, None, 0.0
-    if added:
-        front_end = max(median(new for new, _ in added), 0.0)
-        # The server keeps what its processor made of an image, but decodes each image again.
-        decode_image = min(max(median(known for _, known in added), 0.0), front_end)
-        processor = front_end - decode_image
-    tower = median(each.new_image.ttft for each in rounds)
-    tower -= front_end + (selection or 0.0) + request + per_token * prompt
-    gaps = [
-        gap for each in rounds for answer in (each.short, each.new_image) for gap in answer.gaps
-    ]
-    note = "The tower takes too little to be seen beside prefill; it counts as 0."
-    return keep_known(
-        *([] if tower > 0 else [note]),
-        budget=visual,
-        tower=max(tower, 0.0),
-        prefill=per_token,
-        decode_image=decode_image,
-        processor=processor,
-        selection=selection,
-        request=request,
-        decode=median(gaps) if gaps else None,
-    )
-
-
-def _ask_round(
-    client: ServerClient, model: str, context: int, size: tuple[int, int], source: random.Random
-) -> Round:
-    """``context``: longest prompt and answer that the server takes; 0: it does not say."""
-    from PIL import Image, ImageDraw
-
-    def draw_colour() -> tuple[int, int, int]:
-        return source.randrange(256), source.randrange(256), source.randrange(256)
-
-    # Coloured rectangles; no two images are the same.
-    picture = Image.new("RGB", size, draw_colour())
-    pen = ImageDraw.Draw(picture)
-    for _ in range(200):
-        x, y = source.randrange(size[0]), source.randrange(size[1])
-        corner = (x + source.randint(1, size[0] // 4 + 1), y + source.randint(1, size[1] // 4 + 1))
-        pen.rectangle(((x, y), corner), fill=draw_colour())
-    buffer = io.BytesIO()
-    picture.save(buffer, format="JPEG", quality=90)
-    image = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-    def draw_text(count: int) -> str:
-        return " ".join(source.choices(_WORDS.split(), k=count))
-
-    question, another = draw_text(_QUESTION_WORDS), draw_text(_QUESTION_WORDS)
-    # A word may be more than one token.
-    words = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS
-    return Round(
-        short=_ask(client, model, question),
-        long=_ask(client, model, draw_text(words)),
-        new_image=_ask(client, model, question, image),
-        known_image=_ask(client, model, another, image),
-    )
-
-
-def _ask(client: ServerClient, model: str, text: str, image: str | None = None) -> Timing:
-    """One streamed answer; ``image`` is a data URL."""
-    content: list[Mapping[str, object]] = [{"type": "text", "text": text}]
-    if image is not None:
-        content.insert(0, {"type": "image_url", "image_url": {"url": image}})
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": content}],
-        "temperature": 0,
-        "max_tokens": _ANSWER_TOKENS,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    before = client.read_metrics()
-    times, tokens, finished = list[float](), 0, None
-    start = time.perf_counter()
-    with client.http.stream("POST", client.url + CHAT, json=body) as answer:
-        if not answer.is_success:
-            answer.read()
-            what, fix = (
-                "a chat request",
-                "set VLLM_API_KEY where it asks for one, or look at its log",
-            )
-            if image is not None:
-                what = "a request with an image"
-                fix = "serve a model that takes images, and allow one of this size"
-            raise _error(client.url, f"refuses {what}: {describe_rejection(answer)}", fix)
-        for line in answer.iter_lines():
-            now = time.perf_counter() - start
-            data = line.removeprefix("data:").strip()
-            if not line.startswith("data:") or data == "[DONE]":
-                continue
-            chunk = json.loads(data)
-            if "error" in chunk:
-                what = f"an answer broke off: {str(chunk['error'])[:200]}"
-                raise _error(client.url, what, "look at the server's log")
-            for choice in chunk.get("choices") or ():
-                delta = choice.get("delta") or {}
-                if delta.get("content") or delta.get("reasoning_content"):
-                    times.append(now)
-                elif choice.get("finish_reason"):
-                    finished = now
-            tokens = int((chunk.get("usage") or {}).get("prompt_tokens") or tokens)
-    if not times and finished is not None:
-        times.append(finished)  # the first token was the last one
-    if not times or not tokens:
-        what = "a streamed answer has no token or no usage"
-        raise _error(client.url, what, "give a vllm serve")
-    after = client.read_metrics()
-    outside = None
-    # Otherwise another client's request came between.
-    if _increase(before, after, "vllm:request_prefill_time_seconds_count") == 1:
-        queue, prefill = (
-            _increase(before, after, f"vllm:request_{stage}_time_seconds_sum") or 0.0
-            for stage in ("queue", "prefill")
-        )
-        outside = max(times[0] - queue - prefill, 0.0)
-    gaps = tuple(late - early for early, late in itertools.pairwise(times))
-    return Timing(times[0], gaps, tokens, outside)
-
-
-def _increase(
-    before: Metrics | None, after: Metrics | None, name: str, **labels: str
-) -> float | None:
-    end = after.total(name, **labels) if after is not None else None
-    if end is None or before is None:
-        return None
-    return end - (before.total(name, **labels) or 0.0)
 
 
 def _error(url: str, what: str, fix: str) -> ConfigError:

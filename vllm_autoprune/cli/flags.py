@@ -1,4 +1,4 @@
-"""Flags of a command from the fields of a pydantic model, and problems that name the flag.
+"""Sub-commands, and their flags from the fields of pydantic models.
 
 A field's description is the help and its title the metavar. A boolean field is a switch, a list
 may be given several times, a tuple takes several values.
@@ -7,7 +7,8 @@ may be given several times, a tuple takes several values.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -19,6 +20,16 @@ _M = TypeVar("_M", bound=BaseModel)
 
 _Names = Mapping[str, str]
 """Flags that are not named like their field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A sub-command: help text, arguments, and ``run``, which returns the exit status."""
+
+    help: str
+    arguments: Callable[[argparse.ArgumentParser], object]
+    run: Callable[[argparse.Namespace], int]
+    epilog: str = ""
 
 
 def add_flags(
@@ -35,33 +46,29 @@ def add_flags(
     """
     for name in fields or model.model_fields:
         field = model.model_fields[name]
-        flag = _flag(name, names)
         keywords: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
-        annotation, default = field.annotation, field.default
-        shape = get_origin(annotation)
-        if annotation is bool:
-            group.add_argument(flag, action="store_true", help=field.description, **keywords)
-            continue
-        if numbers and annotation in (int, float):
-            keywords["type"] = annotation
+        text, default, shape = field.description or "", field.default, get_origin(field.annotation)
+        if field.annotation is bool:
+            keywords["action"] = "store_true"
+        else:
+            titles = tuple((field.title or name.upper()).split())
+            keywords["metavar"] = titles if len(titles) > 1 else titles[0]
+            if default not in (None, "", (), [], PydanticUndefined):
+                values = default if isinstance(default, tuple) else (default,)
+                text += f" (default: {' '.join(map(str, values))})"
+        if numbers and field.annotation in (int, float):
+            keywords["type"] = field.annotation
         if shape is tuple:
-            values = get_args(annotation)
-            keywords["nargs"] = "+" if values[-1] is Ellipsis else len(values)
+            types = get_args(field.annotation)
+            keywords["nargs"] = "+" if types[-1] is Ellipsis else len(types)
         elif shape is list:
             keywords["action"] = "append"
-        titles = tuple((field.title or name.upper()).split())
-        keywords["metavar"] = titles if len(titles) > 1 else titles[0]
-        text = field.description or ""
-        if default not in (None, "", (), [], PydanticUndefined):
-            shown = " ".join(map(str, default)) if shape is tuple else default
-            text += f" (default: {shown})"
-        group.add_argument(flag, help=text.replace("%", "%%"), **keywords)
+        group.add_argument(_flag(name, names), help=text.replace("%", "%%"), **keywords)
 
 
 def read_flags(model: type[_M], options: argparse.Namespace) -> _M:
     """The model with the values of the flags that were given; raises pydantic's error."""
-    known = vars(options)
-    return model.model_validate({n: known[n] for n in model.model_fields if n in known})
+    return model.model_validate({n: v for n, v in vars(options).items() if n in model.model_fields})
 
 
 def flag_problems(error: ValidationError, names: _Names) -> list[Problem]:

@@ -8,49 +8,28 @@ import sys
 from collections.abc import Sequence
 
 from vllm_autoprune import AutopruneError, __version__
-from vllm_autoprune.cli.commands import (
-    Command,
-    advise,
-    cost,
-    doctor,
-    eval,
-    explain,
-    materialize,
-    search,
-    selftest,
-    states,
-    validate,
-)
-from vllm_autoprune.cli.output import (
-    CommandParser,
-    as_json,
-    error_record,
-    format_error,
-)
+from vllm_autoprune.cli.commands import costs, doctor, eval, explain, search, selftest, states
+from vllm_autoprune.cli.flags import Command
+from vllm_autoprune.cli.output import CommandParser, as_json, format_error
+from vllm_autoprune.errors import ProblemsError
 from vllm_autoprune.tpdsl.loading import suggest_name
 
 COMMANDS: dict[str, Command] = {
-    "validate": validate.COMMAND,
+    "validate": states.VALIDATE,
     "list": states.LIST,
     "show": states.SHOW,
     "diff": states.DIFF,
     "atoms": states.ATOMS_LIST,
     "schema": states.SCHEMA,
-    "materialize": materialize.COMMAND,
+    "materialize": states.MATERIALIZE,
     "explain": explain.COMMAND,
-    "cost": cost.COMMAND,
-    "advise": advise.COMMAND,
+    "cost": costs.COST,
+    "advise": costs.ADVISE,
     "search": search.COMMAND,
     "eval": eval.COMMAND,
     "doctor": doctor.COMMAND,
     "selftest": selftest.COMMAND,
 }
-
-_WRONG_ARGUMENTS = 2
-"""Exit status of argparse."""
-
-_INTERRUPTED = 130
-"""Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,21 +38,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         fix = suggest_name(words[0], list(COMMANDS))
         print(f"vllm-autoprune: no command {words[0]!r}: {fix}", file=sys.stderr)
-        return _WRONG_ARGUMENTS
+        return 2
     options = parser().parse_args(words)
     try:
         return int(options.run(options))
     except AutopruneError as error:
+        message = format_error(error)
         if options.json:
-            print(as_json(error_record(error)))
-        print(f"vllm-autoprune {options.command}: {format_error(error)}", file=sys.stderr)
+            problems = error.problems if isinstance(error, ProblemsError) else ()
+            fixes = [{"where": p.where, "what": p.what, "fix": p.fix} for p in problems]
+            kind = type(error).__name__
+            print(as_json({"error": kind, "message": message, "problems": fixes}))
+        print(f"vllm-autoprune {options.command}: {message}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         # The reader has closed the pipe; without this, Python reports the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return 130  # as in shells: 128 + SIGINT
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,11 +69,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=__version__)
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
+        description = command.help[:1].upper() + command.help[1:] + "."
         entry = commands.add_parser(
-            name,
-            help=command.help,
-            description=command.help[:1].upper() + command.help[1:] + ".",
-            epilog=command.epilog,
+            name, help=command.help, description=description, epilog=command.epilog
         )
         command.arguments(entry)
         entry.add_argument("--json", action="store_true", help="print machine-readable output")

@@ -1,14 +1,12 @@
-"""Output of the command: tables, JSON and error messages as text, and files written atomically."""
+"""Output of the command: results as JSON or text, tables, error messages, and files."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import NoReturn
@@ -17,17 +15,16 @@ from pydantic import JsonValue
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, ProblemsError
 
+WIDTH = 100
+_NARROW = 24
 
-class _HelpFormatter(argparse.HelpFormatter):
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Help that states the default of every option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        text, default = action.help, action.default
-        unset = default is None or default is False or default in (argparse.SUPPRESS, (), [])
-        if text is None or unset or not action.option_strings or "default" in text:
-            return text
-        shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else default
-        return f"{text} (default: {str(shown).replace('%', '%%')})"
+        unset = action.default in (None, False, (), []) or "default" in (action.help or "")
+        return action.help if unset else super()._get_help_string(action)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -41,26 +38,23 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; options: {self.prog} --help\n")
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
     """Write a file atomically; raises :class:`ConfigError` if it cannot be written."""
+    beside = path.parent / f".{path.name}.{os.getpid()}"
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.umask(mask := os.umask(0))
-            os.chmod(name, 0o666 & ~mask)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+            beside.write_bytes(content.encode() if isinstance(content, str) else content)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError as error:
         what = f"cannot be written ({error.strerror or error})"
         raise ConfigError("output", [Problem(str(path), what, "choose another path")]) from None
 
 
-WIDTH = 100
-_NARROW = 24
+def print_result(options: argparse.Namespace, record: object, *blocks: str) -> None:
+    """Print the record with ``--json``, else the blocks of text, an empty line between them."""
+    print(as_json(record) if options.json else "\n\n".join(blocks))
 
 
 def as_json(value: object) -> str:
@@ -69,36 +63,35 @@ def as_json(value: object) -> str:
 
 
 def format_table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], align: str = "", wrap: int | None = None
+    head: Sequence[str], rows: Sequence[Sequence[object]], align: str = "", wrap: int | None = None
 ) -> str:
     """A text table; ``align`` has ``<`` or ``>`` for each column, ``<`` by default.
+
+    Cells are text, numbers, or whether something is so.
 
     With ``wrap`` the widest columns are wrapped until the table has at most that width, or none is
     wider than :data:`_NARROW`.
     """
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    room = math.inf if wrap is None else wrap - 2 * (len(widths) - 1)
-    while sum(widths) > room and max(widths) > _NARROW:
+    cells = [[{True: "yes", False: "no"}[cell] if isinstance(cell, bool) else str(cell)
+              for cell in row] for row in rows]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    while wrap and sum(widths) + 2 * len(widths) - 2 > wrap and max(widths) > _NARROW:
         widths[widths.index(max(widths))] -= 1
-    sides = align.ljust(len(head), "<")[: len(head)]
-    lines: list[str] = []
-    for row in (head, ["-" * width for width in widths], *rows):
+    sides = align.ljust(len(head), "<")
+    lines = []
+    for row in (head, ["-" * width for width in widths], *cells):
         # Names contain hyphens, and a broken name cannot be copied.
-        cells = [
-            textwrap.wrap(text, width, break_on_hyphens=False)
-            for text, width in zip(row, widths, strict=True)
-        ]
-        for parts in zip_longest(*cells, fillvalue=""):
-            columns = zip(parts, sides, widths, strict=True)
-            lines.append(
-                "  ".join(f"{text:{side}{width}}" for text, side, width in columns).rstrip()
-            )
-    return "\n".join(lines)
+        wrapped = [textwrap.wrap(text, width, break_on_hyphens=False)
+                   for text, width in zip(row, widths, strict=True)]  # fmt: skip
+        for parts in zip_longest(*wrapped, fillvalue=""):
+            columns = zip(parts, sides, widths, strict=False)
+            lines.append("  ".join(f"{text:{side}{width}}" for text, side, width in columns))
+    return "\n".join(map(str.rstrip, lines))
 
 
-def format_paragraph(text: str, indent: str = "") -> str:
-    """Prose wrapped to :data:`WIDTH`."""
-    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+def format_paragraphs(texts: Iterable[str], bullet: str = "") -> str:
+    """Prose wrapped to :data:`WIDTH`, each text on a line of its own."""
+    return "\n".join(textwrap.fill(bullet + text, WIDTH) for text in texts)
 
 
 def format_value(value: JsonValue) -> str:
@@ -111,11 +104,3 @@ def format_error(error: AutopruneError) -> str:
     if isinstance(error, ProblemsError) and len(error.problems) == 1:
         return f"{error.subject}: {error.problems[0]}"
     return str(error)
-
-
-def error_record(error: AutopruneError) -> dict[str, JsonValue]:
-    """An error as JSON."""
-    problems: list[JsonValue] = []
-    if isinstance(error, ProblemsError):
-        problems = [{"where": p.where, "what": p.what, "fix": p.fix} for p in error.problems]
-    return {"error": type(error).__name__, "message": format_error(error), "problems": problems}

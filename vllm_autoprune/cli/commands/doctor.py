@@ -1,7 +1,4 @@
-"""`doctor`: whether this installation can serve.
-
-Every check also works where the packages it looks for are missing.
-"""
+"""`doctor`: whether this installation can serve, and if not, how to fix it."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ from typing import Literal
 from packaging.version import Version
 
 from vllm_autoprune import __version__
-from vllm_autoprune.cli.commands import Command
-from vllm_autoprune.cli.output import WIDTH, as_json, format_table
+from vllm_autoprune.cli.flags import Command
+from vllm_autoprune.cli.output import WIDTH, format_table, print_result
 from vllm_autoprune.errors import AutopruneError, ConfigError
 from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
 from vllm_autoprune.serving.compat import require_vllm, uses_rust_frontend, vllm_version
@@ -32,9 +29,7 @@ from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import materialize
 
 _GROUP, _ENTRY = "vllm.general_plugins", "autoprune"
-_LEVEL = "VLLM_LOGGING_LEVEL"
-_SHOWN = 6
-_LOWEST = {"transformers": Version("5.16"), "pydantic": Version("2.12")}
+_LOWEST = {"torch": "0", "transformers": "5.16", "pydantic": "2.12"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +42,9 @@ class _Finding:
     fix: str = ""
 
 
-def _versions() -> Iterator[_Finding]:
+def _check_packages() -> Iterator[_Finding]:
     yield _Finding("vllm-autoprune", "ok", __version__)
-    old = sys.version_info < (3, 11)
-    python = platform.python_version()
+    python, old = platform.python_version(), sys.version_info < (3, 11)
     yield _Finding("python", "fail" if old else "ok", python, "use 3.11 or newer" if old else "")
     try:
         require_vllm()
@@ -58,58 +52,46 @@ def _versions() -> Iterator[_Finding]:
     except ConfigError as error:
         (problem,) = error.problems
         yield _Finding("vllm", "fail", problem.what, problem.fix)
-    for name in ("torch", *_LOWEST):
-        lowest = _LOWEST.get(name, Version("0"))
-        fix = f"pip install '{name}>={lowest}'" if name in _LOWEST else f"pip install {name}"
+    for name, lowest in _LOWEST.items():
+        fix = f"pip install '{name}>={lowest}'"
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield _Finding(name, "fail", "not installed", fix)
             continue
-        if Version(version) < lowest:
+        if Version(version) < Version(lowest):
             yield _Finding(name, "fail", f"{version} is too old", fix)
         else:
             yield _Finding(name, "ok", version)
 
 
-def _device() -> Iterator[_Finding]:
+def _check_environment() -> Iterator[_Finding]:
     import torch
 
     if torch.cuda.is_available():
         yield _Finding("device", "warn", torch.cuda.get_device_name(0), "untested on GPUs so far")
-        return
-    yield _Finding("device", "ok", f"CPU, {torch.get_num_threads()} threads; no GPU is seen")
-    if choose_dtype() == "float32":
-        yield _Finding("dtype", "warn", SLOW_BFLOAT16, SERVE_FLOAT32)
-
-
-def _plugin() -> Iterator[_Finding]:
-    entry_points = importlib.metadata.entry_points(group=_GROUP, name=_ENTRY)
-    if entry_points:
+    else:
+        yield _Finding("device", "ok", f"CPU, {torch.get_num_threads()} threads; no GPU is seen")
+        if choose_dtype() == "float32":
+            yield _Finding("dtype", "warn", SLOW_BFLOAT16, SERVE_FLOAT32)
+    if entry_points := importlib.metadata.entry_points(group=_GROUP, name=_ENTRY):
         value = next(iter(entry_points)).value
         yield _Finding("entry point", "ok", f"{_GROUP}: {_ENTRY} = {value}")
     else:
         fix = "from a checkout, install the package into this environment: pip install --no-deps ."
         yield _Finding("entry point", "fail", f"{_GROUP} has no {_ENTRY!r}", fix)
-    allowed = os.environ.get("VLLM_PLUGINS")
-    for wrong, what, fix in (
-        (
-            allowed is not None and _ENTRY not in allowed.split(","),
-            f"VLLM_PLUGINS={allowed} leaves the plugin out",
-            f"add {_ENTRY} to it, or unset it",
-        ),
-        (disabled(), f"{DISABLE} turns the plugin off", "unset it"),
-        (
-            uses_rust_frontend(),
-            "VLLM_USE_RUST_FRONTEND bypasses the plugin's image processors",
-            "unset it",
-        ),
-    ):
-        if wrong:
-            yield _Finding("environment", "fail", what, fix)
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and _ENTRY not in plugins.split(","):
+        what = f"VLLM_PLUGINS={plugins} leaves the plugin out"
+        yield _Finding("environment", "fail", what, f"add {_ENTRY} to it, or unset it")
+    if disabled():
+        yield _Finding("environment", "fail", f"{DISABLE} turns the plugin off", "unset it")
+    if uses_rust_frontend():
+        what = "VLLM_USE_RUST_FRONTEND bypasses the plugin's image processors"
+        yield _Finding("environment", "fail", what, "unset it")
 
 
-def _hooks() -> Iterator[_Finding]:
+def _check_hooks() -> Iterator[_Finding]:
     try:
         vllm_version()
     except ConfigError:
@@ -123,28 +105,27 @@ def _hooks() -> Iterator[_Finding]:
     for hook, names in lost:
         what = f"{hook.used_by}: vLLM has no {', '.join(names)}"
         yield _Finding("hooks", "fail", what, "install a supported version of vLLM")
-    total = sum(len(hook.names) for hook in hooks)
     if not lost and not problems:
+        total = sum(len(hook.names) for hook in hooks)
         yield _Finding("hooks", "ok", f"all {total} names that the plugin uses exist")
 
 
 @contextmanager
 def _quiet_vllm() -> Iterator[None]:
     """Hide vLLM's log messages during its import, so that the report stays on one screen."""
-    level = os.environ.get(_LEVEL)
-    os.environ[_LEVEL] = level or "ERROR"
-    logger = logging.getLogger("vllm")
-    before = logger.level
+    name, logger = "VLLM_LOGGING_LEVEL", logging.getLogger("vllm")
+    variable, level = os.environ.get(name), logger.level
+    os.environ[name] = variable or "ERROR"
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(before)
-        if level is None:
-            del os.environ[_LEVEL]
+        logger.setLevel(level)
+        if variable is None:
+            del os.environ[name]
 
 
-def _tower(path: str | None) -> Iterator[_Finding]:
+def _check_tower(path: str | None) -> Iterator[_Finding]:
     if path is None:
         what = "none: relevance uses the language model's input embeddings"
         yield _Finding("text tower", "ok", what)
@@ -162,9 +143,9 @@ def _tower(path: str | None) -> Iterator[_Finding]:
         yield _Finding("text tower", "ok", what)
 
 
-def _states() -> Iterator[_Finding]:
-    names = sorted(shipped_states())
-    invalid = []
+def _check_states() -> Iterator[_Finding]:
+    """Safety checks are left to `validate`, because they take half a minute."""
+    names, invalid = sorted(shipped_states()), list[str]()
     for name in names:
         try:
             materialize(load_state(name))
@@ -177,34 +158,31 @@ def _states() -> Iterator[_Finding]:
         fix = f"see: vllm-autoprune validate {' '.join(invalid)}"
         yield _Finding("shipped states", "fail", f"{len(invalid)} of {len(names)} not valid", fix)
     else:
-        shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-        # Safety checks are left to `validate`, because they take half a minute.
-        yield _Finding("shipped states", "ok", f"{len(names)} load and materialize: {shown}")
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--text-tower",
-        metavar="PATH|HF_ID",
-        help="CLIP checkpoint given to `vllm serve --autoprune-text-tower`",
-    )
+        yield _Finding("shipped states", "ok", f"{len(names)} load and materialize")
 
 
 def _run(options: argparse.Namespace) -> int:
     # In the order in which a server would fail on them.
-    checks = (_versions(), _device(), _plugin(), _hooks(), _tower(options.text_tower), _states())
+    tower = _check_tower(options.text_tower)
+    checks = (_check_packages(), _check_environment(), _check_hooks(), tower, _check_states())
     findings = list(chain.from_iterable(checks))
     able = all(finding.status != "fail" for finding in findings)
-    if options.json:
-        print(as_json({"can_serve": able, "findings": [asdict(finding) for finding in findings]}))
-    else:
-        rows = [
-            [row.status, row.what, f"{row.detail} -> {row.fix}" if row.fix else row.detail]
-            for row in findings
-        ]
-        print(format_table(["", "check", "result"], rows, wrap=WIDTH))
-        print("\nThis installation can serve." if able else "\nThis installation cannot serve yet.")
+    rows = [
+        [row.status, row.what, f"{row.detail} -> {row.fix}" if row.fix else row.detail]
+        for row in findings
+    ]
+    print_result(
+        options,
+        {"can_serve": able, "findings": [asdict(finding) for finding in findings]},
+        format_table(["", "check", "result"], rows, wrap=WIDTH),
+        "This installation can serve." if able else "This installation cannot serve yet.",
+    )
     return 0 if able else 1
 
 
-COMMAND = Command("check whether this installation can serve", _arguments, _run)
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "CLIP checkpoint given to `vllm serve --autoprune-text-tower`"
+    parser.add_argument("--text-tower", metavar="PATH|HF_ID", help=text)
+
+
+COMMAND = Command("check whether this installation can serve", _add_arguments, _run)

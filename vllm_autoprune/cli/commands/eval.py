@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.cli.commands import Command
+from vllm_autoprune.cli.flags import Command
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import MAX_IN_FLIGHT
 

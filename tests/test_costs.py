@@ -1,0 +1,572 @@
+"""`cost` and `advise`: formulas, the verdict, what a server's metrics and a probe say of its times.
+
+Published efficiency tables are recomputed by ``tests/benchmarks/cost``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common.fake_server import Body, FakeServer, Reply, fake_server
+from vllm_autoprune.advise import (
+    Estimate,
+    Inputs,
+    Timings,
+    Traffic,
+    Way,
+    align_core,
+    estimate_ways,
+    find_advantage,
+    fit_layers,
+    judge,
+)
+from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape, find_backbone
+from vllm_autoprune.cli.commands import costs
+from vllm_autoprune.cli.main import main
+from vllm_autoprune.cost import estimate_cost, prefill_flops
+from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.http_client import Metrics, ServerClient
+from vllm_autoprune.probe import Answer, Round, probe_server, read_times, read_traffic, solve_rounds
+from vllm_autoprune.serving.api import split as serving_split
+from vllm_autoprune.serving.api.split import SplitImage
+from vllm_autoprune.tpdsl.loading import load_state
+
+Captured = pytest.CaptureFixture[str]
+
+
+def run_json(capsys: Captured, *words: str) -> dict[str, Any]:
+    assert main([*words, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert isinstance(record, dict)
+    return record
+
+
+LLAVA_7B, LLAVA_NEXT_7B = BACKBONE_SHAPES["llava-1.5-7b"], BACKBONE_SHAPES["llava-next-7b"]
+QWEN3_5_9B = BACKBONE_SHAPES["qwen3.5-9b"]
+
+
+def test_layers_by_hand() -> None:
+    """Two tokens, d = 4, m = 3, k = 2: projections 96, attention 32, feed-forward 72 MACs."""
+    tiny = BackboneShape("tiny", "t", 1, 4, 3, 2, 1, 2, 1, "clip", True, True, False, "")
+    assert prefill_flops(tiny, (2,)) == 2 * (2 * 4 * (8 + 4) + 2 * 4 * 4 + 3 * 2 * 4 * 3)
+    assert estimate_cost(tiny, 2).kv_bytes == 2 * 2 * 2 * 2
+    # Gemma 3's 8 heads of 256 in a model 2560 wide: queries are narrower than the model.
+    layer = replace(BACKBONE_SHAPES["gemma-3-4b"], layers=1)
+    projections = 2 * 2560 * (2 * 2048 + 2 * 1024)
+    attention, feed_forward = 2 * 2 * 2048, 2 * 3 * 2560 * 10240
+    assert prefill_flops(layer, (1,)) == projections + attention + feed_forward
+    # Three layers of four keep a state and no keys; keys 2048 wide, values 4096, one token.
+    four = replace(QWEN3_5_9B, layers=4)
+    feed_forward = 2 * 3 * 4096 * 12288
+    linear = 2 * (4096 * (2 * 2048 + 3 * 4096) + 3 * 4096 * 128)
+    full = 2 * (4096 * (2 * 4096 + 2 * 1024) + 2 * 4096)
+    assert prefill_flops(four, (1,) * 4) == 3 * linear + full + 4 * feed_forward
+    assert estimate_cost(four, 1).kv_bytes == 2 * 1024 * 2
+    assert estimate_cost(QWEN3_5_9B, 100).kv_bytes == 8 * 100 * 2 * 1024 * 2
+
+
+def test_averages_over_layers_are_never_below_what_was_asked_for(capsys: Captured) -> None:
+    for tokens in range(200, 2880, 97):
+        after = estimate_cost(LLAVA_NEXT_7B, tokens, full_layers=2).after
+        assert 2 * 2880 + 30 * after >= 32 * tokens > 2 * 2880 + 30 * (after - 1)
+    assert estimate_cost(LLAVA_7B, 576, full_layers=2) == estimate_cost(LLAVA_7B, 576)
+    call = "cost --backbone llava-next-7b --tokens 2880 320 --full-layers 2"
+    row = run_json(capsys, *call.split())["rows"][1]
+    assert (row["last_layer"], row["mean_over_layers"]) == (150, 320.625)
+    record = run_json(capsys, *["cost", "--backbone", "llava-1.5-7b", "--text", "60"])
+    rows = [(row["tokens"], row["kv_mib"]) for row in record["rows"]]
+    assert rows == [(576, 318), (64, 62)] and record["assumptions"]
+
+
+def test_every_wrong_setting_is_reported() -> None:
+    with pytest.raises(ConfigError) as caught:
+        estimate_cost(LLAVA_7B, 0, text=-1, full_layers=32)
+    places = [problem.where for problem in caught.value.problems]
+    assert places == ["--tokens", "--text", "--full-layers"]
+    for backbone, tokens, layers in ((LLAVA_7B, 32, 2), (LLAVA_NEXT_7B, 320, 8)):
+        with pytest.raises(ConfigError, match=rf"--full-layers.*{layers * backbone.tokens}"):
+            estimate_cost(backbone, tokens, full_layers=layers)
+
+
+def test_every_served_family_has_a_backbone_that_is_known_by_name() -> None:
+    from vllm_autoprune.serving.models import BACKBONES
+
+    assert {name: shape.tokens for name, shape in BACKBONE_SHAPES.items()} == {
+        "llava-1.5-7b": 576, "llava-1.5-13b": 576, "llava-next-7b": 2880,
+        "llava-onevision-7b": 3645, "qwen2-vl-7b": 1296, "qwen2.5-vl-7b": 1296,
+        "qwen3-vl-8b": 1024, "qwen3-vl-30b-a3b": 1024, "qwen3.5-9b": 1024, "qwen3.5-35b-a3b": 1024,
+        "glm-4.1v-9b": 1296, "glm-4.5v": 1296, "internvl3-8b": 1280, "idefics3-8b": 2873,
+        "smolvlm2-2.2b": 1377, "smolvlm2-500m": 1088, "gemma-3-4b": 256,
+    }  # fmt: skip
+    families = {backbone.name for backbone in BACKBONES.values()}
+    assert families == {shape.family for shape in BACKBONE_SHAPES.values()}
+    assert (LLAVA_7B.sign, find_backbone("qwen2.5-vl-7b").sign) == ("-", "+")
+
+
+# docs/figures.md, "Full depth of LLaVA-NeXT-7B, composed": seconds of a layer on the prompts of
+# both arms, and of all but the layers. The prompts have 3 text tokens before the image and 18
+# behind it, and vLLM's 2928 visual tokens (2880, and a newline for each of 48 rows).
+FULL_DEPTH = [
+    *("advise", "--questions", "16", "--tokens", "2928", "--budget", "320", "--core", "256"),
+    *("--template", "3", "--prompt", "18", "--block-size", "32", "--tower-ms", "12424"),
+    *("--selection-ms", "70", "--layers", "32", "--layer-ms", "2949=6570.9", "341=805.5"),
+]
+
+
+def recorded(core: int) -> dict[Way, Estimate]:
+    traffic = Traffic(
+        questions=16, tokens=2928, budget=320, core=core, template=3, prompt=18, answer=16, block=32
+    )
+    prefill, request = fit_layers(32, [(2949, 6.5709), (341, 0.8055)])
+    timings = Timings(tower=12.424, prefill=prefill, selection=0.070, request=request)
+    return estimate_ways(traffic, timings)
+
+
+def last_question(estimate: Estimate) -> float:
+    """Questions an image up to which a way is cheaper than stock."""
+    assert estimate.cheaper_than_stock is not None
+    upper = estimate.cheaper_than_stock["to"]
+    return math.inf if upper is None else upper
+
+
+def test_questions_and_break_even_are_as_measured() -> None:
+    """From layer times of first questions alone, within the measured 95 % intervals."""
+    ways = recorded(256)
+    stock, reading, split = ways["stock"], ways["question-reading"], ways["split"]
+    assert stock.first.ttft == pytest.approx(222.98, rel=0.01)
+    assert reading.first.ttft == pytest.approx(38.27, rel=0.01)
+    assert 0.015 <= stock.another_of_first <= 0.025  # 0.02 (0.02 to 0.02)
+    assert 0.51 <= reading.another_of_first <= 0.69  # 0.59 (0.51 to 0.69)
+    assert last_question(reading) == pytest.approx(11, abs=2)
+    # Projected: another question 0.18 to 0.21 of the first, break-even at 55 to 83 questions.
+    assert 0.18 <= split.another_of_first <= 0.21
+    assert last_question(split) == pytest.approx(55, abs=3)
+    half = recorded(160)["split"]
+    assert half.another_of_first > 0.35 and last_question(half) < 25
+
+
+TRAFFIC = Traffic(
+    questions=4, tokens=640, budget=64, core=48, template=16, prompt=20, answer=11, block=32
+)
+TIMINGS = Timings(
+    tower=10.0, prefill=1.0, decode_image=2.0, processor=3.0, selection=5.0, request=7.0, decode=0.5
+)
+
+
+def changed(**fields: float) -> Traffic:
+    return TRAFFIC.model_copy(update=fields)
+
+
+@pytest.mark.parametrize(
+    ("way", "first", "another"),
+    [
+        # 656 tokens are known of another question, 640 of them in whole blocks.
+        ("stock", (5, 10, 0, 7, 640, 36), (2, 0, 0, 7, 16, 20)),
+        ("question-reading", (5, 10, 5, 7, 64, 36), (2, 0, 5, 7, 64, 36)),
+        # Template and core end on a block edge.
+        ("split", (5, 10, 10, 7, 64, 36), (2, 0, 5, 7, 16, 20)),
+        ("question-free", (5, 10, 5, 7, 64, 36), (2, 0, 0, 7, 16, 20)),
+        ("resized", (5, 1, 0, 7, 64, 36), (2, 0, 0, 7, 16, 20)),
+    ],
+)
+def test_parts_of_each_way(way: Way, first: tuple[int, ...], another: tuple[int, ...]) -> None:
+    estimate = estimate_ways(TRAFFIC, TIMINGS)[way]
+    assert tuple(estimate.first.seconds.values()) == first
+    assert tuple(estimate.another.seconds.values()) == another
+    total = sum(first) + 3 * sum(another) + 4 * 10 * 0.5
+    assert estimate.total_seconds == pytest.approx(total)
+    assert 4 * sum(estimate.mean_question.values()) == pytest.approx(total)
+    assert sum(estimate.first.shares.values()) == pytest.approx(1)
+
+
+def test_whole_blocks_are_shared() -> None:
+    reading = estimate_ways(changed(template=40), TIMINGS)["question-reading"]
+    for question in (reading.first, reading.another):
+        assert question.seconds["prefill of text"] == 8 + 20
+    # A core without an edge of a block is no split.
+    ways = estimate_ways(changed(budget=12, core=8, template=0), TIMINGS)
+    assert ways["split"] == ways["question-reading"]
+    uncached = estimate_ways(changed(block=0), TIMINGS)
+    for estimate in uncached.values():
+        image = "prefill of the image"
+        assert estimate.another.seconds[image] == estimate.first.seconds[image]
+    assert uncached["question-reading"].cheaper_than_stock == {"from": 1.0, "to": None}
+
+
+@pytest.mark.parametrize("template", [0, 3, 16, 40])
+@pytest.mark.parametrize("core", [1, 15, 33, 47, 63])
+def test_a_core_is_aligned_as_it_is_served(template: int, core: int) -> None:
+    traffic = changed(template=template, core=core)
+    served = serving_split.align_core(template, SplitImage(traffic.budget, core, 0), traffic.block)
+    assert align_core(traffic) == served
+    assert align_core(changed(template=template, core=64)) == 64, "all tokens"
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "advantage"),
+    [
+        (50, -10, {"from": 1.0, "to": 6.0}),
+        (50, 0, {"from": 1.0, "to": None}),
+        (0, -10, None),
+        (0, 0, None),
+        (-20, 5, {"from": 5.0, "to": None}),
+    ],
+)
+def test_advantage_by_gains_of_the_first_and_of_later_questions(
+    first: float, later: float, advantage: dict[str, float] | None
+) -> None:
+    assert find_advantage(first, later) == advantage
+
+
+MANY_TOKENS = Traffic(
+    questions=2, tokens=2880, budget=320, core=256, template=0, prompt=20, answer=1
+)
+LARGE = Timings(tower=1.0, prefill=0.01, request=0.1)
+"""Prefill of an image 28.8 s, its tower 1 s."""
+
+
+@pytest.mark.parametrize(
+    ("traffic", "timings", "helps", "parts"),
+    [
+        ({}, {}, True, ["Pruning helps here"]),
+        ({"questions": 1}, {}, True, ["choose by accuracy"]),
+        ({"questions": 60}, {}, True,
+         ["Only a question-free state pays", "question-reading: ", "and you have 60"]),
+        ({"questions": 5000}, {}, False,
+         ["Pruning will not help you here.", "finds it in its prefix cache"]),
+        ({}, {"prefill": 1e-6, "decode_image": 5.0}, False,
+         ["is front end: have clients send smaller images"]),
+        ({"questions": 1}, {"prefill": 1e-5, "request": 0.0}, False,
+         ["max_pixels", "Resizing images to 320 tokens"]),
+        ({}, {"tower": 0.001, "prefill": 1e-6, "request": 1.0}, False,
+         ["serve more requests at once"]),
+        ({"answer": 1000}, {"prefill": 1e-4, "decode": 0.1}, False,
+         ["is decoding: answer shorter"]),
+        ({"budget": 2880}, {}, False, ["keeps every token"]),
+        ({}, {"tower": 20.0}, True, ["is vision tower, which no budget shortens"]),
+        ({"template": 3}, {}, True, ["served with 253 tokens instead of 256"]),
+        ({"budget": 10, "core": 8}, {}, True,
+         ["are not split, because no KV block ends within them"]),
+        ({"block": 0}, {}, True, ["are not split, because there is no prefix cache"]),
+    ],
+)  # fmt: skip
+def test_the_verdict(
+    traffic: dict[str, float], timings: dict[str, float], helps: bool, parts: list[str]
+) -> None:
+    sizes = MANY_TOKENS.model_copy(update=traffic)
+    verdict = judge(sizes, estimate_ways(sizes, LARGE.model_copy(update=timings)))
+    text = "\n".join(verdict.lines)
+    assert verdict.helps == helps == text.startswith("Pruning helps here")
+    assert [words for words in parts if words not in text] == []
+    assert ("instead of 256" in text) == ("template" in traffic)
+
+
+def test_the_table_and_the_record(capsys: Captured) -> None:
+    """The verdict is that of docs/choosing.md, which ``tests/docs`` compares."""
+    assert main(FULL_DEPTH) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in lines if line[:1].isalpha() and "  " in line}
+    assert "0.67x  up to 9.5 questions" in rows["question-reading"]
+    assert "at any number of questions" in rows["question-free"]
+    (stock,) = [line for line in lines if line.startswith("stock, first")]
+    assert stock.split()[2:] == ["0%", "6%", "0%", "1%", "93%", "1%"]
+    ways = run_json(capsys, *FULL_DEPTH)["ways"]
+    assert ways["stock"]["cheaper_than_stock"] is None
+    assert ways["question-free"]["cheaper_than_stock"] == {"from": 1.0, "to": None}
+
+
+def test_flags_of_layers_caches_and_dtypes(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, "choose_dtype", lambda: "float32")
+    call = "advise --questions 2 --tokens 640 --tower-ms 1 --layers 4 --layer-ms 200=10"
+    record = run_json(capsys, *call.split(), "--no-prefix-caching", "--request-ms", "3")
+    assert record["seconds"]["prefill"] == pytest.approx(4 * 0.010 / 200)
+    assert record["seconds"]["request"] == pytest.approx(0.003)
+    traffic, notes = record["traffic"], "\n".join(record["notes"])
+    assert (traffic["block"], traffic["budget"], traffic["core"]) == (0, 71, 53)
+    for words in ("K = 71", "K_c = 53", "decode image, processor, selection, decode", "--dtype"):
+        assert words in notes
+    assert fit_layers(10, [(100, 0.25), (300, 0.45)]) == pytest.approx((0.01, 1.5))
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> str:
+    """A state of N / 8 tokens, half of them core."""
+    state = load_state("miniqwen").model_dump(mode="json", by_alias=True)
+    path = tmp_path / "split.json"
+    path.write_text(json.dumps({**state, "core": {"share": 0.5}}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("more", "budget", "core"),
+    [("", 72, 36), ("--budget 64", 64, 32), ("--budget 64 --core 8", 64, 8)],
+)
+def test_budget_and_core_of_a_state(
+    split: str, capsys: Captured, more: str, budget: int, core: int
+) -> None:
+    call = f"advise --questions 2 --tokens 576 --tower-ms 1 --prefill-ms-per-token 1 {more} --state"
+    traffic = run_json(capsys, *call.split(), split)["traffic"]
+    assert (traffic["budget"], traffic["core"]) == (budget, core)
+
+
+ENOUGH = "--tokens 8 --tower-ms 1 --prefill-ms-per-token 1 --questions"
+
+
+@pytest.mark.parametrize(
+    ("call", "texts"),
+    [
+        ("", ["4 problem(s)", "--questions: is not known"]),
+        ("--layer-ms 10=1", ["--layer-ms: needs --layers"]),
+        ("--server http://127.0.0.1:1", ["does not answer"]),
+        ("--server nonsense", ["is not the address of a server"]),
+        (f"{ENOUGH} 0.5", ["--questions: 0.5 is refused -> give a value that is greater than"]),
+        (f"{ENOUGH} 1 --budget 9", ["--budget: is 9 -> give at most the value of --tokens, 8"]),
+        (f"{ENOUGH} 1 --core 5 --budget 4", ["--core: is 5 -> give at most"]),
+    ],
+)
+def test_unanswerable_questions(call: str, texts: list[str], capsys: Captured) -> None:
+    assert main(["advise", *call.split()]) == 1
+    error = capsys.readouterr().err
+    assert all(text in error for text in texts), error
+
+
+@pytest.mark.parametrize("flag", ["--probe 0x5", "--layer-ms 10", "--layer-ms 0=1", "--tokens x"])
+def test_values_that_cannot_be_read(flag: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["advise", *flag.split()])
+
+
+# 40 requests with an image of 640 tokens and 16 of text, K = 64; 10 images; 5 s of selection.
+_HISTOGRAMS = {
+    "request_prompt_tokens": 3200, "request_generation_tokens": 400,
+    "request_time_per_output_token_seconds": 0.8, "time_to_first_token_seconds": 100,
+    "request_queue_time_seconds": 8, "request_prefill_time_seconds": 57,
+    "request_prefill_kv_computed_tokens": 3200,
+}  # fmt: skip
+STOCK_PAGE = """\
+# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
+vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching="True"} 1.0
+""" + "".join(
+    f'vllm:{name}_sum{{engine="0",model_name="m"}} {total}\n'
+    f'vllm:{name}_count{{engine="0",model_name="m"}} 40\n'
+    for name, total in _HISTOGRAMS.items()
+)
+PAGE = f"""{STOCK_PAGE}\
+autoprune_images_total{{chooser="state"}} 40.0
+autoprune_visual_tokens_total{{stage="before"}} 25600.0
+autoprune_visual_tokens_total{{stage="after"}} 2560.0
+autoprune_feature_cache_hits_total 30.0
+autoprune_feature_cache_misses_total 10.0
+autoprune_selection_seconds_bucket{{le="+Inf"}} 40.0
+autoprune_selection_seconds_count 40.0
+autoprune_selection_seconds_sum 5.0
+"""
+UNCACHED = PAGE.replace('enable_prefix_caching="True"', 'enable_prefix_caching="False"')
+OF_TRAFFIC = {
+    "questions": 4.0, "tokens": 640, "budget": 64, "prompt": 16, "answer": 10, "block": 32,
+    "selection": 0.125, "decode": 0.02,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("page", "values"),
+    [
+        (PAGE, OF_TRAFFIC),
+        (UNCACHED, {**OF_TRAFFIC, "block": 0}),
+        (STOCK_PAGE, {"answer": 10, "block": 32, "decode": 0.02}),
+        ("", {}),
+    ],
+    ids=["pruned", "no prefix cache", "stock", "empty"],
+)
+def test_traffic_of_the_metrics(page: str, values: dict[str, float]) -> None:
+    inputs = Inputs({}, [])
+    read_traffic(Metrics(page), inputs)
+    assert inputs.values == pytest.approx(values)
+    assert ("feature cache" in " ".join(inputs.notes)) == ("questions" in values)
+
+
+@pytest.mark.parametrize(
+    ("known", "solved"),
+    [({"tower": 2.0}, {"prefill": 0.010}), ({"prefill": 0.010}, {"tower": 2.0}), ({}, {})],
+)
+def test_prefill_from_a_known_tower_and_the_other_way_round(
+    known: dict[str, float], solved: dict[str, float]
+) -> None:
+    """57 s of prefill: 10 towers of 2 s, 5 s of selection, 3200 tokens of 10 ms."""
+    inputs = Inputs({**known, "selection": 0.125}, [])
+    read_times(Metrics(PAGE), inputs)
+    front_end = {"decode_image": (100 - 8 - 57) / 40, "selection": 0.125}
+    assert inputs.values == pytest.approx({**front_end, **known, **solved})
+
+
+def test_the_metrics_of_a_server(capsys: Captured) -> None:
+    with fake_server(pages={"/metrics": PAGE}) as server:
+        call = ["advise", "--server", server.url, "--tower-ms", "2000"]
+        record = run_json(capsys, *call, "--state", "miniqwen")
+        # Metrics alone do not tell tower from prefill.
+        assert main(call[:3]) == 1
+    traffic = record["traffic"]
+    assert (traffic["questions"], traffic["tokens"], traffic["budget"]) == (4, 640, 80)
+    assert record["seconds"]["prefill"] == pytest.approx(0.010)
+    error = capsys.readouterr().err
+    assert "--tower-ms" in error and "--prefill-ms-per-token" in error and "--probe" in error
+
+
+TEMPLATE, NEWLINE, VISUAL, N = 4, 1, 32, 288
+TOKEN, REQUEST, TOWER, DECODE_IMAGE, PROCESSOR, SELECTION = 0.0004, 0.02, 0.3, 0.03, 0.04, 0.05
+
+
+@dataclass
+class PrunedServer:
+    """Replies and ``/metrics`` of a server whose times are the constants above."""
+
+    images: set[str] = field(default_factory=set)
+    requests: int = 0
+    with_image: int = 0
+    prefill: float = 0.0
+
+    def reply(self, body: Body) -> Reply:
+        content = body["messages"][0]["content"]
+        urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+        (text,) = (part["text"] for part in content if part["type"] == "text")
+        tokens = TEMPLATE + len(text.split()) + (VISUAL + NEWLINE) * len(urls)
+        engine, outside = REQUEST + TOKEN * tokens, 0.0
+        for url in urls:
+            new = url not in self.images
+            outside += DECODE_IMAGE + (PROCESSOR if new else 0.0)
+            engine += SELECTION + (TOWER if new else 0.0)
+            self.images.add(url)
+            self.with_image += 1
+        self.requests += 1
+        self.prefill += engine
+        usage = {"prompt_tokens": tokens}
+        return Reply(deltas=("a", "b"), ttft=engine + outside, gaps=(0.01,), usage=usage)
+
+    def metrics(self) -> str:
+        """The page of ``/metrics``."""
+        return (
+            'vllm:cache_config_info{block_size="16",enable_prefix_caching="True"} 1.0\n'
+            "vllm:num_requests_running 0.0\n"
+            "vllm:request_queue_time_seconds_sum 0.0\n"
+            f"vllm:request_prefill_time_seconds_sum {self.prefill}\n"
+            f"vllm:request_prefill_time_seconds_count {self.requests}\n"
+            f"autoprune_images_total {self.with_image}\n"
+            f'autoprune_visual_tokens_total{{stage="before"}} {self.with_image * N}\n'
+            f'autoprune_visual_tokens_total{{stage="after"}} {self.with_image * VISUAL}\n'
+            f"autoprune_selection_seconds_sum {self.with_image * SELECTION}\n"
+            f"autoprune_selection_seconds_count {self.with_image}\n"
+        )
+
+    def run(self, metrics: bool = True) -> AbstractContextManager[FakeServer]:
+        return fake_server(self.reply, pages={"/metrics": self.metrics if metrics else None})
+
+
+def probe(server: FakeServer, model: str | None = None, rounds: int = 1) -> Inputs:
+    inputs = Inputs({}, [])
+    with ServerClient(server.url) as client:
+        probe_server(client, (64, 48), inputs, model, rounds=rounds)
+    return inputs
+
+
+def test_a_server_is_probed_with_new_images() -> None:
+    with PrunedServer().run() as server:
+        values = probe(server, rounds=2).values
+    assert (values["tokens"], values["budget"], values["block"]) == (N, VISUAL, 16)
+    # The arithmetic is tested below: a busy machine makes any of the real times longer.
+    assert values["selection"] == pytest.approx(SELECTION, abs=0.001)
+    assert {"prefill", "tower", "decode"} <= values.keys()
+    # Every round, and a warm-up, has a new image and two questions about it.
+    texts = [json.dumps(body["messages"]) for body in server.requests]
+    assert len(texts) == len(set(texts)) == 12
+    urls = [url for text in texts for url in re.findall('"url": "(.*?)"', text)]
+    assert len(urls) == 6 and urls[::2] == urls[1::2] and len(set(urls)) == 3
+    with PrunedServer().run(metrics=False) as server:
+        inputs = probe(server)
+    assert inputs.values["tokens"] == VISUAL + NEWLINE
+    assert not {"budget", "decode_image"} & inputs.values.keys()
+    assert any("no /metrics" in note for note in inputs.notes)
+
+
+def test_a_probe_and_a_state_that_has_its_budget_from_it(split: str, capsys: Captured) -> None:
+    with PrunedServer().run() as server:
+        call = ["advise", "--server", server.url, "--questions", "3", "--probe", "64x48"]
+        record = run_json(capsys, *call, "--state", split)
+    traffic = record["traffic"]
+    assert (traffic["tokens"], traffic["budget"], traffic["core"]) == (N, N // 8, N // 16)
+    assert any("Measured with images of 64 x 48" in note for note in record["notes"])
+    assert not any("no --core" in note for note in record["notes"])
+
+
+def make_round(noise: float = 0.0, metrics: bool = True) -> Round:
+    """One round of a server with a HTTP time of 5 ms and a selection of 50 ms."""
+
+    def answer(engine: float, outside: float, tokens: int) -> Answer:
+        return Answer(engine + outside, (0.01,), tokens, outside if metrics else None)
+
+    short = REQUEST - 0.005 + 20 * TOKEN + noise
+    image = short + VISUAL * TOKEN + SELECTION
+    return Round(
+        short=answer(short, 0.005, 20),
+        long=answer(short + 600 * TOKEN, 0.005, 620),
+        new_image=answer(image + TOWER, 0.005 + DECODE_IMAGE + PROCESSOR, 20 + VISUAL),
+        known_image=answer(image, 0.005 + DECODE_IMAGE, 20 + VISUAL),
+    )
+
+
+def test_rounds_are_solved_for_the_times() -> None:
+    inputs = Inputs({}, [])
+    rounds = [make_round(), make_round(noise=-0.01), make_round(noise=0.02)]
+    assert solve_rounds(rounds, SELECTION, "http://host", inputs) == VISUAL
+    assert inputs.values == pytest.approx(
+        {"prefill": TOKEN, "request": REQUEST, "tower": TOWER, "selection": SELECTION,
+         "decode_image": DECODE_IMAGE, "processor": PROCESSOR, "decode": 0.01}
+    )  # fmt: skip
+    # Without /metrics the front end counts as part of the tower.
+    inputs = Inputs({}, [])
+    solve_rounds([make_round(metrics=False)], None, "http://host", inputs)
+    assert inputs.values.keys() == {"prefill", "request", "tower", "decode"}
+    tower = TOWER + SELECTION + DECODE_IMAGE + PROCESSOR
+    assert inputs.values["tower"] == pytest.approx(tower)
+
+
+def refuse_images(body: Body) -> Reply:
+    has_image = any(part["type"] == "image_url" for part in body["messages"][0]["content"])
+    return Reply(status=400, error="is not a multimodal model") if has_image else Reply(ttft=0.0)
+
+
+def ever_faster(body: Body) -> Reply:
+    size = len(json.dumps(body["messages"][0]["content"]))
+    return Reply(ttft=0.2 if size < 400 else 0.0, usage={"prompt_tokens": size})
+
+
+@pytest.mark.parametrize(
+    ("reply", "model", "text"),
+    [
+        (refuse_images, None, "refuses a request with an image: status 400: is not a multimodal "
+         "model -> serve a model that takes images"),
+        (Reply(status=401, error="Unauthorized"), None, "refuses a chat request: status 401"),
+        (Reply(ttft=0.0, usage={"prompt_tokens": 7}), None, "an image adds no tokens to a prompt"),
+        (ever_faster, None, "takes no longer"),
+        (Reply(drop=True), None, "does not answer"),
+        (Reply(usage=None), None, "no token or no usage"),
+        (Reply(), "other", "serves mock -> serve other"),
+    ],
+    ids=["image", "key", "blind", "faster", "drop", "usage", "model"],
+)  # fmt: skip
+def test_a_server_that_cannot_be_measured(
+    reply: Reply | Callable[[Body], Reply], model: str | None, text: str
+) -> None:
+    with fake_server(reply) as server, pytest.raises(ConfigError) as caught:
+        probe(server, model)
+    assert text in str(caught.value)

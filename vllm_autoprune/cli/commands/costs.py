@@ -1,0 +1,283 @@
+"""`cost` and `advise`: what a prompt costs, and which kind of state pays for a traffic."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from vllm_autoprune.advise import (
+    ASSUMPTIONS,
+    Estimate,
+    Inputs,
+    Timings,
+    Traffic,
+    Way,
+    estimate_ways,
+    fit_layers,
+    format_advantage,
+    judge,
+)
+from vllm_autoprune.backbones import BACKBONE_SHAPES, find_backbone
+from vllm_autoprune.cli.flags import Command, add_flags, flag_problems
+from vllm_autoprune.cli.output import format_paragraphs, format_table, print_result
+from vllm_autoprune.cost import estimate_cost, list_assumptions
+from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.http_client import ServerClient, reporting_failures
+from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
+from vllm_autoprune.probe import probe_server, read_times, read_traffic
+from vllm_autoprune.tpdsl.atoms.source import run_budget
+from vllm_autoprune.tpdsl.loading import load_state
+
+_NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
+    name: f"--{name.replace('_', '-')}-ms" for name in Timings.model_fields if name != "prefill"
+}
+"""Flags of `advise` that are not named like their field."""
+
+
+def _print_cost(options: argparse.Namespace) -> int:
+    shape, full_layers = find_backbone(options.backbone), options.full_layers
+    budgets: list[int] = options.tokens or [shape.tokens, shape.tokens // 9]
+    costs = [estimate_cost(shape, k, text=options.text, full_layers=full_layers) for k in budgets]
+    record = {
+        "backbone": shape.name,
+        "full_layers": full_layers,
+        "rows": [
+            {
+                "tokens": k,
+                "mean_over_layers": cost.tokens,
+                "last_layer": cost.after,
+                "text": cost.text,
+                "flops": cost.flops,
+                "teraflops": cost.teraflops,
+                "kv_bytes": cost.kv_bytes,
+                "kv_mib": cost.kv_mib,
+                "flops_ratio": costs[0].flops / cost.flops,
+                "kv_ratio": costs[0].kv_bytes / cost.kv_bytes,
+            }
+            for k, cost in zip(budgets, costs, strict=True)
+        ],
+        "assumptions": list_assumptions(shape),
+    }
+    head = ["visual tokens", "TFLOPs", "KV MiB", "fewer FLOPs", "less KV"]
+    rows = [
+        [str(k), f"{cost.teraflops:#.4g}", f"{cost.kv_mib:.7g}",
+         f"{costs[0].flops / cost.flops:.2f}x", f"{costs[0].kv_bytes / cost.kv_bytes:.2f}x"]
+        for k, cost in zip(budgets, costs, strict=True)
+    ]  # fmt: skip
+    if full_layers:
+        head.append(f"left after {full_layers} layers")
+        for cells, cost in zip(rows, costs, strict=True):
+            cells.append(f"{cost.after}, mean {cost.tokens:.7g}")
+    counted = f"{options.text} text tokens counted too" if options.text else "text not counted"
+    print_result(
+        options,
+        record,
+        f"{shape.name}: L = {shape.layers}, d = {shape.width}, m = {shape.feed_forward}, "
+        f"k = {shape.kv_width}; N = {shape.tokens} visual tokens an image; {counted}",
+        format_table(head, rows, ">>>>>>"),
+        format_paragraphs(list_assumptions(shape), "- "),
+    )
+    return 0
+
+
+def _advise(options: argparse.Namespace) -> int:
+    traffic, timings, notes = _read_inputs(options)
+    if _is_local(options.server) and choose_dtype() == "float32":
+        notes.append(f"If the server runs in bfloat16 here: {SLOW_BFLOAT16} -> {SERVE_FLOAT32}.")
+    estimates = estimate_ways(traffic, timings)
+    verdict = judge(traffic, estimates)
+    record = {
+        "traffic": traffic.model_dump(),
+        "seconds": timings.model_dump(),
+        "ways": {way: asdict(estimate) for way, estimate in estimates.items()},
+        "verdict": asdict(verdict),
+        "notes": notes,
+        "assumptions": ASSUMPTIONS,
+    }
+    cache = f"KV blocks of {traffic.block}" if traffic.block else "no prefix cache"
+    sizes = (
+        f"{traffic.questions:g} questions an image; N = {traffic.tokens}, K = {traffic.budget}, "
+        f"K_c = {traffic.core}; {traffic.template} text tokens before the image and "
+        f"{traffic.prompt} behind it, {traffic.answer} of the answer; {cache}"
+    )
+    times = ", ".join(f"{name.replace('_', ' ')} {_ms(t)}" for name, t in timings)
+    print_result(
+        options,
+        record,
+        format_paragraphs([sizes, f"ms: {times}"]),
+        format_paragraphs(verdict.lines),
+        *_format_estimates(estimates),
+        format_paragraphs([*notes, *ASSUMPTIONS], "- "),
+    )
+    return 0
+
+
+def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, list[str]]:
+    """Flags, then a probe, then ``/metrics``, then what is assumed; with notes on these."""
+    # Before a probe, so that a mistake in its name is answered at once.
+    state = None if options.state is None else load_state(options.state)
+    flags = vars(options)
+    values = {name: flags[name] for name in Traffic.model_fields if name in flags}
+    values |= {name: flags[name] / 1000 for name in Timings.model_fields if name in flags}
+    if options.no_prefix_caching:
+        values["block"] = 0
+    if options.layer_ms is not None:
+        values["prefill"], request = fit_layers(options.layers, options.layer_ms)
+        if request:
+            values["request"] = values.get("request", 0.0) + request
+    inputs = Inputs(values, [])
+    if options.server is not None:
+        with ServerClient(options.server) as client:
+            with reporting_failures(client.url):
+                metrics = client.read_metrics()
+            if options.probe is not None:
+                probe_server(client, options.probe, inputs, options.model, _report)
+        if metrics is not None:
+            read_traffic(metrics, inputs)
+            if options.probe is None:
+                read_times(metrics, inputs)
+    elif options.probe is not None:
+        fix = "give the address of a running server"
+        raise ConfigError("inputs", [Problem("--probe", "needs --server", fix)])
+    if state is not None:
+        # Instead of the server's, but not of the flags'; K may depend on N, which was found now.
+        if "budget" not in flags and "tokens" in values:
+            values["budget"] = min(run_budget(state.budget, values["tokens"]), values["tokens"])
+        if state.core is not None and "budget" in values:
+            inputs.fill(core=state.core.tokens(values["budget"]))
+    inputs.assume()
+    problems: list[Problem] = []
+    models: list[Any] = []
+    for model in (Traffic, Timings):
+        fields = {name: v for name, v in inputs.values.items() if name in model.model_fields}
+        try:
+            models.append(model.model_validate(fields))
+        except ValidationError as error:
+            problems += flag_problems(error, _NAMES)
+    if problems:
+        measured = "inputs (times and --tokens: also by --server URL --probe WIDTHxHEIGHT)"
+        raise ConfigError(measured, problems)
+    return models[0], models[1], inputs.notes
+
+
+def _report(line: str) -> None:
+    print(f"probe: {line}", file=sys.stderr, flush=True)
+
+
+def _is_local(url: str | None) -> bool:
+    here = (None, "localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname())
+    return url is None or urlsplit(url).hostname in here
+
+
+def _format_estimates(estimates: Mapping[Way, Estimate]) -> list[str]:
+    """What each way takes, and where its time to first token goes."""
+    head = ("", "first, ms", "another, ms", "another/first", "total, s", "gain")
+    costs = [
+        [
+            way,
+            _ms(estimate.first.ttft),
+            _ms(estimate.another.ttft),
+            f"{estimate.another_of_first:.2f}",
+            f"{estimate.total_seconds:.4g}",
+            f"{estimate.gain:.2f}x",
+            "" if way == "stock" else format_advantage(estimate.cheaper_than_stock),
+        ]
+        for way, estimate in estimates.items()
+    ]
+    shares = [
+        [f"{way}, {which}", *(f"{share:.0%}" for share in question.shares.values())]
+        for way, estimate in estimates.items()
+        for which, question in (("first", estimate.first), ("another", estimate.another))
+    ]
+    return [
+        "Time to first token of two questions on an image, and the time of all questions:",
+        format_table((*head, "cheaper than stock"), costs, "<>>>>><"),
+        "Where the time to first token goes:",
+        format_table(("", *estimates["stock"].first.shares), shares, "<>>>>>>"),
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.4g}" if seconds < 10 else f"{1000 * seconds:.0f}"
+
+
+def _parse_layer(text: str) -> tuple[int, float]:
+    tokens, _, milliseconds = text.partition("=")
+    with contextlib.suppress(ValueError):
+        if int(tokens) >= 1 and 0 < float(milliseconds) < math.inf:
+            return int(tokens), float(milliseconds) / 1000
+    raise argparse.ArgumentTypeError(f"{text!r} is not TOKENS=MS, such as 341=805.5")
+
+
+def _parse_size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    with contextlib.suppress(ValueError):
+        if int(width) >= 1 and int(height) >= 1:
+            return int(width), int(height)
+    raise argparse.ArgumentTypeError(f"{text!r} is not WIDTHxHEIGHT in pixels, such as 1024x768")
+
+
+def _add_advise(parser: argparse.ArgumentParser) -> None:
+    group, sizes = parser.add_argument_group("traffic"), list(Traffic.model_fields)
+    add_flags(group, Traffic, _NAMES, sizes[:4], numbers=True)
+    text = "read --budget and --core from a state, by file or name"
+    group.add_argument("--state", metavar="STATE", help=text)
+    add_flags(group, Traffic, _NAMES, sizes[4:], numbers=True)
+    text = "the server keeps no prefix cache"
+    group.add_argument("--no-prefix-caching", action="store_true", help=text)
+    group = parser.add_argument_group("measured times, milliseconds")
+    add_flags(group, Timings, _NAMES, numbers=True)
+    group.add_argument("--layers", type=int, metavar="L", help="layers, for --layer-ms")
+    text = (
+        "instead of --prefill-ms-per-token: prefill of one layer on so many tokens; two lengths "
+        "also give the layers' part of --request-ms"
+    )
+    group.add_argument("--layer-ms", type=_parse_layer, nargs="+", metavar="TOKENS=MS", help=text)
+    group = parser.add_argument_group("a running server")
+    text = "read what is not given from its /metrics; with an API key in VLLM_API_KEY"
+    group.add_argument("--server", metavar="URL", help=text)
+    text = "measure times with 24 requests of its own, 12 of them with images of that size"
+    group.add_argument("--probe", type=_parse_size, metavar="WIDTHxHEIGHT", help=text)
+    group.add_argument("--model", metavar="NAME", help="the model's name on the server")
+
+
+def _add_cost(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backbone", required=True, metavar="NAME", help=", ".join(BACKBONE_SHAPES)
+    )
+    text = (
+        "visual tokens of one image; the others are compared with the first (default: all tokens, "
+        "and a ninth of them)"
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="K", help=text)
+    text = "text tokens counted too (default 0)"
+    parser.add_argument("--text", type=int, default=0, metavar="T", help=text)
+    text = (
+        "cost of a method that prunes inside the language model: F layers see all tokens, and "
+        "the others so many that the average over layers is K"
+    )
+    parser.add_argument("--full-layers", type=int, default=0, metavar="F", help=text)
+
+
+COST = Command(
+    "print FLOPs of prefill and bytes of KV cache",
+    _add_cost,
+    _print_cost,
+    "Example: vllm-autoprune cost --backbone llava-next-7b --tokens 2880 320",
+)
+ADVISE = Command(
+    "say which kind of state pays for your traffic, and whether pruning helps at all",
+    _add_advise,
+    _advise,
+    "Example: vllm-autoprune advise --questions 4 --server http://localhost:8000 "
+    "--probe 1024x768. Formulas and what to do: docs/choosing.md.",
+)
