@@ -22,7 +22,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.prefix import MOST_LAYERS, require_layer, text_span, visual_span
+from vllm_autoprune.tpdsl.prefix import MOST_LAYERS
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 VISUAL_PIVOTS = 4
@@ -97,7 +97,7 @@ def _pivot_norms_and_states(params: DartParams, tokens: VisualTokens) -> tuple[T
     if params.space == "embeddings":
         entering = language.embeddings().float()
         return entering.abs().sum(dim=2), entering
-    layer = require_layer(language, params.layer - 1)
+    layer = params.layer - 1
     # The L1 norm over all heads together.
     return language.keys(layer).float().abs().sum(dim=(1, 3)), language.normed(layer)
 
@@ -109,9 +109,9 @@ def _pivots(params: DartParams, tokens: VisualTokens, length: Tensor) -> tuple[T
     strongest token is repeated [ours].
     """
     language = tokens.require_language()
-    visual = rank_descending(visual_span(language, length, tokens.count))[:, :VISUAL_PIVOTS]
+    visual = rank_descending(language.visual(length, tokens.count))[:, :VISUAL_PIVOTS]
     text = language.text
-    strength = text_span(language, length, tokens.count).masked_fill(~text, -torch.inf)
+    strength = language.textual(length, tokens.count).masked_fill(~text, -torch.inf)
     words = rank_descending(strength)[:, :TEXT_PIVOTS]
     words = torch.where(text.gather(1, words), words, words[:, :1])
     return visual, words + language.start + tokens.count

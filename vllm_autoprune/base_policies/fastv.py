@@ -11,7 +11,7 @@ from pydantic import Field
 
 from vllm_autoprune.ops.rowwise import rank_descending
 from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, ReferenceSelection, base_policy
-from vllm_autoprune.tpdsl.prefix import MOST_LAYERS, last_token_attention
+from vllm_autoprune.tpdsl.prefix import MOST_LAYERS
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -35,5 +35,5 @@ class FastVParams(BasePolicyParams):
 def fastv(params: FastVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The tokens with most attention from the last instruction token, averaged over heads."""
     language = tokens.require_language()
-    score = last_token_attention(language, params.layer - 1, tokens.count)
+    score = language.last_token_attention(params.layer - 1, tokens.count)
     return ReferenceSelection(rank_descending(score)[:, :budget])

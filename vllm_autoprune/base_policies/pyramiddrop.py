@@ -16,7 +16,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.prefix import MOST_LAYERS, last_token_attention
+from vllm_autoprune.tpdsl.prefix import MOST_LAYERS
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -50,6 +50,5 @@ def pyramiddrop(params: PyramidDropParams, tokens: VisualTokens, budget: int) ->
     """One stage: the tokens with most attention from the last instruction token."""
     language = tokens.require_language()
     layer = language.layers // 4 if params.layer is None else params.layer
-    return ReferenceSelection(
-        rank_descending(last_token_attention(language, layer, tokens.count))[:, :budget]
-    )
+    score = language.last_token_attention(layer, tokens.count)
+    return ReferenceSelection(rank_descending(score)[:, :budget])

@@ -19,13 +19,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.prefix import (
-    MOST_LAYERS,
-    LanguagePrefix,
-    require_layer,
-    text_span,
-    visual_span,
-)
+from vllm_autoprune.tpdsl.prefix import MOST_LAYERS, LanguagePrefix
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -50,7 +44,7 @@ def _native(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> Publi
     score = _rater_attention(language, params.layer, tokens.count)
     count = min(budget, tokens.count - 1)
     kept = rank_descending(score)[:, :count].sort(dim=1).values
-    states = visual_span(language, language.states(params.layer), tokens.count, dim=1)
+    states = language.visual(language.states(params.layer), tokens.count, dim=1)
     # Recycled are pruned tokens, by descending score.
     rest = score.masked_fill(mask_from_indices(kept, tokens.count), -torch.inf)
     sources = rank_descending(rest)[:, : _recycled_count(tokens.count - count)]
@@ -82,7 +76,7 @@ def sparsevlm(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> Ref
     # As published, clusters are computed from the layer's states; their means are of the rows that
     # enter the language model, because the mean becomes one of those rows.
     sources = order[:, picks.shape[1] :][:, : _recycled_count(tokens.count - picks.shape[1])]
-    states = visual_span(language, language.states(params.layer), tokens.count, dim=1)
+    states = language.visual(language.states(params.layer), tokens.count, dim=1)
     members = density_peak_clusters(gather_rows(states, sources), extra)
     merged = _cluster_means(members, gather_rows(tokens.output, sources))
     return ReferenceSelection(picks, extra=merged.to(tokens.output.dtype))
@@ -95,8 +89,8 @@ def _find_raters(language: LanguagePrefix, count: int) -> Tensor:
     visual tokens. If none is above the mean, as with a single token, all are raters [ours].
     """
     entering, text = language.embeddings().float(), language.text
-    visual = visual_span(language, entering, count, dim=1)
-    words = text_span(language, entering, count, dim=1)
+    visual = language.visual(entering, count, dim=1)
+    words = language.textual(entering, count, dim=1)
     dots = matmul_each(visual, words.transpose(1, 2))
     similarity = dots.masked_fill(~text[:, None, :], -torch.inf).softmax(dim=2).mean(dim=1)
     mean = similarity.sum(dim=1, keepdim=True) / text.sum(dim=1, keepdim=True)
@@ -107,8 +101,8 @@ def _find_raters(language: LanguagePrefix, count: int) -> Tensor:
 def _rater_attention(language: LanguagePrefix, layer: int, count: int) -> Tensor:
     """Attention of the raters, averaged over heads and then raters, ``(B, N)`` float32."""
     rate = _find_raters(language, count).float()
-    attention = language.attention(require_layer(language, layer)).float().mean(dim=1)
-    visual = visual_span(language, attention, count)
+    attention = language.attention(layer).float().mean(dim=1)
+    visual = language.visual(attention, count)
     total = matmul_each(rate[:, None, :], visual)[:, 0]
     return total / rate.sum(dim=1, keepdim=True)
 

@@ -5,15 +5,14 @@ tokens before prefill, so that removed tokens never enter the KV cache.
 
 Shapes: L = S + N + Lt positions: S tokens before the image, N visual tokens and Lt text tokens
 after it, padded on the right; H query heads, Hk key heads, d their width. Layers count from 0.
-:class:`DecoderPrefix` runs sequences one by one without padding, so that results are bit-identical
-alone and in a batch and memory use is that of one sequence: l = S + N + lt positions.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal
 
 import torch
 import torch.nn.functional as functional
@@ -21,43 +20,78 @@ from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
 
+MOST_LAYERS = 128
+"""Largest layer that a parameter may name; the served model may have fewer layers."""
 
-class LanguagePrefix(Protocol):
-    """Hidden states of B sequences [prefix, image, instruction]; layers are computed on demand."""
+_Output = Literal["embeddings", "states", "normed", "keys", "attention"]
 
-    @property
-    def layers(self) -> int:
-        """Number of layers of the whole language model."""
 
-    @property
-    def start(self) -> int:
-        """S, the position of the first visual token."""
+class LanguagePrefix(ABC):
+    """Hidden states of B sequences [prefix, image, instruction]; layers are computed on demand.
 
-    @property
-    def text(self) -> Tensor:
-        """``(B, Lt)`` bool, false for padding; at least one true in every row."""
+    layers is their number in the whole language model; start is S, the position of the first visual
+    token; text ``(B, Lt)`` bool is false for padding, with at least one true in every row. Reading
+    a layer that the model does not have raises :class:`SelectionError`.
+    """
+
+    layers: int
+    start: int
+    text: Tensor
+
+    @abstractmethod
+    def read(self, output: _Output, layer: int) -> Tensor:
+        """One of the outputs below; all but the embeddings are of an existing layer."""
 
     def embeddings(self) -> Tensor:
         """``(B, L, D)``: input of layer 0."""
+        return self.read("embeddings", 0)
 
     def states(self, layer: int) -> Tensor:
         """``(B, L, D)``: output of ``layer``, before the final norm."""
+        return self.read("states", self._existing(layer))
 
     def normed(self, layer: int) -> Tensor:
         """``(B, L, D)``: output of ``layer`` after the model's final norm."""
+        return self.read("normed", self._existing(layer))
 
     def keys(self, layer: int) -> Tensor:
         """``(B, Hk, L, d)``: attention keys of the layer, after RoPE."""
+        return self.read("keys", self._existing(layer))
 
     def attention(self, layer: int) -> Tensor:
         """``(B, H, Lt, L)`` float32: attention probabilities of the text tokens as queries."""
+        return self.read("attention", self._existing(layer))
+
+    def last_token_attention(self, layer: int, count: int) -> Tensor:
+        """Attention of the last text token to the N, averaged over heads, ``(B, N)`` float32."""
+        rows = self.attention(layer).float()
+        positions = torch.arange(self.text.shape[1], device=rows.device)
+        last = torch.where(self.text, positions, 0).amax(dim=1)  # padding is on the right
+        where = last[:, None, None, None].expand(-1, rows.shape[1], 1, rows.shape[3])
+        return self.visual(rows.gather(2, where)[:, :, 0].mean(dim=1), count)
+
+    def visual(self, values: Tensor, count: int, dim: int = -1) -> Tensor:
+        """Slice the N visual positions of ``(..., L, ...)``."""
+        return values.narrow(dim, self.start, count)
+
+    def textual(self, values: Tensor, count: int, dim: int = -1) -> Tensor:
+        """Slice the Lt text positions after the N of the image of ``(..., L, ...)``."""
+        return values.narrow(dim, self.start + count, self.text.shape[1])
+
+    def _existing(self, layer: int) -> int:
+        if not 0 <= layer < self.layers:
+            raise SelectionError(
+                f"the base policy reads layer {layer}, but this language model has layers 0 to "
+                f"{self.layers - 1}: set the policy's parameter 'layer' to a smaller one"
+            )
+        return layer
 
 
 @dataclass(frozen=True)
-class RecordedPrefix:
-    """A :class:`LanguagePrefix` of recorded tensors by method name, returned for every layer.
+class RecordedPrefix(LanguagePrefix):
+    """Recorded tensors by the name of their method, returned for every layer.
 
-    Shapes as in the protocol. Reading a tensor that was not recorded raises SelectionError.
+    Reading a tensor that was not recorded raises :class:`SelectionError`.
     """
 
     start: int
@@ -65,30 +99,11 @@ class RecordedPrefix:
     layers: int = 32
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def embeddings(self) -> Tensor:
-        """``(B, L, D)``, as recorded."""
-        return self._read("embeddings")
-
-    def states(self, layer: int) -> Tensor:
-        """``(B, L, D)``, as recorded."""
-        return self._read("states")
-
-    def normed(self, layer: int) -> Tensor:
-        """``(B, L, D)``, as recorded."""
-        return self._read("normed")
-
-    def keys(self, layer: int) -> Tensor:
-        """``(B, Hk, L, d)``, as recorded."""
-        return self._read("keys")
-
-    def attention(self, layer: int) -> Tensor:
-        """``(B, H, Lt, L)``, as recorded."""
-        return self._read("attention")
-
-    def _read(self, name: str) -> Tensor:
-        if name not in self.recorded:
-            raise SelectionError(f"the recorded language prefix has no {name}: record them")
-        return self.recorded[name]
+    def read(self, output: _Output, layer: int) -> Tensor:
+        """The tensor recorded under this name."""
+        if output not in self.recorded:
+            raise SelectionError(f"the recorded language prefix has no {output}: record them")
+        return self.recorded[output]
 
 
 def attention_rows(queries: Tensor, keys: Tensor) -> Tensor:
@@ -107,92 +122,68 @@ def attention_rows(queries: Tensor, keys: Tensor) -> Tensor:
     return probabilities
 
 
-Rows = Callable[[Tensor], Tensor]
-"""``(l, ...) -> (l, ...)``, row by row."""
-
-Heads = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Normalised rows ``(l, D)`` to queries ``(H, l, d)``, keys and values ``(Hk, l, d)`` with RoPE."""
-
-
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One pre-norm decoder layer: attention and feed-forward blocks, each with a residual."""
+    """One pre-norm decoder layer: attention and feed-forward blocks, each with a residual.
 
-    input_norm: Rows
-    heads: Heads
-    output: Rows
-    post_norm: Rows
-    feed_forward: Rows
+    All work row by row, ``(l, ...) -> (l, ...)``; heads turns normalised rows ``(l, D)`` into
+    queries ``(H, l, d)``, and keys and values ``(Hk, l, d)``, with RoPE.
+    """
+
+    input_norm: Callable[[Tensor], Tensor]
+    heads: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    output: Callable[[Tensor], Tensor]
+    post_norm: Callable[[Tensor], Tensor]
+    feed_forward: Callable[[Tensor], Tensor]
 
 
-class DecoderPrefix:
-    """Hidden states of B sequences [prefix, image, instruction], computed layer by layer on demand.
+class DecoderPrefix(LanguagePrefix):
+    """Sequences that run layer by layer, on demand.
 
-    embeddings ``(B, L, D)`` are the input of layer 0; start is S; text ``(B, Lt)`` is false for
-    padding, which is on the right and has zero rows in every output. ``norm`` is the model's final
-    norm.
+    embeddings ``(B, L, D)`` are the input of layer 0, ``norm`` is the model's final norm. They run
+    one by one without padding, l = S + N + lt positions each, so that results are bit-identical
+    alone and in a batch and memory use is that of one sequence; padding has zero rows in every
+    output.
     """
 
     def __init__(
         self,
         layers: Sequence[DecoderLayer],
-        norm: Rows,
+        norm: Callable[[Tensor], Tensor],
         embeddings: Tensor,
         start: int,
         text: Tensor,
     ) -> None:
-        self._decoder = layers
+        self.layers, self.start, self.text = len(layers), start, text
         self._norm = norm
         self._embeddings = embeddings
-        self.start = start
-        self.text = text
         visible = embeddings.shape[1] - text.shape[1]
         counts = [visible + int(count) for count in text.sum(dim=1).tolist()]
         self._sequences = [
             _Sequence(layers, rows[:count]) for rows, count in zip(embeddings, counts, strict=True)
         ]
 
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return len(self._decoder)
-
-    def embeddings(self) -> Tensor:
-        """``(B, L, D)``: input of layer 0."""
-        return self._embeddings
-
-    def states(self, layer: int) -> Tensor:
-        """``(B, L, D)``: output of ``layer``, before the final norm."""
-        return self._padded([rows.input_of(layer + 1) for rows in self._sequences], dim=0)
-
-    def normed(self, layer: int) -> Tensor:
-        """``(B, L, D)``: output of ``layer`` after the model's final norm."""
-        states = [self._norm(rows.input_of(layer + 1)) for rows in self._sequences]
-        return self._padded(states, dim=0)
-
-    def keys(self, layer: int) -> Tensor:
-        """``(B, Hk, L, d)``: attention keys of the layer, after RoPE."""
-        return self._padded([rows.heads(layer)[1] for rows in self._sequences], dim=1)
-
-    def attention(self, layer: int) -> Tensor:
-        """``(B, H, Lt, L)`` float32: attention probabilities of the text tokens as queries."""
-        attention, length = [], self._embeddings.shape[1]
-        for sequence in self._sequences:
-            query, key, _ = sequence.heads(layer)
-            rows = attention_rows(query[:, length - self.text.shape[1] :], key)
-            missing = length - key.shape[1]
-            attention.append(functional.pad(rows, (0, missing, 0, missing)))
-        return torch.stack(attention)
-
-    def _padded(self, parts: list[Tensor], dim: int) -> Tensor:
-        """Stack parts of unequal length along ``dim``, padded with zeros on the right."""
-        behind = parts[0].dim() - 1 - dim
+    def read(self, output: _Output, layer: int) -> Tensor:
+        """The output of all sequences, padded with zeros on the right."""
         length = self._embeddings.shape[1]
+        if output == "embeddings":
+            return self._embeddings
+        if output == "attention":
+            attention = []
+            for sequence in self._sequences:
+                query, key, _ = sequence.heads(layer)
+                rows = attention_rows(query[:, length - self.text.shape[1] :], key)
+                missing = length - key.shape[1]
+                attention.append(functional.pad(rows, (0, missing, 0, missing)))
+            return torch.stack(attention)
+        if output == "keys":
+            parts = [sequence.heads(layer)[1] for sequence in self._sequences]
+        else:
+            parts = [sequence.input_of(layer + 1) for sequence in self._sequences]
+            parts = [self._norm(rows) for rows in parts] if output == "normed" else parts
+        # The last axis is a width; positions are the one before it.
         return torch.stack(
-            [
-                functional.pad(part, (0, 0) * behind + (0, length - part.shape[dim]))
-                for part in parts
-            ]
+            [functional.pad(part, (0, 0, 0, length - part.shape[-2])) for part in parts]
         )
 
 
@@ -223,36 +214,3 @@ class _Sequence:
             block = self._layers[layer]
             self._heads[layer] = block.heads(block.input_norm(self.input_of(layer)))
         return self._heads[layer]
-
-
-MOST_LAYERS = 128
-"""Largest layer that a parameter may name; the served model may have fewer layers."""
-
-
-def require_layer(language: LanguagePrefix, layer: int) -> int:
-    """``layer``; raises :class:`SelectionError` if the language model has no such layer."""
-    if not 0 <= layer < language.layers:
-        raise SelectionError(
-            f"the base policy reads layer {layer}, but this language model has layers 0 to "
-            f"{language.layers - 1}: set the policy's parameter 'layer' to a smaller one"
-        )
-    return layer
-
-
-def visual_span(language: LanguagePrefix, values: Tensor, count: int, dim: int = -1) -> Tensor:
-    """Slice the N visual positions of ``(..., L, ...)``."""
-    return values.narrow(dim, language.start, count)
-
-
-def text_span(language: LanguagePrefix, values: Tensor, count: int, dim: int = -1) -> Tensor:
-    """Slice the Lt text positions after the image of ``(..., L, ...)``."""
-    return values.narrow(dim, language.start + count, language.text.shape[1])
-
-
-def last_token_attention(language: LanguagePrefix, layer: int, count: int) -> Tensor:
-    """Attention of the last text token, averaged over heads, ``(B, N)`` float32."""
-    rows = language.attention(require_layer(language, layer)).float()
-    positions = torch.arange(language.text.shape[1], device=rows.device)
-    last = torch.where(language.text, positions, 0).amax(dim=1)  # padding is on the right
-    where = last[:, None, None, None].expand(-1, rows.shape[1], 1, rows.shape[3])
-    return visual_span(language, rows.gather(2, where)[:, :, 0].mean(dim=1), count)
