@@ -29,8 +29,7 @@ from offline_search.search_space import atom_names, excluded_atoms, project
 from offline_search.settings import MAX_QUOTA, Settings, budget_call
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.record_file import FrozenModel
-from vllm_autoprune.tpdsl.json_text import parse_json
-from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.loading import load_state, parse_json
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.state import SCHEMA, PruningState
 

@@ -30,7 +30,7 @@ from vllm_autoprune.tpdsl.atoms.source import (
     ViewCall,
 )
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, BasePolicyCall
-from vllm_autoprune.tpdsl.json_text import child_pointer
+from vllm_autoprune.tpdsl.loading import child_pointer
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy, materialize
 from vllm_autoprune.tpdsl.registry import ATOMS, default_call
 from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, safety_check, synthetic_probes

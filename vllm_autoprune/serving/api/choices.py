@@ -42,8 +42,12 @@ from vllm_autoprune.serving.served_state import (
 from vllm_autoprune.serving.settings import REQUESTS_FLAG, Level, RequestRules
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST, require_affordable
-from vllm_autoprune.tpdsl.json_text import escape_unprintable
-from vllm_autoprune.tpdsl.loading import load_state, shipped_states, suggest_name
+from vllm_autoprune.tpdsl.loading import (
+    escape_unprintable,
+    load_state,
+    shipped_states,
+    suggest_name,
+)
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy, materialize
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need

@@ -19,8 +19,7 @@ from vllm_autoprune.errors import Problem, RequestError
 from vllm_autoprune.serving.plan import Chooser
 from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.settings import REQUESTS_FLAG, Detail, RequestRules
-from vllm_autoprune.tpdsl.json_text import escape_unprintable
-from vllm_autoprune.tpdsl.loading import suggest_name
+from vllm_autoprune.tpdsl.loading import escape_unprintable, suggest_name
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
 if TYPE_CHECKING:
