@@ -171,7 +171,7 @@ def build_states(folder: Path = POLICIES) -> list[Entry]:
         sweep: JsonObject = {"constraints": {**constraints, "selector": swept}}
         entries.append(Entry("ablation", edit(f"ablation-quota-{quota}", notes, sweep)))
     # Base policies need no such variants: divprune is the one of cdpruner, and so on.
-    entries.append(Entry("instruction-free", instruction_free(source, "instruction-free").state))
+    entries.append(Entry("instruction-free", instruction_free(source, "instruction-free")[0]))
     # For traffic that repeats images. Nothing is merged, and nothing in it was tuned on a model.
     core: JsonObject = {"share": 0.5, "policy": {"name": "divprune", "params": {}}}
     notes = (

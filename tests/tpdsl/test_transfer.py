@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from tests.tpdsl.samples import Changes, images, sample, state
+from tests.tpdsl.samples import Changes, edited, images, sample, state
 from vllm_autoprune import (
     BudgetError,
     StateError,
@@ -30,7 +30,6 @@ from vllm_autoprune.tpdsl.transfer import (
     check_transfer,
     instruction_free,
     list_changes,
-    set_at_pointer,
     state_document,
     transfer,
 )
@@ -54,7 +53,7 @@ def test_the_record_applied_to_the_old_state_gives_the_new_one(
     data = state_document(old)
     for change in result.changes:
         assert change.why and change.before != change.after
-        set_at_pointer(data, change.where, change.after)
+        data = edited(data, {change.where: change.after})
     assert data == state_document(result.state)
     assert result.policy.budget == (budget or 32)
     # The searched structure stays.
@@ -228,7 +227,7 @@ def test_differences_by_hand(
 
 @pytest.mark.parametrize("policy", list(BASE_POLICIES))
 def test_no_variant_reads_the_instruction(policy: str) -> None:
-    variant = instruction_free(state({"/base_policy": {"name": policy}})).state
+    variant = instruction_free(state({"/base_policy": {"name": policy}}))[0]
     assert not materialize(variant, 8).reads_instruction
     readers = {name for name, policy in BASE_POLICIES.items() if policy.core is None}
     assert set(NEAREST) == readers and not {other for other, _ in NEAREST.values()} & readers
@@ -248,7 +247,7 @@ def test_a_policy_with_a_form_that_reads_no_question_keeps_its_other_parameters(
 ) -> None:
     asking = {"importance": "relevance"} if policy == "idpruner" else {}
     before = state({"/base_policy": {"name": policy, "params": {**kept, **asking}}})
-    after = instruction_free(before).state.base_policy
+    after = instruction_free(before)[0].base_policy
     assert after.name == policy
     assert after.params.model_dump() == {
         **before.base_policy.params.model_dump(), **params, **kept
@@ -256,30 +255,30 @@ def test_a_policy_with_a_form_that_reads_no_question_keeps_its_other_parameters(
 
 
 def test_the_same_tokens_for_two_questions() -> None:
-    policy, tokens = materialize(instruction_free(state()).state, 8), images(3)
+    policy, tokens = materialize(instruction_free(state())[0], 8), images(3)
     bare = VisualTokens(tokens.features, tokens.grid, tokens.cls_attention)
     assert torch.equal(refine(policy, tokens).indices, refine(policy, bare).indices)
 
 
 def test_only_instruction_dependent_parts_change_and_are_recorded() -> None:
     before = state()
-    result = instruction_free(before)
-    assert [c.where for c in result.changes if not c.where.startswith("/provenance")] == [
+    variant, changes = instruction_free(before)
+    assert [c.where for c in changes if not c.where.startswith("/provenance")] == [
         "/name",
         "/base_policy/name",
         "/base_policy/params/theta",
         "/base_policy/params/tile_scope",
         "/scoring/signals/0",
     ]
-    assert all(change.why for change in result.changes)
+    assert all(change.why for change in changes)
     for part in ("budget", "constraints", "reassembly", "safety", "source"):
-        assert getattr(result.state, part) == getattr(before, part)
-    assert result.state.provenance.scores == {}
+        assert getattr(variant, part) == getattr(before, part)
+    assert variant.provenance.scores == {}
 
 
 def test_a_state_that_scores_by_relevance_alone_is_left_with_attention() -> None:
     alone = state({"/scoring/signals": [{"atom": "instruction_guided_visual_relevance"}]})
-    (signal,) = instruction_free(alone).state.scoring.signals
+    (signal,) = instruction_free(alone)[0].scoring.signals
     assert signal.atom == "attention_proxy_saliency"
 
 
@@ -292,16 +291,16 @@ def test_a_part_without_a_substitute_is_refused_by_name() -> None:
 
 def test_a_core_is_dropped_with_the_reason() -> None:
     split = state({"/core": {"share": 0.5}})
-    variant = instruction_free(split)
-    assert variant.state.core is None
-    assert variant.state.digest == instruction_free(state()).state.digest
-    (change,) = (change for change in variant.changes if change.where == "/core")
+    variant, changes = instruction_free(split)
+    assert variant.core is None
+    assert variant.digest == instruction_free(state())[0].digest
+    (change,) = (change for change in changes if change.where == "/core")
     assert "share all KV blocks" in change.why
 
 
 def test_a_state_that_is_all_core_keeps_it() -> None:
     split = state({"/core": {"share": 1.0, "cover": 0.5, "strength": 0.25}})
-    variant = instruction_free(split).state
+    variant, _ = instruction_free(split)
     assert variant.core == split.core
     tokens = images(3)
     actual, expected = (refine(materialize(chosen, 8), tokens) for chosen in (variant, split))

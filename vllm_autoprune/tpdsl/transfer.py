@@ -29,7 +29,7 @@ from vllm_autoprune.tpdsl.atoms.source import (
     TowerView,
     ViewCall,
 )
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, BasePolicyCall
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.loading import child_pointer
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy, materialize
 from vllm_autoprune.tpdsl.registry import ATOMS, default_call
@@ -101,22 +101,10 @@ def _index_by_name(items: Sequence[JsonValue]) -> dict[tuple[str, int], int]:
     return indices
 
 
-def set_at_pointer(document: JsonValue, where: str, value: JsonValue) -> None:
-    """Set the field at a JSON pointer, in place; its parent must exist."""
-    *path, last = [step.replace("~1", "/").replace("~0", "~") for step in where.split("/")[1:]]
-    parent = document
-    for step in path:
-        parent = parent[int(step)] if isinstance(parent, list) else _as_object(parent)[step]
-    if isinstance(parent, list):
-        parent[int(last)] = value
-    else:
-        _as_object(parent)[last] = value
-
-
-def _as_object(value: JsonValue) -> dict[str, JsonValue]:
-    if not isinstance(value, dict):
-        raise TypeError(f"the JSON pointer leads into {value!r}, not an object")
-    return value
+def state_document(state: PruningState) -> dict[str, JsonValue]:
+    """The state as a JSON object, with defaults."""
+    document: dict[str, JsonValue] = state.model_dump(mode="json")
+    return document
 
 
 NEAREST = {
@@ -130,40 +118,41 @@ NEAREST = {
 """Base policy that always reads the instruction -> the most similar one that does not, and why."""
 
 
-@dataclass(frozen=True, slots=True)
-class _InstructionFree:
-    """The variant, and every field in which it differs from the original state."""
-
-    state: PruningState
-    changes: tuple[Change, ...]
-
-
-def instruction_free(state: PruningState, name: str | None = None) -> _InstructionFree:
+def instruction_free(
+    state: PruningState, name: str | None = None
+) -> tuple[PruningState, tuple[Change, ...]]:
     """Variant with the same budget, pool, quota and reassembly that reads no instruction.
 
-    Signals that read the instruction are dropped; the others keep their weights, since only the
-    ratios matter. A core is dropped: questions then share all KV blocks without it, and the rest of
-    the state chooses better among K tokens than among K - K_c; a state that is all core is kept.
-    Raises :class:`StateError` if a part without a substitute reads it.
+    Returns it with every field in which it differs. Signals that read the instruction are dropped;
+    the others keep their weights, since only the ratios matter. A core is dropped: questions then
+    share all KV blocks without it, and the rest of the state chooses better among K tokens than
+    among K - K_c; a state that is all core is kept. Raises :class:`StateError` if a part without a
+    substitute reads it.
     """
-    before: dict[str, JsonValue] = state.model_dump(mode="json")
-    after: dict[str, JsonValue] = state.model_dump(mode="json")
-    policy = state.base_policy.name
+    before, after = state_document(state), state_document(state)
     why = {"/name": "distinguishes the variant from the original"}
     if state.core is not None and state.core.share < 1:
         del after["core"]
         why["/core"] = "without the instruction, questions share all KV blocks anyway"
-    if BASE_POLICIES[policy].needs_of(state.base_policy.params) & INSTRUCTION_NEEDS:
-        after["base_policy"], why["/base_policy"] = _question_free(state.base_policy)
+    call = state.base_policy
+    policy = BASE_POLICIES[call.name]
+    if policy.needs_of(call.params) & INSTRUCTION_NEEDS:
+        if policy.core is None:
+            nearest, why["/base_policy"] = NEAREST[call.name]
+            after["base_policy"] = {"name": nearest, "params": {}}
+        else:
+            params: JsonValue = policy.question_free_params(call.params).model_dump(mode="json")
+            after["base_policy"] = {"name": call.name, "params": params}
+            why["/base_policy"] = "the same policy in its form that reads no question"
     scoring = after["scoring"]
     assert isinstance(scoring, dict)
-    kept: list[JsonValue] = [
-        call.model_dump(mode="json")
-        for call in state.scoring.signals
-        if not ATOMS.of(call).needs_of(call) & INSTRUCTION_NEEDS
+    signals: list[JsonValue] = [
+        signal.model_dump(mode="json")
+        for signal in state.scoring.signals
+        if not ATOMS.of(signal).needs_of(signal) & INSTRUCTION_NEEDS
     ]
     # A state that scores by relevance alone falls back to attention in the vision tower.
-    scoring["signals"] = kept or [{"atom": "attention_proxy_saliency"}]
+    scoring["signals"] = signals or [{"atom": "attention_proxy_saliency"}]
     why["/scoring/signals"] = "reads the instruction"
     after["name"] = name or f"{state.name}-instruction-free"[-128:]
     after["provenance"] = {
@@ -172,45 +161,23 @@ def instruction_free(state: PruningState, name: str | None = None) -> _Instructi
     }
     why["/provenance"] = "scores of the original state do not apply to the variant"
     variant = PruningState.model_validate(after)
-    _refuse_readers(variant)
+    if required_inputs(variant, exchange=True) & INSTRUCTION_NEEDS:
+        parts = {
+            "/constraints/selector": variant.constraints.selector,
+            "/reassembly": variant.reassembly,
+        }
+        readers = [
+            Problem(where, f"{part.atom!r} reads the instruction", "choose an atom that does not")
+            for where, part in parts.items()
+            if ATOMS.of(part).needs_of(part) & INSTRUCTION_NEEDS
+        ]
+        unnamed = Problem("", "a part of the state reads the instruction", "remove that part")
+        raise StateError(f"instruction-free variant of state {state.name}", readers or [unnamed])
     changes = []
-    for change in list_changes(before, variant.model_dump(mode="json")):
+    for change in list_changes(before, state_document(variant)):
         reasons = (reason for start, reason in why.items() if change.where.startswith(start))
         changes.append(replace(change, why=next(reasons, "")))
-    return _InstructionFree(variant, tuple(changes))
-
-
-def _question_free(call: BasePolicyCall) -> tuple[JsonValue, str]:
-    """The base policy's own form without the question, else the most similar policy; and why."""
-    policy = BASE_POLICIES[call.name]
-    if policy.core is None:
-        other, reason = NEAREST[call.name]
-        return {"name": other, "params": {}}, reason
-    params: JsonValue = policy.question_free_params(call.params).model_dump(mode="json")
-    reason = "the same policy in its form that reads no question"
-    return {"name": call.name, "params": params}, reason
-
-
-def _refuse_readers(state: PruningState) -> None:
-    """Raise :class:`StateError` if the selector or the reassembly reads the instruction."""
-    if not required_inputs(state, exchange=True) & INSTRUCTION_NEEDS:
-        return
-    parts = {
-        "/constraints/selector": state.constraints.selector,
-        "/reassembly": state.reassembly,
-    }
-    readers = [
-        Problem(where, f"{call.atom!r} reads the instruction", "choose an atom that does not")
-        for where, call in parts.items()
-        if ATOMS.of(call).needs_of(call) & INSTRUCTION_NEEDS
-    ]
-    unnamed = Problem("", "a part of the state reads the instruction", "remove that part")
-    raise StateError(f"instruction-free variant of state {state.name}", readers or [unnamed])
-
-
-_R_MIN = "/constraints/selector/r_min"
-_MAX_R_MIN = 640
-"""Largest r_min that the grammar allows; null, which means K - q_e, has no bound."""
+    return variant, tuple(changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +202,12 @@ class Transfer:
     resolved: tuple[_Resolved, ...]
 
 
+_SPACES = {"clip": "CLIP's joint space", "language": "the language model's embedding space"}
+
+_MAX_R_MIN = 640
+"""Largest r_min that the grammar allows; null, which means K - q_e, has no bound."""
+
+
 def transfer(
     state: PruningState,
     budget: int | None = None,
@@ -245,22 +218,61 @@ def transfer(
 
     Raises :class:`BudgetError` if the state does not allow K.
     """
-    candidates: list[Change] = []
-    if budget is not None:
-        if not 1 <= budget <= MAX_BUDGET:
-            materialize(state, budget)  # raises BudgetError
-        candidates += _for_budget(state, budget)
+    document, changes = state_document(state), list[Change]()
+
+    def set_field(where: str, value: JsonValue, why: str) -> None:
+        *path, last = where.split("/")[1:]
+        parent: Any = document
+        for step in path:
+            parent = parent[int(step)] if isinstance(parent, list) else parent[step]
+        if parent[last] != value:
+            changes.append(Change(where, "changed", parent[last], value, why))
+            parent[last] = value
+
+    call, selector = state.budget, state.constraints.selector
+    if budget is not None and not 1 <= budget <= MAX_BUDGET:
+        materialize(state, budget)  # raises BudgetError
+    if budget is not None and call.range() != (budget, budget):
+        why, fixed = f"K = {budget}", f"fixed_budget@{budget}"
+        if budget not in FIXED_BUDGETS:
+            why += ", which has no fixed_budget atom: a ratio budget with equal floor and ceiling"
+            ratio = {"atom": "ratio_budget", "ratio": 1.0, "floor": budget, "ceiling": budget}
+            set_field("/budget", {"limit": call.limit, **ratio}, why)
+        elif call.atom.startswith("fixed_budget@"):
+            set_field("/budget/atom", fixed, why)
+        else:
+            set_field("/budget", {"limit": call.limit, "atom": fixed}, why)
+        if isinstance(selector, BoundedSelector) and selector.r_min is not None:
+            r_min = max(0, budget - selector.q_e)
+            value = r_min if r_min <= _MAX_R_MIN else None
+            set_field("/constraints/selector/r_min", value, f"r_min = K - q_e = {r_min}")
     if backbone is not None:
-        candidates += _for_backbone(state, backbone)
-    if candidates or backbone is not None or name is not None:
-        candidates += _identity_changes(state, budget, backbone, name)
-    changes = tuple(change for change in candidates if change.before != change.after)
-    data = state_document(state)
-    for change in changes:
-        set_at_pointer(data, change.where, change.after)
-    target = PruningState.model_validate(data)
-    policy = materialize(target, budget)
-    return Transfer(target, policy, changes, _resolved(policy, backbone))
+        if isinstance(state.source.tokens, TowerView) and not backbone.tower_rows:
+            view = default_call(ViewCall, "vision_tokens@post_projector").model_dump(mode="json")
+            why = f"the vision tower of {backbone.name} does not have one row per visual token"
+            set_field("/source/tokens", view, why)
+        if state.rank_at == "merger_in" and not backbone.merger:
+            why = f"{backbone.name} has no patch merger to rank tokens before"
+            set_field("/rank_at", "merger_out", why)
+        for index, signal in enumerate(state.scoring.signals):
+            if isinstance(signal, Relevance) and signal.sign != "auto":
+                why = f"relevance on {backbone.name} is measured in {_SPACES[backbone.relevance]}"
+                set_field(f"/scoring/signals/{index}/sign", backbone.sign, why)
+    if changes or backbone is not None or name is not None:
+        # Name and provenance: earlier scores do not apply to the new state.
+        k = materialize(state).budget if budget is None else budget
+        target = f"K = {k}" + (f" on {backbone.name}" if backbone else "")
+        origin = f"Re-materialized from {state.name} ({state.digest[:12]}) for {target}."
+        stale = f"was measured before the transfer, not for {target}"
+        name = name or _rename(state.name, k, backbone)
+        set_field("/name", name, "distinguishes the two states")
+        set_field("/provenance/evaluated_on", "", stale)
+        set_field("/provenance/scores", {}, stale)
+        notes = f"{state.provenance.notes} {origin}".strip()
+        set_field("/provenance/notes", notes, "records the origin of the state")
+    transferred = PruningState.model_validate(document)
+    policy = materialize(transferred, budget)
+    return Transfer(transferred, policy, tuple(changes), _resolve(policy, backbone))
 
 
 def check_transfer(transferred: Transfer, backbone: BackboneShape | None = None) -> SafetyRecord:
@@ -276,81 +288,7 @@ def check_transfer(transferred: Transfer, backbone: BackboneShape | None = None)
     return safety_check(policy, probes)
 
 
-def state_document(state: PruningState) -> dict[str, JsonValue]:
-    """The state as a JSON object, with defaults."""
-    data: dict[str, JsonValue] = state.model_dump(mode="json")
-    return data
-
-
-def _for_budget(state: PruningState, budget: int) -> list[Change]:
-    """Changes of budget atom and r_min; none if K is already the state's own."""
-    call, selector, why = state.budget, state.constraints.selector, f"K = {budget}"
-    if call.range() == (budget, budget):
-        return []
-    fixed = f"fixed_budget@{budget}"
-    if budget in FIXED_BUDGETS and call.atom.startswith("fixed_budget@"):
-        changed = [_change("/budget/atom", call.atom, fixed, why)]
-    else:
-        after: dict[str, JsonValue] = {"limit": call.limit, "atom": fixed}
-        if budget not in FIXED_BUDGETS:
-            why += ", which has no fixed_budget atom: a ratio budget with equal floor and ceiling"
-            after |= {"atom": "ratio_budget", "ratio": 1.0, "floor": budget, "ceiling": budget}
-        changed = [_change("/budget", call.model_dump(mode="json"), after, why)]
-    if isinstance(selector, BoundedSelector) and selector.r_min is not None:
-        r_min = max(0, budget - selector.q_e)
-        why = f"r_min = K - q_e = {r_min}"
-        changed.append(_change(_R_MIN, selector.r_min, r_min if r_min <= _MAX_R_MIN else None, why))
-    return changed
-
-
-def _for_backbone(state: PruningState, backbone: BackboneShape) -> list[Change]:
-    """Changes of the token view, and of the sign of relevance if the state fixes one."""
-    changed = []
-    if isinstance(state.source.tokens, TowerView) and not backbone.tower_rows:
-        before = state.source.tokens.model_dump(mode="json")
-        after = default_call(ViewCall, "vision_tokens@post_projector").model_dump(mode="json")
-        why = f"the vision tower of {backbone.name} does not have one row per visual token"
-        changed.append(_change("/source/tokens", before, after, why))
-    if not backbone.merger:
-        why = f"{backbone.name} has no patch merger to rank tokens before"
-        changed.append(_change("/rank_at", state.rank_at, "merger_out", why))
-    for index, call in enumerate(state.scoring.signals):
-        if isinstance(call, Relevance) and call.sign != "auto":
-            why = f"relevance on {backbone.name} is measured in {_SPACES[backbone.relevance]}"
-            where = f"/scoring/signals/{index}/sign"
-            changed.append(_change(where, call.sign, backbone.sign, why))
-    return changed
-
-
-_NO_CLS = "without [CLS], the mean attention over queries is used"
-_SPACES = {"clip": "CLIP's joint space", "language": "the language model's embedding space"}
-
-
-def _identity_changes(
-    state: PruningState, budget: int | None, backbone: BackboneShape | None, name: str | None
-) -> list[Change]:
-    """Changes of name and provenance: earlier scores do not apply to the new state."""
-    k = materialize(state).budget if budget is None else budget
-    target = f"K = {k}" + (f" on {backbone.name}" if backbone else "")
-    old = state.provenance
-    origin = f"Re-materialized from {state.name} ({state.digest[:12]}) for {target}."
-    notes = f"{old.notes} {origin}".strip()
-    stale = f"was measured before the transfer, not for {target}"
-    scores: JsonValue = dict(old.scores)
-    return [
-        _change(
-            "/name",
-            state.name,
-            name or _renamed(state.name, k, backbone),
-            "distinguishes the two states",
-        ),
-        _change("/provenance/evaluated_on", old.evaluated_on, "", stale),
-        _change("/provenance/scores", scores, {}, stale),
-        _change("/provenance/notes", old.notes, notes, "records the origin of the state"),
-    ]
-
-
-def _renamed(name: str, budget: int, backbone: BackboneShape | None) -> str:
+def _rename(name: str, budget: int, backbone: BackboneShape | None) -> str:
     """``autoprune-k32`` -> ``autoprune-llava-next-7b-k160``, within a name's 128 characters."""
     known = "|".join(re.escape(known) for known in BACKBONE_SHAPES)
     match = re.fullmatch(rf"(?P<stem>.+?)(?:-(?P<backbone>{known}))?(?:-k\d+)?", name)
@@ -360,21 +298,27 @@ def _renamed(name: str, budget: int, backbone: BackboneShape | None) -> str:
     return match["stem"][: 128 - len(suffix)] + suffix
 
 
-def _resolved(policy: PruningPolicy, backbone: BackboneShape | None) -> tuple[_Resolved, ...]:
+_NO_CLS = "without [CLS], the mean attention over queries is used"
+
+
+def _resolve(policy: PruningPolicy, backbone: BackboneShape | None) -> tuple[_Resolved, ...]:
     """Every field that depends on budget or backbone, with its meaning in the new state."""
     state = policy.state
-    fields = [
-        _Resolved("/budget/atom", state.budget.atom, _describe_budget(policy, backbone)),
-        _Resolved(
-            "/constraints/selector/atom",
-            state.constraints.selector.atom,
-            f"at most {policy.quota} exchanges, at least {policy.r_min} reference tokens stay",
-        ),
-    ]
+    selector, view, signals = state.constraints.selector, state.source.tokens, state.scoring.signals
+    if backbone is None:
+        least, most = state.budget.range()
+        means = f"K = {least} to {most}, by image" if policy.varies else f"K = {policy.budget}"
+    else:
+        k = policy.tokens_kept(backbone.tokens, backbone.tiles)
+        shares = split_over_tiles(k, backbone.tiles)
+        over = f", over {backbone.tiles} tiles: {' + '.join(map(str, shares))}"
+        means = f"K = {k}" + (over if backbone.tiles > 1 else "")
+    fields = [_Resolved("/budget/atom", state.budget.atom, means)]
+    means = f"at most {policy.quota} exchanges, at least {policy.r_min} reference tokens stay"
+    fields.append(_Resolved("/constraints/selector/atom", selector.atom, means))
     if state.core is not None:
         means = f"{policy.core} core tokens, {policy.budget - policy.core} by the question"
         fields.append(_Resolved("/core/share", state.core.share, means))
-    view = state.source.tokens
     if backbone and backbone.tiles > 1 and isinstance(view, ProjectedView | EmbeddedView):
         scope = "within each tile" if view.tile_scope == "per_tile" else "across all tiles"
         means = f"redundancy is measured {scope}"
@@ -382,27 +326,12 @@ def _resolved(policy: PruningPolicy, backbone: BackboneShape | None) -> tuple[_R
     no_cls = backbone is not None and not backbone.has_cls
     if no_cls and "cls_attention" in policy.base.needs_of(state.base_policy.params):
         fields.append(_Resolved("/base_policy/name", policy.base.name, _NO_CLS))
-    for index, call in enumerate(state.scoring.signals):
+    for index, signal in enumerate(signals):
         where = f"/scoring/signals/{index}"
-        if isinstance(call, Relevance):
+        if isinstance(signal, Relevance):
             means = "as the backbone defines it" if backbone is None else f"{backbone.sign} here"
-            fields.append(_Resolved(f"{where}/sign", call.sign, f"sign of relevance: {means}"))
-        if no_cls and "cls_attention" in ATOMS.of(call).needs_of(call):
+            fields.append(_Resolved(f"{where}/sign", signal.sign, f"sign of relevance: {means}"))
+        if no_cls and "cls_attention" in ATOMS.of(signal).needs_of(signal):
             means = f"{_NO_CLS}, or a softmax along the mean token"
-            fields.append(_Resolved(f"{where}/atom", call.atom, means))
+            fields.append(_Resolved(f"{where}/atom", signal.atom, means))
     return tuple(fields)
-
-
-def _describe_budget(policy: PruningPolicy, backbone: BackboneShape | None) -> str:
-    """K, and its split over tiles."""
-    if backbone is None:
-        least, most = policy.state.budget.range()
-        return f"K = {least} to {most}, by image" if policy.varies else f"K = {policy.budget}"
-    k = policy.at(backbone.tokens, backbone.tiles).tokens_kept(backbone.tokens, backbone.tiles)
-    shares = split_over_tiles(k, backbone.tiles)
-    over = f", over {backbone.tiles} tiles: {' + '.join(map(str, shares))}"
-    return f"K = {k}" + (over if backbone.tiles > 1 else "")
-
-
-def _change(where: str, before: JsonValue, after: JsonValue, why: str) -> Change:
-    return Change(where, "changed", before, after, why)

@@ -244,10 +244,9 @@ def _print_schema(options: argparse.Namespace) -> int:
 
 def _materialize(options: argparse.Namespace) -> int:
     backbone = None if options.backbone is None else find_backbone(options.backbone)
-    state, changes = load_state(options.state), list[Change]()
+    state, changes = load_state(options.state), tuple[Change, ...]()
     if options.instruction_free:
-        free = instruction_free(state)
-        state, changes = free.state, list(free.changes)
+        state, changes = instruction_free(state)
     result = transfer(state, options.budget, backbone, options.name)
     changes += result.changes
     safety = check_transfer(result, backbone)
