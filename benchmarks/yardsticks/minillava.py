@@ -36,7 +36,7 @@ from benchmarks.yardsticks.yardstick import (
     tokenize_answers,
 )
 from vllm_autoprune.checkpoint import LlavaVision
-from vllm_autoprune.tpdsl.prefix import attention_rows
+from vllm_autoprune.tpdsl.prefix import LanguagePrefix, PrefixOutput, attention_rows
 from vllm_autoprune.tpdsl.refine import pool_tokens
 from vllm_autoprune.tpdsl.tokens import Instruction, Need, VisualTokens, Words
 
@@ -145,11 +145,10 @@ class _EncodedScenes(EncodedBatch):
         return self._yardstick.score_answers(self.batch, pool_tokens(budget, self.tokens).features)
 
 
-class LlamaPrefix:
+class LlamaPrefix(LanguagePrefix):
     """First layers of the language model over prompt, image and question; each is computed once.
 
-    Implements :class:`vllm_autoprune.tpdsl.prefix.LanguagePrefix` for B sequences with text padded
-    on the right. Unlike a server's it runs a batch as one.
+    B sequences with text padded on the right. Unlike a server's it runs a batch as one.
     """
 
     def __init__(self, model: LlamaModel, embeds: Tensor, start: int, text: Tensor) -> None:
@@ -158,44 +157,34 @@ class LlamaPrefix:
         self._model, self._states = model, [embeds]
         self._turns = model.rotary_emb(embeds, torch.arange(embeds.shape[1])[None])
 
-    def embeddings(self) -> Tensor:
-        """(B, L, D): the input of layer 0."""
-        return self._states[0]
-
     @torch.no_grad()
-    def states(self, layer: int) -> Tensor:
-        """(B, L, D): the output of a layer, before any final norm."""
+    def read(self, output: PrefixOutput, layer: int) -> Tensor:
+        """An output of all sequences; heads are those of keys and of queries alike."""
+        if output == "embeddings":
+            return self._states[0]
+        if output in ("states", "normed"):
+            states = self._input_of(layer + 1)
+            return states if output == "states" else self._model.norm(states)
+        query, key = self._rotated(layer)
+        return key if output == "keys" else attention_rows(query[:, :, -self.text.shape[1] :], key)
+
+    def _input_of(self, layer: int) -> Tensor:
+        """(B, L, D): the input of a layer, after running those before it."""
         embeds = self._states[0]
         length = embeds.shape[1]
         lowest = torch.finfo(embeds.dtype).min
         mask = torch.full((1, 1, length, length), lowest, dtype=embeds.dtype).triu(1)
-        while len(self._states) <= layer + 1:
+        while len(self._states) <= layer:
             block = self._model.layers[len(self._states) - 1]
             self._states.append(
                 block(self._states[-1], attention_mask=mask, position_embeddings=self._turns)
             )
-        return self._states[layer + 1]
+        return self._states[layer]
 
-    def normed(self, layer: int) -> Tensor:
-        """(B, L, D): `states` after the model's final norm."""
-        normed: Tensor = self._model.norm(self.states(layer))
-        return normed
-
-    def keys(self, layer: int) -> Tensor:
-        """(B, H, L, d): a layer's keys, with rotary positions."""
-        return self._rotated(layer)[1]
-
-    @torch.no_grad()
-    def attention(self, layer: int) -> Tensor:
-        """(B, H, Lt, L) float32: attention probabilities of the text tokens' rows."""
-        query, key = self._rotated(layer)
-        return attention_rows(query[:, :, -self.text.shape[1] :], key)
-
-    @torch.no_grad()
     def _rotated(self, layer: int) -> tuple[Tensor, Tensor]:
         """Queries and keys (B, H, L, d) of a layer after rotary embedding."""
         block = self._model.layers[layer]
-        attention, normed = block.self_attn, block.input_layernorm(self.states(layer - 1))
+        attention, normed = block.self_attn, block.input_layernorm(self._input_of(layer))
         query, key = (
             project(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
             for project in (attention.q_proj, attention.k_proj)

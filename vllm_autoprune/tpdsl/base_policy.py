@@ -7,37 +7,30 @@ tokens, and E rows of the base policy that no single token stands for (0 for mos
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, create_model
+from pydantic import GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.dpp import Conditioned
 from vllm_autoprune.ops.rowwise import mask_from_indices, positions_in_order
-from vllm_autoprune.tpdsl.registry import literal_type
+from vllm_autoprune.tpdsl.registry import StatePart, literal_type
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
 
-class BasePolicyParams(BaseModel):
+class BasePolicyParams(StatePart):
     """Parameters of a base policy."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
-
-class BasePolicyCall(BaseModel):
+class BasePolicyCall(StatePart):
     """A base policy with its parameters, as written in a state."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str
     params: BasePolicyParams = BasePolicyParams()
-
-
-P = TypeVar("P", bound=BasePolicyParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,31 +103,9 @@ class Given:
         return self.indices.shape[1] % tokens.grid.tiles
 
 
-Select = Callable[[P, VisualTokens, int], ReferenceSelection]
-"""(params, tokens, K) -> exactly K rows per image; needs K < N."""
-
-Condition = Callable[[P, VisualTokens, Tensor], Conditioned]
-"""(params, tokens, given ``(B, A)``) -> what the continuation reads of them for every question."""
-
-Continue = Callable[[P, VisualTokens, int, Given], Tensor]
-"""(params, tokens, K, given) -> picks ``(B, K)`` that continue from the given tokens."""
-
-Reads = Callable[[P], frozenset[Need]]
-"""params -> inputs that the policy reads with them."""
-
-LayersRead = Callable[[P, int], int]
-"""(params, layers of the language model) -> layers that run over all N tokens to rank them."""
-
-SelectAsPublished = Callable[[P, VisualTokens, int], PublishedSelection]
-"""(params, tokens, K) -> output of the published code, which need not have K rows."""
-
-SelectOwnCount = Callable[[P, VisualTokens, int | None], PublishedSelection]
-"""As :data:`SelectAsPublished`; with K = None the method chooses its own count."""
-
-
 @dataclass(frozen=True, slots=True)
 class BasePolicy:
-    """One human-designed token selector.
+    """One human-designed token selector, as :func:`base_policy` declares it.
 
     ``needs`` holds every input that it reads with some parameters. ``core`` is the call of its form
     that reads no question, as a state's core takes it, None where there is no such form.
@@ -146,7 +117,7 @@ class BasePolicy:
     doc: str
     function: Callable[..., ReferenceSelection]
     published: Callable[..., PublishedSelection] | None = None
-    own_count: Callable[..., PublishedSelection] | None = None
+    chooses_count: bool = False
     continuation: Callable[..., Tensor] | None = None
     condition: Callable[..., Conditioned] | None = None
     reads: Callable[..., frozenset[Need]] | None = None
@@ -190,21 +161,21 @@ class BasePolicy:
         if self.continuation is not None:
             picks: Tensor = self.continuation(params, tokens, budget, start)
         else:
-            picks = self._picks(params, tokens, budget + start.most)
-        return _first_open(picks, start.closed, budget)
+            # At least that many picks, or one less if that is all tokens.
+            wanted, most = budget + start.most, tokens.count - 1
+            selected = self.function(params, tokens, min(wanted, most))
+            if selected.extra is not None:
+                wanted += selected.extra.shape[1]
+                selected = self.function(params, tokens, min(wanted, most))
+            picks = selected.picks
+        # The first that are not closed; then other tokens, closed ones last.
+        places = positions_in_order(picks, ~start.closed) + start.closed.to(torch.int64)
+        return places.argsort(dim=1, stable=True)[:, :budget]
 
     def select_picks(self, params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Tensor:
         """K picks ``(B, K)`` of single tokens: what the policy merges is left out; needs K < N."""
-        return _first_open(self._picks(params, tokens, budget), Given.none(tokens).closed, budget)
-
-    def _picks(self, params: BasePolicyParams, tokens: VisualTokens, count: int) -> Tensor:
-        """At least ``count`` picks, or one less if that is all tokens."""
-        most = tokens.count - 1
-        selected = self.function(params, tokens, min(count, most))
-        extra = 0 if selected.extra is None else selected.extra.shape[1]
-        if extra:
-            selected = self.function(params, tokens, min(count + extra, most))
-        return selected.picks
+        alone = replace(self, continuation=None)
+        return alone.select_given(params, tokens, budget, Given.none(tokens))
 
     def native(
         self, params: BasePolicyParams, tokens: VisualTokens, budget: int | None = None
@@ -215,81 +186,80 @@ class BasePolicy:
         device. With ``budget`` None the method chooses its own count; :class:`SelectionError` if it
         cannot.
         """
-        if self.own_count is not None:
-            return self.own_count(params, tokens, budget)
-        if budget is None:
+        if budget is None and not self.chooses_count:
             raise SelectionError(f"{self.name} has no count of its own: give a budget K")
         if self.published is not None:
             return self.published(params, tokens, budget)
+        assert budget is not None
         return PublishedSelection(tuple(self.select(params, tokens, budget).picks))
 
 
-def _first_open(picks: Tensor, closed: Tensor, count: int) -> Tensor:
-    """The first picks ``(B, count)`` that are not closed; then other tokens, closed ones last."""
-    places = positions_in_order(picks, ~closed) + closed.to(torch.int64)
-    return places.argsort(dim=1, stable=True)[:, :count]
-
-
 BASE_POLICIES: dict[str, BasePolicy] = {}
+
+INSTRUCTION_NEEDS: frozenset[Need] = frozenset({"instruction", "words", "language"})
+"""Inputs that differ between two questions about one image."""
+
+P = TypeVar("P", bound=BasePolicyParams)
+_Select = Callable[[P, VisualTokens, int], ReferenceSelection]
 
 
 def base_policy(
     params: type[P],
     *,
     needs: frozenset[Need] = frozenset(),
-    native: SelectAsPublished[P] | None = None,
-    own_count: SelectOwnCount[P] | None = None,
-    continuation: Continue[P] | None = None,
-    condition: Condition[P] | None = None,
-    reads: Reads[P] | None = None,
+    native: Callable[[P, VisualTokens, int], PublishedSelection] | None = None,
+    own_count: Callable[[P, VisualTokens, int | None], PublishedSelection] | None = None,
+    continuation: Callable[[P, VisualTokens, int, Given], Tensor] | None = None,
+    condition: Callable[[P, VisualTokens, Tensor], Conditioned] | None = None,
+    reads: Callable[[P], frozenset[Need]] | None = None,
     core: type[P] | None = None,
-    ranking_layers: LayersRead[P] | None = None,
-) -> Callable[[Select[P]], Select[P]]:
+    ranking_layers: Callable[[P, int], int] | None = None,
+) -> Callable[[_Select[P]], _Select[P]]:
     """Decorator: register a function as the base policy of the same name.
 
-    ``native`` is the method as published, if it returns anything other than K picks, or
-    ``own_count``, if it can choose how many; ``continuation``
-    continues a greedy method from tokens that are kept already, and ``condition`` is the part of
-    that which depends on the image alone. ``reads`` says what a call reads, where parameters decide
-    that, and ``core`` are the parameters of the form that reads no question, where ``needs`` has
-    one. ``ranking_layers`` are those of the language model that it reads over all tokens.
+    It maps (params, tokens, K) to exactly K rows per image, for K < N. ``native`` is the method as
+    published, if it returns anything other than K picks, or ``own_count``, if it can choose how
+    many (K is None then). ``continuation`` gives the picks ``(B, K)`` of a greedy method that
+    continues from given tokens, and ``condition`` is the part of that which depends on the image
+    alone, for given ``(B, A)``. ``reads`` says what a call reads, where parameters decide that, and
+    ``core`` are the parameters of the form that reads no question, where ``needs`` has one.
+    ``ranking_layers``, of the language model's number of layers, are those that it reads over all
+    tokens.
     """
 
-    def register(function: Select[P]) -> Select[P]:
+    def register(function: _Select[P]) -> _Select[P]:
         name = function.__name__
         if name in BASE_POLICIES:
             raise ValueError(f"base policy {name!r} is declared twice")
         doc = (function.__doc__ or "").strip().splitlines()[0]
-        call = _call(f"{name.capitalize()}BasePolicy", name, doc, params)
+
+        def call_of(title: str, model: type[BasePolicyParams]) -> type[BasePolicyCall]:
+            return create_model(
+                title,
+                __base__=BasePolicyCall,
+                __doc__=doc,
+                name=(literal_type(name), ...),
+                params=(model, model()),
+            )
+
+        call = call_of(f"{name.capitalize()}BasePolicy", params)
         alone = None
         if needs.isdisjoint(INSTRUCTION_NEEDS):
             alone = call
         elif core is not None:
-            alone = _call(f"{name.capitalize()}CorePolicy", name, doc, core)
+            alone = call_of(f"{name.capitalize()}CorePolicy", core)
         BASE_POLICIES[name] = BasePolicy(
-            name, call, needs, doc, function, native, own_count, continuation, condition, reads,
-            alone, ranking_layers,
+            name, call, needs, doc, function, native or own_count, own_count is not None,
+            continuation, condition, reads, alone, ranking_layers,
         )  # fmt: skip
         return function
 
     return register
 
 
-def _call(title: str, name: str, doc: str, params: type[BasePolicyParams]) -> type[BasePolicyCall]:
-    return create_model(
-        title,
-        __base__=BasePolicyCall,
-        __doc__=doc,
-        name=(literal_type(name), ...),
-        params=(params, params()),
-    )
-
-
-INSTRUCTION_NEEDS: frozenset[Need] = frozenset({"instruction", "words", "language"})
-"""Inputs that differ between two questions about one image."""
-
-
 class _OneBasePolicy:
+    """Field annotation: a tagged union of the registered base policies, or of their core forms."""
+
     def __init__(self, *, core: bool = False) -> None:
         self._core = core
 

@@ -23,7 +23,8 @@ from vllm_autoprune.errors import SelectionError
 MOST_LAYERS = 128
 """Largest layer that a parameter may name; the served model may have fewer layers."""
 
-_Output = Literal["embeddings", "states", "normed", "keys", "attention"]
+PrefixOutput = Literal["embeddings", "states", "normed", "keys", "attention"]
+"""What a base policy reads of a layer; the embeddings are of none."""
 
 
 class LanguagePrefix(ABC):
@@ -39,7 +40,7 @@ class LanguagePrefix(ABC):
     text: Tensor
 
     @abstractmethod
-    def read(self, output: _Output, layer: int) -> Tensor:
+    def read(self, output: PrefixOutput, layer: int) -> Tensor:
         """One of the outputs below; all but the embeddings are of an existing layer."""
 
     def embeddings(self) -> Tensor:
@@ -99,7 +100,7 @@ class RecordedPrefix(LanguagePrefix):
     layers: int = 32
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def read(self, output: _Output, layer: int) -> Tensor:
+    def read(self, output: PrefixOutput, layer: int) -> Tensor:
         """The tensor recorded under this name."""
         if output not in self.recorded:
             raise SelectionError(f"the recorded language prefix has no {output}: record them")
@@ -163,7 +164,7 @@ class DecoderPrefix(LanguagePrefix):
             _Sequence(layers, rows[:count]) for rows, count in zip(embeddings, counts, strict=True)
         ]
 
-    def read(self, output: _Output, layer: int) -> Tensor:
+    def read(self, output: PrefixOutput, layer: int) -> Tensor:
         """The output of all sequences, padded with zeros on the right."""
         length = self._embeddings.shape[1]
         if output == "embeddings":

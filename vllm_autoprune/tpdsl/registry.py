@@ -54,10 +54,14 @@ ROLES: dict[Group, Role] = {
 }
 
 
-class AtomCall(BaseModel):
-    """An atom with its parameters, as written in a state."""
+class StatePart(BaseModel):
+    """A part of a state: frozen, without unknown fields, and nothing in it is converted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+
+class AtomCall(StatePart):
+    """An atom with its parameters, as written in a state."""
 
     atom: str
 

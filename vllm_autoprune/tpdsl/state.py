@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.tpdsl.atoms.pools import Partition, PartitionCall, Pool
@@ -26,7 +26,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyCall,
     QuestionFreePolicy,
 )
-from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, default_call
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, StatePart, default_call
 from vllm_autoprune.tpdsl.tokens import Need, RankAt, VisualTokens
 
 # The grammar below is built from the registry, so these imports have to declare the atoms first.
@@ -69,11 +69,7 @@ def _each_once_in_schema(schema: dict[str, JsonValue]) -> None:
     ]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
-
-
-class Scoring(_Part):
+class Scoring(StatePart):
     """S: the signals, their fusion into token quality g, and the similarity kernel."""
 
     signals: Annotated[tuple[Signal, ...], Field(min_length=1, max_length=32, strict=False)] = (
@@ -83,7 +79,7 @@ class Scoring(_Part):
     fusion: Fusion = Field(description="how the signals are combined into one quality per token")
 
 
-class Constraints(_Part):
+class Constraints(StatePart):
     """C: the candidate pool, and the selector that exchanges tokens for its candidates."""
 
     pool: Annotated[tuple[Pool, ...], Field(min_length=1, max_length=8, strict=False)] = Field(
@@ -98,7 +94,7 @@ class Constraints(_Part):
     )
 
 
-class Core(_Part):
+class Core(StatePart):
     """Extension: tokens that are kept for every question, so that servers share their KV blocks.
 
     The core is chosen without the question and fills part of K; the rest of the state then chooses
@@ -138,7 +134,7 @@ class Core(_Part):
         return int(self.share * budget + 1e-9)
 
 
-class Provenance(_Part):
+class Provenance(StatePart):
     """Origin of a state and its evaluation scores; not part of the digest."""
 
     found_by: str = Field(default="", description="author or search that created the state")
@@ -155,7 +151,7 @@ class Provenance(_Part):
     notes: str = Field(default="", description="further remarks")
 
 
-class PruningState(_Part):
+class PruningState(StatePart):
     """(pi_P, alpha) with alpha = (B, S, C, R): equation 4 of the paper."""
 
     model_config = ConfigDict(

@@ -236,8 +236,9 @@ def transfer(
         why, fixed = f"K = {budget}", f"fixed_budget@{budget}"
         if budget not in FIXED_BUDGETS:
             why += ", which has no fixed_budget atom: a ratio budget with equal floor and ceiling"
-            ratio = {"atom": "ratio_budget", "ratio": 1.0, "floor": budget, "ceiling": budget}
-            set_field("/budget", {"limit": call.limit, **ratio}, why)
+            ratio: dict[str, JsonValue] = {"limit": call.limit, "atom": "ratio_budget"}
+            ratio |= {"ratio": 1.0, "floor": budget, "ceiling": budget}
+            set_field("/budget", ratio, why)
         elif call.atom.startswith("fixed_budget@"):
             set_field("/budget/atom", fixed, why)
         else:

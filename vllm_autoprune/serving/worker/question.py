@@ -13,7 +13,7 @@ from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.plan import Ids
 from vllm_autoprune.serving.settings import TextTower
 from vllm_autoprune.serving.worker.tensor_parallel import gather_over_ranks, world_size
-from vllm_autoprune.tpdsl.prefix import attention_rows
+from vllm_autoprune.tpdsl.prefix import LanguagePrefix, PrefixOutput, attention_rows
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaModel
@@ -146,8 +146,8 @@ class FirstLanguageLayers:
         return LlamaPrefix(self._model, sequence, len(self._start), len(words))
 
 
-class LlamaPrefix:
-    """:class:`~vllm_autoprune.tpdsl.prefix.LanguagePrefix` of one image, layer by layer.
+class LlamaPrefix(LanguagePrefix):
+    """Prefix of one image, layer by layer.
 
     Every tensor-parallel rank must make the same calls in the same order; results are bit-identical
     on all ranks.
@@ -159,43 +159,28 @@ class LlamaPrefix:
         self._model = model
         self._words = words
         self._positions = torch.arange(len(sequence), device=sequence.device)
+        self.text = torch.ones(1, words, dtype=torch.bool, device=sequence.device)
         self._inputs = [sequence]
         self._projections: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    @property
-    def text(self) -> Tensor:
-        """Text mask ``(1, Lt)``, without padding."""
-        return torch.ones(1, self._words, dtype=torch.bool, device=self._positions.device)
-
-    def embeddings(self) -> Tensor:
-        """``(1, L, D)``: what enters layer 0."""
-        return self._inputs[0][None]
-
-    def states(self, layer: int) -> Tensor:
-        """``(1, L, D)``: what leaves ``layer``, before any final norm."""
-        return self._layer_input(layer + 1)[None]
-
-    def normed(self, layer: int) -> Tensor:
-        """``(1, L, D)``: :meth:`states` after the model's final norm."""
-        normed: Tensor = self._model.norm(self._layer_input(layer + 1))
-        return normed[None]
-
-    def keys(self, layer: int) -> Tensor:
-        """``(1, Hk, L, d)``: the layer's attention keys, with rotary positions."""
-        _, key, _ = self._project_heads(layer)
+    def read(self, output: PrefixOutput, layer: int) -> Tensor:
+        """An output of the one image, the same on every rank."""
+        if output == "embeddings":
+            return self._inputs[0][None]
+        if output in ("states", "normed"):
+            states = self._layer_input(layer + 1)
+            normed: Tensor = states if output == "states" else self._model.norm(states)
+            return normed[None]
+        query, key, _ = self._project_heads(layer)
         shared = world_size()
+        if output == "attention":
+            rows = attention_rows(query[:, -self._words :], key)
+            return (rows if shared == 1 else gather_over_ranks(rows, dim=0))[None]
         if shared == 1:
             return key[None]
-        attention = self._layer(layer).self_attn
         # Where there are more ranks than key heads, neighbours hold the same one.
-        copies = max(1, shared // attention.total_num_kv_heads)
+        copies = max(1, shared // self._layer(layer).self_attn.total_num_kv_heads)
         return gather_over_ranks(key, dim=0)[::copies][None]
-
-    def attention(self, layer: int) -> Tensor:
-        """``(1, H, Lt, L)`` float32: attention probabilities of the text tokens' rows."""
-        query, key, _ = self._project_heads(layer)
-        rows = attention_rows(query[:, -self._words :], key)
-        return (rows if world_size() == 1 else gather_over_ranks(rows, dim=0))[None]
 
     def _layer(self, layer: int) -> LlamaDecoderLayer:
         return self._model.layers[layer]

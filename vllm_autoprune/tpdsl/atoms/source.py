@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall
 from vllm_autoprune.tpdsl.registry import (
     AtomCall,
     OneOf,
+    StatePart,
     atom,
     declare,
     default_call,
@@ -190,10 +191,8 @@ View = Annotated[ViewCall, OneOf("token_source_base_policy", ViewCall)]
 Prior = Annotated[PriorCall, OneOf("token_source_base_policy", PriorCall)]
 
 
-class Source(BaseModel):
+class Source(StatePart):
     """Context: the token view, and priors from whole selections."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
     tokens: View = Field(
         default_factory=lambda: default_call(ViewCall, "vision_tokens@post_projector"),
