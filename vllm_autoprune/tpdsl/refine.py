@@ -128,25 +128,62 @@ def select_tokens(
 
     Needs K < N, and at least K tokens that ``start`` does not close.
     """
+    state, scoring, constraints = policy.state, policy.state.scoring, policy.state.constraints
     if "instruction" in policy.needs:
         tokens.require_instruction()
-    tokens = policy.state.ranked(tokens)
+    tokens = state.ranked(tokens)
+
+    # Base selection; of images whose inputs are not finite, evenly spaced tokens.
     readable = _inputs_finite(policy, tokens)
-    reference = _trusted(_reference(policy, tokens, start), readable, tokens, start)
-    picks = reference.picks
+    reference = _reference(policy, tokens, start)
+    spread = _spread(reference.picks.shape[1], tokens, start)
+    picks = torch.where(readable[:, None], reference.picks, spread)
+    merged = reference.merged
+    if merged is not None:
+        plain = gather_rows(tokens.output, picks).to(merged.dtype)
+        merged = torch.where(readable[:, None, None], merged, plain)
+    reference = replace(reference, picks=picks, merged=merged)
     kept, scored, g = mask_from_indices(picks, tokens.count), torch.ones_like(readable), None
     if "instruction" in policy.needs and tokens.instruction is not None:
         scored = instruction_relevance(tokens.instruction).isfinite().all(dim=1)
+
     if policy.reads_quality:
-        view = apply_view(policy.state.source.tokens, tokens)
-        g = _quality(policy, tokens, view, picks, start)
+        # Scores: quality g, constant if no signal has a positive weight. Given tokens are picks.
+        view = apply_view(state.source.tokens, tokens)
+        picked, budget = picks, policy.budget
+        if start is not None:
+            picked = torch.cat([start.indices, picks], dim=1)
+            budget += start.indices.shape[1]
+        calls = [call for call in scoring.signals if call.weight > 0]
+        g = tokens.features.new_ones(tokens.batch, tokens.count, dtype=torch.float32)
+        if calls:
+            signals = [run_signal(call, view, picked) for call in calls]
+            g = run_fusion(scoring.fusion, signals, [call.weight for call in calls], picked)
+        known = PriorInputs(tokens, state.base_policy, budget, picked)
+        for prior in state.source.priors:
+            if not prior.idle:
+                g = g * run_prior(prior, known)
         scored = scored & g.isfinite().all(dim=1)
         if view.features is not tokens.features:
             scored = scored & view.norm.isfinite().flatten(1).all(dim=1)
         g = torch.where((readable & scored)[:, None], g, torch.zeros_like(g))
+
         if policy.refines:
-            refined = _exchange(policy, view, g, picks, start)
+            # Pool, and the exchange of picks for its candidates.
+            pool = build_pool(constraints.pool, view, g, picked)
+            inputs = SelectorInputs(
+                tokens=view,
+                picks=picks,
+                pool=pool if start is None else pool & ~start.closed,
+                g=g,
+                quota=min(policy.quota, picks.shape[1]),
+                kernel_call=scoring.kernel,
+                partition_call=constraints.partition,
+                start=start,
+            )
+            refined = run_selector(constraints.selector, inputs)
             kept = torch.where((readable & scored)[:, None], refined, kept)
+
     code = torch.where(readable, torch.where(scored, 0, 1), 2).to(torch.uint8)
     chosen = TokenSelection(indices_from_mask(kept, picks.shape[1]), reference, code, g)
     if start is not None:
@@ -155,6 +192,36 @@ def select_tokens(
         count = int(policy.cover * tokens.grid.per_tile)
         return replace(chosen, mergeable=most_similar(tokens, chosen.indices, count))
     return chosen
+
+
+def _inputs_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
+    """Whether all inputs that the base policy reads are finite, ``(B,)`` bool."""
+    # A norm is finite only if all components are, and the norms are computed anyway.
+    readable = tokens.norm.isfinite().flatten(1).all(dim=1)
+    inputs: list[Tensor] = [] if tokens.merged is None else [tokens.merged]
+    needs = policy.base.needs_of(policy.state.base_policy.params)
+    if "instruction" in needs and tokens.instruction is not None:
+        if tokens.instruction.patches is not tokens.output:
+            inputs.append(tokens.instruction.patches)
+        used = tokens.instruction.segments[:, :, None]
+        inputs.append(torch.where(used, tokens.instruction.text, 0.0))
+    if "cls_attention" in needs and tokens.cls_attention is not None:
+        inputs.append(tokens.cls_attention[:, :, None])
+    if "encoder" in needs and tokens.encoder is not None and tokens.merged is None:
+        inputs.append(tokens.encoder)
+    if "words" in needs and tokens.words is not None:
+        used = tokens.words.used[:, :, None]
+        inputs.append(torch.where(used, tokens.words.embeddings, 0.0))
+    if "tower" in needs and tokens.tower is not None:
+        inputs += [tokens.tower.patches, tokens.tower.keys]
+    if "next_layer" in needs and tokens.tower is not None:
+        following = tokens.require_next_layer()
+        inputs += [following.attention[:, :, None], following.keys]
+    if "language" in needs and tokens.language is not None:
+        inputs.append(tokens.language.embeddings())
+    for part in inputs:
+        readable &= part.norm(dim=-1).isfinite().all(dim=1)
+    return readable
 
 
 def _reference(
@@ -183,10 +250,6 @@ def most_similar(tokens: VisualTokens, kept: Tensor, count: int) -> Tensor:
     nearest = tokens.tile_cosine.masked_fill(~inside[:, :, None], -torch.inf).amax(dim=1)
     order = rank_descending(nearest.masked_fill(inside, torch.inf))
     return tokens.by_image(mask_from_indices(order[:, :count], inside.shape[1]) | inside)
-
-
-def _joined(start: Given, picks: Tensor) -> Tensor:
-    return torch.cat([start.indices, picks], dim=1)
 
 
 def assemble_rows(
@@ -266,94 +329,6 @@ def _refined(tokens: VisualTokens, chosen: TokenSelection, rows: Tensor) -> Refi
         fallback=chosen.fallback,
         quality=chosen.quality,
     )
-
-
-def _trusted(
-    reference: ReferenceSelection, readable: Tensor, tokens: VisualTokens, start: Given | None
-) -> ReferenceSelection:
-    """Replace the selection of images with non-finite inputs by evenly spaced tokens."""
-    spread = _spread(reference.picks.shape[1], tokens, start)
-    trusted = replace(reference, picks=torch.where(readable[:, None], reference.picks, spread))
-    if reference.merged is None:
-        return trusted
-    plain = gather_rows(tokens.output, trusted.picks).to(reference.merged.dtype)
-    merged = torch.where(readable[:, None, None], reference.merged, plain)
-    return replace(trusted, merged=merged)
-
-
-def _quality(
-    policy: PruningPolicy,
-    tokens: VisualTokens,
-    view: VisualTokens,
-    picks: Tensor,
-    start: Given | None,
-) -> Tensor:
-    """Token quality g ``(B, N)``; constant if no signal has a positive weight."""
-    state, budget = policy.state, policy.budget
-    if start is not None:
-        picks, budget = _joined(start, picks), budget + start.indices.shape[1]
-    calls = [call for call in state.scoring.signals if call.weight > 0]
-    g = tokens.features.new_ones(tokens.batch, tokens.count, dtype=torch.float32)
-    if calls:
-        signals = [run_signal(call, view, picks) for call in calls]
-        g = run_fusion(state.scoring.fusion, signals, [call.weight for call in calls], picks)
-    inputs = PriorInputs(tokens, state.base_policy, budget, picks)
-    for prior in state.source.priors:
-        if not prior.idle:
-            g = g * run_prior(prior, inputs)
-    return g
-
-
-def _exchange(
-    policy: PruningPolicy, view: VisualTokens, g: Tensor, picks: Tensor, start: Given | None
-) -> Tensor:
-    """Kept tokens after the exchange, as a mask ``(B, N)``, without the given ones."""
-    scoring, constraints = policy.state.scoring, policy.state.constraints
-    if start is None:
-        pool = build_pool(constraints.pool, view, g, picks)
-    else:
-        pool = build_pool(constraints.pool, view, g, _joined(start, picks)) & ~start.closed
-    revision = SelectorInputs(
-        tokens=view,
-        picks=picks,
-        pool=pool,
-        g=g,
-        quota=min(policy.quota, picks.shape[1]),
-        kernel_call=scoring.kernel,
-        partition_call=constraints.partition,
-        start=start,
-    )
-    return run_selector(constraints.selector, revision)
-
-
-def _inputs_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
-    """Whether all inputs that the base policy reads are finite, ``(B,)`` bool."""
-    # A norm is finite only if all components are, and the norms are computed anyway.
-    readable = tokens.norm.isfinite().flatten(1).all(dim=1)
-    inputs: list[Tensor] = [] if tokens.merged is None else [tokens.merged]
-    needs = policy.base.needs_of(policy.state.base_policy.params)
-    if "instruction" in needs and tokens.instruction is not None:
-        if tokens.instruction.patches is not tokens.output:
-            inputs.append(tokens.instruction.patches)
-        used = tokens.instruction.segments[:, :, None]
-        inputs.append(torch.where(used, tokens.instruction.text, 0.0))
-    if "cls_attention" in needs and tokens.cls_attention is not None:
-        inputs.append(tokens.cls_attention[:, :, None])
-    if "encoder" in needs and tokens.encoder is not None and tokens.merged is None:
-        inputs.append(tokens.encoder)
-    if "words" in needs and tokens.words is not None:
-        used = tokens.words.used[:, :, None]
-        inputs.append(torch.where(used, tokens.words.embeddings, 0.0))
-    if "tower" in needs and tokens.tower is not None:
-        inputs += [tokens.tower.patches, tokens.tower.keys]
-    if "next_layer" in needs and tokens.tower is not None:
-        following = tokens.require_next_layer()
-        inputs += [following.attention[:, :, None], following.keys]
-    if "language" in needs and tokens.language is not None:
-        inputs.append(tokens.language.embeddings())
-    for part in inputs:
-        readable &= part.norm(dim=-1).isfinite().all(dim=1)
-    return readable
 
 
 def pool_tokens(budget: int, tokens: VisualTokens) -> RefinedTokens:
