@@ -230,10 +230,9 @@ class LlavaVision:
         words = self._tokenize(tokenizer, instruction, special=False)[-LANGUAGE_IDS:] or start
         embedded = model.embed_tokens(torch.tensor([*start, *words]))
         before, after = embedded.split([len(start), len(words)])
-        sequence = torch.cat([before, image.to(embedded.dtype), after])[None]
+        sequence = torch.cat([before, image.to(embedded.dtype), after])
         layers = [_layer(model, block) for block in model.layers]
-        text = torch.ones(1, len(words), dtype=torch.bool)
-        return DecoderPrefix(layers, model.norm, sequence, len(start), text)
+        return DecoderPrefix(layers, model.norm, sequence, len(start), len(words))
 
 
 def _layer(model: LlamaModel, block: LlamaDecoderLayer) -> DecoderLayer:

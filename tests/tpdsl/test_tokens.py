@@ -70,6 +70,7 @@ def test_nested_picks_interleave_by_rank_and_the_last_tiles_drop_their_last() ->
 
 START, COUNT, TEXT, HEAD = 2, 9, 5, 8
 LENGTH = START + COUNT + TEXT
+SEQUENCE = torch.randn(LENGTH, 32, generator=torch.Generator().manual_seed(7))
 
 
 def model_of(key_heads: int) -> LlamaModel:
@@ -105,85 +106,43 @@ def layer_of(model: LlamaModel, layer: LlamaDecoderLayer) -> DecoderLayer:
     )
 
 
-def prefix_of(model: LlamaModel, embeddings: Tensor, text: Tensor) -> DecoderPrefix:
+def prefix_of(model: LlamaModel, sequence: Tensor = SEQUENCE) -> DecoderPrefix:
     layers = [layer_of(model, layer) for layer in model.layers]
-    return DecoderPrefix(layers, model.norm, embeddings, START, text)
-
-
-EMBEDDINGS = torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(7))
+    return DecoderPrefix(layers, model.norm, sequence, START, TEXT)
 
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
-class TestAgainstTransformers:
+def test_layers_equal_transformers(key_heads: int) -> None:
     """Eager attention in float32, the whole model at once."""
-
-    def test_states_attention_keys_and_the_final_norm(self, key_heads: int) -> None:
-        model = model_of(key_heads)
-        keys: list[Tensor] = []
-        for layer in model.layers:
-            layer.self_attn.k_proj.register_forward_hook(
-                lambda module, inputs, made: keys.append(made)  # before rotation
-            )
-        seen = model(
-            inputs_embeds=EMBEDDINGS,
-            output_hidden_states=True,
-            output_attentions=True,
-            use_cache=False,
-        )
-        del keys[3:]
-        prefix = prefix_of(model, EMBEDDINGS, torch.ones(2, TEXT, dtype=torch.bool))
-        assert prefix.layers == 3 and prefix.start == START
-        assert torch.equal(prefix.embeddings(), EMBEDDINGS)
-        for layer in (1, 0, 2):  # in any order
-            attention = prefix.attention(layer)
-            assert attention.dtype == torch.float32
-            torch.testing.assert_close(attention, seen.attentions[layer][:, :, -TEXT:])
-            cosine, sine = model.rotary_emb(EMBEDDINGS, torch.arange(LENGTH)[None])
-            plain = keys[layer].unflatten(-1, (-1, HEAD)).transpose(1, 2)
-            _, rotated = apply_rotary_pos_emb(plain, plain, cosine, sine)
-            torch.testing.assert_close(prefix.keys(layer), rotated, rtol=1e-4, atol=1e-5)
-            # The model's own last hidden state is normed already.
-            states = prefix.states(layer) if layer < 2 else prefix.normed(2)
-            hidden = seen.hidden_states[layer + 1] if layer < 2 else seen.last_hidden_state
-            torch.testing.assert_close(states, hidden, rtol=1e-4, atol=1e-4)
-
-    def test_padding_and_the_batch_change_no_bit(self, key_heads: int) -> None:
-        model, text = model_of(key_heads), torch.ones(2, TEXT, dtype=torch.bool)
-        text[1, 3:] = False
-        both = prefix_of(model, EMBEDDINGS, text)
-        alone = prefix_of(model, EMBEDDINGS[1:, :-2], text[1:, :3])
-        short = LENGTH - 2
-        for layer in range(3):
-            for mine, yours in (
-                (both.states(layer), alone.states(layer)),
-                (both.normed(layer), alone.normed(layer)),
-            ):
-                assert torch.equal(mine[1:, :short], yours)
-                assert not mine[1, short:].any()
-            assert torch.equal(both.keys(layer)[1:, :, :short], alone.keys(layer))
-            rows = both.attention(layer)[1:]
-            assert torch.equal(rows[:, :, :3, :short], alone.attention(layer))
-            assert not rows[:, :, 3:].any() and not rows[..., short:].any()
+    model = model_of(key_heads)
+    expected = model(
+        inputs_embeds=SEQUENCE[None], output_hidden_states=True, output_attentions=True
+    )
+    prefix = prefix_of(model)
+    assert (prefix.layers, prefix.start, prefix.text.tolist()) == (3, START, [[True] * TEXT])
+    assert torch.equal(prefix.embeddings(), SEQUENCE[None])
+    for layer in (1, 0, 2):  # in any order
+        attention, cached = prefix.attention(layer), expected.past_key_values.layers[layer]
+        torch.testing.assert_close(attention, expected.attentions[layer][:, :, -TEXT:])
+        torch.testing.assert_close(prefix.keys(layer), cached.keys, rtol=1e-4, atol=1e-5)
+        # The model's own last hidden state is normed already.
+        states = prefix.states(layer) if layer < 2 else prefix.normed(2)
+        hidden = expected.hidden_states[layer + 1] if layer < 2 else expected.last_hidden_state
+        torch.testing.assert_close(states, hidden, rtol=1e-4, atol=1e-4)
+    with pytest.raises(SelectionError, match=r"reads layer 3.*layers 0 to 2.*'layer'"):
+        prefix.keys(3)
 
 
-def test_only_requested_layers_run() -> None:
-    model = model_of(4)
+def test_only_requested_layers_run_and_attention_is_float32() -> None:
+    model = model_of(2).to(torch.bfloat16)
     ran: list[int] = []
     for number, layer in enumerate(model.layers):
         layer.mlp.register_forward_hook(lambda *_, number=number: ran.append(number))
-    prefix = prefix_of(model, EMBEDDINGS[:1], torch.ones(1, TEXT, dtype=torch.bool))
-    prefix.attention(1)
-    prefix.keys(1)
-    assert ran == [0]
-    prefix.states(1)
-    prefix.states(0)
-    assert ran == [0, 1]
-
-
-def test_half_precision_attends_in_float32() -> None:
-    model, text = model_of(2).to(torch.bfloat16), torch.ones(1, TEXT, dtype=torch.bool)
-    prefix = prefix_of(model, EMBEDDINGS[:1].bfloat16(), text)
+    prefix = prefix_of(model, SEQUENCE.bfloat16())
     rows = prefix.attention(1)
-    assert rows.dtype == torch.float32
+    prefix.keys(1)
+    assert ran == [0] and rows.dtype == torch.float32
     torch.testing.assert_close(rows.sum(dim=-1), torch.ones(1, 4, TEXT))
     assert prefix.states(1).dtype == torch.bfloat16
+    prefix.states(0)
+    assert ran == [0, 1]

@@ -127,8 +127,8 @@ def attention_rows(queries: Tensor, keys: Tensor) -> Tensor:
 class DecoderLayer:
     """One pre-norm decoder layer: attention and feed-forward blocks, each with a residual.
 
-    All work row by row, ``(l, ...) -> (l, ...)``; heads turns normalised rows ``(l, D)`` into
-    queries ``(H, l, d)``, and keys and values ``(Hk, l, d)``, with RoPE.
+    All work row by row, ``(L, ...) -> (L, ...)``; heads turns normalised rows ``(L, D)`` into
+    queries ``(H, L, d)``, and keys and values ``(Hk, L, d)``, with RoPE.
     """
 
     input_norm: Callable[[Tensor], Tensor]
@@ -139,79 +139,56 @@ class DecoderLayer:
 
 
 class DecoderPrefix(LanguagePrefix):
-    """Sequences that run layer by layer, on demand.
+    """One sequence that runs layer by layer, on demand; each layer is computed once.
 
-    embeddings ``(B, L, D)`` are the input of layer 0, ``norm`` is the model's final norm. They run
-    one by one without padding, l = S + N + lt positions each, so that results are bit-identical
-    alone and in a batch and memory use is that of one sequence; padding has zero rows in every
-    output.
+    sequence ``(L, D)`` is the input of layer 0, its last ``words`` rows are the text; ``norm`` is
+    the model's final norm. An image alone has the bits that it has beside others, and memory is
+    that of one sequence.
     """
 
     def __init__(
         self,
         layers: Sequence[DecoderLayer],
         norm: Callable[[Tensor], Tensor],
-        embeddings: Tensor,
+        sequence: Tensor,
         start: int,
-        text: Tensor,
+        words: int,
     ) -> None:
-        self.layers, self.start, self.text = len(layers), start, text
-        self._norm = norm
-        self._embeddings = embeddings
-        visible = embeddings.shape[1] - text.shape[1]
-        counts = [visible + int(count) for count in text.sum(dim=1).tolist()]
-        self._sequences = [
-            _Sequence(layers, rows[:count]) for rows, count in zip(embeddings, counts, strict=True)
-        ]
+        self.layers, self.start = len(layers), start
+        self.text = torch.ones(1, words, dtype=torch.bool, device=sequence.device)
+        self._decoder, self._norm = layers, norm
+        self._inputs = [sequence]
+        self._heads: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def read(self, output: PrefixOutput, layer: int) -> Tensor:
-        """The output of all sequences, padded with zeros on the right."""
-        length = self._embeddings.shape[1]
+        """The output of the one sequence, ``(1, ...)``."""
         if output == "embeddings":
-            return self._embeddings
-        if output == "attention":
-            attention = []
-            for sequence in self._sequences:
-                query, key, _ = sequence.heads(layer)
-                rows = attention_rows(query[:, length - self.text.shape[1] :], key)
-                missing = length - key.shape[1]
-                attention.append(functional.pad(rows, (0, missing, 0, missing)))
-            return torch.stack(attention)
+            return self._inputs[0][None]
+        if output in ("states", "normed"):
+            states = self._input_of(layer + 1)
+            return (states if output == "states" else self._norm(states))[None]
+        query, key, _ = self._heads_of(layer)
         if output == "keys":
-            parts = [sequence.heads(layer)[1] for sequence in self._sequences]
-        else:
-            parts = [sequence.input_of(layer + 1) for sequence in self._sequences]
-            parts = [self._norm(rows) for rows in parts] if output == "normed" else parts
-        # The last axis is a width; positions are the one before it.
-        return torch.stack(
-            [functional.pad(part, (0, 0, 0, length - part.shape[-2])) for part in parts]
-        )
+            return key[None]
+        return attention_rows(query[:, -self.text.shape[1] :], key)[None]
 
-
-class _Sequence:
-    """One sequence without padding; computed layers are cached."""
-
-    def __init__(self, layers: Sequence[DecoderLayer], embeddings: Tensor) -> None:
-        self._layers = layers
-        self._inputs = [embeddings]
-        self._heads: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-
-    def input_of(self, layer: int) -> Tensor:
-        """``(l, D)``: input of ``layer``; runs the layers before it if needed."""
+    def _input_of(self, layer: int) -> Tensor:
+        """``(L, D)``: input of ``layer``; runs the layers before it if needed."""
         while len(self._inputs) <= layer:
-            done = len(self._inputs) - 1
-            block, rows = self._layers[done], self._inputs[done]
-            query, key, value = (part[None] for part in self.heads(done))
+            block, rows = self._decoder[len(self._inputs) - 1], self._inputs[-1]
+            query, key, value = self._heads_of(len(self._inputs) - 1)
             mixed = functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
-            )
+                query[None], key[None], value[None], is_causal=True,
+                enable_gqa=len(query) != len(key),
+            )  # fmt: skip
             rows = rows + block.output(mixed[0].transpose(0, 1).flatten(1))
             self._inputs.append(rows + block.feed_forward(block.post_norm(rows)))
         return self._inputs[layer]
 
-    def heads(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads_of(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of ``layer``."""
-        if layer not in self._heads:
-            block = self._layers[layer]
-            self._heads[layer] = block.heads(block.input_norm(self.input_of(layer)))
+        while len(self._heads) <= layer:
+            at = len(self._heads)
+            block = self._decoder[at]
+            self._heads.append(block.heads(block.input_norm(self._input_of(at))))
         return self._heads[layer]

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.plan import Ids
 from vllm_autoprune.serving.settings import TextTower
 from vllm_autoprune.serving.worker.tensor_parallel import gather_over_ranks, world_size
-from vllm_autoprune.tpdsl.prefix import LanguagePrefix, PrefixOutput, attention_rows
+from vllm_autoprune.tpdsl.prefix import DecoderLayer, DecoderPrefix, PrefixOutput
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaModel
@@ -146,7 +145,7 @@ class FirstLanguageLayers:
         return LlamaPrefix(self._model, sequence, len(self._start), len(words))
 
 
-class LlamaPrefix(LanguagePrefix):
+class LlamaPrefix(DecoderPrefix):
     """Prefix of one image, layer by layer.
 
     Every tensor-parallel rank must make the same calls in the same order; results are bit-identical
@@ -154,73 +153,43 @@ class LlamaPrefix(LanguagePrefix):
     """
 
     def __init__(self, model: LlamaModel, sequence: Tensor, start: int, words: int) -> None:
-        self.layers = len(model.layers)
-        self.start = start
+        positions = torch.arange(len(sequence), device=sequence.device)
+        layers = [_decoder_layer(block, positions) for block in model.layers]
+        super().__init__(layers, model.norm, sequence, start, words)
         self._model = model
-        self._words = words
-        self._positions = torch.arange(len(sequence), device=sequence.device)
-        self.text = torch.ones(1, words, dtype=torch.bool, device=sequence.device)
-        self._inputs = [sequence]
-        self._projections: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def read(self, output: PrefixOutput, layer: int) -> Tensor:
-        """An output of the one image, the same on every rank."""
-        if output == "embeddings":
-            return self._inputs[0][None]
-        if output in ("states", "normed"):
-            states = self._layer_input(layer + 1)
-            normed: Tensor = states if output == "states" else self._model.norm(states)
-            return normed[None]
-        query, key, _ = self._project_heads(layer)
-        shared = world_size()
+        """The output of the one sequence, heads gathered over ranks."""
+        local, shared = super().read(output, layer), world_size()
+        if shared == 1 or output not in ("keys", "attention"):
+            return local
+        heads = gather_over_ranks(local[0], dim=0)[None]
         if output == "attention":
-            rows = attention_rows(query[:, -self._words :], key)
-            return (rows if shared == 1 else gather_over_ranks(rows, dim=0))[None]
-        if shared == 1:
-            return key[None]
+            return heads
         # Where there are more ranks than key heads, neighbours hold the same one.
-        copies = max(1, shared // self._layer(layer).self_attn.total_num_kv_heads)
-        return gather_over_ranks(key, dim=0)[::copies][None]
+        copies = max(1, shared // self._model.layers[layer].self_attn.total_num_kv_heads)
+        return heads[:, ::copies]
 
-    def _layer(self, layer: int) -> LlamaDecoderLayer:
-        return self._model.layers[layer]
 
-    def _layer_input(self, layer: int) -> Tensor:
-        """``(L, D)``: what enters ``layer``, after running those before it."""
-        while len(self._inputs) <= layer:
-            self._inputs.append(self._layer_output(len(self._inputs) - 1))
-        return self._inputs[layer]
+def _decoder_layer(block: LlamaDecoderLayer, positions: Tensor) -> DecoderLayer:
+    """The layer as it is served; norms are called without a residual, into which they write."""
+    attention = block.self_attn
 
-    def _project_heads(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query ``(h, L, d)``, key and value ``(hk, L, d)`` of this rank's heads, rotated."""
-        while len(self._projections) <= layer:
-            at = len(self._projections)
-            hidden, attention = self._layer_input(at), self._layer(at).self_attn
-            packed, _ = attention.qkv_proj(self._layer(at).input_layernorm(hidden))
-            sizes = [attention.q_size, attention.kv_size, attention.kv_size]
-            query, key, value = packed.split(sizes, dim=-1)
-            query, key = attention.rotary_emb(self._positions, query, key)
-            heads = [
-                part.unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)
-                for part in (query, key, value)
-            ]
-            self._projections.append((heads[0], heads[1], heads[2]))
-        return self._projections[layer]
-
-    def _layer_output(self, layer: int) -> Tensor:
-        """``(L, D)``: what leaves ``layer``."""
-        hidden, block = self._layer_input(layer), self._layer(layer)
-        query, key, value = self._project_heads(layer)
-        mixed = functional.scaled_dot_product_attention(
-            query[None],
-            key[None],
-            value[None],
-            is_causal=True,
-            scale=block.self_attn.scaling,
-            enable_gqa=len(query) != len(key),
+    def heads(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed, _ = attention.qkv_proj(rows)
+        sizes = [attention.q_size, attention.kv_size, attention.kv_size]
+        query, key, value = packed.split(sizes, dim=-1)
+        query, key = attention.rotary_emb(positions, query, key)
+        width = attention.head_dim
+        query, key, value = (
+            part.unflatten(-1, (-1, width)).transpose(0, 1) for part in (query, key, value)
         )
-        attended, _ = block.self_attn.o_proj(mixed[0].transpose(0, 1).flatten(1))
-        # Norms are called without a residual: with one they would write into their inputs.
-        residual = hidden + attended
-        output: Tensor = residual + block.mlp(block.post_attention_layernorm(residual))
-        return output
+        return query, key, value
+
+    def output(rows: Tensor) -> Tensor:
+        projected: Tensor = attention.o_proj(rows)[0]
+        return projected
+
+    return DecoderLayer(
+        block.input_layernorm, heads, output, block.post_attention_layernorm, block.mlp
+    )
