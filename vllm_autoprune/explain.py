@@ -23,9 +23,9 @@ from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.tpdsl.atoms.reassembly import find_owners
 from vllm_autoprune.tpdsl.atoms.scoring import run_signal
-from vllm_autoprune.tpdsl.atoms.source import apply_view
 from vllm_autoprune.tpdsl.base_policy import FALLBACKS, Given, RefinedTokens
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.registry import run
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 if TYPE_CHECKING:
@@ -276,7 +276,8 @@ def trace_images(
     """Trace each of the B images, of which ``refined`` is the result of ``policy``."""
     policy = policy.at(tokens.count, tokens.grid.tiles)
     calls = policy.state.scoring.signals if refined.quality is not None else ()
-    view = apply_view(policy.state.source.tokens, policy.state.ranked(tokens)) if calls else tokens
+    view = policy.state.ranked(tokens)
+    view = run(VisualTokens, policy.state.source.tokens, view) if calls else tokens
     signals = [
         (call.atom, call.weight, min_max_normalise(run_signal(call, view, refined.reference)))
         for call in calls

@@ -18,19 +18,17 @@ from tests.tpdsl.samples import Changes, around, call, images, plain, state, wit
 from vllm_autoprune import Grid, Instruction, VisualTokens, materialize, refine
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.rowwise import mask_from_indices
-from vllm_autoprune.tpdsl.atoms.pools import SizedPool, build_pool, run_partition
+from vllm_autoprune.tpdsl.atoms.pools import SizedPool, build_pool
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
-from vllm_autoprune.tpdsl.atoms.scoring import run_fusion, run_kernel, run_signal
-from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs, run_selector
+from vllm_autoprune.tpdsl.atoms.scoring import Kernel, run_fusion, run_signal
+from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs
 from vllm_autoprune.tpdsl.atoms.source import (
     FIXED_BUDGETS,
     PriorInputs,
-    apply_view,
     run_budget,
-    run_prior,
 )
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, PublishedSelection
-from vllm_autoprune.tpdsl.registry import ATOMS
+from vllm_autoprune.tpdsl.registry import ATOMS, run
 
 E1, E2 = [1.0, 0.0], [0.0, 1.0]
 HALF = 1 / math.sqrt(2)
@@ -249,7 +247,7 @@ KERNELS: dict[str, tuple[str, Changes, VisualTokens, list[list[float]], list[flo
 def test_kernels(fact: str) -> None:
     name, parameters, tokens, similarity, quality = KERNELS[fact]
     g = 0.1 + 0.2 * torch.arange(tokens.count)[None]
-    kernel = run_kernel(call(name, **parameters), tokens, g)
+    kernel = run(Kernel, call(name, **parameters), tokens, g)
     assert torch.allclose(kernel.similarity[0], torch.tensor(similarity).float(), atol=1e-4)
     assert kernel.quality[0].tolist() == pytest.approx(quality, rel=1e-4, abs=1e-4)
 
@@ -274,7 +272,7 @@ PARTITIONS: dict[str, tuple[str, Changes, VisualTokens, list[int]]] = {
 def test_partitions(fact: str) -> None:
     """Labels up to their numbering, which is that of first appearance here."""
     name, parameters, tokens, expected = PARTITIONS[fact]
-    labels = run_partition(call(name, **parameters), tokens)[0].tolist()
+    labels = run(Tensor, call(name, **parameters), tokens)[0].tolist()
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
     assert [numbers[label] for label in labels] == expected
 
@@ -400,7 +398,7 @@ def select_batch(
         kernel_call=call("pairwise_cosine_kernel"),
         partition_call=call("spatial_grid_partition"),
     )
-    return run_selector(call(name, **parameters), inputs)
+    return run(Tensor, call(name, **parameters), inputs)
 
 
 def select_one(
@@ -565,7 +563,7 @@ TILED = plain(torch.tensor([E1, E2, E1, [-1.0, 0.0]]), Grid(1, 2, tiles=2))
     ],
 )
 def test_views_compare_within_tiles_or_across(view: object, values: list[float]) -> None:
-    seen = apply_view(view, TILED)  # type: ignore[arg-type]
+    seen = run(VisualTokens, view, TILED)  # type: ignore[arg-type]
     assert torch.equal(seen.features, TILED.features)
     redundancy = call("redundancy_density_penalty", m=1)
     assert run_signal(redundancy, seen, torch.zeros(1, 1).long())[0].tolist() == values
@@ -591,11 +589,11 @@ def test_tower_view_scores_tower_features_and_keeps_projected_rows() -> None:
 def test_priors(monkeypatch: pytest.MonkeyPatch) -> None:
     divprune = BASE_POLICIES["divprune"].call.model_validate({"name": "divprune"})
     six = PriorInputs(plain(torch.eye(6)), divprune, 2, torch.tensor([[4, 1]]))
-    floor = run_prior(call("reference_mask_prior", floor=0.25), six)
+    floor = run(Tensor, call("reference_mask_prior", floor=0.25), six)
     assert floor.tolist() == [[0.25, 1, 0.25, 0.25, 1, 0.25]]
     tokens, second = images(2, batch=1), BASE_POLICIES["cdpruner"]
     known = PriorInputs(tokens, divprune, 5, torch.arange(5)[None])
-    prior = run_prior(call("external_policy", policy="cdpruner", weight=0.75), known)
+    prior = run(Tensor, call("external_policy", policy="cdpruner", weight=0.75), known)
     picks = second.select(second.default_params, tokens, 5).picks
     assert torch.equal(prior, torch.full((1, 36), 0.25).scatter(1, picks, 1.0))
     # The published code keeps two tokens of the first image and a merged row; one of the second.
@@ -609,7 +607,7 @@ def test_priors(monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = replace(BASE_POLICIES["divprune"], published=published)
     monkeypatch.setitem(BASE_POLICIES, "divprune", teacher)
     known = PriorInputs(plain(torch.rand(2, 6, 3)), divprune, 3, torch.zeros(2, 3).long())
-    prior = run_prior(call("native_teacher_mask_prior", weight=0.5), known)
+    prior = run(Tensor, call("native_teacher_mask_prior", weight=0.5), known)
     assert prior.tolist() == [[1, 0.5, 0.5, 0.5, 0.5, 1], [0.5, 0.5, 1, 0.5, 0.5, 0.5]]
     assert requested == [3]
 

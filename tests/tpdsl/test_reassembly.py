@@ -21,7 +21,7 @@ from tests.tpdsl.samples import (
     with_relevance,
 )
 from vllm_autoprune import Grid, load_state, materialize, refine
-from vllm_autoprune.tpdsl.atoms.reassembly import PRINTED, RECIPES, run_reassembly
+from vllm_autoprune.tpdsl.atoms.reassembly import PRINTED, RECIPES
 from vllm_autoprune.tpdsl.base_policy import ReferenceSelection, TokenSelection
 from vllm_autoprune.tpdsl.registry import ATOMS
 
@@ -155,7 +155,9 @@ def test_every_composition_equals_the_scalar_reference(name: str, parameters: Js
     kept = order[:, :7].sort(dim=1).values
     picks, g = order[:, 3:10], torch.rand(2, 24, generator=source).mul(8).round()  # with ties
     taken = {key: parameters[key] for key in ATOMS[name].call.parameters() if key in parameters}
-    rows, placed = run_reassembly(call(name, **taken), tokens, chosen(kept, picks, g))
+    rows, placed = RECIPES[call(name, **taken).atom](
+        call(name, **taken), tokens, chosen(kept, picks, g)
+    )
     low, high = relevance.amin(dim=1, keepdim=True), relevance.amax(dim=1, keepdim=True)
     r = (relevance - low) / (high - low)
     for image, here in enumerate(kept.tolist()):
@@ -173,7 +175,7 @@ def test_every_composition_equals_the_scalar_reference(name: str, parameters: Js
 def test_by_default_nothing_changes_but_the_order(name: str) -> None:
     tokens = images(1, dtype=torch.float16)
     kept, g = torch.tensor([[2, 3, 11], [0, 30, 35]]), torch.rand(2, 36)
-    rows, placed = run_reassembly(call(name), tokens, chosen(kept, kept.flip(1), g))
+    rows, placed = RECIPES[call(name).atom](call(name), tokens, chosen(kept, kept.flip(1), g))
     assert torch.equal(rows, tokens.features.gather(1, placed[:, :, None].expand(-1, -1, 16)))
     assert torch.equal(placed.sort(dim=1).values, kept)
 
@@ -191,7 +193,7 @@ def test_rows_merged_by_the_base_policy_are_the_anchors() -> None:
     kept, merged = torch.tensor([[0, 1]]), torch.tensor([[[9.0, 0.0], [0.0, 9.0]]])
     reference, none = ReferenceSelection(kept, merged=merged), torch.zeros(1, dtype=torch.uint8)
     merging = call("mean_residual", strength=0.5)
-    rows, _ = run_reassembly(merging, tokens, TokenSelection(kept, reference, none))
+    rows, _ = RECIPES[merging.atom](merging, tokens, TokenSelection(kept, reference, none))
     assert rows[0].tolist() == [[(9 + 1.5) / 2, 0.5], [0.5, 6.0]]
 
 

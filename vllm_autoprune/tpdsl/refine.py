@@ -29,10 +29,10 @@ from vllm_autoprune.ops.rowwise import (
     upload,
 )
 from vllm_autoprune.tpdsl.atoms.pools import build_pool
-from vllm_autoprune.tpdsl.atoms.reassembly import run_reassembly
+from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance, run_fusion, run_signal
-from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs, condition_selector, run_selector
-from vllm_autoprune.tpdsl.atoms.source import PriorInputs, apply_view, run_prior
+from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs, condition_selector
+from vllm_autoprune.tpdsl.atoms.source import PriorInputs
 from vllm_autoprune.tpdsl.base_policy import (
     Given,
     ReferenceSelection,
@@ -40,6 +40,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     TokenSelection,
 )
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, core_policy, delta_policy
+from vllm_autoprune.tpdsl.registry import run
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens, split_over_tiles
 
 
@@ -85,7 +86,7 @@ def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Give
 def condition_exchange(policy: PruningPolicy, tokens: VisualTokens, fixed: Tensor) -> Conditioned:
     """What the policy's greedy selector reads of the tokens at ``(B, A)`` for every question."""
     scoring, selector = policy.state.scoring, policy.state.constraints.selector
-    view = apply_view(policy.state.source.tokens, policy.state.ranked(tokens))
+    view = run(VisualTokens, policy.state.source.tokens, policy.state.ranked(tokens))
     return condition_selector(selector, scoring.kernel, view, fixed)
 
 
@@ -149,7 +150,7 @@ def select_tokens(
 
     if policy.reads_quality:
         # Scores: quality g, constant if no signal has a positive weight. Given tokens are picks.
-        view = apply_view(state.source.tokens, tokens)
+        view = run(VisualTokens, state.source.tokens, tokens)
         picked, budget = picks, policy.budget
         if start is not None:
             picked = torch.cat([start.indices, picks], dim=1)
@@ -162,7 +163,7 @@ def select_tokens(
         known = PriorInputs(tokens, state.base_policy, budget, picked)
         for prior in state.source.priors:
             if not prior.idle:
-                g = g * run_prior(prior, known)
+                g = g * run(Tensor, prior, known)
         scored = scored & g.isfinite().all(dim=1)
         if view.features is not tokens.features:
             scored = scored & view.norm.isfinite().flatten(1).all(dim=1)
@@ -181,7 +182,7 @@ def select_tokens(
                 partition_call=constraints.partition,
                 start=start,
             )
-            refined = run_selector(constraints.selector, inputs)
+            refined = run(Tensor, constraints.selector, inputs)
             kept = torch.where((readable & scored)[:, None], refined, kept)
 
     code = torch.where(readable, torch.where(scored, 0, 1), 2).to(torch.uint8)
@@ -259,7 +260,8 @@ def assemble_rows(
 
     The value that caused a fallback may belong to a discarded token, so no token may be merged.
     """
-    rows, indices = run_reassembly(policy.state.reassembly, tokens, chosen)
+    call = policy.state.reassembly
+    rows, indices = RECIPES[call.atom](call, tokens, chosen)
     untouched = gather_rows(chosen.reference.rows(tokens), chosen.indices)
     sound = (chosen.fallback == 0)[:, None]
     ordered = replace(chosen, indices=torch.where(sound, indices, chosen.indices))

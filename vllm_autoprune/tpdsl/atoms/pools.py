@@ -80,11 +80,6 @@ def spatial_grid_partition(call: _GridPartition, tokens: VisualTokens) -> Tensor
     return cells.expand(tokens.batch, -1)
 
 
-def run_partition(call: PartitionCall, tokens: VisualTokens) -> Tensor:
-    """Run the partition of a call: labels ``(B, N)``."""
-    return run(Tensor, call, tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class _Candidates:
     """Tokens that a builder may take: a mask ``(B, N)``, and an upper bound on their number."""

@@ -439,8 +439,3 @@ def find_owners(call: AtomCall, tokens: VisualTokens, indices: Tensor) -> Tensor
     weights, _, _ = RECIPES[call.atom].weigh(call, tokens, indices, None)
     most, place = weights.max(dim=2)
     return indices.gather(1, place).masked_fill(most <= 0, -1)
-
-
-def run_reassembly(call: AtomCall, tokens: VisualTokens, chosen: TokenSelection) -> Rows:
-    """Run the reassembly of a call: rows of the kept tokens, and the token of each row."""
-    return RECIPES[call.atom](call, tokens, chosen)

@@ -477,8 +477,3 @@ def centred_cosine_kernel(call: CentredKernel, tokens: VisualTokens, g: Tensor) 
         rows = scale_to_unit_variance(rows)
     similarity = plain_cosines(tokens.by_image(subtract_mean(rows)))
     return Kernel(similarity, min_max_normalise(g, 1e-6) if call.weighted else torch.ones_like(g))
-
-
-def run_kernel(call: AtomCall, tokens: VisualTokens, g: Tensor) -> Kernel:
-    """Compute the kernel of a call, for token quality g ``(B, N)``."""
-    return run(Kernel, call, tokens, g)

@@ -22,12 +22,11 @@ from vllm_autoprune.ops.rowwise import (
     min_max_normalise,
     rank_descending,
 )
-from vllm_autoprune.tpdsl.atoms.pools import PartitionCall, run_partition
+from vllm_autoprune.tpdsl.atoms.pools import PartitionCall
 from vllm_autoprune.tpdsl.atoms.scoring import (
     Kernel,
     conditional_kernel,
     instruction_relevance,
-    run_kernel,
 )
 from vllm_autoprune.tpdsl.base_policy import Given
 from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, atom, run
@@ -149,12 +148,12 @@ class SelectorInputs:
     @cached_property
     def kernel(self) -> Kernel:
         """Similarity kernel of the state."""
-        return run_kernel(self.kernel_call, self.tokens, self.g)
+        return run(Kernel, self.kernel_call, self.tokens, self.g)
 
     @cached_property
     def labels(self) -> Tensor:
         """Labels ``(B, N)`` of the state's partition."""
-        return run_partition(self.partition_call, self.tokens)
+        return run(Tensor, self.partition_call, self.tokens)
 
     @cached_property
     def reference(self) -> Tensor:
@@ -232,7 +231,7 @@ def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
     tokens, pool, kept = revision.tokens, revision.pool, revision.staying
     batch, count = pool.shape
     scoped = tokens.scoped
-    kernel = run_kernel(revision.kernel_call, scoped, revision.g.view(-1, scoped.count)).similarity
+    kernel = run(Kernel, revision.kernel_call, scoped, revision.g.view(-1, scoped.count)).similarity
     quality = min_max_normalise(revision.g).clamp_min(1e-6) ** power
     nearest = kernel.masked_fill(~kept.view(-1, scoped.count, 1), -torch.inf).amax(dim=1)
     nearest, rows = nearest.view(batch, count), kernel.reshape(batch, count, scoped.count)
@@ -392,12 +391,7 @@ def condition_selector(
     if call.atom == "runtime_reference_anchor_pool_dpp_selector":
         return condition(tokens.cosine, fixed)
     g = tokens.features.new_ones(tokens.batch, tokens.count, dtype=torch.float32)
-    return condition(run_kernel(kernel_call, tokens, g).similarity, fixed)
+    return condition(run(Kernel, kernel_call, tokens, g).similarity, fixed)
 
 
 Selector = Annotated[SelectorCall, OneOf("selection_constraints", SelectorCall)]
-
-
-def run_selector(call: SelectorCall, revision: SelectorInputs) -> Tensor:
-    """Run the selector of a call: kept tokens as a mask ``(B, N)``, P in each image."""
-    return run(Tensor, call, revision)

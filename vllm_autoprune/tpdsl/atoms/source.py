@@ -203,16 +203,6 @@ class Source(StatePart):
     )
 
 
-def apply_view(call: ViewCall, tokens: VisualTokens) -> VisualTokens:
-    """Apply the token view of a call."""
-    return run(VisualTokens, call, tokens)
-
-
-def run_prior(call: PriorCall, known: PriorInputs) -> Tensor:
-    """Compute the prior of a call, ``(B, N)`` float32 in [0, 1]."""
-    return run(Tensor, call, known)
-
-
 FIXED_BUDGETS = (16, 32, 64, 128, 160, 192, 256, 320, 512, 640)
 """The ten values of K in the paper's language."""
 
