@@ -59,8 +59,26 @@ def _native(
     share = None if budget is None else budget // tokens.grid.tiles
 
     def run(tile: int) -> tuple[Tensor, Tensor]:
-        a = attention[tile]
-        kept = _published_count(a, plus=params.plus) if share is None else _given_count(a, share)
+        size = attention.shape[1]
+        outliers = int(find_outliers(attention[tile][None]).sum()) / size
+        best = rank_descending(attention[tile])
+        if share is not None:  # the rule of EffiVLM-Bench
+            top = best[: min(share, max(1, int(size * outliers)))]
+            samples = torch.arange(0, size, size // share, device=best.device)
+            free = samples[~torch.isin(samples, top)]
+            kept = torch.cat([top, free[: share - top.shape[0]]])
+        else:  # the published rule, about 4 per outlier
+            kept = best[: int(size * outliers)]
+            stride = int(int(1 / outliers) / 3) if outliers else 0
+            if params.plus and stride == 0:
+                raise SelectionError(
+                    f"PruMerge+ cannot choose its own count: {outliers:.0%} of the tokens are "
+                    "outliers, for which the published rule divides by zero; give a budget K"
+                )
+            if params.plus:
+                # The published range stops one early, so the last token is never sampled.
+                samples = torch.arange(0, size - 1, stride, device=best.device)
+                kept = torch.cat([kept, samples[~torch.isin(samples, kept)]])
         row = slice(tile, tile + 1)
         merged, extra = _merged(attention[row], keys[row], patches[row], kept[None])
         return torch.cat([kept, kept.new_full((1,), -1)]), torch.cat([merged[0], extra[0]])
@@ -105,37 +123,6 @@ def _spread(attention: Tensor, count: int) -> Tensor:
     step = ((turn - above).clamp_min(0) * 2 + 1) * remaining // (2 * samples.clamp_min(1))
     sampled = others.gather(1, step.clamp_max(size - 1))
     return torch.where(turn < above, order[:, :count], sampled)
-
-
-def _published_count(attention: Tensor, *, plus: bool) -> Tensor:
-    """Picks ``(kept,)`` of attention ``(n,)`` by the published rule, about 4 per outlier."""
-    size = attention.shape[0]
-    share = _outlier_share(attention)
-    top = rank_descending(attention)[: int(size * share)]
-    if not plus:
-        return top
-    stride = int(int(1 / share) / 3) if share else 0
-    if stride == 0:
-        raise SelectionError(
-            f"PruMerge+ cannot choose its own count: {share:.0%} of the tokens are outliers, for "
-            "which the published rule divides by zero; give a budget K"
-        )
-    # The published range stops one early, so the last token is never sampled.
-    samples = torch.arange(0, size - 1, stride, device=attention.device)
-    return torch.cat([top, samples[~torch.isin(samples, top)]])
-
-
-def _given_count(attention: Tensor, count: int) -> Tensor:
-    """Picks ``(count,)`` of attention ``(n,)`` by the rule of EffiVLM-Bench."""
-    size = attention.shape[0]
-    top = rank_descending(attention)[: min(count, max(1, int(size * _outlier_share(attention))))]
-    samples = torch.arange(0, size, size // count, device=attention.device)
-    free = samples[~torch.isin(samples, top)]
-    return torch.cat([top, free[: count - top.shape[0]]])
-
-
-def _outlier_share(attention: Tensor) -> float:
-    return int(find_outliers(attention[None]).sum()) / attention.shape[0]
 
 
 def _merged(

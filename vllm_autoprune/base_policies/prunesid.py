@@ -149,11 +149,14 @@ def _group_tokens(
     else:
         score = tiles.of(tokens.require_cls_attention().float(), tokens)
     similarity = cosines(rows, rows.norm(dim=-1, keepdim=True))
-    bound = _threshold(params, budget, size) * _mean_of_pairs(similarity)
+    # Similarity, as a multiple of the mean, from which on a token repeats another.
+    threshold, mean = params.threshold, _mean_of_pairs(similarity)
+    if threshold is None:
+        threshold = max(18 * budget / size, 1.0) if qwen else budget / 32
     if qwen:  # the published mean is a sum over pairs and the diagonal, by n squared
         diagonals = torch.stack([matrix.diagonal().sum() for matrix in similarity])[:, None]
-        mean = (_mean_of_pairs(similarity) * (size * (size - 1)) / 2 + diagonals) / size**2
-        bound = _threshold(params, budget, size) * mean
+        mean = (mean * (size * (size - 1)) / 2 + diagonals) / size**2
+    bound = threshold * mean
     best = rank_descending(score)
     distinct = _find_distinct(similarity, best, group, bound)
     sizes = _count_members(group, loadings.shape[2])
@@ -165,13 +168,6 @@ def _group_tokens(
     places = torch.arange(size, device=order.device) - begins
     rank = torch.zeros_like(places).scatter_(1, order, places)
     return _GroupedTokens(group, take, order, rank), score
-
-
-def _threshold(params: PruneSIDParams, budget: int, size: int) -> float:
-    """Multiple of the mean similarity from which on a token repeats another."""
-    if params.threshold is not None:
-        return params.threshold
-    return max(18 * budget / size, 1.0) if params.mode == "qwen" else budget / 32
 
 
 def _principal_loadings(rows: Tensor, groups: int) -> Tensor:

@@ -82,29 +82,22 @@ def sparsevlm(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> Ref
     return ReferenceSelection(picks, extra=merged.to(tokens.output.dtype))
 
 
-def _find_raters(language: LanguagePrefix, count: int) -> Tensor:
-    """Raters ``(B, Lt)`` bool: text tokens with above-average similarity to the visual tokens.
+def _rater_attention(language: LanguagePrefix, layer: int, count: int) -> Tensor:
+    """Attention of the raters, averaged over heads and then raters, ``(B, N)`` float32.
 
-    Similarity is the softmax over text tokens of dot products of input embeddings, averaged over
-    visual tokens. If none is above the mean, as with a single token, all are raters [ours].
+    Raters are text tokens with above-average similarity to the visual tokens: the softmax over text
+    tokens of dot products of input embeddings, averaged over visual tokens. If none is above the
+    mean, as with a single token, all are raters [ours].
     """
     entering, text = language.embeddings().float(), language.text
-    visual = language.visual(entering, count, dim=1)
     words = language.textual(entering, count, dim=1)
-    dots = matmul_each(visual, words.transpose(1, 2))
+    dots = matmul_each(language.visual(entering, count, dim=1), words.transpose(1, 2))
     similarity = dots.masked_fill(~text[:, None, :], -torch.inf).softmax(dim=2).mean(dim=1)
     mean = similarity.sum(dim=1, keepdim=True) / text.sum(dim=1, keepdim=True)
     above = (similarity > mean) & text
-    return torch.where(above.any(dim=1, keepdim=True), above, text)
-
-
-def _rater_attention(language: LanguagePrefix, layer: int, count: int) -> Tensor:
-    """Attention of the raters, averaged over heads and then raters, ``(B, N)`` float32."""
-    rate = _find_raters(language, count).float()
-    attention = language.attention(layer).float().mean(dim=1)
-    visual = language.visual(attention, count)
-    total = matmul_each(rate[:, None, :], visual)[:, 0]
-    return total / rate.sum(dim=1, keepdim=True)
+    rate = torch.where(above.any(dim=1, keepdim=True), above, text).float()
+    attention = language.visual(language.attention(layer).float().mean(dim=1), count)
+    return matmul_each(rate[:, None, :], attention)[:, 0] / rate.sum(dim=1, keepdim=True)
 
 
 def _cluster_means(members: Tensor, rows: Tensor) -> Tensor:
