@@ -21,7 +21,8 @@ from torch import Tensor
 
 from tests.ops import triton_cases
 from vllm_autoprune.ops import dpp
-from vllm_autoprune.ops.dpp import capped_greedy_map, condition, greedy_map, greedy_map_torch
+from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.greedy import capped_greedy_map, condition, greedy_map_torch
 from vllm_autoprune.ops.rowwise import TIE
 from vllm_autoprune.ops.similarity import cosines
 

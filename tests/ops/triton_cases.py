@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_autoprune.ops.dpp import condition, greedy_map_torch
+from vllm_autoprune.ops.greedy import condition, greedy_map_torch
 from vllm_autoprune.ops.similarity import cosines
 
 GPUS = (90, 100, 120, 80)

@@ -10,7 +10,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.dpp import Conditioned, condition, greedy_map
+from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.greedy import Conditioned, condition
 from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance, sharpen
 from vllm_autoprune.tpdsl.base_policy import (

@@ -11,8 +11,13 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.base_policies.cdpruner import condition_by_tile, normalised_relevance
-from vllm_autoprune.ops.dpp import Conditioned, condition, greedy_map
-from vllm_autoprune.ops.greedy import distance_to_kept, weighted_farthest_points
+from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.greedy import (
+    Conditioned,
+    condition,
+    distance_to_kept,
+    weighted_farthest_points,
+)
 from vllm_autoprune.ops.similarity import (
     WeightMap,
     map_weight,

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_autoprune.ops.dpp import DIVISOR, EXHAUSTED, UNIT, Conditioned, greedy_map_torch
-from vllm_autoprune.ops.greedy import HUGE
+from vllm_autoprune.ops.greedy import DIVISOR, EXHAUSTED, HUGE, UNIT, Conditioned, greedy_map_torch
 from vllm_autoprune.ops.rowwise import TIE
 
 logger = logging.getLogger("vllm.autoprune")

@@ -1,12 +1,22 @@
-"""Greedy selection, batched and without host syncs: farthest points, and coverage."""
+"""Greedy selection, batched and without host syncs: farthest points, coverage, and DPPs.
+
+Greedy MAP of a determinantal point process is that of Chen et al. 2018 (by incremental Cholesky
+factorisation), as CDPruner uses it. The rules beyond the rank of the kernel are [ours]: the
+published loop returns fewer than K tokens there. The kernel L = diag(q) S diag(q) is never formed:
+its Cholesky factor is diag(q) times that of S, so only S is factorised, and the gain of token j is
+q_j^2 d_j with d_j the residual of S_jj.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from vllm_autoprune.ops.rowwise import argmax_within
+from vllm_autoprune.ops.rowwise import ALIGNED, argmax_within
 
 HUGE = 2.0**100
 """Value of an infinite or NaN weight, when tokens are ordered by weight alone."""
@@ -167,3 +177,224 @@ def _greedy(
 def covered_by(degrees: Tensor, kept: Tensor) -> Tensor:
     """How well the candidates of a mask ``(B, N)`` cover each row, at least 0: ``(B, R)``."""
     return degrees.masked_fill(~kept[:, :, None], 0.0).amax(dim=1).clamp_min(0)
+
+
+EXHAUSTED = 1e-10
+"""Gain at or below which the rank of the kernel counts as exhausted."""
+
+DIVISOR = 1e-12
+"""Lower bound of a divisor: the residual of an anchor may be zero."""
+
+DEPENDENT = 1e-5
+"""Residual at or below which a given token is a combination of those before it: what is left of its
+row is rounding."""
+
+UNIT = 2**-6
+"""Difference from 1 within which a diagonal entry counts as a rounded 1: it is up to 9e-3 where
+rows are divided by their norm in bfloat16."""
+
+GIVEN = -0.5
+"""Residual at or below which a token is one of those that were conditioned on; others are only
+negative by rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conditioned:
+    """Similarity S of B images, conditioned on A given tokens each: S less its projection on them.
+
+    Quality only scales rows and columns of L = diag(q) S diag(q), so this holds for every question
+    about an image. factors ``(B, A, N)`` are rows of the Cholesky factor; residual ``(B, N)`` is
+    the conditioned diagonal, -1 for the given tokens.
+    """
+
+    factors: Tensor
+    residual: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.factors.nbytes + self.residual.nbytes
+
+    def select(self, image: int, images: int) -> Conditioned:
+        """Image ``image`` of a batch of ``images``, with all its tiles, copied."""
+        tiles = len(self.factors) // images
+        some = slice(image * tiles, (image + 1) * tiles)
+        return Conditioned(self.factors[some].clone(), self.residual[some].clone())
+
+    @staticmethod
+    def join(images: Sequence[Conditioned]) -> Conditioned:
+        """Images as one batch."""
+        factors = torch.cat([image.factors for image in images])
+        return Conditioned(factors, torch.cat([image.residual for image in images]))
+
+
+def condition(similarity: Tensor, fixed: Tensor, valid: Tensor | None = None) -> Conditioned:
+    """Condition similarity ``(B, N, N)`` float32 on the tokens at fixed ``(B, A)``, each once.
+
+    valid ``(B, A)`` bool leaves some of them out, where images have different numbers of them.
+    """
+    batch, tokens, _ = similarity.shape
+    count = fixed.shape[1]
+    residual = similarity.diagonal(dim1=1, dim2=2).clone(memory_format=torch.contiguous_format)
+    factors = similarity.new_zeros(batch, tokens, -(-count // ALIGNED) * ALIGNED)
+    flat, columns = residual.view(-1), factors.unbind(dim=2)
+    places = fixed + torch.arange(0, batch * tokens, tokens, device=fixed.device)[:, None]
+    for step, at in enumerate(places.unbind(dim=1)):
+        row = _conditioned_rows(similarity, factors, step, at)
+        pivot = flat.index_select(0, at)[:, None]
+        adds = pivot > DEPENDENT
+        if valid is not None:
+            adds &= valid[:, step : step + 1]
+        row = torch.where(adds, row * pivot.clamp_min(DEPENDENT).rsqrt(), 0.0)
+        columns[step].copy_(row)
+        residual -= row * row
+    ones = torch.ones_like(fixed) if valid is None else valid.to(fixed.dtype)
+    taken = torch.zeros_like(residual, dtype=fixed.dtype).scatter_add_(1, fixed, ones)
+    residual = residual.masked_fill(taken > 0, -1.0)
+    return Conditioned(factors[:, :, :count].transpose(1, 2), residual)
+
+
+def _conditioned_rows(similarity: Tensor, factors: Tensor, known: int, at: Tensor) -> Tensor:
+    """Rows ``(B, N)`` of one token of each image, less their projection on ``known`` factors.
+
+    similarity ``(B, N, N)``; factors ``(B, N, F)``, those that are not known zero; at ``(B,)``
+    counts the tokens of all images.
+    """
+    rows = similarity.flatten(0, 1).index_select(0, at)
+    if known == 0:
+        return rows
+    written = factors.narrow(2, 0, -(-known // ALIGNED) * ALIGNED)
+    own_factors = written.flatten(0, 1).index_select(0, at).unbind()
+    # One image at a time: a sum over a batch may be rounded in another way.
+    for image, factor, row in zip(written.unbind(), own_factors, rows.unbind(), strict=True):
+        torch.addmv(row, image, factor, alpha=-1, out=row)
+    return rows
+
+
+def _snap_to_one(residual: Tensor) -> Tensor:
+    """Residual ``(B, N)`` that the first pick reads: 1 where S_jj is a rounded 1."""
+    return torch.where((residual - 1).abs() <= UNIT, 1.0, residual)
+
+
+def greedy_map_torch(
+    similarity: Tensor,
+    quality: Tensor,
+    count: int,
+    anchors: Tensor | None = None,
+    eligible: Tensor | None = None,
+    conditioned: Conditioned | None = None,
+) -> Tensor:
+    """Plain torch implementation of ``dpp.greedy_map``, the reference for the Triton kernel.
+
+    The time of a step is dominated by the number of calls, so views are created outside the loop.
+    """
+    batch, tokens = quality.shape
+    forced = 0 if anchors is None else anchors.shape[1]
+    fixed = 0 if conditioned is None else conditioned.factors.shape[1]
+    offset = torch.arange(0, batch * tokens, tokens, device=quality.device)
+    rows = similarity.reshape(batch * tokens, tokens)
+    weight = quality * quality
+    factors = quality.new_zeros(batch, tokens, -(-(fixed + count) // ALIGNED) * ALIGNED)
+    if conditioned is None:
+        residual = similarity.diagonal(dim1=1, dim2=2).contiguous()
+    else:
+        residual = conditioned.residual.clone()
+        factors[:, :, :fixed] = conditioned.factors.transpose(1, 2)
+    flat = residual.view(-1)
+    columns = factors.unbind(dim=2)
+    known = factors.narrow(2, 0, -(-fixed // ALIGNED) * ALIGNED)
+    flat_factors, image_factors = known.flatten(0, 1), known.unbind()
+    picks, gains = [], []
+
+    for step in range(count):
+        if anchors is not None and step < forced:
+            pick, gain = anchors[:, step], torch.ones_like(quality[:, :1])
+        else:
+            if step == forced and eligible is not None:
+                residual.masked_fill_(~eligible, -1.0)
+            exact = _snap_to_one(residual) if fixed + step == 0 else residual
+            pick, gain = argmax_within(weight * exact, relative=True)
+        picks.append(pick)
+        gains.append(gain)
+        if step + 1 == count:
+            break
+        at = pick if batch == 1 else offset + pick
+        update = rows.index_select(0, at)
+        column = fixed + step
+        if column % ALIGNED == 0:  # columns not yet written are zero
+            known = factors.narrow(2, 0, column + ALIGNED)
+            flat_factors, image_factors = known.flatten(0, 1), known.unbind()
+        if column:
+            own_factors = flat_factors.index_select(0, at).unbind()
+            for image, factor, new in zip(image_factors, own_factors, update.unbind(), strict=True):
+                torch.addmv(new, image, factor, alpha=-1, out=new)
+        pivot = flat.index_select(0, at)
+        if step < forced:
+            pivot.clamp_min_(DIVISOR)
+        update *= pivot.rsqrt_().unsqueeze(1)
+        columns[column].copy_(update)
+        residual.addcmul_(update, update, value=-1)
+        flat.index_fill_(0, at, -1.0)  # stays negative, so the token is not picked again
+    # Gains never increase and NaN persists, so the picks that count come first.
+    return fill_by_weight(torch.stack(picks, 1), torch.cat(gains, 1), quality, eligible, EXHAUSTED)
+
+
+def capped_greedy_map(
+    similarity: Tensor,
+    quality: Tensor,
+    count: int,
+    *,
+    anchors: Tensor,
+    eligible: Tensor,
+    cells: Tensor,
+    cap: int,
+    conditioned: Conditioned | None = None,
+) -> Tensor:
+    """Greedy MAP as in ``dpp.greedy_map``, at most ``cap`` picks per cell.
+
+    similarity ``(B, N, N)``, quality ``(B, N)``; anchors ``(B, A)`` are forced first picks, which
+    count towards their cells and may exceed the cap, as do the tokens of ``conditioned``; eligible
+    ``(B, N)`` bool; cells ``(B, N)`` int64 in 0..N-1. Returns ``(B, count)`` int64, unique, the
+    same alone and in a batch. If all eligible tokens are in full cells the cap is ignored; once
+    gains are exhausted, the remaining picks are by quality.
+    """
+    batch, forced = anchors.shape
+    tokens = quality.shape[1]
+    known = 0 if conditioned is None else conditioned.factors.shape[1]
+    factors = quality.new_zeros(batch, tokens, -(-(known + count) // ALIGNED) * ALIGNED)
+    if conditioned is None:
+        residual = similarity.diagonal(dim1=1, dim2=2)
+        fixed = torch.zeros_like(eligible)
+    else:
+        residual, fixed = conditioned.residual, conditioned.residual <= GIVEN
+        factors[:, :, :known] = conditioned.factors.transpose(1, 2)
+    weight = quality * quality
+    lowest = torch.finfo(quality.dtype).min
+    spare = quality.nan_to_num(nan=0.0).clamp_min(lowest)
+    open_ = eligible & ~fixed
+    occupancy = torch.zeros_like(cells).scatter_add_(1, cells, fixed.to(cells.dtype))
+    sound = torch.ones(batch, dtype=torch.bool, device=quality.device)
+    offset = torch.arange(0, batch * tokens, tokens, device=quality.device)
+    picks = []
+    for step in range(count):
+        if step < forced:
+            pick = anchors[:, step]
+        else:
+            room = open_ & (occupancy.gather(1, cells) < cap)
+            room = torch.where(room.any(dim=1, keepdim=True), room, open_)
+            exact = _snap_to_one(residual) if known + step == 0 else residual
+            gains = (weight * exact).masked_fill(~room, -torch.inf)
+            best, gain = argmax_within(gains, relative=True)
+            sound = sound & (gain[:, 0] > EXHAUSTED) & (gain[:, 0] < torch.inf)
+            pick = torch.where(sound, best, spare.masked_fill(~room, -torch.inf).argmax(dim=1))
+        picks.append(pick)
+        open_.scatter_(1, pick[:, None], False)
+        cell = cells.gather(1, pick[:, None])
+        occupancy.scatter_add_(1, cell, torch.ones_like(cell))
+        row = _conditioned_rows(similarity, factors, known + step, offset + pick)
+        row = row * residual.gather(1, pick[:, None]).clamp_min(DIVISOR).rsqrt()
+        factors[:, :, known + step] = row
+        residual = residual - row * row
+    if not picks:
+        return torch.empty(batch, 0, dtype=torch.int64, device=quality.device)
+    return torch.stack(picks, dim=1)

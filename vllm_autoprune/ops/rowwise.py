@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+ALIGNED = 16
+"""Float32 numbers per cache line: sums over aligned rows are rounded the same way everywhere."""
+
 FLAT = 1e-12
 """Range below which a score counts as constant."""
 

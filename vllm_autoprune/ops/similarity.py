@@ -17,9 +17,6 @@ from torch import Tensor
 from vllm_autoprune.ops.greedy import farthest_points
 from vllm_autoprune.ops.rowwise import FLAT
 
-ALIGNED = 16
-"""Float32 numbers per cache line: sums over aligned rows are rounded the same way everywhere."""
-
 _STRIPS = 4
 """Number of strips of the lower triangle: 10 of 16 blocks are then computed."""
 

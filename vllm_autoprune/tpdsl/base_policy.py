@@ -16,7 +16,7 @@ from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.ops.dpp import Conditioned
+from vllm_autoprune.ops.greedy import Conditioned
 from vllm_autoprune.ops.rowwise import mask_from_indices, positions_in_order
 from vllm_autoprune.tpdsl.registry import StatePart, literal_type
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens

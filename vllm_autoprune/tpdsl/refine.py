@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from vllm_autoprune.ops.dpp import Conditioned
+from vllm_autoprune.ops.greedy import Conditioned
 from vllm_autoprune.ops.rowwise import (
     evenly_spaced,
     gather_rows,

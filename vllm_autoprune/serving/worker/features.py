@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_autoprune.ops.dpp import Conditioned
+from vllm_autoprune.ops.greedy import Conditioned
 from vllm_autoprune.serving.plan import split_over_parts
 from vllm_autoprune.tpdsl.tokens import Grid
 

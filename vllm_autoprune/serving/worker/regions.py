@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from vllm_autoprune.ops.dpp import Conditioned
+from vllm_autoprune.ops.greedy import Conditioned
 from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.plan import NO_KEY, Choice, Ids, ItemPlan, runs_policy
 from vllm_autoprune.serving.served_state import ServedState

@@ -15,7 +15,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.dpp import Conditioned, capped_greedy_map, condition, greedy_map
+from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.greedy import Conditioned, capped_greedy_map, condition
 from vllm_autoprune.ops.rowwise import (
     argmax_within,
     mask_from_indices,
