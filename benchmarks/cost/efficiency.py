@@ -49,7 +49,8 @@ _POLICIES = (
     "fastv", "pyramiddrop", "sparsevlm", "prumerge_plus", "trim", "visionzip", "dart",
     "divprune", "cdpruner",
 )  # fmt: skip
-MINI, FULL, _SERVED, _WARM_UP = "mini-llava", "full", "served", 2
+MINI, FULL, _SERVED = "mini-llava", "full", "served"
+_WARM_UP, _ANSWER_TOKENS = 2, 16
 _SHAPES: Mapping[str, tuple[int, Callable[[Path, int], Path]]] = {
     "llava-1.5-7b": (336, write_llava),
     "llava-next-7b": (672, write_llava_next),
@@ -105,7 +106,7 @@ def _open_model(name: str, layers: int, out: Path) -> Model:
 def _draw_requests(name: str, count: int) -> list[tuple[bytes, bytes]]:
     """Two questions about each of several images: the second has the first one's words, reversed.
 
-    Their answers have 16 tokens. mini-LLaVA gets images and questions that it knows.
+    mini-LLaVA gets images and questions that it knows.
     """
     if name == MINI:
         firsts = {example.image_id: example for example in reversed(draw_examples("test", count))}
@@ -125,7 +126,7 @@ def _draw_requests(name: str, count: int) -> list[tuple[bytes, bytes]]:
 def _build_request(question: str, url: str) -> bytes:
     # A special first token would have no text to be timed.
     fields = {"ignore_eos": True, "skip_special_tokens": False}
-    return build_body(_SERVED, build_content(question, [url]), tokens=16, fields=fields)
+    return build_body(_SERVED, build_content(question, [url]), tokens=_ANSWER_TOKENS, fields=fields)
 
 
 class Measurement(FrozenModel):
@@ -137,8 +138,8 @@ class Measurement(FrozenModel):
     """The same for a second question on the same image, right after the first."""
     prefill: float
     """In the engine, mean: vLLM's own ``request_prefill_time_seconds``, vision tower included."""
-    decode: tuple[float, ...]
-    """Per token after the first, of each first question."""
+    decode: float
+    """Per token after the first, of vLLM's ``request_decode_time_seconds``."""
     visual_tokens: float | None
     """Kept tokens of an image, as the plugin counts them; None without the plugin."""
     device_memory: int | None
@@ -209,14 +210,16 @@ def _send_requests(server: Server, requests: Sequence[tuple[bytes, bytes]]) -> M
     for question, _ in requests[:_WARM_UP]:
         client.send(question)
     call_workers(DeviceMemory.reset_device_memory.__name__)
-    seconds, images = "vllm:request_prefill_time_seconds_sum", "autoprune_images_total"
-    kept = "autoprune_visual_tokens_total"
+    seconds = "vllm:request_{}_time_seconds_sum"
+    images, kept = "autoprune_images_total", "autoprune_visual_tokens_total"
     images_before, kept_before = read(images), read(kept, stage="after")
-    records, again, prefill = [], [], 0.0
+    records, again, prefill, decode = [], [], 0.0, 0.0
     for question, second_question in timed:
-        before = read(seconds)
+        prefill -= read(seconds.format("prefill"))
+        decode -= read(seconds.format("decode"))
         records.append(client.send(question))
-        prefill += read(seconds) - before
+        prefill += read(seconds.format("prefill"))
+        decode += read(seconds.format("decode"))
         again.append(client.send(second_question))
     failed = [record.error for record in (*records, *again) if record.error]
     if failed:
@@ -227,7 +230,7 @@ def _send_requests(server: Server, requests: Sequence[tuple[bytes, bytes]]) -> M
         ttft=tuple(record.ttft for record in records),
         again=tuple(record.ttft for record in again),
         prefill=prefill / len(records),
-        decode=tuple(record.tpot for record in records if record.tpot is not None),
+        decode=decode / len(records) / (_ANSWER_TOKENS - 1),
         visual_tokens=tokens / count if count else None,
         device_memory=None if None in peaks else sum(peak for peak in peaks if peak is not None),
     )
@@ -239,7 +242,8 @@ _NOTES = (
     "are served, and include the whole vision tower: with fewer, their ratios are smaller.",
     "Tokens of the full model are counted as published: without a newline for each row.",
     "Prefill: mean of vLLM's request_prefill_time_seconds, which includes vision tower "
-    "and selection. TTFT and decode: at the client, one request at a time, always a new image.",
+    "and selection; decode: of request_decode_time_seconds. TTFT: at the client. One request at a "
+    "time, always a new image.",
     "Second question: median TTFT of a second question on each image, right after the first, "
     "and its ratio to the first. Without the plugin, and with policies that ignore questions, "
     "vLLM finds the image's KV in its prefix cache; policies that read the question reuse the "
@@ -286,7 +290,7 @@ def _describe_arm(
         f"{1000 * measured.prefill:.1f}{faster}",
         format_spread(waits),
         f"{1000 * again:.1f} ({again / waits.median:.2f}x)",
-        f"{1000 * median(measured.decode):.2f}",
+        f"{1000 * measured.decode:.2f}",
         f"{computed.kv_mib:.4g}",
         "not measured" if memory is None else f"{memory / MIB:.0f}",
     )

@@ -1,1 +1,1 @@
-"""The demo: one small model served stock and pruned, asked the same questions, one table."""
+"""The demo: two models, served stock and pruned and asked the same questions, in one table."""

@@ -9,19 +9,23 @@ those of any weights.
 from __future__ import annotations
 
 import contextlib
-import re
+import math
+import statistics
+import sys
 import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+
+import torch
+from rich.console import Console
+from rich.markdown import Markdown
 
 from benchmarks.common import BenchmarkError
 from benchmarks.common.client import EMPTY, Client, Record
-from benchmarks.common.report import show_stage
+from benchmarks.common.report import environment, show_stage
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
 from benchmarks.common.shapes import (
     TOKENS,
@@ -30,253 +34,44 @@ from benchmarks.common.shapes import (
     read_kv_layout,
     write_llava,
 )
-from benchmarks.server import ServerDied, serve
+from benchmarks.server import ServerDied, find_cause, serve
 from benchmarks.yardsticks.engine import MAX_ANSWER_TOKENS
-from benchmarks.yardsticks.examples import LLAVA, Example, png_url
-from vllm_autoprune.ops.dtype import Dtype, choose_dtype
+from benchmarks.yardsticks.examples import (
+    CLIP,
+    LLAVA,
+    Example,
+    draw_examples,
+    grade_answers,
+    png_url,
+)
+from vllm_autoprune.ops.dtype import choose_dtype
+from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Spread, spread
 
-Guard = Callable[[], AbstractContextManager[None]]
-"""Ends servers that are started within it after Ctrl-C."""
-Keep = Literal["full", "random", "resized", "reference", "state"]
+_INTRODUCTION = """\
+This demo serves two models with `vllm serve`, stock and pruned, on this machine, and compares both
+with resizing the image to as many tokens:
+  mini-LLaVA, trained, tiny:                      how many answers stay right
+  LLaVA-1.5's proportions, random weights, large: how much faster and smaller requests become
+The large one is served in {dtype}, which this machine multiplies fast, the tiny one in {small}. By
+a product timed just now it takes about {minutes} minutes here, longer beside other work, and ends
+with one table."""
+_OTHER_SECONDS = 90
+"""Starts of four servers and mini-LLaVA's questions, on two idle cores."""
+_PRODUCTS = 1100
+"""What all requests to the large model take, in products of one image's tokens in its MLP."""
 
-USERS = 8
-"""Requests at once."""
-SERVED_NAME = "llava"
-_FLAGS = ("--served-model-name", SERVED_NAME, "--max-model-len", "1024", "--block-size", "32",
+_SERVED, _USERS, _SCENES = "llava", 8, 20
+"""Name of the served model, requests at once, scenes that mini-LLaVA is asked about."""
+_FLAGS = ("--served-model-name", _SERVED, "--max-model-len", "1024", "--block-size", "32",
           "--enforce-eager")  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """One way to serve an image: all of its tokens, or ``budget`` of them."""
-
-    keep: Keep
-    budget: int | None = None
-
-    @property
-    def label(self) -> str:
-        """Short and unique, such as ``reference 8``."""
-        return self.keep if self.budget is None else f"{self.keep} {self.budget}"
-
-    @property
-    def fields(self) -> dict[str, object]:
-        """The pruning fields of a request; none for the stock server."""
-        if self.keep == "full":
-            return {}
-        return {"mm_processor_kwargs": {"autoprune": {"budget": self.budget, "keep": self.keep}}}
-
-
-FULL = Configuration("full")
-KEEPS: tuple[Keep, ...] = ("random", "resized", "reference", "state")
-"""Ways to have K tokens: two controls, then the state without its exchanges and with them."""
-PRUNED = tuple(Configuration(keep, budget) for budget in (16, 8) for keep in KEEPS)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is served, and how many questions are sent."""
-
-    model: Path
-    text_tower: Path
-    state: str
-    scenes: int
-    out: Path
-
-    @property
-    def dtype(self) -> Dtype:
-        """mini-LLaVA's is float32 on every CPU, so that its answers are the same on all."""
-        return choose_dtype(exact=self.model == LLAVA)
-
-
-Answers = dict[Configuration, list[Record]]
-"""Answers in the order of the examples."""
-
-
-def measure_answers(settings: Settings, examples: Sequence[Example], guard: Guard) -> Answers:
-    """Answers of the stock server, and of the pruned one in every configuration.
-
-    Its last configuration keeps all tokens: a control, which must equal the stock server.
-    """
-    # A row would profit from the one before it by hits in caches, which look like a fast prefill.
-    flags = (*_FLAGS, "--no-enable-prefix-caching", "--dtype", settings.dtype)
-    pruning = (
-        "--autoprune-state", settings.state, "--autoprune-text-tower", str(settings.text_tower),
-        "--autoprune-feature-cache-gb", "0", "--trust-request-mm-kwargs",
-    )  # fmt: skip
-    everything = Configuration("state", count_visual_tokens(settings.model))
-    arms = {"stock": (FULL,), "pruned": (*PRUNED, everything)}
-    answers = Answers()
-    for name, configurations in arms.items():
-        more, log = pruning if name == "pruned" else (), settings.out / f"{name}.log"
-        with guard(), _serve(f"mini-LLaVA, {name}", settings.model, (*flags, *more), log) as url:
-            answers |= send_questions(url, name, examples, configurations)
-    return answers
-
-
-def send_questions(
-    url: str, name: str, examples: Sequence[Example], configurations: Sequence[Configuration]
-) -> Answers:
-    """Send all questions in every configuration, several at a time.
-
-    Raises :class:`BenchmarkError` where a question is not answered.
-    """
-    contents = []
-    for example in examples:  # encoded once
-        image, question = build_content(example.question, [png_url(example.image)])
-        contents.append([{**image, "uuid": f"asked-{example.image_id}"}, question])
-    client = Client(url, timeout=120.0)
-
-    def ask(content: Sequence[Mapping[str, object]], fields: Mapping[str, object]) -> Record:
-        record = client.send(
-            build_body(SERVED_NAME, content, tokens=MAX_ANSWER_TOKENS, fields=fields)
-        )
-        if record.error not in (None, EMPTY):
-            broken = record.status in (0, 200)
-            what = "stopped answering; its log is in --out" if broken else "refused a question"
-            raise BenchmarkError(f"the server {what}: {record.error}")
-        return record
-
-    pool, answers = ThreadPoolExecutor(USERS), Answers()
-    try:
-        total = len(configurations) * len(contents)
-        with show_stage(f"mini-LLaVA, {name}: questions", total) as advance:
-            for configuration in configurations:
-                futures = [pool.submit(ask, content, configuration.fields) for content in contents]
-                answers[configuration] = []
-                for future in futures:
-                    answers[configuration].append(future.result())
-                    advance()
-    finally:
-        # Requests that are still running fail when the server ends, which must not wait for them.
-        pool.shutdown(wait=False, cancel_futures=True)
-    return answers
-
-
-WIDTH = 2048
-_LAYERS, _TOWER_LAYERS, _STATE, _BUDGET = 4, 2, "cdpruner", 64
-QUESTIONS = 3
-"""Questions about one image."""
-ANSWER_TOKENS, _QUESTION_WORDS = 4, 16
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Numbers of requests of one arm; ``images`` are asked about several times."""
-
-    alone: int = 6
-    together: int = 24
-    images: int = 4
-
-    @property
-    def requests(self) -> int:
-        """Number of all requests, including two that warm the server up."""
-        return 2 + self.alone + self.together + self.images * QUESTIONS
-
-
-@dataclass(frozen=True, slots=True)
-class _SpeedRow:
-    """What one way to serve an image costs; milliseconds.
-
-    ``questions`` are times to first token of the first, second and third about one image.
-    """
-
-    prompt_tokens: int
-    kv_bytes: int
-    alone: Spread
-    together: Spread
-    requests_per_second: float
-    questions: tuple[Spread, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """All of the comparison."""
-
-    stock: _SpeedRow
-    resized: _SpeedRow
-    pruned: _SpeedRow
-    tokens: int = TOKENS
-    budget: int = _BUDGET
-
-
-def measure_speed(out: Path, guard: Guard) -> Speed:
-    """Serve the shape stock, then pruned, and time the same requests on both."""
-    folder = write_llava(out / "shape", _LAYERS, tower_layers=_TOWER_LAYERS, width=WIDTH)
-    token_bytes = read_kv_layout(folder).bytes_per_token
-    flags = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
-    pruning = ("--autoprune-state", _STATE, "--autoprune-budget", str(_BUDGET),
-               "--autoprune-requests", "budget")  # fmt: skip
-
-    arms: dict[str, dict[str, dict[str, object]]] = {
-        "stock": {"stock": {}},
-        "pruned": {"pruned": {}, "resized": {"keep": "resized"}},
-    }
-    rows: dict[str, _SpeedRow] = {}
-    for server, requests in arms.items():
-        more, log = pruning if server == "pruned" else (), out / f"speed-{server}.log"
-        with guard(), _serve(f"large server, {server}", folder, (*flags, *more), log) as url:
-            for number, (name, fields) in enumerate(requests.items(), 1):
-                rows[name] = _time_requests(url, name, fields, Plan(), token_bytes, 1000 * number)
-    return Speed(rows["stock"], rows["resized"], rows["pruned"])
-
-
-def _time_requests(
-    url: str, name: str, fields: Mapping[str, object], plan: Plan, token_bytes: int, start: int
-) -> _SpeedRow:
-    """Time the requests of one arm.
-
-    ``start`` is the number of its first image and text, so that arms of one server share none.
-    """
-    client = Client(url)
-
-    def send(number: int, image: int) -> Record:
-        text = draw_words(_QUESTION_WORDS, start + number)
-        content = build_content(text, [_draw_image_url(start + image)])
-        # A special first token would have no text to be timed.
-        answer: dict[str, object] = {"ignore_eos": True, "skip_special_tokens": False}
-        if fields:
-            answer["mm_processor_kwargs"] = {"autoprune": dict(fields)}
-        record = client.send(build_body(SERVED_NAME, content, tokens=ANSWER_TOKENS, fields=answer))
-        advance()
-        if record.error is not None:
-            raise BenchmarkError(f"the large server did not answer: {record.error}")
-        return record
-
-    with show_stage(f"large server, {name}: times", plan.requests) as advance:
-        for number in range(2):
-            send(number, number)
-        alone = [send(number, number) for number in range(10, 10 + plan.alone)]
-        numbers = range(100, 100 + plan.together)
-        # Pictures are drawn before the clock starts.
-        _ = [_draw_image_url(start + number) for number in numbers]
-        begin = time.perf_counter()
-        with ThreadPoolExecutor(USERS) as pool:
-            together = list(pool.map(lambda number: send(number, number), numbers))
-        seconds = time.perf_counter() - begin
-        by_question: list[list[Record]] = [[] for _ in range(QUESTIONS)]
-        for image in range(300, 300 + plan.images):
-            for question in range(QUESTIONS):
-                by_question[question].append(send(image + 100 * question, image))
-    tokens = alone[0].prompt_tokens or 0
-    return _SpeedRow(
-        prompt_tokens=tokens,
-        kv_bytes=tokens * token_bytes,
-        alone=_first_tokens(alone),
-        together=_first_tokens(together),
-        requests_per_second=plan.together / seconds,
-        questions=tuple(map(_first_tokens, by_question)),
-    )
-
-
-@lru_cache(maxsize=64)
-def _draw_image_url(seed: int) -> str:
-    """A picture as a PNG data URL, as chat clients send it."""
-    return encode_picture(draw_picture(seed, 640, 480))
-
-
-def _first_tokens(records: Sequence[Record]) -> Spread:
-    return spread([1000 * record.ttft for record in records])
+_WIDTH, _LAYERS, _TOWER_LAYERS, _STATE, _BUDGET = 2048, 4, 2, "cdpruner", 64
+"""Of the large model."""
+_ANSWER_TOKENS, _QUESTION_WORDS, _QUESTIONS = 4, 16, 3
+"""Of its requests; questions about one image."""
+_SMALL_BUDGET = 16
+"""K of mini-LLaVA's 144 tokens, the same ninth as 64 of 576."""
+_Z = 1.96
 
 
 @contextlib.contextmanager
@@ -287,18 +82,259 @@ def _serve(name: str, model: Path, flags: Sequence[str], log: Path) -> Iterator[
             try:
                 server = stack.enter_context(serve(model, *flags, log=log))
             except ServerDied:
-                cause = find_root_cause(log.read_text(errors="replace"))
+                cause = find_cause(log.read_text(errors="replace"))
                 raise BenchmarkError(f"the server did not start: {cause} (log: {log})") from None
         yield server.url
 
 
-def find_root_cause(log: str) -> str:
-    """The plugin's refusal, else the first error in a log, else its last line.
+def ask_together(url: str, bodies: Sequence[bytes], advance: Callable[[], None]) -> list[Record]:
+    """Send all requests, eight at a time; their answers in the same order.
 
-    Processes pass errors on, so the first one is the cause.
+    Raises :class:`BenchmarkError` where one is not answered; no text is an answer too.
     """
-    _, refused, refusal = log.partition("\nvllm-autoprune: ")
-    if refused:
-        return " ".join(refusal.split())
-    error = re.search(r"(?:^|\] )(\w*(?:Error|Exception): .*)$", log, re.MULTILINE)
-    return error[1] if error else (log.strip() or "no output").rpartition("\n")[2]
+    client, pool, records = Client(url), ThreadPoolExecutor(_USERS), list[Record]()
+    try:
+        for future in [pool.submit(client.send, body) for body in bodies]:
+            record = future.result()
+            if record.error not in (None, EMPTY):
+                raise BenchmarkError(f"a question was not answered: {record.error}")
+            records.append(record)
+            advance()
+    finally:
+        # Requests that are still running fail when the server ends, which must not wait for them.
+        pool.shutdown(wait=False, cancel_futures=True)
+    return records
+
+
+@dataclass(frozen=True)
+class Score:
+    """Answers of mini-LLaVA: mean prompt tokens, share that is right, half of its interval."""
+
+    prompt_tokens: float
+    accuracy: float
+    half_width: float
+
+
+def measure_answers(examples: Sequence[Example], out: Path) -> dict[str, Score]:
+    """Answers of stock vLLM, with resized images, pruned, and with the base policy alone."""
+    contents = []
+    for example in examples:  # encoded once
+        image, question = build_content(example.question, [png_url(example.image)])
+        contents.append([{**image, "uuid": f"asked-{example.image_id}"}, question])
+    # Float32 on every CPU, so that its answers are the same on all. An arm would profit from the
+    # one before it by hits in caches.
+    common = (*_FLAGS, "--no-enable-prefix-caching", "--dtype", choose_dtype(exact=True))
+    pruning = (
+        "--autoprune-state", "minillava", "--autoprune-text-tower", str(CLIP),
+        "--autoprune-feature-cache-gb", "0", "--trust-request-mm-kwargs",
+    )  # fmt: skip
+    servers = {
+        "stock": (common, {"stock": ""}),
+        "pruned": (
+            (*common, *pruning),
+            {"resized": "resized", "pruned": "state", "base policy": "reference"},
+        ),
+    }
+    scores = {}
+    for server, (flags, keeps) in servers.items():
+        with _serve(f"mini-LLaVA, {server}", LLAVA, flags, out / f"{server}.log") as url:
+            for arm, keep in keeps.items():
+                pruned = {"autoprune": {"budget": _SMALL_BUDGET, "keep": keep}}
+                fields = {"mm_processor_kwargs": pruned} if keep else {}
+                bodies = [
+                    build_body(_SERVED, content, tokens=MAX_ANSWER_TOKENS, fields=fields)
+                    for content in contents
+                ]
+                with show_stage(f"mini-LLaVA, {arm}: questions", len(bodies)) as advance:
+                    answers = ask_together(url, bodies, advance)
+                texts = [answer.text for answer in answers]
+                scores[arm] = Score(
+                    statistics.fmean(answer.prompt_tokens or 0 for answer in answers),
+                    grade_answers(examples, texts).accuracy,
+                    half_width(examples, texts),
+                )
+    return scores
+
+
+def half_width(examples: Sequence[Example], answers: Sequence[str]) -> float:
+    """Half of the 95 % interval of accuracy: the wider of two intervals.
+
+    Wilson's takes questions as independent, and is correct near 0 and 1. The other one takes scenes
+    as independent, because questions on one image are correlated.
+    """
+    p, n = grade_answers(examples, answers).accuracy, len(examples)
+    wilson = _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
+    scenes: dict[int, list[int]] = {}
+    for place, example in enumerate(examples):
+        scenes.setdefault(example.image_id, []).append(place)
+    by_scene = [
+        grade_answers([examples[i] for i in places], [answers[i] for i in places]).accuracy
+        for places in scenes.values()
+    ]
+    return max(wilson, _Z * statistics.stdev(by_scene) / math.sqrt(len(by_scene)))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a request to the large model costs; milliseconds to the first token.
+
+    ``questions`` are medians of the first, second and third question about one image.
+    """
+
+    prompt_tokens: int
+    alone: Spread
+    together: Spread
+    requests_per_second: float
+    questions: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Numbers of requests of one arm; ``images`` are asked about several times."""
+
+    alone: int = 6
+    together: int = 24
+    images: int = 4
+
+
+def measure_times(folder: Path, out: Path, plan: Plan = Plan()) -> dict[str, Timing]:
+    """Times of the large model, served stock, then pruned, where also resized images are sent."""
+    flags = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
+    pruning = ("--autoprune-state", _STATE, "--autoprune-budget", str(_BUDGET),
+               "--autoprune-requests", "budget")  # fmt: skip
+    servers: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+        "stock": (flags, ("stock",)),
+        "pruned": ((*flags, *pruning), ("pruned", "resized")),
+    }
+    times = {}
+    for server, (arguments, arms) in servers.items():
+        log = out / f"speed-{server}.log"
+        with _serve(f"large server, {server}", folder, arguments, log) as url:
+            for number, arm in enumerate(arms, 1):
+                # Arms of one server share no image and no text.
+                times[arm] = _time_requests(url, arm, plan, 1000 * number)
+    return times
+
+
+def _time_requests(url: str, arm: str, plan: Plan, start: int) -> Timing:
+    """Time the requests of an arm; ``start`` is the number of its first image and text."""
+    # A special first token would have no text to be timed.
+    fields: dict[str, object] = {"ignore_eos": True, "skip_special_tokens": False}
+    if arm == "resized":
+        fields["mm_processor_kwargs"] = {"autoprune": {"keep": "resized"}}
+
+    def build(question: int, image: int) -> bytes:
+        url = encode_picture(draw_picture(start + image, 640, 480))
+        content = build_content(draw_words(_QUESTION_WORDS, start + question), [url])
+        return build_body(_SERVED, content, tokens=_ANSWER_TOKENS, fields=fields)
+
+    def send(body: bytes) -> Record:
+        record = Client(url).send(body)
+        if record.error is not None:
+            raise BenchmarkError(f"the large server did not answer: {record.error}")
+        advance()
+        return record
+
+    def milliseconds(records: Sequence[Record]) -> Spread:
+        return spread([1000 * record.ttft for record in records])
+
+    total = 2 + plan.alone + plan.together + plan.images * _QUESTIONS
+    with show_stage(f"large server, {arm}: times", total) as advance:
+        for number in range(2):
+            send(build(number, number))
+        alone = [send(build(number, number)) for number in range(10, 10 + plan.alone)]
+        bodies = [build(number, number) for number in range(100, 100 + plan.together)]
+        begin = time.perf_counter()
+        together = ask_together(url, bodies, advance)
+        seconds = time.perf_counter() - begin
+        # Image by image, so that the second question finds what the first one left.
+        questions = [
+            [send(build(image + 100 * question, image)) for question in range(_QUESTIONS)]
+            for image in range(300, 300 + plan.images)
+        ]
+    return Timing(
+        prompt_tokens=alone[0].prompt_tokens or 0,
+        alone=milliseconds(alone),
+        together=milliseconds(together),
+        requests_per_second=plan.together / seconds,
+        questions=[milliseconds(records).median for records in zip(*questions, strict=True)],
+    )
+
+
+def format_table(
+    times: Mapping[str, Timing], scores: Mapping[str, Score], large: Path, questions: int
+) -> str:
+    """The table and its notes as Markdown; ``large``: folder of the large model."""
+    arms, users, machine = ("stock", "resized", "pruned"), f"{_USERS} at once", environment()
+    three, small = [times[arm] for arm in arms], [scores[arm] for arm in arms]
+    dtype = choose_dtype(exact=True)
+    large_bytes = read_kv_layout(large).bytes_per_token
+    small_bytes = read_kv_layout(LLAVA, dtype).bytes_per_token
+
+    def heading(model: str, tokens: int, budget: int) -> tuple[str, ...]:
+        cells = (model, f"N = {tokens}", f"K = {budget}", f"K = {budget}")
+        return tuple(f"**{cell}**" for cell in cells)
+
+    rows = [
+        heading("large, random weights", TOKENS, _BUDGET),
+        ("prompt tokens of a request", *(f"{t.prompt_tokens}" for t in three)),
+        ("KV cache of a request, MB",
+         *(f"{t.prompt_tokens * large_bytes / 1e6:.1f}" for t in three)),
+        ("first token, alone, ms", *(f"{t.alone.median:,.0f}" for t in three)),
+        (f"first token, {users}, ms", *(f"{t.together.median:,.0f}" for t in three)),
+        (f"requests/s, {users}", *(f"{t.requests_per_second:.2f}" for t in three)),
+        ("first token, question 1/2/3, ms",
+         *("/".join(f"{median:,.0f}" for median in t.questions) for t in three)),
+        heading("mini-LLaVA, trained", count_visual_tokens(LLAVA), _SMALL_BUDGET),
+        ("prompt tokens of a request", *(f"{s.prompt_tokens:.1f}" for s in small)),
+        ("KV cache of a request, MB",
+         *(f"{s.prompt_tokens * small_bytes / 1e6:.2f}" for s in small)),
+        ("right answers, %",
+         *(f"{100 * s.accuracy:.1f} ± {100 * s.half_width:.1f}" for s in small)),
+    ]  # fmt: skip
+    stock, pruned = (times[arm].alone for arm in ("stock", "pruned"))
+    notes = (
+        "Large: LLaVA-1.5's shape at half its width, 4 language layers and 2 of the tower, in "
+        f"{machine['dtype of local servers']}. Medians of {stock.count} requests alone "
+        f"and {times['stock'].together.count} at once, each of {_ANSWER_TOKENS} tokens and on "
+        f"a new image; quartiles alone: {stock.low:,.0f} to {stock.high:,.0f} stock, "
+        f"{pruned.low:,.0f} to {pruned.high:,.0f} pruned. {machine['cores']} cores at a load "
+        f"average of {machine['load average']}: other work changes such times. Resized and pruned "
+        "have the same number of tokens; their times differ by more than the selection takes.",
+        "Question 1/2/3: one image asked about three times, prefix caching on. Stock finds "
+        "the image in its cache; a state that reads the question prefills K tokens again.",
+        f"mini-LLaVA, in {dtype}: {questions} held-out questions, ± half of the "
+        "95 % interval. Pruned is the state that a search found for it; its base policy alone: "
+        f"{100 * scores['base policy'].accuracy:.1f} %. Resized: its tokens pooled to K cells, "
+        "which it was not trained on, so it is a weak rival here.",
+    )
+    table = Table("", ("", *arms), rows, "lrrr").markdown()
+    return "\n".join([table, "", *(f"- {note}" for note in notes)]) + "\n"
+
+
+def run_demo(out: Path) -> None:
+    """Say how long it takes, measure, and print the table, which is also written to ``out``."""
+    # By the time that a product of the large model takes now.
+    dtype = choose_dtype()
+    rows, weight = torch.randn(TOKENS, _WIDTH), torch.randn(11008 * _WIDTH // 4096, _WIDTH)
+    if dtype == "bfloat16":
+        rows, weight = rows.bfloat16(), weight.bfloat16()
+    seconds = timeit.repeat(lambda: torch.nn.functional.linear(rows, weight), number=1, repeat=5)
+    minutes = math.ceil((_OTHER_SECONDS + _PRODUCTS * statistics.median(seconds)) / 60)
+    introduction = _INTRODUCTION.format(
+        dtype=dtype, small=choose_dtype(exact=True), minutes=minutes
+    )
+    print(introduction, file=sys.stderr, flush=True)
+    # Busy-waiting threads of torch in the client would slow the server that is measured.
+    torch.set_num_threads(1)
+    out.mkdir(parents=True, exist_ok=True)
+    examples = draw_examples("test", _SCENES)
+    scores = measure_answers(examples, out)
+    large = write_llava(out / "shape", _LAYERS, tower_layers=_TOWER_LAYERS, width=_WIDTH)
+    table = format_table(measure_times(large, out), scores, large, len(examples))
+    (out / "table.md").write_text(table)
+    console = Console()
+    if console.is_terminal:
+        console.print(Markdown(table))
+    else:
+        print(table, end="")

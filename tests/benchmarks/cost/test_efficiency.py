@@ -37,7 +37,7 @@ def test_layers_that_rank_all_tokens_are_counted(arm: str, times_fewer: float) -
 
 def measurement(ttft: tuple[float, ...], again: tuple[float, ...]) -> Measurement:
     return Measurement(
-        ttft=ttft, again=again, prefill=ttft[0] / 2, decode=(0.01,), visual_tokens=319.6,
+        ttft=ttft, again=again, prefill=ttft[0] / 2, decode=0.01, visual_tokens=319.6,
         device_memory=3 << 20,
     )  # fmt: skip
 
