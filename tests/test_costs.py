@@ -36,8 +36,7 @@ from vllm_autoprune.cost import estimate_cost, prefill_flops
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.http_client import Metrics, ServerClient
 from vllm_autoprune.probe import Answer, Round, probe_server, read_times, read_traffic, solve_rounds
-from vllm_autoprune.serving.api import split as serving_split
-from vllm_autoprune.serving.api.split import SplitImage
+from vllm_autoprune.serving.api import layout
 from vllm_autoprune.tpdsl.loading import load_state
 
 Captured = pytest.CaptureFixture[str]
@@ -206,7 +205,7 @@ def test_whole_blocks_are_shared() -> None:
 @pytest.mark.parametrize("core", [1, 15, 33, 47, 63])
 def test_a_core_is_aligned_as_it_is_served(template: int, core: int) -> None:
     traffic = changed(template=template, core=core)
-    served = serving_split.align_core(template, SplitImage(traffic.budget, core, 0), traffic.block)
+    served = layout.align_core(template, traffic.budget, core, traffic.block)
     assert align_core(traffic) == served
     assert align_core(changed(template=template, core=64)) == 64, "all tokens"
 

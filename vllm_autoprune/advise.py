@@ -234,7 +234,7 @@ def align_core(traffic: Traffic) -> int:
     """K_c as it is served: moved to the nearest edge of a KV block within K.
 
     0 where there is no such edge, or no prefix cache: the image is then not split. As
-    ``serving.api.split.align_core``.
+    ``serving.api.layout.align_core``.
     """
     if traffic.core in (0, traffic.budget) or not traffic.block:
         return traffic.core if traffic.block else 0

@@ -38,7 +38,7 @@ from benchmarks.server import Server, serve
 from benchmarks.yardsticks.adapters import ADAPTERS, adapter_flags, write_adapters
 from benchmarks.yardsticks.examples import CLIP, LLAVA, image_token_id
 from vllm_autoprune.http_client import CHAT
-from vllm_autoprune.serving.api.split import SplitImage, align_core
+from vllm_autoprune.serving.api.layout import align_core
 from vllm_autoprune.tpdsl.loading import load_state
 
 STATE, BUDGET, RECALL, BLOCK = "autoprune", 32, 4, 32
@@ -159,7 +159,7 @@ def _count_tokens(
     core = load_state(state).core if state in _SPLIT_STATES else None
     wanted = core.tokens(budget) if core and budget < TOKENS else 0
     # Up to the edge of a KV block, as the prompt has them.
-    aligned = align_core(start, SplitImage(budget, wanted, None), BLOCK) if wanted else 0
+    aligned = align_core(start, budget, wanted, BLOCK) if wanted else 0
     return {
         f"autoprune_requests_total {'request' if isinstance(state, dict) else state}": 1,
         f"autoprune_images_total {pruning.get('keep', 'state')}": images,

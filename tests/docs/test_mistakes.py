@@ -14,7 +14,8 @@ from tests.serving.unit.samples import refusal, served
 from tests.test_examples import flags_of
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ProblemsError
-from vllm_autoprune.serving.api.choices import TokenCount, resolve_choices
+from vllm_autoprune.serving.api.choices import resolve_plans
+from vllm_autoprune.serving.api.layout import TokenCount
 from vllm_autoprune.serving.api.request import parse_request, refuse_misplaced
 from vllm_autoprune.serving.settings import RequestRules
 
@@ -31,7 +32,7 @@ def send(text: str, level: str) -> None:
         refuse_misplaced({}, fields)
     rules = RequestRules("budget" if "`budget`" in level else "states")
     server = dataclasses.replace(served(), rules=rules)
-    resolve_choices(server, parse_request(fields), [TokenCount(576)])
+    resolve_plans(server, parse_request(fields), [TokenCount(576)])
 
 
 def answer_to(mistake: str, capsys: pytest.CaptureFixture[str]) -> str:

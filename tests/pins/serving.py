@@ -22,9 +22,8 @@ from tests.pins.table import Table, key_paths, read, table
 from tests.serving.unit.samples import Sender, answer_by, served
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving import plugin
-from vllm_autoprune.serving.api.choices import ImageChoice
 from vllm_autoprune.serving.api.endpoint import AutopruneEndpoint
-from vllm_autoprune.serving.api.engine_requests import count_request
+from vllm_autoprune.serving.api.engine_requests import RequestCounts, count_request
 from vllm_autoprune.serving.api.request import PruningRequest, count_refused_request
 from vllm_autoprune.serving.settings import DetailBudgets, RequestRules
 from vllm_autoprune.serving.worker.features import FeatureCache
@@ -139,7 +138,7 @@ def endpoint() -> Table:
 
 def metrics() -> Table:
     """Type, labels and help of each metric of the API server and of a worker."""
-    count_request("autoprune", [ImageChoice(8, 64, "state")], 2)
+    count_request(RequestCounts("autoprune", "state", 1, 64, 8, kv_bytes=112))
     count_refused_request()
     meter, watch = FallbackMeter(), Stopwatch(torch.device("cpu"))
     meter.add(torch.tensor([1], dtype=torch.uint8))

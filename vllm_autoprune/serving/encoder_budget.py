@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from vllm_autoprune.serving.hooks import depends_on
-from vllm_autoprune.serving.plan import FIELD, unpruned_tokens
+from vllm_autoprune.serving.plan import peek_plan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,9 +85,6 @@ class UnprunedBudgetManager(EncoderCacheManager):
 
 def _cost(request: Request, input_id: int) -> int:
     """N of an image with a plan; of anything else the placeholders, as stock counts."""
-    data = request.mm_features[input_id].data
     # With the cache in shared memory only workers see the data.
-    plan = None if data is None or FIELD not in data else data[FIELD].data
-    if not isinstance(plan, Tensor):
-        return int(request.get_num_encoder_embeds(input_id))
-    return unpruned_tokens(plan)
+    plan = peek_plan(request.mm_features[input_id].data)
+    return int(request.get_num_encoder_embeds(input_id)) if plan is None else plan[1]

@@ -24,9 +24,6 @@ from vllm_autoprune.tpdsl.tokens import split_over_tiles
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalKwargsItem
 
-# ItemPlan: the API server's decision about one image, as the tensor that reaches the worker.
-
-
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""
 
@@ -48,13 +45,13 @@ Part = Literal["whole", "core", "delta", "recall"]
 the others, or more of them that a later turn of the conversation recalls. An image that is split
 stands in the prompt as two items."""
 
-PARTS: tuple[Part, ...] = get_args(Part)
+_PARTS: tuple[Part, ...] = get_args(Part)
 
 Ids = tuple[int, ...]
 """Token ids of a text."""
 
 Key = tuple[int, int]
-"""Key of an image in the feature cache (``identities.make_feature_key``)."""
+"""Key of an image in the feature cache (:func:`make_feature_key`)."""
 
 NO_KEY: Key = (0, 0)
 """The key of an image whose features are not cached."""
@@ -68,23 +65,11 @@ LANGUAGE_IDS = 256
 Their attention to all earlier tokens is stored, which would take gigabytes for a long document.
 """
 
-_MAX_STATE = 1 << 14
-"""Bytes of the state that a plan carries; those that ship take 1,200."""
+MAX_STATE_BYTES = 1 << 14
+"""Bound of the state that a plan carries, in bytes; those that ship take 1,200."""
 
 MAX_RECALLS = 16
 """Turns of a conversation that recall tokens of one image: the plan of each names all before it."""
-
-_VERSION = 4
-"""First number of an encoded plan."""
-
-_HEAD = 13
-"""Numbers of an encoded plan before the state and the ids."""
-
-_PART = 9
-"""Place of ``part`` among them."""
-
-_WORD = 8
-"""Bytes of an int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,44 +139,45 @@ class ItemPlan:
         """Tokens that the image keeps up to this item."""
         return self.kept_before + self.budget
 
+    def split(self, core: int) -> tuple[ItemPlan, ItemPlan]:
+        """Core of K_c tokens and delta of an image that is one item."""
+        # A core is chosen alike whatever else is kept, so its plan tells nothing else.
+        alone = ItemPlan(core, self.key, profile=self.profile, state=self.state, part="core")
+        delta = replace(self, budget=self.budget - core, part="delta", core=core)
+        return replace(alone, tokens=self.tokens, core=core), delta
+
+    def recall(self, budget: int, read: tuple[Ids, Ids] = ((), ())) -> ItemPlan:
+        """Tokens of the image that a question recalls after this item."""
+        kept = self.budget if self.earlier else self.image_budget
+        earlier = (*self.earlier, Choice(kept, *self.read))
+        plan = replace(self, budget=budget, part="recall", earlier=earlier)
+        return replace(plan, instruction=read[0], language=read[1])
+
     def items_before(self) -> Iterator[ItemPlan]:
         """Plans of the image's items that this one is chosen after, in their order."""
         if self.part == "delta":
-            yield self.of_part("core", Choice(self.core))
+            yield replace(self, budget=self.image_budget).split(self.core)[0]
         for at, choice in enumerate(self.earlier):
+            item = replace(self, budget=choice.budget, earlier=self.earlier[:at])
+            item = replace(item, instruction=choice.instruction, language=choice.language)
             if at > 0:
-                yield replace(self.of_part("recall", choice), earlier=self.earlier[:at])
+                yield item
             elif self.core:
-                yield self.of_part("core", Choice(self.core))
-                yield self.of_part("delta", replace(choice, budget=choice.budget - self.core))
+                yield from item.split(self.core)
             else:
-                yield self.of_part("whole", choice)
-
-    def of_part(self, part: Part, choice: Choice) -> ItemPlan:
-        """Plan of another item of the same image, chosen as ``choice`` says."""
-        plain = replace(self, part=part, budget=choice.budget, earlier=())
-        if part == "core":
-            # Chosen alike whatever else is kept, so the plan tells nothing else.
-            return replace(plain, instruction=(), language=(), keep="state", core=choice.budget)
-        return replace(plain, instruction=choice.instruction, language=choice.language)
+                yield replace(item, part="whole")
 
     def encode(self) -> Tensor:
         """Encode as int64: 13 numbers, the state, the token ids, and then every earlier choice."""
-        keep = CHOOSERS.index(self.keep)
-        sizes = (len(self.state), len(self.instruction), len(self.language))
-        part = (PARTS.index(self.part), self.core, len(self.earlier))
-        flags = (keep, int(self.profile))
-        head = (_VERSION, self.budget, *flags, *self.key, *sizes, *part, self.tokens)
         padded = self.state.ljust(-(-len(self.state) // _WORD) * _WORD, b"\0")
-        words = [
-            int.from_bytes(padded[i : i + _WORD], "little", signed=True)
-            for i in range(0, len(padded), _WORD)
-        ]
-        ids = [*self.instruction, *self.language]
+        numbers = [_VERSION, self.budget, CHOOSERS.index(self.keep), int(self.profile), *self.key]
+        numbers += [len(self.state), len(self.instruction), len(self.language)]
+        numbers += [_PARTS.index(self.part), self.core, len(self.earlier), self.tokens]
+        numbers += [*numpy.frombuffer(padded, "<i8").tolist(), *self.instruction, *self.language]
         for choice in self.earlier:
-            ids += [choice.budget, len(choice.instruction), len(choice.language)]
-            ids += [*choice.instruction, *choice.language]
-        return torch.tensor([*head, *words, *ids])
+            numbers += [choice.budget, len(choice.instruction), len(choice.language)]
+            numbers += [*choice.instruction, *choice.language]
+        return torch.tensor(numbers)
 
     @staticmethod
     def decode(row: object) -> ItemPlan:
@@ -209,11 +195,11 @@ class ItemPlan:
         state, instruction, language, part, core, earlier, tokens = numbers.take(7)
         if version != _VERSION:
             raise plan_error(f"has format version {version}, and this server reads {_VERSION}")
-        _require(1 <= budget <= MAX_BUDGET, f"keeps K = {budget} tokens")
-        _require(0 <= keep < len(CHOOSERS), f"has keep = {keep}")
-        _require(profile in (0, 1), f"has profile = {profile}")
-        _require(0 <= tokens <= MAX_BUDGET, f"has N = {tokens}")
-        _require(0 <= part < len(PARTS), f"has part = {part}")
+        _require_within(1, budget, MAX_BUDGET, "keeps K = {} tokens")
+        _require_within(0, keep, len(CHOOSERS) - 1, "has keep = {}")
+        _require_within(0, profile, 1, "has profile = {}")
+        _require_within(0, tokens, MAX_BUDGET, "has N = {}")
+        _require_within(0, part, len(_PARTS) - 1, "has part = {}")
         plan = ItemPlan(
             budget=budget,
             key=(high, low),
@@ -223,13 +209,36 @@ class ItemPlan:
             instruction=numbers.take_ids(instruction, RELEVANCE_IDS),
             language=numbers.take_ids(language, LANGUAGE_IDS),
             tokens=tokens,
-            part=PARTS[part],
+            part=_PARTS[part],
             core=core,
             earlier=numbers.take_choices(earlier),
         )
-        _require(not numbers.left, f"has {numbers.left} numbers too many")
-        _require_parts(plan)
+        _require_within(0, numbers.unread, 0, "has {} numbers too many")
+        if (plan.part == "recall") != bool(earlier):
+            raise plan_error(f"has {earlier} earlier choices as {plan.part}")
+        first_budget = plan.earlier[0].budget if plan.earlier else 0
+        least, most = {
+            "whole": (0, 0),
+            # A core is the tokens of its own item; the other parts have one beside their own.
+            "core": (budget, budget),
+            "delta": (1, MAX_BUDGET),
+            "recall": (0, first_budget - 1),
+        }[plan.part]
+        _require_within(least, core, most, "has K_c = {}")
+        _require_within(1, plan.image_budget, MAX_BUDGET, "keeps K = {} tokens")
         return plan
+
+
+_VERSION = 4
+"""First number of an encoded plan."""
+
+_PART, _TOKENS, _HEAD = 9, 12, 13
+"""Places of ``part`` and ``tokens`` in an encoded plan, and its numbers before the state."""
+
+_WORD = 8
+"""Bytes of an int64."""
+
+_MOST = _HEAD + MAX_STATE_BYTES // _WORD + (MAX_RECALLS + 1) * (3 + RELEVANCE_IDS + LANGUAGE_IDS)
 
 
 class _Numbers:
@@ -240,66 +249,38 @@ class _Numbers:
         self._read = 0
 
     @property
-    def left(self) -> int:
+    def unread(self) -> int:
         return len(self._numbers) - self._read
 
     def take(self, count: int) -> list[int]:
-        _require(count <= self.left, f"has {len(self._numbers)} numbers")
+        if count > self.unread:
+            raise plan_error(f"has {len(self._numbers)} numbers")
         self._read += count
         return self._numbers[self._read - count : self._read]
 
     def take_ids(self, count: int, most: int) -> Ids:
-        _require(0 <= count <= most, f"has {count} token ids, and at most {most} are allowed")
+        _require_within(0, count, most, f"has {{}} token ids, and at most {most} are allowed")
         ids = tuple(self.take(count))
-        _require(min(ids, default=0) >= 0, "has a negative token id")
+        if min(ids, default=0) < 0:
+            raise plan_error("has a negative token id")
         return ids
 
     def take_bytes(self, size: int) -> bytes:
-        _require(0 <= size <= _MAX_STATE, f"has a state of {size} bytes")
-        words = self.take(-(-size // _WORD))
-        padded = b"".join(word.to_bytes(_WORD, "little", signed=True) for word in words)
-        _require(not any(padded[size:]), "carries more than its state")
+        _require_within(0, size, MAX_STATE_BYTES, "has a state of {} bytes")
+        padded = numpy.array(self.take(-(-size // _WORD)), "<i8").tobytes()
+        if any(padded[size:]):
+            raise plan_error("carries more than its state")
         return padded[:size]
 
     def take_choices(self, count: int) -> tuple[Choice, ...]:
-        _require(0 <= count <= MAX_RECALLS, f"has {count} earlier choices")
+        _require_within(0, count, MAX_RECALLS, "has {} earlier choices")
         choices = []
         for _ in range(count):
             budget, instruction, language = self.take(3)
-            _require(1 <= budget <= MAX_BUDGET, f"has an earlier K = {budget}")
+            _require_within(1, budget, MAX_BUDGET, "has an earlier K = {}")
             ids = self.take_ids(instruction, RELEVANCE_IDS), self.take_ids(language, LANGUAGE_IDS)
             choices.append(Choice(budget, *ids))
         return tuple(choices)
-
-
-def _require_parts(plan: ItemPlan) -> None:
-    """Raise unless K_c and the earlier choices are those of the plan's part."""
-    _require((plan.part == "recall") == bool(plan.earlier), f"has {len(plan.earlier)} choices")
-    least, most = {
-        "whole": (0, 0),
-        # A core is the tokens of its own item; the other parts have one beside their own.
-        "core": (plan.budget, plan.budget),
-        "delta": (1, MAX_BUDGET),
-        "recall": (0, plan.earlier[0].budget - 1 if plan.earlier else 0),
-    }[plan.part]
-    _require(least <= plan.core <= most, f"has K_c = {plan.core}")
-    _require(plan.image_budget <= MAX_BUDGET, f"keeps K = {plan.image_budget} tokens")
-
-
-def unpruned_tokens(row: Tensor) -> int:
-    """``tokens`` of an encoded plan."""
-    return int(row[_HEAD - 1])
-
-
-def is_recall(item: MultiModalKwargsItem | None) -> bool:
-    """Whether an item of a request is tokens that a later turn recalls."""
-    row = None if item is None or FIELD not in item else item[FIELD].data
-    if not isinstance(row, Tensor) or row.dim() != 1 or len(row) < _HEAD:
-        return False
-    return int(row[_PART]) == PARTS.index("recall")
-
-
-_MOST = _HEAD + _MAX_STATE // _WORD + (MAX_RECALLS + 1) * (3 + RELEVANCE_IDS + LANGUAGE_IDS)
 
 
 def plan_error(what: str) -> RequestError:
@@ -308,9 +289,20 @@ def plan_error(what: str) -> RequestError:
     return RequestError("request", [Problem(FIELD, what, fix)])
 
 
-def _require(condition: bool, problem: str) -> None:
-    if not condition:
-        raise plan_error(problem)
+def _require_within(least: int, number: int, most: int, problem: str) -> None:
+    if not least <= number <= most:
+        raise plan_error(problem.format(number))
+
+
+def peek_plan(item: MultiModalKwargsItem | None) -> tuple[bool, int] | None:
+    """Whether an item of a request is a recall, and N of its image; None for one without a plan.
+
+    Reads two numbers of the plan and checks none: schedulers ask in every step.
+    """
+    row = None if item is None or FIELD not in item else item[FIELD].data
+    if not isinstance(row, Tensor) or row.dim() != 1 or len(row) < _HEAD:
+        return None
+    return int(row[_PART]) == _PARTS.index("recall"), int(row[_TOKENS])
 
 
 # Canonical bytes of a state, for the plans that carry it to the workers.
@@ -318,9 +310,6 @@ def _require(condition: bool, problem: str) -> None:
 # Sent with every image that needs it, because an API server cannot know which states a worker has
 # already received; a kilobyte is small compared with the pixels.
 
-
-MAX_ENCODED_BYTES = _MAX_STATE
-"""Bound of one encoded state in bytes; those that ship take 1,200."""
 
 MAX_CACHED_STATES = 256
 """States that a process caches, the least recently used dropped first."""
@@ -330,12 +319,12 @@ MAX_CACHED_STATES = 256
 def encode_state(state: PruningState) -> bytes:
     """Encode the fields that determine behaviour, so that equal digests give equal bytes.
 
-    Raises :class:`StateError` for a state larger than MAX_ENCODED_BYTES.
+    Raises :class:`StateError` for a state larger than MAX_STATE_BYTES.
     """
     bare = {"name": state.digest[:12], "provenance": Provenance(), "schema_uri": ""}
     text = state.model_copy(update=bare).model_dump_json(exclude={"provenance"}).encode()
-    if len(text) > MAX_ENCODED_BYTES:
-        what = f"{len(text)} bytes of behaviour, and a request may bring {MAX_ENCODED_BYTES}"
+    if len(text) > MAX_STATE_BYTES:
+        what = f"{len(text)} bytes of behaviour, and a request may bring {MAX_STATE_BYTES}"
         raise StateError("state", [Problem("", what, "use fewer signals or pools", "size")])
     return text
 
@@ -355,7 +344,10 @@ def make_feature_key(content: str, salt: str = "", seed: str = "") -> Key:
     Images with different salts have different keys. The first half seeds a random keep; ``seed``
     takes its place then, so that a picture gets the same draw under every salt and on any server.
     """
-    return _int64(seed or content), _int64(repr((content, salt)))
+    texts = (seed or content, repr((content, salt)))
+    digests = (hashlib.sha256(text.encode()).digest() for text in texts)
+    high, low = (int.from_bytes(digest[:_WORD], "little", signed=True) for digest in digests)
+    return high, low
 
 
 def hash_picture(image: object) -> str:
@@ -364,17 +356,12 @@ def hash_picture(image: object) -> str:
     return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()
 
 
-def _int64(text: str) -> int:
-    digest = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
-
-
 def make_name_identity(modality: str, name: str) -> str:
     """Cache identity of an input that is known by its ``uuid``, which a client may choose freely.
 
     A name equals no other identity, whatever it says.
     """
-    return hashlib.sha256(repr(("name", modality, name)).encode()).hexdigest()
+    return _digest("name", modality, name)
 
 
 def make_pixels_key(image: str, size: tuple[int, int] | None) -> str:
@@ -382,7 +369,7 @@ def make_pixels_key(image: str, size: tuple[int, int] | None) -> str:
 
     Neither a question nor a state nor K is part of it, so that all of them share the tensors.
     """
-    return hashlib.sha256(repr(("pixels", image, size)).encode()).hexdigest()
+    return _digest("pixels", image, size)
 
 
 def make_cache_identity(
@@ -400,8 +387,7 @@ def make_cache_identity(
     part that was chosen given a core, ``budget`` then K of the image. KV connectors read identities
     as hexadecimal numbers and some keep only the last 16 bits, so every part is in every bit.
     """
-    parts = (image, served, budget, keep, read, core)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    return _digest(image, served, budget, keep, read, core)
 
 
 def make_core_identity(image: str, chosen_by: str, core: int) -> str:
@@ -409,7 +395,7 @@ def make_core_identity(image: str, chosen_by: str, core: int) -> str:
 
     Neither a question nor K nor the rest of a state is part of it, so that all of them share it.
     """
-    return hashlib.sha256(repr(("core", image, chosen_by, core)).encode()).hexdigest()
+    return _digest("core", image, chosen_by, core)
 
 
 def make_recall_identity(before: str, budget: int, read: tuple[Ids, Ids]) -> str:
@@ -418,7 +404,11 @@ def make_recall_identity(before: str, budget: int, read: tuple[Ids, Ids]) -> str
     ``before`` identifies the image's tokens that are chosen last before these: all earlier choices,
     down to the pixels, are part of it.
     """
-    return hashlib.sha256(repr(("recall", before, budget, read)).encode()).hexdigest()
+    return _digest("recall", before, budget, read)
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 # Split of an image's budget over its parts, the same in the API server and in the worker.

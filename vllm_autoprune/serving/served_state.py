@@ -213,65 +213,48 @@ class PlanRules:
             raise plan_error("is one of memory profiling")
         if plan.budget != placeholders:
             raise plan_error(f"keeps K = {plan.budget} tokens for {placeholders} placeholders")
-        self.check_budget(plan)
-        self.check_token_ids(plan)
-        self.check_choice(plan)
-
-    def check_budget(self, plan: ItemPlan) -> None:
-        """Raise if the plan keeps more tokens than the server's state and rules allow."""
+        # No more tokens than the server's state and rules allow.
         rules = self.served.rules
-        most = max(self.served.budget, rules.detail.largest)
-        if rules.allows("budget"):
-            most = max(most, rules.maximum)
-        budget, *recalled = [*(choice.budget for choice in plan.earlier), plan.budget]
+        by_request = rules.maximum if rules.allows("budget") else 0
+        most = max(self.served.budget, by_request, *rules.detail.as_dict().values())
+        budget, *recalls = [*(choice.budget for choice in plan.earlier), plan.budget]
         if plan.part == "delta":
             budget = plan.image_budget
         if budget > most:
             raise plan_error(f"keeps K = {budget} tokens, and requests may keep {most}")
-        more = max(rules.recall, rules.maximum if rules.allows("budget") else 0)
-        if max(recalled, default=0) > more:
-            raise plan_error(f"recalls {max(recalled)} tokens, and requests may recall {more}")
+        if (recall := max(recalls, default=0)) > (most := max(rules.recall, by_request)):
+            raise plan_error(f"recalls {recall} tokens, and requests may recall {most}")
+        self.check_choice(plan)
 
-    def check_token_ids(self, plan: ItemPlan) -> None:
-        """Raise for token ids beyond a vocabulary: looking them up would crash the worker."""
-        tower = self.served.tower
-        size = self.vocabulary if tower is None else tower.vocabulary
-        read = [(plan.instruction, plan.language)]
-        for instruction, language in read + [(c.instruction, c.language) for c in plan.earlier]:
+    def check_choice(self, plan: ItemPlan) -> None:
+        """Raise for what a worker cannot look up, or requests may not set: ids, chooser, state."""
+        served = self.served
+        # Looking up an id beyond its vocabulary would crash the worker.
+        size = self.vocabulary if served.tower is None else served.tower.vocabulary
+        reads = [plan.read, *((choice.instruction, choice.language) for choice in plan.earlier)]
+        for instruction, language in reads:
             if max(instruction, default=0) >= size:
                 raise plan_error(f"has a token id for relevance beyond the vocabulary of {size}")
             if max(language, default=0) >= self.vocabulary:
                 raise plan_error(f"has a token id beyond the vocabulary of {self.vocabulary}")
-
-    def check_choice(self, plan: ItemPlan) -> None:
-        """Raise if requests may not set the plan's chooser or state."""
-        served = self.served
         if plan.keep != "state" and not served.rules.allows("budget"):
             raise plan_error(
                 f"has keep = {plan.keep!r}, and requests may set nothing ({REQUESTS_FLAG})"
             )
         if plan.state and (problem := _state_problem(served, plan.state)):
             raise plan_error(f"carries a state that {problem}")
-        if plan.part != "whole":
-            self._check_part(plan)
-        if not plan.state:
-            return
-        if missing := served.policy_for_plan(plan).needs - served.needs:
-            raise plan_error(f"carries a state that reads {', '.join(sorted(missing))}")
-
-    def _check_part(self, plan: ItemPlan) -> None:
-        """Raise for a part of an image that the state does not allow."""
-        if plan.keep == "resized":
+        if plan.part != "whole" and plan.keep == "resized":
             raise plan_error("is a part of an image that is resized")
-        if plan.keep == "random":
-            if plan.core:
-                raise plan_error("is a part of an image whose tokens are drawn at random")
-            return
-        try:
-            for item in (plan, *plan.items_before()):
-                self.served.policy_for_plan(item)
-        except BudgetError as error:
-            raise plan_error(f"is a part of an image: {error}") from None
+        if plan.core and plan.keep == "random":
+            raise plan_error("is a part of an image whose tokens are drawn at random")
+        if plan.part != "whole" and plan.keep != "random":
+            try:
+                for item in (plan, *plan.items_before()):
+                    served.policy_for_plan(item)
+            except BudgetError as error:
+                raise plan_error(f"is a part of an image: {error}") from None
+        if plan.state and (missing := served.policy_for_plan(plan).needs - served.needs):
+            raise plan_error(f"carries a state that reads {', '.join(sorted(missing))}")
 
 
 @lru_cache(maxsize=MAX_CACHED_STATES)

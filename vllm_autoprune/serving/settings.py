@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 DETAIL_FLAG = "--autoprune-detail"
 REQUESTS_FLAG = "--autoprune-requests"
+TOWER_FLAG = "--autoprune-text-tower"
+_STATE_FLAG = "--autoprune-state"
+_BUDGET_FLAG = "--autoprune-budget"
 
 Detail = Literal["low", "high"]
 """Levels with a budget; with ``auto``, or no level, an image has the server's own budget."""
@@ -43,19 +46,14 @@ class DetailBudgets:
     low: int | None = None
     high: int | None = None
 
-    def budget(self, detail: Detail | None) -> int | None:
-        """K of an image with this detail; None for the server's own budget."""
-        return None if detail is None else self.as_dict().get(detail)
-
     def as_dict(self) -> dict[Detail, int]:
         """K of every level that has one."""
         pairs: tuple[tuple[Detail, int | None], ...] = (("low", self.low), ("high", self.high))
         return {level: budget for level, budget in pairs if budget is not None}
 
-    @property
-    def largest(self) -> int:
-        """The largest K of any level; 0 if there is none."""
-        return max(self.as_dict().values(), default=0)
+    def budget(self, detail: Detail | None) -> int | None:
+        """K of an image with this detail; None for the server's own budget."""
+        return None if detail is None else self.as_dict().get(detail)
 
 
 Level = Literal["none", "budget", "shipped-states", "states"]
@@ -115,8 +113,6 @@ DEFAULT_RULES = RequestRules()
 SIGN_KEY = "autoprune_relevance_sign"
 """Key of a CLIP ``config.json`` that states the direction; +1 or -1."""
 
-TOWER_FLAG = "--autoprune-text-tower"
-
 
 @dataclass(frozen=True, slots=True)
 class TextTower:
@@ -139,49 +135,50 @@ def read_text_tower(path: str) -> TextTower:
     """
     from transformers import AutoConfig, AutoTokenizer, CLIPConfig
 
-    def refuse(what: str, fix: str) -> ConfigError:
+    any_fix = "give a folder with a CLIP checkpoint (config, weights, tokenizer) or its Hub id"
+
+    def refuse(what: str, fix: str = any_fix) -> ConfigError:
         return ConfigError("text tower", [Problem(f"{TOWER_FLAG} {path}", what, fix)])
 
-    fix = "give a folder with a CLIP checkpoint (config, weights, tokenizer) or its Hub id"
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
-        raise refuse("holds no config.json", fix)
+        raise refuse("holds no config.json")
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise refuse(f"cannot be read ({str(error).splitlines()[0]})", fix) from None
+        raise refuse(f"cannot be read ({str(error).splitlines()[0]})") from None
     if not isinstance(config, CLIPConfig):
         raise refuse(f"is a {config.model_type!r} model", "give a CLIP model with both towers")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise refuse(f"has no tokenizer ({str(error).splitlines()[0]})", fix) from None
-    known = set(tokenizer.get_vocab().values())
+        raise refuse(f"has no tokenizer ({str(error).splitlines()[0]})") from None
+    text, ids = config.text_config, set(tokenizer.get_vocab().values())
     # If the files are missing, transformers creates a tokenizer without words.
-    if known <= set(tokenizer.all_special_ids):
-        raise refuse("has no tokenizer (only start and end tokens were found)", fix)
-    if max(known) >= config.text_config.vocab_size:
-        size = config.text_config.vocab_size
-        what = f"its tokenizer makes token {max(known)}, but its text tower knows {size} tokens"
-        raise refuse(what, "give the tokenizer that belongs to the checkpoint")
-    stated = config.to_dict().get(SIGN_KEY)
-    if stated is not None and (isinstance(stated, bool) or stated not in (1, -1)):
-        raise refuse(f"states {SIGN_KEY} = {stated!r}", "write 1 or -1")
+    if ids <= set(tokenizer.all_special_ids):
+        raise refuse("has no tokenizer (only start and end tokens were found)")
+    if max(ids) >= text.vocab_size:
+        known = f"its text tower knows {text.vocab_size} tokens"
+        fix = "give the tokenizer that belongs to the checkpoint"
+        raise refuse(f"its tokenizer makes token {max(ids)}, but {known}", fix)
+    sign, reason = config.to_dict().get(SIGN_KEY), f"its config states {SIGN_KEY}"
+    if sign is None:
+        sign = -1
+        reason = "its config states no direction and OpenAI's CLIP is inverted on these patches"
+    elif isinstance(sign, bool) or sign not in (1, -1):
+        raise refuse(f"states {SIGN_KEY} = {sign!r}", "write 1 or -1")
     return TextTower(
         path=path,
-        sign=-1 if stated is None else int(stated),
-        reason=(
-            "its config states no direction and OpenAI's CLIP is inverted on these patches"
-            if stated is None
-            else f"its config states {SIGN_KEY}"
-        ),
-        segment=config.text_config.max_position_embeddings,
+        sign=int(sign),
+        reason=reason,
+        segment=text.max_position_embeddings,
         width=config.projection_dim,
         vision_width=config.vision_config.hidden_size,
-        vocabulary=config.text_config.vocab_size,
+        vocabulary=text.vocab_size,
     )
 
 
-# The settings, each with its flag, its help and its check.
+# The settings, each with its flag, its help and its check. A check of a setting sees those before
+# it, where they are valid.
 
 
 SETTINGS_KEY = "autoprune"
@@ -189,8 +186,6 @@ SETTINGS_KEY = "autoprune"
 
 MIDDLEWARE = "vllm_autoprune.serving.api.request.KeepRequest"
 """Import path of the middleware that keeps our headers, for vLLM's ``--middleware``."""
-
-_STATE_FLAG = "--autoprune-state"
 
 
 class _InvalidSetting(ProblemsError, ValueError):
@@ -204,17 +199,13 @@ def _refuse(where: str, what: str, fix: str) -> _InvalidSetting:
     return _InvalidSetting(Problem(where, what, fix))
 
 
-def _locate(setting: str, problem: Problem) -> Problem:
-    """A problem of a state, placed in a setting, with the state's JSON pointer where it has one."""
-    where = f"{setting}#{problem.where}" if problem.where else setting
-    return Problem(where, problem.what, problem.fix)
+def _locate(setting: str, error: ProblemsError) -> list[Problem]:
+    """Problems of a state, placed in a setting, with the state's JSON pointer where they have one.
 
-
-def _number(value: object) -> float:
-    try:
-        return float(str(value))
-    except ValueError:
-        return float("nan")
+    ``setting`` is empty for a state that is given as an object.
+    """
+    wheres = (f"{setting}#{p.where}" if p.where else setting for p in error.problems)
+    return [Problem(w, p.what, p.fix) for w, p in zip(wheres, error.problems, strict=True)]
 
 
 def _read_state(value: object) -> PruningState:
@@ -233,26 +224,25 @@ def _read_state(value: object) -> PruningState:
     try:
         return load_state(text)
     except StateError as error:
-        raise _InvalidSetting(*(_locate(where, p) for p in error.problems)) from None
+        raise _InvalidSetting(*_locate(where, error)) from None
 
 
 def _read_budget(value: object, info: ValidationInfo) -> int | None:
-    """K, None for that of the state; possible with the state where that is valid."""
-    flag, state = "--autoprune-budget", info.data.get("state")
+    """K, None for that of the state; possible with the state."""
     try:
         budget = None if value is None else int(str(value))
     except ValueError:
         fix = "give the number of tokens to keep, such as 64"
-        raise _refuse(flag, f"{value!r} is not a whole number", fix) from None
-    if state is None:
-        if budget is not None and budget < 1:
-            raise _refuse(flag, f"K = {budget} is not a number of tokens", "give 1 or more")
-        return budget
+        raise _refuse(_BUDGET_FLAG, f"{value!r} is not a whole number", fix) from None
     try:
-        materialize(state, budget)
+        if "state" in info.data:
+            materialize(info.data["state"], budget)
+        elif budget is not None and budget < 1:
+            what = f"K = {budget} is not a number of tokens"
+            raise _refuse(_BUDGET_FLAG, what, "give 1 or more")
     except BudgetError as error:
-        setting = "state" if budget is None else flag
-        raise _InvalidSetting(*(_locate(setting, p) for p in error.problems)) from None
+        setting = "state" if budget is None else _BUDGET_FLAG
+        raise _InvalidSetting(*_locate(setting, error)) from None
     return budget
 
 
@@ -261,13 +251,6 @@ def _read_tower(value: object) -> TextTower | None:
         return None if value is None else read_text_tower(str(value))
     except ConfigError as error:
         raise _InvalidSetting(*error.problems) from None
-
-
-def _read_cache_size(value: object) -> float:
-    if not 0 <= (size := _number(value)) <= 1024:
-        fix = "give a number from 0 to 1024"
-        raise _refuse("--autoprune-feature-cache-gb", f"{value!r} is not a size in GB", fix)
-    return size
 
 
 _RULES = re.compile(r"(?P<level>[a-z-]+)(?::(?P<least>\d{1,6})-(?P<most>\d{1,6}))?")
@@ -299,21 +282,32 @@ def _read_detail(value: object, info: ValidationInfo) -> DetailBudgets:
     else:
         parts = (entry.partition("=") for entry in str(value).split(","))
         pairs = [(name.strip(), text.strip()) for name, _, text in parts]
+    most = info.data.get("requests", DEFAULT_RULES).maximum
     problems, budgets = [], dict[Detail, int]()
     for name, text in pairs:
         level = next((level for level in DETAIL_LEVELS if level == name), None)
         budget = int(str(text)) if str(text).isdecimal() else 0
+        problem = None
         if level is None:
             what = f"{str(name)[:80]!r} is no level of detail with a budget"
-            problems.append(Problem(DETAIL_FLAG, what, "give low=64,high=256, or one of the two"))
+            problem = what, "give low=64,high=256, or one of the two"
         elif level in budgets:
-            problems.append(Problem(DETAIL_FLAG, f"{level} is given twice", "give it once"))
+            problem = f"{level} is given twice", "give it once"
         elif budget < 1:
             what = f"{level} = {str(text)[:80]!r} is not a number of tokens"
-            problems.append(Problem(DETAIL_FLAG, what, f"give 1 or more, such as {level}=64"))
-        else:
+            problem = what, f"give 1 or more, such as {level}=64"
+        elif budget > most:
+            what = f"{level} = {budget}, and {REQUESTS_FLAG} allows {most} at most"
+            problem = what, "lower the budget, or raise the range"
+        elif "state" in info.data:
+            try:
+                materialize(info.data["state"], budget)
+            except BudgetError as error:
+                problems += _locate(f"{DETAIL_FLAG} {level}", error)
+        if problem is not None:
+            problems.append(Problem(DETAIL_FLAG, *problem))
+        if level is not None and budget > 0:
             budgets[level] = budget
-            problems += _detail_problems(level, budget, info.data)
     if not pairs:
         problems.append(Problem(DETAIL_FLAG, "gives no budget", "give low=64,high=256"))
     detail = DetailBudgets(**budgets)
@@ -325,19 +319,6 @@ def _read_detail(value: object, info: ValidationInfo) -> DetailBudgets:
     return detail
 
 
-def _detail_problems(level: Detail, budget: int, settings: Mapping[str, Any]) -> Iterator[Problem]:
-    most = settings.get("requests", DEFAULT_RULES).maximum
-    if budget > most:
-        what = f"{level} = {budget}, and {REQUESTS_FLAG} allows {most} at most"
-        yield Problem(DETAIL_FLAG, what, "lower the budget, or raise the range")
-        return
-    try:
-        if "state" in settings:
-            materialize(settings["state"], budget)
-    except BudgetError as error:
-        yield from (_locate(f"{DETAIL_FLAG} {level}", p) for p in error.problems)
-
-
 def _read_recall(value: object, info: ValidationInfo) -> int:
     text, most = str(value).strip(), info.data.get("requests", DEFAULT_RULES).maximum
     if not text.isdecimal() or int(text) > most:
@@ -346,14 +327,20 @@ def _read_recall(value: object, info: ValidationInfo) -> int:
     return int(text)
 
 
-_MAX_COST = 1e6
+def _number(flag: str, unit: str, most: int, zero: bool) -> PlainValidator:
+    """Check of a number up to ``most``: from 0 on, or above 0."""
+    fix = f"give a number from 0 to {most}" if zero else f"give a number above 0, at most {most}"
 
+    def read(value: object) -> float:
+        try:
+            number = float(str(value))
+        except ValueError:
+            number = float("nan")
+        if not 0 <= number <= most or (number == 0 and not zero):
+            raise _refuse(flag, f"{value!r} is not {unit}", fix)
+        return number
 
-def _read_cost(value: object) -> float:
-    if not 0 < (cost := _number(value)) <= _MAX_COST:
-        fix = f"give a number above 0, at most {_MAX_COST:.0f}"
-        raise _refuse(COST_FLAG, f"{value!r} is not a number of milliseconds", fix)
-    return cost
+    return PlainValidator(read)
 
 
 def _flag(metavar: str, text: str, default: object = None) -> Any:
@@ -381,7 +368,9 @@ class Settings(BaseModel):
         "(for LLaVA-1.5: openai/clip-vit-large-patch14-336). Without it the language model's own "
         "input embeddings do.",
     )
-    feature_cache_gb: Annotated[float, PlainValidator(_read_cache_size)] = _flag(
+    feature_cache_gb: Annotated[
+        float, _number("--autoprune-feature-cache-gb", "a size in GB", 1024, zero=True)
+    ] = _flag(
         "GB",
         "Bound of the per-image feature cache on each worker's device, which lets further "
         "questions on an image skip the vision tower; 0 turns it off. Default: 0.25.",
@@ -406,7 +395,9 @@ class Settings(BaseModel):
         "Default: 0.",
         0,
     )
-    request_cost: Annotated[float, PlainValidator(_read_cost)] = _flag(
+    request_cost: Annotated[
+        float, _number(COST_FLAG, "a number of milliseconds", 10**6, zero=False)
+    ] = _flag(
         "MS",
         "Bound on a state that a request brings: predicted milliseconds of one CPU core for one "
         "selection from an image of 576 tokens. Default: 200, six times the shipped `autoprune`.",
@@ -426,11 +417,10 @@ def read_settings(settings: object) -> tuple[Settings | None, list[Problem]]:
     where = f"additional_config/{SETTINGS_KEY}"
     if not isinstance(settings, Mapping):
         return None, [Problem(where, "not an object", 'give {"state": ...}')]
-    plain = {str(name): value for name, value in settings.items() if name != "from_flags"}
-    # As if it was not given: so a setting is None in JSON or in Python.
-    plain = {name: value for name, value in plain.items() if value is not None}
+    # A setting that is None in JSON or in Python is as if it was not given.
+    items = ((str(name), value) for name, value in settings.items() if value is not None)
     try:
-        return Settings.model_validate(plain), []
+        return Settings.model_validate({n: v for n, v in items if n != "from_flags"}), []
     except ValidationError as error:
         problems: list[Problem] = []
         for detail in error.errors(include_url=False):
@@ -474,31 +464,11 @@ def _merge(namespace: argparse.Namespace, extra: Mapping[str, object]) -> None:
         namespace.middleware = [*added, MIDDLEWARE]
 
 
-def _merging(action: argparse.Action) -> None:
-    """Let `--additional-config` add to what the plugin's flags set, in either order."""
-    stock = type(action)
-
-    class Merging(stock):  # type: ignore[misc, valid-type]
-        def __call__(
-            self,
-            parser: argparse.ArgumentParser,
-            namespace: argparse.Namespace,
-            values: str | Sequence[object] | None,
-            option_string: str | None = None,
-        ) -> None:
-            before = vars(namespace).get("additional_config")
-            super().__call__(parser, namespace, values, option_string)
-            parsed = namespace.additional_config
-            if not isinstance(parsed, Mapping):
-                raise argparse.ArgumentError(self, f"not a JSON object: {parsed!r}")
-            namespace.additional_config = before
-            _merge(namespace, parsed)
-
-    action.__class__ = Merging
-
-
 def add_flags(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
-    """Add the plugin's flags to vLLM's parser."""
+    """Add the plugin's flags to vLLM's parser.
+
+    Its ``--additional-config`` then adds to what the flags set, in either order.
+    """
     group = parser.add_argument_group(
         "AutoPrune", "Keep K of N visual tokens before prefill (vllm-autoprune)."
     )
@@ -515,5 +485,25 @@ def add_flags(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         )
     for action in parser._actions:
         if "--additional-config" in action.option_strings:
-            _merging(action)
+            action.__class__ = _make_merging(type(action))
     return parser
+
+
+def _make_merging(stock: type[argparse.Action]) -> type[argparse.Action]:
+    class Merging(stock):  # type: ignore[misc, valid-type]
+        def __call__(
+            self,
+            parser: argparse.ArgumentParser,
+            namespace: argparse.Namespace,
+            values: str | Sequence[object] | None,
+            option_string: str | None = None,
+        ) -> None:
+            before = vars(namespace).get("additional_config")
+            super().__call__(parser, namespace, values, option_string)
+            parsed = namespace.additional_config
+            if not isinstance(parsed, Mapping):
+                raise argparse.ArgumentError(self, f"not a JSON object: {parsed!r}")
+            namespace.additional_config = before
+            _merge(namespace, parsed)
+
+    return Merging

@@ -23,7 +23,7 @@ from vllm_autoprune.serving.compat import (
 )
 from vllm_autoprune.serving.hooks import require_hooks
 from vllm_autoprune.serving.models import BACKBONES, UNSERVED, Backbone
-from vllm_autoprune.serving.plan import is_recall
+from vllm_autoprune.serving.plan import peek_plan
 from vllm_autoprune.serving.served_state import (
     ATTRIBUTE,
     NEEDS,
@@ -65,7 +65,7 @@ def _activate(architecture: str) -> None:
     api.check_requests(request.check_request, request.handling)
     image_store.cache_without_plans()
     api.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
-    worker.spread_recalls(is_recall)
+    worker.spread_recalls(peek_plan)
     worker.refuse_sleep(sleep_problem)
 
 

@@ -40,9 +40,9 @@ from benchmarks.cost.soak import (
 )
 from tests.serving.unit.samples import served
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.serving.api.choices import TokenCount, resolve_choices, state_label
+from vllm_autoprune.serving.api.choices import resolve_plans, state_label
+from vllm_autoprune.serving.api.layout import TokenCount, align_core, choose_recalls
 from vllm_autoprune.serving.api.request import RecallTurn, parse_request
-from vllm_autoprune.serving.api.split import SplitImage, align_core, choose_recalls
 from vllm_autoprune.serving.settings import RequestRules
 from vllm_autoprune.tpdsl.loading import load_state
 
@@ -57,21 +57,21 @@ def plan(body: Body, counts: Counter[str]) -> int:
     kwargs = body.get("mm_processor_kwargs")
     request = parse_request(kwargs["autoprune"] if isinstance(kwargs, dict) else None)
     images = json.dumps(body["messages"]).count('"type": "image_url"')
-    choices = resolve_choices(SERVED, request, [TokenCount(TOKENS)] * images)
+    plans = resolve_plans(SERVED, request, [TokenCount(TOKENS)] * images)
     later = [turn for turn in body["messages"][1:] if turn["role"] == "user"]
     turns = [RecallTurn(images=images, text=turn["content"]) for turn in later]
     recall = RECALL if request.recall is None else request.recall
     contents = [str(image) for image in range(images)]
-    recalled = sum(part.budget for part in choose_recalls(turns, recall, choices, contents))
-    kept = sum(choice.kept for choice in choices) + recalled
+    recalled = sum(part.budget for part in choose_recalls(turns, recall, plans, contents))
+    kept = sum(plan.budget for plan in plans) + recalled
     counts[f'autoprune_requests_total{{state="{state_label(SERVED, request)}"}}'] += 1
     counts[f'autoprune_images_total{{chooser="{request.keep}"}}'] += images
     counts['autoprune_visual_tokens_total{stage="before"}'] += images * TOKENS
     counts['autoprune_visual_tokens_total{stage="after"}'] += kept
     counts["autoprune_core_tokens_total"] += sum(
-        align_core(START, SplitImage(choice.kept, choice.core, None), BLOCK)
-        for choice in choices
-        if choice.core
+        align_core(START, plan.budget, core, BLOCK)
+        for plan in plans
+        if not plan.keeps_all and (core := SERVED.policy_for_plan(plan).core)
     )
     counts["autoprune_recalled_tokens_total"] += recalled
     counts["autoprune_kv_bytes_saved_total"] += (images * TOKENS - kept) * KV_BYTES

@@ -1,4 +1,4 @@
-"""The instruction of an image: read from messages and prompts, and tokenized."""
+"""What messages say about their images: instruction, detail, turns; and an instruction's ids."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from vllm_autoprune.serving.api.instruction import (
     extract_prompt_instruction,
     extract_turns,
     find_question_turns,
+    mark_recall_turns,
     split_content_words,
     truncate_clip_ids,
     truncate_text,
 )
+from vllm_autoprune.serving.api.request import RecallTurn
 from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS
 from vllm_autoprune.tpdsl.tokens import Need
 
@@ -37,6 +39,7 @@ IMAGES: list[dict[str, Any]] = [
     {"image_url": "http://x/y.png"},
     {"image_pil": None, "uuid": "a"},
 ]
+LONG = "once upon a time " * 500
 
 
 def text(said: str) -> dict[str, Any]:
@@ -47,14 +50,18 @@ def user(*parts: object) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}
 
 
-WAYS_TO_SAY: list[object] = [
+def said(role: str, content: object, **fields: object) -> dict[str, Any]:
+    return {"role": role, "content": content, **fields}
+
+
+QUESTIONS: list[object] = [
     text("what?"),
     {"type": "input_text", "text": "what?"},
     {"type": "output_text", "text": "what?"},
     {"text": "what?"},
     "what?",
 ]
-NEITHER: list[object] = [
+OTHERS: list[object] = [
     {"type": "audio_url", "audio_url": {"url": "http://x/y.wav"}},
     {"type": "video_url", "video_url": {"url": "http://x/y.mp4"}},
     *({"type": "refusal", "refusal": "no"}, {"type": "text", "text": None}, {"type": "text"}),
@@ -64,9 +71,9 @@ NEITHER: list[object] = [
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_every_way_to_send_images_texts_and_details(image: dict[str, Any]) -> None:
-    for said in WAYS_TO_SAY:
-        assert extract_instructions([user(image, said)]) == ["what?"]
-    for part in NEITHER:
+    for question in QUESTIONS:
+        assert extract_instructions([user(image, question)]) == ["what?"]
+    for part in OTHERS:
         assert extract_instructions([user(part, text("what?"))]) == []
         assert extract_instructions([user(part, image, text("what?"))]) == ["what?"]
     inside = isinstance(image.get("image_url"), dict)
@@ -78,7 +85,7 @@ def test_every_way_to_send_images_texts_and_details(image: dict[str, Any]) -> No
         assert extract_details([user(detailed)]) == [expected]
 
 
-ANSWER = {"role": "assistant", "content": "It is red."}
+ANSWER = said("assistant", "It is red.")
 
 
 @pytest.mark.parametrize(
@@ -91,13 +98,13 @@ ANSWER = {"role": "assistant", "content": "It is red."}
             ["first", "2nd"],
             [0, 2],
         ),
-        ([{"role": "system", "content": "Be brief."}, user(URL, text("what?"))], ["what?"], [1]),
+        ([said("system", "Be brief."), user(URL, text("what?"))], ["what?"], [1]),
         (
-            [user(text("Buy.")), ANSWER, {"role": "tool", "content": [text("Done."), URL]}],
+            [user(text("Buy.")), ANSWER, said("tool", [text("Done."), URL])],
             ["Buy.\nDone."],
             [None],
         ),
-        ([user(text("hi")), {"role": "user", "content": "hi"}, "not a message", None], [], []),
+        ([user(text("hi")), said("user", "hi"), "not a message", None], [], []),
         ([], [], []),
     ],
 )
@@ -107,12 +114,8 @@ def test_an_image_has_the_text_of_its_own_turn(
     assert (extract_instructions(talk), extract_turns(talk)) == (instructions, turns)
 
 
-def said(role: str, content: object, **more: object) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
-
-
 TASK = said("user", "Buy a lamp.")
-LONG = "once upon a time " * 500
+BILLING = "x-anthropic-billing-header: cch=1"
 
 
 @pytest.mark.parametrize(
@@ -129,8 +132,8 @@ LONG = "once upon a time " * 500
         ([TASK, said("assistant", "I click."), said("user", "Red.")], "Buy a lamp.\nRed."),
         ([user(URL, text("what?")), said("assistant", "A shop.")], "what?\nA shop."),
         ([said("system", "Read totals.")], "Read totals."),
-        ([said("system", "x-anthropic-billing-header: cch=1\nRead totals.")], "Read totals."),
-        ([said("system", "x-anthropic-billing-header: cch=1")], ""),
+        ([said("system", f"{BILLING}\nRead totals.")], "Read totals."),
+        ([said("system", BILLING)], ""),
         ([said("system", "Be brief."), TASK, said("assistant", "I.")], "Buy a lamp.\nI."),
         ([], ""),
     ],
@@ -139,10 +142,8 @@ LONG = "once upon a time " * 500
 def test_an_image_without_text_has_the_task_and_what_was_said_last(
     before: list[dict[str, Any]], read: str
 ) -> None:
-    shots = [user(URL, URL), said("tool", [URL])]
-    for shot in shots:
+    for shot, count in ((user(URL, URL), 2), (said("tool", [URL]), 1)):
         talk = [*before, shot, said("assistant", "And now?"), user(text("Blue?"))]
-        count = sum(part is URL for part in shot["content"])
         assert extract_instructions(talk)[-count:] == [read] * count
         assert extract_turns(talk)[-count:] == [None] * count
 
@@ -152,6 +153,9 @@ def test_neither_a_long_task_nor_a_long_page_hides_the_other() -> None:
     (read,) = extract_instructions([said("user", task), said("tool", page), user(URL)])
     assert "Buy a lamp.\n" in read and read.endswith("Lamps: 3")
     assert len(read) < 4 * 256
+
+
+# ---- turns of a conversation ----
 
 
 @pytest.mark.parametrize(
@@ -178,8 +182,58 @@ def test_turns_end_where_a_question_does(
     assert find_question_turns(before, texts, turns) == expected
 
 
-IMAGE = 9
-WORDS = {1: "USER:", 2: "ASSISTANT:", 3: "what?", 4: "where?", IMAGE: "<image>"}
+EMPTY: list[object] = [None, "", "  ", [], 5]
+
+
+def test_later_user_turns_without_an_image_are_marked_in_front_of_their_text() -> None:
+    messages = [
+        said("system", "Be brief."),
+        said("user", "Hello"),
+        user(URL, text("What is it?")),
+        said("assistant", "A cat."),
+        said("user", "And its colour?"),
+        *(said("user", content) for content in EMPTY),
+        user({"type": "refusal", "refusal": "hm"}, text("One"), text("more?")),
+        user(text("Compare:"), URL),
+        user({"type": "thinking", "thinking": "hm"}),
+        user("Well?"),
+    ]
+    marked: Any
+    marked, turns = mark_recall_turns(messages, "<image>", "\n")
+    assert turns == [
+        RecallTurn(images=1, text="And its colour?"),
+        RecallTurn(images=1, text="One\nmore?"),
+        RecallTurn(images=2, text="Well?"),
+    ]
+    expected = [dict(message) for message in messages]
+    expected[4] = said("user", "<image>\nAnd its colour?")
+    expected[10] = user(messages[10]["content"][0], text("<image>\nOne"), text("more?"))
+    expected[13] = user("<image>\nWell?")
+    assert marked == expected
+    assert messages[4]["content"] == "And its colour?", "the caller's own"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        said("user", "What does <image> mean?"),
+        said("assistant", "It stands for an <image>."),
+        user({"type": "video_url", "video_url": {"url": "x"}}),
+        user({"type": "image_embeds", "image_embeds": "x"}),
+        user({"image_embeds": "x"}),
+        user({"type": "thinking", "thinking": "an <image>"}),
+    ],
+    ids=str,
+)
+def test_no_turn_is_marked_where_marks_could_be_mistaken(other: dict[str, object]) -> None:
+    messages = [user(URL, text("What is it?")), other, said("user", "Sure?")]
+    assert mark_recall_turns(messages, "<image>", "") == (messages, [])
+
+
+# ---- prompts without messages ----
+
+TOKEN = 9
+WORDS = {1: "USER:", 2: "ASSISTANT:", 3: "what?", 4: "where?", TOKEN: "<image>"}
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -189,20 +243,20 @@ def decode(ids: Sequence[int]) -> str:
 @pytest.mark.parametrize(
     ("ids", "suffix", "expected"),
     [
-        ([1, IMAGE, 3, 2], " ASSISTANT:", "what?"),
-        ([1, IMAGE, 3, 2], "", "what? ASSISTANT:"),
-        ([1, IMAGE, 3], " ASSISTANT:", "what?"),
-        ([1, 3, IMAGE, 4, 2], " ASSISTANT:", "where?"),
-        ([1, IMAGE, 3, IMAGE, 4, 2], " ASSISTANT:", "where?"),
-        ([1, IMAGE, 3, 2, 1, 4, 2], " ASSISTANT:", "what? ASSISTANT: USER: where?"),
-        ([1, IMAGE, 2], " ASSISTANT:", ""),
-        ([IMAGE], " ASSISTANT:", ""),
+        ([1, TOKEN, 3, 2], " ASSISTANT:", "what?"),
+        ([1, TOKEN, 3, 2], "", "what? ASSISTANT:"),
+        ([1, TOKEN, 3], " ASSISTANT:", "what?"),
+        ([1, 3, TOKEN, 4, 2], " ASSISTANT:", "where?"),
+        ([1, TOKEN, 3, TOKEN, 4, 2], " ASSISTANT:", "where?"),
+        ([1, TOKEN, 3, 2, 1, 4, 2], " ASSISTANT:", "what? ASSISTANT: USER: where?"),
+        ([1, TOKEN, 2], " ASSISTANT:", ""),
+        ([TOKEN], " ASSISTANT:", ""),
         ([1, 3, 2], " ASSISTANT:", "USER: what?"),
         ([], " ASSISTANT:", ""),
     ],
 )
 def test_the_instruction_of_a_prompt(ids: list[int], suffix: str, expected: str) -> None:
-    assert extract_prompt_instruction(ids, IMAGE, decode, suffix) == expected
+    assert extract_prompt_instruction(ids, TOKEN, decode, suffix) == expected
 
 
 # ---- tokens of an instruction ----
@@ -253,18 +307,14 @@ def test_the_end_of_a_text_of_words_has_the_last_ids_of_all_of_it(tail: str) -> 
     text = " ".join(source.choice(known) for _ in range(20_000)) + tail
     end = truncate_text(text)
     assert text.endswith(end) and len(end) <= MAX_CHARACTERS
-    every_id = tokenizer.encode(text, add_special_tokens=False)
-    assert (
-        tokenizer.encode(end, add_special_tokens=False)[-RELEVANCE_IDS:]
-        == every_id[-RELEVANCE_IDS:]
+    last, every = (
+        tokenizer.encode(part, add_special_tokens=False)[-RELEVANCE_IDS:] for part in (end, text)
     )
-    said = truncate_clip_ids(tuple(clip(end, verbose=False)["input_ids"]))
-    assert said == truncate_clip_ids(tuple(clip(text, verbose=False)["input_ids"]))
-    assert len(said) == RELEVANCE_IDS
-    assert said[0] == clip.bos_token_id and said[-1] == clip.eos_token_id
-
-
-# ---- content words ----
+    assert last == every
+    ids = truncate_clip_ids(tuple(clip(end, verbose=False)["input_ids"]))
+    assert ids == truncate_clip_ids(tuple(clip(text, verbose=False)["input_ids"]))
+    assert len(ids) == RELEVANCE_IDS
+    assert (ids[0], ids[-1]) == (clip.bos_token_id, clip.eos_token_id)
 
 
 @pytest.mark.parametrize(
@@ -272,10 +322,7 @@ def test_the_end_of_a_text_of_words_has_the_last_ids_of_all_of_it(tail: str) -> 
     [
         ("What colour is the circle?", ["colour", "circle"]),
         ("<image>\nIs THE dog's bowl empty", ["dog", "s", "bowl", "empty"]),
-        (
-            "How many?\nAnswer the question using a single word or phrase.",
-            ["many"],
-        ),
+        ("How many?\nAnswer the question using a single word or phrase.", ["many"]),
         (
             "Which is red?\nA. cup\nAnswer with the option's letter from the given choices "
             "directly.",

@@ -17,7 +17,7 @@ from tests.serving.unit.samples import Sender, image, served
 from vllm_autoprune.backbones import find_backbone
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.checks import count_between
-from vllm_autoprune.serving.api.choices import shorten_placeholders
+from vllm_autoprune.serving.api.layout import shorten_placeholders
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.llava import (
     Join,

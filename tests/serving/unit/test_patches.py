@@ -16,7 +16,7 @@ from vllm_autoprune.serving.compat import worker as patches
 from vllm_autoprune.serving.compat.worker import spread_recalls
 from vllm_autoprune.serving.encoder_budget import UnprunedBudgetManager
 from vllm_autoprune.serving.models.pruned_model import group_by_tokens
-from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan, is_recall
+from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan, peek_plan
 
 WORKER_CALLS = (
     "reset_encoder_cache",
@@ -231,7 +231,7 @@ def test_a_step_takes_a_few_recalls_and_all_else(monkeypatch: pytest.MonkeyPatch
     for name in ("can_allocate", "get_freed_mm_hashes"):
         stock = getattr(EncoderCacheManager, name)
         monkeypatch.setattr(EncoderCacheManager, name, getattr(stock, "__wrapped__", stock))
-    spread_recalls(is_recall)
+    spread_recalls(peek_plan)
     manager = EncoderCacheManager(CACHE)
     recall = ItemPlan(K, (0, 0), tokens=100, part="recall", earlier=(Choice(K),)).encode()
     long, other = request("long", 100, *[100] * 5), request("other", 100, 100)
@@ -242,4 +242,4 @@ def test_a_step_takes_a_few_recalls_and_all_else(monkeypatch: pytest.MonkeyPatch
         steps.append((scheduled(manager, long), scheduled(manager, other)))
         manager.get_freed_mm_hashes()
     assert steps == [([0, 1, 2], [0, 1]), ([3, 4], []), ([5], [])]
-    assert not is_recall(None)
+    assert peek_plan(None) is None

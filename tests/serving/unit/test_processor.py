@@ -22,18 +22,48 @@ from tests.serving.unit.samples import (
     Sender,
     picture,
     processing,
+    served,
 )
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import BUILDERS, build
 from vllm_autoprune.serving.api import image_store
 from vllm_autoprune.serving.api.image_store import NamedImages
-from vllm_autoprune.serving.api.request import REQUEST_FIELD, SALT
+from vllm_autoprune.serving.api.layout import Placeholders, Slot
+from vllm_autoprune.serving.api.planner import RequestPlanner
+from vllm_autoprune.serving.api.request import REQUEST_FIELD, SALT, PruningRequest
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.qwen import shrink_glm_to_budget, shrink_to_budget
-from vllm_autoprune.serving.plan import NO_KEY, hash_picture, make_feature_key
+from vllm_autoprune.serving.plan import NO_KEY, ItemPlan, hash_picture, make_feature_key
 from vllm_autoprune.serving.settings import RequestRules
 
 pytestmark = pytest.mark.compat
+
+
+def apply(sender: Sender, modality: str, data: Any, name: str | None, **kwargs: object) -> str:
+    """Identity of one input that is sent under a name."""
+    from vllm.multimodal.processing import ProcessorInputs
+    from vllm.multimodal.processing.context import TimingContext
+
+    inputs = ProcessorInputs(
+        sender.info.get_tokenizer().encode(f"user <|{modality}_pad|> what"),
+        sender.info.parse_mm_data({modality: [data]}),
+        {modality: [name]},
+        kwargs,
+    )
+    made = sender._processor.apply(inputs, TimingContext(enabled=False))
+    (identity,) = made["mm_hashes"][modality]
+    return str(identity)
+
+
+def stock_identity(sender: Sender, image: Any) -> str:
+    from vllm.multimodal.processing import ProcessorInputs
+
+    inputs = ProcessorInputs([], sender.info.parse_mm_data({"image": [image]}))
+    (identity,) = inputs.get_mm_hashes(sender.info.model_id, "blake3")["image"]
+    return str(identity)
+
+
+# ---- identities of images, and names that clients give them ----
 
 
 def test_features_are_cached_by_content_and_not_by_uuid(without_cache: Sender) -> None:
@@ -55,77 +85,50 @@ def test_an_unpruned_image_has_the_stock_identity_and_is_not_cached(
     assert sent.lengths == [4, 8]
 
 
-def stock_identity(sender: Sender, image: Any) -> str:
-    from vllm.multimodal.processing import ProcessorInputs
-
-    inputs = ProcessorInputs([], sender.info.parse_mm_data({"image": [image]}))
-    (identity,) = inputs.get_mm_hashes(sender.info.model_id, "blake3")["image"]
-    return identity
-
-
 @pytest.mark.parametrize("modality", ["image", "video"])
 def test_no_uuid_is_the_identity_of_an_image(folder: Any, modality: str) -> None:
     """Whoever knows a public image can compute both of its identities, and send other pixels."""
-    from vllm.multimodal.processing import ProcessorInputs
-    from vllm.multimodal.processing.context import TimingContext
-
-    rules = RequestRules("budget", explicit=True)
-    sender = Sender(folder, budget=8, rules=rules)
+    sender = Sender(folder, budget=8, rules=RequestRules("budget", explicit=True))
     public = sender.send([LARGE])
+    video = numpy.zeros((4, 56, 56, 3), numpy.uint8), {"fps": 2.0, "total_num_frames": 4}
+    data = OTHER if modality == "image" else video
     for name in (*public.identities, stock_identity(sender, LARGE), stock_identity(sender, OTHER)):
-        frames = numpy.zeros((4, 56, 56, 3), numpy.uint8)
-        data: Any = (
-            [OTHER] if modality == "image" else [(frames, {"fps": 2.0, "total_num_frames": 4})]
-        )
-        pad = "<|image_pad|>" if modality == "image" else "<|video_pad|>"
-        inputs = ProcessorInputs(
-            sender.info.get_tokenizer().encode(f"user {pad} what"),
-            sender.info.parse_mm_data({modality: data}),
-            {modality: [name]},
-            {REQUEST_FIELD: {"enabled": False}},
-        )
-        made = sender._processor.apply(inputs, TimingContext(enabled=False))
-        (identity,) = made["mm_hashes"][modality]
-        assert identity == stock_identity(sender, OTHER) if modality == "image" else True
+        identity = apply(sender, modality, data, name, autoprune={"enabled": False})
         assert identity not in (*public.identities, stock_identity(sender, LARGE))
+        if modality == "image":
+            assert identity == stock_identity(sender, OTHER)
 
 
 def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(sender: Sender) -> None:
     before = sender.send([LARGE], ["x"])
     assert sender.send([None], ["x"]) == replace(before, data=[None])
+    for uuid, salt in (("y", ""), ("x", "a tenant")):
+        with pytest.raises(ValueError, match="data is not provided"):
+            sender.send([None], [uuid], salt)
     second = sender.send([OTHER], ["x"])
     assert sender.send([None], ["x"]).identities == second.identities != before.identities
 
 
-def test_an_unknown_uuid_without_an_image_is_refused(sender: Sender) -> None:
-    sender.send([LARGE], ["x"])
-    for uuid, salt in (("y", ""), ("x", "a tenant")):
-        with pytest.raises(ValueError, match="data is not provided"):
-            sender.send([None], [uuid], salt)
+def test_the_least_recently_used_uuids_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_store, "_MAX_NAMES", 2)
+    names = NamedImages()
+    for name in ("one", "two"):
+        names.remember(name, "", (name, None))
+    names.find("one", "")
+    names.remember("three", "", ("three", None))
+    known = [names.find(name, "")[0] for name in ("one", "two", "three")]
+    assert (known[0], known[1][:8], known[2]) == ("one", "unknown ", "three")
 
 
 def test_tenants_of_two_salts_share_nothing(sender: Sender) -> None:
     sent = [sender.send([LARGE], salt=salt) for salt in ("", "a", "b")]
-    assert len({sent_image.identities[0] for sent_image in sent}) == 3
-    assert len({sent_image.keys[0] for sent_image in sent}) == 3
-    assert [sent_image.sent for sent_image in sent] == [[True]] * 3, (
-        "in the cache of another tenant"
-    )
+    assert len({made.identities[0] for made in sent}) == 3
+    assert len({made.keys[0] for made in sent}) == 3
+    assert [made.sent for made in sent] == [[True]] * 3, "in the cache of another tenant"
     assert sender.send([LARGE], salt="a").sent == [False]
-
-
-def test_a_salt_that_a_request_writes_itself_is_none(without_cache: Sender) -> None:
-    from vllm.multimodal.processing import ProcessorInputs
-    from vllm.multimodal.processing.context import TimingContext
-
-    processor = without_cache._processor
-    prompt = processor.info.get_tokenizer().encode("user <|image_pad|> what")
-    said = {SALT: "a", REQUEST_FIELD: {"instructions": ["what"]}}
-    items = processor.info.parse_mm_data({"image": [LARGE]})
-    made = processor.apply(
-        ProcessorInputs(prompt, items, hf_processor_mm_kwargs=said), TimingContext(enabled=False)
-    )
-    assert made["mm_hashes"]["image"] == without_cache.send([LARGE]).identities
+    # A salt that a request writes itself is none.
+    entry = {SALT: "a", REQUEST_FIELD: {"instructions": ["what"]}}
+    assert [apply(sender, "image", LARGE, None, **entry)] == sent[0].identities
 
 
 def test_a_random_keep_is_drawn_from_content(without_cache: Sender) -> None:
@@ -144,6 +147,8 @@ def test_a_random_keep_is_drawn_from_content(without_cache: Sender) -> None:
     with pytest.raises(RequestError, match="drawn from pixels"):
         without_cache.send([None], ["one"], keep="random")
 
+
+# ---- tensors ----
 
 OPTIONS: Mapping[str, Sequence[Mapping[str, object]]] = {
     "gemma3": ({}, {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 32}),
@@ -190,7 +195,78 @@ def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
         assert send(*calls) == alone
 
 
+def test_another_question_or_k_sends_a_plan_alone(sender: Sender) -> None:
+    with processing(sender) as runs:
+        before = sender.send([LARGE], instructions=["what is it"])
+        again = sender.send([LARGE], instructions=["where is it"])
+        fewer = sender.send([LARGE], budget=4)
+    assert sum(runs) == 1
+    assert (before.sent, again.sent, fewer.sent) == ([True], [False], [False])
+    assert len({*before.identities, *again.identities, *fewer.identities}) == 3
+    assert (again.lengths, fewer.lengths) == ([8], [4])
+
+
 # ---- images in two items ----
+
+
+def split_sender(folder: Any) -> Sender:
+    """A server of a state with a core: half of K = 24, of which blocks of 16 make 15."""
+    return Sender(folder, 24, core={"share": 0.5}).with_cache().with_blocks(16)
+
+
+def test_a_split_image_is_two_items_of_which_one_knows_no_question(folder: Any) -> None:
+    sender = split_sender(folder)
+    before = sender.send([LARGE], instructions=["what is it"])
+    core, delta = before.plans
+    assert (core, delta) == replace(delta, budget=24, part="whole", core=0).split(15)
+    assert before.lengths == [15, 9]
+    assert delta.instruction and core.key == delta.key != NO_KEY
+    second = sender.send([LARGE], instructions=["how many"])
+    assert second.identities[0] == before.identities[0]
+    assert second.identities[1] != before.identities[1]
+    assert (before.sent, second.sent) == ([True, False], [False, False])
+    assert sender.send([LARGE], salt="a").identities[0] != before.identities[0]
+
+
+def test_images_are_laid_out_by_their_turns_and_processed_once(folder: Any) -> None:
+    sender = split_sender(folder)
+    with processing(sender) as runs:
+        together = sender.send([LARGE, OTHER], turns=[0, 0])
+    assert runs == [1, 1], "each by itself"
+    assert together.keys[0] == together.keys[2] != together.keys[1] == together.keys[3]
+    assert sender.send([LARGE, OTHER]).prompt == together.prompt
+    before, second = sender.send([LARGE], turns=[0]), sender.send([LARGE, OTHER], turns=[0, 2])
+    assert second.identities[:2] == before.identities
+    assert together.identities[:2] != before.identities
+    assert sender.send([LARGE, OTHER], turns=[None, None]).lengths == [24, 24]
+
+
+def test_cores_are_shared_by_budgets_and_states_with_the_same_core(folder: Any) -> None:
+    own = split_sender(folder).send([LARGE])
+    other = Sender(folder, 28, core={"share": 0.45}, base_policy={"name": "divprune"})
+    shared = other.with_blocks(16).send([LARGE])
+    assert shared.lengths == [15, 13]
+    assert shared.identities[0] == own.identities[0]
+    assert shared.identities[1] != own.identities[1]
+    strength = Sender(folder, 24, core={"share": 0.5, "cover": 0.5, "strength": 0.3})
+    assert strength.with_blocks(16).send([LARGE]).identities[0] != own.identities[0]
+
+
+def test_recall_is_refused_where_an_image_cannot_be_several_items() -> None:
+    never: Any = None
+    unsplit = Placeholders(never, never, lambda info: 7, "writes text around the tiles")
+    planner = RequestPlanner(never, served(), unsplit, never)
+    inputs: Any = SimpleNamespace(prompt=[7, 1])
+    plans = [ItemPlan(8, NO_KEY, tokens=144)]
+    with pytest.raises(RequestError, match=r"recall.*this model writes text.* -> leave it out"):
+        planner._add_recalls(inputs, PruningRequest(recall=8), plans, ["a"])
+    for accepted in (PruningRequest(recall=0), PruningRequest()):
+        assert planner._add_recalls(inputs, accepted, plans, ["a"]) == ([7, 1], [Slot(0, 8)])
+
+
+# ---- resized images ----
+
+UNIT = 28
 
 
 def resized(sender: Sender, image: Any, budget: int, **entry: Any) -> Processed:
@@ -211,76 +287,15 @@ def test_a_resized_image_is_shared_by_questions_and_by_nothing_else(folder: Any)
         sender.send([LARGE], budget=16, keep="random"),
         sender.send([LARGE], budget=64),
     ]
-    assert len({sent_image.identities[0] for sent_image in (before, *others)}) == 7
+    assert len({made.identities[0] for made in (before, *others)}) == 7
 
 
-def split_sender(folder: Any) -> Sender:
-    """A server of a state with a core: half of K = 24, of which blocks of 16 make 15."""
-    return Sender(folder, 24, core={"share": 0.5}).with_cache().with_blocks(16)
-
-
-def test_a_split_image_is_two_items_of_which_one_knows_no_question(folder: Any) -> None:
-    sender = split_sender(folder)
-    before = sender.send([LARGE], instructions=["what is it"])
-    assert before.lengths == [15, 9]
-    core, delta = before.plans
-    assert (core.part, core.core, core.instruction) == ("core", 15, ())
-    assert (delta.part, delta.core) == ("delta", 15)
-    assert delta.instruction
-    assert core.key == delta.key != NO_KEY
-    second = sender.send([LARGE], instructions=["how many"])
-    assert second.identities[0] == before.identities[0]
-    assert second.identities[1] != before.identities[1]
-    assert (before.sent, second.sent) == ([True, False], [False, False])
-    assert sender.send([LARGE], salt="a").identities[0] != before.identities[0]
-
-
-def test_images_are_laid_out_by_their_turns(folder: Any) -> None:
-    sender = split_sender(folder)
-    together = sender.send([LARGE, OTHER], turns=[0, 0])
-    assert sender.send([LARGE, OTHER]).prompt == together.prompt
-    before, second = sender.send([LARGE], turns=[0]), sender.send([LARGE, OTHER], turns=[0, 2])
-    assert second.identities[:2] == before.identities
-    assert together.identities[:2] != before.identities
-    assert sender.send([LARGE, OTHER], turns=[None, None]).lengths == [24, 24]
-
-
-def test_cores_are_shared_by_budgets_and_states_with_the_same_core(folder: Any) -> None:
-    sent_image = split_sender(folder).send([LARGE])
-    other = Sender(folder, 28, core={"share": 0.45}, base_policy={"name": "divprune"})
-    shared = other.with_blocks(16).send([LARGE])
-    assert shared.lengths == [15, 13]
-    assert shared.identities[0] == sent_image.identities[0]
-    assert shared.identities[1] != sent_image.identities[1]
-    strength = Sender(folder, 24, core={"share": 0.5, "cover": 0.5, "strength": 0.3})
-    assert strength.with_blocks(16).send([LARGE]).identities[0] != sent_image.identities[0]
-
-
-def test_parts_of_an_image_are_processed_once_and_carry_the_same_pixels(folder: Any) -> None:
-    sender = split_sender(folder)
-    with processing(sender) as runs:
-        keys = sender.send([LARGE, OTHER]).keys
-    assert runs == [1, 1], "each by itself"
-    assert keys[0] == keys[2] != keys[1] == keys[3]
-
-
-# ---- further questions ----
-
-
-def test_another_question_or_k_sends_a_plan_alone(sender: Sender) -> None:
-    with processing(sender) as runs:
-        before = sender.send([LARGE], instructions=["what is it"])
-        again = sender.send([LARGE], instructions=["where is it"])
-        fewer = sender.send([LARGE], budget=4)
-    assert sum(runs) == 1
-    assert (before.sent, again.sent, fewer.sent) == ([True], [False], [False])
-    assert len({*before.identities, *again.identities, *fewer.identities}) == 3
-    assert (again.lengths, fewer.lengths) == ([8], [4])
-
-
-# ---- resized images ----
-
-UNIT = 28
+def test_what_cannot_be_resized_is_refused(folder: Any) -> None:
+    sender: Any = Sender(folder, budget=8, options={"min_pixels": 4 * UNIT**2})
+    with pytest.raises(RequestError, match="makes at least 4 tokens -> ask for 4 or more"):
+        resized(sender, LARGE, 3)
+    with pytest.raises(RequestError, match="send it as a picture"):
+        resized(sender, numpy.zeros((3, 224, 224), numpy.uint8), 8)
 
 
 @given(st.integers(28, 4000), st.integers(28, 4000), st.integers(1, 200))
@@ -300,26 +315,3 @@ def test_a_resized_image_has_at_most_k_tokens_and_stays_as_it_is(
         if max(sides) <= 200 * min(sides):
             most = 2 * 10**9
             assert smart_resize(2, *sides, factor=UNIT, min_pixels=1, max_pixels=most) == sides
-
-
-def test_what_cannot_be_resized_is_refused(folder: Any) -> None:
-    sender: Any = Sender(folder, budget=8, options={"min_pixels": 4 * UNIT**2})
-    with pytest.raises(RequestError, match="makes at least 4 tokens -> ask for 4 or more"):
-        resized(sender, LARGE, 3)
-    with pytest.raises(RequestError, match="send it as a picture"):
-        resized(sender, numpy.zeros((3, 224, 224), numpy.uint8), 8)
-
-
-# ---- names of images ----
-
-
-def test_the_least_recently_used_uuids_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_store, "MAX_NAMES", 2)
-    images = NamedImages()
-    for name in ("one", "two"):
-        images.remember(name, "", (name, None))
-    images.find("one", "")
-    images.remember("three", "", ("three", None))
-    assert images.find("one", "")[0] == "one"
-    assert images.find("two", "")[0].startswith("unknown ")
-    assert images.find("three", "")[0] == "three"

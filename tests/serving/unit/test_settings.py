@@ -1,10 +1,10 @@
-"""Settings of a server: read, checked, described."""
+"""Settings of a server: read from flags or Python, checked, described; flags of vLLM's parser."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +26,13 @@ from tests.serving.unit.samples import (
 )
 from tests.tpdsl.samples import edited, sample, shipped
 from vllm_autoprune import ConfigError, load_state
-from vllm_autoprune.errors import Problem
+from vllm_autoprune.serving import plugin
 from vllm_autoprune.serving.api.endpoint import describe_as_json, format_summary
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.settings import (
+    LEVELS,
+    MIDDLEWARE,
+    SETTINGS_KEY,
     SIGN_KEY,
     DetailBudgets,
     RequestRules,
@@ -40,7 +43,11 @@ from vllm_autoprune.serving.startup import resolve_settings
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.loading import shipped_states
 
-TOWER_FLAG = "--autoprune-text-tower"
+Config = dict[str, Any]
+
+
+def resolve(**settings: object) -> ServedState:
+    return resolve_settings({"state": "autoprune", **settings}, vllm_config())
 
 
 @pytest.mark.parametrize("form", ["name", "path", "path as text", "json", "dict", "state"])
@@ -54,37 +61,44 @@ def test_a_state_may_be_given_in_every_form(form: str) -> None:
         "dict": shipped("autoprune"),
         "state": load_state("autoprune"),
     }
-    served_state = resolve_settings({"state": forms[form]}, vllm_config())
-    assert served_state.state.digest == load_state("autoprune").digest
-    assert (served_state.architecture, served_state.budget, served_state.tower) == (LLAVA, 32, None)
-    assert served_state.cache_bytes == 1 << 28
-
-
-def resolved(**settings: object) -> ServedState:
-    return resolve_settings({"state": "autoprune", **settings}, vllm_config())
+    state = resolve(state=forms[form])
+    assert state.state.digest == load_state("autoprune").digest
+    assert (state.architecture, state.budget, state.tower) == (LLAVA, 32, None)
+    assert state.cache_bytes == 1 << 28
 
 
 def test_each_setting_is_read_from_text_and_numbers(tiny_clip: TinyClip) -> None:
     for budget in (64, "64", " 64 "):
-        assert resolved(budget=budget).policy().budget == 64
-    sizes = ((0, 0), ("0", 0), (2, 1 << 31), ("0.5", 1 << 29), (1024, 1 << 40))
-    for size, count in sizes:
-        assert resolved(feature_cache_gb=size).cache_bytes == count
-    tower = resolved(text_tower=str(tiny_clip.folder)).tower
-    assert tower is not None
-    assert (tower.path, tower.sign) == (str(tiny_clip.folder), -1)
-    assert resolved().rules.cost == DEFAULT_COST
-    assert resolved(request_cost="750").rules.cost == 750.0
-    assert (resolved().rules.level, resolved().rules.recall) == ("budget", 0)
+        assert resolve(budget=budget).policy().budget == 64
+    for size, count in ((0, 0), ("0", 0), (2, 1 << 31), ("0.5", 1 << 29), (1024, 1 << 40)):
+        assert resolve(feature_cache_gb=size).cache_bytes == count
+    assert (resolve().rules.cost, resolve(request_cost="750").rules.cost) == (DEFAULT_COST, 750.0)
     for recall in (8, "8", " 8 "):
-        assert resolved(recall=recall).rules.recall == 8
+        assert resolve(recall=recall).rules.recall == 8
     for detail in ("low=16,high=64", {"low": 16, "high": "64"}):
         for requests in (None, "none", "budget:32-64", "states"):
-            rules = resolved(requests=requests, detail=detail).rules
+            rules = resolve(requests=requests, detail=detail).rules
             assert rules.detail == DetailBudgets(16, 64)
+    tower = resolve(text_tower=str(tiny_clip.folder)).tower
+    assert tower is not None
+    assert (tower.path, tower.sign) == (str(tiny_clip.folder), -1)
+    assert (tower.segment, tower.width, tower.vision_width) == (SEGMENT, WIDTH, VISION_WIDTH)
 
 
-def nested(depth: int) -> list[object]:
+def test_levels_are_cumulative_and_a_range_holds_at_both_ends() -> None:
+    assert resolve().rules == RequestRules("budget", 1, 65536, explicit=False)
+    for level in LEVELS:
+        rules = resolve(requests=level).rules
+        assert (rules.level, rules.explicit) == (level, True)
+        allowed = [other for other in LEVELS if rules.allows(other)]
+        assert allowed == list(LEVELS[: LEVELS.index(rules.level) + 1])
+    rules = resolve(requests=" budget:16-256 ").rules
+    assert [rules.contains(k) for k in (15, 16, 256, 257)] == [False, True, True, False]
+    assert str(rules) == "budget:16-256"
+    assert resolve(requests=str(rules)).rules == rules
+
+
+def nest(depth: int) -> list[object]:
     inner: list[object] = []
     for _ in range(depth):
         inner = [inner]
@@ -93,13 +107,18 @@ def nested(depth: int) -> list[object]:
 
 FIXED = edited(sample(), {"/constraints/selector/q_e": 2, "/constraints/selector/r_min": 32})
 LIMITED = edited(sample(), {"/budget": {"atom": "fixed_budget@32", "limit": 48}})
+STATE: Config = {"state": "autoprune"}
+TO_64: Config = {**STATE, "requests": "budget:1-64"}
+RULES = ("all", "", "Budget", "budget:", "budget:16", "budget:16-", "budget:-3-8", "budget:1-2-3")
+ODD_RULES = ("budget,states", True, 3, ["budget"], {"level": "budget"})
+RANGES = ("budget:a-b", "budget:1-9999999", "budget:0-8", "budget:9-8", "states:1-65537")
 
 
 @pytest.mark.parametrize(
     ("settings", "where", "what"),
     [
         *((value, "additional_config/autoprune", "") for value in ("autoprune", 3, None, True)),
-        ({"state": "autoprune", "buget": 3}, "additional_config/autoprune/buget", ""),
+        ({**STATE, "buget": 3}, "additional_config/autoprune/buget", ""),
         *(
             (value, "--autoprune-state", "no state is given")
             for value in ({}, {"from_flags": True}, {"state": None}, {"budget": 64})
@@ -107,42 +126,55 @@ LIMITED = edited(sample(), {"/budget": {"atom": "fixed_budget@32", "limit": 48}}
         ({"state": "autoprun"}, "--autoprune-state autoprun", "no such file"),
         *(
             ({"state": {"schema": value}}, "", "not JSON: ")
-            for value in ({1, 2}, nested(100_000), 10**5000, b"bytes")
+            for value in ({1, 2}, nest(100_000), 10**5000, b"bytes")
         ),
         *(
-            ({"state": "autoprune", "budget": value}, "--autoprune-budget", str(value))
+            ({**STATE, "budget": value}, "--autoprune-budget", str(value))
             for value in (0, -1, "0", "-1", 65537)
         ),
         *(
-            ({"state": "autoprune", "budget": value}, "--autoprune-budget", "not a whole number")
+            ({**STATE, "budget": value}, "--autoprune-budget", "not a whole number")
             for value in ("x", "1.5", 1.5, "", True, [8])
         ),
         ({"state": LIMITED, "budget": 64}, "--autoprune-budget#/budget/limit", ""),
         ({"state": FIXED, "budget": 16}, "--autoprune-budget#/constraints/selector/r_min", "32"),
         *(
-            ({"state": "autoprune", "feature_cache_gb": value}, "--autoprune-feature-cache-gb", "")
+            ({**STATE, "feature_cache_gb": value}, "--autoprune-feature-cache-gb", "")
             for value in (-1, "-0.1", "nan", float("nan"), "inf", "much", 1025)
         ),
-        ({"state": "autoprune", "requests": "everything"}, "--autoprune-requests", ""),
         *(
-            ({"state": "autoprune", "request_cost": value}, "--autoprune-request-cost", "")
+            ({**STATE, "request_cost": value}, "--autoprune-request-cost", "")
             for value in ("much", 0, -1, "nan", "inf", 1e9)
         ),
         *(
-            (
-                {"state": "autoprune", "requests": "budget:1-64", "recall": value},
-                "--autoprune-recall",
-                "",
+            ({**STATE, "requests": value}, "--autoprune-requests", "")
+            for value in (*RULES, *ODD_RULES, *RANGES)
+        ),
+        *(({**TO_64, "recall": value}, "--autoprune-recall", "") for value in ("x", -1, 1.5, 65)),
+        *(
+            ({**STATE, "detail": value}, "--autoprune-detail", what)
+            for value, what in (
+                ("auto=64", "'auto' is no level"),
+                ("", "'' is no level"),
+                (64, "'64' is no level"),
+                (["low=64"], "is no level"),
+                ({1: 64}, "'1' is no level"),
+                ({}, "gives no budget"),
+                ("low", "low = '' is not a number of tokens"),
+                ("low=0", "low = '0' is not"),
+                ("low=6.5", "low = '6.5' is not"),
+                ({"low": True}, "low = 'True' is not"),
+                ("low=4,low=8", "low is given twice"),
+                ("low=8,high=4", "low = 8 keeps more tokens than high = 4"),
+                ("high=99999", "high = 99999"),
             )
-            for value in ("much", -1, 1.5, 65)
         ),
         (
-            {"state": "autoprune", "requests": "budget:1-64", "detail": "low=65"},
+            {**TO_64, "detail": "low=65"},
             "--autoprune-detail",
             "low = 65, and --autoprune-requests allows 64 at most",
         ),
         ({"state": FIXED, "detail": "low=16,high=64"}, "--autoprune-detail low#", ""),
-        ({"state": "autoprune", "detail": "high=99999"}, "--autoprune-detail", "high = 99999"),
     ],
 )
 def test_each_mistake_has_its_place_and_a_fix(settings: object, where: str, what: str) -> None:
@@ -152,8 +184,8 @@ def test_each_mistake_has_its_place_and_a_fix(settings: object, where: str, what
 
 
 def test_what_a_state_allows_is_accepted() -> None:
-    assert resolved(state=LIMITED, budget=48).budget == 48
-    resolved(state=FIXED, detail="low=32")
+    assert resolve(state=LIMITED, budget=48).budget == 48
+    resolve(state=FIXED, detail="low=32")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +196,6 @@ def test_what_a_state_allows_is_accepted() -> None:
         ({"/constraints/selector/q_e": -1}, "/constraints/selector/q_e", "-1"),
         ({"/reassembly/strenth": 1}, "/reassembly/strenth", "not a known field"),
     ],
-    ids=["version", "atom", "parameter", "field"],
 )
 def test_a_state_with_a_mistake_is_pointed_at(
     tmp_path: Path, changes: dict[str, object], pointer: str, message: str
@@ -172,23 +203,10 @@ def test_a_state_with_a_mistake_is_pointed_at(
     data = edited(sample(), {"/reassembly": {"atom": "mean_residual"}, **changes})
     file = tmp_path / "state.json"
     file.write_text(json.dumps(data))
-    (in_file,) = refusal({"state": str(file)})
+    (in_file,), (in_settings,) = refusal({"state": str(file)}), refusal({"state": data})
     assert in_file.where == f"--autoprune-state {file}#{pointer}"
     assert message in in_file.what
-    (in_settings,) = refusal({"state": data})
     assert in_settings.where == f"#{pointer}"
-    file.write_text("state: 3")
-    (problem,) = refusal({"state": str(file)})
-    assert (problem.where, "not JSON" in problem.what) == (f"--autoprune-state {file}", True)
-
-
-def test_a_text_tower_of_another_vision_tower(tmp_path: Path) -> None:
-    folder = describe(tmp_path)
-    vision = SimpleNamespace(model_type="clip_vision_model", hidden_size=1024)
-    settings = {"state": "autoprune", "text_tower": str(folder)}
-    (problem,) = refusal(settings, vllm_config(vision_config=vision))
-    assert problem.where == f"{TOWER_FLAG} {folder}"
-    assert "24 wide, the model's 1024" in problem.what
 
 
 def test_all_problems_are_reported_together(
@@ -200,48 +218,22 @@ def test_all_problems_are_reported_together(
         "budget": "x",
         "text_tower": str(tmp_path),
         "feature_cache_gb": "x",
-        "detail": "low=x",
+        "detail": "low=x,medium=3,high=0",
         "buget": 1,
     }
-    assert set(places(settings, vllm_config(architecture="Other"))) == {
+    assert sorted(places(settings, vllm_config(architecture="Other"))) == [
         "#/schema",
         "--autoprune-budget",
-        f"{TOWER_FLAG} {tmp_path}",
+        *["--autoprune-detail"] * 3,
         "--autoprune-feature-cache-gb",
-        "--autoprune-detail",
-        "additional_config/autoprune/buget",
+        f"--autoprune-text-tower {tmp_path}",
         "VLLM_USE_RUST_FRONTEND",
+        "additional_config/autoprune/buget",
         "model",
-    }
-
-
-@pytest.mark.parametrize(
-    "architecture", ["Gemma3ForConditionalGeneration", "InternVLForConditionalGeneration"]
-)
-def test_recall_is_refused_where_an_image_cannot_be_several_items(architecture: str) -> None:
-    config = vllm_config(architecture=architecture)
-    (problem,) = refusal({"state": "divprune", "recall": 8}, config)
-    assert problem.where == "--autoprune-recall"
-    assert "this model" in problem.what
-    resolve_settings({"state": "divprune", "recall": 0}, config)
+    ]
 
 
 # ---- text towers ----
-
-
-def refused(path: Path | str) -> Problem:
-    with pytest.raises(ConfigError) as caught:
-        read_text_tower(str(path))
-    (problem,) = caught.value.problems
-    assert problem.where == f"--autoprune-text-tower {path}"
-    assert problem.fix
-    return problem
-
-
-def test_a_checkpoint_is_described(tiny_clip: TinyClip) -> None:
-    tower = read_text_tower(str(tiny_clip.folder))
-    assert (tower.path, tower.segment) == (str(tiny_clip.folder), SEGMENT)
-    assert (tower.width, tower.vision_width) == (WIDTH, VISION_WIDTH)
 
 
 @pytest.mark.parametrize(
@@ -249,17 +241,14 @@ def test_a_checkpoint_is_described(tiny_clip: TinyClip) -> None:
     [
         ({}, -1, "states no direction"),
         ({SIGN_KEY: None}, -1, "states no direction"),
-        ({SIGN_KEY: 1}, 1, SIGN_KEY),
-        ({SIGN_KEY: -1}, -1, SIGN_KEY),
-        ({SIGN_KEY: 1.0}, 1, SIGN_KEY),
+        *(({SIGN_KEY: sign}, int(sign), SIGN_KEY) for sign in (1, -1, 1.0)),
     ],
 )
 def test_the_sign_comes_with_its_reason(
     tmp_path: Path, stated: dict[str, object], sign: int, because: str
 ) -> None:
     tower = read_text_tower(str(describe(tmp_path, stated)))
-    assert tower.sign == sign
-    assert type(tower.sign) is int
+    assert (tower.sign, type(tower.sign)) == (sign, int)
     assert because in tower.reason
 
 
@@ -272,27 +261,37 @@ def test_the_sign_comes_with_its_reason(
             (f'{{"model_type": "{kind}"}}', f"is a {kind!r} model")
             for kind in ("clip_text_model", "clip_vision_model", "siglip", "llava")
         ),
+        (None, "holds no config.json"),
+        # Transformers makes a tokenizer that has only start and end tokens.
+        ("no tokenizer", "has no tokenizer"),
+        # Ids of another model's reach beyond the embeddings, which ends a CUDA process.
+        ("another tokenizer", "token 64"),
+        ("nowhere", "cannot be read"),
     ],
 )
-def test_a_config_that_is_none_of_clip_s_is_refused(tmp_path: Path, config: Any, what: str) -> None:
-    if isinstance(config, str):
-        (tmp_path / "config.json").write_text(config)
-    else:
-        describe(tmp_path, config)
-    assert what in refused(tmp_path).what
+def test_what_is_no_text_tower_is_refused(tmp_path: Path, config: Any, what: str) -> None:
+    folder = tmp_path / "nowhere" if config == "nowhere" else tmp_path
+    if isinstance(config, dict):
+        describe(folder, config)
+    elif isinstance(config, str) and "tokenizer" in config:
+        describe(folder, tokenizer=False)
+        if config == "another tokenizer":
+            add_tokenizer(folder, words=65)
+    elif config not in (None, "nowhere"):
+        (folder / "config.json").write_text(config)
+    with pytest.raises(ConfigError) as caught:
+        read_text_tower(str(folder))
+    (problem,) = caught.value.problems
+    assert problem.where == f"--autoprune-text-tower {folder}"
+    assert what in problem.what and problem.fix
 
 
-def test_folders_that_hold_no_text_tower(tmp_path: Path) -> None:
-    """Without a tokenizer transformers creates one that has only start and end tokens.
-
-    Ids of another model's would reach beyond the embeddings, which ends a CUDA process.
-    """
-    assert refused(tmp_path).what == "holds no config.json"
-    assert "cannot be read" in refused(tmp_path / "nowhere").what
-    folder = describe(tmp_path / "bare", tokenizer=False)
-    assert "has no tokenizer" in refused(folder).what
-    add_tokenizer(folder, words=65)
-    assert "token 64" in refused(folder).what
+def test_a_text_tower_of_another_vision_tower_is_refused(tmp_path: Path) -> None:
+    vision = SimpleNamespace(model_type="clip_vision_model", hidden_size=1024)
+    settings = {**STATE, "text_tower": str(describe(tmp_path))}
+    (problem,) = refusal(settings, vllm_config(vision_config=vision))
+    assert problem.where == f"--autoprune-text-tower {tmp_path}"
+    assert "24 wide, the model's 1024" in problem.what
 
 
 # ---- descriptions ----
@@ -333,15 +332,101 @@ TOWER = TextTower("some/clip", -1, "its config says so", 77, 768, 1024)
 def test_each_choice_is_described_with_its_reason(
     changes: dict[str, Any], reason: str, field: str, value: object
 ) -> None:
-    changed = dataclasses.replace(served(), **changes)
+    changed = replace(served(), **changes)
     assert reason in format_summary(changed)
     assert describe_as_json(changed)[field] == value
 
 
 def test_json_contains_no_path(tmp_path: Path) -> None:
-    local = dataclasses.replace(TOWER, path=str(tmp_path))
-    here = dataclasses.replace(served(), tower=local)
+    here = replace(served(), tower=replace(TOWER, path=str(tmp_path)))
     assert str(tmp_path) in format_summary(here)
     description = json.dumps(describe_as_json(here))
     assert str(tmp_path) not in description and tmp_path.name not in description
     assert "CLIP text tower from a local folder, sign -1" in description
+
+
+# ---- flags ----
+
+
+@pytest.fixture(scope="module")
+def parser() -> Iterator[Any]:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    with pytest.MonkeyPatch.context() as patch:
+        # What register() puts in place goes away with the patch.
+        steps = ((EngineArgs, "add_cli_args"), (VllmConfig, "try_verify_and_update_config"))
+        for owner, name in steps:
+            patch.setattr(owner, name, vars(owner)[name])
+        patch.delenv(plugin.DISABLE, raising=False)
+        plugin.register()
+        plugin.register()
+        yield EngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
+@pytest.fixture
+def parse(parser: Any) -> Callable[..., Config]:
+    return lambda *words: dict(parser.parse_args(list(words)).additional_config)
+
+
+def test_a_server_with_a_state_keeps_headers_once(parser: Any) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    server = make_arg_parser(FlexibleArgumentParser())
+    flags = ["--autoprune-state", "trim", "--middleware", "a.B", "--autoprune-budget", "8"]
+    assert sorted(server.parse_args(flags).middleware) == ["a.B", MIDDLEWARE]
+    config = ["--additional-config", '{"autoprune": {"state": "trim"}}']
+    assert server.parse_args(config).middleware == [MIDDLEWARE]
+    assert server.parse_args([]).middleware == []
+    assert not hasattr(parser.parse_args(flags[:2]), "middleware")
+
+
+def from_flags(**settings: object) -> Config:
+    return {SETTINGS_KEY: {**settings, "from_flags": True}}
+
+
+THEIRS = ("--additional-config", '{"theirs": {"x": 1}}')
+NAMED = ("--autoprune-state", "autoprune")
+FLAGS = (*NAMED, "--autoprune-budget", "64")
+OURS = ("--additional-config", '{"autoprune": {"budget": 16, "text_tower": "some/clip"}}')
+DOTTED = ("--additional-config.autoprune.budget", "16")
+BOTH = {"theirs": {"x": 1}, **from_flags(state="autoprune", budget="64")}
+
+
+@pytest.mark.parametrize(
+    ("words", "config"),
+    [
+        ((), {}),
+        (
+            ("--autoprune-text-tower", "a/b", "--autoprune-detail", "low=1"),
+            from_flags(text_tower="a/b", detail="low=1"),
+        ),
+        ((*THEIRS, *FLAGS), BOTH),
+        ((*FLAGS, *THEIRS), BOTH),
+        # Of settings in JSON and in flags the later one wins.
+        ((*OURS, *FLAGS), from_flags(state="autoprune", budget="64", text_tower="some/clip")),
+        ((*FLAGS, *OURS), from_flags(state="autoprune", budget=16, text_tower="some/clip")),
+        ((*DOTTED, *NAMED), from_flags(state="autoprune", budget=16)),
+        ((*NAMED, "=".join(DOTTED)), from_flags(state="autoprune", budget=16)),
+        (DOTTED, {SETTINGS_KEY: {"budget": 16}}),
+        (
+            ("--additional-config.autoprune.detail.low", "16"),
+            {SETTINGS_KEY: {"detail": {"low": 16}}},
+        ),
+    ],
+)
+def test_flags_and_additional_config_are_merged_in_either_order(
+    parse: Callable[..., Config], words: tuple[str, ...], config: Config
+) -> None:
+    assert parse(*words) == config
+
+
+@pytest.mark.parametrize("value", ["[1]", "3", "text"])
+def test_additional_config_must_be_an_object(
+    parse: Callable[..., Config], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("--additional-config", value)
+    assert "not a JSON object" in capsys.readouterr().err

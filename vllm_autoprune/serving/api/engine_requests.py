@@ -7,7 +7,7 @@ neither counted nor taken for one whose images the engine has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -16,16 +16,15 @@ from weakref import WeakValueDictionary
 from prometheus_client import Counter
 
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.serving.api.choices import ImageChoice
 from vllm_autoprune.serving.api.request import OFFLINE_FIX, count_refused_request, refuse_misplaced
 from vllm_autoprune.serving.compat import patch
 from vllm_autoprune.serving.hooks import depends_on
-from vllm_autoprune.serving.plan import FIELD, ItemPlan, make_feature_key, plan_error
+from vllm_autoprune.serving.plan import FIELD, Chooser, ItemPlan, make_feature_key, plan_error
 from vllm_autoprune.serving.served_state import PlanRules, served_state
 
 if TYPE_CHECKING:
     from vllm.config.multimodal import MMHasherAlgorithm
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
@@ -63,26 +62,32 @@ _KV_BYTES = Counter(
 )
 
 
-def count_request(state: str, choices: Iterable[ImageChoice], kv_bytes: int) -> None:
-    """Count one request and its images; ``kv_bytes`` is the KV cache of one token."""
-    _REQUESTS.labels(state).inc()
-    for choice in choices:
-        _IMAGES.labels(choice.keep).inc()
-        _TOKENS.labels("before").inc(choice.tokens)
-        after = choice.kept + choice.recalled
-        _TOKENS.labels("after").inc(after)
-        _CORE_TOKENS.inc(choice.core)
-        _RECALLED_TOKENS.inc(choice.recalled)
-        _KV_BYTES.inc((choice.tokens - after) * kv_bytes)
-
-
 @dataclass(frozen=True, slots=True)
-class ImageCounts:
-    """What metrics count of one request: its state's label, its images, KV bytes of a token."""
+class RequestCounts:
+    """What metrics count of one request: the label of its state, its images and their tokens.
 
-    label: str
-    choices: tuple[ImageChoice, ...]
-    kv_bytes: int
+    ``kv_bytes`` are those of the KV cache that its pruned tokens do not take.
+    """
+
+    state: str
+    chooser: Chooser
+    images: int
+    tokens_before: int
+    tokens_after: int
+    core: int = 0
+    recalled: int = 0
+    kv_bytes: int = 0
+
+
+def count_request(counts: RequestCounts) -> None:
+    """Count one request and its images."""
+    _REQUESTS.labels(counts.state).inc()
+    _IMAGES.labels(counts.chooser).inc(counts.images)
+    _TOKENS.labels("before").inc(counts.tokens_before)
+    _TOKENS.labels("after").inc(counts.tokens_after)
+    _CORE_TOKENS.inc(counts.core)
+    _RECALLED_TOKENS.inc(counts.recalled)
+    _KV_BYTES.inc(counts.kv_bytes)
 
 
 class RenderedHashes(dict[str, list[str]]):
@@ -96,7 +101,7 @@ class RenderedHashes(dict[str, list[str]]):
     def __init__(
         self,
         hashes: Mapping[str, list[str]],
-        counts: ImageCounts | None = None,
+        counts: RequestCounts | None = None,
         keys: Mapping[str, str] = MappingProxyType({}),
         rendering: Rendering | None = None,
     ) -> None:
@@ -120,7 +125,7 @@ class RenderedHashes(dict[str, list[str]]):
         """
         counts, self._counts = self._counts, None
         if counts is not None:
-            count_request(counts.label, counts.choices, counts.kv_bytes)
+            count_request(counts)
         for feature in features:
             feature.mm_hash = self._keys.get(feature.mm_hash or "", feature.mm_hash)
         if self._rendering is not None:
@@ -169,7 +174,7 @@ def watch_requests() -> None:
             served = replace(served, rules=served.rules.for_processed_inputs())
             rules = PlanRules(served, self.model_config.get_vocab_size())
             algorithm = self.model_config.get_multimodal_config().mm_hasher_algorithm
-            _check(rules, request.mm_features, request.cache_salt or "", algorithm)
+            _check_features(rules, request.mm_features, request.cache_salt or "", algorithm)
         except AutopruneError as error:
             count_refused_request()
             # Of all errors of this step vLLM answers only its own by 400.
@@ -193,7 +198,7 @@ def watch_requests() -> None:
 
 @depends_on("vllm.multimodal.hasher:MultiModalHasher", "hash_kwargs")
 @depends_on("vllm.multimodal.inputs:MultiModalKwargsItem", "get_data")
-def _check(
+def _check_features(
     rules: PlanRules,
     features: Sequence[MultiModalFeatureSpec],
     salt: str,
@@ -205,29 +210,25 @@ def _check(
     the other.
     """
     from vllm.multimodal.hasher import MultiModalHasher
-    from vllm.multimodal.inputs import MultiModalBatchedField
+    from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalKwargsItem
 
     for feature in features:
-        field = None if feature.data is None else feature.data.get(FIELD)
+        data = MultiModalKwargsItem() if feature.data is None else feature.data
+        field = data.get(FIELD)
         if field is None or field.data is None:
-            if feature.modality == "image" and _has_pixels(feature.data):
+            # Embeddings have no pixels, nor has an image that the engine or shared memory has.
+            pixels = data.get("pixel_values")
+            if feature.modality == "image" and pixels is not None and pixels.data is not None:
                 raise plan_error("is missing: the image was processed without the plugin")
-            continue  # another kind of input, or one that the engine has already
+            continue
         if not isinstance(field.field, MultiModalBatchedField) or not field.field.keep_on_cpu:
             raise plan_error("is not batched on the CPU")
-        if set(feature.data) == {FIELD}:
+        if set(data) == {FIELD}:
             raise plan_error("comes without the tensors of an image")
         plan = ItemPlan.decode(field.data)
         rules.check(plan, feature.mm_position.get_num_embeds())
-        tensors = {name: part for name, part in feature.data.get_data().items() if name != FIELD}
-        pixels = MultiModalHasher.hash_kwargs(algorithm, **tensors)
-        seed, key = make_feature_key(pixels, salt)
+        tensors = {name: part for name, part in data.get_data().items() if name != FIELD}
+        seed, key = make_feature_key(MultiModalHasher.hash_kwargs(algorithm, **tensors), salt)
         # A random keep is drawn from the picture, which is not here.
         seed = plan.key[0] if plan.keep == "random" else seed
         field.data = replace(plan, key=(seed, key)).encode()
-
-
-def _has_pixels(item: MultiModalKwargsItem | None) -> bool:
-    """False for embeddings made elsewhere, and where the engine or shared memory has the image."""
-    pixels = None if item is None else item.get("pixel_values")
-    return pixels is not None and pixels.data is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from threading import Lock
 from typing import TYPE_CHECKING, cast
@@ -23,37 +24,35 @@ if TYPE_CHECKING:
         MultiModalProcessorCacheItemMetadata,
         MultiModalProcessorCacheOutItem,
     )
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalFieldElem
     from vllm.multimodal.parse import ImageSize
     from vllm.multimodal.processing.processor import ResolvedPromptUpdate
     from vllm.utils.cache import CacheInfo
 
-# Registry of images that requests name by ``uuid``: what was last sent under each name.
-#
-# A later request may send the name alone (``"image_url": null``). Cache identities are made of
-# content, so the name has to be resolved before a cache is looked up.
-
-
-MAX_NAMES = 1 << 15
+_MAX_NAMES = 1 << 15
 """Names that a process remembers, the least recently used dropped first: about 15 MB."""
 
-NamedImage = tuple[str, "ImageSize | None"]
+_NamedImage = tuple[str, "ImageSize | None"]
 """Digest of an image's content, and its size; no size where the name is not known."""
 
 
 class NamedImages:
-    """LRU map from name to content and size; names of one cache salt are unknown under another."""
+    """LRU map from ``uuid`` to content and size; names of one cache salt are unknown under another.
+
+    A later request may send the name alone (``"image_url": null``). Cache identities are made of
+    content, so the name has to be resolved before a cache is looked up.
+    """
 
     def __init__(self) -> None:
-        self._images: LRUCache[bytes, NamedImage] = LRUCache(MAX_NAMES)
+        self._images: LRUCache[bytes, _NamedImage] = LRUCache(_MAX_NAMES)
         self._lock = Lock()  # several renderer threads may share one processor
 
-    def remember(self, name: str, salt: str, image: NamedImage) -> None:
+    def remember(self, name: str, salt: str, image: _NamedImage) -> None:
         """Store the image sent under a name, replacing the one sent before."""
         with self._lock:
             self._images[_hash_name(name, salt)] = image
 
-    def find(self, name: str, salt: str) -> NamedImage:
+    def find(self, name: str, salt: str) -> _NamedImage:
         """The image last sent under a name; unknown names get a content that no image has."""
         key = _hash_name(name, salt)
         with self._lock:
@@ -75,16 +74,12 @@ def _hash_name(name: str, salt: str) -> bytes:
 # changes it.
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class RenderedItem:
     """Processed tensors of one image, without its plan, and the prompt text of all its tokens."""
 
-    __slots__ = ("__weakref__", "tensors", "updates")
-
-    def __init__(
-        self, tensors: MultiModalKwargsItem, updates: Sequence[ResolvedPromptUpdate]
-    ) -> None:
-        self.tensors = tensors
-        self.updates = updates
+    tensors: MultiModalKwargsItem
+    updates: Sequence[ResolvedPromptUpdate]
 
 
 Waiting = WeakValueDictionary[str, RenderedItem]
@@ -163,19 +158,21 @@ class Rendering(BaseMultiModalProcessorCache):
         if again:
             return
         for feature in features:
-            key, data = _key(feature), feature.data or {}
-            plan = {FIELD: data[FIELD]} if FIELD in data else {}
-            tensors = self._bring(key, data) if key in missing else {}
-            missing.pop(key, None)
+            key = _key(feature)
+            tensors, plan = _set_plan_apart(feature)
+            if key in missing:
+                missing.pop(key)
+                tensors = self._bring(key, tensors)
+            else:
+                tensors = {}
             feature.data = MultiModalKwargsItem({**tensors, **plan}) if tensors or plan else None
         self.process_again = None
 
-    def _bring(self, key: str, data: Mapping[str, object]) -> Mapping[str, object]:
+    def _bring(self, key: str, added: _Tensors) -> _Tensors:
         """The tensors of an image; empty where the engine has them."""
         if self._sender.is_cached_item(key):
             self._sender.get_and_update_item(None, key)
             return {}
-        added = {name: part for name, part in data.items() if name != FIELD}
         if key not in self._items and added:
             # An input that vLLM added after rendering, which its engine caches like all others.
             self._items[key] = RenderedItem(MultiModalKwargsItem(added), ())
@@ -189,8 +186,18 @@ class Rendering(BaseMultiModalProcessorCache):
         return item.tensors
 
 
+_Tensors = Mapping[str, "MultiModalFieldElem"]
+
+
 def _key(feature: MultiModalFeatureSpec) -> str:
     return feature.mm_hash or feature.identifier
+
+
+def _set_plan_apart(feature: MultiModalFeatureSpec) -> tuple[_Tensors, _Tensors]:
+    """The tensors of an item, and its plan."""
+    data = feature.data or {}
+    tensors = {name: element for name, element in data.items() if name != FIELD}
+    return tensors, {FIELD: data[FIELD]} if FIELD in data else {}
 
 
 # The engine's cache of processed images holds an image once, whatever is asked about it.
@@ -215,11 +222,12 @@ def cache_without_plans() -> None:
         self: BaseMultiModalReceiverCache,
         mm_features: list[MultiModalFeatureSpec],
     ) -> list[MultiModalFeatureSpec]:
-        plans = [{FIELD: f.data[FIELD]} if f.data and FIELD in f.data else {} for f in mm_features]
+        plans: list[_Tensors] = []
         with_tensors: dict[str, MultiModalFeatureSpec] = {}
         received = []
         for feature in mm_features:
-            tensors = {name: part for name, part in (feature.data or {}).items() if name != FIELD}
+            tensors, plan = _set_plan_apart(feature)
+            plans.append(plan)
             feature.data = MultiModalKwargsItem(tensors) if tensors else None
             if tensors or _key(feature) not in with_tensors:
                 received.append(feature)

@@ -1,4 +1,4 @@
-"""Instruction of every image: its text in the request, and its token ids."""
+"""What messages say about their images: instruction, detail, turns; and an instruction's ids."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from vllm_autoprune.serving.api.request import RecallTurn
 from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
 from vllm_autoprune.serving.settings import DETAIL_LEVELS, Detail, TextTower
 from vllm_autoprune.tpdsl.tokens import Need
@@ -14,11 +15,69 @@ from vllm_autoprune.tpdsl.tokens import Need
 if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseProcessingInfo
 
-# Extraction of an image's instruction and detail from the request.
+# Parts of OpenAI-style messages, whatever a client sends as one.
+
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_IMAGE_PARTS = ("image_url", "image", "image_pil", "input_image", "image_embeds")
+_WORD_PARTS = ("refusal", "thinking", "tool_reference")
+"""Kinds of parts that are words, though no instruction."""
+
+_EMBEDDINGS = "image_embeds"
+"""Kind of a part that brings an image without the signals that states read."""
+
+_BILLING_HEADER = "x-anthropic-billing-header"
+"""Start of a line that is new with every request; vLLM leaves it out of system prompts too."""
+
+
+def _message_parts(message: object) -> Sequence[object]:
+    """The parts of a message; a text alone is one."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, str):
+        return [content]
+    return content if isinstance(content, Sequence) else []
+
+
+def _part_text(part: object) -> str | None:
+    """The text of a part; None for one of another kind."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS:
+        text = part.get("text")
+        return text if isinstance(text, str) else None
+    return None
+
+
+def _shows_image(part: object) -> bool:
+    """Whether a part is an image, or its embeddings."""
+    if not isinstance(part, Mapping):
+        return False
+    kind = part.get("type")
+    return kind in _IMAGE_PARTS if kind is not None else any(key in part for key in _IMAGE_PARTS)
+
+
+def count_images(message: object) -> int:
+    """Number of images in a message."""
+    return sum(map(_shows_image, _message_parts(message)))
+
+
+def _message_text(message: object) -> str:
+    texts = [text for part in _message_parts(message) if (text := _part_text(part)) is not None]
+    if _has_role(message, "system"):
+        texts = [
+            text.partition("\n")[2] if text.startswith(_BILLING_HEADER) else text for text in texts
+        ]
+    return "\n".join(texts).strip()
+
+
+def _has_role(message: object, role: str) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == role
+
+
+# Instruction and detail of each image, from messages, or from a prompt where there are none.
 #
 # The instruction is the text of the user turn that holds the image; of a turn without text, and of
-# a tool's result, what was said before. It comes from OpenAI-style messages, or from a prompt where
-# there are none.
+# a tool's result, whose text asks nothing, what was said before.
 
 
 _LAST_IDS = 4 * RELEVANCE_IDS
@@ -33,12 +92,6 @@ A token of prose has about four characters.
 _QUESTION = 1024
 """Characters of a question that are looked for in front of its image: its last ones."""
 
-_BILLING_HEADER = "x-anthropic-billing-header"
-"""Start of a line that is new with every request; vLLM leaves it out of system prompts too."""
-
-_TEXT_PARTS = ("text", "input_text", "output_text")
-_IMAGE_PARTS = ("image_url", "image", "image_pil", "input_image", "image_embeds")
-
 
 def extract_instructions(messages: Sequence[object]) -> list[str]:
     """Extract one instruction for each image, in the order of the images in the conversation.
@@ -50,16 +103,16 @@ def extract_instructions(messages: Sequence[object]) -> list[str]:
     instructions: list[str] = []
     task = last = ""
     for message in messages:
-        text, images = _message_text(message), sum(map(shows_image, message_parts(message)))
+        text, images = _message_text(message), count_images(message)
         last = text or last
-        if text and not _is_tool(message):
+        if text and not _has_role(message, "tool"):
             instructions += [text] * images
         elif task in ("", last):
             instructions += [last] * images
         else:
             context = (truncate_text(task, _CONTEXT), truncate_text(last, _CONTEXT))
             instructions += ["\n".join(context)] * images
-        if isinstance(message, Mapping) and message.get("role") == "user":
+        if _has_role(message, "user"):
             task = task or text
     return instructions
 
@@ -68,71 +121,24 @@ def extract_turns(messages: Sequence[object]) -> list[int | None]:
     """Extract the index of each image's message; None where the image has no text of its own."""
     turns: list[int | None] = []
     for i, message in enumerate(messages):
-        turn = i if _message_text(message) and not _is_tool(message) else None
-        turns += [turn] * sum(map(shows_image, message_parts(message)))
+        turn = i if _message_text(message) and not _has_role(message, "tool") else None
+        turns += [turn] * count_images(message)
     return turns
-
-
-def _message_text(message: object) -> str:
-    texts = [text for part in message_parts(message) if (text := part_text(part)) is not None]
-    if isinstance(message, Mapping) and message.get("role") == "system":
-        texts = [
-            text.partition("\n")[2] if text.startswith(_BILLING_HEADER) else text for text in texts
-        ]
-    return "\n".join(texts).strip()
-
-
-def _is_tool(message: object) -> bool:
-    """Whether a message is a tool's result, whose text asks nothing."""
-    return isinstance(message, Mapping) and message.get("role") == "tool"
 
 
 def extract_details(messages: Sequence[object]) -> list[Detail | None]:
     """Extract the detail of each image, in the same order; None for ``auto``, or none given.
 
-    Later turns never change it, so an image keeps the budget that it was sent with.
+    The level stands within ``image_url``, or beside it, where the Responses API has it. Later turns
+    never change it, so an image keeps the budget that it was sent with.
     """
-    return [
-        _detail(part)
-        for message in messages
-        for part in message_parts(message)
-        if shows_image(part)
-    ]
-
-
-def _detail(part: object) -> Detail | None:
-    """The level within ``image_url``, or beside it, where the Responses API has it."""
-    if not isinstance(part, Mapping):
-        return None
-    image = part.get("image_url")
-    detail = image.get("detail") if isinstance(image, Mapping) else part.get("detail")
-    return next((level for level in DETAIL_LEVELS if level == detail), None)
-
-
-def message_parts(message: object) -> Sequence[object]:
-    """The parts of a message; a text alone is one."""
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if isinstance(content, str):
-        return [content]
-    return content if isinstance(content, Sequence) else []
-
-
-def part_text(part: object) -> str | None:
-    """The text of a part; None for one of another kind."""
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS:
-        text = part.get("text")
-        return text if isinstance(text, str) else None
-    return None
-
-
-def shows_image(part: object) -> bool:
-    """Whether a part is an image, or its embeddings."""
-    if not isinstance(part, Mapping):
-        return False
-    kind = part.get("type")
-    return kind in _IMAGE_PARTS if kind is not None else any(key in part for key in _IMAGE_PARTS)
+    details: list[Detail | None] = []
+    for part in (part for message in messages for part in _message_parts(message)):
+        if isinstance(part, Mapping) and _shows_image(part):
+            image = part.get("image_url")
+            detail = (image if isinstance(image, Mapping) else part).get("detail")
+            details.append(next((level for level in DETAIL_LEVELS if level == detail), None))
+    return details
 
 
 def extract_prompt_instruction(
@@ -158,18 +164,65 @@ def find_question_turns(
     images of one question are of one turn unless the question stands between them. Only what
     stands in front of an image is looked at, so appended turns change nothing.
     """
-    found: list[int | None] = []
+    question_turns: list[int | None] = []
     for i, between in enumerate(before):
         # Templates may join the parts of a message, and trim them, as they like.
         question = "".join(texts[i][-_QUESTION:].split())
         ahead = "".join(between.split())
         if turns is not None:
-            same = i > 0 and turns[i] == turns[i - 1]
+            continues = i > 0 and turns[i] == turns[i - 1]
         else:
-            same = i > 0 and texts[i] == texts[i - 1] and question not in ahead
-        asked_before = ahead.endswith(question) or (turns is not None and turns[i] is None)
-        found.append(None if asked_before else found[-1] if same else i)
-    return found
+            continues = i > 0 and texts[i] == texts[i - 1] and question not in ahead
+        if ahead.endswith(question) or (turns is not None and turns[i] is None):
+            question_turns.append(None)
+        else:
+            question_turns.append(question_turns[-1] if continues else i)
+    return question_turns
+
+
+def mark_recall_turns(
+    messages: Sequence[object], token: str, space: str
+) -> tuple[list[object], list[RecallTurn]]:
+    """The messages with an image token in front of every turn that recalls, and these turns.
+
+    No turn recalls in a conversation whose text has an image token of its own, or that shows
+    something other than images.
+    """
+    for part in (part for message in messages for part in _message_parts(message)):
+        text = _part_text(part)
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if text is not None or kind in _WORD_PARTS:
+            recalls = token not in (str(part) if text is None else text)
+        else:
+            keys = (kind, *part) if isinstance(part, Mapping) else ()
+            recalls = _shows_image(part) and _EMBEDDINGS not in keys
+        if not recalls:
+            return list(messages), []
+    marked: list[object] = []
+    turns: list[RecallTurn] = []
+    images = 0
+    for message in messages:
+        parts = _message_parts(message)
+        texts = [text for part in parts if (text := _part_text(part)) is not None]
+        text = "\n".join(texts).strip()
+        if images and text and not count_images(message) and _has_role(message, "user"):
+            assert isinstance(message, Mapping)
+            message = {**message, "content": _put_before(message["content"], token + space)}
+            turns.append(RecallTurn(images=images, text=text))
+        images += count_images(message)
+        marked.append(message)
+    return marked, turns
+
+
+def _put_before(content: object, mark: str) -> object:
+    """The content of a message with ``mark`` in front of its first text."""
+    if isinstance(content, str):
+        return mark + content
+    assert isinstance(content, Sequence)
+    at = next(i for i, part in enumerate(content) if _part_text(part) is not None)
+    text = content[at]
+    part = mark + text if isinstance(text, str) else {**text, "text": mark + text["text"]}
+    return [*content[:at], part, *content[at + 1 :]]
 
 
 # Tokenization of the instruction, once for each input that reads it, bounded in length.
@@ -214,9 +267,13 @@ class InstructionTokenizer:
         """
         end = truncate_text(text)
         relevance = self._relevance(end) if "instruction" in needs else ()
+        language: Ids = ()
         if "language" in needs:
-            return relevance, self._language(end)[-LANGUAGE_IDS:]
-        return relevance, self._words(end)[-LANGUAGE_IDS:] if "words" in needs else ()
+            language = self._language(end)
+        elif "words" in needs:
+            words = [self._language(word) for word in split_content_words(end)]
+            language = tuple(token for word in words for token in word)
+        return relevance, language[-LANGUAGE_IDS:]
 
     @cached_property
     def _relevance(self) -> Callable[[str], Ids]:
@@ -229,10 +286,6 @@ class InstructionTokenizer:
         return lambda text: truncate_clip_ids(
             tuple(clip(text, truncation=False, verbose=False)["input_ids"])
         )
-
-    def _words(self, text: str) -> Ids:
-        parts = [self._language(word) for word in split_content_words(text)]
-        return tuple(token for part in parts for token in part)
 
     def _language(self, text: str) -> Ids:
         ids = self._info.get_tokenizer().encode(text, add_special_tokens=False)

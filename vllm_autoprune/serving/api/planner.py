@@ -17,39 +17,28 @@ import torch
 from PIL import Image
 from vllm.multimodal.parse import ImageProcessorItems
 
-from vllm_autoprune.serving.api.choices import (
-    ImageChoice,
-    Placeholders,
-    TokenCount,
-    choose_sizes,
-    recall_needs,
-    resolve_choices,
-    state_label,
-)
-from vllm_autoprune.serving.api.image_store import NamedImage, NamedImages
+from vllm_autoprune.serving.api.choices import find_needs, resolve_plans, state_label
+from vllm_autoprune.serving.api.engine_requests import RequestCounts
+from vllm_autoprune.serving.api.image_store import NamedImages
 from vllm_autoprune.serving.api.instruction import (
     InstructionTokenizer,
     extract_prompt_instruction,
     find_question_turns,
 )
-from vllm_autoprune.serving.api.request import PruningRequest, parse_request, request_error
-from vllm_autoprune.serving.api.split import (
+from vllm_autoprune.serving.api.layout import (
     MAX_ITEMS,
-    RecallItem,
+    Placeholders,
     Slot,
-    SplitImage,
-    SplitPrompt,
     choose_recalls,
     expand_marks,
     limit_recalls,
-    split_images,
+    split_slots,
 )
+from vllm_autoprune.serving.api.request import PruningRequest, parse_request, request_error
 from vllm_autoprune.serving.hooks import depends_on
 from vllm_autoprune.serving.plan import (
     LANGUAGE_IDS,
     NO_KEY,
-    Choice,
-    Ids,
     ItemPlan,
     decode_state,
     hash_picture,
@@ -60,101 +49,9 @@ from vllm_autoprune.serving.plan import (
     make_pixels_key,
     make_recall_identity,
 )
-from vllm_autoprune.serving.served_state import ServedState, kv_block_size
+from vllm_autoprune.serving.served_state import ServedState, find_metrics_setup, kv_block_size
+from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
-
-# Plans and cache identities of a request's items: an image, its parts, what later turns recall.
-
-
-class _ItemPlans:
-    """Items of a request in the order of its prompt, with their plans and cache identities.
-
-    ``digests`` are those of the contents of its images, ``salt`` its ``cache_salt``; ``seeds`` has
-    what a random keep of an image is drawn from.
-    """
-
-    def __init__(
-        self,
-        digests: Sequence[str],
-        salt: str,
-        choices: Sequence[ImageChoice],
-        ids: Sequence[tuple[Ids, Ids]],
-        seeds: Mapping[int, str],
-    ) -> None:
-        self.plans: list[ItemPlan] = []
-        self.identities: list[str] = []
-        self.sources: list[int] = []
-        self.keys: list[str] = []
-        """Of each item's processed tensors; items of one image have the same."""
-        self._digests = digests
-        self._salt = salt
-        self._choices = choices
-        self._ids = ids
-        self._seeds = seeds
-        self._last: dict[int, tuple[ItemPlan, str]] = {}
-        """Plan and identity of the item of each image that was chosen last."""
-
-    def add(self, slot: Slot) -> None:
-        """Add an image, or one part of it."""
-        choice, ids = self._choices[slot.image], self._ids[slot.image]
-        # Features are kept of images whose tokens are chosen.
-        chosen = not choice.keeps_all and choice.resized is None
-        parts = self._digests[slot.image], self._salt, self._seeds.get(slot.image, "")
-        key = make_feature_key(*parts) if chosen else NO_KEY
-        of_image = ItemPlan(choice.kept, key, *ids, choice.keep, state=choice.state)
-        # A resized image has no more tokens than those that are kept.
-        tokens = choice.tokens if choice.resized is None else choice.kept
-        plan = replace(of_image, tokens=tokens, core=slot.core)
-        if slot.part == "core":
-            plan = plan.of_part("core", Choice(slot.core))
-        elif slot.part == "delta":
-            plan = plan.of_part("delta", Choice(choice.kept - slot.core, *ids))
-        # Where everything is kept the image is what it is in stock vLLM, caches included.
-        identity = self._digests[slot.image]
-        if not choice.keeps_all:
-            identity = _identify_slot(slot, self._content(slot.image), choice, ids)
-        self._append(slot.image, plan, identity)
-
-    def add_recall(self, item: RecallItem, ids: tuple[Ids, Ids]) -> None:
-        """Add tokens that a later turn recalls of an image, by the ids that they are chosen by."""
-        last, before = self._last[item.image]
-        choice = Choice(last.image_budget if not last.earlier else last.budget, *last.read)
-        plan = last.of_part("recall", Choice(item.budget, *ids))
-        identity = make_recall_identity(before, item.budget, ids)
-        self._append(item.image, replace(plan, earlier=(*last.earlier, choice)), identity)
-
-    def _append(self, image: int, plan: ItemPlan, identity: str) -> None:
-        self.plans.append(plan)
-        self.identities.append(identity)
-        self.sources.append(image)
-        choice = self._choices[image]
-        key = make_pixels_key(self._content(image), choice.resized)
-        self.keys.append(identity if choice.keeps_all else key)
-        self._last[image] = plan, identity
-
-    def _content(self, image: int) -> str:
-        return repr((self._digests[image], self._salt))
-
-    def served(self) -> tuple[ImageChoice, ...]:
-        """The choices with the cores and recalls of their images."""
-        cores, recalled = dict[int, int](), dict[int, int]()
-        for image, plan in zip(self.sources, self.plans, strict=True):
-            if plan.part == "recall":
-                recalled[image] = recalled.get(image, 0) + plan.budget
-            else:
-                cores[image] = plan.core
-        return tuple(
-            replace(choice, core=cores[i], recalled=recalled.get(i, 0))
-            for i, choice in enumerate(self._choices)
-        )
-
-
-def _identify_slot(slot: Slot, content: str, choice: ImageChoice, ids: tuple[Ids, Ids]) -> str:
-    if slot.part == "core":
-        return make_core_identity(content, choice.core_identity, slot.core)
-    read = ids if choice.reads_instruction else None
-    return make_cache_identity(content, choice.identity, choice.kept, choice.keep, read, slot.core)
-
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalHashes
@@ -171,25 +68,38 @@ _PICTURES = (Image.Image, numpy.ndarray, torch.Tensor)
 _LOOKBACK = 4096
 """Token ids before an image in which its question is looked for."""
 
+Size = tuple[int, int]
+"""Width and height of an image."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedItem:
+    """An item of a request: its image and plan, and what caches hold it by.
+
+    ``identity`` is that of its tokens, ``key`` that of its processed tensors, which all items of an
+    image have in common.
+    """
+
+    image: int
+    plan: ItemPlan
+    identity: str
+    key: str
+
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """Plans of a request's images and the cache identities of all its items.
+    """Planned items of a request's images, and the cache identities of all its inputs.
 
-    An image that is split or recalled has several plans; ``sources`` is the image of each plan, and
-    ``prompt`` the token ids with a placeholder for each, None where every image has one. ``keys``
-    are those of the processed tensors of each plan: the same for all plans of an image.
-    ``choices`` are what the plans were made from, and ``label`` the name that metrics count them
-    under; there are none where vLLM profiles.
+    An image that is split or recalled has several items; ``prompt`` has a placeholder for each, and
+    is None where every image has one. ``sizes`` are those that images are given before they are
+    processed, None for their own. ``counts`` is None where vLLM profiles.
     """
 
-    items: tuple[ItemPlan, ...]
+    items: tuple[PlannedItem, ...]
     hashes: Mapping[str, list[str]]
-    keys: tuple[str, ...] = ()
-    sources: tuple[int, ...] = ()
     prompt: list[int] | None = None
-    choices: tuple[ImageChoice, ...] = ()
-    label: str = ""
+    sizes: tuple[Size | None, ...] = ()
+    counts: RequestCounts | None = None
 
 
 @depends_on("vllm.multimodal.parse:ImageProcessorItems", "get_image_size")
@@ -240,14 +150,15 @@ class RequestPlanner:
         hashes = self._hash_inputs(inputs)
         policy = self._served.policy()
         instruction, _ = self._tokenizer.tokenize("profile", policy.needs)
-        reads = not policy.needs.isdisjoint({"language", "words"})
-        longest = (0,) * LANGUAGE_IDS if reads else ()
-        plans = []
-        for i in range(len(hashes.get("image", []))):
-            count = self._count_tokens(inputs, inputs.mm_data_items["image"].get_image_size(i))
-            budget, size = policy.at(count.tokens, count.tiles).budget, count.tokens
-            plans.append(ItemPlan(budget, NO_KEY, instruction, longest, profile=True, tokens=size))
-        return RequestPlan(tuple(plans), hashes, tuple(hashes.get("image", ())))
+        longest = () if policy.needs.isdisjoint({"language", "words"}) else (0,) * LANGUAGE_IDS
+        items = []
+        for i, identity in enumerate(hashes.get("image", [])):
+            size = inputs.mm_data_items["image"].get_image_size(i)
+            count = self._placeholders.count(self._info, size, inputs.hf_processor_mm_kwargs)
+            budget = policy.at(count.tokens, count.tiles).budget
+            plan = ItemPlan(budget, NO_KEY, instruction, longest, profile=True, tokens=count.tokens)
+            items.append(PlannedItem(i, plan, identity, identity))
+        return RequestPlan(tuple(items), hashes)
 
     def plan_request(self, inputs: ProcessorInputs, fields: object, salt: str) -> RequestPlan:
         """Plans and cache identities of a request's images; ``fields`` is its pruning entry.
@@ -258,112 +169,180 @@ class RequestPlanner:
         request = parse_request(fields)
         if not hashes.get("image") or not prunable(inputs.mm_data_items):
             return RequestPlan((), hashes)
-        images_seen = self._resolve_names(inputs, hashes["image"], salt)
-        counts = [self._count_tokens(inputs, size) for _, size in images_seen]
-        choices = resolve_choices(self._served, request, counts)
-        sizes = [size for _, size in images_seen]
-        choices = choose_sizes(self._info, self._placeholders, inputs, sizes, choices)
-        texts = self._instructions(inputs, request.instructions, choices)
+        digests, image_sizes = self._resolve_names(inputs, hashes["image"], salt)
+        counts = [
+            # An unknown uuid has no size; vLLM's caches will not know it either.
+            self._placeholders.count_largest(self._info)
+            if size is None
+            else self._placeholders.count(self._info, size, inputs.hf_processor_mm_kwargs)
+            for size in image_sizes
+        ]
+        plans = resolve_plans(self._served, request, counts)
+        resized = [self._resize(inputs, *image) for image in zip(plans, image_sizes, strict=True)]
+        plans, sizes = [plan for plan, _ in resized], tuple(size for _, size in resized)
+        needs = [find_needs(self._served, plan) for plan in plans]
+        reads = [not needs_of_plan.isdisjoint(INSTRUCTION_NEEDS) for needs_of_plan in needs]
+        texts = [""] * len(plans)
+        if any(reads):
+            texts = self._instructions(inputs, request.instructions, len(plans))
         tokenize = cache(self._tokenizer.tokenize)  # each text once, however often it is read
-        ids = [tokenize(text, choice.needs) for text, choice in zip(texts, choices, strict=True)]
-        digests = [digest for digest, _ in images_seen]
-        prompt, entries = self._recall(inputs, request, choices, digests)
-        split = self._split(inputs, prompt, entries, choices, texts, request.turns)
-        slots = tuple(map(Slot, range(len(entries)))) if split is None else split.slots
-        items = _ItemPlans(digests, salt, choices, ids, _seeds(inputs, choices))
+        for i, plan in enumerate(plans):
+            instruction, language = tokenize(texts[i], needs[i])
+            plans[i] = replace(plan, instruction=instruction, language=language)
+            if not plan.keeps_all:  # features are kept of images whose tokens are chosen
+                key = make_feature_key(digests[i], salt, _seed(inputs, i, plan))
+                plans[i] = replace(plans[i], key=key)
+        prompt, slots = self._add_recalls(inputs, request, plans, digests)
+        prompt, slots = self._split(inputs, prompt, slots, plans, reads, texts, request.turns)
+
+        items: list[PlannedItem] = []
+        latest: dict[int, PlannedItem] = {}
         for slot in slots:
-            entry = entries[slot.image]
-            if isinstance(entry, RecallItem):
-                needs = recall_needs(self._served, choices[entry.image], entry.budget)
-                turn = (request.recall_turns or [])[entry.turn]
-                items.add_recall(entry, tokenize(turn.text, needs))
+            i = slot.image
+            content = repr((digests[i], salt))
+            tensors_key = make_pixels_key(content, sizes[i])
+            if slot.part == "recall":
+                assert request.recall_turns is not None and slot.turn is not None
+                before, text = latest[i], request.recall_turns[slot.turn].text
+                plan = before.plan.recall(slot.budget)
+                read = tokenize(text, find_needs(self._served, plan))
+                plan = replace(plan, instruction=read[0], language=read[1])
+                identity = make_recall_identity(before.identity, slot.budget, read)
+            elif plans[i].keeps_all and sizes[i] is None:
+                # The image is then what it is in stock vLLM, caches included.
+                plan, identity, tensors_key = plans[i], digests[i], digests[i]
             else:
-                items.add(replace(slot, image=entry))
-        in_parts = prompt is not inputs.prompt or split is not None
-        return RequestPlan(
-            tuple(items.plans),
-            {**hashes, "image": items.identities},
-            tuple(items.keys),
-            tuple(items.sources),
-            list(prompt if split is None else split.ids) if in_parts else None,
-            items.served(),
-            state_label(self._served, request),
+                core, delta = plans[i].split(slot.core)
+                plan = {"whole": plans[i], "core": core, "delta": delta}[slot.part]
+                identity = self._identify(plan, content, sizes[i], reads[i])
+            latest[i] = PlannedItem(i, plan, identity, tensors_key)
+            items.append(latest[i])
+        before_pruning = sum(count.tokens for count in counts)
+        after = sum(item.plan.budget for item in items)
+        setup = find_metrics_setup(self._info.ctx.model_config)
+        request_counts = RequestCounts(
+            state=state_label(self._served, request),
+            chooser=request.keep,
+            images=len(plans),
+            tokens_before=before_pruning,
+            tokens_after=after,
+            core=sum(item.plan.budget for item in items if item.plan.part == "core"),
+            recalled=sum(item.plan.budget for item in items if item.plan.part == "recall"),
+            kv_bytes=0 if setup is None else (before_pruning - after) * setup.kv_bytes,
+        )
+        identities = {**hashes, "image": [item.identity for item in items]}
+        new_prompt = None if prompt is inputs.prompt else list(prompt)
+        return RequestPlan(tuple(items), identities, new_prompt, sizes, request_counts)
+
+    def _resize(
+        self, inputs: ProcessorInputs, plan: ItemPlan, size: ImageSize | None
+    ) -> tuple[ItemPlan, Size | None]:
+        """The plan of an image, and its new size where the resize control shrinks it.
+
+        Where the number of tokens follows an image's size, the rival of pruning is a smaller image:
+        what a client has by shrinking its pictures, or an operator by ``max_pixels``. Raises
+        :class:`RequestError` where the processor makes more than K tokens of any image.
+        """
+        resize = self._placeholders.resize
+        if plan.keep != "resized" or plan.keeps_all or size is None or resize is None:
+            return plan, None
+        smaller = resize(self._info, size, plan.budget)
+        kwargs = inputs.hf_processor_mm_kwargs
+        tokens = self._placeholders.count(self._info, smaller, kwargs).tokens
+        if tokens > plan.budget:
+            what = f"K = {plan.budget}, and the image processor makes at least {tokens} tokens"
+            fix = f"ask for {tokens} or more, or lower min_pixels in --mm-processor-kwargs"
+            raise request_error("budget", what, fix)
+        # All tokens of the smaller image are kept.
+        return replace(plan, budget=tokens, tokens=tokens), (smaller.width, smaller.height)
+
+    def _identify(self, plan: ItemPlan, content: str, size: Size | None, reads: bool) -> str:
+        """Cache identity of a pruned image, or of one of its two parts."""
+        state = self._served.state_for_plan(plan)
+        if plan.part == "core":
+            return make_core_identity(content, state.core_digest, plan.core)
+        chosen_by = self._served.selection_identity(state)
+        # Two budgets may give one number of tokens, and then another size is another image.
+        chosen_by += "" if size is None else f"|{size}"
+        read = plan.read if reads else None
+        return make_cache_identity(
+            content, chosen_by, plan.image_budget, plan.keep, read, plan.core
         )
 
-    def _recall(
+    def _add_recalls(
         self,
         inputs: ProcessorInputs,
         request: PruningRequest,
-        choices: Sequence[ImageChoice],
+        plans: Sequence[ItemPlan],
         digests: Sequence[str],
-    ) -> tuple[Sequence[int], Sequence[int | RecallItem]]:
-        """Token ids of the prompt, and what its image tokens stand for: images, or recalls.
+    ) -> tuple[Sequence[int], list[Slot]]:
+        """Token ids and items of the prompt, with an item for what each turn recalls.
 
         Raises RequestError where a request asks for recall of a model that cannot.
         """
         if request.recall and self._placeholders.unsplittable:
             what = f"later turns cannot recall tokens: this model {self._placeholders.unsplittable}"
             raise request_error("recall", what, "leave it out")
-        turns = request.recall_turns
+        images = [Slot(i, plan.budget) for i, plan in enumerate(plans)]
+        turns, rules, limit = request.recall_turns, self._served.rules, MAX_ITEMS
         if not turns:
-            return inputs.prompt, range(len(choices))
-        rules, limit = self._served.rules, MAX_ITEMS
-        if encoded := next((choice.state for choice in choices if choice.state), b""):
+            return inputs.prompt, images
+        if encoded := next((plan.state for plan in plans if plan.state), b""):
             limit = limit_recalls(decode_state(encoded), rules.cost)
         recall, most = rules.recall, MAX_BUDGET
         if request.recall is not None:  # what requests ask for, they get within their range
             recall, most = request.recall, rules.maximum
-        items = choose_recalls(turns, recall, choices, digests, most, limit)
+        recalls = choose_recalls(turns, recall, plans, digests, most, limit)
         token = self._placeholders.token(self._info)
-        return expand_marks(inputs.prompt, token, len(choices), turns, items)
+        return expand_marks(inputs.prompt, token, images, turns, recalls)
 
     def _split(
         self,
         inputs: ProcessorInputs,
         prompt: Sequence[int],
-        entries: Sequence[int | RecallItem],
-        choices: Sequence[ImageChoice],
+        slots: list[Slot],
+        plans: Sequence[ItemPlan],
+        reads: Sequence[bool],
         texts: Sequence[str],
         turns: Sequence[int | None] | None,
-    ) -> SplitPrompt | None:
-        """The prompt with cores and deltas, or None where a split would share nothing.
+    ) -> tuple[Sequence[int], list[Slot]]:
+        """The prompt and its items, images split into core and delta where that shares anything.
 
         Nothing is shared without a prefix cache, and nothing is gained where the question stands
         before the image, for it is part of the prefix then.
         """
+        cores = [
+            self._served.policy_for_plan(plan).core if reads_it else 0
+            for plan, reads_it in zip(plans, reads, strict=True)
+        ]
         block = kv_block_size(self._info.ctx.model_config)
-        may_split = [choice.core > 0 and choice.reads_instruction for choice in choices]
-        if block is None or self._placeholders.unsplittable or not any(may_split):
-            return None
-        if set(inputs.mm_data_items) != {"image"}:
-            return None
         token = self._placeholders.token(self._info)
-        if prompt.count(token) != len(entries):
-            return None
-        if turns is not None and len(turns) != len(choices):
+        if block is None or self._placeholders.unsplittable or not any(cores):
+            return prompt, slots
+        if set(inputs.mm_data_items) != {"image"} or list(prompt).count(token) != len(slots):
+            return prompt, slots
+        if turns is not None and len(turns) != len(plans):
             turns = None  # as in _instructions
-        before = self._texts_before_images(prompt, token, entries)
-        found = find_question_turns(before, texts, turns)
+        between = self._texts_before_images(prompt, token, slots)
+        question_turns = find_question_turns(between, texts, turns)
         images = [
-            SplitImage(choice.kept, choice.core if may and turn is not None else 0, turn)
-            for choice, may, turn in zip(choices, may_split, found, strict=True)
+            slot
+            if slot.part == "recall" or (turn := question_turns[slot.image]) is None
+            else replace(slot, core=cores[slot.image], turn=turn)
+            for slot in slots
         ]
-        split = [
-            SplitImage(entry.budget, 0, entry) if isinstance(entry, RecallItem) else images[entry]
-            for entry in entries
-        ]
-        return split_images(prompt, token, split, block)
+        return split_slots(prompt, token, images, block) or (prompt, slots)
 
     def _texts_before_images(
-        self, prompt: Sequence[int], token: int, entries: Sequence[int | RecallItem]
+        self, prompt: Sequence[int], token: int, slots: Sequence[Slot]
     ) -> list[str]:
         """What the prompt holds between each image and the one before it, without image markup."""
         tokenizer = self._info.get_tokenizer()
         texts: list[str] = []
         start = 0
         places = (at for at, token_id in enumerate(prompt) if token_id == token)
-        for at, entry in zip(places, entries, strict=True):
-            if isinstance(entry, RecallItem):
+        for at, slot in zip(places, slots, strict=True):
+            if slot.part == "recall":
                 continue
             between = list(prompt[max(start, at - _LOOKBACK) : at])
             while between and not tokenizer.decode(between[-1:], skip_special_tokens=True):
@@ -392,11 +371,11 @@ class RequestPlanner:
 
     def _resolve_names(
         self, inputs: ProcessorInputs, digests: Sequence[str], salt: str
-    ) -> list[NamedImage]:
+    ) -> tuple[list[str], list[ImageSize | None]]:
         """Digest and size of each image; one that comes by its name alone is the last sent so."""
         names = (inputs.mm_uuid_items or {}).get("image") or [None] * len(digests)
         items = inputs.mm_data_items["image"]
-        images: list[NamedImage] = []
+        images = []
         for i, (name, digest) in enumerate(zip(names, digests, strict=True)):
             if items.get(i) is None:
                 images.append(self._named.find(name or "", salt))
@@ -404,43 +383,28 @@ class RequestPlanner:
             images.append((digest, items.get_image_size(i)))
             if name is not None and inputs.cache is not None:
                 self._named.remember(name, salt, images[i])
-        return images
-
-    def _count_tokens(self, inputs: ProcessorInputs, size: ImageSize | None) -> TokenCount:
-        """Count an image's tokens and tiles: a pure function of its size and of the request."""
-        if size is None:  # an unknown uuid, which vLLM's caches will not know either
-            return self._placeholders.count_largest(self._info)
-        return self._placeholders.count(self._info, size, inputs.hf_processor_mm_kwargs)
+        return [digest for digest, _ in images], [size for _, size in images]
 
     def _instructions(
-        self, inputs: ProcessorInputs, texts: Sequence[str] | None, choices: Sequence[ImageChoice]
+        self, inputs: ProcessorInputs, texts: Sequence[str] | None, images: int
     ) -> list[str]:
         """One text an image: the request's, else what the prompt holds after its last image."""
-        if not any(choice.reads_instruction for choice in choices):
-            return [""] * len(choices)
-        if texts is not None and len(texts) == len(choices):
+        if texts is not None and len(texts) == images:
             return list(texts)
         # No messages (a raw prompt), or messages of a form in which the images were not found.
-        text = extract_prompt_instruction(
-            inputs.prompt,
-            self._placeholders.token(self._info),
-            self._info.get_tokenizer().decode,
-            self._suffix,
-        )
-        return [text] * len(choices)
+        token, decode = self._placeholders.token(self._info), self._info.get_tokenizer().decode
+        return [extract_prompt_instruction(inputs.prompt, token, decode, self._suffix)] * images
 
 
-def _seeds(inputs: ProcessorInputs, choices: Sequence[ImageChoice]) -> dict[int, str]:
-    """What random keeps are drawn from: the pixels of their images, by index."""
-    seeds = {}
-    for i, choice in enumerate(choices):
-        if choice.keep == "random" and not choice.keeps_all:
-            image = inputs.mm_data_items["image"].get(i)
-            if image is None:
-                what = '"random" is drawn from pixels, and this image comes by its name alone'
-                raise request_error("keep", what, "send the picture")
-            seeds[i] = hash_picture(image)
-    return seeds
+def _seed(inputs: ProcessorInputs, i: int, plan: ItemPlan) -> str:
+    """What a random keep of an image is drawn from: its pixels; empty for other choosers."""
+    if plan.keep != "random":
+        return ""
+    image = inputs.mm_data_items["image"].get(i)
+    if image is None:
+        what = '"random" is drawn from pixels, and this image comes by its name alone'
+        raise request_error("keep", what, "send the picture")
+    return hash_picture(image)
 
 
 def prunable(mm_items: MultiModalDataItems) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from PIL import Image
 from transformers import BatchFeature
 from vllm.multimodal.cache import LruKeyReplicatedSenderCache
 from vllm.multimodal.inputs import (
@@ -23,14 +24,20 @@ from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
 from vllm.multimodal.processing import ProcessorInputs
 
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.serving.api.choices import Placeholders, resize_images, shorten_placeholders
-from vllm_autoprune.serving.api.engine_requests import ImageCounts, RenderedHashes
+from vllm_autoprune.serving.api.engine_requests import RenderedHashes
 from vllm_autoprune.serving.api.image_store import RenderedItem, Rendering, Waiting
-from vllm_autoprune.serving.api.planner import RequestPlan, RequestPlanner, prunable
-from vllm_autoprune.serving.api.request import REQUEST_FIELD, SALT, CacheSalt, count_refused_request
+from vllm_autoprune.serving.api.layout import Placeholders, shorten_placeholders
+from vllm_autoprune.serving.api.planner import RequestPlan, RequestPlanner, Size, prunable
+from vllm_autoprune.serving.api.request import (
+    REQUEST_FIELD,
+    SALT,
+    CacheSalt,
+    count_refused_request,
+    request_error,
+)
 from vllm_autoprune.serving.hooks import depends_on
-from vllm_autoprune.serving.plan import FIELD, ItemPlan
-from vllm_autoprune.serving.served_state import find_metrics_setup, served_state
+from vllm_autoprune.serving.plan import FIELD
+from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalHashes, MultiModalInput
@@ -64,9 +71,8 @@ def make_pruned_factories(
         if served_state(info.ctx.model_config) is None:
             return processor
         kind = type(processor)
-        pruned = type(
-            f"Autoprune{kind.__name__}", (PrunedProcessor, kind), {"_placeholders": placeholders}
-        )
+        members = {"_placeholders": placeholders}
+        pruned = type(f"Autoprune{kind.__name__}", (PrunedProcessor, kind), members)
         return pruned(info, dummy_inputs)
 
     return replace(stock, processor=build)
@@ -102,11 +108,6 @@ class PrunedProcessor(_Stock):
 
     info: BaseProcessingInfo
     _placeholders: Placeholders
-
-    @cached_property
-    def _kv_bytes(self) -> int:
-        setup = find_metrics_setup(self.info.ctx.model_config)
-        return 0 if setup is None else setup.kv_bytes
 
     @cached_property
     def _waiting(self) -> Waiting:
@@ -146,20 +147,23 @@ class PrunedProcessor(_Stock):
             else:
                 salt = salt if isinstance(salt, CacheSalt) else ""
                 plan = self._planner.plan_request(plain, fields, salt)
-            shown = resize_images(self.info, plain, [choice.resized for choice in plan.choices])
+            shown = _resize_images(self.info, plain, plan.sizes)
         except AutopruneError:
             count_refused_request()
             raise
+        # An item for every part of an image, now that vLLM has counted the images against
+        # ``--limit-mm-per-prompt``.
+        planned = {**vars(shown), "plan": plan, "mm_uuid_items": None}
+        if plan.prompt is not None:
+            images = [shown.mm_data_items["image"].get(item.image) for item in plan.items]
+            planned |= {"prompt": plan.prompt, "mm_data_items": _with_images(shown, images)}
         rendering = None
         if isinstance(inputs.cache, LruKeyReplicatedSenderCache):
-            rendering = Rendering(inputs.cache, self._waiting)
-            shown = replace(shown, cache=rendering)
-        processed = super().apply(_split_items(shown, plan), timing_ctx)
-        counts = None
-        if plan.choices:
-            counts = ImageCounts(plan.label, plan.choices, self._kv_bytes)
-        keys = dict(zip(plan.hashes.get("image", ()), plan.keys, strict=False))
-        processed["mm_hashes"] = RenderedHashes(processed["mm_hashes"], counts, keys, rendering)
+            planned["cache"] = rendering = Rendering(inputs.cache, self._waiting)
+        processed = super().apply(_PlannedInputs(**planned), timing_ctx)
+        keys = {item.identity: item.key for item in plan.items}
+        hashes = RenderedHashes(processed["mm_hashes"], plan.counts, keys, rendering)
+        processed["mm_hashes"] = hashes
         return processed
 
     def _cached_apply_hf_processor(
@@ -168,17 +172,25 @@ class PrunedProcessor(_Stock):
         """Process each image once, and give every item its plan and K of N placeholders."""
         assert isinstance(inputs, _PlannedInputs)
         plan, cache = inputs.plan, inputs.cache
-        contents = _join_items(inputs, plan)
-        result = super()._cached_apply_hf_processor(contents, timing_ctx)
+        # The first of the items that have the same tensors, by their key.
+        at_key: dict[str, int] = {}
+        for at, item in enumerate(plan.items):
+            at_key.setdefault(item.key, at)
+        content = {name: value for name, value in vars(inputs).items() if name != "plan"}
+        content["keys"] = {**plan.hashes, "image": [*at_key]} if plan.items else plan.hashes
+        if len(at_key) < len(plan.items):
+            images = [inputs.mm_data_items["image"].get(at) for at in at_key.values()]
+            content["mm_data_items"] = _with_images(inputs, images)
+        result = super()._cached_apply_hf_processor(_ContentInputs(**content), timing_ctx)
         if isinstance(cache, Rendering):
 
             def process_again() -> dict[str, RenderedItem]:
-                uncached = _ContentInputs(**{**vars(contents), "cache": None})
+                uncached = _ContentInputs(**{**content, "cache": None})
                 made = super(PrunedProcessor, self)._cached_apply_hf_processor(uncached, timing_ctx)
                 return {
-                    key: RenderedItem(item, updates)
+                    key: RenderedItem(tensors, updates)
                     for modality, keys in made.hashes.items()
-                    for key, item, updates in zip(
+                    for key, tensors, updates in zip(
                         keys, made.kwargs[modality], made.prompt_updates[modality], strict=True
                     )
                 }
@@ -187,23 +199,25 @@ class PrunedProcessor(_Stock):
         result = result._replace(hashes=plan.hashes)
         if not plan.items:
             return result
-        places = {key: at for at, key in enumerate(dict.fromkeys(plan.keys))}
-        tensors, updates = [], []
-        seen: set[str] = set()
-        for at, (key, item) in enumerate(zip(plan.keys, plan.items, strict=True)):
-            image = result.kwargs["image"][places[key]]
-            if key in seen and cache is not None and cache.is_cached_item(key):
+        places = {key: place for place, key in enumerate(at_key)}
+        tensors: list[MultiModalKwargsItem] = []
+        updates: list[list[ResolvedPromptUpdate]] = []
+        for at, item in enumerate(plan.items):
+            place = places[item.key]
+            image = result.kwargs["image"][place]
+            if at_key[item.key] < at and cache is not None and cache.is_cached_item(item.key):
                 # The cache may count how often it is read.
-                image, _ = cache.get_and_update_item(None, key)
-            seen.add(key)
-            row = MultiModalFieldElem(item.encode(), MultiModalBatchedField(keep_on_cpu=True))
+                image, _ = cache.get_and_update_item(None, item.key)
+            row = MultiModalFieldElem(item.plan.encode(), MultiModalBatchedField(keep_on_cpu=True))
             tensors.append(MultiModalKwargsItem({**(image or {}), FIELD: row}))
-            updates.append(
-                [
-                    self._shorten(self._recompute_cached_prompt_update(update, at), item)
-                    for update in result.prompt_updates["image"][places[key]]
-                ]
-            )
+            updates.append([])
+            for update in result.prompt_updates["image"][place]:
+                update = self._recompute_cached_prompt_update(update, at)
+                if not item.plan.profile:
+                    budget, rest_at = item.plan.budget, self._placeholders.rest_at
+                    shortened = shorten_placeholders(update.content, budget, rest_at)
+                    update = replace(update, content=shortened)
+                updates[-1].append(update)
         return result._replace(
             kwargs=MultiModalKwargsItems({**result.kwargs, "image": tensors}),
             prompt_updates={**result.prompt_updates, "image": updates},
@@ -240,37 +254,28 @@ class PrunedProcessor(_Stock):
         assert isinstance(inputs, _ContentInputs)
         return dict(inputs.keys)
 
-    def _shorten(self, update: ResolvedPromptUpdate, item: ItemPlan) -> ResolvedPromptUpdate:
-        """A resolved prompt update whose text holds K of its N placeholders."""
-        if item.profile:
-            return update
-        content = shorten_placeholders(update.content, item.budget, self._placeholders.rest_at)
-        return replace(update, content=content)
+
+def _with_images(inputs: ProcessorInputs, images: Sequence[object]) -> MultiModalDataItems:
+    return MultiModalDataItems({**inputs.mm_data_items, "image": ImageProcessorItems(images)})
 
 
-def _split_items(inputs: ProcessorInputs, plan: RequestPlan) -> _PlannedInputs:
-    """Inputs with an item for every part of an image.
+def _resize_images(
+    info: BaseProcessingInfo, inputs: ProcessorInputs, sizes: Sequence[Size | None]
+) -> ProcessorInputs:
+    """Inputs with the images of these sizes; None leaves an image as it is.
 
-    That is after vLLM has counted images against ``--limit-mm-per-prompt``.
+    Resized with the processor's own interpolation. An image that was sent by its name is None.
     """
-    fields = {**vars(inputs), "plan": plan, "mm_uuid_items": None}
-    if plan.prompt is not None:
-        fields["prompt"] = plan.prompt
-        fields["mm_data_items"] = _pick_images(inputs, plan.sources)
-    return _PlannedInputs(**fields)
-
-
-def _join_items(inputs: _PlannedInputs, plan: RequestPlan) -> _ContentInputs:
-    """Inputs with the first of the items that have the same tensors."""
-    fields = {name: value for name, value in vars(inputs).items() if name != "plan"}
-    keys = dict.fromkeys(plan.keys)
-    fields["keys"] = {**plan.hashes, "image": list(keys)} if plan.items else plan.hashes
-    if len(keys) < len(plan.items):
-        fields["mm_data_items"] = _pick_images(inputs, [plan.keys.index(key) for key in keys])
-    return _ContentInputs(**fields)
-
-
-def _pick_images(inputs: ProcessorInputs, which: Sequence[int]) -> MultiModalDataItems:
-    images = inputs.mm_data_items["image"]
-    picked = ImageProcessorItems([images.get(at) for at in which])
-    return MultiModalDataItems({**inputs.mm_data_items, "image": picked})
+    if not any(sizes):
+        return inputs
+    items = inputs.mm_data_items["image"]
+    images = [items.data[i] if size is None else items.get(i) for i, size in enumerate(sizes)]
+    for i, (image, size) in enumerate(zip(images, sizes, strict=True)):
+        if size is None or image is None:
+            continue
+        if not isinstance(image, Image.Image):
+            what, fix = "can resize pictures, and this image is an array", "send it as a picture"
+            raise request_error("keep", what, fix)
+        method = Image.Resampling(int(info.get_hf_processor().image_processor.resample))
+        images[i] = image.convert("RGB").resize(size, method)
+    return replace(inputs, mm_data_items=_with_images(inputs, images))

@@ -5,21 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 
 from vllm_autoprune.serving.api.engine_requests import RenderedHashes
 from vllm_autoprune.serving.api.instruction import (
+    count_images,
     extract_details,
     extract_instructions,
     extract_turns,
-    message_parts,
-    shows_image,
+    mark_recall_turns,
 )
 from vllm_autoprune.serving.api.processor import PrunedProcessor
 from vllm_autoprune.serving.api.request import (
+    KWARGS,
     OFFLINE_FIX,
     REQUEST_FIELD,
     SALT,
@@ -27,7 +28,6 @@ from vllm_autoprune.serving.api.request import (
     RecallTurn,
     refuse_misplaced,
 )
-from vllm_autoprune.serving.api.split import mark_recall_turns, requested_recall
 from vllm_autoprune.serving.compat.api import allow_mm_kwarg
 from vllm_autoprune.serving.hooks import depends_on
 from vllm_autoprune.serving.served_state import served_state
@@ -44,7 +44,6 @@ logger = logging.getLogger("vllm.autoprune")
 
 _MESSAGE_FIELDS = "_autoprune_message_fields"
 """Key of a prompt under which the fields extracted from its messages wait."""
-
 
 _MAX_TEMPLATES = 32
 """Chat templates whose white space is kept: where they are trusted, clients may send their own."""
@@ -67,9 +66,9 @@ class AutopruneHfRenderer(HfRenderer):
 
     def __init__(self, config: VllmConfig, tokenizer: HfTokenizer | None) -> None:
         super().__init__(config, tokenizer)
-        served = served_state(config.model_config)
+        self._served = served_state(config.model_config)
         self._spaces: dict[str | None, str] = {}
-        if served is not None and served.rules.explicit:
+        if self._served is not None and self._served.rules.explicit:
             allow_mm_kwarg(REQUEST_FIELD)
 
     def render_messages(
@@ -79,7 +78,7 @@ class AutopruneHfRenderer(HfRenderer):
 
         Raises RequestError for a pruning field in the wrong place; online, requests were checked.
         """
-        if served_state(self.model_config) is not None:
+        if self._served is not None:
             template = params.chat_template_kwargs
             fields = {"messages": messages, "chat_template_kwargs": template}
             refuse_misplaced(fields, {}, OFFLINE_FIX)
@@ -99,17 +98,18 @@ class AutopruneHfRenderer(HfRenderer):
         self, messages: list[ChatCompletionMessageParam], params: ChatParams
     ) -> tuple[list[ChatCompletionMessageParam], list[RecallTurn]]:
         """Mark the later turns that recall tokens of images, where the request has any."""
-        served, processor = served_state(self.model_config), self.mm_processor
-        if served is None or not isinstance(processor, PrunedProcessor):
+        if self._served is None or not isinstance(self.mm_processor, PrunedProcessor):
             return messages, []
-        image_turns = sum(any(map(shows_image, message_parts(message))) for message in messages)
+        rules, token = self._served.rules, self.mm_processor.recall_token
+        image_turns = sum(count_images(message) > 0 for message in messages)
         entry = (params.mm_processor_kwargs or {}).get(REQUEST_FIELD)
-        budget = entry.get("budget") if isinstance(entry, Mapping) else None
-        if image_turns > 1 and isinstance(budget, Mapping) and served.rules.allows("budget"):
+        # Fields are not checked yet: what is none that counts, the processor refuses.
+        fields = entry if isinstance(entry, Mapping) else {}
+        if image_turns > 1 and isinstance(fields.get("budget"), Mapping) and rules.allows("budget"):
             _warn_of_shared_budget()
-        if not requested_recall(params.mm_processor_kwargs, served.rules.recall):
+        recall = rules.recall if fields.get("recall") is None else fields["recall"]
+        if fields.get("enabled") is False or not isinstance(recall, int) or not recall:
             return messages, []
-        token = processor.recall_token
         if token is None:
             return messages, []
         space = self._space_after_image(token, params.chat_template)
@@ -147,7 +147,7 @@ class AutopruneHfRenderer(HfRenderer):
         prompt: DictPrompt,
         turns: Sequence[RecallTurn],
     ) -> DictPrompt:
-        if served_state(self.model_config) is not None and prompt.get("multi_modal_data"):
+        if self._served is not None and prompt.get("multi_modal_data"):
             prompt[_MESSAGE_FIELDS] = {
                 "instructions": extract_instructions(messages),
                 "details": extract_details(messages),
@@ -177,13 +177,31 @@ class AutopruneHfRenderer(HfRenderer):
             engine_input["mm_hashes"] = hashes
 
     def _prepare(self, prompt: TokensPrompt) -> TokensPrompt:
-        if served_state(self.model_config) is None:
+        if self._served is None:
             return prompt
         fields = {key: value for key, value in prompt.items() if key != "prompt_token_ids"}
-        refuse_misplaced(fields, prompt.get("mm_processor_kwargs") or {}, OFFLINE_FIX)
-        if not prompt.get("multi_modal_data"):
-            return prompt
-        return _add_salt(_pass_fields(prompt))
+        refuse_misplaced(fields, prompt.get(KWARGS) or {}, OFFLINE_FIX)
+        return pass_fields(prompt) if prompt.get("multi_modal_data") else prompt
+
+
+def pass_fields(prompt: Any) -> Any:
+    """Hand the fields of the messages and the ``cache_salt`` to the processor, as its arguments.
+
+    The fields are put into the pruning entry, in place of those that a client wrote; the salt
+    because the processor's caches hold what several tenants sent.
+    """
+    fields, salt = prompt.pop(_MESSAGE_FIELDS, None), prompt.get("cache_salt")
+    kwargs = dict(prompt.get(KWARGS) or {})
+    entry = kwargs.get(REQUEST_FIELD)
+    entry = {} if entry is None else entry
+    # Anything but an object is refused by the processor, with a reason.
+    if fields is not None and isinstance(entry, dict):
+        kwargs[REQUEST_FIELD] = {**entry, **fields}
+    if salt:
+        kwargs[SALT] = CacheSalt(salt)
+    if kwargs:
+        prompt[KWARGS] = kwargs
+    return prompt
 
 
 @cache
@@ -202,26 +220,3 @@ def _log_turns_without_recall() -> None:
         "A conversation with images in several turns recalled nothing: only a user's text without "
         "an image recalls, not a tool's result. Serve such traffic with a larger budget instead."
     )
-
-
-def _pass_fields(prompt: TokensPrompt) -> TokensPrompt:
-    """Add the fields of the messages to the pruning entry, in place of those a client wrote."""
-    fields = cast("dict[str, dict[str, object] | None]", prompt).pop(_MESSAGE_FIELDS, None)
-    if fields is None:
-        return prompt
-    kwargs = dict(prompt.get("mm_processor_kwargs") or {})
-    entry = kwargs.get(REQUEST_FIELD)
-    entry = {} if entry is None else entry
-    if isinstance(entry, dict):  # anything else is refused by the processor, with a reason
-        kwargs[REQUEST_FIELD] = {**entry, **fields}
-    prompt["mm_processor_kwargs"] = kwargs
-    return prompt
-
-
-def _add_salt(prompt: TokensPrompt) -> TokensPrompt:
-    """Pass the ``cache_salt`` to the processor, whose caches hold what several tenants sent."""
-    salt = prompt.get("cache_salt")
-    if salt:
-        kwargs = dict(prompt.get("mm_processor_kwargs") or {})
-        prompt["mm_processor_kwargs"] = {**kwargs, SALT: CacheSalt(salt)}
-    return prompt

@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from vllm_autoprune.errors import Problem, RequestError
 from vllm_autoprune.serving.plan import Chooser
 from vllm_autoprune.serving.served_state import served_state
-from vllm_autoprune.serving.settings import REQUESTS_FLAG, Detail, RequestRules
+from vllm_autoprune.serving.settings import REQUESTS_FLAG, Detail
 from vllm_autoprune.tpdsl.loading import escape_unprintable, suggest_name
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 # Request fields: the ``autoprune`` entry of a request's ``mm_processor_kwargs``, parsed.
 
 
+KWARGS = "mm_processor_kwargs"
+
 REQUEST_FIELD = "autoprune"
 """Key of the plugin's entry in a request's ``mm_processor_kwargs``."""
 
-ENTRY = f"mm_processor_kwargs/{REQUEST_FIELD}"
+ENTRY = f"{KWARGS}/{REQUEST_FIELD}"
 """Location of the entry in error messages."""
 
 SALT = "_autoprune_salt"
@@ -137,6 +139,7 @@ _FIX = {
     "recall": "give a number of tokens, 0 for none",
     "recall_turns": 'give a list of {"images": images before the turn, "text": its text}',
 }
+_KNOWN = f"use: {', '.join(_FIX)}"
 
 
 def parse_request(entry: object) -> PruningRequest:
@@ -146,18 +149,17 @@ def parse_request(entry: object) -> PruningRequest:
     if not isinstance(entry, dict):
         raise request_error("", "is not an object", f"write {_format_entry(entry)}")
     if not all(isinstance(key, str) for key in entry):
-        raise request_error("", "has keys that are no text", f"use: {', '.join(_FIX)}")
+        raise request_error("", "has keys that are no text", _KNOWN)
     try:
         return PruningRequest.model_validate(entry)
     except ValidationError as error:
         if (count := error.error_count()) > MAX_COUNTED:
-            raise request_error("", f"has {count} problems", f"use: {', '.join(_FIX)}") from None
+            raise request_error("", f"has {count} problems", _KNOWN) from None
         problems: dict[str, Problem] = {}
         for detail in error.errors(include_url=False, include_input=False)[:MAX_PROBLEMS]:
             place = [str(step) for step in detail["loc"]]
-            where = "/".join([ENTRY, *(escape_unprintable(step, 40) for step in place)])
-            fix = _FIX.get(place[0] if place else "", f"use: {', '.join(_FIX)}")
-            what = detail["msg"]
+            where = "/".join([ENTRY, *map(_shorten, place)])
+            what, fix = detail["msg"], _FIX.get(place[0] if place else "", _KNOWN)
             if detail["type"] == "extra_forbidden" and len(place) == 1:
                 what, fix = "is not a known field", suggest_name(place[0], list(_FIX))
             problems.setdefault(where, Problem(where, escape_unprintable(what, 200), fix))
@@ -178,7 +180,15 @@ def count_refused_request() -> None:
 
 def request_error(field: str, what: str, fix: str) -> RequestError:
     """The error for one field of the entry, of which ``fix`` says how to correct it."""
-    return RequestError("request", [Problem("/".join(filter(None, [ENTRY, field])), what, fix)])
+    return _refuse("/".join(filter(None, [ENTRY, field])), what, fix)
+
+
+def _refuse(where: str, what: str, fix: str) -> RequestError:
+    return RequestError("request", [Problem(where, what, fix)])
+
+
+def _shorten(name: str) -> str:
+    return escape_unprintable(name, 40)
 
 
 # Budget and state in HTTP headers, for endpoints whose bodies have no place for them.
@@ -189,16 +199,15 @@ def request_error(field: str, what: str, fix: str) -> RequestError:
 
 
 _PREFIX = f"x-{REQUEST_FIELD}"
-_FIXES = {"budget": 'a number of tokens, such as "64"', "state": "the name of a shipped state"}
+_HEADERS = {"budget": 'a number of tokens, such as "64"', "state": "the name of a shipped state"}
 """Fields of the entry that have a header, and what it holds."""
 
 _DROPPING = ("/messages", "/cohere/", "/v2/embed")
 """Parts of paths whose requests vLLM parses without their unknown fields."""
 
 Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[Message]]
+Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-_App = Callable[[MutableMapping[str, Any], _Receive, Send], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -242,12 +251,10 @@ def handling(sent: SentRequest | None) -> Iterator[None]:
 class KeepRequest:
     """ASGI middleware that keeps :class:`SentRequest`; vLLM adds it by ``--middleware``."""
 
-    def __init__(self, app: _App) -> None:
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
 
-    async def __call__(
-        self, scope: MutableMapping[str, Any], receive: _Receive, send: Send
-    ) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle one connection (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -271,32 +278,26 @@ def read_headers(headers: list[tuple[str, str]]) -> dict[str, object]:
     fields: dict[str, object] = {}
     problems = []
     for name, text in headers:
-        where, known = f"header {escape_unprintable(name, 40)}", name.removeprefix(f"{_PREFIX}-")
-        if known not in _FIXES:
-            fix = " or ".join(f"{_PREFIX}-{name}" for name in _FIXES)
+        where, known = f"header {_shorten(name)}", name.removeprefix(f"{_PREFIX}-")
+        if known not in _HEADERS:
+            fix = " or ".join(f"{_PREFIX}-{name}" for name in _HEADERS)
             problems.append(Problem(where, "is not a known header", f"send {fix}"))
-        elif known in fields:
+            continue
+        if known in fields:
             problems.append(Problem(where, "is sent more than once", "send it once"))
-        else:
-            fields[known] = _parse(known, text)
-            if fields[known] is None:
-                what = f"is {escape_unprintable(text, 40)!r}"
-                problems.append(Problem(where, what, f"give {_FIXES[known]}"))
+            continue
+        try:
+            fields[known] = text if known == "state" else json.loads(text)
+            parse_request(dict(fields))
+            malformed = fields[known] in (None, "")
+        except (ValueError, RecursionError):
+            malformed = True
+        if malformed:
+            fields[known] = None
+            problems.append(Problem(where, f"is {_shorten(text)!r}", f"give {_HEADERS[known]}"))
     if problems:
         raise RequestError("request", problems)
     return fields
-
-
-def _parse(field: str, text: str) -> object:
-    """A header's value, None where it is malformed."""
-    if field == "state":
-        return text or None
-    try:
-        value: object = json.loads(text)
-        parse_request({field: value})
-    except (ValueError, RecursionError):
-        return None
-    return value
 
 
 def merge_headers(entry: object, fields: dict[str, object]) -> object:
@@ -319,7 +320,6 @@ def merge_headers(entry: object, fields: dict[str, object]) -> object:
 # Pruning fields of a request that stand where nothing reads them, answered instead of ignored.
 
 
-KWARGS = "mm_processor_kwargs"
 _CLIENT_FIX = "send {entry} (extra_body={{{entry}}} in the OpenAI client)"
 _HEADER_FIX = f"send the header {_PREFIX}-budget: 64, or {_PREFIX}-state: NAME"
 OFFLINE_FIX = "put {entry} into the prompt's dict, or mm_processor_kwargs into LLM.chat's arguments"
@@ -345,37 +345,29 @@ def check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) 
     ``--trust-request-mm-kwargs``.
     """
     served = served_state(model_config)
-    if served is None:
-        return
-    try:
-        _check_fields(request, served.rules, trusted)
-    except RequestError:
-        count_refused_request()
-        raise
-
-
-def _check_fields(request: BaseModel, rules: RequestRules, trusted: bool) -> None:
     declared: object = getattr(request, KWARGS, None) or {}
-    if not isinstance(declared, Mapping):
+    if served is None or not isinstance(declared, Mapping):
         return  # completions do not declare it: refused by vLLM
     kwargs: Mapping[str, object] = declared
     sent = current_request()
     body = None if sent is None else sent.take_body()
-    if body is None:
-        refuse_misplaced({**vars(request), **(request.model_extra or {})}, kwargs)
-    else:  # of an endpoint that reads headers alone
-        refuse_misplaced(body, {}, _HEADER_FIX)
-    if REQUEST_FIELD in kwargs:
-        parse_request(kwargs[REQUEST_FIELD])
-    fields = {} if sent is None else read_headers(sent.headers)
-    if fields:
-        kwargs = {**kwargs, REQUEST_FIELD: merge_headers(kwargs.get(REQUEST_FIELD), fields)}
-        vars(request)[KWARGS] = kwargs  # not every request declares it
-    if REQUEST_FIELD in kwargs and not (trusted or rules.explicit):
-        where = f"header {_PREFIX}-{next(iter(fields))}" if fields else f"{KWARGS}/{REQUEST_FIELD}"
-        what = f"this server's requests may set nothing, because no {REQUESTS_FLAG} is given"
-        fix = f"leave it out, or serve with {REQUESTS_FLAG} budget"
-        raise RequestError("request", [Problem(where, what, fix)])
+    try:
+        if body is None:
+            refuse_misplaced({**vars(request), **(request.model_extra or {})}, kwargs)
+        else:  # of an endpoint that reads headers alone
+            refuse_misplaced(body, {}, _HEADER_FIX)
+        if REQUEST_FIELD in kwargs:
+            parse_request(kwargs[REQUEST_FIELD])
+        if fields := {} if sent is None else read_headers(sent.headers):
+            kwargs = {**kwargs, REQUEST_FIELD: merge_headers(kwargs.get(REQUEST_FIELD), fields)}
+            vars(request)[KWARGS] = kwargs  # not every request declares it
+        if REQUEST_FIELD in kwargs and not (trusted or served.rules.explicit):
+            where = f"header {_PREFIX}-{next(iter(fields))}" if fields else ENTRY
+            what = f"this server's requests may set nothing, because no {REQUESTS_FLAG} is given"
+            raise _refuse(where, what, f"leave it out, or serve with {REQUESTS_FLAG} budget")
+    except RequestError:
+        count_refused_request()
+        raise
 
 
 def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str = _CLIENT_FIX) -> None:
@@ -385,16 +377,12 @@ def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str = _C
     ``mm_processor_kwargs``, where it may have an entry. A field is looked for beside the entry, and
     at any depth outside the kwargs.
     """
-
-    def refuse(where: str, what: str, fix: str) -> RequestError:
-        return RequestError("request", [Problem(where, what, fix)])
-
     for key in kwargs:
         where = f"{KWARGS}/{_shorten(key)}"
         if key in PruningRequest.model_fields:
-            raise refuse(where, "is not read there", f"put it one level down: {_entry()}")
+            raise _refuse(where, "is not read there", f"put it one level down: {_quote_entry()}")
         if key != REQUEST_FIELD and _is_entry(key):
-            raise refuse(where, "is not a known entry", f"did you mean {REQUEST_FIELD!r}?")
+            raise _refuse(where, "is not a known entry", f"did you mean {REQUEST_FIELD!r}?")
     waiting: list[tuple[tuple[object, ...], object]] = [((), fields)]
     while waiting:
         place, value = waiting.pop()
@@ -409,22 +397,19 @@ def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str = _C
         for name, child in children:
             if child is None or (name == KWARGS and kwargs and not place):
                 continue
-            if isinstance(name, str) and _is_misplaced(inside, name, child):
+            # An entry, or the budget of ignored kwargs or of an image.
+            misplaced = (
+                _is_entry(name)
+                or (inside == KWARGS and name in PruningRequest.model_fields)
+                or (inside == "image_url" and name == "budget" and not isinstance(child, str))
+            )
+            if misplaced and isinstance(name, str):
                 where = "/".join(_shorten(str(step)) for step in (*place, name))
                 what = "is ignored there" if place else "is ignored at the top of a request"
-                raise refuse(where[-200:], what, fix.format(entry=_entry(child)))
+                raise _refuse(where[-200:], what, fix.format(entry=_quote_entry(child)))
             of_tool = name in _NAMED_BY_CLIENTS or (name == "input" and isinstance(child, dict))
             if isinstance(child, dict | list | tuple) and not of_tool:
                 waiting.append(((*place, name), child))
-
-
-def _is_misplaced(inside: object, name: str, child: object) -> bool:
-    """Whether a field is an entry, or the budget of an image or of ignored kwargs."""
-    if inside == KWARGS and name in PruningRequest.model_fields:
-        return True
-    if name == "budget" and inside == "image_url":
-        return isinstance(child, int | list | dict)
-    return _is_entry(name)
 
 
 def _is_entry(name: object) -> bool:
@@ -441,9 +426,5 @@ def _resembles_entry(name: str) -> bool:
     return word.startswith(REQUEST_FIELD) or bool(get_close_matches(word, [REQUEST_FIELD], 1, 0.88))
 
 
-def _entry(value: object = None) -> str:
+def _quote_entry(value: object = None) -> str:
     return f'"{KWARGS}": {{"{REQUEST_FIELD}": {_format_entry(value)}}}'
-
-
-def _shorten(name: str) -> str:
-    return escape_unprintable(name, 40)

@@ -198,7 +198,9 @@ _RECALLS = "_autoprune_recalls"
 @depends_on(
     "vllm.v1.core.encoder_cache_manager:EncoderCacheManager", "can_allocate", "get_freed_mm_hashes"
 )
-def spread_recalls(is_recall: Callable[[MultiModalKwargsItem | None], bool]) -> None:
+def spread_recalls(
+    peek_plan: Callable[[MultiModalKwargsItem | None], tuple[bool, int] | None],
+) -> None:
     """Let a step of the scheduler take ``_RECALLS_A_STEP`` recalls at most.
 
     Why: the scheduler counts an encoder input by the tokens that it keeps. A recall keeps few and
@@ -215,7 +217,8 @@ def spread_recalls(is_recall: Callable[[MultiModalKwargsItem | None], bool]) -> 
         input_id: int,
         *rest: object,
     ) -> bool:
-        if not is_recall(request.mm_features[input_id].data):
+        is_recall, _ = peek_plan(request.mm_features[input_id].data) or (False, 0)
+        if not is_recall:
             return stock(self, request, input_id, *rest)
         taken: set[tuple[str, int]] = self.__dict__.setdefault(_RECALLS, set())
         recall = request.request_id, input_id

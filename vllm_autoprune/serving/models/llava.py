@@ -15,7 +15,7 @@ from vllm.model_executor.models.llava import LlavaForConditionalGeneration
 from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
 from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
 
-from vllm_autoprune.serving.api.choices import Placeholders, TokenCount
+from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
     ImageInputs,

@@ -15,7 +15,7 @@ from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm.model_executor.models.utils import StageMissingLayer
 from vllm.multimodal.utils import group_and_batch_mm_items
 
-from vllm_autoprune.serving.api.choices import Placeholders
+from vllm_autoprune.serving.api.layout import Placeholders
 from vllm_autoprune.serving.api.processor import make_pruned_factories
 from vllm_autoprune.serving.compat.worker import (
     Encode,

@@ -25,7 +25,7 @@ from vllm.model_executor.models.qwen3_5 import (
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 
-from vllm_autoprune.serving.api.choices import Placeholders, TokenCount
+from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA, keep_deltas, request_positions
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,

@@ -149,7 +149,6 @@ class PlanReader:
             self._reporter.report_refused_plan(error, self._device)
             return ItemPlan(self._rules.served.budget, NO_KEY, keep="reference")
         try:
-            self._rules.check_token_ids(plan)
             self._rules.check_choice(plan)
         except AutopruneError as error:
             self._reporter.report_refused_plan(error, self._device)

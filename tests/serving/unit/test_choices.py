@@ -1,0 +1,272 @@
+"""Which K, state and control the images of a request get, under the rules of their server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.unit.samples import refusal, served, vllm_config
+from tests.tpdsl.samples import edited, sample, state
+from vllm_autoprune import BudgetError, PruningPolicy, RequestError, SafetyRecord, load_state
+from vllm_autoprune.serving import served_state as served_module
+from vllm_autoprune.serving.api import choices
+from vllm_autoprune.serving.api.choices import (
+    MAX_STATE_CHARACTERS,
+    find_needs,
+    load_request_state,
+    resolve_plans,
+)
+from vllm_autoprune.serving.api.layout import TokenCount
+from vllm_autoprune.serving.api.request import parse_request
+from vllm_autoprune.serving.plan import NO_KEY, ItemPlan, decode_state, encode_state
+from vllm_autoprune.serving.served_state import NEEDS, ServedState
+from vllm_autoprune.serving.settings import LEVELS, DetailBudgets, RequestRules
+from vllm_autoprune.serving.startup import resolve_settings
+from vllm_autoprune.tpdsl.atoms.safety import Verdict
+
+N = 144
+DETAIL = DetailBudgets(low=4, high=32)
+
+
+def server(level: Any = "states", least: int = 1, most: int = 65536, **fields: Any) -> ServedState:
+    detail = fields.pop("detail", DetailBudgets())
+    return replace(served(), rules=RequestRules(level, least, most, detail=detail), **fields)
+
+
+def resolve(asked: object, *sizes: int, on: ServedState | None = None) -> list[ItemPlan]:
+    images = [TokenCount(size) for size in sizes or (N,)]
+    return resolve_plans(on or server(), parse_request(asked), images)
+
+
+def detailed(level: Any) -> ServedState:
+    return server(level, detail=DETAIL)
+
+
+BOUNDED = server(least=8, most=64)
+DETAILED = detailed("states")
+LOW_HIGH = {"details": ["low", "high"]}
+TILED = edited(sample(), {"/budget": {"atom": "per_tile_budget", "k": 10}})
+POOR = server(unavailable=(("language", "--enable-lora: because"),))
+VISIONZIP = load_state("visionzip").budget.range()[1]
+
+
+@pytest.mark.parametrize(
+    ("on", "asked", "sizes", "budgets"),
+    [
+        *((server(level), None, (N, 5), [8, 5]) for level in LEVELS),
+        (server(), {"budget": 16}, (N, N), [16, 16]),
+        (server(), {"budget": [16, 4]}, (N, N), [16, 4]),
+        (server(), {"budget": {"shared": 33}}, (N, N), [17, 16]),
+        (server(), {"budget": {"shared": 33}}, (10, N), [10, 23]),
+        (server(), {"budget": 4096}, (N,), [N]),
+        (server(), {"enabled": False}, (N, 5), [N, 5]),
+        (BOUNDED, {"budget": [8, 64]}, (N, N), [8, 64]),
+        (BOUNDED, {"state": "visionzip", "budget": 64}, (N,), [64]),
+        # Neither the server's own budget nor what is recalled has a least one.
+        (server(least=16, most=64), None, (N,), [8]),
+        *((server("budget", 16, 64), {"recall": tokens}, (N,), [8]) for tokens in (0, 1, 64)),
+        (server("none"), {"recall": 0}, (N,), [8]),
+        # What keeps everything reads nothing.
+        (POOR, {"state": "fastv", "budget": N}, (N,), [N]),
+        (POOR, {"state": "visionzip", "budget": 8}, (N,), [8]),
+        # Details count at every level, where the operator gave them and the request sets nothing.
+        *(
+            (detailed(level), {"details": ["low", None, "high"]}, (N, N, 20), [4, 8, 20])
+            for level in LEVELS
+        ),
+        (server(), LOW_HIGH, (N, N), [8, 8]),
+        (server(detail=DetailBudgets(low=4)), LOW_HIGH, (N, N), [4, 8]),
+        (DETAILED, {**LOW_HIGH, "budget": 16}, (N, N), [16, 16]),
+        (DETAILED, {**LOW_HIGH, "budget": {"shared": 9}}, (N, N), [5, 4]),
+        (DETAILED, {**LOW_HIGH, "enabled": False}, (N, N), [N, N]),
+        (DETAILED, {"state": "visionzip", "details": ["low", None]}, (N, N), [4, VISIONZIP]),
+        (DETAILED, {"details": ["low"]}, (N, N), [8, 8]),
+        # The operator gave range and details; start-up has checked their end.
+        (server(least=16, most=64, detail=DETAIL), {"details": ["low"]}, (N,), [4]),
+    ],
+)  # fmt: skip
+def test_each_image_keeps_k_of_its_tokens(
+    on: ServedState, asked: object, sizes: tuple[int, ...], budgets: list[int]
+) -> None:
+    plans = resolve(asked, *sizes, on=on)
+    assert [plan.budget for plan in plans] == budgets
+    assert [plan.tokens for plan in plans] == list(sizes)
+    assert {plan.key for plan in plans} == {NO_KEY}
+
+
+def test_a_budget_may_follow_the_tiles() -> None:
+    images = [TokenCount(N, tiles=3), TokenCount(N, tiles=1)]
+    request = parse_request({"state": TILED})
+    assert [plan.budget for plan in resolve_plans(server(), request, images)] == [30, 10]
+    with pytest.raises(RequestError, match="K = 30"):
+        resolve_plans(server(most=20), request, images)
+
+
+@pytest.mark.parametrize(
+    ("on", "asked", "message"),
+    [
+        *((BOUNDED, {"budget": budget}, "8 to 64") for budget in (7, [64, 65])),
+        *((BOUNDED, {"budget": {"shared": total}}, "8 to 64") for total in (14, 140)),
+        (BOUNDED, {"enabled": False}, "8 to 64"),
+        (
+            BOUNDED,
+            {"state": edited(sample(), {"/budget": {"atom": "fixed_budget@192"}})},
+            "8 to 64",
+        ),
+        (server(least=16, detail=DETAIL), {"details": ["low", "low"], "budget": 4}, "K = 4"),
+        (server("budget", 16, 64), {"recall": 65}, "K_r = 65, and requests may recall 64"),
+        (POOR, {"state": "fastv", "budget": 8}, "'language' (--enable-lora: because)"),
+    ],
+)
+def test_what_a_server_does_not_allow_is_refused(
+    on: ServedState, asked: object, message: str
+) -> None:
+    with pytest.raises((RequestError, BudgetError)) as caught:
+        resolve(asked, N, N, on=on)
+    assert message in str(caught.value)
+
+
+def test_a_plan_carries_the_state_of_its_request_and_reads_what_that_reads() -> None:
+    (own,), (brought,) = resolve(None), resolve({"state": "visionzip", "budget": 7})
+    assert (own.state, own.keep) == (b"", "state")
+    assert brought.state == encode_state(load_state("visionzip"))
+    assert decode_state(brought.state).digest == load_state("visionzip").digest
+    assert "instruction" in find_needs(server(), own)
+    assert "instruction" not in find_needs(server(), brought)
+    assert "language" in find_needs(server(), *resolve({"state": "fastv", "budget": 8}))
+    for asked in ({"keep": "random"}, {"keep": "resized"}, {"budget": N}, {"enabled": False}):
+        assert find_needs(server(), *resolve(asked)) == frozenset()
+
+
+def test_a_server_makes_what_any_request_may_read() -> None:
+    assert server("budget").needs == served().needs
+    assert server("shipped-states").needs == set(NEEDS)
+    assert POOR.needs == set(NEEDS) - {"language"}
+    # r_min = K leaves nothing to exchange at the default budget, but at a larger one.
+    fixed = served({"/base_policy": {"name": "divprune"}, "/constraints/selector/r_min": 8})
+    assert fixed.policy().needs == frozenset()
+    assert fixed.needs == fixed.policy(16).needs == {"cls_attention", "instruction"}
+
+
+# ---- states in requests ----
+
+
+def refused(value: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        load_request_state(value)
+    for problem in caught.value.problems:
+        assert problem.where.startswith("mm_processor_kwargs/autoprune/state")
+        assert problem.what and problem.fix
+    assert len(str(caught.value)) < 10_000
+    return str(caught.value)
+
+
+def test_a_shipped_name_or_a_whole_state_is_loaded() -> None:
+    assert load_request_state("visionzip").digest == load_state("visionzip").digest
+    assert load_request_state(sample()).digest == state().digest
+
+
+def test_a_name_is_never_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(sample()))
+    monkeypatch.chdir(tmp_path)
+    for name in (str(file), "mine.json", "mine", "../policies/autoprune.json", "/etc/passwd", "~"):
+        assert "ships with this server" in refused(name)
+
+
+def test_a_state_with_mistakes_is_pointed_at_and_no_value_is_too_odd() -> None:
+    mistakes = {"/scoring/fusion/atom": "no", "/constraints/selector/q_e": -1}
+    assert all(f"state{pointer}" in refused(edited(sample(), mistakes)) for pointer in mistakes)
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    for junk in ({}, {"a": 1}, deep, {"schema": float("nan")}, {"x": object()}, {1: {2: 3}}):
+        refused(junk)
+
+
+def test_a_large_or_costly_state_is_refused_before_it_is_parsed_or_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(served_module, "safety_check", lambda policy: pytest.fail("it was run"))
+    signal = {"atom": "cluster_centroid_representativeness", "clusters": 64, "weight": 0.5}
+    prior = {"atom": "external_policy", "policy": "divprune"}
+    source = {"atom": "diversity_pool_builder", "pool_ratio": 8.0}
+    pool = {"atom": "multi_source_pool_builder", "pool_ratio": 8.0, "sources": [source] * 8}
+    dear = {"/scoring/signals": [signal] * 32, "/source/priors": [prior] * 8}
+    said = refused(edited(sample(), {**dear, "/constraints/pool": [pool] * 8}))
+    assert "ms of one CPU core" in said and "may take 200" in said
+    assert "8 x external_policy" in said and "32 x cluster_centroid_repre" in said
+    assert "--autoprune-request-cost" in said
+    with pytest.raises(RequestError, match="may take 20"):
+        load_request_state(edited(sample(), {"/constraints/selector/q_e": 5}), cost=20.0)
+    monkeypatch.setattr(choices, "_load", lambda text: pytest.fail("it was parsed"))
+    huge = edited(sample(), {"/provenance": {"notes": "n" * 10_000_000}})
+    assert str(MAX_STATE_CHARACTERS) in refused(huge)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Make every state fail its safety check; the digests of those that were checked."""
+    checked: list[str] = []
+
+    def fail(policy: PruningPolicy) -> SafetyRecord:
+        checked.append(policy.state.digest)
+        return SafetyRecord((Verdict("shapes", False, "made to fail"),))
+
+    monkeypatch.setattr(served_module, "safety_check", fail)
+    monkeypatch.setattr(served_module, "_warnings", itertools.count(1))
+    return checked
+
+
+def test_a_state_that_violates_the_guarantees(
+    broken: list[str], logged: pytest.LogCaptureFixture
+) -> None:
+    """It is served as its base policy, or refused where it says so; either way by its digest.
+
+    By requests and at start-up alike, and it is checked once.
+    """
+    falling = edited(sample(), {"/constraints/selector/q_e": 7})
+    strict = edited(falling, {"/safety": ["preserve_budget"]})
+    expected = state({"/constraints/selector/q_e": 7}).without_exchange().digest
+    for _ in range(3):
+        assert load_request_state(falling).digest == expected
+        assert "made to fail" in refused(strict)
+    assert len(broken) == 2
+    at_start = resolve_settings({"state": falling}, vllm_config())
+    assert (at_start.state.digest, at_start.policy().refines) == (expected, False)
+    assert all(record.levelname == "WARNING" for record in logged.records)
+    assert "made to fail" in logged.messages[-1]
+    (problem,) = refusal({"state": strict})
+    assert problem.where == "state#/safety" and "made to fail" in problem.what
+    assert "fallback_to_selection" in problem.fix
+
+
+def test_clients_cannot_fill_the_log_with_unsafe_states(
+    broken: list[str], logged: pytest.LogCaptureFixture
+) -> None:
+    for quota in range(20, 20 + 2 * served_module.MAX_WARNINGS):
+        load_request_state(edited(sample(), {"/constraints/selector/q_e": quota}))
+    unsaid = ["not logged" in line for line in logged.messages]
+    assert unsaid == [False] * (served_module.MAX_WARNINGS - 1) + [True]
+
+
+def test_a_state_is_checked_at_its_own_budget_up_to_the_largest_quota(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked: list[int] = []
+
+    def note(policy: PruningPolicy) -> SafetyRecord:
+        checked.append(policy.budget)
+        return SafetyRecord(())
+
+    monkeypatch.setattr(served_module, "safety_check", note)
+    for budget in (16, 320, 4096):
+        resolve_settings({"state": "autoprune", "budget": budget}, vllm_config())
+    large = {"/budget/atom": "fixed_budget@512", "/constraints/selector/r_min": 512}
+    resolve_settings({"state": edited(sample(), large), "budget": 4096}, vllm_config())
+    assert checked == [16, 320, 640, 640]

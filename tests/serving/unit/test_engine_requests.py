@@ -1,0 +1,223 @@
+"""From the renderer to the engine: fields of messages, checked plans, counted requests."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from vllm.exceptions import VLLMValidationError
+
+from tests.serving.unit.samples import served
+from vllm_autoprune.serving.api import engine_requests
+from vllm_autoprune.serving.api.engine_requests import (
+    RenderedHashes,
+    RequestCounts,
+    watch_requests,
+)
+from vllm_autoprune.serving.api.renderer import _MESSAGE_FIELDS, pass_fields
+from vllm_autoprune.serving.api.request import KWARGS, SALT, CacheSalt
+from vllm_autoprune.serving.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules
+
+pytestmark = pytest.mark.compat
+
+TURN = {"images": 1, "text": "and now?"}
+FIELDS = {"instructions": ["what?"], "details": ["low"], "turns": [0], "recall_turns": [TURN]}
+FORGED = {"instructions": ["forged"], "details": ["high"], "recall_turns": []}
+
+
+@pytest.mark.parametrize(
+    ("asked", "passed"),
+    [
+        ({}, {"autoprune": FIELDS}),
+        ({"autoprune": None, SALT: "what a client wrote"}, {"autoprune": FIELDS}),
+        (
+            {"autoprune": {"budget": 16, **FORGED}, "num_crops": 4},
+            {"autoprune": {"budget": 16, **FIELDS}, "num_crops": 4},
+        ),
+        # Left for the processor to refuse.
+        *(({"autoprune": value},) * 2 for value in ([16], 16, "16", False)),
+    ],
+    ids=str,
+)
+def test_fields_of_messages_and_the_salt_reach_the_processor(
+    asked: dict[str, Any], passed: dict[str, Any]
+) -> None:
+    before = copy.deepcopy(asked)
+    prompt: Any = {_MESSAGE_FIELDS: FIELDS, KWARGS: asked, "cache_salt": "tenant"}
+    made = pass_fields(prompt)
+    assert made == {KWARGS: {**passed, SALT: "tenant"}, "cache_salt": "tenant"}
+    assert isinstance(made[KWARGS][SALT], CacheSalt), "no JSON body can send one"
+    assert asked == before, "the caller's own"
+    assert pass_fields({"prompt_token_ids": [1]}) == {"prompt_token_ids": [1]}
+
+
+# ---- requests on their way to the engine ----
+
+PLAN = ItemPlan(8, (1, 2), (3,))
+PIXELS = torch.arange(12.0).reshape(3, 2, 2)
+COUNTS = RequestCounts("autoprune", "state", 2, 288, 24)
+ELSEWHERE = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
+"""A prompt that was rendered by another process."""
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What was counted, in place of the process's own counters."""
+    calls: list[object] = []
+    monkeypatch.setattr(engine_requests, "count_request", calls.append)
+    monkeypatch.setattr(engine_requests, "count_refused_request", lambda: calls.append("refused"))
+    monkeypatch.setattr(engine_requests, "_waiting", engine_requests._waiting.copy())
+    return calls
+
+
+def feature(
+    row: object,
+    placeholders: int = 8,
+    pixels: bool = True,
+    keep_on_cpu: bool = True,
+    modality: str = "image",
+) -> Any:
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+    )
+
+    data = {}
+    if row is not None:
+        field = MultiModalBatchedField(keep_on_cpu=keep_on_cpu)
+        data[FIELD] = MultiModalFieldElem(cast("Any", row), field)
+    if pixels:
+        data["pixel_values"] = MultiModalFieldElem(PIXELS, MultiModalBatchedField())
+    return SimpleNamespace(
+        data=MultiModalKwargsItem(data),
+        mm_position=SimpleNamespace(get_num_embeds=lambda: placeholders),
+        mm_hash="a",
+        identifier="a",
+        modality=modality,
+    )
+
+
+def watched(**steps: Any) -> Any:
+    """One of vLLM's steps, patched where this stands in for it."""
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    owners: dict[str, Any] = {"process_inputs": InputProcessor, "add_request": OutputProcessor}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, owner in owners.items():
+            patch.setattr(owner, name, steps.get(name, vars(owner)[name]))
+        watch_requests()
+        return next(vars(owners[name])[name] for name in steps)
+
+
+def processed(
+    prompt: object,
+    features: list[Any],
+    *,
+    stock: bool = False,
+    salt: str | None = None,
+    rules: RequestRules = DEFAULT_RULES,
+) -> Any:
+    """A request that vLLM's own step has made of a prompt, or refused."""
+
+    def process_inputs(self: object, request_id: str, prompt: object) -> object:
+        return SimpleNamespace(mm_features=features, cache_salt=salt)
+
+    config = SimpleNamespace(
+        autoprune=None if stock else replace(served(), rules=rules),
+        get_vocab_size=lambda: 100,
+        get_multimodal_config=lambda: SimpleNamespace(mm_hasher_algorithm="blake3"),
+    )
+    owner = SimpleNamespace(model_config=config)
+    return watched(process_inputs=process_inputs)(owner, "mine", prompt)
+
+
+def hand_over(request: object, *, fails: bool = False) -> None:
+    def add_request(self: object, request: object) -> None:
+        if fails:
+            raise RuntimeError("too many requests wait")
+
+    watched(add_request=add_request)(SimpleNamespace(), request)
+
+
+def rendered(**fields: Any) -> dict[str, object]:
+    hashes = RenderedHashes({"image": ["a", "b"]}, **fields)
+    return {"type": "multimodal", "mm_hashes": hashes}
+
+
+def test_a_request_is_counted_once_and_when_it_is_passed_to_the_engine(
+    counted: list[object],
+) -> None:
+    for number in range(2):
+        prompt = rendered(counts=COUNTS)
+        for _ in range(3):  # a beam search hands over every beam, token by token
+            request = processed(prompt, [feature(PLAN.encode())])
+            assert len(counted) <= number + 1
+            hand_over(request)
+            hand_over(request)  # and n > 1 hands over each sample
+    assert counted == [COUNTS] * 2
+    with pytest.raises(RuntimeError):
+        hand_over(processed(rendered(counts=COUNTS), [feature(PLAN.encode())]), fails=True)
+    hand_over(processed({"type": "token"}, []))
+    hand_over(processed("a raw prompt", []))
+    hand_over(processed(rendered(counts=COUNTS), [feature(PLAN.encode())], stock=True))
+    assert len(counted) == 2
+
+
+def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over() -> None:
+    """Their identity, of which prefixes are made, stays theirs."""
+    core, delta = feature(PLAN.encode()), feature(PLAN.encode())
+    delta.mm_hash = delta.identifier = "b"
+    prompt = rendered(keys={"a": "x", "b": "x"})  # held by vLLM until the request is handed over
+    request = processed(prompt, [core, delta])
+    assert (core.mm_hash, delta.mm_hash) == ("a", "b")
+    for _ in range(2):
+        hand_over(request)
+        assert (core.mm_hash, delta.mm_hash) == ("x", "x")
+        assert (core.identifier, delta.identifier) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        (feature(PLAN.encode(), 9), "9 placeholders"),
+        (feature(PLAN.encode()[:3]), "3 numbers"),
+        (feature([PLAN.encode()]), "64-bit"),
+        (feature(PLAN.encode(), keep_on_cpu=False), "on the CPU"),
+        (feature(ItemPlan(8, (1, 2), (100,)).encode()), "vocabulary"),
+        (feature(ItemPlan(8, (1, 2), profile=True).encode()), "profiling"),
+        # Without the flag a plan sets nothing.
+        (feature(ItemPlan(65, (1, 2), (3,)).encode(), 65), "requests may"),
+        (feature(ItemPlan(8, (1, 2), (3,), keep="random").encode()), "requests may"),
+        # The engine would look for the tensors in another item of the request.
+        (feature(PLAN.encode(), pixels=False), "without the tensors"),
+        (feature(None), "processed without the plugin"),
+    ],
+)
+def test_a_plan_from_another_process_is_checked(
+    counted: list[object], item: Any, said: str
+) -> None:
+    with pytest.raises(VLLMValidationError, match=said):  # answered by 400
+        processed(ELSEWHERE, [feature(PLAN.encode()), item])
+    assert counted == ["refused"]
+    processed(ELSEWHERE, [item], stock=True)
+    processed(ELSEWHERE, [feature(None, modality="video")])
+    if said == "requests may":
+        processed(ELSEWHERE, [item], rules=RequestRules("budget", explicit=True))
+
+
+def test_features_of_a_plan_from_elsewhere_are_kept_under_the_key_of_its_pixels() -> None:
+    """Under a key of the client's choice they would answer for another image."""
+    keys = []
+    for key, salt in (((1, 2), None), ((3, 4), None), ((1, 2), "s")):
+        image = feature(ItemPlan(8, key, (3,)).encode())
+        processed(ELSEWHERE, [image], salt=salt)
+        keys.append(ItemPlan.decode(image.data[FIELD].data).key)
+    assert keys[0] == keys[1] not in ((1, 2), (3, 4))
+    assert keys[2] != keys[0]

@@ -1,0 +1,240 @@
+"""What a request may say, where, and how it is refused: fields, misplaced fields, headers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.pins.table import read as read_table
+from tests.serving.unit.samples import Sender, answer_by, served
+from vllm_autoprune import RequestError
+from vllm_autoprune.serving.api import request as request_module
+from vllm_autoprune.serving.api.request import (
+    KWARGS,
+    MAX_COUNTED,
+    MAX_PROBLEMS,
+    KeepRequest,
+    SentRequest,
+    check_request,
+    current_request,
+    handling,
+    merge_headers,
+    parse_request,
+    read_headers,
+    refuse_misplaced,
+)
+from vllm_autoprune.serving.compat.api import check_requests
+from vllm_autoprune.serving.served_state import ATTRIBUTE
+from vllm_autoprune.serving.settings import DetailBudgets, RequestRules
+
+REFUSALS = read_table("refusals")
+"""Requests and their answers, which ``test_server.py`` gets over HTTP."""
+
+
+@pytest.fixture(scope="module")
+def senders(folder: Any) -> Callable[[str], Sender]:
+    """The processor of a server by what it lets requests set."""
+
+    @cache
+    def sender(level: Any) -> Sender:
+        rules = RequestRules(level, 2, 256, explicit=True, detail=DetailBudgets(low=4, high=16))
+        return Sender(folder, budget=8, rules=rules).with_blocks(16)
+
+    return sender
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("row", REFUSALS)
+def test_a_refusal_of_the_table_has_its_message(senders: Callable[[str], Sender], row: str) -> None:
+    """As vLLM calls us: headers and body are checked, then the processor plans the images."""
+    request = json.loads(row)
+    assert answer_by(senders(request.get("level", "states")), request) == REFUSALS[row]
+
+
+MANY = range(MAX_COUNTED + 1)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {f"x{i}": 1 for i in MANY},
+        {"details": ["x" for _ in MANY]},
+        {"recall_turns": [{f"x{i}": 1 for i in MANY}]},
+    ],
+    ids=["fields", "items", "fields of an item"],
+)
+def test_many_problems_are_only_counted(
+    asked: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_module, "escape_unprintable", lambda *_: pytest.fail("a message"))
+    with pytest.raises(RequestError, match=r"has 25\d problems"):
+        parse_request(asked)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [["a\nERROR forged line"], ["\x1b[2J"], ["\u2028"], ["x" * 10_000 + str(i) for i in range(99)]],
+    ids=["line", "escape", "separator", "long"],
+)
+def test_an_answer_is_of_short_lines_whatever_is_asked(keys: list[str]) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request({**dict.fromkeys(keys, 1), "budget": {keys[0]: 2}})
+    lines = str(caught.value).split("\n")
+    assert len(lines) <= 1 + MAX_PROBLEMS
+    assert all(line.isprintable() and len(line) < 300 for line in lines)
+    with pytest.raises(RequestError, match="keys that are no text"):
+        parse_request({3: 1})
+
+
+# ---- fields in the wrong place ----
+
+ENTRY = {"budget": 16}
+PART = {"type": "image_url", "image_url": {"url": "x"}, "autoprune": 8}
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"extra_body": {KWARGS: ENTRY}}, f"extra_body/{KWARGS}/budget"),
+        (
+            {"multi_modal_data": {KWARGS: {"autoprune": ENTRY}}},
+            f"multi_modal_data/{KWARGS}/autoprune",
+        ),
+        ({"messages": [{"content": [PART]}]}, "messages/0/content/0/autoprune"),
+        ({"input": [{"image_url": {"budget": 8}}]}, "input/0/image_url/budget"),
+        ({KWARGS: {"autoprune": ENTRY}}, f"{KWARGS}/autoprune"),
+        ({"autoprune": None, "budget": 64, "autotune": True, "autorun": ENTRY}, None),
+        ({"metadata": {"autoprune": "on"}, "prompt": [0, 1, 2]}, None),
+        ({"tools": [{"function": {"name": "autoprune", "parameters": {"autoprune": {}}}}]}, None),
+        ({"messages": [{"content": "autoprune"}, {"content": [{"text": "autoprune: 64"}]}]}, None),
+        ({"messages": [{"tool_calls": [{"function": {"arguments": '{"autoprune": 1}'}}]}]}, None),
+        ({"messages": [{"content": [{"type": "tool_use", "input": {"autoprune": 1}}]}]}, None),
+    ],
+)
+def test_a_field_is_refused_at_any_depth_where_nothing_reads_it(
+    fields: dict[str, object], where: str | None
+) -> None:
+    refuse_misplaced({"user_id": 1}, {"autoprune": ENTRY, "size": {"height": 1}})
+    if where is None:
+        refuse_misplaced(fields, {})
+        return
+    with pytest.raises(RequestError) as caught:
+        refuse_misplaced(fields, {})
+    (problem,) = caught.value.problems
+    assert problem.where == where
+    assert KWARGS in problem.fix
+
+
+@pytest.mark.compat
+def test_vllm_s_own_request_is_refused_before_it_is_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
+    from vllm.exceptions import VLLMValidationError
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    async def stock(self: object, request: object) -> str:
+        return "rendered"
+
+    steps: Any = ((OnlineRenderer, "preprocess_chat"), (OnlineRenderer, "preprocess_cmpl"))
+    for owner, name in (*steps, (PoolingBaseServing, "_init_ctx")):
+        monkeypatch.setattr(owner, name, stock)
+    check_requests(check_request, handling)
+    state = dataclasses.replace(served(), rules=RequestRules(explicit=True))
+
+    def render(served_state: object, **fields: object) -> Any:
+        config = SimpleNamespace(**{ATTRIBUTE: served_state})
+        server = SimpleNamespace(model_config=config, trust_request_mm_kwargs=False)
+        body = {"model": "m", "messages": [{"role": "user", "content": "?"}], **fields}
+        preprocess: Any = OnlineRenderer.preprocess_chat
+        return preprocess(server, ChatCompletionRequest.model_validate(body))
+
+    with pytest.raises(VLLMValidationError, match="ignored at the top of a request"):
+        render(state, autoprune=ENTRY)
+    assert asyncio.run(render(state, mm_processor_kwargs={"autoprune": ENTRY})) == "rendered"
+    # A server without a state checks nothing.
+    without = render(None, autoprune=ENTRY, mm_processor_kwargs={"budget": 3})
+    assert asyncio.run(without) == "rendered"
+
+
+# ---- headers ----
+
+BUDGET, STATE = "x-autoprune-budget", "x-autoprune-state"
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [("64", 64), ("[64, 32]", [64, 32]), ('{"shared": 96}', {"shared": 96}), ("0", 0)],
+)
+def test_a_header_says_what_the_entry_says_and_agrees_with_it(text: str, budget: object) -> None:
+    fields: dict[str, object] = {"budget": budget, "state": "visionzip"}
+    assert read_headers([(BUDGET, text), (STATE, "visionzip")]) == fields
+    for entry in (None, {}, {"budget": None}, {"budget": budget}, {"state": "visionzip"}):
+        assert merge_headers(entry, fields) == fields
+    assert merge_headers({"keep": "state"}, fields) == {"keep": "state", **fields}
+    with pytest.raises(RequestError, match="send one of the two"):
+        merge_headers({"budget": 63}, fields)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        *([(BUDGET, text)] for text in ("", "8.5", "8, 9", "null", "[", "{}", '"8"')),
+        [(BUDGET, "9" * 5000)],
+        [(BUDGET, "[" * 5000)],
+        [(BUDGET, "8"), (BUDGET, "8")],
+        [("x-autoprune", "8")],
+    ],
+    ids=lambda headers: f"{len(headers)} {headers[0][0]} {headers[0][1][:5]} {len(headers[0][1])}",
+)
+def test_a_malformed_header_is_refused_on_a_short_line(headers: list[tuple[str, str]]) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_headers(headers)
+    (problem,) = caught.value.problems
+    assert problem.where.startswith("header x-autoprune")
+    assert problem.fix and len(str(problem)) < 200
+
+
+def test_each_request_sees_its_own_headers() -> None:
+    seen: dict[str, object] = {}
+
+    async def read() -> SentRequest:
+        sent = current_request()
+        assert sent is not None
+        return sent
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0)
+        with handling(None):
+            assert current_request() is None
+        await receive()
+        await asyncio.sleep(0)
+        sent = await asyncio.create_task(read())
+        seen[scope["name"]] = (sent.headers, sent.take_body())
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b'{"autoprune": 1}'}
+
+    async def send(message: object) -> None: ...
+
+    def scope(i: int) -> dict[str, object]:
+        headers = [(BUDGET.encode(), str(i).encode()), (b"host", b"x")]
+        path = "/v1/messages" if i % 2 else "/v1/chat/completions"
+        return {"type": "http", "name": str(i), "path": path, "headers": headers}
+
+    async def all_at_once() -> None:
+        keep = KeepRequest(app)
+        await asyncio.gather(*(keep(scope(i), receive, send) for i in range(20)))
+        assert current_request() is None
+
+    asyncio.run(all_at_once())
+    bodies = [{"autoprune": 1} if i % 2 else None for i in range(20)]
+    assert seen == {str(i): ([(BUDGET, str(i))], body) for i, body in enumerate(bodies)}

@@ -1,0 +1,276 @@
+"""Layout of a prompt: placeholders of images, their cores and deltas, recalls of later turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from vllm_autoprune.serving.api.request import RecallTurn, request_error
+from vllm_autoprune.serving.hooks import depends_on
+from vllm_autoprune.serving.plan import MAX_RECALLS, ItemPlan, Part, split_over_parts
+from vllm_autoprune.tpdsl.cost import state_cost
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.state import PruningState
+
+if TYPE_CHECKING:
+    from vllm.multimodal.parse import ImageSize
+    from vllm.multimodal.processing import BaseProcessingInfo
+    from vllm.multimodal.processing.processor import PromptUpdateDetails
+
+# Placeholders of an image: how many tokens, in how many tiles, before any model runs.
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """Visual tokens N of an image before pruning, and the tiles of the vision tower they form."""
+
+    tokens: int
+    tiles: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholders:
+    """Placeholder rules of one backbone.
+
+    ``count`` gives the token count of an image from its size and a request's processor arguments;
+    ``count_largest`` that of the largest image; ``token`` is the id of the placeholder token.
+    ``unsplittable`` says why an image cannot be several items of a prompt, empty where it can.
+    ``resize`` gives the size to which the model's processor would shrink an image of that size to
+    have at most K tokens; None where N does not follow the size closely enough. Where text stands
+    between the tiles of an image, ``rest_at`` is the tile that takes what does not divide of K.
+    """
+
+    count: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], TokenCount]
+    count_largest: Callable[[BaseProcessingInfo], TokenCount]
+    token: Callable[[BaseProcessingInfo], int]
+    unsplittable: str = ""
+    resize: Callable[[BaseProcessingInfo, ImageSize, int], ImageSize] | None = None
+    rest_at: int = 0
+
+
+@depends_on("vllm.multimodal.processing.processor", "PromptUpdateDetails")
+def shorten_placeholders(
+    content: PromptUpdateDetails, budget: int, rest_at: int = 0
+) -> PromptUpdateDetails:
+    """Keep K placeholders of one image's prompt text, and all other tokens.
+
+    Where other tokens stand between them, each run of placeholders is a tile and keeps its share of
+    K, which is what the worker selects of the tile.
+    """
+    is_embed = (
+        [True] * len(content.full)
+        if content.is_embed is None
+        else content.is_embed(content.full).tolist()
+    )
+    if sum(is_embed) <= budget:
+        return content
+    runs = [sum(1 for _ in run) for placeholder, run in groupby(is_embed) if placeholder]
+    shares = iter(split_over_parts(budget, runs, [1] * len(runs), rest_at % len(runs)))
+    shortened: list[int] = []
+    for placeholder, run in groupby(zip(is_embed, content.full, strict=True), key=itemgetter(0)):
+        tokens = [token for _, token in run]
+        shortened += tokens[: next(shares)] if placeholder else tokens
+    return replace(content, full=shortened)
+
+
+def split_shared_budget(total: int, sizes: Sequence[int]) -> list[int]:
+    """Split ``total`` tokens evenly over images of these sizes, the first taking the remainder.
+
+    What an image is too small to use goes to the others, evenly again. The budgets add up to
+    ``total``, or to all the tokens there are where that is less.
+    """
+    total = min(total, sum(sizes))
+    remaining, level = total, 0
+    for i, size in enumerate(sorted(sizes)):
+        level = remaining // (len(sizes) - i)
+        if size > level:
+            break
+        remaining -= size
+    budgets = [min(size, level) for size in sizes]
+    undivided = total - sum(budgets)
+    for i in [i for i, size in enumerate(sizes) if size > level][:undivided]:
+        budgets[i] += 1
+    return budgets
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One item of the prompt: ``budget`` tokens of an image, all it keeps or a part of them.
+
+    ``core`` is K_c of the image: for a whole one what its state asks for, 0 where it cannot be
+    split; for a part what was made of it. ``turn`` of a whole image is equal for images of one user
+    turn, which one question follows, and for no others; of a recall it is the number of its turn.
+    """
+
+    image: int
+    budget: int
+    part: Part = "whole"
+    core: int = 0
+    turn: int | None = None
+
+
+# Split of a request's images into cores, which questions share, and deltas behind them.
+#
+# An image becomes two items of the prompt. vLLM's prefix cache keys a block by the items that
+# overlap it (``kv_cache_utils._gen_mm_extra_hash_keys``), so every block that ends within the cores
+# is shared by all questions about the images::
+#
+#     one item    [text][      K tokens chosen by the question      ][question]
+#     two items   [text][ K_c for every question ][ K - K_c by this one ][question]
+#
+# Cores of several images come first, where the images stand; all deltas follow the last of them.
+
+
+def split_slots(
+    ids: Sequence[int], image_token: int, slots: Sequence[Slot], block: int
+) -> tuple[list[int], list[Slot]] | None:
+    """Token ids and items with whole images split, or None where that shares nothing.
+
+    ``ids`` has one image token an item. The last core of a turn ends on the edge of a KV block of
+    ``block`` tokens, so its K_c may differ from the state's; an image without such an edge inside
+    stays whole.
+    """
+    places = [at for at, token in enumerate(ids) if token == image_token]
+    if len(places) != len(slots) or not any(slot.core for slot in slots):
+        return None
+    new_ids: list[int] = []
+    new_slots: list[Slot] = []
+    position, done = 0, 0  # in the prompt that the model sees; in ids
+    for _, turn in groupby(range(len(slots)), key=lambda i: (slots[i].part, slots[i].turn)):
+        deltas: list[Slot] = []
+        members = list(turn)
+        for i in members:
+            position += places[i] - done
+            new_ids += ids[done : places[i] + 1]
+            done = places[i] + 1
+            slot, core = slots[i], slots[i].core
+            if i == members[-1] and core:
+                core = align_core(position, slot.budget, core, block)
+            if core:
+                new_slots.append(Slot(slot.image, core, "core", core))
+                deltas.append(Slot(slot.image, slot.budget - core, "delta", core))
+            else:
+                new_slots.append(replace(slot, core=0))
+            position += core or slot.budget
+        new_ids += [image_token] * len(deltas)
+        new_slots += deltas
+        position += sum(delta.budget for delta in deltas)
+    if not any(slot.core for slot in new_slots):
+        return None
+    return new_ids + list(ids[done:]), new_slots
+
+
+def align_core(start: int, budget: int, core: int, block: int) -> int:
+    """K_c for which a core that begins at token ``start`` ends on a block's edge, 0 without one.
+
+    The edge nearest to the state's own K_c, inside the image of K tokens.
+    """
+    beyond = -(-(start + 1) // block) * block
+    edges = range(beyond, start + budget, block)
+    return min((edge - start for edge in edges), key=lambda size: abs(size - core), default=0)
+
+
+# Recall: a later user turn without an image gets more tokens of the images before it.
+#
+# They are chosen by the turn's own text among the tokens that are not kept yet, and stand in front
+# of it, so that the prefix of the conversation is as it was::
+#
+#     [turn 1: K tokens of the image, question 1] ... [turn 2: K_r more tokens, question 2] ...
+#
+# The chat renderer marks these turns with an image token each, before the chat template is applied;
+# the processor gives every mark its items, one for each image.
+
+
+_MAX_TURNS = 256
+"""Turns of a conversation that may recall, the first ones: more would take seconds to plan."""
+
+MAX_ITEMS = 64
+"""Items that the turns of a request recall."""
+
+_DEAREST = 2
+"""What all recalls of a request by a state of its own may cost: as much as so many images with the
+dearest state that it may bring (``--autoprune-request-cost``)."""
+
+
+def limit_recalls(state: PruningState, bound: float) -> int:
+    """Number of items that a request may recall by a state of its own.
+
+    ``bound`` is the cost of one selection that requests may have, in milliseconds.
+    """
+    return max(_DEAREST, min(MAX_ITEMS, int(_DEAREST * bound / state_cost(state))))
+
+
+def choose_recalls(
+    turns: Sequence[RecallTurn],
+    recall: int,
+    plans: Sequence[ItemPlan],
+    contents: Sequence[str],
+    most: int = MAX_BUDGET,
+    limit: int = MAX_ITEMS,
+) -> list[Slot]:
+    """The items of every turn: ``recall`` tokens, split over the images before it.
+
+    An image that is shown several times is recalled after its last place. Nothing is recalled of an
+    image that has ``most`` tokens or no tokens left, that ``MAX_RECALLS`` turns have recalled, or
+    that is resized. What a turn recalls does not depend on later ones. There are at most ``limit``
+    items.
+    """
+    slots: list[Slot] = []
+    room = [
+        0 if plan.keep == "resized" else max(0, min(plan.tokens, most) - plan.budget)
+        for plan in plans
+    ]
+    times = [0] * len(plans)
+    for number, turn in enumerate(turns[:_MAX_TURNS]):
+        last = {contents[i]: i for i in range(min(turn.images, len(plans)))}
+        images = [i for i in sorted(last.values()) if room[i] and times[i] < MAX_RECALLS]
+        budgets = split_shared_budget(recall, [room[i] for i in images])
+        of_turn = [
+            Slot(i, budget, "recall", turn=number)
+            for i, budget in zip(images, budgets, strict=True)
+            if budget
+        ]
+        for slot in of_turn[: limit - len(slots)]:
+            slots.append(slot)
+            room[slot.image] -= slot.budget
+            times[slot.image] += 1
+    return slots
+
+
+def expand_marks(
+    ids: Sequence[int],
+    token: int,
+    images: Sequence[Slot],
+    turns: Sequence[RecallTurn],
+    recalls: Sequence[Slot],
+) -> tuple[list[int], list[Slot]]:
+    """Token ids with an image token for every item, and the items in their order.
+
+    Raises RequestError where ``ids`` does not have one image token for every image and every turn.
+    """
+    places = [turn.images for turn in turns]
+    # Each turn stands behind the last of the images before it.
+    stand_for: list[tuple[int, int, list[Slot]]] = [(i, 0, [slot]) for i, slot in enumerate(images)]
+    for number, place in enumerate(places):
+        of_turn = [slot for slot in recalls if slot.turn == number]
+        stand_for.append((place - 1, 1 + number, of_turn))
+    if ids.count(token) != len(stand_for) or places != sorted(places) or max(places) > len(images):
+        what = (
+            f"{len(turns)} turns and {len(images)} images in a prompt of {ids.count(token)} marks"
+        )
+        fix = "keep every message in the chat template, or send recall 0"
+        raise request_error("recall_turns", what, fix)
+    unread = iter(sorted(stand_for, key=itemgetter(0, 1)))
+    expanded: list[int] = []
+    slots: list[Slot] = []
+    for token_id in ids:
+        if token_id != token:
+            expanded.append(token_id)
+            continue
+        *_, items = next(unread)
+        expanded += [token] * len(items)
+        slots += items
+    return expanded, slots
