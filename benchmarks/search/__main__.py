@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from benchmarks.policies import QUOTAS
 from benchmarks.search.evaluator import write_data
-from benchmarks.search.results import read_results, results_of
 from benchmarks.search.study import (
     ABLATIONS,
     ARMS,
@@ -33,116 +32,89 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name; returns the exit status, 1 after an error."""
     parser = CommandParser(prog="python -m benchmarks.search", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-
-    def add(
-        name: str, run: Callable[[argparse.Namespace], None], text: str, out: str, seeds: int = 0
-    ) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text)
-        command.set_defaults(run=run)
-        command.add_argument("--out", type=Path, required=True, help=out)
-        if seeds:
-            command.add_argument("--seeds", type=int, default=seeds, help="number of seeds")
-        return command
-
-    ledgers = "folder of the ledgers"
-    data = add("data", _write_data, "write held-out scenes as a data folder", "data folder")
-    table = add("table", _print_tables, "print the tables of a study again", ledgers, seeds=5)
-    text = "run, or resume, the published comparison on both yardsticks, and print it"
-    study = add("study", _run_study, text, ledgers, seeds=8)
-    text = "run, or resume, the released policy's ablations and quotas, and print both tables"
-    ablations = add("ablations", _run_ablations, text, ledgers, seeds=8)
-
+    data, table, study, ablations = (
+        commands.add_parser(name, help=text)
+        for name, text in (
+            ("data", "write held-out scenes as a data folder"),
+            ("table", "print the tables of a study again"),
+            ("study", "run, or resume, the published comparison, and print it"),
+            ("ablations", "run, or resume, the released policy's ablations and quotas"),
+        )
+    )
     splits, text = ("SEARCH", "VALIDATION", "TEST"), "scenes of each split"
-    scenes = [20, 20, 40]
-    data.add_argument("--scenes", type=int, nargs=3, default=scenes, metavar=splits, help=text)
-    text = "maximum number of questions about a scene"
-    data.add_argument("--each", type=int, metavar="N", help=text)
+    data.add_argument(
+        "--scenes", type=int, nargs=3, default=[20, 20, 40], metavar=splits, help=text
+    )
+    data.add_argument("--each", type=int, help="maximum number of questions about a scene")
+    for command in (data, table, study, ablations):
+        command.add_argument("--out", type=Path, required=True, help="folder that is written, read")
+    for command in (table, study, ablations):
+        command.add_argument("--seeds", type=int, default=8, help="number of seeds")
     text = f"strategies, of {', '.join(ARMS)}; with @none without a language model; then with "
     text += "@numbers or another space in that; default: those that ask no language model"
     for command in (table, study):
-        default = list(WITHOUT_PROPOSER)
-        command.add_argument("--strategies", nargs="+", default=default, help=text)
+        command.add_argument("--strategies", nargs="+", default=WITHOUT_PROPOSER, help=text)
     for command in (study, ablations):
         command.add_argument("--rounds", type=int, default=10, help="rounds of proposals")
     text = "model to measure on"
     ablations.add_argument("--yardstick", choices=YARDSTICKS, required=True, help=text)
-    both, text = list(YARDSTICKS), "models to measure on"
-    study.add_argument("--yardsticks", nargs="+", choices=YARDSTICKS, default=both, help=text)
+    text = "models to measure on"
+    study.add_argument("--yardsticks", nargs="+", choices=YARDSTICKS, default=YARDSTICKS, help=text)
     study.add_argument("--budgets", type=int, nargs="+", default=[8, 16], help="K, one by one")
-    text = "base policy; default: the yardstick's in this study"
-    study.add_argument("--base-policy", default="", help=text)
+    study.add_argument("--base-policy", help="default: the yardstick's in this study")
     study.add_argument("--proposer-url", help="endpoint of a language model; default: none")
-    study.add_argument("--proposer-model", help="its name there")
-    text = "send no seed, for endpoints that fail on one"
-    study.add_argument("--no-seeds", action="store_true", help=text)
-    text = f"proposals that a model writes at once; default with --proposer-url: {DEFAULT_LIST}"
-    study.add_argument("--proposals-per-reply", type=int, metavar="N", help=f"{text}, else 1")
-    text = "searches that run concurrently"
-    study.add_argument("--at-once", type=int, default=1, metavar="N", help=text)
+    study.add_argument("--proposer-model", default="", help="its name there")
+    study.add_argument("--at-once", type=int, default=1, help="searches that run concurrently")
     options = parser.parse_args(arguments)
     try:
-        options.run(options)
+        if options.command == "data":
+            write_data(
+                options.out, dict(zip(SPLITS, options.scenes, strict=True)), each=options.each
+            )
+        elif options.command == "table":
+            seeds = range(options.seeds)
+            print(format_tables(options.out, options.strategies, seeds), end="")
+        elif options.command == "study":
+            _run_study(options)
+        else:
+            _run_ablations(options)
     except AutopruneError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
-def _write_data(options: argparse.Namespace) -> None:
-    scenes = dict(zip(SPLITS, options.scenes, strict=True))
-    write_data(options.out, scenes, each=options.each)
-
-
-def _print_tables(options: argparse.Namespace) -> None:
-    print(format_tables(options.out, options.strategies, range(options.seeds)), end="")
-
-
 def _run_study(options: argparse.Namespace) -> None:
-    length, seeds = options.proposals_per_reply, range(options.seeds)
-    if options.proposer_url and not options.proposer_model:
-        raise SearchError("--proposer-url: which model? -> give --proposer-model")
-    if length is not None and not options.proposer_url:
-        raise SearchError("--proposals-per-reply: no language model writes -> give --proposer-url")
-    common = Settings(
-        rounds=options.rounds,
-        proposer=options.proposer_model or "",
-        proposals_per_reply=length or (DEFAULT_LIST if options.proposer_url else 1),
-    )
+    url, model, arms = options.proposer_url, options.proposer_model, options.strategies
+    if bool(url) != bool(model):
+        raise SearchError("--proposer-url and --proposer-model belong together -> give both")
+    length = DEFAULT_LIST if url else 1
+    common = Settings(rounds=options.rounds, proposer=model, proposals_per_reply=length)
+    if not url and any(asks_model(arm, common) for arm in arms):
+        raise SearchError(
+            f"--strategies {' '.join(arms)}: some ask a language model -> give --proposer-url, or "
+            "leave them out"
+        )
     # Asked for the rounds of all concurrent searches at once.
-    endpoint = EndpointSettings(
-        options.proposer_url,
-        common.proposer,
-        reply_tokens=common.reply_tokens * common.proposals_per_reply,
-        max_in_flight=common.per_round * options.at_once,
-        seeded=not options.no_seeds,
-    )
+    tokens, at_once = common.reply_tokens * length, common.per_round * options.at_once
+    endpoint = EndpointSettings(url, model, reply_tokens=tokens, max_in_flight=at_once)
+    connect = partial(EndpointProposer, endpoint) if url else None
     for name in options.yardsticks:
         for budget in options.budgets:
-            folder, base = options.out / f"{name}-k{budget}", options.base_policy
-            update = {"base_policy": base or BASE_POLICIES[name], "budgets": (budget,)}
-            settings, known = common.model_copy(update=update), read_results(folder)
-            connect = None
-            for arm in options.strategies:
-                ended = len(results_of(known, arm, seeds)) == len(seeds)
-                if not ended and asks_model(arm, settings):
-                    connect = partial(EndpointProposer, endpoint)
-            if connect and not options.proposer_url:
-                raise SearchError(
-                    f"--strategies {' '.join(options.strategies)}: some ask a language model -> "
-                    "give --proposer-url, or leave them out"
-                )
-            tables = run_study(
-                folder, name, options.strategies, seeds, settings, connect, options.at_once
-            )
-            print(tables, flush=True)
+            base = options.base_policy or BASE_POLICIES[name]
+            settings = common.model_copy(update={"base_policy": base, "budgets": (budget,)})
+            folder, seeds = options.out / f"{name}-k{budget}", range(options.seeds)
+            title = run_study(folder, name, arms, seeds, settings, connect, options.at_once)
+            print(f"## {title}, K = {budget}\n\n{format_tables(folder, arms, seeds)}", flush=True)
 
 
 def _run_ablations(options: argparse.Namespace) -> None:
-    name = options.yardstick
-    base, budget = RELEASED[name]
+    base, budget = RELEASED[options.yardstick]
     settings = Settings(rounds=options.rounds, base_policy=base, budgets=(budget,))
-    folder = options.out / f"{name}-k{budget}"
-    print(run_study(folder, name, ABLATIONS, range(options.seeds), settings, None, quotas=QUOTAS))
+    folder, seeds = options.out / f"{options.yardstick}-k{budget}", range(options.seeds)
+    quotas = [quota for quota in QUOTAS if quota <= budget]
+    title = run_study(folder, options.yardstick, ABLATIONS, seeds, settings, quotas=quotas)
+    print(f"## {title}, K = {budget}\n\n{format_tables(folder, ABLATIONS, seeds)}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ training does not use; mini-LLaVA's are also a data folder of `vllm-autoprune se
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby
@@ -32,11 +32,9 @@ from offline_search.history import Answers
 from offline_search.programs import select_with_program
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
-from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _PROBE_IMAGES = 16
-
 _QUESTIONS_PER_BATCH = 32
 """Questions that one forward pass scores where a batch may hold several images."""
 
@@ -51,7 +49,7 @@ class YardstickEvaluator:
     def __init__(
         self,
         yardstick: Yardstick,
-        images: dict[Split, int],
+        images: Mapping[Split, int],
         *,
         each: int | None = None,
         base_policy: str = "cdpruner",
@@ -60,30 +58,26 @@ class YardstickEvaluator:
 
         Programs that select tokens are given the picks of ``base_policy``.
         """
-        self._base_policy = base_policy
-        self._yardstick = yardstick
+        self._base_policy, self._yardstick = base_policy, yardstick
         self._batches: dict[Split, list[list[SceneQuestion]]] = {}
         for split in SPLITS:
             questions = _sample_questions(yardstick.draw(split, images[split]), each)
-            self._batches[split] = list(_merge(batches(yardstick, questions), yardstick))
+            self._batches[split] = list(_join_batches(yardstick, questions))
         examples = {
-            split: [
-                _as_example(split, question) for batch in self._batches[split] for question in batch
-            ]
-            for split in SPLITS
+            split: [_as_example(split, question) for batch in joined for question in batch]
+            for split, joined in self._batches.items()
         }
         self.dataset = Dataset(Path(yardstick.name), examples)
+        self.name = f"{yardstick.model} with transformers, data {self.dataset.digest[:12]}"
         self._encoded: dict[tuple[Split, int], EncodedBatch] = {}
         self._answers: dict[EvaluationJob, Answers] = {}
-        data = self.dataset.digest[:12]
-        self.name = f"{yardstick.model} with transformers, data {data}"
 
     def probes(self) -> Sequence[VisualTokens]:
         """Visual tokens of the first batches of the search split."""
         probes, images = list[VisualTokens](), set[int]()
         for number, batch in enumerate(self._batches["search"]):
             if len(images) < _PROBE_IMAGES:
-                probes.append(self._encode("search", number, batch).tokens)
+                probes.append(self._encode("search", number).tokens)
                 images |= {question.image_id for question in batch}
         return probes
 
@@ -95,53 +89,52 @@ class YardstickEvaluator:
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
         """The answers to a job, computed in whole batches of images."""
-        if job in self._answers:
-            return self._answers[job]
-        logprob: list[float] = []
-        right: list[bool] = []
+        if job not in self._answers:
+            try:
+                self._answers[job] = await self._measure(job)
+            except AutopruneError as error:
+                raise EvaluationFailed(str(error)) from None
+        return self._answers[job]
+
+    async def _measure(self, job: EvaluationJob) -> Answers:
         program = job.candidate if isinstance(job.candidate, SelectionProgram) else None
-        state = job.candidate if isinstance(job.candidate, PruningState) else None
-        case, begin = Case(FULL, ALL_TOKENS, FULL), 0
+        state = None if isinstance(job.candidate, SelectionProgram) else job.candidate
+        case = Case(FULL, ALL_TOKENS, FULL)
         if job.candidate is not None:
             budget = Budget(f"K = {job.budget}", Fraction(job.budget, self._yardstick.usual_tokens))
             case = Case("candidate", budget, state=state)
-        try:
-            for number, batch in enumerate(self._batches[job.split]):
-                selected = slice(max(job.start - begin, 0), max(job.stop - begin, 0))
-                begin += len(batch)
-                if batch[selected]:
-                    encoded = self._encode(job.split, number, batch)
-                    if program is not None:
-                        count = case.budget.tokens(encoded.tokens.count)
-                        picks = await select_with_program(
-                            program, encoded.tokens, self._base_policy, count
-                        )
-                        case = replace(case, kept=picks)
-                    scores = encoded.score(case)
-                    logprob += scores.logprob[selected].tolist()
-                    right += scores.right[selected].tolist()
-        except AutopruneError as error:
-            raise EvaluationFailed(str(error)) from None
-        self._answers[job] = Answers(tuple(logprob), tuple(map(bool, right)))
-        return self._answers[job]
+        logprob, right, begin = list[float](), list[bool](), 0
+        for number, batch in enumerate(self._batches[job.split]):
+            selected = slice(max(job.start - begin, 0), max(job.stop - begin, 0))
+            begin += len(batch)
+            if not batch[selected]:
+                continue
+            encoded = self._encode(job.split, number)
+            if program is not None:
+                count = case.budget.tokens(encoded.tokens.count)
+                base = self._base_policy
+                picks = await select_with_program(program, encoded.tokens, base, count)
+                case = replace(case, kept=picks)
+            scores = encoded.score(case)
+            logprob += scores.logprob[selected].tolist()
+            right += map(bool, scores.right[selected].tolist())
+        return Answers(tuple(logprob), tuple(right))
 
-    def _encode(self, split: Split, number: int, batch: list[SceneQuestion]) -> EncodedBatch:
+    def _encode(self, split: Split, number: int) -> EncodedBatch:
         key = (split, number)
         if key not in self._encoded:
-            self._encoded[key] = self._yardstick.encode(batch)
+            self._encoded[key] = self._yardstick.encode(self._batches[split][number])
         return self._encoded[key]
 
 
-def _merge(
-    small: Iterable[list[SceneQuestion]], yardstick: Yardstick
+def _join_batches(
+    yardstick: Yardstick, questions: Sequence[SceneQuestion]
 ) -> Iterator[list[SceneQuestion]]:
-    """Join batches up to the usual number of questions, unless every image needs its own."""
-    if yardstick.images_per_batch == 1:
-        yield from small
-        return
+    """Batches of the usual number of questions, unless every image needs its own."""
     joined: list[SceneQuestion] = []
-    for batch in small:
-        if joined and len(joined) + len(batch) > _QUESTIONS_PER_BATCH:
+    for batch in batches(yardstick, questions):
+        full = len(joined) + len(batch) > _QUESTIONS_PER_BATCH
+        if joined and (full or yardstick.images_per_batch == 1):
             yield joined
             joined = []
         joined += batch
@@ -174,29 +167,23 @@ def _sample_questions(
 
 
 def write_data(folder: Path, scenes: Mapping[Split, int], *, each: int | None = None) -> None:
-    """Write a data folder: images and the three splits."""
+    """Write a data folder of mini-LLaVA: images and the three splits."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         questions = _sample_questions(draw_examples(split, scenes[split]), each)
-        for question in questions:
-            path = folder / _image_name(split, question)
-            if not path.exists():
-                path.write_bytes(png(question.image))
         examples = [_as_example(split, question) for question in questions]
+        images = {e.image: q.image for e, q in zip(examples, questions, strict=True)}
+        for name, image in images.items():
+            (folder / name).write_bytes(png(image))
         write_split(folder / f"{split}.jsonl", examples)
 
 
 def _as_example(split: Split, question: SceneQuestion) -> Example:
     """A scene question as an example of the search."""
     return Example(
-        image=_image_name(split, question),
+        image=f"images/{split}-{question.image_id}.png",
         question=question.question,
         answer=question.answer,
         category=question.kind,
         pair=question.pair,
     )
-
-
-def _image_name(split: Split, question: SceneQuestion) -> str:
-    """Path of an image within the data folder."""
-    return f"images/{split}-{question.image_id}.png"

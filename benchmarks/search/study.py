@@ -1,73 +1,148 @@
 """Comparison of search strategies: same evaluator and number of evaluations, several seeds.
 
-Every search has its own ledger, so a comparison can be resumed, and a line in the results. The
-published comparison is a study: each yardstick and K has its own folder, so that it can be resumed,
-extended by strategies, and printed again, for which its results are enough, without the ledgers.
+Each yardstick and K has its own folder. Every search has its own ledger there, and once it has
+ended a line in the results: a search whose result is known is not run again, and results are enough
+to print the tables. A ledger takes hundreds of kilobytes, a result two: those of published tables
+are in the repository.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
+from pydantic import Field, JsonValue, TypeAdapter
 
 from benchmarks.common.report import log_progress
-from benchmarks.search import results
 from benchmarks.search.evaluator import YardstickEvaluator
-from benchmarks.search.tables import format_states, format_tables
 from benchmarks.yardsticks import open_yardstick
 from offline_search.candidates import base_state, paper_state
-from offline_search.components import Candidate
+from offline_search.components import Candidate, SelectionProgram
 from offline_search.dataset import Split
 from offline_search.evaluator import EvaluationJob, Evaluator
 from offline_search.history import relative_logprob
-from offline_search.ledger import Ledger
+from offline_search.ledger import Ledger, read_ledger
 from offline_search.proposer import Proposer
 from offline_search.replay import UnavailableBackend
+from offline_search.report import read_report
 from offline_search.search import NothingMeasured, ProgressLog, Search
-from offline_search.settings import STRATEGIES_WITH_LISTS, Settings
+from offline_search.settings import STRATEGIES_WITH_LISTS, Settings, Space
 from offline_search.strategies import STRATEGIES
+from vllm_autoprune.cli.output import write_file
 from vllm_autoprune.errors import SearchError
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.record_file import FrozenModel
+from vllm_autoprune.tpdsl.loading import load_state
 
 WITHOUT_PROPOSER = ("random", "tpe", "autoprune+@none")
 """Arms that ask no language model.
 
-``@none`` is behind the name of a strategy that may use one; the name of a smaller space, such as
-``@numbers``, may follow.
+An arm is a strategy; ``@none`` behind it leaves out the language model of one that may use one, and
+the name of a smaller space, such as ``@numbers``, may follow.
 """
-
 ARMS = (
     *WITHOUT_PROPOSER, "autoprune+", "autoprune", "evoprompting-states", "openevolve-states",
     "evoprompting-code", "openevolve-code",
 )  # fmt: skip
-
 ABLATIONS = tuple(
     f"autoprune+@none@{space}"
     for space in ("released", "without-diversity", "without-fusion", "without-anchoring")
 )
 """The searches of the component table: the full policy, and each smaller space."""
-
 BASE_POLICIES = {"minillava": "visionzip", "miniqwen": "divprune"}
 """Base policy of each yardstick: one that does not read the question, which leaves much to find."""
-
 RELEASED = {"minillava": ("cdpruner", 16), "miniqwen": ("divprune", 8)}
 """Base policy and K of searches around the released policy, which refines CDPruner; mini-Qwen3-VL
 has no CLIP for that."""
 
-_IMAGES: dict[Split, int] = {"search": 128, "validation": 128, "test": 128}
-_CONFIRMING_IMAGES: dict[Split, int] = {"search": 1, "validation": 1, "test": 600}
-"""Images of the test split that winners are confirmed on, each with one question.
-
-The first of them are those of a search."""
-
+BASE = "base policy"
+"""Name of the base policy alone among what was confirmed."""
+CURVE_SHARES = (0.1, 0.2, 0.4, 1.0)
+"""Shares of all answers after which the best objective on the search split is kept."""
+_IMAGES: Mapping[Split, int] = {"search": 128, "validation": 128, "test": 128}
+_CONFIRMING_IMAGES: Mapping[Split, int] = {"search": 1, "validation": 1, "test": 600}
+"""Images of the test split that winners are confirmed on, each with one question; the first of them
+are those of a search."""
 _BLOCKS = 24
 """Blocks of questions whose means are kept, for intervals over questions."""
 
 Connect = Callable[[], Proposer]
 """Opens the language model, once for each comparison, because each has its event loop."""
+
+
+class Winner(FrozenModel):
+    """The winner of a search, with its scores on the test split; either a state or a program."""
+
+    digest: str
+    objective: float
+    gain: float = Field(description="objective less the base policy's")
+    accuracy: float
+    state: dict[str, JsonValue] | None = None
+    program: str = ""
+
+    def load(self) -> Candidate:
+        """The state or program."""
+        if self.state is None:
+            return SelectionProgram(self.program)
+        return load_state(json.dumps(self.state))
+
+
+class SearchResult(FrozenModel):
+    """One search that has ended; without a winner where it gave up before anything was measured."""
+
+    name: str
+    settings: Settings
+    candidates: int
+    invalid: int = Field(description="candidates that were invalid or unsafe")
+    replies: int = Field(description="replies of the language model")
+    answers: int
+    curve: tuple[float | None, ...]
+    winner: Winner | None
+
+
+class Confirmed(FrozenModel):
+    """One winner or state: mean objective over its budgets, and accuracy."""
+
+    questions: int
+    evaluator: str
+    digest: str
+    objective: float
+    accuracy: float
+    blocks: tuple[float, ...] = Field(
+        default=(),
+        exclude_if=lambda blocks: not blocks,
+        description="mean objective of each of several equal blocks of the questions",
+    )
+
+
+_CONFIRMED = TypeAdapter(dict[str, Confirmed])
+
+
+def read_results(folder: Path) -> dict[str, SearchResult]:
+    """Results of the searches that have ended, by arm and seed, such as ``tpe-0``."""
+    path = folder / "results.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {result.name: result for result in map(SearchResult.model_validate_json, lines)}
+
+
+def read_confirmed(folder: Path) -> dict[str, Confirmed]:
+    """What was confirmed so far, by name of the search or state."""
+    path = folder / "confirmation.json"
+    return _CONFIRMED.validate_json(path.read_bytes()) if path.exists() else {}
+
+
+def read_space(arm: str) -> Space:
+    """The space of an arm: the whole language unless its name ends in another, as ``@numbers``."""
+    return next((space for space in get_args(Space) if arm.endswith(f"@{space}")), "all")
+
+
+def asks_model(arm: str, settings: Settings) -> bool:
+    """Whether an arm asks a language model."""
+    strategy, *options = arm.split("@")
+    return "none" not in options and STRATEGIES[strategy](settings).uses_proposer
 
 
 def run_comparison(
@@ -77,17 +152,16 @@ def run_comparison(
     settings: Settings,
     evaluator: Evaluator,
     connect: Connect | None,
-    concurrency: int = 1,
+    at_once: int = 1,
 ) -> None:
     """Run all searches that have not finished, seed by seed.
 
-    An arm is a strategy that may end in ``@none``, without a language model, and in a space.
-    ``concurrency`` searches run together, because a small model answers 25 prompts in little more
-    time than 5. Searches are independent, so this changes no record except its clock.
+    ``at_once`` searches run together, because a small model answers 25 prompts in little more time
+    than 5. Searches are independent, so this changes no record except its clock.
     """
 
     async def run() -> None:
-        slots = asyncio.Semaphore(concurrency)
+        slots = asyncio.Semaphore(at_once)
         proposer = connect() if connect else None
 
         async def run_next(seed: int, arm: str) -> None:
@@ -111,14 +185,13 @@ async def _run_search(
     evaluator: Evaluator,
     proposer: Proposer | None,
 ) -> None:
-    strategy = arm.partition("@")[0]
-    asks = asks_model(arm, common)
+    strategy, asks = arm.partition("@")[0], asks_model(arm, common)
     writes_lists = asks and strategy in STRATEGIES_WITH_LISTS
     # Without the settings of the language model that a strategy ignores.
     settings = common.model_copy(
         update={
             "strategy": strategy,
-            "space": results.space_of(arm),
+            "space": read_space(arm),
             "seed": seed,
             "evaluator": evaluator.name,
             "equal_evaluations": True,
@@ -126,14 +199,13 @@ async def _run_search(
             "proposals_per_reply": common.proposals_per_reply if writes_lists else 1,
         }
     )
-    name = results.search_name(arm, seed)
-    known = results.read_results(folder).get(name)
-    if known is not None and known.settings != settings:
-        raise SearchError(
-            f"{folder / results.RESULTS}: {name} has other settings -> give the same settings "
-            "again, or another folder"
-        )
-    if known is not None:
+    name = f"{arm}-{seed}"
+    if (known := read_results(folder).get(name)) is not None:
+        if known.settings != settings:
+            raise SearchError(
+                f"{folder}: {name} has other settings -> give the same settings again, or another "
+                "folder"
+            )
         return
     progress = ProgressLog(lambda line: print(f"{arm} {seed}: {line}", flush=True))
     with Ledger(folder / f"{name}.jsonl") as ledger:
@@ -144,41 +216,50 @@ async def _run_search(
         except NothingMeasured as error:
             # The other arms go on: that a model writes nothing valid is a result as well.
             print(f"{arm} {seed}: {error}", flush=True)
-    results.add_result(folder, arm, seed)
+    results = {**read_results(folder), name: _read_result(folder, name)}
+    lines = (f"{results[key].model_dump_json()}\n" for key in sorted(results))
+    write_file(folder / "results.jsonl", "".join(lines))
 
 
-def asks_model(arm: str, settings: Settings) -> bool:
-    """Whether an arm asks a language model."""
-    strategy, *others = arm.split("@")
-    return "none" not in others and STRATEGIES[strategy](settings).uses_proposer
+def _read_result(folder: Path, name: str) -> SearchResult:
+    """The result of a search whose ledger is complete."""
+    report = read_report(read_ledger(folder / f"{name}.jsonl"))
+    answers = report.rows[-1].spent if report.rows else 0
+    curve = report.curve()
+    reached = [[best for spent, best in curve if spent <= s * answers] for s in CURVE_SHARES]
+    winner, record = None, report.winner
+    if record is not None:
+        winner = Winner(
+            digest=record.digest,
+            objective=record.test.objective.value,
+            gain=record.test.gain.value,
+            accuracy=record.test.accuracy,
+            # Without the provenance, which has the scores again.
+            state=record.state and {k: v for k, v in record.state.items() if k != "provenance"},
+            program=record.program,
+        )
+    return SearchResult(
+        name=name,
+        settings=report.settings,
+        candidates=len(report.rows),
+        invalid=report.statuses.get("invalid", 0) + report.statuses.get("unsafe", 0),
+        replies=len(report.replies),
+        answers=answers,
+        curve=tuple(bests[-1] if bests else None for bests in reached),
+        winner=winner,
+    )
 
 
 def confirm(
-    folder: Path, evaluator: Evaluator, states: Mapping[str, PruningState] | None = None
-) -> dict[str, results.Confirmed]:
-    """Measure what was not measured yet, every winner and other ``states`` at their own K.
+    folder: Path, evaluator: Evaluator, states: Mapping[str, Candidate], budgets: Sequence[int]
+) -> None:
+    """Measure what was not measured yet, every winner and other ``states``.
 
-    The file is written after each. Raises :class:`SearchError` for a search on another model than
-    the evaluator's.
+    The file is written after each.
     """
-    confirmed = results.read_confirmation(folder)
-    count = len(evaluator.dataset.examples("test"))
-    candidates: dict[str, tuple[Candidate, Sequence[int]]] = {
-        name: (state, state.budget.range()[:1]) for name, state in (states or {}).items()
-    }
-    # The name of an evaluator is that of its model, then that of its data.
-    model = evaluator.name.partition(", data ")[0]
-    for name, result in results.read_results(folder).items():
-        searched = result.settings.evaluator.partition(", data ")[0]
-        if searched != model:
-            raise SearchError(
-                f"{name} was measured on {searched}, not on {model} -> give its model with "
-                "--yardstick and --checkpoint"
-            )
-        if result.winner is not None:
-            candidates[name] = result.winner.load(), result.settings.budgets
+    confirmed, count = read_confirmed(folder), len(evaluator.dataset.examples("test"))
 
-    async def measure(candidate: Candidate, budgets: Sequence[int]) -> results.Confirmed:
+    async def measure(candidate: Candidate) -> Confirmed:
         full, *answers = [
             await evaluator.evaluate(EvaluationJob(kept, budget, "test", 0, count))
             for kept, budget in ((None, 0), *((candidate, budget) for budget in budgets))
@@ -186,7 +267,7 @@ def confirm(
         objective = np.mean([relative_logprob(each, full) for each in answers], axis=0)
         right = sum(sum(each.right) for each in answers)
         blocks = np.array_split(objective, min(_BLOCKS, count))
-        return results.Confirmed(
+        return Confirmed(
             questions=count,
             evaluator=evaluator.name,
             digest=candidate.digest,
@@ -195,38 +276,36 @@ def confirm(
             blocks=tuple(round(float(block.mean()), 4) for block in blocks),
         )
 
-    for name, (candidate, budgets) in candidates.items():
+    winners = {n: r.winner.load() for n, r in read_results(folder).items() if r.winner}
+    for name, candidate in {**states, **winners}.items():
         known = confirmed.get(name)
         if known and (known.digest, known.evaluator) == (candidate.digest, evaluator.name):
             continue
-        confirmed[name] = asyncio.run(measure(candidate, budgets))
+        confirmed[name] = asyncio.run(measure(candidate))
         log_progress(f"{name}: {confirmed[name].objective:+.4f}")
-        results.write_confirmation(folder, confirmed)
-    return confirmed
+        write_file(folder / "confirmation.json", _CONFIRMED.dump_json(confirmed, indent=1))
 
 
 def run_study(
     folder: Path,
-    name: str,
+    yardstick_name: str,
     arms: Sequence[str],
     seeds: Sequence[int],
     settings: Settings,
-    connect: Connect | None,
-    concurrency: int = 1,
+    connect: Connect | None = None,
+    at_once: int = 1,
     quotas: Sequence[int] = (),
 ) -> str:
-    """Run what a folder lacks of one yardstick at the K of the settings; the tables in Markdown.
+    """Run what a folder lacks of one yardstick; returns the yardstick's name in tables.
 
-    With ``quotas``, the released policy is measured with each of these q_e.
+    The base policy is confirmed too, and with ``quotas`` the released policy with each of these
+    q_e.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    yardstick, (budget,), base = open_yardstick(name), settings.budgets, settings.base_policy
+    yardstick, base = open_yardstick(yardstick_name), settings.base_policy
     evaluator = YardstickEvaluator(yardstick, _IMAGES, each=1, base_policy=base)
-    run_comparison(folder, arms, seeds, settings, evaluator, connect, concurrency)
+    run_comparison(folder, arms, seeds, settings, evaluator, connect, at_once)
     confirming = YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1, base_policy=base)
-    swept = {f"q_e = {q}": paper_state(settings, q) for q in quotas if q <= budget}
-    confirm(folder, confirming, {results.BASE: base_state(settings), **swept})
-    tables = format_tables(folder, arms, seeds)
-    if swept:
-        tables += f"\n{format_states(folder, swept)}"
-    return f"## {yardstick.name}, K = {budget}\n\n{tables}"
+    states = {f"q_e = {q}": paper_state(settings, q) for q in quotas}
+    confirm(folder, confirming, {BASE: base_state(settings), **states}, settings.budgets)
+    return yardstick.name

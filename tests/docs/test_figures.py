@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.search.results import read_confirmation, read_results
+from benchmarks.search.study import read_confirmed, read_results
 from benchmarks.search.tables import format_mean
 from scripts.docs_commands import read_commands
 from tests.test_costs import last_question, recorded
@@ -77,7 +77,7 @@ SEARCHES = [
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_recorded_winners_are_those_that_were_confirmed(cell: str) -> None:
-    results, confirmed = read_results(RECORDED / cell), read_confirmation(RECORDED / cell)
+    results, confirmed = read_results(RECORDED / cell), read_confirmed(RECORDED / cell)
     winners = {name: result.winner for name, result in results.items() if result.winner}
     assert set(winners) == set(confirmed)
     for name, winner in winners.items():
@@ -87,7 +87,7 @@ def test_recorded_winners_are_those_that_were_confirmed(cell: str) -> None:
 
 @pytest.mark.parametrize(("cell", "strategy"), SEARCHES)
 def test_every_search_has_its_row(cell: str, strategy: str) -> None:
-    confirmed = read_confirmation(RECORDED / cell)
+    confirmed = read_confirmed(RECORDED / cell)
     scores, others = ([confirmed[f"{name}-{seed}"] for seed in range(8)]
                       for name in (strategy, "tpe"))  # fmt: skip
     objective = format_mean([score.objective for score in scores], 2)

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.search import study, tables
-from benchmarks.search.__main__ import main
-from benchmarks.search.results import (
+from benchmarks.search import __main__ as command
+from benchmarks.search import study
+from benchmarks.search.study import (
+    ARMS,
     BASE,
     CURVE_SHARES,
-    RESULTS,
+    WITHOUT_PROPOSER,
     Confirmed,
     Winner,
-    add_result,
-    read_confirmation,
+    asks_model,
+    confirm,
+    read_confirmed,
     read_results,
+    run_comparison,
+    run_study,
 )
+from benchmarks.search.tables import format_difference, format_mean, format_tables
 from offline_search.components import SelectionProgram
 from offline_search.dataset import Dataset
 from offline_search.ledger import (
@@ -37,7 +39,6 @@ from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
 from tests.offline_search.synthetic import (
     ScriptedProposer,
-    Searches,
     SyntheticEvaluator,
     WaitingProposer,
     dataset,
@@ -48,6 +49,7 @@ from vllm_autoprune.errors import SearchError
 
 TWO = ("tpe", "random")
 SMALL = Settings(rounds=2, per_round=3, budgets=(8,))
+ASKING = SMALL.model_copy(update={"proposer": "m"})
 
 
 @pytest.fixture
@@ -71,39 +73,44 @@ def measured(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> list[SyntheticEv
     return used
 
 
-def test_a_comparison_resumes_and_prints_its_results(data: Dataset, tmp_path: Path) -> None:
-    evaluator = SyntheticEvaluator(data)
-    study.run_comparison(tmp_path, TWO, [0], SMALL, evaluator, None)
+def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
+    data: Dataset, tmp_path: Path
+) -> None:
+    evaluator, confirming = SyntheticEvaluator(data), SyntheticEvaluator(data)
+    run_comparison(tmp_path, TWO, [0], SMALL, evaluator, None)
     asked = len(evaluator.jobs)
-    study.run_comparison(tmp_path, TWO, [0], SMALL, evaluator, None)
+    run_comparison(tmp_path, TWO, [0], SMALL, evaluator, None)
     assert len(evaluator.jobs) == asked, "nothing is measured again"
-    study.run_comparison(tmp_path, TWO, [0, 1], SMALL, evaluator, None)
-    results = read_results(tmp_path)
-    winners = {name: result.winner for name, result in results.items() if result.winner}
-    assert list(winners) == ["random-0", "random-1", "tpe-0", "tpe-1"]
-    gaps = [winners[f"tpe-{n}"].objective - winners[f"random-{n}"].objective for n in (0, 1)]
-    text = tables.format_searches(tmp_path, TWO, range(3))
-    assert f"tpe less random, paired by seed: {tables.format_mean(gaps)}" in text
-    assert "| tpe | 2 |" in text
+    run_comparison(tmp_path, TWO, [0, 1], SMALL, evaluator, None)
+    assert list(read_results(tmp_path)) == ["random-0", "random-1", "tpe-0", "tpe-1"]
     with pytest.raises(SearchError, match="tpe-0 has other settings"):
-        study.run_comparison(tmp_path, TWO, [0], Settings(rounds=3), evaluator, None)
+        run_comparison(tmp_path, TWO, [0], Settings(rounds=3), evaluator, None)
+
+    confirm(tmp_path, confirming, {}, (8,))
+    confirmed, jobs = read_confirmed(tmp_path), len(confirming.jobs)
+    assert confirmed.keys() == read_results(tmp_path).keys()
+    confirm(tmp_path, confirming, {}, (8,))
+    assert len(confirming.jobs) == jobs and {job.split for job in confirming.jobs} == {"test"}
+    text = format_tables(tmp_path, TWO, range(3))
+    gaps = [confirmed[f"random-{n}"].objective - confirmed[f"tpe-{n}"].objective for n in (0, 1)]
+    assert f"{statistics.mean(gaps):.2f} ±" in text and "24 questions" in text
+    assert text.count("| tpe | 2 |") == 2
 
 
 def test_a_result_has_what_the_ledger_says_and_outlives_it(data: Dataset, tmp_path: Path) -> None:
-    study.run_comparison(tmp_path, ["random"], [0], SMALL, SyntheticEvaluator(data), None)
+    run_comparison(tmp_path, ["random"], [0], SMALL, SyntheticEvaluator(data), None)
     records = read_ledger(tmp_path / "random-0.jsonl")
     (tmp_path / "random-0.jsonl").unlink()
     trials = [record for record in records if isinstance(record, TrialRecord)]
-    (found,) = (record for record in records if isinstance(record, WinnerRecord))
-    (line,) = (tmp_path / RESULTS).read_text().splitlines()
-    result = read_results(tmp_path)[json.loads(line)["name"]]
+    (recorded,) = (record for record in records if isinstance(record, WinnerRecord))
+    result = read_results(tmp_path)["random-0"]
     assert result.candidates == len(trials) and result.invalid == result.replies == 0
     assert result.answers == sum(trial.examples for trial in trials)
     best = max(trial.objective for trial in trials if trial.objective is not None)
     assert len(result.curve) == len(CURVE_SHARES) and result.curve[-1] == best
     assert result.curve[0] is None, "a tenth of the answers is less than one candidate"
-    assert result.winner is not None and result.winner.load().digest == found.digest
-    assert result.winner.objective == found.test.objective.value
+    assert result.winner is not None and result.winner.load().digest == recorded.digest
+    assert result.winner.objective == recorded.test.objective.value
 
 
 def test_a_winner_may_be_a_program() -> None:
@@ -115,27 +122,23 @@ def test_a_winner_may_be_a_program() -> None:
 
 
 def test_only_strategies_that_ask_for_lists_get_them(data: Dataset, tmp_path: Path) -> None:
-    settings = SMALL.model_copy(update={"proposer": "scripted", "proposals_per_reply": 3})
+    settings = ASKING.model_copy(update={"proposals_per_reply": 3})
     arms = {"autoprune": 3, "autoprune+": 3, "autoprune+@none": 1, "tpe": 1}
     proposer = ScriptedProposer([list_reply(0, 3)])
-    study.run_comparison(
-        tmp_path, list(arms), [0], settings, SyntheticEvaluator(data), lambda: proposer
-    )
-    for arm, length in arms.items():
-        record = read_ledger(tmp_path / f"{arm}-0.jsonl")[0]
-        assert isinstance(record, SettingsRecord)
-        assert record.settings.proposals_per_reply == length
+    evaluator = SyntheticEvaluator(data)
+    run_comparison(tmp_path, list(arms), [0], settings, evaluator, lambda: proposer)
+    results = read_results(tmp_path)
+    assert {arm: results[f"{arm}-0"].settings.proposals_per_reply for arm in arms} == arms
 
 
 def test_concurrent_searches_have_the_same_ledgers(data: Dataset, tmp_path: Path) -> None:
-    settings = SMALL.model_copy(update={"proposer": "m"})
-    names, seeds, evaluator = ("autoprune", "random"), (0, 1), SyntheticEvaluator(data)
+    arms, seeds, evaluator = ("autoprune", "random"), (0, 1), SyntheticEvaluator(data)
     alone = ScriptedProposer(valid_replies(20))
     # Replies wait until two searches have sent the requests of a round.
-    together = WaitingProposer(valid_replies(20), 2 * settings.per_round)
-    study.run_comparison(tmp_path / "a", names, seeds, settings, evaluator, lambda: alone)
-    study.run_comparison(tmp_path / "b", names, seeds, settings, evaluator, lambda: together, 4)
-    for name in (f"{name}-{seed}.jsonl" for name in names for seed in seeds):
+    together = WaitingProposer(valid_replies(20), 2 * ASKING.per_round)
+    run_comparison(tmp_path / "a", arms, seeds, ASKING, evaluator, lambda: alone)
+    run_comparison(tmp_path / "b", arms, seeds, ASKING, evaluator, lambda: together, at_once=4)
+    for name in (f"{arm}-{seed}.jsonl" for arm in arms for seed in seeds):
         with Ledger(tmp_path / "a" / name) as ledger, Ledger(tmp_path / "b" / name) as other:
             assert ledger.digest() == other.digest()
 
@@ -144,50 +147,24 @@ def test_a_model_that_writes_nothing_valid_does_not_stop_other_arms(
     data: Dataset, tmp_path: Path
 ) -> None:
     settings = Settings(rounds=6, per_round=5, budgets=(8,), proposer="m")
-    names, model = ("autoprune", "random"), ScriptedProposer(["no"])
-    study.run_comparison(tmp_path, names, [0], settings, SyntheticEvaluator(data), lambda: model)
+    arms, model = ("autoprune", "random"), ScriptedProposer(["no"])
+    run_comparison(tmp_path, arms, [0], settings, SyntheticEvaluator(data), lambda: model)
     results = read_results(tmp_path)
     assert results["autoprune-0"].winner is None and results["random-0"].winner is not None
     assert results["autoprune-0"].invalid == results["autoprune-0"].candidates == 25
-    lines = tables.format_searches(tmp_path, names, [0]).splitlines()
+    lines = format_tables(tmp_path, arms, [0]).splitlines()
     assert "| autoprune | 0 |  |  |  |  | 100 |" in lines
     assert any(line.startswith("| random | 1 |") and line.endswith("| 0 |") for line in lines)
-
-
-def test_every_winner_is_confirmed_once(data: Dataset, tmp_path: Path) -> None:
-    study.run_comparison(tmp_path, TWO, [0, 1], SMALL, SyntheticEvaluator(data), None)
-    evaluator = SyntheticEvaluator(data)
-    confirmed = study.confirm(tmp_path, evaluator)
-    assert set(confirmed) == {"random-0", "random-1", "tpe-0", "tpe-1"}
-    jobs = len(evaluator.jobs)
-    assert study.confirm(tmp_path, evaluator) == confirmed == read_confirmation(tmp_path)
-    assert len(evaluator.jobs) == jobs and {job.split for job in evaluator.jobs} == {"test"}
-    gap = sum(confirmed[f"random-{n}"].objective - confirmed[f"tpe-{n}"].objective for n in (0, 1))
-    text = tables.format_confirmed(tmp_path, ["random", "tpe"], range(2), "tpe")
-    assert f"{gap / 2:.2f} ±" in text and "24 questions" in text
-
-
-def test_an_evaluator_of_another_model_is_refused(data: Dataset, tmp_path: Path) -> None:
-    evaluator = SyntheticEvaluator(data)
-    evaluator.name = "a model, data of the search"
-    search = Searches(data, tmp_path)
-    asyncio.run(search((), evaluator, "random-1.jsonl", strategy="random", rounds=2, seed=1))
-    add_result(tmp_path, "random", 1)
-    evaluator.name = "a model, data of the confirmation"
-    assert set(study.confirm(tmp_path, evaluator)) == {"random-1"}
-    evaluator.name = "another model, data of the search"
-    with pytest.raises(SearchError, match="random-1 was measured on a model, not on another model"):
-        study.confirm(tmp_path, evaluator)
 
 
 @pytest.mark.parametrize(("count", "quantile"), [(5, 2.776), (10, 2.262), (11, 2.228), (24, 2.069)])
 def test_a_mean_has_a_student_t_interval(count: int, quantile: float) -> None:
     values = [float(value) for value in range(count)]
-    mean, width = tables.format_mean(values, 2).split(" ± ")
+    mean, width = format_mean(values, 2).split(" ± ")
     assert float(mean) == pytest.approx((count - 1) / 2, abs=0.01)
     half = quantile * statistics.stdev(values) / count**0.5
     assert float(width) == pytest.approx(half, abs=0.01)
-    assert tables.format_mean([2.0]) == "2.0000", "one value has no interval"
+    assert format_mean([2.0]) == "2.0000", "one value has no interval"
 
 
 def test_intervals_of_differences_are_over_seeds_and_questions() -> None:
@@ -198,49 +175,58 @@ def test_intervals_of_differences_are_over_seeds_and_questions() -> None:
         )
 
     base = score(0.0, 0.0)
-    assert tables.format_difference([(score(1.0, 3.0), base)]) == "2.00 ± 12.71"
+    assert format_difference([(score(1.0, 3.0), base)]) == "2.00 ± 12.71"
     both = [(score(1.0, 3.0), base), (score(2.0, 2.0), base)]
-    assert tables.format_difference(both) == "2.00 ± 6.36", "the seeds agree in their means"
+    assert format_difference(both) == "2.00 ± 6.36", "the seeds agree in their means"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--proposals-per-reply", "5"], "no language model writes -> give --proposer-url"),
         (["--strategies", "tpe", "autoprune"], "some ask a language model -> give --proposer-url"),
-        (["--proposer-url", "http://localhost:1/v1"], "give --proposer-model"),
+        (["--proposer-url", "http://localhost:1/v1"], "belong together -> give both"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["study", "--out", str(tmp_path / "out"), *options]) == 1
+    assert command.main(["study", "--out", str(tmp_path / "out"), *options]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_a_study_compares_arms_and_is_printed_again_from_its_results(
-    measured: list[SyntheticEvaluator], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("measured")
+def test_a_study_compares_arms_with_and_without_a_language_model(tmp_path: Path) -> None:
     arms, folder = ("tpe", "autoprune+@none", "autoprune+"), tmp_path / "minillava-k8"
-    settings = SMALL.model_copy(update={"proposer": "scripted", "base_policy": "visionzip"})
+    settings = ASKING.model_copy(update={"base_policy": "visionzip"})
     proposer = ScriptedProposer(valid_replies(8))
-    text = study.run_study(folder, "minillava", arms, range(2), settings, lambda: proposer)
-    assert "## stand-in, K = 8" in text and "| autoprune+@none | 2 |" in text
-    assert all(f"less {arm}, paired by seed" in text for arm in ("tpe", "autoprune+@none"))
-    assert BASE in read_confirmation(folder)
+    run_study(folder, "minillava", arms, range(2), settings, lambda: proposer)
+    text = format_tables(folder, arms, range(2))
+    assert text.count("| autoprune+@none | 2 |") == 3
+    assert all(f"less {arm}, paired by seed" in text for arm in arms[:2])
+    assert BASE in read_confirmed(folder)
     for arm, asks in zip(arms, (False, False, True), strict=True):
         head, *records = read_ledger(folder / f"{arm}-1.jsonl")
         assert isinstance(head, SettingsRecord) and bool(head.settings.proposer) == asks
         assert head.settings.strategy == arm.removesuffix("@none")
         assert any(isinstance(record, ReplyRecord) for record in records) == asks
-    for ledger in folder.glob("*-[01].jsonl"):
+
+
+def test_a_study_is_run_and_printed_again_from_its_results(
+    measured: list[SyntheticEvaluator], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["study", "--out", str(tmp_path), "--yardsticks", "minillava", "--budgets", "8"]
+    call += ["--seeds", "1", "--rounds", "1"]
+    assert command.main(call) == 0
+    text = capsys.readouterr().out.partition("## stand-in, K = 8\n\n")[2].rstrip()
+    folder = tmp_path / "minillava-k8"
+    for ledger in folder.glob("*-0.jsonl"):
         ledger.unlink()
-    assert study.run_study(folder, "minillava", arms, range(2), settings, None) == text
+    assert command.main(call) == 0
+    assert text in capsys.readouterr().out
     assert not measured[-1].jobs and not measured[-2].jobs
-    capsys.readouterr()
-    assert main(["table", "--out", str(folder), "--strategies", *arms, "--seeds", "2"]) == 0
-    assert text == f"## stand-in, K = 8\n\n{capsys.readouterr().out}"
+    assert command.main(["table", "--out", str(folder), "--seeds", "1"]) == 0
+    assert text == capsys.readouterr().out.rstrip()
 
 
 @pytest.mark.usefixtures("measured")
@@ -248,8 +234,8 @@ def test_the_ablations_search_smaller_spaces_and_sweep_the_quota(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(study.RELEASED, "minillava", ("divprune", 8))
-    command = ["ablations", "--yardstick", "minillava", "--out", str(tmp_path), "--seeds", "2"]
-    assert main([*command, "--rounds", "1"]) == 0
+    call = ["ablations", "--yardstick", "minillava", "--out", str(tmp_path), "--seeds", "2"]
+    assert command.main([*call, "--rounds", "1"]) == 0
     text = capsys.readouterr().out
     for arm in study.ABLATIONS:
         settings = read_results(tmp_path / "minillava-k8")[f"{arm}-1"].settings
@@ -260,8 +246,5 @@ def test_the_ablations_search_smaller_spaces_and_sweep_the_quota(
 
 
 def test_every_strategy_is_an_arm_and_the_model_is_left_out_where_an_arm_says_so() -> None:
-    assert {arm.removesuffix("@none") for arm in study.ARMS} == set(STRATEGIES)
-    silent: Sequence[str] = ("random", "tpe", "autoprune+@none")
-    assert {arm for arm in study.ARMS if not study.asks_model(arm, Settings(proposer="m"))} == set(
-        silent
-    )
+    assert {arm.removesuffix("@none") for arm in ARMS} == set(STRATEGIES)
+    assert {arm for arm in ARMS if not asks_model(arm, ASKING)} == set(WITHOUT_PROPOSER)
