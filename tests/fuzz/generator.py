@@ -1,4 +1,8 @@
-"""Odd states: drawn from the JSON Schema, mutated as trees of values, as texts and as bytes."""
+"""Odd states and odd requests, drawn from a seed: the one generator of fuzzing and hostile tests.
+
+States are drawn from the JSON Schema, then mutated as trees of values, as texts and as bytes.
+Requests are chat requests whose pruning entry or messages were mutated.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,29 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
-from functools import cache, wraps
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import Any
 
+from tests.tpdsl.samples import sample
 from vllm_autoprune import PruningState
+from vllm_autoprune.serving.api.request import REQUEST_FIELD
+from vllm_autoprune.serving.plan import FIELD
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS
 
 Json = dict[str, Any]
 
 _WORDS = ("gqa", "Größe", "注意", "score", "a/b", "x~y", "🦙", "0", "")
-
-ODD_TEXTS = (
+_ODD_TEXTS = (
     *("", " ", "\0", "\ud800", "\udfff\ud800", "\u202eetats", "e\u0301", "\U0001f999", "\x1b[2J"),
     *("line\nline", "x" * 128, "x" * 129, "\U0001f999" * 128, "x" * 5000, "../../etc/passwd"),
     *("https://example.com/state.json", "__class__", "{0.__class__}", "%s%n", "null", "32"),
 )
-ODD_NUMBERS: tuple[float, ...] = (
+_ODD_NUMBERS: tuple[float, ...] = (
     *(0, -1, 1, 0.0, -0.0, 2.0, 2.5, 1e-9, 5e-324, 0.1 + 0.2, 640, 641, 65536, 65537),
     *(2**31, 2**53 + 1, 2**63, 2**64, -(2**63) - 1, 1e18, 1e19, 1e300, -1e308, 10**300, 10**400),
     *(float("inf"), float("-inf"), float("nan")),
@@ -34,79 +42,69 @@ ODD_NUMBERS: tuple[float, ...] = (
 # ---- values ----
 
 
-class Grammar:
-    """Draws values that a JSON Schema describes.
-
-    Numbers are drawn from the ends of their range as often as from within, and on a logarithmic
-    scale if the range is wide, because most faults occur there.
-    """
-
-    def __init__(self, schema: Json) -> None:
-        self._schema = schema
-
-    def state(self, random: Random) -> Json:
-        """One state, valid except for rules that no schema can express."""
-        drawn: Json = self._draw(self._schema, random)
-        return drawn
-
-    def _draw(self, schema: Json, random: Random) -> Any:
-        if "$ref" in schema:
-            return self._draw(self._schema["$defs"][schema["$ref"].rpartition("/")[2]], random)
-        if "const" in schema:
-            return schema["const"]
-        if branches := schema.get("oneOf") or schema.get("anyOf"):
-            return self._draw(random.choice(branches), random)
-        if "enum" in schema:
-            return random.choice(schema["enum"])
-        match schema.get("type"):
-            case "object":
-                return self._draw_object(schema, random)
-            case "array":
-                return self._draw_array(schema, random)
-            case "string":
-                return _draw_text(schema, random)
-            case "number":
-                return _draw_number(schema, random)
-            case "integer":
-                return round(_draw_number(schema, random))
-            case "boolean":
-                return random.random() < 0.5
-            case "null":
-                return None
-        return anything(random)
-
-    def _draw_object(self, schema: Json, random: Random) -> Json:
-        required = schema.get("required", ())
-        drawn = {
-            name: self._draw(described, random)
-            for name, described in schema.get("properties", {}).items()
-            if name in required or random.random() < 0.5
-        }
-        more = schema.get("additionalProperties", False)
-        if isinstance(more, dict):
-            drawn |= {random.choice(_WORDS): self._draw(more, random) for _ in range(2)}
-        return drawn
-
-    def _draw_array(self, schema: Json, random: Random) -> list[Any]:
-        least, most = schema.get("minItems", 0), schema.get("maxItems", 8)
-        size = least + min(most - least, int(random.expovariate(0.6)))
-        if random.random() < 0.02:
-            size = most
-        drawn = [self._draw(schema["items"], random) for _ in range(size)]
-        if random.random() < 0.2:
-            return drawn
-        # Mostly without repetition, which some lists do not allow.
-        named = {item["atom"] if isinstance(item, dict) else str(item): item for item in drawn}
-        return list(named.values())
+@cache
+def state_schema() -> Json:
+    """The JSON Schema of states."""
+    return PruningState.model_json_schema()
 
 
-def _draw_text(schema: Json, random: Random) -> str:
-    least, most = schema.get("minLength", 0), schema.get("maxLength", 40)
-    size = random.choice((least, most, random.randint(least, min(most, 40))))
-    return "".join(random.choice(_WORDS) or " " for _ in range(size))[:size]
+def draw_state(random: Random) -> Json:
+    """A state that the schema describes, valid except for rules that no schema can express."""
+    state: Json = _draw(state_schema(), random)
+    return state
+
+
+def _draw(schema: Json, random: Random) -> Any:
+    match schema:
+        case {"$ref": str(ref)}:
+            return _draw(state_schema()["$defs"][ref.rpartition("/")[2]], random)
+        case {"const": value}:
+            return value
+        case {"oneOf": list(branches)} | {"anyOf": list(branches)}:
+            return _draw(random.choice(branches), random)
+        case {"enum": list(values)}:
+            return random.choice(values)
+        case {"type": "object"}:
+            fields = {
+                name: _draw(described, random)
+                for name, described in schema.get("properties", {}).items()
+                if name in schema.get("required", ()) or random.random() < 0.5
+            }
+            if isinstance(more := schema.get("additionalProperties", False), dict):
+                fields |= {random.choice(_WORDS): _draw(more, random) for _ in range(2)}
+            return fields
+        case {"type": "array"}:
+            least, most = schema.get("minItems", 0), schema.get("maxItems", 8)
+            size = least + min(most - least, int(random.expovariate(0.6)))
+            items = [
+                _draw(schema["items"], random)
+                for _ in range(most if random.random() < 0.02 else size)
+            ]
+            if random.random() < 0.2:
+                return items
+            # Mostly without repetition, which some lists do not allow.
+            named = {item["atom"] if isinstance(item, dict) else str(item): item for item in items}
+            return list(named.values())
+        case {"type": "string"}:
+            least, most = schema.get("minLength", 0), schema.get("maxLength", 40)
+            size = random.choice((least, most, random.randint(least, min(most, 40))))
+            return "".join(random.choice(_WORDS) or " " for _ in range(size))[:size]
+        case {"type": "number"}:
+            return _draw_number(schema, random)
+        case {"type": "integer"}:
+            return round(_draw_number(schema, random))
+        case {"type": "boolean"}:
+            return random.random() < 0.5
+        case {"type": "null"}:
+            return None
+    return draw_json(random)
 
 
 def _draw_number(schema: Json, random: Random) -> float:
+    """As often an end of the range as a number within it, on a logarithmic scale if it is wide.
+
+    Most faults occur there.
+    """
     low: Any = schema.get("minimum", schema.get("exclusiveMinimum", -1000))
     high: Any = schema.get("maximum", schema.get("exclusiveMaximum", 1000))
     if "exclusiveMaximum" in schema and schema["type"] == "integer":
@@ -119,7 +117,7 @@ def _draw_number(schema: Json, random: Random) -> float:
     return random.uniform(low, high)
 
 
-def anything(random: Random, depth: int = 3) -> Any:
+def draw_json(random: Random, depth: int = 3) -> Any:
     """Any JSON value."""
     match random.randrange(7 if depth else 5):
         case 0:
@@ -133,8 +131,8 @@ def anything(random: Random, depth: int = 3) -> Any:
         case 4:
             return random.choice(_WORDS)
         case 5:
-            return [anything(random, depth - 1) for _ in range(random.randrange(4))]
-    return {random.choice(_WORDS): anything(random, depth - 1) for _ in range(random.randrange(4))}
+            return [draw_json(random, depth - 1) for _ in range(random.randrange(4))]
+    return {random.choice(_WORDS): draw_json(random, depth - 1) for _ in range(random.randrange(4))}
 
 
 # ---- mutations of trees ----
@@ -142,29 +140,34 @@ def anything(random: Random, depth: int = 3) -> Any:
 Place = tuple[Any, Any]
 """A container and the key or index in it."""
 
-Mutation = Callable[[Json, Random], None]
+# Those that change most states only a little stand here twice.
+MUTATIONS = (
+    *("drop", "rename", "misspell", "retype", "nest", "repeat", "intrude", "renumber", "renumber"),
+    *("swap_atom", "swap_atom", "graft", "odd_text", "odd_key", "reversion"),
+)
 
-MUTATIONS: list[Mutation] = []
-"""Those that change most states only a little stand in the list twice."""
+
+def _in_object(container: Any, key: Any) -> bool:
+    return isinstance(container, dict)
 
 
-def _mutation(
-    where: Callable[[Any, Any], bool] | None = None, times: int = 1
-) -> Callable[[Callable[[Any, Any, Random], None]], None]:
-    """Register a change at a random place, or at one of those ``where`` it is possible."""
+def _is_text(container: Any, key: Any) -> bool:
+    return isinstance(container[key], str)
 
-    def register(change: Callable[[Any, Any, Random], None]) -> None:
-        @wraps(change)
-        def mutate_somewhere(state: Json, random: Random) -> None:
-            found = [place for place in _places(state) if where is None or where(*place)]
-            if where is None and not found:  # every field may have been dropped
-                found = [(state, "schema")]
-            if found:
-                change(*random.choice(found), random)
 
-        MUTATIONS.extend([mutate_somewhere] * times)
-
-    return register
+_POSSIBLE: Mapping[str, Callable[[Any, Any], bool]] = {
+    "rename": _in_object,
+    "intrude": _in_object,
+    "odd_key": _in_object,
+    "misspell": _is_text,
+    "odd_text": _is_text,
+    "repeat": lambda container, _: isinstance(container, list),
+    "renumber": lambda container, key: type(container[key]) in (int, float),
+    "swap_atom": lambda container, key: (
+        _is_text(container, key) and container[key] in {*ATOMS.names(), *BASE_POLICIES}
+    ),
+}
+"""Places where a mutation is possible; the others are possible everywhere."""
 
 
 def _places(value: Any) -> Iterator[Place]:
@@ -179,20 +182,70 @@ def _get(container: Any, key: Any) -> Any:
     return container.get(key) if isinstance(container, dict) else container[key]
 
 
-def _in_object(container: Any, key: Any) -> bool:
-    return isinstance(container, dict)
+@cache
+def _atoms() -> list[str]:
+    """Sorted, so that a seed draws the same mutations wherever atoms are declared."""
+    return sorted(ATOMS.names())
 
 
-def _is_text(container: Any, key: Any) -> bool:
-    return isinstance(container[key], str)
+@cache
+def _field_names() -> list[str]:
+    known = [name for atom in _atoms() for name in sorted(ATOMS[atom].call.parameters())]
+    return [*known, "atom", "name", "limit", "Weight"]
 
 
-def _is_number(container: Any, key: Any) -> bool:
-    return isinstance(container[key], int | float) and not isinstance(container[key], bool)
-
-
-def _names_an_atom(container: Any, key: Any) -> bool:
-    return _is_text(container, key) and (container[key] in {*ATOMS.names(), *BASE_POLICIES})
+def mutate_at_random_place(how: str, state: Json, random: Random) -> None:
+    """Apply one of :data:`MUTATIONS` in place, at a place where it is possible, if there is one."""
+    root = [(state, "schema")]  # every field may have been dropped
+    if how == "reversion":
+        state["schema"] = random.choice(
+            ("autoprune-state/2", "autoprune-state/1 ", 1, None, "", [])
+        )
+        return
+    if how == "graft":  # a part in place of another one
+        part = copy.deepcopy(_get(*random.choice(list(_places(state)) or root)))
+        container, key = random.choice(list(_places(state)) or root)
+        container[key] = part
+        return
+    possible = _POSSIBLE.get(how)
+    places = [place for place in _places(state) if possible is None or possible(*place)]
+    if not places and possible is not None:
+        return
+    container, key = random.choice(places or root)
+    value = _get(container, key)
+    match how:
+        case "drop":
+            container.pop(key, None) if isinstance(container, dict) else container.pop(key)
+        case "rename":
+            container.pop(key)
+            container[_misspell(key, random)] = value
+        case "misspell":
+            container[key] = _misspell(value, random)
+        case "retype":
+            plain: tuple[Any, ...] = (None, True, False, 0, 1.5, "", [], {})
+            nested = ([value], {"atom": value}, str(value), draw_json(random))
+            container[key] = random.choice((*plain, *nested))
+        case "nest":
+            for _ in range(random.choice((1, 2, 20, 40, 300))):
+                value = [value] if random.random() < 0.5 else {"atom": value}
+            container[key] = value
+        case "repeat":
+            times = random.choice((1, 2, 8, 40))
+            container[key:key] = [copy.deepcopy(value) for _ in range(times)]
+        case "intrude":  # a field of another part of the language, or an unknown one
+            intruder = draw_json(random)
+            container[random.choice(_field_names())] = intruder
+        case "renumber":
+            near: tuple[float, ...] = (-value,)
+            if abs(value) < 2**63:  # others may be whole numbers that no float holds
+                near = (value + 1, value - 1, -value, value * 1.001, value * 10, float(value))
+            container[key] = random.choice((*near, *_ODD_NUMBERS))
+        case "swap_atom":  # the name of another atom of any group
+            container[key] = random.choice([*_atoms(), *sorted(BASE_POLICIES)])
+        case "odd_text":
+            container[key] = random.choice(_ODD_TEXTS)
+        case "odd_key":
+            container[random.choice(_ODD_TEXTS)] = value
 
 
 def _misspell(text: str, random: Random) -> str:
@@ -213,113 +266,12 @@ def _misspell(text: str, random: Random) -> str:
     )
 
 
-@_mutation()
-def drop(container: Any, key: Any, random: Random) -> None:
-    container.pop(key, None) if isinstance(container, dict) else container.pop(key)
-
-
-@_mutation(_in_object)
-def rename(container: Any, key: Any, random: Random) -> None:
-    value = container.pop(key)
-    container[_misspell(key, random)] = value
-
-
-@_mutation(_is_text)
-def misspell(container: Any, key: Any, random: Random) -> None:
-    container[key] = _misspell(container[key], random)
-
-
-@_mutation()
-def retype(container: Any, key: Any, random: Random) -> None:
-    old = _get(container, key)
-    plain: tuple[Any, ...] = (None, True, False, 0, 1.5, "", [], {})
-    container[key] = random.choice((*plain, [old], {"atom": old}, str(old), anything(random)))
-
-
-@_mutation()
-def nest(container: Any, key: Any, random: Random) -> None:
-    value = _get(container, key)
-    for _ in range(random.choice((1, 2, 20, 40, 300))):
-        value = [value] if random.random() < 0.5 else {"atom": value}
-    container[key] = value
-
-
-@_mutation(lambda container, _: isinstance(container, list))
-def repeat(container: Any, key: Any, random: Random) -> None:
-    times = random.choice((1, 2, 8, 40))
-    container[key:key] = [copy.deepcopy(container[key]) for _ in range(times)]
-
-
-@_mutation(_in_object)
-def intrude(container: Any, key: Any, random: Random) -> None:
-    """Insert a field of another part of the language, or an unknown one."""
-    value = anything(random)
-    container[random.choice(_field_names())] = value
-
-
-@_mutation(_is_number, times=2)
-def renumber(container: Any, key: Any, random: Random) -> None:
-    value = container[key]
-    near: tuple[float, ...] = (-value,)
-    if abs(value) < 2**63:  # others may be whole numbers that no float holds
-        near = (value + 1, value - 1, -value, value * 1.001, value * 10, float(value))
-    container[key] = random.choice((*near, *ODD_NUMBERS))
-
-
-@_mutation(_names_an_atom, times=2)
-def swap_atom(container: Any, key: Any, random: Random) -> None:
-    """Replace an atom's name by that of another atom of any group."""
-    container[key] = random.choice([*_atoms(), *sorted(BASE_POLICIES)])
-
-
-def _graft(state: Json, random: Random) -> None:
-    """Replace a part of the state by another part."""
-    root = [(state, "schema")]
-    part = copy.deepcopy(_get(*random.choice(list(_places(state)) or root)))
-    container, at = random.choice(list(_places(state)) or root)
-    container[at] = part
-
-
-MUTATIONS.append(_graft)
-
-
-@_mutation(_is_text)
-def odd_text(container: Any, key: Any, random: Random) -> None:
-    container[key] = random.choice(ODD_TEXTS)
-
-
-@_mutation(_in_object)
-def odd_key(container: Any, key: Any, random: Random) -> None:
-    value = container[key]
-    container[random.choice(ODD_TEXTS)] = value
-
-
-def _reversion(state: Json, random: Random) -> None:
-    state["schema"] = random.choice(("autoprune-state/2", "autoprune-state/1 ", 1, None, "", []))
-
-
-MUTATIONS.append(_reversion)
-
-
-@cache
-def _atoms() -> list[str]:
-    """Sorted, so that a seed draws the same mutations wherever atoms are declared."""
-    return sorted(ATOMS.names())
-
-
-@cache
-def _field_names() -> list[str]:
-    known = [name for atom in _atoms() for name in sorted(ATOMS[atom].call.parameters())]
-    return [*known, "atom", "name", "limit", "Weight"]
-
-
 def mutate(state: Json, random: Random) -> list[str]:
     """Apply one to four mutations to a state in place; returns their names."""
     names = []
     for _ in range(random.choice((1, 1, 1, 2, 3, 4))):
-        mutation = random.choice(MUTATIONS)
-        mutation(state, random)
-        names.append(mutation.__name__.strip("_"))
+        names.append(random.choice(MUTATIONS))
+        mutate_at_random_place(names[-1], state, random)
     return names
 
 
@@ -336,85 +288,285 @@ _INSERTED = (
 )
 _TEXTS = ("", " ", "null", "[]", "0", '"{}"', "{", "}", "{}", "true", "\ufeff", "NaN", "1e999")
 _ENCODINGS = ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be", "utf-7")
+# Small changes are drawn more often.
+_SPOILING = (
+    *("number", "key", "cut", "insert") * 2,
+    *("deep", "many", "doubled", "quotes", "nothing"),
+    *("encoded", "encoded", "latin", "bytes", "bytes", "bytes", "binary", "padded"),
+)
 
 
-def written(state: Json, random: Random) -> str:
-    """One of the JSON texts of a state."""
-    indent = random.choice((None, None, 2, "\t"))
-    text = json.dumps(state, indent=indent, ensure_ascii=random.random() < 0.5)
-    return random.choice(("", "", "\n", " \r\n\t")) + text
-
-
-def spoil(text: str, random: Random) -> tuple[str | bytes, str]:
+def _spoil(text: str, random: Random) -> tuple[str | bytes, str]:
     """A mutated text, and the name of its mutation."""
-    at = random.randrange(len(text) + 1)
+    at, how = random.randrange(len(text) + 1), random.choice(_SPOILING)
     raw = text.encode("utf-8", "surrogatepass")
-    texts = ("number", "key", "cut", "insert", "deep", "many", "doubled", "quotes", "nothing")
-    encodings = ("encoded", "latin", "bytes", "binary", "padded")
-    # Small changes are drawn more often.
-    how = random.choice((*texts, *texts[:4], *encodings, "encoded", "bytes", "bytes"))
-    result: str | bytes = text
+    spoilt: str | bytes = text
     match how:
         case "number":
             numbers = list(re.finditer(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", text))
             start, end = random.choice(numbers).span() if numbers else (len(text), len(text))
-            result = text[:start] + random.choice(_NUMBERS) + text[end:]
+            spoilt = text[:start] + random.choice(_NUMBERS) + text[end:]
         case "key":  # repeated at the head of an object
             keys = re.findall(r'"[^"\\]*"(?=\s*:)', text) or ['"a"']
             head = random.choice([match.end() for match in re.finditer(r"\{", text)] or [0])
             value = random.choice(("1", "null", "[]"))
-            result = f"{text[:head]}{random.choice(keys)}: {value}, {text[head:]}"
+            spoilt = f"{text[:head]}{random.choice(keys)}: {value}, {text[head:]}"
         case "cut":
             after = text[at + 1 + random.randrange(5) :]
-            result = random.choice((text[:at], text[at:], text[:at] + after))
+            spoilt = random.choice((text[:at], text[at:], text[:at] + after))
         case "insert":
-            result = text[:at] + random.choice(_INSERTED) + text[at:]
+            spoilt = text[:at] + random.choice(_INSERTED) + text[at:]
         case "deep":
             depth = random.choice((10, 33, 1000, 100_000))
             opening, closing = random.choice((("[", "]"), ('{"a":', "}")))
             deep = opening * depth + "1" + closing * depth
-            result = text.replace("null", deep, 1) + random.choice(("", "", "[" * depth))
+            spoilt = text.replace("null", deep, 1) + random.choice(("", "", "[" * depth))
         case "many":
             item = random.choice(("0", "[]", "{}", '"x"', '{"atom":"x"}', "1.5"))
             count = random.choice((100, 9000, 11_000, 60_000))
-            result = text.replace("[", "[" + f"{item}," * count, 1)
+            spoilt = text.replace("[", "[" + f"{item}," * count, 1)
         case "doubled":
-            result = text + random.choice(("", " ", ",", "\n")) + text
+            spoilt = text + random.choice(("", " ", ",", "\n")) + text
         case "quotes":
-            result = text.replace('"', random.choice(("'", "“", "")))
+            spoilt = text.replace('"', random.choice(("'", "“", "")))
         case "nothing":
-            result = random.choice(_TEXTS)
+            spoilt = random.choice(_TEXTS)
         case "encoded":
-            result = text.encode(random.choice(_ENCODINGS), "surrogatepass")
+            spoilt = text.encode(random.choice(_ENCODINGS), "surrogatepass")
         case "latin":
-            result = text.replace("a", "ä").encode("latin-1", "replace")
+            spoilt = text.replace("a", "ä").encode("latin-1", "replace")
         case "bytes":
             content = bytearray(raw)
             for _ in range(random.choice((1, 1, 3, 30)) if content else 0):
                 content[random.randrange(len(content))] = random.randrange(256)
-            result = bytes(content)
+            spoilt = bytes(content)
         case "binary":
-            result = random.randbytes(random.choice((1, 100, 5000)))
+            spoilt = random.randbytes(random.choice((1, 100, 5000)))
         case "padded":
-            result = raw + b" " * random.choice((1 << 20, 3 << 20))
-    return result, how
+            spoilt = raw + b" " * random.choice((1 << 20, 3 << 20))
+    return spoilt, how
 
 
-def make_text(seed: int, index: int) -> tuple[str | bytes, list[str]]:
+def draw_text(seed: int, index: int) -> tuple[str | bytes, list[str]]:
     """The text of an index, and the mutations that were applied to a valid state."""
     random = Random(f"{seed}/{index}")
-    state = _grammar().state(random)
-    fate = random.random()
-    if fate < 0.4:
-        return written(state, random), []
+    state, fate = draw_state(random), random.random()
+    names = mutate(state, random) if 0.4 <= fate < 0.85 or fate > 0.97 else []
+    indent = random.choice((None, None, 2, "\t"))
+    text = json.dumps(state, indent=indent, ensure_ascii=random.random() < 0.5)
+    text = random.choice(("", "", "\n", " \r\n\t")) + text
     if fate < 0.85:
-        names = mutate(state, random)
-        return written(state, random), names
-    names = mutate(state, random) if random.random() < 0.2 else []
-    content, how = spoil(written(state, random), random)
+        return text, names
+    content, how = _spoil(text, random)
     return content, [*names, how]
 
 
-@cache
-def _grammar() -> Grammar:
-    return Grammar(PruningState.model_json_schema())
+# ---- requests ----
+
+SPECIAL_TOKENS = (
+    *("<image>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"),
+    *("</s>", "<s>", "<pad>", "<|vision_start|><|image_pad|><|vision_end|>"),
+)
+REQUEST_KINDS: Mapping[str, float] = {
+    "state": 34,
+    "entry": 25,
+    "kwargs": 8,
+    "anything": 8,
+    "huge": 2,
+    "sound": 6,
+    "body": 17,
+    "conversation": 30,
+}
+"""How often each kind is drawn: what is mutated in the pruning entry, or in what vLLM reads."""
+
+_SPOILT = 0.03
+"""Share of requests whose text is no longer JSON, or is hardly any."""
+
+_CORES: Sequence[Mapping[str, object]] = (
+    {"share": 0.5},
+    {"share": 0.9, "policy": {"name": "divprune"}},
+    {"share": 0.75, "cover": 0.5, "strength": 0.25},
+    {"share": 1.0},
+)
+_ODD_FIELDS: Mapping[str, tuple[object, ...]] = {
+    "cache_salt": ("a", "b", "", "\0", "s" * 2000, 1, None, ["a"], *_ODD_TEXTS[:8]),
+    "n": (0, 1, 2, 3, -1, 10**6, 2**63, "2", 1.5, None, True),
+    "truncate_prompt_tokens": (-2, -1, 0, 1, 5, 20, 40, 200, 10**6, 2**63, "1", None),
+    "truncation_side": ("left", "right", "", 1, None),
+    "add_generation_prompt": (True, False),
+    "continue_final_message": (True, False),
+    "mm_processor_kwargs": (
+        {REQUEST_FIELD: {REQUEST_FIELD: {"budget": 8}}},
+        {"images_kwargs": {REQUEST_FIELD: {"budget": 8}}},
+        {REQUEST_FIELD: {"budget": 8}, "images_kwargs": {"do_resize": False}},
+        {REQUEST_FIELD: {"instructions": ["forged"]}},
+        {REQUEST_FIELD: {"instructions": [1, None]}},
+        {FIELD: [[1, 0, 1, 0, 0, 0, 0]]},
+        {REQUEST_FIELD: {}, FIELD: [1, 2, 3]},
+        {"_autoprune_plan": {"items": []}},
+        {"_autoprune_profile": True},
+        {"_autoprune_uncounted": True},
+        {REQUEST_FIELD: {"budget": 8, "_autoprune_profile": True}},
+        [{REQUEST_FIELD: {}}],
+        "autoprune",
+    ),
+}
+"""Fields of a request with odd values of theirs."""
+
+# Few names for many images, so that they meet.
+_NAMES = ("a", "b", "0" * 64, "renderer0-mm-7-image-0", "", "\n", "x" * 10_000, "ü🦙")
+_DETAILS: tuple[object, ...] = ("low", "high", "auto", "", "ü", 1, None, {})
+
+
+@dataclass(frozen=True)
+class MutatedRequest:
+    """A chat request: its kind, its bytes, and its text for reports.
+
+    ``stock`` is the same request without the plugin's entry, if it is still JSON.
+    """
+
+    kind: str
+    content: bytes
+    text: str
+    stock: Json | None
+
+
+def without_entry(body: Mapping[str, Any]) -> Json:
+    """A request as a client of stock vLLM sends it: without the plugin's entry."""
+    kwargs = body.get("mm_processor_kwargs")
+    stock = {key: value for key, value in body.items() if key != "mm_processor_kwargs"}
+    if isinstance(kwargs, dict) and (others := kwargs.keys() - {REQUEST_FIELD}):
+        stock["mm_processor_kwargs"] = {key: kwargs[key] for key in others}
+    return stock
+
+
+def draw_request(
+    bodies: Sequence[Json], random: Random, models: Sequence[str] = ()
+) -> MutatedRequest:
+    """A mutation of one of the chat requests ``bodies``, to one of the models where given."""
+    (kind,) = random.choices(list(REQUEST_KINDS), list(REQUEST_KINDS.values()))
+    request = copy.deepcopy(random.choice(bodies))
+    if kind == "conversation":
+        for _ in range(random.choice((1, 1, 2, 2, 3, 6, 40))):
+            later = {"role": "user", "content": "And what shape is it?"}
+            if random.random() < 0.2:  # with an image of its own
+                later = copy.deepcopy(random.choice(bodies)["messages"][0])
+            request["messages"] += [{"role": "assistant", "content": "red"}, later]
+        odd = (*_ODD_NUMBERS, "4", True, None, [4], {"images": 1})
+        recalls = odd if random.random() < 0.1 else (1, 4, 8, 24, 144, 4096)
+        entry: Json = {"recall": random.choice(recalls)}
+        if random.random() < 0.6:  # budgets at which a core reaches the edge of a KV block
+            state = {**sample(), "core": copy.deepcopy(random.choice(_CORES))}
+            entry |= {"state": state, "budget": random.choice((32, 48, 64))}
+        if random.random() < 0.1:  # what only the server's renderer may say
+            turn = {"images": random.choice((0, 1, 2, 99, -1)), "text": random.choice(_ODD_TEXTS)}
+            entry["recall_turns"] = random.choice(([], [turn], [turn] * 300, turn, None))
+        request["mm_processor_kwargs"] = {REQUEST_FIELD: entry}
+    elif kind != "body":
+        request["mm_processor_kwargs"] = _draw_kwargs(kind, random)
+    elif random.random() < 0.5:
+        request["mm_processor_kwargs"] = {REQUEST_FIELD: random.choice(_entries()[:12])}
+    if kind in ("body", "conversation"):
+        for _ in range(random.choice((1, 1, 2, 3) if kind == "body" else (0, 1, 1, 2))):
+            _change_body(request, random)
+    if models:
+        request["model"] = random.choice(models)
+    text = json.dumps({k: v for k, v in request.items() if k not in ("model", "messages")})
+    content = json.dumps(request)
+    if random.random() < _SPOILT:
+        spoilt, _ = _spoil(content, random)
+        raw = spoilt.encode("utf-8", "surrogatepass") if isinstance(spoilt, str) else spoilt
+        return MutatedRequest("spoilt", raw, text, None)
+    return MutatedRequest(kind, content.encode(), text, without_entry(request))
+
+
+def _change_body(request: Json, random: Random) -> None:
+    """Change a field that vLLM reads, or the messages, as a tree or as images and texts."""
+    changes = ("uuid", "uuid", "twice", "detail", "text", "turns", "tree", "tree")
+    change = random.choice((*changes, *_ODD_FIELDS))
+    if change in _ODD_FIELDS:
+        request[change] = random.choice(_ODD_FIELDS[change])
+        if change == "n":
+            request["temperature"] = 1
+        return
+    messages: Any = request.get("messages")
+    if change == "tree":
+        tree = {"messages": copy.deepcopy(messages)}
+        with suppress(RecursionError):  # not where that nests deeper than Python copies
+            mutate(tree, random)
+            json.dumps(tree)
+            request.pop("messages", None)
+            request |= tree
+        return
+    # An earlier mutation may have left nothing of the kind.
+    with suppress(TypeError, LookupError, AttributeError):
+        parts = messages[0]["content"]
+        images = [part for part in parts if part["type"] == "image_url"]
+        odd = (*SPECIAL_TOKENS, *_ODD_TEXTS)
+        match change:
+            case "uuid":
+                random.choice(images)["uuid"] = random.choice((*_NAMES, *_NAMES, 1, None, ["a"]))
+            case "twice":
+                parts.insert(0, copy.deepcopy(random.choice(images)))
+            case "detail":
+                images[0]["image_url"]["detail"] = random.choice(_DETAILS)
+            case "text":
+                parts[-1]["text"] = random.choice(odd) + parts[-1]["text"]
+            case "turns":
+                for _ in range(random.choice((1, 2, 5, 40))):
+                    text = random.choice((*odd, *["and now?"] * 3))
+                    messages.append({"role": "assistant", "content": "red"})
+                    messages.append({"role": "user", "content": text})
+
+
+def _entries() -> list[Any]:
+    """Valid entries to mutate."""
+    with_cores = [{**sample(), "core": copy.deepcopy(core)} for core in _CORES]
+    return [
+        {"budget": 8},
+        {"budget": [8]},
+        {"budget": {"shared": 8}},
+        {"budget": 8, "keep": "reference"},
+        {"keep": "random", "enabled": True},
+        {"budget": 8, "keep": "resized"},
+        {"budget": 8, "recall": 4},
+        {"recall": 4, "recall_turns": [{"images": 1, "text": "and now?"}]},
+        {"enabled": False},
+        {"state": "visionzip", "budget": 8},
+        *({"state": name, "budget": 16} for name in ("fastv", "prumerge_plus")),
+        *({"state": sample()} for _ in range(12)),
+        *({"state": state, "budget": budget} for state in with_cores for budget in (8, 48)),
+    ]
+
+
+def _draw_kwargs(kind: str, random: Random) -> Any:
+    entry = random.choice(_entries())
+    kwargs: Any = {REQUEST_FIELD: entry}
+    match kind:
+        case "state":
+            state = sample()
+            if random.random() < 0.5:
+                state["core"] = copy.deepcopy(random.choice(_CORES))
+            kwargs[REQUEST_FIELD] = {"state": state, "budget": random.choice((None, 8, 16, 64))}
+            # Else hardly any would change the core.
+            mutate(state["core"] if "core" in state and random.random() < 0.5 else state, random)
+        case "entry":
+            mutate(entry, random)
+        case "kwargs":
+            mutate(kwargs, random)
+        case "anything":
+            kwargs = random.choice((draw_json(random), {REQUEST_FIELD: draw_json(random)}))
+        case "huge":
+            deep: Any = 1
+            for _ in range(random.choice((300, 900))):
+                deep = {"state": deep}
+            huge: tuple[Any, ...] = (
+                {"state": {**sample(), "provenance": {"notes": "n" * 10_000_000}}},
+                {"state": "n" * 10_000_000},
+                {"budget": [8] * 1_000_000},
+                {"n" * 1_000_000: 8},
+                {str(i): i for i in range(50_000)},
+                deep,
+            )
+            kwargs[REQUEST_FIELD] = random.choice(huge)
+    return kwargs

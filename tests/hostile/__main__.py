@@ -6,16 +6,149 @@ Exit status 0 if none finds a problem.
 
 from __future__ import annotations
 
+import json
+import re
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
+from typing import Self
 
-import tests.hostile.attacks  # noqa: F401  (registers them)
-from tests.hostile.attack import ATTACKS, BACKBONES, PRUNED
-from tests.hostile.campaign import Fleet, Outcome, run_attack
+import httpx
+
+import tests.hostile.forgeries  # noqa: F401  (registers its attacks)
+from benchmarks.server import Server, serve
+from tests.hostile.attacks import ATTACKS, BACKBONES, Attack
+from tests.hostile.site import SAME, Picture, Profile, Reply, Site, distance
+from tests.serving.engine import CLIP, LLAVA, built
 from tests.serving.scenarios import ENVIRONMENTS
+from tests.tpdsl.samples import sample
 from vllm_autoprune.cli.output import CommandParser
+from vllm_autoprune.serving.api.endpoint import NAME as AUTOPRUNE_ENDPOINT
+
+BUDGETS: Mapping[str, int] = {"qwen2_5_vl": 32, "llava_next": 64, "llava": 32}
+"""K of each backbone: above N of a small picture where N varies, and below that of a large one."""
+
+
+def _flags(backbone: str, profile: Profile, split_state: str) -> Sequence[str]:
+    """Flags of a server of a profile; ``split_state`` is the file of a state with a core."""
+    common = (
+        *("--enforce-eager", "--block-size", "32", "--enable-prompt-tokens-details"),
+        *("--limit-mm-per-prompt", '{"image": 128}'),
+        *("--max-model-len", "2048" if backbone == "llava" else "8192"),
+    )
+    if profile == "stock":
+        return (*common, "--trust-request-mm-kwargs", "--enable-scale-out")
+    budget = BUDGETS[backbone]
+    states, detail = ("--autoprune-requests", "states"), f"low={budget // 4},high={budget * 2}"
+    rules: Mapping[Profile, Sequence[str]] = {
+        "default": states,
+        "uncached": (
+            *("--mm-processor-cache-gb", "0", "--no-enable-prefix-caching", "--enable-scale-out"),
+            *("--autoprune-requests", "none"),
+        ),
+        "trusting": (*states, "--trust-request-mm-kwargs"),
+        "split": (*states, "--autoprune-detail", detail, "--enable-scale-out"),
+    }
+    state = split_state if profile == "split" else "autoprune"
+    tower = ("--autoprune-text-tower", str(CLIP)) if backbone == "llava" else ()
+    pruning = ("--autoprune-state", state, "--autoprune-budget", str(budget))
+    return (*common, *pruning, *tower, *rules[profile])
+
+
+class Fleet:
+    """Context manager that starts servers on demand and stops them at exit."""
+
+    def __init__(self, backbone: str, runner: str) -> None:
+        self.backbone = backbone
+        plugins = {"VLLM_PLUGINS": f"autoprune,{AUTOPRUNE_ENDPOINT}"}
+        self._environment = {**ENVIRONMENTS[runner], **plugins}
+        self._servers: dict[Profile, tuple[ExitStack, Server]] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="hostile-")
+        self._split_state = Path(self._folder.name, "core.json")
+        self._split_state.write_text(json.dumps({**sample(), "core": {"share": 0.5}}))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for profile in list(self._servers):
+            self._end(profile)
+        self._folder.cleanup()
+
+    def get(self, profile: Profile) -> Server:
+        """The running server of a profile, restarted if it has crashed.
+
+        A stock server stays beside one pruned server: that of another profile is ended.
+        """
+        for other in list(self._servers):
+            if other != profile and "stock" not in (other, profile):
+                self._end(other)
+        if profile in self._servers:
+            try:  # the server itself ends some seconds after its engine
+                self._servers[profile][1].get("/health")
+            except httpx.HTTPError:
+                self._end(profile)
+        if profile not in self._servers:
+            stack = ExitStack()
+            model = LLAVA if self.backbone == "llava" else built(self.backbone)
+            flags = _flags(self.backbone, profile, str(self._split_state))
+            server = stack.enter_context(serve(model, *flags, env=self._environment))
+            self._servers[profile] = stack, server
+        return self._servers[profile][1]
+
+    def _end(self, profile: Profile) -> None:
+        self._servers.pop(profile)[0].close()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of one attack; it passes without problems. ``requests`` of it were answered."""
+
+    problems: list[str]
+    notes: list[str]
+    requests: int
+
+
+def run_attack(attack: Attack, get: Callable[[Profile], Server]) -> Outcome:
+    """Run an attack on the server of its profile, then check the server."""
+    site = Site(get(attack.profile), get=get, profile=attack.profile)
+    before = _ask_sane_question(site)
+    assert before.status == 200, f"a normal request is refused before the attack: {before}"
+    problems: list[str] = []
+    try:
+        problems += attack.run(site)
+    except (AssertionError, httpx.HTTPError, OSError, KeyError) as error:
+        problems.append(f"{type(error).__name__}: {error}")
+    after = _ask_sane_question(site)
+    if after.status != 200:
+        problems.append(f"a normal request afterwards: {after}; {_last_words(site.server)}")
+    elif (gap := distance(before.logprobs, after.logprobs)) > SAME:
+        problems.append(f"a normal request is answered otherwise than before, by {gap:.2f}")
+    return Outcome(problems, site.notes, sum(status > 0 for status in site.statuses))
+
+
+def _ask_sane_question(site: Site) -> Reply:
+    return site.ask(Picture(0, 448, 448), text="what colour is the cat")
+
+
+def _last_words(server: Server) -> str:
+    """The last exception in the log of a dead engine, after which a server ends in seconds."""
+    deadline = time.monotonic() + 10.0
+    while server.process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    ended = "the server is up" if server.process.poll() is None else "the server has ended"
+    causes = [
+        line.rpartition("] ")[2].strip()
+        for line in server.logged().splitlines()
+        if re.search(r"(^|[\] ])\w+(Error|Exception): .", line)
+        and "EngineCore encountered" not in line
+    ]
+    return f"{ended}: {(causes or ['no exception in its log'])[-1][-300:]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,10 +156,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser(
         prog="python -m tests.hostile", description=(__doc__ or "").partition("\n")[0]
     )
-    several = {"action": "append", "default": None}
-    parser.add_argument("--backbone", choices=BACKBONES, **several)  # type: ignore[arg-type]
-    parser.add_argument("--runner", choices=[*ENVIRONMENTS], **several)  # type: ignore[arg-type]
-    parser.add_argument("--attack", choices=[*ATTACKS], **several)  # type: ignore[arg-type]
+    for option, choices in (
+        ("--backbone", BACKBONES),
+        ("--runner", ENVIRONMENTS),
+        ("--attack", ATTACKS),
+    ):
+        parser.add_argument(option, choices=[*choices], action="append", default=None)
     parser.add_argument("--quick", action="store_true", help="only those that run in pytest")
     parser.add_argument("--list", action="store_true", help="list the attacks and end")
     options = parser.parse_args(arguments)
@@ -43,16 +178,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for attack in sorted(chosen, key=lambda attack: attack.profile):
                 if backbone not in attack.backbones:
                     continue
-                for profile in PRUNED:
-                    if profile != attack.profile:
-                        fleet.end(profile)  # one pruned server at a time
-                outcome = run_attack(attack, backbone, runner, fleet.get)
+                outcome = run_attack(attack, fleet.get)
                 outcomes.append(outcome)
                 verdict = "BROKEN" if outcome.problems else "withstood"
                 place = f"{len(outcomes)}, {time.monotonic() - begun:.0f} s"
-                print(f"[{place}] {verdict:9} {attack.name} ({outcome.where})", flush=True)
-                for problem in outcome.problems:
-                    print(f"    problem: {problem}", flush=True)
+                print(f"[{place}] {verdict:9} {attack.name} ({backbone}, {runner})", flush=True)
+                print(*(f"    problem: {problem}" for problem in outcome.problems), sep="\n")
                 print(*(f"    {note}" for note in outcome.notes), sep="\n", flush=True)
     broken = [outcome for outcome in outcomes if outcome.problems]
     requests = sum(outcome.requests for outcome in outcomes)

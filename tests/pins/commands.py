@@ -15,9 +15,9 @@ from unittest.mock import patch
 
 from PIL import Image
 
-import tests.hostile.attacks  # noqa: F401  (registers them)
+import tests.hostile.forgeries  # noqa: F401  (registers its attacks)
 from tests.benchmarks.accuracy.minillava_server import answering
-from tests.hostile.attack import ATTACKS
+from tests.hostile.attacks import ATTACKS
 from tests.offline_search.endpoint import endpoint
 from tests.offline_search.synthetic import answer_search, dataset
 from tests.pins.table import ROOT, Table, key_paths, table

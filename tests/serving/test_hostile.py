@@ -17,11 +17,10 @@ import torch
 from PIL import Image
 from prometheus_client import generate_latest
 
-import tests.hostile.attacks  # noqa: F401  (registers them)
 from benchmarks.server import Server
-from tests.hostile.attack import ATTACKS
-from tests.hostile.campaign import run_attack
-from tests.hostile.mutate import run
+from tests.hostile.__main__ import run_attack
+from tests.hostile.attacks import ATTACKS
+from tests.hostile.mutate import send_mutated_requests
 from tests.serving.engine import (
     STATE,
     ask,
@@ -169,16 +168,16 @@ WORKER = tuple(
 )
 
 
-def find_problems(name: str, runner: Runner, stock: Server, pruned: Server) -> list[str]:
-    servers = {"default": pruned, "stock": stock}
-    return run_attack(ATTACKS[name], "llava", runner.name, lambda p: servers[p]).problems
+def find_problems(name: str, stock: Server, pruned: Server) -> list[str]:
+    servers: dict[str, Server] = {"default": pruned, "stock": stock}
+    return run_attack(ATTACKS[name], lambda profile: servers[profile]).problems
 
 
 @pytest.mark.parametrize("name", WORKER)
 def test_attack_on_the_worker_finds_no_problem(
     runner: Runner, stock: Server, pruned: Server, name: str
 ) -> None:
-    assert find_problems(name, runner, stock, pruned) == []
+    assert find_problems(name, stock, pruned) == []
 
 
 @pytest.mark.parametrize("runner", ["v1"], indirect=True)
@@ -186,12 +185,12 @@ def test_attack_on_the_worker_finds_no_problem(
 def test_attack_on_the_api_server_finds_no_problem(
     runner: Runner, stock: Server, pruned: Server, name: str
 ) -> None:
-    assert find_problems(name, runner, stock, pruned) == []
+    assert find_problems(name, stock, pruned) == []
 
 
 @pytest.mark.parametrize("runner", ["v1"], indirect=True)
 def test_mutated_requests_do_not_affect_the_server(stock: Server, pruned: Server) -> None:
-    tally = run(pruned, 300, seed=5, stock=stock)
+    tally = send_mutated_requests(pruned, stock, 300, seed=5)
     assert tally.faults == []
     assert min(tally.statuses[200], tally.statuses[400]) > 20
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.server import Server, serve
 from benchmarks.yardsticks.examples import format_prompt
-from tests.hostile.attacks.plans import FORGED, Forge, changed, forged
+from tests.hostile.forgeries import FORGED, Forge, changed, forge
 from tests.serving.conftest import COMMON, PRUNED
 from tests.serving.engine import LLAVA, STATE, TOKENS, examples, picture, raw_prompt, turn
 from tests.serving.http import ask, body, entry, measure_increase, prompt_tokens, text_of
@@ -119,8 +119,8 @@ def test_forged_plans_are_refused_and_sound_ones_answered(pruned: Server) -> Non
     status, answer = pruned.post(GENERATE, request)
     assert status == 200 and answer["choices"]
     before = text_of(ask(pruned, examples(2)[1]))
-    for number, (name, forge) in enumerate(FORGERIES.items()):
-        status, answer = pruned.post(GENERATE, forged(request, [forge], (1 << 48) + number))
+    for name, made in FORGERIES.items():
+        status, answer = pruned.post(GENERATE, forge(request, made))
         assert (status, "autoprune_plan" in str(answer)) == (400, True), name
     assert text_of(ask(pruned, examples(2)[1])) == before
 

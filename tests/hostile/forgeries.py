@@ -1,0 +1,339 @@
+"""Attacks of a peer: forged plans, cores and recalls, sent to the endpoint for processed inputs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.generator import Json
+from tests.hostile.attacks import (
+    QUESTIONS,
+    RECALL,
+    RECALLED,
+    SPLIT,
+    Problems,
+    attack,
+    conversation,
+)
+from tests.hostile.site import LARGE, Client, Picture, Site, entry, nearest, server_errors, unlike
+from tests.tpdsl.samples import sample
+from vllm_autoprune.http_client import CHAT
+from vllm_autoprune.serving.plan import FIELD, MAX_RECALLS, Choice, ItemPlan, encode_state
+from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.state import PruningState
+
+RENDER, GENERATE = f"{CHAT}/render", "/inference/v1/generate"
+_PICTURE = Picture(16, *LARGE)
+
+Forge = Callable[[Tensor], Tensor | None]
+"""A forged plan made of a sound one; None leaves the field out."""
+
+
+def _same(plan: Tensor) -> Tensor:
+    return plan
+
+
+def changed(**fields: object) -> Forge:
+    """Other values of some of a plan's fields."""
+    return lambda plan: replace(ItemPlan.decode(plan), **fields).encode()  # type: ignore[arg-type]
+
+
+def _with_word(at: int, value: int) -> Forge:
+    def forge(plan: Tensor) -> Tensor:
+        forged = plan.clone()
+        forged[at % len(forged)] = value
+        return forged
+
+    return forge
+
+
+def _as_core(plan: Tensor) -> Tensor:
+    decoded = ItemPlan.decode(plan)
+    return replace(decoded, part="core", core=decoded.budget).encode()
+
+
+FORGED: Mapping[str, Forge] = {
+    **{  # words at the head of a plan: budget, keep, part and the like
+        f"word {at} = {value}": _with_word(at, value)
+        for at in range(12)
+        for value in (0, -1, 1, 9, 33, 10_000, 2**31, 2**62, -(2**63))
+    },
+    "a core": _as_core,
+    **{
+        f"a delta of K_c = {core}": changed(part="delta", core=core) for core in (1, 8, 255, 10_000)
+    },
+    "empty": lambda plan: plan[:0],
+    "short": lambda plan: plan[:3],
+    "long": lambda plan: torch.cat([plan, torch.full((100_000,), 5)]),
+    "ids out of range": lambda plan: torch.cat([plan[:-2], torch.tensor([10**9, -(10**9)])]),
+    "zeros": torch.zeros_like,
+    "minus one": lambda plan: torch.full_like(plan, -1),
+    "random": lambda plan: torch.randint(-(2**62), 2**62, plan.shape),
+    "two rows": lambda plan: torch.stack([plan, plan]),
+    "a scalar": lambda plan: plan[0],
+    "fractions": lambda plan: plan.double() + 0.5,
+    "not finite": lambda plan: torch.full(plan.shape, float("nan")),
+}
+_QUICK = [name for name in FORGED if "word" not in name or name.endswith((" -1", " 10000"))]
+
+
+def _render(client: Client, *pictures: Picture, **more: Any) -> Json:
+    """A request for the endpoint for processed inputs, as rendered by vLLM."""
+    reply = client.send(RENDER, client.body(*pictures, **more))
+    assert reply.status == 200, reply
+    sampling = {"temperature": 0, "max_tokens": 4, "logprobs": 20}
+    return {**reply.body, "sampling_params": sampling, "stream": False}
+
+
+_identities = itertools.count(1 << 40)
+
+
+def forge(request: Mapping[str, Any], *forges: Forge) -> Json:
+    """The request with other plans and new identities; the last forge is for all further items."""
+    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import (
+        decode_mm_kwargs_item,
+        encode_mm_kwargs_item,
+    )
+
+    body = copy.deepcopy(dict(request))
+    features, items = body["features"], []
+    features["mm_metadata"] = None
+    features["mm_hashes"]["image"] = [
+        f"{next(_identities):064x}" for _ in features["mm_hashes"]["image"]
+    ]
+    for at, packed in enumerate(features["kwargs_data"]["image"]):
+        item = decode_mm_kwargs_item(packed)
+        plan = forges[min(at, len(forges) - 1)](item[FIELD].data)
+        if plan is None:
+            del item[FIELD]
+        else:
+            item[FIELD].data = plan
+        items.append(encode_mm_kwargs_item(item))
+    features["kwargs_data"]["image"] = items
+    return body
+
+
+def _plans_of(request: Mapping[str, Any]) -> list[ItemPlan]:
+    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import decode_mm_kwargs_item
+
+    items = map(decode_mm_kwargs_item, request["features"]["kwargs_data"]["image"])
+    return [ItemPlan.decode(item[FIELD].data) for item in items]
+
+
+Forgery = tuple[str, Mapping[str, Any], Sequence[Forge]]
+"""Its name, a rendered request, and what is made of the plans of its items."""
+
+
+def _send_forgeries(site: Site, forgeries: Iterable[Forgery]) -> Problems:
+    """A problem for each server error, a dead engine, and a refusal of what is not forged."""
+    statuses: dict[str, int] = {}
+    for name, request, forges in forgeries:
+        for kind, made in ((name, forges), ("nothing forged", [_same])):
+            if kind in statuses:
+                continue
+            reply = site.send(GENERATE, forge(request, *made))
+            statuses[kind] = reply.status
+            yield from (f"{kind}: {problem}" for problem in server_errors(reply))
+            if not site.lives():
+                yield f"{kind}: {reply}, and the engine is dead"
+                return
+    site.notes.append(f"{statuses}")
+    if statuses["nothing forged"] != 200:
+        yield "the endpoint refuses what is not forged"
+
+
+@attack("uncached", judge=_send_forgeries)
+def forged_plans(site: Site) -> Iterable[Forgery]:
+    """Invalid plans: out of range, too short, too long, of another type, missing."""
+    request = _render(site, _PICTURE)
+    return [(name, request, [FORGED[name]]) for name in _QUICK]
+
+
+@attack("uncached", quick=False, judge=_send_forgeries)
+def forged_plans_of_every_kind(site: Site) -> Iterable[Forgery]:
+    """Every header field of a plan with every extreme value."""
+    request = _render(site, _PICTURE)
+    return [(name, request, [made]) for name, made in FORGED.items()]
+
+
+@attack("uncached")
+def forged_budgets_of_two_images(site: Site) -> Problems:
+    """Two images whose plans are exchanged, so that rows and placeholders differ."""
+    request = _render(site, _PICTURE, Picture(17, 56, 56))
+    request["features"]["kwargs_data"]["image"].reverse()
+    reply = site.send(GENERATE, forge(request, _same))
+    if not site.lives():
+        yield f"exchanged plans: {reply}, and the engine is dead"
+
+
+@attack("uncached", quick=False)
+def plan_left_out(site: Site) -> Problems:
+    """An image without a plan in place of a pruned one: no error that stock vLLM does not give.
+
+    Stock vLLM gets the equivalent: fewer placeholders than the image needs.
+    """
+    reply = site.send(GENERATE, forge(_render(site, _PICTURE), lambda plan: None))
+    if site.lives():
+        return
+    stock = site.stock()
+    request = _render(stock, _PICTURE)
+    request["features"]["mm_placeholders"]["image"][0]["length"] -= 1
+    request["features"]["mm_metadata"] = None
+    other = stock.send(GENERATE, request)
+    if stock.lives():
+        yield f"no plan: {reply}, and the engine is dead; stock answers {other.status} and lives"
+    else:
+        site.notes.append("the engine is dead, and so is that of stock by a range that is short")
+        site.restart()
+
+
+@attack("uncached", quick=False)
+def planted_key(site: Site) -> Problems:
+    """A plan with the feature key of another client's image and different pixels."""
+    victim, planted = Picture(30, *LARGE), Picture(31, *LARGE)
+    key = _plans_of(_render(site, victim))[0].key
+    about_planted = site.ask(planted)
+    yield from server_errors(site.send(GENERATE, forge(_render(site, planted), changed(key=key))))
+    answer = site.ask(victim)
+    # The reference answer is requested last, with another salt and so another key.
+    if nearest(answer, site.ask(victim, cache_salt="alone"), about_planted) == 1:
+        yield "an image is answered about the one that a peer sent under its key"
+
+
+@attack("uncached")
+def state_where_none_is_allowed(site: Site) -> Problems:
+    """A state in a forged plan, on a server whose requests may set nothing."""
+    request = _render(site, _PICTURE)
+    if (refused := site.ask(_PICTURE, **entry(state="visionzip"))).status != 400:
+        yield f"a state by name: {refused}"
+    state = encode_state(load_state("visionzip"))
+    sound = site.send(GENERATE, forge(request, _same))
+    reply = site.send(GENERATE, forge(request, changed(state=state)))
+    yield from unlike("a carried state", reply, sound)
+
+
+def _other_parts(request: Json) -> Iterable[Forgery]:
+    """Forged plans of the two items, core and delta, of one image."""
+    core, delta = _plans_of(request)
+    tokens, few = delta.tokens, delta.budget
+    as_whole = changed(part="whole", core=0)
+    no_core = changed(state=encode_state(load_state("visionzip")))
+    wide = {"share": 0.5, "cover": 0.9, "strength": 0.5}
+    other = PruningState.model_validate({**sample(), "core": wide})
+    other_core = changed(state=encode_state(other))
+    random_tokens = changed(keep="random")
+    late_core, early_delta = changed(part="core", core=few), changed(part="delta", core=few)
+    sizes = (1, core.budget - 1, core.budget + 1, tokens - few - 1, tokens - few, tokens - few + 1)
+    forgeries: Mapping[str, tuple[Forge, Forge]] = {
+        **{
+            f"a delta of K_c = {size}": (_same, changed(core=size))
+            for size in (*sizes, tokens - 1, tokens, tokens + 1, 10_000, MAX_BUDGET - few)
+        },
+        "two cores": (_same, late_core),
+        "two deltas": (early_delta, _same),
+        "the delta first": (early_delta, late_core),
+        "a delta beside the whole": (as_whole, _same),
+        "the whole beside a core": (_same, as_whole),
+        "random tokens": (random_tokens, random_tokens),
+        "a core with a question": (changed(instruction=(5,) * 64, language=(5,) * 64), _same),
+        "a state without a core": (_same, no_core),
+        "no state with a core": (no_core, no_core),
+        "a delta of another core": (_same, other_core),
+        "another core": (other_core, other_core),
+    }
+    return [(name, request, forges) for name, forges in forgeries.items()]
+
+
+@attack("split")
+def forged_parts(site: Site) -> Problems:
+    """Cores and deltas that fit neither each other, nor their image, nor the server's state."""
+    request = _render(site, SPLIT)
+    if [plan.part for plan in _plans_of(request)] != ["core", "delta"]:
+        yield "the image is not split"
+        return
+    two = _render(site, SPLIT, Picture(51, *LARGE))
+    exchanged = copy.deepcopy(two)
+    exchanged["features"]["kwargs_data"]["image"].reverse()
+    others = {
+        "a delta without its core": _repeat_item(request, 0, times=0),
+        "a core without a delta": _repeat_item(request, 1, times=0),
+        "two deltas of one core": _repeat_item(request, 1, times=2),
+        "two equal cores": _repeat_item(request, 0, times=2),
+        "one of two cores": _repeat_item(two, 0, times=0),
+        "exchanged images": exchanged,
+    }
+    forgeries = [*_other_parts(request), *((name, body, [_same]) for name, body in others.items())]
+    yield from _send_forgeries(site, forgeries)
+    # The forged plans' cores have the key of this image; another salt has none of them.
+    for text in QUESTIONS:
+        body = site.body(SPLIT, text=text)
+        yield from site.check("after the forged plans", body, {**body, "cache_salt": "alone"})
+
+
+def _repeat_item(request: Mapping[str, Any], item: int, times: int) -> Json:
+    """A rendered request with one of its items and its placeholders so many times."""
+    body = copy.deepcopy(dict(request))
+    features, ids = body["features"], body["token_ids"]
+    features["mm_metadata"] = None
+    places = features["mm_placeholders"]["image"]
+    begin, length = places[item]["offset"], places[item]["length"]
+    ids[begin : begin + length] = ids[begin : begin + length] * times
+    for later in places[item + 1 :]:
+        later["offset"] += length * (times - 1)
+    places[item : item + 1] = [
+        {**places[item], "offset": begin + copied * length} for copied in range(times)
+    ]
+    for name in ("mm_hashes", "kwargs_data"):
+        features[name]["image"][item : item + 1] *= times
+    return body
+
+
+def _other_recalls(recall: ItemPlan) -> Mapping[str, Forge]:
+    """Forged plans of the item that is recalled last."""
+    initial, *others = recall.earlier
+    far = 1 << 40
+    chains: Mapping[str, tuple[Choice, ...]] = {
+        "another first question": (Choice(initial.budget, (5,) * 8, initial.language), *others),
+        "a first K of all tokens": (Choice(recall.tokens), *others),
+        "a first K of more than all tokens": (Choice(recall.tokens + 7), *others),
+        "the largest first K": (Choice(MAX_BUDGET - recall.budget),),
+        "as many turns as there may be": (initial,) * MAX_RECALLS,
+        "more turns than there may be": (initial,) * (MAX_RECALLS + 1),
+        "no turn before": (),
+        "a token id beyond the vocabulary": (Choice(initial.budget, (far,), (far,)), *others),
+        "a negative token id": (Choice(initial.budget, (-1,), (-1,)), *others),
+    }
+    return {
+        **{name: changed(earlier=chain) for name, chain in chains.items()},
+        "another K_c": changed(core=initial.budget - 1),
+        "K_c of the first K": changed(core=initial.budget),
+        "no K_c": changed(core=0),
+        "random tokens": changed(keep="random"),
+        "the base policy alone": changed(keep="reference"),
+        "a resized image": changed(keep="resized"),
+        "a whole image with turns before": changed(part="whole", core=0),
+        "a delta with turns before": changed(part="delta", core=3),
+    }
+
+
+@attack("split")
+def forged_recalls(site: Site) -> Problems:
+    """Recalls whose plans tell other turns, or other numbers, than there were."""
+    talk = conversation(RECALLED, QUESTIONS[1], QUESTIONS[1])
+    request = _render(site, messages=talk, **RECALL)
+    plans = _plans_of(request)
+    if [plan.part for plan in plans][-2:] != ["recall", "recall"]:
+        yield f"nothing is recalled: {[plan.part for plan in plans]}"
+        return
+    sound = [_same] * (len(plans) - 1)
+    forges = _other_recalls(plans[-1])
+    yield from _send_forgeries(site, [(name, request, [*sound, f]) for name, f in forges.items()])
+    body = site.body(messages=conversation(RECALLED, QUESTIONS[1]), **RECALL)
+    yield from site.check("after the forged plans", body, {**body, "cache_salt": "alone"})
