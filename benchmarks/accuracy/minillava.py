@@ -31,7 +31,6 @@ from vllm_autoprune.evaluation.run import (
     QuestionSuite,
     Settings,
     control_case,
-    prompt_lengths,
     prune_case,
     residual_on,
 )
@@ -200,7 +199,7 @@ class MiniLlavaSuite(QuestionSuite):
         tokens = count_tokens(self._folder)
         for case in self.cases:
             removed = tokens - case.budget
-            for pruned, unpruned in prompt_lengths(contents, case):
+            for pruned, unpruned in contents.prompt_lengths(case):
                 if pruned != unpruned - removed:
                     yield (
                         f"{case.name}: a prompt has {pruned} tokens instead of {unpruned} - "

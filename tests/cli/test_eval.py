@@ -1,33 +1,40 @@
-"""eval: its cases, and runs on a fake server."""
+"""eval: its cases, and runs of a user's questions on a fake server."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from benchmarks.common.fake_server import Answer, Body
-from tests.benchmarks.accuracy.minillava_server import answering
-from tests.offline_search.endpoint import endpoint, error
+from tests.benchmarks.accuracy.minillava_server import answering, arm, asked, reply
+from tests.offline_search.endpoint import MODELS, endpoint, error
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
+from vllm_autoprune.evaluation.journal import Journal
 from vllm_autoprune.evaluation.run import build_cases
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 Captured = pytest.CaptureFixture[str]
 Answering = Callable[[Body, int], Answer]
 LMMS = "--suite lmms:mme --served-name m"
+CASES = ("full", "random", "resized", "cdpruner", "autoprune")
+"""What a server is asked for by default, by the arm of the fake server."""
 
 
 def test_each_state_is_compared_with_its_base_policy() -> None:
     states = ["autoprune", "ablation-quota-4", "visionzip"]
     cases = {case.name: case for case in build_cases(states, [8, 16])}
     per_budget = ("random", "resized", "cdpruner", *states)
-    assert set(cases) == {"full", *(f"{name}@{k}" for name in per_budget for k in (8, 16))}
+    assert list(cases) == ["full", *(f"{name}@{k}" for k in (8, 16) for name in per_budget)]
     assert cases["autoprune@8"].base == cases["ablation-quota-4@8"].base == "cdpruner@8"
+    assert (cases["autoprune@8"].arm, cases["ablation-quota-4@8"].arm) == ("autoprune", "found")
     assert cases["visionzip@8"].base == "" and cases["visionzip@8"].arm == "base"
     assert cases["cdpruner@8"].quota == 0 and cases["autoprune@8"].quota == 2
     assert not any(case.refused for case in cases.values())
@@ -47,8 +54,8 @@ def test_the_base_policy_alone_has_the_parameters_of_the_state(tmp_path: Path) -
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
-    """A file of questions about two images."""
+def call(tmp_path: Path) -> Callable[..., int]:
+    """Runs eval on four questions about two images."""
     for name, colour in (("a.png", "red"), ("b.png", "blue")):
         Image.new("RGB", (8, 8), colour).save(tmp_path / name)
     lines = [
@@ -59,80 +66,103 @@ def data(tmp_path: Path) -> Path:
     ]
     path = tmp_path / "questions.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    return path
+
+    def call(url: str, *words: str) -> int:
+        common = ["eval", "--data", str(path), "--server-url", url, "--budgets", "8"]
+        return main([*common, "--out", str(tmp_path / "out"), *words])
+
+    return call
 
 
-def test_own_questions_are_measured_in_every_case(
-    data: Path, tmp_path: Path, capsys: Captured
+def count_questions(requests: list[Body]) -> Counter[str]:
+    """Questions that were asked, by case."""
+    return Counter(map(arm, asked(requests)))
+
+
+def test_every_case_is_asked_every_question_once(
+    call: Callable[..., int], tmp_path: Path, capsys: Captured
 ) -> None:
-    out = tmp_path / "out"
     with endpoint(answering) as server:
-        call = ["eval", "--data", str(data), "--server-url", server.url, "--out", str(out)]
-        call += ["--budgets", "8", "--state", "autoprune", "--state", "visionzip"]
-        assert main(call) == 0
+        assert call(server.url, "--at-once", "1") == 0
         captured = capsys.readouterr()
-        # full, random, resized, cdpruner, autoprune, visionzip (which exchanges nothing): six.
-        assert len(server.requests) == 6 * 4
-        images = [body["messages"][0]["content"][0]["image_url"]["url"] for body in server.requests]
-        assert len(set(images)) == 2
-        assert main([*call, "--resume", "--json"]) == 0
-        assert len(server.requests) == 6 * 4
-    assert "### K = 8" in captured.out and "trial run" in captured.out
+        assert count_questions(server.requests) == dict.fromkeys(CASES, 4)
+        # Requests about one image are close to each other.
+        parts = [body["messages"][0]["content"][0] for body in asked(server.requests)]
+        urls = [part["image_url"]["url"] for part in parts]
+        assert sum(before != after for before, after in pairwise(urls)) == 1
+        assert call(server.url) == 1
+        assert "already contains an evaluation -> add --resume" in capsys.readouterr().err
+        assert call(server.url, "--resume", "--json") == 0
+        assert count_questions(server.requests) == dict.fromkeys(CASES, 4)
+    assert "### K = 8" in captured.out and "A trial run on 2 images" in captured.out
     assert "- autoprune, K = 8: 2 images are too few to decide (at least 6)" in captured.out
+    assert "100%  20 of 20" in captured.err
     report = json.loads(capsys.readouterr().out)
-    assert {row["case"]["name"] for row in report["rows"]} == {
-        "full", "random@8", "resized@8", "cdpruner@8", "autoprune@8", "visionzip@8",
-    }  # fmt: skip
-    benchmarks = next(row["benchmarks"] for row in report["rows"] if row["case"]["name"] == "full")
-    assert benchmarks == {"colour": 100.0, "shape": 100.0, "MME": 200.0}
-    files = {path.name for path in out.iterdir()}
+    rows = {row["case"]["name"]: row for row in report["rows"]}
+    assert set(rows) == {"full", *(f"{name}@8" for name in CASES[1:])}
+    assert rows["full"]["benchmarks"] == {"colour": 100.0, "shape": 100.0, "MME": 200.0}
+    assert rows["random@8"]["all"]["acc"] == 0.0 and "pruning" not in rows["random@8"]["case"]
+    assert rows["random@8"]["to_full"]["logprob"]["value"] == pytest.approx(-2.9)
+    files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files == {"report.html", "report.json", "report.md", "samples.jsonl"}
 
 
-def one_failure(body: Body, number: int) -> Answer:
-    return error(400, "no") if number == 3 else answering(body, number)
-
-
-@pytest.mark.parametrize(
-    ("answer", "budget", "reason"),
-    [(one_failure, "64", "1 of 4 requests failed"), (answering, "144", "K keeps every token")],
-)
-def test_an_invalid_report_exits_with_1(
-    data: Path, tmp_path: Path, capsys: Captured, answer: Answering, budget: str, reason: str
+def test_only_what_has_no_answer_is_asked_again(
+    call: Callable[..., int], tmp_path: Path, capsys: Captured
 ) -> None:
-    with endpoint(answer) as server:
-        call = ["eval", "--suite", f"data:{data}", "--server-url", server.url, "--budgets", budget]
-        assert main([*call, "--out", str(tmp_path / "out")]) == 1
+    def failing(body: Body, number: int) -> Answer:
+        return error(400, "no") if number == len(CASES) + 3 else answering(body, number)
+
+    with endpoint(failing) as server:
+        assert call(server.url) == 1
     printed = capsys.readouterr().out
-    assert "Not valid: " in printed and reason in printed
+    assert "Not valid: " in printed and "1 of 4 requests failed: status 400: no" in printed
+    path = tmp_path / "out" / "samples.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])  # a killed process leaves half a line
+    with endpoint(answering) as server:
+        assert call(server.url, "--resume") == 0
+        assert len(asked(server.requests)) == 2
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(questions.read_text().replace("Which shape?", "What is it?"))
+    assert call("http://h:1", "--resume") == 1
+    assert "another evaluation (setup : data differ) -> name another" in capsys.readouterr().err
 
 
-def test_a_dry_run_starts_nothing(data: Path, tmp_path: Path, capsys: Captured) -> None:
-    out = tmp_path / "out"
-    call = ["eval", "--suite", f"data:{data}", "--server-url", "http://h:1", "--out", str(out)]
-    assert main([*call, "--dry-run"]) == 0
-    assert "5 cases x 4 questions: 20 requests" in capsys.readouterr().out and not out.exists()
-    assert main(["eval", *LMMS.split(), "--arm", "full=http://h:1", "--dry-run"]) == 0
-    assert "--tasks mme" in capsys.readouterr().out
+def test_answers_of_a_server_that_dies_are_kept(
+    call: Callable[..., int], tmp_path: Path, capsys: Captured
+) -> None:
+    def dying(body: Body, number: int) -> Answer:
+        if number < len(CASES) + 10:
+            return answering(body, number)
+        server.pages[MODELS] = error(503, "down")
+        return error(503, "gone")
+
+    with endpoint(dying) as server:
+        assert call(server.url, "--at-once", "1") == 1
+    assert "stopped: " in capsys.readouterr().out
+    with Journal(tmp_path / "out" / "samples.jsonl") as journal:
+        answers = journal.contents.answers.values()
+        assert sum(answer.failure is None for case in answers for answer in case.values()) == 10
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("random", "status", "reason"),
     [
-        ("--suite imagenet", "is not a suite"),
-        ("--suite data:x.jsonl", "--server-url: is missing"),
-        ("--data x.jsonl", "--server-url: is missing"),
-        ("--suite data:/nowhere.jsonl --server-url http://h", "cannot be read"),
-        ("--suite data:x --server-url u --budgets 0", "--budgets 0: are below 1"),
-        ("--suite lmms:mme --arm full=http://h", "--served-name: is missing"),
-        (LMMS, "--arm: is missing -> give --server-url"),
-        (f"{LMMS} --include-path /nowhere", "--include-path /nowhere: declares no task"),
-        (f"{LMMS} --backbone x", "--backbone x: is in no table"),
+        ({"following": "7"}, 0, ""),  # the answer continues within a word
+        ({"following": ".", "tokens": 144}, 1, "random@8: no prompt is shorter than unpruned"),
     ],
 )
-def test_a_run_that_cannot_start_says_why(call: str, message: str, capsys: Captured) -> None:
-    assert main(["eval", *call.split()]) == 1
-    assert message in capsys.readouterr().err
+def test_an_answer_that_goes_on_is_wrong_and_a_prompt_that_is_not_pruned_is_told(
+    call: Callable[..., int], capsys: Captured, random: dict[str, Any], status: int, reason: str
+) -> None:
+    def answer(body: Body, number: int) -> Answer:
+        return reply(body, **random if arm(body) == "random" else {"following": "."})
+
+    with endpoint(answer) as server:
+        assert call(server.url, "--json") == status
+    report = json.loads(capsys.readouterr().out)
+    (row,) = [row for row in report["rows"] if row["case"]["name"] == "random@8"]
+    assert row["all"]["acc"] == 100.0 * status and reason in " ".join(report["reasons"])
 
 
 def refusing(policies: set[str]) -> Answering:
@@ -148,12 +178,11 @@ def refusing(policies: set[str]) -> Answering:
 
 
 def test_every_base_policy_is_measured_on_any_server(
-    data: Path, tmp_path: Path, capsys: Captured
+    call: Callable[..., int], capsys: Captured
 ) -> None:
-    call = ["eval", "--data", str(data), "--state", "all", "--budgets", "8", "16"]
-    call += ["--out", str(tmp_path / "out")]
     with endpoint(refusing({"fastv"})) as server:
-        assert main([*call, "--server-url", server.url]) == 0
+        assert call(server.url, "--state", "all") == 0
+        assert call(server.url, "--state", "all", "--resume") == 0
     page = capsys.readouterr().out
     assert "| fastv | 8 | status 400: needs inputs that this model has not |" in page
     for policy in BASE_POLICIES.keys() - {"fastv"}:
@@ -162,15 +191,43 @@ def test_every_base_policy_is_measured_on_any_server(
 
 
 def test_a_server_that_cannot_be_measured_leaves_nothing_to_resume(
-    data: Path, tmp_path: Path, capsys: Captured
+    call: Callable[..., int], capsys: Captured
 ) -> None:
-    call = ["eval", "--data", str(data), "--out", str(tmp_path / "out"), "--server-url"]
-    assert main([*call, "http://127.0.0.1:9"]) == 1
+    assert call("http://127.0.0.1:9") == 1
     assert "does not answer" in capsys.readouterr().err
     with endpoint(refusing({"cdpruner"})) as server:
-        assert main([*call, server.url]) == 1
+        assert call(server.url) == 1
+        assert not asked(server.requests)
     message = capsys.readouterr().err
     assert "refuses every state: status 400: needs inputs that this model has not -> " in message
     assert "--autoprune-requests states" in message
     with endpoint(answering) as server:
-        assert main([*call, server.url]) == 0
+        assert call(server.url, "--served-name", "llava") == 1
+        assert "serves m -> serve llava" in capsys.readouterr().err
+        assert call(server.url) == 0
+
+
+def test_a_dry_run_starts_nothing(
+    call: Callable[..., int], tmp_path: Path, capsys: Captured
+) -> None:
+    assert call("http://h:1", "--dry-run") == 0
+    assert "5 cases x 4 questions: 20 requests" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("--suite imagenet", "is not a suite"),
+        ("--data x.jsonl", "--server-url: is missing"),
+        ("--data /nowhere.jsonl --server-url http://h", "cannot be read"),
+        ("--data x --server-url u --budgets 0", "--budgets 0: is below 1 -> give 1 or more"),
+        ("--suite lmms:mme --arm full=http://h", "--served-name: is missing"),
+        (LMMS, "--server-url: is missing -> give a server"),
+        (f"{LMMS} --arm nobody=http://h", "--arm nobody=http://h: is not a valid arm"),
+        ("--suite lmms:x --served-name m --arm full=http://h", "does not know x -> use: paper"),
+    ],
+)
+def test_a_run_that_cannot_start_says_why(call: str, message: str, capsys: Captured) -> None:
+    assert main(["eval", *call.split()]) == 1
+    assert message in capsys.readouterr().err

@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from vllm_autoprune.evaluation.journal import (
-    MME,
-    Answer,
-    Arm,
-    Case,
-    Contents,
-    Journal,
-    Question,
-    Setup,
-)
+from vllm_autoprune.evaluation.journal import MME, Answer, Arm, Case, Contents, Question, Setup
 
 SETUP = Setup(suite="s", model="m", data="d", scorer="by hand", mme_divisor=2.0)
 
@@ -38,21 +28,15 @@ def case(name: str, arm: Arm = "base", base: str = "", **more: object) -> Case:
 
 
 def contents(
-    *cases: tuple[Case, Sequence[float]],
+    *cases: tuple[Case, Sequence[float | None]],
     questions: Sequence[Question] = QUESTIONS,
-    setup: Setup = SETUP,
     prompt_tokens: Sequence[int] = (),
 ) -> Contents:
     """The contents of a journal in which every case has one score per question."""
     answers = [
         Answer(case=case.name, question=question.id, score=score, logprob=-1.0, prompt_tokens=count)
-        for (case, scores), count in zip(cases, prompt_tokens or [20] * len(cases), strict=True)
+        for number, (case, scores) in enumerate(cases)
+        for count in [prompt_tokens[number] if prompt_tokens else 12 + (case.budget or 24)]
         for question, score in zip(questions, scores, strict=True)
     ]
-    return Contents([setup, *(case for case, _ in cases), *questions, *answers])
-
-
-def read_journal(path: Path) -> Contents:
-    """The contents of a journal that no process writes."""
-    with Journal(path) as journal:
-        return journal.contents
+    return Contents([SETUP, *(case for case, _ in cases), *questions, *answers])

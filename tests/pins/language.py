@@ -137,7 +137,7 @@ def digests() -> Table:
         rows[f"base policy {name}"] = parameters(policy.call)
     for folder in (ROOT / "tests/golden/data").iterdir():
         rows[f"golden cases {folder.name}"] = len([*folder.glob("*.npz")])
-    (published,) = (ROOT / "vllm_autoprune").rglob("published.json")
+    (published,) = (ROOT / "benchmarks").rglob("published.json")
     tables = json.loads(published.read_text(encoding="utf-8"))["tables"]
     printed = [row for block in tables for row in block["rows"]]
     return {**rows, "published rows": [len(printed), digest(printed)]}

@@ -16,6 +16,8 @@ from pydantic import Field, JsonValue, TypeAdapter
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.record_file import FrozenModel, RecordFile
 
+JOURNAL = "samples.jsonl"
+
 MME = "MME"
 """The benchmark of yes/no pairs by category, which is scored in points."""
 
@@ -24,8 +26,8 @@ RESIZED = "resize control"
 
 Arm = Literal["full", "random", "resized", "base", "autoprune", "found", "quota"]
 """How tokens are selected: all, at random, those of a resized image, by a base policy alone, with
-the shipped residual, or with the residual of a search on this model; and two kinds of ablation of
-the shipped residual."""
+the shipped residual, or with the residual of a search on this model; and an ablation of the shipped
+residual."""
 
 
 class EvaluationError(AutopruneError):
@@ -106,27 +108,25 @@ class Total(FrozenModel):
 
 Record = Annotated[Setup | Case | Question | Answer | Total, Field(discriminator="kind")]
 
-JOURNAL = "samples.jsonl"
-
 
 class Contents:
     """The records of a journal by kind and name; of several with one name the last."""
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
         self.setups: dict[str, Setup] = {}
+        """At most one, by the empty name."""
         self.cases: dict[str, Case] = {}
         self.questions: dict[str, Question] = {}
         self.answers: dict[str, dict[str, Answer]] = {}
+        """By case and question."""
         self.totals: dict[str, dict[str, Total]] = {}
+        """By case and benchmark."""
         for record in records:
-            self.add(record)
+            siblings, name = self.siblings(record)
+            siblings[name] = record
 
-    @property
-    def setup(self) -> Setup | None:
-        """What is measured; None for an empty journal."""
-        return self.setups.get("")
-
-    def _place(self, record: Record) -> tuple[dict[str, Any], str]:
+    def siblings(self, record: Record) -> tuple[dict[str, Any], str]:
+        """The records among which one belongs, and its name among them."""
         match record:
             case Setup():
                 return self.setups, ""
@@ -139,20 +139,21 @@ class Contents:
             case Total():
                 return self.totals.setdefault(record.case, {}), record.benchmark
 
-    def add(self, record: Record) -> None:
-        """Add one record, in place of an earlier one of its name."""
-        records, name = self._place(record)
-        records[name] = record
-
-    def existing(self, record: Record) -> Record | None:
-        """The record with the same name, if there is one."""
-        records, name = self._place(record)
-        return records.get(name)
-
     def is_answered(self, case: str, question: str) -> bool:
         """Whether a question has an answer that did not fail."""
         answer = self.answers.get(case, {}).get(question)
         return answer is not None and answer.failure is None
+
+    def prompt_lengths(self, case: Case) -> list[tuple[int, int]]:
+        """Prompt tokens of a case that prunes and of the full model, by question, where known."""
+        full = self.answers.get("full", {}) if case.budget else {}
+        return [
+            (answer.prompt_tokens, unpruned.prompt_tokens)
+            for name, answer in self.answers.get(case.name, {}).items()
+            if answer.prompt_tokens is not None
+            and (unpruned := full.get(name)) is not None
+            and unpruned.prompt_tokens is not None
+        ]
 
 
 class Journal(RecordFile[Record]):
@@ -175,15 +176,17 @@ class Journal(RecordFile[Record]):
         record, or if the file cannot be written. Whether a server refuses a case may differ:
         another start of the server may serve it.
         """
-        new = [record for record in records if self.contents.existing(record) != record]
-        for record in new:
-            existing = self.contents.existing(record)
+        new = []
+        for record in records:
+            siblings, name = self.contents.siblings(record)
+            existing = siblings.get(name)
+            if existing == record:
+                continue
+            new.append(record)
             if existing is None or isinstance(record, Answer | Total):
                 continue
-            before, after = existing.model_dump(), record.model_dump()
-            differ = [name for name in before if before[name] != after[name]]
+            differ = sorted(field for field, value in record if dict(existing)[field] != value)
             if differ != ["refused"]:
-                name = self.contents._place(record)[1]
                 raise EvaluationError(
                     f"{self.path}: contains another evaluation ({record.kind} {name}: "
                     f"{', '.join(differ)} differ) -> name another folder with --out"
@@ -191,7 +194,8 @@ class Journal(RecordFile[Record]):
         if new:
             super().append(new)
         for record in new:
-            self.contents.add(record)
+            siblings, name = self.contents.siblings(record)
+            siblings[name] = record
 
 
 def unanswered(

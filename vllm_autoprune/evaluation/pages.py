@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import get_args
 
-from vllm_autoprune.evaluation import published
 from vllm_autoprune.evaluation.journal import Arm
-from vllm_autoprune.evaluation.report import MIN_IMAGES, Comparison, Differences, Report, Row
-from vllm_autoprune.report import (
-    Chart,
-    Document,
-    Mark,
-    Rule,
-    Section,
-    Series,
-    Table,
-    Tone,
-)
+from vllm_autoprune.evaluation.report import MIN_IMAGES, Report, Winner
+from vllm_autoprune.report import Chart, Document, Mark, Rule, Section, Series, Table, Tone
 from vllm_autoprune.statistics import Estimate
 
 _NONE = "-"
@@ -28,6 +18,8 @@ _TRIAL_IMAGES = 20
 """With fewer images than this, bootstrap intervals over images are too narrow."""
 _FEW_RIGHT = 50
 """Per cent right with all tokens below which the answers are probably written in another way."""
+_APART = 1.02
+"""Factor on K by which a series stands beside the one before, so that intervals do not overlap."""
 
 _NOTES = (
     "Acc. is the mean over benchmarks, with MME divided by {divisor:g} first. Rel. is given by "
@@ -41,24 +33,118 @@ _NOTES = (
 )
 
 
-@dataclass(frozen=True)
-class _Metric:
-    """A metric whose differences fill a column: its name, its field, and its decimals."""
+def build_document(report: Report) -> Document:
+    """The whole page."""
+    setup, answer, tone = report.setup, *_build_answer(report)
+    full = next((row.accuracy for row in report.rows if row.case.arm == "full"), None)
+    sections = []
+    if verdicts := list(_compare_with_resizing(report)):
+        if full is not None:
+            right = f"With all tokens, {full.value:.1f} % of the answers are right."
+            if full.value < _FEW_RIGHT:
+                right += (
+                    " An answer is right if the model gives exactly it: where it is not written "
+                    "as the model writes it, it is wrong in every row."
+                )
+            verdicts.insert(0, right)
+        sections.append(Section("Pruning or resizing?", verdicts))
+    if series := _draw_series(report):
+        budgets = sorted({row.case.budget for row in report.rows} - {0})
+        chart = Chart(
+            "Questions answered right",
+            "visual tokens kept, K",
+            "right, %",
+            series,
+            [Rule(full.value, f"all tokens {full.value:.1f} %")] if full is not None else [],
+            x_scale="log",
+            x_names={float(budget): str(budget) for budget in budgets},
+        )
+        text = "Bars: 95 % intervals, images resampled."
+        sections.append(Section("Accuracy over K", [text], [chart]))
+    if report.rows:
+        notes = [note.format(divisor=setup.mme_divisor, images=report.images) for note in _NOTES]
+        tables = [*_result_tables(report), *_resizing_tables(report)]
+        if refused := [[case.label, str(case.budget), case.refused] for case in report.refused]:
+            tables.append(Table("Cannot be served", ["method", "K", "why"], refused, "lll"))
+        sections.append(Section("Tables", notes, tables=tables))
+    return Document(
+        title=f"Accuracy: {setup.suite}",
+        answer=answer,
+        tone=tone,
+        warnings=report.reasons,
+        facts=[
+            f"model: {setup.model}",
+            f"data: {setup.data}",
+            f"scored by {setup.scorer}",
+            f"{report.questions:,} questions about {report.images:,} images",
+        ],
+        sections=sections,
+    )
 
-    name: str
-    of: Callable[[Differences], Estimate | None]
-    digits: int = 1
 
-    def cell(self, differences: Differences | None) -> str:
-        return _format(None if differences is None else self.of(differences), self.digits)
+def _build_answer(report: Report) -> tuple[str, Tone]:
+    """What came out, of the state that was to be evaluated, at its largest budget."""
+    if not report.valid:
+        return "Not valid: the reasons are below, and no figure here is to be quoted.", "bad"
+    rows = [row for row in report.rows if row.case.arm in _PRUNING_ARMS]
+    if not rows:
+        return "Nothing was pruned in this evaluation: only full tokens were measured.", "open"
+    row = min(rows, key=lambda row: (_PRUNING_ARMS.index(row.case.arm), -row.case.budget))
+    tone: Tone = "open"
+    sentence = f"{row.case.label} at K = {row.case.budget}"
+    if row.accuracy is not None:
+        sentence += f" answers {row.accuracy.value:.1f} % of the questions right"
+    if row.to_full is not None and (gap := row.to_full.accuracy) is not None:
+        interval = f"95 %: {gap.low:+.1f} to {gap.high:+.1f}"
+        if gap.low <= 0 <= gap.high:
+            sentence += f"; no difference to all tokens is shown ({gap.value:+.1f}, {interval})"
+        else:
+            word, tone = ("fewer", "bad") if gap.value < 0 else ("more", "good")
+            sentence += f", {abs(gap.value):.1f} points {word} than with all tokens ({interval})"
+    if report.images < _TRIAL_IMAGES:
+        images = f"{report.images} images, no measurement (at least {_TRIAL_IMAGES} images)"
+        return f"A trial run on {images}: {sentence}.", "open"
+    return f"{sentence}.", tone
 
-    def is_in(self, report: Report) -> bool:
-        return any(row.to_full is not None and self.of(row.to_full) for row in report.rows)
+
+def _compare_with_resizing(report: Report) -> Iterator[str]:
+    """One line for each stated case: who wins overall, by how much, and for which kinds."""
+    verdicts: dict[Winner, str] = {
+        "pruning": "pruning beats resizing",
+        "resizing": "resizing beats pruning",
+        "not decided": "not decided between pruning and resizing",
+    }
+    for overall in report.resizing:
+        if not overall.stated or overall.kind is not None:
+            continue
+        few = f"{overall.images} images are too few to decide (at least {MIN_IMAGES})"
+        tokens = overall.more_tokens
+        more = f" with {tokens:.1f} tokens more" if tokens >= 0.5 else ""
+        line = (
+            f"{overall.label}, K = {overall.budget}: {verdicts.get(overall.winner, few)}, "
+            f"{_format(overall.difference)} points right{more}."
+        )
+        kinds = [row for row in report.resizing if row.case == overall.case and row.kind]
+        by_winner = []
+        for winner in get_args(Winner):
+            cells = [f"{row.kind} {_format(row.difference)}" for row in kinds
+                     if row.winner == winner]  # fmt: skip
+            wins = " wins" if winner in ("pruning", "resizing") else ""
+            by_winner += [f"{winner}{wins}: {', '.join(cells)}"] if cells else []
+        yield line + (f" By kind: {'; '.join(by_winner)}." if by_winner else "")
 
 
-_ACC = _Metric("Acc.", lambda differences: differences.acc)
-_SAMPLES = _Metric("samples", lambda differences: differences.accuracy)
-_LN_P = _Metric("ln p", lambda differences: differences.logprob, digits=3)
+def _draw_series(report: Report) -> list[Series]:
+    """Per cent right over K, one line a method; none where answers are not scored one by one."""
+    methods: dict[str, list[Mark]] = {}
+    for row in sorted(report.rows, key=lambda row: row.case.budget):
+        label, budget, right = row.case.label, row.case.budget, row.accuracy
+        if budget and right is not None:
+            tip = f"{label}, K = {budget}\n{right.value:.1f} % ({right.low:.1f}–{right.high:.1f})"
+            marks = methods.setdefault(label, [])
+            x = budget * _APART ** list(methods).index(label)
+            marks.append(Mark(x, right.value, tip, right.low, right.high))
+    return [Series(label, marks, colour=n) for n, (label, marks) in enumerate(methods.items())]
 
 
 def _format(estimate: Estimate | None, digits: int = 1) -> str:
@@ -75,254 +161,44 @@ def _format(estimate: Estimate | None, digits: int = 1) -> str:
     return f"{value} ({low} to {high})"
 
 
-def build_document(report: Report) -> Document:
-    """The whole page."""
-    setup, answer, tone = report.setup, *_answer(report)
-    warnings = list(report.reasons)
-    if report.valid and report.images < _TRIAL_IMAGES:
-        warnings.append(
-            f"A trial run: {report.images} images are too few for a measurement (at least "
-            f"{_TRIAL_IMAGES}), and the intervals are too narrow to be quoted."
-        )
-    full = next((row.accuracy for row in report.rows if row.case.arm == "full"), None)
-    sections = []
-    if verdicts := list(_verdicts(report.resizing)):
-        if full is not None:
-            right = f"With all tokens, {full.value:.1f} % of the answers are right."
-            if full.value < _FEW_RIGHT:
-                right += (
-                    " An answer is right if the model gives exactly it: where it is not written "
-                    "as the model writes it, it is wrong in every row."
-                )
-            verdicts.insert(0, right)
-        sections.append(Section("Pruning or resizing?", verdicts))
-    if chart := _draw_budgets(report, full):
-        text = "Bars: 95 % intervals, images resampled."
-        sections.append(Section("Accuracy over K", [text], [chart]))
-    if report.rows:
-        notes = [note.format(divisor=setup.mme_divisor, images=report.images) for note in _NOTES]
-        sections.append(Section("Tables", notes, tables=list(_tables(report))))
-    return Document(
-        title=f"Accuracy: {setup.suite}",
-        answer=answer,
-        tone=tone,
-        warnings=warnings,
-        facts=[
-            f"model: {setup.model}",
-            f"data: {setup.data}",
-            f"scored by {setup.scorer}",
-            f"{report.questions:,} questions about {report.images:,} images",
-        ],
-        sections=sections,
-    )
-
-
-def _answer(report: Report) -> tuple[str, Tone]:
-    """What came out, of the state that was to be evaluated, at its largest budget."""
-    if not report.valid:
-        return "Not valid: the reasons are below, and no figure here is to be quoted.", "bad"
-    rows = [row for row in report.rows if row.case.arm in _PRUNING_ARMS and row.to_full is not None]
-    rows.sort(key=lambda row: (_PRUNING_ARMS.index(row.case.arm), -row.case.budget))
-    if not rows or rows[0].to_full is None:
-        return "Nothing was pruned in this evaluation: only full tokens were measured.", "open"
-    row, difference = rows[0], rows[0].to_full.accuracy or rows[0].to_full.acc
-    sentence = f"{row.case.label} at K = {row.case.budget}"
-    if row.accuracy is not None:
-        sentence += f" answers {row.accuracy.value:.1f} % of the questions right"
-    tone: Tone = "open"
-    if difference is not None:
-        ends = f"95 %: {difference.low:+.1f} to {difference.high:+.1f}"
-        if difference.low <= 0 <= difference.high:
-            sentence += f"; no difference to all tokens is shown ({difference.value:+.1f}, {ends})"
-        else:
-            word, tone = ("fewer", "bad") if difference.value < 0 else ("more", "good")
-            sentence += f", {abs(difference.value):.1f} points {word} than with all tokens ({ends})"
-    if report.images < _TRIAL_IMAGES:
-        return f"A trial run on {report.images} images, no measurement: {sentence}.", "open"
-    return f"{sentence}.", tone
-
-
-def _verdicts(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """One line for each stated case: who wins overall, by how much, and for which kinds."""
-    for overall in comparisons:
-        if not overall.stated or overall.kind is not None:
-            continue
-        kinds = [row for row in comparisons if row.case == overall.case and row.kind is not None]
-        verdict = {
-            "pruning": "pruning beats resizing",
-            "resizing": "resizing beats pruning",
-            "not decided": "not decided between pruning and resizing",
-            "too few images": f"{overall.images} images are too few to decide (at least "
-            f"{MIN_IMAGES})",
-        }[overall.winner]
-        more = f" with {overall.more_tokens:.1f} tokens more" if overall.more_tokens >= 0.5 else ""
-        line = (
-            f"{overall.label}, K = {overall.budget}: {verdict}, {_format(overall.difference)} "
-            f"points right{more}."
-        )
-        parts = []
-        for winner in ("pruning", "resizing", "not decided", "too few images"):
-            named = [f"{row.kind} {_format(row.difference)}" for row in kinds
-                     if row.winner == winner]  # fmt: skip
-            if named:
-                wins = " wins" if winner in ("pruning", "resizing") else ""
-                parts.append(f"{winner}{wins}: {', '.join(named)}")
-        yield line + (f" By kind: {'; '.join(parts)}." if parts else "")
-
-
-def _draw_budgets(report: Report, full: Estimate | None) -> Chart | None:
-    """Per cent right over K, one line a method; None where answers are not scored one by one."""
-    series: dict[str, list[Mark]] = {}
-    budgets = {}
-    for row in sorted(report.rows, key=lambda row: row.case.budget):
-        label, budget, accuracy = row.case.label, row.case.budget, row.accuracy
-        if row.case.arm == "full" or accuracy is None:
-            continue
-        interval = f"{accuracy.low:.1f}–{accuracy.high:.1f}"
-        tip = f"{label}, K = {budget}\n{accuracy.value:.1f} % ({interval})"
-        if row.prompt_tokens is not None:
-            tip += f"\n{row.prompt_tokens:.0f} prompt tokens"
-        budgets[float(budget)] = str(budget)
-        mark = Mark(budget, accuracy.value, tip, accuracy.low, accuracy.high)
-        series.setdefault(label, []).append(mark)
-    if not series:
-        return None
-    order = [label for label in dict.fromkeys(r.case.label for r in report.rows) if label in series]
-    return Chart(
-        "Questions answered right",
-        "visual tokens kept, K",
-        "right, %",
-        [Series(label, series[label], colour=colour) for colour, label in enumerate(order)],
-        [Rule(full.value, f"all tokens {full.value:.1f} %")] if full is not None else [],
-        x_scale="log",
-        x_names=budgets,
-    )
-
-
-def _tables(report: Report) -> Iterator[Table]:
-    """Every table for which the report has rows, then the comparison with published ones."""
-    # There is no difference of Acc. if a benchmark does not score single answers.
-    metrics = [_ACC if _ACC.is_in(report) else _SAMPLES, *([_LN_P] if _LN_P.is_in(report) else [])]
-    yield from _result_tables(report, metrics)
-    yield from _resizing_tables(report)
-    if report.refused:
-        refused = [[case.label, str(case.budget), case.refused] for case in report.refused]
-        yield Table("Cannot be served", ["method", "K", "why"], refused, "lll")
-    for table in published.read_published().tables:
-        if table.backbone == report.setup.backbone:
-            yield from _compare_with_published(report, table)
-
-
-def _figures_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    return Table(caption, head, rows, "l" + "r" * (len(head) - 1))
-
-
-def _result_tables(report: Report, metrics: Sequence[_Metric]) -> Iterator[Table]:
+def _result_tables(report: Report) -> Iterator[Table]:
     """The paper's main table, one part for each budget, each with the full model on top.
 
     The gain of a residual, and of each q_e, is its difference to its base policy.
     """
-    names = list(report.rows[0].benchmarks)
-    head = ["method", *names, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
-    if report.rows[0].without_mmbench is not None:
-        head += ["Acc. w/o MMB", "ratio of means w/o MMB", "mean of ratios w/o MMB"]
+    to_full = [row.to_full for row in report.rows if row.to_full is not None]
+    # There is no difference of Acc. if a benchmark does not score single answers.
+    has_acc = any(differences.acc for differences in to_full)
+    metrics = [("acc", "Acc.", 1) if has_acc else ("accuracy", "samples", 1)]
+    metrics += [("logprob", "ln p", 3)] if any(row.logprob for row in to_full) else []
     others = ["full", "base"]
-    if any(row.case.arm == "resized" for row in report.rows):
-        others.append("resized")
-    head += [f"{metric.name} less {other}" for metric in metrics for other in others]
-    budgets = {row.case.budget for row in report.rows if row.case.budget}
-    for budget in sorted(budgets, reverse=True):
+    others += ["resized"] if any(row.case.arm == "resized" for row in report.rows) else []
+    benchmarks = list(report.rows[0].benchmarks)
+    head = ["method", *benchmarks, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
+    head += [f"{name} less {other}" for _, name, _ in metrics for other in others]
+    for budget in sorted({row.case.budget for row in report.rows} - {0}, reverse=True):
         rows = []
         for row in report.rows:
             if row.case.budget not in (0, budget):
                 continue
-            cells = [row.case.label, *(f"{row.benchmarks[name]:.1f}" for name in names)]
-            for part in (row.all, row.without_mmbench):
-                if part is not None:
-                    figures = (part.acc, part.ratio_of_means, part.mean_of_ratios)
-                    cells += map(_figure, figures)
-            differences = {"full": row.to_full, "base": row.to_base, "resized": row.to_resized}
-            cells += [metric.cell(differences[other]) for metric in metrics for other in others]
-            rows.append(cells)
-        yield _figures_table(f"K = {budget}", head, rows)
+            figures: list[float | None] = [row.benchmarks[name] for name in benchmarks]
+            figures += [row.all.acc, row.all.ratio_of_means, row.all.mean_of_ratios]
+            cells = [_NONE if figure is None else f"{figure:.1f}" for figure in figures]
+            for metric, _, digits in metrics:
+                for other in (row.to_full, row.to_base, row.to_resized)[: len(others)]:
+                    cells.append(_format(dict(other)[metric] if other else None, digits))
+            rows.append([row.case.label, *cells])
+        yield Table(f"K = {budget}", head, rows, "l" + "r" * (len(head) - 1))
 
 
 def _resizing_tables(report: Report) -> Iterator[Table]:
-    """Each case less the resize control, per cent right: by budget, and then by kind."""
-    budgets = sorted({comparison.budget for comparison in report.resizing}, reverse=True)
-    cells = {(c.label, c.budget, c.kind): _format(c.difference) for c in report.resizing}
-    if budgets:
-        by_budget = {
-            (label, f"K = {budget}"): cell
-            for budget in budgets  # the columns in this order
-            for (label, at, kind), cell in cells.items()
-            if at == budget and kind is None
-        }
-        yield _pivot("Less the resize control, per cent right", by_budget)
-    for budget in budgets:
-        by_kind = {(label, kind): cell for (label, at, kind), cell in cells.items()
-                   if at == budget and kind is not None}  # fmt: skip
-        if by_kind:
-            caption = f"Less the resize control by kind of question, K = {budget}"
-            yield _pivot(caption, by_kind)
-
-
-def _pivot(caption: str, cells: Mapping[tuple[str, str], str]) -> Table:
-    """A table of cells by row and column, in the order in which these first occur."""
-    columns = list(dict.fromkeys(column for _, column in cells))
-    rows = [
-        [label, *(cells.get((label, column), _NONE) for column in columns)]
-        for label in dict.fromkeys(label for label, _ in cells)
-    ]
-    return _figures_table(caption, ["method", *columns], rows)
-
-
-def _figure(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.1f}"
-
-
-def _compare_with_published(measured: Report, table: published.Table) -> Iterator[Table]:
-    """A published table beside what was measured of it: methods, budgets and benchmarks of both."""
-    pairs = [(row, match) for row in measured.rows if (match := _published_row(table, row))]
-    shared = [name for name in table.benchmarks if pairs and name in pairs[0][0].benchmarks]
-    if not shared:
-        return
-    # Means over different benchmarks cannot be compared.
-    comparable = len(shared) == len(table.benchmarks) == len(pairs[0][0].benchmarks)
-    rows = []
-    for row, printed in pairs:
-        scores = table.scores(printed)
-        cells = [printed.method, str(printed.tokens)]
-        cells += [f"{row.benchmarks[name]:.1f} / {scores[name]:.1f}" for name in shared]
-        cells.append(f"{row.all.acc:.1f} / {printed.acc if comparable else _NONE}")
-        for value, definition in (
-            (row.all.ratio_of_means, "ratio of means"),
-            (row.all.mean_of_ratios, "mean of ratios"),
-        ):
-            follows = comparable and printed.rel_follows in (definition, "both")
-            cells.append(f"{_figure(value)} / {f'{printed.rel:.1f}' if follows else _NONE}")
-        rows.append(cells)
-    head = ["method", "K", *shared, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
-    yield _figures_table(f"Ours / published, {table.table}, {table.backbone}", head, rows)
-
-
-def _published_row(table: published.Table, row: Row) -> published.Row | None:
-    """The published row of the same method and budget, if there is one."""
-
-    def normalise(name: str) -> str:
-        return "".join(c for c in name.lower().replace("+", "plus") if c.isalnum())
-
-    case = row.case
-    names = {"full": "full", "autoprune": "AutoPrune", "base": case.label}
-    if case.arm not in names or (case.arm == "autoprune" and not case.base.startswith("cdpruner@")):
-        return None  # the published rows of AutoPrune are all on CDPruner
-    method = normalise(names[case.arm])
-    return next(
-        (
-            printed
-            for printed in table.rows
-            if normalise(printed.method) == method
-            and (case.arm == "full" or printed.tokens == case.budget)
-        ),
-        None,
-    )
+    """Each case less the resize control, per cent right, of all questions and by kind."""
+    for budget in sorted({row.budget for row in report.resizing}, reverse=True):
+        rows: dict[str, dict[str, str]] = {}
+        for row in report.resizing:
+            if row.budget == budget:
+                rows.setdefault(row.label, {})[row.kind or "all"] = _format(row.difference)
+        kinds = list(dict.fromkeys(kind for cells in rows.values() for kind in cells))
+        cells = [[label, *(row.get(kind, _NONE) for kind in kinds)] for label, row in rows.items()]
+        caption = f"Less the resize control, per cent right, K = {budget}"
+        yield Table(caption, ["method", *kinds], cells, "l" + "r" * len(kinds))

@@ -8,7 +8,6 @@ import mimetypes
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -46,12 +45,9 @@ def read_lines(path: Path, problems: list[Problem], fix: str) -> list[tuple[int,
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         problems.append(Problem(path.name or str(path), f"cannot be read ({reason})", fix))
         return []
-    start = text.lstrip().split("\n", 1)[0].replace(" ", "")
-    if start in ("[", "{") or start.startswith(("[{", "[]")):  # else each line would be a problem
-        what = "is one JSON array" if start[0] == "[" else "has its objects over several lines"
-        items = "'.[]'" if start[0] == "[" else "."
-        fix = f"write each object on one line: jq -c {items} {path.name} > questions.jsonl"
-        problems.append(Problem(path.name, what, fix))
+    if text.lstrip().startswith("["):  # else each line would be a problem
+        fix = f"write each object on one line: jq -c '.[]' {path.name} > questions.jsonl"
+        problems.append(Problem(path.name, "is one JSON array", fix))
         return []
     examples = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -63,11 +59,7 @@ def read_lines(path: Path, problems: list[Problem], fix: str) -> list[tuple[int,
             for detail in error.errors(include_url=False):
                 field = ".".join(map(str, detail["loc"]))
                 what = f'"{field[:40]}": {detail["msg"]}' if field else detail["msg"]
-                fix = _FORM
-                if detail["type"] == "extra_forbidden":
-                    near = get_close_matches(field.lower(), Example.model_fields, 1)
-                    fix = f'rename it to "{near[0]}"' if near else "remove it"
-                problems.append(Problem(f"{path.name}:{number}", what, fix))
+                problems.append(Problem(f"{path.name}:{number}", what, _FORM))
     return examples
 
 
@@ -91,10 +83,6 @@ def questions_digest(questions: Sequence[PreparedQuestion]) -> str:
 
 
 _MAX_PROBLEMS = 20
-_PAIR = ("no", "yes")
-
-_Numbered = Sequence[tuple[int, Example]]
-"""Examples with the numbers of their lines."""
 
 
 def read_questions(path: Path, limit: int | None = None) -> Sequence[PreparedQuestion]:
@@ -106,31 +94,25 @@ def read_questions(path: Path, limit: int | None = None) -> Sequence[PreparedQue
     problems: list[Problem] = []
     fix = "give the path of a JSONL file in UTF-8, one question a line"
     numbered = read_lines(path, problems, fix)
-    images: dict[str, str] = {}
-    for line, example in numbered:
-        if example.image in images:
+    lines = {example.image: line for line, example in reversed(numbered)}
+    images = {}
+    for image in dict.fromkeys(example.image for _, example in numbered):
+        if problem := _find_image_problem(path.parent, image):
+            what, fix = problem
+            where = f"{path.name}:{lines[image]}"
+            problems.append(Problem(where, f"image {image[:80]!r} {what}", fix))
             continue
-        what, fix = _image_problem(path.parent, example.image)
-        if what:
-            where, name = f"{path.name}:{line}", example.image[:80]
-            problems.append(Problem(where, f"image {name!r} {what}", fix))
-            images[example.image] = ""
-            continue
-        kind = mimetypes.guess_type(example.image)[0] or "image/png"
-        content = base64.b64encode((path.parent / example.image).read_bytes()).decode()
-        images[example.image] = f"data:{kind};base64,{content}"
-    problems += _check_kinds(path.name, numbered)
-    problems += _check_repetitions(path.name, numbered)
-    if not problems:
-        problems += _check_pairs(path.name, numbered)
+        kind = mimetypes.guess_type(image)[0] or "image/png"
+        content = base64.b64encode((path.parent / image).read_bytes()).decode()
+        images[image] = f"data:{kind};base64,{content}"
     if not numbered and not problems:
         problems.append(Problem(path.name, "contains no example", "give it at least one example"))
+    problems = problems or list(_check_pairs(path.name, numbered))
+    if (more := len(problems) - _MAX_PROBLEMS) > 0:
+        fix = "fix those above first"
+        problems[_MAX_PROBLEMS:] = [Problem(path.name, f"{more} more problems", fix)]
     if problems:
-        problems.sort(key=_line_number)
-        shown = problems[:_MAX_PROBLEMS]
-        if more := len(problems) - len(shown):
-            shown.append(Problem(path.name, f"{more} more problems", "fix those above first"))
-        raise ConfigError(f"data {path}", shown)
+        raise ConfigError(f"data {path}", problems)
     # Questions about one image follow each other, so that its features are computed once.
     order = {name: place for place, name in enumerate(images)}
     examples = sorted(
@@ -140,7 +122,7 @@ def read_questions(path: Path, limit: int | None = None) -> Sequence[PreparedQue
     questions = []
     for number, example in examples:
         paired = example.pair is not None
-        if paired and sizes[example.image, example.pair] < len(_PAIR):
+        if paired and sizes[example.image, example.pair] < 2:
             continue
         record = Question(
             id=str(number),
@@ -154,17 +136,14 @@ def read_questions(path: Path, limit: int | None = None) -> Sequence[PreparedQue
     return questions
 
 
-def _image_problem(folder: Path, name: str) -> tuple[str, str]:
-    """What is wrong with an image file and how to fix it; empty where nothing is."""
+def _find_image_problem(folder: Path, name: str) -> tuple[str, str] | None:
+    """What is wrong with an image file, and how to fix it."""
     from PIL import Image, UnidentifiedImageError
 
     if name.partition(":")[0] in ("http", "https", "data"):
         return "is an address", "save the image as a file, and give its path"
-    path = folder / name
-    if path.is_dir():
-        return "is a folder", "give the path of an image file in it"
     try:
-        with Image.open(path) as image:
+        with Image.open(folder / name) as image:
             image.verify()
     except FileNotFoundError:
         return "does not exist", f"correct the path; it is relative to {folder.resolve()}"
@@ -173,38 +152,10 @@ def _image_problem(folder: Path, name: str) -> tuple[str, str]:
     except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for broken files
         reason = error.strerror if isinstance(error, OSError) else ""
         return f"cannot be read ({(reason or str(error))[:80]})", "save it again as PNG or JPEG"
-    return "", ""
+    return None
 
 
-def _line_number(problem: Problem) -> int:
-    """0 for problems of the file as a whole."""
-    line = problem.where.rpartition(":")[2]
-    return int(line) if line.isdecimal() else 0
-
-
-def _check_kinds(name: str, numbered: _Numbered) -> Iterator[Problem]:
-    """Kinds that differ only in case or spaces: each would be a kind of its own in the tables."""
-    spellings: dict[str, tuple[int, str]] = {}
-    for line, example in numbered:
-        kind = example.category
-        earlier, spelling = spellings.setdefault(" ".join(kind.casefold().split()), (line, kind))
-        if kind != spelling:
-            what = f'"category" {kind!r} is written {spelling!r} in line {earlier}'
-            fix = f"write {spelling!r} in all of them, or names that differ"
-            yield Problem(f"{name}:{line}", what, fix)
-
-
-def _check_repetitions(name: str, numbered: _Numbered) -> Iterator[Problem]:
-    """Questions that are asked twice: they count double, and two answers cannot both be right."""
-    lines: dict[tuple[str, str], int] = {}
-    for line, example in numbered:
-        earlier = lines.setdefault((example.image, " ".join(example.question.split())), line)
-        if earlier != line:
-            what = f"repeats the question of line {earlier}"
-            yield Problem(f"{name}:{line}", what, "keep the line with the right answer")
-
-
-def _check_pairs(name: str, numbered: _Numbered) -> Iterator[Problem]:
+def _check_pairs(name: str, numbered: Sequence[tuple[int, Example]]) -> Iterator[Problem]:
     """Pairs that are not two questions about one image, of which one answer is yes and one no."""
     pairs: dict[tuple[str, int], list[tuple[int, str]]] = {}
     for line, example in numbered:
@@ -212,7 +163,7 @@ def _check_pairs(name: str, numbered: _Numbered) -> Iterator[Problem]:
             answer = example.answer.strip().lower()
             pairs.setdefault((example.image, example.pair), []).append((line, answer))
     for (image, pair), members in pairs.items():
-        if tuple(sorted(answer for _, answer in members)) != _PAIR:
+        if sorted(answer for _, answer in members) != ["no", "yes"]:
             lines = ", ".join(str(line) for line, _ in members)
             what = f'"pair": {pair} about {image!r} is not one "yes" and one "no" (lines {lines})'
             fix = "give a pair two questions about one image with these answers, or leave it out"

@@ -12,30 +12,22 @@ kind: a smaller image is what an operator has without a plugin, so a state has t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
 from vllm_autoprune.evaluation.journal import MME, Case, Contents, EvaluationError, Setup
-from vllm_autoprune.evaluation.scoring import (
-    MMBENCH,
-    Aggregates,
-    Figures,
-    Scoring,
-    aggregate,
-)
+from vllm_autoprune.evaluation.scoring import MMBENCH, Aggregates, Figures, Scoring, aggregate
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.statistics import Estimate, Floats, estimate
 
-_Winner = Literal["pruning", "resizing", "not decided", "too few images"]
+Winner = Literal["pruning", "resizing", "not decided", "too few images"]
 
 MIN_IMAGES = 6
 """Images below which there is no verdict: even if all of them favoured one side, a sign test would
 not reach 5 %, and an interval by resampling them is too narrow."""
 
-_POLICY_ARMS = ("base", "autoprune", "found")
 _DIGITS = 4
 
 
@@ -52,7 +44,7 @@ class Comparison(FrozenModel):
     questions: int
     images: int
     difference: Estimate
-    winner: _Winner
+    winner: Winner
     more_tokens: float = 0.0
     """Mean tokens that its prompts have more: a resized image may have a few less than K."""
     stated: bool
@@ -109,19 +101,19 @@ def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
 
     Raises :class:`EvaluationError` for an empty journal.
     """
-    setup = contents.setup
-    if setup is None:
+    if not contents.setups:
         raise EvaluationError("the journal is empty -> run an evaluation first")
+    (setup,) = contents.setups.values()
     questions = list(contents.questions.values())
-    cases = [
+    complete = [
         case
         for case in contents.cases.values()
         if questions and all(contents.is_answered(case.name, name) for name in contents.questions)
     ]
     scoring = Scoring(questions, setup.mme_divisor)
-    figures = {case.name: scoring.figures(contents.answers[case.name]) for case in cases}
-    full = next((case for case in cases if case.arm == "full"), None)
-    reasons = [*_reasons(contents), *more]
+    figures = {case.name: scoring.figures(contents.answers[case.name]) for case in complete}
+    full = next((case for case in complete if case.arm == "full"), None)
+    reasons = [*_find_reasons(contents), *more]
     if full is not None and (right := figures[full.name].accuracy) is not None and right[0] == 0:
         # Whatever prunes can then be no worse.
         reasons.insert(
@@ -134,52 +126,59 @@ def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
         questions=len(questions),
         images=len({question.image for question in questions}),
         reasons=tuple(reasons),
-        rows=() if full is None else tuple(_rows(contents, cases, full, figures)),
+        rows=() if full is None else tuple(_build_rows(contents, setup, complete, full, figures)),
         refused=tuple(case for case in contents.cases.values() if case.refused),
-        resizing=tuple(_compare_with_resizing(contents, cases, figures)),
+        resizing=tuple(_compare_with_resizing(contents, complete, figures)),
     )
 
 
-def _rows(
-    contents: Contents, cases: Sequence[Case], full: Case, figures: Mapping[str, Figures]
+def _build_rows(
+    contents: Contents,
+    setup: Setup,
+    cases: Sequence[Case],
+    full: Case,
+    figures: Mapping[str, Figures],
 ) -> Iterator[Row]:
-    assert contents.setup is not None
-    divisor = contents.setup.mme_divisor
     benchmarks = {question.benchmark for question in contents.questions.values()}
     controls = {case.budget: figures[case.name] for case in cases if case.arm == "resized"}
     scores = {}
     for case in cases:
-        # The total of a benchmark's own scorer, or else what is computed from answers.
         computed = {name: float(f[0]) for name, f in figures[case.name].benchmarks.items()}
         totals = contents.totals.get(case.name, {})
         scores[case.name] = computed | {name: total.value for name, total in totals.items()}
-    full_scores = scores[full.name]
     for case in cases:
-        case_scores, case_figures = scores[case.name], figures[case.name]
-        if not benchmarks <= case_scores.keys():
+        points, measured = scores[case.name], figures[case.name]
+        if not benchmarks <= points.keys():
             continue
-        # Not a number where no pair has two scores.
-        plus, length = case_figures.accuracy_plus, _mean_length(contents, case)
-        others = {"to_full": figures[full.name], "to_base": figures.get(case.base),
-                  "to_resized": controls.get(case.budget)}  # fmt: skip
+
+        def subtract(other: Figures | None, measured: Figures = measured) -> Differences | None:
+            if other is None or other is measured:
+                return None
+            return Differences(
+                acc=_estimate(measured.acc, other.acc),
+                accuracy=_estimate(measured.accuracy, other.accuracy),
+                mme=_estimate(measured.benchmarks.get(MME), other.benchmarks.get(MME)),
+                logprob=_estimate(measured.logprob, other.logprob),
+            )
+
+        def average(*without: str, points: dict[str, float] = points) -> Aggregates:
+            figures = aggregate(points, scores[full.name], setup.mme_divisor, without)
+            return figures.rounded(_DIGITS)
+
+        plus, tokens = _estimate(measured.accuracy_plus), _mean_length(contents, case)
         yield Row(
             case=case,
-            benchmarks={name: round(score, _DIGITS) for name, score in case_scores.items()},
-            all=aggregate(case_scores, full_scores, divisor).rounded(_DIGITS),
-            without_mmbench=aggregate(case_scores, full_scores, divisor, MMBENCH).rounded(_DIGITS)
-            if 0 < len(case_scores.keys() - set(MMBENCH)) < len(case_scores)
+            benchmarks={name: round(score, _DIGITS) for name, score in points.items()},
+            all=average(),
+            without_mmbench=average(*MMBENCH)
+            if 0 < len(points.keys() - set(MMBENCH)) < len(points)
             else None,
-            accuracy=_estimate(case_figures.accuracy),
-            accuracy_plus=None
-            if plus is None or math.isnan(plus[0])
-            else round(float(plus[0]), _DIGITS),
-            prompt_tokens=None if length is None else round(length, 2),
-            **{
-                name: None
-                if other is None or other is case_figures
-                else _subtract(case_figures, other)
-                for name, other in others.items()
-            },
+            accuracy=_estimate(measured.accuracy),
+            accuracy_plus=None if plus is None else plus.value,
+            prompt_tokens=None if tokens is None else round(tokens, 2),
+            to_full=subtract(figures[full.name]),
+            to_base=subtract(figures.get(case.base)),
+            to_resized=subtract(controls.get(case.budget)),
         )
 
 
@@ -189,36 +188,24 @@ def _mean_length(contents: Contents, case: Case) -> float | None:
     return sum(lengths) / len(lengths) if lengths else None
 
 
-def _subtract(minuend: Figures, other: Figures) -> Differences:
-    def difference(figure: Floats | None, other: Floats | None) -> Estimate | None:
-        return None if figure is None or other is None else _estimate(np.subtract(figure, other))
-
-    return Differences(
-        acc=difference(minuend.acc, other.acc),
-        accuracy=difference(minuend.accuracy, other.accuracy),
-        mme=difference(minuend.benchmarks.get(MME), other.benchmarks.get(MME)),
-        logprob=difference(minuend.logprob, other.logprob),
-    )
-
-
-def _estimate(figure: Floats | None) -> Estimate | None:
-    """Rounded value and interval; None for a figure without a finite value."""
-    if figure is None or not np.isfinite(figure[0]):
+def _estimate(figure: Floats | None, less: Floats | float | None = 0.0) -> Estimate | None:
+    """Rounded value and interval of a figure less another; None without a finite value."""
+    if figure is None or less is None or not np.isfinite(figure[0]):
         return None
-    return estimate(figure).rounded(_DIGITS)
+    return estimate(np.subtract(figure, less)).rounded(_DIGITS)
 
 
-def _reasons(contents: Contents) -> Iterator[str]:
-    """Reasons against an evaluation in any suite: failures, missing answers, no full model."""
-    if not contents.questions:
+def _find_reasons(contents: Contents) -> Iterator[str]:
+    """Reasons against any evaluation: failures, missing answers, no full model, no pruning."""
+    cases = [case for case in contents.cases.values() if not case.refused]
+    total = len(contents.questions)
+    if not total:
         yield "there are no questions"
         return
-    cases = [case for case in contents.cases.values() if not case.refused]
     if not any(case.arm == "full" for case in cases):
         yield "the full model is not among the cases: there is nothing to compare with"
-    total = len(contents.questions)
     if empty := [case.name for case in cases if not contents.answers.get(case.name)]:
-        yield f"{_shorten(empty)}: no question was answered"
+        yield f"{', '.join(empty)}: no question was answered"
     for case in cases:
         answers = contents.answers.get(case.name, {})
         failures = [answer.failure for answer in answers.values() if answer.failure is not None]
@@ -226,12 +213,11 @@ def _reasons(contents: Contents) -> Iterator[str]:
             yield f"{case.name}: {len(failures)} of {total:,} requests failed: {failures[0]}"
         if 0 < len(answers) < total:
             missing = [q.benchmark for name, q in contents.questions.items() if name not in answers]
-            where = _shorten(list(dict.fromkeys(missing)))
+            where = ", ".join(dict.fromkeys(missing))
             yield f"{case.name}: {len(answers):,} of {total:,} answers; {where} is incomplete"
-
-
-def _shorten(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        lengths = contents.prompt_lengths(case)
+        if lengths and all(pruned >= unpruned for pruned, unpruned in lengths):
+            yield f"{case.name}: no prompt is shorter than unpruned: K keeps every token"
 
 
 def _compare_with_resizing(
@@ -244,17 +230,16 @@ def _compare_with_resizing(
     several = len({question.topic for question in questions}) > 1
     for case in cases:
         control = controls.get(case.budget)
-        if control is None or case.arm not in _POLICY_ARMS:
+        if control is None or case.arm not in ("base", "autoprune", "found"):
             continue
-        length, control_length = _mean_length(contents, case), _mean_length(contents, control)
-        known = length is not None and control_length is not None
-        control_topics = figures[control.name].topics
+        tokens, fewer = _mean_length(contents, case), _mean_length(contents, control)
         for kind, right in figures[case.name].topics.items():
-            if kind not in control_topics or (kind is not None and not several):
+            resized = figures[control.name].topics.get(kind)
+            if resized is None or (kind is not None and not several):
                 continue
             asked = [question for question in questions if kind in (None, question.topic)]
             images = len({question.image for question in asked})
-            difference = estimate(np.subtract(right, control_topics[kind])).rounded(_DIGITS)
+            difference = estimate(right - resized).rounded(_DIGITS)
             yield Comparison(
                 case=case.name,
                 label=case.label,
@@ -264,12 +249,12 @@ def _compare_with_resizing(
                 images=images,
                 difference=difference,
                 winner=find_winner(difference, images),
-                more_tokens=round((length or 0) - (control_length or 0), 2) if known else 0.0,
+                more_tokens=round(tokens - fewer, 2) if tokens and fewer else 0.0,
                 stated=case.arm != "base" or case.name not in bases,
             )
 
 
-def find_winner(difference: Estimate, images: int) -> _Winner:
+def find_winner(difference: Estimate, images: int) -> Winner:
     """Which of the two is better by an interval without 0, on enough images."""
     if images < MIN_IMAGES:
         return "too few images"

@@ -13,10 +13,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_autoprune.evaluation.journal import MME, Answer, Question
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.statistics import ClusterBootstrap, Floats
+
+_Mask = NDArray[np.bool_]
 
 Scores = Mapping[str, float]
 """Scores by benchmark, each in its official unit: points for MME, per cent for all others."""
@@ -85,12 +88,8 @@ class Scoring:
     """Scoring of the answers to one set of questions, with the same resamples for every case."""
 
     def __init__(self, questions: Sequence[Question], mme_divisor: float) -> None:
-        self._questions = questions
-        self._divisor = mme_divisor
+        self._questions, self._divisor = questions, mme_divisor
         self._bootstrap = ClusterBootstrap([question.image for question in questions])
-        self._benchmark = np.asarray([question.benchmark for question in questions])
-        self._topic = np.asarray([question.topic for question in questions])
-        self._category = np.asarray([question.category for question in questions])
         pairs: dict[str, list[int]] = {}
         for place, question in enumerate(questions):
             if question.pair:
@@ -99,58 +98,53 @@ class Scoring:
 
     def figures(self, answers: Mapping[str, Answer]) -> Figures:
         """Figures of one case; ``answers`` has one answer to every question."""
-        ordered = [answers[question.id] for question in self._questions]
-        # Values with 0 in place of None, and masks of those that are not None.
-        has_score, has_logprob = (
-            np.asarray([value is not None for value in values])
-            for values in ([a.score for a in ordered], [a.logprob for a in ordered])
-        )
-        scores = np.asarray([answer.score or 0.0 for answer in ordered])
-        logprobs = np.asarray([answer.logprob or 0.0 for answer in ordered])
-        benchmarks = {}
-        for name in dict.fromkeys(question.benchmark for question in self._questions):
-            members = self._benchmark == name
-            if has_score[members].all():
-                points = self._mme(scores, members) if name == MME else self._mean(scores, members)
-                benchmarks[name] = 100 * points
-        acc: Floats | None = None
-        if benchmarks and len(benchmarks) == len(set(self._benchmark)):
-            divisors = [self._divisor if name == MME else 1.0 for name in benchmarks]
-            acc = np.mean(
-                [figure / by for figure, by in zip(benchmarks.values(), divisors, strict=True)],
-                axis=0,
-            )
-        parts = {None: np.ones(len(scores), dtype=bool)}
-        parts |= {topic: self._topic == topic for topic in dict.fromkeys(self._topic)}
+        scores = [answers[question.id].score for question in self._questions]
+        logprobs = [answers[question.id].logprob for question in self._questions]
+        scored = np.asarray([score is not None for score in scores])
+        values = np.asarray([score or 0.0 for score in scores])
+
+        def mean(values: Floats, members: _Mask) -> Floats:
+            return self._bootstrap.mean(values, members.astype(np.float64))
+
+        def plus(members: _Mask) -> Floats:
+            """Share of the pairs within ``members`` with both answers right."""
+            both, weight = np.zeros(len(values)), np.zeros(len(values))
+            for question, other in self._pairs:
+                if members[question] and members[other]:
+                    both[question] = float(min(values[question], values[other]) == 1.0)
+                    weight[question] = 1.0
+            return self._bootstrap.mean(both, weight)
+
+        benchmarks: dict[str, Floats] = {}
+        for name, members in self._split([question.benchmark for question in self._questions]):
+            if not scored[members].all():
+                continue
+            if name != MME:
+                benchmarks[name] = 100 * mean(values, members)
+                continue
+            # Accuracy and accuracy+ of each category, at most 2.
+            points = np.zeros(1)
+            for _, category in self._split([question.category for question in self._questions]):
+                if (part := members & category).any():
+                    points = points + mean(values, part) + plus(part)
+            benchmarks[name] = 100 * points
+        acc = [
+            points / (self._divisor if name == MME else 1.0) for name, points in benchmarks.items()
+        ]
+        complete = benchmarks.keys() == {question.benchmark for question in self._questions}
+        everything = np.ones(len(values), dtype=bool)
+        topics = [(None, everything), *self._split([q.topic for q in self._questions])]
         return Figures(
             benchmarks=benchmarks,
-            acc=acc,
-            accuracy=100 * self._mean(scores, has_score) if has_score.any() else None,
-            accuracy_plus=100 * self._plus(scores, has_score) if self._pairs else None,
-            logprob=self._mean(logprobs, has_logprob) if has_logprob.all() else None,
-            topics={
-                topic: 100 * self._mean(scores, members)
-                for topic, members in parts.items()
-                if has_score[members].all()
-            },
+            acc=np.mean(acc, axis=0) if complete else None,
+            accuracy=100 * mean(values, scored) if scored.any() else None,
+            accuracy_plus=100 * plus(scored) if self._pairs else None,
+            logprob=None
+            if None in logprobs
+            else self._bootstrap.mean([logprob or 0.0 for logprob in logprobs]),
+            topics={name: 100 * mean(values, part) for name, part in topics if scored[part].all()},
         )
 
-    def _mme(self, scores: Floats, members: Floats) -> Floats:
-        """Sum over categories of accuracy and accuracy+, at most 2 for each category."""
-        total: Floats = np.zeros(1)
-        for category in dict.fromkeys(self._category[members]):
-            part = members & (self._category == category)
-            total = total + self._mean(scores, part) + self._plus(scores, part)
-        return total
-
-    def _plus(self, scores: Floats, part: Floats) -> Floats:
-        """Share of the pairs within ``part`` with both answers right."""
-        both, weight = np.zeros(len(scores)), np.zeros(len(scores))
-        for question, other in self._pairs:
-            if part[question] and part[other]:
-                both[question] = float(min(scores[question], scores[other]) == 1.0)
-                weight[question] = 1.0
-        return self._bootstrap.mean(both, weight)
-
-    def _mean(self, values: Floats, part: Floats) -> Floats:
-        return self._bootstrap.mean(values, part.astype(np.float64))
+    def _split(self, names: Sequence[str]) -> list[tuple[str, _Mask]]:
+        """Every name in the order of questions, with a mask of the questions that have it."""
+        return [(name, np.asarray(names) == name) for name in dict.fromkeys(names)]

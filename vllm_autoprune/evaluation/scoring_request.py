@@ -16,6 +16,40 @@ from vllm_autoprune.http_client import AsyncServerClient, chat_with_retries
 from vllm_autoprune.tpdsl.state import PruningState
 
 
+def pruning_options(state: PruningState | None, budget: int) -> dict[str, JsonValue]:
+    """A request's options for the plugin: a state with K, or no pruning."""
+    if state is None:
+        return {"enabled": False}
+    policy = state.model_dump(mode="json", exclude={"provenance"})
+    return {"state": policy, "budget": budget}
+
+
+def scoring_request(
+    model: str, image: str, question: str, answer: str, pruning: Mapping[str, object]
+) -> dict[str, object]:
+    """Chat request whose prompt ends with the reference answer, with prompt log-probabilities.
+
+    ``image`` is a URL; ``pruning`` are the request's options for the plugin.
+    """
+    content = [
+        {"type": "image_url", "image_url": {"url": image}},
+        {"type": "text", "text": question},
+    ]
+    return {
+        "model": model,
+        "messages": [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": answer},
+        ],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0,
+        "mm_processor_kwargs": {"autoprune": pruning},
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class _ScoredAnswer:
     """What a server says of a reference answer."""
@@ -57,40 +91,6 @@ async def score_answer(
         ) from None
 
 
-def pruning_options(state: PruningState | None, budget: int) -> dict[str, JsonValue]:
-    """A request's options for the plugin: a state with K, or no pruning."""
-    if state is None:
-        return {"enabled": False}
-    policy = state.model_dump(mode="json", exclude={"provenance"})
-    return {"state": policy, "budget": budget}
-
-
-def scoring_request(
-    model: str, image: str, question: str, answer: str, pruning: Mapping[str, object]
-) -> dict[str, object]:
-    """Chat request whose prompt ends with the reference answer, with prompt log-probabilities.
-
-    ``image`` is a URL; ``pruning`` are the request's options for the plugin.
-    """
-    parts = [
-        {"type": "image_url", "image_url": {"url": image}},
-        {"type": "text", "text": question},
-    ]
-    return {
-        "model": model,
-        "messages": [
-            {"role": "user", "content": parts},
-            {"role": "assistant", "content": answer},
-        ],
-        "add_generation_prompt": False,
-        "continue_final_message": True,
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "prompt_logprobs": 0,
-        "mm_processor_kwargs": {"autoprune": pruning},
-    }
-
-
 def score_reference_answer(
     prompt: Sequence[Mapping[str, Any] | None], answer: str
 ) -> tuple[float, bool]:
@@ -100,7 +100,7 @@ def score_reference_answer(
     """
     total, right, text = 0.0, True, ""
     for position in reversed(prompt):
-        if not position:
+        if not position or len(text.strip()) > len(answer.strip()):
             break
         # With ``prompt_logprobs: 0`` the only entry is the token of the prompt itself.
         (token,) = position.values()
@@ -109,6 +109,4 @@ def score_reference_answer(
         right = right and token["rank"] == 1
         if text.strip() == answer.strip():
             return total, right
-        if len(text.strip()) > len(answer.strip()):
-            break
     raise EvaluationFailed(f"the prompt ends in {text!r}, not in the reference answer {answer!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from benchmarks.common.fake_server import Answer, Body
 from tests.offline_search.endpoint import completion
 
@@ -33,3 +35,8 @@ def reply(
 def answering(body: Body, number: int) -> Answer:
     """A right answer with all tokens or with a state, a wrong one with random tokens."""
     return reply(body, right=arm(body) != "random")
+
+
+def asked(requests: Sequence[Body]) -> list[Body]:
+    """The questions, without the requests about a plain image that find out what is refused."""
+    return [body for body in requests if len(body["messages"]) > 1]

@@ -6,16 +6,15 @@ import json
 
 import pytest
 
-from benchmarks.accuracy.__main__ import main
-from vllm_autoprune.evaluation.published import read_published
+from benchmarks.accuracy.__main__ import main, read_published
 from vllm_autoprune.evaluation.scoring import MMBENCH
 
-SOURCE = read_published()
-ROWS = [(table, row) for table in SOURCE.tables for row in table.rows]
+TABLES = read_published()
+ROWS = [(table, row) for table in TABLES for row in table.rows]
 
 
 def test_the_tables_are_complete() -> None:
-    assert {(t.table, t.backbone): len(t.rows) for t in SOURCE.tables} == {
+    assert {(t.table, t.backbone): len(t.rows) for t in TABLES} == {
         ("main", "llava-1.5-7b"): 8,
         ("main", "llava-next-7b"): 8,
         ("transfer to Qwen", "qwen2.5-vl-7b"): 9,
@@ -52,7 +51,7 @@ def test_only_autoprune_on_llava_follows_the_papers_formula_alone() -> None:
 
 def test_one_definition_explains_both_backbones_at_32_tokens() -> None:
     """Printed: 99.7 against 94.3."""
-    main_table, both = SOURCE.tables[0], {}
+    main_table, both = TABLES[0], {}
     for row in main_table.rows:
         figures = main_table.recompute(row)
         assert figures.ratio_of_means is not None and figures.mean_of_ratios is not None
@@ -71,7 +70,7 @@ def test_one_definition_explains_both_backbones_at_32_tokens() -> None:
 def test_without_mmbench_autoprune_is_below_cdpruner_in_three_of_six_settings(
     label: str, full: float, expected: dict[int, tuple[float, float]]
 ) -> None:
-    (table,) = [table for table in SOURCE.tables if table.table == f"supplement, {label}"]
+    (table,) = [table for table in TABLES if table.table == f"supplement, {label}"]
     acc = {(row.method, row.tokens): table.recompute(row, MMBENCH).acc for row in table.rows}
     assert round(acc[table.full.method, table.full.tokens], 2) == full
     for tokens, pair in expected.items():

@@ -1,0 +1,377 @@
+"""lmms-eval: tasks and arms, its output as 0.7.3 writes it, our plugin, runs of a fake program."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from benchmarks.common.fake_server import Answer, Body
+from tests.evaluation.fake_lmms_eval import GOLD
+from tests.offline_search.endpoint import MODELS, completion, endpoint, error
+from vllm_autoprune.cli.main import main
+from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.evaluation import lmms
+from vllm_autoprune.evaluation.journal import MME, EvaluationError, Total
+from vllm_autoprune.evaluation.journal import Answer as Scored
+from vllm_autoprune.evaluation.lmms import (
+    BENCHMARKS,
+    COLUMN_SETS,
+    PINNED,
+    Benchmark,
+    parse_arm,
+    read_output,
+    select_benchmarks,
+)
+
+FILES = Path(__file__).with_name("lmms_files")
+"""What 0.7.3 wrote about four questions to a real server; in ``failed`` one answered 400."""
+PLUGIN = Path(lmms.__file__).with_name("lmms_plugin")
+FAKE = f"{sys.executable} {Path(__file__).with_name('fake_lmms_eval.py')}"
+OWN = Benchmark("minillava", "minillava")
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_the_version_is_that_of_the_extra_and_benchmarks_are_the_paper_s() -> None:
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    assert tomllib.loads(text)["project"]["optional-dependencies"]["lmms"] == [
+        f"lmms-eval=={PINNED}"
+    ]
+    assert len(BENCHMARKS) == 14 and len(COLUMN_SETS["paper-llava"]) == 10
+    assert set(COLUMN_SETS["paper-qwen"]) < set(COLUMN_SETS["paper"])
+
+
+@pytest.mark.parametrize(
+    ("names", "own", "selected"),
+    [
+        ("POPE,gqa,mme", False, ["GQA", "POPE", MME]),
+        ("paper-qwen,gqa", False, ["GQA", *(b.name for b in BENCHMARKS
+                                           if b.name in COLUMN_SETS["paper-qwen"])]),
+        ("mine,gqa", True, ["GQA", "mine"]),
+    ],
+)  # fmt: skip
+def test_columns_tasks_and_sets_may_be_mixed(names: str, own: bool, selected: list[str]) -> None:
+    rows = select_benchmarks(names, cognition=True, own=own)
+    assert [row.name for row in rows] == selected
+    metrics = select_benchmarks("mme", cognition=False, own=False)[0].metrics
+    assert metrics == ("mme_perception_score",)
+
+
+@pytest.mark.parametrize("url", ["http://j", "http://j/v1/", "http://j/v1/chat/completions"])
+def test_one_address_of_a_judge_serves_every_task(url: str) -> None:
+    by_kind = {row.judge: row.judge_address(url) for row in BENCHMARKS}
+    assert by_kind["base"] == "http://j/v1"
+    assert by_kind["path"] == "http://j/v1/chat/completions"
+
+
+def test_arms_are_cases_with_addresses() -> None:
+    arms = ("full=http://a:1/v1/", "trim@64=https://b", "trim+autoprune@64=http://c",
+            "resized@64=http://a")  # fmt: skip
+    cases, urls = zip(*map(parse_arm, arms), strict=True)
+    assert urls == ("http://a:1", "https://b", "http://c", "http://a")
+    assert [case.name for case in cases] == [arm.partition("=")[0] for arm in arms]
+    assert [case.arm for case in cases] == ["full", "base", "autoprune", "resized"]
+    assert cases[2].base == "trim@64" and [case.budget for case in cases] == [0, 64, 64, 64]
+    for wrong in ("full", "nobody@64=http://a", "resized=http://a", "resized+autoprune@64"):
+        with pytest.raises(ConfigError, match="is not a valid arm -> write full=URL"):
+            parse_arm(wrong)
+
+
+def answers_of(folder: Path, benchmark: Benchmark) -> tuple[list[Scored], Total | None]:
+    records = list(read_output(folder, benchmark, "full"))
+    totals = [record for record in records if isinstance(record, Total)]
+    return [r for r in records if isinstance(r, Scored)], totals[0] if totals else None
+
+
+def test_real_files_are_parsed() -> None:
+    answers, total = answers_of(FILES / "answered", OWN)
+    assert [answer.text for answer in answers] == ["5", "blue", "cross", "1247"]
+    assert [answer.prompt_tokens for answer in answers] == [157, 158, 162, 161]
+    assert all(answer.score == 1.0 and answer.failure is None for answer in answers)
+    assert total == Total(
+        case="full", benchmark="minillava", metric="minillava_accuracy", value=100.0, count=4
+    )
+    questions = list(read_output(FILES / "answered", OWN, "full"))[:4]
+    # The document, and its image with it, is not among what is logged.
+    assert {vars(question)["image"] for question in questions} == {"minillava/264b78d7448f204c"}
+    answers, total = answers_of(FILES / "failed", OWN)
+    (failed,) = (answer for answer in answers if answer.failure is not None)
+    assert total is None and (failed.question, failed.score) == ("minillava/1", None)
+    assert "400 - the engine is gone" in str(failed.failure)
+
+
+def write_output(folder: Path, task: str, lines: list[dict[str, Any]], **results: Any) -> Path:
+    samples = [
+        {"doc_id": n, "filtered_resps": "a", "token_counts": [{"input_tokens": 9}], **line}
+        for n, line in enumerate(lines)
+    ]
+    scores = {f"{name},none": value for name, value in results.items()}
+    summary = {"results": {task: scores}, "n-samples": {task: {"effective": len(lines)}}}
+    images = [{"task": task, "doc_id": n, "image": f"i{n // 2}"} for n in range(len(lines))]
+    (folder / "m").mkdir()
+    for name, records in (
+        ("m/1_results.json", [summary]), (f"m/1_samples_{task}.jsonl", samples),
+        ("images.jsonl", images), ("lmms-eval.log", []),
+        # MMBench writes more such files.
+        ("m/submissions_results.json", []),
+    ):  # fmt: skip
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.mark.parametrize("score", [1.0, True, {"question_id": 1, "score": 1.0}])
+def test_scores_may_be_numbers_booleans_or_records(tmp_path: Path, score: object) -> None:
+    (pope,) = select_benchmarks("pope", cognition=False, own=False)
+    lines = [{"pope_f1_score": score}] * 3
+    answers, total = answers_of(write_output(tmp_path, "pope", lines, pope_f1_score=0.875), pope)
+    assert [answer.score for answer in answers] == [1.0] * 3
+    assert total is not None and (total.value, total.count) == (87.5, 3)
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [
+        {"filtered_resps": "[LMMS_EVAL_REQUEST_FAILED after 3 retries] timeout"},
+        {"filtered_resps": "A", "resps": [["[LMMS_EVAL_BUDGET_EXCEEDED]"]]},
+        {"filtered_resps": "A", "token_counts": [{"input_tokens": 0, "output_tokens": 0}]},
+        {"filtered_resps": "A", "token_counts": [None]},
+        {"filtered_resps": []},
+    ],
+)
+def test_a_failed_request_leaves_no_total(tmp_path: Path, failed: dict[str, Any]) -> None:
+    """A task's filter may have made an answer of the words of the failure."""
+    lines = [{"exact_match": 1.0}, {"exact_match": 0.0, **failed}]
+    (gqa,) = select_benchmarks("gqa", cognition=False, own=False)
+    answers, total = answers_of(write_output(tmp_path, "gqa", lines, exact_match=0.5), gqa)
+    assert total is None and answers[1].failure and answers[1].score is None
+    assert answers[0].failure is None
+
+
+@pytest.mark.parametrize("task", ["hallusion_bench_image", "gqa"])
+def test_a_judge_that_does_not_answer_is_a_failure(tmp_path: Path, task: str) -> None:
+    (benchmark,) = select_benchmarks(task, cognition=False, own=False)
+    metric = benchmark.metrics[0]
+    folder = write_output(tmp_path, task, [{metric: {"score": 1.0}}], **{metric: 0.5})
+    (folder / "lmms-eval.log").write_text("ERROR | All 3 attempts failed. Last error message: 500")
+    answers, total = answers_of(folder, benchmark)
+    judged = benchmark.judge != "none"
+    assert (answers[0].failure is not None) == (total is None) == judged
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("m/1_samples_gqa.jsonl", None, "its output is incomplete"),
+        ("images.jsonl", None, "its output is incomplete .*images.jsonl"),
+        ("m/1_samples_gqa.jsonl", '{"doc_id": 0}\n', "1 samples, but lmms-eval reports 2"),
+        ("m/1_results.json", '{"results": {"gqa": {}}}', "its output is incomplete"),
+    ],
+)
+def test_incomplete_output_is_refused(
+    tmp_path: Path, name: str, text: str | None, message: str
+) -> None:
+    folder = write_output(tmp_path, "gqa", [{"exact_match": 1.0}] * 2, exact_match=1.0)
+    (folder / name).unlink() if text is None else (folder / name).write_text(text)
+    (gqa,) = select_benchmarks("gqa", cognition=False, own=False)
+    with pytest.raises(EvaluationError, match=message):
+        answers_of(folder, gqa)
+
+
+class Model:
+    """Replaces the parent class of the plugin's model: builds the messages of every request."""
+
+    def __init__(self) -> None:
+        completions = SimpleNamespace(create=partial(dict[str, object], model="m"))
+        self.client = SimpleNamespace(chat=SimpleNamespace(completions=completions))
+
+    def generate_until(self, requests: Sequence[SimpleNamespace]) -> list[str]:
+        return [str(request.arguments[1](request.arguments[3])) for request in requests]
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The plugin's module, imported with replacements for the modules of lmms-eval."""
+    replacements: dict[str, dict[str, object]] = {
+        **{name: {} for name in ("", ".models", ".models.chat", ".api")},
+        ".models.registry_v2": {"ModelManifest": lambda name, **more: (name, more)},
+        ".models.chat.openai": {"OpenAICompatible": Model},
+        ".api.instance": {"GenerationResult": str, "Instance": SimpleNamespace},
+    }
+    for name, contents in replacements.items():
+        module = ModuleType(f"lmms_eval{name}")
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("autoprune_lmms", "autoprune_lmms.model"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    return importlib.import_module("autoprune_lmms.model")
+
+
+def test_the_plugin_replaces_the_model_and_sends_the_options_of_its_case(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (distribution,) = importlib.metadata.distributions(path=[str(PLUGIN)])
+    (entry,) = distribution.entry_points
+    assert (entry.group, entry.name) == ("lmms_eval.models", "openai")
+    name = "autoprune_lmms.model.OpenAIWithImages"
+    assert entry.load()() == ("openai", {"chat_class_path": name})
+    for pruning in ({}, {"budget": 8, "state": "visionzip"}):
+        monkeypatch.setenv(plugin.PRUNING, json.dumps(pruning))
+        request = plugin.OpenAIWithImages().client.chat.completions.create(temperature=0)
+        extra = {"extra_body": {"mm_processor_kwargs": {"autoprune": pruning}}} if pruning else {}
+        assert request == {"model": "m", "temperature": 0, **extra}
+
+
+def test_the_plugin_records_images_and_leaves_requests_as_they_are(
+    plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(plugin.FILE, str(tmp_path / "images.jsonl"))
+    monkeypatch.setenv(plugin.PRUNING, "{}")
+
+    def build(number: int) -> list[dict[str, object]]:
+        image = Image.new("RGB", (2, 2), ("red", "red", "blue")[number])
+        content = [{"type": "image", "url": image}, {"type": "text", "text": f"{number}?"}]
+        return [{"role": "user", "content": content[number == 3 :]}]
+
+    def ask(model: type[Model]) -> list[str]:
+        requests = [SimpleNamespace(arguments=("c", build, {}, n, "t", "test")) for n in range(3)]
+        return [text.partition("<PIL")[0] for text in model().generate_until(requests)]
+
+    assert ask(plugin.OpenAIWithImages) == ask(Model)
+    lines = [json.loads(line) for line in (tmp_path / "images.jsonl").read_text().splitlines()]
+    assert [(line["task"], line["doc_id"]) for line in lines] == [("t", 0), ("t", 1), ("t", 2)]
+    red, again, blue = (line["image"] for line in lines)
+    assert red == again != blue
+    assert plugin.fingerprint([{"role": "user", "content": [{"type": "text", "text": "a"}]}]) == ""
+
+
+def answer(body: Body, number: int) -> Answer:
+    """The reference answer with all tokens, "yes" to a shorter prompt with a state; no `trim`."""
+    pruning = body.get("mm_processor_kwargs", {"autoprune": {}})["autoprune"]
+    content = body["messages"][0]["content"]
+    if pruning.get("state", {}).get("base_policy", {}).get("name") == "trim":
+        return error(400, "not on this server")
+    if isinstance(content, list):
+        return completion("?")  # the request about a plain image
+    if "budget" not in pruning:
+        return completion(GOLD[int(str(content).split()[1].rstrip("?"))])
+    status, text, headers = completion("yes")
+    return status, text.replace(b'"prompt_tokens": 10', b'"prompt_tokens": 4'), headers
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Callable[..., int]:
+    def call(*words: str, tasks: str = "gqa") -> int:
+        common = ["--served-name", "m", "--lmms-eval", FAKE, "--out", str(tmp_path)]
+        return main(["eval", "--suite", f"lmms:{tasks}", *common, *words])
+
+    return call
+
+
+def report_in(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    report["rows"] = {row["case"]["name"]: row for row in report["rows"]}
+    return report
+
+
+def test_every_state_is_measured_on_one_server(tmp_path: Path, call: Callable[..., int]) -> None:
+    with endpoint(answer) as server:
+        words = ["--server-url", server.url, "--state", "visionzip", "--state", "trim"]
+        assert call(*words, "--budgets", "8", tasks="mme,gqa") == 0
+        asked = len(server.requests)
+        assert asked == 5 + 4 * 8
+        assert call(*words, "--budgets", "8", "--resume", tasks="mme,gqa") == 0
+        assert len(server.requests) == asked + 5, "complete tasks are not repeated"
+    report = report_in(tmp_path)
+    assert set(report["rows"]) == {"full", "random@8", "resized@8", "visionzip@8"}
+    assert [case["refused"] for case in report["refused"]] == ["status 400: not on this server"]
+    row = report["rows"]["visionzip@8"]
+    # Of MME's two pairs only the one of perception counts on LLaVA: one of two right, no pair.
+    assert row["benchmarks"] == {"GQA": 50.0, MME: 50.0} and row["prompt_tokens"] == 4.0
+    assert row["all"]["acc"] == (50 + 2.5) / 2 and row["to_full"]["mme"]["value"] == -150.0
+    text = (tmp_path / "samples.jsonl").read_text()
+    questions = [line for line in map(json.loads, text.splitlines()) if line["kind"] == "question"]
+    assert {line["image"] for line in questions} == {"gqa/i0", "gqa/i1", "mme/i0"}
+
+
+def test_servers_that_prune_by_themselves_may_be_measured_one_after_another(
+    tmp_path: Path, call: Callable[..., int], capsys: Captured
+) -> None:
+    def pruning(body: Body, number: int) -> Answer:
+        # lmms-eval would score its own failure text as a wrong answer and end with 0.
+        return error(500) if number == 1 else answer({**body, "mm_processor_kwargs": BUDGET}, 0)
+
+    with endpoint(pruning) as base, endpoint(answer) as full:
+        assert call("--arm", f"cdpruner@64={base.url}") == 1
+        printed = capsys.readouterr().out
+        assert "full model is not among" in printed and "1 of 4 requests failed" in printed
+        arms = ["--arm", f"full={full.url}", "--arm", f"cdpruner@64={base.url}"]
+        assert call(*arms, "--resume") == 0
+    assert set(report_in(tmp_path)["rows"]) == {"full", "cdpruner@64"}
+
+
+BUDGET = {"autoprune": {"budget": 64}}
+
+
+def test_a_judge_is_asked_and_without_one_the_report_is_not_valid(
+    tmp_path: Path, call: Callable[..., int], capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_URL", raising=False)
+    with endpoint(answer) as server:
+        words = ["--arm", f"full={server.url}"]
+        assert call(*words, tasks="mmvet") == 1
+        assert "MM-Vet: the judge gave no usable answer (4 times)" in capsys.readouterr().out
+        words += ["--resume", "--judge-url", "http://judge:1"]
+        assert call(*words, tasks="mmvet") == 0
+    assert report_in(tmp_path)["rows"]["full"]["benchmarks"] == {"MM-Vet": 80.0}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"FAKE_DROP": "1"}, "3 samples, but lmms-eval reports 4"),
+        ({"FAKE_ERROR": "1"}, "lmms-eval ended with 0 and no samples of gqa -> see "),
+        ({"FAKE_VERSION": "0.9.0"}, "is version 0.9.0; only the output files of 0.7.3"),
+    ],
+)
+def test_a_program_that_fails_is_reported(
+    call: Callable[..., int], capsys: Captured, monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str], message: str,
+) -> None:  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with endpoint(answer) as server:
+        assert call("--arm", f"full={server.url}") == 1
+    captured = capsys.readouterr()
+    assert message in captured.out + captured.err
+
+
+def test_a_server_that_dies_stops_the_run_and_the_plan_is_the_command_lines(
+    call: Callable[..., int], capsys: Captured, tmp_path: Path
+) -> None:
+    def dying(body: Body, number: int) -> Answer:
+        server.pages[MODELS] = error(503, "down")
+        return error(503)
+
+    with endpoint(dying) as server:
+        words = ["--arm", f"full={server.url}", "--include-path", "tasks"]
+        assert call(*words, "--dry-run", tasks="mme,gqa,own") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.partition("--tasks ")[2].partition(" ")[0] for line in lines] == [
+            "gqa", "mme", "own",
+        ]  # fmt: skip
+        assert f"base_url={server.url}/v1," in lines[0] and not server.requests
+        assert f"--output_path {tmp_path}/lmms-eval/full/gqa/1 " in lines[0]
+        assert call(*words[:2], tasks="gqa,mme") == 1
+        assert len(server.requests) == 4 and "status 503: down" in capsys.readouterr().err

@@ -1,0 +1,411 @@
+"""Benchmarks through lmms-eval: its tasks, one run of it for every task in every case, its output.
+
+Complete runs are not repeated, so servers can be measured one after another on one machine.
+lmms-eval scores the error message of a failed request like an answer; here it is a failure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.journal import (
+    MME,
+    RESIZED,
+    Answer,
+    Case,
+    EvaluationError,
+    Journal,
+    Question,
+    Setup,
+    Total,
+)
+from vllm_autoprune.evaluation.run import Progress, Suite, check_server
+from vllm_autoprune.http_client import server_address
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+
+PINNED = "0.7.3"
+"""The version of lmms-eval whose tasks, metrics and output files are supported."""
+
+_PLUGIN = Path(__file__).with_name("lmms_plugin")
+_IMAGES = "images.jsonl"
+"""Written into the output by our plugin of lmms-eval: the image of each question."""
+_LOG = "lmms-eval.log"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One column: the sum of a task's metrics times ``scale``; by default its first metric."""
+
+    name: str
+    task: str
+    metrics: tuple[str, ...] = ()
+    scale: float = 100.0
+    judge: Literal["none", "base", "path"] = "none"
+    """What its task takes OPENAI_API_URL for: the base of an OpenAI-compatible API (the judges of
+    lmms_eval/llm_judge give it to OpenAI's client), or the address that it posts to
+    (tasks/mmbench/mmbench_evals.py, tasks/hallusion_bench/utils.py)."""
+
+    def judge_address(self, url: str) -> str:
+        """The value of OPENAI_API_URL for a judge whose address was given in either form."""
+        base = url.rstrip("/").removesuffix("/chat/completions")
+        base = base if urlsplit(base).path else f"{base}/v1"
+        return base if self.judge == "base" else f"{base}/chat/completions"
+
+
+_EXACT = ("exact_match",)
+
+# The test splits of VQAv2 and VizWiz are scored by submission only; TextVQA has no OCR tokens in
+# its prompt; OCRBench always divides by 1,000.
+BENCHMARKS: tuple[Benchmark, ...] = (
+    Benchmark("VQAv2", "vqav2_val", _EXACT),
+    Benchmark("GQA", "gqa", _EXACT),
+    Benchmark("VizWiz", "vizwiz_vqa_val", _EXACT),
+    Benchmark("SQA-IMG", "scienceqa_img", _EXACT),
+    Benchmark("TextVQA", "textvqa_val", _EXACT),
+    Benchmark("POPE", "pope", ("pope_f1_score",)),
+    Benchmark(MME, "mme", ("mme_perception_score", "mme_cognition_score"), 1.0),
+    Benchmark("MMB-EN", "mmbench_en_dev", ("gpt_eval_score",), 1.0, judge="path"),
+    Benchmark("MMB-CN", "mmbench_cn_dev", ("gpt_eval_score",), 1.0, judge="path"),
+    Benchmark("MM-Vet", "mmvet", ("gpt_eval_score",), 1.0, judge="base"),
+    Benchmark("ChartQA", "chartqa", ("relaxed_overall",)),
+    Benchmark("AI2D", "ai2d", _EXACT),
+    Benchmark("HallBench", "hallusion_bench_image", ("aAcc",), 1.0, judge="path"),
+    Benchmark("OCRBench", "ocrbench", ("ocrbench_accuracy",)),
+)
+
+COLUMN_SETS = {
+    "paper": tuple(benchmark.name for benchmark in BENCHMARKS),
+    "paper-llava": tuple(benchmark.name for benchmark in BENCHMARKS[:10]),
+    "paper-qwen": ("TextVQA", "ChartQA", "AI2D", "HallBench", MME, "MMB-EN", "MMB-CN"),
+}
+"""Sets of columns: all of them, and those of the paper's tables on LLaVA and on Qwen."""
+
+
+def select_benchmarks(names: str, *, cognition: bool, own: bool) -> list[Benchmark]:
+    """Benchmarks by column, task or set, separated by commas, in the order of the paper.
+
+    ``cognition``: it is part of MME, as on Qwen. ``own``: any other name is a task of the user's,
+    and comes last. Raises :class:`ConfigError`.
+    """
+    by_name = {key.lower(): row.name for row in BENCHMARKS for key in (row.name, row.task)}
+    words = [word for word in names.split(",") if word]
+    columns = [
+        c for word in words for c in COLUMN_SETS.get(word, [by_name.get(word.lower(), word)])
+    ]
+    selected = [row for row in BENCHMARKS if row.name in columns]
+    others = [name for name in dict.fromkeys(columns) if name not in COLUMN_SETS["paper"]]
+    if not columns or (others and not own):
+        what = f"does not know {', '.join(others)}" if others else "names no benchmark"
+        fix = f"use: {', '.join([*COLUMN_SETS, *(row.task for row in BENCHMARKS)])}; a task of "
+        fix += "your own needs --include-path"
+        raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, fix)])
+    return [
+        dataclasses.replace(row, metrics=row.metrics[:1]) if not cognition else row
+        for row in (*selected, *(Benchmark(name, name) for name in others))
+    ]
+
+
+def parse_arm(arm: str) -> tuple[Case, str]:
+    """``NAME=URL`` as a case and the address of the server that prunes so by itself.
+
+    Raises :class:`ConfigError`.
+    """
+    name, _, url = arm.partition("=")
+    match = re.fullmatch(r"full|(?P<base>\w+)(?P<plus>\+autoprune)?@(?P<budget>\d+)", name)
+    base, plus, budget = (match["base"], match["plus"], match["budget"]) if match else ("", "", "")
+    if match is None or not url or base not in (None, "resized", *BASE_POLICIES):
+        fix = "write full=URL, resized@64=URL, cdpruner@64=URL or cdpruner+autoprune@64=URL"
+        raise ConfigError("eval", [Problem(f"--arm {arm}", "is not a valid arm", fix)])
+    case = Case(name=name, arm="full", label="full")
+    if base is not None:
+        kind, label = ("resized", RESIZED) if base == "resized" else ("base", base)
+        fields = {"name": name, "arm": kind, "label": label, "budget": int(budget)}
+        if plus:
+            label = f"{base} + AutoPrune"
+            fields |= {"arm": "autoprune", "label": label, "base": f"{base}@{budget}"}
+        case = Case.model_validate(fields)
+    return case, server_address(url)
+
+
+@dataclass(frozen=True)
+class LmmsEval:
+    """An installation of lmms-eval and its options."""
+
+    program: str
+    served_name: str
+    max_in_flight: int = 32
+    limit: int | None = None
+    include: Path | None = None
+    """A folder of further tasks."""
+    judge_url: str | None = None
+    """Address of an OpenAI-compatible judge, for the tasks that ask one."""
+
+    def command(self, url: str, task: str, output: Path) -> list[str]:
+        """The command line for one task on one server; decoding and prompts are the task's.
+
+        ``prefix_aware_queue`` is off because it reorders requests by their text.
+        ``adaptive_max_concurrency`` limits ``num_concurrent`` even if nothing adapts; its default
+        is 128. Paths are absolute, because it runs in another folder.
+        """
+        arguments = {
+            "model_version": self.served_name,
+            "base_url": f"{url}/v1",
+            "num_concurrent": self.max_in_flight,
+            "adaptive_max_concurrency": self.max_in_flight,
+            "max_retries": 3,
+            "prefix_aware_queue": False,
+        }
+        model_args = ",".join(f"{name}={value}" for name, value in arguments.items())
+        line = [
+            *self._program(), "--model", "openai", "--model_args", model_args, "--tasks", task,
+            "--batch_size", "1", "--output_path", str(output.absolute()), "--log_samples",
+        ]  # fmt: skip
+        if self.include is not None:
+            line += ["--include_path", str(self.include.absolute())]
+        return line if self.limit is None else [*line, "--limit", str(self.limit)]
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` if it is not installed, or is another version."""
+        try:
+            process = subprocess.run(
+                [*self._program(), "version"],
+                capture_output=True, text=True, timeout=300, check=False,
+            )  # fmt: skip
+            version = (process.stdout.split("\n")[0].split() or ["nothing"])[-1]
+            what = f"is version {version}; only the output files of {PINNED} are supported"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            version, what = "", f"cannot be run ({type(error).__name__})"
+        if version != PINNED:
+            where, fix = f"--lmms-eval {self.program}", f"pip install lmms-eval=={PINNED} into a "
+            fix += "separate environment, and name its program"
+            raise ConfigError("eval", [Problem(where, what, fix)])
+
+    def run(self, url: str, benchmark: Benchmark, pruning: Mapping[str, Any], output: Path) -> None:
+        """Run one task, with output in ``lmms-eval.log``; raises :class:`EvaluationError`.
+
+        ``pruning``: the options that every request carries; none where the server has its own.
+        """
+        output.mkdir(parents=True)
+        path = [str(_PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {
+            # The client needs a key even if the server does not.
+            "OPENAI_API_KEY": "none",
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "AUTOPRUNE_IMAGES": str(output.absolute() / _IMAGES),
+            "AUTOPRUNE_PRUNING": json.dumps(pruning),
+        }
+        judge = self.judge_url or os.environ.get("OPENAI_API_URL")
+        if judge and benchmark.judge != "none":
+            variables["OPENAI_API_URL"] = benchmark.judge_address(judge)
+        with (output / _LOG).open("wb") as log:
+            process = subprocess.run(
+                self.command(url, benchmark.task, output),
+                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
+                # In any other folder it would take a subfolder of the task's name for the task.
+                cwd=output, env=variables,
+            )  # fmt: skip
+        # It exits with 0 even after an exception.
+        if process.returncode or not any(output.rglob("*_samples_*.jsonl")):
+            raise EvaluationError(
+                f"lmms-eval ended with {process.returncode} and no samples of {benchmark.task} -> "
+                f"see {output / _LOG}, fix the cause and add --resume"
+            )
+
+    def _program(self) -> list[str]:
+        name, *more = shlex.split(self.program) or [""]
+        return [os.path.abspath(path) if (path := shutil.which(name)) else name, *more]
+
+
+class LmmsSuite(Suite):
+    """Benchmarks through lmms-eval, each case on its server."""
+
+    def __init__(
+        self,
+        servers: Sequence[tuple[Case, str]],
+        benchmarks: Sequence[Benchmark],
+        lmms_eval: LmmsEval,
+        folder: Path,
+        *,
+        backbone: str,
+        mme_divisor: float,
+    ) -> None:
+        """``servers``: cases with their addresses; ``folder`` receives the files of lmms-eval."""
+        self._lmms_eval, self._folder = lmms_eval, folder
+        self._runs = [(case, url, benchmark) for case, url in servers for benchmark in benchmarks]
+        self.cases = [case for case, _ in servers]
+        limit = "" if lmms_eval.limit is None else f", the first {lmms_eval.limit} of each"
+        self.setup = Setup(
+            suite="lmms",
+            model=lmms_eval.served_name,
+            data=", ".join(f"{each.name} ({each.task})" for each in benchmarks) + limit,
+            scorer=f"lmms-eval {PINNED}",
+            backbone=backbone,
+            mme_divisor=mme_divisor,
+        )
+
+    def plan(self) -> Sequence[str]:
+        """Every command line that will be run."""
+        return [
+            shlex.join(self._lmms_eval.command(url, task.task, self._new_folder(case, task)))
+            for case, url, task in self._runs
+        ]
+
+    def _new_folder(self, case: Case, benchmark: Benchmark) -> Path:
+        folder = self._folder / case.name / benchmark.task
+        return next(path for n in itertools.count(1) if not (path := folder / str(n)).exists())
+
+    def measure(self, journal: Journal, progress: Progress) -> None:
+        """Run what is not complete, after checking all servers."""
+        totals, name = journal.contents.totals, self._lmms_eval.served_name
+        todo = [
+            (case, url, benchmark)
+            for case, url, benchmark in self._runs
+            if not case.refused and benchmark.name not in totals.get(case.name, {})
+        ]
+        if not todo:
+            return
+        # Before the first task, which may take hours.
+        self._lmms_eval.check()
+        refused: list[Case] = []
+        for server in {url: None for _, url, _ in todo}:
+            cases = {case.name: case for case, url, _ in self._runs if url == server}
+            refused += check_server(server, name, list(cases.values()))[1]
+        journal.append(refused)
+        names = {case.name for case in refused}
+        todo = [run for run in todo if run[0].name not in names]
+        progress.begin(len(todo))
+        for case, url, benchmark in todo:
+            check_server(url, name, [])  # lmms-eval would ask a dead one every question
+            progress.write(f"{case.name}: {benchmark.task} ...")
+            folder = self._new_folder(case, benchmark)
+            self._lmms_eval.run(url, benchmark, case.pruning, folder)
+            journal.append(list(read_output(folder, benchmark, case.name)))
+            progress.advance()
+
+
+_FAILURE_MARKS = ("[LMMS_EVAL_REQUEST_FAILED", "[LMMS_EVAL_BUDGET_EXCEEDED]")
+"""How lmms-eval marks a failed request in place of its answer."""
+
+_UNJUDGED = re.compile(
+    r"failed to get a score"  # tasks/mmvet/utils.py: the score is then 0.0
+    # tasks/hallusion_bench/utils.py: "unclear", or what the judge said of the question before
+    r"|All \d+ attempts failed\. Last error message"
+    # tasks/mmbench/mmbench_evals.py: in the end an option is drawn at random
+    r"|GPT API failed to answer|GPT output includes 0"
+)
+"""What lmms-eval logs where a judge did not answer or cannot be understood; it goes on all the
+same, and most of it is nowhere else."""
+
+_Line = dict[str, Any]
+
+
+def read_output(
+    folder: Path, benchmark: Benchmark, case: str
+) -> Iterator[Question | Answer | Total]:
+    """The files of one run: questions, answers, and last the total, unless a request failed.
+
+    Raises :class:`EvaluationError` if something is missing.
+    """
+    task = benchmark.task
+    try:
+        (samples,) = folder.rglob(f"*_samples_{task}.jsonl")
+        # Tasks write more such files, as MMBench its submissions/mmbench_en_dev_results.json.
+        stamp = samples.name.removesuffix(f"_samples_{task}.jsonl")
+        summary = json.loads(samples.with_name(f"{stamp}_results.json").read_text())
+        lines = _read_lines(samples)
+        images = {line["doc_id"]: line["image"] for line in _read_lines(folder / _IMAGES)}
+        metrics = benchmark.metrics or (summary["configs"][task]["metric_list"][0]["metric"],)
+        # Keys of the results have the form ``metric,filter``.
+        scores = {key.partition(",")[0]: score for key, score in summary["results"][task].items()}
+        points = sum(float(scores[metric]) for metric in metrics)
+        expected = summary["n-samples"][task]["effective"]
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        what = f"{task}: its output is incomplete ({type(error).__name__}: {error})"
+        raise EvaluationError(f"{what} -> see {folder / _LOG}, fix that and add --resume") from None
+    if len({line["doc_id"] for line in lines}) != expected:
+        what = f"{task}: {len(lines)} samples, but lmms-eval reports {expected}"
+        raise EvaluationError(f"{what} -> some are missing; run it again with --resume")
+    answers, judgements = [], []
+    for line in lines:
+        name = next((name for name in metrics if name in line), None)
+        if name is None:  # MME's other half
+            continue
+        judgement = line[name] if isinstance(line[name], dict) else {"score": line[name]}
+        judgements.append(judgement)
+        number = line["doc_id"]
+        category = str(judgement["category"]) if benchmark.name == MME else ""
+        question = Question(
+            id=f"{task}/{number}",
+            benchmark=benchmark.name,
+            image=f"{task}/{images.get(number) or f'#{number}'}",
+            category=category,
+            pair=f"{category}/{judgement['question_id']}" if category else "",
+        )
+        yield question
+        answers.append(_read_answer(line, judgement.get("score"), case, question.id))
+    if benchmark.judge != "none" and (unjudged := _count_unjudged(folder, judgements)):
+        failure = (
+            f"{benchmark.name}: the judge gave no usable answer ({unjudged} times), and lmms-eval "
+            "scored that as wrong or at random -> give a judge that answers (--judge-url, its key "
+            "as OPENAI_API_KEY), and add --resume"
+        )
+        answers = [Answer(case=case, question=a.question, failure=failure) for a in answers]
+    yield from answers
+    if all(answer.failure is None for answer in answers):
+        yield Total(
+            case=case,
+            benchmark=benchmark.name,
+            metric=" + ".join(metrics),
+            value=round(benchmark.scale * points, 4),
+            count=len(answers),
+        )
+
+
+def _read_lines(path: Path) -> list[_Line]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def _read_answer(line: _Line, score: object, case: str, question: str) -> Answer:
+    def list_texts(value: object) -> list[str]:
+        """All texts in nested lists, whose shape depends on the number of requests a sample."""
+        if isinstance(value, list):
+            return [text for part in value for text in list_texts(part)]
+        return [value] if isinstance(value, str) else []
+
+    # A task's filters may have changed the logged response, also of a failed request.
+    texts = [*list_texts(line.get("filtered_resps")), *list_texts(line.get("resps"))]
+    marked = [text[:300] for text in texts if text.startswith(_FAILURE_MARKS)]
+    tokens = ((line.get("token_counts") or [None])[0] or {}).get("input_tokens")
+    if not texts or marked or not tokens:
+        failure = [*marked, "no answer, or no prompt tokens were counted: the request failed"][0]
+        return Answer(case=case, question=question, failure=failure)
+    value = float(score) if isinstance(score, bool | int | float) else None
+    return Answer(
+        case=case, question=question, score=value, prompt_tokens=int(tokens), text=texts[0]
+    )
+
+
+def _count_unjudged(folder: Path, judgements: Sequence[_Line]) -> int:
+    """Judgements that are missing, by the log and by the samples."""
+    logged = len(_UNJUDGED.findall((folder / _LOG).read_text(errors="replace")))
+    # MM-Vet keeps the judge's name, HallusionBench the prompt with the judgement behind it.
+    empty = sum(
+        bool(judgement.get("eval_model") == "")
+        or str(judgement.get("gpt_answer")).rstrip().endswith("\nOutput:")
+        for judgement in judgements
+    )
+    return max(logged, empty)

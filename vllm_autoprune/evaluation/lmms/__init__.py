@@ -1,1 +1,0 @@
-"""The paper's benchmarks through lmms-eval, which runs in a separate process."""
