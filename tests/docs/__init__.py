@@ -1,1 +1,0 @@
-"""Tests that the documentation agrees with the code."""

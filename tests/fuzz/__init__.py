@@ -1,1 +1,0 @@
-"""Fuzzing of the loader, the JSON Schema and the safety check with generated and mutated states."""

@@ -1,1 +1,0 @@
-"""Robustness tests: hostile requests, and checks that the server still works afterwards."""

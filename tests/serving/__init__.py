@@ -1,1 +1,0 @@
-"""Tests of the plugin, from settings to running vLLM servers."""
