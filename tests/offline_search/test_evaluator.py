@@ -1,19 +1,192 @@
-"""The evaluator on servers; its client has tests of its own."""
+"""Data of a search, and the evaluator that asks servers."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.common.fake_server import Answer, Body, FakeServer
 from offline_search.components import SelectionProgram
-from offline_search.dataset import Dataset
+from offline_search.dataset import SPLITS, Dataset, convert_mme, read_dataset
 from offline_search.evaluator import EvaluationJob, ServedEvaluator
 from tests.offline_search.endpoint import MODELS, endpoint, error, model_list, scored
 from vllm_autoprune import load_state
-from vllm_autoprune.errors import ConfigError, EvaluationFailed, SearchError
+from vllm_autoprune.cli.main import main
+from vllm_autoprune.errors import ConfigError, EvaluationFailed, Problem, SearchError
+from vllm_autoprune.evaluation.questions import read_lines
+
+# ---- dataset ----
+
+
+def test_splits_are_shuffled_by_image_and_cut_by_image(data: Dataset) -> None:
+    read = read_dataset(data.folder, seed=1)
+    assert read.examples("search") != data.examples("search")
+    assert sorted(map(repr, read.examples("search"))) == sorted(map(repr, data.examples("search")))
+    images = [example.image for example in read.examples("search")]
+    assert images[::2] == images[1::2], "questions of an image stay together"
+    few = read_dataset(data.folder, seed=1, limit=2)
+    assert list(few.examples("search")) == list(read.examples("search"))[:4]
+    assert few.digest != read.digest == read_dataset(data.folder, seed=1).digest
+    # Questions of an image need not be neighbours.
+    path = data.folder / "search.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[::2], *lines[1::2]]))
+    assert read_dataset(data.folder, seed=1, limit=2).examples("search") == few.examples("search")
+
+
+def test_all_problems_are_reported_together(data: Dataset, tmp_path: Path) -> None:
+    folder = data.folder
+    with (folder / "search.jsonl").open("a") as file:
+        file.write('{"image": "x.png", "question": "", "answer": "a"}\n')
+        file.write("not json\n")
+        file.write(json.dumps({"image": "x.png", "question": "q", "answer": "a", "k": 1}) + "\n")
+    (folder / "validation.jsonl").unlink()
+    (folder / "test-2.png").unlink()
+    (folder / "test-0.png").write_bytes((folder / "search-3.png").read_bytes())
+    with pytest.raises(ConfigError) as caught:
+        read_dataset(folder)
+    problems = {problem.where: problem.what for problem in caught.value.problems}
+    assert {f"search.jsonl:{line}" for line in (25, 26, 27)} <= problems.keys()
+    assert {"validation.jsonl", "test-2.png"} <= problems.keys()
+    assert problems["test-0.png"] == "the same image is in search and in test", "under any name"
+    assert all(problem.fix for problem in caught.value.problems)
+
+
+def test_an_empty_split_and_a_missing_folder_are_errors(data: Dataset, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_dataset(tmp_path / "nowhere")
+    (data.folder / "test.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="contains no example"):
+        read_dataset(data.folder)
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "fix"),
+    [
+        ('{"image": "a.png" "question": "q"}', "Invalid JSON", "one object"),
+        ('["a.png", "q", "a"]', "should be an object", "one object"),
+        ('{"image": "a.png", "question": "q"}', '"answer": Field required', "answer"),
+        ('{"image": "a.png", "question": "q", "answer": 7}', '"answer": ', '"answer": "..."'),
+        ('{"image": "a.png", "question": "", "answer": "a"}', '"question": ', "one object"),
+        ('{"image": "a.png", "question": "q", "answer": "a", "pair": "x"}', '"pair"', "a whole"),
+        ('{"image": "a.png", "question": "q", "answer": "a", "zzz": 1}', '"zzz"', "remove it"),
+        ('{"image": "a.png", "question": "q", "answer": "a", "pear": 1}', '"pear"', 'to "pair"'),
+        ('{"image": "a.png", "question": "q", "answer": "\\ud800"}', "Invalid JSON", "one object"),
+    ],
+)
+def test_each_problem_of_a_line_has_a_fix(tmp_path: Path, line: str, what: str, fix: str) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(f"\n{line}")
+    problems: list[Problem] = []
+    assert read_lines(path, problems, "") == []
+    (problem,) = problems
+    assert problem.where == "mine.jsonl:2" and what in problem.what and fix in problem.fix
+
+
+def test_files_of_windows_editors_are_read(tmp_path: Path) -> None:
+    path, problems = tmp_path / "mine.jsonl", list[Problem]()
+    line = '{"image": "a.png", "question": "q\u2028r", "answer": "a"}'
+    path.write_bytes(f"\ufeff{line}\r\n\r\n{line}\r\n".encode())
+    assert [number for number, _ in read_lines(path, problems, "")] == [1, 3]
+    assert problems == []
+
+
+@pytest.fixture
+def mme(tmp_path: Path) -> Path:
+    """Two categories in the two layouts of MME, with ten images each."""
+    beside, apart = tmp_path / "mme" / "color", tmp_path / "mme" / "scene"
+    for folder in (beside, apart / "questions_answers_YN", apart / "images"):
+        folder.mkdir(parents=True)
+    for number in range(10):
+        (beside / f"{number}.txt").write_text("Is it red?\tYes\nIs it blue?\tNo\n")
+        (beside / f"{number}.jpg").write_text(f"color {number}")
+        (apart / "questions_answers_YN" / f"{number}.txt").write_text("A cat?\tNo\nA dog?\tYes")
+        (apart / "images" / f"{number}.png").write_text(f"scene {number}")
+    return tmp_path / "mme"
+
+
+def test_files_of_both_layouts_become_a_data_folder(
+    mme: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "data"
+    assert main(["search", "mme", "--mme", str(mme), "--data", str(target), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"search": 20, "validation": 8, "test": 12}
+    data = read_dataset(target)
+    examples = [example for split in SPLITS for example in data.examples(split)]
+    assert {(example.category, example.question, example.answer) for example in examples} == {
+        ("color", "Is it red?", "Yes"), ("color", "Is it blue?", "No"),
+        ("scene", "A cat?", "No"), ("scene", "A dog?", "Yes"),
+    }  # fmt: skip
+    assert Counter(example.pair for example in examples) == dict.fromkeys(range(20), 2)
+    for example in examples:
+        content = data.image_bytes(example).decode()
+        assert content == f"{example.category} {Path(example.image).stem}"
+
+
+def test_an_image_of_two_categories_is_in_one_split(mme: Path, tmp_path: Path) -> None:
+    """MME has ten images in two of existence, count, position and color, under one name each."""
+    category = mme / "position"
+    category.mkdir()
+    for number in range(10):
+        (category / f"{number}.txt").write_text("Left of it?\tYes\nRight of it?\tNo\n")
+        (category / f"{number}.jpg").write_text(f"{'color' if number < 6 else 'position'} {number}")
+    drawn = []
+    for draw, seed in enumerate((0, 1, 2, 3, 3)):
+        target = tmp_path / f"data-{draw}"
+        assert convert_mme(mme, target, seed) == {"search": 30, "validation": 12, "test": 18}
+        data = read_dataset(target)  # raises for an image in two splits
+        counts = Counter(
+            (example.category, split) for split in SPLITS for example in data.examples(split)
+        )
+        for name in ("color", "position", "scene"):
+            assert [counts[name, split] for split in SPLITS] == [10, 4, 6]
+        drawn.append({example.image for example in data.examples("search")})
+    assert len(list((tmp_path / "data-0").rglob("*.jpg"))) == 14, "an image is written once"
+    assert len(set(map(frozenset, drawn))) > 1, "the draw depends on the seed"
+    assert drawn[4] == drawn[3]
+
+
+def test_every_problem_of_the_files_is_listed_and_nothing_written(
+    mme: Path, tmp_path: Path
+) -> None:
+    (mme / "color" / "1.txt").write_text("Is it red?\tYes\nIs it blue?\t\n")
+    (mme / "color" / "2.txt").write_bytes("Un caf\u00e9?\tYes\n".encode("latin-1"))
+    (mme / "color" / "3.txt").write_text("\n")
+    (mme / "color" / "4.jpg").unlink()
+    (mme / "color" / "4.jpg").mkdir()
+    (mme / "color" / "5.jpg").unlink()
+    with pytest.raises(ConfigError) as caught:
+        convert_mme(mme, tmp_path / "data")
+    assert {problem.where: problem.what for problem in caught.value.problems} == {
+        "color/1.txt:2": "is no question with an answer",
+        "color/2.txt": "is not UTF-8",
+        "color/3.txt": "has no question",
+        "color/4.txt": "cannot be read (4.jpg: Is a directory)",
+        "color/5.txt": "has no image",
+    }
+    assert all(problem.fix for problem in caught.value.problems)
+    assert not (tmp_path / "data").exists()
+
+
+def test_folders_that_a_search_would_refuse_are_not_written(mme: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="contains no question"):
+        convert_mme(tmp_path / "nowhere", tmp_path / "data")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file: cannot be written .* -> choose another folder"):
+        convert_mme(mme, tmp_path / "file")
+    for path in mme.rglob("*.txt"):
+        if path.stem != "0":
+            path.unlink()
+    with pytest.raises(ConfigError, match=r"too few images for three splits \(2\)"):
+        convert_mme(mme, tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+
+
+# ---- the evaluator on servers; its client has tests of its own ----
 
 STATE = load_state("visionzip")
 SINGLE = EvaluationJob(STATE, 8, "search", 0, 1)
