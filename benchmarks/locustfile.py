@@ -18,13 +18,14 @@ from locust import User, events, task
 from locust.env import Environment
 from locust.exception import StopUser
 from locust.runners import MasterRunner, WorkerRunner
+from pydantic import ValidationError
 
 from benchmarks.common import BenchmarkError
-from benchmarks.load.client import Sender
-from benchmarks.load.coordinator import Coordinator
-from benchmarks.load.settings import LocustOptions, RunOptions, add_options, read_options
+from benchmarks.load.client import Coordinator, Sender
+from benchmarks.load.settings import LocustOptions, RunOptions
+from vllm_autoprune.cli.flags import add_flags, flag_problems
 from vllm_autoprune.cli.output import format_error
-from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.errors import AutopruneError, ConfigError
 
 
 class ChatUser(User):
@@ -41,18 +42,17 @@ class ChatUser(User):
 
 @events.init_command_line_parser.add_listener
 def _add_options(parser: argparse.ArgumentParser, **_: object) -> None:
-    add_options(parser, LocustOptions)
+    add_flags(parser.add_argument_group("load test"), LocustOptions, {})
 
 
 def _read_options(parsed: argparse.Namespace) -> RunOptions:
     """The options; locust's own ``--host`` and ``--users`` among them."""
-    if not parsed.host:
-        raise BenchmarkError("--host is missing; the server, such as http://127.0.0.1:8000")
     flags = {name: value for name, value in vars(parsed).items()
              if name in LocustOptions.model_fields}  # fmt: skip
-    closed = not str(flags.get("rate") or "").strip(" 0.")
-    users = {"users": parsed.num_users or 1} if closed else {}
-    return read_options(RunOptions, {**flags, **users, "url": parsed.host})
+    try:
+        return RunOptions.model_validate({**flags, "host": parsed.host, "users": parsed.num_users})
+    except ValidationError as error:
+        raise ConfigError("options", flag_problems(error, {})) from None
 
 
 @events.init.add_listener
@@ -63,7 +63,7 @@ def _init(environment: Environment, **_: object) -> None:
         if not isinstance(runner, WorkerRunner):
             options = _read_options(parsed)
             expected = parsed.expect_workers if isinstance(runner, MasterRunner) else 1
-            parsed.num_users = options.users or expected
+            parsed.num_users = options.load.users or expected
             if parsed.num_users < expected:
                 raise BenchmarkError(
                     f"{expected} workers cannot share {options.users} users "

@@ -56,7 +56,6 @@ class Record(FrozenModel):
     done: float
     """When the stream ended, or the request failed."""
     status: int = 0
-    images: int = 1
 
     @property
     def ok(self) -> bool:

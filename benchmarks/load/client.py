@@ -1,18 +1,19 @@
-"""Load client: each locust worker paces and sends its share of the requests, and never retries.
+"""Both sides of a run within locust: senders on each worker, one coordinator on the master.
 
-An open loop sends by the clock, however slow the answers are; a closed loop after each answer.
-Workers and coordinator exchange messages as JSON; without workers, one locust runner sends them to
-itself.
+An open loop sends by the clock, however slow the answers are; a closed loop after each answer; none
+retries. They exchange messages as JSON; without workers, one locust runner sends them to itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, TypeVar
 
 import gevent
@@ -20,46 +21,39 @@ from gevent.event import Event
 from gevent.pool import Pool
 
 from benchmarks.common import BenchmarkError
-from benchmarks.common.client import Client, Phase
-from benchmarks.load.result import ClientFacts
-from benchmarks.load.settings import RunOptions
+from benchmarks.common.client import Client, MetricsWatcher, Phase, Record, fetch
+from benchmarks.common.report import environment
+from benchmarks.load.result import (
+    RECORDS,
+    RESULT,
+    ClientFacts,
+    Result,
+    format_result,
+    list_reasons,
+    summarize,
+)
+from benchmarks.load.settings import RunOptions, Slo
 from benchmarks.load.workload import Prepared, load_prepared
 
 if TYPE_CHECKING:  # importing locust patches the sockets of the process
     from locust.env import Environment
     from locust.rpc import Message
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
-READY, START, RECORD, DONE = "load-ready", "load-start", "load-record", "load-done"
-"""Messages: a worker has warmed up the server (digest of its bodies, or a problem); when to start
-and which share to send; one record; all facts of a client that has sent its share."""
+_START, _RECORD, _DONE = "load-start", "load-record", "load-done"
+"""Messages: when to start and which share to send; one record; the facts of a client at its end."""
 _MAX_FAILURES = 10
 """Consecutive failures after which the run is given up."""
 _EARLY = 0.002
 """Seconds of busy waiting before a request is due: an event loop sleeps whole milliseconds."""
 _TICK = 0.01
-"""Seconds that the greenlet of :class:`_Lag` sleeps each time."""
+"""Seconds that the greenlet which measures the lag sleeps each time."""
 _WARM_UP_AT_ONCE = 4
-
-
-def raise_priority() -> None:
-    """Raise the scheduling priority of this process, so that the server does not delay its clock.
-
-    Used as ``preexec_fn``. With real-time scheduling (``sched(7)``) the client gets a core as soon
-    as it is due; it sleeps most of the time, and the kernel reserves a twentieth of each second for
-    other processes. Only root on Linux may; else nothing changes.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-
-
-def describe_priority() -> str:
-    """``real time``, or the nice value of this process."""
-    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_RR:
-        return "real time"
-    return f"nice {os.getpriority(os.PRIO_PROCESS, 0)}"
+_POLL = 0.5
+"""Seconds between two readings of the server's ``/metrics``."""
+_HEAD_START = 0.5
+"""Seconds from the start message to the start of the schedule, for it to reach all workers."""
 
 
 def read_api_key() -> dict[str, str]:
@@ -68,10 +62,10 @@ def read_api_key() -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def open_loop(
-    due: Sequence[tuple[T, float]],
+def send_open_loop(
+    due: Sequence[tuple[_T, float]],
     now: Callable[[], float],
-    send: Callable[[T, float], None],
+    send: Callable[[_T, float], None],
     stop: Event,
     most: int,
 ) -> str | None:
@@ -96,28 +90,8 @@ def open_loop(
     return problem
 
 
-class _Lag:
-    """Wake-up lag of an idle greenlet, which bounds the error of each time stamp."""
-
-    def __init__(self) -> None:
-        self._late: list[float] = []
-        self._greenlet = gevent.spawn(self._sleep)
-
-    def _sleep(self) -> None:
-        while True:
-            before = time.perf_counter()
-            gevent.sleep(_TICK)
-            self._late.append(max(time.perf_counter() - before - _TICK, 0.0))
-
-    def stop(self) -> tuple[float, float]:
-        """End the measurement; return median and p99 of the lag, in seconds."""
-        self._greenlet.kill()
-        ordered = sorted(self._late) or [0.0]
-        return ordered[len(ordered) // 2], ordered[int(0.99 * (len(ordered) - 1))]
-
-
 class Sender:
-    """Warms up the server, waits for the start message, sends, and reports when it is done."""
+    """Waits for the start message, sends its share, and reports when it is done."""
 
     def __init__(self, environment: Environment) -> None:
         assert environment.runner is not None
@@ -127,66 +101,68 @@ class Sender:
         self._queue: Iterator[tuple[int, Phase]] = iter(())
         self._unsent = self._consecutive_failures = self._worker = 0
         self._zero = self._cpu = 0.0
+        self._late = [0.0]
+        self._done = False
         self._broken: str | None = None
-        self._lag: _Lag | None = None
         self._options: RunOptions
-        self._prepared: Prepared
+        self._prepared: Prepared | None = None
         self._client: Client
-        self._runner.register_message(START, self._on_start)
+        self._runner.register_message(_START, self._on_start)
         environment.events.test_stopping.add_listener(self._on_stopping)
 
     def begin(self, options: RunOptions) -> None:
-        """Read the bodies, warm up the server, and report to the coordinator."""
+        """Read the bodies; a failure is reported once the run starts."""
         self._options = options
-        self._client = Client(options.url, self._now, options.patience, read_api_key())
+        self._client = Client(options.host, self._now, headers=read_api_key())
         try:
             self._prepared = load_prepared(options.workload)
         except BenchmarkError as error:
-            self._runner.send_message(READY, {"problem": str(error)})
-            return
-        gevent.spawn(self._warm_up)
+            self._broken = str(error)
+        # Garbage collection of what exists by now would delay time stamps.
+        gc.collect()
+        gc.freeze()
 
     def work(self) -> None:
         """The task of every locust user: send its part of the share."""
         self._start.wait()
-        if not self._share:
-            return
         if self._options.load.rate is None:
             for item in self._queue:  # which all users share
                 if self._stop.is_set():
                     return
                 self._send(item, self._now())
-            return
-        share, self._share = self._share, []  # the first user of a worker sends all
-        problem = open_loop(share, self._now, self._send, self._stop, self._options.most)
-        self._broken = self._broken or problem
-        self._finish_if_over()
-
-    def _warm_up(self) -> None:
-        pool = Pool(_WARM_UP_AT_ONCE)
-        for body in self._prepared.warm_up:
-            pool.spawn(self._client.send, body)
-        pool.join()
-        # Garbage collection of what exists by now would delay time stamps.
-        gc.collect()
-        gc.freeze()
-        self._runner.send_message(READY, {"digest": self._prepared.digest})
+        elif self._share:
+            share, self._share = self._share, []  # the first user of a worker sends all
+            problem = send_open_loop(share, self._now, self._send, self._stop, self._options.most)
+            self._broken = self._broken or problem
+            self._finish_if_over()
 
     def _on_start(self, environment: Environment, msg: Message, **_: object) -> None:
         """Take every ``of``-th request from ``index`` on; ``at`` is the Unix time of the start."""
         at, index, of = float(msg.data["at"]), int(msg.data["index"]), int(msg.data["of"])
+        self._worker = index
+        # From here on each worker goes by its own monotonic clock.
+        self._zero = time.perf_counter() + (at - time.time())
+        self._cpu = time.process_time()
+        if self._prepared is not None and self._prepared.digest != msg.data["digest"]:
+            self._broken = "a worker has another workload: prepare it there with the same settings"
+        if self._prepared is None or self._broken:
+            self._finish_if_over()
+            return
         load, count = self._options.load, len(self._prepared.measured)
         schedule = [*zip(enumerate(load.phases(count)), load.due(count), strict=True)]
         self._share = schedule[index::of]
-        self._queue = iter([item for item, _ in self._share])
-        self._unsent, self._worker = len(self._share), index
-        # From here on each worker goes by its own monotonic clock.
-        self._zero = time.perf_counter() + (at - time.time())
-        self._lag, self._cpu = _Lag(), time.process_time()
+        self._queue, self._unsent = iter([item for item, _ in self._share]), len(self._share)
+        gevent.spawn(self._measure_lag)
         # Users of a closed loop begin as soon as this event is set.
         gevent.spawn_later(max(at - time.time(), 0.0), self._start.set)
-        if not self._share:
-            self._finish_if_over()
+        self._finish_if_over()
+
+    def _measure_lag(self) -> None:
+        """Record how late an idle greenlet wakes up, which bounds the error of time stamps."""
+        while not self._done:
+            before = time.perf_counter()
+            gevent.sleep(_TICK)
+            self._late.append(time.perf_counter() - before - _TICK)
 
     def _on_stopping(self, **_: object) -> None:
         """Send no further request."""
@@ -197,21 +173,18 @@ class Sender:
         return time.perf_counter() - self._zero
 
     def _send(self, item: tuple[int, Phase], at: float) -> None:
+        assert self._prepared is not None
         index, phase = item
+        body = self._prepared.measured[index]
         record = self._client.send(
-            self._prepared.measured[index],
-            index=index,
-            scheduled=at,
-            phase=phase,
-            worker=self._worker,
-            images=self._prepared.images[index],
+            body, scheduled=at, index=index, phase=phase, worker=self._worker
         )
-        self._runner.send_message(RECORD, record.model_dump(mode="json"))
+        self._runner.send_message(_RECORD, record.model_dump(mode="json"))
         # For locust's own statistics and pages.
         self._environment.events.request.fire(
             request_type="chat",
             name=record.phase,
-            response_time=1000 * (record.e2e if record.ok else record.done - record.scheduled),
+            response_time=1000 * (record.done - record.scheduled),
             response_length=len(record.text),
             exception=None if record.ok else RuntimeError(record.error),
             context={},
@@ -227,11 +200,126 @@ class Sender:
 
     def _finish_if_over(self) -> None:
         """Report once that all is sent, or that sending was stopped."""
-        if self._lag is None or (self._unsent > 0 and not self._stop.is_set()):
+        if self._done or (self._unsent > 0 and not self._stop.is_set()):
             return
+        self._done = True
         cpu = (time.process_time() - self._cpu) / max(self._now(), 1e-9)
-        (median, p99), self._lag = self._lag.stop(), None
-        facts = ClientFacts(
-            worker=self._worker, cpu=cpu, lag_p50=median, lag_p99=p99, broken=self._broken
+        lag = sorted(self._late)[int(0.99 * (len(self._late) - 1))]
+        facts = ClientFacts(worker=self._worker, cpu=cpu, lag=lag, broken=self._broken)
+        self._runner.send_message(_DONE, facts.model_dump(mode="json"))
+
+
+class Coordinator:
+    """Warms up the server, starts the workers, collects all records, and judges the run.
+
+    It lives on locust's master, or in the only process where there are no workers. A run that loses
+    a worker is not valid.
+    """
+
+    def __init__(self, locust: Environment, options: RunOptions) -> None:
+        assert locust.runner is not None
+        self._locust, self._runner, self._options = locust, locust.runner, options
+        self._prepared = load_prepared(options.workload)
+        self._watch = MetricsWatcher(options.host)
+        # Before the run, whose own load is not to be taken for that of other programs.
+        self._environment = environment("locust", "gevent")
+        self._records: list[Record] = []
+        self._clients: list[ClientFacts] = []
+        self._workers, self._server = 1, dict[str, str]()
+        self._broken: str | None = None
+        self._unwritten: str | None = None
+        self._file: TextIOWrapper | None = None
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+            # What is added reaches the kernel at once; waiting for the disk would delay stamps.
+            self._file = (options.out / RECORDS).open("w", buffering=1)
+        except OSError as error:
+            self._unwritten = str(error)
+        self._runner.register_message(_RECORD, self._on_record)
+        self._runner.register_message(_DONE, self._on_done)
+        locust.events.spawning_complete.add_listener(lambda **_: gevent.spawn(self._conduct))
+        locust.events.quitting.add_listener(self._on_quitting)
+
+    def _conduct(self) -> None:
+        """Start the run, and poll until it ends: locust's workers have started all users."""
+        workers = getattr(self._runner, "clients", None)  # without workers there are none
+        client, pool = Client(self._options.host, headers=read_api_key()), Pool(_WARM_UP_AT_ONCE)
+        for body in self._prepared.warm_up:
+            pool.spawn(client.send, body)
+        pool.join()
+        self._server = read_server_info(self._options.host)
+        self._watch.update()
+        ids = ["local"] if workers is None else [*workers]
+        self._workers = len(ids)
+        start = {"at": time.time() + _HEAD_START, "of": len(ids), "digest": self._prepared.digest}
+        for index, client_id in enumerate(ids):
+            self._runner.send_message(_START, {**start, "index": index}, client_id=client_id)
+        while True:
+            gevent.sleep(_POLL)
+            if len(self._clients) == len(ids):
+                return
+            self._watch.update()
+            if workers is not None and len(workers) - len(workers.missing) < len(ids):
+                self._broken = "a worker was lost"
+                gevent.spawn(self._runner.quit)
+                return
+
+    def _on_record(self, environment: Environment, msg: Message, **_: object) -> None:
+        record = Record.model_validate(msg.data)
+        self._records.append(record)
+        if self._file is not None:
+            try:
+                self._file.write(record.model_dump_json() + "\n")
+            except OSError as error:
+                self._unwritten, self._file = str(error), None
+
+    def _on_done(self, environment: Environment, msg: Message, **_: object) -> None:
+        self._clients.append(ClientFacts.model_validate(msg.data))
+        if len(self._clients) >= self._workers:
+            self._watch.update()
+            gevent.spawn(self._runner.quit)
+
+    def _on_quitting(self, **_: object) -> None:
+        """Judge the run, write and print its result, and set the exit status."""
+        options, records = self._options, self._records
+        unfinished = len(self._clients) < self._workers
+        result = Result(
+            workload=self._prepared.workload,
+            load=options.load,
+            slo=Slo.model_validate(options.model_dump(include=set(Slo.model_fields))),
+            summary=summarize([records], options),
+            metrics=self._watch.metrics(),
+            planned=len(self._prepared.measured),
+            clients=tuple(self._clients),
+            broken=self._broken or ("stopped before its end" if unfinished else None),
+            unwritten=self._unwritten,
+            server=self._server,
+            environment=self._environment,
         )
-        self._runner.send_message(DONE, facts.model_dump(mode="json"))
+        reasons = tuple(list_reasons(result, records))
+        result = result.model_copy(update={"reasons": reasons})
+        print("\n".join(format_result(result)), flush=True)
+        self._locust.process_exit_code = 0 if result.valid else 1
+        try:
+            (options.out / RESULT).write_text(result.model_dump_json(indent=1) + "\n")
+        except OSError as error:
+            print(f"load: {options.out}: result not written: {error}", file=sys.stderr)
+            self._locust.process_exit_code = 1
+
+
+def read_server_info(url: str) -> dict[str, str]:
+    """Version and pruning state, from ``/version`` and the plugin's ``/v1/autoprune``, if any."""
+    pages: list[dict[str, object]] = []
+    for path in ("/version", "/v1/autoprune"):
+        content = None
+        with contextlib.suppress(ValueError):
+            content = json.loads(fetch(url, path) or "{}")
+        pages.append(content if isinstance(content, dict) else {})
+    served, state = pages
+    budget = state.get("budget")
+    info = {
+        "server version": served.get("version"),
+        **{f"autoprune {name}": state.get(name) for name in ("state", "digest", "version")},
+        "autoprune budget": budget.get("k") if isinstance(budget, dict) else None,
+    }
+    return {name: str(value) for name, value in info.items() if value is not None}

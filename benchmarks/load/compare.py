@@ -10,20 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
-from urllib.parse import quote
 
 from benchmarks.common.client import Record
 from benchmarks.common.report import format_estimate
 from benchmarks.load.result import (
     KEPT_UP,
-    LATENCIES,
-    RECORDS,
     Result,
     Summary,
-    ratio,
-    say_too_few,
+    describe_few,
+    estimate_ratio,
     summarize,
-    values_by_request,
 )
 from benchmarks.load.settings import Load, Slo
 from vllm_autoprune.record_file import FrozenModel
@@ -41,20 +37,15 @@ _GOOD_SHARE = 0.99
 """Share of requests that have to meet the objective."""
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One pass of one arm at one load."""
 
     arm: str
     number: int
     result: Result
-    records: tuple[Record, ...]
+    records: Sequence[Record]
     folder: str
     """Relative to the report."""
-
-    def link(self, name: str = RECORDS) -> str:
-        """Link from the report to a file of the run, such as the one that has every request."""
-        return quote(f"{self.folder}/{name}")
 
 
 @dataclass(frozen=True)
@@ -68,7 +59,7 @@ class Point:
     @property
     def valid(self) -> bool:
         """Whether every pass is valid."""
-        return all(run.result.verdict.valid for run in self.runs)
+        return all(run.result.valid for run in self.runs)
 
     @cached_property
     def summary(self) -> Summary:
@@ -77,8 +68,8 @@ class Point:
 
     def median(self, latency: str) -> float:
         """Seconds; infinite where nothing was answered."""
-        times = self.summary.latency(latency)
-        return times.at(50).value if times else float("inf")
+        estimate = self.summary.percentile(latency, 50)
+        return estimate.value if estimate else float("inf")
 
     def keeps_up(self, idle: float) -> bool:
         """Whether the server completes the rate that is offered.
@@ -95,21 +86,17 @@ class Point:
     def past_saturation(self) -> bool:
         """Whether most requests miss the objective or a run ended early: no higher rate is sent."""
         goodput = self.summary.goodput
-        early = any(run.result.facts.early for run in self.runs)
+        early = any(run.result.early for run in self.runs)
         return early or goodput is None or goodput.value < 0.5
 
 
 def group_runs(runs: Sequence[Run]) -> list[Point]:
-    """Points by arm and load, in the order in which they first occur."""
-    groups: dict[tuple[str, str], list[Run]] = {}
+    """Points by arm and load: closed loops before open ones, each by load."""
+    groups: dict[tuple[str, Load], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run.arm, run.result.load.label), []).append(run)
-    return [Point(arm, passes[0].result.load, tuple(passes)) for (arm, _), passes in groups.items()]
-
-
-def open_points(points: Sequence[Point]) -> list[Point]:
-    """Those of open loops, by rate."""
-    return sorted((p for p in points if p.load.rate is not None), key=lambda p: p.load.rate or 0)
+        groups.setdefault((run.arm, run.result.load), []).append(run)
+    points = [Point(arm, load, tuple(passes)) for (arm, load), passes in groups.items()]
+    return sorted(points, key=lambda p: (p.load.rate or 0.0, p.load.users or 0))
 
 
 class Comparison(FrozenModel):
@@ -131,32 +118,24 @@ def compare_arms(points: Sequence[Point]) -> list[Comparison]:
     comparisons = []
     for point in points:
         other = reference.get(point.load)
-        if other is None or point.arm == other.arm:
+        if other is None or point is other:
             continue
         both = point.valid and other.valid
-        for name in FIGURES:
-            pairs = zip(point.runs, other.runs, strict=False) if both else ()
-            by_pass = [_ratio([mine], [theirs], name) for mine, theirs in pairs]
+        mine, theirs = ([run.records for run in p.runs] if both else [] for p in (point, other))
+        for name, figure in FIGURES.items():
+            pairs = zip(mine, theirs, strict=False)
+            by_pass = [estimate_ratio([over], [under], *figure) for over, under in pairs]
             comparisons.append(
                 Comparison(
                     load=point.load,
                     arm=point.arm,
                     against=other.arm,
                     figure=name,
-                    ratio=_ratio(point.runs, other.runs, name) if both else None,
-                    by_pass=tuple(each.value for each in by_pass if each),
+                    ratio=estimate_ratio(mine, theirs, *figure),
+                    by_pass=tuple(ratio.value for ratio in by_pass if ratio),
                 )
             )
     return comparisons
-
-
-def _ratio(over: Sequence[Run], under: Sequence[Run], figure: str) -> Estimate | None:
-    latency, level = FIGURES[figure]
-    upper, lower = (
-        values_by_request([run.records for run in runs], LATENCIES[latency])
-        for runs in (over, under)
-    )
-    return ratio(upper, lower, level)
 
 
 class Sweep(NamedTuple):
@@ -167,6 +146,26 @@ class Sweep(NamedTuple):
     """The highest rate that the server keeps up with and at which p99 TTFT and goodput suffice."""
     saturated: bool
     """Whether the server did not keep up with some rate; if not, higher rates are needed."""
+
+
+def build_sweep(points: Sequence[Point], slo: Slo) -> Sweep:
+    """From the open-loop points of one arm, by rising rate."""
+    lowest = next((point for point in points if point.valid), None)
+    knee = KNEE * lowest.median("TTFT") if lowest else 0.0
+    idle = lowest.median("E2E") if lowest else 0.0
+
+    def meets(point: Point) -> bool:
+        p99, goodput = point.summary.percentile("TTFT", 99), point.summary.goodput
+        if p99 is None or goodput is None or not point.keeps_up(idle):
+            return False
+        late = slo.slo_ttft and 1000 * p99.value > slo.slo_ttft
+        return not late and goodput.value >= _GOOD_SHARE
+
+    return Sweep(
+        knee=_find_edge(points, lambda p: p.keeps_up(idle) and p.median("TTFT") <= knee),
+        highest=_find_edge(points, meets),
+        saturated=any(p.valid and not p.keeps_up(idle) for p in points),
+    )
 
 
 def _find_edge(points: Sequence[Point], holds: Callable[[Point], bool]) -> str:
@@ -186,105 +185,76 @@ def _find_edge(points: Sequence[Point], holds: Callable[[Point], bool]) -> str:
     return f"{highest:g} to {fails:g}" if gap else f"{highest:g}"
 
 
-def build_sweep(points: Sequence[Point], slo: Slo) -> Sweep:
-    """From the open-loop points of one arm."""
-    ordered = open_points(points)
-    lowest = next((p for p in ordered if p.valid), None)
-    knee = KNEE * lowest.median("TTFT") if lowest else 0.0
-    idle = lowest.median("E2E") if lowest else 0.0
-
-    def meets(point: Point) -> bool:
-        times, goodput = point.summary.ttft, point.summary.goodput
-        if times is None or goodput is None or not point.keeps_up(idle):
-            return False
-        late = slo.ttft is not None and times.at(99).value > slo.ttft
-        return not late and goodput.value >= _GOOD_SHARE
-
-    return Sweep(
-        knee=_find_edge(ordered, lambda p: p.keeps_up(idle) and p.median("TTFT") <= knee),
-        highest=_find_edge(ordered, meets),
-        saturated=any(p.valid and not p.keeps_up(idle) for p in ordered),
-    )
+def group_by_arm(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """The points of each arm, in the order of arms."""
+    arms: dict[str, list[Point]] = {}
+    for point in points:
+        arms.setdefault(point.arm, []).append(point)
+    return arms
 
 
-def _choose_common_load(points: Sequence[Point]) -> Load | None:
-    """The highest load that every arm has, if possible valid and below saturation for all.
+def select_open(points: Sequence[Point]) -> list[Point]:
+    """Those of open loops."""
+    return [point for point in points if point.load.rate is not None]
 
-    Beyond saturation a queue grows as long as a run lasts, so that its latencies mean nothing.
+
+def answer_question(points: Sequence[Point], slo: Slo) -> tuple[str, Tone]:
+    """One sentence on the whole experiment: the last arm against the first.
+
+    At the highest load that all arms have, if possible below saturation for all: beyond it a queue
+    grows as long as a run lasts, so that its latencies mean nothing.
     """
+    arms = group_by_arm(points)
     by_load: dict[Load, list[Point]] = {}
     for point in points:
         by_load.setdefault(point.load, []).append(point)
-    arms = {point.arm for point in points}
-    common = {load: each for load, each in by_load.items() if {p.arm for p in each} == arms}
-    valid = [load for load, each in common.items() if all(p.valid for p in each)]
-    below = [load for load in valid if not any(p.past_saturation for p in common[load])]
-    loads = below or valid or list(common)
-    return max(loads, key=lambda load: (load.rate or 0, load.users or 0), default=None)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One sentence on the whole experiment; ``limits`` say how far it can be trusted."""
-
-    sentence: str
-    tone: Tone
-    limits: tuple[str, ...] = ()
-
-
-def answer_question(points: Sequence[Point], slo: Slo, broken: str | None) -> Answer:
-    """The last arm against the first, at the highest load that is valid for both."""
-    limits = tuple(_list_limits(points, broken))
-    load = _choose_common_load(points)
-    if load is None or not any(point.valid for point in points):
-        return Answer("No valid result: nothing can be compared.", "bad", limits)
+    common = [shared for shared in by_load.values() if len(shared) == len(arms)]
+    valid = [shared for shared in common if all(p.valid for p in shared)]
+    below = [shared for shared in valid if not any(p.past_saturation for p in shared)]
+    if not valid:
+        return "No valid result at a load that all arms have: nothing can be compared.", "bad"
+    highest = (below or valid)[-1]
+    first, last = highest[0], highest[-1]
     # A warning opens the sentence, where a load has too few requests for its percentiles.
-    fewest = min((point.summary.requests for point in points if point.valid), default=0)
-    few = say_too_few(fewest, " at a load")
+    few = describe_few(min(p.summary.requests for p in points if p.valid), " at a load")
     few = f"{few[0].upper()}{few[1:]}. " if few else ""
-    arms = list(dict.fromkeys(point.arm for point in points))
-    at_load = [p for arm in arms for p in points if (p.arm, p.load) == (arm, load)]
-    medians = [c for c in compare_arms(at_load) if (c.figure, c.arm) == ("TTFT p50", arms[-1])]
-    if not medians:
-        point = at_load[0]
-        goodput = point.summary.goodput
-        sentence = (
-            f"{point.arm} answered {point.summary.request_rate:.2f} requests/s "
-            f"({load.describe()}); {format_estimate(goodput, 100) + ' %' if goodput else 'none'} "
-            f"of the requests met the objective ({slo.describe()})."
-        )
-        return Answer(few + sentence, "open", limits)
-    median = medians[0].ratio
+    tone: Tone = "open"
+    title = first.load.title
+    median = compare_arms([first, last])[0].ratio if last is not first else None
     if median is None:
-        return Answer("No valid result at a load that all arms have in common.", "bad", limits)
-    tone: Tone = "good" if median.high < 1 else "bad" if median.low > 1 else "open"
-    if tone == "open":
+        goodput = first.summary.goodput
         sentence = (
-            f"At {load.title}, no difference is shown between the median times to first token of "
-            f"{arms[-1]} and {arms[0]} (ratio {format_estimate(median, 1, 2)})"
+            f"{first.arm} answered {first.summary.request_rate:.2f} requests/s ({title}); "
+            f"{format_estimate(goodput, 100) + ' %' if goodput else 'none'} of the requests met "
+            f"the objective ({slo.describe()})"
+        )
+    elif median.low <= 1 <= median.high:
+        sentence = (
+            f"At {title}, no difference is shown between the median times to first token of "
+            f"{last.arm} and {first.arm} (ratio {format_estimate(median, 1, 2)})"
         )
     else:
-        word = "less" if tone == "good" else "more"
+        tone, word = ("good", "less") if median.high < 1 else ("bad", "more")
         low, high = sorted(100 * abs(end - 1) for end in (median.low, median.high))
         sentence = (
-            f"At {load.title}, {arms[-1]} needs {100 * abs(median.value - 1):.0f} % {word} time to "
-            f"the first token than {arms[0]} (median, 95 %: {low:.0f} to {high:.0f} %)"
+            f"At {title}, {last.arm} needs {100 * abs(median.value - 1):.0f} % {word} time to "
+            f"the first token than {first.arm} (median, 95 %: {low:.0f} to {high:.0f} %)"
         )
-    by_arm = [open_points([p for p in points if p.arm == arm]) for arm in (arms[-1], arms[0])]
-    if all(by_arm):
-        mine, other = (build_sweep(swept, slo).highest for swept in by_arm)
+    swept = [select_open(arms[point.arm]) for point in (last, first)]
+    if median and all(swept):
+        mine, other = (build_sweep(points, slo).highest for points in swept)
         sentence += f", and it serves {mine} requests/s within the objective against {other}"
-    return Answer(f"{few}{sentence}.", "open" if few else tone, limits)
+    return f"{few}{sentence}.", "open" if few else tone
 
 
-def _list_limits(points: Sequence[Point], broken: str | None) -> Iterator[str]:
+def list_limits(points: Sequence[Point], broken: str | None) -> Iterator[str]:
+    """How far the answer can be trusted."""
     if broken:
         yield f"The experiment ended early: {broken}"
     runs = [run for point in points for run in point.runs]
-    invalid = [run for run in runs if not run.result.verdict.valid]
+    invalid = [run for run in runs if not run.result.valid]
     if invalid:
         yield (
             f"{len(invalid)} of {len(runs)} runs are not valid. They are hollow in the charts, and "
-            "used for no ratio and no rate. The first reason: "
-            f"{invalid[0].result.verdict.reasons[0]}."
+            f"used for no ratio and no rate. The first reason: {invalid[0].result.reasons[0]}."
         )

@@ -6,10 +6,8 @@ are resampled in blocks of about sqrt(n); resampled one by one, intervals would 
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import TextIOWrapper
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +23,7 @@ from vllm_autoprune.statistics import Estimate, Floats, estimate, resample
 RESULT, RECORDS = "run.json", "records.jsonl"
 
 LEVELS = (50, 90, 95, 99)
-ENOUGH = {50: 20, 90: 50, 95: 100, 99: 200}
+_ENOUGH = {50: 20, 90: 50, 95: 100, 99: 200}
 """Requests that a percentile needs to be quoted."""
 KEPT_UP = 0.95
 """Share of the offered rate that a server which keeps up completes."""
@@ -39,85 +37,17 @@ _FOREIGN_REQUESTS = 0.01
 _FAILED_SHARE = 0.01
 """Limit of failed requests, because latencies are of the others only."""
 
-LATENCIES: Mapping[str, Callable[[Record], Sequence[float]]] = {
+_LATENCIES: Mapping[str, Callable[[Record], Sequence[float]]] = {
     "TTFT": lambda record: (record.ttft,),
     "ITL": lambda record: record.gaps,
     "TPOT": lambda record: () if record.tpot is None else (record.tpot,),
     "E2E": lambda record: (record.e2e,),
 }
 """The seconds that one answered request contributes to each kind of latency."""
+LATENCIES = tuple(_LATENCIES)
 
-
-_RECORD = TypeAdapter(Record)
-
-
-class Journal:
-    """A JSONL file of records, and all of them in memory, whether or not they could be written.
-
-    Unlike ``RecordFile`` it does not wait for the disk: that would delay the time stamps of a load
-    client in the same process.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.records: list[Record] = []
-        self.failure: str | None = None
-        """Why the file is not complete."""
-        self._file: TextIOWrapper | None = None
-        with self._noting_failure():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", buffering=1)  # what is added reaches the kernel at once
-
-    def add(self, record: Record) -> None:
-        """Append one record; where that fails it is kept in memory, and ``failure`` is set."""
-        self.records.append(record)
-        if self._file is not None and self.failure is None:
-            with self._noting_failure():
-                self._file.write(record.model_dump_json() + "\n")
-
-    def close(self) -> None:
-        """Close the file; on a full disk, what its buffer still has is lost."""
-        if self._file is not None:
-            with self._noting_failure():
-                self._file.close()
-
-    @contextlib.contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.failure = self.failure or str(error)
-
-
-def read_journal(path: Path) -> list[Record]:
-    """All records of a file, by index; an incomplete last line is ignored.
-
-    Raises :class:`BenchmarkError` where the file cannot be read or contains anything else.
-    """
-    fix = "name the folder of a finished run"
-    records = read_records(path, _RECORD, BenchmarkError, fix)
-    return sorted(records, key=lambda record: record.index)
-
-
-class _Quantile(FrozenModel):
-    """One percentile."""
-
-    level: int
-    estimate: Estimate
-    enough: bool
-    """Whether there are enough requests to estimate it."""
-
-
-class Distribution(FrozenModel):
-    """Mean and percentiles of a sample."""
-
-    count: int
-    """Values, not requests."""
-    mean: float
-    quantiles: tuple[_Quantile, ...]
-
-    def at(self, level: int) -> Estimate:
-        """The estimate of one percentile, which is one of LEVELS."""
-        return next(q.estimate for q in self.quantiles if q.level == level)
+Percentiles = Mapping[int, Estimate]
+"""By level, of :data:`LEVELS`."""
 
 
 def _resample_weights(requests: int) -> Floats:
@@ -150,33 +80,38 @@ def draw_percentiles(
     return percentiles
 
 
-def distribution(by_request: Sequence[Sequence[float]]) -> Distribution | None:
-    """Percentiles of the values of all requests; None where there is no value."""
-    values = [value for row in by_request for value in row]
-    if not values:
-        return None
+def estimate_percentiles(by_request: Sequence[Sequence[float]]) -> Percentiles:
+    """Percentiles of the values of all requests; empty where there is no value."""
+    if not any(map(len, by_request)):
+        return {}
     percentiles = draw_percentiles(by_request, LEVELS, _resample_weights(len(by_request)))
-    quantiles = tuple(
-        _Quantile(level=level, estimate=estimate(column), enough=len(by_request) >= ENOUGH[level])
-        for level, column in zip(LEVELS, percentiles.T, strict=True)
-    )
-    return Distribution(count=len(values), mean=float(np.mean(values)), quantiles=quantiles)
+    return dict(zip(LEVELS, map(estimate, percentiles.T), strict=True))
 
 
-def ratio(
-    over: Mapping[int, Sequence[float]], under: Mapping[int, Sequence[float]], level: int
+def estimate_ratio(
+    over: Sequence[Sequence[Record]], under: Sequence[Sequence[Record]], latency: str, level: int
 ) -> Estimate | None:
-    """percentile(over) / percentile(under) of the requests that both have, resampled together.
+    """Ratio of a percentile of two arms, over the requests that both answered, drawn together.
 
-    Values by request; None where either has no value.
+    Of each arm the records of all passes. None where either has no value.
     """
-    common = sorted(over.keys() & under.keys())
-    pair = [[values[index] for index in common] for values in (over, under)]
+    upper, lower = (_values_by_request(passes, latency) for passes in (over, under))
+    common = sorted(upper.keys() & lower.keys())
+    pair = [[values[index] for index in common] for values in (upper, lower)]
     if not all(any(map(len, rows)) for rows in pair):
         return None
     weights = _resample_weights(len(common))
-    upper, lower = (draw_percentiles(rows, [level], weights)[:, 0] for rows in pair)
-    return estimate(upper / lower)
+    numerator, denominator = (draw_percentiles(rows, [level], weights)[:, 0] for rows in pair)
+    return estimate(numerator / denominator)
+
+
+def _values_by_request(passes: Sequence[Sequence[Record]], latency: str) -> dict[int, list[float]]:
+    """Values of the measured requests that were answered, of all passes, by their index."""
+    by_index: dict[int, list[float]] = {}
+    for record in (record for records in passes for record in records):
+        if record.phase == "measured" and record.ok:
+            by_index.setdefault(record.index, []).extend(_LATENCIES[latency](record))
+    return dict(sorted(by_index.items()))
 
 
 class Summary(FrozenModel):
@@ -184,48 +119,32 @@ class Summary(FrozenModel):
 
     requests: int
     failed: int
+    answered: int
+    """Different requests that were answered, in any pass."""
     seconds: float
     """From the first request that was due to the end of the last; of several passes, the mean."""
-    ttft: Distribution | None
-    itl: Distribution | None
-    """Gaps between deltas; a delta may hold more than one token."""
-    tpot: Distribution | None
-    e2e: Distribution | None
-    delay: Distribution | None
-    """Seconds by which the client itself was late."""
+    latencies: Mapping[str, Percentiles]
+    """By name, of :data:`LATENCIES`, and of the client's own ``delay``."""
     goodput: Estimate | None
     """Share of requests that met the objective; failed ones did not."""
-    good_rate: float
-    """Good requests a second, over the whole time."""
     offered_rate: float | None
     """Requests a second by the schedule as it was drawn."""
     request_rate: float
-    image_rate: float
-    output_token_rate: float
-    """For information: answers have a fixed length."""
     prompt_tokens: float | None
     """Mean, as the server counts them."""
 
-    def latency(self, name: str) -> Distribution | None:
-        """One of :data:`LATENCIES`."""
-        times: Distribution | None = getattr(self, name.lower())
-        return times
+    def percentile(self, latency: str, level: int) -> Estimate | None:
+        """Seconds; None where nothing was answered."""
+        return self.latencies[latency].get(level)
 
-
-def values_by_request(
-    passes: Sequence[Sequence[Record]], values: Callable[[Record], Sequence[float]]
-) -> dict[int, list[float]]:
-    """Values of the measured requests that were answered, of all passes, by their index."""
-    by_index: dict[int, list[float]] = {}
-    for record in (record for records in passes for record in records):
-        if record.phase == "measured" and record.ok:
-            by_index.setdefault(record.index, []).extend(values(record))
-    return dict(sorted(by_index.items()))
+    def mark_few(self, level: int) -> str:
+        """A dagger where a percentile rests on too few requests."""
+        return "" if self.answered >= _ENOUGH[level] else "†"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def summarize(passes: Sequence[Sequence[Record]], slo: Slo) -> Summary:
@@ -245,32 +164,30 @@ def summarize(passes: Sequence[Sequence[Record]], slo: Slo) -> Summary:
         for records in counted
     ]
 
-    def rate(count: Callable[[Record], float]) -> float:
-        """Sum of a figure a second."""
-        pairs = zip(counted, seconds, strict=True)
-        rates = [sum(map(count, records)) / s if s > 0 else 0.0 for records, s in pairs]
-        return _mean(rates) or 0.0
-
+    rates = [
+        sum(r.ok for r in records) / duration if duration > 0 else 0.0
+        for records, duration in zip(counted, seconds, strict=True)
+    ]
     spans = [rows[-1].scheduled - rows[0].scheduled if rows else 0.0 for rows in counted]
-    pairs = zip(counted, spans, strict=True)
+    offered = [
+        (len(records) - 1) / span if span > 0 else None
+        for records, span in zip(counted, spans, strict=True)
+    ]
     met = np.asarray([slo.good(record) for record in measured], dtype=np.float64)
     shares = _resample_weights(len(met)) @ met / len(met) if len(met) else None
-    times = {
-        name.lower(): distribution([*values_by_request(passes, values).values()])
-        for name, values in LATENCIES.items()
-    }
     return Summary(
-        **times,
         requests=len(measured),
         failed=len(measured) - len(good),
+        answered=len({record.index for record in good}),
         seconds=_mean(seconds) or 0.0,
-        delay=distribution([[r.delay] for r in measured]),
+        latencies={
+            name: estimate_percentiles([*_values_by_request(passes, name).values()])
+            for name in LATENCIES
+        }
+        | {"delay": estimate_percentiles([[record.delay] for record in measured])},
         goodput=None if shares is None else estimate(shares),
-        good_rate=rate(slo.good),
-        offered_rate=_mean([(len(rows) - 1) / span if span > 0 else None for rows, span in pairs]),
-        request_rate=rate(lambda r: r.ok),
-        image_rate=rate(lambda r: r.images if r.ok else 0),
-        output_token_rate=rate(lambda r: (r.completion_tokens or 0) if r.ok else 0),
+        offered_rate=_mean(offered),
+        request_rate=_mean(rates) or 0.0,
         prompt_tokens=_mean([r.prompt_tokens for r in good]),
     )
 
@@ -281,22 +198,38 @@ class ClientFacts(FrozenModel):
     worker: int = 0
     cpu: float
     """Share of one CPU core used while requests were sent."""
-    lag_p50: float
-    lag_p99: float
-    """Seconds by which an idle greenlet woke up late: the error of its time stamps."""
+    lag: float
+    """Seconds by which an idle greenlet woke up late, p99: the error of its time stamps."""
     broken: str | None = None
     """Why it stopped before its share was sent; None where it did not."""
 
 
-class RunFacts(FrozenModel):
-    """All client processes of a run."""
+class Result(FrozenModel):
+    """One run; its records are in ``records.jsonl`` beside it."""
 
+    workload: Workload
+    load: Load
+    slo: Slo
+    summary: Summary
+    metrics: ServerMetrics
     planned: int
+    """Requests of the schedule."""
     clients: tuple[ClientFacts, ...] = ()
-    unwritten: str | None = None
-    """Why records could not be written."""
     broken: str | None = None
     """Why the run ended early, where no client reports it."""
+    unwritten: str | None = None
+    """Why records could not be written."""
+    server: Mapping[str, str] = {}
+    """Version and state, as the server reports them."""
+    environment: Mapping[str, str]
+    """Of the client."""
+    reasons: tuple[str, ...] = ()
+    """Why the run is not valid."""
+
+    @property
+    def valid(self) -> bool:
+        """Whether there is no reason against the run."""
+        return not self.reasons
 
     @property
     def early(self) -> Sequence[str]:
@@ -304,100 +237,46 @@ class RunFacts(FrozenModel):
         reasons = [self.broken, *(client.broken for client in self.clients)]
         return tuple(dict.fromkeys(reason for reason in reasons if reason))
 
-
-class Verdict(FrozenModel):
-    """Valid if there is no reason against it; notes do not invalidate a run."""
-
-    reasons: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    too_few: str = ""
-    """That there are too few requests for a percentile, or for any verdict."""
-
     @property
-    def valid(self) -> bool:
-        """Whether there is no reason against the run."""
-        return not self.reasons
-
-    def describe(self) -> str:
+    def verdict(self) -> str:
         """In words."""
         if not self.valid:
             return f"not valid: {'; '.join(self.reasons)}"
-        return f"valid, but {self.too_few}" if self.too_few else "valid"
+        unread = "" if self.metrics.read else "the server's /metrics could not be read"
+        limits = [limit for limit in (describe_few(self.summary.requests), unread) if limit]
+        return f"valid, but {', and '.join(limits)}" if limits else "valid"
 
 
-class Result(FrozenModel):
-    """One run; its records are in ``records.jsonl`` beside it."""
-
-    label: str
-    url: str
-    began: str
-    """UTC, ISO 8601."""
-    workload: Workload
-    workload_digest: str
-    load: Load
-    slo: Slo
-    verdict: Verdict = Verdict()
-    summary: Summary
-    metrics: ServerMetrics
-    facts: RunFacts
-    server: Mapping[str, str] = {}
-    """Version and state, as the server reports them."""
-    environment: Mapping[str, str]
-    """Of the client."""
-    command: tuple[str, ...]
-
-    def write(self, folder: Path) -> None:
-        """Write ``run.json``; raises OSError."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / RESULT).write_text(self.model_dump_json(indent=1) + "\n")
-
-
-def read_result(folder: Path) -> Result:
-    """The run in a folder; raises :class:`BenchmarkError` where there is none."""
+def read_result(folder: Path) -> tuple[Result, list[Record]]:
+    """A run and its records, by index; raises :class:`BenchmarkError` where there is none."""
     try:
-        return Result.model_validate_json((folder / RESULT).read_text())
+        result = Result.model_validate_json((folder / RESULT).read_text())
     except (OSError, ValidationError) as error:
         raise BenchmarkError(f"{folder / RESULT}: {str(error).splitlines()[0]}") from error
+    fix = "name the folder of a finished run"
+    records = read_records(folder / RECORDS, TypeAdapter(Record), BenchmarkError, fix)
+    return result, sorted(records, key=lambda record: record.index)
 
 
-def say_too_few(requests: int, where: str = "") -> str:
+def describe_few(requests: int, where: str = "") -> str:
     """That these are too few requests for a percentile; empty where they are enough."""
     for level, what in ((50, "a verdict"), (99, "p99")):
-        if 0 < requests < ENOUGH[level]:
-            return f"{requests} requests{where} are too few for {what} ({ENOUGH[level]} needed)"
+        if 0 < requests < _ENOUGH[level]:
+            return f"{requests} requests{where} are too few for {what} ({_ENOUGH[level]} needed)"
     return ""
 
 
-def judge_run(result: Result, records: Sequence[Record]) -> Verdict:
-    """The verdict, with every reason; no figure of an invalid run is compared."""
-    notes, summary = [], result.summary
-    if not result.metrics.read:
-        notes.append(
-            "the server's /metrics could not be read: no cache hits, KV use or visual tokens"
-        )
-    offered, achieved = summary.offered_rate, summary.request_rate
-    if result.load.rate is not None and offered and achieved < KEPT_UP * offered:
-        notes.append(f"the server completed {achieved:.2f} of {offered:.2f} requests/s offered")
-    return Verdict(
-        reasons=tuple(_list_reasons(result, records)),
-        notes=tuple(notes),
-        too_few=say_too_few(summary.requests),
-    )
-
-
-def _list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
-    """Every reason why a run is not valid."""
-    workload, facts, summary, metrics = (
-        result.workload, result.facts, result.summary, result.metrics,
-    )  # fmt: skip
+def list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
+    """Every reason why a run is not valid; no figure of such a run is compared."""
+    workload, summary, metrics = result.workload, result.summary, result.metrics
     # Requests that were not sent or recorded, failed, or were answered at another length.
-    if not facts.planned:
+    if not result.planned:
         yield "the schedule is empty"
-    yield from facts.early
-    if len(records) < facts.planned:
-        yield f"only {len(records)} of {facts.planned} requests were recorded"
-    if facts.unwritten:
-        yield f"records could not be written: {facts.unwritten}"
+    yield from result.early
+    if len(records) < result.planned:
+        yield f"only {len(records)} of {result.planned} requests were recorded"
+    if result.unwritten:
+        yield f"records could not be written: {result.unwritten}"
     failed = Counter(record.error for record in records if record.error)
     if failed.total() > _FAILED_SHARE * len(records):
         worst, times = failed.most_common(1)[0]
@@ -414,18 +293,20 @@ def _list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
             "a shorter answer would be taken for a faster one"
         )
     # A client that used up its core, or was late itself.
-    for client in [client for client in facts.clients if client.cpu > _BUSY][:1]:
+    for client in [client for client in result.clients if client.cpu > _BUSY][:1]:
         yield (
             f"client {client.worker} used {100 * client.cpu:.0f} % of a core: it was the "
             "bottleneck; give it more workers"
         )
     # A closed loop has no schedule, so there it is the lag of the clients' idle greenlets.
     if result.load.rate is not None:
-        delay, name = summary.delay.at(99).value if summary.delay else 0.0, "its schedule delay"
+        late = summary.percentile("delay", 99)
+        delay, name = late.value if late else 0.0, "its schedule delay"
     else:
-        delay = max((client.lag_p99 for client in facts.clients), default=0.0)
+        delay = max((client.lag for client in result.clients), default=0.0)
         name = "its wake-up lag"
-    if summary.ttft and delay > (bound := _DELAY_SHARE * summary.ttft.at(50).value):
+    median = summary.percentile("TTFT", 50)
+    if median and delay > (bound := _DELAY_SHARE * median.value):
         yield (
             f"the client was the bottleneck: {name} is {1000 * delay:.1f} ms at p99, above "
             f"{100 * _DELAY_SHARE:.0f} % of the median TTFT ({1000 * bound:.1f} ms)"
@@ -444,43 +325,25 @@ def _list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
 
 def format_result(result: Result) -> Iterator[str]:
     """Verdict first, then figures, a line each."""
-    summary, metrics = result.summary, result.metrics
-    yield f"{result.label}: {result.load.describe()}; {result.verdict.describe()}"
+    summary = result.summary
+    yield f"{result.load.describe()}; {result.verdict}"
     busy, cores = result.environment["load average"], result.environment["cores"]
     if float(busy) > int(cores):
         yield f"  warning: load average {busy} on {cores} cores before the run: use an idle machine"
-    for note in result.verdict.notes:
-        yield f"  note: {note}"
     rates = f"{summary.request_rate:.2f}"
     if result.load.rate is not None and summary.offered_rate is not None:
         rates = f"{summary.offered_rate:.2f} offered, {rates} achieved"
     yield (
         f"  {summary.requests} requests counted, {summary.failed} failed, in "
-        f"{summary.seconds:.1f} s: {rates} requests/s, {summary.image_rate:.2f} images/s, "
-        f"{summary.output_token_rate:.1f} output tokens/s"
+        f"{summary.seconds:.1f} s: {rates} requests/s"
     )
-    for name in (*LATENCIES, "delay"):
-        if (values := summary.latency(name)) is not None:
-            # A dagger marks a percentile that rests on too few requests.
-            percentiles = "  ".join(
-                f"p{q.level} {format_estimate(q.estimate, 1000)}{'' if q.enough else '†'}"
-                for q in values.quantiles
+    for name, percentiles in summary.latencies.items():
+        if percentiles:
+            text = "  ".join(
+                f"p{level} {format_estimate(figure, 1000)}{summary.mark_few(level)}"
+                for level, figure in percentiles.items()
             )
-            yield f"  {'client delay' if name == 'delay' else name:12s} ms: {percentiles}"
+            yield f"  {'client delay' if name == 'delay' else name:12s} ms: {text}"
     if summary.goodput is not None:
         good = format_estimate(summary.goodput, 100)
         yield f"  goodput: {good} % of requests met {result.slo.describe()}"
-    before, after = metrics.visual_tokens_before, metrics.visual_tokens_after
-    if before is not None and after is not None:
-        yield f"  visual tokens: {before:.0f} before, {after:.0f} after pruning"
-    if metrics.peak_kv_use is not None:
-        yield f"  KV cache: {100 * metrics.peak_kv_use:.1f} % used at the peak"
-    yield (
-        f"  caches: {format_hits(metrics.mm_cache_hits, metrics.mm_cache_queries)} images, "
-        f"{format_hits(metrics.prefix_cache_hits, metrics.prefix_cache_queries)} prompt tokens"
-    )
-
-
-def format_hits(hits: float | None, queries: float | None) -> str:
-    """Such as "12 of 40"; "not counted" where the server does not report it."""
-    return "not counted" if hits is None or queries is None else f"{hits:.0f} of {queries:.0f}"

@@ -1,38 +1,23 @@
-"""Options of the load test, its loads and its objective.
-
-Flags, help, keys of a YAML file and defaults come from the fields: ``--output-tokens 8`` on the
-command line is ``output-tokens: 8`` in a file.
-"""
+"""Options of the load test, its loads and its objective; flags and help come from the fields."""
 
 from __future__ import annotations
 
-import argparse
+import re
 import shlex
-from collections.abc import Mapping
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic import model_validator as validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from benchmarks.common import BenchmarkError
 from benchmarks.common.client import Phase, Record
 from benchmarks.common.shapes import TOWER_LAYERS, WIDTH
 from benchmarks.yardsticks.examples import LLAVA
-from vllm_autoprune.cli.flags import add_flags, flag_problems
-from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.record_file import FrozenModel
-from vllm_autoprune.tpdsl.loading import suggest_name
 
-M = TypeVar("M", bound=FrozenModel)
-K = TypeVar("K")
-Cache = Literal["unique", "repeat", "same-image", "off"]
-Format = Literal["jpeg", "png"]
+_M = TypeVar("_M", bound=FrozenModel)
 
-CACHES: dict[Cache, str] = {
+CACHES = {
     "unique": "every image is new, so that no cache helps",
     "repeat": "whole requests are repeated, by Zipf's law",
     "same-image": "images are repeated by Zipf's law, each time with a new question",
@@ -43,9 +28,6 @@ CACHES: dict[Cache, str] = {
 SHAPE = "shape"
 _OPEN_RAMP = 0.05
 """Share of an open loop's requests that do not count: the first meet an emptier server."""
-
-_NAMES = {"as_json": "--json"}
-"""Flags that are not named like their field."""
 
 
 class Load(FrozenModel):
@@ -107,117 +89,83 @@ class Load(FrozenModel):
         drain = 0 if self.users is None else self.users
         if ramp + drain > count // 2:
             ramp = drain = 0
-        spans: tuple[tuple[Phase, int], ...] = (
-            ("ramp", ramp), ("measured", count - ramp - drain), ("drain", drain),
-        )  # fmt: skip
-        return [phase for phase, length in spans for _ in range(length)]
+        lengths: dict[Phase, int] = {"ramp": ramp, "measured": count - ramp - drain, "drain": drain}
+        return [phase for phase, length in lengths.items() for _ in range(length)]
+
+
+def _split_mix(value: object) -> object:
+    """``A=1,B=2`` as a mapping; a part without ``=`` gets the weight 1."""
+    if not isinstance(value, str):
+        return value
+    parts = (part.partition("=") for part in value.split(","))
+    return {name: weight or 1 for name, _, weight in parts}
+
+
+def _split_list(value: object) -> object:
+    """``1,2,4`` as a list."""
+    words = [value] if isinstance(value, str) else value
+    if not words or not isinstance(words, list):
+        return words
+    numbers = ",".join(map(str, words)).split(",")
+    return "find" if numbers == ["find"] else numbers
+
+
+def _check_quotes(text: str) -> str:
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"{error}: close the quotation") from None
+    return text
+
+
+def _check_servers(servers: tuple[str, ...]) -> tuple[str, ...]:
+    for server in servers:
+        if not re.match("[^=]+=https?://.", server):
+            raise ValueError(f"{server!r} is no server: give NAME=http://HOST:PORT")
+    if len({server.partition("=")[0] for server in servers}) < len(servers):
+        raise ValueError("two servers have the same name: give each its own")
+    return servers
+
+
+_Count = Annotated[int, Field(ge=1)]
+_Positive = Annotated[float, Field(gt=0)]
+_Limit = Annotated[float, Field(ge=0)]
+_Mix = Annotated[dict[_Count, _Positive], BeforeValidator(_split_mix), Field(min_length=1)]
+"""Values with their weights."""
 
 
 class Slo(FrozenModel):
-    """Service-level objective: the highest latencies of a good request, seconds; None: any."""
+    """Service-level objective: the highest latencies of a good request."""
 
-    ttft: float | None = 1.0
-    tpot: float | None = None
-    e2e: float | None = None
+    slo_ttft: _Limit = Field(default=1000.0, description="TTFT limit, ms; 0: none")
+    slo_tpot: _Limit = Field(default=0.0, description="TPOT limit, ms; 0: none")
+    slo_e2e: _Limit = Field(default=0.0, description="end-to-end limit, ms; 0: none")
 
     def good(self, record: Record) -> bool:
         """Whether a request met every limit; one that failed met none."""
         if not record.ok:
             return False
-        pairs = ((record.ttft, self.ttft), (record.tpot, self.tpot), (record.e2e, self.e2e))
-        return all(value is None or limit is None or value <= limit for value, limit in pairs)
+        times = (record.ttft, record.tpot, record.e2e)
+        limits = (self.slo_ttft, self.slo_tpot, self.slo_e2e)
+        pairs = zip(times, limits, strict=True)
+        return all(time is None or not limit or 1000 * time <= limit for time, limit in pairs)
 
     def describe(self) -> str:
         """In words, milliseconds."""
-        limits = {"TTFT": self.ttft, "TPOT": self.tpot, "E2E": self.e2e}
-        described = [f"{k} at most {1000 * v:g} ms" for k, v in limits.items() if v is not None]
+        limits = {"TTFT": self.slo_ttft, "TPOT": self.slo_tpot, "E2E": self.slo_e2e}
+        described = [f"{name} at most {limit:g} ms" for name, limit in limits.items() if limit]
         return ", ".join(described) or "none declared"
-
-
-def _problem(message: str, *fields: str) -> PydanticCustomError:
-    """An error of validation that names the fields to change; "what: fix"."""
-    return PydanticCustomError("load", "{message}", {"message": message, "fields": fields})
-
-
-def _join(value: object) -> str:
-    """Words of the command line, or values of a file, as one text."""
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _split_mix(value: object) -> object:
-    """``A=1,B=2`` as a mapping; a part without ``=`` gets the weight 1."""
-    if isinstance(value, Mapping):
-        return value
-    parts = (part.partition("=") for part in _join(value).split(",") if part)
-    return {name.strip(): weight or 1 for name, _, weight in parts}
-
-
-def _split_list(value: object) -> object:
-    parts = tuple(part for part in _join(value).split(",") if part)
-    if value and not parts:
-        raise _problem(f"{_join(value)!r} is no list: give at least one value")
-    return "find" if parts == ("find",) else parts
-
-
-def _split_words(value: object) -> object:
-    text = value if isinstance(value, str) else None
-    if isinstance(value, list | tuple) and len(value) == 1:
-        text = str(value[0])
-    try:
-        return value if text is None else tuple(shlex.split(text))
-    except ValueError as error:
-        raise _problem(f"{error}: close the quotation") from None
-
-
-def _check_aspect(text: str) -> str:
-    try:
-        positive = Fraction(text) > 0
-    except (ValueError, ZeroDivisionError):
-        positive = False
-    if not positive:
-        raise _problem(f"{text!r} is no aspect: give width/height, such as 4/3")
-    return text
-
-
-def _split_servers(value: object) -> object:
-    if isinstance(value, Mapping):
-        return tuple(value.items())
-    parts = value if isinstance(value, list | tuple) else (value,)
-    return tuple(p if isinstance(p, list | tuple) else str(p).split("=", 1) for p in parts)
-
-
-def _check_servers(pairs: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-    for pair in pairs:
-        if len(pair) != 2 or not pair[0] or not pair[1].startswith(("http://", "https://")):
-            raise _problem(f"{'='.join(pair)!r} is no server: give NAME=http://HOST:PORT")
-    if len({name for name, *_ in pairs}) < len(pairs):
-        raise _problem("two servers have the same name: give each its own")
-    return pairs
-
-
-_Count = Annotated[int, Field(ge=1)]
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Limit = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-"""0 is no limit."""
-_Mix = Annotated[dict[K, _Positive], BeforeValidator(_split_mix), Field(min_length=1)]
-"""Values with their weights."""
 
 
 class RequestOptions(FrozenModel):
     """Requests of a workload."""
 
-    model_config = ConfigDict(coerce_numbers_to_str=True)
-
     requests: _Count = Field(default=200, description="measured requests of a run")
     warm_up: int = Field(
-        default=8,
-        ge=0,
-        description="requests before the clock starts, on images that are not measured",
+        default=8, ge=0, description="requests on other images before the clock starts"
     )
-    output_tokens: _Count = Field(
-        default=16, description="length of every answer: a shorter answer is never a faster one"
-    )
-    cache: Cache = Field(
+    output_tokens: _Count = Field(default=16, description="length of every answer")
+    cache: Literal["unique", "repeat", "same-image", "off"] = Field(
         default="unique",
         description="state of the server's caches: unique, repeat, same-image or off",
     )
@@ -228,34 +176,17 @@ class RequestOptions(FrozenModel):
         default=1.1,
         description="exponent of Zipf's law: the k-th image comes in proportion to k ** -zipf",
     )
-    sides: _Mix[_Count] = Field(
+    sides: _Mix = Field(
         default={480: 1, 640: 2, 1024: 1},
         description="longer side of an image, pixels, VALUE=WEIGHT,...",
     )
-    aspects: _Mix[Annotated[str, AfterValidator(_check_aspect)]] = Field(
-        default={"4/3": 4, "3/4": 2, "1/1": 2, "16/9": 1},
-        description="width over height, VALUE=WEIGHT,...",
-    )
-    images: _Mix[_Count] = Field(default={1: 1}, description="images a request, VALUE=WEIGHT,...")
-    formats: _Mix[Format] = Field(
-        default={"jpeg": 4, "png": 1}, description="image formats, jpeg=WEIGHT,png=WEIGHT"
-    )
-    words: _Mix[_Count] = Field(
-        default={8: 2, 16: 2, 32: 1}, description="words in a question, VALUE=WEIGHT,..."
-    )
-    vocabulary: Literal["english", "numbered"] = Field(
-        default="english",
-        description="english, or numbered: the words w1, w2, ..., one token each for a model "
-        "without weights",
-    )
+    images: _Mix = Field(default={1: 1}, description="images a request, VALUE=WEIGHT,...")
     dialect: Literal["vllm", "openai"] = Field(
         default="vllm",
-        description="vllm, or openai: without vLLM's own fields, so that answers may be shorter",
+        description="vllm, or openai: without vLLM's own fields; answers may be shorter",
     )
     data: str = Field(
-        default="",
-        description="images and questions of your own: a folder, a JSONL file, or a data set saved "
-        "by datasets.save_to_disk; default: drawn ones",
+        default="", description="images and questions of your own: a folder or a JSONL file"
     )
     seed: int = Field(default=0, ge=0, description="seed of requests and schedule")
 
@@ -265,6 +196,13 @@ class Workload(RequestOptions):
 
     model: str
     """Name of the served model."""
+    aspects: dict[str, float] = Field(default={"4/3": 4, "3/4": 2, "1/1": 2, "16/9": 1})
+    """Width over height, with weights."""
+    formats: dict[Literal["jpeg", "png"], float] = Field(default={"jpeg": 4, "png": 1})
+    words: dict[int, float] = Field(default={8: 2, 16: 2, 32: 1})
+    """Words in a question."""
+    vocabulary: Literal["english", "numbered"] = "english"
+    """numbered: the words w1, w2, ..., one token each for a model without weights."""
     first_item: int = 0
     """The first item of the data that is used: the loads of an experiment share none."""
 
@@ -276,36 +214,36 @@ class PrepareOptions(RequestOptions):
     out: Path = Field(description="folder to write")
 
 
-class SendingOptions(FrozenModel):
+class SendingOptions(Slo):
     """Sending and objective."""
 
-    model_config = ConfigDict(coerce_numbers_to_str=True)
-
     burstiness: _Positive = Field(default=1.0, description="1: Poisson arrivals; less: burstier")
-    slo_ttft: _Limit = Field(default=1000.0, description="TTFT limit, ms; 0: none")
-    slo_tpot: _Limit = Field(default=0.0, description="TPOT limit, ms; 0: none")
-    slo_e2e: _Limit = Field(default=0.0, description="end-to-end limit, ms; 0: none")
-    patience: _Positive = Field(default=300.0, description="time-out of a request, seconds")
-    most: _Count = Field(
-        default=512, description="requests in flight per worker at which the run is given up"
-    )
-
-    @property
-    def slo(self) -> Slo:
-        """The objective, in seconds."""
-        limits = (self.slo_ttft, self.slo_tpot, self.slo_e2e)
-        ttft, tpot, e2e = (limit / 1000 or None for limit in limits)
-        return Slo(ttft=ttft, tpot=tpot, e2e=e2e)
+    most: _Count = Field(default=512, description="requests in flight per worker that end the run")
 
 
 class LocustOptions(SendingOptions):
-    """Options of one run that locust does not have under a name of its own."""
+    """Options of a run that are not locust's own."""
 
     workload: Path = Field(description="folder made by python -m benchmarks.load prepare")
-    out: Path = Field(default=Path("out/load/run"), description="folder of run.json, records.jsonl")
-    label: str = Field(default="", description="name of this run")
+    out: Path = Field(
+        default=Path("out/load/run"), description="folder of run.json and records.jsonl"
+    )
     rate: _Limit = Field(default=0.0, description="requests/s of an open loop; without it, --users")
-    schedule_seed: int = Field(default=0, ge=0, description="seed of the arrivals")
+    seed: int = Field(default=0, ge=0, description="seed of the arrivals")
+
+
+class RunOptions(LocustOptions):
+    """One run."""
+
+    host: str
+    users: _Count | None = None
+
+    @property
+    def load(self) -> Load:
+        """The open loop where there is a rate, else the closed one."""
+        rate = self.rate or None
+        users = None if rate else self.users or 1
+        return Load(rate=rate, burstiness=self.burstiness, users=users, seed=self.seed)
 
 
 class OutputOptions(FrozenModel):
@@ -314,35 +252,10 @@ class OutputOptions(FrozenModel):
     as_json: bool = Field(default=False, description="print the result as JSON")
 
 
-class RunOptions(LocustOptions, OutputOptions):
-    """One run."""
+class ReportOptions(OutputOptions):
+    """Report of a paired experiment."""
 
-    url: str = Field(description="server, such as http://127.0.0.1:8000")
-    users: _Count | None = Field(default=None, description="users of a closed loop")
-    workers: int = Field(default=0, ge=0, description="locust workers on this machine")
-
-    @validator(mode="after")
-    def _check_load(self) -> RunOptions:
-        if bool(self.rate) == (self.users is not None):
-            message = "a run has one load: give --rate (open loop) or --users (closed loop)"
-            raise _problem(message, "rate", "users")
-        return self
-
-    @property
-    def load(self) -> Load:
-        """The open or closed loop."""
-        return Load(
-            rate=self.rate or None,
-            burstiness=self.burstiness,
-            users=self.users,
-            seed=self.schedule_seed,
-        )
-
-    def locust_flags(self) -> list[str]:
-        """The command line of a locust that sends this run."""
-        values = self.model_dump(include=set(LocustOptions.model_fields)).items()
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in values]
-        return [*flags, f"--host={self.url}", *([f"--users={self.users}"] if self.users else [])]
+    folder: Path
 
 
 class PairedOptions(RequestOptions, SendingOptions, OutputOptions):
@@ -350,8 +263,8 @@ class PairedOptions(RequestOptions, SendingOptions, OutputOptions):
 
     model: str = Field(
         default=str(LLAVA),
-        description=f"checkpoint to serve, mini-LLaVA by default, or {SHAPE}:LAYERS for "
-        "LLaVA-1.5-7B's true widths without weights",
+        description=f"checkpoint to serve, or {SHAPE}:LAYERS for LLaVA-1.5-7B's true widths "
+        "without weights",
     )
     tower_layers: _Count = Field(
         default=TOWER_LAYERS, description="layers of a shape's vision tower"
@@ -362,79 +275,22 @@ class PairedOptions(RequestOptions, SendingOptions, OutputOptions):
     text_tower: Path | None = Field(
         default=None, description="CLIP checkpoint of the state; default for mini-LLaVA: its own"
     )
-    server_flags: Annotated[tuple[str, ...], BeforeValidator(_split_words)] = Field(
-        default=("--max-model-len", "2048", "--block-size", "32", "--enforce-eager"),
+    server_flags: Annotated[str, AfterValidator(_check_quotes)] = Field(
+        default="--max-model-len 2048 --block-size 32 --enforce-eager",
         description="flags of all servers, in quotation marks",
     )
     kv_cache_gb: _Count = Field(default=1, description="size of a CPU server's KV cache")
-    attach: Annotated[
-        tuple[tuple[str, ...], ...], BeforeValidator(_split_servers), AfterValidator(_check_servers)
-    ] = Field(
-        default=(),
-        title="NAME=URL",
-        description="running servers to compare; the first is the reference",
+    attach: Annotated[tuple[str, ...], AfterValidator(_check_servers)] = Field(
+        default=(), title="NAME=URL", description="running servers; the first is the reference"
     )
     served_name: str = Field(default="served", description="name of the served model")
     users: Annotated[tuple[_Count, ...], BeforeValidator(_split_list)] = Field(
         default=(), description="closed loops, such as 1,2,4,8,16,32"
     )
-    rates: Annotated[
-        Annotated[tuple[_Positive, ...], AfterValidator(lambda rates: tuple(sorted(rates)))]
-        | Literal["find"],
-        BeforeValidator(_split_list),
-    ] = Field(
+    rates: Annotated[tuple[_Positive, ...] | Literal["find"], BeforeValidator(_split_list)] = Field(
         default=(),
         description="open loops, requests/s, such as 1,2,4; find: choose them by the capacity",
     )
     passes: _Count = Field(default=2, description="passes over all arms (2: ABBA)")
     out: Path = Field(default=Path("out/load/paired"), description="folder of the report")
     workers: int = Field(default=0, ge=0, description="locust workers on this machine")
-
-
-class ReportOptions(OutputOptions):
-    """Report of a paired experiment."""
-
-    folder: Path
-
-
-def add_options(parser: argparse.ArgumentParser, model: type[FrozenModel]) -> None:
-    """Add a flag for each option."""
-    add_flags(parser.add_argument_group((model.__doc__ or "").rstrip(".")), model, _NAMES)
-
-
-def read_options(model: type[M], flags: Mapping[str, object]) -> M:
-    """The options of a YAML file (``config``) and of the command line, which wins.
-
-    Raises :class:`ConfigError`, which names every wrong one.
-    """
-    values: dict[str, object] = {}
-    places = dict(_NAMES)
-    fields = {_NAMES.get(name, name).strip("-"): name for name in model.model_fields}
-    config = flags.get("config")
-    for word, value in _read_file(Path(str(config))).items() if config else ():
-        name = fields.get(str(word).replace("-", "_"))
-        if name is None:
-            known = [field.replace("_", "-") for field in fields]
-            problem = Problem(f"{config}:{word}", "is no option", suggest_name(str(word), known))
-            raise ConfigError("options", [problem])
-        if value is not None:
-            values[name], places[name] = value, f"{config}:{word}"
-    for name in flags.keys() & model.model_fields.keys():
-        values[name] = flags[name]
-        places[name] = _NAMES.get(name, f"--{name.replace('_', '-')}")
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError("options", flag_problems(error, places)) from None
-
-
-def _read_file(path: Path) -> Mapping[object, object]:
-    import yaml  # type: ignore[import-untyped]  # only a call with a file needs it
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise BenchmarkError(f"--config {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise BenchmarkError(f"--config {path}: is no mapping -> write OPTION: VALUE lines")
-    return content

@@ -7,32 +7,29 @@ Own images and questions come from
 
 * a folder: its images, in order of their names; questions from ``prompts.txt`` in it, one a line;
 * a JSONL file: one object a line, with ``image`` (a path relative to the file) or ``images``, and
-  with ``question`` or ``prompt``;
-* a data set that ``datasets.save_to_disk`` wrote: its first column of images, and its column
-  ``question`` or ``prompt``.
+  with ``question`` or ``prompt``.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
 
 from benchmarks.common import BenchmarkError
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
-from benchmarks.load.settings import Format, RequestOptions, Workload
+from benchmarks.load.settings import RequestOptions, Workload
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 WORKLOAD, BODIES = "workload.json", "bodies.jsonl"
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
@@ -52,34 +49,22 @@ _WORDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """One picture to be drawn; its content follows from the seed."""
 
     seed: int
     width: int
     height: int
-    format: Format
-
-    @lru_cache(maxsize=64)  # noqa: B019  (a picture is a few numbers)
-    def url(self) -> str:
-        """The picture as a data URL."""
-        return encode_picture(draw_picture(self.seed, self.width, self.height), self.format)
+    format: Literal["jpeg", "png"]
 
 
-def as_data_url(data: bytes) -> str:
-    """An image as chat clients send it; raises :class:`BenchmarkError` for another file."""
-    kinds = [kind for signature, kind in _SIGNATURES.items() if data.startswith(signature)]
-    if not kinds:
-        raise BenchmarkError("--data: a file is no JPEG, PNG, GIF or WebP -> convert or remove it")
-    return f"data:image/{kinds[0]};base64,{base64.b64encode(data).decode()}"
+_ReadImages = Callable[[], list[bytes]]
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """One request; requests with equal pictures and question have identical bodies."""
 
-    pictures: tuple[Picture | Callable[[], bytes], ...]
+    pictures: tuple[Picture, ...] | _ReadImages
     """Pictures to be drawn, or images of one's own data, which are read when they are needed."""
     question: str
 
@@ -90,8 +75,6 @@ class Prepared:
 
     workload: Workload
     bodies: Sequence[bytes]
-    images: Sequence[int]
-    """How many each body has."""
     digest: str
 
     @property
@@ -111,18 +94,17 @@ def make_workload(options: RequestOptions, model: str, loads: int = 1) -> Worklo
     Each of several ``loads`` with unique images has items of its own.
     """
     fields = options.model_dump(include=set(RequestOptions.model_fields))
-    if options.data:
-        fields["data"] = str(Path(options.data).resolve())
-    workload = Workload(model=model, **fields)
-    if workload.data:
-        count, unique = len(_open_data(workload.data)), workload.cache == "unique"
-        needed = (_count_distinct(workload) + workload.warm_up) * (loads if unique else 1)
-        if count < needed:
-            fix = "fewer --requests or loads, or --cache repeat" if unique else "a smaller --pool"
-            raise BenchmarkError(
-                f"--data {workload.data}: has {count} items, but --cache {workload.cache} needs "
-                f"{needed} (with the warm-up) -> give more images, {fix}"
-            )
+    if not options.data:
+        return Workload(model=model, **fields)
+    workload = Workload(model=model, **{**fields, "data": str(Path(options.data).resolve())})
+    count, unique = len(_open_data(workload.data)), workload.cache == "unique"
+    needed = (_count_distinct(workload) + workload.warm_up) * (loads if unique else 1)
+    if count < needed:
+        fix = "fewer --requests or loads, or --cache repeat" if unique else "a smaller --pool"
+        raise BenchmarkError(
+            f"--data {workload.data}: has {count} items, but --cache {workload.cache} needs "
+            f"{needed} (with the warm-up) -> give more images, {fix}"
+        )
     return workload
 
 
@@ -135,14 +117,11 @@ def prepare(workload: Workload, folder: Path) -> Prepared:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / WORKLOAD).unlink(missing_ok=True)
         with (folder / BODIES).open("wb") as file:
-            for request in requests:
-                urls = [
-                    picture.url() if isinstance(picture, Picture) else as_data_url(picture())
-                    for picture in request.pictures
-                ]
+            for pictures, question in requests:
+                urls = map(_as_data_url, pictures() if callable(pictures) else pictures)
                 body = build_body(
                     workload.model,
-                    build_content(request.question, urls),
+                    build_content(question, urls),
                     tokens=workload.output_tokens,
                     fields=fields if workload.dialect == "vllm" else {},
                 )
@@ -150,7 +129,7 @@ def prepare(workload: Workload, folder: Path) -> Prepared:
         # Written last: where it exists, the folder is complete.
         (folder / WORKLOAD).write_text(workload.model_dump_json(indent=1) + "\n")
     except OSError as error:
-        raise BenchmarkError(f"workload {folder}: cannot be written: {error}") from error
+        raise BenchmarkError(f"workload {folder}: {error}") from error
     return load_prepared(folder)
 
 
@@ -170,8 +149,18 @@ def load_prepared(folder: Path) -> Prepared:
         raise BenchmarkError(
             f"workload {folder}: {BODIES} is incomplete -> delete the folder, prepare it again"
         )
-    images = [body.count(b'"type": "image_url"') for body in bodies]
-    return Prepared(workload, bodies, images, hashlib.sha256(content).hexdigest()[:16])
+    return Prepared(workload, bodies, hashlib.sha256(content).hexdigest()[:16])
+
+
+@lru_cache(maxsize=64)
+def _as_data_url(image: Picture | bytes) -> str:
+    """An image as chat clients send it; raises :class:`BenchmarkError` for another file."""
+    if isinstance(image, Picture):
+        return encode_picture(draw_picture(image.seed, image.width, image.height), image.format)
+    kinds = [kind for signature, kind in _SIGNATURES.items() if image.startswith(signature)]
+    if not kinds:
+        raise BenchmarkError("--data: a file is no JPEG, PNG, GIF or WebP -> convert or remove it")
+    return f"data:image/{kinds[0]};base64,{base64.b64encode(image).decode()}"
 
 
 def draw_requests(workload: Workload) -> list[Request]:
@@ -191,9 +180,8 @@ def draw_requests(workload: Workload) -> list[Request]:
         for index, identity in enumerate(identities)
     ]
     behind = _count_distinct(workload) if workload.data else workload.requests
-    for number in range(behind, behind + workload.warm_up):
-        drawn.append(_draw_request(workload, number, number))
-    return drawn
+    warm_up = range(behind, behind + workload.warm_up)
+    return drawn + [_draw_request(workload, number, number) for number in warm_up]
 
 
 def _count_distinct(workload: Workload) -> int:
@@ -204,11 +192,11 @@ def _draw_request(workload: Workload, identity: int, asked: int) -> Request:
     """The request whose pictures follow from ``identity``, and its question from ``asked``."""
     if workload.data:
         items = _open_data(workload.data)
-        place = workload.first_item + identity
         question = items[(workload.first_item + asked) % len(items)].question
-        return Request(items[place].images, question or _draw_question(workload, asked))
+        read = items[workload.first_item + identity].read
+        return Request(read, question or _draw_question(workload, asked))
     generator = _generator(workload, 1, identity)
-    drawn = []
+    pictures = []
     for number in range(_draw_from(workload.images, generator)):
         side = _draw_from(workload.sides, generator)
         aspect = Fraction(_draw_from(workload.aspects, generator))
@@ -216,8 +204,8 @@ def _draw_request(workload: Workload, identity: int, asked: int) -> Request:
         width, height = (side, short) if aspect >= 1 else (short, side)
         kind = _draw_from(workload.formats, generator)
         seed = int(_generator(workload, 2, 1000 * identity + number).integers(2**31))
-        drawn.append(Picture(seed, width, height, kind))
-    return Request(tuple(drawn), _draw_question(workload, asked))
+        pictures.append(Picture(seed, width, height, kind))
+    return Request(tuple(pictures), _draw_question(workload, asked))
 
 
 def _draw_question(workload: Workload, number: int) -> str:
@@ -231,7 +219,7 @@ def _draw_question(workload: Workload, number: int) -> str:
     return f"{' '.join(words)} {number}?".capitalize()
 
 
-def _draw_from(mix: Mapping[T, float], generator: np.random.Generator) -> T:
+def _draw_from(mix: Mapping[_T, float], generator: np.random.Generator) -> _T:
     weights = np.array(list(mix.values()))
     return list(mix)[int(generator.choice(len(mix), p=weights / weights.sum()))]
 
@@ -240,107 +228,61 @@ def _generator(workload: Workload, stream: int, number: int) -> np.random.Genera
     return np.random.default_rng([workload.seed, stream, number])
 
 
-@dataclass(frozen=True)
-class _Item:
+# ---- Own data ----
+
+
+class _Item(NamedTuple):
     """Images that go together, and their question, if there is one."""
 
-    images: tuple[Callable[[], bytes], ...]
+    read: _ReadImages
     question: str | None
 
 
 @lru_cache(maxsize=2)
 def _open_data(data: str) -> Sequence[_Item]:
     """The items at a path; raises :class:`BenchmarkError` with the fix for what cannot be read."""
-    path = Path(data)
-    if path.is_dir() and (path / "state.json").is_file():
-        items = list(_read_data_set(path))
-    elif path.is_dir() and (path / "dataset_dict.json").is_file():
-        splits = json.loads((path / "dataset_dict.json").read_text()).get("splits", [])
-        raise BenchmarkError(f"--data {path}: has splits -> name one: {path / str(splits[0])}")
+    path, items = Path(data), list[_Item]()
+    if path.suffix == ".jsonl" and path.is_file():
+        items = list(_read_lines(path))
     elif path.is_dir():
-        prompts: list[str] = []
+        prompts: list[str | None] = [None]
         if (path / "prompts.txt").is_file():
             text = (path / "prompts.txt").read_text(encoding="utf-8")
-            prompts = [line.strip() for line in text.splitlines() if line.strip()]
+            prompts = [line.strip() for line in text.splitlines() if line.strip()] or prompts
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in _SUFFIXES)
         items = [
-            _Item((file.read_bytes,), prompts[number % len(prompts)] if prompts else None)
+            _Item(partial(_read_files, [file]), prompts[number % len(prompts)])
             for number, file in enumerate(files)
         ]
-    elif path.suffix == ".jsonl" and path.is_file():
-        items = list(_read_lines(path))
-    else:
-        raise BenchmarkError(
-            f"--data {path}: is no folder and no .jsonl file -> give a folder of images, a JSONL "
-            "file, or a data set saved by datasets.save_to_disk"
-        )
     if not items:
         raise BenchmarkError(
-            f"--data {path}: contains no images -> put {', '.join(_SUFFIXES)} files there"
+            f"--data {path}: has no images -> give a folder of {', '.join(_SUFFIXES)} files, or a "
+            ".jsonl file"
         )
     return items
+
+
+def _read_files(files: Sequence[Path]) -> list[bytes]:
+    return [file.read_bytes() for file in files]
 
 
 def _read_lines(path: Path) -> Iterator[_Item]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
-        where = f"--data {path} line {number}"
         try:
             content = json.loads(line)
-        except ValueError as error:
-            raise BenchmarkError(f"{where}: {error} -> write one JSON object a line") from None
-        names = content.get("images", content.get("image")) if isinstance(content, dict) else None
-        names = [names] if isinstance(names, str) else names
-        if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-            raise BenchmarkError(f'{where}: no "image" -> give a path, or a list as "images"')
-        files = [path.parent / name for name in names]
-        missing = [str(file) for file in files if not file.is_file()]
-        if missing:
-            raise BenchmarkError(f"{where}: {missing[0]} does not exist -> fix the path")
-        yield _Item(tuple(file.read_bytes for file in files), _read_question(content))
-
-
-def _read_data_set(path: Path) -> Iterator[_Item]:
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError:
-        raise BenchmarkError(
-            f"--data {path}: is a Hugging Face data set -> pip install datasets"
-        ) from None
-    # In Arrow's format images are bytes, as they were saved; otherwise they would be decoded.
-    rows = datasets.load_from_disk(str(path)).with_format("arrow")
-
-    def read_row(number: int) -> dict[str, Any]:
-        return rows[number : number + 1].to_pylist()[0]
-
-    def read_cell(number: int, column: str, place: int) -> bytes:
-        return _list_images(read_row(number)[column])[place]
-
-    for number in range(len(rows)):
-        row = read_row(number)
-        column = next((name for name, cell in row.items() if _list_images(cell)), None)
-        if column is None:
+            files = [path.parent / name for name in content.get("images") or [content["image"]]]
+            for file in files:
+                file.stat()
+        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
             raise BenchmarkError(
-                f"--data {path}: row {number} has no image, only {', '.join(row)} -> cast a column "
-                "to datasets.Image"
-            )
-        count = len(_list_images(row[column]))
-        images = tuple(partial(read_cell, number, column, place) for place in range(count))
-        yield _Item(images, _read_question(row))
+                f"--data {path} line {number}: {type(error).__name__}: {error} -> give an object "
+                'with a path as "image", or a list as "images"'
+            ) from None
+        yield _Item(partial(_read_files, files), _read_question(content))
 
 
-def _list_images(cell: object) -> list[bytes]:
-    """The images of a cell; an image that was saved as a path is read from there."""
-    images = []
-    for each in cell if isinstance(cell, list) else [cell]:
-        if not isinstance(each, dict) or not {"bytes", "path"} <= each.keys():
-            return []
-        data = each["bytes"]
-        images.append(data if isinstance(data, bytes) else Path(str(each["path"])).read_bytes())
-    return images
-
-
-def _read_question(content: Mapping[str, object]) -> str | None:
-    values = (content.get(name) for name in ("question", "prompt"))
-    return next((value for value in values if isinstance(value, str) and value.strip()), None)
+def _read_question(content: Mapping[str, Any]) -> str | None:
+    question = content.get("question") or content.get("prompt")
+    return str(question) if question else None

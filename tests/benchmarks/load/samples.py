@@ -9,12 +9,11 @@ from PIL import Image
 
 from benchmarks.common.client import Phase, Record, ServerMetrics
 from benchmarks.load.compare import Point, Run
-from benchmarks.load.result import ClientFacts, Result, RunFacts, Verdict, summarize
+from benchmarks.load.result import RECORDS, RESULT, ClientFacts, Result, summarize
 from benchmarks.load.settings import Load, Slo, Workload
 
-WORKLOAD = Workload(model="mock", requests=8, warm_up=2, output_tokens=4, sides={64: 1})
-SLO, VALID, UNREAD = Slo(ttft=0.5), Verdict(), ServerMetrics()
-CALM = ClientFacts(cpu=0.2, lag_p50=0.0001, lag_p99=0.0005)
+SLO = Slo(slo_ttft=500)
+_WORKLOAD = Workload(model="mock", output_tokens=4)
 
 
 def record(
@@ -27,7 +26,6 @@ def record(
     tokens: int = 4,
     error: str | None = None,
     phase: Phase = "measured",
-    text: str = "yes",
 ) -> Record:
     """An answered request with even gaps, or a failed one."""
     deltas = tuple(scheduled + ttft + gap * number for number in range(tokens))
@@ -38,60 +36,47 @@ def record(
         started=scheduled + delay,
         deltas=() if error else deltas,
         done=deltas[-1],
-        status=200,
         prompt_tokens=600,
         completion_tokens=None if error else tokens,
-        text=text,
         error=error,
     )
 
 
-def result(
-    records: Sequence[Record],
-    load: Load,
-    *,
-    slo: Slo = SLO,
-    verdict: Verdict = VALID,
-    workload: Workload = WORKLOAD,
-    metrics: ServerMetrics = UNREAD,
-    facts: RunFacts | None = None,
-) -> Result:
-    """A run of these records."""
-    return Result(
-        label=load.label,
-        url="http://127.0.0.1:1",
-        began="2026-01-01T00:00:00+00:00",
-        workload=workload,
-        workload_digest="0123456789abcdef",
+def result(records: Sequence[Record], load: Load, **changes: object) -> Result:
+    """A run of these records by a calm client, with other fields as given."""
+    good = Result(
+        workload=_WORKLOAD,
         load=load,
-        slo=slo,
-        verdict=verdict,
-        summary=summarize([records], slo),
-        metrics=metrics,
-        facts=facts or RunFacts(planned=len(records), clients=(CALM,)),
+        slo=SLO,
+        summary=summarize([records], SLO),
+        metrics=ServerMetrics(read=True, mm_cache_hits=0, prefix_cache_hits=0),
+        planned=len(records),
+        clients=(ClientFacts(cpu=0.2, lag=0.0005),),
         environment={"load average": "0.10", "cores": "2"},
-        command=("locust",),
     )
+    return good.model_copy(update=changes)
 
 
 def point(
-    arm: str,
-    load: Load,
-    ttfts: Sequence[Sequence[float]],
-    *,
-    every: float = 0.1,
+    arm: str, load: Load, passes: Sequence[Sequence[float]], *, every: float = 0.1,
     valid: bool = True,
-) -> Point:
+) -> Point:  # fmt: skip
     """An arm whose passes have these times to the first token, one request ``every`` seconds."""
-    verdict = VALID if valid else Verdict(reasons=("the client was the bottleneck",))
+    reasons = () if valid else ("the client was the bottleneck",)
     runs = []
-    for number, times in enumerate(ttfts):
+    for number, times in enumerate(passes):
         records = [record(i, scheduled=i * every, ttft=ttft) for i, ttft in enumerate(times)]
         folder = f"runs/{number}-{arm}/{load.label}"
-        runs.append(
-            Run(arm, number, result(records, load, verdict=verdict), tuple(records), folder)
-        )
+        runs.append(Run(arm, number, result(records, load, reasons=reasons), records, folder))
     return Point(arm, load, tuple(runs))
+
+
+def write_run(run: Run, out: Path) -> None:
+    """Write a run's folder, as locust would have."""
+    folder = out / run.folder
+    folder.mkdir(parents=True)
+    (folder / RESULT).write_text(run.result.model_dump_json())
+    (folder / RECORDS).write_text("".join(each.model_dump_json() + "\n" for each in run.records))
 
 
 def write_images(folder: Path, count: int) -> None:

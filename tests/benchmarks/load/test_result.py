@@ -1,30 +1,35 @@
-"""The result of one run: percentiles, rates, goodput, every reason against it."""
+"""Figures of runs: percentiles, rates, every reason against a run, ratios, knee, the report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import csv
+import html
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.common.client import Phase, ServerMetrics
+from benchmarks.load.__main__ import main
+from benchmarks.load.compare import Point, answer_question, build_sweep, compare_arms, group_runs
+from benchmarks.load.paired import PAIRED, Arm, Paired
+from benchmarks.load.report import REPORT
 from benchmarks.load.result import (
-    RunFacts,
-    Verdict,
-    distribution,
+    ClientFacts,
     draw_percentiles,
+    estimate_percentiles,
+    estimate_ratio,
     format_result,
-    judge_run,
-    ratio,
+    list_reasons,
     summarize,
 )
-from benchmarks.load.settings import Load, Slo, Workload
-from tests.benchmarks.load.samples import CALM, record, result
+from benchmarks.load.settings import Load, PairedOptions, Slo, Workload
+from tests.benchmarks.load.samples import SLO, point, record, result, write_run
 
 OPEN, CLOSED = Load(rate=10.0), Load(users=2)
-READ = ServerMetrics(read=True, mm_cache_hits=0, prefix_cache_hits=0)
-UNCHANGED: Mapping[str, float] = {}
 ANSWERED = [record(n, scheduled=0.1 * n) for n in range(200)]
 
 
@@ -33,27 +38,28 @@ def single(values: list[float]) -> list[list[float]]:
 
 
 def test_percentiles_are_nearest_rank() -> None:
-    sample = distribution(single([float(n) for n in range(1, 101)]))
-    assert sample is not None
-    assert [sample.at(level).value for level in (50, 90, 95, 99)] == [50, 90, 95, 99]
-    assert (sample.count, sample.mean) == (100, 50.5)
-    assert [q.level for q in sample.quantiles if not q.enough] == [99]
+    sample = estimate_percentiles(single([float(n) for n in range(1, 101)]))
+    assert {level: figure.value for level, figure in sample.items()} == {
+        50: 50,
+        90: 90,
+        95: 95,
+        99: 99,
+    }
     weights = np.array([[0.0, 1.0], [3.0, 0.0], [0.0, 0.0]])
     assert np.allclose(
         draw_percentiles([[1.0], [2.0, 3.0]], [50, 99], weights),
         [[2.0, 3.0], [1.0, 1.0], [np.nan, np.nan]],
         equal_nan=True,
     )
-    assert distribution([]) is None and distribution([[], []]) is None
+    assert estimate_percentiles([]) == estimate_percentiles([[], []]) == {}
 
 
 def test_intervals_have_their_nominal_coverage() -> None:
     generator = np.random.default_rng(0)
     covered = 0
     for _ in range(40):
-        sample = distribution(single(list(generator.exponential(1.0, 150))))
-        assert sample is not None
-        covered += sample.at(50).low <= np.log(2) <= sample.at(50).high
+        median = estimate_percentiles(single(list(generator.exponential(1.0, 150))))[50]
+        covered += median.low <= np.log(2) <= median.high
     assert 33 <= covered <= 40
 
 
@@ -61,9 +67,8 @@ def test_correlated_values_widen_the_interval() -> None:
     """The same values in waves and shuffled: blocks of neighbours are resampled."""
 
     def width(by_request: list[list[float]]) -> float:
-        sample = distribution(by_request)
-        assert sample is not None
-        return sample.at(50).high - sample.at(50).low
+        median = estimate_percentiles(by_request)[50]
+        return median.high - median.low
 
     waves = list(np.sin(np.arange(400) / 40) + 2)
     shuffled = list(np.random.default_rng(0).permutation(waves))
@@ -73,158 +78,306 @@ def test_correlated_values_widen_the_interval() -> None:
 
 
 def test_paired_ratios_recover_a_common_factor_exactly() -> None:
-    base = {n: [float(v)] for n, v in enumerate(np.random.default_rng(1).exponential(1.0, 60))}
-    half = {n: [0.5 * value for value in values] for n, values in base.items() if n != 7}
-    estimate = ratio(half, base, 99)  # of the requests that both answered
-    assert estimate is not None
-    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0.5, 0.5, 0.5))
-    assert ratio({0: []}, {0: [1.0]}, 50) is None and ratio({0: [1.0]}, {1: [1.0]}, 50) is None
+    times = list(np.random.default_rng(1).exponential(1.0, 60))
+    base = [record(n, ttft=ttft) for n, ttft in enumerate(times)]
+    half = [
+        record(n, ttft=0.5 * ttft, error="cut" if n == 7 else None) for n, ttft in enumerate(times)
+    ]
+    ratio = estimate_ratio([half], [base], "TTFT", 99)  # of the requests that both answered
+    assert ratio is not None
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((0.5, 0.5, 0.5))
+    assert estimate_ratio([base[:1]], [base[1:]], "TTFT", 50) is None
 
 
 def test_rates_are_over_the_whole_time_and_latencies_over_answers() -> None:
-    records = [record(n, scheduled=0.5 * n, ttft=0.2, gap=0.1, tokens=4) for n in range(10)]
+    records = [record(n, scheduled=0.5 * n, ttft=0.2, gap=0.1) for n in range(10)]
     records.append(record(10, scheduled=5.0, error="cut short"))
     for passes in (1, 2):  # of several passes, rates are means
-        summary = summarize([records] * passes, Slo(ttft=1.0))
+        summary = summarize([records] * passes, Slo())
         # From 0 to the end of the failed request at 5 + 0.2 + 3 x 0.05.
         assert summary.seconds == pytest.approx(5.35)
         assert (summary.requests, summary.failed) == (11 * passes, passes)
-        assert summary.request_rate == summary.image_rate == pytest.approx(10 / 5.35)
-        assert summary.output_token_rate == pytest.approx(40 / 5.35)
+        assert summary.request_rate == pytest.approx(10 / 5.35)
         assert summary.offered_rate == pytest.approx(10 / 5.0)
-        assert summary.ttft is not None and summary.ttft.count == 10 * passes
-        assert summary.ttft.at(50).value == pytest.approx(0.2)
-        assert summary.itl is not None and summary.itl.count == 30 * passes
-        assert summary.tpot is not None and summary.tpot.at(99).value == pytest.approx(0.1)
-        assert summary.e2e is not None and summary.e2e.at(50).value == pytest.approx(0.5)
+        wanted = {"TTFT": 0.2, "ITL": 0.1, "TPOT": 0.1, "E2E": 0.5, "delay": 0.0}
+        medians = {name: figures[50].value for name, figures in summary.latencies.items()}
+        assert medians == pytest.approx(wanted)
         assert summary.prompt_tokens == 600
 
 
-def test_a_failed_request_misses_the_objective() -> None:
+def test_only_measured_requests_count_and_a_failed_one_misses_the_objective() -> None:
     records = [record(n, ttft=0.1 * n - 0.01) for n in range(1, 5)]
     records += [record(5, ttft=0.1, error="refused"), record(6, ttft=0.1, gap=0.5)]
-    summary = summarize([records], Slo(ttft=0.3, tpot=0.4))
+    phases: tuple[Phase, ...] = ("ramp", "drain", "warm-up")
+    records += [record(7 + n, ttft=9, phase=phase) for n, phase in enumerate(phases)]
+    summary = summarize([records], Slo(slo_ttft=300, slo_tpot=400))
+    assert summary.requests == 6
     assert summary.goodput is not None and summary.goodput.value == pytest.approx(3 / 6)
-    assert summary.good_rate == pytest.approx(3 / summary.seconds)
-
-
-def test_only_measured_requests_are_summarized() -> None:
-    phases: tuple[Phase, ...] = ("ramp", "measured", "drain", "warm-up")
-    records = [record(n, ttft=0.2 if p == "measured" else 9, phase=p) for n, p in enumerate(phases)]
-    summary = summarize([records], Slo())
-    assert summary.requests == 1 and summary.ttft is not None
-    assert summary.ttft.mean == pytest.approx(0.2)
     empty = summarize([[]], Slo())
-    assert empty.requests == 0 and empty.ttft is None and empty.goodput is None
-    assert empty.request_rate == 0 and empty.offered_rate is None
-
-
-def test_a_run_is_printed_with_its_rates_and_a_warning_of_a_busy_machine() -> None:
-    records = [record(n, scheduled=0.5 * n, ttft=0.5, gap=0.0) for n in range(11)]
-    opened = result(records, Load(rate=2.0))
-    assert "2.00 offered, 2.00 achieved requests/s" in "\n".join(format_result(opened))
-    closed = "\n".join(format_result(result(records, Load(users=1))))
-    assert "offered" not in closed and "2.00 requests/s" in closed and "warning" not in closed
-    busy = opened.model_copy(update={"environment": {"load average": "2.10", "cores": "2"}})
-    assert list(format_result(busy))[1].startswith("  warning: load average 2.10 on 2 cores")
+    assert empty.requests == empty.request_rate == 0
+    assert empty.goodput is None and empty.offered_rate is None
 
 
 LATE = [record(n, scheduled=0.1 * n, delay=0.011) for n in range(200)]
 SILENT = [r.model_copy(update={"completion_tokens": None}) for r in ANSWERED]
+SHORT = [record(n, scheduled=0.1 * n, tokens=3) for n in range(200)]
 FAILED = [record(n, error="status 500: gone") for n in range(3)]
-
-CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "a good run": ({}, ()),
-    "a good closed loop": ({"load": CLOSED}, ()),
-    "a late client": (
-        {"records": LATE},
-        ("schedule delay is 11.0 ms at p99, above 5 % of the median TTFT (10.0 ms)",),
-    ),
-    "a closed loop has no schedule": ({"records": LATE, "load": CLOSED}, ()),
-    "a lagging client": ({"load": CLOSED, "client": {"lag_p99": 0.011}}, ("lag is 11.0 ms",)),
-    "an open loop has delays": ({"client": {"lag_p99": 0.011}}, ()),
-    "a busy client": ({"client": {"cpu": 0.97}}, ("client 0 used 97 % of a core",)),
-    "failures": (
-        {"records": [*ANSWERED[3:], *FAILED]},
-        ("3 of 200 requests failed; 3 with: status 500: gone",),
-    ),
-    "one per cent of failures": ({"records": [*ANSWERED[2:], *FAILED[:2]]}, ()),
-    "no usage": ({"records": SILENT}, ("200 answers came without usage",)),
-    "other lengths": (
-        {"records": [record(n, scheduled=0.1 * n, tokens=3) for n in range(200)]},
-        ("200 answers are not of 4 tokens (one: 3)",),
-    ),
-    "an empty schedule": ({"records": [], "planned": 0}, ("the schedule is empty",)),
-    "missing records": ({"planned": 300}, ("only 200 of 300 requests were recorded",)),
-    "a lost worker": ({"broken": "a worker was lost"}, ("a worker was lost",)),
-    "a full disk": ({"unwritten": "[Errno 28]"}, ("records could not be written: [Errno 28]",)),
-    "hits of unique images": (
-        {"metrics": {"mm_cache_hits": 3}},
-        ("cache state is 'unique', but 3 images came from a cache",),
-    ),
-    "image hits without caches": (
-        {"cache": "off", "metrics": {"mm_cache_hits": 3}},
-        ("cache state is 'off', but 3 images",),
-    ),
-    "prefix hits without caches": (
-        {"cache": "off", "metrics": {"prefix_cache_hits": 32}},
-        ("32 prompt tokens came from the prefix cache",),
-    ),
-    "hits of repeated requests": (
-        {"cache": "repeat", "metrics": {"mm_cache_hits": 30, "prefix_cache_hits": 3000}},
-        (),
-    ),
-    "other clients": (
-        {"metrics": {"finished": 203.0}},
-        ("the server also answered 3 requests of other clients",),
-    ),
-    "hardly another client": ({"metrics": {"finished": 202.0}}, ()),
-    "all at once": (
-        {"records": LATE[:100], "planned": 101, "unwritten": "disk full"},
-        ("only 100 of 101", "disk full", "schedule delay"),
-    ),
-}
-"""Changes to a good run, and what each reason against it contains."""
+LAGGING = (ClientFacts(cpu=0.2, lag=0.011),)
 
 
-def verdict(
-    records: list[Any] = ANSWERED,
-    load: Load = OPEN,
-    *,
-    planned: int | None = None,
-    client: Mapping[str, float] = UNCHANGED,
-    metrics: Mapping[str, float] = UNCHANGED,
-    cache: str = "unique",
-    **facts: Any,
-) -> Verdict:
-    run = result(
-        records,
-        load,
-        workload=Workload.model_validate({"model": "mock", "output_tokens": 4, "cache": cache}),
-        metrics=READ.model_copy(update=metrics),
-        facts=RunFacts(
-            planned=len(records) if planned is None else planned,
-            clients=(CALM.model_copy(update=client),),
-            **facts,
-        ),
-    )
-    return judge_run(run, records)
+def metrics(**figures: float) -> dict[str, Any]:
+    return {"metrics": ServerMetrics(read=True, **figures)}
 
 
-@pytest.mark.parametrize("case", CASES)
+def cache(state: str, **figures: float) -> dict[str, Any]:
+    workload = Workload.model_validate({"model": "m", "output_tokens": 4, "cache": state})
+    return {"workload": workload, **metrics(**figures)}
+
+
+VERDICTS: dict[str, tuple[Any, Load, dict[str, Any], tuple[str, ...]]] = {
+    "a good run": (ANSWERED, OPEN, {}, ()),
+    "a good closed loop": (ANSWERED, CLOSED, {}, ()),
+    "a late client": (LATE, OPEN, {},
+        ("schedule delay is 11.0 ms at p99, above 5 % of the median TTFT (10.0 ms)",)),
+    "a closed loop has no schedule": (LATE, CLOSED, {}, ()),
+    "a lagging client": (ANSWERED, CLOSED, {"clients": LAGGING}, ("lag is 11.0 ms",)),
+    "an open loop has delays": (ANSWERED, OPEN, {"clients": LAGGING}, ()),
+    "a busy client": (ANSWERED, OPEN, {"clients": (ClientFacts(cpu=0.97, lag=0),)},
+        ("client 0 used 97 % of a core",)),
+    "failures": ([*ANSWERED[3:], *FAILED], OPEN, {},
+        ("3 of 200 requests failed; 3 with: status 500: gone",)),
+    "one per cent of failures": ([*ANSWERED[2:], *FAILED[:2]], OPEN, {}, ()),
+    "no usage": (SILENT, OPEN, {}, ("200 answers came without usage",)),
+    "other lengths": (SHORT, OPEN, {}, ("200 answers are not of 4 tokens (one: 3)",)),
+    "an empty schedule": ([], OPEN, {}, ("the schedule is empty",)),
+    "missing records": (ANSWERED, OPEN, {"planned": 300}, ("only 200 of 300 requests were",)),
+    "a lost worker": (ANSWERED, OPEN, {"broken": "a worker was lost"}, ("a worker was lost",)),
+    "a full disk": (ANSWERED, OPEN, {"unwritten": "[Errno 28]"},
+        ("records could not be written: [Errno 28]",)),
+    "hits of unique images": (ANSWERED, OPEN, metrics(mm_cache_hits=3),
+        ("cache state is 'unique', but 3 images came from a cache",)),
+    "image hits without caches": (ANSWERED, OPEN, cache("off", mm_cache_hits=3),
+        ("cache state is 'off', but 3 images",)),
+    "prefix hits without caches": (ANSWERED, OPEN, cache("off", prefix_cache_hits=32),
+        ("32 prompt tokens came from the prefix cache",)),
+    "hits of repeated requests": (ANSWERED, OPEN,
+        cache("repeat", mm_cache_hits=30, prefix_cache_hits=3000), ()),
+    "other clients": (ANSWERED, OPEN, metrics(finished=203.0),
+        ("the server also answered 3 requests of other clients",)),
+    "hardly another client": (ANSWERED, OPEN, metrics(finished=202.0), ()),
+    "all at once": (LATE[:100], OPEN, {"planned": 101, "unwritten": "disk full"},
+        ("only 100 of 101", "disk full", "schedule delay")),
+}  # fmt: skip
+"""Records, load, changes to a good run, and what each reason against it contains."""
+
+
+@pytest.mark.parametrize("case", VERDICTS)
 def test_a_run_is_valid_or_has_every_reason_against_it(case: str) -> None:
-    changes, wanted = CASES[case]
-    reasons = verdict(**changes).reasons
+    records, load, changes, wanted = VERDICTS[case]
+    reasons = [*list_reasons(result(records, load, **changes), records)]
     assert len(reasons) == len(wanted)
     assert all(part in reason for part, reason in zip(wanted, reasons, strict=True))
 
 
-def test_few_requests_and_missing_metrics_are_told_without_invalidating() -> None:
-    few, fewer = verdict(ANSWERED[:50]), verdict(ANSWERED[:8])
-    assert few.describe() == "valid, but 50 requests are too few for p99 (200 needed)"
-    assert fewer.describe() == "valid, but 8 requests are too few for a verdict (20 needed)"
-    assert verdict().describe() == "valid"
-    unread = verdict(metrics={"read": False})
-    assert unread.valid and "/metrics could not be read" in unread.notes[0]
-    slow = [record(n, scheduled=0.1 * n, ttft=20.0) for n in range(200)]
-    assert verdict(slow).notes == ("the server completed 4.99 of 10.00 requests/s offered",)
+def test_a_run_is_printed_with_its_verdict_and_a_warning_of_a_busy_machine() -> None:
+    records = [record(n, scheduled=0.5 * n, ttft=0.5, gap=0.0) for n in range(11)]
+    busy = result(records, Load(rate=2.0), environment={"load average": "2.10", "cores": "2"})
+    first, warning, rates, *_ = format_result(busy)
+    assert first.endswith("valid, but 11 requests are too few for a verdict (20 needed)")
+    assert warning.startswith("  warning: load average 2.10 on 2 cores")
+    assert rates.endswith("2.00 offered, 2.00 achieved requests/s")
+    closed = "\n".join(format_result(result(ANSWERED, CLOSED, metrics=ServerMetrics())))
+    assert "offered" not in closed and "warning" not in closed
+    assert "valid, but the server's /metrics could not be read" in closed
+
+
+TIMES = [float(t) for t in np.random.default_rng(0).exponential(0.2, 40)]
+HALF = [t / 2 for t in TIMES]
+
+
+def test_every_arm_is_compared_with_the_first_and_invalid_runs_have_no_ratio() -> None:
+    stock = point("stock", CLOSED, [TIMES, TIMES])
+    pruned = point("AutoPrune", CLOSED, [HALF, [0.9 * t for t in HALF]])
+    elsewhere = point("AutoPrune", Load(rate=9.0), [HALF])  # a load that only one arm has
+    runs = [stock.runs[0], pruned.runs[0], pruned.runs[1], stock.runs[1], elsewhere.runs[0]]
+    assert group_runs(runs) == [stock, pruned, elsewhere]
+    compared = compare_arms([stock, pruned, elsewhere])
+    assert {(row.arm, row.against, row.load) for row in compared} == {
+        ("AutoPrune", "stock", CLOSED)
+    }
+    by_figure = {row.figure: row for row in compared}
+    median, tpot = by_figure["TTFT p50"], by_figure["TPOT p50"].ratio
+    assert median.by_pass == pytest.approx((0.5, 0.45))
+    assert median.ratio is not None and 0.44 < median.ratio.low <= median.ratio.high < 0.51
+    assert tpot is not None and tpot.value == pytest.approx(1.0)
+    invalid = point("AutoPrune", CLOSED, [HALF], valid=False)
+    assert all(row.ratio is None and not row.by_pass for row in compare_arms([stock, invalid]))
+    assert compare_arms([]) == []
+
+
+def at(rate: float, ttft: float, *, valid: bool = True) -> Point:
+    """200 requests at this rate."""
+    return point("stock", Load(rate=rate), [[ttft] * 200], every=1 / rate, valid=valid)
+
+
+UNKNOWN = at(2, 0.1, valid=False)
+BURST = point("stock", Load(rate=200), [[0.1 + 0.0025 * n for n in range(100)]], every=1 / 200)
+BRIEF = point("stock", Load(rate=10), [[0.4] * 10], every=0.1)
+
+
+@pytest.mark.parametrize(
+    ("points", "knee", "highest", "saturated"),
+    [
+        # The knee may lie below the highest good rate.
+        ([at(1, 0.1), at(2, 0.15), at(4, 0.45), at(8, 3.0)], "2", "4", True),
+        # A rate counts only if all lower ones hold.
+        ([at(1, 0.1), at(2, 0.6), at(4, 0.1)], "1", "1", False),
+        ([at(1, 0.9)], "at least 1", "below 1", False),
+        ([at(1, 0.1), at(2, 0.1)], "at least 2", "at least 2", False),
+        # Invalid runs count as unknown, and the knee is relative to the lowest valid rate.
+        ([at(1, 0.1), UNKNOWN, at(4, 0.1), at(8, 0.9)], "4", "4", False),
+        ([at(1, 0.1), UNKNOWN, at(4, 0.9)], "1 to 4", "1 to 4", False),
+        ([at(1, 0.1), UNKNOWN], "at least 1", "at least 1", False),
+        ([UNKNOWN, at(4, 0.9)], "at least 4", "below 4", False),
+        ([UNKNOWN], "not known", "not known", False),
+        # 200 requests due in a second meet the objective in a short run, but are not answered at
+        # that rate: the queue would grow without bound.
+        ([at(1, 0.1), BURST], "1", "1", True),
+        # Ten requests within a second, each answered after 0.4 s: the last is no backlog.
+        ([BRIEF], "at least 10", "at least 10", False),
+    ],
+)
+def test_knee_and_highest_rate(
+    points: list[Point], knee: str, highest: str, saturated: bool
+) -> None:
+    assert build_sweep(points, SLO) == (knee, highest, saturated)
+
+
+ENOUGH = [0.1 + 0.001 * (n % 7) for n in range(200)]
+
+
+def two_arms(share: float) -> list[Point]:
+    pruned = [share * t for t in ENOUGH]
+    return [point("stock", CLOSED, [ENOUGH]), point("AutoPrune", CLOSED, [pruned])]
+
+
+@pytest.mark.parametrize(
+    ("points", "tone", "sentence"),
+    [
+        (two_arms(0.5), "good", "At 2 users, AutoPrune needs 50 % less time to the first"),
+        (two_arms(2.0), "bad", "At 2 users, AutoPrune needs 100 % more time to the first"),
+        (two_arms(1.0), "open", "At 2 users, no difference is shown between the median"),
+        ([point("stock", CLOSED, [[0.1] * 8])], "open",
+         "8 requests at a load are too few for a verdict (20 needed). stock answered"),
+        ([point("stock", CLOSED, [ENOUGH], valid=False)], "bad", "No valid result"),
+        ([], "bad", "No valid result"),
+        # Not beyond saturation.
+        ([point(arm, Load(rate=rate), [[0.1 if rate == 2.0 else 3.0] * 200])
+          for rate in (2.0, 8.0) for arm in ("stock", "AutoPrune")], "open", "At 2 requests/s"),
+    ],
+)  # fmt: skip
+def test_the_answer_is_one_sentence_at_the_highest_valid_load(
+    points: list[Point], tone: str, sentence: str
+) -> None:
+    answer = answer_question(points, SLO)
+    assert answer[1] == tone and answer[0].startswith(sentence)
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as ``measure`` would have written it; AutoPrune's last run is not valid."""
+    folder = tmp_path_factory.mktemp("experiment")
+    times = [0.1 + 0.001 * n for n in range(60)]
+    runs = []
+    for arm, share in (("stock", 1.0), ("AutoPrune", 0.5)):
+        mine = [share * t for t in times]
+        points = [
+            point(arm, CLOSED, [mine, mine]),
+            point(arm, Load(rate=2.0), [mine, mine], every=0.5),
+            point(arm, Load(rate=4.0), [mine], every=0.25, valid=arm == "stock"),
+        ]
+        runs += [run for each in points for run in each.runs]
+    for run in runs:
+        write_run(run, folder)
+    paired = Paired.model_validate(
+        {
+            "options": PairedOptions(slo_ttft=500),
+            "arms": [Arm(name=n, url="http://x", digest="d" * 64) for n in ("stock", "AutoPrune")],
+            "workload": Workload(model="mock"),
+            "runs": [{"arm": r.arm, "number": r.number, "folder": r.folder} for r in runs],
+            "rates": (2.0, 4.0),
+            "command": ("python", "-m", "benchmarks.load", "paired", "--state", "<b>"),
+            "broken": "AutoPrune: no <state>",
+        }
+    )
+    (folder / PAIRED).write_text(paired.model_dump_json())
+    return folder
+
+
+def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(experiment: Path) -> None:
+    assert main(["report", str(experiment)]) == 1  # a run is not valid
+    page = (experiment / REPORT).read_text()
+    answer = re.search(r'<p class="answer (\w+)">(.*?)</p>', page)
+    assert answer is not None and page.index(answer[2]) < page.index("<table")
+    # 60 requests in each of two passes, but only one pass at the highest rate.
+    assert answer[1] == "open" and answer[2].startswith("60 requests at a load are too few for p99")
+    body = re.sub(r"<svg.*?</svg>", "", page[page.index("<body>") :], flags=re.S)
+    text = " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
+    for wanted in (
+        "At 2 requests/s, AutoPrune needs 50 % less time to the first token",
+        "at least 2 requests/s within the objective against at least 4",
+        "ended early: AutoPrune: no <state>",
+        "9 of 10 runs are valid",
+        "2 users AutoPrune 0.500 0.500–0.500",
+        "2 users AutoPrune 0.500, 0.500",
+        "4 requests/s AutoPrune not valid",
+        # Three gaps of 50 ms in each of 2 x 60 answers.
+        "2 users stock 50.0 50.0–50.0 50.0",
+        "not valid: the client was the bottleneck",
+        # Stock keeps both rates; AutoPrune's second run is not valid, so that rate is unknown.
+        "stock at least 4 at least 4 not reached: try higher rates",
+        "AutoPrune at least 2 at least 2",
+        "python -m benchmarks.load paired --state '<b>'",
+        "d" * 16,
+        "every image is new",
+        "load average",
+        "aspects 4/3 (44 %), 3/4 (22 %)",
+    ):
+        assert wanted in text
+    row = re.search(r"4 requests/s stock 60 .*? (\d\.\d\d) (\d\.\d\d) 100\.0", text)
+    assert row is not None and row[1] == "4.00"
+    assert float(row[2]) == pytest.approx(60 / (59 / 4 + 0.159 + 0.15), abs=0.01)
+    # Records are linked from the table and the chart, where the invalid point is hollow.
+    links = re.findall(r' href="([^"]+)"', page)
+    assert links.count("runs/0-AutoPrune/rate-4/records.jsonl") > 1
+    assert "runs/0-AutoPrune/rate-4/run.json" in links
+    assert all(link.startswith("runs/") for link in links)
+    assert (
+        sum(tip.endswith("not valid") for tip in re.findall(r"<title>([^<]*)</title>", page)) == 1
+    )
+
+
+def test_the_report_is_written_as_json_and_csv_too(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(experiment), "--json"]) == 1
+    summary = json.loads(capsys.readouterr().out)
+    assert summary.keys() == {"answer", "tone", "limits", "report", "points", "comparisons"}
+    stock, pruned, *_ = summary["points"]
+    assert (stock["load"], stock["arm"], stock["requests"]) == ("users-2", "stock", 120)
+    assert pruned["ttft_p50_ms"] == stock["ttft_p50_ms"] / 2 == 64.5
+    median = summary["comparisons"][0]
+    assert median["figure"] == "TTFT p50" and median["ratio"]["value"] == pytest.approx(0.5)
+    with (experiment / "points.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["arm"] for row in rows] == ["stock", "AutoPrune"] * 3
+    assert (
+        float(rows[1]["ttft_p50_ms"]) == pruned["ttft_p50_ms"] >= float(rows[1]["ttft_p50_ms_low"])
+    )
+
+
+def test_a_folder_without_an_experiment_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path)]) == 1
+    assert str(tmp_path / PAIRED) in capsys.readouterr().err

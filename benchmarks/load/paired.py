@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,9 +20,9 @@ from pydantic import ValidationError
 from benchmarks.common import BenchmarkError
 from benchmarks.common.report import command_line, log_progress
 from benchmarks.common.shapes import write_llava
-from benchmarks.load.client import raise_priority, read_api_key
+from benchmarks.load.client import read_api_key
 from benchmarks.load.compare import Point, Run
-from benchmarks.load.result import RECORDS, RESULT, Result, read_journal, read_result
+from benchmarks.load.result import RESULT, read_result
 from benchmarks.load.settings import (
     SHAPE,
     Load,
@@ -41,6 +42,8 @@ from vllm_autoprune.record_file import FrozenModel
 PAIRED = "paired.json"
 STEPS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.7, 3.6)
 """Rates of a sweep, as multiples of the first arm's capacity in a closed loop."""
+_PROBE = Load(users=16)
+"""The closed loop that measures the capacity, where none is asked for."""
 _LOG = "locust.log"
 _LOCUSTFILE = Path(__file__).resolve().parents[1] / "locustfile.py"
 
@@ -64,18 +67,12 @@ class Arm(FrozenModel):
         return self.model_copy(update={"name": name, "flags": served, "digest": digest})
 
 
-class RunEntry(FrozenModel):
+class _RunEntry(FrozenModel):
     """One run, in order of time; its folder is relative to the experiment's."""
 
     arm: str
     number: int
     folder: str
-
-    def read(self, out: Path) -> Run:
-        """The run, from the experiment's folder."""
-        folder = out / self.folder
-        records = tuple(read_journal(folder / RECORDS))
-        return Run(self.arm, self.number, read_result(folder), records, self.folder)
 
 
 class Paired(FrozenModel):
@@ -84,11 +81,21 @@ class Paired(FrozenModel):
     options: PairedOptions
     arms: tuple[Arm, ...]
     workload: Workload
-    runs: tuple[RunEntry, ...]
+    runs: tuple[_RunEntry, ...]
     rates: tuple[float, ...]
     command: tuple[str, ...]
     broken: str | None = None
     """Why it ended early; runs before that are kept."""
+
+
+def read_paired(out: Path) -> tuple[Paired, list[Run]]:
+    """The experiment in a folder; raises :class:`BenchmarkError` where there is none."""
+    try:
+        paired = Paired.model_validate_json((out / PAIRED).read_text())
+    except (OSError, ValidationError) as error:
+        raise BenchmarkError(f"{out / PAIRED}: {str(error).splitlines()[0]}") from error
+    return paired, [Run(e.arm, e.number, *read_result(out / e.folder), e.folder)
+                    for e in paired.runs]  # fmt: skip
 
 
 def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
@@ -98,17 +105,19 @@ def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
     not exist.
     """
     if options.attach:
-        return tuple(Arm(name=name, url=url.rstrip("/")) for name, url in options.attach)
-    model, tower, common = Path(options.model), options.text_tower, options.server_flags
-    if options.model.startswith(f"{SHAPE}:"):
-        layers = options.model.partition(":")[2]
+        pairs = [server.partition("=") for server in options.attach]
+        return tuple(Arm(name=name, url=url.rstrip("/")) for name, _, url in pairs)
+    model, tower = Path(options.model), options.text_tower
+    flags = ["--served-model-name", options.served_name, *shlex.split(options.server_flags)]
+    shape, _, layers = options.model.partition(":")
+    if shape == SHAPE:
         if not layers.isdecimal() or int(layers) < 1:
             raise BenchmarkError(f"--model {options.model}: {layers!r} is not a whole number")
         folder = Path("out/load") / f"llava-{layers}-{options.tower_layers}-{options.width}"
         model = write_llava(
             folder, int(layers), tower_layers=options.tower_layers, width=options.width
         )
-        common = (*common, "--load-format", "dummy")
+        flags += ["--load-format", "dummy"]
     elif model == LLAVA:
         tower = tower or CLIP
     elif not model.exists() and len(model.parts) != 2:
@@ -116,17 +125,14 @@ def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
             f"--model {model}: no such folder -> name a checkpoint, ORGANISATION/NAME on the "
             f"Hub, or {SHAPE}:LAYERS"
         )
-    shared = ["--served-model-name", options.served_name, *common]
-    pruning: list[str] = []
-    if options.budget is not None:
-        pruning += ["--autoprune-budget", str(options.budget)]
+    pruning = [] if options.budget is None else ["--autoprune-budget", str(options.budget)]
     if tower is not None:
         pruning += ["--autoprune-text-tower", str(tower)]
     if options.cache == "off":
-        shared += ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"]
+        flags += ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"]
         pruning += ["--autoprune-feature-cache-gb", "0"]
     kv = (("VLLM_CPU_KVCACHE_SPACE", str(options.kv_cache_gb)),)
-    stock = Arm(name="stock", model=str(model), flags=tuple(shared), environment=kv)
+    stock = Arm(name="stock", model=str(model), flags=tuple(flags), environment=kv)
     base = load_state(options.state).base_policy.name
     return (
         stock,
@@ -142,6 +148,93 @@ def interleave(arms: Sequence[Arm], passes: int) -> list[tuple[int, Arm]]:
         for number in range(passes)
         for arm in (arms if number % 2 == 0 else tuple(reversed(arms)))
     ]
+
+
+def choose_rates(capacity: float) -> tuple[float, ...]:
+    """Rates around a capacity in requests/s, to three digits, rising.
+
+    Raises :class:`BenchmarkError` for a capacity of 0.
+    """
+    if not capacity:
+        raise BenchmarkError("no request was answered, so no rate can be chosen")
+    return tuple(float(f"{capacity * step:.3g}") for step in STEPS)
+
+
+def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
+    """Serve every arm in turn and send it every load; runs before a failure are kept."""
+    if not (options.users or options.rates):
+        raise BenchmarkError("nothing to measure -> give --users or --rates")
+    out, finds = options.out, options.rates == "find"
+    rates = () if options.rates == "find" else tuple(sorted(options.rates))
+    loads = len(options.users) + (len(STEPS) + 1 if finds else len(rates))
+    workload = make_workload(options, options.served_name, loads)
+    if options.model.startswith(f"{SHAPE}:"):
+        workload = workload.model_copy(update={"vocabulary": "numbered"})
+    folders: dict[Load, Path] = {}
+    entries, broken = list[_RunEntry](), None
+
+    def send(load: Load) -> Run:
+        """Send one load to the arm that is served, each with images of its own."""
+        if load not in folders:
+            changes = {
+                "seed": workload.seed + (load.users or 10_000 + round(1000 * (load.rate or 0)))
+            }
+            if workload.data and workload.cache == "unique":
+                changes["first_item"] = len(folders) * (workload.requests + workload.warm_up)
+            folders[load] = out / "workloads" / load.label
+            prepare(workload.model_copy(update=changes), folders[load])
+        folder = f"runs/{name}/{load.label}"
+        run(
+            RunOptions(
+                **options.model_dump(include=set(SendingOptions.model_fields)),
+                host=url,
+                workload=folders[load],
+                out=out / folder,
+                rate=load.rate or 0.0,
+                users=load.users,
+                seed=load.seed,
+            ),
+            options.workers,
+        )
+        entries.append(_RunEntry(arm=arm.name, number=number, folder=folder))
+        result, records = read_result(out / folder)
+        median = result.summary.percentile("TTFT", 50)
+        latency = f"TTFT p50 {1000 * median.value:.0f} ms" if median else "no answer"
+        log_progress(f"  {load.describe()}: {latency}, {result.verdict}")
+        return Run(arm.name, number, result, records, folder)
+
+    try:
+        for number, arm in interleave(arms, options.passes):
+            log_progress(f"pass {number + 1} of {options.passes}, {arm.name}: serve")
+            name = f"{number}-{arm.name.replace(' ', '-')}"
+            with serve_arm(arm, out / "servers" / f"{name}.log") as url:
+                closed = [send(Load(users=users)) for users in options.users]
+                if finds and not rates:
+                    # Around the capacity: the highest throughput of a closed loop.
+                    closed = closed or [send(_PROBE)]
+                    rates = choose_rates(max(r.result.summary.request_rate for r in closed))
+                for rate in rates:
+                    load = Load(rate=rate, burstiness=options.burstiness, seed=options.seed)
+                    latest = send(load)
+                    # Each arm is measured until it is saturated.
+                    if finds and Point(arm.name, load, (latest,)).past_saturation:
+                        break
+    except AutopruneError as error:
+        broken = format_error(error)
+    except KeyboardInterrupt:
+        broken = "stopped before its end"
+    paired = Paired(
+        options=options,
+        arms=tuple(arms),
+        workload=workload,
+        runs=tuple(entries),
+        rates=rates,
+        command=command_line(),
+        broken=broken,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    (out / PAIRED).write_text(paired.model_dump_json(indent=1) + "\n")
+    return paired
 
 
 @contextlib.contextmanager
@@ -164,148 +257,33 @@ def serve_arm(arm: Arm, log: Path) -> Iterator[str]:
         yield server.url
 
 
-class _Experiment:
-    """Sends runs, each load with images of its own, so that none is cached from an earlier run."""
-
-    def __init__(self, options: PairedOptions) -> None:
-        self.options, self.entries = options, list[RunEntry]()
-        finds = options.rates == "find"
-        loads = len(options.users) + (len(STEPS) + 1 if finds else len(options.rates))
-        workload = make_workload(options, options.served_name, max(loads, 1))
-        numbered = options.model.startswith(f"{SHAPE}:")
-        self.workload = workload.model_copy(update={"vocabulary": "numbered"} if numbered else {})
-        self._prepared: dict[Load, Path] = {}
-
-    def prepare(self, load: Load) -> Path:
-        """The folder of a load's requests, encoded once for all arms."""
-        if load not in self._prepared:
-            seed = self.workload.seed + (load.users or 10_000 + round(1000 * (load.rate or 0)))
-            changes = {"seed": seed}
-            if self.workload.data and self.workload.cache == "unique":
-                items = self.workload.requests + self.workload.warm_up
-                changes["first_item"] = len(self._prepared) * items
-            folder = self.options.out / "workloads" / load.label
-            prepare(self.workload.model_copy(update=changes), folder)
-            self._prepared[load] = folder
-        return self._prepared[load]
-
-    def send(self, arm: Arm, number: int, url: str, load: Load) -> Run:
-        """Send one load to one arm."""
-        options = self.options
-        entry = RunEntry(
-            arm=arm.name,
-            number=number,
-            folder=f"runs/{number}-{arm.name.replace(' ', '-')}/{load.label}",
-        )
-        result = run(
-            RunOptions(
-                **options.model_dump(include=set(SendingOptions.model_fields)),
-                url=url,
-                workload=self.prepare(load),
-                out=options.out / entry.folder,
-                label=f"{arm.name}, pass {number + 1}",
-                rate=load.rate or 0.0,
-                users=load.users,
-                schedule_seed=load.seed,
-                workers=options.workers,
-            )
-        )
-        self.entries.append(entry)
-        median = result.summary.ttft
-        latency = f"TTFT p50 {1000 * median.at(50).value:.0f} ms" if median else "no answer"
-        log_progress(f"  {load.describe()}: {latency}, {result.verdict.describe()}")
-        return entry.read(options.out)
-
-
-def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
-    """Serve every arm in turn and send it every load; runs before a failure are kept."""
-    if not (options.users or options.rates):
-        raise BenchmarkError("nothing to measure -> give --users or --rates")
-    experiment, out = _Experiment(options), options.out
-    finds_rates = options.rates == "find"
-    rates = () if options.rates == "find" else options.rates
-    broken = None
-    try:
-        for number, arm in interleave(arms, options.passes):
-            log_progress(f"pass {number + 1} of {options.passes}, {arm.name}: serve")
-            log = out / "servers" / f"{number}-{arm.name.replace(' ', '-')}.log"
-            with serve_arm(arm, log) as url:
-                closed = [
-                    experiment.send(arm, number, url, Load(users=users)) for users in options.users
-                ]
-                if finds_rates and not rates:
-                    # Around the capacity: the highest throughput of a closed loop.
-                    probe = Load(users=16)
-                    closed = closed or [experiment.send(arm, number, url, probe)]
-                    rates = choose_rates(max(r.result.summary.request_rate for r in closed))
-                for rate in rates:
-                    load = Load(rate=rate, burstiness=options.burstiness, seed=options.seed)
-                    latest = experiment.send(arm, number, url, load)
-                    # Each arm is measured until it is saturated.
-                    if finds_rates and Point(arm.name, load, (latest,)).past_saturation:
-                        break
-    except AutopruneError as error:
-        broken = format_error(error)
-    except KeyboardInterrupt:
-        broken = "stopped before its end"
-    paired = Paired(
-        options=options,
-        arms=tuple(arms),
-        workload=experiment.workload,
-        runs=tuple(experiment.entries),
-        rates=rates,
-        command=command_line(),
-        broken=broken,
-    )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / PAIRED).write_text(paired.model_dump_json(indent=1) + "\n")
-    return paired
-
-
-def read_paired(out: Path) -> Paired:
-    """The experiment in a folder; raises :class:`BenchmarkError` where there is none."""
-    try:
-        return Paired.model_validate_json((out / PAIRED).read_text())
-    except (OSError, ValidationError) as error:
-        raise BenchmarkError(f"{out / PAIRED}: {str(error).splitlines()[0]}") from error
-
-
-def choose_rates(capacity: float) -> tuple[float, ...]:
-    """Rates around a capacity in requests/s, to three digits, rising.
-
-    Raises :class:`BenchmarkError` for a capacity of 0.
-    """
-    if not capacity:
-        raise BenchmarkError("no request was answered, so no rate can be chosen")
-    return tuple(float(f"{capacity * step:.3g}") for step in STEPS)
-
-
-def run(options: RunOptions) -> Result:
-    """Send the workload once; the result is valid or has the reasons why not.
+def run(options: RunOptions, workers: int = 0) -> None:
+    """Send the workload once; the result is in the folder, valid or with the reasons why not.
 
     Where there are workers, a master and so many workers are started on this machine. Raises
     :class:`AutopruneError` where there is no result at all, as where the server is down.
     """
     model = load_prepared(options.workload).workload.model
-    with reporting_failures(options.url), ServerClient(options.url) as client:
+    with reporting_failures(options.host), ServerClient(options.host) as client:
         client.http.headers.update(read_api_key())
         names = client.list_models()
     if model not in names:
         raise BenchmarkError(
-            f"server {options.url}: does not serve {model!r}, only {', '.join(names)} "
+            f"server {options.host}: does not serve {model!r}, only {', '.join(names)} "
             "-> prepare the workload with --model"
         )
     locust = [sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE)]
-    head = [*locust, "--headless", "--only-summary", *options.locust_flags()]
+    values = options.model_dump(mode="json", exclude_none=True)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    head = [*locust, "--headless", "--only-summary", *flags]
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / RESULT).unlink(missing_ok=True)
         with (options.out / _LOG).open("wb") as log, contextlib.ExitStack() as processes:
-            if options.workers:
+            if workers:
                 port = str(free_port())
-                head += ["--master", "--expect-workers", str(options.workers)]
-                head += ["--master-bind-port", port]
-                for _ in range(options.workers):
+                head += ["--master", "--expect-workers", str(workers), "--master-bind-port", port]
+                for _ in range(workers):
                     join = [*locust, "--worker", "--master-port", port]
                     processes.enter_context(_start_process(join, log.fileno()))
             status = processes.enter_context(_start_process(head, log.fileno())).wait()
@@ -316,7 +294,18 @@ def run(options: RunOptions) -> Result:
         raise BenchmarkError(
             f"{options.out}: locust ended with {status} and no result: {' | '.join(tail)}"
         )
-    return read_result(options.out)
+
+
+def raise_priority() -> None:
+    """Raise the scheduling priority of this process, so that the server does not delay its clock.
+
+    Used as ``preexec_fn``. With real-time scheduling (``sched(7)``) the client gets a core as soon
+    as it is due; it sleeps most of the time, and the kernel reserves a twentieth of each second for
+    other processes. Only root on Linux may; else nothing changes.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
 @contextlib.contextmanager
