@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from tests.serving.unit.conftest import TinyClip
 from tests.serving.unit.samples import VISION_WIDTH, served
-from tests.serving.unit.test_relevance import START, Served, llama
-from tests.serving.unit.test_signals import Qkv, attention
+from tests.serving.unit.test_signals import START, Qkv, Served, attention, llama
 from tests.stand_in_device import DEVICE, forbid_waiting
 from vllm_autoprune import Grid
 from vllm_autoprune.serving.plan import Choice, ItemPlan
