@@ -1,60 +1,251 @@
-"""Every golden case, and that a difference is found."""
+"""Golden cases, replayed through the interface of base policies and of refine.
+
+Where the published loop gives NaN or duplicates, picks are compared as far as they count.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
-from tests.golden.case import DATA, load, names, read
-from tests.golden.replay import METHODS, replay
+from tests.golden import case as golden
+from tests.golden.case import Case, images, load, names
+from vllm_autoprune import load_state, materialize, refine
+from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, Given
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+AUTOPRUNE = Path(__file__).parents[2] / "policies" / "autoprune.json"
+NEXT_TO_ROUNDING = 1e-3
+"""Tolerance of merged rows in float32."""
+
+Recipe = dict[str, Any]
+Outputs = Iterator[tuple[str, Tensor, Tensor, float | None]]
+"""What is compared, this implementation's and the published; picks have no tolerance."""
+
+
+def parameters(policy: str, recipe: Recipe) -> Recipe:
+    """Parameters of a policy as the recipe of a case names them."""
+    get = recipe.get
+    centred = {"scale_variance": bool(get("scale", 0)), "weight": get("gmap", "minmax")}
+    return {
+        "cen_divprune": centred,
+        "cen_cdpruner": centred,
+        "scope": {"alpha": float(get("alpha", 1))},
+        "mmtok": {
+            "alpha": float(get("alpha", 0.5)),
+            "tau_text": get("t_tv", 0.02),
+            "tau_vision": get("t_vv", 0.2),
+        },
+        "idpruner": {"balance": get("lam", 0.5)},
+        "holov": {"bands": get("bands")},
+        "prunesid": {"mode": get("mode")},
+        "fsr": {
+            "alpha": float(get("a", 3)),
+            "beta": float(get("b", 1)),
+            "rho": get("rho", 0.9),
+            "kappa": float(get("kappa", 1)),
+        },
+        "visionzip": {"contextual": get("contextual")},
+        "prumerge_plus": {"plus": bool(get("plus", True))},
+    }.get(policy, {})
+
+
+def params_of(policy: str, recipe: Recipe, **others: object) -> BasePolicyParams:
+    params = {**parameters(policy, recipe), **others}
+    return BASE_POLICIES[policy].call.model_validate({"name": policy, "params": params}).params
+
+
+def select(case: Case, policy: str, tokens: VisualTokens) -> Tensor:
+    """Picks ``(B, K)``, of one image of B tiles ``(T, K)``.
+
+    The first ``core`` picks are those of the question-free parameters, where the case has a core.
+    Excluded tokens are closed, unless too few are left.
+    """
+    recipe, chosen, tiles = case.recipe, BASE_POLICIES[policy], tokens.grid.tiles
+    params = params_of(policy, recipe)
+    count, core = min(recipe["K"], recipe["N"]) * tiles, recipe.get("core", 0) * tiles
+    picks = torch.empty(tokens.batch, 0, dtype=torch.int64)
+    if core:
+        unasked = {"cen_cdpruner": {"relevance": False}, "mmtok": {"words": False}}[policy]
+        picks = chosen.select(params_of(policy, recipe, **unasked), tokens, core).picks
+    closed = mask_from_indices(picks, tokens.count)
+    excluded = recipe.get("exclude", [])
+    if excluded and tokens.count - len(excluded) >= recipe["K"]:
+        closed[:, excluded] = True
+    if closed.any():
+        start = Given(picks, closed, closed, int(closed.sum(dim=1).max()))
+        delta = chosen.select_given(params, tokens, count - core, start)
+        picks = torch.cat([picks, delta], dim=1)
+    else:
+        picks = chosen.select(params, tokens, count).picks
+    # Picks come in turn from every tile.
+    return picks if tiles == 1 else within_tiles(picks.reshape(-1, tiles).T, tokens)
+
+
+def within_tiles(picks: Tensor, tokens: VisualTokens) -> Tensor:
+    return picks - torch.arange(len(picks))[:, None] * tokens.grid.per_tile
+
+
+def ascending(picks: Tensor) -> Tensor:
+    return picks.sort(dim=-1).values
+
+
+def replay(case: Case) -> Outputs:
+    """All that the case records and this implementation gives."""
+    method, recipe, recorded = case.name.split("/")[0], case.recipe, case.recorded
+    tokens = images(case)
+    policy = {"pdrop": "pyramiddrop", "prumerge": "prumerge_plus",
+              "prumerge_budget": "prumerge_plus"}.get(method, method)  # fmt: skip
+    if method == "autoprune_released":
+        refined = refine(materialize(load_state(released_state(recipe))), tokens)
+        yield "reference", refined.reference, recorded("reference"), None
+        yield "keep", refined.indices, recorded("keep"), None
+        yield "rows", refined.features, recorded("features"), 1e-4
+        if refined.quality is not None:  # not computed where nothing is exchanged
+            yield "quality", refined.quality, recorded("quality"), 1e-4
+        return
+    if method in ORDERED:
+        picks = select(case, policy, tokens)
+        yield "order", picks, recorded("order").reshape(picks.shape), None
+        return
+
+    # The others return more than picks, or in another order than the one that is served.
+    tiles, most = tokens.grid.tiles, tokens.count + (recipe.get("mode") == "cls")
+    budget = None if "K" not in recipe else min(recipe["K"] * tiles, most)
+    params = params_of(policy, recipe)
+    native = BASE_POLICIES[policy].native(params, tokens, budget)
+    indices, rows = native.indices, native.features
+    if method in ("holov", "prunesid", "fsr"):
+        picks = torch.stack([image[image >= 0] for image in indices])
+        assert budget is not None
+        if picks.shape[1]:  # one row is a patch where it is served, and [CLS] as published
+            served = BASE_POLICIES[policy].select(params, tokens, budget).picks
+            yield "served", ascending(served), ascending(picks), None
+    match method:
+        case "dart" | "pdrop":
+            yield "keep", indices[0][None], recorded("keep")[None], None
+        case "holov":
+            yield "order", ascending(picks), ascending(recorded("order")), None
+        case "prunesid":
+            yield "order", picks, recorded("order"), None
+        case "fsr":
+            assert rows is not None
+            shape = recorded("order").shape
+            yield "order", within_tiles(picks.reshape(shape), tokens), recorded("order"), None
+            features = rows[0].reshape(*shape, -1)
+            yield "rows", features, recorded("features"), NEXT_TO_ROUNDING
+        case "visionzip":  # the dominant tokens as a set, [CLS] as 0
+            dominant = torch.stack([image[1 : recipe["dominant"]] for image in indices])
+            wanted = ascending(recorded("dominant_idx"))[:, 1:] - 1
+            assert rows is not None
+            yield "dominant", ascending(dominant), wanted, None
+            exact = case.dtype == torch.float32
+            yield "rows", torch.stack(rows), recorded("features"), 1e-4 if exact else 5e-2
+        case "prumerge" | "prumerge_budget":
+            assert rows is not None
+            yield "order", indices[0][None, :-1], recorded("idx")[None], None
+            yield "rows", rows[0], recorded("features"), NEXT_TO_ROUNDING
+        case "sparsevlm":
+            assert rows is not None
+            kept = indices[0][indices[0] >= 0]
+            yield "keep", kept[None], recorded("keep")[None], None
+            yield "rows", rows[0][kept.numel() :], recorded("merged"), NEXT_TO_ROUNDING
+        case "trim":  # rows of every tile, the mean of the others last
+            assert rows is not None
+            by_tile = indices[0].reshape(tiles, -1)
+            kept = within_tiles(by_tile[:, :-1], tokens)
+            yield "keep", kept, recorded("keep"), None
+            features = rows[0].reshape(*by_tile.shape, -1)
+            yield "rows", features, recorded("features_fp16"), 2e-2
+
+
+def released_state(recipe: Recipe) -> Recipe:
+    """The shipped state with the numbers of the case, which mostly are its own."""
+    document: Recipe = json.loads(AUTOPRUNE.read_text())
+    signals = {call["atom"]: call for call in document["scoring"]["signals"]}
+    by_weight = {
+        "semantic": "instruction_guided_visual_relevance",
+        "attn": "attention_proxy_saliency",
+        "spatial": "spatial_centrality_prior",
+        "redundancy": "redundancy_density_penalty",
+        "contrast": "local_contrast_saliency",
+    }
+    relevance = {"negative_mean": "negative_mean", "cosine": "words"}[recipe["relevance"]]
+    signals[by_weight["semantic"]]["measure"] = relevance
+    signals[by_weight["spatial"]]["bias"] = recipe["center_bias"]
+    document["scoring"]["signals"] = [
+        {**signals[by_weight[name]], "weight": weight} for name, weight in recipe["weights"].items()
+    ]
+    document["constraints"]["selector"] |= {
+        name: recipe[name] for name in ("q_e", "r_min", "lam", "keep_weight", "power")
+    }
+    document["reassembly"]["strength"] = recipe["scale"]
+    k = recipe["K"]
+    document["budget"] = {"atom": "ratio_budget", "ratio": 1.0, "floor": k, "ceiling": k}
+    return document
+
+
+ORDERED = (
+    *("cdpruner", "divprune", "fastv", "cen_divprune", "cen_cdpruner", "scope", "mmtok"),
+    "idpruner",
+)
+"""Methods that return picks in an order of their own."""
+
+METHODS = (
+    *ORDERED,
+    *("autoprune_released", "dart", "pdrop", "holov", "prunesid", "fsr", "visionzip", "prumerge"),
+    *("prumerge_budget", "trim", "sparsevlm"),
+)
+
+COUNTING = {
+    "cdpruner/case_08": 16,  # the rank of the kernel: rounding decides the others
+    "divprune/case_07": 36,  # as many distinct tokens as there are
+    "mmtok/case_09": 36,
+    "scope/case_07": 36,
+    "cen_cdpruner/case_08": 34,
+    "idpruner/case_07": 60,
+}
+"""Degenerate case -> how many of its first picks count, up to tokens that equal each other."""
 
 
 @pytest.mark.parametrize("name", [name for method in METHODS for name in names(method)])
 def test_output_equals_the_published_one(name: str) -> None:
-    assert replay(load(name)) == []
+    case = load(name)
+    recipe = case.recipe
+    exact = not case.note and recipe.get("stable_order", True)
+    for what, actual, wanted, tolerance in replay(case):
+        if tolerance is not None:
+            if exact:
+                torch.testing.assert_close(
+                    actual.float(), wanted.float(), rtol=tolerance, atol=tolerance, msg=what
+                )
+            continue
+        assert actual.shape == wanted.shape, what
+        for row in actual if what != "served" else ():
+            assert row.unique().numel() == row.numel(), what
+            assert row.numel() == 0 or 0 <= int(row.min()) <= int(row.max()) < recipe["N"], what
+        if exact or what in ("served", "reference"):
+            assert actual.tolist() == wanted.tolist(), what
+        elif recipe.get("stable_set", False):
+            assert ascending(actual).tolist() == ascending(wanted).tolist(), what
+        elif name in COUNTING:
+            tokens = images(case)
+            encoded = recipe["gen"] in ("scope", "mmtok")
+            rows = (tokens.require_encoder() if encoded else tokens.features)[0]
+            kind = (rows[:, None] == rows[None]).all(dim=2).to(torch.uint8).argmax(dim=1)
+            first = slice(COUNTING[name])
+            assert kind[actual[0, first]].tolist() == kind[wanted[0, first]].tolist()
 
 
-COMPARED = {
-    "autoprune_released": ("reference", "keep", "features", "quality"),
-    "clip_chunk": ("segments", "pooled_pos"),
-    "dart": ("keep", "n_out"),
-    "fastv": ("order", "keep_seq"),
-    "fsr": ("order", "features"),
-    "next_order": ("sequence",),
-    "pdrop": ("keep",),
-    "prumerge": ("idx", "features"),
-    "prumerge_budget": ("idx", "features"),
-    "sparsevlm": ("keep", "merged"),
-    "trim": ("keep", "features_fp16", "n_out"),
-    "visionzip": ("dominant_idx", "features"),
-}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_any_difference_is_reported(method: str) -> None:
-    case = load(names(method)[0])
-    for array in COMPARED.get(method, ("order",)):
-        wrong = case.expected[array].copy()
-        wrong.flat[3 if wrong.size > 3 else 0] += 1
-        assert replay(replace(case, expected={**case.expected, array: wrong})), array
-
-
-def changed(name: str, folder: Path, **recipe: object) -> Path:
-    """A copy of a case with another recipe, the recorded digests as they were."""
-    with np.load(DATA / f"{name}.npz", allow_pickle=False) as stored:
-        arrays = {key: stored[key] for key in stored.files}
-    arrays["spec"] = np.array(json.dumps({**json.loads(str(arrays["spec"])), **recipe}))
-    path = folder / f"{name}.npz"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        np.savez(file, **arrays)
-    return path
-
-
-def test_inputs_with_other_digests_are_refused(tmp_path: Path) -> None:
+def test_inputs_with_other_digests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = golden._inputs
+    monkeypatch.setattr(golden, "_inputs", lambda recipe: made({**recipe, "seed": 999}))
     with pytest.raises(ValueError, match="does not make the recorded inputs: attn_last_row"):
-        read(changed("fastv/case_01", tmp_path, seed=999))
+        load("fastv/case_01")
