@@ -1,4 +1,4 @@
-"""Small states, images and policies for the tests, and what every selection has to be."""
+"""Small states and images for the tests."""
 
 from __future__ import annotations
 
@@ -9,35 +9,28 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
 import torch
 from torch import Tensor
 
-from vllm_autoprune import (
-    Grid,
-    Instruction,
-    PruningPolicy,
-    PruningState,
-    RefinedTokens,
-    StateError,
-    VisualTokens,
-    load_state,
-    materialize,
-)
-from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune import Grid, Instruction, PruningState, VisualTokens, load_state
 from vllm_autoprune.tpdsl.atoms.reassembly import BlendCall, ExchangeCall
 from vllm_autoprune.tpdsl.atoms.selectors import BoundedSelector
 from vllm_autoprune.tpdsl.atoms.source import ReferencePrior
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.registry import ATOMS
-from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
+from vllm_autoprune.tpdsl.tokens import MergerInput, NextLayer, TowerStates, Words
 
 Json = dict[str, Any]
 Changes = Mapping[str, object]
 
 DELETE = ...
 """As a new value in :func:`edited`: the field goes away."""
+
+UNCHANGED: Changes = {"/constraints/selector/q_e": 0}
+"""The base policy alone."""
+
+BLEND: Changes = {"/reassembly": {"atom": "mean_residual", "strength": 0.5}}
 
 
 def sample() -> Json:
@@ -73,17 +66,17 @@ def state(changes: Changes | None = None) -> PruningState:
     return load_state(json.dumps(edited(sample(), changes or {})))
 
 
-def refused(source: str | Path) -> list[tuple[str, str]]:
-    """Load a state that must be refused; (where, what) of each of its problems."""
-    with pytest.raises(StateError) as raised:
-        load_state(source)
-    assert raised.value.problems and all(p.fix for p in raised.value.problems)
-    return [(problem.where, problem.what) for problem in raised.value.problems]
+def call(name: str, **parameters: object) -> Any:
+    """An atom with these parameters and the defaults of the others."""
+    return ATOMS[name].call.model_validate({"atom": name, **parameters})
 
 
-def refused_with(changes: Changes) -> list[tuple[str, str]]:
-    """As :func:`refused`, of the sample state with some fields changed."""
-    return refused(json.dumps(edited(sample(), changes)))
+def active(name: str) -> Json:
+    """The atom as JSON, with parameters at which it is not idle."""
+    kind, parameters = ATOMS[name].call, {"atom": name}
+    chosen = {BlendCall: ("strength", 0.5), ExchangeCall: ("margin", 0.0),
+              BoundedSelector: ("q_e", 3), ReferencePrior: ("floor", 0.5)}  # fmt: skip
+    return parameters | dict(pair for base, pair in chosen.items() if issubclass(kind, base))
 
 
 TOWER_WIDTH, TEXT, START = 12, 6, 3
@@ -150,6 +143,8 @@ def images(
                 "attention": more(batch, 3, TEXT, length).float().softmax(dim=3),
             },
         ),
+        # Norms of patches, which are not those of their means.
+        merger_input=MergerInput(more(batch, count, 2).float().abs() + 1),
     )
 
 
@@ -173,11 +168,6 @@ def take(tokens: VisualTokens, rows: list[int]) -> VisualTokens:
     return mapped(tokens, lambda tensor: tensor[rows])
 
 
-def on_meta(tokens: VisualTokens) -> VisualTokens:
-    """The images without values, as on a device that a test must not wait for."""
-    return mapped(tokens, lambda tensor: tensor.to("meta"))
-
-
 def plain(features: Tensor, grid: Grid | None = None) -> VisualTokens:
     """Features ``(N, D)`` or ``(B, N, D)`` alone, by default as one row of tokens."""
     features = features if features.dim() == 3 else features[None]
@@ -198,82 +188,3 @@ def with_relevance(tokens: VisualTokens, relevance: Tensor, sign: int = 1) -> Vi
     used = torch.ones(tokens.batch, 1, dtype=torch.bool)
     instruction = Instruction(patches, text, used, sign)
     return VisualTokens(tokens.features, tokens.grid, tokens.cls_attention, instruction)
-
-
-def call(name: str, **parameters: object) -> Any:
-    """An atom with these parameters and the defaults of the others."""
-    return ATOMS[name].call.model_validate({"atom": name, **parameters})
-
-
-def active_parameters(name: str) -> Json:
-    """The atom as JSON, with parameters at which it is not idle."""
-    kind, parameters = ATOMS[name].call, {"atom": name}
-    chosen = {BlendCall: ("strength", 0.5), ExchangeCall: ("margin", 0.0),
-              BoundedSelector: ("q_e", 3), ReferencePrior: ("floor", 0.5)}  # fmt: skip
-    return parameters | dict(pair for call, pair in chosen.items() if issubclass(kind, call))
-
-
-VARIANTS: dict[str, Changes] = {
-    "sample": {},
-    "divprune": {"/base_policy": {"name": "divprune"}},
-    "global": {"/base_policy": {"name": "divprune", "params": {"tile_scope": "global"}}},
-    "dpp": {"/constraints/selector": {"atom": "anchor_controlled_pool_dpp_selector", "q_e": 4}},
-    "conditional": {
-        "/constraints/selector": {"atom": "anchor_controlled_pool_dpp_selector", "q_e": 4},
-        "/scoring/kernel": {"atom": "runtime_conditional_similarity_kernel", "theta": 0.5},
-    },
-    "residual": {"/reassembly/strength": 0.5},
-    "base alone": {"/constraints/selector/q_e": 0},
-    "anything goes": {"/constraints/selector/q_e": 640},
-    "r_min": {"/constraints/selector": {**sample()["constraints"]["selector"], "r_min": 1}},
-}
-"""Changes to the sample state; between them they run every atom but the safety checks."""
-
-GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3), Grid(1, 40), Grid(4, 4, tiles=5)]
-
-
-def policy_of(variant: str = "sample", budget: int = 8) -> PruningPolicy:
-    return materialize(state(VARIANTS[variant]), budget)
-
-
-Rows = slice | list[int]
-EVERY = slice(None)
-
-
-def same(
-    outcome: RefinedTokens, other: RefinedTokens, rows: Rows = EVERY, others: Rows = EVERY
-) -> bool:
-    """Whether rows of two results are bit-identical."""
-    for field in fields(RefinedTokens):
-        a, b = getattr(outcome, field.name), getattr(other, field.name)
-        if (a is None) != (b is None) or (a is not None and not torch.equal(a[rows], b[others])):
-            return False
-    return True
-
-
-def assert_sound(policy: PruningPolicy, tokens: VisualTokens, outcome: RefinedTokens) -> None:
-    """Assert the guarantees for every policy, image and budget below N."""
-    k = policy.budget
-    assert outcome.features.shape == (tokens.batch, k, tokens.features.shape[2])
-    assert outcome.features.dtype == tokens.features.dtype
-    assert bool(outcome.features.isfinite().all())
-    assert outcome.indices.shape == outcome.reference.shape == (tokens.batch, k)
-    kept, base = (
-        mask_from_indices(part, tokens.count) for part in (outcome.indices, outcome.reference)
-    )
-    assert kept.sum(dim=1).tolist() == base.sum(dim=1).tolist() == [k] * tokens.batch
-    shared = (kept & base).sum(dim=1)
-    assert torch.equal(outcome.exchanged, k - shared)
-    assert int(shared.min()) >= policy.r_min and int(outcome.exchanged.max()) <= policy.quota
-
-
-CORES: dict[str, Changes] = {
-    "divprune": {"share": 0.5},
-    "global": {"share": 0.5, "policy": {"name": "divprune", "params": {"tile_scope": "global"}}},
-    "merging": {"share": 0.5, "policy": {"name": "visionzip"}},
-    "extra rows": {"share": 0.5, "policy": {"name": "prumerge_plus"}},
-    "cover": {"share": 0.5, "cover": 0.5, "strength": 0.25},
-    "almost all": {"share": 0.9, "cover": 0.9, "strength": 0.5},
-}
-UNCHANGED: Changes = {"/constraints/selector/q_e": 0}
-BLEND: Changes = {"/reassembly": {"atom": "mean_residual", "strength": 0.5}}

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -359,26 +359,6 @@ def test_a_pool_is_a_multiple_of_the_budget_as_far_as_there_are_tokens(
     assert pool.sum(dim=1).tolist() == [size, size]
 
 
-@given(
-    seed=st.integers(0, 1000),
-    names=st.lists(st.sampled_from(SIZED), min_size=1, max_size=3),
-    ratio=st.sampled_from([0.25, 0.5, 1.0, 8.0]),
-    k=st.integers(1, 35),
-)
-def test_a_pool_narrows_and_never_holds_a_reference_token(
-    seed: int, names: list[str], ratio: float, k: int
-) -> None:
-    tokens, source = images(seed), torch.Generator().manual_seed(seed)
-    g = torch.rand(2, 36, generator=source)
-    reference = torch.rand(2, 36, generator=source).argsort(dim=1)[:, :k]
-    wider = ~mask_from_indices(reference, 36)
-    for count in range(1, len(names) + 1):
-        calls = [call(name, pool_ratio=ratio) for name in names[:count]]
-        pool = build_pool(calls, tokens, g, reference)
-        assert not (pool & ~wider).any() and pool.any(dim=1).all()
-        wider = pool
-
-
 def select_batch(
     name: str,
     tokens: VisualTokens,
@@ -519,35 +499,6 @@ def test_anchors_stay_and_the_rest_is_greedy_over_pool_and_reference() -> None:
     expected = greedy_map(tokens.cosine, ones, 5, anchors=reference[:, :3], eligible=eligible)
     kept = select_batch(DPP, tokens, ones, reference, pool, quota=2)
     assert torch.equal(kept, mask_from_indices(expected, 36))
-
-
-@example(name=EXCHANGE, seed=1, k=1, quota=1, poison="g", value=torch.inf)
-@given(
-    name=st.sampled_from(ATOMS.names("selection_constraints")),
-    seed=st.integers(0, 10_000),
-    k=st.integers(1, 35),
-    quota=st.integers(0, 35),
-    poison=st.sampled_from(["", "g", "features", "both"]),
-    value=st.sampled_from([torch.nan, torch.inf, -torch.inf]),
-)
-def test_k_tokens_at_most_quota_of_them_new_and_all_from_pool_or_reference(
-    name: str, seed: int, k: int, quota: int, poison: str, value: float
-) -> None:
-    quota, tokens = min(quota, k), images(seed)
-    source = torch.Generator().manual_seed(seed)
-    g = torch.rand(2, 36, generator=source)
-    if poison in ("g", "both"):
-        g[0, ::3] = value
-    if poison in ("features", "both"):
-        tokens.features[1, ::5] = value
-    reference = torch.rand(2, 36, generator=source).argsort(dim=1)[:, :k]
-    base = mask_from_indices(reference, 36)
-    pool = (torch.rand(2, 36, generator=source) < 0.3) & ~base
-    kept = select_batch(name, tokens, g, reference, pool, quota)
-    assert kept.sum(dim=1).tolist() == [k, k]
-    if name != TOP:  # it replaces everything, by whatever is best
-        assert int((kept & ~base).sum(dim=1).max()) <= quota
-        assert not (kept & ~base & ~pool).any()
 
 
 # Two tiles of two tokens; tokens 0 and 2 are alike, and lie in different tiles.

@@ -193,21 +193,9 @@ def test_rows_merged_by_the_base_policy_are_the_anchors() -> None:
     kept, merged = torch.tensor([[0, 1]]), torch.tensor([[[9.0, 0.0], [0.0, 9.0]]])
     reference, none = ReferenceSelection(kept, merged=merged), torch.zeros(1, dtype=torch.uint8)
     merging = call("mean_residual", strength=0.5)
-    rows, _ = RECIPES[merging.atom](merging, tokens, TokenSelection(kept, reference, none))
+    chosen_tokens = TokenSelection(kept, reference, none)
+    rows, _ = RECIPES["mean_residual"](merging, tokens, chosen_tokens)
     assert rows[0].tolist() == [[(9 + 1.5) / 2, 0.5], [0.5, 6.0]]
-
-
-@pytest.mark.parametrize(
-    "grid", [Grid(6, 6), Grid(4, 9), Grid(4, 4, tiles=3), Grid(1, 30)], ids=str
-)
-@pytest.mark.parametrize("core", [0.0, 0.5])
-def test_autoprune_without_the_question_in_its_base_reads_none(grid: Grid, core: float) -> None:
-    data = edited(shipped("autoprune"), {"/base_policy": {"name": "divprune", "params": {}}})
-    policy = materialize(load_state({**data, **({"core": {"share": core}} if core else {})}), 12)
-    assert not policy.reads_instruction and policy.needs == frozenset()
-    refined = refine(policy, images(3, grid=grid))
-    assert refined.exchanged.tolist() == [2, 2] and not refined.fallback.any()
-    assert all(len(set(kept.tolist())) == 12 for kept in refined.indices)
 
 
 def test_an_exhausted_pool_leaves_the_best_reference_tokens() -> None:

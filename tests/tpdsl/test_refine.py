@@ -1,12 +1,14 @@
-"""Algorithm 1: guarantees, inputs that are not finite, last resorts, pooling, no host sync.
+"""Algorithm 1: a state resolved at K, fallbacks, a core and its delta, ranking before the merger.
 
-Fallback codes: 0 none, 1 the reference selection, 2 an even spread.
+What holds of every selection is in ``test_properties.py``. Fallback codes: 0 none, 1 the reference
+selection, 2 an even spread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,123 +16,166 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.stand_in_device import forbid_waiting
-from tests.tpdsl.samples import (
-    BLEND,
-    CORES,
-    GRIDS,
-    VARIANTS,
-    Changes,
-    assert_sound,
-    images,
-    on_meta,
-    plain,
-    policy_of,
-    same,
-    state,
-    take,
-)
+from tests.tpdsl.samples import BLEND, UNCHANGED, Changes, call, images, plain, state, take
+from tests.tpdsl.test_properties import IN, ODD_GRIDS, same
 from vllm_autoprune import (
+    BudgetError,
     Grid,
+    PruningState,
     SelectionError,
     VisualTokens,
-    load_state,
     materialize,
     refine,
+    safety_check,
 )
-from vllm_autoprune.ops.rowwise import evenly_spaced, gather_rows
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.loading import shipped_states
-from vllm_autoprune.tpdsl.refine import keep_evenly, keep_indices, keep_reference, pool_tokens
+from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.rowwise import (
+    evenly_spaced,
+    gather_rows,
+    mask_from_indices,
+    min_max_normalise,
+)
+from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Given
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, core_policy, delta_policy
+from vllm_autoprune.tpdsl.refine import (
+    give_core,
+    keep_evenly,
+    keep_indices,
+    keep_reference,
+    most_similar,
+    pool_tokens,
+    select_tokens,
+)
+from vllm_autoprune.tpdsl.tokens import TowerStates, Words, split_over_tiles
 
+EXCHANGE = "reference_residual_exchange_selector"
+DIVPRUNE: Changes = {"/base_policy": {"name": "divprune"}}
 EVENLY: list[int] = evenly_spaced(1, 36, 8, torch.device("cpu"))[0].tolist()
 
+# A state at K.
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@given(
-    seed=st.integers(0, 10_000),
-    budget=st.integers(1, 35),
-    grid=st.sampled_from(GRIDS),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    clusters=st.sampled_from([1, 3, 40]),
-    noise=st.sampled_from([0.0, 0.5]),
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "budget", "bounds"),
+    [
+        (EXCHANGE, {"q_e": 2}, 32, (2, 30)),
+        (EXCHANGE, {"q_e": 40}, 32, (32, 0)),  # the quota is larger than K
+        (EXCHANGE, {"q_e": 2}, 1, (1, 0)),
+        (EXCHANGE, {"q_e": 2, "r_min": 10}, 32, (2, 10)),  # more room than the quota uses
+        (EXCHANGE, {"q_e": 20, "r_min": 30}, 32, (2, 30)),  # less
+        (EXCHANGE, {"q_e": 5, "r_min": 40}, 32, (0, 32)),
+        ("reference_strict_preservation_selector", {}, 32, (0, 32)),
+        ("quality_topk_selector", {}, 1000, (1000, 0)),
+    ],
 )
-def test_guarantees_of_every_policy(
-    variant: str,
-    seed: int,
-    budget: int,
-    grid: Grid,
-    dtype: torch.dtype,
-    clusters: int,
-    noise: float,
+def test_the_quota_is_what_r_min_leaves(
+    name: str, parameters: Changes, budget: int, bounds: tuple[int, int]
 ) -> None:
-    policy = policy_of(variant, budget)
-    tokens = images(seed, grid=grid, dtype=dtype, clusters=clusters, noise=noise)
-    refined = refine(policy, tokens)
-    assert_sound(policy, tokens, refined)
-    assert bool((refined.indices.diff(dim=1) > 0).all())
-    assert refined.fallback.tolist() == [0, 0]
-    if variant != "residual":
-        assert torch.equal(refined.features, gather_rows(tokens.features, refined.indices))
-    base = policy.base.select(policy.state.base_policy.params, tokens, budget)
-    assert torch.equal(refined.reference, base.picks)
-    again = images(seed, grid=grid, dtype=dtype, clusters=clusters, noise=noise)
-    assert same(refined, refine(policy, again))
+    assert call(name, **parameters).bounds(budget) == bounds
 
 
-@pytest.mark.parametrize("budget", [36, 37, 640])
+RATIO: Changes = {"/budget": {"atom": "ratio_budget", "ratio": 0.25, "floor": 4, "ceiling": 64}}
+
+
+def test_a_budget_that_follows_the_image_is_resolved_for_its_size() -> None:
+    policy = materialize(state(RATIO))
+    assert (policy.varies, policy.budget) == (True, 64)
+    assert policy.at(100) == materialize(state(RATIO), 25)
+    assert [policy.tokens_kept(n) for n in (3, 8, 100, 5000)] == [3, 4, 25, 64]
+    fixed = materialize(state(RATIO), 10)
+    assert not fixed.varies and fixed.at(576) is fixed and fixed.tokens_kept(576) == 10
+    chosen = state({"/budget/limit": 64, "/constraints/selector/r_min": 16})
+    assert [materialize(chosen, k).budget for k in (16, 64)] == [16, 64]
+    assert materialize(state(), MAX_BUDGET).budget == MAX_BUDGET
+
+
+@pytest.mark.parametrize(
+    ("changes", "budget", "where", "fix"),
+    [
+        *(({}, budget, "/budget", "give a whole number from 1 to 65536")
+          for budget in (0, -1, True, 1.5, "32", MAX_BUDGET + 1)),
+        ({"/budget/limit": 64}, 65, "/budget/limit", "use 64 or less"),
+        ({"/constraints/selector/r_min": 20}, 19, "/constraints/selector/r_min",
+         "set it to null, which means K - q_e, or use a larger K"),
+    ],
+)  # fmt: skip
+def test_a_budget_that_is_refused(changes: Changes, budget: Any, where: str, fix: str) -> None:
+    with pytest.raises(BudgetError, match="'sample'") as raised:
+        materialize(state(changes), budget)
+    (problem,) = raised.value.problems
+    assert (problem.where, problem.fix) == (where, fix) and repr(budget) in problem.what
+
+
+SILENT = {f"/scoring/signals/{i}/weight": 0.0 for i in range(5)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "needs"),
+    [
+        ({}, {"instruction", "cls_attention"}),
+        (UNCHANGED, {"instruction"}),  # without exchange only the base policy reads anything
+        ({**DIVPRUNE, "/scoring/signals/0/weight": 0.0}, {"cls_attention"}),
+        ({**DIVPRUNE, **SILENT}, set()),
+        ({**DIVPRUNE, **UNCHANGED}, set()),
+        ({**DIVPRUNE, **SILENT, "/source": {"priors": [
+            {"atom": "external_policy", "policy": "cdpruner", "weight": 0.0}]}}, set()),
+        ({**DIVPRUNE, **SILENT, "/source": {"priors": [
+            {"atom": "external_policy", "policy": "cdpruner", "weight": 0.1}]}}, {"instruction"}),
+        (IN, {"instruction", "cls_attention", "encoder", "merger_input"}),
+        ({"/core": {"share": 1.0}}, set()),
+        ({"/core": {"share": 1.0}, **IN}, {"encoder", "merger_input"}),
+    ],
+)  # fmt: skip
+def test_a_policy_needs_what_it_reads(changes: Changes, needs: set[str]) -> None:
+    policy = materialize(state(changes))
+    assert policy.needs == needs and policy.reads_instruction == ("instruction" in needs)
+
+
+# Images that are kept whole, or have too little to select by.
+
+
+@pytest.mark.parametrize("budget", [36, 640])
 def test_k_of_n_or_more_keeps_every_token_as_it_is(budget: int) -> None:
     tokens = images(3, dtype=torch.float16)
     tokens.features[0, 3] = torch.nan
-    refined = [refine(policy_of(variant, budget), tokens) for variant in VARIANTS]
-    refined += [keep_reference(policy_of(budget=budget), tokens), keep_evenly(budget, tokens)]
-    for kept in refined:
-        assert kept.features is tokens.features
-        assert kept.indices.tolist() == [list(range(36))] * 2
+    policies = [materialize(state(changes), budget) for changes in ({}, BLEND, IN)]
+    whole = [refine(policy, tokens) for policy in policies]
+    for kept in (*whole, keep_reference(policies[0], tokens), keep_evenly(budget, tokens)):
+        assert kept.features is tokens.features and kept.indices.tolist() == [[*range(36)]] * 2
         assert kept.exchanged.tolist() == kept.fallback.tolist() == [0, 0]
-
-
-def test_one_token_of_each_of_two_tiles() -> None:
-    tokens, policy = images(3, grid=Grid(1, 1, tiles=2)), policy_of(budget=1)
-    assert_sound(policy, tokens, refine(policy, tokens))
-
-
-def test_a_missing_instruction_is_an_error() -> None:
-    with pytest.raises(SelectionError, match=r"reads the instruction.*fill it"):
-        refine(policy_of(), plain(torch.randn(2, 20, 4)))
 
 
 def test_kept_rows_have_gradients_and_the_selection_has_none() -> None:
     """As required to train through a pruned model."""
     tokens = images(3)
     features = tokens.features.clone().requires_grad_()
-    refined = refine(policy_of(), replace(tokens, features=features))
+    refined = refine(materialize(state(), 8), replace(tokens, features=features))
     refined.features.float().sum().backward()
     assert features.grad is not None
     touched = features.grad.ne(0).all(dim=-1)
     assert torch.equal(touched.nonzero()[:, 1].view(2, 8), refined.indices)
 
 
-@pytest.mark.parametrize("variant", ["sample", "divprune", "dpp"])
-def test_an_image_without_instruction_is_pruned_like_any_other(variant: str) -> None:
-    tokens, policy = images(2), policy_of(variant)
+@pytest.mark.parametrize("changes", [{}, DIVPRUNE])
+def test_an_image_without_instruction_is_pruned_like_any_other(changes: Changes) -> None:
+    tokens, policy = images(2), materialize(state(changes), 8)
     instruction = tokens.require_instruction()
-    used = instruction.segments.clone()
-    used[0] = False
+    used, unread = instruction.segments.clone(), instruction.text.clone()
+    used[0], unread[0] = False, torch.nan
     silent = replace(tokens, instruction=replace(instruction, segments=used))
     refined = refine(policy, silent)
-    assert_sound(policy, silent, refined)
-    assert refined.fallback.tolist() == [0, 0]
-    assert same(refined, refine(policy, tokens), [1], [1])
+    assert refined.fallback.tolist() == [0, 0] and refined.indices[0].unique().numel() == 8
+    assert same(refined, refine(policy, tokens), 1, 1)
     # What its text rows hold does not matter, as none of them is a segment.
-    unread = instruction.text.clone()
-    unread[0] = torch.nan
     other = replace(instruction, segments=used, text=unread)
     assert same(refined, refine(policy, replace(tokens, instruction=other)))
+    with pytest.raises(SelectionError, match=r"reads the instruction.*fill it"):
+        refine(policy, plain(torch.randn(2, 20, 4)))
 
 
 def test_last_resorts() -> None:
-    tokens, policy = images(5), policy_of("residual")
+    tokens, policy = images(5), materialize(state({"/reassembly/strength": 0.5}), 8)
     reference = keep_reference(policy, tokens)
     assert torch.equal(reference.reference, refine(policy, tokens).reference)
     assert torch.equal(reference.indices, reference.reference.sort(dim=1).values)
@@ -152,11 +197,10 @@ INPUTS: dict[str, Callable[[VisualTokens], Tensor]] = {
     "patches": lambda tokens: tokens.require_instruction().patches,
     "text": lambda tokens: tokens.require_instruction().text,
     "tower": lambda tokens: tokens.require_tower().patches,
+    "encoder": lambda tokens: tokens.require_encoder(),
 }
-
-
 TOWER: Changes = {
-    **VARIANTS["divprune"],
+    **DIVPRUNE,
     "/scoring/signals": [{"atom": "spatial_centrality_prior"}],
     "/source": {"tokens": {"atom": "vision_tokens@vision_tower"}},
 }
@@ -165,14 +209,17 @@ TOWER: Changes = {
 @pytest.mark.parametrize(
     ("changes", "name", "code"),
     [
-        *((VARIANTS[variant], "attention", 1) for variant in ("sample", "divprune", "dpp")),
-        *((VARIANTS[variant], name, 2) for variant in ("sample", "base alone") for name in (
+        ({}, "attention", 1),
+        (DIVPRUNE, "attention", 1),
+        *((changes, name, 2) for changes in ({}, UNCHANGED) for name in (
             "patches", "text", "features")),
-        *((VARIANTS["divprune"], name, 1) for name in ("patches", "text")),
+        *((DIVPRUNE, name, 1) for name in ("patches", "text")),
         (TOWER, "tower", 1),
+        (IN, "encoder", 2),
+        (IN, "features", 2),
         # Inputs that are not read may hold anything.
-        (VARIANTS["base alone"], "attention", 0),
-        ({**VARIANTS["divprune"], "/constraints/selector/q_e": 0}, "text", 0),
+        (UNCHANGED, "attention", 0),
+        ({**DIVPRUNE, **UNCHANGED}, "text", 0),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -182,107 +229,317 @@ def test_what_is_kept_of_an_image_with_an_input_that_is_not_finite(
     policy, tokens, clean = materialize(state(changes), 8), images(1), images(1)
     INPUTS[name](tokens)[1, 1] = value
     refined, expected = refine(policy, tokens), refine(policy, clean)
-    assert refined.fallback.tolist() == [0, code]
+    assert refined.fallback.tolist() == [0, code] and same(refined, expected, 0, 0)
     kept = {0: expected.indices, 1: expected.reference.sort(dim=1).values}.get(code)
     assert refined.indices[1].tolist() == (EVENLY if kept is None else kept[1].tolist())
     assert code == 2 or torch.equal(refined.reference, expected.reference)
 
 
-@pytest.mark.parametrize("variant", ["sample", "residual"])
-def test_kept_rows_are_unchanged_except_non_finite_values(variant: str) -> None:
+@pytest.mark.parametrize("changes", [{}, BLEND])
+def test_kept_rows_are_unchanged_except_non_finite_values(changes: Changes) -> None:
     tokens = images(1)
-    hidden = next(i for i in range(36) if i not in EVENLY)
+    discarded = next(i for i in range(36) if i not in EVENLY)
     tokens.features[0, EVENLY[2], 4] = torch.nan
     tokens.features[0, EVENLY[3], 5] = -torch.inf
-    tokens.features[0, hidden] = torch.nan
-    refined, rows = refine(policy_of(variant), tokens), tokens.features[0, EVENLY]
+    tokens.features[0, discarded] = torch.nan
+    refined, rows = refine(materialize(state(changes), 8), tokens), tokens.features[0, EVENLY]
     assert torch.equal(refined.features[0], torch.where(rows.isfinite(), rows, 0.0))
 
 
-class TestPooling:
-    """The control that replaces the tokens of an image by means of cells."""
-
-    def test_a_fourth_of_a_square_is_the_mean_of_each_two_by_two(self) -> None:
-        tokens = images(1, batch=1)
-        pooled = pool_tokens(9, tokens)
-        square = tokens.features[0].view(3, 2, 3, 2, -1)
-        assert torch.allclose(pooled.features[0], square.mean(dim=(1, 3)).flatten(0, 1), atol=1e-6)
-        # The token at the centre of a cell, or after it where there is none.
-        assert pooled.indices[0].tolist() == [7, 9, 11, 19, 21, 23, 31, 33, 35]
-
-    @pytest.mark.parametrize(
-        ("values", "grid", "budget", "means"),
-        [
-            # Each cell is one and a half tokens wide.
-            ([3.0, 6, 9], Grid(1, 3), 2, [4.0, 8]),
-            ([0.0] * 4 + [1] * 4 + [2] * 4, Grid(2, 2, tiles=3), 4, [0.0, 0, 1, 2]),
-            # About as high as wide: bands of 3, 3 and 2 cells.
-            (
-                [float(i // 12 // 4) for i in range(144)],
-                Grid(12, 12),
-                8,
-                [0.0] * 3 + [1] * 3 + [2] * 2,
-            ),
-        ],
-    )
-    def test_cells_by_hand(
-        self, values: list[float], grid: Grid, budget: int, means: list[float]
-    ) -> None:
-        pooled = pool_tokens(budget, plain(torch.tensor(values)[:, None], grid))
-        assert pooled.features.flatten().tolist() == pytest.approx(means)
-
-    @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 3), st.data())
-    def test_any_number_of_cells_is_met_exactly(
-        self, height: int, width: int, tiles: int, data: st.DataObject
-    ) -> None:
-        grid = Grid(height, width, tiles)
-        budget = data.draw(st.integers(1, grid.tokens))
-        pooled = pool_tokens(budget, VisualTokens(torch.ones(2, grid.tokens, 1), grid))
-        assert torch.allclose(pooled.features, torch.ones(2, budget, 1), atol=1e-5)
-        assert (pooled.indices.diff(dim=1) > 0).all(), "centres are unique, in raster order"
-        assert ((pooled.indices >= 0) & (pooled.indices < grid.tokens)).all()
-
-    def test_an_image_alone_has_the_bits_it_has_in_a_batch_and_nan_does_not_spread(self) -> None:
-        tokens = images(1, grid=Grid(24, 24), width=64, batch=3)
-        together = pool_tokens(50, tokens).features
-        broken = tokens.features.clone()
-        broken[2, 0] = torch.nan
-        spoilt = pool_tokens(50, replace(tokens, features=broken)).features
-        assert torch.equal(spoilt[:2], together[:2]) and torch.equal(spoilt[2, 1:], together[2, 1:])
-        assert spoilt.isfinite().all()
-        for i in range(3):
-            assert torch.equal(pool_tokens(50, take(tokens, [i])).features[0], together[i])
-
-
-@pytest.mark.parametrize("name", shipped_states())
-@pytest.mark.parametrize("grid", [Grid(12, 12), Grid(6, 6, tiles=5)])
-def test_shipped_states_do_not_synchronise(name: str, grid: Grid) -> None:
-    tokens = on_meta(images(grid=grid, dtype=torch.float16))
-    policy = materialize(load_state(name)).at(grid.tokens)
-    with forbid_waiting():
-        refined = refine(policy, tokens)
-    assert refined.features.shape == (2, min(policy.budget, grid.tokens), 16)
-    assert refined.features.dtype == torch.float16
-    assert refined.features.is_meta and refined.indices.is_meta and refined.fallback.is_meta
+# Pooling, the control that replaces the tokens of an image by means of cells.
 
 
 @pytest.mark.parametrize(
-    ("base", "core"),
+    ("values", "grid", "budget", "means"),
     [
-        *((base, "cover") for base in BASE_POLICIES),
-        *(("cdpruner", core) for core in CORES if core != "cover"),
+        # Each cell is one and a half tokens wide.
+        ([3.0, 6, 9], Grid(1, 3), 2, [4.0, 8]),
+        ([0.0] * 4 + [1] * 4 + [2] * 4, Grid(2, 2, tiles=3), 4, [0.0, 0, 1, 2]),
+        # About as high as wide: bands of 3, 3 and 2 cells.
+        ([float(i // 12 // 4) for i in range(144)], Grid(12, 12), 8, [0.0] * 3 + [1] * 3 + [2] * 2),
     ],
 )
-def test_core_and_delta_do_not_synchronise(base: str, core: str) -> None:
-    tokens = on_meta(images(grid=Grid(4, 4, tiles=3), dtype=torch.bfloat16))
+def test_cells_by_hand(values: list[float], grid: Grid, budget: int, means: list[float]) -> None:
+    pooled = pool_tokens(budget, plain(torch.tensor(values)[:, None], grid))
+    assert pooled.features.flatten().tolist() == pytest.approx(means)
+
+
+def test_a_fourth_of_a_square_is_the_mean_of_each_two_by_two() -> None:
+    tokens = images(1, batch=1)
+    pooled = pool_tokens(9, tokens)
+    square = tokens.features[0].view(3, 2, 3, 2, -1)
+    assert torch.allclose(pooled.features[0], square.mean(dim=(1, 3)).flatten(0, 1), atol=1e-6)
+    # The token at the centre of a cell, or after it where there is none.
+    assert pooled.indices[0].tolist() == [7, 9, 11, 19, 21, 23, 31, 33, 35]
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.data())
+def test_cells_weigh_one_in_all_and_their_centres_are_unique(
+    height: int, width: int, tiles: int, data: st.DataObject
+) -> None:
+    grid = Grid(height, width, tiles)
+    budget = data.draw(st.integers(1, grid.tokens))
+    pooled = pool_tokens(budget, VisualTokens(torch.ones(2, grid.tokens, 1), grid))
+    assert torch.allclose(pooled.features, torch.ones(2, budget, 1), atol=1e-5)
+    assert (pooled.indices.diff(dim=1) > 0).all()
+    assert ((pooled.indices >= 0) & (pooled.indices < grid.tokens)).all()
+    shares = split_over_tiles(budget, tiles)
+    assert len(shares) == tiles and sum(shares) == budget and shares[0] - shares[-1] in (0, 1)
+
+
+def test_pooled_images_have_the_same_bits_alone_and_nan_does_not_spread() -> None:
+    tokens = images(1, grid=Grid(24, 24), width=64, batch=3)
+    together = pool_tokens(50, tokens).features
+    broken = tokens.features.clone()
+    broken[2, 0] = torch.nan
+    spoilt = pool_tokens(50, replace(tokens, features=broken)).features
+    assert torch.equal(spoilt[:2], together[:2]) and torch.equal(spoilt[2, 1:], together[2, 1:])
+    assert spoilt.isfinite().all()
+    for i in range(3):
+        assert torch.equal(pool_tokens(50, take(tokens, [i])).features[0], together[i])
+
+
+# A core, and the delta given it.
+
+
+def with_core(core: Changes, changes: Changes | None = None) -> PruningState:
+    return state({**(changes or {}), "/core": core})
+
+
+@pytest.mark.parametrize(
+    ("share", "budget", "core"), [(0.07, 100, 7), (0.5, 1, 0), (1.0, 8, 8), (0.75, 32, 24)]
+)
+def test_core_tokens_of_a_budget(share: float, budget: int, core: int) -> None:
+    assert materialize(with_core({"share": share}), budget).core == core
+    with pytest.raises(BudgetError, match=rf"{budget + 1} core tokens of K = {budget}"):
+        materialize(with_core({"share": share}), budget, budget + 1)
+    with pytest.raises(BudgetError, match="'sample' has none"):
+        materialize(state(), budget, 1)
+
+
+@pytest.mark.parametrize(
+    "selector",
+    [
+        {"atom": "quality_topk_selector"},
+        {"atom": "anchor_controlled_pool_dpp_selector", "q_e": 4},
+        {"atom": "constrained_pool_dpp_selector", "q_e": 4},
+        {"atom": "maximal_marginal_relevance_pool_selector", "q_e": 4},
+        {"atom": "reference_strict_margin_exchange_selector", "q_e": 4, "margin": 0.0},
+    ],
+)
+@pytest.mark.parametrize("cover", [0.0, 0.5])
+def test_no_selector_takes_a_token_of_the_core(selector: Changes, cover: float) -> None:
+    kernel = {"atom": "runtime_conditional_similarity_kernel"}
+    changes = {"/constraints/selector": selector, "/scoring/kernel": kernel}
+    policy = materialize(with_core({"share": 0.5, "cover": cover}, changes), 12)
+    refined = refine(policy, images(10, batch=3))
+    assert int(refined.exchanged.max()) > 0
+    assert all(row.unique().numel() == 12 for row in refined.indices)
+
+
+def test_the_core_depends_on_its_size_and_not_on_k() -> None:
+    split = with_core({"share": 0.5, "cover": 0.5, "strength": 0.5}, BLEND)
+    small, large = (refine(materialize(split, budget, 6), images(5)) for budget in (8, 20))
+    assert torch.equal(small.indices[:, :6], large.indices[:, :6])
+    assert torch.equal(small.features[:, :6], large.features[:, :6])
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    grid=st.sampled_from(ODD_GRIDS),
+    budget=st.integers(2, 30),
+    cover=st.sampled_from([0.0, 0.3, 0.8]),
+    core=st.sampled_from(["divprune", "visionzip", "prumerge_plus"]),
+)
+def test_no_token_is_merged_twice(
+    seed: int, grid: Grid, budget: int, cover: float, core: str
+) -> None:
+    tokens = images(seed, grid=grid)
+    # Rows tell how much of every token is in them: column 16 + i is token i's.
+    marks = torch.eye(tokens.count).expand(tokens.batch, -1, -1)
+    rows = torch.cat([tokens.features, marks], dim=2)
+    layer = tokens.require_next_layer()
+    tower = TowerStates(
+        rows, rows[:, :, :8], lambda rows: rows, next_layer=replace(layer, keys=rows)
+    )
+    tokens = replace(tokens, features=rows, tower=tower)
+    chosen: Changes = {"share": 0.5, "cover": cover, "strength": 0.5, "policy": {"name": core}}
+    split = with_core(chosen, {**BLEND, "/base_policy": {"name": "visionzip"}})
+    policy = materialize(split, budget)
+    refined = refine(policy, tokens)
+    within = refined.features[:, :, 16:].abs() > 0
+    part = give_core(policy, tokens, refined.indices[:, : policy.core])
+    if torch.equal(part.closed, part.covered):
+        assert int(within.sum(dim=1).max()) <= 1
+        assert bool(within.gather(2, refined.indices[:, :, None]).all())
+    else:  # K leaves too few tokens outside the cover: the delta keeps some, and merges none
+        assert policy.budget + int(cover * tokens.count) > tokens.count
+        discarded = ~mask_from_indices(refined.indices, tokens.count)
+        assert int((within.sum(dim=1) * discarded).max()) <= 1
+
+
+def test_the_delta_merges_every_token_that_the_core_does_not_stand_for() -> None:
+    core: Changes = {"share": 0.5, "cover": 0.25, "strength": 0.5}
+    tokens = images(3)
+    kept = refine(materialize(with_core(core, {**BLEND, **UNCHANGED}), 8), tokens)
+    delta = kept.indices[:, 4:]
+    covered = most_similar(tokens, kept.indices[:, :4], int(0.25 * tokens.grid.per_tile))
+    for image in range(tokens.batch):
+        features, cosine = tokens.features[image], tokens.cosine[image]
+        assert not bool(covered[image, delta[image]].any())
+        owner = cosine[:, delta[image]].argmax(dim=1)
+        free = ~covered[image]
+        free[delta[image]] = False
+        for row, token in enumerate(delta[image].tolist()):
+            group, expected = features[free & (owner == row)], features[token]
+            if len(group):
+                expected = (expected + group.mean(dim=0)) / 2
+            torch.testing.assert_close(kept.features[image, 4 + row], expected)
+
+
+def test_an_exchange_takes_no_copy_of_a_core_token() -> None:
+    """Token 3 copies token 0 of the core and has the highest quality, but is too similar to it."""
+    tokens = replace(
+        plain(torch.eye(4)[[0, 1, 2, 0]], Grid(2, 2)),
+        cls_attention=torch.tensor([[0.5, 0.1, 0.2, 0.9]]),
+    )
     changes: Changes = {
-        **BLEND,
-        "/base_policy": {"name": base},
-        "/constraints/selector": {"atom": "constrained_pool_dpp_selector", "q_e": 2},
-        "/core": CORES[core],
-    }
-    policy = materialize(state(changes), 8)
-    with forbid_waiting():
-        refined = refine(policy, tokens)
-    assert refined.features.shape == (2, 8, 16) and refined.indices.shape == (2, 8)
-    assert refined.features.is_meta and refined.indices.is_meta and refined.fallback.is_meta
+        **DIVPRUNE,
+        "/scoring/signals": [{"atom": "attention_proxy_saliency"}],
+        "/constraints/selector": {
+            "atom": "reference_strict_margin_exchange_selector", "q_e": 1, "margin": 0.0},
+        "/constraints/pool": [{"atom": "quality_pool_builder", "pool_ratio": 2.0}],
+    }  # fmt: skip
+    closed = torch.tensor([[True, False, False, False]])
+    core = Given(torch.tensor([[0]]), closed, closed, 1)
+    assert select_tokens(materialize(state(changes), 1), tokens, core).indices.tolist() != [[3]]
+
+
+@pytest.mark.parametrize("base", ["prumerge_plus", "visionzip"])
+def test_priors_see_the_whole_budget(base: str) -> None:
+    """At K = 5 of 5 tiles the published code keeps a token of each, at K - K_c = 2 it fails."""
+    priors = {"priors": [{"atom": "native_teacher_mask_prior"}]}
+    changes: Changes = {"/base_policy": {"name": base}, "/source": priors}
+    record = safety_check(materialize(with_core({"share": 0.7}, changes), 5))
+    assert record.valid, record.failures()
+
+
+def test_a_question_that_cannot_be_read_leaves_the_core_as_it_is() -> None:
+    policy = materialize(with_core({"share": 0.5, "cover": 0.5, "strength": 0.25}, BLEND), 8)
+    clean, tokens = refine(policy, images(11)), images(11)
+    tokens.require_instruction().text[0] = torch.nan
+    refined = refine(policy, tokens)
+    assert refined.fallback.tolist() == [2, 0] and refined.indices[0].unique().numel() == 8
+    assert torch.equal(refined.features[:, :4], clean.features[:, :4])
+
+
+def test_the_delta_of_cdpruner_is_greedy_map_with_the_core_as_anchors() -> None:
+    tokens, policy = images(6, batch=3), materialize(with_core({"share": 0.5}, UNCHANGED), 12)
+    refined = refine(policy, tokens)
+    relevance = min_max_normalise(-instruction_relevance(tokens.require_instruction()), 1e-6)
+    expected = greedy_map(tokens.cosine, relevance, 12, anchors=refined.indices[:, :6])[:, 6:]
+    assert refined.reference[:, 6:].tolist() == expected.tolist()
+    assert refined.indices[:, 6:].tolist() == expected.sort(dim=1).values.tolist()
+    # From factors that a server keeps for all questions, the same.
+    start, condition = give_core(policy, tokens, refined.indices[:, :6]), policy.base.condition
+    assert condition is not None
+    known = condition(policy.state.base_policy.params, tokens, start.indices)
+    continued = select_tokens(delta_policy(policy), tokens, replace(start, conditioned=known))
+    assert torch.equal(continued.indices, refined.indices[:, 6:])
+
+
+@pytest.mark.parametrize(
+    ("base", "params"), [("cen_cdpruner", {"relevance": False}), ("mmtok", {"words": False})]
+)
+def test_the_core_of_a_policy_is_its_form_without_the_question(base: str, params: Changes) -> None:
+    tokens = images(12)
+    changes: Changes = {"/base_policy": {"name": base}, **UNCHANGED}
+    split = with_core({"share": 0.5, "policy": {"name": base}}, changes)
+    silent = state({**changes, "/base_policy": {"name": base, "params": params}})
+    core = refine(materialize(split, 12), tokens).indices[:, :6]
+    assert torch.equal(core, refine(materialize(silent, 6), tokens).indices)
+    asking = with_core({"share": 0.5, "policy": {"name": base, "params": params}}, changes)
+    assert asking.digest == split.digest
+
+
+# Ranking before the merger: by the encoder's tokens, rows after it.
+
+
+def ranked(tokens: VisualTokens) -> VisualTokens:
+    """Images that have nothing but the tokens before the merger."""
+    return replace(tokens, features=tokens.require_encoder(), encoder=None, merger_input=None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({**UNCHANGED, "/base_policy": {"name": name}}
+          for name in ("divprune", "cen_divprune", "cdpruner", "cen_cdpruner")),
+        {},
+        {"/scoring/kernel": {"atom": "centred_cosine_kernel"}},
+        {"/core": {"share": 0.5, "cover": 0.3, "strength": 0.25}},
+    ],
+)  # fmt: skip
+def test_policies_signals_kernels_and_cores_compare_the_tokens_before_the_merger(
+    changes: Changes,
+) -> None:
+    tokens = images(grid=Grid(3, 4, tiles=3))
+    before, after = (materialize(state({**changes, **place}), 12) for place in (IN, {}))
+    kept, alone = refine(before, tokens), refine(after, ranked(tokens))
+    assert torch.equal(kept.indices, alone.indices)
+    assert kept.exchanged.tolist() == alone.exchanged.tolist()
+    assert not torch.equal(kept.indices, refine(after, tokens).indices)
+    if after.core:
+        core = refine(core_policy(before.state, 6), tokens)
+        assert torch.equal(kept.indices[:, :6], core.indices)
+    # The reference selection too.
+    reference = keep_reference(before, tokens)
+    unchanged = refine(materialize(before.state.without_exchange(), 12), tokens)
+    assert after.core or torch.equal(reference.indices, unchanged.indices)
+
+
+def test_rows_are_merged_after_the_merger() -> None:
+    tokens = images()
+    kept = refine(materialize(state({**BLEND, **IN}), tokens.count - 1), tokens)
+    (dropped,) = set(range(tokens.count)) - set(kept.indices[0].tolist())
+    rows = tokens.features[0]
+    unit = rows / rows.norm(dim=1, keepdim=True)
+    nearest = int((unit[kept.indices[0]] @ unit[dropped]).argmax())
+    changed = (kept.features[0] != rows[kept.indices[0]]).any(dim=1).nonzero()[:, 0]
+    assert changed.tolist() == [nearest]
+    # FSR's rows are linear in what it merges: a linear merger may come before or after it.
+    merger = torch.randn(12, 16, generator=torch.Generator().manual_seed(5))
+    tokens = replace(tokens, features=tokens.require_encoder() @ merger)
+    changes: Changes = {**UNCHANGED, "/base_policy": {"name": "fsr", "params": {"rho": 0.2}}}
+    kept = refine(materialize(state({**changes, **IN}), 9), tokens)
+    alone = refine(materialize(state(changes), 9), ranked(tokens))
+    assert not torch.equal(alone.features, gather_rows(ranked(tokens).features, alone.indices))
+    torch.testing.assert_close(kept.features, alone.features @ merger, atol=1e-4, rtol=1e-4)
+
+
+def test_words_are_compared_with_tokens_after_the_merger_and_norms_are_those_of_patches() -> None:
+    tokens, wanted = images(), [3, 8, 20, 31]
+    # Every word is one token's own row, so that covering words means keeping these tokens.
+    words = Words(tokens.features[:, wanted], torch.ones(2, 4, dtype=torch.bool))
+    mmtok = {"name": "mmtok", "params": {"alpha": 0.0, "tau_text": 0.005}}
+    policy = materialize(state({**UNCHANGED, **IN, "/base_policy": mmtok}), 4)
+    assert refine(policy, replace(tokens, words=words)).indices.tolist() == [wanted] * 2
+    for p in (1, 2):
+        signals = [{"atom": "visual_token_norm_saliency", "p": p}]
+        top = {"atom": "quality_topk_selector"}
+        changes = {"/scoring/signals": signals, "/constraints/selector": top, **IN}
+        best = tokens.require_merger_input().norms[:, :, p - 1].topk(9).indices.sort(dim=1).values
+        assert torch.equal(refine(materialize(state(changes), 9), tokens).indices, best)
+
+
+def test_a_backbone_without_a_merger_is_refused() -> None:
+    for lacking in ({"merger_input": None}, {"merger_input": None, "encoder": None}):
+        with pytest.raises(SelectionError, match=r"rank_at: merger_in.*without a merger"):
+            refine(materialize(state(IN), 9), replace(images(), **lacking))
+
+
+@pytest.mark.parametrize("base", BASE_POLICIES)
+def test_one_token_of_each_of_two_tiles(base: str) -> None:
+    tokens = images(3, grid=Grid(1, 1, tiles=2))
+    refined = refine(materialize(state({"/base_policy": {"name": base}}), 1), tokens)
+    assert refined.features.shape == (2, 1, 16)

@@ -1,0 +1,482 @@
+"""What every selection promises, whatever the state: each property once, over all registries.
+
+The states run every atom, every base policy with each of its parameters, cores, and ranking before
+the merger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import cache, partial
+from itertools import combinations
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.stand_in_device import forbid_waiting
+from tests.tpdsl.samples import (
+    BLEND,
+    UNCHANGED,
+    Changes,
+    active,
+    call,
+    images,
+    mapped,
+    sample,
+    state,
+    take,
+)
+from vllm_autoprune import (
+    Grid,
+    PruningPolicy,
+    PruningState,
+    RefinedTokens,
+    SelectionError,
+    VisualTokens,
+    load_state,
+    materialize,
+    refine,
+    safety_check,
+)
+from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices
+from vllm_autoprune.tpdsl.atoms.pools import PartitionCall
+from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, orders_by_quality
+from vllm_autoprune.tpdsl.atoms.scoring import run_signal
+from vllm_autoprune.tpdsl.atoms.source import ViewCall, run_budget
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.loading import shipped_states
+from vllm_autoprune.tpdsl.materialize import core_policy
+from vllm_autoprune.tpdsl.reference import PLACES
+from vllm_autoprune.tpdsl.refine import keep_reference
+from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Group, atom
+from vllm_autoprune.tpdsl.state import required_inputs
+from vllm_autoprune.tpdsl.tokens import Need
+
+GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3)]
+ODD_GRIDS = [*GRIDS, Grid(1, 40), Grid(4, 4, tiles=5)]
+
+SILENT: Changes = {
+    "/base_policy": {"name": "divprune"},
+    "/scoring/signals": [{"atom": "visual_token_norm_saliency"}],
+    "/constraints/selector/q_e": 3,
+}
+"""Changes after which the sample state reads only features."""
+
+
+def using(name: str) -> dict[str, object]:
+    """Changes to the sample state after which the atom affects the result."""
+    kind, group, parameters = ATOMS[name].call, ATOMS[name].group, active(name)
+    capped = {"/constraints/selector": active("constrained_pool_dpp_selector")}
+    if group == "token_source_base_policy":
+        view = issubclass(kind, ViewCall)
+        places: dict[str, object] = {
+            "/source": {"tokens": parameters} if view else {"priors": [parameters]}
+        }
+    else:
+        (place,) = (place for place in PLACES if name in place.names)
+        places = {place.pointer: [parameters] if place.many else parameters}
+        if group == "similarity_kernel" or issubclass(kind, PartitionCall):
+            places |= capped
+    changes = {**SILENT, **places}
+    if "/constraints/selector" in changes:
+        del changes["/constraints/selector/q_e"]
+    return changes
+
+
+def base(name: str, **params: object) -> Changes:
+    return {"/base_policy": {"name": name, "params": params}, **UNCHANGED}
+
+
+BASES: dict[str, Changes] = {
+    **{name: base(name) for name in BASE_POLICIES},
+    "divprune global": base("divprune", tile_scope="global"),
+    "visionzip with cls": base("visionzip", patch_only=False),
+    "visionzip many contextual": base("visionzip", contextual=6),
+    "visionzip none contextual": base("visionzip", contextual=0),
+    "prumerge": base("prumerge_plus", plus=False),
+    "prumerge_plus drop_extra": base("prumerge_plus", drop_extra=True),
+    "dart embeddings": base("dart", space="embeddings"),
+    "sparsevlm recycle": base("sparsevlm", recycle=True),
+    "pyramiddrop layer": base("pyramiddrop", layer=24),
+    "cen_divprune global": base("cen_divprune", tile_scope="global", weight="none"),
+    "cen_divprune scaled": base("cen_divprune", scale_variance=True, weight="sigmoid"),
+    "cen_divprune uncentred": base("cen_divprune", centre=False),
+    "cen_cdpruner global": base("cen_cdpruner", tile_scope="global"),
+    "cen_cdpruner core": base("cen_cdpruner", relevance=False),
+    "scope flat": base("scope", alpha=0.0),
+    "mmtok core": base("mmtok", words=False),
+    "prunesid cls": base("prunesid", mode="cls"),
+    "prunesid qwen": base("prunesid", mode="qwen"),
+    "prunesid strict": base("prunesid", threshold=0.0, groups=2),
+    "holov bands": base("holov", bands=5),
+    "fsr core": base("fsr", alpha=0.0),
+    "fsr select": base("fsr", kappa=0.0, rho=0.2),
+    "fsr merge": base("fsr", kappa=9.0, rho=0.0),
+    "idpruner relevance": base("idpruner", importance="relevance", balance=0.0),
+}
+"""Base policies alone, with parameters that change what they do."""
+
+IN: Changes = {"/rank_at": "merger_in"}
+DPP = {"atom": "anchor_controlled_pool_dpp_selector", "q_e": 4}
+CONDITIONAL = {"atom": "runtime_conditional_similarity_kernel", "theta": 0.5}
+CAPPED = {"atom": "constrained_pool_dpp_selector", "q_e": 2}
+GLOBAL = {"name": "divprune", "params": {"tile_scope": "global"}}
+OTHERS: dict[str, Changes] = {
+    "the sample": {},
+    "blended": {"/reassembly/strength": 0.5},
+    "conditional": {"/constraints/selector": DPP, "/scoring/kernel": CONDITIONAL},
+    "anything goes": {"/constraints/selector/q_e": 640},
+    "r_min": {"/constraints/selector": {**sample()["constraints"]["selector"], "r_min": 1}},
+    "core": {"/core": {"share": 0.5}},
+    "global core": {"/core": {"share": 0.5, "policy": GLOBAL}},
+    "merging core": {"/core": {"share": 0.5, "policy": {"name": "visionzip"}}, **BLEND},
+    "core of extra rows": {"/core": {"share": 0.5, "policy": {"name": "prumerge_plus"}}, **BLEND},
+    "covering core": {"/core": {"share": 0.5, "cover": 0.5, "strength": 0.25}, **BLEND},
+    "almost all core": {"/core": {"share": 0.9, "cover": 0.9, "strength": 0.5}, **BLEND},
+    "capped core": {"/core": {"share": 0.5, "cover": 0.3}, "/constraints/selector": CAPPED},
+    "core before the merger": {"/core": {"share": 0.5, "cover": 0.3, "strength": 0.25}, **IN},
+    **{f"core and {name}": {"/core": {"share": 0.5, "cover": 0.5, "strength": 0.25}, **BLEND,
+       "/base_policy": {"name": name}} for name in BASE_POLICIES},
+    **{f"{name} before the merger": {"/base_policy": {"name": name}, **IN}
+       for name in BASE_POLICIES},
+}  # fmt: skip
+
+STATES: dict[str, Changes] = {
+    **{name: using(name) for name in ATOMS.names()}, **BASES, **OTHERS
+}  # fmt: skip
+
+
+@cache
+def policy_of(name: str, budget: int = 8) -> PruningPolicy:
+    return materialize(state(STATES[name]), budget)
+
+
+EVERY = slice(None)
+
+
+def same(
+    outcome: RefinedTokens, other: RefinedTokens, row: int | slice = EVERY, at: int | slice = EVERY
+) -> bool:
+    """Whether rows of two results are bit-identical."""
+    for field in fields(RefinedTokens):
+        a, b = getattr(outcome, field.name), getattr(other, field.name)
+        if (a is None) != (b is None) or (a is not None and not torch.equal(a[row], b[at])):
+            return False
+    return True
+
+
+def assert_sound(policy: PruningPolicy, tokens: VisualTokens, outcome: RefinedTokens) -> None:
+    """K finite rows, unique tokens in range, and the bounds of the exchange."""
+    k, extra = policy.budget, outcome.extra
+    assert outcome.features.shape == (tokens.batch, k, tokens.features.shape[2])
+    assert outcome.features.dtype == tokens.features.dtype
+    assert bool(outcome.features.isfinite().all())
+    assert outcome.indices.shape == outcome.reference.shape == (tokens.batch, k - extra)
+    assert int(outcome.indices.min()) >= 0 and int(outcome.indices.max()) < tokens.count
+    kept, picks = (
+        mask_from_indices(part, tokens.count) for part in (outcome.indices, outcome.reference)
+    )
+    assert kept.sum(dim=1).tolist() == picks.sum(dim=1).tolist() == [k - extra] * tokens.batch
+    stays = (kept & picks).sum(dim=1)
+    assert torch.equal(outcome.exchanged, k - extra - stays)
+    assert int(stays.min()) + extra >= policy.r_min
+    assert int(outcome.exchanged.max()) <= policy.quota
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_k_sound_rows_and_the_same_bits_again_and_alone(name: str, grid: Grid) -> None:
+    policy, tokens = policy_of(name), images(5, batch=3, grid=grid)
+    refined = refine(policy, tokens)
+    assert_sound(policy, tokens, refined)
+    assert refined.fallback.tolist() == [0, 0, 0]
+    assert same(refined, refine(policy, images(5, batch=3, grid=grid)))
+    for image in range(3):
+        assert same(refined, refine(policy, take(tokens, [image])), image, 0)
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_smallest_and_the_largest_budgets(name: str, dtype: torch.dtype) -> None:
+    for grid, seed in ((GRIDS[0], 7), (ODD_GRIDS[3], 8)):
+        tokens = images(seed, grid=grid, dtype=dtype)
+        for budget in (1, 2, 5, 12, grid.tokens - 1):
+            policy = policy_of(name, budget)
+            assert_sound(policy, tokens, refine(policy, tokens))
+
+
+@given(
+    name=st.sampled_from(sorted(STATES)),
+    seed=st.integers(0, 10_000),
+    budget=st.integers(1, 35),
+    grid=st.sampled_from(ODD_GRIDS),
+    clusters=st.sampled_from([1, 3, 40]),
+    noise=st.sampled_from([0.0, 0.5]),
+)
+def test_any_image(
+    name: str, seed: int, budget: int, grid: Grid, clusters: int, noise: float
+) -> None:
+    policy, tokens = (
+        policy_of(name, budget),
+        images(seed, grid=grid, clusters=clusters, noise=noise),
+    )
+    refined = refine(policy, tokens)
+    assert_sound(policy, tokens, refined)
+    assert refined.fallback.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_is_not_finite_affects_only_its_image(name: str, poison: float) -> None:
+    """In some places, and in all of them: the other image keeps its bits, this one has K rows."""
+    policy, clean = policy_of(name), images(3)
+    expected = refine(policy, clean)
+
+    def spoil(share: float, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        hit = torch.rand(tensor[0].shape, generator=torch.Generator().manual_seed(4)) < share
+        return torch.cat([tensor[:1].masked_fill(hit, poison), tensor[1:]])
+
+    for share in (0.05, 1.0):
+        tokens = mapped(clean, partial(spoil, share))
+        refined = refine(policy, tokens)
+        assert_sound(policy, tokens, refined)
+        assert refined.fallback.tolist() == [2, 0]
+        assert same(refined, expected, 1, 1)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_inputs_are_only_read_and_only_where_they_are_declared(name: str) -> None:
+    policy, tokens = policy_of(name), images(9)
+    tokens = replace(tokens, known_cosine=tokens.cosine.clone())
+    inputs: list[tuple[Tensor, Tensor]] = []
+
+    def record(tensor: Tensor) -> Tensor:
+        inputs.append((tensor, tensor.clone()))
+        return tensor
+
+    refined = refine(policy, mapped(tokens, record))
+    assert len(inputs) > 8 and all(torch.equal(tensor, copy) for tensor, copy in inputs)
+    unread = dict.fromkeys({*get_args(Need)} - policy.needs - {"next_layer"})
+    assert same(refine(policy, replace(tokens, **unread)), refined)  # type: ignore[arg-type]
+    for field in fields(VisualTokens) if name in ATOMS or name in BASE_POLICIES else ():
+        if field.name in policy.needs:
+            other = {field.name: vars(images(10))[field.name]}
+            assert not same(refine(policy, replace(tokens, **other)), refined), field.name
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_no_selection_waits_for_the_device(name: str, grid: Grid) -> None:
+    tokens = mapped(images(8, grid=grid, dtype=torch.bfloat16), lambda tensor: tensor.to("meta"))
+    with forbid_waiting():
+        refined = refine(policy_of(name), tokens)
+    assert refined.features.shape == (2, 8, 16) and refined.features.is_meta
+    assert refined.indices.is_meta and refined.fallback.is_meta
+
+
+@pytest.mark.parametrize("name", shipped_states())
+def test_shipped_states_are_safe_and_do_not_wait(name: str) -> None:
+    chosen = load_state(name)
+    for budget in (1, 4, 32):
+        record = safety_check(materialize(chosen, budget))
+        assert record.valid, record.failures()
+        assert all(verdict.detail for verdict in record.verdicts)
+    for grid in (Grid(12, 12), Grid(6, 6, tiles=5)):
+        tokens = mapped(images(grid=grid, dtype=torch.float16), lambda tensor: tensor.to("meta"))
+        policy = materialize(chosen).at(grid.tokens, grid.tiles)
+        with forbid_waiting():
+            refined = refine(policy, tokens)
+        assert refined.features.shape == (2, min(policy.budget, grid.tokens), 16)
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if "core" in name or "merger" in name])
+def test_cores_and_states_before_the_merger_are_safe(name: str) -> None:
+    for budget in (1, 5, 12):
+        record = safety_check(policy_of(name, budget))
+        assert record.valid, (budget, record.failures())
+
+
+@pytest.mark.parametrize("name", [name for name in STATES if "core" in name.split()])
+def test_no_question_changes_a_core(name: str) -> None:
+    policy, tokens = policy_of(name), images(10)
+    if policy.core == 0:
+        return
+    instruction, core = tokens.require_instruction(), slice(policy.core)
+    opposite = replace(tokens, instruction=replace(instruction, text=-instruction.text))
+    unasked = replace(tokens, instruction=None, language=None, words=None)
+    refined, alone = refine(policy, tokens), core_policy(policy.state, policy.core)
+    for other in (refine(alone, unasked), refine(policy, opposite)):
+        assert torch.equal(refined.indices[:, core], other.indices[:, core])
+        assert torch.equal(refined.features[:, core], other.features[:, core])
+    reference = keep_reference(alone, tokens)  # single tokens, even of a policy that merges
+    assert reference.extra == 0
+    assert torch.equal(reference.features, gather_rows(tokens.features, reference.indices))
+
+
+# The registries themselves.
+
+SIZES: dict[Group, int] = {
+    "token_source_base_policy": 6,
+    "budget_control": 10,
+    "scoring": 10,
+    "similarity_kernel": 2,
+    "score_fusion": 3,
+    "candidate_pool": 6,
+    "selection_constraints": 9,
+    "reassembly": 81,
+    "safety_checks": 4,
+}
+"""Table of the paper's supplementary: nine groups, 131 atoms."""
+
+EXTENSIONS = {
+    "ratio_budget",
+    "per_tile_budget",
+    "local_detail_energy",
+    "mean_dissimilarity_saliency",
+    "centred_cosine_kernel",
+}
+
+
+def test_131_atoms_in_nine_groups_and_marked_extensions_each_documented() -> None:
+    entries = [ATOMS[name] for name in ATOMS.names()]
+    assert {entry.name for entry in entries if entry.origin == "extension"} == EXTENSIONS
+    assert {group: len({*ATOMS.names(group)} - EXTENSIONS) for group in ROLES} == SIZES
+    assert len(entries) == 131 + len(EXTENSIONS) and sum(entry.paper for entry in entries) == 50
+    schema = str(PruningState.model_json_schema())
+    for entry in entries:
+        assert f"'{entry.name}'" in schema and entry.role == ROLES[entry.group]
+        assert entry.doc.endswith(".") and "\n" not in entry.doc
+        for parameter in entry.call.parameters():
+            field = entry.call.model_fields[parameter]
+            assert field.description and not field.is_required(), (entry.name, parameter)
+
+    def quality_pool_builder() -> None:
+        """Another of that name."""
+
+    with pytest.raises(ValueError, match="'quality_pool_builder' is declared twice"):
+        atom("candidate_pool")(quality_pool_builder)
+
+
+@pytest.mark.parametrize("name", ATOMS.names())
+def test_a_policy_needs_what_its_atom_declares(name: str) -> None:
+    entry = ATOMS[name]
+    assert policy_of(name).needs == entry.needs_of(entry.call.model_validate(active(name)))
+
+
+@pytest.mark.parametrize("name", BASE_POLICIES)
+def test_an_input_that_a_base_policy_lacks_is_named_in_the_error(name: str) -> None:
+    policy, tokens = policy_of(name), images(8)
+    for need in BASE_POLICIES[name].needs_of(policy.state.base_policy.params) - {"next_layer"}:
+        with pytest.raises(SelectionError, match=rf"VisualTokens\.{need} is None.*fill it"):
+            refine(policy, replace(tokens, **{need: None}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_idle_reassembly_reads_nothing_but_an_order_by_quality_the_signals(name: str) -> None:
+    changes: Changes = {**SILENT, "/reassembly": {"atom": name}}
+    tokens, idle = images(9), materialize(state(changes), 8)
+    assert idle.needs == frozenset()
+    assert refine(idle, VisualTokens(tokens.features, tokens.grid)).exchanged.shape == (2,)
+    signal = [{"atom": "instruction_guided_visual_relevance"}]
+    alone = state({**changes, "/scoring/signals": signal, **UNCHANGED})
+    reads = "instruction" in required_inputs(alone, exchange=False)
+    assert reads == orders_by_quality(alone.reassembly)
+    assert refine(materialize(alone, 8), tokens).exchanged.tolist() == [0, 0]
+
+
+def outputs(name: str) -> bytes:
+    """What a state with the atom keeps of several images, where parameters it shares are equal."""
+    changes, parameters = {**using(name)}, ATOMS[name].call.model_fields
+    if ATOMS[name].group != "scoring":
+        changes["/scoring/signals"] = [
+            {"atom": "redundancy_density_penalty"},
+            {"atom": "visual_token_norm_saliency", "weight": 0.5},
+        ]
+    selector = changes.get("/constraints/selector")
+    if isinstance(selector, dict):
+        selector |= {"q_e": 8} if "q_e" in selector else {}
+        selector |= {"cell_cap": 1} if selector["atom"] == "constrained_pool_dpp_selector" else {}
+    else:
+        changes["/constraints/selector/q_e"] = 8
+    if isinstance(pool := changes.get("/constraints/pool"), list) and "pool_ratio" in parameters:
+        apart = [{"atom": f"{kind}_pool_builder"} for kind in ("diversity", "spatial_coverage")]
+        pool[0] |= {"pool_ratio": 0.75, **({"sources": apart} if "sources" in parameters else {})}
+    source = changes.get("/source")
+    if isinstance(source, dict) and "tile_scope" in parameters:
+        source["tokens"] = {**source["tokens"], "tile_scope": "global"}
+    policy = materialize(state(changes), 8)
+    grids = (*GRIDS, Grid(9, 8), Grid(12, 12))
+    kept = [refine(policy, images(seed, grid=grid)) for seed in range(2) for grid in grids]
+    return b"".join(
+        part.numpy().tobytes() for refined in kept for part in (refined.indices, refined.features)
+    )
+
+
+@pytest.mark.parametrize("group", sorted(set(ROLES) - {"budget_control", "safety_checks"}))
+def test_atoms_of_equal_outputs_name_each_other(group: Group) -> None:
+    alike: dict[bytes, list[str]] = {}
+    for name in ATOMS.names(group):
+        alike.setdefault(outputs(name), []).append(name)
+    for names in alike.values():
+        for one_of_two, other in combinations(names, 2):
+            docs = (ATOMS[one_of_two].doc, ATOMS[other].doc)
+            assert one_of_two in docs[1] or other in docs[0], (one_of_two, other)
+
+
+def test_budgets_differ_and_checks_that_are_always_made_say_so() -> None:
+    names = ATOMS.names("budget_control")
+    kept = {tuple(run_budget(call(n), 576 * tiles, tiles) for tiles in (1, 4)) for n in names}
+    assert len(kept) == len(names)
+    last = "fallback_to_selection"
+    without = safety_check(materialize(state({"/safety": [last]})))
+    for name in ATOMS.names("safety_checks"):
+        policy = materialize(state({"/safety": [name]}))
+        assert safety_check(policy) == without
+        assert policy.falls_back == ("listed or not" not in ATOMS[name].doc) == (name == last)
+
+
+def test_the_scope_of_tiles_names_all_atoms_that_read_it() -> None:
+    view = ATOMS["vision_tokens@pre_llm"].call.model_fields["tile_scope"].description or ""
+    named = {
+        "redundancy_density_penalty": "redundancy",
+        "mean_dissimilarity_saliency": "mean dissimilarity",
+        "diversity_pool_builder": "the diversity pool",
+    }
+    assert all(words in view for words in named.values())
+    tokens, best = images(4, grid=GRIDS[1]), [active("quality_pool_builder")]
+    for name in [*ATOMS.names("scoring"), *ATOMS.names("candidate_pool")]:
+        changes = {"/constraints/pool": best, **using(name)}
+        kept = []
+        for scope in ("per_tile", "global"):
+            source = {"tokens": {"atom": "vision_tokens@pre_llm", "tile_scope": scope}}
+            kept.append(refine(materialize(state({**changes, "/source": source}), 8), tokens))
+        assert torch.equal(kept[0].indices, kept[1].indices) != (name in named), name
+
+
+RANGES: dict[str, tuple[float, float]] = {
+    "instruction_guided_visual_relevance": (-1, 1),
+    "redundancy_density_penalty": (-1, 1),
+    "local_contrast_saliency": (0, 2),
+    "visual_token_norm_saliency": (0, torch.inf),
+    "cluster_centroid_representativeness": (-1, 1),
+    "global_mean_representativeness": (-1, 1),
+    "local_detail_energy": (0, 2),
+}
+"""Range of each signal, to rounding; 0 to 1 of the others."""
+
+
+@pytest.mark.parametrize("name", ATOMS.names("scoring"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_signals_are_float32_and_keep_their_range(name: str, dtype: torch.dtype) -> None:
+    for grid in (*GRIDS, Grid(1, 1), Grid(1, 7)):
+        tokens = images(4, grid=grid, dtype=dtype)
+        values = run_signal(call(name), tokens, torch.zeros(2, 1, dtype=torch.int64))
+        assert values.shape == (2, grid.tokens) and values.dtype == torch.float32
+        least, most = RANGES.get(name, (0, 1))
+        assert least - 0.01 <= float(values.min()) and float(values.max()) <= most + 0.01
