@@ -533,9 +533,10 @@ def test_words_are_compared_with_tokens_after_the_merger_and_norms_are_those_of_
 
 
 def test_a_backbone_without_a_merger_is_refused() -> None:
-    for lacking in ({"merger_input": None}, {"merger_input": None, "encoder": None}):
+    without = replace(images(), merger_input=None)
+    for tokens in (without, replace(without, encoder=None)):
         with pytest.raises(SelectionError, match=r"rank_at: merger_in.*without a merger"):
-            refine(materialize(state(IN), 9), replace(images(), **lacking))
+            refine(materialize(state(IN), 9), tokens)
 
 
 @pytest.mark.parametrize("base", BASE_POLICIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from pydantic import ValidationError
 
-from tests.tpdsl.samples import DELETE, Changes, Json, edited, sample, state
+from tests.tpdsl.samples import DELETE, UNCHANGED, Changes, Json, edited, sample, state
+from tests.tpdsl.test_properties import IN
 from vllm_autoprune import PruningState, load_state, materialize
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -24,7 +26,7 @@ from vllm_autoprune.tpdsl.reference import (
     render_page,
     render_proposer_text,
 )
-from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
+from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.state import Core
 
 SCHEMA = PruningState.model_json_schema()
@@ -38,182 +40,176 @@ OTHERWISE: Json = {
 }  # fmt: skip
 
 
-def leaves(value: Any, pointer: str = "") -> Iterator[tuple[str, Any]]:
-    """JSON pointers of every plain value, and of every object of type integer in a schema."""
+def leaves(value: Any, pointer: str = "") -> Iterator[str]:
+    """JSON pointers of every plain value."""
     if isinstance(value, dict | list):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, inner in pairs:
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(inner, f"{pointer}/{key}")
     else:
-        yield pointer, value
+        yield pointer
 
 
 # The sample with every default stated, without what is outside the digest.
 WRITTEN = state().model_dump(mode="json", exclude={"provenance"})
 BEHAVIOUR = [
     pointer
-    for pointer, _ in leaves(WRITTEN)
+    for pointer in leaves(WRITTEN)
     if pointer not in ("/name", "/schema") and not pointer.endswith(("/atom", "/name"))
 ]
 
+SAME: list[Changes] = [
+    {"/name": "another"},
+    {"/$schema": "./autoprune-state-1.schema.json"},
+    {"/provenance": {"found_by": "hand", "scores": {"x": 1}}},
+    {"/base_policy": {"name": "cdpruner"}},
+    {"/budget/limit": None},
+    {"/scoring/signals/0/sign": "auto"},
+    {"/constraints/selector": {"atom": "reference_residual_exchange_selector"}},
+    {"/reassembly": {"atom": "mean_residual"}},
+    {"/rank_at": "merger_out"},
+    {"/safety/0": {"atom": "preserve_budget"}},
+    {"/safety/2": {"atom": "deterministic", "repeats": 2}},
+]
+"""Changes that do not affect behaviour."""
 
-class TestDigest:
-    def test_states_keep_their_digests(self) -> None:
-        # Caches and measurements are stored under the digest, so a change here invalidates them.
-        # The sample names no parameter that was added since it was written.
-        assert load_state("autoprune").digest == (
-            "c657e723d27c75e548fd4b7b8b68ea47e2abcccea922dcc7d742adc59d288724"
-        )
-        assert state().digest == (
-            "2233f0520a54703f1c5f07895539f52e9ab2bfdbe4fd2bf8dcc548516794c9a8"
-        )
+KERNEL = "runtime_conditional_similarity_kernel"
+DIFFERENT: list[Changes] = [
+    *({pointer: OTHERWISE[pointer.rpartition("/")[2]]} for pointer in BEHAVIOUR),
+    {"/base_policy": {"name": "divprune"}},
+    {"/base_policy": {"name": "divprune", "params": {"tile_scope": "global"}}},
+    {"/budget": {"atom": "fixed_budget@64"}},
+    {"/scoring/signals/4": DELETE},
+    {"/scoring/signals/4": {"atom": "spatial_centrality_prior"}},
+    *({"/scoring/kernel": {"atom": KERNEL, **p}} for p in ({}, {"theta": 0.5}, {"eps": 1e-4})),
+    {"/constraints/pool/1": DELETE},
+    {"/constraints/selector": {"atom": "anchor_controlled_pool_dpp_selector"}},
+    {"/safety/3": DELETE},
+    {"/core": {"share": 0.5}},
+    IN,
+]  # fmt: skip
 
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"/name": "another"},
-            {"/$schema": "./autoprune-state-1.schema.json"},
-            {"/provenance": {"found_by": "hand", "scores": {"x": 1}}},
-            {"/base_policy": {"name": "cdpruner"}},
-            {"/base_policy/params/theta": None},
-            {"/budget/limit": None},
-            {"/scoring/fusion/eps": 1e-3},
-            {"/scoring/signals/0/sign": "auto"},
-            {"/constraints/selector": {"atom": "reference_residual_exchange_selector"}},
-            {"/reassembly": {"atom": "mean_residual"}},
-            {"/safety/0": {"atom": "preserve_budget"}},
-            {"/safety/2": {"atom": "deterministic", "repeats": 2}},
-        ],
+
+def test_a_digest_is_that_of_behaviour() -> None:
+    # Caches and measurements are stored under the digest, so a change here invalidates them.
+    # The sample names no parameter that was added since it was written.
+    assert load_state("autoprune").digest == (
+        "c657e723d27c75e548fd4b7b8b68ea47e2abcccea922dcc7d742adc59d288724"
     )
-    def test_fields_without_effect_on_behaviour_do_not_change_it(self, changes: Changes) -> None:
-        assert state(changes).digest == state().digest
+    mine = "2233f0520a54703f1c5f07895539f52e9ab2bfdbe4fd2bf8dcc548516794c9a8"
+    for changes in SAME:
+        assert load_state(edited(WRITTEN, changes)).digest == state(changes).digest == mine, changes
+    others = [load_state(edited(WRITTEN, changes)).digest for changes in DIFFERENT]
+    assert len({mine, *others}) == 1 + len(others)
 
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            *({pointer: OTHERWISE[pointer.rpartition("/")[2]]} for pointer in BEHAVIOUR),
-            {"/base_policy": {"name": "divprune"}},
-            {"/base_policy": {"name": "divprune", "params": {"tile_scope": "global"}}},
-            {"/budget": {"atom": "fixed_budget@64"}},
-            {"/scoring/signals/4": DELETE},
-            {"/scoring/signals/4": {"atom": "spatial_centrality_prior"}},
-            *({"/scoring/kernel": {"atom": "runtime_conditional_similarity_kernel", **parameters}}
-              for parameters in ({}, {"theta": 0.5}, {"eps": 1e-4})),
-            {"/constraints/pool/1": DELETE},
-            {"/constraints/pool": [{"atom": "diversity_pool_builder"}]},
-            {"/constraints/selector": {"atom": "anchor_controlled_pool_dpp_selector"}},
-            {"/safety/3": DELETE},
-        ],
-        ids=str,
-    )  # fmt: skip
-    def test_every_parameter_and_every_choice_of_atom_changes_it(self, changes: Changes) -> None:
-        assert load_state(edited(WRITTEN, changes)).digest != state().digest
 
-    def test_a_changed_copy_has_its_own(self) -> None:
-        chosen = state()
-        before = chosen.digest
-        alone = chosen.without_exchange()
-        assert materialize(alone).quota == 0
-        assert alone.digest != before and alone.digest == load_state(alone.dumps()).digest
-        assert alone != chosen and chosen.digest == before
+def test_a_changed_copy_has_its_own_digest() -> None:
+    chosen = state()
+    before = chosen.digest
+    alone = chosen.without_exchange()
+    assert materialize(alone).quota == 0
+    assert alone.digest != before and alone.digest == load_state(alone.dumps()).digest
+    assert alone != chosen and chosen.digest == before
+
+
+def test_states_share_a_core_whatever_its_share_and_what_the_rest_of_them_is() -> None:
+    def core_digest(core: Changes, changes: Changes | None = None) -> str:
+        return state({**(changes or {}), "/core": core}).core_digest
+
+    half = core_digest({"share": 0.5})
+    assert half == core_digest({"share": 0.75}) == core_digest({"share": 0.5}, UNCHANGED)
+    before = core_digest({"share": 0.5}, IN)
+    assert before == core_digest({"share": 0.5}, {**IN, **UNCHANGED})
+    assert len({half, before, core_digest({"share": 0.5, "cover": 0.5})}) == 3
+    assert (state().core_digest, state(IN).core_digest) == ("", "")
+    assert '"core"' not in state().dumps() and '"rank_at"' not in state().dumps()
 
 
 ACCEPTED: list[Changes] = [
     {"/$schema": "https://example.com/anything"},
-    {"/$schema": ""},
     {"/constraints/selector/q_e": 2.0},
     {"/scoring/signals/0/weight": 4},
     {"/scoring/signals/4": {"atom": "spatial_centrality_prior"}},
     {"/constraints/pool/1": {"atom": "quality_pool_builder"}},
     {"/constraints/selector/q_e": 640},
     {"/safety": ["deterministic"]},
+    {"/core": {"share": 0.5, "cover": 0.5, "strength": 0.25}, **IN},
     {"/provenance": {"seed": -(2**63), "scores": {"": 10**300, "by": [1, {"k": None}]}}},
     {"/provenance": {"evaluated_on": "400 questions — naïve split"}},
 ]
 
 
-class TestJsonSchema:
-    @pytest.mark.parametrize(
-        "data",
-        [*(edited(sample(), changes) for changes in ACCEPTED),
-         *(json.loads(path.read_text(encoding="utf-8")) for path in shipped_states().values())],
-        ids=[*map(str, ACCEPTED), *shipped_states()],
-    )  # fmt: skip
-    def test_it_accepts_what_the_loader_accepts_which_comes_back_equal(self, data: Json) -> None:
-        CHECKED.validate(data)
-        loaded = load_state(data)
-        CHECKED.validate(json.loads(loaded.dumps()))
-        again = load_state(loaded.dumps())
+@pytest.mark.parametrize(
+    "data",
+    [*(edited(sample(), changes) for changes in ACCEPTED),
+     *(json.loads(path.read_text(encoding="utf-8")) for path in shipped_states().values())],
+    ids=[*map(str, ACCEPTED), *shipped_states()],
+)  # fmt: skip
+def test_the_schema_accepts_what_the_loader_accepts_which_comes_back_equal(data: Json) -> None:
+    CHECKED.validate(data)
+    loaded = load_state(data)
+    CHECKED.validate(json.loads(loaded.dumps()))
+    for again in (load_state(loaded.dumps()), pickle.loads(pickle.dumps(loaded))):
         assert again == loaded and again.digest == loaded.digest
         assert again.dumps() == loaded.dumps()
 
-    def test_it_is_identified_and_described(self) -> None:
-        assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
-        assert SCHEMA["$id"].startswith("urn:") and SCHEMA["title"] and SCHEMA["description"]
-        parts = [SCHEMA, *SCHEMA["$defs"].values()]
-        assert all(part["description"] for part in parts if part.get("type") == "object")
-        text = json.dumps(SCHEMA)
-        for name in ATOMS.names():
-            for parameter in ATOMS[name].call.parameters():
-                assert json.dumps(ATOMS[name].call.model_fields[parameter].description) in text
+
+def test_the_schema_is_identified_and_every_object_in_it_described() -> None:
+    assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert SCHEMA["$id"].startswith("urn:") and SCHEMA["title"] and SCHEMA["description"]
+    parts = [SCHEMA, *SCHEMA["$defs"].values()]
+    assert all(part["description"] for part in parts if part.get("type") == "object")
 
 
-def test_every_atom_has_exactly_one_place_in_a_state_and_one_row_on_the_page() -> None:
+def test_page_and_prompt_name_every_atom_and_parameter_once() -> None:
+    page, prompt = render_page(), render_proposer_text()
     assert Counter(name for place in PLACES for name in place.names) == Counter(ATOMS.names())
-    page = render_page()
     rows = re.findall(r"^\| `([^`]+)` \| (?:printed|listed|extension) ", page, re.MULTILINE)
     assert Counter(rows) == Counter(ATOMS.names())
     sizes = re.findall(r"^\| \[\w+\]\(#\w+\) \| \w+ \| (\d+) \| (\d+) ", page, re.MULTILINE)
     assert [int(size) for size, _ in sizes] == [6, 10, 10, 2, 3, 6, 9, 81, 4]
     assert sum(int(ours) for _, ours in sizes) == len(ATOMS) - 131
-
-
-def test_the_prompt_names_every_atom_and_parameter() -> None:
-    prompt = render_proposer_text()
     names = set(BASE_POLICIES) | {name for name in ATOMS.names() if name not in RECIPES}
     assert all(f"- {name}: " in prompt for name in names)
     assert all(place.pointer in prompt for place in PLACES)
+    schema = json.dumps(SCHEMA)
     for name in ATOMS.names():
         for p in list_parameters(ATOMS[name].call):
             assert f"{p.name} = {p.default} ({p.values}: {p.description})" in prompt, name
+            assert json.dumps(p.description) in schema
     # The names of the 81 reassemblies are explained by their axes.
     for name, recipe in RECIPES.items():
         assert all(f"{level}: " in prompt for level in recipe.cell.split("."))
         assert name == f"reassemble/{recipe.cell}" or f"- {name} is {recipe.cell}\n" in prompt
+    # The core is an extension, which a prompt may leave out.
+    for name, field in Core.model_fields.items():
+        assert f"| `{name}` |" in page.partition("## core\n\nExtension")[2]
+        assert f"- {name} = " in prompt.partition("core (/core), an extension")[2]
+        assert str(field.description) in page and str(field.description) in prompt
+    readers = {name for name, policy in BASE_POLICIES.items() if policy.core is None}
+    assert set(CORE_POLICIES) == set(BASE_POLICIES) - readers
+    assert "/core" not in render_proposer_text(("scoring", "constraints", "reassembly"))
+    assert "/core" in render_proposer_text(("scoring", "core"))
 
 
 @pytest.mark.parametrize("name", ATOMS.names())
 def test_stated_ranges_and_defaults_are_those_of_the_call(name: str) -> None:
     """Both ends of a stated range are accepted, a step beyond is not."""
     call = ATOMS[name].call
+
+    def accepts(value: object) -> bool:
+        try:
+            call.model_validate_json(json.dumps({"atom": name, parameter.name: value}))
+        except ValidationError:
+            return False
+        return True
+
     for parameter in list_parameters(call):
-        assert accepts(call, name, parameter.name, json.loads(parameter.default))
+        assert accepts(json.loads(parameter.default))
         stated = re.match(r"(integer|number) (\S+)(?: to (\S+))?( or null)?$", parameter.values)
         if stated is None:
             continue
         least, most = float(stated[2]), float(stated[3] or stated[2])
         for value, inside in ((least, True), (most, True), (least - 1, False), (most + 1, False)):
             number = int(value) if stated[1] == "integer" else value
-            assert accepts(call, name, parameter.name, number) is inside, (parameter, number)
-        assert accepts(call, name, parameter.name, None) is bool(stated[4])
-
-
-def accepts(call: type[AtomCall], atom: str, parameter: str, value: object) -> bool:
-    try:
-        call.model_validate_json(json.dumps({"atom": atom, parameter: value}))
-    except ValidationError:
-        return False
-    return True
-
-
-def test_page_and_prompt_describe_the_core_as_an_extension() -> None:
-    page, prompt = render_page(), render_proposer_text()
-    for name, field in Core.model_fields.items():
-        assert f"| `{name}` |" in page.partition("## core")[2]
-        assert f"- {name} = " in prompt.partition("core (/core), an extension")[2]
-        assert str(field.description) in page and str(field.description) in prompt
-    assert "## core\n\nExtension" in page
-    readers = {"cdpruner", "dart", "fastv", "pyramiddrop", "sparsevlm", "trim"}
-    assert set(CORE_POLICIES) == set(BASE_POLICIES) - readers
-    assert "/core" not in render_proposer_text(("scoring", "constraints", "reassembly"))
-    assert "/core" in render_proposer_text(("scoring", "core"))
+            assert accepts(number) is inside, (parameter, number)
+        assert accepts(None) is bool(stated[4])
