@@ -131,19 +131,6 @@ def test_conditioning_on_tokens_gives_the_picks_that_follow_them_as_anchors(
     assert torch.equal(more.residual, conditioned.residual)
 
 
-@given(seed=st.integers(0, 10_000), count=st.integers(1, 20), forced=st.integers(0, 4))
-def test_cap_that_never_binds_equals_greedy_map(seed: int, count: int, forced: int) -> None:
-    similarity, quality = kernel(seed, 2, 20)
-    order = torch.rand(2, 20, generator=torch.Generator().manual_seed(seed)).argsort(dim=1)
-    anchors, every = order[:, : min(forced, count)], torch.ones(2, 20, dtype=torch.bool)
-    capped = capped_greedy_map(
-        *(similarity, quality, count), anchors=anchors, eligible=every, cells=every.long() * 0,
-        cap=20,
-    )  # fmt: skip
-    plain = greedy_map(similarity, quality, count, anchors=anchors, eligible=every)
-    assert torch.equal(capped, plain)
-
-
 @given(seed=st.integers(0, 10_000), cap=st.integers(1, 5), forced=st.integers(0, 4))
 def test_no_cell_gets_more_than_the_cap_and_a_core_counts(seed: int, cap: int, forced: int) -> None:
     source = torch.Generator().manual_seed(seed)
