@@ -8,7 +8,6 @@ with which they measure less. All others need what this machine lacks.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -21,13 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-CHECKPOINT = ROOT / "benchmarks/yardsticks/weights/minillava"
-
-QUICK, LONG = "quick", "long"
+_WEIGHTS = ROOT / "benchmarks/yardsticks/weights/minillava"
 
 _NOT_TYPED = re.compile(
     r"^make test"  # it types these commands
@@ -38,8 +35,15 @@ _NOT_TYPED = re.compile(
     r"|--gpu|--runner v2"
 )
 """What this machine cannot type, each with its reason."""
-
-_LESS: tuple[tuple[str, str], ...] = (
+_SERVE = re.compile(r"^(VLLM_CPU_KVCACHE_SPACE=1 )?vllm serve (benchmarks|out)/")
+"""A server that this machine can run; it goes on after the command."""
+_ADDRESS = re.compile(r"(localhost|127\.0\.0\.1):8000")
+"""Of a server that the page starts, or the first page."""
+_LONG = re.compile(
+    r"^(python -m (benchmarks|tests)\.|locust |for |make demo$"
+    r"|vllm-autoprune (search|selftest|explain))"
+)
+_LESS = (
     ("^make demo$", "VENV=none PYTHON=python"),
     ("^vllm-autoprune selftest$", "llava_next --runner v1"),
     ("^vllm-autoprune search .*--server-url", "--rounds 1 --per-round 2 --images 4"),
@@ -48,54 +52,37 @@ _LESS: tuple[tuple[str, str], ...] = (
     (r"\.accuracy\.yardsticks .*--methods", "--images 2"),
     (r"\.accuracy\.yardsticks", "--images 2 --methods random cdpruner"),
     (r"\.accuracy\.minillava", "--scenes 2 --budgets 8 --cases random policies"),
-    (r"\.load prepare", f"--model {CHECKPOINT}/llava --requests 6 --warm-up 1"),
+    (r"\.load prepare", f"--model {_WEIGHTS}/llava --requests 6 --warm-up 1"),
     (r"\.load paired .*--users", "--users 1,2 --requests 4 --warm-up 1 --passes 1"),
     (r"\.load paired .*--rates", "--requests 4 --warm-up 1 --passes 1"),
     (r"\.search study", "--seeds 1 --budgets 8 --rounds 1 --yardsticks minillava"),
+    (r"\.search ablations", "--seeds 1 --rounds 1"),
     (r"tests\.fuzz", "--count 200"),
 )
-"""Pattern -> options that a long command gets besides its own, with which it takes minutes at most.
+"""Pattern, and options that a long command gets besides its own, with which it takes minutes.
 
 Of an option that is given twice the second value counts.
 """
-
-_SERVE = re.compile(r"^(VLLM_CPU_KVCACHE_SPACE=1 )?vllm serve (benchmarks|out)/")
-_NEEDS_SERVER = re.compile(r"(localhost|127\.0\.0\.1):8000")
-_LONG = re.compile(
-    r"^(python -m (benchmarks|tests)\.|locust |for |make demo$"
-    r"|vllm-autoprune (search|selftest|explain))"
-)
 _BUSY = re.compile(r"not valid: (the client was the bottleneck|client \S+ used)")
 """What measurements answer, with status 1, where the machine is not idle."""
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """One command of a page; ``kind`` is quick, long, or not typed."""
+class Command(NamedTuple):
+    """A command of a page."""
 
     page: str
     text: str
 
     @property
-    def kind(self) -> str:
-        """Raises ValueError for a command that no rule covers."""
+    def kind(self) -> Literal["quick", "long", "not typed"]:
+        """How it is typed; raises ValueError for a command that no rule covers."""
         if _NOT_TYPED.search(self.text):
             return "not typed"
-        if _LONG.match(self.text) or self.starts_server or self.needs_server:
-            return LONG
+        if any(rule.search(self.text) for rule in (_LONG, _SERVE, _ADDRESS)):
+            return "long"
         if self.text.startswith("vllm-autoprune "):
-            return QUICK
+            return "quick"
         raise ValueError(f"{self.page}: nothing says how to type: {self.text}")
-
-    @property
-    def starts_server(self) -> bool:
-        """Whether a server that this machine can run goes on after the command."""
-        return bool(_SERVE.match(self.text))
-
-    @property
-    def needs_server(self) -> bool:
-        """Whether it asks the server that its page starts, or that of the first page."""
-        return bool(_NEEDS_SERVER.search(self.text))
 
     @property
     def typed(self) -> str:
@@ -107,37 +94,27 @@ class Command:
 
 
 def read_commands() -> list[Command]:
-    """All commands, in the order of the pages of the site, the README first."""
+    """All commands, in the order of the pages of the site, the README first; a loop is one."""
     nav = re.findall(r"^ +- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = [ROOT / "README.md", *(ROOT / "docs" / name for name in nav if name != "atoms.md")]
-    studies = sorted((ROOT / "docs").glob("*/*.md"))
-    return [
-        Command(str(page.relative_to(ROOT)), line)
-        for page in (*pages, *(page for page in studies if page not in pages))
-        for line in _lines(page.read_text(encoding="utf-8"))
-    ]
-
-
-def _lines(text: str) -> Iterator[str]:
-    """The commands of all blocks; a loop is one."""
-    for block in re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        block = re.sub(
-            r"; do\n(.*?)\ndone", r"; do \1; done", block.replace("\\\n", " "), flags=re.DOTALL
-        )
-        for line in block.splitlines():
-            command = re.sub(r"\s+# .*$", "", " ".join(line.split()))
-            if command and not command.startswith("#"):
-                yield command
+    outside = [page for page in sorted((ROOT / "docs").glob("*/*.md")) if page not in pages]
+    commands = []
+    for page in (*pages, *outside):
+        blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+        for block in blocks:
+            block = block.replace("\\\n", " ")
+            joined = re.sub(r"; do\n(.*?)\ndone", r"; do \1; done", block, flags=re.S)
+            lines = (re.sub(r"\s+# .*$", "", " ".join(x.split())) for x in joined.splitlines())
+            name = str(page.relative_to(ROOT))
+            commands += [Command(name, line) for line in lines if line and line[0] != "#"]
+    return commands
 
 
 def prepare_folder(folder: Path) -> None:
     """Copy the repository into a folder, with the files that commands name."""
     from PIL import Image
 
-    sys.path.insert(0, str(ROOT))
-
     from benchmarks.search.evaluator import write_data
-    from benchmarks.yardsticks.examples import draw_examples, png
 
     leave_out = shutil.ignore_patterns(".*", "out", "__pycache__")
     shutil.copytree(ROOT, folder, ignore=leave_out, dirs_exist_ok=True)
@@ -146,18 +123,14 @@ def prepare_folder(folder: Path) -> None:
         ("openai/clip-vit-large-patch14-336", "clip"),
     ):
         (folder / hub_id).parent.mkdir()
-        (folder / hub_id).symlink_to(CHECKPOINT / name)
+        (folder / hub_id).symlink_to(_WEIGHTS / name)
     for name in ("state.json", "my-state.json"):
         shutil.copyfile(ROOT / "policies/cdpruner.json", folder / name)
     Image.new("RGB", (168, 168), "teal").save(folder / "photo.jpg")
-    with (folder / "questions.jsonl").open("w", encoding="utf-8") as file:
-        for example in draw_examples("test", 1)[:8]:
-            if example.kind == "mme" or example.answer in ("yes", "no"):
-                continue
-            (folder / "scene.png").write_bytes(png(example.image))
-            line = {"image": "scene.png", "question": example.question, "answer": example.answer}
-            file.write(json.dumps(line) + "\n")
     write_data(folder / "questions", {"search": 4, "validation": 4, "test": 4}, each=1)
+    lines = map(json.loads, (folder / "questions/test.jsonl").read_text().splitlines())
+    asked = [{**line, "image": f"questions/{line['image']}"} for line in lines]
+    (folder / "questions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in asked))
 
 
 def type_quick(command: Command, folder: Path) -> int:
@@ -178,7 +151,9 @@ def type_page(commands: Sequence[Command], folder: Path) -> Iterator[tuple[Comma
     asks that of the first page which does. Yields each command with its seconds and, where it
     failed, what it printed last.
     """
-    shared = next(command for command in read_commands() if command.starts_server)
+    from benchmarks.server import serve
+
+    shared = next(command for command in read_commands() if _SERVE.match(command.text))
     # Programs and packages are those of this environment and of the copy.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
@@ -186,53 +161,37 @@ def type_page(commands: Sequence[Command], folder: Path) -> Iterator[tuple[Comma
     with contextlib.chdir(folder), contextlib.ExitStack() as servers:
         address = ""
         for command in commands:
-            before = time.monotonic()
-            if command.starts_server or (command.needs_server and not address):
+            before, failure, starts = time.monotonic(), "", bool(_SERVE.match(command.text))
+            if starts or (_ADDRESS.search(command.text) and not address):
                 servers.close()
-                address = _start(command if command.starts_server else shared, servers, folder)
-            failure = ""
-            if not command.starts_server:
-                failure = _type(_NEEDS_SERVER.sub(address, command.typed), environment)
+                text = (command if starts else shared).typed.replace(" --port 8000", "")
+                model, *flags = shlex.split(text.partition(" serve ")[2])
+                server = serve(model, *flags, env={"PYTHONPATH": str(folder)})
+                address = servers.enter_context(server).url.removeprefix("http://")
+            if not starts:
+                text = _ADDRESS.sub(address, command.typed)
+                done = subprocess.run(
+                    ["bash", "-c", f"set -eo pipefail; {text}"],
+                    env=environment, timeout=1200, check=False, text=True,
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                )  # fmt: skip
+                if done.returncode and not _BUSY.search(done.stdout):
+                    failure = "\n".join(["", *done.stdout.splitlines()[-20:]])
             yield command, time.monotonic() - before, failure
 
 
-def _start(command: Command, servers: contextlib.ExitStack, folder: Path) -> str:
-    from benchmarks.server import serve
-
-    words = shlex.split(command.typed.replace(" --port 8000", ""))
-    model, *flags = words[words.index("serve") + 1 :]
-    server = serve(model, *flags, env={"PYTHONPATH": str(folder)})
-    return servers.enter_context(server).url.removeprefix("http://")
-
-
-def _type(text: str, environment: dict[str, str]) -> str:
-    """What a failed command printed last, or nothing."""
-    done = subprocess.run(
-        ["bash", "-c", f"set -eo pipefail; {text}"],
-        env=environment, timeout=1200, check=False, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    if done.returncode == 0 or _BUSY.search(done.stdout):
-        return ""
-    return "\n".join(["", *done.stdout.splitlines()[-20:]])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """1 where a command that is typed fails."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--all", action="store_true", help="type the long ones too (an hour)")
-    parser.add_argument("--only", default="", help="pages or commands that contain this")
-    options = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT))
-    commands = [c for c in read_commands() if options.only in f"{c.page}: {c.text}"]
+    commands = read_commands()
+    quick = {command.text: command for command in commands if command.kind == "quick"}
+    long = [command for command in commands if command.kind == "long" and "--all" in arguments]
     with tempfile.TemporaryDirectory(prefix="docs-commands-") as name:
         folder = Path(name)
         prepare_folder(folder)
-        quick = {command.text: command for command in commands if command.kind == QUICK}
         failed = [text for text, command in quick.items() if type_quick(command, folder) != 0]
-        long = [command for command in commands if command.kind == LONG and options.all]
-        for page, ones in itertools.groupby(long, lambda command: command.page):
-            for command, seconds, failure in type_page(list(ones), folder):
+        for page, of_page in itertools.groupby(long, lambda command: command.page):
+            for command, seconds, failure in type_page(list(of_page), folder):
                 print(f"{seconds:5.0f} s  {page}: {command.typed}{failure}", flush=True)
                 failed += [command.text] if failure else []
     for text in failed:
@@ -241,4 +200,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -5,7 +5,6 @@ Run ``make demo`` first, then ``python scripts/readme.py``.
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -14,35 +13,22 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are not part of what is installe
 
 from benchmarks.policies import as_markdown as policies_table  # noqa: E402
 
-PARTS = {
-    "README.md": ("demo",),
-    "docs/shipped-states.md": ("policies",),
-}
-"""Page -> names of its generated parts."""
-
-
-def _replace_part(text: str, name: str, part: str, page: str = "README.md") -> str:
-    """Replace the part between the markers ``<!-- name -->`` and ``<!-- /name -->``."""
-    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise SystemExit(f"{page} has no markers <!-- {name} --> ... <!-- /{name} -->")
-    return pattern.sub(lambda match: match[1] + part.rstrip() + "\n" + match[2], text)
-
 
 def main() -> int:
-    """Rewrite the pages; a part without a source is kept and reported."""
-    sources = {"policies": policies_table()}
-    results = ROOT / "out" / "demo" / "table.md"
-    if results.is_file():
-        sources["demo"] = results.read_text()
+    """Rewrite the parts between ``<!-- name -->`` and ``<!-- /name -->``; 0."""
+    parts = {"docs/shipped-states.md": ("policies", policies_table())}
+    demo = ROOT / "out/demo/table.md"
+    if demo.is_file():
+        parts["README.md"] = ("demo", demo.read_text())
     else:
         print("no out/demo/table.md: run `make demo` to update the figures", file=sys.stderr)
-    for page, names in PARTS.items():
+    for page, (name, part) in parts.items():
         text = (ROOT / page).read_text()
-        for name in names:
-            if name in sources:
-                text = _replace_part(text, name, sources[name], page)
-        (ROOT / page).write_text(text)
+        before, begin, after = text.partition(f"<!-- {name} -->\n")
+        _, end, after = after.partition(f"<!-- /{name} -->")
+        if not end:
+            raise SystemExit(f"{page} has no markers <!-- {name} --> ... <!-- /{name} -->")
+        (ROOT / page).write_text(f"{before}{begin}{part.rstrip()}\n{end}{after}")
     return 0
 
 

