@@ -125,7 +125,8 @@ def install_packages(python: Path) -> None:
 def build(path: Path) -> None:
     """Update the environment at `path` with the steps that are needed."""
     python, stamp = path / "bin/python", path / "autoprune-stamp.json"
-    expected, current = expected_stamp(path), {}
+    expected = expected_stamp(path)
+    current: dict[str, str] = {}
     # The stamp is written last: an environment without it is not complete.
     with suppress(FileNotFoundError, json.JSONDecodeError):
         current = json.loads(stamp.read_text()) if python.exists() else {}

@@ -1,7 +1,9 @@
-"""The commands of README.md and docs/ are typed as they stand."""
+"""Commands of README.md and docs/ are typed as they stand; mistakes have the page's answers."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 import shlex
 from pathlib import Path
@@ -9,19 +11,25 @@ from pathlib import Path
 import pytest
 
 from scripts.docs_commands import (
-    LONG,
-    QUICK,
+    ROOT,
     Command,
     prepare_folder,
     read_commands,
     type_page,
     type_quick,
 )
-from vllm_autoprune.cli.main import parser
+from tests.serving.unit.samples import refusal, served
+from tests.test_examples import flags_of
+from vllm_autoprune.cli.main import main, parser
+from vllm_autoprune.errors import ProblemsError
+from vllm_autoprune.serving.api.choices import resolve_plans
+from vllm_autoprune.serving.api.layout import TokenCount
+from vllm_autoprune.serving.api.request import parse_request, refuse_misplaced
+from vllm_autoprune.serving.settings import RequestRules
 
 COMMANDS = read_commands()
-LONG_ONES = [c for c in COMMANDS if c.kind == LONG]
-QUICK_ONES = list({c.text: c for c in COMMANDS if c.kind == QUICK}.values())
+LONG = [c for c in COMMANDS if c.kind == "long"]
+QUICK = list({c.text: c for c in COMMANDS if c.kind == "quick"}.values())
 
 
 @pytest.fixture(scope="module")
@@ -32,24 +40,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_command_is_typed_or_says_why_not() -> None:
-    assert len(COMMANDS) > 60
-    assert len(QUICK_ONES) >= 8
-    assert sum(command.kind == LONG for command in COMMANDS) >= 30
-
-
-def test_every_call_of_the_command_parses() -> None:
+    assert len(COMMANDS) > 60 and len(QUICK) >= 8 and len(LONG) >= 30
     calls = [c.text for c in COMMANDS if re.match("vllm-autoprune [a-z]", c.text)]
     assert len(calls) > 20
     for call in calls:
         parser().parse_args(shlex.split(call)[1:])
-
-
-def test_a_new_kind_of_command_is_noticed() -> None:
     with pytest.raises(ValueError, match="nothing says how to type"):
         _ = Command("docs/new.md", "frobnicate --now").kind
 
 
-@pytest.mark.parametrize("command", QUICK_ONES, ids=lambda command: command.text[:60])
+@pytest.mark.parametrize("command", QUICK, ids=lambda command: command.text[:60])
 def test_quick_commands_succeed(command: Command, folder: Path) -> None:
     assert type_quick(command, folder) == 0
 
@@ -63,8 +63,61 @@ def test_options_with_which_a_command_measures_less_come_last() -> None:
 @pytest.mark.engine
 @pytest.mark.exhaustive
 @pytest.mark.timeout(5400)
-@pytest.mark.parametrize("page", list(dict.fromkeys(c.page for c in LONG_ONES)))
+@pytest.mark.parametrize("page", list(dict.fromkeys(c.page for c in LONG)))
 def test_long_commands_of_a_page_succeed_in_order(page: str, folder: Path) -> None:
-    ones = [command for command in LONG_ONES if command.page == page]
-    failures = {c.text: failure for c, _, failure in type_page(ones, folder) if failure}
+    commands = [command for command in LONG if command.page == page]
+    failures = {c.text: failure for c, _, failure in type_page(commands, folder) if failure}
     assert failures == {}
+
+
+# ---- docs/mistakes.md: each is answered in one line that says what to do ----
+
+MISTAKES = re.findall(
+    r"^\| (`.+?) \| (.+) \|$", (ROOT / "docs/mistakes.md").read_text(encoding="utf-8"), re.MULTILINE
+)
+
+
+def answer_to(mistake: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command prints to stderr, or the problem that a server has with flags or fields."""
+    text, _, level = mistake.removeprefix("`").partition("`")
+    if text.startswith("vllm-autoprune "):
+        try:
+            status: object = main(shlex.split(text)[1:])
+        except SystemExit as ended:
+            status = ended.code
+        answer = capsys.readouterr().err.strip()
+        assert status == (2 if re.search("no command|--help$", answer) else 1)
+        return answer
+    if text.startswith("vllm serve "):
+        (problem,) = refusal(flags_of(text.split()))
+        return str(problem)
+    with pytest.raises(ProblemsError) as caught:
+        send(text, level)
+    (problem,) = caught.value.problems
+    return str(problem)
+
+
+def send(text: str, level: str) -> None:
+    """Resolve a field of a request, as JSON, about an image of 576 tokens."""
+    if text.startswith("extra_body="):
+        refuse_misplaced(json.loads(text.removeprefix("extra_body=")), {})
+    ((name, fields),) = json.loads(f"{{{text}}}").items()
+    if name == "mm_processor_kwargs":
+        refuse_misplaced({}, fields)
+    rules = RequestRules("budget" if "`budget`" in level else "states")
+    server = dataclasses.replace(served(), rules=rules)
+    resolve_plans(server, parse_request(fields), [TokenCount(576)])
+
+
+def test_mistakes_are_of_commands_flags_and_fields() -> None:
+    assert len(MISTAKES) >= 20
+    for prefix in ("`vllm-autoprune ", "`vllm serve ", '`"autoprune"'):
+        assert any(mistake.startswith(prefix) for mistake, _ in MISTAKES)
+
+
+@pytest.mark.parametrize(("mistake", "answer"), MISTAKES)
+def test_each_mistake_is_answered_in_one_line_that_says_what_to_do(
+    mistake: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answer_to(mistake, capsys) == answer
+    assert any(word in answer for word in (" -> ", "did you mean", "--help"))

@@ -1,0 +1,255 @@
+"""Pages and site: what they name exists, what they list is complete, figures are the code's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+import yaml  # type: ignore[import-untyped]
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from benchmarks.search.study import read_confirmed, read_results
+from benchmarks.search.tables import format_mean
+from scripts.docs_commands import read_commands
+from scripts.site_hooks import generate_files, restore_pipes, rewrite_links
+from tests.test_costs import last_question, recorded
+from vllm_autoprune.advise import WAYS
+from vllm_autoprune.cli.main import COMMANDS, main
+from vllm_autoprune.serving.api import engine_requests
+from vllm_autoprune.serving.api.endpoint import NAME, PATH
+from vllm_autoprune.serving.api.request import PruningRequest
+from vllm_autoprune.serving.models import BACKBONES, check_clip_inputs
+from vllm_autoprune.serving.settings import LEVELS, add_flags
+from vllm_autoprune.serving.worker.features import FeatureCache
+from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
+from vllm_autoprune.serving.worker.selection import FallbackMeter
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+OUTSIDE = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "benchmarks/yardsticks/README.md")
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in OUTSIDE)])
+}
+ARCHITECTURE, SERVING, DEPLOY, CHOOSING, SUPPORT, STUDY = (
+    PAGES[f"docs/{name}.md"]
+    for name in ("architecture", "serving", "deploy", "choosing", "support", "studies/search")
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_modules_commands_and_links_of_a_page_exist(page: str) -> None:
+    text = re.sub(r"\s+", " ", PAGES[page])  # commands are broken across lines
+    packages = "benchmarks|tests|offline_search|vllm_autoprune"
+    names = re.findall(rf"python -m ((?:{packages})(?:\.\w+)*)", text)
+    for path in (ROOT / name.replace(".", "/") for name in names):
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), path
+    if not page.endswith("mistakes.md"):
+        assert set(re.findall(r"`vllm-autoprune ([a-z]+)", text)) <= COMMANDS.keys()
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    assert {link for link in links if not ((ROOT / page).parent / link).exists()} == set()
+
+
+def test_the_architecture_describes_every_package() -> None:
+    packages = [
+        str(path.parent.relative_to(ROOT))
+        for top in ("vllm_autoprune", "offline_search", "benchmarks")
+        for path in (ROOT / top).rglob("__init__.py")
+    ]
+    pattern = r"^\| `((?:vllm_autoprune/|offline_search|benchmarks)[\w/]*)` \|"
+    listed = re.findall(pattern, ARCHITECTURE, re.MULTILINE)
+    assert sorted(listed) == sorted(set(packages) - {"vllm_autoprune"})
+
+
+# ---- Serving and deployment ----
+
+
+def test_serving_lists_every_flag_level_and_field() -> None:
+    actions = add_flags(argparse.ArgumentParser())._actions
+    options = [option for action in actions for option in action.option_strings]
+    flags = [option for option in options if option.startswith("--autoprune")]
+    assert len(flags) >= 6 and [flag for flag in flags if f"| `{flag} " not in SERVING] == []
+    levels = re.findall(r"^\| `([\w-]+)` \| (?:nothing|a budget|also)", SERVING, re.MULTILINE)
+    assert tuple(levels) == LEVELS
+    fields = set(re.findall(r'^\| `"(\w+)":', SERVING, re.MULTILINE))
+    of_messages = {"instructions", "details", "turns", "recall_turns"}
+    assert fields == set(PruningRequest.model_fields) - of_messages
+    assert PATH in SERVING and NAME in SERVING and NAME in DEPLOY
+
+
+def test_serving_and_the_dashboard_show_every_metric_and_no_other(tmp_path: Path) -> None:
+    meter = FallbackMeter()
+    meter.errors["ValueError"] = 1
+    meter.add(torch.zeros(1, dtype=torch.uint8))
+    with closing(WorkerMetrics(str(tmp_path))) as worker:
+        worker.publish(Stopwatch(torch.device("cpu")), meter, FeatureCache(1), 0)
+    workers = CollectorRegistry()
+    MultiProcessCollector(workers, path=str(tmp_path))  # type: ignore[no-untyped-call]
+    assert engine_requests.__doc__  # its counters are in the registry by now
+    kinds = {
+        family.name + "_total" * (family.type == "counter"): family.type
+        for registry in (REGISTRY, workers)
+        for family in registry.collect()
+        if family.name.startswith("autoprune_")
+    }
+    listed = re.findall(r"^\| `(autoprune_\w+)` \|", SERVING, re.MULTILINE)
+    assert sorted(listed) == sorted(kinds)
+    text = (DOCS / "grafana.json").read_text(encoding="utf-8")
+    expressions = " ".join(re.findall(r'"(?:expr|query)": "(.*)"', text))
+    parts = {"histogram": ("_bucket", "_sum", "_count")}
+    assert set(re.findall(r"autoprune_\w+", expressions)) == {
+        name + part for name, kind in kinds.items() for part in parts.get(kind, ("",))
+    }
+    panels = [panel["id"] for panel in json.loads(text)["panels"]]
+    assert len(set(panels)) == len(panels)
+
+
+@pytest.mark.compat
+@pytest.mark.slow
+def test_every_flag_on_the_pages_is_one_of_vllm_serve() -> None:
+    vllm = Path(sys.executable).with_name("vllm")
+    shown = subprocess.check_output([vllm, "serve", "--help=all"], text=True)
+    known = set(re.findall(r"--[a-z][a-z-]+", shown))
+    others = {"--gpus", "--ipc", "--system", "--no-deps"}  # of docker and pip
+    others |= {"--count", "--minutes"}  # of our own commands
+    assert set(re.findall(r"--[a-z][a-z-]+", SERVING + DEPLOY)) - others <= known
+
+
+def test_the_manifest_is_yaml_that_mounts_what_it_names() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", DEPLOY, re.DOTALL)
+    state, deployment, service = yaml.safe_load_all(text)
+    pod = deployment["spec"]["template"]
+    assert pod["metadata"]["labels"] == service["spec"]["selector"]
+    assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
+    (container,) = pod["spec"]["containers"]
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+    assert volumes["state"]["configMap"]["name"] == state["metadata"]["name"]
+    (mount,) = [m for m in container["volumeMounts"] if m["name"] == "state"]
+    (file,) = state["data"]
+    assert f"--autoprune-state={mount['mountPath']}/{file}" in container["args"]
+    (port,) = container["ports"]
+    assert service["spec"]["ports"][0]["targetPort"] == port["containerPort"]
+
+
+# ---- Figures ----
+
+
+def test_choosing_has_what_advise_prints_and_its_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    (call,) = {command.text for command in read_commands() if "--layer-ms" in command.text}
+    assert main(shlex.split(call)[1:]) == 0
+    (block,) = re.findall(r"```text\n(Pruning .*?)```", CHOOSING, re.DOTALL)
+    assert block in capsys.readouterr().out
+    assert [way for way in WAYS if f"\n| {way} | " not in CHOOSING] == []
+    ways = recorded(256)
+    reading, split = ways["question-reading"], ways["split"]
+    assert f"first, question-reading | {reading.another_of_first:.2f} |" in CHOOSING
+    assert f"questions an image | {last_question(reading):.1f} |" in CHOOSING
+    assert f"first, split, K_c = 256 | {split.another_of_first:.2f} |" in CHOOSING
+    assert f"split, K_c = 256 | {last_question(split):.0f} |" in CHOOSING
+
+
+def test_support_has_a_row_for_every_backbone() -> None:
+    cells = [line.strip("| ").split(" | ") for line in SUPPORT.splitlines() if line[:2] == "| "]
+    rows, backbones = [row for row in cells if len(row) == 8][1:], BACKBONES.values()
+    assert len(rows) == len(backbones)
+    reads_tower = [backbone.input_problems is check_clip_inputs for backbone in backbones]
+    assert [row[4] for row in rows].count("yes") == sum(reads_tower)
+    assert [row[5] for row in rows].count("M-RoPE") == sum(b.mrope for b in backbones)
+
+
+def test_every_feature_of_support_names_tests_that_exist() -> None:
+    files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    rows = re.findall(r"^\| (.+) \| (yes|refused|no|untested) \| .* \| ?(.*) \|$", SUPPORT, re.M)
+    assert len(rows) > 30 and len({feature for feature, _, _ in rows}) == len(rows)
+    for feature, status, named in rows:
+        assert named or status == "untested", feature
+        assert set(re.findall(r"`(.+?)`", named)) <= files, feature
+
+
+STUDIES = ROOT / "benchmarks/search/recorded/study"
+
+
+def test_the_study_has_a_row_for_every_recorded_search_and_no_other() -> None:
+    rows = []
+    for folder in sorted(STUDIES.iterdir()):
+        results, confirmed = read_results(folder), read_confirmed(folder)
+        winners = {name: result.winner for name, result in results.items() if result.winner}
+        assert set(winners) == set(confirmed)
+        for name, winner in winners.items():
+            assert winner.load().digest == winner.digest == confirmed[name].digest
+            assert confirmed[name].questions == 600
+        for arm in ("autoprune+@none", "tpe", "random"):
+            if f"{arm}-0" not in confirmed:
+                continue
+            scores, others = ([confirmed[f"{name}-{seed}"] for seed in range(8)]
+                              for name in (arm, "tpe"))  # fmt: skip
+            gaps = [a.objective - b.objective for a, b in zip(scores, others, strict=True)]
+            gap = "-" if arm == "tpe" else f"{'+' if sum(gaps) > 0 else ''}{format_mean(gaps, 2)}"
+            objective = format_mean([score.objective for score in scores], 2)
+            accuracy = format_mean([100 * score.accuracy for score in scores], 1)
+            rows.append(f"| `{arm.removesuffix('@none')}` | {objective} | {accuracy} | {gap} |")
+    printed = re.findall(r"\| `[a-z+]+` \| -[\d.]+ ± [\d.]+ \| .*", STUDY)
+    assert sorted(printed) == sorted(rows)
+
+
+# ---- The site ----
+
+
+WITHIN = "[search](../search.md#strategies)"
+LINKED = "See [the policy](../SECURITY.md#scope) and [states](states.md)."
+
+
+@pytest.mark.parametrize(
+    ("page", "repository", "name", "text"),
+    [
+        (LINKED, None, "page.md",
+         "See the policy (`SECURITY.md` in the repository) and [states](states.md)."),
+        (LINKED, "https://example.org/r/", "page.md", "See [the policy](https://example.org/r/"
+         "blob/main/SECURITY.md#scope) and [states](states.md)."),
+        (WITHIN, None, "studies/search.md", WITHIN),
+        ("[x](../../README.md)", None, "studies/search.md", "x (`README.md` in the repository)"),
+    ],
+)  # fmt: skip
+def test_links_to_files_outside_docs_become_paths_or_links_to_the_repository(
+    page: str, repository: str | None, name: str, text: str
+) -> None:
+    assert rewrite_links(page, repository, name) == text
+
+
+def test_a_link_to_a_file_that_is_missing_stops_the_build() -> None:
+    with pytest.raises(FileNotFoundError, match=r"studies/search\.md links to nosuch\.md"):
+        rewrite_links("[x](../../nosuch.md)", None, "studies/search.md")
+
+
+def test_the_site_has_every_page_once_and_what_the_commands_print(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = generate_files()
+    for name, call in (
+        ("atoms.md", ["atoms", "--markdown"]),
+        ("autoprune-state-1.schema.json", ["schema"]),
+    ):
+        assert main(call) == 0
+        assert files[name] == capsys.readouterr().out
+    placed = re.findall(r"^ +- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    written = (*DOCS.glob("*.md"), *DOCS.glob("studies/*.md"))
+    pages = {"atoms.md", *(path.relative_to(DOCS).as_posix() for path in written)}
+    assert sorted(placed) == sorted(pages) and placed[0] == "index.md"
+    assert (
+        restore_pipes(r"| `--state PATH\|NAME` | a \| b |") == r"| `--state PATH|NAME` | a \| b |"
+    )
+
+
+def test_the_readme_fits_on_one_screen_and_a_half() -> None:
+    words = re.sub(r"<!-- demo -->.*<!-- /demo -->", "", PAGES["README.md"], flags=re.DOTALL)
+    assert len(words.split()) < 900
