@@ -130,9 +130,9 @@ def probes_from_checkpoint(
     # Imported here, because it loads transformers.
     from PIL import Image
 
-    from vllm_autoprune.checkpoint import open_vision
+    from vllm_autoprune.checkpoint import LlavaVision
 
-    vision = open_vision(checkpoint, text_tower)
+    vision = LlavaVision(checkpoint, text_tower)
     by_image = {example.image: example for example in reversed(dataset.examples("search"))}
     probes = []
     for example in islice(reversed(by_image.values()), _PROBE_IMAGES):

@@ -1,120 +1,143 @@
-"""Traces agree with the selection of the policy; regions show what the model sees of an image."""
+"""`explain`: traces agree with the selection, pictures with the traces; what is refused."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
+from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
+from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples, png
 from tests.serving.unit.samples import image as region_image
 from tests.tpdsl.samples import images, state
-from vllm_autoprune import Grid, materialize, refine
-from vllm_autoprune.explain import Trace, find_tiles_of_regions, restore_picture, trace_images
+from vllm_autoprune import Grid, explain, materialize, refine
+from vllm_autoprune.checkpoint import LlavaVision, find_checkpoint
+from vllm_autoprune.cli.commands.explain import read_image
+from vllm_autoprune.cli.main import main
+from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.explain import (
+    Explanation,
+    SignalTrace,
+    Trace,
+    find_tiles_of_regions,
+    restore_picture,
+    trace_image,
+)
+from vllm_autoprune.picture import (
+    CORE,
+    DARK,
+    ENTERED,
+    KEPT,
+    LEFT,
+    LIGHT,
+    Panel,
+    draw_heat_map,
+    draw_panel,
+    encode_picture,
+    list_panels,
+)
 from vllm_autoprune.serving.worker.features import ImageFeatures
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.tokens import MergerInput, VisualTokens
 
-
-def trace_batch(
-    tokens: VisualTokens, changes: dict[str, object] | None = None
-) -> tuple[Trace, ...]:
-    policy = materialize(state(changes), 12)
-    return trace_images(policy, tokens, refine(policy, tokens))
+Changes = dict[str, object]
+MERGING: Changes = {"/reassembly": {"atom": "mean_residual", "strength": 0.5}}
+ALONE: Changes = {"/constraints/selector/q_e": 0}
+SPLIT: Changes = {"/core": {"share": 0.5}}
 
 
-@pytest.mark.parametrize("changes", [{}, {"/core": {"share": 0.5}}])
-def test_a_trace_agrees_with_the_selection(changes: dict[str, object]) -> None:
-    tokens, exchanged = images(seed=4, batch=4), 0
-    policy = materialize(state(changes), 12)
+def trace_sample(tokens: VisualTokens, changes: Changes | None = None, budget: int = 12) -> Trace:
+    policy = materialize(state(changes), budget)
+    return trace_image(policy, tokens, refine(policy, tokens))
+
+
+@pytest.mark.parametrize("changes", [{}, SPLIT], ids=["whole", "core"])
+@pytest.mark.parametrize("seed", [1, 4, 5])
+def test_a_trace_agrees_with_the_selection(changes: Changes, seed: int) -> None:
+    tokens, policy = images(seed=seed, batch=1), materialize(state(changes), 12)
     refined = refine(policy, tokens)
-    for number, image in enumerate(trace_images(policy, tokens, refined)):
-        indices = refined.indices[number].tolist()
-        assert list(image.kept) == sorted(indices)
-        assert list(image.reference) == refined.reference[number].tolist()
-        assert len(image.left) == len(image.entered) == int(refined.exchanged[number])
-        assert set(image.kept) == set(image.reference) - set(image.left) | set(image.entered)
-        assert image.fallback == "none"
-        assert list(image.core) == (indices[:6] if changes else [])
-        assert image.quality is not None and len(image.quality) == 36
-        assert [len(signal.values) for signal in image.signals] == [36] * 5
-        assert all(min(s.values) >= 0 and max(s.values) == 1 for s in image.signals)
-        quality, exchanged = image.quality, exchanged + len(image.entered)
-        pairs = zip(*(sorted(quality[t] for t in group) for group in (image.entered, image.left)),
-                    strict=True)  # fmt: skip
-        assert all(entered > removed for entered, removed in pairs)
-    assert exchanged > 0
+    trace, indices = trace_image(policy, tokens, refined), refined.indices[0].tolist()
+    assert trace.kept == tuple(sorted(indices)) and trace.fallback == "none"
+    assert trace.reference == tuple(refined.reference[0].tolist())
+    assert len(trace.left) == len(trace.entered) == int(refined.exchanged[0]) > 0
+    assert set(trace.kept) == set(trace.reference) - set(trace.left) | set(trace.entered)
+    assert trace.core == (tuple(sorted(indices[:6])) if changes else ())
+    assert [len(signal.values) for signal in trace.signals] == [36] * 5
+    assert all(min(s.values) >= 0 and max(s.values) == 1 for s in trace.signals)
+    assert trace.quality is not None and len(trace.quality) == 36
+    quality = trace.quality
+    pairs = zip(*(sorted(quality[t] for t in group) for group in (trace.entered, trace.left)),
+                strict=True)  # fmt: skip
+    assert all(entered > removed for entered, removed in pairs)
 
 
 def test_signals_are_those_of_the_tokens_that_were_ranked() -> None:
-    after = images(seed=3)
-    rows = torch.randn(after.batch, after.count, 9, generator=torch.Generator().manual_seed(1))
-    norms = MergerInput(torch.ones(after.batch, after.count, 2))
+    after = images(seed=3, batch=1)
+    rows = torch.randn(1, after.count, 9, generator=torch.Generator().manual_seed(1))
+    norms = MergerInput(torch.ones(1, after.count, 2))
     tokens = dataclasses.replace(after, encoder=rows, merger_input=norms)
-    alone = dataclasses.replace(after, features=rows)
-    before = trace_batch(tokens, {"/rank_at": "merger_in"})
-    assert [image.signals for image in before] == [image.signals for image in trace_batch(alone)]
-    assert before[0].signals != trace_batch(after)[0].signals
+    before = trace_sample(tokens, {"/rank_at": "merger_in"})
+    assert before.signals == trace_sample(dataclasses.replace(after, features=rows)).signals
+    assert before.signals != trace_sample(after).signals
 
 
 def test_what_a_policy_does_not_do_is_not_traced() -> None:
-    tokens = images()
-    assert tokens.cls_attention is not None
-    (weightless, _) = trace_batch(tokens, {"/scoring/signals/2/weight": 0.0})
+    tokens = images(batch=1)
+    weightless = trace_sample(tokens, {"/scoring/signals/2/weight": 0.0})
     assert "spatial_centrality_prior" not in [signal.atom for signal in weightless.signals]
-    (alone, _) = trace_batch(tokens, {"/constraints/selector/q_e": 0})
+    alone = trace_sample(tokens, ALONE)
     assert alone.signals == () and alone.quality is None and set(alone.kept) == {*alone.reference}
+    assert trace_sample(tokens, {"/reassembly/strength": 0.0}).owners == ()
+    assert tokens.cls_attention is not None
     lost = torch.full_like(tokens.cls_attention, torch.nan)
-    merging: dict[str, object] = {"/reassembly": {"atom": "mean_residual", "strength": 0.5}}
-    (fallback, _) = trace_batch(dataclasses.replace(tokens, cls_attention=lost), merging)
+    fallback = trace_sample(dataclasses.replace(tokens, cls_attention=lost), MERGING)
     assert fallback.fallback == "reference" and fallback.entered == fallback.owners == ()
-    (unpruned, _) = trace_batch(images(grid=Grid(3, 4)), {"/core": {"share": 0.5}})
+    unpruned = trace_sample(images(grid=Grid(3, 4), batch=1), SPLIT)
     assert unpruned.core == () and len(unpruned.kept) == 12
-    (unmerged, _) = trace_batch(tokens, {"/reassembly/strength": 0.0})
-    assert unmerged.owners == ()
 
 
 @pytest.mark.parametrize(
     ("reassembly", "radius", "budget"),
-    [({"atom": "mean_residual"}, 6, 12), ({"atom": "spatial_local_residual_merge"}, 1, 3)],
-)
-def test_owners_are_the_kept_tokens_that_dropped_ones_are_merged_into(
-    reassembly: dict[str, object], radius: int, budget: int
+    [({"atom": "mean_residual"}, 6, 12),
+     ({"atom": "spatial_local_residual_merge", "radius": 1}, 1, 3)],
+)  # fmt: skip
+def test_owners_are_the_most_similar_kept_tokens_within_the_radius(
+    reassembly: Changes, radius: int, budget: int
 ) -> None:
-    """The most similar one within the radius, or none."""
-    if radius == 1:
-        reassembly = {**reassembly, "radius": radius}
-    tokens = images(seed=5)
-    policy = materialize(state({"/reassembly": {**reassembly, "strength": 0.5}}), budget)
-    places = [divmod(token, 6) for token in range(36)]
-    for number, image in enumerate(trace_images(policy, tokens, refine(policy, tokens))):
-        similarity, expected = tokens.cosine[number], []
-        for token, (row, column) in enumerate(places):
-            near = [
-                kept
-                for kept in image.kept
-                if max(abs(places[kept][0] - row), abs(places[kept][1] - column)) <= radius
-            ]
-            dropped = token not in image.kept and bool(near)
-            expected.append(max(near, key=lambda k: float(similarity[token, k])) if dropped else -1)
-        assert list(image.owners) == expected
-        assert expected.count(-1) == budget or radius == 1
+    tokens = images(seed=5, batch=1)
+    trace = trace_sample(tokens, {"/reassembly": {**reassembly, "strength": 0.5}}, budget)
+    places, owners = [divmod(token, 6) for token in range(36)], []
+    for token, (row, column) in enumerate(places):
+        near = [
+            kept
+            for kept in trace.kept
+            if max(abs(places[kept][0] - row), abs(places[kept][1] - column)) <= radius
+        ]
+        dropped = token not in trace.kept and bool(near)
+        similarity = tokens.cosine[0, token]
+        owners.append(max(near, key=lambda kept: float(similarity[kept])) if dropped else -1)
+    assert list(trace.owners) == owners
+    assert owners.count(-1) == budget or radius == 1
 
 
 TILES = tuple(region_image(seed).regions[0] for seed in range(3))
 
 
 def test_regions_are_the_tiles_that_keep_tokens() -> None:
-    tiles = [dataclasses.replace(tile, order=torch.arange(36)) for tile in TILES]
-    for features, count, budget, shown in (
+    ordered = [dataclasses.replace(tile, order=torch.arange(36)) for tile in TILES]
+    for features, count, budget, tiles in (
         (ImageFeatures(TILES, rest_at=-1), 3, 5, [0, 1, 2]),
         (ImageFeatures(TILES, rest_at=-1), 3, 2, [0, 2]),
-        (ImageFeatures(TILES, rest_at=-1), 3, 1, [2]),
         # A base view and stitched crops, one grid, several tiles in one region.
-        (ImageFeatures((tiles[0], tiles[1])), 2, 5, []),
+        (ImageFeatures((ordered[0], ordered[1])), 2, 5, []),
         (ImageFeatures(TILES[:1]), 1, 5, []),
         (ImageFeatures(TILES[:1]), 4, 5, []),
     ):
-        assert find_tiles_of_regions(features, count, budget) == shown
+        assert find_tiles_of_regions(features, count, budget) == tiles
 
 
 def test_pixels_come_back_as_they_were() -> None:
@@ -124,3 +147,162 @@ def test_pixels_come_back_as_they_were() -> None:
     picture = restore_picture((levels / 255 - shift) / scale, mean, std)
     assert picture.size == (4, 5)
     assert picture.getpixel((3, 1)) == tuple(levels[:, 1, 3].tolist())
+
+
+GRID = Grid(4, 6)
+TRACE = Trace(
+    grid=GRID,
+    reference=(7, 3, 20),
+    kept=(7, 8, 20),
+    left=(3,),
+    entered=(8,),
+    extra=0,
+    signals=(SignalTrace("local_contrast_saliency", 3.99961, tuple(i / 23 for i in range(24))),),
+    quality=tuple(1 - i / 23 for i in range(24)),
+    fallback="none",
+    core=(20,),
+    owners=(7, *(-1 for _ in range(23))),
+)
+SIDE = 40
+
+
+def test_panels_show_image_selection_and_every_signal() -> None:
+    image, reference, exchange, merged, quality, signal = list_panels(TRACE, "cdpruner")
+    assert not image.marks and not image.heat
+    assert reference.marks == {7: KEPT, 3: KEPT, 20: CORE} and "cdpruner" in reference.detail
+    assert exchange.marks == {7: KEPT, 8: ENTERED, 20: CORE, 3: LEFT}
+    assert merged.owners == TRACE.owners and set(merged.marks) == set(TRACE.kept)
+    assert (quality.heat, signal.heat) == (TRACE.quality, TRACE.signals[0].values)
+    assert (signal.title, signal.detail) == ("local contrast saliency", "weight 4")
+    alone = dataclasses.replace(TRACE, quality=None, owners=(), signals=())
+    assert len(list_panels(alone, "cdpruner")) == 2
+
+
+def test_marks_are_drawn_on_their_tokens() -> None:
+    """Found by the colours of their frames."""
+    base = Image.new("RGB", (6 * SIDE, 4 * SIDE), (200, 40, 40))
+    exchange, merged = list_panels(TRACE, "cdpruner")[2:4]
+    drawn = draw_panel(base, exchange, GRID, SIDE)
+    for token, mark in exchange.marks.items():
+        row, column = divmod(token, GRID.width)
+        corners = [(column * SIDE, row * SIDE), ((column + 1) * SIDE - 1, (row + 1) * SIDE - 1)]
+        assert [drawn.getpixel(corner) for corner in corners] == [mark.colour] * 2
+        inside = drawn.getpixel((corners[0][0] + 8, corners[0][1] + 8))
+        assert (inside == base.getpixel((0, 0))) == (mark is not LEFT)
+    groups = draw_panel(base, merged, GRID, SIDE)
+    # Token 0 has the colour of token 7, blended with the picture; token 1 is merged into none.
+    tint, frame = groups.getpixel((20, 20)), groups.getpixel((SIDE, SIDE))
+    assert isinstance(tint, tuple) and isinstance(frame, tuple)
+    blend = [round(0.45 * c + 0.55 * f) for c, f in zip((200, 40, 40), frame, strict=True)]
+    assert all(abs(t - b) <= 1 for t, b in zip(tint, blend, strict=True))
+    assert groups.getpixel((SIDE + 20, 20)) == drawn.getpixel((SIDE + 20, 20))
+
+
+def test_a_heat_map_is_scaled_to_the_ramp_and_has_one_pixel_a_token() -> None:
+    def shares(*values: float) -> list[str]:
+        drawn = draw_heat_map(values, Grid(1, len(values)))
+        pixels = (drawn.getpixel((x, 0)) for x in range(len(values)))
+        return ["#{:02x}{:02x}{:02x}".format(*pixel) for pixel in pixels]  # type: ignore[misc]
+
+    assert shares(1.0, 3.0) == [DARK, LIGHT]
+    assert shares(2.0, 2.0) == shares(float("nan"), float("inf")) == [DARK, DARK]
+    assert shares(float("nan"), 0.0, 1.0, float("inf")) == [DARK, DARK, LIGHT, DARK]
+    ramp = draw_heat_map(range(21), Grid(1, 21))
+    light = [sum(ramp.getpixel((x, 0))) for x in range(21)]  # type: ignore[arg-type]
+    assert light == sorted(light)
+    tiles = draw_heat_map([float(token == 6) for token in range(12)], Grid(2, 3, tiles=2))
+    assert tiles.size == (6, 2) and tiles.getpixel((3, 0)) == ramp.getpixel((20, 0))
+    panel = draw_panel(Image.new("RGB", (60, 40)), Panel("", "", TRACE.quality or ()), GRID, 10)
+    assert panel.getpixel((5, 5)) != panel.getpixel((55, 35))
+
+
+def explanation(question: str, trace: Trace = TRACE) -> Explanation:
+    picture = Image.new("RGB", (120, 80), (200, 40, 40))
+    return Explanation(picture, question, materialize(state(), 12), trace)
+
+
+@pytest.mark.parametrize("question", ["", "x" * 5000, "many words " * 800, "面白い?"])
+def test_any_question_can_be_drawn(question: str) -> None:
+    one, two = (Image.open(io.BytesIO(encode_picture([explanation(question)] * n))) for n in (1, 2))
+    assert one.format == "PNG" and one.height < 2000
+    assert two.size == (one.width, 2 * one.height)
+
+
+def test_a_summary_says_what_is_kept_exchanged_and_merged() -> None:
+    summary = explanation("?").summary
+    parts = ("sample (", "keeps 3 of 24", "1 of them are the core", "1 exchanged", "1 dropped")
+    assert [part for part in parts if part not in summary] == []
+    fallback = explanation("?", dataclasses.replace(TRACE, fallback="reference")).summary
+    assert "not finite, reference selection instead" in fallback
+
+
+Captured = pytest.CaptureFixture[str]
+MODEL = ["--checkpoint", str(LLAVA), "--text-tower", str(CLIP)]
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Path:
+    path = tmp_path / "scene.png"
+    path.write_bytes(png(draw_examples("test", 1)[0].image))
+    return path
+
+
+def test_a_picture_and_json(
+    scene: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def select(
+        checkpoint: Path, tower: Path, policy: PruningPolicy, image: Image.Image, question: str
+    ) -> list[Explanation]:
+        tokens = LlavaVision(checkpoint, tower).encode(image, question)
+        trace = trace_image(policy, tokens, refine(policy, tokens))
+        return [Explanation(image, question, policy, trace)]
+
+    monkeypatch.setattr(explain, "explain_image", select)
+    picture = tmp_path / "out.png"
+    call = ["explain", str(scene), "What?", *MODEL, "--budget", "8", "-o", str(picture)]
+    assert main(call) == 0
+    assert capsys.readouterr().out.endswith(f"\nwrote {picture}\n")
+    with Image.open(picture) as image:
+        assert image.width > 1000
+    assert main([*call, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    (region,) = record["regions"]
+    assert "keeps 8 of 144" in record["summary"] and len(region["kept"]) == 8
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "L", "P", "I;16"])
+def test_any_mode_of_image_and_transparent_pixels_become_white(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "wide.png"
+    source = Image.new("L", (400, 120), 90)
+    (source if mode == "I;16" else source.convert(mode)).save(path)
+    image = read_image(path)
+    assert (image.mode, image.size) == ("RGB", (400, 120))
+    Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(path)
+    assert read_image(path).getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_files_that_cannot_be_read(scene: Path, tmp_path: Path, capsys: Captured) -> None:
+    text = tmp_path / "text.png"
+    text.write_text("no image")
+    for image, options, message in (
+        (text, MODEL, "cannot be read"),
+        (tmp_path, MODEL, "cannot be read"),
+        (scene, ["--checkpoint", str(tmp_path)], "config.json cannot be read"),
+        (scene, ["--checkpoint", str(CLIP)], "is not supported here"),
+    ):
+        assert main(["explain", str(image), "?", *options]) == 1, message
+        assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_may_be_an_id_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def download(name: str, **options: object) -> str:
+        if name != "org/llava":
+            raise FileNotFoundError(name)
+        return str(LLAVA)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find_checkpoint("org/llava") == LLAVA
+    with pytest.raises(ConfigError, match="is no folder, and not to be had from the Hub"):
+        find_checkpoint("org/other")

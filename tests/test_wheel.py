@@ -23,7 +23,6 @@ from hatchling.builders.wheel import WheelBuilder
 from tests.test_import_boundaries import imported_modules
 
 ROOT = Path(__file__).resolve().parents[1]
-REPOSITORY_PACKAGES = {"vllm_autoprune", "offline_search", "benchmarks", "tests", "scripts"}
 
 
 @pytest.fixture(scope="module")
@@ -65,51 +64,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return commands
 
 
-def forms(out: Path) -> dict[str, list[str]]:
-    """The smallest form of every command that needs neither a server nor a network."""
-    picture = ROOT / "docs/images/kept-tokens.png"
-    checkpoint = ROOT / "benchmarks/yardsticks/weights/minillava/llava"
-    texts = {
-        "validate": "cdpruner",
-        "list": "",
-        "show": "cdpruner",
-        "diff": "cdpruner divprune",
-        "atoms": "--group safety_checks",
-        "schema": "",
-        "materialize": f"cdpruner --budget 64 -o {out}/state.json",
-        "explain": f"{picture} What? --budget 16 --checkpoint {checkpoint} -o {out}/kept.png",
-        "cost": "--backbone qwen3-vl-8b",
-        "advise": "--questions 1 --tokens 576 --budget 64 --tower-ms 50 --prefill-ms-per-token 1",
-        "search": "--help",
-        "eval": "--suite lmms:mme --served-name m --arm full=http://h:1 --dry-run",
-        "doctor": "",
-        "selftest": "--help",
-    }
-    return {command: text.split() for command, text in texts.items()}
-
-
-SLOW = ("explain", "doctor")
-"""Commands that import what takes seconds."""
-
-_ALL_IN_ONE = """
-import importlib.util, sys, vllm_autoprune, offline_search
-for module in (vllm_autoprune, offline_search):
-    assert module.__file__.startswith(sys.argv[1]), module.__file__
-assert importlib.util.find_spec("benchmarks") is None, "the checkout can be seen"
-from vllm_autoprune.cli.main import COMMANDS, main
-def run(*arguments):
-    try:
-        return main(arguments)
-    except SystemExit as ended:
-        return ended.code
-forms = FORMS
-assert set(COMMANDS) == {*forms, *SLOW}, set(COMMANDS) ^ {*forms, *SLOW}
-failed = [name for name, arguments in forms.items() if run(name, *arguments) != 0]
-failed += [name for name in COMMANDS if run(name, "--help") != 0]
-raise SystemExit(f"failed: {failed}" if failed else 0)
-"""
-
-
 def run_installed(installed: Path, folder: Path, program: str, *words: str) -> str:
     """Output of a program of the environment with the wheel, which must succeed."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "HF_HUB_OFFLINE": "1"}
@@ -121,17 +75,56 @@ def run_installed(installed: Path, folder: Path, program: str, *words: str) -> s
     return ran.stdout + ran.stderr
 
 
+CALLS = """
+validate cdpruner
+list
+show cdpruner
+diff cdpruner divprune
+atoms --group safety_checks
+schema
+materialize cdpruner --budget 64 -o state.json
+cost --backbone qwen3-vl-8b
+advise --questions 1 --tokens 576 --budget 64 --tower-ms 50 --prefill-ms-per-token 1
+search --help
+eval --suite lmms:mme --served-name m --arm full=http://h:1 --dry-run
+selftest --help
+"""
+"""The smallest form of every command that needs neither a server, a network nor seconds."""
+
+SLOW = {
+    "explain": f"{ROOT}/docs/images/kept-tokens.png What? --budget 16 -o kept.png --checkpoint "
+    f"{ROOT}/benchmarks/yardsticks/weights/minillava/llava",
+    "doctor": "",
+}
+
+ALL_IN_ONE = f"""
+import importlib.util, sys, vllm_autoprune, offline_search
+for module in (vllm_autoprune, offline_search):
+    assert module.__file__.startswith(sys.argv[1]), module.__file__
+assert importlib.util.find_spec("benchmarks") is None, "the checkout can be seen"
+from vllm_autoprune.cli.main import COMMANDS, main
+def run(*words):
+    try:
+        return main(words)
+    except SystemExit as ended:
+        return ended.code
+calls = [line.split() for line in {CALLS!r}.strip().splitlines()]
+assert set(COMMANDS) == {{*(call[0] for call in calls), *{[*SLOW]!r}}}
+calls += [[name, "--help"] for name in COMMANDS]
+failed = [call for call in calls if run(*call) != 0]
+raise SystemExit(f"failed: {{failed}}" if failed else 0)
+"""
+
+
 def test_every_command_runs_from_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
-    quick = {name: words for name, words in forms(tmp_path).items() if name not in SLOW}
-    code = _ALL_IN_ONE.replace("FORMS", repr(quick)).replace("SLOW", repr(SLOW))
-    output = run_installed(installed, tmp_path, "python", "-c", code, str(installed.parent))
+    output = run_installed(installed, tmp_path, "python", "-c", ALL_IN_ONE, str(installed.parent))
     assert "cdpruner: valid" in output and "clone the repository" not in output
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("command", [pytest.param("explain", marks=pytest.mark.engine), "doctor"])
 def test_slow_commands_run_as_programs(installed: Path, tmp_path: Path, command: str) -> None:
-    run_installed(installed, tmp_path, "vllm-autoprune", command, *forms(tmp_path)[command])
+    run_installed(installed, tmp_path, "vllm-autoprune", command, *SLOW[command].split())
 
 
 def test_the_installed_command_prints_its_version_without_torch(
@@ -139,10 +132,9 @@ def test_the_installed_command_prints_its_version_without_torch(
 ) -> None:
     words = ("-X", "importtime", str(installed / "vllm-autoprune"), "--version")
     output = run_installed(installed, tmp_path, "python", *words).splitlines()
-    assert output[0] == version("vllm-autoprune")
-    imported = {line.split("|")[-1].strip() for line in output}
-    assert "vllm_autoprune_command" in imported
-    assert not {"torch", "vllm_autoprune"} & imported
+    modules = {line.split("|")[-1].strip() for line in output}
+    assert output[0] == version("vllm-autoprune") and "vllm_autoprune_command" in modules
+    assert not {"torch", "vllm_autoprune"} & modules
 
 
 def test_the_sdist_builds_the_wheel_of_this_checkout(source: Path, wheel: Path) -> None:
@@ -153,9 +145,8 @@ def test_the_sdist_builds_the_wheel_of_this_checkout(source: Path, wheel: Path) 
         inside = {name for name in opened.namelist() if not name.startswith(metadata)}
         text = opened.read(f"{metadata}METADATA").decode()
     assert inside == here
-    assert {name.split("/")[0] for name in inside} == {
-        "vllm_autoprune", "vllm_autoprune_command.py", "offline_search",
-    }  # fmt: skip
+    packages = {"vllm_autoprune", "vllm_autoprune_command.py", "offline_search"}
+    assert {name.split("/")[0] for name in inside} == packages
     assert "vllm_autoprune/policies/autoprune.json" in inside
     assert "vllm_autoprune/evaluation/published.json" in inside
     assert text.count("\nProject-URL: ") >= 2
@@ -168,10 +159,11 @@ def test_no_file_of_the_wheel_imports_what_is_not_in_it() -> None:
     files = {f.distribution_path: Path(f.path) for f in listed if f.path.endswith(".py")}
     names = {name.removesuffix(".py").removesuffix("/__init__") for name in files}
     provided = {name.replace("/", ".") for name in names}
+    repository = {"vllm_autoprune", "offline_search", "benchmarks", "tests", "scripts"}
     missing = {
         f"{name} imports {module}"
         for name, path in files.items()
         for module in imported_modules(path)
-        if module.split(".")[0] in REPOSITORY_PACKAGES and module not in provided
+        if module.split(".")[0] in repository and module not in provided
     }
     assert missing == set()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -23,7 +23,7 @@ from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.tpdsl.atoms.reassembly import find_owners
 from vllm_autoprune.tpdsl.atoms.scoring import run_signal
-from vllm_autoprune.tpdsl.base_policy import FALLBACKS, Given, RefinedTokens
+from vllm_autoprune.tpdsl.base_policy import FALLBACKS, RefinedTokens
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.registry import run
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
@@ -33,19 +33,9 @@ if TYPE_CHECKING:
 
     from vllm_autoprune.serving.models.pruned_model import ImageInputs
     from vllm_autoprune.serving.worker.features import ImageFeatures
-    from vllm_autoprune.serving.worker.selection import FallbackReporter
 
 _LONGEST_PROMPT = 8192
 """Tokens of the question and of the kept image at most."""
-
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-
-_EncodedTiles = tuple[Tensor, "ImageFeatures"]
-"""Pixels ``(T, 3, H, W)`` of an image's tiles, and the features that they were encoded to."""
 
 _Selection = tuple[PruningPolicy, VisualTokens, RefinedTokens]
 """A policy with a region's share of K, the region's tokens, and what is kept of them."""
@@ -103,9 +93,10 @@ class Explanation:
     def summary(self) -> str:
         """One line: state, number of tokens kept, and number exchanged."""
         trace, state = self.trace, self.policy.state
-        kept, total = len(trace.kept) + trace.extra, trace.grid.tokens
-        place = f"{self.region}: " if self.region else ""
-        summary = f"{place}{state.name} ({state.digest[:12]}) keeps {kept} of {total} visual tokens"
+        count = len(trace.kept) + trace.extra
+        summary = f"{self.region}: " if self.region else ""
+        summary += f"{state.name} ({state.digest[:12]}) keeps {count} of {trace.grid.tokens} "
+        summary += "visual tokens"
         if trace.fallback != "none":
             return f"{summary}; its scores were not finite, {trace.fallback} selection instead"
         core = f"; {len(trace.core)} of them are the core" if trace.core else ""
@@ -131,10 +122,8 @@ def explain_image(
     from transformers import AutoConfig
     from vllm import LLM, SamplingParams
 
-    settings: dict[str, object] = {
-        "state": policy.state.model_dump(mode="json"),
-        "budget": policy.budget,
-    }
+    state = policy.state.model_dump(mode="json")
+    settings: dict[str, object] = {"state": state, "budget": policy.budget}
     if text_tower is not None:
         settings["text_tower"] = str(text_tower)
     config = AutoConfig.from_pretrained(checkpoint).get_text_config()
@@ -164,15 +153,19 @@ def explain_image(
     pictures = _draw_regions(selections, image, tiles, checkpoint)
     explanations = []
     for number, (picture, selection) in enumerate(zip(pictures, selections, strict=True), 1):
-        (trace,) = trace_images(*selection)
         region = f"region {number} of {len(selections)}" if len(selections) > 1 else ""
+        trace = trace_image(*selection)
         explanations.append(Explanation(picture, question, selection[0], trace, region))
     return explanations
 
 
 def keep_engine_in_process() -> None:
     """Set vLLM's environment so that an engine that starts later has its model in this process."""
-    for name, value in _ENVIRONMENT.items():
+    for name, value in (
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        ("VLLM_CPU_KVCACHE_SPACE", "1"),
+        ("VLLM_LOGGING_LEVEL", "ERROR"),
+    ):
         os.environ.setdefault(name, value)
 
 
@@ -184,18 +177,12 @@ def record_selections() -> Iterator[list[_Selection]]:
 
     selections: list[_Selection] = []
 
-    def select_and_record(
-        policy: PruningPolicy,
-        tokens: VisualTokens,
-        reporter: FallbackReporter,
-        earlier: Given | None = None,
-        known: Sequence[Tensor | None] = (),
-    ) -> RefinedTokens:
-        refined = select_with_fallback(policy, tokens, reporter, earlier, known)
+    def select_and_record(policy: PruningPolicy, tokens: VisualTokens, *more: Any) -> RefinedTokens:
+        refined = select_with_fallback(policy, tokens, *more)
         selections.append((policy, tokens, refined))
         return refined
 
-    regions.select_with_fallback = select_and_record  # type: ignore[attr-defined]
+    regions.select_with_fallback = select_and_record  # type: ignore[assignment, attr-defined]
     try:
         yield selections
     finally:
@@ -203,18 +190,20 @@ def record_selections() -> Iterator[list[_Selection]]:
 
 
 @contextmanager
-def _record_tiles(llm: LLM) -> Iterator[list[_EncodedTiles]]:
-    """Record the pixels and the features of images, but for models that take patches."""
+def _record_tiles(llm: LLM) -> Iterator[list[tuple[Tensor, ImageFeatures]]]:
+    """Record the pixels ``(T, 3, H, W)`` of an image's tiles, and the features they became.
+
+    None are recorded of models that take patches.
+    """
     from vllm_autoprune.serving.models.pruned_model import PrunedModel
 
     (model,) = llm.apply_model(lambda model: model)
     assert isinstance(model, PrunedModel) and model.autoprune is not None
     vision = model.autoprune
-    encode, tiles = vision.encode, list[_EncodedTiles]()
+    encode, tiles = vision.encode, list[tuple[Tensor, "ImageFeatures"]]()
 
     def encode_and_record(images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        features = encode(images)
-        pixels = images[0]["pixel_values"]
+        features, pixels = encode(images), images[0]["pixel_values"]
         if pixels.ndim >= 3:
             tiles.append((pixels.reshape(-1, *pixels.shape[-3:]), features[0]))
         return features
@@ -229,7 +218,7 @@ def _record_tiles(llm: LLM) -> Iterator[list[_EncodedTiles]]:
 def _draw_regions(
     selections: Sequence[_Selection],
     image: Image.Image,
-    tiles: Sequence[_EncodedTiles],
+    tiles: Sequence[tuple[Tensor, ImageFeatures]],
     checkpoint: Path,
 ) -> list[Image.Image]:
     """What each region shows: the image, its tiles side by side, or one tile, cropped."""
@@ -245,8 +234,8 @@ def _draw_regions(
     if len(pictures) == 1:
         return pictures * len(selections)
     budget = sum(policy.budget for policy, _, _ in selections)
-    if shown := find_tiles_of_regions(features, len(pictures), budget):
-        return [pictures[tile] for tile in shown]
+    if numbers := find_tiles_of_regions(features, len(pictures), budget):
+        return [pictures[tile] for tile in numbers]
     width, height = pictures[0].size
     joined = Image.new("RGB", (width * len(pictures), height))
     for number, picture in enumerate(pictures):
@@ -270,46 +259,34 @@ def restore_picture(pixels: Tensor, mean: Sequence[float], std: Sequence[float])
 
 
 @torch.no_grad()
-def trace_images(
-    policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens
-) -> tuple[Trace, ...]:
-    """Trace each of the B images, of which ``refined`` is the result of ``policy``."""
+def trace_image(policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens) -> Trace:
+    """Trace one image, of which ``refined`` is the result of ``policy``."""
     policy = policy.at(tokens.count, tokens.grid.tiles)
-    calls = policy.state.scoring.signals if refined.quality is not None else ()
-    view = policy.state.ranked(tokens)
-    view = run(VisualTokens, policy.state.source.tokens, view) if calls else tokens
-    signals = [
-        (call.atom, call.weight, min_max_normalise(run_signal(call, view, refined.reference)))
-        for call in calls
-        if call.weight > 0
-    ]
-    core = policy.core if policy.budget < tokens.count else 0
-    # With a core, two policies merge, each into its own part.
-    merges = policy.core == 0 and policy.budget < tokens.count
-    owners = find_owners(policy.state.reassembly, tokens, refined.indices) if merges else None
-    traces = []
-    for image in range(tokens.batch):
-        fallback = int(refined.fallback[image])
-        reference = tuple(refined.reference[image].tolist())
-        kept = tuple(sorted(refined.indices[image].tolist()))
-        # A fallback merges nothing.
-        row = [] if owners is None or fallback else owners[image].tolist()
-        traces.append(
-            Trace(
-                grid=tokens.grid,
-                reference=reference,
-                kept=kept,
-                left=tuple(sorted(set(reference) - set(kept))),
-                entered=tuple(sorted(set(kept) - set(reference))),
-                extra=refined.extra,
-                signals=tuple(
-                    SignalTrace(atom, weight, tuple(values[image].tolist()))
-                    for atom, weight, values in signals
-                ),
-                quality=None if refined.quality is None else tuple(refined.quality[image].tolist()),
-                fallback=FALLBACKS[fallback],
-                core=tuple(refined.indices[image, :core].tolist()),
-                owners=tuple(row) if any(owner >= 0 for owner in row) else (),
-            )
-        )
-    return tuple(traces)
+    prunes = policy.budget < tokens.count
+    quality = None if refined.quality is None else tuple(refined.quality[0].tolist())
+    signals = []
+    if quality is not None:
+        ranked = policy.state.ranked(tokens)
+        view = run(VisualTokens, policy.state.source.tokens, ranked)
+        for call in policy.state.scoring.signals:
+            if call.weight > 0:
+                values = min_max_normalise(run_signal(call, view, refined.reference))
+                signals.append(SignalTrace(call.atom, call.weight, tuple(values[0].tolist())))
+    indices, reference = refined.indices[0].tolist(), refined.reference[0].tolist()
+    fallback, owners = int(refined.fallback[0]), list[int]()
+    # A fallback merges nothing; with a core, two policies merge, each into its own part.
+    if prunes and not policy.core and not fallback:
+        owners = find_owners(policy.state.reassembly, tokens, refined.indices)[0].tolist()
+    return Trace(
+        grid=tokens.grid,
+        reference=tuple(reference),
+        kept=tuple(sorted(indices)),
+        left=tuple(sorted(set(reference) - set(indices))),
+        entered=tuple(sorted(set(indices) - set(reference))),
+        extra=refined.extra,
+        signals=tuple(signals),
+        quality=quality,
+        fallback=FALLBACKS[fallback],
+        core=tuple(sorted(indices[: policy.core])) if prunes else (),
+        owners=tuple(owners) if max(owners, default=-1) >= 0 else (),
+    )

@@ -59,7 +59,7 @@ class MiniLlava(Yardstick):
 
     @cached_property
     def _vision(self) -> LlavaVision:
-        return LlavaVision(self._checkpoint / "llava", None)
+        return LlavaVision(self._checkpoint / "llava")
 
     @property
     def llava(self) -> LlavaForConditionalGeneration:

@@ -35,7 +35,6 @@ from tests.serving.engine import (
 from tests.serving.scenarios import Report, Runner, scenario
 from vllm_autoprune import materialize, refine
 from vllm_autoprune.checkpoint import LlavaVision
-from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 
@@ -79,7 +78,7 @@ def base_policies() -> Report:
     report["policies"] = {}
     release(llm)
     llm = start({**STATE, "requests": "states"}, **SMALL)
-    offline = LlavaVision(LLAVA, read_text_tower(str(CLIP)), dtype="float32")
+    offline = LlavaVision(LLAVA, CLIP, dtype="float32")
     seen = watch()
     meter = model_of(llm).autoprune_reporter.meter
     for name in BASE_POLICIES:
