@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TypeVar
@@ -37,6 +37,7 @@ from vllm_autoprune.tpdsl.refine import (
     condition_exchange,
     give_core,
     give_kept,
+    join_parts,
     keep_evenly,
     pool_tokens,
 )
@@ -155,29 +156,77 @@ def select_region(
     if plan.keep == "random":
         seeds = [plan.key for plan in plans]
         return select_at_random(share.rows, _projected_only(regions), seeds, share.before)
-    policy = share.policy(context.served.policy_for_plan(plan))
-    try:
-        tokens = _tokens(context, policy, plans, regions)
-        if context.first_check is not None and not plan.profile:
-            policy = context.first_check.replace_unsafe(policy, tokens)
-        earlier = _given(context, policy, plans, images, at, tokens)
-    except Exception as error:  # as in select_with_fallback(): the engine has to live
-        context.reporter.report_error(error)
-        refined = keep_evenly(share.rows, _projected_only(regions))
-        context.reporter.report(refined.fallback, "error")
-        return refined
-    if earlier is not None and plan.part == "delta":
-        policy = delta_policy(policy)
+    image_policy = context.served.policy_for_plan(plan)
+    policy = share.policy(image_policy)
     keys = _keys(context, plans, images, at)
-    known = [context.cores.indices(key) for key in keys]
     errors = dict(context.reporter.meter.errors)
-    refined = select_with_fallback(policy, tokens, context.reporter, earlier, known)
+    before: list[Tensor] = []
+    if plan.part == "whole" and policy.core and share.rows < regions[0].grid.tokens:
+        # An image that is one item keeps what its core and its delta keep as two.
+        items = zip(*(plan.split(image_policy.core) for plan in plans), strict=True)
+        refined, *delta = _select_parts(context, [*items], images, at)
+        if delta:
+            refined = join_parts(refined, delta[0])
+    else:
+        try:
+            before += _kept_before(context, plans, images, at)
+            tokens = _tokens(context, policy, plans, regions)
+            if context.first_check is not None and not plan.profile:
+                policy = context.first_check.replace_unsafe(policy, tokens)
+            earlier = _given(context, policy, plans, images, at, tokens, before)
+        except Exception as error:  # as in select_with_fallback(): the engine has to live
+            context.reporter.report_error(error)
+            bare = _projected_only(regions)
+            earlier = give_kept(bare, torch.cat(before, dim=1)) if before else None
+            refined = keep_evenly(share.rows, bare, earlier)
+            context.reporter.report(refined.fallback, "error")
+            return refined
+        if earlier is not None and plan.part == "delta":
+            policy = delta_policy(policy)
+        known = [context.cores.indices(key) for key in keys]
+        refined = select_with_fallback(policy, tokens, context.reporter, earlier, known)
     # After an exception a later selection may succeed, so its tokens are remembered only where
     # other items are chosen after them. Values that are not finite lead to the same ones each time.
     precedes = plan.part in ("core", "recall") or context.served.rules.recall > 0
     if precedes or context.reporter.meter.errors == errors:
         _remember(context, keys, refined.indices)
     return refined
+
+
+def _select_parts(
+    context: SelectionContext,
+    items: Sequence[Sequence[ItemPlan]],
+    images: Sequence[ImageFeatures],
+    at: int,
+) -> Iterator[RefinedTokens]:
+    """Select of one region what each item of the images keeps of it, if any."""
+    for plans in items:
+        share = share_over_regions(context.served, plans[0], images[0])[at]
+        if share.rows > 0:
+            yield select_region(context, plans, images, at, share)
+
+
+def _kept_before(
+    context: SelectionContext,
+    plans: Sequence[ItemPlan],
+    images: Sequence[ImageFeatures],
+    at: int,
+) -> Iterator[Tensor]:
+    """Indices ``(B, A)`` that each of the items before these keeps of the region, if any.
+
+    As they were chosen when the items were computed, or anew where that is not remembered.
+    """
+    for items in zip(*(plan.items_before() for plan in plans), strict=True):
+        keys = _keys(context, items, images, at)
+        known = [context.cores.indices(key) for key in keys]
+        if any(indices is None for indices in known):
+            refined = next(_select_parts(context, [items], images, at), None)
+            if refined is None:
+                continue
+            chosen = refined.indices
+            known = [chosen[i] if indices is None else indices for i, indices in enumerate(known)]
+            _remember(context, keys, _present(known))
+        yield torch.stack(_present(known))
 
 
 def _given(
@@ -187,38 +236,16 @@ def _given(
     images: Sequence[ImageFeatures],
     at: int,
     tokens: VisualTokens,
+    before: Sequence[Tensor],
 ) -> Given | None:
-    """The tokens of this region that the images keep already; None where they keep none."""
-    before = list(zip(*(plan.items_before() for plan in plans), strict=True))
-    kept = [
-        indices for items in before if (indices := _kept(context, items, images, at)) is not None
-    ]
-    if not kept:
+    """The tokens of this region that the images keep already, as the policy reads them."""
+    if not before:
         return None
     if plans[0].part == "recall":
-        return give_kept(tokens, torch.cat(kept, dim=1))
-    core = give_core(policy, tokens, kept[0])
-    return _conditioned(context, policy, tokens, core, _keys(context, before[0], images, at))
-
-
-def _kept(
-    context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures], at: int
-) -> Tensor | None:
-    """Indices ``(B, A)`` that items of these images keep of the region, None where they keep none.
-
-    As they were chosen when the items were computed, or anew where that is not remembered.
-    """
-    keys = _keys(context, plans, images, at)
-    known = [context.cores.indices(key) for key in keys]
-    if all(indices is not None for indices in known):
-        return torch.stack(_present(known))
-    share = share_over_regions(context.served, plans[0], images[0])[at]
-    if share.rows == 0:
-        return None
-    chosen = select_region(context, plans, images, at, share).indices
-    known = [chosen[i] if indices is None else indices for i, indices in enumerate(known)]
-    _remember(context, keys, _present(known))
-    return torch.stack(_present(known))
+        return give_kept(tokens, torch.cat([*before], dim=1))
+    cores = [next(plan.items_before()) for plan in plans]
+    core = give_core(policy, tokens, before[0])
+    return _conditioned(context, policy, tokens, core, _keys(context, cores, images, at))
 
 
 def _conditioned(

@@ -17,11 +17,9 @@ from vllm_autoprune.serving.plan import NO_KEY, Choice, ItemPlan, Key
 from vllm_autoprune.serving.served_state import PlanRules
 from vllm_autoprune.serving.worker.tensor_parallel import broadcast_rank_zero, world_size
 from vllm_autoprune.tpdsl.base_policy import FALLBACKS, Given, RefinedTokens, TokenSelection
-from vllm_autoprune.tpdsl.materialize import PruningPolicy, core_policy, delta_policy
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.refine import (
     assemble_rows,
-    give_core,
-    join_parts,
     keep_all,
     keep_evenly,
     keep_indices,
@@ -262,8 +260,6 @@ def select_with_fallback(
     because vLLM warms up on a CPU outside of its inference mode.
     """
     policy = policy.at(tokens.count, tokens.grid.tiles)
-    if policy.core and policy.budget < tokens.count:
-        return _select_parts(policy, tokens, reporter, known)
     any_known = any(indices is not None for indices in known)
     reason: _FallbackReason = "scores"
     try:
@@ -292,29 +288,6 @@ def _prefer(known: Sequence[Tensor | None], indices: Tensor) -> Tensor:
     """Indices ``(B, P)`` with those of images of which as many are known replaced by them."""
     rows = zip(indices.unbind(), known, strict=True)
     return torch.stack([a if b is None or len(b) != len(a) else b for a, b in rows])
-
-
-def _select_parts(
-    policy: PruningPolicy,
-    tokens: VisualTokens,
-    reporter: FallbackReporter,
-    known: Sequence[Tensor | None],
-) -> RefinedTokens:
-    """Core and delta of images that are one item of their prompts each."""
-    core_known = [None if indices is None else indices[: policy.core] for indices in known]
-    rest = [None if indices is None else indices[policy.core :] for indices in known]
-    core = select_with_fallback(
-        core_policy(policy.state, policy.core), tokens, reporter, known=core_known
-    )
-    if policy.core == policy.budget:
-        return core
-    try:
-        earlier = give_core(policy, tokens, core.indices)
-    except Exception as error:  # the engine must survive any failure of a policy
-        reporter.report_error(error)
-        return keep_evenly(policy.budget, tokens)
-    delta = select_with_fallback(delta_policy(policy), tokens, reporter, earlier, rest)
-    return join_parts(core, delta)
 
 
 def select_at_random(
