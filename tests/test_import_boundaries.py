@@ -15,24 +15,23 @@ PACKAGE = Path(vllm_autoprune.__file__).parent
 
 # What a room may import of the rooms beside it: arrows point down only. Of serving, sorted by
 # process: API server and worker are separate processes and never import each other.
-SHARED = {"hooks", "compat", "settings", "plan", "served_state"}
+SHARED = {"compat", "settings", "plan", "served_state"}
 CORE = {
     "ops": set[str](),
     "tpdsl": {"ops", "backbones"},
     "base_policies": {"tpdsl", "ops"},
 }
 SERVING = {
-    "hooks": set[str](),
-    "compat": {"hooks"},
+    "compat": set[str](),
     "settings": {"compat"},
     "plan": {"compat"},
-    "served_state": {"hooks", "compat", "plan", "settings"},
-    "encoder_budget": {"hooks", "plan"},
+    "served_state": {"compat", "plan", "settings"},
+    "encoder_budget": {"compat", "plan"},
     "api": SHARED,
     "worker": SHARED,
     "models": SHARED | {"api", "worker"},
     "startup": SHARED | {"api", "models"},
-    "plugin": {"hooks", "compat", "settings", "startup"},
+    "plugin": {"compat", "settings", "startup"},
 }
 # All packages of the repository, lowest first: a package imports itself and those of lower layers.
 LAYERS = (

@@ -18,8 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from vllm_autoprune import serving
-from vllm_autoprune.serving.compat import vllm_version
-from vllm_autoprune.serving.hooks import collect_hooks
+from vllm_autoprune.serving.compat import collect_hooks, vllm_version
 
 _DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 

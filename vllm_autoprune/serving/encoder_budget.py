@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
-from vllm_autoprune.serving.hooks import depends_on
+from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.plan import peek_plan
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.serving.hooks import depends_on
+from vllm_autoprune.serving.compat import depends_on
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

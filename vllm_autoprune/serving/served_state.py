@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from vllm.config import CacheConfig
 
 from vllm_autoprune.errors import BudgetError, Problem, StateError
-from vllm_autoprune.serving.compat import attach, get_attachment
-from vllm_autoprune.serving.hooks import depends_on
+from vllm_autoprune.serving.compat import attach, depends_on, get_attachment
 from vllm_autoprune.serving.plan import (
     MAX_CACHED_STATES,
     Chooser,
@@ -330,8 +329,13 @@ class _MetricsSetup:
 
 def attach_metrics_setup(vllm_config: VllmConfig) -> None:
     """Create the setup and put it on the model config; before workers start."""
-    setup = _MetricsSetup(_shared_folder(), _kv_bytes(vllm_config))
-    attach(vllm_config.model_config, _METRICS_SETUP, setup)
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    model = vllm_config.model_config
+    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
+    heads = model.get_total_num_kv_heads() * model.get_head_size()
+    kv_bytes = int(2 * model.get_total_num_hidden_layers() * heads * dtype.itemsize)
+    attach(model, _METRICS_SETUP, _MetricsSetup(_shared_folder(), kv_bytes))
 
 
 def find_metrics_setup(model_config: ModelConfig) -> _MetricsSetup | None:
@@ -354,12 +358,3 @@ def _shared_folder() -> str:
 
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 """Kept until the process ends, which removes them."""
-
-
-def _kv_bytes(vllm_config: VllmConfig) -> int:
-    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
-
-    model = vllm_config.model_config
-    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
-    heads = model.get_total_num_kv_heads() * model.get_head_size()
-    return int(2 * model.get_total_num_hidden_layers() * heads * dtype.itemsize)

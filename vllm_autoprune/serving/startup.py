@@ -17,18 +17,17 @@ from vllm_autoprune.serving.compat import (
     api,
     attach,
     get_attachment,
+    require_hooks,
     require_vllm,
     uses_rust_frontend,
     worker,
 )
-from vllm_autoprune.serving.hooks import require_hooks
 from vllm_autoprune.serving.models import BACKBONES, UNSERVED, Backbone
 from vllm_autoprune.serving.plan import peek_plan
 from vllm_autoprune.serving.served_state import (
     ATTRIBUTE,
     NEEDS,
     ServedState,
-    UnavailableInputs,
     attach_kv_blocks,
     attach_metrics_setup,
     replace_unsafe_state,
@@ -122,12 +121,19 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     Raises :class:`ConfigError` before any weight is loaded. Where the settings came from the
     command line the process ends with that message alone instead of a traceback.
     """
-    if vllm_config.model_config is None:
+    model_config, additional = vllm_config.model_config, vllm_config.additional_config
+    if model_config is None:
         return
-    additional = _take_settings(vllm_config)
-    if SETTINGS_KEY not in additional:
+    waiting = get_attachment(model_config, _WAITING_SETTINGS)
+    if waiting is not None:
+        attach(model_config, _WAITING_SETTINGS, None)
+    if isinstance(additional, Mapping) and SETTINGS_KEY in additional:
+        # Out of additional_config before vLLM hashes it: the compiled graphs do not depend on it.
+        vllm_config.additional_config = {k: v for k, v in additional.items() if k != SETTINGS_KEY}
+        waiting = additional
+    if not isinstance(waiting, Mapping):
         return
-    settings = additional[SETTINGS_KEY]
+    settings = waiting[SETTINGS_KEY]
     try:
         require_vllm()
         served = resolve_settings(settings, vllm_config)
@@ -137,24 +143,11 @@ def apply_settings(vllm_config: VllmConfig) -> None:
         if isinstance(settings, Mapping) and settings.get("from_flags"):
             raise SystemExit(f"\nvllm-autoprune: {error}") from None
         raise
-    attach(vllm_config.model_config, _ACTIVATION, _Activation(served.architecture))
-    attach(vllm_config.model_config, ATTRIBUTE, served)
+    attach(model_config, _ACTIVATION, _Activation(served.architecture))
+    attach(model_config, ATTRIBUTE, served)
     attach_metrics_setup(vllm_config)
     attach_kv_blocks(vllm_config)
     logger.info("%s", format_summary(served))
-
-
-def _take_settings(vllm_config: VllmConfig) -> Mapping[str, object]:
-    """The settings under their key, if there are any to apply; removed from where they were."""
-    attached = get_attachment(vllm_config.model_config, _WAITING_SETTINGS)
-    if attached is not None:
-        attach(vllm_config.model_config, _WAITING_SETTINGS, None)
-    additional = vllm_config.additional_config
-    if isinstance(additional, Mapping) and SETTINGS_KEY in additional:
-        # Out of additional_config before vLLM hashes it: the compiled graphs do not depend on it.
-        vllm_config.additional_config = {k: v for k, v in additional.items() if k != SETTINGS_KEY}
-        return additional
-    return attached if isinstance(attached, Mapping) else {}
 
 
 def resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
@@ -176,6 +169,11 @@ def resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
     except StateError as error:
         problems = [Problem(f"state#{p.where}", p.what, p.fix) for p in error.problems]
         raise ConfigError("cannot serve pruned", problems) from None
+    unavailable = tuple(
+        (need, f"{problem.where}: {problem.what}")
+        for need in NEEDS
+        for problem in _input_problems(vllm_config, backbone, {need})[:1]
+    )
     served = ServedState(
         architecture,
         state,
@@ -184,7 +182,7 @@ def resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         int(settings.feature_cache_gb * (1 << 30)),
         settings.budget is None and materialize(state).varies,
         settings.rules,
-        _find_unavailable(vllm_config, backbone),
+        unavailable,
     )
     if problems := _input_problems(vllm_config, backbone, served.needs):
         raise ConfigError("cannot serve pruned", problems)
@@ -222,31 +220,6 @@ def _find_backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[st
     return architecture, backbone
 
 
-def _find_unavailable(vllm_config: VllmConfig, backbone: Backbone) -> UnavailableInputs:
-    wrong = ((need, _input_problems(vllm_config, backbone, {need})) for need in NEEDS)
-    return tuple((need, f"{found[0].where}: {found[0].what}") for need, found in wrong if found)
-
-
-def _input_problems(
-    vllm_config: VllmConfig, backbone: Backbone, needs: Collection[Need]
-) -> list[Problem]:
-    """Problems of inputs that the checkpoint, or the way it is served, cannot provide."""
-    problems = backbone.input_problems(vllm_config.model_config.hf_config, needs)
-    # Features of the image, after the vision tower and its projector, are there in every mode.
-    hidden = [
-        Problem(flag, why, "serve without it, or a state that does not read this")
-        for hides, flag, why in _find_modes(vllm_config)
-        if not hides.isdisjoint(needs)
-    ]
-    return [*problems, *hidden]
-
-
-# Ways of serving that hide from the plugin what a state reads, each refused by its flag.
-
-
-_LMCACHE = Version("0.5.5")
-"""The oldest LMCache that keeps a whole identity; 0.5.4 keeps 16 bits of it."""
-
 _INSIDE_THE_TOWER: frozenset[Need] = frozenset(
     {"cls_attention", "encoder", "merger_input", "tower", "next_layer"}
 )
@@ -255,27 +228,43 @@ _INSIDE_THE_TOWER: frozenset[Need] = frozenset(
 _QUESTION: frozenset[Need] = frozenset({"instruction", "words", "language"})
 """What is made of the question."""
 
+_LANGUAGE: frozenset[Need] = frozenset({"language"})
 
-def _find_modes(vllm_config: VllmConfig) -> Iterator[tuple[frozenset[Need], str, str]]:
-    """Ways of serving that are on: the inputs that a state cannot have, the flag, and why."""
+
+def _input_problems(
+    vllm_config: VllmConfig, backbone: Backbone, needs: Collection[Need]
+) -> list[Problem]:
+    """Problems of inputs that the checkpoint, or the way it is served, cannot provide.
+
+    Features of the image, after the vision tower and its projector, are there in every mode.
+    """
+    modes: list[tuple[frozenset[Need], str, str]] = []
+    """Ways of serving that are on: what they hide from the plugin, the flag, and why."""
     if vllm_config.lora_config is not None:
         why = "the state reads the language model's first layers, which are run without adapters"
-        yield frozenset({"language"}), "--enable-lora", why
+        modes.append((_LANGUAGE, "--enable-lora", why))
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         why = "the state reads the language model's first layers on every rank"
-        yield frozenset({"language"}), "--pipeline-parallel-size", why
+        modes.append((_LANGUAGE, "--pipeline-parallel-size", why))
     multimodal = vllm_config.model_config.multimodal_config
     # vLLM has reset it to "weights" where the model cannot do it.
     if multimodal is not None and multimodal.mm_encoder_tp_mode == "data":
         why = "a rank encodes some images, and the state reads the vision tower of all of them"
-        yield _INSIDE_THE_TOWER, "--mm-encoder-tp-mode data", why
+        modes.append((_INSIDE_THE_TOWER, "--mm-encoder-tp-mode data", why))
     for name in ("cudagraph_mm_encoder", "compile_mm_encoder"):
         if vars(vllm_config.compilation_config).get(name):
             why = "the state reads the inside of the vision tower, where hooks would not be called"
-            yield _INSIDE_THE_TOWER, f"--compilation-config {name}", why
+            modes.append((_INSIDE_THE_TOWER, f"--compilation-config {name}", why))
     if vllm_config.ec_transfer_config is not None:
         why = "images are encoded without their question, which the state reads"
-        yield _QUESTION, "--ec-transfer-config", why
+        modes.append((_QUESTION, "--ec-transfer-config", why))
+    fix = "serve without it, or a state that does not read this"
+    hidden = [Problem(flag, why, fix) for hides, flag, why in modes if not hides.isdisjoint(needs)]
+    return [*backbone.input_problems(vllm_config.model_config.hf_config, needs), *hidden]
+
+
+_LMCACHE = Version("0.5.5")
+"""The oldest LMCache that keeps a whole identity; 0.5.4 keeps 16 bits of it."""
 
 
 def _connector_problems(name: str, extra: object) -> Iterator[Problem]:

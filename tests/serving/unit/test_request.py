@@ -25,9 +25,8 @@ from vllm_autoprune.serving.api.request import (
     check_request,
     current_request,
     handling,
-    merge_headers,
+    join_headers,
     parse_request,
-    read_headers,
     refuse_misplaced,
 )
 from vllm_autoprune.serving.compat.api import check_requests
@@ -176,12 +175,12 @@ BUDGET, STATE = "x-autoprune-budget", "x-autoprune-state"
 )
 def test_a_header_says_what_the_entry_says_and_agrees_with_it(text: str, budget: object) -> None:
     fields: dict[str, object] = {"budget": budget, "state": "visionzip"}
-    assert read_headers([(BUDGET, text), (STATE, "visionzip")]) == fields
+    headers = [(BUDGET, text), (STATE, "visionzip")]
     for entry in (None, {}, {"budget": None}, {"budget": budget}, {"state": "visionzip"}):
-        assert merge_headers(entry, fields) == fields
-    assert merge_headers({"keep": "state"}, fields) == {"keep": "state", **fields}
+        assert join_headers(entry, headers) == fields
+    assert join_headers({"keep": "state"}, headers) == {"keep": "state", **fields}
     with pytest.raises(RequestError, match="send one of the two"):
-        merge_headers({"budget": 63}, fields)
+        join_headers({"budget": 63}, headers)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +196,7 @@ def test_a_header_says_what_the_entry_says_and_agrees_with_it(text: str, budget:
 )
 def test_a_malformed_header_is_refused_on_a_short_line(headers: list[tuple[str, str]]) -> None:
     with pytest.raises(RequestError) as caught:
-        read_headers(headers)
+        join_headers({}, headers)
     (problem,) = caught.value.problems
     assert problem.where.startswith("header x-autoprune")
     assert problem.fix and len(str(problem)) < 200

@@ -15,9 +15,15 @@ from tests.serving.unit.samples import LLAVA, places, refusal, served, vllm_conf
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune import ConfigError
 from vllm_autoprune.errors import Problem
-from vllm_autoprune.serving import compat, hooks, plugin, startup
-from vllm_autoprune.serving.compat import api, worker
-from vllm_autoprune.serving.hooks import Hook, collect_hooks, find_missing_names, require_hooks
+from vllm_autoprune.serving import compat, plugin, startup
+from vllm_autoprune.serving.compat import (
+    Hook,
+    api,
+    collect_hooks,
+    find_missing_names,
+    require_hooks,
+    worker,
+)
 from vllm_autoprune.serving.models import BACKBONES, UNSERVED
 from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.settings import TextTower
@@ -348,8 +354,8 @@ def test_names_and_modules_that_this_vllm_lacks_are_refused(
         Hook("json", ("paint",), "the picture", only="Painter"),
         Hook("no_such_module", ("a", "b"), "a test"),
     ]
-    monkeypatch.setattr(hooks, "_declared", known)
-    monkeypatch.setattr(hooks, "_USERS", ())
+    monkeypatch.setattr(compat, "_declared", known)
+    monkeypatch.setattr(compat, "_USERS", ())
     with pytest.raises(ConfigError) as caught:
         require_hooks("Dancer", "no_such_family")
     ours, song, dance, theirs = caught.value.problems

@@ -21,8 +21,13 @@ from vllm_autoprune.cli.flags import Command
 from vllm_autoprune.cli.output import WIDTH, format_table, print_result
 from vllm_autoprune.errors import AutopruneError, ConfigError
 from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
-from vllm_autoprune.serving.compat import require_vllm, uses_rust_frontend, vllm_version
-from vllm_autoprune.serving.hooks import collect_hooks, find_missing_names
+from vllm_autoprune.serving.compat import (
+    collect_hooks,
+    find_missing_names,
+    require_vllm,
+    uses_rust_frontend,
+    vllm_version,
+)
 from vllm_autoprune.serving.plugin import DISABLE, disabled
 from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states

@@ -17,8 +17,7 @@ from prometheus_client import Counter
 
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.request import OFFLINE_FIX, count_refused_request, refuse_misplaced
-from vllm_autoprune.serving.compat import patch
-from vllm_autoprune.serving.hooks import depends_on
+from vllm_autoprune.serving.compat import depends_on, patch
 from vllm_autoprune.serving.plan import FIELD, Chooser, ItemPlan, make_feature_key, plan_error
 from vllm_autoprune.serving.served_state import PlanRules, served_state
 

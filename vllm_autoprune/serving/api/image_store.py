@@ -14,8 +14,7 @@ from vllm.multimodal.cache import LruKeyReplicatedSenderCache
 from vllm.multimodal.cache.base import BaseMultiModalProcessorCache
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
-from vllm_autoprune.serving.compat import patch
-from vllm_autoprune.serving.hooks import depends_on
+from vllm_autoprune.serving.compat import depends_on, patch
 from vllm_autoprune.serving.plan import FIELD
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.serving.api.request import RecallTurn, request_error
-from vllm_autoprune.serving.hooks import depends_on
+from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.plan import MAX_RECALLS, ItemPlan, Part, split_over_parts
 from vllm_autoprune.tpdsl.cost import state_cost
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET

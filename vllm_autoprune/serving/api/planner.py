@@ -35,7 +35,7 @@ from vllm_autoprune.serving.api.layout import (
     split_slots,
 )
 from vllm_autoprune.serving.api.request import PruningRequest, parse_request, request_error
-from vllm_autoprune.serving.hooks import depends_on
+from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.plan import (
     LANGUAGE_IDS,
     NO_KEY,

@@ -35,7 +35,7 @@ from vllm_autoprune.serving.api.request import (
     count_refused_request,
     request_error,
 )
-from vllm_autoprune.serving.hooks import depends_on
+from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.plan import FIELD
 from vllm_autoprune.serving.served_state import served_state
 

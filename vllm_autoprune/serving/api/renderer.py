@@ -28,8 +28,8 @@ from vllm_autoprune.serving.api.request import (
     RecallTurn,
     refuse_misplaced,
 )
+from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.compat.api import allow_mm_kwarg
-from vllm_autoprune.serving.hooks import depends_on
 from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:

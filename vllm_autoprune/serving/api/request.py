@@ -273,48 +273,39 @@ class KeepRequest:
             await self._app(scope, receive_and_keep if keeps else receive, send)
 
 
-def read_headers(headers: list[tuple[str, str]]) -> dict[str, object]:
-    """The fields that headers set; raises RequestError where one is unknown, malformed or twice."""
+def join_headers(entry: object, headers: list[tuple[str, str]]) -> object:
+    """The entry of a request with the fields that its headers set.
+
+    Raises RequestError where a header is unknown, malformed or sent twice, or where the entry has
+    its field with another value.
+    """
     fields: dict[str, object] = {}
     problems = []
     for name, text in headers:
-        where, known = f"header {_shorten(name)}", name.removeprefix(f"{_PREFIX}-")
+        known = name.removeprefix(f"{_PREFIX}-")
+        problem = None
         if known not in _HEADERS:
             fix = " or ".join(f"{_PREFIX}-{name}" for name in _HEADERS)
-            problems.append(Problem(where, "is not a known header", f"send {fix}"))
-            continue
-        if known in fields:
-            problems.append(Problem(where, "is sent more than once", "send it once"))
-            continue
-        try:
-            fields[known] = text if known == "state" else json.loads(text)
-            parse_request(dict(fields))
-            malformed = fields[known] in (None, "")
-        except (ValueError, RecursionError):
-            malformed = True
-        if malformed:
-            fields[known] = None
-            problems.append(Problem(where, f"is {_shorten(text)!r}", f"give {_HEADERS[known]}"))
+            problem = "is not a known header", f"send {fix}"
+        elif known in fields:
+            problem = "is sent more than once", "send it once"
+        else:
+            try:
+                fields[known] = text if known == "state" else json.loads(text)
+                parse_request({known: fields[known]})
+            except (ValueError, RecursionError):
+                fields[known] = None
+            if fields[known] in (None, ""):
+                problem = f"is {_shorten(text)!r}", f"give {_HEADERS[known]}"
+            elif isinstance(entry, dict) and entry.get(known) not in (None, fields[known]):
+                problem = "contradicts the body", "send one of the two"
+        if problem is not None:
+            problems.append(Problem(f"header {_shorten(name)}", *problem))
     if problems:
         raise RequestError("request", problems)
-    return fields
-
-
-def merge_headers(entry: object, fields: dict[str, object]) -> object:
-    """The entry of a request with the fields of its headers.
-
-    A field in both places has to have one value: raises RequestError otherwise.
-    """
-    if not isinstance(entry, dict):
-        return fields if entry is None else entry  # no object: refused with a reason of its own
-    problems = [
-        Problem(f"header {_PREFIX}-{name}", "contradicts the body", "send one of the two")
-        for name, value in fields.items()
-        if entry.get(name) not in (None, value)
-    ]
-    if problems:
-        raise RequestError("request", problems)
-    return {**entry, **fields}
+    if entry is None:
+        return fields or None
+    return {**entry, **fields} if isinstance(entry, dict) else entry
 
 
 # Pruning fields of a request that stand where nothing reads them, answered instead of ignored.
@@ -358,11 +349,12 @@ def check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) 
             refuse_misplaced(body, {}, _HEADER_FIX)
         if REQUEST_FIELD in kwargs:
             parse_request(kwargs[REQUEST_FIELD])
-        if fields := {} if sent is None else read_headers(sent.headers):
-            kwargs = {**kwargs, REQUEST_FIELD: merge_headers(kwargs.get(REQUEST_FIELD), fields)}
-            vars(request)[KWARGS] = kwargs  # not every request declares it
-        if REQUEST_FIELD in kwargs and not (trusted or served.rules.explicit):
-            where = f"header {_PREFIX}-{next(iter(fields))}" if fields else ENTRY
+        headers = [] if sent is None else sent.headers
+        entry = join_headers(kwargs.get(REQUEST_FIELD), headers)
+        if headers:
+            vars(request)[KWARGS] = {**kwargs, REQUEST_FIELD: entry}  # not all declare it
+        if (headers or REQUEST_FIELD in kwargs) and not (trusted or served.rules.explicit):
+            where = f"header {headers[0][0]}" if headers else ENTRY
             what = f"this server's requests may set nothing, because no {REQUESTS_FLAG} is given"
             raise _refuse(where, what, f"leave it out, or serve with {REQUESTS_FLAG} budget")
     except RequestError:

@@ -1,32 +1,33 @@
-"""Every patch of vLLM's internals: why it is needed, and when it can be removed.
+"""What the plugin depends on in vLLM: versions, names, patches of its internals.
 
-Here is what several processes use; :mod:`.api` patches the API server, :mod:`.worker` the engine
-core and its workers.
+A name that is imported says so by its import. What is patched, overridden or called as an attribute
+is declared by :func:`depends_on` beside the code that does it. Every patch says why it is needed,
+and when it can be removed; here is what several processes use, :mod:`.api` patches the API server,
+:mod:`.worker` the engine core and its workers.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
+import operator
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from packaging.version import Version
 
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.serving.hooks import depends_on
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 LOWEST, BELOW = Version("0.32"), Version("0.34")
-"""The hooks below were read in these releases; another one needs a look at each of them."""
-
-F = TypeVar("F", bound=Callable[..., object])
-
-MARK = "_vllm_autoprune_shim"
-"""Attribute of a function that replaces one of vLLM's."""
+"""Names and patches were read in these releases; another one needs a look at each of them."""
 
 
 def vllm_version() -> Version:
@@ -36,19 +37,136 @@ def vllm_version() -> Version:
             return Version(Version(importlib.metadata.version(name)).base_version)
         except importlib.metadata.PackageNotFoundError:
             continue
-    raise ConfigError(
-        "vLLM", [Problem("vllm", "not installed", f"install vllm>={LOWEST},<{BELOW}")]
-    )
+    problem = Problem("vllm", "not installed", f"install vllm>={LOWEST},<{BELOW}")
+    raise ConfigError("vLLM", [problem])
 
 
 def require_vllm() -> None:
-    """Refuse a vLLM version outside the range in which the hooks were checked."""
+    """Refuse a vLLM version outside the range in which names and patches were checked."""
     version = vllm_version()
     if not LOWEST <= version < BELOW:
         what = f"version {version} is outside >={LOWEST},<{BELOW}"
-        raise ConfigError(
-            "vLLM", [Problem("vllm", what, "install a version in the range, or another plugin")]
-        )
+        fix = "install a version in the range, or another plugin"
+        raise ConfigError("vLLM", [Problem("vllm", what, fix)])
+
+
+# Names within vLLM: declared where they are used, looked up at start-up and by the doctor.
+
+
+_ROOM = "vllm_autoprune.serving"
+
+_USERS = (
+    *("plugin", "compat.api", "compat.worker", "encoder_budget", "served_state"),
+    *("api.engine_requests", "api.image_store", "api.planner", "api.processor", "api.renderer"),
+)
+"""Modules whose names every server needs; a backbone's module comes to them."""
+
+_FAMILIES = ("llava", "qwen", "tiled")
+"""Modules of backbones."""
+
+WORKER = "worker"
+_FIX = "install a released vLLM in the supported range, and see `vllm-autoprune doctor`"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """Names in ``module``, dotted for attributes, that ``used_by`` depends on."""
+
+    module: str
+    names: tuple[str, ...]
+    used_by: str
+    only: str = ""
+    """The stock model class, or ``"worker"``, that alone relies on them; empty: every server."""
+
+
+_declared: list[Hook] = []
+
+
+def depends_on(place: str, *names: str, only: str = "") -> Callable[[F], F]:
+    """Declare names that the decorated function or class depends on.
+
+    ``place`` is what has them: a vLLM module, or ``module:Class``.
+    """
+    module, _, owner = place.partition(":")
+    if owner:
+        names = tuple(f"{owner}.{name}" for name in names)
+
+    def declare(user: F) -> F:
+        where = user.__module__.removeprefix(f"{_ROOM}.")
+        purpose = (inspect.getdoc(user) or user.__qualname__).partition("\n")[0]
+        _declared.append(Hook(module, names, f"{where}: {purpose}", only))
+        return user
+
+    return declare
+
+
+def declare_model(stock: type, methods: Sequence[str], merger: str = "") -> None:
+    """Declare the names that serving a model class pruned depends on.
+
+    ``methods`` are those of the class beyond what every model needs; ``merger`` is the class of its
+    patch merger, which is called with what states rank before it.
+    """
+    kind = stock.__name__
+    common = ("_processor_factory", "embed_multimodal", "load_weights")
+    names = [f"{kind}.{name}" for name in (*common, *methods)]
+    module, _, merger_kind = merger.rpartition(".")
+    if module:
+        where = f"vllm.model_executor.models.{module}"
+        _declared.append(Hook(where, (f"{merger_kind}.forward",), "models: merger", kind))
+    elif merger:
+        names.append(f"{merger}.forward")
+    _declared.append(Hook(stock.__module__, tuple(names), f"models: {kind}", kind))
+
+
+def collect_hooks(families: Sequence[str] = _FAMILIES) -> tuple[list[Hook], list[Problem]]:
+    """All names that are declared, and the modules of ours that this vLLM cannot import."""
+    problems = []
+    for user in (*_USERS, *(f"models.{family}" for family in families)):
+        try:
+            importlib.import_module(f"{_ROOM}.{user}")
+        except Exception as error:  # a broken installation may raise anything
+            what = f"cannot be imported ({type(error).__name__}: {error})"
+            problems.append(Problem(f"{_ROOM}.{user}", what, _FIX))
+    return _declared, problems
+
+
+def find_missing_names(hook: Hook) -> tuple[str, ...]:
+    """The names of a hook that this vLLM lacks; the module itself where its import fails."""
+    try:
+        module = importlib.import_module(hook.module)
+    except Exception as error:  # a broken installation may raise anything
+        return (f"{hook.module} ({type(error).__name__}: {error})",)
+    missing = []
+    for name in hook.names:
+        try:
+            operator.attrgetter(name)(module)
+        except AttributeError:
+            missing.append(name)
+    return tuple(missing)
+
+
+def require_hooks(stock: str, family: str) -> None:
+    """Raise if this vLLM lacks a name that serving this model class depends on.
+
+    Raises :class:`ConfigError` with every name. Within the versions that are allowed at all this
+    finds builds that differ from the release they name.
+    """
+    hooks, problems = collect_hooks([family])
+    problems += [
+        Problem(f"{hook.module}.{name}", f"is not there ({hook.used_by})", _FIX)
+        for hook in hooks
+        if hook.only in ("", stock)
+        for name in find_missing_names(hook)
+    ]
+    if problems:
+        raise ConfigError("this vLLM is not the one that the plugin was written for", problems)
+
+
+# Patches that several processes use.
+
+
+MARK = "_vllm_autoprune_shim"
+"""Attribute of a function that replaces one of vLLM's."""
 
 
 def patch(owner: type, name: str) -> Callable[[F], F]:

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from vllm_autoprune.errors import RequestError
-from vllm_autoprune.serving.compat import MARK, patch
-from vllm_autoprune.serving.hooks import depends_on
+from vllm_autoprune.serving.compat import MARK, depends_on, patch
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -7,8 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.serving.compat import patch
-from vllm_autoprune.serving.hooks import WORKER, depends_on
+from vllm_autoprune.serving.compat import WORKER, depends_on, patch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -17,6 +17,7 @@ from vllm.multimodal.utils import group_and_batch_mm_items
 
 from vllm_autoprune.serving.api.layout import Placeholders
 from vllm_autoprune.serving.api.processor import make_pruned_factories
+from vllm_autoprune.serving.compat import declare_model
 from vllm_autoprune.serving.compat.worker import (
     Encode,
     bound_encoder_calls,
@@ -24,7 +25,6 @@ from vllm_autoprune.serving.compat.worker import (
     embed_without_lora,
     prune_after_encoder_graphs,
 )
-from vllm_autoprune.serving.hooks import declare_model
 from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan, Key
 from vllm_autoprune.serving.served_state import (
     PlanRules,

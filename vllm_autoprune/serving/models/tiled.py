@@ -20,7 +20,7 @@ from vllm.model_executor.models.interns1 import InternS1ForConditionalGeneration
 from vllm.model_executor.models.smolvlm import SmolVLMForConditionalGeneration
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
-from vllm_autoprune.serving.hooks import depends_on
+from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
