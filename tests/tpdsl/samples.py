@@ -13,9 +13,6 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune import Grid, Instruction, PruningState, VisualTokens, load_state
-from vllm_autoprune.tpdsl.atoms.reassembly import BlendCall, ExchangeCall
-from vllm_autoprune.tpdsl.atoms.selectors import BoundedSelector
-from vllm_autoprune.tpdsl.atoms.source import ReferencePrior
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.registry import ATOMS
@@ -71,12 +68,18 @@ def call(name: str, **parameters: object) -> Any:
     return ATOMS[name].call.model_validate({"atom": name, **parameters})
 
 
+_ACTIVE: dict[str, Json] = {
+    "reassembly": {"strength": 0.5, "margin": 0.0},
+    "selection_constraints": {"q_e": 3},
+    "token_source_base_policy": {"floor": 0.5},
+}
+
+
 def active(name: str) -> Json:
     """The atom as JSON, with parameters at which it is not idle."""
-    kind, parameters = ATOMS[name].call, {"atom": name}
-    chosen = {BlendCall: ("strength", 0.5), ExchangeCall: ("margin", 0.0),
-              BoundedSelector: ("q_e", 3), ReferencePrior: ("floor", 0.5)}  # fmt: skip
-    return parameters | dict(pair for base, pair in chosen.items() if issubclass(kind, base))
+    atom, chosen = ATOMS[name], _ACTIVE.get(ATOMS[name].group, {})
+    taken = {key: value for key, value in chosen.items() if key in atom.call.parameters()}
+    return {"atom": name, **taken}
 
 
 TOWER_WIDTH, TEXT, START = 12, 6, 3

@@ -25,8 +25,8 @@ from vllm_autoprune.tpdsl.base_policy import (
 from vllm_autoprune.tpdsl.prefix import MOST_LAYERS
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
-VISUAL_PIVOTS = 4
-TEXT_PIVOTS = 4
+_VISUAL_PIVOTS = 4
+_TEXT_PIVOTS = 4
 
 _SLOTS = 32
 """Size of CPython's hash table for a set of five to eight small integers."""
@@ -54,7 +54,7 @@ def _native(params: DartParams, tokens: VisualTokens, budget: int) -> PublishedS
     Pivots are processed in the iteration order of a CPython set of their positions, as in the
     port; the order affects which tokens are kept.
     """
-    each = budget // (VISUAL_PIVOTS + TEXT_PIVOTS)
+    each = budget // (_VISUAL_PIVOTS + _TEXT_PIVOTS)
     start = tokens.require_language().start
     length, states = _pivot_norms_and_states(params, tokens)
     visual, words = _pivots(params, tokens, length)
@@ -109,10 +109,10 @@ def _pivots(params: DartParams, tokens: VisualTokens, length: Tensor) -> tuple[T
     strongest token is repeated [ours].
     """
     language = tokens.require_language()
-    visual = rank_descending(language.visual(length, tokens.count))[:, :VISUAL_PIVOTS]
+    visual = rank_descending(language.visual(length, tokens.count))[:, :_VISUAL_PIVOTS]
     text = language.text
     strength = language.textual(length, tokens.count).masked_fill(~text, -torch.inf)
-    words = rank_descending(strength)[:, :TEXT_PIVOTS]
+    words = rank_descending(strength)[:, :_TEXT_PIVOTS]
     words = torch.where(text.gather(1, words), words, words[:, :1])
     return visual, words + language.start + tokens.count
 

@@ -26,7 +26,7 @@ from vllm_autoprune.tpdsl.base_policy import (
 )
 from vllm_autoprune.tpdsl.tokens import Need, TileGroup, VisualTokens, join_groups, tile_groups
 
-Mode = Literal["patch", "cls", "qwen"]
+_Mode = Literal["patch", "cls", "qwen"]
 
 
 class PruneSIDParams(BasePolicyParams):
@@ -42,7 +42,7 @@ class PruneSIDParams(BasePolicyParams):
         description="similarity, in multiples of the mean, above which a token repeats a more "
         "attended one of its group; null: K / 32, as published",
     )
-    mode: Mode = Field(
+    mode: _Mode = Field(
         "patch",
         description="cls: one row is [CLS], as published; patch: K patches; qwen: projected tokens "
         "scored by their group's direction, as published for Qwen2-VL, without attention",

@@ -185,7 +185,7 @@ EXHAUSTED = 1e-10
 DIVISOR = 1e-12
 """Lower bound of a divisor: the residual of an anchor may be zero."""
 
-DEPENDENT = 1e-5
+_DEPENDENT = 1e-5
 """Residual at or below which a given token is a combination of those before it: what is left of its
 row is rounding."""
 
@@ -242,10 +242,10 @@ def condition(similarity: Tensor, fixed: Tensor, valid: Tensor | None = None) ->
     for step, at in enumerate(places.unbind(dim=1)):
         row = _conditioned_rows(similarity, factors, step, at)
         pivot = flat.index_select(0, at)[:, None]
-        adds = pivot > DEPENDENT
+        adds = pivot > _DEPENDENT
         if valid is not None:
             adds &= valid[:, step : step + 1]
-        row = torch.where(adds, row * pivot.clamp_min(DEPENDENT).rsqrt(), 0.0)
+        row = torch.where(adds, row * pivot.clamp_min(_DEPENDENT).rsqrt(), 0.0)
         columns[step].copy_(row)
         residual -= row * row
     ones = torch.ones_like(fixed) if valid is None else valid.to(fixed.dtype)

@@ -29,7 +29,7 @@ _ROWS = 576
 _CACHED = 2**18
 """Float32 numbers that fit in the cache: 1 MiB."""
 
-NONZERO_NORM = 1e-12
+_NONZERO_NORM = 1e-12
 """Lower bound of a norm that is divided by, for rows that were cast to float32."""
 
 _NONZERO = 1e-30
@@ -122,7 +122,7 @@ def cosines(features: Tensor, norm: Tensor) -> Tensor:
 def plain_cosines(rows: Tensor) -> Tensor:
     """Cosines ``(B, n, n)`` between rows ``(B, n, D)`` float32."""
     norm: Tensor = rows.norm(dim=-1, keepdim=True)
-    return cosines(rows, norm.clamp_min(NONZERO_NORM))
+    return cosines(rows, norm.clamp_min(_NONZERO_NORM))
 
 
 def _groups(batch: int, tokens: int, rows: int) -> Iterator[slice]:
@@ -200,14 +200,14 @@ def mean_of_neighbours(similarity: Tensor, height: int, width: int, radius: int)
 WeightMap = Literal["none", "minmax", "sigmoid"]
 """How a score becomes a weight."""
 
-EPSILON = 1e-6
+_EPSILON = 1e-6
 """Added to a variance, a range or a deviation that is divided by."""
 
 
 def scale_to_unit_variance(rows: Tensor) -> Tensor:
     """Rows ``(B, n, D)`` float32 with every channel divided by its deviation in the image."""
     deviations = [(image - image.mean(dim=0)).square().mean(dim=0) for image in rows]
-    return rows * (torch.stack(deviations)[:, None] + EPSILON).rsqrt()
+    return rows * (torch.stack(deviations)[:, None] + _EPSILON).rsqrt()
 
 
 def subtract_mean(rows: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def mean_dissimilarity(rows: Tensor) -> Tensor:
     Summed in float64: in concentrated spaces the means differ little, and where all tokens are
     alike they must not differ at all.
     """
-    directions = rows / rows.norm(dim=-1, keepdim=True).clamp_min(NONZERO_NORM)
+    directions = rows / rows.norm(dim=-1, keepdim=True).clamp_min(_NONZERO_NORM)
     means = []
     for image in directions:
         unit = image.double()
@@ -239,11 +239,11 @@ def map_weight(score: Tensor, kind: WeightMap) -> Tensor:
     if kind == "none":
         return ones.float()
     if kind == "minmax":
-        mapped = (score - low) / (spread + EPSILON)
+        mapped = (score - low) / (spread + _EPSILON)
     else:
         apart = score - score.mean(dim=1, keepdim=True)
         deviation = apart.square().mean(dim=1, keepdim=True).sqrt()
-        mapped = torch.sigmoid(apart / (deviation + EPSILON))
+        mapped = torch.sigmoid(apart / (deviation + _EPSILON))
     return torch.where(spread < FLAT, ones, mapped).float()
 
 

@@ -69,19 +69,9 @@ class _Work:
         return _Work(calls, numbers, self.products + other.products)
 
 
-@dataclass(frozen=True, slots=True)
-class AtomCost:
-    """Predicted milliseconds of one CPU core for one atom of a state."""
-
-    atom: str
-    milliseconds: float
-
-
-def _priced(atom: str, work: _Work) -> AtomCost:
-    milliseconds = (
-        work.calls * _MS_PER_CALL + work.numbers * _MS_PER_NUMBER + work.products * _MS_PER_PRODUCT
-    )
-    return AtomCost(atom, milliseconds)
+def _priced(atom: str, work: _Work) -> tuple[str, float]:
+    numbers, products = work.numbers * _MS_PER_NUMBER, work.products * _MS_PER_PRODUCT
+    return atom, work.calls * _MS_PER_CALL + numbers + products
 
 
 def _cosines(tokens: int, width: int) -> _Work:
@@ -264,8 +254,11 @@ def _reassembly(call: AtomCall, shape: _Shape) -> _Work:
 _COSINES = "cosines between all tokens"
 
 
-def atom_costs(state: PruningState) -> Iterator[AtomCost]:
-    """Predicted cost of each atom of a state for one image, in the order of the state."""
+def atom_costs(state: PruningState) -> Iterator[tuple[str, float]]:
+    """Each atom of a state with its predicted milliseconds of one core, in the order of the state.
+
+    For one image; an atom that is listed twice comes twice.
+    """
     rows, constraints = _Shape(), state.constraints
     shape = replace(rows, width=rows.tower) if state.rank_at == "merger_in" else rows
     core = 0 if state.core is None else state.core.tokens(shape.budget)
@@ -301,7 +294,7 @@ def atom_costs(state: PruningState) -> Iterator[AtomCost]:
         yield from _core_costs(state.core, replace(shape, budget=core), alone=not cosines)
 
 
-def _core_costs(core: Core, shape: _Shape, *, alone: bool) -> Iterator[AtomCost]:
+def _core_costs(core: Core, shape: _Shape, *, alone: bool) -> Iterator[tuple[str, float]]:
     """Cost of the core's K tokens; ``alone``: no other part of the state computes the cosines.
 
     The steps that condition the delta on the core are among the K steps of the base policy.
@@ -317,15 +310,15 @@ def _core_costs(core: Core, shape: _Shape, *, alone: bool) -> Iterator[AtomCost]
 
 def state_cost(state: PruningState) -> float:
     """Predicted milliseconds of one selection by a state: the sum over its atoms."""
-    return sum(cost.milliseconds for cost in atom_costs(state))
+    return sum(milliseconds for _, milliseconds in atom_costs(state))
 
 
 @lru_cache(maxsize=256)
 def require_affordable(state: PruningState, bound: float) -> None:
     """Raise :class:`StateError` for a state whose selection is predicted to cost more."""
     times: dict[str, list[float]] = {}
-    for cost in atom_costs(state):
-        times.setdefault(cost.atom, []).append(cost.milliseconds)
+    for atom, milliseconds in atom_costs(state):
+        times.setdefault(atom, []).append(milliseconds)
     total = sum(map(sum, times.values()))
     if total <= bound:
         return

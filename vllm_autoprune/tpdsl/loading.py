@@ -42,24 +42,11 @@ MAX_VALUES = 10_000
 MAX_PROBLEMS = 64
 """Problems that are listed for one state; further ones are counted."""
 
-_TEXT = "a schema sees values, not their text"
-_DOCUMENT = "a schema cannot limit a document as a whole"
-_TWO = "a schema cannot compare two fields"
-
-RULES = {
-    "file": ("the path names a regular file that can be read", _TEXT),
-    "size": (f"at most {MAX_BYTES} bytes, as read and as written out again", _TEXT),
-    "encoding": ("UTF-8 without a byte order mark", _TEXT),
-    "syntax": ("one JSON value, by RFC 8259: no NaN, no Infinity, no comments", _TEXT),
-    "duplicate_key": ("no key twice in one object", _TEXT),
-    "surrogate": ("no half of a surrogate pair in a string or key", _TEXT),
-    "number": ("every number fits a 64-bit float", _TEXT),
-    "depth": (f"nested at most {MAX_DEPTH} deep", _DOCUMENT),
-    "values": (f"at most {MAX_VALUES} values", _DOCUMENT),
-    "limit_below_budget": ("budget.limit is at least the state's own K", _TWO),
-    "r_min_above_budget": ("constraints.selector.r_min is at most the state's K", _TWO),
-}
-"""Kind of a problem -> what is required, and why a JSON Schema cannot express it."""
+RULES = (
+    *("file", "size", "encoding", "syntax", "duplicate_key", "surrogate", "number", "depth"),
+    *("values", "limit_below_budget", "r_min_above_budget"),
+)
+"""Kinds of problems that a JSON Schema cannot express; ``docs/states.md`` says why, of each."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 

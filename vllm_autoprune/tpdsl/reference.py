@@ -29,7 +29,7 @@ from vllm_autoprune.tpdsl.tokens import RankAt
 
 _JSON: TypeAdapter[object] = TypeAdapter(object)
 
-GROUPS: tuple[Group, ...] = get_args(Group)
+_GROUPS: tuple[Group, ...] = get_args(Group)
 
 _AXES = {
     "assignment": ASSIGNMENTS,
@@ -136,12 +136,12 @@ def render_page() -> str:
         "| group | component of alpha | atoms | extensions | fields of a state |",
         "|---|---|---|---|---|",
     ]
-    for group in GROUPS:
+    for group in _GROUPS:
         ours = sum(ATOMS[name].origin == "extension" for name in ATOMS.names(group))
         fields = ", ".join(f"`{place.pointer}`" for place in PLACES if place.group == group)
         count = len(ATOMS.names(group)) - ours
         lines.append(f"| [{group}](#{group}) | {ROLES[group]} | {count} | {ours} | {fields} |")
-    for group in GROUPS:
+    for group in _GROUPS:
         lines += ["", f"## {group}", ""]
         lines += _axes() if group == "reassembly" else []
         lines += _table(ATOMS.names(group))
@@ -167,12 +167,12 @@ def render_page() -> str:
         "",
         "| value | effect |",
         "|---|---|",
-        *(f"| `{value}` | {effect} |" for value, effect in RANK_PLACES.items()),
+        *(f"| `{value}` | {effect} |" for value, effect in _RANK_PLACES.items()),
     ]
     return "\n".join(lines) + "\n"
 
 
-RANK_PLACES: dict[RankAt, str] = {
+_RANK_PLACES: dict[RankAt, str] = {
     "merger_out": "default: by the tokens that the language model reads",
     "merger_in": "by the mean of the patches that the merger makes a token of; only on backbones "
     "with a patch merger (Qwen-VL, InternVL)",
@@ -238,7 +238,7 @@ def render_proposer_text(components: Collection[str] = (), left_out: Collection[
     if not components or "rank_at" in components:
         lines += ["", "rank_at (/rank_at), an extension, optional: where tokens are scored and"]
         lines += ["compared; the tokens that are kept are those after the merger either way:"]
-        lines += [f"- {value}: {effect}" for value, effect in RANK_PLACES.items()]
+        lines += [f"- {value}: {effect}" for value, effect in _RANK_PLACES.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -31,7 +31,7 @@ Group = Literal[
     "safety_checks",
 ]
 
-Role = Literal["context", "B", "S", "C", "R", "validation"]
+_Role = Literal["context", "B", "S", "C", "R", "validation"]
 
 Origin = Literal["printed", "listed", "extension"]
 """Where an atom comes from.
@@ -41,7 +41,7 @@ naming it, so its name and definition are this project's. ``extension``: added b
 one of the 131.
 """
 
-ROLES: dict[Group, Role] = {
+ROLES: dict[Group, _Role] = {
     "token_source_base_policy": "context",
     "budget_control": "B",
     "scoring": "S",
@@ -101,11 +101,6 @@ class Atom:
     function: Callable[..., object]
     reads: Reads | None = None
 
-    @property
-    def paper(self) -> bool:
-        """Whether the paper gives the atom's name."""
-        return self.origin == "printed"
-
     def needs_of(self, call: AtomCall) -> frozenset[Need]:
         """Optional inputs that this call reads; empty if its parameters disable it."""
         if call.idle:
@@ -113,7 +108,7 @@ class Atom:
         return self.needs if self.reads is None else self.reads(call)
 
     @property
-    def role(self) -> Role:
+    def role(self) -> _Role:
         """Component of alpha = (B, S, C, R) that this atom belongs to."""
         return ROLES[self.group]
 

@@ -37,10 +37,10 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _ID = "urn:vllm-autoprune:autoprune-state:1"
 
 
-Calls = TypeVar("Calls", bound=tuple[AtomCall, ...])
+_Calls = TypeVar("_Calls", bound=tuple[AtomCall, ...])
 
 
-def _each_once(calls: Calls) -> Calls:
+def _each_once(calls: _Calls) -> _Calls:
     """Refuse two calls of the same safety check, whose parameters could contradict each other."""
     names = [call.atom for call in calls]
     for name in names:

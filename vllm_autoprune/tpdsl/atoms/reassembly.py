@@ -110,11 +110,11 @@ def _weigh_semantic_gated(
     return weight[:, :, None], weight.gather(1, indices)
 
 
-ROUNDING = 1e-5
+_ROUNDING = 1e-5
 """Gain in cosine below which two members count as equally central, as in any group of two."""
 
 
-class BlendCall(AtomCall):
+class _BlendCall(AtomCall):
     """Parameters of residual and average; with strength 0 no row changes."""
 
     strength: float = Field(
@@ -130,7 +130,7 @@ class BlendCall(AtomCall):
         return self.strength == 0.0
 
 
-class NearestCall(BlendCall):
+class NearestCall(_BlendCall):
     """Parameters of anchor_weighted_residual."""
 
     nearest: bool = added(
@@ -140,7 +140,7 @@ class NearestCall(BlendCall):
     )
 
 
-class ExchangeCall(AtomCall):
+class _ExchangeCall(AtomCall):
     """Parameters of exchange; cosines differ by at most 2, so with a margin of 2 no row changes."""
 
     margin: float = Field(
@@ -181,7 +181,7 @@ class _Groups:
         return rows, self.weights.sum(dim=1)[:, :, None]
 
 
-def _form_residual(call: BlendCall, groups: _Groups) -> Tensor:
+def _form_residual(call: _BlendCall, groups: _Groups) -> Tensor:
     """x_a + strength * (weighted mean of the members - x_a)."""
     rows, total = groups.sums()
     anchors = groups.anchors.float()
@@ -247,7 +247,7 @@ def _mean_groups(owner: Tensor, weight: Tensor, rows: Tensor, count: int) -> Ten
     return sums / total[:, None]
 
 
-def _form_average(call: BlendCall, groups: _Groups) -> Tensor:
+def _form_average(call: _BlendCall, groups: _Groups) -> Tensor:
     """(1 - strength) * x_a + strength * weighted mean of the members and the anchor itself."""
     rows, total = groups.sums()
     anchors, anchor_weights = groups.anchors.float(), groups.anchor_weights[:, :, None]
@@ -257,7 +257,7 @@ def _form_average(call: BlendCall, groups: _Groups) -> Tensor:
     return ((1 - call.strength) * anchors + call.strength * mean).to(groups.anchors.dtype)
 
 
-def _form_exchange(call: ExchangeCall, groups: _Groups) -> Tensor:
+def _form_exchange(call: _ExchangeCall, groups: _Groups) -> Tensor:
     """Row of the member nearest to the group's mean direction, if nearer than x_a by the margin.
 
     Weights only define the mean direction: choosing the member of largest weight would never
@@ -269,7 +269,7 @@ def _form_exchange(call: ExchangeCall, groups: _Groups) -> Tensor:
     length = (along * weights).sum(dim=1, keepdim=True).clamp_min(SETTLED).sqrt()
     near = along / length
     best, member = near.masked_fill(~groups.member, -torch.inf).max(dim=1)
-    replaced = best - near.gather(1, indices)[:, 0] > call.margin + ROUNDING
+    replaced = best - near.gather(1, indices)[:, 0] > call.margin + _ROUNDING
     features = groups.tokens.features
     rows = features.gather(1, member[:, :, None].expand(-1, -1, features.shape[2]))
     return torch.where(replaced[:, :, None], rows.to(groups.anchors.dtype), groups.anchors)
@@ -316,10 +316,10 @@ AGGREGATIONS = (
     _Level("semantic_gated", _weigh_semantic_gated, "by relevance above a quantile", _GatedCall),
 )
 OUTPUTS = (
-    _Level("residual", _form_residual, "move the kept row towards their mean", BlendCall),
-    _Level("average", _form_average, "blend the kept row with the mean of its group", BlendCall),
+    _Level("residual", _form_residual, "move the kept row towards their mean", _BlendCall),
+    _Level("average", _form_average, "blend the kept row with the mean of its group", _BlendCall),
     _Level("exchange", _form_exchange, "replace the kept row by the most central one of its group",
-           ExchangeCall),
+           _ExchangeCall),
 )  # fmt: skip
 ORDERINGS = (
     _Level("raster", lambda chosen, count: None, "rows in raster order"),
@@ -368,7 +368,7 @@ class Recipe:
         name = PRINTED.get(self.cell, f"reassemble/{self.cell}")
         calls = tuple(level.call for level in self.levels if level.call)
         if name == "anchor_weighted_residual":
-            calls = tuple(NearestCall if call is BlendCall else call for call in calls)
+            calls = tuple(NearestCall if call is _BlendCall else call for call in calls)
         assign, aggregate, form, order = (level.description for level in self.levels)
         declare(
             name,

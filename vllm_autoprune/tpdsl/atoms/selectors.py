@@ -279,12 +279,12 @@ def quality_topk_selector(call: SelectorCall, revision: SelectorInputs) -> Tenso
     return mask_from_indices(best, revision.g.shape[1])
 
 
-Admits = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+_Admits = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(similarity, g, leaving) -> score ``(B, N)`` of each token as a candidate, and the threshold
 ``(B, 1)`` that it has to exceed; similarity ``(B, N)`` is the largest cosine to a kept token."""
 
 
-def _exchange_in_sequence(revision: SelectorInputs, admits: Admits) -> Tensor:
+def _exchange_in_sequence(revision: SelectorInputs, admits: _Admits) -> Tensor:
     """Make exchanges one after the other, comparing candidates with the tokens kept by then.
 
     Exchange i removes reference token i of ``outgoing`` or ends the loop, so the reference tokens

@@ -67,7 +67,7 @@ class PriorCall(AtomCall):
     """An atom whose value multiplies token quality."""
 
 
-class ReferencePrior(PriorCall):
+class _ReferencePrior(PriorCall):
     """Parameters of reference_mask_prior."""
 
     floor: float = Field(0.0, ge=0.0, le=0.9, description="factor of tokens outside the selection")
@@ -177,8 +177,8 @@ def native_teacher_mask_prior(call: _WeightedPrior, known: PriorInputs) -> Tenso
     return _prior(torch.cat(rows), 1 - call.weight)
 
 
-@atom("token_source_base_policy", ReferencePrior)
-def reference_mask_prior(call: ReferencePrior, known: PriorInputs) -> Tensor:
+@atom("token_source_base_policy", _ReferencePrior)
+def reference_mask_prior(call: _ReferencePrior, known: PriorInputs) -> Tensor:
     """Reduce the quality of every token outside the reference selection."""
     return _prior(mask_from_indices(known.picks, known.tokens.count), call.floor)
 
