@@ -17,8 +17,8 @@ from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
     INSTRUCTION_NEEDS,
     BasePolicy,
-    BasePolicyParams,
     Given,
+    PolicyParams,
     ReferenceSelection,
 )
 from vllm_autoprune.tpdsl.tokens import Words
@@ -26,7 +26,7 @@ from vllm_autoprune.tpdsl.tokens import Words
 GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3), Grid(4, 4, tiles=5)]
 
 
-def policy_of(variant: str) -> tuple[BasePolicy, BasePolicyParams]:
+def policy_of(variant: str) -> tuple[BasePolicy, PolicyParams]:
     call = state(BASES[variant]).base_policy
     return BASE_POLICIES[call.name], call.params
 

@@ -18,7 +18,7 @@ from tests.golden import case as golden
 from tests.golden.case import Case, images, load, names
 from vllm_autoprune import load_state, materialize, refine
 from vllm_autoprune.ops.rowwise import mask_from_indices
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, Given
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Given, PolicyParams
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 AUTOPRUNE = Path(__file__).parents[2] / "policies" / "autoprune.json"
@@ -57,7 +57,7 @@ def parameters(policy: str, recipe: Recipe) -> Recipe:
     }.get(policy, {})
 
 
-def params_of(policy: str, recipe: Recipe, **others: object) -> BasePolicyParams:
+def params_of(policy: str, recipe: Recipe, **others: object) -> PolicyParams:
     params = {**parameters(policy, recipe), **others}
     return BASE_POLICIES[policy].call.model_validate({"name": policy, "params": params}).params
 

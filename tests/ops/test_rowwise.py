@@ -13,12 +13,7 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.greedy import farthest_points
-from vllm_autoprune.ops.rowwise import (
-    TIE,
-    argmax_within,
-    evenly_spaced,
-    find_outliers,
-)
+from vllm_autoprune.ops.rowwise import TIE, argmax_within, evenly_spaced, find_outliers
 from vllm_autoprune.ops.similarity import (
     WeightMap,
     cosines,

@@ -10,7 +10,7 @@ import torch
 
 from vllm_autoprune.selftest import device as under_test
 from vllm_autoprune.selftest.device import WAITING, check_kernel, check_selections
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, PolicyParams, ReferenceSelection
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -29,13 +29,11 @@ def test_a_device_that_keeps_other_tokens_is_reported(monkeypatch: pytest.Monkey
     monkeypatch.setattr(under_test, "ROUNDS", 1)
     calls = iter(range(10_000))
 
-    def different(
-        params: BasePolicyParams, tokens: VisualTokens, budget: int
-    ) -> ReferenceSelection:
+    def different(params: PolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
         start = 0 if next(calls) == 0 else tokens.count - budget
         return ReferenceSelection(torch.arange(start, start + budget).expand(tokens.batch, -1))
 
-    def failing(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    def failing(params: PolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
         raise RuntimeError("called a synchronizing CUDA operation")
 
     broken = {"cdpruner": different, "divprune": failing}

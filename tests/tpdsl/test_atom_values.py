@@ -22,11 +22,7 @@ from vllm_autoprune.tpdsl.atoms.pools import SizedPool, build_pool
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
 from vllm_autoprune.tpdsl.atoms.scoring import Kernel, run_fusion, run_signal
 from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs
-from vllm_autoprune.tpdsl.atoms.source import (
-    FIXED_BUDGETS,
-    PriorInputs,
-    run_budget,
-)
+from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, PriorInputs, run_budget
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, PublishedSelection
 from vllm_autoprune.tpdsl.registry import ATOMS, run
 
@@ -80,14 +76,8 @@ SIGNALS: dict[str, tuple[str, VisualTokens, Changes, list[float]]] = {
         "instruction_guided_visual_relevance", asked(), {"reduce": "max"}, [1.0, 1.0, 0.8, 0.0]),
     "padding is no segment of a mean": (
         "instruction_guided_visual_relevance", asked(1, (True, False)), {}, [1.0, 0.0, 0.6, 0.0]),
-    "nor of a maximum": (
-        "instruction_guided_visual_relevance", asked(1, (True, False)), {"reduce": "max"},
-        [1.0, 0.0, 0.6, 0.0]),
     "nothing is relevant to no instruction": (
         "instruction_guided_visual_relevance", asked(1, (False, False)), {}, [0.0] * 4),
-    "nor by the maximum": (
-        "instruction_guided_visual_relevance", asked(1, (False, False)), {"reduce": "max"},
-        [0.0] * 4),
     "the sign is the tower's": signed("auto", 1, 1),
     "which may be negative": signed("auto", -1, -1),
     "unless the state says +": signed("+", -1, 1),
@@ -319,10 +309,8 @@ POOLS: dict[str, tuple[list[object], VisualTokens, list[float], list[int], list[
     "and among the pool": ([call(FAR, pool_ratio=2.0)], TWINS, [0.0] * 4, [0], [2, 3]),
     "or across": (
         [call(FAR)], replace(TWINS, tile_scope="global"), [0.0] * 4, [0], [3]),
-    "a single builder": ([call(BEST, pool_ratio=3.0)], GOOD, BY_QUALITY, [0], [1, 2, 3]),
     "builders in sequence": (
         [call(BEST, pool_ratio=3.0), call(FAR)], GOOD, BY_QUALITY, [0], [3]),
-    "the second alone": ([call(FAR)], GOOD, BY_QUALITY, [0], [4]),
     # The last cell is all alike: the first of its tokens.
     "the best of each cell without a reference token": (
         [call(COVER, cells=2)], SQUARE, CELLS, [0], [6, 10, 12]),
@@ -408,7 +396,6 @@ TWIN = plain(torch.tensor([[1.0, 0, 0], [0, 1, 0], [2, 0, 0], [0, 0, 1]]))
 LEAVING = plain(torch.tensor([E1, E2, [0.0, 3.0], [0.0, 2.0]]))
 # All unlike each other: relevance alone decides who joins anchor 0, whatever g says.
 ASKED = with_relevance(plain(torch.eye(4)), torch.tensor([[0.5, 0.1, 0.2, 0.9]]))
-UNASKED = with_relevance(plain(torch.eye(4)), torch.tensor([[0.5, 0.1, 0.2, -0.9]]))
 # Cells are 0-2, 3-5 and so on. All are unlike each other, so the first open token joins anchor 0;
 # with a cap of 1 the anchor has filled its cell.
 TWELVE = plain(torch.eye(12), Grid(1, 12))
@@ -437,8 +424,6 @@ SELECTIONS: dict[
         TOP, FIVE, [0.3, 0.1, 0.9, 0.8, 0.2], [0, 1], [4], {}, [2, 3]),
     "relevance decides at run time": (
         RUNTIME, ASKED, [0.5, 0.1, 0.9, 0.0], [0, 1], [2, 3], {"q_e": 1}, [0, 3]),
-    "and irrelevance": (
-        RUNTIME, UNASKED, [0.5, 0.1, 0.9, 0.0], [0, 1], [2, 3], {"q_e": 1}, [0, 2]),
     "a part takes two": (
         CAPPED, TWELVE, [0.0] * 12, [0, 11], [1, 4], {"q_e": 1, "cell_cap": 2}, [0, 1]),
     "a part takes one": (

@@ -20,13 +20,7 @@ from tests.tpdsl.samples import DELETE, Changes, edited, sample, shipped, state
 from vllm_autoprune import PruningState, StateError, load_state
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.loading import (
-    MAX_BYTES,
-    MAX_DEPTH,
-    MAX_PROBLEMS,
-    MAX_VALUES,
-    RULES,
-)
+from vllm_autoprune.tpdsl.loading import MAX_BYTES, MAX_DEPTH, MAX_PROBLEMS, MAX_VALUES, RULES
 from vllm_autoprune.tpdsl.registry import ATOMS
 
 ACCEPTS = jsonschema.Draft202012Validator(PruningState.model_json_schema()).is_valid

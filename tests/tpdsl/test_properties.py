@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import cache, partial
-from itertools import combinations
 from typing import get_args
 
 import pytest
@@ -390,45 +389,6 @@ def test_an_idle_reassembly_reads_nothing_but_an_order_by_quality_the_signals(na
     reads = "instruction" in required_inputs(alone, exchange=False)
     assert reads == orders_by_quality(alone.reassembly)
     assert refine(materialize(alone, 8), tokens).exchanged.tolist() == [0, 0]
-
-
-def outputs(name: str) -> bytes:
-    """What a state with the atom keeps of several images, where parameters it shares are equal."""
-    changes, parameters = {**using(name)}, ATOMS[name].call.model_fields
-    if ATOMS[name].group != "scoring":
-        changes["/scoring/signals"] = [
-            {"atom": "redundancy_density_penalty"},
-            {"atom": "visual_token_norm_saliency", "weight": 0.5},
-        ]
-    selector = changes.get("/constraints/selector")
-    if isinstance(selector, dict):
-        selector |= {"q_e": 8} if "q_e" in selector else {}
-        selector |= {"cell_cap": 1} if selector["atom"] == "constrained_pool_dpp_selector" else {}
-    else:
-        changes["/constraints/selector/q_e"] = 8
-    if isinstance(pool := changes.get("/constraints/pool"), list) and "pool_ratio" in parameters:
-        apart = [{"atom": f"{kind}_pool_builder"} for kind in ("diversity", "spatial_coverage")]
-        pool[0] |= {"pool_ratio": 0.75, **({"sources": apart} if "sources" in parameters else {})}
-    source = changes.get("/source")
-    if isinstance(source, dict) and "tile_scope" in parameters:
-        source["tokens"] = {**source["tokens"], "tile_scope": "global"}
-    policy = materialize(state(changes), 8)
-    grids = (*GRIDS, Grid(9, 8), Grid(12, 12))
-    kept = [refine(policy, images(seed, grid=grid)) for seed in range(2) for grid in grids]
-    return b"".join(
-        part.numpy().tobytes() for refined in kept for part in (refined.indices, refined.features)
-    )
-
-
-@pytest.mark.parametrize("group", sorted(set(ROLES) - {"budget_control", "safety_checks"}))
-def test_atoms_of_equal_outputs_name_each_other(group: Group) -> None:
-    alike: dict[bytes, list[str]] = {}
-    for name in ATOMS.names(group):
-        alike.setdefault(outputs(name), []).append(name)
-    for names in alike.values():
-        for one_of_two, other in combinations(names, 2):
-            docs = (ATOMS[one_of_two].doc, ATOMS[other].doc)
-            assert one_of_two in docs[1] or other in docs[0], (one_of_two, other)
 
 
 def test_budgets_differ_and_checks_that_are_always_made_say_so() -> None:

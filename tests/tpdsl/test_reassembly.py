@@ -11,15 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tpdsl.samples import (
-    Json,
-    call,
-    edited,
-    images,
-    plain,
-    shipped,
-    with_relevance,
-)
+from tests.tpdsl.samples import Json, call, edited, images, plain, shipped, with_relevance
 from vllm_autoprune import Grid, load_state, materialize, refine
 from vllm_autoprune.tpdsl.atoms.reassembly import PRINTED, RECIPES
 from vllm_autoprune.tpdsl.base_policy import ReferenceSelection, TokenSelection

@@ -12,10 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_ro
 
 from tests.tpdsl.samples import images, plain
 from vllm_autoprune import Grid, SelectionError, VisualTokens, load_state, materialize, refine
-from vllm_autoprune.tpdsl.prefix import (
-    DecoderLayer,
-    DecoderPrefix,
-)
+from vllm_autoprune.tpdsl.prefix import DecoderLayer, DecoderPrefix
 from vllm_autoprune.tpdsl.tokens import join_tiles
 
 

@@ -14,16 +14,11 @@ from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.greedy import Conditioned, condition
 from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance, sharpen
-from vllm_autoprune.tpdsl.base_policy import (
-    BasePolicyParams,
-    Given,
-    ReferenceSelection,
-    base_policy,
-)
+from vllm_autoprune.tpdsl.base_policy import Given, PolicyParams, ReferenceSelection, base_policy
 from vllm_autoprune.tpdsl.tokens import VisualTokens, join_tiles, split_over_tiles
 
 
-class CDPrunerParams(BasePolicyParams):
+class CDPrunerParams(PolicyParams):
     """Parameters of CDPruner."""
 
     theta: float | None = Field(

@@ -26,16 +26,11 @@ from vllm_autoprune.ops.similarity import (
     scale_to_unit_variance,
     subtract_mean,
 )
-from vllm_autoprune.tpdsl.base_policy import (
-    BasePolicyParams,
-    Given,
-    ReferenceSelection,
-    base_policy,
-)
+from vllm_autoprune.tpdsl.base_policy import Given, PolicyParams, ReferenceSelection, base_policy
 from vllm_autoprune.tpdsl.tokens import TileScope, VisualTokens, join_tiles, split_over_tiles
 
 
-class _CentredParams(BasePolicyParams):
+class _CentredParams(PolicyParams):
     """Parameters of both Cen policies."""
 
     scale_variance: bool = Field(

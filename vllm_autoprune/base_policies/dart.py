@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_autoprune.ops.rowwise import gather_rows, rank_descending
 from vllm_autoprune.ops.similarity import cosines_with
 from vllm_autoprune.tpdsl.base_policy import (
-    BasePolicyParams,
+    PolicyParams,
     PublishedSelection,
     ReferenceSelection,
     base_policy,
@@ -32,7 +32,7 @@ _SLOTS = 32
 """Size of CPython's hash table for a set of five to eight small integers."""
 
 
-class DartParams(BasePolicyParams):
+class DartParams(PolicyParams):
     """Parameters of DART."""
 
     space: Literal["layer", "embeddings"] = Field(

@@ -11,16 +11,11 @@ from torch import Tensor
 
 from vllm_autoprune.ops.greedy import distance_to_kept, farthest_points
 from vllm_autoprune.ops.rowwise import argmax_within
-from vllm_autoprune.tpdsl.base_policy import (
-    BasePolicyParams,
-    Given,
-    ReferenceSelection,
-    base_policy,
-)
+from vllm_autoprune.tpdsl.base_policy import Given, PolicyParams, ReferenceSelection, base_policy
 from vllm_autoprune.tpdsl.tokens import TileScope, VisualTokens, join_tiles, split_over_tiles
 
 
-class DivPruneParams(BasePolicyParams):
+class DivPruneParams(PolicyParams):
     """Parameters of DivPrune."""
 
     tile_scope: TileScope = Field(

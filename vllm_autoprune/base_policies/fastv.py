@@ -10,12 +10,12 @@ from __future__ import annotations
 from pydantic import Field
 
 from vllm_autoprune.ops.rowwise import rank_descending
-from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, ReferenceSelection, base_policy
+from vllm_autoprune.tpdsl.base_policy import PolicyParams, ReferenceSelection, base_policy
 from vllm_autoprune.tpdsl.prefix import MOST_LAYERS
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
-class FastVParams(BasePolicyParams):
+class FastVParams(PolicyParams):
     """Parameters of FastV."""
 
     layer: int = Field(

@@ -16,8 +16,8 @@ from vllm_autoprune.ops.rowwise import gather_rows, min_max_normalise, rank_desc
 from vllm_autoprune.ops.similarity import matmul_each
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
 from vllm_autoprune.tpdsl.base_policy import (
-    BasePolicyParams,
     Given,
+    PolicyParams,
     PublishedSelection,
     ReferenceSelection,
     base_policy,
@@ -36,7 +36,7 @@ FLOOR = 1e-6
 """Distance at or below which the other tokens come by priority."""
 
 
-class FSRParams(BasePolicyParams):
+class FSRParams(PolicyParams):
     """Parameters of FSR."""
 
     alpha: float = Field(

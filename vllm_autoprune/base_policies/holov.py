@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_autoprune.ops.rowwise import rank_descending
 from vllm_autoprune.tpdsl.base_policy import (
-    BasePolicyParams,
+    PolicyParams,
     PublishedSelection,
     ReferenceSelection,
     base_policy,
@@ -27,7 +27,7 @@ _OFFSET = 1e-6
 """Added to the sum of weights that is divided by, as published."""
 
 
-class HoloVParams(BasePolicyParams):
+class HoloVParams(PolicyParams):
     """Parameters of HoloV."""
 
     bands: int | None = Field(

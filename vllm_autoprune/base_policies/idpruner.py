@@ -16,19 +16,14 @@ from torch import Tensor
 from vllm_autoprune.ops.greedy import distance_to_kept
 from vllm_autoprune.ops.rowwise import argmax_within
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
-from vllm_autoprune.tpdsl.base_policy import (
-    BasePolicyParams,
-    Given,
-    ReferenceSelection,
-    base_policy,
-)
+from vllm_autoprune.tpdsl.base_policy import Given, PolicyParams, ReferenceSelection, base_policy
 from vllm_autoprune.tpdsl.tokens import VisualTokens, join_tiles, split_over_tiles
 
 _OFFSET = 1e-6
 """Added to the range that importance is divided by, as published."""
 
 
-class IDPrunerParams(BasePolicyParams):
+class IDPrunerParams(PolicyParams):
     """Parameters of IDPruner."""
 
     balance: float = Field(

@@ -13,19 +13,14 @@ from torch import Tensor
 
 from vllm_autoprune.ops.greedy import covered_by, greedy_coverage
 from vllm_autoprune.ops.similarity import cosines, cosines_between
-from vllm_autoprune.tpdsl.base_policy import (
-    BasePolicyParams,
-    Given,
-    ReferenceSelection,
-    base_policy,
-)
+from vllm_autoprune.tpdsl.base_policy import Given, PolicyParams, ReferenceSelection, base_policy
 from vllm_autoprune.tpdsl.tokens import VisualTokens, join_tiles, split_over_tiles
 
 FLOOR = 1e-12
 """Gain at or below which the other tokens come by index."""
 
 
-class MMTokParams(BasePolicyParams):
+class MMTokParams(PolicyParams):
     """Parameters of MMTok."""
 
     alpha: float = Field(

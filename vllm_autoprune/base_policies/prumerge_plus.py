@@ -22,7 +22,7 @@ from vllm_autoprune.ops.rowwise import (
 )
 from vllm_autoprune.ops.similarity import cosines_with, matmul_each
 from vllm_autoprune.tpdsl.base_policy import (
-    BasePolicyParams,
+    PolicyParams,
     PublishedSelection,
     ReferenceSelection,
     base_policy,
@@ -33,7 +33,7 @@ NEIGHBOURS = 32
 """Number of most similar tokens that are merged into a kept one."""
 
 
-class PruMergePlusParams(BasePolicyParams):
+class PruMergePlusParams(PolicyParams):
     """Parameters of PruMerge+."""
 
     plus: bool = Field(

@@ -19,7 +19,7 @@ from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.rowwise import rank_descending
 from vllm_autoprune.ops.similarity import cosines, matmul_each
 from vllm_autoprune.tpdsl.base_policy import (
-    BasePolicyParams,
+    PolicyParams,
     PublishedSelection,
     ReferenceSelection,
     base_policy,
@@ -29,7 +29,7 @@ from vllm_autoprune.tpdsl.tokens import Need, TileGroup, VisualTokens, join_grou
 _Mode = Literal["patch", "cls", "qwen"]
 
 
-class PruneSIDParams(BasePolicyParams):
+class PruneSIDParams(PolicyParams):
     """Parameters of PruneSID."""
 
     groups: int | None = Field(

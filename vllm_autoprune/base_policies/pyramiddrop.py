@@ -11,7 +11,7 @@ from pydantic import Field
 
 from vllm_autoprune.ops.rowwise import rank_descending
 from vllm_autoprune.tpdsl.base_policy import (
-    BasePolicyParams,
+    PolicyParams,
     PublishedSelection,
     ReferenceSelection,
     base_policy,
@@ -20,7 +20,7 @@ from vllm_autoprune.tpdsl.prefix import MOST_LAYERS
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
-class PyramidDropParams(BasePolicyParams):
+class PyramidDropParams(PolicyParams):
     """Parameters of PyramidDrop."""
 
     layer: int | None = Field(

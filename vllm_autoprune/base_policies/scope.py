@@ -10,19 +10,14 @@ from torch import Tensor
 
 from vllm_autoprune.ops.greedy import covered_by, greedy_coverage
 from vllm_autoprune.ops.similarity import plain_cosines
-from vllm_autoprune.tpdsl.base_policy import (
-    BasePolicyParams,
-    Given,
-    ReferenceSelection,
-    base_policy,
-)
+from vllm_autoprune.tpdsl.base_policy import Given, PolicyParams, ReferenceSelection, base_policy
 from vllm_autoprune.tpdsl.tokens import VisualTokens, join_tiles, split_over_tiles
 
 FLOOR = 1e-9
 """Weighted gain at or below which the other tokens come by weight."""
 
 
-class ScopeParams(BasePolicyParams):
+class ScopeParams(PolicyParams):
     """Parameters of SCOPE."""
 
     alpha: float = Field(

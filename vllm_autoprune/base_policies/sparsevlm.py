@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices, rank_descending
 from vllm_autoprune.ops.similarity import matmul_each
 from vllm_autoprune.tpdsl.base_policy import (
-    BasePolicyParams,
+    PolicyParams,
     PublishedSelection,
     ReferenceSelection,
     base_policy,
@@ -23,7 +23,7 @@ from vllm_autoprune.tpdsl.prefix import MOST_LAYERS, LanguagePrefix
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
-class SparseVLMParams(BasePolicyParams):
+class SparseVLMParams(PolicyParams):
     """Parameters of SparseVLM."""
 
     layer: int = Field(

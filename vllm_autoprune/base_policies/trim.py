@@ -14,7 +14,7 @@ from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.rowwise import find_outliers, mask_from_indices, rank_descending
 from vllm_autoprune.ops.similarity import matmul_each
 from vllm_autoprune.tpdsl.base_policy import (
-    BasePolicyParams,
+    PolicyParams,
     PublishedSelection,
     ReferenceSelection,
     base_policy,
@@ -22,7 +22,7 @@ from vllm_autoprune.tpdsl.base_policy import (
 from vllm_autoprune.tpdsl.tokens import TileGroup, VisualTokens
 
 
-class TrimParams(BasePolicyParams):
+class TrimParams(PolicyParams):
     """TRIM has no parameters."""
 
 

@@ -20,7 +20,7 @@ from vllm_autoprune.ops.rowwise import (
 )
 from vllm_autoprune.ops.similarity import matmul_each
 from vllm_autoprune.tpdsl.base_policy import (
-    BasePolicyParams,
+    PolicyParams,
     PublishedSelection,
     ReferenceSelection,
     base_policy,
@@ -28,7 +28,7 @@ from vllm_autoprune.tpdsl.base_policy import (
 from vllm_autoprune.tpdsl.tokens import TileGroup, VisualTokens
 
 
-class VisionZipParams(BasePolicyParams):
+class VisionZipParams(PolicyParams):
     """Parameters of VisionZip."""
 
     contextual: int | None = Field(

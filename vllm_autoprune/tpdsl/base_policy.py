@@ -22,7 +22,7 @@ from vllm_autoprune.tpdsl.registry import StatePart, literal_type
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
 
-class BasePolicyParams(StatePart):
+class PolicyParams(StatePart):
     """Parameters of a base policy."""
 
 
@@ -30,7 +30,7 @@ class BasePolicyCall(StatePart):
     """A base policy with its parameters, as written in a state."""
 
     name: str
-    params: BasePolicyParams = BasePolicyParams()
+    params: PolicyParams = PolicyParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,33 +125,31 @@ class BasePolicy:
     ranking_layers: Callable[..., int] | None = None
 
     @property
-    def default_params(self) -> BasePolicyParams:
+    def default_params(self) -> PolicyParams:
         """The parameters of a call that gives none."""
         return self.call.model_validate({"name": self.name}).params
 
-    def question_free_params(self, params: BasePolicyParams) -> BasePolicyParams:
+    def question_free_params(self, params: PolicyParams) -> PolicyParams:
         """The parameters of the form that reads no question, the others as given."""
         assert self.core is not None
         model = type(self.core.model_validate({"name": self.name}).params)
         fixed = set(model.__annotations__) if model is not type(params) else set()
         return model.model_validate(params.model_dump(exclude=fixed))
 
-    def needs_of(self, params: BasePolicyParams) -> frozenset[Need]:
+    def needs_of(self, params: PolicyParams) -> frozenset[Need]:
         """Optional inputs that the policy reads with these parameters."""
         return self.needs if self.reads is None else self.reads(params)
 
-    def layers_read(self, params: BasePolicyParams, layers: int) -> int:
+    def layers_read(self, params: PolicyParams, layers: int) -> int:
         """Layers of the language model that run over all N tokens before the selection."""
         return 0 if self.ranking_layers is None else self.ranking_layers(params, layers)
 
-    def select(
-        self, params: BasePolicyParams, tokens: VisualTokens, budget: int
-    ) -> ReferenceSelection:
+    def select(self, params: PolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
         """Reference selection T_P of exactly K rows; needs K <= N."""
         return self.function(params, tokens, budget)
 
     def select_given(
-        self, params: BasePolicyParams, tokens: VisualTokens, budget: int, start: Given
+        self, params: PolicyParams, tokens: VisualTokens, budget: int, start: Given
     ) -> Tensor:
         """Picks ``(B, K)`` among the tokens that are not closed, in pick order.
 
@@ -172,13 +170,13 @@ class BasePolicy:
         places = positions_in_order(picks, ~start.closed) + start.closed.to(torch.int64)
         return places.argsort(dim=1, stable=True)[:, :budget]
 
-    def select_picks(self, params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Tensor:
+    def select_picks(self, params: PolicyParams, tokens: VisualTokens, budget: int) -> Tensor:
         """K picks ``(B, K)`` of single tokens: what the policy merges is left out; needs K < N."""
         alone = replace(self, continuation=None)
         return alone.select_given(params, tokens, budget, Given.none(tokens))
 
     def native(
-        self, params: BasePolicyParams, tokens: VisualTokens, budget: int | None = None
+        self, params: PolicyParams, tokens: VisualTokens, budget: int | None = None
     ) -> PublishedSelection:
         """Output of the method's published code, which may differ from exactly K rows.
 
@@ -199,7 +197,7 @@ BASE_POLICIES: dict[str, BasePolicy] = {}
 INSTRUCTION_NEEDS: frozenset[Need] = frozenset({"instruction", "words", "language"})
 """Inputs that differ between two questions about one image."""
 
-P = TypeVar("P", bound=BasePolicyParams)
+P = TypeVar("P", bound=PolicyParams)
 _Select = Callable[[P, VisualTokens, int], ReferenceSelection]
 
 
@@ -233,7 +231,7 @@ def base_policy(
             raise ValueError(f"base policy {name!r} is declared twice")
         doc = (function.__doc__ or "").strip().splitlines()[0]
 
-        def call_of(title: str, model: type[BasePolicyParams]) -> type[BasePolicyCall]:
+        def call_of(title: str, model: type[PolicyParams]) -> type[BasePolicyCall]:
             return create_model(
                 title,
                 __base__=BasePolicyCall,

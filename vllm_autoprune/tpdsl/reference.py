@@ -6,7 +6,7 @@ Both list what is declared, so neither can fall behind the code.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast, get_args
 
@@ -143,8 +143,27 @@ def render_page() -> str:
         lines.append(f"| [{group}](#{group}) | {ROLES[group]} | {count} | {ours} | {fields} |")
     for group in _GROUPS:
         lines += ["", f"## {group}", ""]
-        lines += _axes() if group == "reassembly" else []
-        lines += _table(ATOMS.names(group))
+        if group == "reassembly":
+            lines += [
+                "81 atoms: 3 assignments x 3 aggregations x 3 outputs x 3 orderings. The paper "
+                f"names {len(PRINTED)} of",
+                "them; the others are called `reassemble/ASSIGNMENT.AGGREGATION.OUTPUT.ORDERING`.",
+                "",
+                "| axis | level | effect |",
+                "|---|---|---|",
+            ]
+            for axis, levels in _AXES.items():
+                lines += [f"| {axis} | `{level.name}` | {level.description} |" for level in levels]
+            lines += [""]
+        lines += ["| atom | origin | reads | effect | parameters |", "|---|---|---|---|---|"]
+        for name in ATOMS.names(group):
+            atom = ATOMS[name]
+            reads = ", ".join(sorted(atom.needs)) or "-"
+            rows = "<br>".join(
+                f"`{p.name}`: {p.values}; default {p.default}; {p.description}"
+                for p in list_parameters(atom.call)
+            )
+            lines.append(f"| `{name}` | {atom.origin} | {reads} | {atom.doc} | {rows or '-'} |")
     lines += [
         "",
         "## core",
@@ -180,33 +199,6 @@ _RANK_PLACES: dict[RankAt, str] = {
 """Values of a state's ``rank_at``, and what they mean."""
 
 
-def _axes() -> list[str]:
-    lines = [
-        "81 atoms: 3 assignments x 3 aggregations x 3 outputs x 3 orderings. The paper names "
-        f"{len(PRINTED)} of",
-        "them; the others are called `reassemble/ASSIGNMENT.AGGREGATION.OUTPUT.ORDERING`.",
-        "",
-        "| axis | level | effect |",
-        "|---|---|---|",
-    ]
-    for axis, levels in _AXES.items():
-        lines += [f"| {axis} | `{level.name}` | {level.description} |" for level in levels]
-    return [*lines, ""]
-
-
-def _table(names: list[str]) -> list[str]:
-    lines = ["| atom | origin | reads | effect | parameters |", "|---|---|---|---|---|"]
-    for name in names:
-        atom = ATOMS[name]
-        reads = ", ".join(sorted(atom.needs)) or "-"
-        rows = "<br>".join(
-            f"`{p.name}`: {p.values}; default {p.default}; {p.description}"
-            for p in list_parameters(atom.call)
-        )
-        lines.append(f"| `{name}` | {atom.origin} | {reads} | {atom.doc} | {rows or '-'} |")
-    return lines
-
-
 def render_proposer_text(components: Collection[str] = (), left_out: Collection[str] = ()) -> str:
     """Text of the language for an LLM proposer: base policies, fields, atoms and parameters.
 
@@ -222,18 +214,28 @@ def render_proposer_text(components: Collection[str] = (), left_out: Collection[
             continue
         many = ", a list" if place.many else ""
         lines += ["", f"{place.group} ({place.pointer}{many}):"]
-        lines += _reassembly_axes() if place.group == "reassembly" else _atom_lines(place, left_out)
+        if place.group == "reassembly":
+            lines += _reassembly_axes()
+            continue
+        # A parameter that several atoms share is described for the first one only.
+        described: set[Parameter] = set()
+        for name in place.names:
+            if name in left_out:
+                continue
+            atom, parameters = ATOMS[name], list_parameters(ATOMS[name].call)
+            new = _describe(p for p in parameters if p not in described)
+            repeated = ", ".join(p.name for p in parameters if p in described)
+            described.update(parameters)
+            also = f" also takes {repeated}" if repeated else ""
+            reads = f" Reads {', '.join(sorted(atom.needs))}." if atom.needs else ""
+            lines.append(f"- {name}: {atom.doc}{reads}{f' {new}' if new else ''}{also}")
     if not components or "core" in components:
         lines += [
             "",
             "core (/core), an extension, optional: part of the tokens is chosen without the",
-        ]
-        lines += [
-            "question, and shared by all questions about an image; the rest of the policy then"
-        ]
-        lines += ["chooses the others given it:"]
-        lines += [
-            f"- {p.name} = {p.default} ({p.values}: {p.description})" for p in list_parameters(Core)
+            "question, and shared by all questions about an image; the rest of the policy then",
+            "chooses the others given it:",
+            *(f"- {_describe([p])}" for p in list_parameters(Core)),
         ]
     if not components or "rank_at" in components:
         lines += ["", "rank_at (/rank_at), an extension, optional: where tokens are scored and"]
@@ -242,24 +244,8 @@ def render_proposer_text(components: Collection[str] = (), left_out: Collection[
     return "\n".join(lines) + "\n"
 
 
-def _atom_lines(place: Place, left_out: Collection[str]) -> Iterator[str]:
-    """One line per atom; a parameter that several share is described for the first one only."""
-    described: set[Parameter] = set()
-    for name in place.names:
-        atom = ATOMS[name]
-        if name in left_out:
-            continue
-        parameters = list_parameters(atom.call)
-        new = _list(p for p in parameters if p not in described)
-        repeated = ", ".join(p.name for p in parameters if p in described)
-        described.update(parameters)
-        also = f" also takes {repeated}" if repeated else ""
-        reads = f" Reads {', '.join(sorted(atom.needs))}." if atom.needs else ""
-        yield f"- {name}: {atom.doc}{reads}{f' {new}' if new else ''}{also}"
-
-
-def _list(rows: Iterator[Parameter]) -> str:
-    return "; ".join(f"{p.name} = {p.default} ({p.values}: {p.description})" for p in rows)
+def _describe(parameters: Iterable[Parameter]) -> str:
+    return "; ".join(f"{p.name} = {p.default} ({p.values}: {p.description})" for p in parameters)
 
 
 def _reassembly_axes() -> Iterator[str]:
@@ -271,9 +257,9 @@ def _reassembly_axes() -> Iterator[str]:
         yield f"- {axis.upper()}: {effects}"
         for level in levels:
             if level.call is not None:
-                yield f"    {level.name} takes {_list(iter(list_parameters(level.call)))}"
+                yield f"    {level.name} takes {_describe(list_parameters(level.call))}"
     for cell, name in PRINTED.items():
         yield f"- {name} is {cell}"
         if issubclass(ATOMS[name].call, NearestCall):
-            added = (p for p in list_parameters(NearestCall) if p.name == "nearest")
-            yield f"    {name} also takes {_list(added)}"
+            nearest = (p for p in list_parameters(NearestCall) if p.name == "nearest")
+            yield f"    {name} also takes {_describe(nearest)}"

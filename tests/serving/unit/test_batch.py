@@ -38,8 +38,8 @@ from vllm_autoprune.serving.worker.selection import (
 )
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
-    BasePolicyParams,
     Given,
+    PolicyParams,
     ReferenceSelection,
     RefinedTokens,
 )
@@ -147,7 +147,7 @@ def test_wrong_number_of_rows_is_fitted_to_the_placeholders(
 def test_rows_without_a_token_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     extra = torch.full((1, 2, 16), 7.0)
 
-    def two_more(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    def two_more(params: PolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
         return ReferenceSelection(torch.arange(budget - 2)[None], extra=extra)
 
     real = BASE_POLICIES["cdpruner"]

@@ -30,11 +30,7 @@ from vllm_autoprune.ops.rowwise import (
     positions_in_order,
     rank_descending,
 )
-from vllm_autoprune.ops.similarity import (
-    cosines,
-    cosines_between,
-    spherical_kmeans,
-)
+from vllm_autoprune.ops.similarity import cosines, cosines_between, spherical_kmeans
 from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, atom, default_call, run
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 

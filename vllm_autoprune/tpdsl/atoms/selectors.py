@@ -24,11 +24,7 @@ from vllm_autoprune.ops.rowwise import (
     rank_descending,
 )
 from vllm_autoprune.tpdsl.atoms.pools import PartitionCall
-from vllm_autoprune.tpdsl.atoms.scoring import (
-    Kernel,
-    conditional_kernel,
-    instruction_relevance,
-)
+from vllm_autoprune.tpdsl.atoms.scoring import Kernel, conditional_kernel, instruction_relevance
 from vllm_autoprune.tpdsl.base_policy import Given
 from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, atom, run
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -326,11 +322,7 @@ def reference_strict_margin_exchange_selector(
     return _exchange_in_sequence(revision, admits)
 
 
-@atom(
-    "selection_constraints",
-    _MarginalSelector,
-    origin="listed",
-)
+@atom("selection_constraints", _MarginalSelector, origin="listed")
 def maximal_marginal_relevance_pool_selector(
     call: _MarginalSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -350,11 +342,7 @@ def anchor_controlled_pool_dpp_selector(call: BoundedSelector, revision: Selecto
     return revision.select_anchored(revision.kernel)
 
 
-@atom(
-    "selection_constraints",
-    BoundedSelector,
-    needs=frozenset({"instruction"}),
-)
+@atom("selection_constraints", BoundedSelector, needs=frozenset({"instruction"}))
 def runtime_reference_anchor_pool_dpp_selector(
     call: BoundedSelector, revision: SelectorInputs
 ) -> Tensor:
