@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from benchmarks.common import BenchmarkError
 from benchmarks.load.client import Coordinator, Sender
-from benchmarks.load.settings import LocustOptions, RunOptions
+from benchmarks.load.settings import LOCUST_FIELDS, RunOptions
 from vllm_autoprune.cli.flags import add_flags, flag_problems
 from vllm_autoprune.cli.output import format_error
 from vllm_autoprune.errors import AutopruneError, ConfigError
@@ -42,13 +42,12 @@ class ChatUser(User):
 
 @events.init_command_line_parser.add_listener
 def _add_options(parser: argparse.ArgumentParser, **_: object) -> None:
-    add_flags(parser.add_argument_group("load test"), LocustOptions, {})
+    add_flags(parser.add_argument_group("load test"), RunOptions, {}, LOCUST_FIELDS)
 
 
 def _read_options(parsed: argparse.Namespace) -> RunOptions:
     """The options; locust's own ``--host`` and ``--users`` among them."""
-    flags = {name: value for name, value in vars(parsed).items()
-             if name in LocustOptions.model_fields}  # fmt: skip
+    flags = {name: value for name, value in vars(parsed).items() if name in LOCUST_FIELDS}
     try:
         return RunOptions.model_validate({**flags, "host": parsed.host, "users": parsed.num_users})
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The streaming client of all benchmarks, the record of a request, and the server's own metrics.
+"""The streaming client of all benchmarks, and the record of a request.
 
 Every read of the socket is stamped; server-sent events are parsed after the stream has ended,
 because parsing between two reads would delay the time stamp of the next. It is the one client that
@@ -15,15 +15,11 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-from pydantic import Field
-
-from vllm_autoprune.http_client import CHAT, Metrics
+from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.record_file import FrozenModel
 
 EMPTY = "the answer contains no text"
@@ -31,8 +27,6 @@ EMPTY = "the answer contains no text"
 _READ_SIZE = 1 << 16
 _KEPT_TEXT = 400
 """Characters of an answer that a record has."""
-
-Phase = Literal["warm-up", "ramp", "measured", "drain"]
 
 
 class Record(FrozenModel):
@@ -47,7 +41,8 @@ class Record(FrozenModel):
     """What went wrong, in a line; None where the request was answered."""
     index: int = 0
     """Its place in the workload: the same request has the same index in every run."""
-    phase: Phase = "measured"
+    measured: bool = True
+    """Whether it counts."""
     worker: int = 0
     scheduled: float
     """When it was due; in a closed loop, when the request before it was answered."""
@@ -191,80 +186,3 @@ def _split_events(reads: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float,
             data = [line[5:].removeprefix(" ") for line in lines if line.startswith("data:")]
             if data:
                 yield arrived, "\n".join(data)
-
-
-# ---- The server's own metrics ----
-
-
-def _metric(name: str, **labels: str) -> Any:
-    """A field that is read from one metric, of the samples with these labels."""
-    return Field(default=None, json_schema_extra={"metric": name, "labels": {**labels}})
-
-
-class ServerMetrics(FrozenModel):
-    """Counters as differences over a run, gauges as peaks; None: the server does not report it."""
-
-    read: bool = False
-    prefix_cache_queries: float | None = _metric("vllm:prefix_cache_queries_total")
-    prefix_cache_hits: float | None = _metric("vllm:prefix_cache_hits_total")
-    mm_cache_queries: float | None = _metric("vllm:mm_cache_queries_total")
-    mm_cache_hits: float | None = _metric("vllm:mm_cache_hits_total")
-    finished: float | None = _metric("vllm:request_success_total")
-    """Requests, of any client."""
-    images: float | None = _metric("autoprune_images_total")
-    visual_tokens_before: float | None = _metric("autoprune_visual_tokens_total", stage="before")
-    visual_tokens_after: float | None = _metric("autoprune_visual_tokens_total", stage="after")
-    peak_kv_use: float | None = _metric("vllm:kv_cache_usage_perc")
-
-
-_METRICS: Mapping[str, Mapping[str, Any]] = {
-    name: extra
-    for name, field in ServerMetrics.model_fields.items()
-    if isinstance(extra := field.json_schema_extra, dict)
-}
-
-
-def fetch(url: str, path: str) -> str:
-    """The body of a GET request; empty where the server does not answer with status 200."""
-    with contextlib.suppress(httpx.HTTPError):
-        response = _connect().get(url.rstrip("/") + path)
-        return response.text if response.status_code == 200 else ""
-    return ""
-
-
-@cache
-def _connect() -> httpx.Client:
-    return httpx.Client(timeout=10.0)  # once, because a client takes 60 ms to make
-
-
-class MetricsWatcher:
-    """Reads one server's metrics, from just before the first request to just after the last."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._readings: list[dict[str, float]] = []
-
-    def update(self) -> None:
-        """Read once more, summed over engines; nothing changes where the server does not answer."""
-        # To parse all of /metrics takes 20 ms, which would delay the time stamps of a load client.
-        names = tuple(extra["metric"] for extra in _METRICS.values())
-        lines = fetch(self._url, "/metrics").splitlines()
-        metrics = Metrics("".join(f"{line}\n" for line in lines if line.startswith(names)))
-        totals = {
-            field: metrics.total(extra["metric"], **extra["labels"])
-            for field, extra in _METRICS.items()
-        }
-        figures = {field: total for field, total in totals.items() if total is not None}
-        if figures:
-            self._readings.append(figures)
-
-    def metrics(self) -> ServerMetrics:
-        """Differences and peaks of what has been read so far."""
-        if not self._readings:
-            return ServerMetrics()
-        before, after = self._readings[0], self._readings[-1]
-        # A labelled counter appears with its first event, so that before it there was none.
-        figures = {name: value - before.get(name, 0.0) for name, value in after.items()}
-        if "peak_kv_use" in after:
-            figures["peak_kv_use"] = max(r.get("peak_kv_use", 0.0) for r in self._readings)
-        return ServerMetrics.model_validate({"read": True, **figures})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,25 +160,14 @@ def draw_words(count: int, number: int, vocabulary: int = 31_000) -> str:
     return " ".join(f"w{i}" for i in (*head, *tail))
 
 
-@dataclass(frozen=True, slots=True)
-class KvLayout:
-    """Bytes of a token, a key and a value in every layer, and their computation in words."""
+def count_kv_bytes(checkpoint: Path, dtype: str | None = None) -> int:
+    """Bytes of a token's keys and values in all layers, in ``dtype`` or this machine's.
 
-    bytes_per_token: int
-    formula: str
-
-
-def read_kv_layout(checkpoint: Path, dtype: str | None = None) -> KvLayout:
-    """The layout of a checkpoint's Llama, served in ``dtype``, or this machine's."""
+    2 (key, value) x layers x KV heads x head dimension x bytes of a number.
+    """
     text = _read_config(checkpoint).get_text_config()
     size = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype or choose_dtype()]
-    layers, heads, width = text.num_hidden_layers, text.num_key_value_heads, text.head_dim
-    token = 2 * layers * heads * width * size
-    return KvLayout(
-        token,
-        f"prompt tokens x 2 (key, value) x {layers} layers x {heads} KV heads x {width} head "
-        f"dimension x {size} bytes = prompt tokens x {token}",
-    )
+    return int(2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * size)
 
 
 def count_visual_tokens(checkpoint: Path) -> int:

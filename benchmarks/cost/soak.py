@@ -33,7 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.common import BenchmarkError
 from benchmarks.common.report import MIB
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
-from benchmarks.common.shapes import count_visual_tokens, read_kv_layout
+from benchmarks.common.shapes import count_kv_bytes, count_visual_tokens
 from benchmarks.server import Server, serve
 from benchmarks.yardsticks.adapters import ADAPTERS, adapter_flags, write_adapters
 from benchmarks.yardsticks.examples import CLIP, LLAVA, image_token_id
@@ -43,7 +43,7 @@ from vllm_autoprune.tpdsl.loading import load_state
 
 STATE, BUDGET, RECALL, BLOCK = "autoprune", 32, 4, 32
 """Of the server; tokens of a KV block."""
-TOKENS, KV_BYTES = count_visual_tokens(LLAVA), read_kv_layout(LLAVA).bytes_per_token
+TOKENS, KV_BYTES = count_visual_tokens(LLAVA), count_kv_bytes(LLAVA)
 """N of an image, and bytes of a token in the KV cache."""
 _API_SERVERS = 2
 _START_TIMEOUT = 1200.0

@@ -29,9 +29,9 @@ from benchmarks.common.report import environment, show_stage
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
 from benchmarks.common.shapes import (
     TOKENS,
+    count_kv_bytes,
     count_visual_tokens,
     draw_words,
-    read_kv_layout,
     write_llava,
 )
 from benchmarks.server import ServerDied, find_cause, serve
@@ -268,8 +268,8 @@ def format_table(
     arms, users, machine = ("stock", "resized", "pruned"), f"{_USERS} at once", environment()
     three, small = [times[arm] for arm in arms], [scores[arm] for arm in arms]
     dtype = choose_dtype(exact=True)
-    large_bytes = read_kv_layout(large).bytes_per_token
-    small_bytes = read_kv_layout(LLAVA, dtype).bytes_per_token
+    large_bytes = count_kv_bytes(large)
+    small_bytes = count_kv_bytes(LLAVA, dtype)
 
     def heading(model: str, tokens: int, budget: int) -> tuple[str, ...]:
         cells = (model, f"N = {tokens}", f"K = {budget}", f"K = {budget}")

@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare(options: PrepareOptions) -> int:
     workload = prepare(make_workload(options, options.model), options.out)
-    size = f"{len(workload.measured)} requests, {sum(map(len, workload.bodies)):,} bytes"
-    print(f"{options.out}: {size}, {workload.digest}")
+    print(f"{options.out}: {len(workload.measured)} requests, {workload.digest}")
     return 0
 
 

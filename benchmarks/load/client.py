@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import sys
 import time
@@ -21,9 +20,10 @@ from gevent.event import Event
 from gevent.pool import Pool
 
 from benchmarks.common import BenchmarkError
-from benchmarks.common.client import Client, MetricsWatcher, Phase, Record, fetch
+from benchmarks.common.client import Client, Record
 from benchmarks.common.report import environment
 from benchmarks.load.result import (
+    COUNTERS,
     RECORDS,
     RESULT,
     ClientFacts,
@@ -32,8 +32,9 @@ from benchmarks.load.result import (
     list_reasons,
     summarize,
 )
-from benchmarks.load.settings import RunOptions, Slo
+from benchmarks.load.settings import RunOptions
 from benchmarks.load.workload import Prepared, load_prepared
+from vllm_autoprune.http_client import FAILURES, ServerClient
 
 if TYPE_CHECKING:  # importing locust patches the sockets of the process
     from locust.env import Environment
@@ -50,16 +51,8 @@ _EARLY = 0.002
 _TICK = 0.01
 """Seconds that the greenlet which measures the lag sleeps each time."""
 _WARM_UP_AT_ONCE = 4
-_POLL = 0.5
-"""Seconds between two readings of the server's ``/metrics``."""
 _HEAD_START = 0.5
 """Seconds from the start message to the start of the schedule, for it to reach all workers."""
-
-
-def read_api_key() -> dict[str, str]:
-    """The header of ``OPENAI_API_KEY``, where it is set."""
-    key = os.environ.get("OPENAI_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def send_open_loop(
@@ -90,6 +83,11 @@ def send_open_loop(
     return problem
 
 
+def _connect(url: str, clock: Callable[[], float] = time.perf_counter) -> Client:
+    key = os.environ.get("OPENAI_API_KEY")
+    return Client(url, clock, headers={"Authorization": f"Bearer {key}"} if key else {})
+
+
 class Sender:
     """Waits for the start message, sends its share, and reports when it is done."""
 
@@ -97,8 +95,9 @@ class Sender:
         assert environment.runner is not None
         self._environment, self._runner = environment, environment.runner
         self._start, self._stop = Event(), Event()
-        self._share: list[tuple[tuple[int, Phase], float]] = []
-        self._queue: Iterator[tuple[int, Phase]] = iter(())
+        self._share: list[tuple[int, float]] = []
+        self._queue: Iterator[int] = iter(())
+        self._measured: list[bool] = []
         self._unsent = self._consecutive_failures = self._worker = 0
         self._zero = self._cpu = 0.0
         self._late = [0.0]
@@ -112,8 +111,7 @@ class Sender:
 
     def begin(self, options: RunOptions) -> None:
         """Read the bodies; a failure is reported once the run starts."""
-        self._options = options
-        self._client = Client(options.host, self._now, headers=read_api_key())
+        self._options, self._client = options, _connect(options.host, self._now)
         try:
             self._prepared = load_prepared(options.workload)
         except BenchmarkError as error:
@@ -126,10 +124,10 @@ class Sender:
         """The task of every locust user: send its part of the share."""
         self._start.wait()
         if self._options.load.rate is None:
-            for item in self._queue:  # which all users share
+            for index in self._queue:  # which all users share
                 if self._stop.is_set():
                     return
-                self._send(item, self._now())
+                self._send(index, self._now())
         elif self._share:
             share, self._share = self._share, []  # the first user of a worker sends all
             problem = send_open_loop(share, self._now, self._send, self._stop, self._options.most)
@@ -137,24 +135,21 @@ class Sender:
             self._finish_if_over()
 
     def _on_start(self, environment: Environment, msg: Message, **_: object) -> None:
-        """Take every ``of``-th request from ``index`` on; ``at`` is the Unix time of the start."""
-        at, index, of = float(msg.data["at"]), int(msg.data["index"]), int(msg.data["of"])
-        self._worker = index
+        """Take every ``of``-th request from ``worker`` on; ``at`` is the Unix time of the start."""
+        at, self._worker, of = float(msg.data["at"]), int(msg.data["worker"]), int(msg.data["of"])
         # From here on each worker goes by its own monotonic clock.
         self._zero = time.perf_counter() + (at - time.time())
         self._cpu = time.process_time()
         if self._prepared is not None and self._prepared.digest != msg.data["digest"]:
             self._broken = "a worker has another workload: prepare it there with the same settings"
-        if self._prepared is None or self._broken:
-            self._finish_if_over()
-            return
-        load, count = self._options.load, len(self._prepared.measured)
-        schedule = [*zip(enumerate(load.phases(count)), load.due(count), strict=True)]
-        self._share = schedule[index::of]
-        self._queue, self._unsent = iter([item for item, _ in self._share]), len(self._share)
-        gevent.spawn(self._measure_lag)
-        # Users of a closed loop begin as soon as this event is set.
-        gevent.spawn_later(max(at - time.time(), 0.0), self._start.set)
+        if self._prepared is not None and self._broken is None:
+            load, count = self._options.load, len(self._prepared.measured)
+            self._measured = load.select_measured(count)
+            self._share = [*enumerate(load.due(count))][self._worker :: of]
+            self._queue, self._unsent = iter([i for i, _ in self._share]), len(self._share)
+            gevent.spawn(self._measure_lag)
+            # Users of a closed loop begin as soon as this event is set.
+            gevent.spawn_later(max(at - time.time(), 0.0), self._start.set)
         self._finish_if_over()
 
     def _measure_lag(self) -> None:
@@ -172,18 +167,15 @@ class Sender:
     def _now(self) -> float:
         return time.perf_counter() - self._zero
 
-    def _send(self, item: tuple[int, Phase], at: float) -> None:
+    def _send(self, index: int, at: float) -> None:
         assert self._prepared is not None
-        index, phase = item
-        body = self._prepared.measured[index]
-        record = self._client.send(
-            body, scheduled=at, index=index, phase=phase, worker=self._worker
-        )
+        labels = {"index": index, "measured": self._measured[index], "worker": self._worker}
+        record = self._client.send(self._prepared.measured[index], scheduled=at, **labels)
         self._runner.send_message(_RECORD, record.model_dump(mode="json"))
         # For locust's own statistics and pages.
         self._environment.events.request.fire(
             request_type="chat",
-            name=record.phase,
+            name="measured" if record.measured else "not measured",
             response_time=1000 * (record.done - record.scheduled),
             response_length=len(record.text),
             exception=None if record.ok else RuntimeError(record.error),
@@ -220,12 +212,12 @@ class Coordinator:
         assert locust.runner is not None
         self._locust, self._runner, self._options = locust, locust.runner, options
         self._prepared = load_prepared(options.workload)
-        self._watch = MetricsWatcher(options.host)
         # Before the run, whose own load is not to be taken for that of other programs.
         self._environment = environment("locust", "gevent")
+        self._counters: dict[str, float] | None = None
         self._records: list[Record] = []
         self._clients: list[ClientFacts] = []
-        self._workers, self._server = 1, dict[str, str]()
+        self._workers = 1
         self._broken: str | None = None
         self._unwritten: str | None = None
         self._file: TextIOWrapper | None = None
@@ -241,25 +233,22 @@ class Coordinator:
         locust.events.quitting.add_listener(self._on_quitting)
 
     def _conduct(self) -> None:
-        """Start the run, and poll until it ends: locust's workers have started all users."""
-        workers = getattr(self._runner, "clients", None)  # without workers there are none
-        client, pool = Client(self._options.host, headers=read_api_key()), Pool(_WARM_UP_AT_ONCE)
+        """Start the run, and watch its workers: locust has started all users."""
+        client, pool = _connect(self._options.host), Pool(_WARM_UP_AT_ONCE)
         for body in self._prepared.warm_up:
             pool.spawn(client.send, body)
         pool.join()
-        self._server = read_server_info(self._options.host)
-        self._watch.update()
+        self._counters = read_counters(self._options.host)
+        workers = getattr(self._runner, "clients", None)  # of a master
         ids = ["local"] if workers is None else [*workers]
         self._workers = len(ids)
         start = {"at": time.time() + _HEAD_START, "of": len(ids), "digest": self._prepared.digest}
-        for index, client_id in enumerate(ids):
-            self._runner.send_message(_START, {**start, "index": index}, client_id=client_id)
-        while True:
-            gevent.sleep(_POLL)
-            if len(self._clients) == len(ids):
-                return
-            self._watch.update()
-            if workers is not None and len(workers) - len(workers.missing) < len(ids):
+        for number, worker in enumerate(ids):
+            self._runner.send_message(_START, {**start, "worker": number}, client_id=worker)
+        while workers is not None and len(self._clients) < len(ids):
+            gevent.sleep(0.5)
+            lost = len(workers) - len(workers.missing) < len(ids)
+            if lost and len(self._clients) < len(ids):
                 self._broken = "a worker was lost"
                 gevent.spawn(self._runner.quit)
                 return
@@ -276,24 +265,23 @@ class Coordinator:
     def _on_done(self, environment: Environment, msg: Message, **_: object) -> None:
         self._clients.append(ClientFacts.model_validate(msg.data))
         if len(self._clients) >= self._workers:
-            self._watch.update()
             gevent.spawn(self._runner.quit)
 
     def _on_quitting(self, **_: object) -> None:
         """Judge the run, write and print its result, and set the exit status."""
-        options, records = self._options, self._records
+        options, records, before = self._options, self._records, self._counters
+        after = None if before is None else read_counters(options.host)
         unfinished = len(self._clients) < self._workers
         result = Result(
             workload=self._prepared.workload,
-            load=options.load,
-            slo=Slo.model_validate(options.model_dump(include=set(Slo.model_fields))),
+            options=options,
             summary=summarize([records], options),
-            metrics=self._watch.metrics(),
-            planned=len(self._prepared.measured),
+            # A labelled counter appears with its first event, so that before it there was none.
+            counters=after
+            and {k: total - (before or {}).get(k, 0.0) for k, total in after.items()},
             clients=tuple(self._clients),
             broken=self._broken or ("stopped before its end" if unfinished else None),
             unwritten=self._unwritten,
-            server=self._server,
             environment=self._environment,
         )
         reasons = tuple(list_reasons(result, records))
@@ -307,19 +295,11 @@ class Coordinator:
             self._locust.process_exit_code = 1
 
 
-def read_server_info(url: str) -> dict[str, str]:
-    """Version and pruning state, from ``/version`` and the plugin's ``/v1/autoprune``, if any."""
-    pages: list[dict[str, object]] = []
-    for path in ("/version", "/v1/autoprune"):
-        content = None
-        with contextlib.suppress(ValueError):
-            content = json.loads(fetch(url, path) or "{}")
-        pages.append(content if isinstance(content, dict) else {})
-    served, state = pages
-    budget = state.get("budget")
-    info = {
-        "server version": served.get("version"),
-        **{f"autoprune {name}": state.get(name) for name in ("state", "digest", "version")},
-        "autoprune budget": budget.get("k") if isinstance(budget, dict) else None,
-    }
-    return {name: str(value) for name, value in info.items() if value is not None}
+def read_counters(url: str) -> dict[str, float] | None:
+    """:data:`COUNTERS` of all engines since their start; None where the server does not answer."""
+    with contextlib.suppress(*FAILURES), ServerClient(url) as client:
+        client.http.timeout = 10.0
+        if metrics := client.read_metrics():
+            totals = {name: metrics.total(metric) for name, metric in COUNTERS.items()}
+            return {name: total for name, total in totals.items() if total is not None}
+    return None

@@ -21,7 +21,7 @@ from benchmarks.load.result import (
     estimate_ratio,
     summarize,
 )
-from benchmarks.load.settings import Load, Slo
+from benchmarks.load.settings import Load, SendingOptions
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Tone
 from vllm_autoprune.statistics import Estimate
@@ -31,7 +31,7 @@ FIGURES = {
     "E2E p50": ("E2E", 50),
 }  # fmt: skip
 """What arms are compared by."""
-KNEE = 2.0
+_KNEE = 2.0
 """Beyond the knee, the median TTFT exceeds that of the lowest rate by this factor."""
 _GOOD_SHARE = 0.99
 """Share of requests that have to meet the objective."""
@@ -42,10 +42,10 @@ class Run(NamedTuple):
 
     arm: str
     number: int
-    result: Result
-    records: Sequence[Record]
     folder: str
     """Relative to the report."""
+    result: Result
+    records: Sequence[Record]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Point:
     @cached_property
     def summary(self) -> Summary:
         """Figures over all passes."""
-        return summarize([run.records for run in self.runs], self.runs[0].result.slo)
+        return summarize([run.records for run in self.runs], self.runs[0].result.options)
 
     def median(self, latency: str) -> float:
         """Seconds; infinite where nothing was answered."""
@@ -148,10 +148,10 @@ class Sweep(NamedTuple):
     """Whether the server did not keep up with some rate; if not, higher rates are needed."""
 
 
-def build_sweep(points: Sequence[Point], slo: Slo) -> Sweep:
+def build_sweep(points: Sequence[Point], slo: SendingOptions) -> Sweep:
     """From the open-loop points of one arm, by rising rate."""
     lowest = next((point for point in points if point.valid), None)
-    knee = KNEE * lowest.median("TTFT") if lowest else 0.0
+    knee = _KNEE * lowest.median("TTFT") if lowest else 0.0
     idle = lowest.median("E2E") if lowest else 0.0
 
     def meets(point: Point) -> bool:
@@ -198,7 +198,7 @@ def select_open(points: Sequence[Point]) -> list[Point]:
     return [point for point in points if point.load.rate is not None]
 
 
-def answer_question(points: Sequence[Point], slo: Slo) -> tuple[str, Tone]:
+def answer_question(points: Sequence[Point], slo: SendingOptions) -> tuple[str, Tone]:
     """One sentence on the whole experiment: the last arm against the first.
 
     At the highest load that all arms have, if possible below saturation for all: beyond it a queue
@@ -226,7 +226,7 @@ def answer_question(points: Sequence[Point], slo: Slo) -> tuple[str, Tone]:
         sentence = (
             f"{first.arm} answered {first.summary.request_rate:.2f} requests/s ({title}); "
             f"{format_estimate(goodput, 100) + ' %' if goodput else 'none'} of the requests met "
-            f"the objective ({slo.describe()})"
+            f"the objective ({slo.describe_objective()})"
         )
     elif median.low <= 1 <= median.high:
         sentence = (

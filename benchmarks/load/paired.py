@@ -20,7 +20,6 @@ from pydantic import ValidationError
 from benchmarks.common import BenchmarkError
 from benchmarks.common.report import command_line, log_progress
 from benchmarks.common.shapes import write_llava
-from benchmarks.load.client import read_api_key
 from benchmarks.load.compare import Point, Run
 from benchmarks.load.result import RESULT, read_result
 from benchmarks.load.settings import (
@@ -31,12 +30,11 @@ from benchmarks.load.settings import (
     SendingOptions,
     Workload,
 )
-from benchmarks.load.workload import load_prepared, make_workload, prepare
+from benchmarks.load.workload import make_workload, prepare
 from benchmarks.server import ServerDied, free_port, serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA
 from vllm_autoprune import AutopruneError, load_state
 from vllm_autoprune.cli.output import format_error
-from vllm_autoprune.http_client import ServerClient, reporting_failures
 from vllm_autoprune.record_file import FrozenModel
 
 PAIRED = "paired.json"
@@ -60,20 +58,6 @@ class Arm(FrozenModel):
     """Of the state; None for stock."""
     environment: tuple[tuple[str, str], ...] = ()
 
-    def prune(self, name: str, state: str, flags: Sequence[str]) -> Arm:
-        """The same server with a state, a file or a name, and flags of the plugin."""
-        served = (*self.flags, "--autoprune-state", state, *flags)
-        digest = load_state(state).digest
-        return self.model_copy(update={"name": name, "flags": served, "digest": digest})
-
-
-class _RunEntry(FrozenModel):
-    """One run, in order of time; its folder is relative to the experiment's."""
-
-    arm: str
-    number: int
-    folder: str
-
 
 class Paired(FrozenModel):
     """The experiment's index."""
@@ -81,7 +65,8 @@ class Paired(FrozenModel):
     options: PairedOptions
     arms: tuple[Arm, ...]
     workload: Workload
-    runs: tuple[_RunEntry, ...]
+    runs: tuple[tuple[str, int, str], ...]
+    """Arm, pass and folder of each, in order of time."""
     rates: tuple[float, ...]
     command: tuple[str, ...]
     broken: str | None = None
@@ -94,8 +79,8 @@ def read_paired(out: Path) -> tuple[Paired, list[Run]]:
         paired = Paired.model_validate_json((out / PAIRED).read_text())
     except (OSError, ValidationError) as error:
         raise BenchmarkError(f"{out / PAIRED}: {str(error).splitlines()[0]}") from error
-    return paired, [Run(e.arm, e.number, *read_result(out / e.folder), e.folder)
-                    for e in paired.runs]  # fmt: skip
+    runs = [(*entry, *read_result(out / entry[-1])) for entry in paired.runs]
+    return paired, [Run(*run) for run in runs]
 
 
 def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
@@ -133,31 +118,13 @@ def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
         pruning += ["--autoprune-feature-cache-gb", "0"]
     kv = (("VLLM_CPU_KVCACHE_SPACE", str(options.kv_cache_gb)),)
     stock = Arm(name="stock", model=str(model), flags=tuple(flags), environment=kv)
+    arms = [stock]
     base = load_state(options.state).base_policy.name
-    return (
-        stock,
-        stock.prune("base policy", base, pruning),
-        stock.prune("AutoPrune", options.state, pruning),
-    )
-
-
-def interleave(arms: Sequence[Arm], passes: int) -> list[tuple[int, Arm]]:
-    """ABBA order (ABCCBA): every second pass backwards, so that drift affects all arms alike."""
-    return [
-        (number, arm)
-        for number in range(passes)
-        for arm in (arms if number % 2 == 0 else tuple(reversed(arms)))
-    ]
-
-
-def choose_rates(capacity: float) -> tuple[float, ...]:
-    """Rates around a capacity in requests/s, to three digits, rising.
-
-    Raises :class:`BenchmarkError` for a capacity of 0.
-    """
-    if not capacity:
-        raise BenchmarkError("no request was answered, so no rate can be chosen")
-    return tuple(float(f"{capacity * step:.3g}") for step in STEPS)
+    for name, state in (("base policy", base), ("AutoPrune", options.state)):
+        served = (*flags, "--autoprune-state", state, *pruning)
+        changes = {"name": name, "flags": served, "digest": load_state(state).digest}
+        arms.append(stock.model_copy(update=changes))
+    return tuple(arms)
 
 
 def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
@@ -171,10 +138,10 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
     if options.model.startswith(f"{SHAPE}:"):
         workload = workload.model_copy(update={"vocabulary": "numbered"})
     folders: dict[Load, Path] = {}
-    entries, broken = list[_RunEntry](), None
+    entries, broken = list[tuple[str, int, str]](), None
 
-    def send(load: Load) -> Run:
-        """Send one load to the arm that is served, each with images of its own."""
+    def send(load: Load, arm: Arm, number: int, url: str) -> Run:
+        """Send one load to an arm, each load with images of its own."""
         if load not in folders:
             changes = {
                 "seed": workload.seed + (load.users or 10_000 + round(1000 * (load.rate or 0)))
@@ -183,7 +150,7 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
                 changes["first_item"] = len(folders) * (workload.requests + workload.warm_up)
             folders[load] = out / "workloads" / load.label
             prepare(workload.model_copy(update=changes), folders[load])
-        folder = f"runs/{name}/{load.label}"
+        folder = f"runs/{number}-{arm.name.replace(' ', '-')}/{load.label}"
         run(
             RunOptions(
                 **options.model_dump(include=set(SendingOptions.model_fields)),
@@ -196,26 +163,32 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
             ),
             options.workers,
         )
-        entries.append(_RunEntry(arm=arm.name, number=number, folder=folder))
+        entries.append((arm.name, number, folder))
         result, records = read_result(out / folder)
         median = result.summary.percentile("TTFT", 50)
         latency = f"TTFT p50 {1000 * median.value:.0f} ms" if median else "no answer"
         log_progress(f"  {load.describe()}: {latency}, {result.verdict}")
-        return Run(arm.name, number, result, records, folder)
+        return Run(arm.name, number, folder, result, records)
 
     try:
-        for number, arm in interleave(arms, options.passes):
+        # ABBA order (ABCCBA), so that drift affects all arms alike.
+        order = [(n, arm) for n in range(options.passes) for arm in arms[:: -1 if n % 2 else 1]]
+        for number, arm in order:
             log_progress(f"pass {number + 1} of {options.passes}, {arm.name}: serve")
-            name = f"{number}-{arm.name.replace(' ', '-')}"
-            with serve_arm(arm, out / "servers" / f"{name}.log") as url:
-                closed = [send(Load(users=users)) for users in options.users]
+            log = out / "servers" / f"{number}-{arm.name.replace(' ', '-')}.log"
+            with _serve(arm, log) as url:
+                served = (arm, number, url)
+                closed = [send(Load(users=users), *served) for users in options.users]
                 if finds and not rates:
                     # Around the capacity: the highest throughput of a closed loop.
-                    closed = closed or [send(_PROBE)]
-                    rates = choose_rates(max(r.result.summary.request_rate for r in closed))
+                    closed = closed or [send(_PROBE, *served)]
+                    capacity = max(r.result.summary.request_rate for r in closed)
+                    if not capacity:
+                        raise BenchmarkError("no request was answered, so no rate can be chosen")
+                    rates = tuple(float(f"{capacity * step:.3g}") for step in STEPS)
                 for rate in rates:
                     load = Load(rate=rate, burstiness=options.burstiness, seed=options.seed)
-                    latest = send(load)
+                    latest = send(load, *served)
                     # Each arm is measured until it is saturated.
                     if finds and Point(arm.name, load, (latest,)).past_saturation:
                         break
@@ -238,7 +211,7 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
 
 
 @contextlib.contextmanager
-def serve_arm(arm: Arm, log: Path) -> Iterator[str]:
+def _serve(arm: Arm, log: Path) -> Iterator[str]:
     """The address of a server of this arm, for as long as the block lasts."""
     if arm.url is not None:
         yield arm.url
@@ -261,17 +234,8 @@ def run(options: RunOptions, workers: int = 0) -> None:
     """Send the workload once; the result is in the folder, valid or with the reasons why not.
 
     Where there are workers, a master and so many workers are started on this machine. Raises
-    :class:`AutopruneError` where there is no result at all, as where the server is down.
+    :class:`BenchmarkError` where there is no result at all.
     """
-    model = load_prepared(options.workload).workload.model
-    with reporting_failures(options.host), ServerClient(options.host) as client:
-        client.http.headers.update(read_api_key())
-        names = client.list_models()
-    if model not in names:
-        raise BenchmarkError(
-            f"server {options.host}: does not serve {model!r}, only {', '.join(names)} "
-            "-> prepare the workload with --model"
-        )
     locust = [sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE)]
     values = options.model_dump(mode="json", exclude_none=True)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]

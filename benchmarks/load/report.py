@@ -8,14 +8,13 @@ from __future__ import annotations
 import csv
 import dataclasses
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
 from benchmarks.common.report import format_estimate
 from benchmarks.load.compare import (
     FIGURES,
-    KNEE,
     Comparison,
     Point,
     Run,
@@ -29,7 +28,7 @@ from benchmarks.load.compare import (
 )
 from benchmarks.load.paired import Paired, read_paired
 from benchmarks.load.result import LATENCIES, LEVELS, RECORDS, RESULT
-from benchmarks.load.settings import CACHES, Slo
+from benchmarks.load.settings import CACHES, SendingOptions
 from vllm_autoprune.report import (
     Cell,
     CellTone,
@@ -80,7 +79,7 @@ def write_report(folder: Path) -> tuple[dict[str, object], int]:
             f"{len(runs) - invalid} of {len(runs)} runs are valid",
             f"{sum(run.result.summary.requests for run in runs):,} requests counted",
             f"{paired.options.passes} passes",
-            f"objective: {slo.describe()}",
+            f"objective: {slo.describe_objective()}",
             CACHES[paired.workload.cache],
         ],
         sections=[s for s in sections if s.charts or any(table.rows for table in s.tables)],
@@ -152,7 +151,7 @@ def _build_ratios(compared: Sequence[Comparison]) -> Section:
     return Section(f"Against {against}", [text], tables=tables)
 
 
-def _build_sweeps(points: Sequence[Point], slo: Slo) -> Section:
+def _build_sweeps(points: Sequence[Point], slo: SendingOptions) -> Section:
     """Knee and highest rate of each arm."""
     rows = []
     for arm, swept in group_by_arm(select_open(points)).items():
@@ -161,8 +160,8 @@ def _build_sweeps(points: Sequence[Point], slo: Slo) -> Section:
         rows.append([arm, sweep.knee, sweep.highest, note])
     return Section(
         "Knee and highest rate, requests/s",
-        [f"Objective: {slo.describe()} for 99 % of requests. Knee: the highest rate that the "
-         f"server keeps up with, median TTFT at most {KNEE:g} times that of the lowest valid rate. "
+        [f"Objective: {slo.describe_objective()} for 99 % of requests. Knee: the highest rate that "
+         "the server keeps up with, median TTFT at most twice that of the lowest valid rate. "
          "The highest rate within the objective is kept up with, too. Only measured rates, two of "
          "them where a run between them is not valid."],
         tables=[Table("", ["arm", "knee", "within the objective", "saturation"], rows, "l")],
@@ -170,78 +169,44 @@ def _build_sweeps(points: Sequence[Point], slo: Slo) -> Section:
 
 
 def _build_figures(points: Sequence[Point]) -> list[Section]:
-    """Latencies, and the server's own figures."""
-
-    def percentile(point: Point, name: str, level: int) -> str:
-        figure = point.summary.percentile(name, level)
-        return _format(figure, 1000) + (point.summary.mark_few(level) if figure else "")
-
-    def until_first_token(point: Point) -> dict[str, str]:
-        offered = _offered(point)
-        return {
-            "requests": str(point.summary.requests),
-            **{f"TTFT p{level}, ms": percentile(point, "TTFT", level) for level in LEVELS},
-            "offered/s": "–" if offered is None else f"{offered:.2f}",
-            "achieved/s": f"{point.summary.request_rate:.2f}",
-            "goodput, %": _format(point.summary.goodput, 100),
-        }
-
-    def after_it(point: Point) -> dict[str, str]:
-        return {
-            f"{name} p{level}, ms": percentile(point, name, level)
-            for name in ("ITL", "TPOT", "E2E")
-            for level in (50, 99)
-        }
-
-    def of_server(point: Point) -> dict[str, str]:
-        summary, metrics = point.summary, point.runs[0].result.metrics
-        before, after = metrics.visual_tokens_before, metrics.visual_tokens_after
-        tokens = "not counted" if before is None else f"{before:.0f} → {after or 0:.0f}"
-        peak = metrics.peak_kv_use
-        return {
-            "prompt tokens": f"{summary.prompt_tokens or 0:.1f}",
-            "visual tokens": tokens,
-            "peak KV use, %": "not reported" if peak is None else f"{100 * peak:.1f}",
-            "image cache hits": _format_hits(metrics.mm_cache_hits, metrics.mm_cache_queries),
-            "prefix cache hits (tokens)": _format_hits(
-                metrics.prefix_cache_hits, metrics.prefix_cache_queries
-            ),
-        }
-
-    views: tuple[tuple[str, str, Callable[[Point], Mapping[str, str]]], ...] = (
+    """Latencies, rates and goodput."""
+    views = (
         (
             "Time to first token",
             "All passes together; in an open loop from the scheduled time, which a closed loop "
             "does not have. Goodput: the share of requests within the objective. †: too few "
             "requests for this percentile.",
-            until_first_token,
+            [("TTFT", level) for level in LEVELS],
         ),
         (
             "After the first token",
             "ITL: gaps between deltas, which may contain more than one token. TPOT: by the "
             "server's count of tokens. E2E: to the last text.",
-            after_it,
-        ),
-        (
-            "Figures of the server",
-            "From its /metrics, first pass, and usage; visual tokens before and after pruning, as "
-            "the plugin counts them.",
-            of_server,
+            [(name, level) for name in ("ITL", "TPOT", "E2E") for level in (50, 99)],
         ),
     )
     sections = []
-    for title, text, describe in views:
-        columns = ["load", "arm", *(describe(points[0]) if points else ())]
-        rows: list[Row] = [
-            [
-                point.load.title,
-                point.arm if point.valid else Cell(point.arm, "not valid", tone="bad"),
-                *describe(point).values(),
-            ]
-            for point in points
-        ]
-        table = Table("", columns, rows, "ll")
-        sections.append(Section(title, [text], tables=[table], folded=describe is of_server))
+    for title, text, figures in views:
+        head: Sequence[str] = ()
+        rows: list[Row] = []
+        for point in points:
+            summary, offered = point.summary, _offered(point)
+            cells = {}
+            for name, level in figures:
+                figure = summary.percentile(name, level)
+                few = summary.mark_few(level) if figure else ""
+                cells[f"{name} p{level}, ms"] = _format(figure, 1000) + few
+            if title == views[0][0]:
+                sizes = {"requests": f"{summary.requests}"}
+                sizes["prompt tokens"] = f"{summary.prompt_tokens:.1f}"
+                cells = sizes | cells
+                cells["offered/s"] = "–" if offered is None else f"{offered:.2f}"
+                cells["achieved/s"] = f"{summary.request_rate:.2f}"
+                cells["goodput, %"] = _format(summary.goodput, 100)
+            arm = point.arm if point.valid else Cell(point.arm, "not valid", tone="bad")
+            rows.append([point.load.title, arm, *cells.values()])
+            head = ["load", "arm", *cells]
+        sections.append(Section(title, [text], tables=[Table("", head, rows, "ll")]))
     return sections
 
 
@@ -266,27 +231,22 @@ def _build_runs(runs: Sequence[Run]) -> Section:
 
 def _build_settings(paired: Paired, runs: Sequence[Run]) -> Section:
     """Command, arms, workload, machine."""
-    arms = []
-    for arm in paired.arms:
-        info = next((run.result.server for run in runs if run.arm == arm.name), {})
-        served = arm.url or " ".join([arm.model, *arm.flags])
-        facts = ", ".join(f"{key} {value}" for key, value in info.items())
-        arms.append([arm.name, (arm.digest or "none")[:16], served, facts])
-    settings: dict[str, object] = {}
-    for name, value in paired.workload.model_dump().items():
-        if isinstance(value, Mapping):  # each with its share
-            shares = {key: 100 * weight / sum(value.values()) for key, weight in value.items()}
-            value = ", ".join(f"{key} ({share:.0f} %)" for key, share in shares.items())
-        settings[name.replace("_", "-")] = value
+    arms = [
+        [arm.name, (arm.digest or "none")[:16], arm.url or " ".join([arm.model, *arm.flags])]
+        for arm in paired.arms
+    ]
+    settings: dict[str, object] = {
+        name.replace("_", "-"): value for name, value in paired.workload.model_dump().items()
+    }
     settings |= runs[0].result.environment if runs else {}
     busy = [run.result.environment["load average"] for run in runs]
     settings["load average before each run"] = ", ".join(busy)
-    head = ["arm", "digest of the state", "served as", "server information"]
+    head = ["arm", "digest of the state", "served as"]
     rows = [[key, str(value)] for key, value in settings.items()]
     return Section(
         "Settings",
         code=shlex.join(paired.command),
-        tables=[Table("", head, arms, "llll"), Table("", ["setting", "value"], rows, "ll")],
+        tables=[Table("", head, arms, "lll"), Table("", ["setting", "value"], rows, "ll")],
         folded=True,
     )
 
@@ -296,11 +256,6 @@ def _format(estimate: Estimate | None, unit: float) -> str:
     if estimate is None:
         return "no answer"
     return format_estimate(estimate, unit, 0 if unit * estimate.value > 100 else 1)
-
-
-def _format_hits(hits: float | None, queries: float | None) -> str:
-    """Such as "12 of 40"; "not counted" where the server does not report it."""
-    return "not counted" if hits is None or queries is None else f"{hits:.0f} of {queries:.0f}"
 
 
 def _offered(point: Point) -> float | None:
@@ -313,7 +268,7 @@ def _link(run: Run, name: str = RECORDS) -> str:
     return quote(f"{run.folder}/{name}")
 
 
-def _draw_chart(points: Sequence[Point], slo: Slo) -> Chart:
+def _draw_chart(points: Sequence[Point], slo: SendingOptions) -> Chart:
     """Median TTFT over the achieved rate; open loops are dashed."""
     series = []
     for colour, (arm, of_arm) in enumerate(group_by_arm(points).items()):

@@ -9,22 +9,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from benchmarks.common import BenchmarkError
-from benchmarks.common.client import Record, ServerMetrics
+from benchmarks.common.client import Record
 from benchmarks.common.report import format_estimate
-from benchmarks.load.settings import Load, Slo, Workload
+from benchmarks.load.settings import Load, RunOptions, SendingOptions, Workload
 from vllm_autoprune.record_file import FrozenModel, read_records
 from vllm_autoprune.statistics import Estimate, Floats, estimate, resample
 
 RESULT, RECORDS = "run.json", "records.jsonl"
 
-LEVELS = (50, 90, 95, 99)
+COUNTERS = {
+    "image hits": "vllm:mm_cache_hits_total",
+    "prefix hits": "vllm:prefix_cache_hits_total",
+    "finished": "vllm:request_success_total",
+}
+"""What a run reads of the server's ``/metrics``, to know what else made it fast or slow."""
+
 _ENOUGH = {50: 20, 90: 50, 95: 100, 99: 200}
 """Requests that a percentile needs to be quoted."""
+LEVELS = tuple(_ENOUGH)
 KEPT_UP = 0.95
 """Share of the offered rate that a server which keeps up completes."""
 _DRAWS = 1000
@@ -109,7 +117,7 @@ def _values_by_request(passes: Sequence[Sequence[Record]], latency: str) -> dict
     """Values of the measured requests that were answered, of all passes, by their index."""
     by_index: dict[int, list[float]] = {}
     for record in (record for records in passes for record in records):
-        if record.phase == "measured" and record.ok:
+        if record.measured and record.ok:
             by_index.setdefault(record.index, []).extend(_LATENCIES[latency](record))
     return dict(sorted(by_index.items()))
 
@@ -130,7 +138,7 @@ class Summary(FrozenModel):
     offered_rate: float | None
     """Requests a second by the schedule as it was drawn."""
     request_rate: float
-    prompt_tokens: float | None
+    prompt_tokens: float
     """Mean, as the server counts them."""
 
     def percentile(self, latency: str, level: int) -> Estimate | None:
@@ -142,53 +150,38 @@ class Summary(FrozenModel):
         return "" if self.answered >= _ENOUGH[level] else "†"
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return sum(numbers) / len(numbers) if numbers else None
-
-
-def summarize(passes: Sequence[Sequence[Record]], slo: Slo) -> Summary:
+def summarize(passes: Sequence[Sequence[Record]], slo: SendingOptions) -> Summary:
     """The summary of the measured requests of one or several passes over the same requests.
 
     Rates are means over the passes; values of one request are resampled together.
     """
     counted = [
-        sorted((r for r in records if r.phase == "measured"), key=lambda r: r.index)
-        for records in passes
+        sorted((r for r in records if r.measured), key=lambda r: r.index) for records in passes
     ]
     measured = [record for records in counted for record in records]
     good = [record for record in measured if record.ok]
-    seconds = [
-        max((r.done for r in records), default=0.0)
-        - min((r.scheduled for r in records), default=0.0)
-        for records in counted
-    ]
-
-    rates = [
-        sum(r.ok for r in records) / duration if duration > 0 else 0.0
-        for records, duration in zip(counted, seconds, strict=True)
-    ]
-    spans = [rows[-1].scheduled - rows[0].scheduled if rows else 0.0 for rows in counted]
-    offered = [
-        (len(records) - 1) / span if span > 0 else None
-        for records, span in zip(counted, spans, strict=True)
-    ]
-    met = np.asarray([slo.good(record) for record in measured], dtype=np.float64)
+    seconds, rates, offered = list[float](), list[float](), list[float]()
+    for records in filter(None, counted):
+        span = records[-1].scheduled - records[0].scheduled
+        offered += [(len(records) - 1) / span] if span else []
+        seconds.append(max(r.done for r in records) - min(r.scheduled for r in records))
+        rates.append(sum(r.ok for r in records) / seconds[-1])
+    met = np.asarray([slo.is_good(record) for record in measured], dtype=np.float64)
     shares = _resample_weights(len(met)) @ met / len(met) if len(met) else None
     return Summary(
         requests=len(measured),
         failed=len(measured) - len(good),
         answered=len({record.index for record in good}),
-        seconds=_mean(seconds) or 0.0,
+        seconds=mean(seconds or [0.0]),
         latencies={
             name: estimate_percentiles([*_values_by_request(passes, name).values()])
             for name in LATENCIES
         }
         | {"delay": estimate_percentiles([[record.delay] for record in measured])},
         goodput=None if shares is None else estimate(shares),
-        offered_rate=_mean(offered),
-        request_rate=_mean(rates) or 0.0,
-        prompt_tokens=_mean([r.prompt_tokens for r in good]),
+        offered_rate=mean(offered) if offered else None,
+        request_rate=mean(rates or [0.0]),
+        prompt_tokens=mean([r.prompt_tokens or 0 for r in good] or [0]),
     )
 
 
@@ -208,23 +201,24 @@ class Result(FrozenModel):
     """One run; its records are in ``records.jsonl`` beside it."""
 
     workload: Workload
-    load: Load
-    slo: Slo
+    options: RunOptions
     summary: Summary
-    metrics: ServerMetrics
-    planned: int
-    """Requests of the schedule."""
+    counters: Mapping[str, float] | None
+    """Increase of :data:`COUNTERS`; None where the server's ``/metrics`` could not be read."""
     clients: tuple[ClientFacts, ...] = ()
     broken: str | None = None
     """Why the run ended early, where no client reports it."""
     unwritten: str | None = None
     """Why records could not be written."""
-    server: Mapping[str, str] = {}
-    """Version and state, as the server reports them."""
     environment: Mapping[str, str]
     """Of the client."""
     reasons: tuple[str, ...] = ()
     """Why the run is not valid."""
+
+    @property
+    def load(self) -> Load:
+        """The open or closed loop."""
+        return self.options.load
 
     @property
     def valid(self) -> bool:
@@ -242,7 +236,7 @@ class Result(FrozenModel):
         """In words."""
         if not self.valid:
             return f"not valid: {'; '.join(self.reasons)}"
-        unread = "" if self.metrics.read else "the server's /metrics could not be read"
+        unread = "" if self.counters is not None else "the server's /metrics could not be read"
         limits = [limit for limit in (describe_few(self.summary.requests), unread) if limit]
         return f"valid, but {', and '.join(limits)}" if limits else "valid"
 
@@ -268,13 +262,11 @@ def describe_few(requests: int, where: str = "") -> str:
 
 def list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
     """Every reason why a run is not valid; no figure of such a run is compared."""
-    workload, summary, metrics = result.workload, result.summary, result.metrics
+    workload, summary, counters = result.workload, result.summary, result.counters or {}
     # Requests that were not sent or recorded, failed, or were answered at another length.
-    if not result.planned:
-        yield "the schedule is empty"
     yield from result.early
-    if len(records) < result.planned:
-        yield f"only {len(records)} of {result.planned} requests were recorded"
+    if len(records) < workload.requests:
+        yield f"only {len(records)} of {workload.requests} requests were recorded"
     if result.unwritten:
         yield f"records could not be written: {result.unwritten}"
     failed = Counter(record.error for record in records if record.error)
@@ -313,12 +305,12 @@ def list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
         )
     # Cache hits that the declared state of the caches excludes. Requests with unique images share
     # the tokens before them, so these may hit the prefix cache.
-    images, prefix = metrics.mm_cache_hits or 0.0, metrics.prefix_cache_hits or 0.0
+    images, prefix = counters.get("image hits"), counters.get("prefix hits")
     if workload.cache in ("unique", "off") and images:
         yield f"cache state is {workload.cache!r}, but {images:.0f} images came from a cache"
     if workload.cache == "off" and prefix:
         yield f"cache state is 'off', but {prefix:.0f} prompt tokens came from the prefix cache"
-    foreign = (metrics.finished or 0.0) - len(records)
+    foreign = counters.get("finished", 0.0) - len(records)
     if foreign > max(_FOREIGN_REQUESTS * len(records), 2):
         yield f"the server also answered {foreign:.0f} requests of other clients"
 
@@ -346,4 +338,4 @@ def format_result(result: Result) -> Iterator[str]:
             yield f"  {'client delay' if name == 'delay' else name:12s} ms: {text}"
     if summary.goodput is not None:
         good = format_estimate(summary.goodput, 100)
-        yield f"  goodput: {good} % of requests met {result.slo.describe()}"
+        yield f"  goodput: {good} % of requests met {result.options.describe_objective()}"

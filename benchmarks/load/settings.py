@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from benchmarks.common.client import Phase, Record
+from benchmarks.common.client import Record
 from benchmarks.common.shapes import TOWER_LAYERS, WIDTH
 from benchmarks.yardsticks.examples import LLAVA
 from vllm_autoprune.record_file import FrozenModel
@@ -73,13 +73,13 @@ class Load(FrozenModel):
             self.burstiness, 1.0 / self.burstiness, size=count
         )
         # The gap before the first measured request belongs to the ramp.
-        measured_from = self.phases(count).count("ramp") + 1
-        for part in (gaps[:measured_from], gaps[measured_from:]):
+        ramp = self.select_measured(count).index(True) + 1
+        for part in (gaps[:ramp], gaps[ramp:]):
             # A very bursty draw may be all zeros: such gaps stay as they are.
             part *= len(part) / (part.sum() or 1.0)
         return [float(at) for at in np.cumsum(gaps) / self.rate]
 
-    def phases(self, count: int) -> list[Phase]:
+    def select_measured(self, count: int) -> list[bool]:
         """Which of ``count`` requests count, by their place in the schedule.
 
         The first requests meet an emptier server, and in a closed loop the last ones too, because
@@ -89,8 +89,7 @@ class Load(FrozenModel):
         drain = 0 if self.users is None else self.users
         if ramp + drain > count // 2:
             ramp = drain = 0
-        lengths: dict[Phase, int] = {"ramp": ramp, "measured": count - ramp - drain, "drain": drain}
-        return [phase for phase, length in lengths.items() for _ in range(length)]
+        return [False] * ramp + [True] * (count - ramp - drain) + [False] * drain
 
 
 def _split_mix(value: object) -> object:
@@ -134,61 +133,27 @@ _Mix = Annotated[dict[_Count, _Positive], BeforeValidator(_split_mix), Field(min
 """Values with their weights."""
 
 
-class Slo(FrozenModel):
-    """Service-level objective: the highest latencies of a good request."""
-
-    slo_ttft: _Limit = Field(default=1000.0, description="TTFT limit, ms; 0: none")
-    slo_tpot: _Limit = Field(default=0.0, description="TPOT limit, ms; 0: none")
-    slo_e2e: _Limit = Field(default=0.0, description="end-to-end limit, ms; 0: none")
-
-    def good(self, record: Record) -> bool:
-        """Whether a request met every limit; one that failed met none."""
-        if not record.ok:
-            return False
-        times = (record.ttft, record.tpot, record.e2e)
-        limits = (self.slo_ttft, self.slo_tpot, self.slo_e2e)
-        pairs = zip(times, limits, strict=True)
-        return all(time is None or not limit or 1000 * time <= limit for time, limit in pairs)
-
-    def describe(self) -> str:
-        """In words, milliseconds."""
-        limits = {"TTFT": self.slo_ttft, "TPOT": self.slo_tpot, "E2E": self.slo_e2e}
-        described = [f"{name} at most {limit:g} ms" for name, limit in limits.items() if limit]
-        return ", ".join(described) or "none declared"
+def _option(default: Any, text: str, **more: Any) -> Any:
+    """A field with its default and its help."""
+    return Field(default=default, description=text, **more)
 
 
 class RequestOptions(FrozenModel):
     """Requests of a workload."""
 
-    requests: _Count = Field(default=200, description="measured requests of a run")
-    warm_up: int = Field(
-        default=8, ge=0, description="requests on other images before the clock starts"
+    requests: _Count = _option(200, "measured requests of a run")
+    warm_up: int = _option(8, "requests on other images before the clock starts", ge=0)
+    output_tokens: _Count = _option(16, "length of every answer")
+    cache: Literal["unique", "repeat", "same-image", "off"] = _option("unique", ", ".join(CACHES))
+    pool: _Count = _option(20, "different images (requests), where they are repeated")
+    zipf: _Positive = _option(1.1, "the k-th image comes in proportion to k ** -zipf")
+    sides: _Mix = _option(
+        {480: 1, 640: 2, 1024: 1}, "longer side of an image, pixels, VALUE=WEIGHT,..."
     )
-    output_tokens: _Count = Field(default=16, description="length of every answer")
-    cache: Literal["unique", "repeat", "same-image", "off"] = Field(
-        default="unique",
-        description="state of the server's caches: unique, repeat, same-image or off",
-    )
-    pool: _Count = Field(
-        default=20, description="different images (requests), where they are repeated"
-    )
-    zipf: _Positive = Field(
-        default=1.1,
-        description="exponent of Zipf's law: the k-th image comes in proportion to k ** -zipf",
-    )
-    sides: _Mix = Field(
-        default={480: 1, 640: 2, 1024: 1},
-        description="longer side of an image, pixels, VALUE=WEIGHT,...",
-    )
-    images: _Mix = Field(default={1: 1}, description="images a request, VALUE=WEIGHT,...")
-    dialect: Literal["vllm", "openai"] = Field(
-        default="vllm",
-        description="vllm, or openai: without vLLM's own fields; answers may be shorter",
-    )
-    data: str = Field(
-        default="", description="images and questions of your own: a folder or a JSONL file"
-    )
-    seed: int = Field(default=0, ge=0, description="seed of requests and schedule")
+    images: _Mix = _option({1: 1}, "images a request, VALUE=WEIGHT,...")
+    dialect: Literal["vllm", "openai"] = _option("vllm", "openai: without vLLM's own fields")
+    data: str = _option("", "images and questions of your own: a folder or a JSONL file")
+    seed: int = _option(0, "seed of requests and schedule", ge=0)
 
 
 class Workload(RequestOptions):
@@ -214,83 +179,85 @@ class PrepareOptions(RequestOptions):
     out: Path = Field(description="folder to write")
 
 
-class SendingOptions(Slo):
-    """Sending and objective."""
+class SendingOptions(FrozenModel):
+    """Sending, and the service-level objective: the highest latencies of a good request."""
 
-    burstiness: _Positive = Field(default=1.0, description="1: Poisson arrivals; less: burstier")
-    most: _Count = Field(default=512, description="requests in flight per worker that end the run")
+    slo_ttft: _Limit = _option(1000.0, "TTFT limit, ms; 0: none")
+    slo_tpot: _Limit = _option(0.0, "TPOT limit, ms; 0: none")
+    slo_e2e: _Limit = _option(0.0, "end-to-end limit, ms; 0: none")
+    burstiness: _Positive = _option(1.0, "1: Poisson arrivals; less: burstier")
+    most: _Count = _option(512, "requests in flight per worker that end the run")
+
+    def is_good(self, record: Record) -> bool:
+        """Whether a request met every limit; one that failed met none."""
+        if not record.ok:
+            return False
+        times = (record.ttft, record.tpot, record.e2e)
+        limits = (self.slo_ttft, self.slo_tpot, self.slo_e2e)
+        pairs = zip(times, limits, strict=True)
+        return all(time is None or not limit or 1000 * time <= limit for time, limit in pairs)
+
+    def describe_objective(self) -> str:
+        """In words, milliseconds."""
+        limits = {"TTFT": self.slo_ttft, "TPOT": self.slo_tpot, "E2E": self.slo_e2e}
+        described = [f"{name} at most {limit:g} ms" for name, limit in limits.items() if limit]
+        return ", ".join(described) or "none declared"
 
 
-class LocustOptions(SendingOptions):
-    """Options of a run that are not locust's own."""
-
-    workload: Path = Field(description="folder made by python -m benchmarks.load prepare")
-    out: Path = Field(
-        default=Path("out/load/run"), description="folder of run.json and records.jsonl"
-    )
-    rate: _Limit = Field(default=0.0, description="requests/s of an open loop; without it, --users")
-    seed: int = Field(default=0, ge=0, description="seed of the arrivals")
-
-
-class RunOptions(LocustOptions):
+class RunOptions(SendingOptions):
     """One run."""
 
+    workload: Path = Field(description="folder made by python -m benchmarks.load prepare")
+    out: Path = _option(Path("out/load/run"), "folder of run.json and records.jsonl")
+    rate: _Limit = _option(0.0, "requests/s of an open loop; without it, --users")
+    seed: int = _option(0, "seed of the arrivals", ge=0)
     host: str
+    """The server; this option and the next are locust's own."""
     users: _Count | None = None
 
     @property
     def load(self) -> Load:
         """The open loop where there is a rate, else the closed one."""
-        rate = self.rate or None
-        users = None if rate else self.users or 1
-        return Load(rate=rate, burstiness=self.burstiness, users=users, seed=self.seed)
+        if self.rate:
+            return Load(rate=self.rate, burstiness=self.burstiness, seed=self.seed)
+        return Load(users=self.users or 1)
 
 
-class OutputOptions(FrozenModel):
-    """Output of a command."""
-
-    as_json: bool = Field(default=False, description="print the result as JSON")
+LOCUST_FIELDS = tuple(name for name in RunOptions.model_fields if name not in ("host", "users"))
+"""Options of a run that are not locust's own."""
 
 
-class ReportOptions(OutputOptions):
+class ReportOptions(FrozenModel):
     """Report of a paired experiment."""
 
     folder: Path
+    as_json: bool = _option(False, "print the result as JSON")
 
 
-class PairedOptions(RequestOptions, SendingOptions, OutputOptions):
+class PairedOptions(RequestOptions, SendingOptions):
     """Servers and loads of a paired experiment."""
 
-    model: str = Field(
-        default=str(LLAVA),
-        description=f"checkpoint to serve, or {SHAPE}:LAYERS for LLaVA-1.5-7B's true widths "
-        "without weights",
+    model: str = _option(str(LLAVA), f"checkpoint, or {SHAPE}:LAYERS: LLaVA-1.5-7B without weights")
+    tower_layers: _Count = _option(TOWER_LAYERS, "layers of a shape's vision tower")
+    width: int = _option(WIDTH, "width of a shape's language model", ge=64)
+    state: str = _option("autoprune", "pruning state, a file or a name")
+    budget: _Count | None = _option(None, "K; default: the state's own")
+    text_tower: Path | None = _option(None, "CLIP checkpoint of the state")
+    server_flags: Annotated[str, AfterValidator(_check_quotes)] = _option(
+        "--max-model-len 2048 --block-size 32 --enforce-eager", "flags of all servers"
     )
-    tower_layers: _Count = Field(
-        default=TOWER_LAYERS, description="layers of a shape's vision tower"
+    kv_cache_gb: _Count = _option(1, "size of a CPU server's KV cache")
+    attach: Annotated[tuple[str, ...], AfterValidator(_check_servers)] = _option(
+        (), "running servers; the first is the reference", title="NAME=URL"
     )
-    width: int = Field(default=WIDTH, ge=64, description="width of a shape's language model")
-    state: str = Field(default="autoprune", description="pruning state, a file or a name")
-    budget: _Count | None = Field(default=None, description="K; default: the state's own")
-    text_tower: Path | None = Field(
-        default=None, description="CLIP checkpoint of the state; default for mini-LLaVA: its own"
+    served_name: str = _option("served", "name of the served model")
+    users: Annotated[tuple[_Count, ...], BeforeValidator(_split_list)] = _option(
+        (), "closed loops, such as 1,2,4,8,16,32"
     )
-    server_flags: Annotated[str, AfterValidator(_check_quotes)] = Field(
-        default="--max-model-len 2048 --block-size 32 --enforce-eager",
-        description="flags of all servers, in quotation marks",
+    rates: Annotated[tuple[_Positive, ...] | Literal["find"], BeforeValidator(_split_list)] = (
+        _option((), "open loops, requests/s, such as 1,2,4; find: choose them by the capacity")
     )
-    kv_cache_gb: _Count = Field(default=1, description="size of a CPU server's KV cache")
-    attach: Annotated[tuple[str, ...], AfterValidator(_check_servers)] = Field(
-        default=(), title="NAME=URL", description="running servers; the first is the reference"
-    )
-    served_name: str = Field(default="served", description="name of the served model")
-    users: Annotated[tuple[_Count, ...], BeforeValidator(_split_list)] = Field(
-        default=(), description="closed loops, such as 1,2,4,8,16,32"
-    )
-    rates: Annotated[tuple[_Positive, ...] | Literal["find"], BeforeValidator(_split_list)] = Field(
-        default=(),
-        description="open loops, requests/s, such as 1,2,4; find: choose them by the capacity",
-    )
-    passes: _Count = Field(default=2, description="passes over all arms (2: ABBA)")
-    out: Path = Field(default=Path("out/load/paired"), description="folder of the report")
-    workers: int = Field(default=0, ge=0, description="locust workers on this machine")
+    passes: _Count = _option(2, "passes over all arms (2: ABBA)")
+    out: Path = _option(Path("out/load/paired"), "folder of the report")
+    workers: int = _option(0, "locust workers on this machine", ge=0)
+    as_json: bool = _option(False, "print the result as JSON")

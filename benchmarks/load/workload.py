@@ -16,7 +16,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
 from pathlib import Path
@@ -69,23 +68,13 @@ class Request(NamedTuple):
     question: str
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A workload in memory: request bodies, those of the warm-up last."""
+class Prepared(NamedTuple):
+    """A workload in memory: bodies of the requests, by their index, and of the warm-up."""
 
     workload: Workload
-    bodies: Sequence[bytes]
+    measured: Sequence[bytes]
+    warm_up: Sequence[bytes]
     digest: str
-
-    @property
-    def measured(self) -> Sequence[bytes]:
-        """Bodies of the requests that are measured; their index is their place."""
-        return self.bodies[: self.workload.requests]
-
-    @property
-    def warm_up(self) -> Sequence[bytes]:
-        """Bodies of the warm-up, about images of their own."""
-        return self.bodies[self.workload.requests :]
 
 
 def make_workload(options: RequestOptions, model: str, loads: int = 1) -> Workload:
@@ -93,18 +82,16 @@ def make_workload(options: RequestOptions, model: str, loads: int = 1) -> Worklo
 
     Each of several ``loads`` with unique images has items of its own.
     """
-    fields = options.model_dump(include=set(RequestOptions.model_fields))
-    if not options.data:
-        return Workload(model=model, **fields)
-    workload = Workload(model=model, **{**fields, "data": str(Path(options.data).resolve())})
-    count, unique = len(_open_data(workload.data)), workload.cache == "unique"
-    needed = (_count_distinct(workload) + workload.warm_up) * (loads if unique else 1)
-    if count < needed:
-        fix = "fewer --requests or loads, or --cache repeat" if unique else "a smaller --pool"
-        raise BenchmarkError(
-            f"--data {workload.data}: has {count} items, but --cache {workload.cache} needs "
-            f"{needed} (with the warm-up) -> give more images, {fix}"
-        )
+    workload = Workload(model=model, **options.model_dump(include=set(RequestOptions.model_fields)))
+    if workload.data:
+        count = len(_open_data(workload.data))
+        needed = _count_distinct(workload) + workload.warm_up
+        needed *= loads if workload.cache == "unique" else 1
+        if count < needed:
+            raise BenchmarkError(
+                f"--data {workload.data}: has {count} items, but --cache {workload.cache} needs "
+                f"{needed} (with the warm-up) -> give more images, or send fewer requests"
+            )
     return workload
 
 
@@ -149,7 +136,8 @@ def load_prepared(folder: Path) -> Prepared:
         raise BenchmarkError(
             f"workload {folder}: {BODIES} is incomplete -> delete the folder, prepare it again"
         )
-    return Prepared(workload, bodies, hashlib.sha256(content).hexdigest()[:16])
+    count, digest = workload.requests, hashlib.sha256(content).hexdigest()[:16]
+    return Prepared(workload, bodies[:count], bodies[count:], digest)
 
 
 @lru_cache(maxsize=64)

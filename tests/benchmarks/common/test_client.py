@@ -1,4 +1,4 @@
-"""The streaming client and the metrics of a server, against a fake whose schedule is known."""
+"""The streaming client, against a server whose schedule is known beforehand."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ import pytest
 from benchmarks.common.client import (
     EMPTY,
     Client,
-    MetricsWatcher,
     Record,
-    ServerMetrics,
     parse_stream,
 )
 from benchmarks.common.fake_server import MODEL, PROMPT_TOKENS, Reply, fake_server
@@ -128,44 +126,6 @@ def test_a_stream_is_parsed(
 ) -> None:
     usage = (9, 2) if any(USAGE in piece for _, piece in reads) else (None, None)
     assert tuple(parse_stream(reads).values()) == (deltas, text, *usage, error)
-
-
-BEFORE = """
-# HELP vllm:request_success_total Count of requests.
-vllm:request_success_total{engine="0",model_name="m"} 100.0
-vllm:request_success_total{engine="1",model_name="m"} 20.0
-vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.75
-vllm:mm_cache_hits_total{engine="0"} 3.0
-autoprune_visual_tokens_total{stage="after"} 640.0
-autoprune_visual_tokens_created{stage="after"} 1.7e+09
-"""
-AFTER = """
-vllm:request_success_total{engine="0",model_name="m"} 180.0
-vllm:request_success_total{engine="1",model_name="m"} 20.0
-vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
-vllm:mm_cache_hits_total{engine="0"} 3.0
-autoprune_visual_tokens_total{stage="before"} 5760.0
-autoprune_visual_tokens_total{stage="after"} 1280.0
-"""
-
-
-def test_counters_are_differences_and_gauges_are_peaks() -> None:
-    pages: Iterator[str] = iter([BEFORE, AFTER])
-    with fake_server(pages={"/metrics": lambda: next(pages)}) as server:
-        watch = MetricsWatcher(server.url)
-        assert watch.metrics() == ServerMetrics(read=False)
-        watch.update()
-        watch.update()
-    watch.update()  # it is down now: nothing changes
-    # Summed over engines; a labelled counter appears with its first event; absent ones are None.
-    assert watch.metrics() == ServerMetrics(
-        read=True,
-        finished=80,
-        mm_cache_hits=0,
-        visual_tokens_before=5760,
-        visual_tokens_after=640,
-        peak_kv_use=0.75,
-    )
 
 
 @contextlib.contextmanager

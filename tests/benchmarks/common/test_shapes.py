@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoProcessor
 from benchmarks.common.requests import draw_picture, encode_picture
 from benchmarks.common.shapes import (
     TOKENS,
+    count_kv_bytes,
     count_visual_tokens,
     draw_words,
-    read_kv_layout,
     write_llava,
     write_llava_next,
 )
@@ -70,9 +70,7 @@ def test_widths_are_those_of_llava_7b_without_weights(folder: Path) -> None:
     assert (vision.image_size // vision.patch_size) ** 2 == TOKENS == count_visual_tokens(folder)
     assert config.image_token_index == 32000
     # A key and a value of 32 heads x 128 numbers in each of three layers, two bytes each.
-    layout = read_kv_layout(folder, "bfloat16")
-    assert layout.bytes_per_token == 2 * 3 * 4096 * 2
-    assert layout.formula.endswith(f"= prompt tokens x {layout.bytes_per_token}")
+    assert count_kv_bytes(folder, "bfloat16") == 2 * 3 * 4096 * 2
     assert sum(path.stat().st_size for path in folder.iterdir()) < 5 << 20
 
 

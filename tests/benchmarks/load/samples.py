@@ -7,13 +7,12 @@ from pathlib import Path
 
 from PIL import Image
 
-from benchmarks.common.client import Phase, Record, ServerMetrics
+from benchmarks.common.client import Record
 from benchmarks.load.compare import Point, Run
 from benchmarks.load.result import RECORDS, RESULT, ClientFacts, Result, summarize
-from benchmarks.load.settings import Load, Slo, Workload
+from benchmarks.load.settings import Load, RunOptions, SendingOptions, Workload
 
-SLO = Slo(slo_ttft=500)
-_WORKLOAD = Workload(model="mock", output_tokens=4)
+SLO = SendingOptions(slo_ttft=500)
 
 
 def record(
@@ -25,13 +24,13 @@ def record(
     delay: float = 0.0,
     tokens: int = 4,
     error: str | None = None,
-    phase: Phase = "measured",
+    measured: bool = True,
 ) -> Record:
     """An answered request with even gaps, or a failed one."""
     deltas = tuple(scheduled + ttft + gap * number for number in range(tokens))
     return Record(
         index=index,
-        phase=phase,
+        measured=measured,
         scheduled=scheduled,
         started=scheduled + delay,
         deltas=() if error else deltas,
@@ -44,13 +43,13 @@ def record(
 
 def result(records: Sequence[Record], load: Load, **changes: object) -> Result:
     """A run of these records by a calm client, with other fields as given."""
+    rate, users = load.rate or 0.0, load.users
+    options = RunOptions(host="http://x", workload=Path(), rate=rate, users=users, slo_ttft=500)
     good = Result(
-        workload=_WORKLOAD,
-        load=load,
-        slo=SLO,
+        workload=Workload(model="mock", requests=len(records) or 1, output_tokens=4),
+        options=options,
         summary=summarize([records], SLO),
-        metrics=ServerMetrics(read=True, mm_cache_hits=0, prefix_cache_hits=0),
-        planned=len(records),
+        counters={"image hits": 0, "prefix hits": 0},
         clients=(ClientFacts(cpu=0.2, lag=0.0005),),
         environment={"load average": "0.10", "cores": "2"},
     )
@@ -67,7 +66,7 @@ def point(
     for number, times in enumerate(passes):
         records = [record(i, scheduled=i * every, ttft=ttft) for i, ttft in enumerate(times)]
         folder = f"runs/{number}-{arm}/{load.label}"
-        runs.append(Run(arm, number, result(records, load, reasons=reasons), records, folder))
+        runs.append(Run(arm, number, folder, result(records, load, reasons=reasons), records))
     return Point(arm, load, tuple(runs))
 
 

@@ -63,7 +63,7 @@ def test_a_mistake_is_answered_in_one_line_before_anything_starts(
     def start(*_: object) -> None:
         raise AssertionError("a server was started")
 
-    monkeypatch.setattr("benchmarks.load.paired.serve_arm", start)
+    monkeypatch.setattr("benchmarks.load.paired._serve", start)
     users = [] if not flags or "--users" in flags else ["--users", "1"]
     command = ["paired", *users, "--out", str(tmp_path / "o"), *shlex.split(flags)]
     try:

@@ -22,14 +22,12 @@ from benchmarks.common import BenchmarkError
 from benchmarks.common.client import Record
 from benchmarks.common.fake_server import MODEL, Reply, fake_server
 from benchmarks.load import paired as module
-from benchmarks.load.client import read_server_info, send_open_loop
+from benchmarks.load.client import read_counters, send_open_loop
 from benchmarks.load.compare import Run
 from benchmarks.load.paired import (
     STEPS,
     Arm,
     Paired,
-    choose_rates,
-    interleave,
     measure,
     raise_priority,
     read_paired,
@@ -38,9 +36,7 @@ from benchmarks.load.paired import (
 from benchmarks.load.result import RECORDS, RESULT, Result, read_result
 from benchmarks.load.settings import Load, PairedOptions, RunOptions, Workload
 from benchmarks.load.workload import load_prepared, prepare
-from benchmarks.server import free_port
 from tests.benchmarks.load.samples import record, result, write_images, write_run
-from vllm_autoprune.errors import AutopruneError
 
 WORKLOAD = Workload(model=MODEL, requests=40, warm_up=2, output_tokens=6, sides={48: 1})
 REPLY = Reply(ttft=0.08, gaps=(0.02, 0.04))
@@ -69,17 +65,18 @@ def only_of_a_busy_machine(result: Result) -> bool:
 
 
 def test_an_open_loop_sends_everything_by_its_schedule(workload: Path, tmp_path: Path) -> None:
-    with fake_server(REPLY) as server:
+    def count() -> str:
+        return f"vllm:request_success_total {len(server.requests)}\n"
+
+    with fake_server(REPLY, pages={"/metrics": count}) as server:
         result, records = send(server.url, workload, tmp_path)
-        seen = len(server.requests)
-    assert seen == 40 + 2  # the server is warmed up once
+    assert len(server.requests) == 40 + 2  # the server is warmed up once
     assert [record.index for record in records] == list(range(40))
     assert [record.scheduled for record in records] == pytest.approx(LOAD.due(40))
     assert all(record.started >= record.scheduled for record in records)
     assert result.summary.requests == 38 and result.summary.failed == 0  # without the ramp
     assert result.load == LOAD and result.workload == WORKLOAD
-    assert result.metrics.peak_kv_use == 0.25
-    assert result.server == {"server version": "mock"}
+    assert result.counters == {"finished": 40}
     assert only_of_a_busy_machine(result)
     # Gaps are right within 3 ms in the quietest quarter of the answers: a busy machine delays
     # some, a wrong clock all.
@@ -118,16 +115,6 @@ def test_a_full_disk_invalidates_the_run(workload: Path, tmp_path: Path) -> None
     result = Result.model_validate_json((tmp_path / RESULT).read_text())
     assert result.summary.requests == 24  # judged from memory
     assert any("No space left on device" in reason for reason in result.reasons)
-
-
-def test_a_run_that_cannot_begin_says_why(workload: Path, tmp_path: Path) -> None:
-    with (
-        fake_server(model="llava") as server,
-        pytest.raises(BenchmarkError, match="does not serve 'mock', only llava"),
-    ):
-        send(server.url, workload, tmp_path)
-    with pytest.raises(AutopruneError, match="does not answer"):
-        send(f"http://127.0.0.1:{free_port()}", workload, tmp_path)
 
 
 def test_an_open_loop_does_not_wait_for_answers() -> None:
@@ -173,19 +160,15 @@ def test_real_time_scheduling_is_used_where_it_is_allowed() -> None:
     assert python(tell, raise_priority) == (python(attempt + tell) or python(tell))
 
 
-def test_version_and_state_of_a_server() -> None:
-    state = '{"state": "autoprune", "digest": "abc", "version": "0.1.0", "budget": {"k": 64}}'
-    with fake_server(pages={"/version": '{"version": "0.32.0"}', "/v1/autoprune": state}) as server:
-        assert read_server_info(server.url) == {
-            "server version": "0.32.0",
-            "autoprune state": "autoprune",
-            "autoprune digest": "abc",
-            "autoprune version": "0.1.0",
-            "autoprune budget": "64",
-        }
-    assert read_server_info(server.url) == {}  # it is down now
-    with fake_server(pages={"/version": "<html>", "/v1/autoprune": "[1]"}) as server:
-        assert read_server_info(server.url) == {}
+def test_counters_are_summed_over_engines() -> None:
+    page = """
+vllm:request_success_total{engine="0",model_name="m"} 100.0
+vllm:request_success_total{engine="1",model_name="m"} 20.0
+vllm:mm_cache_hits_total{engine="0"} 3.0
+"""
+    with fake_server(pages={"/metrics": page}) as server:
+        assert read_counters(server.url) == {"finished": 120, "image hits": 3}
+    assert read_counters(server.url) is None  # it is down now
 
 
 @pytest.fixture
@@ -200,7 +183,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[RunOptions]:
         rate = options.load.rate or 2.0
         late = 0.1 if rate <= 2.0 else 0.9
         records = [record(n, scheduled=n / rate, ttft=late) for n in range(20)]
-        write_run(Run("", 0, result(records, options.load), records, ""), options.out)
+        write_run(Run("", 0, "", result(records, options.load), records), options.out)
 
     monkeypatch.setattr(module, "run", run)
     return requested
@@ -221,16 +204,15 @@ def test_arms_alternate_and_loads_share_no_images(seen: list[RunOptions], tmp_pa
     digests = {options.load.label: load_prepared(options.workload).digest for options in seen}
     assert len(set(digests.values())) == 3
     assert len({options.out for options in seen}) == 12
-    assert [run.arm for run in experiment.runs] == [arm for arm in "abba" for _ in loads]
+    assert [arm for arm, _, _ in experiment.runs] == [arm for arm in "abba" for _ in loads]
     assert read_paired(tmp_path)[0] == experiment and experiment.broken is None
-    arms = [Arm(name=name, url="http://x") for name in "ABC"]
-    assert "".join(arm.name for _, arm in interleave(arms, 3)) == "ABCCBAABC"
 
 
 def test_loads_share_no_image_of_ones_own_data(seen: list[RunOptions], tmp_path: Path) -> None:
     write_images(tmp_path / "data", 30)
     measured(tmp_path / "out", users="1,2", rates="1", data=str(tmp_path / "data"))
-    bodies = {options.load.label: load_prepared(options.workload).bodies for options in seen}
+    loads = {options.load.label: load_prepared(options.workload) for options in seen}
+    bodies = {label: (*load.measured, *load.warm_up) for label, load in loads.items()}
     urls = {body.partition(b'"url": "')[2][:200] for load in bodies.values() for body in load}
     assert [len(load) for load in bodies.values()] == [10, 10, 10]
     assert len(urls) == 30
@@ -242,8 +224,7 @@ def test_rates_are_chosen_once_and_raised_until_saturation(
     experiment = measured(tmp_path, rates="find", passes=1)
     assert seen[0].load.users == 16  # the capacity is measured first
     capacity = read_paired(tmp_path)[1][0].result.summary.request_rate
-    assert experiment.rates == choose_rates(capacity) == tuple(sorted(experiment.rates))
-    assert len(experiment.rates) == len(STEPS) and capacity == pytest.approx(2.0, rel=0.1)
+    assert experiment.rates == pytest.approx([step * capacity for step in STEPS], rel=0.01)
     for arm in "ab":
         rates = [opts.load.rate for opts in seen if opts.host[-1] == arm and opts.load.rate]
         # At the first rate above 2 all requests miss the objective, and no higher one is tried.
@@ -254,5 +235,5 @@ def test_rates_are_chosen_once_and_raised_until_saturation(
 def test_runs_before_a_failure_are_kept(seen: list[RunOptions], tmp_path: Path) -> None:
     experiment = measured(tmp_path, "a", "dead", users="1")
     assert experiment.broken == "server http://dead: /v1/models is not answered"
-    assert [run.arm for run in experiment.runs] == ["a"]
+    assert [arm for arm, _, _ in experiment.runs] == ["a"]
     assert read_paired(tmp_path)[0].broken == experiment.broken

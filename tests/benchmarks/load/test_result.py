@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.common.client import Phase, ServerMetrics
 from benchmarks.load.__main__ import main
 from benchmarks.load.compare import Point, answer_question, build_sweep, compare_arms, group_runs
 from benchmarks.load.paired import PAIRED, Arm, Paired
@@ -26,7 +25,7 @@ from benchmarks.load.result import (
     list_reasons,
     summarize,
 )
-from benchmarks.load.settings import Load, PairedOptions, Slo, Workload
+from benchmarks.load.settings import Load, PairedOptions, SendingOptions, Workload
 from tests.benchmarks.load.samples import SLO, point, record, result, write_run
 
 OPEN, CLOSED = Load(rate=10.0), Load(users=2)
@@ -93,7 +92,7 @@ def test_rates_are_over_the_whole_time_and_latencies_over_answers() -> None:
     records = [record(n, scheduled=0.5 * n, ttft=0.2, gap=0.1) for n in range(10)]
     records.append(record(10, scheduled=5.0, error="cut short"))
     for passes in (1, 2):  # of several passes, rates are means
-        summary = summarize([records] * passes, Slo())
+        summary = summarize([records] * passes, SendingOptions())
         # From 0 to the end of the failed request at 5 + 0.2 + 3 x 0.05.
         assert summary.seconds == pytest.approx(5.35)
         assert (summary.requests, summary.failed) == (11 * passes, passes)
@@ -108,12 +107,11 @@ def test_rates_are_over_the_whole_time_and_latencies_over_answers() -> None:
 def test_only_measured_requests_count_and_a_failed_one_misses_the_objective() -> None:
     records = [record(n, ttft=0.1 * n - 0.01) for n in range(1, 5)]
     records += [record(5, ttft=0.1, error="refused"), record(6, ttft=0.1, gap=0.5)]
-    phases: tuple[Phase, ...] = ("ramp", "drain", "warm-up")
-    records += [record(7 + n, ttft=9, phase=phase) for n, phase in enumerate(phases)]
-    summary = summarize([records], Slo(slo_ttft=300, slo_tpot=400))
+    records.append(record(7, ttft=9, measured=False))
+    summary = summarize([records], SendingOptions(slo_ttft=300, slo_tpot=400))
     assert summary.requests == 6
     assert summary.goodput is not None and summary.goodput.value == pytest.approx(3 / 6)
-    empty = summarize([[]], Slo())
+    empty = summarize([[]], SendingOptions())
     assert empty.requests == empty.request_rate == 0
     assert empty.goodput is None and empty.offered_rate is None
 
@@ -125,13 +123,11 @@ FAILED = [record(n, error="status 500: gone") for n in range(3)]
 LAGGING = (ClientFacts(cpu=0.2, lag=0.011),)
 
 
-def metrics(**figures: float) -> dict[str, Any]:
-    return {"metrics": ServerMetrics(read=True, **figures)}
-
-
-def cache(state: str, **figures: float) -> dict[str, Any]:
-    workload = Workload.model_validate({"model": "m", "output_tokens": 4, "cache": state})
-    return {"workload": workload, **metrics(**figures)}
+def cache(state: str, **counters: float) -> dict[str, Any]:
+    """A state of the caches, and what the server counted."""
+    values = {"model": "m", "output_tokens": 4, "cache": state, "requests": 200}
+    counted = {name.replace("_", " "): count for name, count in counters.items()}
+    return {"workload": Workload.model_validate(values), "counters": counted}
 
 
 VERDICTS: dict[str, tuple[Any, Load, dict[str, Any], tuple[str, ...]]] = {
@@ -149,24 +145,23 @@ VERDICTS: dict[str, tuple[Any, Load, dict[str, Any], tuple[str, ...]]] = {
     "one per cent of failures": ([*ANSWERED[2:], *FAILED[:2]], OPEN, {}, ()),
     "no usage": (SILENT, OPEN, {}, ("200 answers came without usage",)),
     "other lengths": (SHORT, OPEN, {}, ("200 answers are not of 4 tokens (one: 3)",)),
-    "an empty schedule": ([], OPEN, {}, ("the schedule is empty",)),
-    "missing records": (ANSWERED, OPEN, {"planned": 300}, ("only 200 of 300 requests were",)),
+    "missing records": (ANSWERED[:190], OPEN, cache("unique"), ("only 190 of 200 requests were",)),
     "a lost worker": (ANSWERED, OPEN, {"broken": "a worker was lost"}, ("a worker was lost",)),
     "a full disk": (ANSWERED, OPEN, {"unwritten": "[Errno 28]"},
         ("records could not be written: [Errno 28]",)),
-    "hits of unique images": (ANSWERED, OPEN, metrics(mm_cache_hits=3),
+    "hits of unique images": (ANSWERED, OPEN, cache("unique", image_hits=3),
         ("cache state is 'unique', but 3 images came from a cache",)),
-    "image hits without caches": (ANSWERED, OPEN, cache("off", mm_cache_hits=3),
+    "image hits without caches": (ANSWERED, OPEN, cache("off", image_hits=3),
         ("cache state is 'off', but 3 images",)),
-    "prefix hits without caches": (ANSWERED, OPEN, cache("off", prefix_cache_hits=32),
+    "prefix hits without caches": (ANSWERED, OPEN, cache("off", prefix_hits=32),
         ("32 prompt tokens came from the prefix cache",)),
     "hits of repeated requests": (ANSWERED, OPEN,
-        cache("repeat", mm_cache_hits=30, prefix_cache_hits=3000), ()),
-    "other clients": (ANSWERED, OPEN, metrics(finished=203.0),
+        cache("repeat", image_hits=30, prefix_hits=3000), ()),
+    "other clients": (ANSWERED, OPEN, cache("unique", finished=203.0),
         ("the server also answered 3 requests of other clients",)),
-    "hardly another client": (ANSWERED, OPEN, metrics(finished=202.0), ()),
-    "all at once": (LATE[:100], OPEN, {"planned": 101, "unwritten": "disk full"},
-        ("only 100 of 101", "disk full", "schedule delay")),
+    "hardly another client": (ANSWERED, OPEN, cache("unique", finished=202.0), ()),
+    "all at once": (LATE[:100], OPEN, {**cache("unique"), "unwritten": "disk full"},
+        ("only 100 of 200", "disk full", "schedule delay")),
 }  # fmt: skip
 """Records, load, changes to a good run, and what each reason against it contains."""
 
@@ -186,7 +181,7 @@ def test_a_run_is_printed_with_its_verdict_and_a_warning_of_a_busy_machine() -> 
     assert first.endswith("valid, but 11 requests are too few for a verdict (20 needed)")
     assert warning.startswith("  warning: load average 2.10 on 2 cores")
     assert rates.endswith("2.00 offered, 2.00 achieved requests/s")
-    closed = "\n".join(format_result(result(ANSWERED, CLOSED, metrics=ServerMetrics())))
+    closed = "\n".join(format_result(result(ANSWERED, CLOSED, counters=None)))
     assert "offered" not in closed and "warning" not in closed
     assert "valid, but the server's /metrics could not be read" in closed
 
@@ -304,7 +299,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "options": PairedOptions(slo_ttft=500),
             "arms": [Arm(name=n, url="http://x", digest="d" * 64) for n in ("stock", "AutoPrune")],
             "workload": Workload(model="mock"),
-            "runs": [{"arm": r.arm, "number": r.number, "folder": r.folder} for r in runs],
+            "runs": [(run.arm, run.number, run.folder) for run in runs],
             "rates": (2.0, 4.0),
             "command": ("python", "-m", "benchmarks.load", "paired", "--state", "<b>"),
             "broken": "AutoPrune: no <state>",
@@ -341,10 +336,10 @@ def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(experiment: 
         "d" * 16,
         "every image is new",
         "load average",
-        "aspects 4/3 (44 %), 3/4 (22 %)",
+        "sides {480: 1.0, 640: 2.0, 1024: 1.0}",
     ):
         assert wanted in text
-    row = re.search(r"4 requests/s stock 60 .*? (\d\.\d\d) (\d\.\d\d) 100\.0", text)
+    row = re.search(r"4 requests/s stock 60 600.0 .*? (\d\.\d\d) (\d\.\d\d) 100\.0", text)
     assert row is not None and row[1] == "4.00"
     assert float(row[2]) == pytest.approx(60 / (59 / 4 + 0.159 + 0.15), abs=0.01)
     # Records are linked from the table and the chart, where the invalid point is hollow.

@@ -36,7 +36,7 @@ def test_the_seed_fixes_the_pattern_at_every_rate() -> None:
 def test_the_measured_requests_come_at_exactly_the_rate(burstiness: float, seed: int) -> None:
     load = Load(rate=6.0, burstiness=burstiness, seed=seed)
     due = load.due(100)
-    measured = [at for at, phase in zip(due, load.phases(100), strict=True) if phase == "measured"]
+    measured = [at for at, counts in zip(due, load.select_measured(100), strict=True) if counts]
     assert len(measured) == 95
     assert (len(measured) - 1) / (measured[-1] - measured[0]) == pytest.approx(6.0)
     assert len(due) / due[-1] == pytest.approx(6.0)
@@ -45,11 +45,11 @@ def test_the_measured_requests_come_at_exactly_the_rate(burstiness: float, seed:
 
 def test_ramp_and_drain_do_not_count() -> None:
     closed = Load(users=3)
-    assert closed.phases(20) == ["ramp"] * 3 + ["measured"] * 14 + ["drain"] * 3
+    assert closed.select_measured(20) == [False] * 3 + [True] * 14 + [False] * 3
     assert closed.due(3) == [0.0, 0.0, 0.0]
-    assert Load(rate=2.0).phases(40) == ["ramp"] * 2 + ["measured"] * 38
+    assert Load(rate=2.0).select_measured(40) == [False] * 2 + [True] * 38
     # Where nothing would remain, everything counts.
-    assert Load(users=16).phases(20) == ["measured"] * 20
+    assert all(Load(users=16).select_measured(20))
 
 
 def draw(cache: str, **changes: object) -> tuple[list[Request], list[Request]]:
@@ -149,7 +149,11 @@ def send(tmp_path: Path, data: Path) -> tuple[list[str], list[list[str]]]:
     """Questions and images of the requests that would be sent, in order."""
     out = tmp_path / "w"
     assert main([*PREPARE, "--data", str(data), "--out", str(out)]) == 0
-    contents = [json.loads(body)["messages"][-1]["content"] for body in load_prepared(out).bodies]
+    prepared = load_prepared(out)
+    contents = [
+        json.loads(body)["messages"][-1]["content"]
+        for body in (*prepared.measured, *prepared.warm_up)
+    ]
     urls = [[part["image_url"]["url"] for part in content[:-1]] for content in contents]
     return [content[-1]["text"] for content in contents], urls
 
