@@ -63,11 +63,11 @@ PAIRS = (
         (text({}) + ",", "questions.jsonl:1: Invalid JSON"),
         (text({}, {"answer": ""}), 'questions.jsonl:2: "answer": String should have at least 1'),
         (text({"topic": "x"}), 'questions.jsonl:1: "topic": Extra inputs are not permitted'),
-        (text({}, {"image": "c.png"}, {"image": "c.png"}), ":2: image 'c.png' does not exist"),
-        (text({"image": "text.png"}), "is not an image that can be read -> save it as PNG"),
+        (text({}, {"image": "c.png"}, {"image": "c.png"}), ":2: image 'c.png' cannot be read"),
+        (text({"image": "text.png"}), "cannot identify image file"),
         (text({"image": "cut.jpg"}), "image 'cut.jpg' "),
         (text({"image": "folder.png"}), "image 'folder.png' cannot be read (Is a directory)"),
-        (text({"image": "https://x/y.png"}), "is an address -> save the image as a file"),
+        (text({"image": "https://x/y.png"}), "-> give the path of a PNG or JPEG file"),
         *(
             (text(*({"answer": answer, "pair": pair} for answer, pair in pairs)),
              ':1: "pair": 1 about \'a.png\' is not one "yes" and one "no" (lines 1')

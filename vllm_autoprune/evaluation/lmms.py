@@ -6,6 +6,7 @@ lmms-eval scores the error message of a failed request like an answer; here it i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -14,7 +15,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -100,22 +101,20 @@ def select_benchmarks(names: str, *, cognition: bool, own: bool) -> list[Benchma
     ``cognition``: it is part of MME, as on Qwen. ``own``: any other name is a task of the user's,
     and comes last. Raises :class:`ConfigError`.
     """
-    by_name = {key.lower(): row.name for row in BENCHMARKS for key in (row.name, row.task)}
+    columns = {key.lower(): row.name for row in BENCHMARKS for key in (row.name, row.task)}
     words = [word for word in names.split(",") if word]
-    columns = [
-        c for word in words for c in COLUMN_SETS.get(word, [by_name.get(word.lower(), word)])
-    ]
-    selected = [row for row in BENCHMARKS if row.name in columns]
-    others = [name for name in dict.fromkeys(columns) if name not in COLUMN_SETS["paper"]]
-    if not columns or (others and not own):
+    chosen = [c for word in words for c in COLUMN_SETS.get(word, [columns.get(word.lower(), word)])]
+    others = [name for name in dict.fromkeys(chosen) if name not in COLUMN_SETS["paper"]]
+    if not chosen or (others and not own):
         what = f"does not know {', '.join(others)}" if others else "names no benchmark"
-        fix = f"use: {', '.join([*COLUMN_SETS, *(row.task for row in BENCHMARKS)])}; a task of "
-        fix += "your own needs --include-path"
+        known = ", ".join([*COLUMN_SETS, *(row.task for row in BENCHMARKS)])
+        fix = f"use: {known}; a task of your own needs --include-path"
         raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, fix)])
-    return [
-        dataclasses.replace(row, metrics=row.metrics[:1]) if not cognition else row
-        for row in (*selected, *(Benchmark(name, name) for name in others))
-    ]
+    selected = [row for row in BENCHMARKS if row.name in chosen]
+    selected += [Benchmark(name, name) for name in others]
+    if cognition:
+        return selected
+    return [dataclasses.replace(row, metrics=row.metrics[:1]) for row in selected]
 
 
 def parse_arm(arm: str) -> tuple[Case, str]:
@@ -125,18 +124,19 @@ def parse_arm(arm: str) -> tuple[Case, str]:
     """
     name, _, url = arm.partition("=")
     match = re.fullmatch(r"full|(?P<base>\w+)(?P<plus>\+autoprune)?@(?P<budget>\d+)", name)
-    base, plus, budget = (match["base"], match["plus"], match["budget"]) if match else ("", "", "")
-    if match is None or not url or base not in (None, "resized", *BASE_POLICIES):
+    if match is None or not url or match["base"] not in (None, "resized", *BASE_POLICIES):
         fix = "write full=URL, resized@64=URL, cdpruner@64=URL or cdpruner+autoprune@64=URL"
         raise ConfigError("eval", [Problem(f"--arm {arm}", "is not a valid arm", fix)])
-    case = Case(name=name, arm="full", label="full")
-    if base is not None:
-        kind, label = ("resized", RESIZED) if base == "resized" else ("base", base)
-        fields = {"name": name, "arm": kind, "label": label, "budget": int(budget)}
-        if plus:
-            label = f"{base} + AutoPrune"
-            fields |= {"arm": "autoprune", "label": label, "base": f"{base}@{budget}"}
-        case = Case.model_validate(fields)
+    base, budget = match["base"], int(match["budget"] or 0)
+    if base is None:
+        case = Case(name=name, arm="full", label="full")
+    elif base == "resized":
+        case = Case(name=name, arm="resized", label=RESIZED, budget=budget)
+    elif match["plus"]:
+        label, alone = f"{base} + AutoPrune", f"{base}@{budget}"
+        case = Case(name=name, arm="autoprune", label=label, budget=budget, base=alone)
+    else:
+        case = Case(name=name, arm="base", label=base, budget=budget)
     return case, server_address(url)
 
 
@@ -153,82 +153,6 @@ class LmmsEval:
     judge_url: str | None = None
     """Address of an OpenAI-compatible judge, for the tasks that ask one."""
 
-    def command(self, url: str, task: str, output: Path) -> list[str]:
-        """The command line for one task on one server; decoding and prompts are the task's.
-
-        ``prefix_aware_queue`` is off because it reorders requests by their text.
-        ``adaptive_max_concurrency`` limits ``num_concurrent`` even if nothing adapts; its default
-        is 128. Paths are absolute, because it runs in another folder.
-        """
-        arguments = {
-            "model_version": self.served_name,
-            "base_url": f"{url}/v1",
-            "num_concurrent": self.max_in_flight,
-            "adaptive_max_concurrency": self.max_in_flight,
-            "max_retries": 3,
-            "prefix_aware_queue": False,
-        }
-        model_args = ",".join(f"{name}={value}" for name, value in arguments.items())
-        line = [
-            *self._program(), "--model", "openai", "--model_args", model_args, "--tasks", task,
-            "--batch_size", "1", "--output_path", str(output.absolute()), "--log_samples",
-        ]  # fmt: skip
-        if self.include is not None:
-            line += ["--include_path", str(self.include.absolute())]
-        return line if self.limit is None else [*line, "--limit", str(self.limit)]
-
-    def check(self) -> None:
-        """Raise :class:`ConfigError` if it is not installed, or is another version."""
-        try:
-            process = subprocess.run(
-                [*self._program(), "version"],
-                capture_output=True, text=True, timeout=300, check=False,
-            )  # fmt: skip
-            version = (process.stdout.split("\n")[0].split() or ["nothing"])[-1]
-            what = f"is version {version}; only the output files of {PINNED} are supported"
-        except (OSError, subprocess.TimeoutExpired) as error:
-            version, what = "", f"cannot be run ({type(error).__name__})"
-        if version != PINNED:
-            where, fix = f"--lmms-eval {self.program}", f"pip install lmms-eval=={PINNED} into a "
-            fix += "separate environment, and name its program"
-            raise ConfigError("eval", [Problem(where, what, fix)])
-
-    def run(self, url: str, benchmark: Benchmark, pruning: Mapping[str, Any], output: Path) -> None:
-        """Run one task, with output in ``lmms-eval.log``; raises :class:`EvaluationError`.
-
-        ``pruning``: the options that every request carries; none where the server has its own.
-        """
-        output.mkdir(parents=True)
-        path = [str(_PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables = {
-            # The client needs a key even if the server does not.
-            "OPENAI_API_KEY": "none",
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path),
-            "AUTOPRUNE_IMAGES": str(output.absolute() / _IMAGES),
-            "AUTOPRUNE_PRUNING": json.dumps(pruning),
-        }
-        judge = self.judge_url or os.environ.get("OPENAI_API_URL")
-        if judge and benchmark.judge != "none":
-            variables["OPENAI_API_URL"] = benchmark.judge_address(judge)
-        with (output / _LOG).open("wb") as log:
-            process = subprocess.run(
-                self.command(url, benchmark.task, output),
-                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
-                # In any other folder it would take a subfolder of the task's name for the task.
-                cwd=output, env=variables,
-            )  # fmt: skip
-        # It exits with 0 even after an exception.
-        if process.returncode or not any(output.rglob("*_samples_*.jsonl")):
-            raise EvaluationError(
-                f"lmms-eval ended with {process.returncode} and no samples of {benchmark.task} -> "
-                f"see {output / _LOG}, fix the cause and add --resume"
-            )
-
-    def _program(self) -> list[str]:
-        name, *more = shlex.split(self.program) or [""]
-        return [os.path.abspath(path) if (path := shutil.which(name)) else name, *more]
-
 
 class LmmsSuite(Suite):
     """Benchmarks through lmms-eval, each case on its server."""
@@ -244,7 +168,7 @@ class LmmsSuite(Suite):
         mme_divisor: float,
     ) -> None:
         """``servers``: cases with their addresses; ``folder`` receives the files of lmms-eval."""
-        self._lmms_eval, self._folder = lmms_eval, folder
+        self._lmms_eval, self._folder = lmms_eval, folder.absolute()
         self._runs = [(case, url, benchmark) for case, url in servers for benchmark in benchmarks]
         self.cases = [case for case, _ in servers]
         limit = "" if lmms_eval.limit is None else f", the first {lmms_eval.limit} of each"
@@ -260,16 +184,12 @@ class LmmsSuite(Suite):
     def plan(self) -> Sequence[str]:
         """Every command line that will be run."""
         return [
-            shlex.join(self._lmms_eval.command(url, task.task, self._new_folder(case, task)))
-            for case, url, task in self._runs
+            shlex.join(self._command(url, benchmark.task, self._new_folder(case, benchmark)))
+            for case, url, benchmark in self._runs
         ]
 
-    def _new_folder(self, case: Case, benchmark: Benchmark) -> Path:
-        folder = self._folder / case.name / benchmark.task
-        return next(path for n in itertools.count(1) if not (path := folder / str(n)).exists())
-
     def measure(self, journal: Journal, progress: Progress) -> None:
-        """Run what is not complete, after checking all servers."""
+        """Run what is not complete, after checking lmms-eval and all servers."""
         totals, name = journal.contents.totals, self._lmms_eval.served_name
         todo = [
             (case, url, benchmark)
@@ -279,7 +199,7 @@ class LmmsSuite(Suite):
         if not todo:
             return
         # Before the first task, which may take hours.
-        self._lmms_eval.check()
+        self._check_version()
         refused: list[Case] = []
         for server in {url: None for _, url, _ in todo}:
             cases = {case.name: case for case, url, _ in self._runs if url == server}
@@ -292,9 +212,83 @@ class LmmsSuite(Suite):
             check_server(url, name, [])  # lmms-eval would ask a dead one every question
             progress.write(f"{case.name}: {benchmark.task} ...")
             folder = self._new_folder(case, benchmark)
-            self._lmms_eval.run(url, benchmark, case.pruning, folder)
+            self._run(case, url, benchmark, folder)
             journal.append(list(read_output(folder, benchmark, case.name)))
             progress.advance()
+
+    def _new_folder(self, case: Case, benchmark: Benchmark) -> Path:
+        folder = self._folder / case.name / benchmark.task
+        return next(path for n in itertools.count(1) if not (path := folder / str(n)).exists())
+
+    def _command(self, url: str, task: str, output: Path) -> list[str]:
+        """The command line for one task on one server; decoding and prompts are the task's.
+
+        ``prefix_aware_queue`` is off because it reorders requests by their text.
+        ``adaptive_max_concurrency`` limits ``num_concurrent`` even if nothing adapts; its default
+        is 128. Paths are absolute, because it runs in another folder.
+        """
+        options = self._lmms_eval
+        arguments = {
+            "model_version": options.served_name,
+            "base_url": f"{url}/v1",
+            "num_concurrent": options.max_in_flight,
+            "adaptive_max_concurrency": options.max_in_flight,
+            "max_retries": 3,
+            "prefix_aware_queue": False,
+        }
+        model_args = ",".join(f"{name}={value}" for name, value in arguments.items())
+        line = [
+            *self._program(), "--model", "openai", "--model_args", model_args, "--tasks", task,
+            "--batch_size", "1", "--output_path", str(output), "--log_samples",
+        ]  # fmt: skip
+        if options.include is not None:
+            line += ["--include_path", str(options.include.absolute())]
+        return line if options.limit is None else [*line, "--limit", str(options.limit)]
+
+    def _program(self) -> list[str]:
+        name, *more = shlex.split(self._lmms_eval.program) or [""]
+        return [os.path.abspath(path) if (path := shutil.which(name)) else name, *more]
+
+    def _check_version(self) -> None:
+        what = "cannot be run"
+        with contextlib.suppress(OSError):
+            command = [*self._program(), "version"]
+            process = subprocess.run(command, capture_output=True, text=True, check=False)
+            version = (process.stdout.split("\n")[0].split() or ["nothing"])[-1]
+            if version == PINNED:
+                return
+            what = f"is version {version}; only the output files of {PINNED} are supported"
+        fix = f"pip install lmms-eval=={PINNED} into a separate environment, and name its program"
+        raise ConfigError("eval", [Problem(f"--lmms-eval {self._lmms_eval.program}", what, fix)])
+
+    def _run(self, case: Case, url: str, benchmark: Benchmark, folder: Path) -> None:
+        """Run one task; raises :class:`EvaluationError`."""
+        folder.mkdir(parents=True)
+        path = [str(_PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {
+            # The client needs a key even if the server does not.
+            "OPENAI_API_KEY": "none",
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "AUTOPRUNE_IMAGES": str(folder / _IMAGES),
+            "AUTOPRUNE_PRUNING": json.dumps(case.pruning),
+        }
+        judge = self._lmms_eval.judge_url or os.environ.get("OPENAI_API_URL")
+        if judge and benchmark.judge != "none":
+            variables["OPENAI_API_URL"] = benchmark.judge_address(judge)
+        with (folder / _LOG).open("wb") as log:
+            process = subprocess.run(
+                self._command(url, benchmark.task, folder),
+                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
+                # In any other folder it would take a subfolder of the task's name for the task.
+                cwd=folder, env=variables,
+            )  # fmt: skip
+        # It exits with 0 even after an exception.
+        if process.returncode or not any(folder.rglob("*_samples_*.jsonl")):
+            raise EvaluationError(
+                f"lmms-eval ended with {process.returncode} and no samples of {benchmark.task} -> "
+                f"see {folder / _LOG}, fix the cause and add --resume"
+            )
 
 
 _FAILURE_MARKS = ("[LMMS_EVAL_REQUEST_FAILED", "[LMMS_EVAL_BUDGET_EXCEEDED]")
@@ -339,13 +333,12 @@ def read_output(
     if len({line["doc_id"] for line in lines}) != expected:
         what = f"{task}: {len(lines)} samples, but lmms-eval reports {expected}"
         raise EvaluationError(f"{what} -> some are missing; run it again with --resume")
-    answers, judgements = [], []
+    answers = []
     for line in lines:
         name = next((name for name in metrics if name in line), None)
         if name is None:  # MME's other half
             continue
         judgement = line[name] if isinstance(line[name], dict) else {"score": line[name]}
-        judgements.append(judgement)
         number = line["doc_id"]
         category = str(judgement["category"]) if benchmark.name == MME else ""
         question = Question(
@@ -357,7 +350,8 @@ def read_output(
         )
         yield question
         answers.append(_read_answer(line, judgement.get("score"), case, question.id))
-    if benchmark.judge != "none" and (unjudged := _count_unjudged(folder, judgements)):
+    log = "" if benchmark.judge == "none" else (folder / _LOG).read_text(errors="replace")
+    if unjudged := len(_UNJUDGED.findall(log)):
         failure = (
             f"{benchmark.name}: the judge gave no usable answer ({unjudged} times), and lmms-eval "
             "scored that as wrong or at random -> give a judge that answers (--judge-url, its key "
@@ -397,15 +391,3 @@ def _read_answer(line: _Line, score: object, case: str, question: str) -> Answer
     return Answer(
         case=case, question=question, score=value, prompt_tokens=int(tokens), text=texts[0]
     )
-
-
-def _count_unjudged(folder: Path, judgements: Sequence[_Line]) -> int:
-    """Judgements that are missing, by the log and by the samples."""
-    logged = len(_UNJUDGED.findall((folder / _LOG).read_text(errors="replace")))
-    # MM-Vet keeps the judge's name, HallusionBench the prompt with the judgement behind it.
-    empty = sum(
-        bool(judgement.get("eval_model") == "")
-        or str(judgement.get("gpt_answer")).rstrip().endswith("\nOutput:")
-        for judgement in judgements
-    )
-    return max(logged, empty)

@@ -91,20 +91,26 @@ def read_questions(path: Path, limit: int | None = None) -> Sequence[PreparedQue
     A line is as in a data folder of ``vllm-autoprune search``; image paths are relative to the
     file. The error lists every problem with its line. A pair that the limit cuts is left out.
     """
+    from PIL import Image
+
     problems: list[Problem] = []
     fix = "give the path of a JSONL file in UTF-8, one question a line"
     numbered = read_lines(path, problems, fix)
     lines = {example.image: line for line, example in reversed(numbered)}
     images = {}
     for image in dict.fromkeys(example.image for _, example in numbered):
-        if problem := _find_image_problem(path.parent, image):
-            what, fix = problem
-            where = f"{path.name}:{lines[image]}"
-            problems.append(Problem(where, f"image {image[:80]!r} {what}", fix))
+        try:
+            with Image.open(path.parent / image) as content:
+                content.verify()
+        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for broken files
+            reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
+            what = f"image {image[:80]!r} cannot be read ({reason[:160]})"
+            fix = f"give the path of a PNG or JPEG file; it is relative to {path.parent.resolve()}"
+            problems.append(Problem(f"{path.name}:{lines[image]}", what, fix))
             continue
         kind = mimetypes.guess_type(image)[0] or "image/png"
-        content = base64.b64encode((path.parent / image).read_bytes()).decode()
-        images[image] = f"data:{kind};base64,{content}"
+        data = base64.b64encode((path.parent / image).read_bytes()).decode()
+        images[image] = f"data:{kind};base64,{data}"
     if not numbered and not problems:
         problems.append(Problem(path.name, "contains no example", "give it at least one example"))
     problems = problems or list(_check_pairs(path.name, numbered))
@@ -134,25 +140,6 @@ def read_questions(path: Path, limit: int | None = None) -> Sequence[PreparedQue
         image = images[example.image]
         questions.append(PreparedQuestion(record, example.question, example.answer, image))
     return questions
-
-
-def _find_image_problem(folder: Path, name: str) -> tuple[str, str] | None:
-    """What is wrong with an image file, and how to fix it."""
-    from PIL import Image, UnidentifiedImageError
-
-    if name.partition(":")[0] in ("http", "https", "data"):
-        return "is an address", "save the image as a file, and give its path"
-    try:
-        with Image.open(folder / name) as image:
-            image.verify()
-    except FileNotFoundError:
-        return "does not exist", f"correct the path; it is relative to {folder.resolve()}"
-    except UnidentifiedImageError:
-        return "is not an image that can be read", "save it as PNG or JPEG"
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for broken files
-        reason = error.strerror if isinstance(error, OSError) else ""
-        return f"cannot be read ({(reason or str(error))[:80]})", "save it again as PNG or JPEG"
-    return None
 
 
 def _check_pairs(name: str, numbered: Sequence[tuple[int, Example]]) -> Iterator[Problem]:

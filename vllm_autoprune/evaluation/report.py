@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from vllm_autoprune.evaluation.journal import MME, Case, Contents, EvaluationError, Setup
+from vllm_autoprune.evaluation.journal import Case, Contents, EvaluationError, Setup
 from vllm_autoprune.evaluation.scoring import MMBENCH, Aggregates, Figures, Scoring, aggregate
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.statistics import Estimate, Floats, estimate
@@ -54,10 +54,10 @@ class Comparison(FrozenModel):
 class Differences(FrozenModel):
     """A case minus another one on the same questions, with 95 % intervals."""
 
-    acc: Estimate | None
-    accuracy: Estimate | None
-    mme: Estimate | None
-    logprob: Estimate | None
+    acc: Estimate | None = None
+    accuracy: Estimate | None = None
+    mme: Estimate | None = None
+    logprob: Estimate | None = None
 
 
 class Row(FrozenModel):
@@ -70,8 +70,8 @@ class Row(FrozenModel):
     accuracy: Estimate | None
     accuracy_plus: float | None
     prompt_tokens: float | None
-    to_full: Differences | None
-    to_base: Differences | None
+    to_full: Differences | None = None
+    to_base: Differences | None = None
     to_resized: Differences | None = None
 
 
@@ -112,21 +112,22 @@ def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
     ]
     scoring = Scoring(questions, setup.mme_divisor)
     figures = {case.name: scoring.figures(contents.answers[case.name]) for case in complete}
-    full = next((case for case in complete if case.arm == "full"), None)
+    full = next((case.name for case in complete if case.arm == "full"), None)
     reasons = [*_find_reasons(contents), *more]
-    if full is not None and (right := figures[full.name].accuracy) is not None and right[0] == 0:
-        # Whatever prunes can then be no worse.
-        reasons.insert(
-            0,
-            "full: no answer is right even with all tokens -> write the answers exactly as the "
-            "model does (capitals, full stop, language), and ask it for a word or a number",
-        )
+    rows: list[Row] = []
+    if full is not None:
+        right = figures[full].metrics.get("accuracy")
+        if right is not None and right[0] == 0:  # whatever prunes can then be no worse
+            reason = "full: no answer is right even with all tokens -> write the answers exactly "
+            reason += "as the model does (capitals, full stop, language), and ask it for a word or "
+            reasons.insert(0, f"{reason}a number")
+        rows = list(_build_rows(contents, setup.mme_divisor, complete, full, figures))
     return Report(
         setup=setup,
         questions=len(questions),
         images=len({question.image for question in questions}),
         reasons=tuple(reasons),
-        rows=() if full is None else tuple(_build_rows(contents, setup, complete, full, figures)),
+        rows=tuple(rows),
         refused=tuple(case for case in contents.cases.values() if case.refused),
         resizing=tuple(_compare_with_resizing(contents, complete, figures)),
     )
@@ -134,51 +135,49 @@ def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
 
 def _build_rows(
     contents: Contents,
-    setup: Setup,
+    divisor: float,
     cases: Sequence[Case],
-    full: Case,
+    full: str,
     figures: Mapping[str, Figures],
 ) -> Iterator[Row]:
     benchmarks = {question.benchmark for question in contents.questions.values()}
-    controls = {case.budget: figures[case.name] for case in cases if case.arm == "resized"}
+    controls = {case.budget: case.name for case in cases if case.arm == "resized"}
     scores = {}
     for case in cases:
         computed = {name: float(f[0]) for name, f in figures[case.name].benchmarks.items()}
         totals = contents.totals.get(case.name, {})
         scores[case.name] = computed | {name: total.value for name, total in totals.items()}
     for case in cases:
-        points, measured = scores[case.name], figures[case.name]
+        points, metrics = scores[case.name], figures[case.name].metrics
         if not benchmarks <= points.keys():
             continue
-
-        def subtract(other: Figures | None, measured: Figures = measured) -> Differences | None:
-            if other is None or other is measured:
-                return None
-            return Differences(
-                acc=_estimate(measured.acc, other.acc),
-                accuracy=_estimate(measured.accuracy, other.accuracy),
-                mme=_estimate(measured.benchmarks.get(MME), other.benchmarks.get(MME)),
-                logprob=_estimate(measured.logprob, other.logprob),
-            )
-
-        def average(*without: str, points: dict[str, float] = points) -> Aggregates:
-            figures = aggregate(points, scores[full.name], setup.mme_divisor, without)
-            return figures.rounded(_DIGITS)
-
-        plus, tokens = _estimate(measured.accuracy_plus), _mean_length(contents, case)
+        differences = {}
+        for field, other in (
+            ("to_full", full),
+            ("to_base", case.base),
+            ("to_resized", controls.get(case.budget, "")),
+        ):
+            if other in figures and other != case.name:
+                less = figures[other].metrics
+                estimates = {
+                    name: _estimate(metrics[name] - less[name])
+                    for name in metrics.keys() & less.keys() & Differences.model_fields.keys()
+                }
+                differences[field] = Differences(**estimates)
+        without = None
+        if 0 < len(points.keys() - set(MMBENCH)) < len(points):
+            without = aggregate(points, scores[full], divisor, MMBENCH).rounded(_DIGITS)
+        single = {name: _estimate(metrics[name]) for name in metrics}
+        plus, tokens = single.get("accuracy_plus"), _mean_length(contents, case)
         yield Row(
             case=case,
             benchmarks={name: round(score, _DIGITS) for name, score in points.items()},
-            all=average(),
-            without_mmbench=average(*MMBENCH)
-            if 0 < len(points.keys() - set(MMBENCH)) < len(points)
-            else None,
-            accuracy=_estimate(measured.accuracy),
+            all=aggregate(points, scores[full], divisor).rounded(_DIGITS),
+            without_mmbench=without,
+            accuracy=single.get("accuracy"),
             accuracy_plus=None if plus is None else plus.value,
             prompt_tokens=None if tokens is None else round(tokens, 2),
-            to_full=subtract(figures[full.name]),
-            to_base=subtract(figures.get(case.base)),
-            to_resized=subtract(controls.get(case.budget)),
+            **differences,
         )
 
 
@@ -188,11 +187,9 @@ def _mean_length(contents: Contents, case: Case) -> float | None:
     return sum(lengths) / len(lengths) if lengths else None
 
 
-def _estimate(figure: Floats | None, less: Floats | float | None = 0.0) -> Estimate | None:
-    """Rounded value and interval of a figure less another; None without a finite value."""
-    if figure is None or less is None or not np.isfinite(figure[0]):
-        return None
-    return estimate(np.subtract(figure, less)).rounded(_DIGITS)
+def _estimate(figure: Floats) -> Estimate | None:
+    """Rounded value and interval; None for a figure without a finite value."""
+    return estimate(figure).rounded(_DIGITS) if np.isfinite(figure[0]) else None
 
 
 def _find_reasons(contents: Contents) -> Iterator[str]:

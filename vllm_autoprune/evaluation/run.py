@@ -369,8 +369,24 @@ class QuestionSuite(Suite):
         queue, answers = iter(pairs), list[Answer]()
 
         async def work() -> None:
-            for case, question in queue:
-                answers.append(await self._score(server, model, case, self._questions[question.id]))
+            for case, record in queue:
+                answer = Answer(case=case.name, question=record.id)
+                question, result = self._questions[record.id], dict[str, object]()
+                try:
+                    scored = await score_answer(
+                        [server], model, question.image, question.text, question.answer,
+                        case.pruning, attempts=_ATTEMPTS, first_wait=self.settings.wait,
+                    )  # fmt: skip
+                    # Greedy decoding gives the answer, and then stops or starts another word.
+                    right = scored.right and not scored.following[:1].isalnum()
+                    logprob, tokens = round(scored.logprob, _DIGITS), scored.prompt_tokens
+                    result = {"score": float(right), "logprob": logprob, "prompt_tokens": tokens}
+                except EvaluationFailed as error:
+                    result = {"failure": str(error)}
+                except ServerLost as error:
+                    fix = "start it again and add --resume: nothing is lost"
+                    raise EvaluationError(f"{error} -> {fix}") from None
+                answers.append(answer.model_copy(update=result))
                 progress.advance()
                 if len(answers) >= _WRITE_EVERY:
                     journal.append(answers)
@@ -385,29 +401,6 @@ class QuestionSuite(Suite):
         finally:
             journal.append(answers)
             await server.close()
-
-    async def _score(
-        self, server: AsyncServerClient, model: str, case: Case, question: PreparedQuestion
-    ) -> Answer:
-        """The answer is right if greedy decoding gives it and then stops or starts another word."""
-        record = Answer(case=case.name, question=question.record.id)
-        try:
-            scored = await score_answer(
-                [server], model, question.image, question.text, question.answer, case.pruning,
-                attempts=_ATTEMPTS, first_wait=self.settings.wait,
-            )  # fmt: skip
-        except EvaluationFailed as error:
-            return record.model_copy(update={"failure": str(error)})
-        except ServerLost as error:
-            fix = "start it again and add --resume: nothing is lost"
-            raise EvaluationError(f"{error} -> {fix}") from None
-        return record.model_copy(
-            update={
-                "score": float(scored.right and not scored.following[:1].isalnum()),
-                "logprob": round(scored.logprob, _DIGITS),
-                "prompt_tokens": scored.prompt_tokens,
-            }
-        )
 
 
 def file_suite(

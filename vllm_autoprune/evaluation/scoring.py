@@ -73,15 +73,12 @@ class Figures:
 
     benchmarks: Mapping[str, Floats]
     """In per cent, MME in points; benchmarks without scores of single answers are left out."""
-    acc: Floats | None
-    """*Acc.*; None if a benchmark is left out."""
-    accuracy: Floats | None
-    """Mean score over all questions that have one, in per cent."""
-    accuracy_plus: Floats | None
-    logprob: Floats | None
-    """Mean log-probability of the reference answer."""
     topics: Mapping[str | None, Floats]
-    """``accuracy`` by topic of question, under None of all of them."""
+    """Mean score by topic of question, under None of all of them, in per cent."""
+    metrics: Mapping[str, Floats]
+    """*Acc.* (``acc``), MME (``mme``), mean score and accuracy+ of all questions that have a score,
+    in per cent (``accuracy``, ``accuracy_plus``), mean log-probability of the reference answer
+    (``logprob``): those for which the answers suffice."""
 
 
 class Scoring:
@@ -98,52 +95,47 @@ class Scoring:
 
     def figures(self, answers: Mapping[str, Answer]) -> Figures:
         """Figures of one case; ``answers`` has one answer to every question."""
-        scores = [answers[question.id].score for question in self._questions]
-        logprobs = [answers[question.id].logprob for question in self._questions]
-        scored = np.asarray([score is not None for score in scores])
-        values = np.asarray([score or 0.0 for score in scores])
+        ordered = [answers[question.id] for question in self._questions]
+        scored = np.asarray([answer.score is not None for answer in ordered])
+        scores = np.asarray([answer.score or 0.0 for answer in ordered])
+        both, paired = np.zeros(len(scores)), np.zeros(len(scores))
+        for question, other in self._pairs:
+            both[question] = float(min(scores[question], scores[other]) == 1.0)
+            paired[question] = scored[question] and scored[other]
 
-        def mean(values: Floats, members: _Mask) -> Floats:
-            return self._bootstrap.mean(values, members.astype(np.float64))
+        def mean(members: _Mask) -> Floats:
+            return 100 * self._bootstrap.mean(scores, members.astype(np.float64))
 
         def plus(members: _Mask) -> Floats:
             """Share of the pairs within ``members`` with both answers right."""
-            both, weight = np.zeros(len(values)), np.zeros(len(values))
-            for question, other in self._pairs:
-                if members[question] and members[other]:
-                    both[question] = float(min(values[question], values[other]) == 1.0)
-                    weight[question] = 1.0
-            return self._bootstrap.mean(both, weight)
+            return 100 * self._bootstrap.mean(both, paired * members)
 
-        benchmarks: dict[str, Floats] = {}
+        everything = np.ones(len(scores), dtype=bool)
+        by_topic = [(None, everything), *self._split([q.topic for q in self._questions])]
+        topics = {name: mean(part) for name, part in by_topic if scored[part].all()}
+        benchmarks, metrics = dict[str, Floats](), dict[str, Floats]()
+        categories = self._split([question.category for question in self._questions])
         for name, members in self._split([question.benchmark for question in self._questions]):
             if not scored[members].all():
                 continue
-            if name != MME:
-                benchmarks[name] = 100 * mean(values, members)
-                continue
-            # Accuracy and accuracy+ of each category, at most 2.
-            points = np.zeros(1)
-            for _, category in self._split([question.category for question in self._questions]):
-                if (part := members & category).any():
-                    points = points + mean(values, part) + plus(part)
-            benchmarks[name] = 100 * points
-        acc = [
-            points / (self._divisor if name == MME else 1.0) for name, points in benchmarks.items()
-        ]
-        complete = benchmarks.keys() == {question.benchmark for question in self._questions}
-        everything = np.ones(len(values), dtype=bool)
-        topics = [(None, everything), *self._split([q.topic for q in self._questions])]
-        return Figures(
-            benchmarks=benchmarks,
-            acc=np.mean(acc, axis=0) if complete else None,
-            accuracy=100 * mean(values, scored) if scored.any() else None,
-            accuracy_plus=100 * plus(scored) if self._pairs else None,
-            logprob=None
-            if None in logprobs
-            else self._bootstrap.mean([logprob or 0.0 for logprob in logprobs]),
-            topics={name: 100 * mean(values, part) for name, part in topics if scored[part].all()},
-        )
+            if name == MME:  # accuracy and accuracy+ of each category
+                parts = [part for _, mask in categories if (part := mask & members).any()]
+                benchmarks[name] = np.sum([mean(part) + plus(part) for part in parts], axis=0)
+                metrics["mme"] = benchmarks[name]
+            else:
+                benchmarks[name] = mean(members)
+        if benchmarks.keys() == {question.benchmark for question in self._questions}:
+            divisors = [self._divisor if name == MME else 1.0 for name in benchmarks]
+            scaled = [points / by for points, by in zip(benchmarks.values(), divisors, strict=True)]
+            metrics["acc"] = np.mean(scaled, axis=0)
+        if scored.any():
+            metrics["accuracy"] = mean(scored)
+        if paired.any():
+            metrics["accuracy_plus"] = plus(scored)
+        logprobs = [answer.logprob for answer in ordered if answer.logprob is not None]
+        if len(logprobs) == len(ordered):
+            metrics["logprob"] = self._bootstrap.mean(logprobs)
+        return Figures(benchmarks, topics, metrics)
 
     def _split(self, names: Sequence[str]) -> list[tuple[str, _Mask]]:
         """Every name in the order of questions, with a mask of the questions that have it."""
