@@ -36,9 +36,8 @@ from vllm_autoprune.evaluation.journal import (
     Setup,
     unanswered,
 )
-from vllm_autoprune.evaluation.pages import build_document
 from vllm_autoprune.evaluation.questions import PreparedQuestion, questions_digest, read_questions
-from vllm_autoprune.evaluation.report import Report, build_report
+from vllm_autoprune.evaluation.report import Report, build_document, build_report
 from vllm_autoprune.evaluation.scoring_request import pruning_options, score_answer
 from vllm_autoprune.http_client import (
     FAILURES,
