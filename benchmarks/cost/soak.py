@@ -14,9 +14,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -177,6 +177,12 @@ def _draw_repeated_pictures() -> Sequence[tuple[Image.Image, str]]:
     return [(image, encode_picture(image)) for image in pictures]
 
 
+Sample = Mapping[str, int]
+"""Resident bytes by process."""
+_SAMPLES = 200
+"""Memory samples over the whole run; at most one a second."""
+
+
 @dataclass
 class Tally:
     """What the client counted; ``counts`` by the names of the server's counters."""
@@ -240,13 +246,16 @@ def connect(url: str) -> httpx.Client:
     return httpx.Client(base_url=url, headers=headers, timeout=300.0, limits=limits)
 
 
-def keep_busy(url: str, start: int, users: int, seconds: float, seed: int = 0) -> Tally:
-    """Send requests for that long; every user sends the next one as soon as it has an answer.
+def keep_busy(
+    url: str, pid: int, start: int, users: int, seconds: float, seed: int = 0
+) -> tuple[Tally, list[Sample]]:
+    """Send requests for that long; what was counted, and the memory of the server with that pid.
 
-    Beside them a client hangs up in the middle of an answer every second. Waits for requests in
-    flight at the end, so that both sides count them.
+    Every user sends the next request as soon as it has an answer. Beside them a client hangs up in
+    the middle of an answer every second. Waits for requests in flight at the end, so that both
+    sides count them.
     """
-    tally, begin = Tally(), time.monotonic()
+    tally, samples, begin = Tally(), [read_resident(pid)], time.monotonic()
     end = begin + seconds
 
     def use(number: int) -> None:
@@ -266,9 +275,12 @@ def keep_busy(url: str, start: int, users: int, seconds: float, seed: int = 0) -
     with connect(url) as client, ThreadPoolExecutor(users + _HANGING_UP) as pool:
         futures = [pool.submit(use, number) for number in range(users)]
         futures += [pool.submit(hang_up, number) for number in range(_HANGING_UP)]
+        while time.monotonic() < end:
+            time.sleep(min(max(1.0, seconds / _SAMPLES), max(0.0, end - time.monotonic())))
+            samples.append(read_resident(pid))
         for future in futures:
             future.result()
-    return tally
+    return tally, samples
 
 
 _SHORT_ANSWERS = "vllm:request_generation_tokens_bucket 5.0"
@@ -322,87 +334,60 @@ def compare_counts(
     }
 
 
-_PARTS = 5
-"""The time is divided into equal parts; the first is the warm-up."""
-ALLOWED, SLACK = 0.02, 4 << 20
-"""Growth from the median of the second part to that of the last that is tolerated: a share, or
-bytes."""
-_SAMPLES = 200
-"""Memory samples over the whole run; at most one a second."""
-Sample = Mapping[str, int]
-"""Resident bytes by process."""
-
-
-@dataclass(frozen=True)
-class Growth:
-    """Bytes of a process after the warm-up and at the end, and what is wrong with them."""
-
-    process: str
-    early: float = 0.0
-    late: float = 0.0
-    problem: str = ""
-
-
-def judge_memory(samples: Sequence[Sample]) -> list[Growth]:
-    """Of every process that existed after the warm-up, and of all together; samples are evenly
-    spaced in time.
-    """
-    size = len(samples) // _PARTS
-    if not size:
-        return [Growth("all", problem="too few samples")]
-    later = [{**sample, "all": sum(sample.values())} for sample in samples[size:]]
-    rows = []
-    for name in (*sorted({name for sample in later for name in sample} - {"all"}), "all"):
-        if any(name not in sample for sample in later):
-            rows.append(Growth(name, problem="it did not exist all the time"))
-            continue
-        early, late = (
-            median(sample[name] for sample in part) for part in (later[:size], later[-size:])
-        )
-        grew = late - early > max(ALLOWED * early, SLACK)
-        rows.append(Growth(name, early, late, "it grew" if grew else ""))
-    return rows
-
-
-@contextmanager
-def watch_memory(pid: int, every: float) -> Iterator[list[Sample]]:
-    """Sample the memory of a server's processes every so many seconds until the block ends."""
-    samples, stop = list[Sample](), threading.Event()
-
-    def poll() -> None:
-        while not stop.is_set():
-            samples.append(_read_resident(pid))
-            stop.wait(every)
-
-    thread = threading.Thread(target=poll, name="memory", daemon=True)
-    thread.start()
-    try:
-        yield samples
-    finally:
-        stop.set()
-        thread.join()
-
-
-def _read_resident(pid: int) -> Sample:
+def read_resident(pid: int) -> Sample:
     """Resident bytes of a process and all its descendants, by process id and name.
 
     Pages of files and those shared with other processes are left out: the kernel takes pages of
     files back when memory is scarce.
     """
     resident: dict[str, int] = {}
-    root = psutil.Process(pid)
-    for process in [root, *root.children(recursive=True)]:
-        try:
-            title, memory = f"{process.pid} {process.name()}", process.memory_info()
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-        if memory.rss > memory.shared:
-            resident[title] = int(memory.rss - memory.shared)
+    processes: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        processes = [root, *root.children(recursive=True)]
+    for process in processes:
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            memory = process.memory_info()
+            if memory.rss > memory.shared:
+                resident[f"{process.pid} {process.name()}"] = int(memory.rss - memory.shared)
     return resident
 
 
+_PARTS = 5
+"""The time is divided into equal parts; the first is the warm-up."""
+ALLOWED, SLACK = 0.02, 4 << 20
+"""Growth from the median of the second part to that of the last that is tolerated: a share, or
+bytes."""
+
+
+def judge_memory(samples: Sequence[Sample]) -> dict[str, tuple[float, float, str]]:
+    """Bytes after the warm-up and at the end, and what is wrong with them.
+
+    Of every process that existed after the warm-up, and of all together. Samples are evenly spaced
+    in time.
+    """
+    size = len(samples) // _PARTS
+    if not size:
+        return {"all": (0.0, 0.0, "too few samples")}
+    later = [{**sample, "all": sum(sample.values())} for sample in samples[size:]]
+    rows = {}
+    for name in (*sorted({name for sample in later for name in sample} - {"all"}), "all"):
+        if any(name not in sample for sample in later):
+            rows[name] = (0.0, 0.0, "it did not exist all the time")
+            continue
+        early, late = (
+            median(sample[name] for sample in part) for part in (later[:size], later[-size:])
+        )
+        grew = late - early > max(ALLOWED * early, SLACK)
+        rows[name] = (early, late, "it grew" if grew else "")
+    return rows
+
+
 def format_report(
-    minutes: float, tally: Tally, pairs: Mapping[str, tuple[int, int, int]], memory: list[Growth]
+    minutes: float,
+    tally: Tally,
+    pairs: Mapping[str, tuple[int, int, int]],
+    memory: Mapping[str, tuple[float, float, str]],
 ) -> tuple[str, list[str]]:
     """A few lines of text, and every broken promise; none where the soak is passed."""
     outcomes, sent = tally.outcomes, tally.outcomes.total()
@@ -416,7 +401,7 @@ def format_report(
         f"{name}: {server:,} by the server, {client:,} by its client"
         for name, (client, server, _) in different.items()
     ]
-    wrong += [f"memory of {row.process}: {row.problem}" for row in memory if row.problem]
+    wrong += [f"memory of {name}: {problem}" for name, (_, _, problem) in memory.items() if problem]
     lines = [
         f"{sent:,} requests in {minutes:g} min ({sent / (60 * minutes):.1f} a second): "
         + ", ".join(f"{outcome} {count:,}" for outcome, count in sorted(outcomes.items())),
@@ -426,11 +411,9 @@ def format_report(
         f"memory, median of part {_PARTS} against part 2 of {_PARTS} "
         f"(at most {ALLOWED:.0%} more, or {SLACK // MIB} MiB):",
     ]
-    for row in memory:
-        growth = f" ({row.late / row.early - 1:+.2%})" if row.early else ""
-        lines.append(
-            f"  {row.process}: {row.early / MIB:,.1f} -> {row.late / MIB:,.1f} MiB{growth}"
-        )
+    for name, (early, late, _) in memory.items():
+        growth = f" ({late / early - 1:+.2%})" if early else ""
+        lines.append(f"  {name}: {early / MIB:,.1f} -> {late / MIB:,.1f} MiB{growth}")
     lines += [f"fault: {fault}" for fault in tally.faults[:20]]
     lines += [f"does not hold: {problem}" for problem in wrong]
     lines.append("The soak is not passed." if wrong else "The soak is passed.")
@@ -468,8 +451,9 @@ def run(options: argparse.Namespace) -> int:
             server.await_api_servers(_API_SERVERS, _START_TIMEOUT)
             start = _count_tokens_before_image(server)
             before = read_counters(server.get("/metrics"))
-            with watch_memory(server.process.pid, max(1.0, seconds / _SAMPLES)) as samples:
-                tally = keep_busy(server.url, start, options.users, seconds, options.seed)
+            tally, samples = keep_busy(
+                server.url, server.process.pid, start, options.users, seconds, options.seed
+            )
             pairs = compare_counts(before, read_counters(server.get("/metrics")), tally)
     text, wrong = format_report(options.minutes, tally, pairs, judge_memory(samples))
     (options.out / "soak.txt").write_text(text + "\n", encoding="utf-8")

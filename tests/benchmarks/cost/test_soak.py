@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,8 +34,8 @@ from benchmarks.cost.soak import (
     judge_memory,
     keep_busy,
     read_counters,
+    read_resident,
     send,
-    watch_memory,
 )
 from tests.serving.unit.samples import served
 from vllm_autoprune.errors import AutopruneError
@@ -117,8 +116,9 @@ def read(url: str) -> Counter[str]:
 
 def soak(url: str, seconds: float = 1.5) -> tuple[str, list[str]]:
     before = read(url)
-    tally = keep_busy(url, START, users=4, seconds=seconds)
-    return format_report(seconds / 60, tally, compare_counts(before, read(url), tally), [])
+    tally, samples = keep_busy(url, os.getpid(), START, users=4, seconds=seconds)
+    assert samples
+    return format_report(seconds / 60, tally, compare_counts(before, read(url), tally), {})
 
 
 def test_client_and_server_counts_are_equal() -> None:
@@ -147,10 +147,10 @@ def test_every_fault_is_a_problem(fault: str, message: str) -> None:
 def test_a_server_that_is_down_is_a_problem() -> None:
     with planned() as url:
         pass
-    tally = keep_busy(url, START, users=2, seconds=0.2)
+    tally, _ = keep_busy(url, os.getpid(), START, users=2, seconds=1.0)
     # Of both users, and of the client that hangs up.
     assert tally.outcomes == {"failed": 3}
-    assert "nothing was answered" in format_report(1.0, tally, {}, [])[1]
+    assert "nothing was answered" in format_report(1.0, tally, {}, {})[1]
 
 
 def test_every_kind_of_request_is_answered_as_planned() -> None:
@@ -175,7 +175,7 @@ def test_counters_are_summed_over_engines_and_those_of_the_server_alone_must_be_
     name = "autoprune_requests_total mine"
     pairs = compare_counts({}, {name: 2}, Tally())
     assert pairs[name] == (0, 2, 0)
-    assert f"{name}: 2 by the server, 0 by its client" in format_report(1.0, Tally(), pairs, [])[1]
+    assert f"{name}: 2 by the server, 0 by its client" in format_report(1.0, Tally(), pairs, {})[1]
 
 
 def test_a_client_that_hangs_up_is_counted_by_what_it_has_read() -> None:
@@ -187,7 +187,7 @@ def test_a_client_that_hangs_up_is_counted_by_what_it_has_read() -> None:
     # The first event names the role.
     tokens = pairs["vllm:generation_tokens_total"]
     assert tokens == (3, LONG_ANSWER, LONG_ANSWER - 3)
-    assert format_report(1.0, tally, pairs, [])[1] == ["nothing was answered"]
+    assert format_report(1.0, tally, pairs, {})[1] == ["nothing was answered"]
 
 
 def test_a_stream_that_ends_or_is_refused_is_an_error() -> None:
@@ -210,7 +210,7 @@ def test_an_answer_that_ended_after_its_client_hung_up_is_told_apart_by_its_leng
     tally = Tally(outcomes=Counter({"answered": 5, "hung up": 2}))
     bucket = "vllm:request_generation_tokens_bucket 5.0"
     pairs = compare_counts({}, {"vllm:request_success_total": ended, bucket: short}, tally)
-    assert (format_report(1.0, tally, pairs, [])[1] == []) is equal
+    assert (format_report(1.0, tally, pairs, {})[1] == []) is equal
 
 
 @pytest.mark.parametrize(
@@ -232,36 +232,31 @@ def test_growth_beyond_the_tolerance_is_a_problem(
     resident: Callable[[int], int], problem: str
 ) -> None:
     rows = judge_memory([{"7 worker": resident(i)} for i in range(100)])
-    assert [(row.process, row.problem) for row in rows] == [("7 worker", problem), ("all", problem)]
+    assert {name: row[2] for name, row in rows.items()} == {"7 worker": problem, "all": problem}
     _, wrong = format_report(1.0, Tally(outcomes=Counter(answered=1)), {}, rows)
     assert len(wrong) == (2 if problem else 0)
 
 
 def test_a_process_that_starts_or_ends_after_the_warm_up_is_a_problem() -> None:
     samples = [*[{"7 worker": MIB, "6 starter": MIB}] * 10, *[{"7 worker": MIB}] * 60]
-    assert not any(row.problem for row in judge_memory(samples))
+    assert not any(problem for _, _, problem in judge_memory(samples).values())
     ended = judge_memory([*samples, *[{"8 worker": MIB}] * 30])
-    assert [row.process for row in ended if row.problem] == ["7 worker", "8 worker"]
+    assert [name for name, row in ended.items() if row[2]] == ["7 worker", "8 worker"]
 
 
 @pytest.mark.parametrize("count", [0, 1, 4])
 def test_too_few_samples_are_a_problem(count: int) -> None:
-    (row,) = judge_memory([{"7 worker": MIB}] * count)
-    assert "too few" in row.problem
+    assert "too few" in judge_memory([{"7 worker": MIB}] * count)["all"][2]
 
 
-def test_memory_of_a_process_and_its_children_is_sampled_without_files() -> None:
+def test_memory_of_a_process_and_its_children_is_read_without_files() -> None:
     code = "import time; held = bytearray(50_000_000); print('ready', flush=True); time.sleep(60)"
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    with child.stdout:
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
         child.stdout.readline()
-        with watch_memory(os.getpid(), 0.01) as samples:
-            deadline = time.monotonic() + 60
-            while len(samples) < 3 and time.monotonic() < deadline:
-                time.sleep(0.05)
+        resident = read_resident(os.getpid())
         child.kill()
-        child.wait()
-    by_pid = {name.split()[0]: size for name, size in samples[-1].items()}
+    by_pid = {name.split()[0]: size for name, size in resident.items()}
     # Python's own files are shared, so that little more than the array is left.
     assert 50_000_000 < by_pid[str(child.pid)] < 65_000_000 and str(os.getpid()) in by_pid
+    assert read_resident(child.pid) == {}
