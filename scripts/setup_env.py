@@ -33,12 +33,12 @@ WORKAROUND_CHECKS = {
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
-class SetupError(Exception):
+class _SetupError(Exception):
     """Set-up cannot continue; the message says what to do."""
 
 
 @contextmanager
-def step(what: str) -> Iterator[list[str]]:
+def _step(what: str) -> Iterator[list[str]]:
     """Print one line for a step: its name, the notes appended in the body, and its duration."""
     print(f"  {what} ...", end="", flush=True)
     notes: list[str] = []
@@ -51,14 +51,14 @@ def step(what: str) -> Iterator[list[str]]:
     print(f" {'; '.join(notes) or 'done'} ({time.monotonic() - started:.1f} s)", flush=True)
 
 
-def run(*command: str | Path) -> None:
+def _run(*command: str | Path) -> None:
     """Run a command and show its output only if it fails."""
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode != 0:
-        raise SetupError(f"{result.stdout.strip()}\nfailed: {' '.join(map(str, command))}")
+        raise _SetupError(f"{result.stdout.strip()}\nfailed: {' '.join(map(str, command))}")
 
 
-def expected_stamp(path: Path) -> dict[str, str]:
+def _expected_stamp(path: Path) -> dict[str, str]:
     """Digests of everything an environment at `path` depends on, by what has to be rebuilt."""
     packages = hashlib.sha256()
     for file in [Path(__file__), LOCK, *sorted(WORKAROUNDS.rglob("*.*"))]:
@@ -76,7 +76,7 @@ def expected_stamp(path: Path) -> dict[str, str]:
     }
 
 
-def create(path: Path) -> None:
+def _create(path: Path) -> None:
     """Create an empty environment, replacing that of an interrupted run."""
     # The base interpreter, even if the environment to build is the active one.
     python = Path(sys.executable)
@@ -84,9 +84,9 @@ def create(path: Path) -> None:
         name = f"python{sys.version_info.major}.{sys.version_info.minor}"
         python = Path(sys.base_prefix, "bin", name)
     try:
-        run(python, "-m", "venv", "--clear", path)
-    except SetupError as error:
-        raise SetupError(
+        _run(python, "-m", "venv", "--clear", path)
+    except _SetupError as error:
+        raise _SetupError(
             f"{error}\nOn Debian or Ubuntu the module venv is a package of its own: "
             "apt-get install python3-venv"
         ) from None
@@ -97,35 +97,35 @@ def install_packages(python: Path) -> None:
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
     lines = LOCK.read_text().splitlines()
     pins = [line for line in lines if line.startswith(("torch==", "torchvision=="))]
-    with step(f"install {', '.join(pins)}") as notes:
+    with _step(f"install {', '.join(pins)}") as notes:
         try:
-            run(*pip, *pins)
-        except SetupError:
+            _run(*pip, *pins)
+        except _SetupError:
             # PyPI has no CPU build of torch. Remove when it has one.
             notes.append("from PyTorch's CPU index")
             index = ("--extra-index-url", TORCH_CPU_INDEX, "--timeout", "30", "--retries", "2")
             try:
-                run(*pip, *index, *pins)
-            except SetupError as error:
-                raise SetupError(
+                _run(*pip, *index, *pins)
+            except _SetupError as error:
+                raise _SetupError(
                     f"{error}\nNeither pip's configured package index nor {TORCH_CPU_INDEX} has "
                     f"{pins[0]}; configure one that does (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)."
                 ) from None
-    with step(f"install {LOCK.relative_to(ROOT)}"):
-        run(*pip, "--requirement", LOCK)
+    with _step(f"install {LOCK.relative_to(ROOT)}"):
+        _run(*pip, "--requirement", LOCK)
     for folder, (what, code) in WORKAROUND_CHECKS.items():
-        with step(what) as notes:
+        with _step(what) as notes:
             try:
-                run(python, "-I", "-c", code)  # isolated from the source tree
+                _run(python, "-I", "-c", code)  # isolated from the source tree
                 notes.append("not needed")
-            except SetupError:
-                run(*pip, "--no-build-isolation", WORKAROUNDS / folder)
+            except _SetupError:
+                _run(*pip, "--no-build-isolation", WORKAROUNDS / folder)
 
 
-def build(path: Path) -> None:
+def _build(path: Path) -> None:
     """Update the environment at `path` with the steps that are needed."""
     python, stamp = path / "bin/python", path / "autoprune-stamp.json"
-    expected = expected_stamp(path)
+    expected = _expected_stamp(path)
     current: dict[str, str] = {}
     # The stamp is written last: an environment without it is not complete.
     with suppress(FileNotFoundError, json.JSONDecodeError):
@@ -140,17 +140,17 @@ def build(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)
     if "interpreter" in changed:
-        with step(f"create {name} with Python {sys.version.split()[0]}"):
-            create(path)
+        with _step(f"create {name} with Python {sys.version.split()[0]}"):
+            _create(path)
     if changed - {"project"}:
         install_packages(python)
-    with step("install vllm-autoprune, editable"):
+    with _step("install vllm-autoprune, editable"):
         pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        run(*pip, "--no-deps", "--no-build-isolation", "--editable", ROOT)
-    with step("check that torchvision, transformers and vllm import"):
+        _run(*pip, "--no-deps", "--no-build-isolation", "--editable", ROOT)
+    with _step("check that torchvision, transformers and vllm import"):
         code = "import torchvision; from transformers import CLIPImageProcessor, LlavaProcessor; "
         code += "import importlib.metadata as m; import vllm; m.version('vllm')"
-        run(python, "-I", "-c", code)
+        _run(python, "-I", "-c", code)
     stamp.write_text(json.dumps(expected, indent=1) + "\n")
     print(f"environment {name}: ready ({time.monotonic() - started:.0f} s)")
 
@@ -162,8 +162,8 @@ def main() -> int:
     try:
         with guard.open("w") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)  # a second `make` waits until this one is done
-            build(Path(os.path.abspath(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv")))
-    except SetupError as error:
+            _build(Path(os.path.abspath(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv")))
+    except _SetupError as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -231,9 +231,9 @@ def measure_loops(device: str, sizes: Sequence[Size] = _LOOP_SIZES) -> str:
         # About ten seconds a size, but never fewer than five rounds.
         rounds = max(5, min(31, int(8e7 / (size.batch * size.tiles * size.per_tile**2))))
         by_size[size] = measure_alternately(works, rounds)
-        picks = select_as_published(tokens, size.kept)
-        others = select_tokens(tokens, "cdpruner", size.kept)
-        alike[size] = float((picks[:, :, None] == others[:, None, :]).any(dim=2).float().mean())
+        published = select_as_published(tokens, size.kept)[:, :, None]
+        equal = published == select_tokens(tokens, "cdpruner", size.kept)[:, None, :]
+        alike[size] = float(equal.any(dim=2).float().mean())
         log_progress(str(size))
     return format_loops(device, by_size, alike)
 

@@ -107,7 +107,7 @@ def ask_together(url: str, bodies: Sequence[bytes], advance: Callable[[], None])
 
 
 @dataclass(frozen=True)
-class Score:
+class _Score:
     """Answers of mini-LLaVA: mean prompt tokens, share that is right, half of its interval."""
 
     prompt_tokens: float
@@ -115,7 +115,7 @@ class Score:
     half_width: float
 
 
-def measure_answers(examples: Sequence[Example], out: Path) -> dict[str, Score]:
+def measure_answers(examples: Sequence[Example], out: Path) -> dict[str, _Score]:
     """Answers of stock vLLM, with resized images, pruned, and with the base policy alone."""
     contents = []
     for example in examples:  # encoded once
@@ -148,7 +148,7 @@ def measure_answers(examples: Sequence[Example], out: Path) -> dict[str, Score]:
                 with show_stage(f"mini-LLaVA, {arm}: questions", len(bodies)) as advance:
                     answers = ask_together(url, bodies, advance)
                 texts = [answer.text for answer in answers]
-                scores[arm] = Score(
+                scores[arm] = _Score(
                     statistics.fmean(answer.prompt_tokens or 0 for answer in answers),
                     grade_answers(examples, texts).accuracy,
                     half_width(examples, texts),
@@ -175,7 +175,7 @@ def half_width(examples: Sequence[Example], answers: Sequence[str]) -> float:
 
 
 @dataclass(frozen=True)
-class Timing:
+class _Timing:
     """What a request to the large model costs; milliseconds to the first token.
 
     ``questions`` are medians of the first, second and third question about one image.
@@ -197,7 +197,7 @@ class Plan:
     images: int = 4
 
 
-def measure_times(folder: Path, out: Path, plan: Plan = Plan()) -> dict[str, Timing]:
+def measure_times(folder: Path, out: Path, plan: Plan = Plan()) -> dict[str, _Timing]:
     """Times of the large model, served stock, then pruned, where also resized images are sent."""
     flags = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
     pruning = ("--autoprune-state", _STATE, "--autoprune-budget", str(_BUDGET),
@@ -216,7 +216,7 @@ def measure_times(folder: Path, out: Path, plan: Plan = Plan()) -> dict[str, Tim
     return times
 
 
-def _time_requests(url: str, arm: str, plan: Plan, start: int) -> Timing:
+def _time_requests(url: str, arm: str, plan: Plan, start: int) -> _Timing:
     """Time the requests of an arm; ``start`` is the number of its first image and text."""
     # A special first token would have no text to be timed.
     fields: dict[str, object] = {"ignore_eos": True, "skip_special_tokens": False}
@@ -252,7 +252,7 @@ def _time_requests(url: str, arm: str, plan: Plan, start: int) -> Timing:
             [send(build(image + 100 * question, image)) for question in range(_QUESTIONS)]
             for image in range(300, 300 + plan.images)
         ]
-    return Timing(
+    return _Timing(
         prompt_tokens=alone[0].prompt_tokens or 0,
         alone=milliseconds(alone),
         together=milliseconds(together),
@@ -261,8 +261,8 @@ def _time_requests(url: str, arm: str, plan: Plan, start: int) -> Timing:
     )
 
 
-def format_table(
-    times: Mapping[str, Timing], scores: Mapping[str, Score], large: Path, questions: int
+def _format_table(
+    times: Mapping[str, _Timing], scores: Mapping[str, _Score], large: Path, questions: int
 ) -> str:
     """The table and its notes as Markdown; ``large``: folder of the large model."""
     arms, users, machine = ("stock", "resized", "pruned"), f"{_USERS} at once", environment()
@@ -331,7 +331,7 @@ def run_demo(out: Path) -> None:
     examples = draw_examples("test", _SCENES)
     scores = measure_answers(examples, out)
     large = write_llava(out / "shape", _LAYERS, tower_layers=_TOWER_LAYERS, width=_WIDTH)
-    table = format_table(measure_times(large, out), scores, large, len(examples))
+    table = _format_table(measure_times(large, out), scores, large, len(examples))
     (out / "table.md").write_text(table)
     console = Console()
     if console.is_terminal:
