@@ -56,8 +56,10 @@ UnavailableInputs = tuple[tuple[Need, str], ...]
 class ServedState:
     """The state that a server runs, with its default budget, text tower and request rules.
 
-    ``follows`` is true if K depends on the image size; ``budget`` is then the largest K. ``rules``
-    are the permissions of requests; ``unavailable`` are inputs that request states cannot read.
+    ``budget_varies`` is true if K depends on the image size; ``budget`` is then the largest K.
+    ``rules`` are the permissions of requests; ``unavailable`` are inputs that request states cannot
+    read. Workers write metrics to ``metrics_folder``, nowhere if it is empty; ``kv_bytes`` is the
+    size of one token in the KV cache.
     """
 
     architecture: str
@@ -68,6 +70,8 @@ class ServedState:
     budget_varies: bool = False
     rules: RequestRules = DEFAULT_RULES
     unavailable: UnavailableInputs = ()
+    metrics_folder: str = ""
+    kv_bytes: int = 0
 
     def policy(self, budget: int | None = None, keep: Chooser = "state") -> PruningPolicy:
         """The policy at the server's budget, or at a request's; raises BudgetError."""
@@ -302,7 +306,7 @@ def kv_block_size(model_config: ModelConfig) -> int | None:
     return config.block_size
 
 
-# Metrics folder and KV-cache size of a token, sent to every process on the model config.
+# Folder of the workers' metrics, and the size of a token in the KV cache.
 #
 # Workers write files that the API servers' ``/metrics`` reads, in prometheus_client's own format
 # for several processes. With several API servers vLLM has set that up, and any file in its folder
@@ -310,45 +314,14 @@ def kv_block_size(model_config: ModelConfig) -> int | None:
 # the API server write to a folder that is never read.
 
 
-_METRICS_SETUP = "autoprune_metrics_setup"
-
-MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
+_MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 """prometheus_client's own variable: where there are several API servers, vLLM has set it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _MetricsSetup:
-    """Folder for the metrics of workers, and bytes of one token in the KV cache.
-
-    ``kv_bytes`` are keys and values of all layers and ranks, as for full attention in every layer.
-    """
-
-    folder: str
-    kv_bytes: int
-
-
-def attach_metrics_setup(vllm_config: VllmConfig) -> None:
-    """Create the setup and put it on the model config; before workers start."""
-    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
-
-    model = vllm_config.model_config
-    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
-    heads = model.get_total_num_kv_heads() * model.get_head_size()
-    kv_bytes = int(2 * model.get_total_num_hidden_layers() * heads * dtype.itemsize)
-    attach(model, _METRICS_SETUP, _MetricsSetup(_shared_folder(), kv_bytes))
-
-
-def find_metrics_setup(model_config: ModelConfig) -> _MetricsSetup | None:
-    """The setup on a model config; None where the model is served without a state."""
-    setup = get_attachment(model_config, _METRICS_SETUP)
-    assert setup is None or isinstance(setup, _MetricsSetup)
-    return setup
-
-
 @cache
-def _shared_folder() -> str:
-    configured = os.environ.get(MULTIPROCESS)
-    if configured:
+def open_metrics_folder() -> str:
+    """The folder, made and read from now on if vLLM has none; before workers start."""
+    if configured := os.environ.get(_MULTIPROCESS):
         return configured
     folder = tempfile.TemporaryDirectory(prefix="vllm-autoprune-metrics-")
     _FOLDERS.append(folder)
@@ -358,3 +331,13 @@ def _shared_folder() -> str:
 
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 """Kept until the process ends, which removes them."""
+
+
+def count_kv_bytes(vllm_config: VllmConfig) -> int:
+    """Keys and values of one token in all layers and ranks, with full attention in every layer."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    model = vllm_config.model_config
+    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
+    heads = model.get_total_num_kv_heads() * model.get_head_size()
+    return int(2 * model.get_total_num_hidden_layers() * heads * dtype.itemsize)

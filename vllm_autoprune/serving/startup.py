@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from packaging.version import Version
@@ -29,7 +30,8 @@ from vllm_autoprune.serving.served_state import (
     NEEDS,
     ServedState,
     attach_kv_blocks,
-    attach_metrics_setup,
+    count_kv_bytes,
+    open_metrics_folder,
     replace_unsafe_state,
     served_state,
 )
@@ -144,8 +146,9 @@ def apply_settings(vllm_config: VllmConfig) -> None:
             raise SystemExit(f"\nvllm-autoprune: {error}") from None
         raise
     attach(model_config, _ACTIVATION, _Activation(served.architecture))
+    kv_bytes = count_kv_bytes(vllm_config)
+    served = replace(served, metrics_folder=open_metrics_folder(), kv_bytes=kv_bytes)
     attach(model_config, ATTRIBUTE, served)
-    attach_metrics_setup(vllm_config)
     attach_kv_blocks(vllm_config)
     logger.info("%s", format_summary(served))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from tests.serving.unit.samples import vllm_config
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize
 from vllm_autoprune.ops.rowwise import evenly_spaced
-from vllm_autoprune.serving import served_state as under_test
-from vllm_autoprune.serving.served_state import (
-    MULTIPROCESS,
-    attach_metrics_setup,
-    find_metrics_setup,
-)
 from vllm_autoprune.serving.worker import selection
 from vllm_autoprune.serving.worker.features import (
     FeatureCache,
@@ -259,36 +251,6 @@ def test_missing_folder_is_logged_once(tmp_path: Path, logged: pytest.LogCapture
 
 
 # ---- the folder of metrics ----
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process without a metrics folder; restores the registry afterwards."""
-    monkeypatch.delenv(MULTIPROCESS, raising=False)
-    under_test._shared_folder.cache_clear()
-    known = list(REGISTRY._collector_to_names)
-    yield
-    for collector in [c for c in REGISTRY._collector_to_names if c not in known]:
-        REGISTRY.unregister(collector)
-    under_test._shared_folder.cache_clear()
-
-
-def opened() -> Any:
-    config = vllm_config()
-    attach_metrics_setup(config)
-    setup = find_metrics_setup(config.model_config)
-    assert setup is not None
-    return setup
-
-
-@pytest.mark.usefixtures("fresh")
-def test_bytes_of_one_token() -> None:
-    assert opened().kv_bytes == 2 * 4 * 6 * 32 * 2
-    config = vllm_config()
-    config.cache_config.cache_dtype = "fp8"
-    attach_metrics_setup(config)
-    setup = find_metrics_setup(config.model_config)
-    assert setup is not None and setup.kv_bytes == 2 * 4 * 6 * 32
 
 
 # ---- times ----

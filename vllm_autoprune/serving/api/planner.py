@@ -49,7 +49,7 @@ from vllm_autoprune.serving.plan import (
     make_pixels_key,
     make_recall_identity,
 )
-from vllm_autoprune.serving.served_state import ServedState, find_metrics_setup, kv_block_size
+from vllm_autoprune.serving.served_state import ServedState, kv_block_size
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
@@ -219,7 +219,6 @@ class RequestPlanner:
             items.append(latest[i])
         before_pruning = sum(count.tokens for count in counts)
         after = sum(item.plan.budget for item in items)
-        setup = find_metrics_setup(self._info.ctx.model_config)
         request_counts = RequestCounts(
             state=state_label(self._served, request),
             chooser=request.keep,
@@ -228,7 +227,7 @@ class RequestPlanner:
             tokens_after=after,
             core=sum(item.plan.budget for item in items if item.plan.part == "core"),
             recalled=sum(item.plan.budget for item in items if item.plan.part == "recall"),
-            kv_bytes=0 if setup is None else (before_pruning - after) * setup.kv_bytes,
+            kv_bytes=(before_pruning - after) * self._served.kv_bytes,
         )
         identities = {**hashes, "image": [item.identity for item in items]}
         new_prompt = None if prompt is inputs.prompt else list(prompt)

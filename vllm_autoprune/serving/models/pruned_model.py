@@ -29,7 +29,6 @@ from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan, Key
 from vllm_autoprune.serving.served_state import (
     PlanRules,
     ServedState,
-    find_metrics_setup,
     served_state,
 )
 from vllm_autoprune.serving.worker.batch import prune_images
@@ -298,8 +297,8 @@ class PrunedModel(_Stock):
         device = self.autoprune.sample_weight.device
         self.autoprune_plan_reader = PlanReader(rules, self.autoprune_reporter, device)
         self.autoprune_watch = Stopwatch(self.autoprune.sample_weight.device)
-        setup = find_metrics_setup(vllm_config.model_config)
-        self.autoprune_metrics = None if setup is None else WorkerMetrics(setup.folder)
+        folder = served.metrics_folder
+        self.autoprune_metrics = WorkerMetrics(folder) if folder else None
         self.autoprune_budget: int = vllm_config.scheduler_config.max_num_encoder_input_tokens
         self.autoprune_profiled = 0
         bound_encoder_calls()
