@@ -130,7 +130,7 @@ def test_higher_points_are_drawn_higher_and_no_points_are_drawn_too(scale: str) 
 
 def test_an_axis_may_include_zero_or_have_names() -> None:
     series = Series("s", [Mark(5, 99.0, ""), Mark(6, 40.0, "")])
-    assert "0" not in texts(svg_of(series)) and "0" in texts(svg_of(series, y_zero=True))
+    assert "0" not in texts(svg_of(series)) and "0" in texts(svg_of(series, x_zero=True))
     assert {"test", "search"} <= texts(svg_of(series, x_names={5.0: "test", 6.0: "search"}))
 
 

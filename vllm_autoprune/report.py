@@ -131,7 +131,6 @@ class Chart:
     y_scale: _Scale = "linear"
     x_zero: bool = False
     """Whether a linear axis includes 0."""
-    y_zero: bool = False
     x_names: Mapping[float, str] = field(default_factory=dict)
     """Names of places along the x axis, in place of numbers."""
 
@@ -252,8 +251,6 @@ def draw_chart(chart: Chart) -> Markup:
             axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
         if chart.y_scale == "log" and any(y > 0 for _, y in points):
             axes.set_yscale("log")
-        elif chart.y_zero:
-            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         if chart.x_names:
             axes.set_xticks(list(chart.x_names), list(chart.x_names.values()))
             axes.minorticks_off()

@@ -20,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Indices = NDArray[np.int64]
+_Indices = NDArray[np.int64]
 Verdict = Literal["holds", "does not hold", "inconclusive"]
 """Inconclusive: the interval contains the bound."""
 
 DRAWS = 4000
 _CLUSTER_DRAWS = 2000
 _MAX_CELLS = 4_000_000
-"""Indices held in memory at once: a benchmark may have a hundred thousand images."""
+"""_Indices held in memory at once: a benchmark may have a hundred thousand images."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(float(median), float(low), float(high), len(values))
 
 
-def resample(count: int, draws: int, *, block: int = 1) -> Indices:
+def resample(count: int, draws: int, *, block: int = 1) -> _Indices:
     """The sample itself and ``draws`` resamples of it, as indices ``(1 + draws, count)``.
 
     ``block``: how many neighbours are drawn together, cyclically; 1 is the ordinary bootstrap.
@@ -73,7 +73,7 @@ def resample(count: int, draws: int, *, block: int = 1) -> Indices:
     return np.concatenate(list(_resample_in_chunks(count, draws, block)))
 
 
-def _resample_in_chunks(count: int, draws: int, block: int = 1) -> Iterator[Indices]:
+def _resample_in_chunks(count: int, draws: int, block: int = 1) -> Iterator[_Indices]:
     """The rows of :func:`resample`, as many at once as memory allows."""
     yield np.arange(count)[None]
     generator = np.random.default_rng(0)
@@ -103,7 +103,7 @@ def ratio_of_medians(over: Sequence[Sequence[float]], under: Sequence[Sequence[f
     return estimate(medians(top, rows) / medians(bottom, rows))
 
 
-def medians(values: Floats, rows: Indices) -> Floats:
+def medians(values: Floats, rows: _Indices) -> Floats:
     """Median of each resample ``(1 + draws,)``; values ``(count,)`` or ``(count, requests)``."""
     drawn: Floats = np.median(values[rows].reshape(len(rows), -1), axis=1)
     return drawn

@@ -223,7 +223,7 @@ def test_a_dry_run_starts_nothing(
         ("--data /nowhere.jsonl --server-url http://h", "cannot be read"),
         ("--data x --server-url u --budgets 0", "--budgets 0: is below 1 -> give 1 or more"),
         ("--suite lmms:mme --arm full=http://h", "--served-name: is missing"),
-        (LMMS, "--server-url: is missing -> give a server"),
+        (LMMS, "--server-url: is missing -> give the address of a vllm serve"),
         (f"{LMMS} --arm nobody=http://h", "--arm nobody=http://h: is not a valid arm"),
         ("--suite lmms:x --served-name m --arm full=http://h", "does not know x -> use: paper"),
     ],

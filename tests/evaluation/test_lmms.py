@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -43,36 +44,28 @@ OWN = Benchmark("minillava", "minillava")
 Captured = pytest.CaptureFixture[str]
 
 
-def test_the_version_is_that_of_the_extra_and_benchmarks_are_the_paper_s() -> None:
-    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-    assert tomllib.loads(text)["project"]["optional-dependencies"]["lmms"] == [
-        f"lmms-eval=={PINNED}"
-    ]
+def test_columns_tasks_and_sets_may_be_mixed() -> None:
     assert len(BENCHMARKS) == 14 and len(COLUMN_SETS["paper-llava"]) == 10
-    assert set(COLUMN_SETS["paper-qwen"]) < set(COLUMN_SETS["paper"])
+    for names, selected in (
+        ("POPE,gqa,mme", ["GQA", "POPE", MME]),
+        ("paper-qwen,gqa", ["GQA", "TextVQA", MME, "MMB-EN", "MMB-CN", "ChartQA", "AI2D",
+                            "HallBench"]),
+        ("mine,gqa", ["GQA", "mine"]),
+    ):  # fmt: skip
+        rows = select_benchmarks(names, cognition=True, own=True)
+        assert [row.name for row in rows] == selected
+    (mme,) = select_benchmarks("mme", cognition=False, own=False)
+    assert mme.metrics == ("mme_perception_score",)
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    assert extras["lmms"] == [f"lmms-eval=={PINNED}"]
 
 
-@pytest.mark.parametrize(
-    ("names", "own", "selected"),
-    [
-        ("POPE,gqa,mme", False, ["GQA", "POPE", MME]),
-        ("paper-qwen,gqa", False, ["GQA", *(b.name for b in BENCHMARKS
-                                           if b.name in COLUMN_SETS["paper-qwen"])]),
-        ("mine,gqa", True, ["GQA", "mine"]),
-    ],
-)  # fmt: skip
-def test_columns_tasks_and_sets_may_be_mixed(names: str, own: bool, selected: list[str]) -> None:
-    rows = select_benchmarks(names, cognition=True, own=own)
-    assert [row.name for row in rows] == selected
-    metrics = select_benchmarks("mme", cognition=False, own=False)[0].metrics
-    assert metrics == ("mme_perception_score",)
-
-
-@pytest.mark.parametrize("url", ["http://j", "http://j/v1/", "http://j/v1/chat/completions"])
-def test_one_address_of_a_judge_serves_every_task(url: str) -> None:
-    by_kind = {row.judge: row.judge_address(url) for row in BENCHMARKS}
-    assert by_kind["base"] == "http://j/v1"
-    assert by_kind["path"] == "http://j/v1/chat/completions"
+def test_one_address_of_a_judge_serves_every_task() -> None:
+    for url in ("http://j", "http://j/v1/", "http://j/v1/chat/completions"):
+        by_kind = {row.judge: row.judge_address(url) for row in BENCHMARKS}
+        assert by_kind["base"] == "http://j/v1"
+        assert by_kind["path"] == "http://j/v1/chat/completions"
 
 
 def test_arms_are_cases_with_addresses() -> None:
@@ -111,59 +104,52 @@ def test_real_files_are_parsed() -> None:
     assert "400 - the engine is gone" in str(failed.failure)
 
 
-def write_output(folder: Path, task: str, lines: list[dict[str, Any]], **results: Any) -> Path:
-    samples = [
-        {"doc_id": n, "filtered_resps": "a", "token_counts": [{"input_tokens": 9}], **line}
-        for n, line in enumerate(lines)
-    ]
-    scores = {f"{name},none": value for name, value in results.items()}
-    summary = {"results": {task: scores}, "n-samples": {task: {"effective": len(lines)}}}
-    images = [{"task": task, "doc_id": n, "image": f"i{n // 2}"} for n in range(len(lines))]
-    (folder / "m").mkdir()
-    for name, records in (
-        ("m/1_results.json", [summary]), (f"m/1_samples_{task}.jsonl", samples),
-        ("images.jsonl", images), ("m/submissions_results.json", []),  # as MMBench's
-    ):  # fmt: skip
-        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
-    return folder
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """A copy of the files about four answers."""
+    return shutil.copytree(FILES / "answered", tmp_path / "run")
+
+
+def samples_in(folder: Path) -> Path:
+    (path,) = folder.rglob("*_samples_minillava.jsonl")
+    return path
 
 
 @pytest.mark.parametrize(
     "failed",
     [
-        {"filtered_resps": "[LMMS_EVAL_REQUEST_FAILED after 3 retries] timeout"},
+        # A task's filter may have made an answer of the words of the failure.
         {"filtered_resps": "A", "resps": [["[LMMS_EVAL_BUDGET_EXCEEDED]"]]},
-        {"filtered_resps": "A", "token_counts": [{"input_tokens": 0, "output_tokens": 0}]},
-        {"filtered_resps": "A", "token_counts": [None]},
-        {"filtered_resps": []},
+        {"token_counts": [{"input_tokens": 0, "output_tokens": 0}]},
+        {"token_counts": [None]},
+        {"filtered_resps": [], "resps": []},
     ],
 )
-def test_a_failed_request_leaves_no_total(tmp_path: Path, failed: dict[str, Any]) -> None:
-    """A task's filter may have made an answer of the words of the failure."""
-    lines = [{"exact_match": 1.0}, {"exact_match": 0.0, **failed}]
-    (gqa,) = select_benchmarks("gqa", cognition=False, own=False)
-    answers, total = answers_of(write_output(tmp_path, "gqa", lines, exact_match=0.5), gqa)
+def test_a_failed_request_leaves_no_total(output: Path, failed: dict[str, Any]) -> None:
+    lines = list(map(json.loads, samples_in(output).read_text().splitlines()))
+    lines[1] |= failed
+    samples_in(output).write_text("\n".join(map(json.dumps, lines)))
+    answers, total = answers_of(output, OWN)
     assert total is None and answers[1].failure and answers[1].score is None
-    assert answers[0].failure is None
+    assert [answer.failure for answer in answers if answer is not answers[1]] == [None] * 3
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("pattern", "text", "message"),
     [
-        ("m/1_samples_gqa.jsonl", None, "its output is incomplete"),
+        ("*_samples_*", None, "its output is incomplete"),
         ("images.jsonl", None, "its output is incomplete .*images.jsonl"),
-        ("m/1_samples_gqa.jsonl", '{"doc_id": 0}\n', "1 samples, but lmms-eval reports 2"),
-        ("m/1_results.json", '{"results": {"gqa": {}}}', "its output is incomplete"),
+        ("*_samples_*", '{"doc_id": 0}\n', "1 samples, but lmms-eval reports 4"),
+        ("*_results.json", '{"results": {"minillava": {}}}', "its output is incomplete"),
     ],
 )
 def test_incomplete_output_is_refused(
-    tmp_path: Path, name: str, text: str | None, message: str
+    output: Path, pattern: str, text: str | None, message: str
 ) -> None:
-    folder = write_output(tmp_path, "gqa", [{"exact_match": 1.0}] * 2, exact_match=1.0)
-    (folder / name).unlink() if text is None else (folder / name).write_text(text)
-    (gqa,) = select_benchmarks("gqa", cognition=False, own=False)
+    (path,) = output.rglob(pattern)
+    path.unlink() if text is None else path.write_text(text)
     with pytest.raises(EvaluationError, match=message):
-        answers_of(folder, gqa)
+        answers_of(output, OWN)
 
 
 class Model:
@@ -196,42 +182,35 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("autoprune_lmms.model")
 
 
-def test_the_plugin_replaces_the_model_and_sends_the_options_of_its_case(
-    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_the_plugin_sends_the_options_of_its_case_and_records_images(
+    plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (distribution,) = importlib.metadata.distributions(path=[str(PLUGIN)])
     (entry,) = distribution.entry_points
     assert (entry.group, entry.name) == ("lmms_eval.models", "openai")
     name = "autoprune_lmms.model.OpenAIWithImages"
     assert entry.load()() == ("openai", {"chat_class_path": name})
-    for pruning in ({}, {"budget": 8, "state": "visionzip"}):
+    monkeypatch.setenv(plugin.FILE, str(tmp_path / "images.jsonl"))
+    for pruning in ({"budget": 8, "state": "visionzip"}, {}):
         monkeypatch.setenv(plugin.PRUNING, json.dumps(pruning))
         request = plugin.OpenAIWithImages().client.chat.completions.create(temperature=0)
         extra = {"extra_body": {"mm_processor_kwargs": {"autoprune": pruning}}} if pruning else {}
         assert request == {"model": "m", "temperature": 0, **extra}
 
-
-def test_the_plugin_records_images_and_leaves_requests_as_they_are(
-    plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(plugin.FILE, str(tmp_path / "images.jsonl"))
-    monkeypatch.setenv(plugin.PRUNING, "{}")
-
     def build(number: int) -> list[dict[str, object]]:
-        image = Image.new("RGB", (2, 2), ("red", "red", "blue")[number])
+        image = Image.new("RGB", (2, 2), ("red", "red", "blue", "blue")[number])
         content = [{"type": "image", "url": image}, {"type": "text", "text": f"{number}?"}]
         return [{"role": "user", "content": content[number == 3 :]}]
 
     def ask(model: type[Model]) -> list[str]:
-        requests = [SimpleNamespace(arguments=("c", build, {}, n, "t", "test")) for n in range(3)]
+        requests = [SimpleNamespace(arguments=("c", build, {}, n, "t", "test")) for n in range(4)]
         return [text.partition("<PIL")[0] for text in model().generate_until(requests)]
 
     assert ask(plugin.OpenAIWithImages) == ask(Model)
     lines = [json.loads(line) for line in (tmp_path / "images.jsonl").read_text().splitlines()]
-    assert [(line["task"], line["doc_id"]) for line in lines] == [("t", 0), ("t", 1), ("t", 2)]
-    red, again, blue = (line["image"] for line in lines)
-    assert red == again != blue
-    assert plugin.fingerprint([{"role": "user", "content": [{"type": "text", "text": "a"}]}]) == ""
+    assert [(line["task"], line["doc_id"]) for line in lines] == [("t", n) for n in range(4)]
+    red, again, blue, none = (line["image"] for line in lines)
+    assert red == again != blue and none == ""
 
 
 def answer(body: Body, number: int) -> Answer:

@@ -319,7 +319,7 @@ def read_output(
         (samples,) = folder.rglob(f"*_samples_{task}.jsonl")
         # Tasks write more such files, as MMBench its submissions/mmbench_en_dev_results.json.
         stamp = samples.name.removesuffix(f"_samples_{task}.jsonl")
-        summary = json.loads(samples.with_name(f"{stamp}_results.json").read_text())
+        summary = json.loads(samples.with_name(f"{stamp}_results.json").read_text("utf-8"))
         lines = _read_lines(samples)
         images = {line["doc_id"]: line["image"] for line in _read_lines(folder / _IMAGES)}
         metrics = benchmark.metrics or (summary["configs"][task]["metric_list"][0]["metric"],)
@@ -370,7 +370,7 @@ def read_output(
 
 
 def _read_lines(path: Path) -> list[_Line]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    return [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
 
 
 def _read_answer(line: _Line, score: object, case: str, question: str) -> Answer:

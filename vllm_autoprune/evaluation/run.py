@@ -36,7 +36,7 @@ from vllm_autoprune.evaluation.journal import (
     Setup,
     unanswered,
 )
-from vllm_autoprune.evaluation.questions import PreparedQuestion, questions_digest, read_questions
+from vllm_autoprune.evaluation.questions import PreparedQuestion, questions_digest
 from vllm_autoprune.evaluation.report import Report, build_document, build_report
 from vllm_autoprune.evaluation.scoring_request import pruning_options, score_answer
 from vllm_autoprune.http_client import (
@@ -90,10 +90,9 @@ class Progress:
         self._written = now
         rate = (self._done - self._earlier) / max(now - self._started, 1e-9)
         seconds = (self._total - self._done) / max(rate, 1e-9)
-        self.write(
-            f"{self._done / self._total:4.0%}  {self._done:,} of {self._total:,}, {rate:.2g}/s, "
-            f"{f'{seconds:.0f} s' if seconds < 100 else f'{seconds / 60:.0f} min'} left"
-        )
+        remaining = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+        share = f"{self._done / self._total:4.0%}  {self._done:,} of {self._total:,}"
+        self.write(f"{share}, {rate:.2g}/s, {remaining} left")
 
 
 class Suite(Protocol):
@@ -140,8 +139,12 @@ def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) ->
                 path.unlink()  # else the corrected command would have to say --resume
             raise
         report = build_report(contents, [*interruptions, *suite.objections(contents)])
-    for suffix in get_args(_Suffix):
-        (folder / f"report.{suffix}").write_text(format_report(report, suffix))
+    try:
+        for suffix in get_args(_Suffix):
+            (folder / f"report.{suffix}").write_text(format_report(report, suffix))
+    except OSError as error:
+        fix = f"make room; {JOURNAL} is kept, and --resume writes the report from it"
+        raise EvaluationError(f"{folder}: {error.strerror} -> {fix}") from None
     return report
 
 
@@ -400,13 +403,3 @@ class QuestionSuite(Suite):
         finally:
             journal.append(answers)
             await server.close()
-
-
-def file_suite(
-    path: Path, cases: Sequence[Case], settings: Settings, limit: int | None = None
-) -> QuestionSuite:
-    """The questions of a JSONL file, ``limit`` at most."""
-    questions = read_questions(path, limit)
-    model = settings.served_name or "the first model of the server"
-    data = f"{path.name}, {len(questions)} questions"
-    return QuestionSuite(questions, cases, settings, suite="data", model=model, data=data)

@@ -65,14 +65,55 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from vllm_autoprune.evaluation.lmms import LmmsEval, LmmsSuite, parse_arm, select_benchmarks
+    from vllm_autoprune.evaluation.questions import read_questions
+    from vllm_autoprune.evaluation.run import QuestionSuite, Settings, build_cases
+
     kind, _, tasks = (options.suite or "data").partition(":")
     folder = options.out or Path("out/eval") / kind
+    if options.data is None and kind != "lmms":
+        fix = "use --data questions.jsonl, or lmms:mme,pope (lmms:paper-llava, lmms:paper-qwen)"
+        raise ConfigError("eval", [Problem(f"--suite {options.suite}", "is not a suite", fix)])
+    if options.server_url is None and (options.data is not None or not options.arm):
+        fix = "give the address of a vllm serve with --autoprune-requests states"
+        raise ConfigError("eval", [Problem("--server-url", "is missing", fix)])
+    cases = build_cases(options.state or ["autoprune"], options.budgets)
     if options.data is not None:
-        return run_suite(_data_suite(options), folder, options)
-    if kind == "lmms":
-        return run_suite(_lmms_suite(options, tasks, folder), folder, options)
-    fix = "use --data questions.jsonl, or lmms:mme,pope (lmms:paper-llava, lmms:paper-qwen)"
-    raise ConfigError("eval", [Problem(f"--suite {options.suite}", "is not a suite", fix)])
+        questions = read_questions(options.data, options.limit)
+        at_once = options.concurrency or MAX_IN_FLIGHT
+        suite: Suite = QuestionSuite(
+            questions,
+            cases,
+            Settings(options.server_url, options.served_name, at_once),
+            suite="data",
+            model=options.served_name or "the first model of the server",
+            data=f"{options.data.name}, {len(questions)} questions",
+        )
+        return run_suite(suite, folder, options)
+    if options.served_name is None:
+        fix = "give the name that the servers have for the model"
+        raise ConfigError("eval", [Problem("--served-name", "is missing", fix)])
+    servers = list(map(parse_arm, options.arm))
+    if options.server_url is not None:
+        names, url = {case.name for case, _ in servers}, server_address(options.server_url)
+        servers += [(case, url) for case in cases if case.name not in names]
+    qwen = options.backbone.startswith("qwen")
+    suite = LmmsSuite(
+        servers,
+        select_benchmarks(tasks, cognition=qwen, own=options.include_path is not None),
+        LmmsEval(
+            options.lmms_eval,
+            options.served_name,
+            options.concurrency or 32,
+            options.limit,
+            options.include_path,
+            options.judge_url,
+        ),
+        folder / "lmms-eval",
+        backbone=options.backbone,
+        mme_divisor=28.0 if qwen else 20.0,
+    )
+    return run_suite(suite, folder, options)
 
 
 def run_suite(suite: Suite, folder: Path, options: argparse.Namespace) -> int:
@@ -87,55 +128,6 @@ def run_suite(suite: Suite, folder: Path, options: argparse.Namespace) -> int:
     print(format_report(report, "json" if options.json else "md"), end="")
     print(f"{folder}/: report.html, report.md, report.json, samples.jsonl", file=sys.stderr)
     return 0 if report.valid else 1
-
-
-def _data_suite(options: argparse.Namespace) -> Suite:
-    from vllm_autoprune.evaluation.run import Settings, build_cases, file_suite
-
-    _require(
-        options, "server_url", "give the address of a vllm serve with --autoprune-requests states"
-    )
-    at_once = options.concurrency or MAX_IN_FLIGHT
-    settings = Settings(options.server_url, options.served_name, at_once)
-    cases = build_cases(options.state or ["autoprune"], options.budgets)
-    return file_suite(options.data, cases, settings, options.limit)
-
-
-def _lmms_suite(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
-    from vllm_autoprune.evaluation.lmms import LmmsEval, LmmsSuite, parse_arm, select_benchmarks
-    from vllm_autoprune.evaluation.run import build_cases
-
-    _require(options, "served_name", "give the name that the servers have for the model")
-    if not options.arm:
-        _require(options, "server_url", "give a server with --autoprune-requests states, or --arm")
-    servers = list(map(parse_arm, options.arm))
-    if options.server_url:
-        names = {case.name for case, _ in servers}
-        cases = build_cases(options.state or ["autoprune"], options.budgets)
-        url = server_address(options.server_url)
-        servers += [(case, url) for case in cases if case.name not in names]
-    qwen = options.backbone.startswith("qwen")
-    program = LmmsEval(
-        options.lmms_eval,
-        options.served_name,
-        options.concurrency or 32,
-        options.limit,
-        options.include_path,
-        options.judge_url,
-    )
-    return LmmsSuite(
-        servers,
-        select_benchmarks(tasks, cognition=qwen, own=options.include_path is not None),
-        program,
-        folder / "lmms-eval",
-        backbone=options.backbone,
-        mme_divisor=28.0 if qwen else 20.0,
-    )
-
-
-def _require(options: argparse.Namespace, name: str, fix: str) -> None:
-    if vars(options)[name] is None:
-        raise ConfigError("eval", [Problem(f"--{name.replace('_', '-')}", "is missing", fix)])
 
 
 COMMAND = Command(
