@@ -7,31 +7,306 @@
 With ``--master --expect-workers 2`` and two ``--worker`` the workers share the schedule
 (docs/benchmarks.md). The exit status is 0 for a valid run, 1 for one that is not valid, 2 for
 wrong arguments.
+
+Senders are on each worker, one coordinator is on the master; they exchange messages as JSON, and
+without workers one locust runner sends them to itself. An open loop sends by the clock, however
+slow the answers are; a closed loop after each answer; none retries.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
+import os
 import sys
+import time
+from collections.abc import Callable, Iterator
+from io import TextIOWrapper
 
+import gevent
+from gevent.event import Event
+from gevent.pool import Pool
 from locust import User, events, task
 from locust.env import Environment
 from locust.exception import StopUser
+from locust.rpc import Message
 from locust.runners import MasterRunner, WorkerRunner
 from pydantic import ValidationError
 
 from benchmarks.common import BenchmarkError
-from benchmarks.load.client import Coordinator, Sender
+from benchmarks.common.client import Client, Record
+from benchmarks.common.report import environment
+from benchmarks.load.result import (
+    COUNTERS,
+    RECORDS,
+    RESULT,
+    ClientFacts,
+    Result,
+    format_result,
+    list_reasons,
+    summarize,
+)
 from benchmarks.load.settings import LOCUST_FIELDS, RunOptions
+from benchmarks.load.workload import Prepared, load_prepared
 from vllm_autoprune.cli.flags import add_flags, flag_problems
 from vllm_autoprune.cli.output import format_error
 from vllm_autoprune.errors import AutopruneError, ConfigError
+from vllm_autoprune.http_client import FAILURES, ServerClient
+
+_START, _RECORD, _DONE = "load-start", "load-record", "load-done"
+"""Messages: when to start and which share to send; one record; the facts of a client at its end."""
+_MAX_FAILURES = 10
+"""Consecutive failures after which the run is given up."""
+_EARLY = 0.002
+"""Seconds of busy waiting before a request is due: an event loop sleeps whole milliseconds."""
+_TICK = 0.01
+"""Seconds that the greenlet which measures the lag sleeps each time."""
+_WARM_UP_AT_ONCE = 4
+_HEAD_START = 0.5
+"""Seconds from the start message to the start of the schedule, for it to reach all workers."""
+
+
+def _connect(url: str, clock: Callable[[], float] = time.perf_counter) -> Client:
+    key = os.environ.get("OPENAI_API_KEY")
+    return Client(url, clock, headers={"Authorization": f"Bearer {key}"} if key else {})
+
+
+class _Sender:
+    """Waits for the start message, sends its share, and reports when it is done."""
+
+    def __init__(self, environment: Environment) -> None:
+        assert environment.runner is not None
+        self._environment, self._runner = environment, environment.runner
+        self._start, self._stop = Event(), Event()
+        self._share: Iterator[tuple[int, float]] = iter(())
+        self._measured: list[bool] = []
+        self._unsent = self._consecutive_failures = self._worker = 0
+        self._zero = self._cpu = 0.0
+        self._late = [0.0]
+        self._done = False
+        self._broken: str | None = None
+        self._options: RunOptions
+        self._prepared: Prepared | None = None
+        self._client: Client
+        self._runner.register_message(_START, self._on_start)
+        environment.events.test_start.add_listener(self._begin)
+        environment.events.test_stopping.add_listener(self._on_stopping)
+
+    def _begin(self, environment: Environment, **_: object) -> None:
+        """Read the bodies; a failure is reported once the run starts."""
+        assert environment.parsed_options is not None
+        environment.parsed_options.host = environment.host or environment.parsed_options.host
+        self._options = _read_options(environment.parsed_options)
+        self._client = _connect(self._options.host, self._now)
+        try:
+            self._prepared = load_prepared(self._options.workload)
+        except BenchmarkError as error:
+            self._broken = str(error)
+        # Garbage collection of what exists by now would delay time stamps.
+        gc.collect()
+        gc.freeze()
+
+    def work(self) -> None:
+        """The task of every locust user: send its part of the share."""
+        self._start.wait()
+        if self._options.load.rate is None:
+            for index, _ in self._share:  # of all users
+                if self._stop.is_set():
+                    return
+                self._send(index, self._now())
+            return
+        # Every request is sent when it is due, without waiting for answers.
+        pool, most = Pool(), self._options.most
+        for index, at in self._share:
+            if self._stop.wait(max(at - self._now() - _EARLY, 0.0)):
+                break
+            while self._now() < at:
+                gevent.sleep(0)  # let answers be read meanwhile
+            if len(pool) >= most:  # a server that far behind does not recover
+                reason = f"over-saturated: {most} requests were in flight at once"
+                self._broken = self._broken or reason
+                self._stop.set()
+                break
+            pool.spawn(self._send, index, at)
+        pool.join()
+        self._finish_if_over()
+
+    def _on_start(self, environment: Environment, msg: Message, **_: object) -> None:
+        """Take every ``of``-th request from ``worker`` on; ``at`` is the Unix time of the start."""
+        at, self._worker, of = float(msg.data["at"]), int(msg.data["worker"]), int(msg.data["of"])
+        # From here on each worker goes by its own monotonic clock.
+        self._zero = time.perf_counter() + (at - time.time())
+        self._cpu = time.process_time()
+        if self._prepared is not None and self._prepared.digest != msg.data["digest"]:
+            self._broken = "a worker has another workload: prepare it there with the same settings"
+        if self._prepared is not None and self._broken is None:
+            load, count = self._options.load, len(self._prepared.measured)
+            self._measured = load.select_measured(count)
+            share = [*enumerate(load.due(count))][self._worker :: of]
+            self._share, self._unsent = iter(share), len(share)
+            gevent.spawn(self._measure_lag)
+            # Users of a closed loop begin as soon as this event is set.
+            gevent.spawn_later(max(at - time.time(), 0.0), self._start.set)
+        self._finish_if_over()
+
+    def _measure_lag(self) -> None:
+        """Record how late an idle greenlet wakes up, which bounds the error of time stamps."""
+        while not self._done:
+            before = time.perf_counter()
+            gevent.sleep(_TICK)
+            self._late.append(time.perf_counter() - before - _TICK)
+
+    def _on_stopping(self, **_: object) -> None:
+        """Send no further request."""
+        self._stop.set()
+        self._start.set()
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._zero
+
+    def _send(self, index: int, at: float) -> None:
+        assert self._prepared is not None
+        labels = {"index": index, "measured": self._measured[index], "worker": self._worker}
+        record = self._client.send(self._prepared.measured[index], scheduled=at, **labels)
+        self._runner.send_message(_RECORD, record.model_dump(mode="json"))
+        # For locust's own statistics and pages.
+        self._environment.events.request.fire(
+            request_type="chat",
+            name="measured" if record.measured else "not measured",
+            response_time=1000 * (record.done - record.scheduled),
+            response_length=len(record.text),
+            exception=None if record.ok else RuntimeError(record.error),
+            context={},
+        )
+        self._consecutive_failures = 0 if record.ok else self._consecutive_failures + 1
+        if self._consecutive_failures >= _MAX_FAILURES and self._broken is None:
+            self._broken = (
+                f"{_MAX_FAILURES} requests in a row failed, the last with: {record.error}"
+            )
+            self._stop.set()
+        self._unsent -= 1
+        self._finish_if_over()
+
+    def _finish_if_over(self) -> None:
+        """Report once that all is sent, or that sending was stopped."""
+        if self._done or (self._unsent > 0 and not self._stop.is_set()):
+            return
+        self._done = True
+        cpu = (time.process_time() - self._cpu) / max(self._now(), 1e-9)
+        lag = sorted(self._late)[int(0.99 * (len(self._late) - 1))]
+        facts = ClientFacts(worker=self._worker, cpu=cpu, lag=lag, broken=self._broken)
+        self._runner.send_message(_DONE, facts.model_dump(mode="json"))
+
+
+class _Coordinator:
+    """Warms up the server, starts the workers, collects all records, and judges the run.
+
+    It lives on locust's master, or in the only process where there are no workers. A run that loses
+    a worker is not valid.
+    """
+
+    def __init__(self, locust: Environment, options: RunOptions) -> None:
+        assert locust.runner is not None
+        self._locust, self._runner, self._options = locust, locust.runner, options
+        self._prepared = load_prepared(options.workload)
+        # Before the run, whose own load is not to be taken for that of other programs.
+        self._environment = environment("locust", "gevent")
+        self._counters: dict[str, float] | None = None
+        self._records: list[Record] = []
+        self._clients: list[ClientFacts] = []
+        self._workers = 1
+        self._broken: str | None = None
+        self._unwritten: str | None = None
+        self._file: TextIOWrapper | None = None
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+            # What is added reaches the kernel at once; waiting for the disk would delay stamps.
+            self._file = (options.out / RECORDS).open("w", buffering=1)
+        except OSError as error:
+            self._unwritten = str(error)
+        self._runner.register_message(_RECORD, self._on_record)
+        self._runner.register_message(_DONE, self._on_done)
+        locust.events.spawning_complete.add_listener(lambda **_: gevent.spawn(self._conduct))
+        locust.events.quitting.add_listener(self._on_quitting)
+
+    def _conduct(self) -> None:
+        """Start the run, and watch its workers: locust has started all users."""
+        client, pool = _connect(self._options.host), Pool(_WARM_UP_AT_ONCE)
+        for body in self._prepared.warm_up:
+            pool.spawn(client.send, body)
+        pool.join()
+        self._counters = _read_counters(self._options.host)
+        workers = getattr(self._runner, "clients", None)  # of a master
+        ids = ["local"] if workers is None else [*workers]
+        self._workers = len(ids)
+        start = {"at": time.time() + _HEAD_START, "of": len(ids), "digest": self._prepared.digest}
+        for number, worker in enumerate(ids):
+            self._runner.send_message(_START, {**start, "worker": number}, client_id=worker)
+        while workers is not None and len(self._clients) < len(ids):
+            gevent.sleep(0.5)
+            lost = len(workers) - len(workers.missing) < len(ids)
+            if lost and len(self._clients) < len(ids):
+                self._broken = "a worker was lost"
+                gevent.spawn(self._runner.quit)
+                return
+
+    def _on_record(self, environment: Environment, msg: Message, **_: object) -> None:
+        record = Record.model_validate(msg.data)
+        self._records.append(record)
+        if self._file is not None:
+            try:
+                self._file.write(record.model_dump_json() + "\n")
+            except OSError as error:
+                self._unwritten, self._file = str(error), None
+
+    def _on_done(self, environment: Environment, msg: Message, **_: object) -> None:
+        self._clients.append(ClientFacts.model_validate(msg.data))
+        if len(self._clients) >= self._workers:
+            gevent.spawn(self._runner.quit)
+
+    def _on_quitting(self, **_: object) -> None:
+        """Judge the run, write and print its result, and set the exit status."""
+        options, records, before = self._options, self._records, self._counters
+        after = None if before is None else _read_counters(options.host)
+        unfinished = len(self._clients) < self._workers
+        result = Result(
+            workload=self._prepared.workload,
+            options=options,
+            summary=summarize([records], options),
+            # A labelled counter appears with its first event, so that before it there was none.
+            counters=after
+            and {k: total - (before or {}).get(k, 0.0) for k, total in after.items()},
+            clients=tuple(self._clients),
+            broken=self._broken or ("stopped before its end" if unfinished else None),
+            unwritten=self._unwritten,
+            environment=self._environment,
+        )
+        reasons = tuple(list_reasons(result, records))
+        result = result.model_copy(update={"reasons": reasons})
+        print("\n".join(format_result(result)), flush=True)
+        self._locust.process_exit_code = 0 if result.valid else 1
+        try:
+            (options.out / RESULT).write_text(result.model_dump_json(indent=1) + "\n")
+        except OSError as error:
+            print(f"load: {options.out}: result not written: {error}", file=sys.stderr)
+            self._locust.process_exit_code = 1
+
+
+def _read_counters(url: str) -> dict[str, float] | None:
+    """:data:`COUNTERS` of all engines since their start; None where the server does not answer."""
+    with contextlib.suppress(*FAILURES), ServerClient(url) as client:
+        client.http.timeout = 10.0
+        if metrics := client.read_metrics():
+            totals = {name: metrics.total(metric) for name, metric in COUNTERS.items()}
+            return {name: total for name, total in totals.items() if total is not None}
+    return None
 
 
 class ChatUser(User):
     """Sends its part of the schedule, then ends."""
 
-    sender: Sender
+    sender: _Sender
 
     @task
     def work(self) -> None:
@@ -69,18 +344,10 @@ def _init(environment: Environment, **_: object) -> None:
                     "-> give each worker at least one"
                 )
             parsed.spawn_rate = float(parsed.num_users)
-            Coordinator(environment, options)
+            _Coordinator(environment, options)
         if not isinstance(runner, MasterRunner):
-            ChatUser.sender = Sender(environment)
+            ChatUser.sender = _Sender(environment)
     except AutopruneError as error:
         print(f"load: {' '.join(format_error(error).split())}", file=sys.stderr)
         runner.quit()
         sys.exit(2)
-
-
-@events.test_start.add_listener
-def _start(environment: Environment, **_: object) -> None:
-    assert environment.parsed_options is not None
-    if not isinstance(environment.runner, MasterRunner):
-        environment.parsed_options.host = environment.host or environment.parsed_options.host
-        ChatUser.sender.begin(_read_options(environment.parsed_options))

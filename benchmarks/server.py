@@ -145,13 +145,13 @@ def serve(
             start_new_session=True,
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
-        stack.callback(_end, process)
+        stack.callback(end_group, process)
         server = Server(f"http://127.0.0.1:{port}", str(model), process, log)
         try:
             _await_health(server, patience)
         except BaseException:
             # vLLM ignores SIGTERM while it starts, and has nothing to finish yet.
-            _end(process, grace=2.0)
+            end_group(process, grace=2.0)
             raise
         yield server
 
@@ -178,7 +178,7 @@ def _await_health(server: Server, patience: float) -> None:
     raise ServerDied(f"vllm serve {reason}:\n{tail}")
 
 
-def _end(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:
+def end_group(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:
     """Terminate the whole process group, then kill it; a second Ctrl-C waits until that is done."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:

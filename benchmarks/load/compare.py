@@ -26,10 +26,7 @@ from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Tone
 from vllm_autoprune.statistics import Estimate
 
-FIGURES = {
-    "TTFT p50": ("TTFT", 50), "TTFT p99": ("TTFT", 99), "TPOT p50": ("TPOT", 50),
-    "E2E p50": ("E2E", 50),
-}  # fmt: skip
+FIGURES = (("TTFT", 50), ("TTFT", 99), ("TPOT", 50), ("E2E", 50))
 """What arms are compared by."""
 _KNEE = 2.0
 """Beyond the knee, the median TTFT exceeds that of the lowest rate by this factor."""
@@ -122,34 +119,27 @@ def compare_arms(points: Sequence[Point]) -> list[Comparison]:
             continue
         both = point.valid and other.valid
         mine, theirs = ([run.records for run in p.runs] if both else [] for p in (point, other))
-        for name, figure in FIGURES.items():
+        for latency, level in FIGURES:
             pairs = zip(mine, theirs, strict=False)
-            by_pass = [estimate_ratio([over], [under], *figure) for over, under in pairs]
+            by_pass = [estimate_ratio([m], [t], latency, level) for m, t in pairs]
             comparisons.append(
                 Comparison(
                     load=point.load,
                     arm=point.arm,
                     against=other.arm,
-                    figure=name,
-                    ratio=estimate_ratio(mine, theirs, *figure),
+                    figure=f"{latency} p{level}",
+                    ratio=estimate_ratio(mine, theirs, latency, level),
                     by_pass=tuple(ratio.value for ratio in by_pass if ratio),
                 )
             )
     return comparisons
 
 
-class Sweep(NamedTuple):
-    """One arm over all measured rates, requests/s as text."""
+def find_limits(points: Sequence[Point], slo: SendingOptions) -> tuple[str, str, bool]:
+    """Of an arm's open-loop points, by rising rate: knee, highest rate, and whether it saturated.
 
-    knee: str
-    highest: str
-    """The highest rate that the server keeps up with and at which p99 TTFT and goodput suffice."""
-    saturated: bool
-    """Whether the server did not keep up with some rate; if not, higher rates are needed."""
-
-
-def build_sweep(points: Sequence[Point], slo: SendingOptions) -> Sweep:
-    """From the open-loop points of one arm, by rising rate."""
+    The highest rate is one that the server keeps up with and at which p99 TTFT and goodput suffice.
+    """
     lowest = next((point for point in points if point.valid), None)
     knee = _KNEE * lowest.median("TTFT") if lowest else 0.0
     idle = lowest.median("E2E") if lowest else 0.0
@@ -161,10 +151,10 @@ def build_sweep(points: Sequence[Point], slo: SendingOptions) -> Sweep:
         late = slo.slo_ttft and 1000 * p99.value > slo.slo_ttft
         return not late and goodput.value >= _GOOD_SHARE
 
-    return Sweep(
-        knee=_find_edge(points, lambda p: p.keeps_up(idle) and p.median("TTFT") <= knee),
-        highest=_find_edge(points, meets),
-        saturated=any(p.valid and not p.keeps_up(idle) for p in points),
+    return (
+        _find_edge(points, lambda p: p.keeps_up(idle) and p.median("TTFT") <= knee),
+        _find_edge(points, meets),
+        any(p.valid and not p.keeps_up(idle) for p in points),
     )
 
 
@@ -242,7 +232,7 @@ def answer_question(points: Sequence[Point], slo: SendingOptions) -> tuple[str, 
         )
     swept = [select_open(arms[point.arm]) for point in (last, first)]
     if median and all(swept):
-        mine, other = (build_sweep(points, slo).highest for points in swept)
+        mine, other = (find_limits(points, slo)[1] for points in swept)
         sentence += f", and it serves {mine} requests/s within the objective against {other}"
     return f"{few}{sentence}.", "open" if few else tone
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,7 @@ from benchmarks.load.settings import (
     Workload,
 )
 from benchmarks.load.workload import make_workload, prepare
-from benchmarks.server import ServerDied, free_port, serve
+from benchmarks.server import ServerDied, end_group, find_cause, free_port, serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA
 from vllm_autoprune import AutopruneError, load_state
 from vllm_autoprune.cli.output import format_error
@@ -217,17 +216,13 @@ def _serve(arm: Arm, log: Path) -> Iterator[str]:
         yield arm.url
         return
     log.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        try:
-            server = stack.enter_context(
-                serve(arm.model, *arm.flags, env=dict(arm.environment), log=log, patience=600)
-            )
-        except ServerDied as error:
-            reason = str(error).splitlines()[-1]
-            raise BenchmarkError(
-                f"{arm.name}: the server did not start: {reason} (log: {log})"
-            ) from error
-        yield server.url
+    environment = dict(arm.environment)
+    try:
+        with serve(arm.model, *arm.flags, env=environment, log=log, patience=600) as server:
+            yield server.url
+    except ServerDied as error:
+        cause = find_cause(log.read_text(errors="replace"))
+        raise BenchmarkError(f"{arm.name}: the server did not start: {cause} ({log})") from error
 
 
 def run(options: RunOptions, workers: int = 0) -> None:
@@ -287,10 +282,4 @@ def _start_process(command: Sequence[str], log: int) -> Iterator[subprocess.Pope
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        end_group(process)

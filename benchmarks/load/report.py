@@ -19,8 +19,8 @@ from benchmarks.load.compare import (
     Point,
     Run,
     answer_question,
-    build_sweep,
     compare_arms,
+    find_limits,
     group_by_arm,
     group_runs,
     list_limits,
@@ -138,7 +138,7 @@ def _build_ratios(compared: Sequence[Comparison]) -> Section:
         rows.setdefault(key, [*key]).append(cell)
         by_pass = ", ".join(f"{value:.3f}" for value in comparison.by_pass)
         passes.setdefault(key, [*key]).append(by_pass)
-    head = ["load", "arm", *FIGURES]
+    head = ["load", "arm", *(f"{latency} p{level}" for latency, level in FIGURES)]
     text = (
         f"Ratios to {against} on the same requests, with 95 % intervals: below 1 is less. An "
         "interval covers the choice of requests, but not differences between passes, so "
@@ -155,9 +155,9 @@ def _build_sweeps(points: Sequence[Point], slo: SendingOptions) -> Section:
     """Knee and highest rate of each arm."""
     rows = []
     for arm, swept in group_by_arm(select_open(points)).items():
-        sweep = build_sweep(swept, slo)
-        note = "reached" if sweep.saturated else "not reached: try higher rates"
-        rows.append([arm, sweep.knee, sweep.highest, note])
+        knee, highest, saturated = find_limits(swept, slo)
+        note = "reached" if saturated else "not reached: try higher rates"
+        rows.append([arm, knee, highest, note])
     return Section(
         "Knee and highest rate, requests/s",
         [f"Objective: {slo.describe_objective()} for 99 % of requests. Knee: the highest rate that "

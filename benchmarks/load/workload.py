@@ -15,11 +15,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
@@ -57,14 +57,11 @@ class Picture(NamedTuple):
     format: Literal["jpeg", "png"]
 
 
-_ReadImages = Callable[[], list[bytes]]
-
-
 class Request(NamedTuple):
     """One request; requests with equal pictures and question have identical bodies."""
 
-    pictures: tuple[Picture, ...] | _ReadImages
-    """Pictures to be drawn, or images of one's own data, which are read when they are needed."""
+    pictures: tuple[Picture | Path, ...]
+    """Pictures to be drawn, or files of one's own data."""
     question: str
 
 
@@ -105,10 +102,9 @@ def prepare(workload: Workload, folder: Path) -> Prepared:
         (folder / WORKLOAD).unlink(missing_ok=True)
         with (folder / BODIES).open("wb") as file:
             for pictures, question in requests:
-                urls = map(_as_data_url, pictures() if callable(pictures) else pictures)
                 body = build_body(
                     workload.model,
-                    build_content(question, urls),
+                    build_content(question, map(_as_data_url, pictures)),
                     tokens=workload.output_tokens,
                     fields=fields if workload.dialect == "vllm" else {},
                 )
@@ -141,14 +137,16 @@ def load_prepared(folder: Path) -> Prepared:
 
 
 @lru_cache(maxsize=64)
-def _as_data_url(image: Picture | bytes) -> str:
+def _as_data_url(picture: Picture | Path) -> str:
     """An image as chat clients send it; raises :class:`BenchmarkError` for another file."""
-    if isinstance(image, Picture):
-        return encode_picture(draw_picture(image.seed, image.width, image.height), image.format)
-    kinds = [kind for signature, kind in _SIGNATURES.items() if image.startswith(signature)]
+    if isinstance(picture, Picture):
+        image = draw_picture(picture.seed, picture.width, picture.height)
+        return encode_picture(image, picture.format)
+    content = picture.read_bytes()
+    kinds = [kind for signature, kind in _SIGNATURES.items() if content.startswith(signature)]
     if not kinds:
-        raise BenchmarkError("--data: a file is no JPEG, PNG, GIF or WebP -> convert or remove it")
-    return f"data:image/{kinds[0]};base64,{base64.b64encode(image).decode()}"
+        raise BenchmarkError(f"--data {picture}: is no JPEG, PNG, GIF or WebP -> convert it")
+    return f"data:image/{kinds[0]};base64,{base64.b64encode(content).decode()}"
 
 
 def draw_requests(workload: Workload) -> list[Request]:
@@ -181,10 +179,10 @@ def _draw_request(workload: Workload, identity: int, asked: int) -> Request:
     if workload.data:
         items = _open_data(workload.data)
         question = items[(workload.first_item + asked) % len(items)].question
-        read = items[workload.first_item + identity].read
-        return Request(read, question or _draw_question(workload, asked))
+        pictures = items[workload.first_item + identity].pictures
+        return Request(pictures, question or _draw_question(workload, asked))
     generator = _generator(workload, 1, identity)
-    pictures = []
+    drawn = []
     for number in range(_draw_from(workload.images, generator)):
         side = _draw_from(workload.sides, generator)
         aspect = Fraction(_draw_from(workload.aspects, generator))
@@ -192,8 +190,8 @@ def _draw_request(workload: Workload, identity: int, asked: int) -> Request:
         width, height = (side, short) if aspect >= 1 else (short, side)
         kind = _draw_from(workload.formats, generator)
         seed = int(_generator(workload, 2, 1000 * identity + number).integers(2**31))
-        pictures.append(Picture(seed, width, height, kind))
-    return Request(tuple(pictures), _draw_question(workload, asked))
+        drawn.append(Picture(seed, width, height, kind))
+    return Request(tuple(drawn), _draw_question(workload, asked))
 
 
 def _draw_question(workload: Workload, number: int) -> str:
@@ -216,32 +214,22 @@ def _generator(workload: Workload, stream: int, number: int) -> np.random.Genera
     return np.random.default_rng([workload.seed, stream, number])
 
 
-# ---- Own data ----
-
-
-class _Item(NamedTuple):
-    """Images that go together, and their question, if there is one."""
-
-    read: _ReadImages
-    question: str | None
-
-
 @lru_cache(maxsize=2)
-def _open_data(data: str) -> Sequence[_Item]:
-    """The items at a path; raises :class:`BenchmarkError` with the fix for what cannot be read."""
-    path, items = Path(data), list[_Item]()
+def _open_data(data: str) -> Sequence[Request]:
+    """The items at a path, whose question may be empty.
+
+    Raises :class:`BenchmarkError` with the fix for what cannot be read.
+    """
+    path, items = Path(data), list[Request]()
     if path.suffix == ".jsonl" and path.is_file():
         items = list(_read_lines(path))
     elif path.is_dir():
-        prompts: list[str | None] = [None]
+        prompts = [""]
         if (path / "prompts.txt").is_file():
             text = (path / "prompts.txt").read_text(encoding="utf-8")
             prompts = [line.strip() for line in text.splitlines() if line.strip()] or prompts
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in _SUFFIXES)
-        items = [
-            _Item(partial(_read_files, [file]), prompts[number % len(prompts)])
-            for number, file in enumerate(files)
-        ]
+        items = [Request((file,), prompts[n % len(prompts)]) for n, file in enumerate(files)]
     if not items:
         raise BenchmarkError(
             f"--data {path}: has no images -> give a folder of {', '.join(_SUFFIXES)} files, or a "
@@ -250,11 +238,7 @@ def _open_data(data: str) -> Sequence[_Item]:
     return items
 
 
-def _read_files(files: Sequence[Path]) -> list[bytes]:
-    return [file.read_bytes() for file in files]
-
-
-def _read_lines(path: Path) -> Iterator[_Item]:
+def _read_lines(path: Path) -> Iterator[Request]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
@@ -263,14 +247,10 @@ def _read_lines(path: Path) -> Iterator[_Item]:
             files = [path.parent / name for name in content.get("images") or [content["image"]]]
             for file in files:
                 file.stat()
+            question = content.get("question") or content.get("prompt") or ""
         except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
             raise BenchmarkError(
                 f"--data {path} line {number}: {type(error).__name__}: {error} -> give an object "
                 'with a path as "image", or a list as "images"'
             ) from None
-        yield _Item(partial(_read_files, files), _read_question(content))
-
-
-def _read_question(content: Mapping[str, Any]) -> str | None:
-    question = content.get("question") or content.get("prompt")
-    return str(question) if question else None
+        yield Request(tuple(files), str(question))

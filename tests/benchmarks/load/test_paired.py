@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-import gevent
 import pytest
-from gevent.event import Event
 
 from benchmarks.common import BenchmarkError
 from benchmarks.common.client import Record
 from benchmarks.common.fake_server import MODEL, Reply, fake_server
 from benchmarks.load import paired as module
-from benchmarks.load.client import read_counters, send_open_loop
 from benchmarks.load.compare import Run
 from benchmarks.load.paired import (
     STEPS,
@@ -51,10 +47,10 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def send(
-    url: str, workload: Path, out: Path, load: Load = LOAD, workers: int = 0
+    url: str, workload: Path, out: Path, load: Load = LOAD, *, workers: int = 0, most: int = 64
 ) -> tuple[Result, list[Record]]:
     rate, users = load.rate or 0.0, load.users
-    options = RunOptions(host=url, workload=workload, out=out, rate=rate, users=users, most=64)
+    options = RunOptions(host=url, workload=workload, out=out, rate=rate, users=users, most=most)
     run(options, workers)
     return read_result(out)
 
@@ -66,14 +62,18 @@ def only_of_a_busy_machine(result: Result) -> bool:
 
 def test_an_open_loop_sends_everything_by_its_schedule(workload: Path, tmp_path: Path) -> None:
     def count() -> str:
-        return f"vllm:request_success_total {len(server.requests)}\n"
+        engines = (len(server.requests), 7)
+        name = 'vllm:request_success_total{engine="%d"} %d\n'
+        return "".join(name % pair for pair in enumerate(engines))
 
     with fake_server(REPLY, pages={"/metrics": count}) as server:
         result, records = send(server.url, workload, tmp_path)
     assert len(server.requests) == 40 + 2  # the server is warmed up once
     assert [record.index for record in records] == list(range(40))
     assert [record.scheduled for record in records] == pytest.approx(LOAD.due(40))
+    # Coordinated omission: requests behind an answer, here of 0.22 s, go out when due all the same.
     assert all(record.started >= record.scheduled for record in records)
+    assert median(record.delay for record in records) < 0.02
     assert result.summary.requests == 38 and result.summary.failed == 0  # without the ramp
     assert result.load == LOAD and result.workload == WORKLOAD
     assert result.counters == {"finished": 40}
@@ -107,6 +107,13 @@ def test_a_server_that_dies_ends_the_run_and_keeps_its_records(
     assert f"only {len(records)} of 40 requests were recorded" in result.reasons
 
 
+def test_too_many_requests_in_flight_end_the_run(workload: Path, tmp_path: Path) -> None:
+    with fake_server(Reply(ttft=0.5)) as server:
+        result, records = send(server.url, workload, tmp_path, most=3)
+    assert result.reasons[0] == "over-saturated: 3 requests were in flight at once"
+    assert f"only {len(records)} of 40 requests were recorded" in result.reasons
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
 def test_a_full_disk_invalidates_the_run(workload: Path, tmp_path: Path) -> None:
     (tmp_path / RECORDS).symlink_to("/dev/full")
@@ -115,37 +122,6 @@ def test_a_full_disk_invalidates_the_run(workload: Path, tmp_path: Path) -> None
     result = Result.model_validate_json((tmp_path / RESULT).read_text())
     assert result.summary.requests == 24  # judged from memory
     assert any("No space left on device" in reason for reason in result.reasons)
-
-
-def test_an_open_loop_does_not_wait_for_answers() -> None:
-    """Coordinated omission: requests behind a slow answer go out when due all the same."""
-    begin, sent = time.perf_counter(), list[tuple[int, float, float]]()
-
-    def now() -> float:
-        return time.perf_counter() - begin
-
-    def answer(item: int, at: float) -> None:
-        sent.append((item, at, now()))
-        gevent.sleep(0.3)
-
-    due = [(n, 0.02 * n) for n in range(10)]
-    assert send_open_loop(due, now, answer, Event(), most=64) is None
-    assert [(item, at) for item, at, _ in sent] == due
-    assert all(at <= started < at + 0.25 for _, at, started in sent)
-    assert now() >= 0.48  # it waited for the last answer
-
-
-def test_an_open_loop_ends_where_too_many_requests_are_in_flight() -> None:
-    sent = list[int]()
-
-    def answer(item: int, at: float) -> None:
-        sent.append(item)
-        gevent.sleep(0.05)
-
-    stop = Event()
-    problem = send_open_loop([(n, 0.0) for n in range(9)], lambda: 1.0, answer, stop, most=3)
-    assert problem == "over-saturated: 3 requests were in flight at once"
-    assert sent == [0, 1, 2] and stop.is_set()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="real-time scheduling is Linux's")
@@ -158,17 +134,6 @@ def test_real_time_scheduling_is_used_where_it_is_allowed() -> None:
     tell = "import os; print(os.sched_getscheduler(0))"
     attempt = "import os; os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1)); "
     assert python(tell, raise_priority) == (python(attempt + tell) or python(tell))
-
-
-def test_counters_are_summed_over_engines() -> None:
-    page = """
-vllm:request_success_total{engine="0",model_name="m"} 100.0
-vllm:request_success_total{engine="1",model_name="m"} 20.0
-vllm:mm_cache_hits_total{engine="0"} 3.0
-"""
-    with fake_server(pages={"/metrics": page}) as server:
-        assert read_counters(server.url) == {"finished": 120, "image hits": 3}
-    assert read_counters(server.url) is None  # it is down now
 
 
 @pytest.fixture

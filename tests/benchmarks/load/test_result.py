@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.load.__main__ import main
-from benchmarks.load.compare import Point, answer_question, build_sweep, compare_arms, group_runs
+from benchmarks.load.compare import Point, answer_question, compare_arms, find_limits, group_runs
 from benchmarks.load.paired import PAIRED, Arm, Paired
 from benchmarks.load.report import REPORT
 from benchmarks.load.result import (
@@ -245,7 +245,7 @@ BRIEF = point("stock", Load(rate=10), [[0.4] * 10], every=0.1)
 def test_knee_and_highest_rate(
     points: list[Point], knee: str, highest: str, saturated: bool
 ) -> None:
-    assert build_sweep(points, SLO) == (knee, highest, saturated)
+    assert find_limits(points, SLO) == (knee, highest, saturated)
 
 
 ENOUGH = [0.1 + 0.001 * (n % 7) for n in range(200)]

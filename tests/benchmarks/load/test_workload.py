@@ -61,7 +61,7 @@ def draw(cache: str, **changes: object) -> tuple[list[Request], list[Request]]:
 
 
 def pictures_of(requests: Sequence[Request]) -> list[Picture]:
-    return [p for r in requests if isinstance(r.pictures, tuple) for p in r.pictures]
+    return [p for request in requests for p in request.pictures if isinstance(p, Picture)]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_sizes_and_counts_follow_their_mixes() -> None:
     assert set(sizes) == {(400, 200), (200, 400), (800, 400), (400, 800)}
     large = sum(number for size, number in sizes.items() if max(size) == 800)
     assert large / len(pictures) == pytest.approx(0.75, abs=0.06)
-    assert {len(request.pictures) for request in measured} == {1, 3}  # type: ignore[arg-type]
+    assert {len(request.pictures) for request in measured} == {1, 3}
     # The number of the question is one word more.
     assert {len(request.question.split()) for request in measured} == {6, 10}
 
@@ -199,7 +199,7 @@ MISTAKES = {
     "a.jsonl": "line 1: JSONDecodeError",
     "b.jsonl": "line 1: KeyError: 'image' -> give an object",
     "c.jsonl": "line 1: FileNotFoundError",
-    "d.jsonl": "a file is no JPEG, PNG, GIF or WebP",
+    "d.jsonl": "paper: is no JPEG, PNG, GIF or WebP",
 }
 
 
