@@ -149,9 +149,9 @@ def run_comparison(
     folder: Path,
     arms: Sequence[str],
     seeds: Sequence[int],
-    settings: Settings,
+    common: Settings,
     evaluator: Evaluator,
-    connect: Connect | None,
+    connect: Connect | None = None,
     at_once: int = 1,
 ) -> None:
     """Run all searches that have not finished, seed by seed.
@@ -159,66 +159,55 @@ def run_comparison(
     ``at_once`` searches run together, because a small model answers 25 prompts in little more time
     than 5. Searches are independent, so this changes no record except its clock.
     """
+    slots = asyncio.Semaphore(at_once)
 
-    async def run() -> None:
-        slots = asyncio.Semaphore(at_once)
+    async def run_search(arm: str, seed: int, proposer: Proposer | None) -> None:
+        strategy, asks, name = arm.partition("@")[0], asks_model(arm, common), f"{arm}-{seed}"
+        writes_lists = asks and strategy in STRATEGIES_WITH_LISTS
+        # Without the settings of the language model that a strategy ignores.
+        settings = common.model_copy(
+            update={
+                "strategy": strategy,
+                "space": read_space(arm),
+                "seed": seed,
+                "evaluator": evaluator.name,
+                "equal_evaluations": True,
+                "proposer": common.proposer if asks else "",
+                "proposals_per_reply": common.proposals_per_reply if writes_lists else 1,
+            }
+        )
+        if (known := read_results(folder).get(name)) is not None:
+            if known.settings != settings:
+                fix = "give the same settings again, or another folder"
+                raise SearchError(f"{folder}: {name} has other settings -> {fix}")
+            return
+        observer = ProgressLog(lambda line: print(f"{arm} {seed}: {line}", flush=True))
+        unavailable = UnavailableBackend(evaluator.name, evaluator.dataset)
+        backend = proposer if proposer is not None and asks else unavailable
+        with Ledger(folder / f"{name}.jsonl") as ledger:
+            try:
+                await Search(settings, ledger, evaluator, backend, observer=observer).run()
+            except NothingMeasured as error:
+                # The other arms go on: that a model writes nothing valid is a result as well.
+                print(f"{arm} {seed}: {error}", flush=True)
+        results = {**read_results(folder), name: _read_result(folder, name)}
+        lines = (f"{results[key].model_dump_json()}\n" for key in sorted(results))
+        write_file(folder / "results.jsonl", "".join(lines))
+
+    async def run_all() -> None:
         proposer = connect() if connect else None
 
-        async def run_next(seed: int, arm: str) -> None:
+        async def run_next(arm: str, seed: int) -> None:
             async with slots:
-                await _run_search(folder, arm, seed, settings, evaluator, proposer)
+                await run_search(arm, seed, proposer)
 
         try:
-            await asyncio.gather(*(run_next(seed, arm) for seed in seeds for arm in arms))
+            await asyncio.gather(*(run_next(arm, seed) for seed in seeds for arm in arms))
         finally:
             if proposer is not None:
                 await proposer.close()
 
-    asyncio.run(run())
-
-
-async def _run_search(
-    folder: Path,
-    arm: str,
-    seed: int,
-    common: Settings,
-    evaluator: Evaluator,
-    proposer: Proposer | None,
-) -> None:
-    strategy, asks = arm.partition("@")[0], asks_model(arm, common)
-    writes_lists = asks and strategy in STRATEGIES_WITH_LISTS
-    # Without the settings of the language model that a strategy ignores.
-    settings = common.model_copy(
-        update={
-            "strategy": strategy,
-            "space": read_space(arm),
-            "seed": seed,
-            "evaluator": evaluator.name,
-            "equal_evaluations": True,
-            "proposer": common.proposer if asks else "",
-            "proposals_per_reply": common.proposals_per_reply if writes_lists else 1,
-        }
-    )
-    name = f"{arm}-{seed}"
-    if (known := read_results(folder).get(name)) is not None:
-        if known.settings != settings:
-            raise SearchError(
-                f"{folder}: {name} has other settings -> give the same settings again, or another "
-                "folder"
-            )
-        return
-    progress = ProgressLog(lambda line: print(f"{arm} {seed}: {line}", flush=True))
-    with Ledger(folder / f"{name}.jsonl") as ledger:
-        backend = proposer if settings.proposer else None
-        backend = backend or UnavailableBackend(settings.evaluator, evaluator.dataset)
-        try:
-            await Search(settings, ledger, evaluator, backend, observer=progress).run()
-        except NothingMeasured as error:
-            # The other arms go on: that a model writes nothing valid is a result as well.
-            print(f"{arm} {seed}: {error}", flush=True)
-    results = {**read_results(folder), name: _read_result(folder, name)}
-    lines = (f"{results[key].model_dump_json()}\n" for key in sorted(results))
-    write_file(folder / "results.jsonl", "".join(lines))
+    asyncio.run(run_all())
 
 
 def _read_result(folder: Path, name: str) -> SearchResult:

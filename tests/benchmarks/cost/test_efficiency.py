@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.common import BenchmarkError
 from benchmarks.cost.__main__ import main
 from benchmarks.cost.depth import compose
 from benchmarks.cost.efficiency import (
-    DeviceMemory,
     Efficiency,
     Measurement,
     Model,
@@ -60,19 +58,6 @@ def test_the_table_has_a_row_for_every_arm() -> None:
         "AutoPrune", "320", "4.198 (9.9x fewer)", "100.0 (2.00x faster)", "200.0 (200.0–200.0)",
         "100.0 (0.50x)", "10.00", "160", "3",
     ]  # fmt: skip
-
-
-def test_memory_is_that_of_the_workers_gpu_or_is_not_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    peaks = {"cuda:1": 3 << 20}
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[str(device)])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks[str(device)])
-    for device, peak in (("cuda:1", 3 << 20), ("cpu", None)):
-        worker = DeviceMemory()
-        worker.device = torch.device(device)
-        worker.reset_device_memory()
-        assert worker.peak_device_memory() == peak
 
 
 def table(layers: int, **changes: object) -> Efficiency:

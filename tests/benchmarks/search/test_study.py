@@ -42,7 +42,6 @@ from tests.offline_search.synthetic import (
     SyntheticEvaluator,
     WaitingProposer,
     dataset,
-    list_reply,
     valid_replies,
 )
 from vllm_autoprune.errors import SearchError
@@ -119,16 +118,6 @@ def test_a_winner_may_be_a_program() -> None:
         digest=program.digest, objective=-1.0, gain=0.5, accuracy=0.5, program=program.code
     )
     assert winner.load() == program
-
-
-def test_only_strategies_that_ask_for_lists_get_them(data: Dataset, tmp_path: Path) -> None:
-    settings = ASKING.model_copy(update={"proposals_per_reply": 3})
-    arms = {"autoprune": 3, "autoprune+": 3, "autoprune+@none": 1, "tpe": 1}
-    proposer = ScriptedProposer([list_reply(0, 3)])
-    evaluator = SyntheticEvaluator(data)
-    run_comparison(tmp_path, list(arms), [0], settings, evaluator, lambda: proposer)
-    results = read_results(tmp_path)
-    assert {arm: results[f"{arm}-0"].settings.proposals_per_reply for arm in arms} == arms
 
 
 def test_concurrent_searches_have_the_same_ledgers(data: Dataset, tmp_path: Path) -> None:
