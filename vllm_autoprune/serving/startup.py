@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
 from vllm_autoprune.serving import compat
-from vllm_autoprune.serving.api import engine_requests, image_store, request
+from vllm_autoprune.serving.api import engine_requests, request
 from vllm_autoprune.serving.api.endpoint import format_summary
 from vllm_autoprune.serving.compat import (
     api,
@@ -64,7 +64,7 @@ def _activate(architecture: str) -> None:
         worker.request_positions_on_cpu()
     engine_requests.watch_requests()
     api.check_requests(request.check_request, request.handling)
-    image_store.cache_without_plans()
+    engine_requests.cache_without_plans()
     api.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
     worker.spread_recalls(peek_plan)
     worker.refuse_sleep(sleep_problem)

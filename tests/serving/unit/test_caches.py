@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_autoprune.serving.api.image_store import (
+from vllm_autoprune.serving.api.engine_requests import (
     RenderedItem,
     Rendering,
     Waiting,

@@ -26,10 +26,9 @@ from tests.serving.unit.samples import (
 )
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import BUILDERS, build
-from vllm_autoprune.serving.api import image_store
-from vllm_autoprune.serving.api.image_store import NamedImages
+from vllm_autoprune.serving.api import planner
 from vllm_autoprune.serving.api.layout import Placeholders, Slot
-from vllm_autoprune.serving.api.planner import RequestPlanner
+from vllm_autoprune.serving.api.planner import NamedImages, RequestPlanner
 from vllm_autoprune.serving.api.request import REQUEST_FIELD, SALT, PruningRequest
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.qwen import shrink_glm_to_budget, shrink_to_budget
@@ -110,7 +109,7 @@ def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(sender: Sende
 
 
 def test_the_least_recently_used_uuids_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_store, "_MAX_NAMES", 2)
+    monkeypatch.setattr(planner, "_MAX_NAMES", 2)
     names = NamedImages()
     for name in ("one", "two"):
         names.remember(name, "", (name, None))

@@ -10,16 +10,18 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from hashlib import sha256
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy
 import torch
+from cachetools import LRUCache
 from PIL import Image
 from vllm.multimodal.parse import ImageProcessorItems
 
 from vllm_autoprune.serving.api.choices import find_needs, resolve_plans, state_label
 from vllm_autoprune.serving.api.engine_requests import RequestCounts
-from vllm_autoprune.serving.api.image_store import NamedImages
 from vllm_autoprune.serving.api.instruction import (
     InstructionTokenizer,
     extract_prompt_instruction,
@@ -100,6 +102,41 @@ class RequestPlan:
     prompt: list[int] | None = None
     sizes: tuple[Size | None, ...] = ()
     counts: RequestCounts | None = None
+
+
+_MAX_NAMES = 1 << 15
+"""Names that a process remembers, the least recently used dropped first: about 15 MB."""
+
+_NamedImage = tuple[str, "ImageSize | None"]
+"""Digest of an image's content, and its size; no size where the name is not known."""
+
+
+class NamedImages:
+    """LRU map from ``uuid`` to content and size; names of one cache salt are unknown under another.
+
+    A later request may send the name alone (``"image_url": null``). Cache identities are made of
+    content, so the name has to be resolved before a cache is looked up.
+    """
+
+    def __init__(self) -> None:
+        self._images: LRUCache[bytes, _NamedImage] = LRUCache(_MAX_NAMES)
+        self._lock = Lock()  # several renderer threads may share one processor
+
+    def remember(self, name: str, salt: str, image: _NamedImage) -> None:
+        """Store the image sent under a name, replacing the one sent before."""
+        with self._lock:
+            self._images[_hash_name(name, salt)] = image
+
+    def find(self, name: str, salt: str) -> _NamedImage:
+        """The image last sent under a name; unknown names get a content that no image has."""
+        key = _hash_name(name, salt)
+        with self._lock:
+            return self._images.get(key) or (f"unknown {key.hex()}", None)
+
+
+def _hash_name(name: str, salt: str) -> bytes:
+    """Fixed-length key of a name, because a client may send one of megabytes."""
+    return sha256(repr((name, salt)).encode()).digest()
 
 
 @depends_on("vllm.multimodal.parse:ImageProcessorItems", "get_image_size")

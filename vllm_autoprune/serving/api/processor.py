@@ -24,8 +24,12 @@ from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
 from vllm.multimodal.processing import ProcessorInputs
 
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.serving.api.engine_requests import RenderedHashes
-from vllm_autoprune.serving.api.image_store import RenderedItem, Rendering, Waiting
+from vllm_autoprune.serving.api.engine_requests import (
+    RenderedHashes,
+    RenderedItem,
+    Rendering,
+    Waiting,
+)
 from vllm_autoprune.serving.api.layout import Placeholders, shorten_placeholders
 from vllm_autoprune.serving.api.planner import RequestPlan, RequestPlanner, Size, prunable
 from vllm_autoprune.serving.api.request import (

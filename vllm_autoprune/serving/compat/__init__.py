@@ -57,7 +57,7 @@ _ROOM = "vllm_autoprune.serving"
 
 _USERS = (
     *("plugin", "compat.api", "compat.worker", "encoder_budget", "served_state"),
-    *("api.engine_requests", "api.image_store", "api.planner", "api.processor", "api.renderer"),
+    *("api.engine_requests", "api.planner", "api.processor", "api.renderer"),
 )
 """Modules whose names every server needs; a backbone's module comes to them."""
 
