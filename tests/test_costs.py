@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,9 @@ def test_averages_over_layers_are_never_below_what_was_asked_for(capsys: Capture
     assert estimate_cost(LLAVA_7B, 576, full_layers=2) == estimate_cost(LLAVA_7B, 576)
     call = "cost --backbone llava-next-7b --tokens 2880 320 --full-layers 2"
     row = run_json(capsys, *call.split())["rows"][1]
-    assert (row["last_layer"], row["mean_over_layers"]) == (150, 320.625)
+    assert (row["after"], row["tokens"]) == (150, 320.625)
     record = run_json(capsys, *["cost", "--backbone", "llava-1.5-7b", "--text", "60"])
-    rows = [(row["tokens"], row["kv_mib"]) for row in record["rows"]]
+    rows = [(row["budget"], row["kv_mib"]) for row in record["rows"]]
     assert rows == [(576, 318), (64, 62)] and record["assumptions"]
 
 
@@ -166,7 +166,7 @@ def changed(**fields: float) -> Traffic:
 
 
 @pytest.mark.parametrize(
-    ("way", "first", "another"),
+    ("way", "new", "another"),
     [
         # 656 tokens are known of another question, 640 of them in whole blocks.
         ("stock", (5, 10, 0, 7, 640, 36), (2, 0, 0, 7, 16, 20)),
@@ -177,11 +177,11 @@ def changed(**fields: float) -> Traffic:
         ("resized", (5, 1, 0, 7, 64, 36), (2, 0, 0, 7, 16, 20)),
     ],
 )
-def test_parts_of_each_way(way: Way, first: tuple[int, ...], another: tuple[int, ...]) -> None:
+def test_parts_of_each_way(way: Way, new: tuple[int, ...], another: tuple[int, ...]) -> None:
     estimate = estimate_ways(TRAFFIC, TIMINGS)[way]
-    assert tuple(estimate.first.seconds.values()) == first
+    assert tuple(estimate.first.seconds.values()) == new
     assert tuple(estimate.another.seconds.values()) == another
-    total = sum(first) + 3 * sum(another) + 4 * 10 * 0.5
+    total = sum(new) + 3 * sum(another) + 4 * 10 * 0.5
     assert estimate.total_seconds == pytest.approx(total)
     assert 4 * sum(estimate.mean_question.values()) == pytest.approx(total)
     assert sum(estimate.first.shares.values()) == pytest.approx(1)
@@ -211,7 +211,7 @@ def test_a_core_is_aligned_as_it_is_served(template: int, core: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "later", "advantage"),
+    ("first_gain", "later_gain", "advantage"),
     [
         (50, -10, {"from": 1.0, "to": 6.0}),
         (50, 0, {"from": 1.0, "to": None}),
@@ -221,9 +221,9 @@ def test_a_core_is_aligned_as_it_is_served(template: int, core: int) -> None:
     ],
 )
 def test_advantage_by_gains_of_the_first_and_of_later_questions(
-    first: float, later: float, advantage: dict[str, float] | None
+    first_gain: float, later_gain: float, advantage: dict[str, float] | None
 ) -> None:
-    assert find_advantage(first, later) == advantage
+    assert find_advantage(first_gain, later_gain) == advantage
 
 
 MANY_TOKENS = Traffic(
@@ -269,18 +269,13 @@ def test_the_verdict(
     assert ("instead of 256" in text) == ("template" in traffic)
 
 
-def test_the_table_and_the_record(capsys: Captured) -> None:
+def test_the_tables_show_each_way_and_where_its_time_goes(capsys: Captured) -> None:
     """The verdict is that of docs/choosing.md, which ``tests/docs`` compares."""
     assert main(FULL_DEPTH) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = {line.split()[0]: line for line in lines if line[:1].isalpha() and "  " in line}
-    assert "0.67x  up to 9.5 questions" in rows["question-reading"]
-    assert "at any number of questions" in rows["question-free"]
-    (stock,) = [line for line in lines if line.startswith("stock, first")]
-    assert stock.split()[2:] == ["0%", "6%", "0%", "1%", "93%", "1%"]
-    ways = run_json(capsys, *FULL_DEPTH)["ways"]
-    assert ways["stock"]["cheaper_than_stock"] is None
-    assert ways["question-free"]["cheaper_than_stock"] == {"from": 1.0, "to": None}
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    (reading,) = [line for line in lines if re.match(r"question-reading \d", line)]
+    assert reading.endswith("0.67x up to 9.5 questions")
+    assert "stock, first 0% 6% 0% 1% 93% 1%" in lines
 
 
 def test_flags_of_layers_caches_and_dtypes(
@@ -328,7 +323,6 @@ ENOUGH = "--tokens 8 --tower-ms 1 --prefill-ms-per-token 1 --questions"
         ("", ["4 problem(s)", "--questions: is not known"]),
         ("--layer-ms 10=1", ["--layer-ms: needs --layers"]),
         ("--server http://127.0.0.1:1", ["does not answer"]),
-        ("--server nonsense", ["is not the address of a server"]),
         (f"{ENOUGH} 0.5", ["--questions: 0.5 is refused -> give a value that is greater than"]),
         (f"{ENOUGH} 1 --budget 9", ["--budget: is 9 -> give at most the value of --tokens, 8"]),
         (f"{ENOUGH} 1 --core 5 --budget 4", ["--core: is 5 -> give at most"]),
@@ -338,12 +332,6 @@ def test_unanswerable_questions(call: str, texts: list[str], capsys: Captured) -
     assert main(["advise", *call.split()]) == 1
     error = capsys.readouterr().err
     assert all(text in error for text in texts), error
-
-
-@pytest.mark.parametrize("flag", ["--probe 0x5", "--layer-ms 10", "--layer-ms 0=1", "--tokens x"])
-def test_values_that_cannot_be_read(flag: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["advise", *flag.split()])
 
 
 # 40 requests with an image of 640 tokens and 16 of text, K = 64; 10 images; 5 s of selection.
@@ -422,49 +410,35 @@ def test_the_metrics_of_a_server(capsys: Captured) -> None:
     assert "--tower-ms" in error and "--prefill-ms-per-token" in error and "--probe" in error
 
 
-TEMPLATE, NEWLINE, VISUAL, N = 4, 1, 32, 288
 TOKEN, REQUEST, TOWER, DECODE_IMAGE, PROCESSOR, SELECTION = 0.0004, 0.02, 0.3, 0.03, 0.04, 0.05
+VISUAL, N = 32, 288
 
 
 @dataclass
 class PrunedServer:
-    """Replies and ``/metrics`` of a server whose times are the constants above."""
+    """Replies and ``/metrics`` of a server that keeps 32 of 288 tokens of an image."""
 
-    images: set[str] = field(default_factory=set)
     requests: int = 0
-    with_image: int = 0
-    prefill: float = 0.0
+    images: int = 0
 
     def reply(self, body: Body) -> Reply:
-        content = body["messages"][0]["content"]
-        urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
-        (text,) = (part["text"] for part in content if part["type"] == "text")
-        tokens = TEMPLATE + len(text.split()) + (VISUAL + NEWLINE) * len(urls)
-        engine, outside = REQUEST + TOKEN * tokens, 0.0
-        for url in urls:
-            new = url not in self.images
-            outside += DECODE_IMAGE + (PROCESSOR if new else 0.0)
-            engine += SELECTION + (TOWER if new else 0.0)
-            self.images.add(url)
-            self.with_image += 1
+        *images, text = body["messages"][0]["content"]
+        tokens = len(text["text"].split()) + VISUAL * len(images)
         self.requests += 1
-        self.prefill += engine
+        self.images += len(images)
         usage = {"prompt_tokens": tokens}
-        return Reply(deltas=("a", "b"), ttft=engine + outside, gaps=(0.01,), usage=usage)
+        return Reply(deltas=("a", "b"), ttft=TOKEN * tokens, gaps=(0.01,), usage=usage)
 
     def metrics(self) -> str:
         """The page of ``/metrics``."""
         return (
             'vllm:cache_config_info{block_size="16",enable_prefix_caching="True"} 1.0\n'
-            "vllm:num_requests_running 0.0\n"
-            "vllm:request_queue_time_seconds_sum 0.0\n"
-            f"vllm:request_prefill_time_seconds_sum {self.prefill}\n"
             f"vllm:request_prefill_time_seconds_count {self.requests}\n"
-            f"autoprune_images_total {self.with_image}\n"
-            f'autoprune_visual_tokens_total{{stage="before"}} {self.with_image * N}\n'
-            f'autoprune_visual_tokens_total{{stage="after"}} {self.with_image * VISUAL}\n'
-            f"autoprune_selection_seconds_sum {self.with_image * SELECTION}\n"
-            f"autoprune_selection_seconds_count {self.with_image}\n"
+            f"autoprune_images_total {self.images}\n"
+            f'autoprune_visual_tokens_total{{stage="before"}} {self.images * N}\n'
+            f'autoprune_visual_tokens_total{{stage="after"}} {self.images * VISUAL}\n'
+            f"autoprune_selection_seconds_sum {self.images * SELECTION}\n"
+            f"autoprune_selection_seconds_count {self.images}\n"
         )
 
     def run(self, metrics: bool = True) -> AbstractContextManager[FakeServer]:
@@ -492,7 +466,7 @@ def test_a_server_is_probed_with_new_images() -> None:
     assert len(urls) == 6 and urls[::2] == urls[1::2] and len(set(urls)) == 3
     with PrunedServer().run(metrics=False) as server:
         inputs = probe(server)
-    assert inputs.values["tokens"] == VISUAL + NEWLINE
+    assert inputs.values["tokens"] == VISUAL
     assert not {"budget", "decode_image"} & inputs.values.keys()
     assert any("no /metrics" in note for note in inputs.notes)
 

@@ -223,9 +223,11 @@ def explanation(question: str, trace: Trace = TRACE) -> Explanation:
 
 @pytest.mark.parametrize("question", ["", "x" * 5000, "many words " * 800, "面白い?"])
 def test_any_question_can_be_drawn(question: str) -> None:
-    one, two = (Image.open(io.BytesIO(encode_picture([explanation(question)] * n))) for n in (1, 2))
-    assert one.format == "PNG" and one.height < 2000
-    assert two.size == (one.width, 2 * one.height)
+    sheet, sheets = (
+        Image.open(io.BytesIO(encode_picture([explanation(question)] * n))) for n in (1, 2)
+    )
+    assert sheet.format == "PNG" and sheet.height < 2000
+    assert sheets.size == (sheet.width, 2 * sheet.height)
 
 
 def test_a_summary_says_what_is_kept_exchanged_and_merged() -> None:

@@ -9,50 +9,33 @@ import torch
 
 from tests.stand_in_device import DEVICE, WaitsForDevice, forbid_waiting
 
-ON_DEVICE = torch.zeros(3, 3, device=DEVICE)
-ON_HOST = torch.zeros(3, 3)
+DEVICE_ROWS, HOST_ROWS = torch.zeros(3, 3, device=DEVICE), torch.zeros(3, 3)
 
-Call = Callable[[], object]
-
-WAITING: dict[str, Call] = {
+WAITING: dict[str, Callable[[], object]] = {
     "a new tensor of host data": lambda: torch.tensor([1, 2], device=DEVICE),
-    "a tensor like another of host data": lambda: ON_DEVICE.new_tensor([1, 2]),
-    "an upload": lambda: ON_HOST.to(DEVICE),
-    "an upload into a tensor": lambda: ON_DEVICE.copy_(ON_HOST),
-    "a list as index": lambda: ON_DEVICE[:, [0, 2]],
-    "an index on the host": lambda: ON_DEVICE[torch.tensor([0, 2])],
-    "a sum of both": lambda: ON_DEVICE + ON_HOST,
-    "a download that is used at once": lambda: ON_DEVICE.to("cpu", non_blocking=True),
-    "a download": lambda: ON_HOST.clone().copy_(ON_DEVICE),
-}
-
-READING: dict[str, Call] = {
-    "a number": lambda: int(ON_DEVICE.sum()),
-    "a condition": lambda: bool((ON_DEVICE > 0).any()),
-    "all numbers": lambda: ON_DEVICE.tolist(),
-    "as many as there are": lambda: ON_DEVICE.nonzero(),
-    "a mask as index": lambda: ON_DEVICE[ON_DEVICE > 0],
-}
-
-ALLOWED: dict[str, Call] = {
-    "a staged upload": lambda: ON_HOST.to(DEVICE, non_blocking=True),
-    "a tensor of the host": lambda: torch.tensor([1, 2]),
-    "an index on the device": lambda: ON_DEVICE[torch.zeros(2, dtype=torch.int64, device=DEVICE)],
-    "a number of the host": lambda: ON_DEVICE * torch.tensor(2.0),
-    "a download that is read later": lambda: ON_HOST.clone().copy_(ON_DEVICE, non_blocking=True),
-    "constants": lambda: torch.where(ON_DEVICE > 0, 1.0, 0.0),
+    "a tensor like another of host data": lambda: DEVICE_ROWS.new_tensor([1, 2]),
+    "an upload": lambda: HOST_ROWS.to(DEVICE),
+    "an upload into a tensor": lambda: DEVICE_ROWS.copy_(HOST_ROWS),
+    "a list as index": lambda: DEVICE_ROWS[:, [0, 2]],
+    "an index on the host": lambda: DEVICE_ROWS[torch.tensor([0, 2])],
+    "a sum of both": lambda: DEVICE_ROWS + HOST_ROWS,
+    "a download that is used at once": lambda: DEVICE_ROWS.to("cpu", non_blocking=True),
+    "a download": lambda: HOST_ROWS.clone().copy_(DEVICE_ROWS),
+    "a number": lambda: int(DEVICE_ROWS.sum()),
+    "a mask as index": lambda: DEVICE_ROWS[DEVICE_ROWS > 0],
 }
 
 
-@pytest.mark.parametrize("call", [*WAITING.values(), *READING.values()], ids=[*WAITING, *READING])
-def test_calls_that_wait_raise(call: Call) -> None:
+@pytest.mark.parametrize("call", WAITING.values(), ids=WAITING)
+def test_calls_that_wait_raise(call: Callable[[], object]) -> None:
     # PyTorch itself refuses to read values of a tensor without data.
-    errors = (RuntimeError, NotImplementedError) if call in READING.values() else ()
-    with forbid_waiting(), pytest.raises((WaitsForDevice, *errors)):
+    with forbid_waiting(), pytest.raises((WaitsForDevice, RuntimeError, NotImplementedError)):
         call()
 
 
-@pytest.mark.parametrize("call", ALLOWED.values(), ids=ALLOWED)
-def test_other_calls_work(call: Call) -> None:
+def test_other_calls_work() -> None:
     with forbid_waiting():
-        call()
+        HOST_ROWS.to(DEVICE, non_blocking=True)
+        HOST_ROWS.clone().copy_(DEVICE_ROWS, non_blocking=True)
+        DEVICE_ROWS[torch.zeros(2, dtype=torch.int64, device=DEVICE)] * torch.tensor(2.0)
+        torch.where(DEVICE_ROWS > 0, 1.0, 0.0)

@@ -190,24 +190,24 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
             ask(timings.decode_image, 0.0, int(reads), visual, shared),
         )
 
-    def sum_up(first: Question, another: Question) -> float:
-        return first.ttft + later * another.ttft + traffic.questions * decoding
+    def sum_up(new: Question, another: Question) -> float:
+        return new.ttft + later * another.ttft + traffic.questions * decoding
 
     stock = questions["stock"]
     estimates = {}
-    for way, (first, another) in questions.items():
-        total = sum_up(first, another)
+    for way, (new, another) in questions.items():
+        total = sum_up(new, another)
         mean = {
-            part: (first.seconds[part] + later * another.seconds[part]) / traffic.questions
+            part: (new.seconds[part] + later * another.seconds[part]) / traffic.questions
             for part in _PARTS
         }
         estimates[way] = Estimate(
-            first,
+            new,
             another,
-            another.ttft / first.ttft,
+            another.ttft / new.ttft,
             total,
             sum_up(*stock) / total,
-            find_advantage(stock[0].ttft - first.ttft, stock[1].ttft - another.ttft),
+            find_advantage(stock[0].ttft - new.ttft, stock[1].ttft - another.ttft),
             {**mean, "decoding": decoding},
         )
     return estimates
@@ -234,7 +234,7 @@ def align_core(traffic: Traffic) -> int:
     """K_c as it is served: moved to the nearest edge of a KV block within K.
 
     0 where there is no such edge, or no prefix cache: the image is then not split. As
-    ``serving.api.layout.align_core``.
+    ``serving.api.layout.align_core``, whose module imports vLLM.
     """
     if traffic.core in (0, traffic.budget) or not traffic.block:
         return traffic.core if traffic.block else 0

@@ -152,13 +152,13 @@ def probe_server(
             report(f"round {number + 1} of {rounds}")
             results.append(_ask_round(client, name, models[name], size, source))
         after = client.read_metrics()
-    first, another = (
+    new, another = (
         1000 * median(ttfts)
         for ttfts in zip(*((r.new_image.ttft, r.known_image.ttft) for r in results), strict=True)
     )
     inputs.fill(
         f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds: first "
-        f"question {first:.1f} ms, another question {another:.1f} ms.",
+        f"question {new:.1f} ms, another question {another:.1f} ms.",
         block=None if before is None else _block_size(before),
     )
     if before is None:

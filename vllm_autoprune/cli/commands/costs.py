@@ -51,18 +51,7 @@ def _print_cost(options: argparse.Namespace) -> int:
         "backbone": shape.name,
         "full_layers": full_layers,
         "rows": [
-            {
-                "tokens": k,
-                "mean_over_layers": cost.tokens,
-                "last_layer": cost.after,
-                "text": cost.text,
-                "flops": cost.flops,
-                "teraflops": cost.teraflops,
-                "kv_bytes": cost.kv_bytes,
-                "kv_mib": cost.kv_mib,
-                "flops_ratio": costs[0].flops / cost.flops,
-                "kv_ratio": costs[0].kv_bytes / cost.kv_bytes,
-            }
+            {"budget": k, **asdict(cost), "teraflops": cost.teraflops, "kv_mib": cost.kv_mib}
             for k, cost in zip(budgets, costs, strict=True)
         ],
         "assumptions": list_assumptions(shape),

@@ -9,7 +9,6 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Literal
@@ -102,9 +101,13 @@ def _check_hooks() -> Iterator[_Finding]:
     except ConfigError:
         yield _Finding("hooks", "fail", "not checked: vLLM is not installed", "install vLLM")
         return
-    with _quiet_vllm():
+    # What vLLM logs during its import would push the report off the screen.
+    logging.disable(logging.ERROR)
+    try:
         hooks, problems = collect_hooks()
         lost = [(hook, names) for hook in hooks if (names := find_missing_names(hook))]
+    finally:
+        logging.disable(logging.NOTSET)
     for problem in problems:
         yield _Finding("hooks", "fail", f"{problem.where} {problem.what}", problem.fix)
     for hook, names in lost:
@@ -113,21 +116,6 @@ def _check_hooks() -> Iterator[_Finding]:
     if not lost and not problems:
         total = sum(len(hook.names) for hook in hooks)
         yield _Finding("hooks", "ok", f"all {total} names that the plugin uses exist")
-
-
-@contextmanager
-def _quiet_vllm() -> Iterator[None]:
-    """Hide vLLM's log messages during its import, so that the report stays on one screen."""
-    name, logger = "VLLM_LOGGING_LEVEL", logging.getLogger("vllm")
-    variable, level = os.environ.get(name), logger.level
-    os.environ[name] = variable or "ERROR"
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if variable is None:
-            del os.environ[name]
 
 
 def _check_tower(path: str | None) -> Iterator[_Finding]:
