@@ -310,6 +310,11 @@ def test_rows(fact: str) -> None:
         torch.testing.assert_close(selection.extra[0].float(), wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_what_a_policy_appends_is_no_pick_of_a_core() -> None:
+    tokens, trim = dotted(DOTS), BASE_POLICIES["trim"]
+    assert trim.select_picks(trim.default_params, tokens, 3).tolist() == [[1, 5, 3]]
+
+
 def test_outliers_are_counted_over_all_tiles() -> None:
     dots = [-6.0 if token in (2, 3, 5, 7) else 0.1 * (token % 5) for token in range(60)]
     # Four of 60 stand out: int(30 * 4 / 60) = 2 of each tile, whether they do there or not.

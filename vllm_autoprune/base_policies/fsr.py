@@ -132,19 +132,15 @@ def _priority(params: FSRParams, tokens: VisualTokens) -> Tensor:
     return phi * min_max_normalise(relevance) ** params.alpha
 
 
-def _focus_size(phi: Tensor, rho: float) -> Tensor:
-    """Least number ``(R, 1)`` of tokens whose priority reaches the share rho of all ``(R, n)``."""
-    reached = phi.sort(dim=1, descending=True, stable=True).values.double().cumsum(dim=1)
-    total = reached[:, -1:]
-    # No token is needed to reach a share of nothing.
-    return torch.where(rho * total > 0, (reached < rho * total).sum(dim=1, keepdim=True) + 1, 0)
-
-
 def _choose(params: FSRParams, tokens: VisualTokens, group: TileGroup) -> _Chosen:
     phi = group.of(_priority(params, tokens), tokens)
     count = group.share
     similarity = group.of(tokens.by_image(tokens.precise_tile_cosine), tokens)
-    focus = _focus_size(phi, params.rho).clamp_max(count)
+    # The least number of tokens whose priority reaches the share rho of all; none of nothing.
+    reached = phi.sort(dim=1, descending=True, stable=True).values.double().cumsum(dim=1)
+    wanted = params.rho * reached[:, -1:]
+    focus = torch.where(wanted > 0, (reached < wanted).sum(dim=1, keepdim=True) + 1, 0)
+    focus = focus.clamp_max(count)
     leading = rank_descending(phi)[:, :count]
     leading = leading.where(torch.arange(count, device=phi.device) < focus, -1)
     picks = weighted_farthest_points(

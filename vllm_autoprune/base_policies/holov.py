@@ -67,55 +67,42 @@ def holov(params: HoloVParams, tokens: VisualTokens, budget: int) -> ReferenceSe
 
 
 def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
-    """Picks ``(R, count)`` of attention ``(R, n)``: band by band, by descending attention."""
-    size = attention.shape[1]
-    band = _band_of_tokens(size, bands, attention.device)
-    take = _band_quotas(attention, bands, count)
-    order = rank_descending(attention)
-    order = order.gather(1, band[order].argsort(dim=1, stable=True))
-    owner = band[order]
-    sizes = _members(band, bands).sum(dim=0)
-    rank = torch.arange(size, device=band.device) - (sizes.cumsum(0) - sizes)[owner]
-    chosen = rank < take.gather(1, owner)
-    places = torch.sort(chosen.to(torch.uint8), dim=1, descending=True, stable=True).indices
-    return order.gather(1, places[:, :count])
+    """Picks ``(R, count)`` of attention ``(R, n)``: band by band, by descending attention.
 
-
-def _band_of_tokens(size: int, bands: int, device: torch.device) -> Tensor:
-    """Band ``(n,)`` of each token: runs of n // P tokens, the first n mod P one token longer."""
-    place = torch.arange(size, device=device)
-    long, short = size % bands, size // bands
-    edge = long * (short + 1)
-    return torch.where(place < edge, place // (short + 1), long + (place - edge) // max(short, 1))
-
-
-def _members(band: Tensor, bands: int) -> Tensor:
-    """Membership ``(n, P)`` bool."""
-    return band[:, None] == torch.arange(bands, device=band.device)
-
-
-def _band_quotas(attention: Tensor, bands: int, count: int) -> Tensor:
-    """Tokens ``(R, P)`` that each band gets of ``count``, by its mean attention.
-
-    attention is ``(R, n)``. What a band has no room for goes one by one to the band
-    with room whose fair share is farthest above what it has [ours]: the published code pads with
-    zero rows there.
+    Bands are runs of n // P tokens, the first n mod P one token longer, with quotas by their mean
+    attention. What a band has no room for goes one by one to the band with room whose fair share is
+    farthest above what it has [ours]: the published code pads with zero rows there.
     """
     rows, size = attention.shape
-    member = _members(_band_of_tokens(size, bands, attention.device), bands)
+    place = torch.arange(size, device=attention.device)
+    long, short = size % bands, size // bands
+    edge = long * (short + 1)
+    after = long + (place - edge) // max(short, 1)
+    band = torch.where(place < edge, place // (short + 1), after)
+    turn = torch.arange(bands, device=attention.device)
+    member = band[:, None] == turn
     sizes = member.sum(dim=0)
+
+    # Tokens (R, P) that each band gets.
     finite = attention.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp_min(0)
     total = torch.stack([row @ member.to(row.dtype) for row in finite])
     weight = _SCALE * total / sizes.clamp_min(1)
     fair = count * weight / weight.sum(dim=1, keepdim=True)
     take = (count * weight / (weight.sum(dim=1, keepdim=True) + _OFFSET)).floor().to(torch.int64)
-    rest = count - take.sum(dim=1, keepdim=True)
-    turn = torch.arange(bands, device=take.device).expand(rows, -1)
-    place = torch.zeros_like(take).scatter_(1, rank_descending(weight), turn)
-    take = torch.minimum(take + (place < rest), sizes)
+    remainder = count - take.sum(dim=1, keepdim=True)
+    by_weight = torch.zeros_like(take).scatter_(1, rank_descending(weight), turn.expand(rows, -1))
+    take = torch.minimum(take + (by_weight < remainder), sizes)
     for _ in range(count):
         missing = count - take.sum(dim=1, keepdim=True)
         lacking = (fair.nan_to_num() - take).masked_fill(take >= sizes, -torch.inf)
         best = lacking.argmax(dim=1, keepdim=True)
         take = take.scatter_add(1, best, (missing > 0).to(take.dtype))
-    return take
+
+    # The most attended of each.
+    order = rank_descending(attention)
+    order = order.gather(1, band[order].argsort(dim=1, stable=True))
+    owner = band[order]
+    rank = place - (sizes.cumsum(0) - sizes)[owner]
+    chosen = rank < take.gather(1, owner)
+    places = torch.sort(chosen.to(torch.uint8), dim=1, descending=True, stable=True).indices
+    return order.gather(1, places[:, :count])

@@ -41,17 +41,44 @@ class IDPrunerCoreParams(IDPrunerParams):
 
 
 def _select(params: IDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
-    """Marginal relevance, starting from the similarity to the given tokens."""
+    """Marginal relevance, starting from the similarity to the given tokens.
+
+    Picks of each tile by balance * importance - (1 - balance) * similarity to the picks; ties go to
+    the lower index.
+    """
+    if params.importance == "attention":
+        score = tokens.require_cls_attention().float()
+    else:
+        instruction = tokens.require_instruction()
+        score = instruction.sign * instruction_relevance(instruction)
+    # Importance (B * T, n) in [0, 1], normalised within each tile.
+    score = tokens.by_tile(score)
+    low, high = score.amin(dim=1, keepdim=True), score.amax(dim=1, keepdim=True)
+    importance, balance = (score - low) / (high - low + _OFFSET), params.balance
+    similarity = tokens.precise_tile_cosine
+    kept, free = tokens.by_tile(start.kept(tokens)), tokens.by_tile(~start.closed)
     shares = split_over_tiles(budget, tokens.grid.tiles)
-    picks = _marginal_relevance(
-        _importance(params, tokens),
-        tokens.precise_tile_cosine,
-        shares[0],
-        params.balance,
-        kept=tokens.by_tile(start.kept(tokens)),
-        taken=tokens.by_tile(start.closed),
-    )
-    return join_tiles(picks, tokens, shares, start.next_tile(tokens))
+
+    rows, size = importance.shape
+    offset = torch.arange(0, rows * size, size, device=importance.device)
+    flat = similarity.reshape(rows * size, size)
+    closest = -distance_to_kept(-similarity, kept)
+    begins = ~kept.any(dim=1, keepdim=True)
+    picks = [torch.empty(rows, 0, dtype=torch.int64, device=importance.device)]
+    for _ in range(shares[0]):
+        score = balance * importance - (1 - balance) * closest
+        # Where nothing is kept yet, the most important token comes first.
+        score = torch.where(begins, importance, score)
+        score = score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        # NaN counts less than any number, but more than a token that is taken.
+        score = torch.where(free, score.clamp_min(torch.finfo(score.dtype).min), -torch.inf)
+        pick, _ = argmax_within(score)
+        picks.append(pick[:, None])
+        free = free.scatter(1, pick[:, None], False)
+        row = flat.index_select(0, offset + pick)
+        closest = torch.where(begins, row, torch.fmax(closest, row))
+        begins = torch.zeros_like(begins)
+    return join_tiles(torch.cat(picks, dim=1), tokens, shares, start.next_tile(tokens))
 
 
 @base_policy(
@@ -66,53 +93,3 @@ def _select(params: IDPrunerParams, tokens: VisualTokens, budget: int, start: Gi
 def idpruner(params: IDPrunerParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Marginal relevance: the most important tokens that are unlike those picked before."""
     return ReferenceSelection(_select(params, tokens, budget, Given.none(tokens)))
-
-
-def _importance(params: IDPrunerParams, tokens: VisualTokens) -> Tensor:
-    """Importance ``(B * T, n)`` in [0, 1], normalised within each tile."""
-    if params.importance == "attention":
-        score = tokens.require_cls_attention().float()
-    else:
-        instruction = tokens.require_instruction()
-        score = instruction.sign * instruction_relevance(instruction)
-    score = tokens.by_tile(score)
-    low, high = score.amin(dim=1, keepdim=True), score.amax(dim=1, keepdim=True)
-    return (score - low) / (high - low + _OFFSET)
-
-
-def _marginal_relevance(
-    importance: Tensor,
-    similarity: Tensor,
-    count: int,
-    balance: float,
-    *,
-    kept: Tensor,
-    taken: Tensor,
-) -> Tensor:
-    """Picks ``(R, count)`` by balance * importance - (1 - balance) * similarity to the picks.
-
-    importance ``(R, n)``, similarity ``(R, n, n)``; kept ``(R, n)`` bool are picked already, taken
-    ``(R, n)`` bool excludes tokens. Unique in each row; ties go to the lower index.
-    """
-    rows, size = importance.shape
-    offset = torch.arange(0, rows * size, size, device=importance.device)
-    flat = similarity.reshape(rows * size, size)
-    closest = -distance_to_kept(-similarity, kept)
-    free, begins = ~taken, ~kept.any(dim=1, keepdim=True)
-    picks: list[Tensor] = []
-    for _ in range(count):
-        score = balance * importance - (1 - balance) * closest
-        # Where nothing is kept yet, the most important token comes first.
-        score = torch.where(begins, importance, score)
-        score = score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        # NaN counts less than any number, but more than a token that is taken.
-        score = torch.where(free, score.clamp_min(torch.finfo(score.dtype).min), -torch.inf)
-        pick, _ = argmax_within(score)
-        picks.append(pick)
-        free = free.scatter(1, pick[:, None], False)
-        row = flat.index_select(0, offset + pick)
-        closest = torch.where(begins, row, torch.fmax(closest, row))
-        begins = torch.zeros_like(begins)
-    if not picks:
-        return torch.empty(rows, 0, dtype=torch.int64, device=importance.device)
-    return torch.stack(picks, dim=1)

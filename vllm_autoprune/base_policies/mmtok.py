@@ -46,12 +46,18 @@ class MMTokCoreParams(MMTokParams):
 
 def _select(params: MMTokParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy coverage, starting from what the given tokens cover."""
-    # How well each token covers each token of its tile ``(B * T, n, n)``, and each word.
+    # How well each token covers each token of its tile (B * T, n, n), and each word; 0 for padding.
     rows = tokens.by_tile(tokens.require_encoder())
     covers = cosines(rows, rows.norm(dim=-1, keepdim=True)).div_(params.tau_vision).softmax(dim=2)
     degrees = covers.transpose(1, 2) * (params.alpha / rows.shape[1])
     if params.words:
-        degrees = torch.cat([_word_degrees(params, tokens), degrees], dim=2)
+        words, tiles = tokens.require_words(), tokens.grid.tiles
+        embeddings = words.embeddings.to(tokens.output.dtype).repeat_interleave(tiles, dim=0)
+        cosine = cosines_between(tokens.by_tile(tokens.output), embeddings)
+        used = words.used.repeat_interleave(tiles, dim=0)[:, None, :]
+        share = (cosine / params.tau_text).softmax(dim=1)
+        share = share / used.sum(dim=2, keepdim=True).clamp_min(1)
+        degrees = torch.cat([torch.where(used, share, 0.0), degrees], dim=2)
     shares = split_over_tiles(budget, tokens.grid.tiles)
     picks = greedy_coverage(
         degrees,
@@ -75,14 +81,3 @@ def _select(params: MMTokParams, tokens: VisualTokens, budget: int, start: Given
 def mmtok(params: MMTokParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Greedy coverage of the question's words and of the image's own tokens."""
     return ReferenceSelection(_select(params, tokens, budget, Given.none(tokens)))
-
-
-def _word_degrees(params: MMTokParams, tokens: VisualTokens) -> Tensor:
-    """How well each token covers each word of the question, ``(B * T, n, W)``; 0 for padding."""
-    words = tokens.require_words()
-    tiles = tokens.grid.tiles
-    embeddings = words.embeddings.to(tokens.output.dtype).repeat_interleave(tiles, dim=0)
-    cosine = cosines_between(tokens.by_tile(tokens.output), embeddings)
-    used = words.used.repeat_interleave(tiles, dim=0)[:, None, :]
-    share = (cosine / params.tau_text).softmax(dim=1) / used.sum(dim=2, keepdim=True).clamp_min(1)
-    return torch.where(used, share, 0.0)
