@@ -1,8 +1,8 @@
 """Reassembly (R): compute the rows of the kept tokens that the language model reads.
 
 Discarded tokens are merged into kept ones, and the rows may be reordered; K and the set of kept
-tokens never change. The 81 atoms are 3 assignments x 3 aggregations x 3 outputs x 3 orderings,
-composed from one function per level; eight of them have a name in the paper.
+tokens never change. The 81 atoms are 3 assignments x 3 aggregations x 3 outputs x 3 orderings;
+eight of them have a name in the paper.
 
 - Assignment: shares ``(B, N, P)`` float32 of each token for the anchors (kept tokens) at indices
   ``(B, P)``, from the cosines ``(B, N, P)`` to them. Shares of a token sum to 1, or are all 0 if it
@@ -17,7 +17,6 @@ composed from one function per level; eight of them have a name in the paper.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, Any
@@ -37,7 +36,7 @@ from vllm_autoprune.ops.similarity import SETTLED, matmul_each, strip_size
 from vllm_autoprune.tpdsl.atoms.scoring import centre_distance, instruction_relevance
 from vllm_autoprune.tpdsl.base_policy import TokenSelection
 from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, declare
-from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
 class _SoftCall(AtomCall):
@@ -50,64 +49,10 @@ class _LocalCall(AtomCall):
     radius: int = Field(3, ge=1, le=12, description="largest distance of an anchor, in tokens")
 
 
-def _assign_nearest(call: AtomCall, similarity: Tensor, indices: Tensor, grid: Grid) -> Tensor:
-    """All of it to the most similar anchor; ties go to the first."""
-    return _one_hot(similarity.argmax(dim=2), similarity)
-
-
-def _assign_soft(call: _SoftCall, similarity: Tensor, indices: Tensor, grid: Grid) -> Tensor:
-    """Softmax of cosine / tau over all anchors."""
-    return (similarity / call.tau).softmax(dim=2)
-
-
-def _assign_local(call: _LocalCall, similarity: Tensor, indices: Tensor, grid: Grid) -> Tensor:
-    """All of it to the most similar anchor within the radius and the tile, if there is one."""
-    token = torch.arange(grid.tokens, device=similarity.device)
-    tile, inside = token // grid.per_tile, token % grid.per_tile
-    y, x = inside // grid.width, inside % grid.width
-    apart = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
-    pairs = (tile[:, None] == tile) & (apart <= call.radius)
-    near = pairs[indices].transpose(1, 2)
-    nearby = similarity.masked_fill(~near, -torch.inf)
-    return _one_hot(nearby.argmax(dim=2), similarity) * near
-
-
-def _one_hot(owner: Tensor, similarity: Tensor) -> Tensor:
-    return torch.zeros_like(similarity).scatter_(2, owner[:, :, None], 1.0)
-
-
 class _GatedCall(AtomCall):
     gate_quantile: float = Field(
         0.5, ge=0.0, le=0.95, description="share of tokens, the least relevant ones, with weight 0"
     )
-
-
-Weights = tuple[Tensor, Tensor]
-
-
-def _weigh_mean(
-    call: AtomCall, tokens: VisualTokens, similarity: Tensor, indices: Tensor
-) -> Weights:
-    """Equal weights."""
-    return torch.ones_like(similarity[:, :, :1]), torch.ones_like(similarity[:, 0])
-
-
-def _weigh_similarity_weighted(
-    call: AtomCall, tokens: VisualTokens, similarity: Tensor, indices: Tensor
-) -> Weights:
-    """Cosine to the anchor; negative cosines count as 0."""
-    return similarity.clamp_min(0), torch.ones_like(similarity[:, 0])
-
-
-def _weigh_semantic_gated(
-    call: _GatedCall, tokens: VisualTokens, similarity: Tensor, indices: Tensor
-) -> Weights:
-    """Normalised relevance to the instruction; 0 below the gate quantile."""
-    instruction = tokens.require_instruction()
-    r = min_max_normalise(instruction_relevance(instruction, sign=instruction.sign))
-    gate = r.sort(dim=1).values[:, int(call.gate_quantile * (tokens.count - 1)), None]
-    weight = r.masked_fill(r < gate, 0.0)
-    return weight[:, :, None], weight.gather(1, indices)
 
 
 _ROUNDING = 1e-5
@@ -157,37 +102,181 @@ class _ExchangeCall(AtomCall):
 
 
 @dataclass(frozen=True, slots=True)
-class _Groups:
-    """Anchors and the groups of tokens assigned to them.
+class _Level:
+    """One level of one of the four axes."""
 
-    indices ``(B, P)`` of the anchors and their rows anchors ``(B, P, D)``; weights ``(B, N, P)``,
-    zero for kept tokens; anchor_weights ``(B, P)``, those of anchors in their own groups; member
-    ``(B, N, P)`` bool, true for the anchor with the largest share of a token, if its weight is
-    positive.
-    """
+    name: str
+    description: str
+    call: type[AtomCall] | None = None
 
-    tokens: VisualTokens
-    indices: Tensor
-    anchors: Tensor
-    weights: Tensor
-    anchor_weights: Tensor
-    member: Tensor
 
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """Weighted sums of rows ``(B, P, D)`` float32, and sums of weights ``(B, P, 1)``."""
+ASSIGNMENTS = (
+    _Level("nearest", "Assign each discarded token to its most similar kept one"),
+    _Level("soft", "Assign each discarded token to all kept ones by softmax", _SoftCall),
+    _Level("local", "Assign each discarded token to the most similar kept one nearby", _LocalCall),
+)
+AGGREGATIONS = (
+    _Level("mean", "equally"),
+    _Level("similarity_weighted", "by similarity"),
+    _Level("semantic_gated", "by relevance above a quantile", _GatedCall),
+)
+OUTPUTS = (
+    _Level("residual", "move the kept row towards their mean", _BlendCall),
+    _Level("average", "blend the kept row with the mean of its group", _BlendCall),
+    _Level("exchange", "replace the kept row by the most central one of its group", _ExchangeCall),
+)
+ORDERINGS = (
+    _Level("raster", "rows in raster order"),
+    _Level("score", "rows by descending quality"),
+    _Level("pick", "rows in the base policy's pick order"),
+)
+
+PRINTED = {
+    "nearest.mean.average.raster": "nearest_anchor",
+    "soft.mean.residual.raster": "anchor_weighted_residual",
+    "nearest.mean.residual.raster": "mean_residual",
+    "nearest.similarity_weighted.exchange.raster": "anchor_exchange",
+    "soft.similarity_weighted.average.raster": "weighted_average",
+    "nearest.semantic_gated.residual.raster": "semantic_gated_residual_merge",
+    "nearest.similarity_weighted.residual.raster": "similarity_weighted_residual_merge",
+    "local.mean.residual.raster": "spatial_local_residual_merge",
+}
+"""The four levels of an atom -> its name in the paper."""
+
+
+Rows = tuple[Tensor, Tensor]
+"""Rows ``(B, P, D)``, and the index ``(B, P)`` of the token of each row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One of the 81 atoms: a level of each axis."""
+
+    assign: _Level
+    aggregate: _Level
+    form: _Level
+    order: _Level
+
+    @property
+    def cell(self) -> str:
+        """Names of the levels, such as ``nearest.mean.residual.raster``."""
+        levels = (self.assign, self.aggregate, self.form, self.order)
+        return ".".join(level.name for level in levels)
+
+    def declare(self) -> str:
+        """Register the atom, with the parameters of its levels; its name."""
+        name = PRINTED.get(self.cell, f"reassemble/{self.cell}")
+        levels = (self.assign, self.aggregate, self.form, self.order)
+        calls = tuple(level.call for level in levels if level.call)
+        if name == "anchor_weighted_residual":
+            calls = tuple(NearestCall if call is _BlendCall else call for call in calls)
+        assign, aggregate, form, order = (level.description for level in levels)
+        declare(
+            name,
+            "reassembly",
+            calls,
+            self,
+            needs=frozenset({"instruction"} if _GatedCall in calls else ()),
+            origin="printed" if self.cell in PRINTED else "listed",
+            doc=f"{assign}, weight them {aggregate}, {form}; {order}.",
+        )
+        return name
+
+    def __call__(self, call: Any, tokens: VisualTokens, chosen: TokenSelection) -> Rows:
+        """Rows of the kept tokens, and the token of each row."""
+        indices = chosen.indices
+        rows = gather_rows(chosen.reference.rows(tokens), indices)
+        if isinstance(call, NearestCall) and call.nearest and not call.idle:
+            rows = _nearest_residual(call.strength, tokens, indices, rows, chosen.mergeable)
+        elif not call.idle:
+            rows = self._merge(call, tokens, chosen, rows)
+        if self.order.name == "raster":
+            return rows, indices
+        if self.order.name == "score":  # descending quality; ties in raster order
+            assert chosen.quality is not None, "a policy that orders by quality computes it"
+            permutation = rank_descending(chosen.quality.gather(1, indices))
+        else:  # pick order of the base policy, then exchanged tokens in raster order
+            picks = chosen.reference.picks
+            every = torch.ones(len(picks), tokens.count, dtype=torch.bool, device=picks.device)
+            place = positions_in_order(picks, every).gather(1, indices)
+            permutation = place.argsort(dim=1, stable=True)
+        return gather_rows(rows, permutation), indices.gather(1, permutation)
+
+    def weigh(
+        self, call: Any, tokens: VisualTokens, indices: Tensor, mergeable: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights ``(B, N, P)`` of tokens in groups, of the kept tokens, and each largest share."""
+        kept = mask_from_indices(indices, tokens.count)[:, :, None]
+        similarity = tokens.cosine.gather(2, indices[:, None, :].expand(-1, tokens.count, -1))
+        if self.assign.name == "soft":  # softmax of cosine / tau over all anchors
+            share = (similarity / call.tau).softmax(dim=2)
+        elif self.assign.name == "nearest":  # all of it to the most similar; ties go to the first
+            share = _one_hot(similarity.argmax(dim=2), similarity)
+        else:  # the most similar within the radius and the tile, if there is one
+            grid = tokens.grid
+            token = torch.arange(grid.tokens, device=similarity.device)
+            tile, inside = token // grid.per_tile, token % grid.per_tile
+            y, x = inside // grid.width, inside % grid.width
+            apart = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
+            near = ((tile[:, None] == tile) & (apart <= call.radius))[indices].transpose(1, 2)
+            nearby = similarity.masked_fill(~near, -torch.inf)
+            share = _one_hot(nearby.argmax(dim=2), similarity) * near
+        largest = torch.zeros_like(share, dtype=torch.bool)
+        largest = largest.scatter(2, share.argmax(dim=2, keepdim=True), True)
+
+        weight, anchor_weights = torch.ones_like(share[:, :, :1]), torch.ones_like(share[:, 0])
+        if self.aggregate.name == "similarity_weighted":  # negative cosines count as 0
+            weight = similarity.clamp_min(0)
+        elif self.aggregate.name == "semantic_gated":  # relevance; 0 below the gate quantile
+            instruction = tokens.require_instruction()
+            r = min_max_normalise(instruction_relevance(instruction, sign=instruction.sign))
+            gate = r.sort(dim=1).values[:, int(call.gate_quantile * (tokens.count - 1)), None]
+            relevance = r.masked_fill(r < gate, 0.0)
+            weight, anchor_weights = relevance[:, :, None], relevance.gather(1, indices)
+        if mergeable is not None:
+            kept = kept | ~mergeable[:, :, None]
+        return (share * weight).masked_fill(kept, 0.0), anchor_weights, largest
+
+    def _merge(
+        self, call: Any, tokens: VisualTokens, chosen: TokenSelection, anchors: Tensor
+    ) -> Tensor:
+        """Rows ``(B, P, D)`` of the anchors with the members of their groups merged in."""
+        indices = chosen.indices
+        weights, anchor_weights, largest = self.weigh(call, tokens, indices, chosen.mergeable)
+        if self.form.name == "exchange":
+            # Row of the member nearest to the group's mean direction, if nearer than the anchor by
+            # the margin. Weights only define that direction: choosing the member of largest weight
+            # would never replace an anchor, because no weight exceeds the anchor's own.
+            at, member = indices[:, None, :], largest & (weights > 0)
+            weights = weights.scatter(1, at, anchor_weights[:, None, :])
+            along = matmul_each(tokens.cosine, weights)
+            length = (along * weights).sum(dim=1, keepdim=True).clamp_min(SETTLED).sqrt()
+            near = along / length
+            best, central = near.masked_fill(~member, -torch.inf).max(dim=1)
+            replaced = best - near.gather(1, at)[:, 0] > call.margin + _ROUNDING
+            width = tokens.features.shape[2]
+            rows = tokens.features.gather(1, central[:, :, None].expand(-1, -1, width))
+            return torch.where(replaced[:, :, None], rows.to(anchors.dtype), anchors)
+
         # One image at a time: bit-identical in any batch, with a single float32 copy.
-        pairs = zip(self.weights, self.tokens.features, strict=True)
+        pairs = zip(weights, tokens.features, strict=True)
         rows = torch.stack([weight.T @ features.float() for weight, features in pairs])
-        return rows, self.weights.sum(dim=1)[:, :, None]
+        total, wide = weights.sum(dim=1)[:, :, None], anchors.float()
+        if self.form.name == "residual":  # x_a + strength * (mean of the members - x_a)
+            mean = rows / total.clamp_min(SETTLED)
+            step = torch.where(total > SETTLED, mean - wide, torch.zeros_like(mean))
+            moved: Tensor = wide + call.strength * step
+            return moved.to(anchors.dtype)
+        # (1 - strength) * x_a + strength * mean of the members and the anchor itself
+        total = total + anchor_weights[:, :, None]
+        mean = (rows + anchor_weights[:, :, None] * wide) / total.clamp_min(SETTLED)
+        mean = torch.where(total > SETTLED, mean, wide)
+        blend: Tensor = (1 - call.strength) * wide + call.strength * mean
+        return blend.to(anchors.dtype)
 
 
-def _form_residual(call: _BlendCall, groups: _Groups) -> Tensor:
-    """x_a + strength * (weighted mean of the members - x_a)."""
-    rows, total = groups.sums()
-    anchors = groups.anchors.float()
-    mean = rows / total.clamp_min(SETTLED)
-    step = torch.where(total > SETTLED, mean - anchors, torch.zeros_like(mean))
-    return (anchors + call.strength * step).to(groups.anchors.dtype)
+def _one_hot(owner: Tensor, similarity: Tensor) -> Tensor:
+    return torch.zeros_like(similarity).scatter_(2, owner[:, :, None], 1.0)
 
 
 def _nearest_residual(
@@ -245,172 +334,6 @@ def _mean_groups(owner: Tensor, weight: Tensor, rows: Tensor, count: int) -> Ten
         strip = slice(low, low + step)
         sums.index_add_(0, owner[strip], weight[strip, None] * rows[strip].float())
     return sums / total[:, None]
-
-
-def _form_average(call: _BlendCall, groups: _Groups) -> Tensor:
-    """(1 - strength) * x_a + strength * weighted mean of the members and the anchor itself."""
-    rows, total = groups.sums()
-    anchors, anchor_weights = groups.anchors.float(), groups.anchor_weights[:, :, None]
-    total = total + anchor_weights
-    mean = (rows + anchor_weights * anchors) / total.clamp_min(SETTLED)
-    mean = torch.where(total > SETTLED, mean, anchors)
-    return ((1 - call.strength) * anchors + call.strength * mean).to(groups.anchors.dtype)
-
-
-def _form_exchange(call: _ExchangeCall, groups: _Groups) -> Tensor:
-    """Row of the member nearest to the group's mean direction, if nearer than x_a by the margin.
-
-    Weights only define the mean direction: choosing the member of largest weight would never
-    replace an anchor, because no weight exceeds the anchor's own.
-    """
-    indices, cosine = groups.indices[:, None, :], groups.tokens.cosine
-    weights = groups.weights.scatter(1, indices, groups.anchor_weights[:, None, :])
-    along = matmul_each(cosine, weights)
-    length = (along * weights).sum(dim=1, keepdim=True).clamp_min(SETTLED).sqrt()
-    near = along / length
-    best, member = near.masked_fill(~groups.member, -torch.inf).max(dim=1)
-    replaced = best - near.gather(1, indices)[:, 0] > call.margin + _ROUNDING
-    features = groups.tokens.features
-    rows = features.gather(1, member[:, :, None].expand(-1, -1, features.shape[2]))
-    return torch.where(replaced[:, :, None], rows.to(groups.anchors.dtype), groups.anchors)
-
-
-def _order_score(chosen: TokenSelection, count: int) -> Tensor:
-    """Descending quality; ties in raster order."""
-    assert chosen.quality is not None, "a policy that orders by quality computes it"
-    return rank_descending(chosen.quality.gather(1, chosen.indices))
-
-
-def _order_pick(chosen: TokenSelection, count: int) -> Tensor:
-    """Pick order of the base policy, then exchanged tokens in raster order."""
-    picks = chosen.reference.picks
-    every = torch.ones(picks.shape[0], count, dtype=torch.bool, device=picks.device)
-    return positions_in_order(picks, every).gather(1, chosen.indices).argsort(dim=1, stable=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Level:
-    """One level of one of the four axes."""
-
-    name: str
-    function: Callable[..., Any]
-    description: str
-    call: type[AtomCall] | None = None
-
-
-ASSIGNMENTS = (
-    _Level("nearest", _assign_nearest, "Assign each discarded token to its most similar kept one"),
-    _Level(
-        "soft", _assign_soft, "Assign each discarded token to all kept ones by softmax", _SoftCall
-    ),
-    _Level(
-        "local",
-        _assign_local,
-        "Assign each discarded token to the most similar kept one nearby",
-        _LocalCall,
-    ),
-)
-AGGREGATIONS = (
-    _Level("mean", _weigh_mean, "equally"),
-    _Level("similarity_weighted", _weigh_similarity_weighted, "by similarity"),
-    _Level("semantic_gated", _weigh_semantic_gated, "by relevance above a quantile", _GatedCall),
-)
-OUTPUTS = (
-    _Level("residual", _form_residual, "move the kept row towards their mean", _BlendCall),
-    _Level("average", _form_average, "blend the kept row with the mean of its group", _BlendCall),
-    _Level("exchange", _form_exchange, "replace the kept row by the most central one of its group",
-           _ExchangeCall),
-)  # fmt: skip
-ORDERINGS = (
-    _Level("raster", lambda chosen, count: None, "rows in raster order"),
-    _Level("score", _order_score, "rows by descending quality"),
-    _Level("pick", _order_pick, "rows in the base policy's pick order"),
-)
-
-PRINTED = {
-    "nearest.mean.average.raster": "nearest_anchor",
-    "soft.mean.residual.raster": "anchor_weighted_residual",
-    "nearest.mean.residual.raster": "mean_residual",
-    "nearest.similarity_weighted.exchange.raster": "anchor_exchange",
-    "soft.similarity_weighted.average.raster": "weighted_average",
-    "nearest.semantic_gated.residual.raster": "semantic_gated_residual_merge",
-    "nearest.similarity_weighted.residual.raster": "similarity_weighted_residual_merge",
-    "local.mean.residual.raster": "spatial_local_residual_merge",
-}
-"""The four levels of an atom -> its name in the paper."""
-
-
-Rows = tuple[Tensor, Tensor]
-"""Rows ``(B, P, D)``, and the index ``(B, P)`` of the token of each row."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """One of the 81 atoms: a level of each axis."""
-
-    assign: _Level
-    aggregate: _Level
-    form: _Level
-    order: _Level
-
-    @property
-    def levels(self) -> tuple[_Level, _Level, _Level, _Level]:
-        """The four levels, in the order of the axes."""
-        return self.assign, self.aggregate, self.form, self.order
-
-    @property
-    def cell(self) -> str:
-        """Names of the levels, such as ``nearest.mean.residual.raster``."""
-        return ".".join(level.name for level in self.levels)
-
-    def declare(self) -> str:
-        """Register the atom, with the parameters of its levels; its name."""
-        name = PRINTED.get(self.cell, f"reassemble/{self.cell}")
-        calls = tuple(level.call for level in self.levels if level.call)
-        if name == "anchor_weighted_residual":
-            calls = tuple(NearestCall if call is _BlendCall else call for call in calls)
-        assign, aggregate, form, order = (level.description for level in self.levels)
-        declare(
-            name,
-            "reassembly",
-            calls,
-            self,
-            needs=frozenset({"instruction"} if _GatedCall in calls else ()),
-            origin="printed" if self.cell in PRINTED else "listed",
-            doc=f"{assign}, weight them {aggregate}, {form}; {order}.",
-        )
-        return name
-
-    def __call__(self, call: AtomCall, tokens: VisualTokens, chosen: TokenSelection) -> Rows:
-        """Rows of the kept tokens, and the token of each row."""
-        indices = chosen.indices
-        rows = gather_rows(chosen.reference.rows(tokens), indices)
-        if isinstance(call, NearestCall) and call.nearest and not call.idle:
-            rows = _nearest_residual(call.strength, tokens, indices, rows, chosen.mergeable)
-        elif not call.idle:
-            weights, anchor_weights, largest = self.weigh(call, tokens, indices, chosen.mergeable)
-            groups = _Groups(
-                tokens, indices, rows, weights, anchor_weights, largest & (weights > 0)
-            )
-            rows = self.form.function(call, groups)
-        permutation: Tensor | None = self.order.function(chosen, tokens.count)
-        if permutation is None:
-            return rows, indices
-        return gather_rows(rows, permutation), indices.gather(1, permutation)
-
-    def weigh(
-        self, call: AtomCall, tokens: VisualTokens, indices: Tensor, mergeable: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights ``(B, N, P)`` of tokens in groups, of the kept tokens, and each largest share."""
-        kept = mask_from_indices(indices, tokens.count)[:, :, None]
-        similarity = tokens.cosine.gather(2, indices[:, None, :].expand(-1, tokens.count, -1))
-        share: Tensor = self.assign.function(call, similarity, indices, tokens.grid)
-        largest = torch.zeros_like(share, dtype=torch.bool)
-        largest = largest.scatter(2, share.argmax(dim=2, keepdim=True), True)
-        weight, anchor_weights = self.aggregate.function(call, tokens, similarity, indices)
-        if mergeable is not None:
-            kept = kept | ~mergeable[:, :, None]
-        return (share * weight).masked_fill(kept, 0.0), anchor_weights, largest
 
 
 RECIPES = {
