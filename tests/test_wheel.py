@@ -148,7 +148,8 @@ def test_the_sdist_builds_the_wheel_of_this_checkout(source: Path, wheel: Path) 
     packages = {"vllm_autoprune", "vllm_autoprune_command.py", "offline_search"}
     assert {name.split("/")[0] for name in inside} == packages
     assert "vllm_autoprune/policies/autoprune.json" in inside
-    assert "vllm_autoprune/evaluation/published.json" in inside
+    plugin = "vllm_autoprune/evaluation/lmms_plugin/autoprune_lmms-1.dist-info/entry_points.txt"
+    assert plugin in inside
     assert text.count("\nProject-URL: ") >= 2
     for name in ("README.md", "LICENSE", "CITATION.cff", "docs/index.md", "examples", "Dockerfile"):
         assert (source / name).exists(), name
