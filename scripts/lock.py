@@ -20,18 +20,7 @@ EXCLUDED = {
 }
 
 
-def _requirements() -> list[str]:
-    """Requirements to resolve: cpu.in and our own without `vllm`, which cpu.in replaces."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    ours = project["dependencies"] + [req for extra in EXTRAS for req in extras[extra]]
-    lines = [line.split("#")[0].strip() for line in SOURCE.read_text().splitlines()]
-    return [line for line in lines if line] + [
-        req for req in ours if re.split(r"[^\w-]", req)[0] != "vllm"
-    ]
-
-
-def resolve(lines: list[str]) -> dict[str, str]:
+def _resolve(lines: list[str]) -> dict[str, str]:
     """Normalised name and version of every distribution that pip would install."""
     command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run"]
     command += ["--ignore-installed", "--report", "-", *lines]
@@ -42,8 +31,15 @@ def resolve(lines: list[str]) -> dict[str, str]:
 
 def main() -> None:
     """Resolve, remove the excluded distributions and write the lock."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    ours = project["dependencies"] + [req for extra in EXTRAS for req in extras[extra]]
+    # Instead of `vllm`, the lines of cpu.in.
+    lines = [line.split("#")[0].strip() for line in SOURCE.read_text().splitlines()]
+    lines = [line for line in lines if line]
+    lines += [req for req in ours if re.split(r"[^\w-]", req)[0] != "vllm"]
     print(f"resolving {SOURCE.relative_to(ROOT)} and the extras {', '.join(EXTRAS)}", flush=True)
-    versions = resolve(_requirements())
+    versions = _resolve(lines)
     cuda = {name for name in versions if name.startswith(("nvidia-", "cuda-"))}
     dropped = EXCLUDED.keys() | cuda
     header = [

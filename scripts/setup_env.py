@@ -76,22 +76,6 @@ def _expected_stamp(path: Path) -> dict[str, str]:
     }
 
 
-def _create(path: Path) -> None:
-    """Create an empty environment, replacing that of an interrupted run."""
-    # The base interpreter, even if the environment to build is the active one.
-    python = Path(sys.executable)
-    if sys.prefix != sys.base_prefix:
-        name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        python = Path(sys.base_prefix, "bin", name)
-    try:
-        _run(python, "-m", "venv", "--clear", path)
-    except _SetupError as error:
-        raise _SetupError(
-            f"{error}\nOn Debian or Ubuntu the module venv is a package of its own: "
-            "apt-get install python3-venv"
-        ) from None
-
-
 def install_packages(python: Path) -> None:
     """Install the lock without dependencies, and the work-arounds that this machine needs."""
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
@@ -140,8 +124,17 @@ def _build(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)
     if "interpreter" in changed:
+        # The base interpreter, even if the environment to build is the active one.
+        base = Path(sys.base_prefix, f"bin/python{sys.version_info.major}.{sys.version_info.minor}")
         with _step(f"create {name} with Python {sys.version.split()[0]}"):
-            _create(path)
+            try:
+                used = Path(sys.executable) if sys.prefix == sys.base_prefix else base
+                _run(used, "-m", "venv", "--clear", path)
+            except _SetupError as error:
+                raise _SetupError(
+                    f"{error}\nOn Debian or Ubuntu the module venv is a package of its own: "
+                    "apt-get install python3-venv"
+                ) from None
     if changed - {"project"}:
         install_packages(python)
     with _step("install vllm-autoprune, editable"):

@@ -260,40 +260,33 @@ _COLUMNS = (
 
 def format_table(model: Model, budget: int, arms: Mapping[str, Measurement | str]) -> str:
     """The table in Markdown, the full model first, and notes on its columns."""
-    full = arms[FULL]
-    rows = [
-        (arm, f"not served: {measured}", *[""] * (len(_COLUMNS) - 2))
-        if isinstance(measured, str)
-        else _describe_arm(model, arm, budget, measured, full)
-        for arm, measured in arms.items()
-    ]
+    full, rows = arms[FULL], []
+    full_cost = compute_cost(model, FULL, budget, None)
+    for arm, measured in arms.items():
+        if isinstance(measured, str):
+            rows.append([arm, f"not served: {measured}", *[""] * (len(_COLUMNS) - 2)])
+            continue
+        computed = compute_cost(model, arm, budget, measured.visual_tokens)
+        waits, again = spread(measured.ttft), median(measured.again)
+        memory, prefill = measured.device_memory, measured.prefill
+        faster = "" if isinstance(full, str) else f" ({full.prefill / prefill:.2f}x faster)"
+        rows.append([
+            arm,
+            f"{computed.tokens:g}",
+            f"{computed.teraflops:.4g} ({full_cost.flops / computed.flops:.1f}x fewer)",
+            f"{1000 * prefill:.1f}{faster}",
+            format_spread(waits),
+            f"{1000 * again:.1f} ({again / waits.median:.2f}x)",
+            f"{1000 * measured.decode:.2f}",
+            f"{computed.kv_mib:.4g}",
+            "not measured" if memory is None else f"{memory / MIB:.0f}",
+        ])  # fmt: skip
     layers = model.shape.layers
     served = f"{layers}" if layers == model.depth else f"{layers} of {model.depth}"
     timed = 0 if isinstance(full, str) else len(full.ttft)
     head = f"{model.name}, {served} language layers served, K = {budget}; {timed} requests a row\n"
     notes = (f"- {note}" for note in _NOTES)
     return "\n".join([head, Table("", _COLUMNS, rows).markdown(), "", *notes])
-
-
-def _describe_arm(
-    model: Model, arm: str, budget: int, measured: Measurement, full: Measurement | str
-) -> tuple[str, ...]:
-    computed = compute_cost(model, arm, budget, measured.visual_tokens)
-    fewer = compute_cost(model, FULL, budget, None).flops / computed.flops
-    waits, again = spread(measured.ttft), median(measured.again)
-    memory = measured.device_memory
-    faster = "" if isinstance(full, str) else f" ({full.prefill / measured.prefill:.2f}x faster)"
-    return (
-        arm,
-        f"{computed.tokens:g}",
-        f"{computed.teraflops:.4g} ({fewer:.1f}x fewer)",
-        f"{1000 * measured.prefill:.1f}{faster}",
-        format_spread(waits),
-        f"{1000 * again:.1f} ({again / waits.median:.2f}x)",
-        f"{1000 * measured.decode:.2f}",
-        f"{computed.kv_mib:.4g}",
-        "not measured" if memory is None else f"{memory / MIB:.0f}",
-    )
 
 
 def compute_cost(model: Model, arm: str, budget: int, visual_tokens: float | None) -> Cost:

@@ -34,7 +34,7 @@ from benchmarks.common import BenchmarkError
 from benchmarks.common.report import MIB
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
 from benchmarks.common.shapes import count_kv_bytes, count_visual_tokens
-from benchmarks.server import Server, serve
+from benchmarks.server import serve
 from benchmarks.yardsticks.adapters import ADAPTERS, adapter_flags, write_adapters
 from benchmarks.yardsticks.examples import CLIP, LLAVA, image_token_id
 from vllm_autoprune.http_client import CHAT
@@ -449,7 +449,14 @@ def run(options: argparse.Namespace) -> int:
         flags += adapter_flags(Path(adapters))
         with serve(LLAVA, *flags, env=_SMALL_CACHES, log=log, patience=_START_TIMEOUT) as server:
             server.await_api_servers(_API_SERVERS, _START_TIMEOUT)
-            start = _count_tokens_before_image(server)
+            # Tokens of a prompt in front of its image.
+            content = build_content("?", [_draw_repeated_pictures()[0][1]])
+            asked = {"model": server.model, "messages": [{"role": "user", "content": content}]}
+            status, reply = server.post("/tokenize", asked)
+            tokens = reply.get("tokens")
+            if status != 200 or not isinstance(tokens, list):
+                raise BenchmarkError(f"/tokenize is answered {status}: {reply}")
+            start = tokens.index(image_token_id())
             before = read_counters(server.get("/metrics"))
             tally, samples = keep_busy(
                 server.url, server.process.pid, start, options.users, seconds, options.seed
@@ -459,14 +466,3 @@ def run(options: argparse.Namespace) -> int:
     (options.out / "soak.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
     return 1 if wrong else 0
-
-
-def _count_tokens_before_image(server: Server) -> int:
-    """Tokens of a prompt in front of its first image."""
-    parts = build_content("?", [_draw_repeated_pictures()[0][1]])
-    messages = [{"role": "user", "content": parts}]
-    status, reply = server.post("/tokenize", {"model": server.model, "messages": messages})
-    tokens = reply.get("tokens")
-    if status != 200 or not isinstance(tokens, list):
-        raise BenchmarkError(f"/tokenize is answered {status}: {reply}")
-    return tokens.index(image_token_id())

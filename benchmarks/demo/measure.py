@@ -56,7 +56,7 @@ with resizing the image to as many tokens:
 The large one is served in {dtype}, which this machine multiplies fast, the tiny one in {small}. By
 a product timed just now it takes about {minutes} minutes here, longer beside other work, and ends
 with one table."""
-_OTHER_SECONDS = 90
+_OTHER_SECONDS = 100
 """Starts of four servers and mini-LLaVA's questions, on two idle cores."""
 _PRODUCTS = 1100
 """What all requests to the large model take, in products of one image's tokens in its MLP."""

@@ -91,7 +91,7 @@ def test_the_table_is_that_of_the_readme(
     # 36 prompt tokens, and 2 x 6 layers x 6 heads x 32 x 4 bytes a token.
     assert "| KV cache of a request, MB | 1.51 | 0.33 | 0.33 |" in table
     assert "| right answers, % | 100.0 ± 4.9 | 0.0 ± 4.9 | 100.0 ± 4.9 |" in table
-    # 90 s + 1,100 x 0.1 s
+    # 100 s + 1,100 x 0.1 s
     assert "takes about 4 minutes here" in " ".join(log.split())
 
     # mini-LLaVA is asked the same questions in every arm.
