@@ -193,7 +193,7 @@ class _Sender:
         if self._done or (self._unsent > 0 and not self._stop.is_set()):
             return
         self._done = True
-        cpu = (time.process_time() - self._cpu) / max(self._now(), 1e-9)
+        cpu = (time.process_time() - self._cpu) / (self._now() + _HEAD_START)
         lag = sorted(self._late)[int(0.99 * (len(self._late) - 1))]
         facts = ClientFacts(worker=self._worker, cpu=cpu, lag=lag, broken=self._broken)
         self._runner.send_message(_DONE, facts.model_dump(mode="json"))

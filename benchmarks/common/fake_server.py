@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 MODEL = "mock"
-PROMPT_TOKENS = 600
+_PROMPT_TOKENS = 600
 
 Body = dict[str, Any]
 """A chat request, as JSON."""
@@ -67,8 +67,7 @@ _Respond = Callable[[Body], Reply | Answer]
 class FakeServer(socketserver.ThreadingTCPServer):
     """A running server with a thread for each connection.
 
-    ``url``: its address; ``requests``: the bodies it got, in order; ``emitted``: of each stream
-    that ended, ``perf_counter`` just before each delta was written.
+    ``url``: its address; ``requests``: the bodies it got, in order.
     """
 
     allow_reuse_address = True
@@ -81,7 +80,6 @@ class FakeServer(socketserver.ThreadingTCPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.respond, self.model, self.serves = respond, model, serves
         self.pages, self.requests = dict(pages), list[Body]()
-        self.emitted: list[tuple[float, ...]] = []
         self.stop, self.lock = threading.Event(), threading.Lock()
 
     def refuse(self) -> None:
@@ -159,16 +157,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.send_header("Connection", "close")
         self.end_headers()
-        texts, emitted = reply.texts(body), list[float]()
+        texts = reply.texts(body)
         write_delta(0, role="assistant", content="")
         for number, (text, at) in enumerate(zip(texts, reply.times(len(texts)), strict=True)):
             if self.server.stop.wait(max(begin + at - time.perf_counter(), 0)):
                 return
-            emitted.append(time.perf_counter())
             write_delta(number + 1, content=text)
             if reply.cut and number >= len(texts) // 2:
                 return
-        self.server.emitted.append(tuple(emitted))
         if reply.usage is not None:
             write(json.dumps({**_chunk([]), "usage": _usage(reply, body)}).encode())
         write(b"[DONE]")
@@ -184,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _usage(reply: Reply, body: Body) -> dict[str, object]:
-    usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": len(reply.texts(body))}
+    usage = {"prompt_tokens": _PROMPT_TOKENS, "completion_tokens": len(reply.texts(body))}
     return {**usage, "total_tokens": sum(usage.values()), **(reply.usage or {})}
 
 

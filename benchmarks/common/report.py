@@ -21,7 +21,6 @@ from vllm_autoprune.statistics import Estimate, Spread
 MIB = 1 << 20
 
 _BEGIN = time.monotonic()
-_STDERR = Console(stderr=True)
 
 
 def environment(*packages: str) -> dict[str, str]:
@@ -79,20 +78,18 @@ def format_spread(sample: Spread, unit: float = 1000.0) -> str:
     return f"{median} ({low}–{high})"
 
 
-def log_progress(line: str, console: Console = _STDERR) -> None:
+def log_progress(line: str) -> None:
     """Print one line with the seconds since the start of this process."""
-    text = f"[{time.monotonic() - _BEGIN:6.1f} s] {line}"
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    print(f"[{time.monotonic() - _BEGIN:6.1f} s] {line}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def show_stage(
-    name: str, total: int | None = None, console: Console = _STDERR
-) -> Iterator[Callable[[], None]]:
+def show_stage(name: str, total: int | None = None) -> Iterator[Callable[[], None]]:
     """Show a stage of ``total`` steps, or of unknown length; yields what to call after each step.
 
     A bar on a terminal; elsewhere a line at the start and at the end.
     """
+    console, start = Console(stderr=True), time.monotonic()
     if console.is_terminal:
         with Progress(console=console) as bars:
             task = bars.add_task(name, total=total)
@@ -100,7 +97,6 @@ def show_stage(
             # A stage of unknown length is shown full once it is over.
             bars.update(task, total=total or 1, completed=total or 1)
         return
-    start = time.monotonic()
-    log_progress(f"{name} ...", console)
+    log_progress(f"{name} ...")
     yield lambda: None
-    log_progress(f"{name}: done, {time.monotonic() - start:.0f} s", console)
+    log_progress(f"{name}: done, {time.monotonic() - start:.0f} s")

@@ -66,7 +66,7 @@ def _resample_weights(requests: int) -> Floats:
     return counts
 
 
-def draw_percentiles(
+def _draw_percentiles(
     by_request: Sequence[Sequence[float]], levels: Sequence[int], weights: Floats
 ) -> Floats:
     """Nearest-rank percentiles (draws, levels) of the values of all requests, V > 0 of them.
@@ -92,7 +92,7 @@ def estimate_percentiles(by_request: Sequence[Sequence[float]]) -> Percentiles:
     """Percentiles of the values of all requests; empty where there is no value."""
     if not any(map(len, by_request)):
         return {}
-    percentiles = draw_percentiles(by_request, LEVELS, _resample_weights(len(by_request)))
+    percentiles = _draw_percentiles(by_request, LEVELS, _resample_weights(len(by_request)))
     return dict(zip(LEVELS, map(estimate, percentiles.T), strict=True))
 
 
@@ -109,7 +109,7 @@ def estimate_ratio(
     if not all(any(map(len, rows)) for rows in pair):
         return None
     weights = _resample_weights(len(common))
-    numerator, denominator = (draw_percentiles(rows, [level], weights)[:, 0] for rows in pair)
+    numerator, denominator = (_draw_percentiles(rows, [level], weights)[:, 0] for rows in pair)
     return estimate(numerator / denominator)
 
 

@@ -18,7 +18,6 @@ from benchmarks.load.paired import PAIRED, Arm, Paired
 from benchmarks.load.report import REPORT
 from benchmarks.load.result import (
     ClientFacts,
-    draw_percentiles,
     estimate_percentiles,
     estimate_ratio,
     format_result,
@@ -38,28 +37,8 @@ def single(values: list[float]) -> list[list[float]]:
 
 def test_percentiles_are_nearest_rank() -> None:
     sample = estimate_percentiles(single([float(n) for n in range(1, 101)]))
-    assert {level: figure.value for level, figure in sample.items()} == {
-        50: 50,
-        90: 90,
-        95: 95,
-        99: 99,
-    }
-    weights = np.array([[0.0, 1.0], [3.0, 0.0], [0.0, 0.0]])
-    assert np.allclose(
-        draw_percentiles([[1.0], [2.0, 3.0]], [50, 99], weights),
-        [[2.0, 3.0], [1.0, 1.0], [np.nan, np.nan]],
-        equal_nan=True,
-    )
+    assert [figure.value for figure in sample.values()] == [50, 90, 95, 99]
     assert estimate_percentiles([]) == estimate_percentiles([[], []]) == {}
-
-
-def test_intervals_have_their_nominal_coverage() -> None:
-    generator = np.random.default_rng(0)
-    covered = 0
-    for _ in range(40):
-        median = estimate_percentiles(single(list(generator.exponential(1.0, 150))))[50]
-        covered += median.low <= np.log(2) <= median.high
-    assert 33 <= covered <= 40
 
 
 def test_correlated_values_widen_the_interval() -> None:
@@ -355,6 +334,8 @@ def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(experiment: 
 def test_the_report_is_written_as_json_and_csv_too(
     experiment: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert main(["report", str(experiment / "runs")]) == 1  # is no folder of an experiment
+    assert str(experiment / "runs" / PAIRED) in capsys.readouterr().err
     assert main(["report", str(experiment), "--json"]) == 1
     summary = json.loads(capsys.readouterr().out)
     assert summary.keys() == {"answer", "tone", "limits", "report", "points", "comparisons"}
@@ -369,10 +350,3 @@ def test_the_report_is_written_as_json_and_csv_too(
     assert (
         float(rows[1]["ttft_p50_ms"]) == pruned["ttft_p50_ms"] >= float(rows[1]["ttft_p50_ms_low"])
     )
-
-
-def test_a_folder_without_an_experiment_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", str(tmp_path)]) == 1
-    assert str(tmp_path / PAIRED) in capsys.readouterr().err
