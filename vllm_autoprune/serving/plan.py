@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy
@@ -190,39 +191,55 @@ class ItemPlan:
             raise plan_error("is not a row of 64-bit integers")
         if row.device.type != "cpu" or not _HEAD <= row.shape[0] <= _MOST:
             raise plan_error(f"has {row.shape[0]} numbers on {row.device.type}")
-        numbers = _Numbers(row.tolist())
-        version, budget, keep, profile, high, low = numbers.take(6)
-        state, instruction, language, part, core, earlier, tokens = numbers.take(7)
+        numbers: list[int] = row.tolist()
+        unread = iter(numbers)
+        version, budget, keep, profile, high, low = islice(unread, 6)
+        state, instruction, language, part, core, earlier, tokens = islice(unread, _HEAD - 6)
         if version != _VERSION:
             raise plan_error(f"has format version {version}, and this server reads {_VERSION}")
-        _require_within(1, budget, MAX_BUDGET, "keeps K = {} tokens")
+
+        def take(count: int, most: int) -> Ids:
+            _require_within(0, count, most, f"has {{}} numbers, and at most {most} are allowed")
+            return tuple(islice(unread, count))
+
+        def take_choice(budget: int, instruction: int, language: int) -> Choice:
+            _require_within(1, budget, MAX_BUDGET, "keeps K = {} tokens")
+            read = take(instruction, RELEVANCE_IDS), take(language, LANGUAGE_IDS)
+            if min((*read[0], *read[1]), default=0) < 0:
+                raise plan_error("has a negative token id")
+            return Choice(budget, *read)
+
         _require_within(0, keep, len(CHOOSERS) - 1, "has keep = {}")
-        _require_within(0, profile, 1, "has profile = {}")
-        _require_within(0, tokens, MAX_BUDGET, "has N = {}")
         _require_within(0, part, len(_PARTS) - 1, "has part = {}")
+        _require_within(0, tokens, MAX_BUDGET, "has N = {}")
+        _require_within(0, earlier, MAX_RECALLS, "has {} earlier choices")
+        _require_within(0, state, MAX_STATE_BYTES, "has a state of {} bytes")
+        words = take(-(-state // _WORD), MAX_STATE_BYTES)
+        asked = take_choice(budget, instruction, language)
+        heads = (tuple(islice(unread, 3)) for _ in range(earlier))
         plan = ItemPlan(
             budget=budget,
             key=(high, low),
+            instruction=asked.instruction,
+            language=asked.language,
             keep=CHOOSERS[keep],
-            profile=bool(profile),
-            state=numbers.take_bytes(state),
-            instruction=numbers.take_ids(instruction, RELEVANCE_IDS),
-            language=numbers.take_ids(language, LANGUAGE_IDS),
+            profile=profile != 0,
+            state=numpy.array(words, "<i8").tobytes()[:state],
             tokens=tokens,
             part=_PARTS[part],
             core=core,
-            earlier=numbers.take_choices(earlier),
+            earlier=tuple(take_choice(*head) for head in heads if len(head) == 3),
         )
-        _require_within(0, numbers.unread, 0, "has {} numbers too many")
+        if plan.encode().tolist() != numbers:
+            raise plan_error("has too few numbers, too many, or others than it is encoded by")
         if (plan.part == "recall") != bool(earlier):
             raise plan_error(f"has {earlier} earlier choices as {plan.part}")
-        first_budget = plan.earlier[0].budget if plan.earlier else 0
         least, most = {
             "whole": (0, 0),
             # A core is the tokens of its own item; the other parts have one beside their own.
             "core": (budget, budget),
             "delta": (1, MAX_BUDGET),
-            "recall": (0, first_budget - 1),
+            "recall": (0, plan.earlier[0].budget - 1 if plan.earlier else 0),
         }[plan.part]
         _require_within(least, core, most, "has K_c = {}")
         _require_within(1, plan.image_budget, MAX_BUDGET, "keeps K = {} tokens")
@@ -239,48 +256,6 @@ _WORD = 8
 """Bytes of an int64."""
 
 _MOST = _HEAD + MAX_STATE_BYTES // _WORD + (MAX_RECALLS + 1) * (3 + RELEVANCE_IDS + LANGUAGE_IDS)
-
-
-class _Numbers:
-    """The numbers of an encoded plan that are not read yet."""
-
-    def __init__(self, numbers: list[int]) -> None:
-        self._numbers = numbers
-        self._read = 0
-
-    @property
-    def unread(self) -> int:
-        return len(self._numbers) - self._read
-
-    def take(self, count: int) -> list[int]:
-        if count > self.unread:
-            raise plan_error(f"has {len(self._numbers)} numbers")
-        self._read += count
-        return self._numbers[self._read - count : self._read]
-
-    def take_ids(self, count: int, most: int) -> Ids:
-        _require_within(0, count, most, f"has {{}} token ids, and at most {most} are allowed")
-        ids = tuple(self.take(count))
-        if min(ids, default=0) < 0:
-            raise plan_error("has a negative token id")
-        return ids
-
-    def take_bytes(self, size: int) -> bytes:
-        _require_within(0, size, MAX_STATE_BYTES, "has a state of {} bytes")
-        padded = numpy.array(self.take(-(-size // _WORD)), "<i8").tobytes()
-        if any(padded[size:]):
-            raise plan_error("carries more than its state")
-        return padded[:size]
-
-    def take_choices(self, count: int) -> tuple[Choice, ...]:
-        _require_within(0, count, MAX_RECALLS, "has {} earlier choices")
-        choices = []
-        for _ in range(count):
-            budget, instruction, language = self.take(3)
-            _require_within(1, budget, MAX_BUDGET, "has an earlier K = {}")
-            ids = self.take_ids(instruction, RELEVANCE_IDS), self.take_ids(language, LANGUAGE_IDS)
-            choices.append(Choice(budget, *ids))
-        return tuple(choices)
 
 
 def plan_error(what: str) -> RequestError:

@@ -15,7 +15,6 @@ from vllm_autoprune.serving import compat
 from vllm_autoprune.serving.api import engine_requests, request
 from vllm_autoprune.serving.api.endpoint import format_summary
 from vllm_autoprune.serving.compat import (
-    api,
     attach,
     get_attachment,
     require_hooks,
@@ -63,9 +62,9 @@ def _activate(architecture: str) -> None:
     if backbone.mrope:
         worker.request_positions_on_cpu()
     engine_requests.watch_requests()
-    api.check_requests(request.check_request, request.handling)
+    compat.check_requests(request.check_request, request.handling)
     engine_requests.cache_without_plans()
-    api.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
+    compat.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
     worker.spread_recalls(peek_plan)
     worker.refuse_sleep(sleep_problem)
 

@@ -15,7 +15,7 @@ from tests.serving.unit.samples import Sender
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving import compat, startup
 from vllm_autoprune.serving.api import engine_requests
-from vllm_autoprune.serving.compat import api, worker
+from vllm_autoprune.serving.compat import worker
 
 
 @dataclass
@@ -35,14 +35,14 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
         compat, "register_model", lambda *arguments: record.models.append(arguments)
     )
     monkeypatch.setattr(
-        api,
+        compat,
         "register_renderer",
         lambda *arguments: record.renderers.append(arguments),
     )
     monkeypatch.setattr(worker, "request_positions_on_cpu", lambda: None)
     monkeypatch.setattr(engine_requests, "watch_requests", lambda: None)
     monkeypatch.setattr(worker, "refuse_sleep", lambda reason: None)
-    monkeypatch.setattr(api, "check_requests", lambda *_: None)
+    monkeypatch.setattr(compat, "check_requests", lambda *_: None)
     # Hooks have their own test; checking them here would import many vLLM modules.
     monkeypatch.setattr(startup, "require_hooks", lambda stock, family: None)
     monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)

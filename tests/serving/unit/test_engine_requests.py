@@ -18,7 +18,7 @@ from vllm_autoprune.serving.api.engine_requests import (
     RequestCounts,
     watch_requests,
 )
-from vllm_autoprune.serving.api.renderer import _MESSAGE_FIELDS, pass_fields
+from vllm_autoprune.serving.api.renderer import _MESSAGE_FIELDS, _pass_fields
 from vllm_autoprune.serving.api.request import KWARGS, SALT, CacheSalt
 from vllm_autoprune.serving.plan import FIELD, ItemPlan
 from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules
@@ -49,11 +49,11 @@ def test_fields_of_messages_and_the_salt_reach_the_processor(
 ) -> None:
     before = copy.deepcopy(asked)
     prompt: Any = {_MESSAGE_FIELDS: FIELDS, KWARGS: asked, "cache_salt": "tenant"}
-    made = pass_fields(prompt)
+    made = _pass_fields(prompt)
     assert made == {KWARGS: {**passed, SALT: "tenant"}, "cache_salt": "tenant"}
     assert isinstance(made[KWARGS][SALT], CacheSalt), "no JSON body can send one"
     assert asked == before, "the caller's own"
-    assert pass_fields({"prompt_token_ids": [1]}) == {"prompt_token_ids": [1]}
+    assert _pass_fields({"prompt_token_ids": [1]}) == {"prompt_token_ids": [1]}
 
 
 # ---- requests on their way to the engine ----

@@ -23,13 +23,12 @@ from vllm_autoprune.serving.api.request import (
     KeepRequest,
     SentRequest,
     check_request,
-    current_request,
     handling,
     join_headers,
     parse_request,
     refuse_misplaced,
 )
-from vllm_autoprune.serving.compat.api import check_requests
+from vllm_autoprune.serving.compat import check_requests
 from vllm_autoprune.serving.served_state import ATTRIBUTE
 from vllm_autoprune.serving.settings import DetailBudgets, RequestRules
 
@@ -206,14 +205,14 @@ def test_each_request_sees_its_own_headers() -> None:
     seen: dict[str, object] = {}
 
     async def read() -> SentRequest:
-        sent = current_request()
+        sent = request_module._current.get()
         assert sent is not None
         return sent
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(0)
         with handling(None):
-            assert current_request() is None
+            assert request_module._current.get() is None
         await receive()
         await asyncio.sleep(0)
         sent = await asyncio.create_task(read())
@@ -232,7 +231,7 @@ def test_each_request_sees_its_own_headers() -> None:
     async def all_at_once() -> None:
         keep = KeepRequest(app)
         await asyncio.gather(*(keep(scope(i), receive, send) for i in range(20)))
-        assert current_request() is None
+        assert request_module._current.get() is None
 
     asyncio.run(all_at_once())
     bodies = [{"autoprune": 1} if i % 2 else None for i in range(20)]

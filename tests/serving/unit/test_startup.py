@@ -19,7 +19,6 @@ from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving import compat, plugin, startup
 from vllm_autoprune.serving.compat import (
     Hook,
-    api,
     collect_hooks,
     find_missing_names,
     require_hooks,
@@ -432,9 +431,9 @@ def test_only_the_plugin_s_entry_passes_vllm_s_check(monkeypatch: pytest.MonkeyP
     name = "validate_request_mm_kwargs"
     for module in (pooling, online_renderer):
         monkeypatch.setattr(module, name, getattr(module, name))
-    api.allow_mm_kwarg("ours")
+    compat.allow_mm_kwarg("ours")
     wrapped = getattr(online_renderer, name)
-    api.allow_mm_kwarg("ours")
+    compat.allow_mm_kwarg("ours")
     assert getattr(online_renderer, name) is wrapped
     for module in (pooling, online_renderer):
 

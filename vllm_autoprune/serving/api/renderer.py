@@ -28,8 +28,7 @@ from vllm_autoprune.serving.api.request import (
     RecallTurn,
     refuse_misplaced,
 )
-from vllm_autoprune.serving.compat import depends_on
-from vllm_autoprune.serving.compat.api import allow_mm_kwarg
+from vllm_autoprune.serving.compat import allow_mm_kwarg, depends_on
 from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
@@ -181,10 +180,10 @@ class AutopruneHfRenderer(HfRenderer):
             return prompt
         fields = {key: value for key, value in prompt.items() if key != "prompt_token_ids"}
         refuse_misplaced(fields, prompt.get(KWARGS) or {}, OFFLINE_FIX)
-        return pass_fields(prompt) if prompt.get("multi_modal_data") else prompt
+        return _pass_fields(prompt) if prompt.get("multi_modal_data") else prompt
 
 
-def pass_fields(prompt: Any) -> Any:
+def _pass_fields(prompt: Any) -> Any:
     """Hand the fields of the messages and the ``cache_salt`` to the processor, as its arguments.
 
     The fields are put into the pruning entry, in place of those that a client wrote; the salt

@@ -231,11 +231,7 @@ class SentRequest:
 
 
 _current: ContextVar[SentRequest | None] = ContextVar("autoprune_request", default=None)
-
-
-def current_request() -> SentRequest | None:
-    """What the request of this task was sent with; None where it did not come over HTTP."""
-    return _current.get()
+"""What the request of this task was sent with; None where it did not come over HTTP."""
 
 
 @contextmanager
@@ -340,7 +336,7 @@ def check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) 
     if served is None or not isinstance(declared, Mapping):
         return  # completions do not declare it: refused by vLLM
     kwargs: Mapping[str, object] = declared
-    sent = current_request()
+    sent = _current.get()
     body = None if sent is None else sent.take_body()
     try:
         if body is None:
