@@ -124,6 +124,7 @@ RANGES = ("budget:a-b", "budget:1-9999999", "budget:0-8", "budget:9-8", "states:
             for value in ({}, {"from_flags": True}, {"state": None}, {"budget": 64})
         ),
         ({"state": "autoprun"}, "--autoprune-state autoprun", "no such file"),
+        ({"state": edited(sample(), {"/schema": "x/9"})}, "#/schema", "x/9"),
         *(
             ({"state": {"schema": value}}, "", "not JSON: ")
             for value in ({1, 2}, nest(100_000), 10**5000, b"bytes")
@@ -188,33 +189,14 @@ def test_what_a_state_allows_is_accepted() -> None:
     resolve(state=FIXED, detail="low=32")
 
 
-@pytest.mark.parametrize(
-    ("changes", "pointer", "message"),
-    [
-        ({"/schema": "autoprune-state/9"}, "/schema", "autoprune-state/9"),
-        ({"/scoring/fusion/atom": "no-atom"}, "/scoring/fusion/atom", "no-atom"),
-        ({"/constraints/selector/q_e": -1}, "/constraints/selector/q_e", "-1"),
-        ({"/reassembly/strenth": 1}, "/reassembly/strenth", "not a known field"),
-    ],
-)
-def test_a_state_with_a_mistake_is_pointed_at(
-    tmp_path: Path, changes: dict[str, object], pointer: str, message: str
-) -> None:
-    data = edited(sample(), {"/reassembly": {"atom": "mean_residual"}, **changes})
-    file = tmp_path / "state.json"
-    file.write_text(json.dumps(data))
-    (in_file,), (in_settings,) = refusal({"state": str(file)}), refusal({"state": data})
-    assert in_file.where == f"--autoprune-state {file}#{pointer}"
-    assert message in in_file.what
-    assert in_settings.where == f"#{pointer}"
-
-
 def test_all_problems_are_reported_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    file = tmp_path / "state.json"
+    file.write_text(json.dumps(edited(sample(), {"/constraints/selector/q_e": -1, "/fusion": 1})))
     settings = {
-        "state": edited(sample(), {"/schema": 1}),
+        "state": str(file),
         "budget": "x",
         "text_tower": str(tmp_path),
         "feature_cache_gb": "x",
@@ -222,10 +204,11 @@ def test_all_problems_are_reported_together(
         "buget": 1,
     }
     assert sorted(places(settings, vllm_config(architecture="Other"))) == [
-        "#/schema",
         "--autoprune-budget",
         *["--autoprune-detail"] * 3,
         "--autoprune-feature-cache-gb",
+        f"--autoprune-state {file}#/constraints/selector/q_e",
+        f"--autoprune-state {file}#/fusion",
         f"--autoprune-text-tower {tmp_path}",
         "VLLM_USE_RUST_FRONTEND",
         "additional_config/autoprune/buget",
