@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from benchmarks.common.fake_server import Body, Reply, fake_server
+from benchmarks.load.__main__ import parse_arguments
 from tests.serving.unit.samples import vllm_config
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.serving.startup import resolve_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-COMPOSE = EXAMPLES / "compose"
 
 
 def flags_of(words: list[str]) -> dict[str, object]:
@@ -27,11 +27,15 @@ def flags_of(words: list[str]) -> dict[str, object]:
     return {name.replace("-", "_"): value for name, value in pairs}
 
 
-def require_valid(settings: dict[str, object]) -> None:
+def require_valid(words: list[str]) -> None:
     """Resolve the settings as a server does at start-up, but for the text tower's download."""
-    assert settings.pop("text_tower", "openai/").startswith("openai/")  # type: ignore[attr-defined]
-    served = resolve_settings(settings, vllm_config())
-    assert served is not None
+    settings = flags_of(words)
+    assert str(settings.pop("text_tower", "openai/")).startswith("openai/")
+    assert resolve_settings(settings, vllm_config()) is not None
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((EXAMPLES / name).read_text())
 
 
 def test_every_example_is_listed() -> None:
@@ -47,7 +51,7 @@ def test_the_flags_of_the_scripts_start_a_server(name: str) -> None:
     assert script.startswith("#!/usr/bin/env bash") and (EXAMPLES / name).stat().st_mode & 0o100
     words = shlex.split(script.partition("exec ")[2].replace("\\\n", " "))
     assert words[:2] == ["vllm", "serve"] and words[-1] == "$@"
-    require_valid(flags_of(words))
+    require_valid(words)
 
 
 def test_the_own_state_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,54 +60,43 @@ def test_the_own_state_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_client_asks_at_every_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = importlib.util.spec_from_file_location("example_client", EXAMPLES / "client.py")
-    assert spec is not None and spec.loader is not None
-    client = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(client)
-
     def reply(body: Body) -> Reply:
         return Reply(("a cup",), usage={"prompt_tokens": 80})
 
+    ask = runpy.run_path(str(EXAMPLES / "client.py"))["main"]
     picture = ROOT / "docs/images/explain.png"
     with fake_server(reply) as server:
-        arguments = [str(picture), "What?", "--url", f"{server.url}/v1", "--budgets", "64", "16"]
-        assert client.main(arguments) == 0
+        call = [str(picture), "What?", "--url", f"{server.url}/v1", "--budgets", "64", "16"]
+        assert ask(call) == 0
     sent = [body["mm_processor_kwargs"]["autoprune"] for body in server.requests]
     assert sent == [{"enabled": False}, {"budget": 64}, {"budget": 16}]
     assert "K = 64:    80 prompt tokens: a cup" in capsys.readouterr().out
 
 
-def read(path: Path) -> Any:
-    return yaml.safe_load(path.read_text())
-
-
 def test_the_job_runs_a_load_test_whose_options_parse() -> None:
-    from benchmarks.load.__main__ import parse_arguments
-
-    job = read(EXAMPLES / "kubernetes/load-test-job.yaml")
+    job = read("kubernetes/load-test-job.yaml")
     assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
-    (container,) = job["spec"]["template"]["spec"]["containers"]
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
     command = shlex.split(container["args"][0].partition(";")[0])
     assert command[:3] == ["python", "-m", "benchmarks.load"]
     assert parse_arguments(command[3:])[0] == "paired"
     mounts = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounts == {volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]}
 
 
 def test_the_compose_file_serves_scrapes_and_shows() -> None:
-    services = read(COMPOSE / "compose.yaml")["services"]
-    require_valid(flags_of(services["vllm"]["command"]))
-    assert (COMPOSE / services["vllm"]["build"] / "Dockerfile").resolve().is_file()
-    for service in services.values():
-        for volume in service.get("volumes", ()):
-            source = volume.partition(":")[0]
-            assert source.startswith("~") or (COMPOSE / source).exists(), source
-    (job,) = read(COMPOSE / "prometheus.yml")["scrape_configs"]
+    services, folder = read("compose/compose.yaml")["services"], EXAMPLES / "compose"
+    require_valid(services["vllm"]["command"])
+    assert (folder / services["vllm"]["build"] / "Dockerfile").resolve().is_file()
+    volumes = [volume for service in services.values() for volume in service.get("volumes", ())]
+    sources = [volume.partition(":")[0] for volume in volumes]
+    assert [s for s in sources if not s.startswith("~") and not (folder / s).exists()] == []
+    (job,) = read("compose/prometheus.yml")["scrape_configs"]
     assert job["static_configs"] == [{"targets": ["vllm:8000"]}]
-    provisioning = COMPOSE / "grafana/provisioning"
-    (source,) = read(provisioning / "datasources/prometheus.yaml")["datasources"]
+    (source,) = read("compose/grafana/provisioning/datasources/prometheus.yaml")["datasources"]
     assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090")
-    (provider,) = read(provisioning / "dashboards/autoprune.yaml")["providers"]
+    (provider,) = read("compose/grafana/provisioning/dashboards/autoprune.yaml")["providers"]
     mounted = [volume.split(":")[1] for volume in services["grafana"]["volumes"]]
     assert any(path.startswith(provider["options"]["path"]) for path in mounted)
 
@@ -111,10 +104,10 @@ def test_the_compose_file_serves_scrapes_and_shows() -> None:
 def test_the_dockerfile_copies_what_the_wheel_is_built_from() -> None:
     """Its steps are run by tests/test_wheel.py, in a virtual environment."""
     text = (ROOT / "Dockerfile").read_text()
-    lines = re.findall(r"^COPY (?!--from)(.+)$", text, flags=re.MULTILINE)
+    lines = re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE)
     copied = {name for line in lines for name in line.split()[:-1]}
-    allowed = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), flags=re.MULTILINE)
+    allowed = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     assert copied == set(allowed)
+    assert copied >= {"pyproject.toml", "vllm_autoprune", "offline_search", "policies"}
     assert all((ROOT / name).exists() for name in copied)
-    assert {"pyproject.toml", "vllm_autoprune", "offline_search", "policies"} <= copied
     assert "pip wheel --no-cache-dir --no-deps" in text and "--no-deps /dist/*.whl" in text

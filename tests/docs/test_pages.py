@@ -224,11 +224,8 @@ def test_links_to_files_outside_docs_become_paths_or_links_to_the_repository(
     page: str, repository: str | None, name: str, text: str
 ) -> None:
     assert rewrite_links(page, repository, name) == text
-
-
-def test_a_link_to_a_file_that_is_missing_stops_the_build() -> None:
     with pytest.raises(FileNotFoundError, match=r"studies/search\.md links to nosuch\.md"):
-        rewrite_links("[x](../../nosuch.md)", None, "studies/search.md")
+        rewrite_links("[x](../../nosuch.md)", repository, "studies/search.md")
 
 
 def test_the_site_has_every_page_once_and_what_the_commands_print(
@@ -248,8 +245,3 @@ def test_the_site_has_every_page_once_and_what_the_commands_print(
     assert (
         restore_pipes(r"| `--state PATH\|NAME` | a \| b |") == r"| `--state PATH|NAME` | a \| b |"
     )
-
-
-def test_the_readme_fits_on_one_screen_and_a_half() -> None:
-    words = re.sub(r"<!-- demo -->.*<!-- /demo -->", "", PAGES["README.md"], flags=re.DOTALL)
-    assert len(words.split()) < 900

@@ -16,7 +16,6 @@ from benchmarks.search.study import (
     CURVE_SHARES,
     WITHOUT_PROPOSER,
     Confirmed,
-    Winner,
     asks_model,
     confirm,
     read_confirmed,
@@ -25,7 +24,6 @@ from benchmarks.search.study import (
     run_study,
 )
 from benchmarks.search.tables import format_difference, format_mean, format_tables
-from offline_search.components import SelectionProgram
 from offline_search.dataset import Dataset
 from offline_search.ledger import (
     Ledger,
@@ -110,14 +108,6 @@ def test_a_result_has_what_the_ledger_says_and_outlives_it(data: Dataset, tmp_pa
     assert result.curve[0] is None, "a tenth of the answers is less than one candidate"
     assert result.winner is not None and result.winner.load().digest == recorded.digest
     assert result.winner.objective == recorded.test.objective.value
-
-
-def test_a_winner_may_be_a_program() -> None:
-    program = SelectionProgram("def select(features, signals, K):\n    return range(K)\n")
-    winner = Winner(
-        digest=program.digest, objective=-1.0, gain=0.5, accuracy=0.5, program=program.code
-    )
-    assert winner.load() == program
 
 
 def test_concurrent_searches_have_the_same_ledgers(data: Dataset, tmp_path: Path) -> None:
