@@ -14,8 +14,8 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from pydantic import JsonValue, ValidationError
 
@@ -23,8 +23,8 @@ from benchmarks.yardsticks.engine import answer_questions, open_engine
 from benchmarks.yardsticks.examples import (
     CHECKPOINTS,
     Example,
-    aggregate,
     draw_examples,
+    grade_answers,
     is_right,
     weights_digest,
 )
@@ -59,6 +59,8 @@ BUDGETS: Mapping[str, Sequence[int]] = {
 QUOTAS = (0, 1, 2, 4, 8, 16, 32)
 """The paper's values of q_e at K = 32."""
 
+_MEASURED = (16, 8)
+"""The values of K at which states are measured."""
 _RELEASED = (
     "The policy that the paper's authors released, number for number: AIM-ResearchLab/AutoPrune, "
     "openevolve/policies/final/autoprune_llava15_mme_k32_merge.yaml."
@@ -72,32 +74,14 @@ _ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
            "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}  # fmt: skip
 _LINE_WIDTH = 96
 
-JsonObject = dict[str, JsonValue]
+_JsonObject = dict[str, JsonValue]
 
 # Scoring for a state that never scores; the schema requires one signal.
-_UNUSED_SCORING: JsonObject = {
+_UNUSED_SCORING: _JsonObject = {
     "signals": [{"atom": "visual_token_norm_saliency", "weight": 0.0}],
     "kernel": {"atom": "pairwise_cosine_kernel"},
     "fusion": {"atom": "weighted_product_fusion"},
 }
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One shipped state and the family it belongs to."""
-
-    family: str
-    state: PruningState
-
-    @property
-    def carries_evidence(self) -> bool:
-        """Whether accuracy measured on mini-LLaVA belongs into the state's file.
-
-        Not for a transferred state, which is for another backbone and another K than were measured,
-        nor for one that a search found on another model: its evidence is of both yardsticks.
-        """
-        found_on = SEARCH_RESULTS.get(self.state.name, "mini-LLaVA")
-        return self.family != "transfer" and found_on == "mini-LLaVA"
 
 
 class Row(FrozenModel):
@@ -124,25 +108,26 @@ class Evidence(FrozenModel):
     rows: tuple[Row, ...]
 
 
-def build_states(folder: Path = POLICIES) -> list[Entry]:
-    """Every shipped state by family, the source first; it and search results are read."""
+def build_states(folder: Path = POLICIES) -> list[PruningState]:
+    """Every shipped state, the source first; it and search results are read."""
     source, *results = (load_state(folder / f"{name}.json") for name in (SOURCE, *SEARCH_RESULTS))
     provenance = source.provenance.model_copy(update={"found_by": _RELEASED})
     source = source.model_copy(update={"provenance": provenance})
-    document: JsonObject = json.loads(source.dumps())
+    document: _JsonObject = json.loads(source.dumps())
 
-    def edit(name: str, notes: str, changes: JsonObject, found_by: str = _RELEASED) -> PruningState:
-        provenance: JsonObject = {"found_by": found_by, "notes": notes}
+    def edit(
+        name: str, notes: str, changes: _JsonObject, found_by: str = _RELEASED
+    ) -> PruningState:
+        provenance: _JsonObject = {"found_by": found_by, "notes": notes}
         return load_state({**document, "name": name, "provenance": provenance, **changes})
 
-    entries = [Entry("source", source), *(Entry("search result", state) for state in results)]
+    states = [source, *results]
     for backbone, budgets in BUDGETS.items():
         for budget in budgets:
             name = f"{SOURCE}-{backbone}-k{budget}"
-            moved = transfer(source, budget, BACKBONE_SHAPES[backbone], name).state
-            entries.append(Entry("transfer", moved))
-    pool: JsonObject = {"pool": [{"atom": "quality_pool_builder"}]}
-    alone: dict[str, JsonObject] = {
+            states.append(transfer(source, budget, BACKBONE_SHAPES[backbone], name).state)
+    pool: _JsonObject = {"pool": [{"atom": "quality_pool_builder"}]}
+    alone: dict[str, _JsonObject] = {
         policy: {
             "base_policy": {"name": policy, "params": {}},
             "scoring": _UNUSED_SCORING,
@@ -154,8 +139,8 @@ def build_states(folder: Path = POLICIES) -> list[Entry]:
     authors = "The authors of the method; parameters as they published them where nothing else is "
     for policy, changes in alone.items():
         notes = f"The base policy {policy} alone. {BASE_POLICIES[policy].doc}"
-        entries.append(Entry("base policy", edit(policy, notes, changes, f"{authors}said.")))
-    norm: JsonObject = {
+        states.append(edit(policy, notes, changes, f"{authors}said."))
+    norm: _JsonObject = {
         **alone["divprune"],
         "scoring": {**_UNUSED_SCORING, "signals": [{"atom": "visual_token_norm_saliency"}]},
         "constraints": {**pool, "selector": {"atom": "quality_topk_selector"}},
@@ -163,24 +148,37 @@ def build_states(folder: Path = POLICIES) -> list[Entry]:
     notes = (
         "Control: the K tokens of largest norm. What a policy is worth is what it gains over this."
     )
-    entries.append(Entry("control", edit("norm", notes, norm, "This project.")))
+    states.append(edit("norm", notes, norm, "This project."))
     constraints = json.loads(source.dumps())["constraints"]
     for quota in QUOTAS:
         swept = {**constraints["selector"], "q_e": quota, "r_min": None}
         notes = f"Sweep of the exchange quota: q_e = {quota}, r_min = K - q_e."
-        sweep: JsonObject = {"constraints": {**constraints, "selector": swept}}
-        entries.append(Entry("ablation", edit(f"ablation-quota-{quota}", notes, sweep)))
+        sweep: _JsonObject = {"constraints": {**constraints, "selector": swept}}
+        states.append(edit(f"ablation-quota-{quota}", notes, sweep))
     # Base policies need no such variants: divprune is the one of cdpruner, and so on.
-    entries.append(Entry("instruction-free", instruction_free(source, "instruction-free")[0]))
+    states.append(instruction_free(source, "instruction-free")[0])
     # For traffic that repeats images. Nothing is merged, and nothing in it was tuned on a model.
-    core: JsonObject = {"share": 0.5, "policy": {"name": "divprune", "params": {}}}
+    core: _JsonObject = {"share": 0.5, "policy": {"name": "divprune", "params": {}}}
     notes = (
         "Half of K by divprune, the same for every question about an image; the other half by "
         "cdpruner given these."
     )
     found_by = "The authors of the two methods; the split is ours."
-    split = edit("shared-core", notes, {**alone["cdpruner"], "core": core}, found_by)
-    return [*entries, Entry("shared core", split)]
+    states.append(edit("shared-core", notes, {**alone["cdpruner"], "core": core}, found_by))
+    return states
+
+
+def _is_transferred(name: str) -> bool:
+    """Whether a state is the source for another backbone and another K."""
+    return name.startswith(f"{SOURCE}-")
+
+
+def _carries_evidence(name: str) -> bool:
+    """Whether accuracy measured on mini-LLaVA belongs into the file of a state.
+
+    Not for one that a search found on another model: its evidence is of both yardsticks.
+    """
+    return not _is_transferred(name) and SEARCH_RESULTS.get(name, "mini-LLaVA") == "mini-LLaVA"
 
 
 def read_evidence(state: PruningState) -> Evidence | None:
@@ -201,7 +199,9 @@ def write_state(state: PruningState, path: Path, evidence: Evidence | None = Non
         changes = {"evaluated_on": _EVALUATED_ON, "scores": scores}
         provenance = state.provenance.model_copy(update=changes)
         state = state.model_copy(update={"provenance": provenance})
-    path.write_text(_format_json(json.loads(state.dumps())) + "\n", encoding="utf-8")
+    # A search may have written the same state in another form, which is kept.
+    if not path.exists() or load_state(path) != state:
+        path.write_text(_format_json(json.loads(state.dumps())) + "\n", encoding="utf-8")
 
 
 def _format_json(value: JsonValue, indent: int = 0, key: str = "") -> str:
@@ -211,27 +211,26 @@ def _format_json(value: JsonValue, indent: int = 0, key: str = "") -> str:
     fits = indent > 0 and indent + len(lead) + len(flat) < _LINE_WIDTH
     if not isinstance(value, dict | list) or not value or fits:
         return lead + flat
-    if isinstance(value, dict):
-        parts = [_format_json(item, indent + 2, name) for name, item in value.items()]
-    else:
-        parts = [_format_json(item, indent + 2) for item in value]
-    start, end = ("{", "}") if isinstance(value, dict) else ("[", "]")
-    inner = ",\n".join(" " * (indent + 2) + part for part in parts)
-    return f"{lead}{start}\n{inner}\n{' ' * indent}{end}"
+    pairs = value.items() if isinstance(value, dict) else (("", item) for item in value)
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    lines = ",\n".join(
+        " " * (indent + 2) + _format_json(item, indent + 2, name) for name, item in pairs
+    )
+    return f"{lead}{begin}\n{lines}\n{' ' * indent}{end}"
 
 
 def build(folder: Path) -> None:
     """Write every shipped state and delete the files of states that no longer exist."""
-    entries = {entry.state.name: entry for entry in build_states(folder)}
-    for name, entry in entries.items():
-        path = folder / f"{name}.json"
+    states = {f"{state.name}.json": state for state in build_states(folder)}
+    for name, state in states.items():
+        path = folder / name
         evidence = read_evidence(load_state(path)) if path.exists() else None
-        valid = evidence and evidence.behaviour == _behaviour(entry.state)
-        write_state(entry.state, path, evidence if valid and entry.carries_evidence else None)
+        valid = evidence and evidence.behaviour == _behaviour(state)
+        write_state(state, path, evidence if valid and _carries_evidence(state.name) else None)
     for path in folder.glob("*.json"):
-        if path.stem not in entries:
+        if path.name not in states:
             path.unlink()
-    print(f"{len(entries)} states in {folder.name}/")
+    print(f"{len(states)} states in {folder.name}/")
 
 
 def _behaviour(state: PruningState) -> str:
@@ -240,7 +239,11 @@ def _behaviour(state: PruningState) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def measure(folder: Path, scenes: int, budgets: Sequence[int], again: bool) -> None:
+Answers = Mapping[int, tuple[Sequence[str], float]]
+"""At each K the answers to all questions, and the mean number of prompt tokens."""
+
+
+def measure(folder: Path, scenes: int) -> None:
     """Measure states without valid evidence; each file is written at once, so none is lost.
 
     Evidence is valid if it was measured on this model, with the resize control, and the state has
@@ -250,106 +253,96 @@ def measure(folder: Path, scenes: int, budgets: Sequence[int], again: bool) -> N
     examples = draw_examples("test", scenes)
     model = f"mini-LLaVA {weights_digest(CHECKPOINTS['minillava'])}"
     measured: dict[str, Evidence] = {}
-    resized: list[Answers] = []
-    names = sorted(e.state.name for e in build_states(folder) if e.carries_evidence)
-    for number, name in enumerate(names, 1):
+    resized: Answers = {}
+    for name in sorted(filter(_carries_evidence, (state.name for state in build_states(folder)))):
         state = load_state(folder / f"{name}.json")
         behaviour = _behaviour(state)
-        evidence = measured.get(behaviour) or (None if again else read_evidence(state))
+        evidence = measured.get(behaviour) or read_evidence(state)
         if (
             evidence is None
             or (evidence.model, evidence.behaviour) != (model, behaviour)
             or any(row.less_resized is None for row in evidence.rows)
         ):
-            print(f"[{number}/{len(names)}] {name} ...", file=sys.stderr, flush=True)
-            if not resized:
-                resized = _ask(load_state(folder / f"{SOURCE}.json"), examples, budgets, "resized")
-            rows = build_rows(examples, _ask(state, examples, budgets), resized)
-            evidence = Evidence(
-                model=model, questions=len(examples), behaviour=behaviour, rows=rows
-            )
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            resized = resized or _ask(load_state(folder / f"{SOURCE}.json"), examples, "resized")
+            rows = build_rows(examples, _ask(state, examples), resized)
+            count = len(examples)
+            evidence = Evidence(model=model, questions=count, behaviour=behaviour, rows=rows)
             print("   ", *(f"K={row.budget}: {row.accuracy}" for row in rows), file=sys.stderr)
         measured[behaviour] = evidence
         write_state(state, folder / f"{name}.json", evidence)
 
 
-Answers = tuple[int, list[bool], float]
-"""Answers to all questions at a K: which are right, and the mean prompt length."""
-
-
-def _ask(
-    state: PruningState, examples: Sequence[Example], budgets: Sequence[int], keep: str = "state"
-) -> list[Answers]:
-    """Ask every question at every budget; ``keep`` may be a control instead of the state.
+def _ask(state: PruningState, examples: Sequence[Example], keep: str = "state") -> Answers:
+    """Ask every question at every K; ``keep`` may be a control instead of the state.
 
     States are measured one after another in this process, because importing vLLM takes most of the
     time to start an engine.
     """
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    engine = open_engine(settings={"state": json.loads(state.dumps())})
-    measured = []
+    engine, answers = open_engine(settings={"state": json.loads(state.dumps())}), {}
     try:
-        for budget in budgets:
+        for budget in _MEASURED:
             entries = [{"budget": budget, "keep": keep}] * len(examples)
             outputs = answer_questions(engine, examples, entries)
-            lengths = [len(output.prompt_token_ids or ()) for output in outputs]
-            right = [
-                is_right(output.outputs[0].text, example.answer)
-                for output, example in zip(outputs, examples, strict=True)
-            ]
-            measured.append((budget, right, round(sum(lengths) / len(lengths), 1)))
+            length = fmean(len(output.prompt_token_ids or ()) for output in outputs)
+            answers[budget] = ([output.outputs[0].text for output in outputs], round(length, 1))
     finally:
         del engine
         gc.collect()
         cleanup_dist_env_and_memory()
-    return measured
+    return answers
 
 
-def build_rows(
-    examples: Sequence[Example], answers: Sequence[Answers], resized: Sequence[Answers]
-) -> tuple[Row, ...]:
+def build_rows(examples: Sequence[Example], answers: Answers, resized: Answers) -> tuple[Row, ...]:
     """Evidence by budget, with the paired difference to the resize control."""
     bootstrap = ClusterBootstrap([example.image_id for example in examples])
     rows = []
-    for (budget, right, length), (_, control, _) in zip(answers, resized, strict=True):
-        grades = aggregate(examples, right)
-        gains = [100.0 * (a - b) for a, b in zip(right, control, strict=True)]
-        row = Row(
-            budget=budget,
-            accuracy=round(100 * grades.accuracy, 2),
-            accuracy_plus=round(100 * grades.accuracy_plus, 2),
-            prompt_tokens=length,
-            resized=round(100 * aggregate(examples, control).accuracy, 2),
-            less_resized=estimate(bootstrap.mean(gains)).rounded(2),
+    for budget, (texts, length) in answers.items():
+        controls = resized[budget][0]
+        grades, control = grade_answers(examples, texts), grade_answers(examples, controls)
+        gains = [
+            100.0 * (is_right(text, example.answer) - is_right(other, example.answer))
+            for example, text, other in zip(examples, texts, controls, strict=True)
+        ]
+        rows.append(
+            Row(
+                budget=budget,
+                accuracy=round(100 * grades.accuracy, 2),
+                accuracy_plus=round(100 * grades.accuracy_plus, 2),
+                prompt_tokens=length,
+                resized=round(100 * control.accuracy, 2),
+                less_resized=estimate(bootstrap.mean(gains)).rounded(2),
+            )
         )
-        rows.append(row)
     return tuple(rows)
 
 
 def as_markdown() -> str:
     """One row per state; the transferred states behave as their source and share its row."""
-    entries = [Entry(e.family, load_state(e.state.name)) for e in build_states()]
-    evidence = {entry.state.name: read_evidence(entry.state) for entry in entries}
+    states = [load_state(state.name) for state in build_states()]
+    evidence = {state.name: read_evidence(state) for state in states}
     measured = [scores for scores in evidence.values() if scores]
-    measured_rows = [row for scores in measured for row in scores.rows]
-    budgets = sorted({row.budget for row in measured_rows}, reverse=True)
+    controls = {
+        row.budget: row.resized for scores in measured for row in scores.rows if row.resized
+    }
+    budgets = sorted(controls, reverse=True)
 
-    def figures(accuracy: Mapping[int, float]) -> Iterator[str]:
+    def figures(accuracy: Mapping[int, float | None]) -> Iterator[str]:
         for budget in budgets:
-            yield f"{accuracy[budget]:.1f}" if budget in accuracy else "not measured"
+            figure = accuracy.get(budget)
+            yield "not measured" if figure is None else f"{figure:.1f}"
 
-    rows = []
-    if control := {row.budget: row.resized for row in measured_rows if row.resized is not None}:
-        rows.append((RESIZED, "no policy: all tokens pooled to K cells", *figures(control)))
-    for entry in entries:
-        if entry.family != "transfer":
-            name, scores = entry.state.name, evidence[entry.state.name]
+    rows = [(RESIZED, "no policy: all tokens pooled to K cells", *figures(controls))]
+    for state in states:
+        if not _is_transferred(state.name):
+            scores = evidence[state.name]
             accuracy = {row.budget: row.accuracy for row in scores.rows} if scores else {}
-            rows.append((f"`{name}`", _describe(entry), *figures(accuracy)))
+            rows.append((f"`{state.name}`", _describe(state), *figures(accuracy)))
     columns = ("state", "what it is", *(f"K = {budget}" for budget in budgets))
     table = Table("", columns, rows, "--" + "r" * len(budgets)).markdown()
-    transferred = [f"`{entry.state.name}`" for entry in entries if entry.family == "transfer"]
+    transferred = [f"`{state.name}`" for state in states if _is_transferred(state.name)]
     setups = sorted({(scores.model, scores.questions) for scores in measured})
     setup = "; ".join(f"{model}, {questions} questions" for model, questions in setups)
     return (
@@ -358,21 +351,19 @@ def as_markdown() -> str:
     )
 
 
-def _describe(entry: Entry) -> str:
-    policy, state = materialize(entry.state), entry.state
+def _describe(state: PruningState) -> str:
+    policy, name = materialize(state), state.name
     base, question_free = policy.base.name, "" if policy.reads_instruction else ", no instruction"
-    match entry.family:
-        case "base policy":
-            return f"base policy alone{question_free}"
-        case "instruction-free":
-            return f"`{SOURCE}` upon {base}, which reads no instruction"
-        case "source":
-            return f"the paper's released policy: {base}, {policy.quota} tokens exchanged"
-        case "search result":
-            core = state.core
-            shared = f", {core.share:.0%} of K the same for every question" if core else ""
-            found_on = SEARCH_RESULTS[state.name]
-            return f"found by a search on {found_on}, upon {base}{shared}{question_free}"
+    if name in BASE_POLICIES:
+        return f"base policy alone{question_free}"
+    if name == SOURCE:
+        return f"the paper's released policy: {base}, {policy.quota} tokens exchanged"
+    if name in SEARCH_RESULTS:
+        core = state.core
+        shared = f", {core.share:.0%} of K the same for every question" if core else ""
+        return f"found by a search on {SEARCH_RESULTS[name]}, upon {base}{shared}{question_free}"
+    if name == "instruction-free":
+        return f"`{SOURCE}` upon {base}, which reads no instruction"
     return state.provenance.notes.rstrip(".")
 
 
@@ -384,17 +375,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="write every state; evidence that still holds is kept")
-    measuring = commands.add_parser(
-        "measure", help="measure states without evidence; an interrupted run can be repeated"
-    )
+    text = "measure states without evidence; an interrupted run can be repeated"
+    measuring = commands.add_parser("measure", help=text)
     measuring.add_argument("--scenes", type=int, default=100, help="scenes of the test split")
-    measuring.add_argument("--budgets", type=int, nargs="+", default=[16, 8], help="each K")
-    measuring.add_argument("--again", action="store_true", help="measure all states again")
     options = parser.parse_args(arguments)
     if options.command == "build":
         build(POLICIES)
     else:
-        measure(POLICIES, options.scenes, options.budgets, options.again)
+        measure(POLICIES, options.scenes)
     return 0
 
 

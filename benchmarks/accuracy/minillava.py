@@ -38,93 +38,14 @@ from vllm_autoprune.http_client import MAX_IN_FLIGHT
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state
 
-EMBEDDED = "embedded"
-_REQUESTS = 60_000
-"""Requests for the default number of scenes: half an hour at 35 requests per second."""
-_QUESTIONS_PER_SCENE = 18
-"""Approximately; scenes without signs have fewer."""
-
-
-def find_model(name: str) -> Path:
-    """The folder of the model ``embedded``, or a folder; raises :class:`ConfigError`."""
-    folder = CHECKPOINTS["minillava"] if name == EMBEDDED else Path(name)
-    for part in ("llava/config.json", "clip/config.json"):
-        if not (folder / part).is_file():
-            fix = f"use {EMBEDDED}, or a folder with llava/ and clip/"
-            raise ConfigError("eval", [Problem(f"--model {name}", f"has no {part}", fix)])
-    return folder
-
-
-def count_tokens(folder: Path) -> int:
-    """N, the number of visual tokens of an image."""
-    config = json.loads((folder / "llava" / "config.json").read_text())
-    return int(config["image_seq_length"])
-
-
-def prepare_questions(scenes: int) -> Sequence[PreparedQuestion]:
-    """The questions about the first scenes of the test split, scene by scene."""
-    questions, images = [], dict[int, str]()
-    for number, example in enumerate(draw_examples("test", scenes)):
-        if example.image_id not in images:
-            images[example.image_id] = png_url(example.image)
-        paired = example.pair is not None
-        record = Question(
-            id=str(number),
-            benchmark=MME if paired else example.kind,
-            image=str(example.image_id),
-            category=example.kind if paired else "",
-            pair=str(example.pair) if paired else "",
-        )
-        image = images[example.image_id]
-        questions.append(PreparedQuestion(record, example.question, example.answer, image))
-    return questions
-
-
 Family = Literal["random", "resized", "policies", "found", "quota"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """Families of cases that can be measured beside the full model; by default all of them."""
 
 BUDGETS = (64, 32, 16, 8, 4)
 
-
-def build_cases(tokens: int, budgets: Sequence[int], families: Sequence[Family]) -> list[Case]:
-    """All cases, the full model first; raises :class:`ConfigError` for budgets outside 1..N-1."""
-    wrong = [budget for budget in budgets if not 0 < budget < tokens]
-    if wrong:
-        what, fix = f"are not within 1..{tokens - 1}", f"an image has N = {tokens} tokens"
-        values = " ".join(map(str, wrong))
-        raise ConfigError("eval", [Problem(f"--budgets {values}", what, fix)])
-    return [FULL, *(case for budget in budgets for case in _cases_at(budget, families))]
-
-
-def _cases_at(budget: int, families: Sequence[Family]) -> Iterator[Case]:
-    """The cases of one K, in the order of the tables."""
-    if "random" in families:
-        yield control_case("random", budget)
-    if "resized" in families:
-        yield control_case("resized", budget)
-    policies = [load_state(SOURCE).base_policy.name] if {"found", "quota"} & set(families) else []
-    if "policies" in families:
-        policies = [policy for policy in BASE_POLICIES if policy not in MiniLlava.equal_policies]
-    for policy in policies:  # the other families are compared with the shipped state and its base
-        base = f"{policy}@{budget}"
-        yield prune_case(base, "base", policy, load_state(policy), budget)
-        name, label = f"{policy}+{SOURCE}@{budget}", f"{policy} + AutoPrune"
-        yield prune_case(name, "autoprune", label, residual_on(policy), budget, base)
-    for name, searched_on in SEARCH_RESULTS.items():
-        if "found" in families and searched_on == "mini-LLaVA":
-            state = load_state(name)
-            policy = state.base_policy.name
-            label = f"{policy} + what a search found{', with a core' if state.core else ''}"
-            yield prune_case(
-                f"{name}@{budget}", "found", label, state, budget, f"{policy}@{budget}"
-            )
-    for quota in QUOTAS:
-        if "quota" in families and quota <= budget:
-            state = load_state(f"ablation-quota-{quota}")
-            base, name = f"{state.base_policy.name}@{budget}", f"quota-{quota}@{budget}"
-            yield prune_case(name, "quota", f"q_e = {quota}", state, budget, base)
-
+_SCENES = 15
+"""Half an hour of requests on two cores, where all cases are measured."""
 
 _FLAGS = (
     "--enforce-eager", "--max-model-len", "512", "--block-size", "32",
@@ -135,39 +56,82 @@ _START_TIMEOUT = 1200.0
 """Seconds; a start takes ten on an idle machine, but many minutes on a busy one."""
 
 
+def build_cases(tokens: int, budgets: Sequence[int], families: Sequence[Family]) -> list[Case]:
+    """All cases in the order of the tables, the full model first.
+
+    Raises :class:`ConfigError` for budgets outside 1..N-1.
+    """
+    if wrong := [budget for budget in budgets if not 0 < budget < tokens]:
+        what, fix = f"are not within 1..{tokens - 1}", f"an image has N = {tokens} tokens"
+        values = " ".join(map(str, wrong))
+        raise ConfigError("eval", [Problem(f"--budgets {values}", what, fix)])
+    # Of policies that are not measured themselves, the base of the others is compared with.
+    policies = [load_state(SOURCE).base_policy.name] if {"found", "quota"} & set(families) else []
+    if "policies" in families:
+        policies = [policy for policy in BASE_POLICIES if policy not in MiniLlava.equal_policies]
+    cases = [FULL]
+    for budget in budgets:
+        for keep in ("random", "resized"):
+            if keep in families:
+                cases.append(control_case(keep, budget))
+        for policy in policies:
+            base = f"{policy}@{budget}"
+            cases.append(prune_case(base, "base", policy, load_state(policy), budget))
+            name, label = f"{policy}+{SOURCE}@{budget}", f"{policy} + AutoPrune"
+            state = residual_on(policy)
+            cases.append(prune_case(name, "autoprune", label, state, budget, base))
+        for name, searched_on in SEARCH_RESULTS.items():
+            if "found" in families and searched_on == "mini-LLaVA":
+                state = load_state(name)
+                policy = state.base_policy.name
+                label = f"{policy} + what a search found{', with a core' if state.core else ''}"
+                base, name = f"{policy}@{budget}", f"{name}@{budget}"
+                cases.append(prune_case(name, "found", label, state, budget, base))
+        for quota in QUOTAS:
+            if "quota" in families and quota <= budget:
+                state = load_state(f"ablation-quota-{quota}")
+                base, name = f"{state.base_policy.name}@{budget}", f"quota-{quota}@{budget}"
+                cases.append(prune_case(name, "quota", f"q_e = {quota}", state, budget, base))
+    return cases
+
+
 class MiniLlavaSuite(QuestionSuite):
-    """The questions about a number of scenes, answered in every case."""
+    """The questions about the first scenes of the test split, answered in every case."""
 
     def __init__(
-        self,
-        folder: Path,
-        cases: Sequence[Case],
-        scenes: int | None,
-        settings: Settings,
-        log: Path | None = None,
+        self, folder: Path, cases: Sequence[Case], scenes: int, settings: Settings, log: Path
     ) -> None:
-        """``scenes``: None for as many as take about half an hour; ``log`` is a started server's.
-
-        Without the address of a server in the settings, one is started.
-        """
-        scenes = scenes or max(8, _REQUESTS // (max(len(cases), 1) * _QUESTIONS_PER_SCENE))
-        self._name = EMBEDDED if folder == CHECKPOINTS["minillava"] else folder.name
+        """Without the address of a server in the settings, one is started; ``log`` is its log."""
+        questions, urls = [], dict[int, str]()
+        for number, example in enumerate(draw_examples("test", scenes)):
+            urls.setdefault(example.image_id, png_url(example.image))
+            paired = example.pair is not None
+            record = Question(
+                id=str(number),
+                benchmark=MME if paired else example.kind,
+                image=str(example.image_id),
+                category=example.kind if paired else "",
+                pair=str(example.pair) if paired else "",
+            )
+            url = urls[example.image_id]
+            questions.append(PreparedQuestion(record, example.question, example.answer, url))
+        name = "embedded" if folder == CHECKPOINTS["minillava"] else folder.name
         super().__init__(
-            prepare_questions(scenes),
+            questions,
             cases,
             settings,
             suite="minillava",
-            model=f"mini-LLaVA {self._name}, weights {weights_digest(folder)}",
+            model=f"mini-LLaVA {name}, weights {weights_digest(folder)}",
             data=f"test split, {scenes} scenes",
         )
-        self._folder, self._log = folder, log
+        self._model, self._log = folder / "llava", log
         self._flags = (*_FLAGS, "--autoprune-text-tower", str(folder / "clip"))
 
     def describe_server(self) -> str:
         """The address of the server, or the command line that starts one."""
         if self.settings.url:
             return super().describe_server()
-        return " ".join(command(self._folder / "llava", 8000, self._flags))
+        return " ".join(command(self._model, 8000, self._flags))
 
     @contextlib.contextmanager
     def open_server(self, progress: Progress) -> Iterator[str]:
@@ -175,28 +139,18 @@ class MiniLlavaSuite(QuestionSuite):
         if self.settings.url:
             yield self.settings.url
             return
-        progress.write(f"starting vllm serve with mini-LLaVA {self._name} ...")
-        model, patience = self._folder / "llava", _START_TIMEOUT
+        progress.write("starting vllm serve with mini-LLaVA ...")
         try:
-            with serve(model, *self._flags, log=self._log, patience=patience) as server:
-                try:
-                    yield server.url
-                except EvaluationError:
-                    status = server.process.poll()
-                    if status is None:
-                        raise
-                    raise EvaluationError(
-                        f"vllm serve ended with {status} (log: {server.log}) -> fix that and add "
-                        "--resume: nothing is lost"
-                    ) from None
+            with serve(self._model, *self._flags, log=self._log, patience=_START_TIMEOUT) as server:
+                yield server.url
         except ServerDied as error:
             what = str(error).split("\n")[0].rstrip(":")
-            where = f" (log: {self._log})" if self._log is not None else ""
-            raise EvaluationError(f"{what}{where} -> fix that and add --resume") from None
+            fix = "fix that and add --resume"
+            raise EvaluationError(f"{what} (log: {self._log}) -> {fix}") from None
 
     def objections(self, contents: Contents) -> Iterator[str]:
         """Prompt lengths that do not match K, which shows that a case was not served as asked."""
-        tokens = count_tokens(self._folder)
+        tokens = count_tokens(self._model)
         for case in self.cases:
             removed = tokens - case.budget
             for pruned, unpruned in contents.prompt_lengths(case):
@@ -206,6 +160,11 @@ class MiniLlavaSuite(QuestionSuite):
                         f"{removed}: the case was not served as asked"
                     )
                     break
+
+
+def count_tokens(llava: Path) -> int:
+    """N, the number of visual tokens of an image."""
+    return int(json.loads((llava / "config.json").read_text())["image_seq_length"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -218,22 +177,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--out", type=Path, default=out, metavar="FOLDER", help="folder for the results")
     add("--json", action="store_true", help="print the report as JSON")
     add_run_arguments(parser)
-    add("--model", default=EMBEDDED, help="embedded (default), or a folder with llava/ and clip/")
-    add("--scenes", type=int, help="default: about half an hour's worth")
+    text = "folder with llava/ and clip/; default: the embedded model"
+    add("--model", type=Path, default=CHECKPOINTS["minillava"], metavar="FOLDER", help=text)
+    add("--scenes", type=int, default=_SCENES, help="scenes of the test split")
     add("--budgets", type=int, nargs="+", default=list(BUDGETS), metavar="K", help="each K")
     text = "groups of cases"
     add("--cases", nargs="+", default=list(FAMILIES), choices=FAMILIES, help=text)
     text = "a running server with --autoprune-requests states; default: one is started"
-    add("--server-url", metavar="URL", help=text)
+    add("--server-url", default="", metavar="URL", help=text)
     options = parser.parse_args(arguments)
     try:
-        settings = Settings(
-            options.server_url or "", options.served_name, options.concurrency or MAX_IN_FLIGHT
-        )
-        folder = find_model(options.model)
-        cases = build_cases(count_tokens(folder), options.budgets, options.cases)
+        for part in ("llava/config.json", "clip/config.json"):
+            if not (options.model / part).is_file():
+                problem = Problem(f"--model {options.model}", f"has no {part}", "name another")
+                raise ConfigError("eval", [problem])
+        at_once = options.concurrency or MAX_IN_FLIGHT
+        settings = Settings(options.server_url, options.served_name, at_once)
+        cases = build_cases(count_tokens(options.model / "llava"), options.budgets, options.cases)
         log = options.out / "server.log"
-        suite = MiniLlavaSuite(folder, cases, options.scenes, settings, log)
+        suite = MiniLlavaSuite(options.model, cases, options.scenes, settings, log)
         return run_suite(suite, options.out, options)
     except AutopruneError as error:
         print(error, file=sys.stderr)

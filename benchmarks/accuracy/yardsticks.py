@@ -7,12 +7,12 @@ selection and a pass of the language model, so hundreds of cases take minutes.
 
 from __future__ import annotations
 
-import argparse
 import csv
+import hashlib
 import io
-import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import compress
 from pathlib import Path
@@ -31,10 +31,8 @@ from benchmarks.yardsticks.yardstick import (
     ORACLE,
     RANDOM,
     RESIZED,
-    Budget,
     Case,
     Yardstick,
-    batch_digest,
     batches,
 )
 from vllm_autoprune.cli.output import CommandParser
@@ -47,42 +45,40 @@ from vllm_autoprune.statistics import ClusterBootstrap, Estimate, estimate
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.tokens import Need
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
-STATES = ("norm", SOURCE, "instruction-free", "shared-core", *SEARCH_RESULTS)
+_STATES = ("norm", SOURCE, "instruction-free", "shared-core", *SEARCH_RESULTS)
 """Shipped states that are measured beside every base policy alone."""
 
-BEFORE: Final = "@merger_in"
+_BEFORE: Final = "@merger_in"
 """Behind the name of a case: the state ranks tokens by what enters the patch merger."""
 
 _WITHOUT_FEATURES = ("mmtok", "scope", "prunesid", "holov")
 """Base policies that read encoder tokens anyway, or attention alone: the same before the merger."""
 
 
-def build_cases(
-    budgets: Sequence[Budget], available: frozenset[Need], names: Sequence[str] = ()
-) -> list[Case]:
+def build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
     """Every case whose inputs a yardstick has, the full model first; or the named ones of them.
 
-    A name may also be that of any other shipped state, such as an ablation.
-    The full model and the resize control are always among them. Where a yardstick has a patch
-    merger, every base policy and state that reads features also ranks before it.
+    A name may also be that of any other shipped state, such as an ablation. The full model and the
+    resize control are always among them. Where a yardstick has a patch merger, every base policy
+    and state that reads features also ranks before it.
     """
-    ablations = [name for name in names if name in shipped_states() and name not in STATES]
-    states = {name: load_state(name) for name in (*BASE_POLICIES, *STATES, *ablations)}
+    available = yardstick.available
+    ablations = [name for name in names if name in shipped_states() and name not in _STATES]
+    states = {name: load_state(name) for name in (*BASE_POLICIES, *_STATES, *ablations)}
     cases = [Case(FULL, ALL_TOKENS, FULL)]
-    for budget in budgets:
+    for budget in yardstick.budgets:
         cases += [Case(control, budget, control) for control in (RESIZED, RANDOM, ORACLE)]
         for name, state in states.items():
-            if not materialize(state, 16).needs <= available:
+            if name in yardstick.equal_policies or not materialize(state, 16).needs <= available:
                 continue
             base = "" if name in BASE_POLICIES else state.base_policy.name
             cases.append(Case(name, budget, state=state, base=base))
             before = state.model_copy(update={"rank_at": "merger_in"})
             if name not in _WITHOUT_FEATURES and materialize(before, 16).needs <= available:
-                cases.append(Case(f"{name}{BEFORE}", budget, state=before, base=name))
+                cases.append(Case(f"{name}{_BEFORE}", budget, state=before, base=name))
     return [case for case in cases if not names or case.name in {*names, FULL, RESIZED}]
 
 
@@ -101,65 +97,59 @@ class _BatchScores(FrozenModel):
     tokens: int
 
 
-SCORES: TypeAdapter[_BatchScores] = TypeAdapter(_BatchScores)
+_SCORES: TypeAdapter[_BatchScores] = TypeAdapter(_BatchScores)
 
 
-@dataclass(frozen=True)
-class CaseResult:
-    """Scores of one case on all questions in order; tokens are the mean over images."""
-
-    case: Case
-    right: list[bool]
-    logprob: list[float]
-    tokens: float
+def _digest(batch: Sequence[Example]) -> str:
+    """Identifies the questions, answers and images of a batch."""
+    digest = hashlib.sha256()
+    image = -1
+    for example in batch:
+        if example.image_id != image:
+            image = example.image_id
+            digest.update(example.image.numpy().tobytes())
+        digest.update(f"{example.question}\n{example.answer}\n".encode())
+    return digest.hexdigest()[:12]
 
 
 def measure(
-    yardstick: Yardstick,
-    cases: Sequence[Case],
-    examples: Sequence[Example],
-    journal: RecordFile[_BatchScores],
-    progress: Progress,
-) -> list[CaseResult]:
-    """Scores of all cases on the questions.
+    yardstick: Yardstick, cases: Sequence[Case], examples: Sequence[Example], path: Path
+) -> list[Row]:
+    """Rows of all cases on the questions; what the journal at a path has is not measured again.
 
-    What the journal has is not measured again. Cases are measured batch by batch, so that an
-    interrupted run has few questions in all cases rather than all questions in few.
+    Cases are measured batch by batch, so that an interrupted run has few questions in all cases
+    rather than all questions in few.
     """
-    known = {(r.case, r.questions): r for r in journal.records if r.model == yardstick.model}
-    groups = {batch_digest(batch): batch for batch in batches(yardstick, examples)}
-    missing = {
-        digest: [case for case in cases if (case.key, digest) not in known] for digest in groups
-    }
-    total = len(groups) * len(cases)
-    progress.begin(total, total - sum(map(len, missing.values())))
-    for digest, todo in missing.items():
-        if not todo:
-            continue
-        encoded, records = yardstick.encode(groups[digest]), []
-        for case in todo:
-            scores = encoded.score(case)
-            record = _BatchScores(
-                model=yardstick.model,
-                questions=digest,
-                case=case.key,
-                right="".join("01"[int(right)] for right in scores.right.tolist()),
-                logprob=tuple(round(value, 4) for value in scores.logprob.tolist()),
-                tokens=scores.tokens,
-            )
-            records.append(record)
-            known[case.key, digest] = record
-            progress.advance()
-        # Together, because every append waits for the disk.
-        journal.append(records)
-    results = []
-    for case in cases:
-        records = [known[case.key, digest] for digest in groups]
-        right = [digit == "1" for record in records for digit in record.right]
-        logprob = [value for record in records for value in record.logprob]
-        tokens = sum(record.tokens for record in records) / len(records)
-        results.append(CaseResult(case, right, logprob, tokens))
-    return results
+    progress = Progress(lambda line: print(f"{yardstick.key}: {line}", file=sys.stderr, flush=True))
+    groups = {_digest(batch): batch for batch in batches(yardstick, examples)}
+    with RecordFile(path, _SCORES, EvaluationError) as journal:
+        known = {(r.case, r.questions): r for r in journal.records if r.model == yardstick.model}
+        missing = {
+            digest: [case for case in cases if (case.key, digest) not in known] for digest in groups
+        }
+        total = len(groups) * len(cases)
+        progress.begin(total, total - sum(map(len, missing.values())))
+        for digest, unmeasured in missing.items():
+            if not unmeasured:
+                continue
+            encoded, records = yardstick.encode(groups[digest]), []
+            for case in unmeasured:
+                scores = encoded.score(case)
+                record = _BatchScores(
+                    model=yardstick.model,
+                    questions=digest,
+                    case=case.key,
+                    right="".join("01"[int(right)] for right in scores.right.tolist()),
+                    logprob=tuple(round(value, 4) for value in scores.logprob.tolist()),
+                    tokens=scores.tokens,
+                )
+                records.append(record)
+                known[case.key, digest] = record
+                progress.advance()
+            # Together, because every append waits for the disk.
+            journal.append(records)
+    results = {case.key: [known[case.key, digest] for digest in groups] for case in cases}
+    return list(_build_rows(yardstick, cases, examples, results))
 
 
 @dataclass(frozen=True)
@@ -188,19 +178,21 @@ class Row:
     less_default: Estimate | None
 
 
-def build_rows(
-    yardstick: Yardstick, examples: Sequence[Example], results: Sequence[CaseResult]
+def _build_rows(
+    yardstick: Yardstick,
+    cases: Sequence[Case],
+    examples: Sequence[Example],
+    results: Mapping[str, Sequence[_BatchScores]],
 ) -> Iterator[Row]:
     """Rows of every case: of all questions, of each category, and of each kind."""
-    by_name = {(result.case.name, result.case.budget.label): result for result in results}
-    categories = yardstick.categories
-    kinds = [(name, kind, (kind,)) for name, kinds in categories.items() for kind in kinds]
-    parts: list[tuple[str | None, str | None, Sequence[str]]] = [
-        (None, None, [kind for _, kind, _ in kinds]),
-        *((name, None, kinds) for name, kinds in categories.items()),
-        *kinds,
-    ]
-    for category, kind, wanted in parts:
+    rights = {
+        case.name + case.budget.label: [d == "1" for r in results[case.key] for d in r.right]
+        for case in cases
+    }
+    kinds = [(name, kind) for name, kinds in yardstick.categories.items() for kind in kinds]
+    parts: list[tuple[str | None, str | None]] = [(None, None)]
+    for category, kind in [*parts, *((name, None) for name in yardstick.categories), *kinds]:
+        wanted = [k for name, k in kinds if category in (None, name) and kind in (None, k)]
         members = [example.kind in wanted for example in examples]
         if not any(members):
             continue
@@ -210,69 +202,47 @@ def build_rows(
         def percent(values: Sequence[float], bootstrap: ClusterBootstrap = bootstrap) -> Estimate:
             return estimate(100 * bootstrap.mean(values)).rounded(2)
 
-        for result in results:
-            case, right = result.case, list(compress(map(float, result.right), members))
+        for case in cases:
+            scores, label = results[case.key], case.budget.label
+            right = list(compress(map(float, rights[case.name + label]), members))
+            logprob = list(compress((value for r in scores for value in r.logprob), members))
             less: dict[str, Estimate | None] = {}
             for name in (RESIZED, case.base, yardstick.default):
-                other = by_name.get((name, case.budget.label))
-                less[name] = None
-                if other is not None and other is not result:
-                    pairs = zip(right, compress(other.right, members), strict=True)
-                    less[name] = percent([value - control for value, control in pairs])
+                other = None if name == case.name else rights.get(name + label)
+                pairs = zip(right, compress(other or [], members), strict=other is not None)
+                less[name] = percent([a - b for a, b in pairs]) if other else None
             yield Row(
                 yardstick=yardstick.name,
-                budget=case.budget.label,
+                budget=label,
                 name=case.name,
                 reads_question=case.reads_question,
-                digest="" if case.state is None else case.state.digest,
+                digest="" if case.state is None else case.state.digest[:12],
                 category=category,
                 kind=kind,
                 questions=len(right),
                 images=len(set(images)),
-                tokens=round(result.tokens, 1),
+                tokens=round(sum(record.tokens for record in scores) / len(scores), 1),
                 accuracy=percent(right),
-                logprob=round(sum(compress(result.logprob, members)) / len(right), 3),
+                logprob=round(sum(logprob) / len(right), 3),
                 less_resized=less[RESIZED],
                 less_base=less[case.base],
                 less_default=less[yardstick.default],
             )
 
 
-_ESTIMATES = ("accuracy", "less_resized", "less_base", "less_default")
-
-BEGIN, END = "<!-- yardsticks -->", "<!-- /yardsticks -->"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The rows of one yardstick, its model, and the state that is the default on it."""
-
-    name: str
-    model: str
-    default: str
-    detailed_budget: str
-    """The budget whose verdicts are given for every category of questions."""
-    rows: Sequence[Row]
-
-
-def as_json(measured: Sequence[Measured]) -> str:
-    """All rows, also those by kind at every budget."""
-    return json.dumps([asdict(yardstick) for yardstick in measured], indent=1)
-
-
-def as_csv(measured: Sequence[Measured]) -> str:
+def as_csv(rows: Sequence[Row]) -> str:
     """All rows, one a line; an estimate is three columns, its 95 % interval ``low`` to ``high``."""
     records: list[dict[str, object]] = []
-    for row in (row for yardstick in measured for row in yardstick.rows):
-        flat: dict[str, object] = {}
+    for row in rows:
+        record: dict[str, object] = {}
         for name, value in asdict(row).items():
-            if name in _ESTIMATES:
-                value = value or dict.fromkeys(("value", "low", "high"))
-                flat[name], low, high = value.values()
-                flat |= {f"{name}_low": low, f"{name}_high": high}
+            if name == "accuracy" or name.startswith("less_"):
+                figures = value or dict.fromkeys(("value", "low", "high"))
+                record[name] = figures.pop("value")
+                record |= {f"{name}_{side}": figure for side, figure in figures.items()}
             else:
-                flat[name] = value[:12] if name == "digest" else value
-        records.append(flat)
+                record[name] = value
+        records.append(record)
     text = io.StringIO()
     writer = csv.DictWriter(text, records[0], lineterminator="\n")
     writer.writeheader()
@@ -280,67 +250,47 @@ def as_csv(measured: Sequence[Measured]) -> str:
     return text.getvalue()
 
 
-def as_markdown(measured: Sequence[Measured]) -> str:
-    """A verdict on each default state, and one table of every yardstick."""
-    lines: list[str] = []
-    for yardstick in measured:
-        overall = [row for row in yardstick.rows if row.category is None and row.kind is None]
-        full = overall[0]
-        right = format_estimate(full.accuracy, between=" to ").replace(" (", " % (")
-        lines += [f"### {yardstick.name}", ""]
-        lines.append(
-            f"{yardstick.model}; {full.questions} questions about {full.images} images of the test "
-            f"split. With all tokens ({full.tokens:.1f} on average) {right} are right."
-        )
-        lines += ["", *_default_lines(yardstick), "", _table(yardstick, overall[1:]).markdown(), ""]
-    return "\n".join(lines).rstrip() + "\n"
+def as_markdown(yardstick: Yardstick, rows: Sequence[Row]) -> str:
+    """What the default state gains upon resizing, and the table of all cases.
 
-
-def _table(measured: Measured, rows: Sequence[Row]) -> Table:
-    """Per cent right at every budget, and points more than resizing; no rows before the merger."""
-    budgets = list(dict.fromkeys(row.budget for row in rows))
-    by_name: dict[str, dict[str, Row]] = {}
+    A cell is per cent right and points more than resizing; there are no rows before the merger.
+    """
+    full = rows[0]
+    right = format_estimate(full.accuracy, between=" to ").replace(" (", " % (")
+    lines = [
+        f"### {yardstick.name}\n",
+        f"{yardstick.model}; {full.questions} questions about {full.images} images of the test "
+        f"split. With all tokens ({full.tokens:.1f} on average) {right} are right.\n",
+    ]
     for row in rows:
-        if not row.name.endswith(BEFORE):
-            by_name.setdefault(row.name, {})[row.budget] = row
-    cells = []
-    for name, at in by_name.items():
-        reads = next(iter(at.values())).reads_question
-        figures = ["-"] * len(budgets)
-        for place, row in ((budgets.index(budget), row) for budget, row in at.items()):
-            figures[place], more = f"{row.accuracy.value:.1f}", row.less_resized
-            if more is not None:
-                width = max(more.high - more.value, more.value - more.low)
-                figures[place] += f" {more.value:+.1f}±{width:.1f}"
-        label = f"**{name}**" if name == measured.default else name
-        cells.append((label, {True: "read", False: "not read", None: ""}[reads], *figures))
-    return Table("", ("method", "question", *budgets), cells, "--" + "r" * len(budgets))
-
-
-def _default_lines(measured: Measured) -> Iterator[str]:
-    """Where the default state is better than resizing, and where it is not."""
-    for row in measured.rows:
-        if row.name != measured.default or row.kind is not None or row.less_resized is None:
+        more, detailed = row.less_resized, row.budget == yardstick.eighth
+        if row.name != yardstick.default or row.kind is not None or more is None:
             continue
-        if row.category is not None and row.budget != measured.detailed_budget:
-            continue
-        part, more, verdict = row.category or "all questions", row.less_resized, "not decided"
-        if more.low > 0:
-            verdict = f"`{row.name}` is better than resizing"
-        elif more.high < 0:
-            verdict = f"resizing is better than `{row.name}`"
-        difference = f"{more.value:+.1f} ({more.low:+.1f} to {more.high:+.1f})"
-        yield f"- {row.budget}, {part}: {difference}; {verdict}"
-
-
-def write_between_markers(path: Path, text: str) -> None:
-    """Replace what stands between the markers of a document."""
-    document = path.read_text(encoding="utf-8")
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} has no {BEGIN} ... {END}")
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+        if row.category is None or detailed:
+            verdict = "not decided"
+            if more.low > 0:
+                verdict = f"`{row.name}` is better than resizing"
+            elif more.high < 0:
+                verdict = f"resizing is better than `{row.name}`"
+            difference = f"{more.value:+.1f} ({more.low:+.1f} to {more.high:+.1f})"
+            part = row.category or "all questions"
+            lines.append(f"- {row.budget}, {part}: {difference}; {verdict}")
+    overall = [row for row in rows[1:] if row.category is None and not row.name.endswith(_BEFORE)]
+    budgets = list(dict.fromkeys(row.budget for row in overall))
+    cells: dict[str, dict[str, str]] = {}
+    for row in overall:
+        label = f"**{row.name}**" if row.name == yardstick.default else row.name
+        reads = {True: "read", False: "not read", None: ""}[row.reads_question]
+        figure, more = f"{row.accuracy.value:.1f}", row.less_resized
+        if more is not None:
+            width = max(more.high - more.value, more.value - more.low)
+            figure += f" {more.value:+.1f}±{width:.1f}"
+        cells.setdefault(row.name, {"": label, "question": reads})[row.budget] = figure
+    table = [
+        [at.get(column, "-") for column in ("", "question", *budgets)] for at in cells.values()
+    ]
+    columns, align = ("method", "question", *budgets), "--" + "r" * len(budgets)
+    return "\n".join([*lines, "", Table("", columns, table, align).markdown(), ""])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -350,46 +300,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Measure base policies, states and controls on mini-LLaVA and mini-Qwen3-VL. "
         "A run that is stopped goes on when the command is repeated.",
     )
-    add, text = parser.add_argument, "folder for the results"
-    add("--out", type=Path, default=Path("out/yardsticks"), metavar="FOLDER", help=text)
-    both, text = list(YARDSTICKS), "models to measure on"
-    add("--yardsticks", nargs="+", default=both, choices=YARDSTICKS, help=text)
+    add, text = parser.add_argument, "models to measure on"
+    add("--yardsticks", nargs="+", default=list(YARDSTICKS), choices=YARDSTICKS, help=text)
     add("--checkpoint", type=Path, help="another training of a single yardstick")
     add("--images", type=int, default=100, help="images of the test split")
     add("--methods", nargs="*", default=[], help="default: all of them")
-    add("--threads", type=int, default=1, help="threads of torch")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="all rows as JSON")
     text = "write docs/accuracy.md's tables and docs/data/accuracy.csv"
-    output.add_argument("--write-docs", action="store_true", help=text)
+    add("--write-docs", action="store_true", help=text)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)  # the last bits of pictures depend on it
+    parts, all_rows = [], list[Row]()
     try:
-        measured = [_measure(name, options) for name in options.yardsticks]
+        for name in options.yardsticks:
+            yardstick = open_yardstick(name, options.checkpoint)
+            cases = build_cases(yardstick, options.methods)
+            examples = yardstick.draw("test", options.images)
+            rows = measure(yardstick, cases, examples, Path("out/yardsticks") / f"{name}.jsonl")
+            parts.append(as_markdown(yardstick, rows))
+            all_rows += rows
     except AutopruneError as error:
         print(error, file=sys.stderr)
         return 1
-    if options.write_docs:
-        write_between_markers(DOCS / "accuracy.md", as_markdown(measured))
-        (DOCS / "data" / "accuracy.csv").write_text(as_csv(measured), encoding="utf-8")
-    else:
-        print(as_json(measured) if options.json else as_markdown(measured), end="")
+    page = "\n".join(parts)
+    if not options.write_docs:
+        print(page, end="")
+        return 0
+    path = DOCS / "accuracy.md"
+    marked = re.compile(r"(?<=<!-- yardsticks -->\n\n).*(?=\n<!-- /yardsticks -->)", re.DOTALL)
+    text = marked.sub(lambda _: page, path.read_text(encoding="utf-8"))
+    path.write_text(text, encoding="utf-8")
+    (DOCS / "data" / "accuracy.csv").write_text(as_csv(all_rows), encoding="utf-8")
     return 0
-
-
-def _measure(name: str, options: argparse.Namespace) -> Measured:
-    yardstick = open_yardstick(name, options.checkpoint)
-    progress = Progress(lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True))
-    cases = [
-        case
-        for case in build_cases(yardstick.budgets, yardstick.available, options.methods)
-        if case.name not in yardstick.equal_policies
-    ]
-    examples = yardstick.draw("test", options.images)
-    with RecordFile(options.out / f"{name}.jsonl", SCORES, EvaluationError) as journal:
-        results = measure(yardstick, cases, examples, journal, progress)
-    rows = list(build_rows(yardstick, examples, results))
-    return Measured(yardstick.name, yardstick.model, yardstick.default, yardstick.eighth, rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.yardsticks.engine``: score vLLM on a split, stock and with states.
+"""``python -m benchmarks.yardsticks.engine``: score vLLM on the test split, stock and with states.
 
 Answers, and the tokens that states keep, are compared with those in this process, which the table
 of both yardsticks is measured with.
@@ -7,20 +7,17 @@ of both yardsticks is measured with.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, get_args
-
-import torch
+from typing import TYPE_CHECKING
 
 from benchmarks.yardsticks import YARDSTICKS, open_yardstick
 from benchmarks.yardsticks.examples import (
     CHECKPOINTS,
     CLIP,
     Example,
-    Split,
     as_picture,
     format_prompt,
     image_size,
@@ -28,15 +25,7 @@ from benchmarks.yardsticks.examples import (
 )
 from benchmarks.yardsticks.questions import Model
 from benchmarks.yardsticks.scenes import PATCHES
-from benchmarks.yardsticks.yardstick import (
-    ALL_TOKENS,
-    FULL,
-    RESIZED,
-    Budget,
-    Case,
-    Yardstick,
-    batches,
-)
+from benchmarks.yardsticks.yardstick import ALL_TOKENS, FULL, RESIZED, Budget, Case, batches
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.explain import keep_engine_in_process, record_selections
 from vllm_autoprune.ops.dtype import choose_dtype
@@ -50,16 +39,17 @@ if TYPE_CHECKING:
 MAX_ANSWER_TOKENS = 6
 """More than the longest answer and its end token."""
 
+_EIGHTH = Budget("N/8", Fraction(1, 8))
 
-def open_engine(
-    model: Model = "minillava",
-    settings: Mapping[str, object] | None = None,
-    checkpoint: Path | None = None,
-) -> LLM:
+_Verdicts = list[tuple[bool, set[int]]]
+"""Of each question whether its answer is right, and the tokens that a state keeps."""
+
+
+def open_engine(model: Model = "minillava", settings: Mapping[str, object] | None = None) -> LLM:
     """Start an engine; `settings` are the plugin's, and without them it prunes nothing."""
     from vllm import LLM
 
-    folder = checkpoint or CHECKPOINTS[model]
+    folder = CHECKPOINTS[model]
     towers = {"text_tower": str(CLIP)} if settings and model == "minillava" else {}
     return LLM(
         model=str(folder / "llava" if model == "minillava" else folder),
@@ -75,7 +65,7 @@ def open_engine(
 def answer_questions(
     engine: LLM,
     examples: Sequence[Example],
-    entries: Sequence[Mapping[str, object] | None],
+    entries: Sequence[Mapping[str, object]],
     model: Model = "minillava",
 ) -> list[RequestOutput]:
     """Greedy answers in the order of the examples; entries are the requests' ``autoprune``."""
@@ -93,23 +83,23 @@ def answer_questions(
     return engine.generate(prompts, sampling, use_tqdm=False)
 
 
-def _ask_engine(
-    engine: LLM, model: Model, examples: Sequence[Example], case: Case
-) -> Iterator[tuple[bool, set[int]]]:
-    """Whether vLLM answers each question right, and the tokens that the case's state keeps.
+def _ask_engine(engine: LLM, model: Model, examples: Sequence[Example], case: Case) -> _Verdicts:
+    """Verdicts of vLLM; with a state each question is asked alone.
 
-    With a state each question is asked alone: images of a batch of requests are selected in any
-    order.
+    Images of a batch of requests are selected in any order.
     """
+    verdicts: _Verdicts = []
     for group in [examples] if case.state is None else [[example] for example in examples]:
         entries = []
         for example in group:
             count = PATCHES if model == "minillava" else image_size(example.image).tokens
             fields: dict[str, object] = {"budget": case.budget.tokens(count)}
-            if case.state is None:
-                fields = {} if case.control == FULL else {**fields, "keep": case.control}
-            else:
+            if case.state is not None:
                 fields["state"] = json.loads(case.state.dumps())
+            elif case.control == FULL:
+                fields = {}
+            else:
+                fields["keep"] = case.control
             entries.append(fields)
         if case.state is not None:
             engine.reset_prefix_cache()
@@ -117,55 +107,41 @@ def _ask_engine(
             engine.llm_engine.reset_encoder_cache()
         with record_selections() as selections:
             outputs = answer_questions(engine, group, entries, model)
-        tokens = [set[int]() for _ in group]
-        if case.state is not None:
-            ((_, _, refined),) = selections
-            tokens = [{*refined.indices[0].tolist()}]
-        for example, output, kept in zip(group, outputs, tokens, strict=True):
-            yield is_right(output.outputs[0].text, example.answer), kept
+        tokens = [{*refined.indices[0].tolist()} for _, _, refined in selections]
+        for example, output, kept in zip(
+            group, outputs, tokens if case.state else [set()] * len(group), strict=True
+        ):
+            verdicts.append((is_right(output.outputs[0].text, example.answer), kept))
+    return verdicts
 
 
-@torch.no_grad()
-def _ask_in_process(
-    yardstick: Yardstick, examples: Sequence[Example], case: Case
-) -> Iterator[tuple[bool, set[int]]]:
-    """The same with transformers."""
-    for batch in batches(yardstick, examples):
-        encoded = yardstick.encode(batch)
-        tokens: list[list[int]] = [[] for _ in batch]
-        if case.state is not None:
-            policy = materialize(case.state, case.budget.tokens(encoded.tokens.count))
-            tokens = refine(policy, encoded.tokens).indices.tolist()
-        yield from zip(encoded.score(case).right.tolist(), map(set, tokens), strict=True)
-
-
-def compare(
-    model: Model,
-    split: Split,
-    images: int,
-    states: Sequence[str],
-    divisor: int,
-    checkpoint: Path | None = None,
-) -> dict[str, dict[str, float]]:
+def compare(model: Model, images: int, states: Sequence[str]) -> dict[str, dict[str, float]]:
     """By case, stock or resized and each state: accuracy both ways, and shares of equal results.
 
     A verdict is whether an answer is right; of a state also how many questions keep the same
     tokens, what share of its tokens an image has in common, and equal verdicts where all are.
     """
     keep_engine_in_process()
-    budget = Budget(f"N/{divisor}", Fraction(1, divisor))
     cases = [Case(FULL, ALL_TOKENS, FULL)]
     settings: dict[str, object] = {}
     if states:
-        cases = [Case(RESIZED, budget, RESIZED)]
-        cases += [Case(name, budget, state=load_state(name)) for name in states]
+        cases = [Case(RESIZED, _EIGHTH, RESIZED)]
+        cases += [Case(name, _EIGHTH, state=load_state(name)) for name in states]
         settings = {"state": json.loads(load_state(states[0]).dumps()), "requests": "states"}
-    yardstick = open_yardstick(model, checkpoint)
-    examples = yardstick.draw(split, images)
-    engine, report = open_engine(model, settings, checkpoint), dict[str, dict[str, float]]()
+    yardstick = open_yardstick(model)
+    examples = yardstick.draw("test", images)
+    engine, report = open_engine(model, settings), dict[str, dict[str, float]]()
     for case in cases:
-        served = _ask_engine(engine, model, examples, case)
-        pairs = list(zip(served, _ask_in_process(yardstick, examples, case), strict=True))
+        in_process: _Verdicts = []
+        for batch in batches(yardstick, examples):
+            encoded = yardstick.encode(batch)
+            tokens: list[list[int]] = [[] for _ in batch]
+            if case.state is not None:
+                policy = materialize(case.state, case.budget.tokens(encoded.tokens.count))
+                tokens = refine(policy, encoded.tokens).indices.tolist()
+            rights = encoded.score(case).right.tolist()
+            in_process += zip(rights, map(set, tokens), strict=True)
+        pairs = list(zip(_ask_engine(engine, model, examples, case), in_process, strict=True))
         report[case.name] = {
             "questions": len(examples),
             "same verdict": fmean(right == other for (right, _), (other, _) in pairs),
@@ -186,20 +162,15 @@ def compare(
 
 def main() -> None:
     """Parse the arguments, ask the questions and write scores and agreement as JSON."""
-    parser = CommandParser(description="Score a vLLM engine on a held-out split.")
+    parser = CommandParser(description="Score a vLLM engine on the test split.")
     parser.add_argument("yardstick", choices=YARDSTICKS, help="model to serve")
-    parser.add_argument("--checkpoint", type=Path, help="another training of the model")
-    parser.add_argument("--split", choices=get_args(Split), default="test", help="held-out split")
-    parser.add_argument("--images", type=int, default=200, help="pictures of it")
-    parser.add_argument("--state", nargs="+", default=[], help="states to serve, one after another")
-    parser.add_argument("--divisor", type=int, default=8, help="K is N over it, with a state")
+    parser.add_argument("--images", type=int, default=200, help="pictures of the test split")
+    text = "states to serve with N/8 tokens, one after another"
+    parser.add_argument("--state", nargs="+", default=[], help=text)
     # A file, because the engine's processes write their log lines to standard output as well.
     parser.add_argument("--json", type=Path, required=True, help="file for the scores")
     options = parser.parse_args()
-    report = compare(
-        options.yardstick, options.split, options.images, options.state, options.divisor,
-        options.checkpoint,
-    )  # fmt: skip
+    report = compare(options.yardstick, options.images, options.state)
     options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

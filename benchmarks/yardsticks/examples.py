@@ -20,35 +20,15 @@ from typing import Literal
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.yardsticks.pages import (
-    PAGE_STYLES,
-    SIZES,
-    TOKEN,
-    UNSEEN_SIZES,
-    Page,
-    Size,
-    draw_page,
-    draw_rectangle,
-    render_pages,
-    render_rectangles,
-)
+from benchmarks.yardsticks import pages, scenes
 from benchmarks.yardsticks.questions import (
     CATEGORIES,
     KINDS,
     SEEN,
     UNSEEN,
     Model,
-    PageQuestions,
-    SceneQuestions,
+    Questions,
     Wordings,
-)
-from benchmarks.yardsticks.scenes import (
-    CELLS,
-    TRAINING_STYLES,
-    UNSEEN_STYLES,
-    Scene,
-    draw_layout,
-    render_scenes,
 )
 
 _WEIGHTS = Path(__file__).resolve().parent / "weights"
@@ -56,13 +36,15 @@ CHECKPOINTS: Mapping[Model, Path] = {name: _WEIGHTS / name for name in ("minilla
 LLAVA = CHECKPOINTS["minillava"] / "llava"
 CLIP = CHECKPOINTS["minillava"] / "clip"
 
-IMAGE_TOKEN: Mapping[Model, str] = {"minillava": "<image>", "miniqwen": "<|image_pad|>"}
-PROMPT: Mapping[Model, str] = {
-    "minillava": "USER: <image>\n{question} ASSISTANT:",
-    "miniqwen": "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
-    "{question}<|im_end|>\n<|im_start|>assistant\n",
+PROMPT: Mapping[Model, tuple[str, str, str]] = {
+    "minillava": ("USER: ", "<image>", "\n{question} ASSISTANT:"),
+    "miniqwen": (
+        "<|im_start|>user\n<|vision_start|>",
+        "<|image_pad|>",
+        "<|vision_end|>{question}<|im_end|>\n<|im_start|>assistant\n",
+    ),
 }
-"""The chat templates' prompt of one question about one image."""
+"""The chat templates' prompt of one question about one image: before, at and behind the image."""
 
 Split = Literal["search", "validation", "test"]
 _MAX_IMAGES = 5000
@@ -129,7 +111,7 @@ def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -
         attempts = _ATTEMPTS[model]
         groups = [source.generate(kind) for kind in kinds for _ in range(attempts.get(kind, 1))]
         # Without repetitions of a text.
-        for group in {group[0].text: group for group in groups if group is not None}.values():
+        for group in {group[0].text: group for group in groups if group}.values():
             pair = pairs if len(group) == 2 else None
             pairs += len(group) == 2
             examples += [
@@ -144,43 +126,34 @@ def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -
 
 def _draw_scene(
     seed: int, image_id: int, unseen_style: bool, wordings: Wordings
-) -> tuple[Tensor, SceneQuestions, Sequence[str]]:
+) -> tuple[Tensor, Questions, Sequence[str]]:
     """The image of a scene of mini-LLaVA, and questions about it of these kinds."""
-    rng = random.Random(seed)
-    style = rng.choice(UNSEEN_STYLES if unseen_style else TRAINING_STYLES)
-    images, (scene,) = render_scenes([draw_layout(rng, style)], CELLS, seed)
-    questions = SceneQuestions(random.Random(seed + 1), scene, (CELLS, CELLS), wordings)
-    return images[0], questions, KINDS
+    rng, cells = random.Random(seed), scenes.CELLS
+    style = rng.choice(scenes.UNSEEN_STYLES if unseen_style else scenes.TRAINING_STYLES)
+    images, (scene,) = scenes.render_scenes([scenes.draw_scene(rng, style)], cells, seed)
+    return images[0], Questions(random.Random(seed + 1), scene, (cells, cells), wordings), KINDS
 
 
 def _draw_picture(
     seed: int, image_id: int, unseen_size: bool, wordings: Wordings
-) -> tuple[Tensor, SceneQuestions | PageQuestions, Sequence[str]]:
+) -> tuple[Tensor, Questions, Sequence[str]]:
     """The image of a scene or a page of mini-Qwen3-VL, and questions about it of these kinds."""
-    size = random.Random(seed + 2).choice(UNSEEN_SIZES if unseen_size else SIZES)
-    rng, category = random.Random(seed), "pages" if image_id % 2 else "scenes"
-    content: Scene | Page
-    if category == "pages":
-        content = draw_page(rng, rng.choice(PAGE_STYLES), size)
-        images, _ = render_pages([content], seed)
+    sizes = pages.UNSEEN_SIZES if unseen_size else pages.SIZES
+    size, rng = random.Random(seed + 2).choice(sizes), random.Random(seed)
+    content: scenes.Scene | pages.Page
+    if image_id % 2:
+        content = pages.draw_page(rng, rng.choice(pages.PAGE_STYLES), size)
+        images, _ = pages.render_pages([content], seed)
     else:
-        images, (content,) = render_rectangles([draw_rectangle(rng, size)], size, seed)
-    questions = ask_about(random.Random(seed + 1), content, size, wordings)
-    return images[0], questions, CATEGORIES["miniqwen"][category]
-
-
-def ask_about(
-    rng: random.Random, content: Scene | Page, size: Size, wordings: Wordings
-) -> SceneQuestions | PageQuestions:
-    """Questions about what a picture of mini-Qwen3-VL shows."""
-    if isinstance(content, Page):
-        return PageQuestions(rng, content, wordings)
-    return SceneQuestions(rng, content, size.cells, wordings)
+        scene = pages.draw_rectangle(rng, size)
+        images, (content,) = pages.render_rectangles([scene], size, seed)
+    questions = Questions(random.Random(seed + 1), content, size.cells, wordings)
+    return images[0], questions, CATEGORIES["miniqwen"]["pages" if image_id % 2 else "scenes"]
 
 
 def format_prompt(question: str, model: Model = "minillava") -> str:
     """The prompt of one question about one image, with a single image token."""
-    return PROMPT[model].format(question=question)
+    return "".join(PROMPT[model]).format(question=question)
 
 
 def image_token_id() -> int:
@@ -188,9 +161,9 @@ def image_token_id() -> int:
     return int(json.loads((LLAVA / "config.json").read_text())["image_token_index"])
 
 
-def image_size(image: Tensor) -> Size:
+def image_size(image: Tensor) -> pages.Size:
     """The size in tokens of an image (3, H, W) that mini-Qwen3-VL's processor does not resize."""
-    return Size(image.shape[1] // TOKEN, image.shape[2] // TOKEN)
+    return pages.Size(image.shape[1] // pages.TOKEN, image.shape[2] // pages.TOKEN)
 
 
 def as_picture(image: Tensor) -> Image.Image:
@@ -218,23 +191,17 @@ def is_right(answer: str, reference: str) -> bool:
 
 def grade_answers(examples: Sequence[Example], answers: Sequence[str]) -> Grades:
     """Grade one answer per example; raises ValueError for another number of them."""
-    pairs = zip(examples, answers, strict=True)
-    return aggregate(examples, [is_right(answer, example.answer) for example, answer in pairs])
-
-
-def aggregate(examples: Sequence[Example], rights: Sequence[bool]) -> Grades:
-    """Grades of questions of which it is known whether they were answered right."""
-    kinds: dict[str, list[bool]] = {}
-    pairs: dict[int, list[bool]] = {}
+    rights = [is_right(a, example.answer) for a, example in zip(answers, examples, strict=True)]
+    groups: dict[str | int, list[bool]] = {}
     for example, right in zip(examples, rights, strict=True):
-        kinds.setdefault(example.kind, []).append(right)
-        if example.pair is not None:
-            pairs.setdefault(example.pair, []).append(right)
-    order = [kind for kinds in CATEGORIES["minillava"].values() for kind in kinds]
+        for group in (example.kind, example.pair):
+            if group is not None:
+                groups.setdefault(group, []).append(right)
+    kinds = [kind for kinds in CATEGORIES["minillava"].values() for kind in kinds]
     return Grades(
         accuracy=_mean(rights),
-        accuracy_plus=_mean([all(pair) for pair in pairs.values()]),
-        by_kind={kind: _mean(kinds[kind]) for kind in order if kind in kinds},
+        accuracy_plus=_mean([all(pair) for name, pair in groups.items() if isinstance(name, int)]),
+        by_kind={kind: _mean(groups[kind]) for kind in kinds if kind in groups},
     )
 
 

@@ -6,7 +6,7 @@ involved: figures measured with it check the model and the policies, not the plu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
@@ -23,24 +23,24 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from benchmarks.yardsticks.examples import IMAGE_TOKEN, PROMPT, Example
+from benchmarks.yardsticks.examples import PROMPT, Example
 from benchmarks.yardsticks.scenes import PATCHES, normalize_pixels
 from benchmarks.yardsticks.yardstick import (
     Budget,
+    Call,
     EncodedBatch,
-    Scores,
     Yardstick,
     content_words,
     pad_ids,
+    record_calls,
     token_ids,
-    tokenize_answers,
 )
 from vllm_autoprune.checkpoint import LlavaVision
 from vllm_autoprune.tpdsl.prefix import LanguagePrefix, PrefixOutput, attention_rows
 from vllm_autoprune.tpdsl.refine import pool_tokens
-from vllm_autoprune.tpdsl.tokens import Instruction, Need, VisualTokens, Words
+from vllm_autoprune.tpdsl.tokens import Instruction, Need, Words
 
-_BEFORE_IMAGE, _AFTER_IMAGE = PROMPT["minillava"].split(IMAGE_TOKEN["minillava"])
+_BEFORE_IMAGE, _, _BEHIND_IMAGE = PROMPT["minillava"]
 
 
 class MiniLlava(Yardstick):
@@ -62,16 +62,14 @@ class MiniLlava(Yardstick):
         return LlavaVision(self._checkpoint / "llava")
 
     @property
-    def llava(self) -> LlavaForConditionalGeneration:
-        """The model in bfloat16."""
-        model: LlavaForConditionalGeneration = self._vision.model
-        return model
+    def network(self) -> LlavaForConditionalGeneration:
+        """The model of transformers, in bfloat16."""
+        return self._vision.model
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The language model's."""
-        tokenizer: PreTrainedTokenizerBase = self._vision.processor.tokenizer
-        return tokenizer
+        return self._vision.processor.tokenizer
 
     @cached_property
     def _clip(self) -> tuple[CLIPModel, PreTrainedTokenizerBase]:
@@ -80,7 +78,7 @@ class MiniLlava(Yardstick):
         return model.requires_grad_(False), tokenizer
 
     @torch.no_grad()
-    def encode(self, batch: Sequence[Example]) -> _EncodedScenes:
+    def encode(self, batch: Sequence[Example]) -> EncodedBatch:
         """All inputs of policies for M questions."""
         pixels = normalize_pixels(torch.stack([example.image for example in batch]))
         tokens = self._vision.encode_pixels(pixels)
@@ -94,59 +92,29 @@ class MiniLlava(Yardstick):
         segments = torch.ones(len(batch), 1, dtype=torch.bool)
         sign = int(clip.config.autoprune_relevance_sign)
         words, used = content_words(self.tokenizer, batch)
-        behind = [token_ids(self.tokenizer, _AFTER_IMAGE.format(question=q)) for q in questions]
+        behind = [token_ids(self.tokenizer, _BEHIND_IMAGE.format(question=q)) for q in questions]
         ids, present = pad_ids(behind)
-        before, model = self._before_image(len(batch)), self.llava.model.language_model
-        embeds = torch.cat((before, tokens.features, self._embed(ids)), 1)
+        embed = self.network.get_input_embeddings()
+        before = embed(torch.tensor(token_ids(self.tokenizer, _BEFORE_IMAGE)))
+        embeds = (before.expand(len(batch), -1, -1), tokens.features, embed(ids))
+        model = self.network.model.language_model
         tokens = replace(
             tokens,
             instruction=Instruction(image, text[:, None], segments, sign),
-            words=Words(self._embed(words), used),
-            language=LlamaPrefix(model, embeds, before.shape[1], present),
+            words=Words(embed(words), used),
+            language=LlamaPrefix(model, torch.cat(embeds, 1), len(before), present),
         )
-        return _EncodedScenes(self, batch, tokens)
-
-    @torch.no_grad()
-    def score_answers(self, examples: Sequence[Example], rows: Tensor) -> Scores:
-        """Score the reference answers of M questions, given image rows (M, K, D) in order."""
-        texts = tokenize_answers(self.tokenizer, _AFTER_IMAGE, examples)
-        before = self._before_image(len(examples))
-        embeds = torch.cat((before, rows.to(before.dtype), self._embed(texts.padded)), 1)
-        hidden = self.llava.model.language_model(inputs_embeds=embeds, use_cache=False)
-        length = texts.padded.shape[1]
-        logits = self.llava.lm_head(hidden.last_hidden_state[:, -length:])
-        return texts.score(logits, rows.shape[1])
-
-    def _before_image(self, count: int) -> Tensor:
-        """Embeddings (M, S, D) of the prompt before the image."""
-        ids = torch.tensor(token_ids(self.tokenizer, _BEFORE_IMAGE))
-        return self._embed(ids).expand(count, -1, -1)
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        embedded: Tensor = self.llava.get_input_embeddings()(ids)
-        return embedded
-
-
-class _EncodedScenes(EncodedBatch):
-    """Questions about a few scenes."""
-
-    def __init__(
-        self, yardstick: MiniLlava, batch: Sequence[Example], tokens: VisualTokens
-    ) -> None:
-        super().__init__(batch, tokens)
-        self._yardstick = yardstick
-
-    def score_kept(self, kept: Tensor, rows: Tensor) -> Scores:
-        """Positions are those in the sequence, whichever tokens the rows are of."""
-        return self._yardstick.score_answers(self.batch, rows)
-
-    def score_resized(self, budget: int) -> Scores:
-        """Tokens pooled to K cells."""
-        return self._yardstick.score_answers(self.batch, pool_tokens(budget, self.tokens).features)
+        return EncodedBatch(
+            batch,
+            tokens,
+            # Positions are those in the sequence, whichever tokens the rows are of.
+            lambda kept, rows: self.score_rows(batch, rows),
+            lambda budget: self.score_rows(batch, pool_tokens(budget, tokens).features),
+        )
 
 
 class LlamaPrefix(LanguagePrefix):
-    """First layers of the language model over prompt, image and question; each is computed once.
+    """Layers of the language model over prompt, image and question, computed at the first use.
 
     B sequences with text padded on the right. Unlike a server's it runs a batch as one.
     """
@@ -154,40 +122,31 @@ class LlamaPrefix(LanguagePrefix):
     def __init__(self, model: LlamaModel, embeds: Tensor, start: int, text: Tensor) -> None:
         """Embeds (B, L, D) are the input of layer 0; text (B, Lt) is false for padding."""
         self.layers, self.start, self.text = len(model.layers), start, text
-        self._model, self._states = model, [embeds]
-        self._turns = model.rotary_emb(embeds, torch.arange(embeds.shape[1])[None])
+        self._model, self._embeds = model, embeds
+
+    @cached_property
+    def _calls(self) -> Mapping[str, Call]:
+        """Calls of every layer, and of its projections to queries and keys."""
+        parts = ("", ".self_attn.q_proj", ".self_attn.k_proj")
+        names = [f"layers.{layer}{part}" for layer in range(self.layers) for part in parts]
+        with record_calls(self._model, names) as calls:
+            self._model(inputs_embeds=self._embeds, use_cache=False)
+        return calls
 
     @torch.no_grad()
     def read(self, output: PrefixOutput, layer: int) -> Tensor:
         """An output of all sequences; heads are those of keys and of queries alike."""
         if output == "embeddings":
-            return self._states[0]
+            return self._embeds
         if output in ("states", "normed"):
-            states = self._input_of(layer + 1)
+            states = self._calls[f"layers.{layer}"].output
             return states if output == "states" else self._model.norm(states)
-        query, key = self._rotated(layer)
-        return key if output == "keys" else attention_rows(query[:, :, -self.text.shape[1] :], key)
-
-    def _input_of(self, layer: int) -> Tensor:
-        """(B, L, D): the input of a layer, after running those before it."""
-        embeds = self._states[0]
-        length = embeds.shape[1]
-        lowest = torch.finfo(embeds.dtype).min
-        mask = torch.full((1, 1, length, length), lowest, dtype=embeds.dtype).triu(1)
-        while len(self._states) <= layer:
-            block = self._model.layers[len(self._states) - 1]
-            self._states.append(
-                block(self._states[-1], attention_mask=mask, position_embeddings=self._turns)
-            )
-        return self._states[layer]
-
-    def _rotated(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Queries and keys (B, H, L, d) of a layer after rotary embedding."""
-        block = self._model.layers[layer]
-        attention, normed = block.self_attn, block.input_layernorm(self._input_of(layer))
+        width = self._model.layers[layer].self_attn.head_dim
         query, key = (
-            project(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-            for project in (attention.q_proj, attention.k_proj)
-        )
-        rotated: tuple[Tensor, Tensor] = apply_rotary_pos_emb(query, key, *self._turns)
-        return rotated
+            self._calls[f"layers.{layer}.self_attn.{name}"].output
+            .unflatten(-1, (-1, width)).transpose(1, 2)
+            for name in ("q_proj", "k_proj")
+        )  # fmt: skip
+        turns = self._model.rotary_emb(self._embeds, torch.arange(self._embeds.shape[1])[None])
+        query, key = apply_rotary_pos_emb(query, key, *turns)
+        return key if output == "keys" else attention_rows(query[:, :, -self.text.shape[1] :], key)

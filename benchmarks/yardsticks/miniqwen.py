@@ -12,30 +12,31 @@ from fractions import Fraction
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
+from torch import Tensor
+from transformers import (
+    AutoProcessor,
+    PreTrainedTokenizerBase,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+)
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
-from benchmarks.yardsticks.examples import IMAGE_TOKEN, PROMPT, Example, as_picture
+from benchmarks.yardsticks.examples import Example, as_picture
 from benchmarks.yardsticks.pages import MERGE, TOKEN, Size
 from benchmarks.yardsticks.yardstick import (
     Budget,
-    Call,
     EncodedBatch,
     Scores,
     Yardstick,
     content_words,
     record_calls,
     token_ids,
-    tokenize_answers,
 )
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, MergerInput, VisualTokens, Words
 
-_BEFORE_IMAGE, _AFTER_IMAGE = PROMPT["miniqwen"].split(IMAGE_TOKEN["miniqwen"])
-
 
 @dataclass(frozen=True)
-class _EncodedImage:
+class EncodedImage:
     """An image after the vision tower.
 
     rows (N, D) are for the first layer of the language model, levels (N, D) each for the next ones.
@@ -64,65 +65,38 @@ class MiniQwen(Yardstick):
     available = frozenset(("cls_attention", "instruction", "encoder", "merger_input", "words"))
 
     @cached_property
-    def qwen(self) -> Qwen3VLForConditionalGeneration:
-        """The model in bfloat16."""
-        model: Qwen3VLForConditionalGeneration = Qwen3VLForConditionalGeneration.from_pretrained(
+    def network(self) -> Qwen3VLForConditionalGeneration:
+        """The model of transformers, in bfloat16."""
+        return Qwen3VLForConditionalGeneration.from_pretrained(
             self._checkpoint, dtype=torch.bfloat16, attn_implementation="eager"
-        )
-        return model.requires_grad_(False)
+        ).requires_grad_(False)
 
     @cached_property
     def processor(self) -> Qwen3VLProcessor:
         """Its tokenizer and its image processor."""
-        processor: Qwen3VLProcessor = AutoProcessor.from_pretrained(self._checkpoint)
-        return processor
+        return AutoProcessor.from_pretrained(self._checkpoint)
 
-    def encode(self, batch: Sequence[Example]) -> _EncodedQuestions:
-        """All inputs of policies for the questions about one image."""
-        image = self.encode_image(batch[0].image)
-        return _EncodedQuestions(self, batch, image)
-
-    @torch.no_grad()
-    def encode_image(self, image: Tensor, budget: int | None = None) -> _EncodedImage:
-        """Encode an image (3, H, W) uint8, resized to at most `budget` tokens if given."""
-        images = self.processor.image_processor
-        size = dict(images.size)
-        if budget is not None:
-            size |= {"longest_edge": budget * TOKEN * TOKEN}
-        inputs = images(as_picture(image), size=size, return_tensors="pt")
-        grid = inputs["image_grid_thw"]
-        tower = self.qwen.model.visual
-        last = f"blocks.{len(tower.blocks) - 1}.attn"
-        with record_calls(tower, ("merger", "deepstack_merger_list.0", last)) as calls:
-            encoded = tower(inputs["pixel_values"].to(self.qwen.dtype), grid_thw=grid)
-        _, rows, columns = (int(side) for side in grid[0])
-        patches = _by_token(calls["merger"].args[0])
-        early = _by_token(calls["deepstack_merger_list.0"].args[0])
-        return _EncodedImage(
-            Size(rows // MERGE, columns // MERGE),
-            encoded.pooler_output,
-            tuple(encoded.deepstack_features),
-            _attention(tower.blocks[-1].attn, calls[last]),
-            patches.mean(1),
-            torch.stack([early.abs().sum(2), early.norm(dim=2)], 2).mean(1),
-        )
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The language model's."""
+        return self.processor.tokenizer
 
     @torch.no_grad()
-    def policy_inputs(self, examples: Sequence[Example], image: _EncodedImage) -> VisualTokens:
+    def encode(self, batch: Sequence[Example]) -> EncodedBatch:
         """What policies read of one image and M questions about it, as a server gives it to them.
 
         Relevance is measured in the language model's input embeddings, of which a question has the
         mean. A state's ``rank_at`` decides whether tokens are ranked after or before the merger.
         """
-        count = len(examples)
+        image, count = self.encode_image(batch[0].image), len(batch)
         grid = Grid(image.size.rows, image.size.columns)
         features = image.rows.expand(count, -1, -1)
-        embed, tokenizer = self.qwen.get_input_embeddings(), self.processor.tokenizer
-        questions = [torch.tensor(token_ids(tokenizer, example.question)) for example in examples]
+        embed = self.network.get_input_embeddings()
+        questions = [torch.tensor(token_ids(self.tokenizer, e.question)) for e in batch]
         text = torch.stack([embed(ids).float().mean(0) for ids in questions])
         segments = torch.ones(count, 1, dtype=torch.bool)
-        words, present = content_words(tokenizer, examples)
-        return VisualTokens(
+        words, present = content_words(self.tokenizer, batch)
+        tokens = VisualTokens(
             features,
             grid,
             cls_attention=image.attention.expand(count, -1),
@@ -135,12 +109,57 @@ class MiniQwen(Yardstick):
                 VisualTokens(image.encoder[None], grid).cosine.expand(count, -1, -1),
             ),
         )
+        return EncodedBatch(
+            batch,
+            tokens,
+            lambda kept, rows: self.score_image(batch, image, kept, rows),
+            lambda budget: self.score_image(batch, self.encode_image(batch[0].image, budget)),
+        )
 
     @torch.no_grad()
-    def score_answers(
+    def encode_image(self, image: Tensor, budget: int | None = None) -> EncodedImage:
+        """Encode an image (3, H, W) uint8, resized to at most `budget` tokens if given."""
+        images = self.processor.image_processor
+        size = dict(images.size)
+        if budget is not None:
+            size |= {"longest_edge": budget * TOKEN * TOKEN}
+        inputs = images(as_picture(image), size=size, return_tensors="pt")
+        grid = inputs["image_grid_thw"]
+        tower = self.network.model.visual
+        last = f"blocks.{len(tower.blocks) - 1}.attn"
+        names = ("merger", "deepstack_merger_list.0", last, f"{last}.qkv")
+        with record_calls(tower, names) as calls:
+            encoded = tower(inputs["pixel_values"].to(self.network.dtype), grid_thw=grid)
+        _, rows, columns = (int(side) for side in grid[0])
+
+        def by_token(patches: Tensor) -> Tensor:
+            """Values (P, ...) of patches as those of tokens (N, MERGE², ...), in float32."""
+            return patches.float().unflatten(0, (-1, MERGE**2))
+
+        patches = by_token(calls["merger"].args[0])
+        early = by_token(calls["deepstack_merger_list.0"].args[0])
+        # Attention to each token as a server measures it: the mean over heads and over all patches
+        # as queries, then over the patches of a token.
+        joined, turns = calls[f"{last}.qkv"].output, calls[last].kwargs["position_embeddings"]
+        heads = tower.blocks[-1].attn.num_heads
+        query, key, _ = joined.unflatten(-1, (3, heads, -1)).unbind(1)
+        query, key = (
+            part.float().transpose(0, 1) for part in apply_rotary_pos_emb_vision(query, key, *turns)
+        )
+        scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
+        return EncodedImage(
+            Size(rows // MERGE, columns // MERGE),
+            encoded.pooler_output,
+            tuple(encoded.deepstack_features),
+            by_token(scores.softmax(-1).mean((0, 1))).mean(1),
+            patches.mean(1),
+            torch.stack([early.abs().sum(2), early.norm(dim=2)], 2).mean(1),
+        )
+
+    def score_image(
         self,
         examples: Sequence[Example],
-        image: _EncodedImage,
+        image: EncodedImage,
         kept: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Scores:
@@ -153,67 +172,25 @@ class MiniQwen(Yardstick):
         count, size = len(examples), image.size
         if kept is None:
             kept = torch.arange(size.tokens).expand(count, -1)
-        tokenizer = self.processor.tokenizer
-        texts = tokenize_answers(tokenizer, _AFTER_IMAGE, examples)
-        language = self.qwen.model.language_model
-        before = language.embed_tokens(torch.tensor(token_ids(tokenizer, _BEFORE_IMAGE)))
-        start, length = len(before), texts.padded.shape[1]
-        rows = image.rows[kept] if rows is None else rows.to(image.rows.dtype)
-        embeds = (before.expand(count, -1, -1), rows, language.embed_tokens(texts.padded))
-        visual = torch.zeros(count, start + kept.shape[1] + length, dtype=torch.bool)
-        visual[:, start : start + kept.shape[1]] = True
-        # M-RoPE: text, kept tokens at their places in the whole image, text behind the whole image.
-        places = (torch.zeros_like(kept), kept // size.columns, kept % size.columns)
-        behind = start + max(size.rows, size.columns) + torch.arange(length)
-        positions = (
-            torch.arange(start).expand(3, count, -1),
-            start + torch.stack(places),
-            behind.expand(3, count, -1),
-        )
-        hidden = language(
-            inputs_embeds=torch.cat(embeds, 1),
-            position_ids=torch.cat(positions, 2),
-            visual_pos_masks=visual,
-            deepstack_visual_embeds=[level[kept].flatten(0, 1) for level in image.levels],
-            use_cache=False,
-        ).last_hidden_state[:, -length:]
-        return texts.score(self.qwen.lm_head(hidden), kept.shape[1])
 
+        def place(before: int, behind: int) -> dict[str, object]:
+            visual = torch.zeros(count, before + kept.shape[1] + behind, dtype=torch.bool)
+            visual[:, before : before + kept.shape[1]] = True
+            # M-RoPE: text, kept tokens at their places in the whole image, text behind the image.
+            places = torch.stack(
+                (torch.zeros_like(kept), kept // size.columns, kept % size.columns)
+            )
+            start = before + max(size.rows, size.columns)
+            positions = (
+                torch.arange(before).expand(3, count, -1),
+                before + places,
+                torch.arange(start, start + behind).expand(3, count, -1),
+            )
+            levels = [level[kept].flatten(0, 1) for level in image.levels]
+            return {
+                "position_ids": torch.cat(positions, 2),
+                "visual_pos_masks": visual,
+                "deepstack_visual_embeds": levels,
+            }
 
-class _EncodedQuestions(EncodedBatch):
-    """Questions about one image."""
-
-    def __init__(self, yardstick: MiniQwen, batch: Sequence[Example], image: _EncodedImage) -> None:
-        super().__init__(batch, yardstick.policy_inputs(batch, image))
-        self._yardstick, self._image = yardstick, image
-
-    def score_kept(self, kept: Tensor, rows: Tensor) -> Scores:
-        """Tokens keep their positions in the whole image."""
-        return self._yardstick.score_answers(self.batch, self._image, kept, rows)
-
-    def score_resized(self, budget: int) -> Scores:
-        """All tokens of the image that the processor makes of it, limited to K."""
-        image = self._yardstick.encode_image(self.batch[0].image, budget)
-        return self._yardstick.score_answers(self.batch, image)
-
-
-def _attention(attention: nn.Module, call: Call) -> Tensor:
-    """(N,): attention to each token in one layer, measured as a server does.
-
-    The mean over heads and over all patches as queries, then over the patches of a token.
-    """
-    hidden = call.args[0] if call.args else call.kwargs["hidden_states"]
-    turns, heads = call.kwargs["position_embeddings"], attention.num_heads
-    assert isinstance(hidden, Tensor) and isinstance(turns, tuple) and isinstance(heads, int)
-    joined = attention.get_submodule("qkv")(hidden)
-    query, key, _ = joined.unflatten(-1, (3, heads, -1)).unbind(1)
-    query, key = (
-        part.float().transpose(0, 1) for part in apply_rotary_pos_emb_vision(query, key, *turns)
-    )
-    scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
-    return _by_token(scores.softmax(-1).mean((0, 1))).mean(1)
-
-
-def _by_token(patches: Tensor) -> Tensor:
-    """Values (P, ...) of patches as those of tokens (N, MERGE², ...), in float32."""
-    return patches.float().unflatten(0, (-1, MERGE**2))
+        return self.score_rows(examples, image.rows[kept] if rows is None else rows, place)

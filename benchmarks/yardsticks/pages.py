@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,11 +19,12 @@ from torch.nn import functional as F
 from benchmarks.yardsticks.scenes import (
     CELL_PATCHES,
     COLOURS,
-    GLYPHS,
     PATCH,
     SHAPES,
-    Layout,
+    WORDS,
     Scene,
+    add_grain,
+    load_glyphs,
     normalize_pixels,
     place_things,
     render_scenes,
@@ -36,35 +37,12 @@ TOKEN = PATCH * MERGE
 MOST_SHAPES = 14
 """Shapes in the fullest scene."""
 
-WORDS: tuple[str, ...] = (
-    "bird", "boat", "book", "cake", "coin", "desk", "door", "duck",
-    "fish", "fork", "frog", "gift", "hand", "hill", "jazz", "king",
-    "lamp", "leaf", "milk", "moon", "nest", "pear", "quiz", "rain",
-    "rose", "ship", "snow", "sock", "star", "tree", "vase", "wolf",
-)  # fmt: skip
-NUMBERS = range(10, 100)
+_NUMBERS = range(10, 100)
 # Words that stay off every page, for the questions whose answer is "no".
 _RESERVED = 4
 
 PageStyle = Literal["list", "table"]
 PAGE_STYLES: tuple[PageStyle, ...] = ("list", "table")
-
-# Capitals from A to Z, 5 x 7 dots each.
-_LETTERS = (
-    "01110 10001 10001 11111 10001 10001 10001", "11110 10001 10001 11110 10001 10001 11110",
-    "01110 10001 10000 10000 10000 10001 01110", "11100 10010 10001 10001 10001 10010 11100",
-    "11111 10000 10000 11110 10000 10000 11111", "11111 10000 10000 11110 10000 10000 10000",
-    "01110 10001 10000 10111 10001 10001 01111", "10001 10001 10001 11111 10001 10001 10001",
-    "01110 00100 00100 00100 00100 00100 01110", "00111 00010 00010 00010 00010 10010 01100",
-    "10001 10010 10100 11000 10100 10010 10001", "10000 10000 10000 10000 10000 10000 11111",
-    "10001 11011 10101 10101 10001 10001 10001", "10001 10001 11001 10101 10011 10001 10001",
-    "01110 10001 10001 10001 10001 10001 01110", "11110 10001 10001 11110 10000 10000 10000",
-    "01110 10001 10001 10001 10101 10010 01101", "11110 10001 10001 11110 10100 10010 10001",
-    "01111 10000 10000 01110 00001 00001 11110", "11111 00100 00100 00100 00100 00100 00100",
-    "10001 10001 10001 10001 10001 10001 01110", "10001 10001 10001 10001 10001 01010 00100",
-    "10001 10001 10001 10101 10101 10101 01010", "10001 10001 01010 00100 01010 10001 10001",
-    "10001 10001 10001 01010 00100 00100 00100", "11111 00001 00010 00100 01000 10000 11111",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,14 +58,9 @@ class Size:
         return self.rows * self.columns
 
     @property
-    def height(self) -> int:
-        """Height in pixels."""
-        return self.rows * TOKEN
-
-    @property
-    def width(self) -> int:
-        """Width in pixels."""
-        return self.columns * TOKEN
+    def pixels(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.rows * TOKEN, self.columns * TOKEN
 
     @property
     def cells(self) -> tuple[int, int]:
@@ -122,8 +95,14 @@ class Number:
     value: int
     row: int
     column: int
-    label: Word | None
+    label: Word | None = None
     head: Word | None = None
+
+    @property
+    def name(self) -> str:
+        """The text of the word on its left."""
+        assert self.label is not None
+        return self.label.text
 
 
 @dataclass(frozen=True)
@@ -139,46 +118,36 @@ class Page:
 def draw_page(rng: random.Random, style: PageStyle, size: Size, most: int = len(WORDS)) -> Page:
     """Draw a random page of at most so many words, each of which it shows once, as its numbers."""
     most = max(4, min(most, len(WORDS) - _RESERVED))
-    return _draw_list(rng, size, most) if style == "list" else _draw_table(rng, size, most)
-
-
-def _draw_list(rng: random.Random, size: Size, most: int) -> Page:
-    """Columns of words, most with a number on their right."""
-    pitch = rng.choice((2, 3))
-    margin = rng.randint(0, size.columns % pitch)
-    starts = range(margin, size.columns - 1, pitch)
-    places = [(row, column) for row in range(size.rows) for column in starts]
-    fill = rng.uniform(0.5, 0.95)
-    count = min(max(3, round(fill * len(places))), most)
-    names = rng.sample(range(len(WORDS)), count)
-    values = rng.sample(NUMBERS, count)
     words, numbers = list[Word](), list[Number]()
-    for (row, column), name, value in zip(
-        sorted(rng.sample(places, count)), names, values, strict=True
-    ):
-        word = Word(name, row, column)
-        words.append(word)
-        if len(numbers) < 2 or rng.random() < 0.9:
-            numbers.append(Number(value, row, column + 1, word))
-    return Page("list", size, tuple(words), tuple(numbers))
-
-
-def _draw_table(rng: random.Random, size: Size, most: int) -> Page:
-    """A table with one row of words above its columns and one column of words beside its rows."""
-    columns = rng.randint(2, min(6, size.columns - 1, most - 2))
-    rows = rng.randint(2, min(size.rows - 1, most - columns))
-    top = rng.randint(0, size.rows - 1 - rows)
-    edge = rng.randint(0, size.columns - 1 - columns)
-    names = rng.sample(range(len(WORDS)), rows + columns)
-    heads = [Word(name, top, edge + 1 + i) for i, name in enumerate(names[:columns])]
-    labels = [Word(name, top + 1 + i, edge) for i, name in enumerate(names[columns:])]
-    values = iter(rng.sample(NUMBERS, rows * columns))
-    numbers = [
-        Number(next(values), label.row, head.column, label, head)
-        for label in labels
-        for head in heads
-    ]
-    return Page("table", size, (*heads, *labels), tuple(numbers))
+    if style == "list":
+        # Columns of words, most with a number on their right.
+        pitch = rng.choice((2, 3))
+        margin = rng.randint(0, size.columns % pitch)
+        starts = range(margin, size.columns - 1, pitch)
+        places = [(row, column) for row in range(size.rows) for column in starts]
+        count = min(max(3, round(rng.uniform(0.5, 0.95) * len(places))), most)
+        names = rng.sample(range(len(WORDS)), count)
+        values = rng.sample(_NUMBERS, count)
+        for place, name, value in zip(
+            sorted(rng.sample(places, count)), names, values, strict=True
+        ):
+            words.append(Word(name, *place))
+            if len(numbers) < 2 or rng.random() < 0.9:
+                numbers.append(Number(value, place[0], place[1] + 1, words[-1]))
+    else:
+        # One row of words above the columns and one column of words beside the rows.
+        columns = rng.randint(2, min(6, size.columns - 1, most - 2))
+        rows = rng.randint(2, min(size.rows - 1, most - columns))
+        top = rng.randint(0, size.rows - 1 - rows)
+        edge = rng.randint(0, size.columns - 1 - columns)
+        names = rng.sample(range(len(WORDS)), rows + columns)
+        heads = [Word(name, top, edge + 1 + i) for i, name in enumerate(names[:columns])]
+        labels = [Word(name, top + 1 + i, edge) for i, name in enumerate(names[columns:])]
+        cells = [(label, head) for label in labels for head in heads]
+        for (label, head), value in zip(cells, rng.sample(_NUMBERS, len(cells)), strict=True):
+            numbers.append(Number(value, label.row, head.column, label, head))
+        words = heads + labels
+    return Page(style, size, tuple(words), tuple(numbers))
 
 
 def fill_page(rng: random.Random, size: Size) -> Page:
@@ -189,11 +158,11 @@ def fill_page(rng: random.Random, size: Size) -> Page:
             if rng.random() < 0.4:
                 words.append(Word(rng.randrange(len(WORDS)), row, column))
             elif rng.random() < 0.9:
-                numbers.append(Number(rng.choice(NUMBERS), row, column, None))
+                numbers.append(Number(rng.choice(_NUMBERS), row, column))
     return Page("list", size, tuple(words), tuple(numbers))
 
 
-def draw_rectangle(rng: random.Random, size: Size, most: int = MOST_SHAPES) -> Layout:
+def draw_rectangle(rng: random.Random, size: Size, most: int = MOST_SHAPES) -> Scene:
     """Draw a scene of few colours and forms, so that most distractors share one of them."""
     rows, columns = size.cells
     cells = [(row, column) for row in range(rows) for column in range(columns)]
@@ -203,28 +172,24 @@ def draw_rectangle(rng: random.Random, size: Size, most: int = MOST_SHAPES) -> L
     names = [(colour, shape) for colour in colours for shape in shapes]
     # One name stays unused for the questions whose answer is "no".
     count = min(most, rng.randint(4, MOST_SHAPES), len(names) - 1, len(cells))
-    return Layout(place_things(rng, names, cells, count, (10.0, 13.5)), ())
+    return Scene(place_things(rng, names, cells, count, (10.0, 13.5)))
 
 
-def render_rectangles(
-    layouts: Sequence[Layout], size: Size, seed: int
-) -> tuple[Tensor, list[Scene]]:
-    """Images (B, 3, H, W) uint8 and scenes whose patches are visual tokens in raster order."""
+def render_rectangles(scenes: Sequence[Scene], size: Size, seed: int) -> tuple[Tensor, list[Scene]]:
+    """Images (B, 3, H, W) uint8; scenes whose patches are visual tokens in raster order."""
     cells = max(size.cells)
-    images, squares = render_scenes(layouts, cells, seed)
-    grid = cells * CELL_PATCHES
-    scenes = []
-    for square in squares:
-        places = [
-            [
-                patch // grid // MERGE * size.columns + patch % grid // MERGE
-                for patch in patches
-            ]
-            for patches in square.thing_patches
-        ]  # fmt: skip
-        tokens = tuple(tuple(dict.fromkeys(place)) for place in places)
-        scenes.append(Scene(square.layout, tokens, ()))
-    return images[:, :, : size.height, : size.width], scenes
+    images, squares = render_scenes(scenes, cells, seed)
+    grid, (height, width) = cells * CELL_PATCHES, size.pixels
+
+    def tokens(patches: Sequence[int]) -> tuple[int, ...]:
+        places = [(patch // grid // MERGE, patch % grid // MERGE) for patch in patches]
+        return tuple(dict.fromkeys(row * size.columns + column for row, column in places))
+
+    rectangles = [
+        replace(square, patches={part: tokens(at) for part, at in square.patches.items()})
+        for square in squares
+    ]
+    return images[:, :, :height, :width], rectangles
 
 
 def render_pages(
@@ -251,7 +216,7 @@ def render_pages(
             lines.append((index, block, y + 1, x + 1))
             centres[-1].append((x + TOKEN / 2, y + PATCH / 2))
     # One pixel of margin holds what is shifted beyond the edge.
-    height, width = size.height + 2, size.width + 2
+    height, width = (side + 2 for side in size.pixels)
     ink = torch.zeros(len(pages) * height * width)
     image, block, y, x = torch.tensor(lines).T
     corner = (image * height + y) * width + x
@@ -264,18 +229,14 @@ def render_pages(
     light = 215 + 35 * torch.rand(len(pages), 3, 1, 1, generator=generator)
     dark = 70 * torch.rand(len(pages), 3, 1, 1, generator=generator)
     paper, text = torch.where(inverse, dark, light), torch.where(inverse, light, dark)
-    pixels = paper * (1 - ink) + text * ink
-    grain = 5 * torch.randn(len(pages), 1, size.height, size.width, generator=generator)
-    return (pixels + grain).round().clamp(0, 255).to(torch.uint8), centres
+    return add_grain(paper * (1 - ink) + text * ink, generator), centres
 
 
 def resize_images(images: Tensor, size: Size) -> Tensor:
     """Resize (B, 3, H, W) uint8 images as the image processor does."""
-    if tuple(images.shape[2:]) == (size.height, size.width):
+    if tuple(images.shape[2:]) == size.pixels:
         return images
-    resized = F.interpolate(
-        images.float(), (size.height, size.width), mode="bicubic", antialias=True
-    )
+    resized = F.interpolate(images.float(), size.pixels, mode="bicubic", antialias=True)
     return resized.round().clamp(0, 255).to(torch.uint8)
 
 
@@ -292,19 +253,18 @@ def split_patches(images: Tensor) -> Tensor:
 @functools.cache
 def _line_blocks() -> Tensor:
     """Coverage (W + 100, PATCH, TOKEN) of all words in capitals, and all numbers of two digits."""
-    letters = _glyph_blocks(_LETTERS, 6, 2.6, 5.4)
+
+    def draw(glyphs: Tensor, width: int, half_x: float, half_y: float) -> Tensor:
+        """Coverage (G, PATCH, width) of glyphs, centred in blocks of one line."""
+        x = (torch.arange(width) + 0.5 - width / 2) / half_x
+        y = (torch.arange(PATCH) + 0.5 - PATCH / 2) / half_y
+        grid = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], -1)
+        grid = grid.expand(len(glyphs), -1, -1, -1)
+        return F.grid_sample(glyphs, grid, align_corners=False)[:, 0]
+
+    letters = draw(load_glyphs("letters"), 6, 2.6, 5.4)
+    digits = draw(load_glyphs("digits"), 11, 4.2, 5.8)
     places = [[ord(letter) - ord("a") for letter in word] for word in WORDS]
     words = F.pad(letters[torch.tensor(places)].transpose(1, 2).flatten(2), (2, 2))
-    digits = _glyph_blocks(GLYPHS, 11, 4.2, 5.8)
     tens, units = torch.arange(100) // 10, torch.arange(100) % 10
     return torch.cat((words, F.pad(torch.cat((digits[tens], digits[units]), 2), (3, 3))))
-
-
-def _glyph_blocks(glyphs: tuple[str, ...], width: int, half_x: float, half_y: float) -> Tensor:
-    """Coverage (G, PATCH, width) of glyphs of 5 x 7 dots, centred in blocks of one line."""
-    dots = [[[float(bit) for bit in row] for row in glyph.split()] for glyph in glyphs]
-    x = (torch.arange(width) + 0.5 - width / 2) / half_x
-    y = (torch.arange(PATCH) + 0.5 - PATCH / 2) / half_y
-    grid = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], -1)
-    grid = grid.expand(len(glyphs), -1, -1, -1)
-    return F.grid_sample(torch.tensor(dots)[:, None], grid, align_corners=False)[:, 0]

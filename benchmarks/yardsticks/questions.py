@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import random
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.yardsticks.pages import WORDS, Number, Page, Word
-from benchmarks.yardsticks.scenes import COLOURS, NEIGHBOURS, SHAPES, Scene, Sign, Thing
+from benchmarks.yardsticks.pages import Number, Page, Word
+from benchmarks.yardsticks.scenes import COLOURS, NEIGHBOURS, SHAPES, WORDS, Scene, Sign, Thing
 
 Model = Literal["minillava", "miniqwen"]
 
@@ -40,6 +40,9 @@ KINDS = (
     "existence", "reading", "position", "counting",
 )  # fmt: skip
 """Kinds that mini-LLaVA is asked, in the order in which they are drawn."""
+
+NEIGHBOUR, HALF = "beside", "half"
+"""Kinds of phrases of the training alone: a shape beside another one, and a half of the picture."""
 
 _MAX_COUNT = 5
 """The largest number that is ever asked for."""
@@ -67,99 +70,112 @@ class Question:
     evidence: tuple[int, ...]
 
 
+_Fact = tuple[Sequence[int], str, Mapping[str, str | int]]
+"""What a question asks: its evidence, its answer, and the slots of its wording."""
+
+
 @dataclass(frozen=True)
-class SceneQuestions:
-    """Random questions about a scene of `cells` (rows, columns)."""
+class Questions:
+    """Random questions about a page, or about a scene of `cells` (rows, columns)."""
 
     rng: random.Random
-    scene: Scene
+    content: Scene | Page
     cells: tuple[int, int]
     wordings: Wordings
 
-    def generate(self, kind: str) -> list[Question] | None:
-        """One open question, or a yes/no pair; None if the scene has nothing to ask about."""
-        rng, layout = self.rng, self.scene.layout
+    def generate(self, kind: str) -> list[Question]:
+        """One open question, or a yes/no pair; none if the picture has nothing to ask about."""
+        if isinstance(self.content, Page):
+            facts = self._page_facts(self.content, kind)
+        elif kind in (NEIGHBOUR, HALF):
+            return self._phrases(self.content, kind)
+        else:
+            facts = self._scene_facts(self.content, kind)
+        return [
+            Question(kind, self.rng.choice(self.wordings[kind]).format(**slots), answer,
+                     tuple(evidence))
+            for evidence, answer, slots in facts
+        ]  # fmt: skip
+
+    def _scene_facts(self, scene: Scene, kind: str) -> Iterator[_Fact]:
+        rng, things = self.rng, scene.things
+        digits = [thing.digit for thing in things]
         match kind:
             case "digit":
-                thing = self.pick_thing()
-                return [self._question(kind, (thing,), str(thing.digit), name=thing.name)]
+                thing = rng.choice(things)
+                yield _evidence(scene, thing), str(thing.digit), {"name": thing.name}
             case "colour" | "shape":
-                digits = [thing.digit for thing in layout.things]
-                unique = [thing for thing in layout.things if digits.count(thing.digit) == 1]
-                if not unique:
-                    return None
-                thing = rng.choice(unique)
-                answer = COLOURS[thing.colour] if kind == "colour" else SHAPES[thing.shape]
-                return [self._question(kind, (thing,), answer, digit=thing.digit)]
+                if unique := [thing for thing in things if digits.count(thing.digit) == 1]:
+                    thing = rng.choice(unique)
+                    answer = COLOURS[thing.colour] if kind == "colour" else SHAPES[thing.shape]
+                    yield _evidence(scene, thing), answer, {"digit": thing.digit}
             case "text":
-                if not layout.signs:
-                    return None
-                sign = rng.choice(layout.signs)
-                return [self._question(kind, (sign,), sign.text, name=sign.name)]
+                if scene.signs:
+                    sign = rng.choice(scene.signs)
+                    yield _evidence(scene, sign), sign.text, {"name": sign.name}
             case "count":
-                things, plural = self._pick_group()
-                return [self._question(kind, things, str(len(things)), plural=plural)]
+                group, plural = self._pick_group(things)
+                yield _evidence(scene, *group), str(len(group)), {"plural": plural}
             case "quarter":
-                thing = self.pick_thing()
-                answer = " ".join(self.sides(thing))
-                return [self._question(kind, (thing,), answer, name=thing.name)]
+                thing = rng.choice(things)
+                yield _evidence(scene, thing), " ".join(self._sides(thing)), {"name": thing.name}
             case "relation":
-                neighbours = self.pick_neighbours()
-                if neighbours is None:
-                    return None
-                anchor, relation, target = neighbours
-                slots = {"name": anchor.name, "relation": relation}
-                return [self._question(kind, (target, anchor), str(target.digit), **slots)]
+                if neighbours := self._pick_neighbours(scene):
+                    anchor, relation, target = neighbours
+                    slots = {"name": anchor.name, "relation": relation}
+                    yield _evidence(scene, target, anchor), str(target.digit), slots
             case "existence":
-                thing, absent = self.pick_thing(), self._pick_absent_name()
-                yes = self._question(kind, (thing,), "yes", a_name=with_article(thing.name))
-                return [yes, self._question(kind, (), "no", a_name=with_article(absent))]
+                thing, absent = rng.choice(things), self._pick_absent_name(things)
+                yield _evidence(scene, thing), "yes", {"a_name": with_article(thing.name)}
+                yield (), "no", {"a_name": with_article(absent)}
             case "reading":
-                thing = self.pick_thing()
-                shown = [other.digit for other in layout.things]
-                digits = shown if rng.random() < 0.5 else list(range(10))
-                wrong = [digit for digit in digits if digit != thing.digit] or [9 - thing.digit]
-                name, other = thing.name, rng.choice(wrong)
-                yes = self._question(kind, (thing,), "yes", name=name, digit=thing.digit)
-                return [yes, self._question(kind, (thing,), "no", name=name, digit=other)]
+                thing = rng.choice(things)
+                likely = digits if rng.random() < 0.5 else list(range(10))
+                wrong = [digit for digit in likely if digit != thing.digit] or [9 - thing.digit]
+                evidence, digit = _evidence(scene, thing), rng.choice(wrong)
+                yield evidence, "yes", {"name": thing.name, "digit": thing.digit}
+                yield evidence, "no", {"name": thing.name, "digit": digit}
             case "position":
-                thing = self.pick_thing()
-                side, name = rng.choice(self.sides(thing)), thing.name
-                yes = self._question(kind, (thing,), "yes", name=name, side=side)
-                return [yes, self._question(kind, (thing,), "no", name=name, side=_OPPOSITE[side])]
+                thing = rng.choice(things)
+                evidence, side = _evidence(scene, thing), rng.choice(self._sides(thing))
+                yield evidence, "yes", {"name": thing.name, "side": side}
+                yield evidence, "no", {"name": thing.name, "side": _OPPOSITE[side]}
             case "counting":
-                things, plural = self._pick_group()
-                count = len(things)
+                group, plural = self._pick_group(things)
+                count, evidence = len(group), _evidence(scene, *group)
                 near = rng.choice([n for n in (count - 1, count + 1) if 0 <= n <= _MAX_COUNT])
-                yes = self._question(kind, things, "yes", number=count, plural=plural)
-                return [yes, self._question(kind, things, "no", number=near, plural=plural)]
-        raise ValueError(f"{kind!r} is not a kind of question about a scene")
+                yield evidence, "yes", {"number": count, "plural": plural}
+                yield evidence, "no", {"number": near, "plural": plural}
+            case _:
+                raise ValueError(f"{kind!r} is not a kind of question about a scene")
 
-    def evidence(self, parts: Iterable[Thing | Sign]) -> tuple[int, ...]:
-        """Patches of all parts: the whole of every sign and the middle of every shape first."""
-        ranked = [
-            (0 if place == 0 or isinstance(part, Sign) else 1, index, place, patch)
-            for index, part in enumerate(parts)
-            for place, patch in enumerate(self.scene.patches(part))
-        ]
-        return tuple(patch for *_, patch in sorted(ranked))
+    def _phrases(self, scene: Scene, kind: str) -> list[Question]:
+        """A half of the picture; or a neighbour's name and then its digit, the steps of a relation.
 
-    def pick_thing(self) -> Thing:
-        """A random shape of the scene."""
-        return self.rng.choice(self.scene.layout.things)
+        They have one wording each and draw none: the trained weights depend on it.
+        """
+        if kind == HALF:
+            thing = self.rng.choice(scene.things)
+            side = self._sides(thing)[1]
+            return [Question(kind, f"half {thing.name}", side, _evidence(scene, thing))]
+        neighbours = self._pick_neighbours(scene)
+        if neighbours is None:
+            return []
+        anchor, relation, target = neighbours
+        text, answer = f"shape {relation} the {anchor.name}", f"{target.name} {target.digit}"
+        return [Question(kind, text, answer, _evidence(scene, target, anchor))]
 
-    def pick_neighbours(self) -> tuple[Thing, str, Thing] | None:
+    def _pick_neighbours(self, scene: Scene) -> tuple[Thing, str, Thing] | None:
         """A shape, the relation of its neighbour to it, and that neighbour."""
-        layout = self.scene.layout
         neighbours = [
             (anchor, relation, target)
-            for anchor in layout.things
+            for anchor in scene.things
             for relation, step in zip(_RELATIONS, NEIGHBOURS, strict=True)
-            if (target := layout.neighbour(anchor, *step)) is not None
+            if (target := scene.neighbour(anchor, *step)) is not None
         ]
         return self.rng.choice(neighbours) if neighbours else None
 
-    def sides(self, thing: Thing) -> tuple[str, str]:
+    def _sides(self, thing: Thing) -> tuple[str, str]:
         """The halves of the picture that a shape is in: upper or lower, left or right."""
         rows, columns = self.cells
         return (
@@ -167,93 +183,71 @@ class SceneQuestions:
             "left" if thing.column < columns // 2 else "right",
         )
 
-    def _question(
-        self, kind: str, parts: Iterable[Thing | Sign], answer: str, **slots: str | int
-    ) -> Question:
-        text = self.rng.choice(self.wordings[kind]).format(**slots)
-        return Question(kind, text, answer, self.evidence(parts))
-
-    def _pick_absent_name(self) -> str:
+    def _pick_absent_name(self, things: Sequence[Thing]) -> str:
         """A name that no shape in the scene has; usually its colour and its form both occur."""
-        things = self.scene.layout.things
         taken = {(thing.colour, thing.shape) for thing in things}
-        colours = sorted({thing.colour for thing in things})
-        shapes = sorted({thing.shape for thing in things})
-        near = [(c, s) for c in colours for s in shapes if (c, s) not in taken]
-        if not near or self.rng.random() < 0.2:
+        colours, shapes = (sorted(set(part)) for part in zip(*taken, strict=True))
+        absent = [(c, s) for c in colours for s in shapes if (c, s) not in taken]
+        if not absent or self.rng.random() < 0.2:
             pairs = [(c, s) for c in range(len(COLOURS)) for s in range(len(SHAPES))]
-            near = [pair for pair in pairs if pair not in taken]
-        colour, shape = self.rng.choice(near)
+            absent = [pair for pair in pairs if pair not in taken]
+        colour, shape = self.rng.choice(absent)
         return f"{COLOURS[colour]} {SHAPES[shape]}"
 
-    def _pick_group(self) -> tuple[list[Thing], str]:
+    def _pick_group(self, things: Sequence[Thing]) -> tuple[list[Thing], str]:
         """All shapes of one colour or form, and their name; sizes that occur are equally likely."""
-        things = self.scene.layout.things
-        named = [
-            ([t for t in things if t.colour == n], f"{c} shapes") for n, c in enumerate(COLOURS)
+        groups = [
+            *(([t for t in things if t.colour == n], f"{c} shapes") for n, c in enumerate(COLOURS)),
+            *(([t for t in things if t.shape == n], plural_of(s)) for n, s in enumerate(SHAPES)),
         ]
-        named += [([t for t in things if t.shape == n], plural_of(s)) for n, s in enumerate(SHAPES)]
-        groups: dict[int, list[tuple[list[Thing], str]]] = {}
-        for group, name in named:
-            groups.setdefault(len(group), []).append((group, name))
-        size = self.rng.choice(sorted(size for size in groups if size <= _MAX_COUNT))
-        return self.rng.choice(groups[size])
+        sizes = {len(group) for group, _ in groups if len(group) <= _MAX_COUNT}
+        size = self.rng.choice(sorted(sizes))
+        return self.rng.choice([group for group in groups if len(group[0]) == size])
 
+    def _page_facts(self, page: Page, kind: str) -> Iterator[_Fact]:
+        rng = self.rng
 
-@dataclass(frozen=True)
-class PageQuestions:
-    """Random questions about one page."""
+        def places(*parts: Number | Word) -> Sequence[int]:
+            """Tokens of all parts, then of the words that name them."""
+            numbers = [part for part in parts if isinstance(part, Number)]
+            names = [word for number in numbers for word in (number.label, number.head) if word]
+            columns = page.size.columns
+            tokens = [part.row * columns + part.column for part in (*parts, *names)]
+            return list(dict.fromkeys(tokens))
 
-    rng: random.Random
-    page: Page
-    wordings: Wordings
-
-    def generate(self, kind: str) -> list[Question] | None:
-        """One open question, or a yes/no pair; None if the page has nothing to ask about."""
-        page, rng = self.page, self.rng
-        table = page.style == "table"
-        match kind:
-            case "value" | "word" if not table:
+        match kind, page.style:
+            case "value", "list":
                 number = rng.choice(page.numbers)
-                if kind == "word":
-                    text = _label(number)
-                    return [self._question(kind, (number,), text, number=number.value)]
-                return [self._question(kind, (number,), str(number.value), word=_label(number))]
-            case "cell" if table:
+                yield places(number), str(number.value), {"word": number.name}
+            case "word", "list":
+                number = rng.choice(page.numbers)
+                yield places(number), number.name, {"number": number.value}
+            case "cell", "table":
                 number = rng.choice(page.numbers)
                 assert number.head is not None
-                slots = {"label": _label(number), "head": number.head.text}
-                return [self._question(kind, (number,), str(number.value), **slots)]
-            case "compare" if not table:
-                pair = rng.sample(page.numbers, 2)
-                if pair[0].value // 10 == pair[1].value // 10:
-                    return None
-                larger = max(pair, key=lambda number: number.value)
-                slots = {"first": _label(pair[0]), "second": _label(pair[1])}
-                return [self._question(kind, pair, _label(larger), **slots)]
-            case "find":
-                word = rng.choice(page.words)
-                shown = {other.word for other in page.words}
-                absent = rng.choice([text for i, text in enumerate(WORDS) if i not in shown])
-                yes = self._question(kind, (word,), "yes", word=word.text)
-                return [yes, self._question(kind, (), "no", word=absent)]
-        return None
+                slots = {"label": number.name, "head": number.head.text}
+                yield places(number), str(number.value), slots
+            case "compare", "list":
+                first, second = rng.sample(page.numbers, 2)
+                if first.value // 10 != second.value // 10:
+                    larger = max(first, second, key=lambda number: number.value)
+                    slots = {"first": first.name, "second": second.name}
+                    yield places(first, second), larger.name, slots
+            case "find", _:
+                word, texts = rng.choice(page.words), {word.text for word in page.words}
+                absent = rng.choice([text for text in WORDS if text not in texts])
+                yield places(word), "yes", {"word": word.text}
+                yield (), "no", {"word": absent}
 
-    def _question(
-        self, kind: str, parts: Sequence[Number | Word], answer: str, **slots: str | int
-    ) -> Question:
-        """Its evidence is the tokens of all parts, then of the words that name them."""
-        text = self.rng.choice(self.wordings[kind]).format(**slots)
-        columns = self.page.size.columns
-        names = [
-            word
-            for part in parts
-            if isinstance(part, Number)
-            for word in (part.label, part.head)
-            if word is not None
-        ]
-        places = [part.row * columns + part.column for part in (*parts, *names)]
-        return Question(kind, text, answer, tuple(dict.fromkeys(places)))
+
+def _evidence(scene: Scene, *parts: Thing | Sign) -> tuple[int, ...]:
+    """Patches of all parts: the whole of every sign and the middle of every shape first."""
+    ranked = [
+        (0 if place == 0 or isinstance(part, Sign) else 1, index, place, patch)
+        for index, part in enumerate(parts)
+        for place, patch in enumerate(scene.patches[part])
+    ]
+    return tuple(patch for *_, patch in sorted(ranked))
 
 
 def with_article(name: str) -> str:
@@ -264,8 +258,3 @@ def with_article(name: str) -> str:
 def plural_of(shape: str) -> str:
     """All shapes of a form: "squares", "crosses"."""
     return f"{shape}{'es' if shape.endswith('s') else 's'}"
-
-
-def _label(number: Number) -> str:
-    assert number.label is not None
-    return number.label.text

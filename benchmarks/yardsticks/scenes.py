@@ -8,8 +8,10 @@ every training step draws new scenes.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -21,20 +23,20 @@ CELL_PATCHES = 3
 CELL = PATCH * CELL_PATCHES
 CELLS = 4
 """Cells per side of mini-LLaVA's images."""
-PATCHES = (CELLS * CELL_PATCHES) ** 2
+GRID = CELLS * CELL_PATCHES
+PATCHES = GRID**2
 """N of mini-LLaVA."""
 
-COLOURS: tuple[str, ...] = (
-    "red", "green", "blue", "yellow", "purple", "orange", "cyan", "pink",
-)  # fmt: skip
-SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "diamond", "cross")
-_SIGN = "sign"
+_TABLES = tomllib.loads(Path(__file__).with_name("pictures.toml").read_text(encoding="utf-8"))
+COLOURS: tuple[str, ...] = tuple(_TABLES["colours"])
+SHAPES: tuple[str, ...] = tuple(_TABLES["shapes"])
+WORDS: tuple[str, ...] = tuple(_TABLES["words"])
 MAX_DIGITS = 4
 """Digits of the longest number on a sign."""
 MAX_SHAPES = 13
 """Shapes in the fullest scene."""
 
-NEIGHBOURS: tuple[tuple[int, int], ...] = ((0, -1), (0, 1), (-1, 0), (1, 0))
+NEIGHBOURS = ((0, -1), (0, 1), (-1, 0), (1, 0))
 """(rows, columns) from a cell to the cells on its left, on its right, above and below."""
 
 Style = Literal["scattered", "crowded", "signs", "ring", "bands"]
@@ -42,24 +44,10 @@ TRAINING_STYLES: tuple[Style, ...] = ("scattered", "crowded", "signs")
 UNSEEN_STYLES: tuple[Style, ...] = ("ring", "bands")
 """Arrangements that occur in the test split only."""
 
+# CLIP's normalisation of red, green and blue.
 _PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
-"""CLIP's normalisation of red, green and blue."""
 
-_RGB = (
-    (215, 40, 40), (40, 150, 60), (45, 75, 215), (235, 215, 45),
-    (135, 55, 170), (240, 135, 25), (60, 205, 215), (245, 150, 195),
-)  # fmt: skip
-# Dark digits on light colours, light digits on dark ones.
-_INK = (255, 255, 255, 10, 255, 10, 10, 10)
-GLYPHS = (
-    "01110 10001 10011 10101 11001 10001 01110", "00100 01100 00100 00100 00100 00100 01110",
-    "01110 10001 00001 00110 01000 10000 11111", "11111 00010 00100 00010 00001 10001 01110",
-    "00010 00110 01010 10010 11111 00010 00010", "11111 10000 11110 00001 00001 10001 01110",
-    "00110 01000 10000 11110 10001 10001 01110", "11111 00001 00010 00100 01000 01000 01000",
-    "01110 10001 10001 01110 10001 10001 01110", "01110 10001 10001 01111 00001 00010 01100",
-)  # fmt: skip
-"""Digits of 5 x 7 dots, row by row."""
 # Half the width and half the height of a digit, in pixels.
 _GLYPH_X, _GLYPH_Y = 4.2, 5.8
 # A patch belongs to a shape if the shape covers at least this fraction of it.
@@ -99,7 +87,7 @@ class Sign:
     @property
     def name(self) -> str:
         """Colour and the word "sign"; unique within a scene."""
-        return f"{COLOURS[self.colour]} {_SIGN}"
+        return f"{COLOURS[self.colour]} sign"
 
     @property
     def text(self) -> str:
@@ -108,11 +96,15 @@ class Sign:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The content of one scene."""
+class Scene:
+    """Shapes and signs; rendered, also the raster patches of each.
+
+    The first patch of a shape is the middle of its cell; a sign's patches are in reading order.
+    """
 
     things: tuple[Thing, ...]
-    signs: tuple[Sign, ...]
+    signs: tuple[Sign, ...] = ()
+    patches: Mapping[Thing | Sign, tuple[int, ...]] = field(default_factory=dict)
 
     def neighbour(self, thing: Thing, down: int, right: int) -> Thing | None:
         """The shape `down` rows and `right` columns away from a shape, if that cell has one."""
@@ -122,25 +114,7 @@ class Layout:
         return None
 
 
-@dataclass(frozen=True)
-class Scene:
-    """A layout with the raster patches of its shapes and signs, in the layout's order.
-
-    The first patch of a shape is the middle of its cell; a sign's patches are in reading order.
-    """
-
-    layout: Layout
-    thing_patches: tuple[tuple[int, ...], ...]
-    sign_patches: tuple[tuple[int, ...], ...]
-
-    def patches(self, part: Thing | Sign) -> tuple[int, ...]:
-        """The raster patches of a shape or sign of this scene."""
-        if isinstance(part, Thing):
-            return self.thing_patches[self.layout.things.index(part)]
-        return self.sign_patches[self.layout.signs.index(part)]
-
-
-def draw_layout(rng: random.Random, style: Style) -> Layout:
+def draw_scene(rng: random.Random, style: Style) -> Scene:
     """Draw a random scene of few colours and forms, so that most distractors share one of them."""
     cells = [(row, column) for row in range(CELLS) for column in range(CELLS)]
     if style == "ring":
@@ -150,40 +124,31 @@ def draw_layout(rng: random.Random, style: Style) -> Layout:
         axis = 0 if rng.random() < 0.5 else 1
         cells = [cell for cell in cells if cell[axis] % 2 == start]
     rng.shuffle(cells)
+    # Signs, on pairs of free cells side by side.
     sign_counts = {"signs": 2, "scattered": rng.randint(0, 1), "crowded": 1, "ring": 1, "bands": 0}
-    signs = _place_signs(rng, cells, sign_counts[style])
-    fewest, most = {"signs": (4, 7), "scattered": (5, 9), "crowded": (9, MAX_SHAPES)}.get(
-        style, (5, 8)
-    )
-    count = min(len(cells), rng.randint(fewest, most))
+    colours, signs = rng.sample(range(len(COLOURS)), sign_counts[style]), list[Sign]()
+    starts = [(row, column) for row in range(CELLS) for column in range(CELLS - 1)]
+    rng.shuffle(starts)
+    for row, column in starts:
+        pair = {(row, column), (row, column + 1)}
+        if len(signs) == len(colours) or not pair <= {*cells}:
+            continue
+        cells = [cell for cell in cells if cell not in pair]
+        length = rng.randint(2, MAX_DIGITS)
+        start = column * CELL_PATCHES + rng.randint(0, 2 * CELL_PATCHES - length)
+        number = tuple(rng.randrange(10) for _ in range(length))
+        top = row * CELL_PATCHES + rng.randrange(CELL_PATCHES)
+        signs.append(Sign(colours[len(signs)], number, top, start))
+    # Shapes, in cells that are left.
+    ranges = {"signs": (4, 7), "scattered": (5, 9), "crowded": (9, MAX_SHAPES)}
+    count = min(len(cells), rng.randint(*ranges.get(style, (5, 8))))
     colour_count = rng.randint(3, 4)
     form_count = len(SHAPES) if count > 3 * colour_count - 1 else rng.randint(3, 4)
     colours = rng.sample(range(len(COLOURS)), colour_count)
     shapes = rng.sample(range(len(SHAPES)), form_count)
     names = [(colour, shape) for colour in colours for shape in shapes]
     radii = (9.0, 11.0) if style == "crowded" else (10.5, 13.5)
-    things = place_things(rng, names, cells, min(count, len(names)), radii)
-    return Layout(things, tuple(signs))
-
-
-def _place_signs(rng: random.Random, cells: list[tuple[int, int]], count: int) -> list[Sign]:
-    """Place signs on pairs of free cells side by side, and remove those cells from `cells`."""
-    signs: list[Sign] = []
-    colours = rng.sample(range(len(COLOURS)), count)
-    starts = [(row, column) for row in range(CELLS) for column in range(CELLS - 1)]
-    rng.shuffle(starts)
-    for row, column in starts:
-        pair = [(row, column), (row, column + 1)]
-        if len(signs) == count or any(cell not in cells for cell in pair):
-            continue
-        for cell in pair:
-            cells.remove(cell)
-        length = rng.randint(2, MAX_DIGITS)
-        start = column * CELL_PATCHES + rng.randint(0, 2 * CELL_PATCHES - length)
-        number = tuple(rng.randrange(10) for _ in range(length))
-        top = row * CELL_PATCHES + rng.randrange(CELL_PATCHES)
-        signs.append(Sign(colours[len(signs)], number, top, start))
-    return signs
+    return Scene(place_things(rng, names, cells, min(count, len(names)), radii), tuple(signs))
 
 
 def place_things(
@@ -211,13 +176,13 @@ def place_things(
     )  # fmt: skip
 
 
-def render_scenes(layouts: Sequence[Layout], cells: int, seed: int) -> tuple[Tensor, list[Scene]]:
-    """Images (B, 3, H, W) uint8 of squares of `cells` cells per side, and the scenes they show.
+def render_scenes(scenes: Sequence[Scene], cells: int, seed: int) -> tuple[Tensor, list[Scene]]:
+    """Images (B, 3, H, W) uint8 of squares of `cells` cells per side; scenes with their patches.
 
-    The same layouts and seed give the same pixels.
+    The same scenes and seed give the same pixels.
     """
     generator = torch.Generator().manual_seed(seed)
-    grid, size = cells * CELL_PATCHES, len(layouts)
+    grid, size = cells * CELL_PATCHES, len(scenes)
     # Background: tinted grey, blotches of patch size, and a clutter of checkerboards.
     tone = 80 + 110 * torch.rand(size, 1, 1, 1, generator=generator)
     tint = 12 * torch.randn(size, 3, 1, 1, generator=generator)
@@ -229,36 +194,37 @@ def render_scenes(layouts: Sequence[Layout], cells: int, seed: int) -> tuple[Ten
     clutter = clutter.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
     pixels = tone + tint + blotches + clutter * checker * 35
 
-    patches = iter(_paint_things(pixels, layouts, cells, generator))
+    shape_patches = iter(_paint_things(pixels, scenes, cells, generator))
     characters = [
         (index, sign.row, sign.column + slot, sign.colour, digit)
-        for index, layout in enumerate(layouts)
-        for sign in layout.signs
+        for index, scene in enumerate(scenes)
+        for sign in scene.signs
         for slot, digit in enumerate(sign.number)
     ]
     if characters:
         image, row, column, colour, digit = torch.tensor(characters).T
         _paint_characters(pixels, (image, row, column), colour, digit, generator)
-    scenes = []
-    for layout in layouts:
-        starts = [sign.row * grid + sign.column for sign in layout.signs]
-        signs = zip(starts, layout.signs, strict=True)
-        things = tuple(next(patches) for _ in layout.things)
-        covered = tuple(tuple(range(start, start + len(sign.number))) for start, sign in signs)
-        scenes.append(Scene(layout, things, covered))
-    return _add_grain(pixels, generator), scenes
+    rendered = []
+    for scene in scenes:
+        patches: dict[Thing | Sign, tuple[int, ...]] = {
+            t: next(shape_patches) for t in scene.things
+        }
+        for sign in scene.signs:
+            corner = sign.row * grid + sign.column
+            patches[sign] = tuple(range(corner, corner + len(sign.number)))
+        rendered.append(replace(scene, patches=patches))
+    return add_grain(pixels, generator), rendered
 
 
 def render_characters(seed: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Images (B, 3, H, W) with a digit in every patch; its value and its colour, (B, N) each."""
     generator = torch.Generator().manual_seed(seed)
-    grid = CELLS * CELL_PATCHES
-    digit = torch.randint(10, (size, grid, grid), generator=generator)
-    colour = torch.randint(len(COLOURS), (size, grid, grid), generator=generator)
+    digit = torch.randint(10, (size, GRID, GRID), generator=generator)
+    colour = torch.randint(len(COLOURS), (size, GRID, GRID), generator=generator)
     image, row, column = torch.ones_like(digit, dtype=torch.bool).nonzero(as_tuple=True)
     pixels = torch.zeros(size, 3, CELLS * CELL, CELLS * CELL)
     _paint_characters(pixels, (image, row, column), colour.flatten(), digit.flatten(), generator)
-    return _add_grain(pixels, generator), digit.flatten(1), colour.flatten(1)
+    return add_grain(pixels, generator), digit.flatten(1), colour.flatten(1)
 
 
 def normalize_pixels(images: Tensor) -> Tensor:
@@ -268,20 +234,38 @@ def normalize_pixels(images: Tensor) -> Tensor:
     return ((images.float() / 255 - mean) / std).to(torch.bfloat16)
 
 
+def add_grain(pixels: Tensor, generator: torch.Generator) -> Tensor:
+    """Convert float pixels (B, 3, H, W) to uint8 with a little grain."""
+    size, _, height, width = pixels.shape
+    grain = 5 * torch.randn(size, 1, height, width, generator=generator)
+    return (pixels + grain).round().clamp(0, 255).to(torch.uint8)
+
+
 def _paint_things(
-    pixels: Tensor, layouts: Sequence[Layout], cells: int, generator: torch.Generator
+    pixels: Tensor, scenes: Sequence[Scene], cells: int, generator: torch.Generator
 ) -> list[tuple[int, ...]]:
     """Paint all shapes into (B, 3, H, W) and return the patches of each, middle patch first."""
-    things = [(index, thing) for index, layout in enumerate(layouts) for thing in layout.things]
-    image = torch.tensor([index for index, _ in things])
-    colour, shape, digit, row, column = torch.tensor(
-        [(each.colour, each.shape, each.digit, each.row, each.column) for _, each in things]
+    things = [(index, thing) for index, scene in enumerate(scenes) for thing in scene.things]
+    image, colour, shape, digit, row, column = torch.tensor(
+        [(index, t.colour, t.shape, t.digit, t.row, t.column) for index, t in things]
     ).T
     radius = torch.tensor([thing.radius for _, thing in things])[:, None, None]
     x, y = _offsets(CELL, torch.tensor([thing.shift for _, thing in things]))
-    inside = torch.sigmoid(-_distance(shape, x / radius, y / radius) * radius * 2.5)
-    paint = _mix(colour, _ink(digit, x, y), generator)
-    view = pixels.view(len(layouts), 3, cells, CELL, cells, CELL).permute(0, 2, 4, 1, 3, 5)
+    across, down = x / radius, y / radius
+    ax, ay = across.abs(), down.abs()
+    # Signed distances of every form in radii, negative inside.
+    distances = torch.stack(
+        (
+            (across * across + down * down).sqrt() - 1.0,
+            torch.maximum(ax, ay) - 0.9,
+            torch.maximum(down - 0.9, (ax - (down + 1.2) * 0.571) * 0.87),
+            (ax + ay - 1.25) * 0.71,
+            torch.minimum(torch.maximum(ax - 0.5, ay - 1.12), torch.maximum(ay - 0.5, ax - 1.12)),
+        )
+    )[shape, torch.arange(len(shape))]
+    inside = torch.sigmoid(-distances * radius * 2.5)
+    paint = _mix(colour, digit, x, y, generator)
+    view = pixels.view(len(scenes), 3, cells, CELL, cells, CELL).permute(0, 2, 4, 1, 3, 5)
     alpha = inside[:, None]
     view[image, row, column] = view[image, row, column] * (1 - alpha) + paint * alpha
 
@@ -290,14 +274,15 @@ def _paint_things(
     # The middle patch shows the digit, so it comes first.
     order = sorted(range(CELL_PATCHES**2), key=lambda place: place != CELL_PATCHES**2 // 2)
     grid = cells * CELL_PATCHES
-    corners = [(thing.row * grid + thing.column) * CELL_PATCHES for _, thing in things]
     return [
         tuple(
-            corner + place // CELL_PATCHES * grid + place % CELL_PATCHES
+            (thing.row * grid + thing.column) * CELL_PATCHES
+            + place // CELL_PATCHES * grid
+            + place % CELL_PATCHES
             for place in order
             if covers[place]
         )
-        for covers, corner in zip(covered, corners, strict=True)
+        for covers, (_, thing) in zip(covered, things, strict=True)
     ]
 
 
@@ -312,7 +297,7 @@ def _paint_characters(
     shift = (torch.rand(len(digit), 2, generator=generator) * 2 - 1) * 1.5
     grid = pixels.shape[2] // PATCH
     view = pixels.view(len(pixels), 3, grid, PATCH, grid, PATCH).permute(0, 2, 4, 1, 3, 5)
-    view[where] = _mix(colour, _ink(digit, *_offsets(PATCH, shift)), generator)
+    view[where] = _mix(colour, digit, *_offsets(PATCH, shift), generator)
 
 
 def _offsets(side: int, shift: Tensor) -> tuple[Tensor, Tensor]:
@@ -324,38 +309,19 @@ def _offsets(side: int, shift: Tensor) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def _distance(shape: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Signed distances in radii, negative inside; shape (M,), x and y (M, 42, 42)."""
-    ax, ay = x.abs(), y.abs()
-    distances = torch.stack(
-        (
-            (x * x + y * y).sqrt() - 1.0,
-            torch.maximum(ax, ay) - 0.9,
-            torch.maximum(y - 0.9, (ax - (y + 1.2) * 0.571) * 0.87),
-            (ax + ay - 1.25) * 0.71,
-            torch.minimum(torch.maximum(ax - 0.5, ay - 1.12), torch.maximum(ay - 0.5, ax - 1.12)),
-        )
-    )
-    return distances[shape, torch.arange(len(shape))]
+def load_glyphs(name: Literal["digits", "letters"]) -> Tensor:
+    """Dots (G, 1, 7, 5) of all digits, or of all capitals."""
+    glyphs = [[[float(bit) for bit in row] for row in glyph.split()]
+              for glyph in _TABLES["glyphs"][name]]  # fmt: skip
+    return torch.tensor(glyphs)[:, None]
 
 
-def _ink(digits: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Coverage (M, 1, h, w) of digits centred on the origin of the pixel offsets x and y."""
-    rows = [[[float(bit) for bit in row] for row in glyph.split()] for glyph in GLYPHS]
+def _mix(colour: Tensor, digit: Tensor, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
+    """Pixels (M, 3, h, w) of colours with a little noise; digits are centred where x, y are 0."""
     grid = torch.stack((x / _GLYPH_X, y / _GLYPH_Y), dim=-1)
-    return F.grid_sample(torch.tensor(rows)[digits][:, None], grid, align_corners=False)
-
-
-def _mix(colour: Tensor, ink: Tensor, generator: torch.Generator) -> Tensor:
-    """Pixels (M, 3, h, w) of the colours with a little noise, and the digits in their ink."""
-    rgb = torch.tensor(_RGB).float()[colour]
+    ink = F.grid_sample(load_glyphs("digits")[digit], grid, align_corners=False)
+    paints = _TABLES["colours"].values()
+    rgb = torch.tensor([paint["rgb"] for paint in paints]).float()[colour]
     rgb = rgb + 10 * torch.randn(len(colour), 3, generator=generator)
-    dark = torch.tensor(_INK).float()[colour][:, None, None, None]
+    dark = torch.tensor([paint["ink"] for paint in paints]).float()[colour][:, None, None, None]
     return rgb[:, :, None, None] * (1 - ink) + dark * ink
-
-
-def _add_grain(pixels: Tensor, generator: torch.Generator) -> Tensor:
-    """Convert float pixels to uint8 with a little grain."""
-    size, _, height, width = pixels.shape
-    grain = 5 * torch.randn(size, 1, height, width, generator=generator)
-    return (pixels + grain).round().clamp(0, 255).to(torch.uint8)

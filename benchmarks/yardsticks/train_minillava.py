@@ -8,11 +8,10 @@ compared with the projected text.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,27 +19,35 @@ from transformers import CLIPConfig, CLIPModel, LlamaForCausalLM, LlavaConfig
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from benchmarks.yardsticks import training
-from benchmarks.yardsticks.examples import CLIP, IMAGE_TOKEN, LLAVA, PROMPT
-from benchmarks.yardsticks.questions import BRIEF, KINDS, SEEN, SceneQuestions, with_article
+from benchmarks.yardsticks.examples import CLIP, LLAVA, PROMPT
+from benchmarks.yardsticks.questions import (
+    BRIEF,
+    HALF,
+    NEIGHBOUR,
+    SEEN,
+    Questions,
+    with_article,
+)
 from benchmarks.yardsticks.scenes import (
     CELL_PATCHES,
     CELLS,
     COLOURS,
+    GRID,
     MAX_DIGITS,
     MAX_SHAPES,
     NEIGHBOURS,
     PATCHES,
     SHAPES,
     TRAINING_STYLES,
-    Layout,
     Scene,
     Sign,
     Thing,
-    draw_layout,
+    draw_scene,
     normalize_pixels,
     render_characters,
     render_scenes,
 )
+from benchmarks.yardsticks.training import UNLABELLED, TextBatch
 
 STAGES = (
     training.Stage("reading", 300, 16, 2e-3, 50, 0.4),
@@ -67,13 +74,11 @@ _QUESTION_WEIGHTS = {
 # not follow from the order of the tokens and were not learnt from quarters alone.
 _PHRASE_WEIGHTS = {
     "digit": 8, "colour": 3, "shape": 3, "text": 5, "count": 14, "quarter": 3, "relation": 10,
-    "existence": 5, "reading": 8, "position": 5, "counting": 10, training.NEIGHBOUR: 4,
-    training.HALF: 6,
+    "existence": 5, "reading": 8, "position": 5, "counting": 10, NEIGHBOUR: 4, HALF: 6,
 }  # fmt: skip
-_EVERY_KIND = (*KINDS, *map(training.phrase_kind, (*KINDS, training.NEIGHBOUR, training.HALF)))
-_BEFORE_IMAGE, _AFTER_IMAGE = PROMPT["minillava"].split(IMAGE_TOKEN["minillava"])
+_BEFORE_IMAGE, _, _BEHIND_IMAGE = PROMPT["minillava"]
 
-FIELDS: dict[str, int] = {
+_FIELDS: dict[str, int] = {
     "kind": 3, "colour": len(COLOURS), "shape": len(SHAPES), "digit": 10, "row": CELLS,
     "column": CELLS, "slot": MAX_DIGITS, "length": MAX_DIGITS - 1, "centre": 2,
     **{f"near{place} {name}": count + 1
@@ -88,7 +93,7 @@ digit: on a sign's patches and on the middle patch of a shape only, so that no o
 repeat it; near: colour and form of the shapes on the left, on the right, above and below, the last
 class where there is none.
 """
-_FIELD_WEIGHTS = {name: 0.5 for name in FIELDS if name.startswith("near")} | {"digit": 2.0}
+_FIELD_WEIGHTS = {name: 0.5 for name in _FIELDS if name.startswith("near")} | {"digit": 2.0}
 
 
 def build_models() -> tuple[
@@ -101,123 +106,121 @@ def build_models() -> tuple[
     width = config.vision_config.hidden_size
     with torch.no_grad():
         table = clip.vision_model.embeddings.position_embedding.weight
-        table[1:] = training.position_waves(CELLS * CELL_PATCHES, width) * _POSITION_SCALE
-    heads, llava = training.DenseHeads(width, FIELDS), LlavaConfig.from_pretrained(LLAVA)
+        table[1:] = training.position_waves(GRID, width) * _POSITION_SCALE
+    heads, llava = training.DenseHeads(width, _FIELDS), LlavaConfig.from_pretrained(LLAVA)
     language = llava.text_config
     language._attn_implementation = "in_place"
     return clip, heads, LlavaMultiModalProjector(llava), LlamaForCausalLM(language)
 
 
-def _penultimate_states(clip: CLIPModel, values: Tensor) -> Tensor:
+def _penultimate_states(clip: CLIPModel, images: Tensor) -> Tensor:
     """Hidden states (B, 1 + N, Dv) before the last layer, which LLaVA reads."""
     tower = clip.vision_model
-    hidden = tower.pre_layrnorm(tower.embeddings(values))
+    hidden = tower.pre_layrnorm(tower.embeddings(normalize_pixels(images)))
     for layer in tower.encoder.layers[:-1]:
         hidden = layer(hidden, attention_mask=None)
     return hidden
 
 
-def draw_scenes(seed: int, size: int, max_shapes: int | None = None) -> tuple[Tensor, list[Scene]]:
+def _draw_scenes(seed: int, size: int, max_shapes: int | None = None) -> tuple[Tensor, list[Scene]]:
     """Images (B, 3, H, W) and scenes in the arrangements of training.
 
     `max_shapes` makes them easier: each scene keeps at most so many shapes, and every second one
-    on average has a single form or a single colour.
+    on average has a single form or a single colour, so that only the other word of a name tells two
+    shapes apart. Without such scenes a small model learns to find a shape by the last word of its
+    name, is right half of the time, and stays there.
     """
     rng = random.Random(seed)
-    layouts = [draw_layout(rng, rng.choice(TRAINING_STYLES)) for _ in range(size)]
+    scenes = [draw_scene(rng, rng.choice(TRAINING_STYLES)) for _ in range(size)]
     if max_shapes is not None:
-        layouts = [replace(layout, things=layout.things[:max_shapes]) for layout in layouts]
-        layouts = [
-            _unify_names(rng, layout) if rng.random() < 0.5 else layout for layout in layouts
-        ]
-    return render_scenes(layouts, CELLS, seed)
-
-
-def _unify_names(rng: random.Random, layout: Layout) -> Layout:
-    """Give the first shapes of a layout one form, or one colour, and drop the others.
-
-    Only the other word of a name then tells two shapes apart. Without such scenes a small model
-    learns to find a shape by the last word of its name, is right half of the time, and stays there.
-    """
-    if rng.random() < 0.5:
-        colours = rng.sample(range(len(COLOURS)), len(COLOURS))
-        shape = rng.randrange(len(SHAPES))
-        names = [(colour, shape) for colour in colours]
-    else:
-        colour = rng.randrange(len(COLOURS))
-        names = [(colour, shape) for shape in rng.sample(range(len(SHAPES)), len(SHAPES))]
-    things = tuple(
-        replace(thing, colour=colour, shape=shape)
-        for thing, (colour, shape) in zip(layout.things, names, strict=False)
-    )
-    return replace(layout, things=things)
+        for index, scene in enumerate(scenes):
+            things = scene.things[:max_shapes]
+            if rng.random() < 0.5:
+                if rng.random() < 0.5:
+                    colours = rng.sample(range(len(COLOURS)), len(COLOURS))
+                    shapes = [rng.randrange(len(SHAPES))] * len(COLOURS)
+                else:
+                    colours = [rng.randrange(len(COLOURS))] * len(SHAPES)
+                    shapes = rng.sample(range(len(SHAPES)), len(SHAPES))
+                things = tuple(
+                    replace(thing, colour=colour, shape=shape)
+                    for thing, colour, shape in zip(things, colours, shapes, strict=False)
+                )
+            scenes[index] = replace(scene, things=things)
+    return render_scenes(scenes, CELLS, seed)
 
 
 def _label_patches(scenes: Sequence[Scene]) -> Tensor:
-    """Labels (fields, B, N) of scenes."""
-    labels = torch.full((len(FIELDS), len(scenes), PATCHES), training.UNLABELLED)
+    """Labels (fields, B, N) of all patches of shapes and signs; the others are background."""
+    labels = torch.full((len(_FIELDS), len(scenes), PATCHES), UNLABELLED)
     labels[0] = 0
     for index, scene in enumerate(scenes):
-        patches, columns = zip(*_scene_labels(scene), strict=True)
-        labels[:, index, list(patches)] = torch.tensor(columns).T
+        for thing in scene.things:
+            near: list[int] = []
+            for step in NEIGHBOURS:
+                other = scene.neighbour(thing, *step)
+                near += (other.colour, other.shape) if other else (len(COLOURS), len(SHAPES))
+            for place, patch in enumerate(scene.patches[thing]):
+                digit = thing.digit if place == 0 else UNLABELLED
+                named = [1, thing.colour, thing.shape, digit, thing.row, thing.column, -1, -1]
+                labels[:, index, patch] = torch.tensor([*named, int(place == 0), *near])
+        for sign in scene.signs:
+            cell = (sign.row // CELL_PATCHES, sign.column // CELL_PATCHES)
+            for slot, (patch, digit) in enumerate(
+                zip(scene.patches[sign], sign.number, strict=True)
+            ):
+                named = [2, sign.colour, -1, digit, *cell, slot, len(sign.number) - 2]
+                labels[: len(named), index, patch] = torch.tensor(named)
     return labels
 
 
-def _scene_labels(scene: Scene) -> Iterator[tuple[int, list[int]]]:
-    """(raster patch, its labels) of all shapes and signs."""
-    for thing, patches in zip(scene.layout.things, scene.thing_patches, strict=True):
-        near: list[int] = []
-        for step in NEIGHBOURS:
-            other = scene.layout.neighbour(thing, *step)
-            near += (other.colour, other.shape) if other else (len(COLOURS), len(SHAPES))
-        for patch in patches:
-            middle = patch == patches[0]
-            digit = thing.digit if middle else training.UNLABELLED
-            labels = [1, thing.colour, thing.shape, digit, thing.row, thing.column, -1, -1]
-            yield patch, [*labels, int(middle), *near]
-    for sign, patches in zip(scene.layout.signs, scene.sign_patches, strict=True):
-        cell = (sign.row // CELL_PATCHES, sign.column // CELL_PATCHES)
-        for slot, (patch, digit) in enumerate(zip(patches, sign.number, strict=True)):
-            labels = [2, sign.colour, -1, digit, *cell, slot, len(sign.number) - 2, -1]
-            yield patch, [*labels, *[-1] * 2 * len(NEIGHBOURS)]
+def _draw_phrases(seed: int, scenes: Sequence[Scene]) -> tuple[list[str], Tensor]:
+    """B * P phrases that name one part of a scene each, then B captions of three parts.
 
-
-def _reading_loss(
-    clip: CLIPModel, heads: training.DenseHeads, seed: int, size: int
-) -> training.Loss:
-    """Loss of the reading stage: the digit and the colour of every patch of images of digits."""
-    images, digit, colour = render_characters(seed, size)
-    labels = torch.full((len(FIELDS), *digit.shape), training.UNLABELLED)
-    labels[list(FIELDS).index("digit")], labels[list(FIELDS).index("colour")] = digit, colour
-    patches = _penultimate_states(clip, normalize_pixels(images))[:, 1:]
-    return heads.loss(patches, labels, {"colour": 0.3})
+    Targets (B, P, N) spread a weight of one over the patches that a phrase names. The text tower is
+    trained on such phrases and never on questions, so its relevance to a whole question is good but
+    not perfect, as in a real model.
+    """
+    rng = random.Random(seed)
+    texts: list[str] = []
+    targets = torch.zeros(len(scenes), _PHRASES_PER_IMAGE, PATCHES)
+    for index, scene in enumerate(scenes):
+        digits = [thing.digit for thing in scene.things]
+        for row in range(_PHRASES_PER_IMAGE):
+            part: Thing | Sign
+            if scene.signs and rng.random() < 0.2:
+                part = rng.choice(scene.signs)
+                texts.append(f"the {part.name}")
+            else:
+                part = rng.choice(scene.things)
+                if digits.count(part.digit) == 1 and rng.random() < 0.35:
+                    texts.append(f"the digit {part.digit}")
+                else:
+                    names = (part.name, with_article(part.name), f"the {part.name}")
+                    texts.append(rng.choice(names))
+            patches = scene.patches[part]
+            targets[index, row, list(patches)] = 1 / len(patches)
+    for scene in scenes:
+        parts: Sequence[Thing | Sign] = rng.sample((*scene.things, *scene.signs), 3)
+        texts.append(", ".join(
+            f"{part.name} {part.text if isinstance(part, Sign) else part.digit}" for part in parts
+        ))  # fmt: skip
+    return texts, targets
 
 
 def _tower_loss(
     clip: CLIPModel, heads: training.DenseHeads, tokenizer: Tokenizer, seed: int, size: int
-) -> training.Loss:
-    """Loss of the tower stage: dense classes, pointing, and image-_caption contrast.
-
-    The texts are B * P phrases, then B captions; the targets of pointing (B, P, N) spread a weight
-    of one over the patches that each phrase names.
-    """
-    images, scenes = draw_scenes(seed, size)
-    rng = random.Random(seed + 1)
-    texts: list[str] = []
-    targets = torch.zeros(size, _PHRASES_PER_IMAGE, PATCHES)
-    for index, scene in enumerate(scenes):
-        for row in range(_PHRASES_PER_IMAGE):
-            phrase, named = _pointing_phrase(rng, scene)
-            texts.append(phrase)
-            targets[index, row, list(named)] = 1 / len(named)
-    texts += [_caption(rng, scene) for scene in scenes]
+) -> Tensor:
+    """Loss of the tower stage: dense classes, pointing, and image-caption contrast."""
+    images, scenes = _draw_scenes(seed, size)
+    texts, targets = _draw_phrases(seed + 1, scenes)
     end, ids = clip.config.text_config.eos_token_id, tokenizer.encode_batch(texts)
     longest = max(len(encoding.ids) for encoding in ids)
     padded = torch.tensor([each.ids + [end] * (longest - len(each.ids)) for each in ids])
 
-    hidden = _penultimate_states(clip, normalize_pixels(images))
+    hidden = _penultimate_states(clip, images)
     patches = hidden[:, 1:]
-    dense, parts = heads.loss(patches, _label_patches(scenes), _FIELD_WEIGHTS)
+    dense = heads.loss(patches, _label_patches(scenes), _FIELD_WEIGHTS)
     pooled = clip.text_model(input_ids=padded).pooler_output
     text = F.normalize(clip.text_projection(pooled).float(), dim=-1)
     projected = clip.visual_projection(clip.vision_model.post_layernorm(patches))
@@ -230,73 +233,39 @@ def _tower_loss(
     last = clip.vision_model.encoder.layers[-1](hidden, attention_mask=None)[:, 0]
     image = clip.visual_projection(clip.vision_model.post_layernorm(last))
     scale = clip.logit_scale.float().exp().clamp(max=50)
-    logits, same = scale * F.normalize(image.float(), dim=-1) @ text[-size:].T, torch.arange(size)
-    contrast = F.cross_entropy(logits, same) + F.cross_entropy(logits.T, same)
-    loss = dense + 0.5 * pointing + 0.1 * contrast
-    hit = targets.gather(2, cosines.argmax(-1, keepdim=True)) > 0
-    totals = {"loss": float(loss.detach()), "contrast": float(contrast.detach())}
-    return loss, totals | parts | {"hit": float(hit.float().mean())}
-
-
-def _pointing_phrase(rng: random.Random, scene: Scene) -> tuple[str, tuple[int, ...]]:
-    """Draw a phrase that names one part of a scene, with the patches of that part.
-
-    The text tower is trained on such phrases and never on questions, so its relevance to a whole
-    question is good but not perfect, as in a real model.
-    """
-    layout = scene.layout
-    if layout.signs and rng.random() < 0.2:
-        sign = rng.choice(layout.signs)
-        return f"the {sign.name}", scene.patches(sign)
-    thing = rng.choice(layout.things)
-    digits = [other.digit for other in layout.things]
-    if digits.count(thing.digit) == 1 and rng.random() < 0.35:
-        return f"the digit {thing.digit}", scene.patches(thing)
-    names = (thing.name, with_article(thing.name), f"the {thing.name}")
-    return rng.choice(names), scene.patches(thing)
-
-
-def _caption(rng: random.Random, scene: Scene) -> str:
-    """Describe three random parts of the scene, for the contrastive loss between images."""
-    candidates: tuple[Thing | Sign, ...] = (*scene.layout.things, *scene.layout.signs)
-    parts = rng.sample(candidates, 3)
-    return ", ".join(
-        f"{part.name} {part.text if isinstance(part, Sign) else part.digit}" for part in parts
-    )
+    logits, pairs = scale * F.normalize(image.float(), dim=-1) @ text[-size:].T, torch.arange(size)
+    contrast = F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)
+    return dense + 0.5 * pointing + 0.1 * contrast
 
 
 def draw_batch(
     seed: int, size: int, words: Tokenizer, max_shapes: int | None = None, budget: int = PATCHES
-) -> tuple[Tensor, Tensor, training.TextBatch]:
-    """Pixels, raster patches (B, K) that are kept, and texts of one batch.
+) -> tuple[Tensor, Tensor, TextBatch]:
+    """Images, raster patches (B, K) that are kept, and texts of one batch.
 
     Questions and phrases are asked; with `max_shapes` phrases only, about easier scenes, whose
     first `budget` patches are shapes' middles and whole signs. Phrases go on beside the questions,
     for what they have not taught yet and against forgetting.
     """
-    images, scenes = draw_scenes(seed, size, max_shapes)
+    images, scenes = _draw_scenes(seed, size, max_shapes)
     rng = random.Random(seed + 1)
     pictures, kept = [], []
     for scene in scenes:
-        phrases = SceneQuestions(rng, scene, (CELLS, CELLS), BRIEF)
-        texts, number, chosen = [], 40, list(range(budget))
+        source = Questions(rng, scene, (CELLS, CELLS), BRIEF)
         if max_shapes is None:
-            questions = training.draw_texts(
-                replace(phrases, wordings=SEEN), _QUESTION_WEIGHTS, 12, False
-            )
-            texts += [(_AFTER_IMAGE.format(question=each.text), each) for each in questions]
-            number = 14
-        drawn = training.draw_texts(phrases, _PHRASE_WEIGHTS, number, True)
-        texts += [(f" {each.text}", each) for each in drawn]
-        if max_shapes is not None:
-            shown = [patches[0] for patches in scene.thing_patches]
-            shown += [patch for patches in scene.sign_patches for patch in patches]
-            chosen = training.keep_shown_tokens(rng, shown, budget, PATCHES)
-        kept.append(chosen)
+            asking = replace(source, wordings=SEEN)
+            texts = training.draw_texts(asking, _QUESTION_WEIGHTS, 12, _BEHIND_IMAGE)
+            texts += training.draw_texts(source, _PHRASE_WEIGHTS, 14, " {question}")
+            kept.append(list(range(budget)))
+        else:
+            texts = training.draw_texts(source, _PHRASE_WEIGHTS, 40, " {question}")
+            shown = [scene.patches[thing][0] for thing in scene.things]
+            shown += [patch for sign in scene.signs for patch in scene.patches[sign]]
+            kept.append(training.keep_shown_tokens(rng, shown, budget, PATCHES))
         pictures.append(texts)
     start = len(words.encode(_BEFORE_IMAGE).ids) + budget
-    batch = training.build_texts(words, pictures, start, "</s>", "<pad>", _EVERY_KIND)
-    return normalize_pixels(images), torch.tensor(kept), batch
+    batch = training.build_texts(words, pictures, start, "</s>", "<pad>")
+    return images, torch.tensor(kept), batch
 
 
 def language_loss(
@@ -305,8 +274,8 @@ def language_loss(
     patches: Tensor,
     kept: Tensor,
     before: Tensor,
-    texts: training.TextBatch,
-) -> training.Loss:
+    texts: TextBatch,
+) -> Tensor:
     """Cross entropy on answer tokens; `patches` (B, N, Dv) come from the frozen tower.
 
     Sequences begin with the ids `before` (P,) and the image tokens `kept` (B, K).
@@ -318,29 +287,35 @@ def language_loss(
     positions = torch.arange(prefix).expand(count, prefix)
     hidden = model.model(
         inputs_embeds=torch.cat(embeds, 1),
-        attention_mask=texts.mask(prefix, torch.bfloat16),
+        attention_mask=texts.mask(prefix),
         position_ids=torch.cat((positions, texts.positions), 1),
         use_cache=False,
     ).last_hidden_state
-    return texts.loss(model.lm_head, hidden[:, prefix:], _EVERY_KIND)
+    return texts.loss(model.lm_head, hidden[:, prefix:])
 
 
-def train_rank(rank: int, run: training.Run) -> None:
-    """Train all stages as one of the ranks."""
-    training.join_ranks(run, rank)
+def train_stages(run: training.Run) -> None:
+    """Train all stages and write both checkpoints."""
     clip_words, words = (
         Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (CLIP, LLAVA)
     )
     clip, heads, projector, model = build_models()
     reading, towers, phrases, questions = run.stages
-    lead = torch.tensor(words.encode(_BEFORE_IMAGE).ids)
+    before = torch.tensor(words.encode(_BEFORE_IMAGE).ids)
 
-    def answer_loss(values: Tensor, kept: Tensor, texts: training.TextBatch) -> training.Loss:
+    def reading_loss(seed: int, step: int) -> Tensor:
+        """The digit and the colour of every patch of images of digits."""
+        images, digit, colour = render_characters(seed, reading.images)
+        labels = torch.full((len(_FIELDS), *digit.shape), UNLABELLED)
+        labels[list(_FIELDS).index("digit")], labels[list(_FIELDS).index("colour")] = digit, colour
+        return heads.loss(_penultimate_states(clip, images)[:, 1:], labels, {"colour": 0.3})
+
+    def answer_loss(images: Tensor, kept: Tensor, texts: TextBatch) -> Tensor:
         with torch.no_grad():
-            patches = _penultimate_states(clip, values)[:, 1:]
-        return language_loss(model, projector, patches, kept, lead, texts)
+            patches = _penultimate_states(clip, images)[:, 1:]
+        return language_loss(model, projector, patches, kept, before, texts)
 
-    def phrase_loss(seed: int, step: int) -> training.Loss:
+    def phrase_loss(seed: int, step: int) -> Tensor:
         # A low rate at first: among many tokens, attention joins the words of a name only slowly.
         progress = min(1.0, step / (_CURRICULUM_STEPS * run.steps_scale)) ** 2
         shapes = 2 + round((MAX_SHAPES - 2) * progress)
@@ -349,9 +324,7 @@ def train_rank(rank: int, run: training.Run) -> None:
 
     vision: dict[str, nn.Module] = {"clip": clip, "heads": heads}
     language: dict[str, nn.Module] = {"projector": projector, "model": model}
-    training.run_stage(
-        run, 0, vision, lambda seed, _: _reading_loss(clip, heads, seed, reading.images)
-    )
+    training.run_stage(run, 0, vision, reading_loss)
     training.run_stage(
         run, 1, vision, lambda seed, _: _tower_loss(clip, heads, clip_words, seed, towers.images)
     )
@@ -360,22 +333,14 @@ def train_rank(rank: int, run: training.Run) -> None:
     training.run_stage(
         run, 3, language, lambda seed, _: answer_loss(*draw_batch(seed, questions.images, words))
     )
-    if rank == 0:
-        training.write_checkpoint(run.out / "clip", CLIP, clip.state_dict())
-        parts = {
-            "vision_tower.vision_model.": clip.vision_model,
-            "multi_modal_projector.": projector,
-            "language_model.": model,
-        }
-        tensors = {
-            prefix + name: value
-            for prefix, module in parts.items()
-            for name, value in module.state_dict().items()
-        }
-        training.write_checkpoint(run.out / "llava", LLAVA, tensors)
-        training.log(f"wrote {run.out}")
-    dist.destroy_process_group()
+    training.write_checkpoint(run.out / "clip", CLIP, {"": clip})
+    parts = {
+        "vision_tower.vision_model.": clip.vision_model,
+        "multi_modal_projector.": projector,
+        "language_model.": model,
+    }
+    training.write_checkpoint(run.out / "llava", LLAVA, parts)
 
 
 if __name__ == "__main__":
-    training.start("Train mini-LLaVA and its CLIP from scratch.", STAGES, train_rank)
+    training.start("Train mini-LLaVA and its CLIP from scratch.", STAGES, train_stages)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,12 +25,14 @@ from transformers.vision_utils import (
 )
 
 from benchmarks.yardsticks import pages, training
-from benchmarks.yardsticks.examples import CHECKPOINTS, IMAGE_TOKEN, PROMPT, ask_about
-from benchmarks.yardsticks.questions import BRIEF, CATEGORIES, SEEN
-from benchmarks.yardsticks.scenes import CELL, COLOURS, PATCH, SHAPES, Scene
+from benchmarks.yardsticks.examples import CHECKPOINTS, PROMPT
+from benchmarks.yardsticks.pages import MERGE, TOKEN, Number, Page, Size, Word
+from benchmarks.yardsticks.questions import BRIEF, HALF, SEEN, Questions
+from benchmarks.yardsticks.scenes import CELL, COLOURS, PATCH, SHAPES, WORDS, Scene
+from benchmarks.yardsticks.training import UNLABELLED
 
 _QWEN = CHECKPOINTS["miniqwen"]
-_LEAD, _REST = PROMPT["miniqwen"].split(IMAGE_TOKEN["miniqwen"])
+_LEAD, _, _REST = PROMPT["miniqwen"]
 _BETWEEN, _BEHIND = _REST.split("{question}")
 
 STAGES = (
@@ -70,8 +71,8 @@ _OUTPUT_SCALE, _MLP_SCALE = 0.3, 0.1
 # Naming's logits are cosines times this; a token of three names has a cosine of 0.58 with each.
 _NAMING_SCALE, _NAMING_WEIGHT = 20.0, 0.3
 
-FIELDS: dict[str, int] = {
-    "kind": 4, "word": len(pages.WORDS), "head": len(pages.WORDS) + 1, "tens": 10, "units": 10,
+_FIELDS: dict[str, int] = {
+    "kind": 4, "word": len(WORDS), "head": len(WORDS) + 1, "tens": 10, "units": 10,
     "colour": len(COLOURS), "shape": len(SHAPES), "digit": 10, "lower": 2, "right": 2,
 }  # fmt: skip
 """Fields of dense labels of patches, and their numbers of classes.
@@ -83,8 +84,8 @@ _FIELD_WEIGHTS = {"digit": 2.0, "tens": 1.5, "units": 1.5, "word": 1.5}
 _DIGITS = tuple(map(str, range(10)))
 # Texts of every class of the fields that have a word, each one token.
 _NAMES: dict[str, Sequence[str]] = {
-    "word": [f" {word}" for word in pages.WORDS],
-    "head": [f" {word}" for word in pages.WORDS],
+    "word": [f" {word}" for word in WORDS],
+    "head": [f" {word}" for word in WORDS],
     "tens": [f" {digit}" for digit in _DIGITS],
     "units": _DIGITS,
     "digit": [f" {digit}" for digit in _DIGITS],
@@ -95,7 +96,7 @@ _NAMES: dict[str, Sequence[str]] = {
 _PHRASE_WEIGHTS = (
     {
         "digit": 7, "colour": 3, "shape": 3, "count": 10, "quarter": 4, "existence": 6,
-        "reading": 6, training.HALF: 4,
+        "reading": 6, HALF: 4,
     },
     {"value": 7, "word": 6, "cell": 12, "compare": 9, "find": 6},
 )  # fmt: skip
@@ -107,60 +108,46 @@ _QUESTION_WEIGHTS = (
     },
     {"value": 5, "word": 10, "cell": 9, "compare": 10, "find": 4},
 )  # fmt: skip
-_KINDS = [kind for kinds in CATEGORIES["miniqwen"].values() for kind in kinds]
-_TRAINED_KINDS = (*_KINDS, *map(training.phrase_kind, (*_KINDS, training.HALF)))
-
-
-@dataclass(frozen=True)
-class View:
-    """A size of pictures, and the size at which the model sees them.
-
-    The processor makes it of an image limited to one token in `divisor`.
-    """
-
-    size: pages.Size
-    seen: pages.Size
-    divisor: int = 1
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Patches (B, N, MERGE², 3 · PATCH²), labels (fields, B, N · MERGE²), and their contents."""
+    """Pictures of one size, and the size at which the model sees them.
 
+    patches (B, N, MERGE², 3 · PATCH²) and labels (fields, B, N · MERGE²) are of the latter.
+    """
+
+    size: Size
+    seen: Size
     patches: Tensor
     labels: Tensor
-    contents: Sequence[Scene | pages.Page]
+    contents: Sequence[Scene | Page]
 
 
-def _draw_view(seed: int, shares: Sequence[float]) -> View:
-    """Draw a view; `shares` are of all tokens, and of a half, fourth, eighth and sixteenth.
+def _draw_sizes(seed: int, shares: Sequence[float]) -> tuple[Size, Size]:
+    """Draw the size of pictures, and the one at which they are seen.
 
-    Ranks draw the same, because the one with fewer patches would wait.
+    `shares` are of all tokens, and of a half, fourth, eighth and sixteenth. Ranks draw the same,
+    because the one with fewer patches would wait.
     """
     rng = random.Random(seed // training.RANKS)
     size = rng.choice(pages.SIZES)
     divisor = rng.choices((1, 2, 4, 8, 16), shares)[0]
-    seen = size if divisor == 1 else shrink_size(size, size.tokens // divisor)
-    return View(size, seen, divisor)
+    return size, size if divisor == 1 else shrink_size(size, size.tokens // divisor)
 
 
-def shrink_size(size: pages.Size, budget: int) -> pages.Size:
+def shrink_size(size: Size, budget: int) -> Size:
     """The size that the image processor gives an image of `size` limited to `budget` tokens."""
-    height, width = smart_resize(
-        size.height,
-        size.width,
-        pages.TOKEN,
-        pages.TOKEN * pages.TOKEN,
-        budget * pages.TOKEN * pages.TOKEN,
-    )
-    return pages.Size(height // pages.TOKEN, width // pages.TOKEN)
+    height, width = smart_resize(*size.pixels, TOKEN, TOKEN * TOKEN, budget * TOKEN * TOKEN)
+    return Size(height // TOKEN, width // TOKEN)
 
 
 def draw_pictures(
     seed: int,
     scene_count: int,
     page_count: int,
-    view: View,
+    size: Size,
+    seen: Size,
     plain: bool = False,
     most: int | None = None,
 ) -> Pictures:
@@ -168,84 +155,77 @@ def draw_pictures(
 
     `most` makes them easier: scenes of at most so many shapes, pages of at most so many words.
     """
-    rng, size = random.Random(seed), view.size
+    rng = random.Random(seed)
     images: list[Tensor] = []
-    contents: list[Scene | pages.Page] = []
-    items: list[Iterator[list[float]]] = []
+    contents: list[Scene | Page] = []
+    # Picture, centre in pixels, half extents and labels of every shape, word and number.
+    items: list[list[float]] = []
     if scene_count:
-        layouts = [
-            pages.draw_rectangle(rng, size, most or pages.MOST_SHAPES) for _ in range(scene_count)
-        ]
-        drawn, shown = pages.render_rectangles(layouts, size, seed)
+        most_shapes = most or pages.MOST_SHAPES
+        scenes = [pages.draw_rectangle(rng, size, most_shapes) for _ in range(scene_count)]
+        drawn, scenes = pages.render_rectangles(scenes, size, seed)
         images.append(drawn)
-        contents += shown
-        items += [_shape_rows(scene, size) for scene in shown]
+        height, width = size.cells
+        for scene in scenes:
+            for thing in scene.things:
+                x = (thing.column + 0.5) * CELL + thing.shift[0]
+                y = (thing.row + 0.5) * CELL + thing.shift[1]
+                box = [len(contents), x, y, 0.8 * thing.radius, 0.8 * thing.radius]
+                named = [3, -1, -1, -1, -1, thing.colour, thing.shape, thing.digit]
+                items.append([*box, *named, thing.row >= height // 2, thing.column >= width // 2])
+            contents.append(scene)
     if page_count:
+        most_words, styles = most or len(WORDS), pages.PAGE_STYLES
         texts = [
             pages.fill_page(rng, size)
             if plain
-            else pages.draw_page(rng, rng.choice(pages.PAGE_STYLES), size, most or len(pages.WORDS))
+            else pages.draw_page(rng, rng.choice(styles), size, most_words)
             for _ in range(page_count)
         ]
         drawn, centres = pages.render_pages(texts, seed)
         images.append(drawn)
-        contents += texts
-        items += map(_text_rows, texts, centres)
-    patches = pages.split_patches(pages.resize_images(torch.cat(images), view.seen))
-    rows = [[index, *row] for index, of_image in enumerate(items) for row in of_image]
-    return Pictures(patches, _label_patches(torch.tensor(rows), len(contents), view), contents)
+        for page, places in zip(texts, centres, strict=True):
+            names: list[list[int]] = [[1, word.word, -1, -1, -1] for word in page.words]
+            for number in page.numbers:
+                label = head = UNLABELLED
+                if number.label is not None:
+                    label = number.label.word
+                    head = number.head.word if number.head else len(WORDS)
+                names.append([2, label, head, *divmod(number.value, 10)])
+            for place, named in zip(places, names, strict=True):
+                box = [len(contents), *place, TOKEN / 2, PATCH / 2]
+                items.append([*box, *named, *[UNLABELLED] * 5])
+            contents.append(page)
+    patches = pages.split_patches(pages.resize_images(torch.cat(images), seen))
+    labels = _label_patches(torch.tensor(items), len(contents), size, seen)
+    return Pictures(size, seen, patches, labels, contents)
 
 
-def _shape_rows(scene: Scene, size: pages.Size) -> Iterator[list[float]]:
-    """Centre in pixels, half extents and labels of every shape of a scene."""
-    height, width = size.cells
-    for thing in scene.layout.things:
-        x, y = (thing.column + 0.5) * CELL + thing.shift[0], (thing.row + 0.5) * CELL
-        lower, right = thing.row >= height // 2, thing.column >= width // 2
-        box = [x, y + thing.shift[1], 0.8 * thing.radius, 0.8 * thing.radius]
-        yield [*box, 3, -1, -1, -1, -1, thing.colour, thing.shape, thing.digit, lower, right]
-
-
-def _text_rows(page: pages.Page, centres: Sequence[tuple[float, float]]) -> Iterator[list[float]]:
-    """Centre in pixels, half extents and labels of every word and number of a page."""
-    boxes = iter([x, y, pages.TOKEN / 2, PATCH / 2] for x, y in centres)
-    for word in page.words:
-        yield [*next(boxes), 1, word.word, *[training.UNLABELLED] * 8]
-    for number in page.numbers:
-        label = head = training.UNLABELLED
-        if number.label is not None:
-            label, head = number.label.word, number.head.word if number.head else len(pages.WORDS)
-        tens, units = divmod(number.value, 10)
-        yield [*next(boxes), 2, label, head, tens, units, *[training.UNLABELLED] * 5]
-
-
-def _patch_centres(size: pages.Size) -> Tensor:
-    """Centres (P, 2) in pixels, x and y, of all patches in the order of their tokens."""
-    patch = torch.arange(size.tokens * pages.MERGE * pages.MERGE)
-    token, inner = patch // (pages.MERGE * pages.MERGE), patch % (pages.MERGE * pages.MERGE)
-    row = token // size.columns * pages.MERGE + inner // pages.MERGE
-    column = token % size.columns * pages.MERGE + inner % pages.MERGE
-    return (torch.stack((column, row), 1) + 0.5) * PATCH
-
-
-def _label_patches(items: Tensor, count: int, view: View) -> Tensor:
+def _label_patches(items: Tensor, count: int, size: Size, seen: Size) -> Tensor:
     """Labels (fields, B, P) of items (M, 5 + fields); a patch of two items has a kind only."""
-    scale = torch.tensor([view.seen.width / view.size.width, view.seen.height / view.size.height])
-    centres = _patch_centres(view.seen)
+    # Centres (P, 2) in pixels, x and y, of all patches in the order of their tokens.
+    patch = torch.arange(seen.tokens * MERGE * MERGE)
+    token, inner = patch // (MERGE * MERGE), patch % (MERGE * MERGE)
+    row = token // seen.columns * MERGE + inner // MERGE
+    column = token % seen.columns * MERGE + inner % MERGE
+    centres = (torch.stack((column, row), 1) + 0.5) * PATCH
+
+    (height, width), (seen_height, seen_width) = size.pixels, seen.pixels
+    scale = torch.tensor([seen_width / width, seen_height / height])
     distance = centres - items[:, None, 1:3] * scale
     reach = (items[:, None, 3:5] * scale).clamp(min=PATCH / 2)
     item, patch = (distance.abs() < reach).all(-1).nonzero(as_tuple=True)
     image = items[item, 0].long()
-    labels = torch.full((len(FIELDS), count, len(centres)), training.UNLABELLED)
+    labels = torch.full((len(_FIELDS), count, len(centres)), UNLABELLED)
     labels[0] = 0
     covers = torch.zeros(count, len(centres), dtype=torch.long)
     covers.index_put_((image, patch), torch.ones_like(patch), accumulate=True)
     labels[:, image, patch] = items[item, 5:].T.long()
-    labels[1:, covers > 1] = training.UNLABELLED
+    labels[1:, covers > 1] = UNLABELLED
     # A shape's digit is in its middle; elsewhere it would be one of several copies.
-    digit = list(FIELDS).index("digit")
+    digit = list(_FIELDS).index("digit")
     off_centre = (distance[item, patch].abs() >= PATCH / 2).any(-1)
-    labels[digit, image[off_centre], patch[off_centre]] = training.UNLABELLED
+    labels[digit, image[off_centre], patch[off_centre]] = UNLABELLED
     return labels
 
 
@@ -291,24 +271,13 @@ def _image_basis() -> Tensor:
     return torch.linalg.qr(torch.randn(_LANGUAGE_WIDTH, _LANGUAGE_WIDTH, generator=generator))[0]
 
 
-@cache
-def _positions(size: pages.Size) -> tuple[Tensor, Tensor, Tensor]:
-    """Taps (P, 4) and weights (P, 4) of the position table, and rows and columns (2, P)."""
-    grid = torch.tensor([[1, size.rows * pages.MERGE, size.columns * pages.MERGE]])
-    taps, weights = get_vision_interpolation_indices_and_weights(
-        grid, _POSITION_GRID, align_corners=True, spatial_merge_size=pages.MERGE
-    )
-    return taps, weights, get_vision_position_ids(grid, pages.MERGE)
-
-
-def _tower_states(tower: Qwen3VLVisionModel, patches: Tensor, size: pages.Size) -> list[Tensor]:
-    """States (B, P, Dv) that each deepstack merger reads, and of the last layer.
-
-    The images have one size; patches (B, N, MERGE², 3 · PATCH²).
-    """
-    taps, weights, places = _positions(size)
+def _tower_states(tower: Qwen3VLVisionModel, pictures: Pictures) -> list[Tensor]:
+    """States (B, P, Dv) that each deepstack merger reads, and of the last layer."""
+    taps, weights, places = _positions(pictures.seen)
     kernel = tower.patch_embed.proj.weight.sum(2).flatten(1)
-    hidden = patches.flatten(1, 2).to(kernel.dtype) @ kernel.T + tower.patch_embed.proj.bias
+    hidden = (
+        pictures.patches.flatten(1, 2).to(kernel.dtype) @ kernel.T + tower.patch_embed.proj.bias
+    )
     table = (tower.pos_embed(taps) * weights[:, :, None]).sum(1)
     hidden = hidden + table.to(hidden.dtype)
     with torch.no_grad():
@@ -329,6 +298,16 @@ def _tower_states(tower: Qwen3VLVisionModel, patches: Tensor, size: pages.Size) 
     return [*states, hidden]
 
 
+@cache
+def _positions(size: Size) -> tuple[Tensor, Tensor, Tensor]:
+    """Taps (P, 4) and weights (P, 4) of the position table, and rows and columns (2, P)."""
+    grid = torch.tensor([[1, size.rows * MERGE, size.columns * MERGE]])
+    taps, weights = get_vision_interpolation_indices_and_weights(
+        grid, _POSITION_GRID, align_corners=True, spatial_merge_size=MERGE
+    )
+    return taps, weights, get_vision_position_ids(grid, MERGE)
+
+
 def _merge_states(tower: Qwen3VLVisionModel, states: Sequence[Tensor]) -> list[Tensor]:
     """Rows (B, N, D) of `_tower_states`: those added after the first layers, and for the first."""
     mergers: list[nn.Module] = [*tower.deepstack_merger_list, tower.merger]
@@ -338,31 +317,29 @@ def _merge_states(tower: Qwen3VLVisionModel, states: Sequence[Tensor]) -> list[T
     ]
 
 
-def _name_tokens(tokenizer: Tokenizer, labels: Tensor) -> Tensor:
-    """Shares (B, N, V) of the tokens for what each image token shows; zero for nothing."""
+def _naming_loss(tokenizer: Tokenizer, rows: Tensor, table: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of the cosines of rows (B, N, D) with the embeddings of what they show.
+
+    It ties image tokens to the words for what they show: without it the language model has to find
+    by chance which of many image tokens a word is about. The rows are in the basis of image tokens;
+    labels (fields, B, N · MERGE²).
+    """
+    # Shares (B, N, V) of the words and digits for what each image token shows.
     _, count, patches = labels.shape
-    shares = torch.zeros(count, patches // pages.MERGE**2, _VOCABULARY)
-    fields = dict(zip(FIELDS, labels, strict=True))
+    shares = torch.zeros(count, patches // MERGE**2, _VOCABULARY)
+    fields = dict(zip(_FIELDS, labels, strict=True))
     names = fields["colour"] * len(SHAPES) + fields["shape"]
-    fields["name"] = torch.where(fields["colour"] >= 0, names, training.UNLABELLED)
+    fields["name"] = torch.where(fields["colour"] >= 0, names, UNLABELLED)
     for name, texts in _NAMES.items():
         ids = torch.tensor([tokenizer.encode(text).ids for text in texts]).squeeze(1)
         target = fields[name]
         image, patch = ((target >= 0) & (target < len(ids))).nonzero(as_tuple=True)
-        shares[image, patch // pages.MERGE**2, ids[target[image, patch]]] = 1.0
-    return shares / shares.sum(-1, keepdim=True).clamp(min=1.0)
-
-
-def _naming_loss(rows: Tensor, table: Tensor, names: Tensor) -> Tensor:
-    """Cross entropy between shares of tokens and the cosines of rows (B, N, D) with the table.
-
-    It ties image tokens to the words for what they show: without it the language model has to find
-    by chance which of many image tokens a word is about. The rows are in the basis of image tokens.
-    """
-    shows = names.sum(-1) > 0
+        shares[image, patch // MERGE**2, ids[target[image, patch]]] = 1.0
+    shares = shares / shares.sum(-1, keepdim=True).clamp(min=1.0)
+    shows = shares.sum(-1) > 0
     turned = F.normalize(rows[shows].float() @ _image_basis().T, dim=-1)
     logits = _NAMING_SCALE * turned @ F.normalize(table.float(), dim=-1).T
-    return -(names[shows] * logits.log_softmax(-1)).sum(-1).mean()
+    return -(shares[shows] * logits.log_softmax(-1)).sum(-1).mean()
 
 
 @dataclass(frozen=True)
@@ -383,7 +360,6 @@ def draw_batch(
     seed: int,
     tokenizer: Tokenizer,
     pictures: Pictures,
-    view: View,
     budget: int,
     questions: int,
     phrases: int,
@@ -394,37 +370,38 @@ def draw_batch(
     Tokens are only dropped at full size: as far as the evidence of the questions allows or, if
     `shown_first`, those that show nothing before the others.
     """
-    rng, seen = random.Random(seed + 1), view.seen
+    rng, seen = random.Random(seed + 1), pictures.seen
     before, after = (torch.tensor(tokenizer.encode(text).ids) for text in (_LEAD, _BETWEEN))
     behind_image = len(before) + max(seen.rows, seen.columns)
     asked, kept = [], []
     for content in pictures.contents:
-        texts = []
-        weights = (_QUESTION_WEIGHTS if questions else _PHRASE_WEIGHTS)[
-            isinstance(content, pages.Page)
-        ]
-        for form, number, wordings in (
-            ("{question}" + _BEHIND, questions, SEEN), (" {question}", phrases, BRIEF)
-        ):  # fmt: skip
-            source = ask_about(rng, content, view.size, wordings)
-            drawn = training.draw_texts(source, weights, number, wordings is BRIEF)
-            texts += [(form.format(question=question.text), question) for question in drawn]
+        is_page = isinstance(content, Page)
+        weights = (_QUESTION_WEIGHTS if questions else _PHRASE_WEIGHTS)[is_page]
+        source = Questions(rng, content, pictures.size.cells, SEEN)
+        texts = training.draw_texts(source, weights, questions, "{question}" + _BEHIND)
+        source = replace(source, wordings=BRIEF)
+        texts += training.draw_texts(source, weights, phrases, " {question}")
         chosen = list(range(seen.tokens))
         if shown_first:
-            if isinstance(content, pages.Page):
-                parts: list[pages.Word | pages.Number] = [*content.words, *content.numbers]
+            if isinstance(content, Page):
+                parts: list[Word | Number] = [*content.words, *content.numbers]
                 shown = [part.row * seen.columns + part.column for part in parts]
             else:
-                shown = [tokens[0] for tokens in content.thing_patches]
+                shown = [content.patches[thing][0] for thing in content.things]
             rng.shuffle(shown)
             chosen = training.keep_shown_tokens(rng, shown, budget, seen.tokens)
         elif budget < seen.tokens:
-            chosen, texts = training.keep_evidence(rng, texts, budget, seen.tokens)
+            # The evidence of each question is kept as a whole as long as it fits.
+            shown = []
+            for _, question in texts:
+                extended = list(dict.fromkeys((*shown, *question.evidence)))
+                shown = extended if len(extended) <= budget else shown
+            chosen = training.keep_shown_tokens(rng, shown, budget, seen.tokens)
+            texts = [text for text in texts if set(text[1].evidence) <= set(chosen)]
         asked.append(texts)
         kept.append(chosen)
-    end, pad = "<|im_end|>", "<|endoftext|>"
     start = behind_image + len(after)
-    batch = training.build_texts(tokenizer, asked, start, end, pad, _TRAINED_KINDS)
+    batch = training.build_texts(tokenizer, asked, start, "<|im_end|>", "<|endoftext|>")
     tokens, count = torch.tensor(kept), len(kept)
     places = (torch.zeros_like(tokens), tokens // seen.columns, tokens % seen.columns)
     positions = (
@@ -440,7 +417,6 @@ def language_states(
     model: Qwen3VLForConditionalGeneration,
     batch: LanguageBatch,
     pictures: Pictures,
-    seen: pages.Size,
 ) -> tuple[Tensor, Tensor]:
     """Normed states (B, L, D) of the last layer at the texts of a batch.
 
@@ -448,7 +424,7 @@ def language_states(
     """
     tower, language = model.model.visual, model.model.language_model
     with torch.no_grad():
-        states = _tower_states(tower, pictures.patches, seen)
+        states = _tower_states(tower, pictures)
     *levels, image = _merge_states(tower, states)
     rows, embed = torch.arange(len(batch.kept))[:, None], language.embed_tokens
     before, after = (embed(ids).expand(len(rows), -1, -1) for ids in (batch.before, batch.after))
@@ -456,91 +432,67 @@ def language_states(
     hidden = torch.cat((before, image[rows, batch.kept], after, texts), 1)
     begin, behind = before.shape[1], after.shape[1] + texts.shape[1]
     angles = language.rotary_emb(hidden, batch.positions)
-    mask = batch.texts.mask(hidden.shape[1] - texts.shape[1], hidden.dtype)
+    mask = batch.texts.mask(hidden.shape[1] - texts.shape[1])
     for number, layer in enumerate(language.layers):
         hidden = layer(hidden, position_embeddings=angles, attention_mask=mask)
         if number < len(levels):
             hidden = hidden + F.pad(levels[number][rows, batch.kept], (0, 0, begin, behind))
-    normed: Tensor = language.norm(hidden[:, -texts.shape[1] :])
-    return normed, image
+    return language.norm(hidden[:, -texts.shape[1] :]), image
 
 
-def language_loss(
-    model: Qwen3VLForConditionalGeneration,
-    tokenizer: Tokenizer,
-    batch: LanguageBatch,
-    pictures: Pictures,
-    view: View,
-) -> training.Loss:
-    """Cross entropy on answer tokens, with the accuracy of every kind, and the naming loss.
-
-    Kinds end in the divisor of the view, or in "dropped" where tokens are dropped.
-    """
-    hidden, image = language_states(model, batch, pictures, view.seen)
-    suffix = "dropped" if batch.kept.shape[1] < view.seen.tokens else str(view.divisor)
-    names = [f"{kind}/{suffix}" for kind in _TRAINED_KINDS]
-    loss, parts = batch.texts.loss(model.lm_head, hidden, names)
-    table = model.model.language_model.embed_tokens.weight
-    naming = _naming_loss(image, table, _name_tokens(tokenizer, pictures.labels))
-    return loss + _NAMING_WEIGHT * naming, parts | {"naming": float(naming.detach())}
-
-
-def _draw_budget(seed: int, tokens: int) -> int:
-    """Number of image tokens of a step: all, or for a share of steps log-uniform."""
-    rng = random.Random(seed // training.RANKS)
-    if rng.random() >= _DROPOUT:
-        return tokens
-    return max(1, int(math.exp(rng.uniform(math.log(2), math.log(tokens)))))
-
-
-def train_rank(rank: int, run: training.Run) -> None:
-    """Train all stages as one of the ranks."""
-    training.join_ranks(run, rank)
+def train_stages(run: training.Run) -> None:
+    """Train all stages and write the checkpoint."""
     words = Tokenizer.from_file(str(_QWEN / "tokenizer.json"))
     model = _build_model()
     tower, mergers = model.model.visual, model.model.visual.deepstack_merger_list
-    heads = training.DenseHeads(_VISION_WIDTH, FIELDS)
+    heads = training.DenseHeads(_VISION_WIDTH, _FIELDS)
+    table = model.get_input_embeddings().weight
     reading, towers, naming, phrases, questions = run.stages
 
     def dense_loss(
         stage: training.Stage, shares: Sequence[float], plain: bool, seed: int, step: int
-    ) -> training.Loss:
-        view, scenes = _draw_view(seed, shares), stage.images // 3
-        pictures = draw_pictures(seed, scenes, stage.images - scenes, view, plain)
-        *_, patches = _tower_states(tower, pictures.patches, view.seen)
-        return heads.loss(patches, pictures.labels, _FIELD_WEIGHTS, f"/{view.divisor}")
+    ) -> Tensor:
+        scenes = stage.images // 3
+        sizes = _draw_sizes(seed, shares)
+        pictures = draw_pictures(seed, scenes, stage.images - scenes, *sizes, plain)
+        *_, patches = _tower_states(tower, pictures)
+        return heads.loss(patches, pictures.labels, _FIELD_WEIGHTS)
 
-    def token_loss(seed: int, step: int) -> training.Loss:
+    def naming_loss(seed: int, step: int) -> Tensor:
         """The mergers' rows become those of the words that a picture shows."""
-        view = _draw_view(seed, _WHOLE_VIEWS)
-        pictures = draw_pictures(seed, naming.images, naming.images, view)
+        sizes = _draw_sizes(seed, _WHOLE_VIEWS)
+        pictures = draw_pictures(seed, naming.images, naming.images, *sizes)
         with torch.no_grad():
-            states = _tower_states(tower, pictures.patches, view.seen)
+            states = _tower_states(tower, pictures)
         *_, rows = _merge_states(tower, states)
-        names = _name_tokens(words, pictures.labels)
-        loss = _naming_loss(rows, model.get_input_embeddings().weight, names)
-        return loss, {"loss": float(loss.detach())}
+        return _naming_loss(words, rows, table, pictures.labels)
 
-    def phrase_loss(seed: int, step: int) -> training.Loss:
-        view = _draw_view(seed, _PHRASE_VIEWS)
+    def answer_loss(batch: LanguageBatch, pictures: Pictures) -> Tensor:
+        hidden, rows = language_states(model, batch, pictures)
+        loss = batch.texts.loss(model.lm_head, hidden)
+        return loss + _NAMING_WEIGHT * _naming_loss(words, rows, table, pictures.labels)
+
+    def phrase_loss(seed: int, step: int) -> Tensor:
+        size, seen = _draw_sizes(seed, _PHRASE_VIEWS)
         progress = min(1.0, step / (_CURRICULUM_STEPS * run.steps_scale)) ** 2
-        most = _FEWEST + round((len(pages.WORDS) - _FEWEST) * progress)
+        most = _FEWEST + round((len(WORDS) - _FEWEST) * progress)
         scenes = phrases.images // 2
-        pictures = draw_pictures(seed, scenes, phrases.images - scenes, view, most=most)
-        budget, full = view.seen.tokens, view.seen == view.size
-        if full:
+        pictures = draw_pictures(seed, scenes, phrases.images - scenes, size, seen, most=most)
+        budget = seen.tokens
+        if seen == size:
             budget = _FEWEST_TOKENS + round((budget - _FEWEST_TOKENS) * progress)
-        batch = draw_batch(seed, words, pictures, view, budget, 0, 40, shown_first=full)
-        return language_loss(model, words, batch, pictures, view)
+        batch = draw_batch(seed, words, pictures, budget, 0, 40, shown_first=seen == size)
+        return answer_loss(batch, pictures)
 
-    def question_loss(seed: int, step: int) -> training.Loss:
-        view, scenes = _draw_view(seed, _QUESTION_VIEWS), questions.images // 2
-        budget = view.seen.tokens
-        if view.seen == view.size:
-            budget = _draw_budget(seed, budget)
-        pictures = draw_pictures(seed, scenes, questions.images - scenes, view)
-        batch = draw_batch(seed, words, pictures, view, budget, 12, 12)
-        return language_loss(model, words, batch, pictures, view)
+    def question_loss(seed: int, step: int) -> Tensor:
+        size, seen = _draw_sizes(seed, _QUESTION_VIEWS)
+        budget, rng = seen.tokens, random.Random(seed // training.RANKS)
+        if seen == size and rng.random() < _DROPOUT:
+            budget = max(1, int(math.exp(rng.uniform(math.log(2), math.log(budget)))))
+        scenes = questions.images // 2
+        pictures = draw_pictures(seed, scenes, questions.images - scenes, size, seen)
+        batch = draw_batch(seed, words, pictures, budget, 12, 12)
+        return answer_loss(batch, pictures)
 
     for merger in (tower.merger, mergers):
         merger.requires_grad_(False)
@@ -552,20 +504,15 @@ def train_rank(rank: int, run: training.Run) -> None:
         part.requires_grad_(True)
     # The modules that the next stage does not train have to be of the same type.
     model.to(torch.bfloat16)
-    training.run_stage(run, 2, {"model": model}, token_loss)
+    training.run_stage(run, 2, {"model": model}, naming_loss)
     model.requires_grad_(True)
     tower.requires_grad_(False)
     for merger in (tower.merger, mergers):
         merger.requires_grad_(True)
     training.run_stage(run, 3, {"model": model}, phrase_loss)
     training.run_stage(run, 4, {"model": model}, question_loss)
-    if rank == 0:
-        tensors = model.state_dict()
-        del tensors["lm_head.weight"]  # tied to the embedding table
-        training.write_checkpoint(run.out, _QWEN, tensors)
-        training.log(f"wrote {run.out}")
-    dist.destroy_process_group()
+    training.write_checkpoint(run.out, _QWEN, {"": model})
 
 
 if __name__ == "__main__":
-    training.start("Train mini-Qwen3-VL from scratch.", STAGES, train_rank)
+    training.start("Train mini-Qwen3-VL from scratch.", STAGES, train_stages)

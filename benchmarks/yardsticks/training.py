@@ -1,4 +1,4 @@
-"""What both trainings share: processes, stages and snapshots, the optimiser, losses, texts.
+"""What both trainings share: processes, the loop of a stage, the optimiser, texts and their loss.
 
 Two processes of one thread each train on batches of their own. A batch depends on seed, stage, step
 and rank only, so one seed gives bit-identical weights, in one pass or resumed.
@@ -13,7 +13,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 
@@ -27,11 +27,10 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from benchmarks.yardsticks.examples import SEEDS
-from benchmarks.yardsticks.questions import PageQuestions, Question, SceneQuestions
+from benchmarks.yardsticks.questions import HALF, NEIGHBOUR, Question, Questions
 from vllm_autoprune.cli.output import CommandParser
 
 RANKS = 2
-_SNAPSHOT_SECONDS = 180.0
 _LOG_EVERY = 50
 # The ranks inherit these. By default glibc returns every large tensor to the kernel and has its
 # pages zeroed again for the next one, which costs a quarter of a step.
@@ -40,21 +39,18 @@ _ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
 }
-_MOMENTUM = 0.95
+_MOMENTUM, _DECAY = 0.95, 0.01
 # Newton-Schulz coefficients of the Muon post, which drive singular values to about one.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 # Matrices that AdamW updates: orthogonal steps do not help embeddings and classifier heads.
 _TABLES = ("embed", "lm_head", "heads")
 
 UNLABELLED = -1
-NEIGHBOUR, HALF = "beside", "half"
-"""Kinds that occur in phrases only: the shape beside another one, and the half of the picture."""
 # Values of `blocks` for the shared prefix, and for padding.
 _PREFIX, _PADDING = -1, -2
 
-LossParts = dict[str, float]
-"""Losses and accuracies by name, for the log."""
-Loss = tuple[Tensor, LossParts]
+LossOfBatch = Callable[[int, int], Tensor]
+"""Loss of a batch, by its seed and the number of the step."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Run:
-    """One training: `out` receives the checkpoint, `work` the snapshots for `resume`."""
+    """One training: `out` receives the checkpoint, `work` the weights after each stage."""
 
     out: Path
     work: Path
@@ -84,25 +80,23 @@ class Run:
     steps_scale: float = 1.0
 
 
-def start(
-    description: str, stages: tuple[Stage, ...], train_rank: Callable[[int, Run], None]
-) -> None:
-    """Parse the arguments, start all ranks, each as `train_rank(rank, run)`, and wait for them."""
+def start(description: str, stages: tuple[Stage, ...], train_stages: Callable[[Run], None]) -> None:
+    """Parse the arguments, start all ranks, and wait for them."""
     parser = CommandParser(description=description)
     parser.add_argument("--seed", type=int, default=7, help="seed of the run")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is trained")
     parser.add_argument("--work", type=Path, required=True, help="folder for the snapshots")
-    parser.add_argument("--resume", action="store_true", help="continue from the snapshots")
+    parser.add_argument("--resume", action="store_true", help="continue after the last full stage")
     parser.add_argument("--steps-scale", type=float, default=1.0, help="0.01 is a smoke test")
     run = Run(stages=stages, **vars(parser.parse_args()))
     run.work.mkdir(parents=True, exist_ok=True)
     (run.work / "meet").unlink(missing_ok=True)
     os.environ.update(_ENVIRONMENT)
-    mp.spawn(train_rank, args=(run,), nprocs=RANKS)
+    mp.spawn(train_rank, args=(run, train_stages), nprocs=RANKS)
 
 
-def join_ranks(run: Run, rank: int) -> None:
-    """Set up this process as one of the ranks, and wait for the others."""
+def train_rank(rank: int, run: Run, train_stages: Callable[[Run], None]) -> None:
+    """Train as one of the ranks, which meet at a file of the run's folder."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     meeting = run.work.resolve() / "meet"  # a file URL has no relative form
@@ -112,50 +106,53 @@ def join_ranks(run: Run, rank: int) -> None:
         "gloo", f"file://{meeting}", rank=rank, world_size=RANKS, timeout=patience
     )
     torch.manual_seed(run.seed)
+    train_stages(run)
+    dist.destroy_process_group()
 
 
-def run_stage(
-    run: Run, number: int, modules: Mapping[str, nn.Module], loss: Callable[[int, int], Loss]
-) -> None:
-    """Train one stage by the loss of (seed of the batch, step).
+def run_stage(run: Run, number: int, modules: Mapping[str, nn.Module], loss: LossOfBatch) -> None:
+    """Train the modules in one stage; with `resume`, load them if it is finished already.
 
-    With `resume`, continue from its newest snapshot if there is one.
+    The rate warms up, stays, and falls to 2 % at the end: after the kinds of question that are
+    learnt late have begun to improve.
     """
     stage, rank = run.stages[number], dist.get_rank()
     steps = max(1, round(stage.steps * run.steps_scale))
-    optimiser = FlatMuon(modules, stage.peak)
-    snapshot, begin = run.work / f"{stage.name}.pt", 0
-    if run.resume and snapshot.exists():
-        saved = torch.load(snapshot, weights_only=True)
-        begin = int(saved["step"])
-        optimiser.restore(saved["optimiser"])
-        log(f"[{stage.name}] resumed at step {begin}")
-    log(f"[{stage.name}] steps {begin}..{steps}, peak learning rate {stage.peak:g}")
-    started = saved_at = time.monotonic()
-    recent: dict[str, list[float]] = {}
     warmup = min(stage.warmup, max(1, steps // 10))
-    for step in range(begin, steps):
-        value, parts = loss(batch_seed(run.seed, number, step, rank), step)
+    optimiser = FlatMuon(modules, stage.peak)
+    snapshot, started = run.work / f"{stage.name}.pt", time.monotonic()
+    if run.resume and snapshot.exists():
+        for name, weights in torch.load(snapshot, weights_only=True).items():
+            modules[name].load_state_dict(weights)
+        _log(f"[{stage.name}] is finished already")
+        return
+    _log(f"[{stage.name}] {steps} steps, peak learning rate {stage.peak:g}")
+    recent: list[tuple[float, float]] = []
+    for step in range(steps):
+        value = loss(batch_seed(run.seed, number, step, rank), step)
         value.backward()
-        norm = optimiser.step(_schedule(step, steps, warmup, stage.fall))
-        for name, part in (parts | {"norm": norm}).items():
-            recent.setdefault(name, []).append(part)
-        done, now = step + 1, time.monotonic()
+        progress = step / max(1, steps)
+        share = 1.0 if progress < 1 - stage.fall else 0.02 + 0.98 * (1 - progress) / stage.fall
+        norm = optimiser.step((step + 1) / warmup if step < warmup else share)
+        recent.append((float(value.detach()), norm))
+        done, seconds = step + 1, time.monotonic() - started
         if done % _LOG_EVERY == 0 or done == steps:
-            means = " ".join(f"{name}={sum(x) / len(x):.3f}" for name, x in recent.items())
-            eta = (now - started) / (done - begin) * (steps - done)
-            log(f"[{stage.name}] {done}/{steps} {means} {now - started:.0f}s ETA {eta:.0f}s")
-            recent = {}
-        if rank == 0 and (done == steps or now - saved_at > _SNAPSHOT_SECONDS):
-            # Replaced in one step, so that it is never seen half written.
-            torch.save({"step": done, "optimiser": optimiser.state()}, snapshot.with_suffix(".tmp"))
-            snapshot.with_suffix(".tmp").replace(snapshot)
-            saved_at = now
+            mean_loss, mean_norm = (sum(part) / len(recent) for part in zip(*recent, strict=True))
+            eta = seconds / done * (steps - done)
+            _log(
+                f"[{stage.name}] {done}/{steps} loss={mean_loss:.3f} norm={mean_norm:.3f} "
+                f"{seconds:.0f}s ETA {eta:.0f}s"
+            )
+            recent = []
+    if rank == 0:
+        # Replaced in one step, so that it is never seen half written.
+        weights = {name: module.state_dict() for name, module in modules.items()}
+        torch.save(weights, snapshot.with_suffix(".tmp"))
+        snapshot.with_suffix(".tmp").replace(snapshot)
     dist.barrier()
 
 
-def log(text: str) -> None:
-    """Print a line from the first rank only."""
+def _log(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, flush=True)
 
@@ -167,27 +164,24 @@ def batch_seed(seed: int, stage: int, step: int, rank: int) -> int:
     return number
 
 
-def _schedule(step: int, steps: int, warmup: int, fall: float) -> float:
-    """Share of the peak learning rate: linear warm-up, constant, then a linear fall to 2 %.
+def write_checkpoint(folder: Path, committed: Path, modules: Mapping[str, nn.Module]) -> None:
+    """Write weights in bf16 beside the committed checkpoint's configuration and tokenizer.
 
-    It falls after the kinds of question that are learnt late have begun to improve.
+    Modules are by the prefix of their weights' names. Only the first rank writes.
     """
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = step / max(1, steps)
-    return 1.0 if progress < 1 - fall else 0.02 + 0.98 * (1 - progress) / fall
-
-
-def write_checkpoint(folder: Path, committed: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write weights in bf16 beside the committed checkpoint's configuration and tokenizer."""
+    if dist.get_rank() != 0:
+        return
     ignored = shutil.ignore_patterns("*.safetensors")
     shutil.copytree(committed, folder, ignore=ignored, dirs_exist_ok=True)
     weights = {
-        name: value.detach().to(torch.bfloat16).contiguous().clone()
-        for name, value in tensors.items()
-        if not name.endswith("position_ids")
+        prefix + name: value.detach().to(torch.bfloat16).contiguous().clone()
+        for prefix, module in modules.items()
+        for name, value in module.state_dict().items()
+        # A table of positions is no weight, and mini-Qwen3-VL's head is tied to the embeddings.
+        if not name.endswith("position_ids") and (prefix or name != "lm_head.weight")
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _log(f"wrote {folder}")
 
 
 class FlatMuon:
@@ -199,7 +193,7 @@ class FlatMuon:
     that both take the same learning rate.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], peak: float, decay: float = 0.01) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], peak: float) -> None:
         tables: list[nn.Parameter] = []
         matrices: list[nn.Parameter] = []
         for prefix, module in modules.items():
@@ -209,7 +203,7 @@ class FlatMuon:
                     (tables if table else matrices).append(parameter)
         parameters = tables + matrices
         sizes = [parameter.numel() for parameter in parameters]
-        self._peak, self._decay, self._split = peak, decay, sum(sizes[: len(tables)])
+        self._peak, self._split = peak, sum(sizes[: len(tables)])
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._master = torch.cat([p.detach().float().flatten() for p in parameters])
         self._weights = self._master.to(torch.bfloat16)
@@ -228,13 +222,13 @@ class FlatMuon:
         # A parameter over the front of the master copy: AdamW steps it in place.
         self._tables = nn.Parameter(self._master[: self._split])
         self._adam = torch.optim.AdamW(
-            [self._tables], lr=peak, betas=(0.9, 0.98), weight_decay=decay, fused=True
+            [self._tables], lr=peak, betas=(0.9, 0.98), weight_decay=_DECAY, fused=True
         )
 
     def step(self, share: float) -> float:
         """Average the gradients over ranks, clip to norm 1 and update; returns the norm.
 
-        A gradient that is not finite changes nothing.
+        `share` is of the peak learning rate. A gradient that is not finite changes nothing.
         """
         gradient = self._gradients.float()
         if self._ranks > 1:
@@ -271,22 +265,7 @@ class FlatMuon:
             # On all ranks but one the addend is zero, so the sum is exact in bf16.
             dist.all_reduce(update)
         matrices = self._master[self._split :]
-        matrices.mul_(1 - rate * self._decay).add_(update.float(), alpha=-rate)
-
-    def state(self) -> dict[str, object]:
-        """Snapshot for `restore`."""
-        adam = self._adam.state_dict()
-        return {"master": self._master, "momentum": self._momentum, "adam": adam}
-
-    def restore(self, state: dict[str, object]) -> None:
-        """Continue exactly from a snapshot of `state`."""
-        master, momentum, adam = state["master"], state["momentum"], state["adam"]
-        assert isinstance(master, Tensor) and isinstance(momentum, Tensor)
-        assert isinstance(adam, dict)
-        self._master.copy_(master)
-        self._momentum.copy_(momentum)
-        self._weights.copy_(self._master)
-        self._adam.load_state_dict(adam)
+        matrices.mul_(1 - rate * _DECAY).add_(update.float(), alpha=-rate)
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
@@ -302,14 +281,9 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 def attend_in_place(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    **unused: object,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float, **unused: object,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Eager attention (B, H, T, D) → (B, T, H, D) with fewer passes over (B, H, T, T).
 
     It scales the queries instead of the weights and stays in the inputs' type throughout, which
@@ -347,65 +321,43 @@ class DenseHeads(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.out = nn.Linear(width, sum(fields.values()))
 
-    def loss(
-        self, patches: Tensor, labels: Tensor, weights: Mapping[str, float], suffix: str = ""
-    ) -> Loss:
-        """Weighted sum of the fields' cross entropies, and accuracies by name and suffix.
+    def loss(self, patches: Tensor, labels: Tensor, weights: Mapping[str, float]) -> Tensor:
+        """Weighted sum of the fields' cross entropies.
 
         patches (B, N, D); labels (fields, B, N), `UNLABELLED` where a field does not apply.
         """
         logits = self.out(self.norm(patches)).split(list(self._fields.values()), -1)
-        losses: list[Tensor] = []
-        parts: LossParts = {}
+        losses = []
         for name, prediction, target in zip(self._fields, logits, labels, strict=True):
             labelled = target >= 0
             if labelled.any():
-                predicted, expected = prediction[labelled].float(), target[labelled]
-                accuracy = (predicted.detach().argmax(-1) == expected).float().mean()
-                losses.append(F.cross_entropy(predicted, expected) * weights.get(name, 1.0))
-                parts[f"{name}{suffix}"] = float(accuracy)
-        return torch.stack(losses).sum(), parts
+                loss = F.cross_entropy(prediction[labelled].float(), target[labelled])
+                losses.append(loss * weights.get(name, 1.0))
+        return torch.stack(losses).sum()
+
+
+Text = tuple[str, Question]
+"""A question as it is asked, in its form of the prompt."""
 
 
 def draw_texts(
-    questions: SceneQuestions | PageQuestions, weights: Mapping[str, int], number: int, brief: bool
-) -> list[Question]:
-    """Draw questions about a picture, or phrases if `brief`; one question of each pair.
+    questions: Questions, weights: Mapping[str, int], number: int, form: str
+) -> list[Text]:
+    """Draw questions about a picture, or phrases; one question of each pair.
 
     A phrase asks the same as a question in a few words. A fifth of its tokens are answer, of a
     question's one in twenty, and finding what is named is what a small model takes longest to
-    learn. `weights` are relative frequencies of kinds.
+    learn. `weights` are relative frequencies of kinds; `form` has a slot for the question.
     """
-    drawn: list[Question] = []
-    while len(drawn) < number:
+    texts: list[Text] = []
+    while len(texts) < number:
         kind = questions.rng.choices(list(weights), list(weights.values()))[0]
-        if isinstance(questions, SceneQuestions) and kind in (NEIGHBOUR, HALF):
-            question = _phrase(questions, kind)
-        else:
-            group = questions.generate(kind)
-            question = None if group is None else questions.rng.choice(group)
-        if question is not None:
-            drawn.append(replace(question, kind=phrase_kind(question.kind)) if brief else question)
-    return drawn
-
-
-def phrase_kind(kind: str) -> str:
-    """The kind of a phrase that asks the same as a question of `kind`."""
-    return f"brief_{kind}"
-
-
-def _phrase(questions: SceneQuestions, kind: str) -> Question | None:
-    """Ask for a half; or for a neighbour's name and then its digit, the steps of a relation."""
-    if kind == HALF:
-        thing = questions.pick_thing()
-        side = questions.sides(thing)[1]
-        return Question(kind, f"half {thing.name}", side, questions.evidence((thing,)))
-    neighbours = questions.pick_neighbours()
-    if neighbours is None:
-        return None
-    anchor, relation, target = neighbours
-    text, answer = f"shape {relation} the {anchor.name}", f"{target.name} {target.digit}"
-    return Question(kind, text, answer, questions.evidence((target, anchor)))
+        if group := questions.generate(kind):
+            # A choice advances the generator, also of one question; these were drawn without.
+            alone = kind in (NEIGHBOUR, HALF)
+            question = group[0] if alone else questions.rng.choice(group)
+            texts.append((form.format(question=question.text), question))
+    return texts
 
 
 def keep_shown_tokens(
@@ -416,96 +368,56 @@ def keep_shown_tokens(
     return sorted(list(order)[:budget])
 
 
-Text = tuple[str, Question]
-"""A question as it is asked, in its form of the prompt."""
-
-
-def keep_evidence(
-    rng: random.Random, texts: Sequence[Text], budget: int, count: int
-) -> tuple[list[int], list[Text]]:
-    """`budget` of `count` raster tokens, ascending, and the texts that they can answer.
-
-    The evidence of each question is kept as a whole as long as it fits; the rest is random.
-    """
-    shown: dict[int, None] = {}
-    for _, question in texts:
-        extended = shown | dict.fromkeys(question.evidence)
-        shown = extended if len(extended) <= budget else shown
-    kept = keep_shown_tokens(rng, list(shown), budget, count)
-    return kept, [text for text in texts if set(text[1].evidence) <= set(kept)]
-
-
 @dataclass(frozen=True)
 class TextBatch:
     """Sequences of question blocks (B, L) that follow a shared prefix; padded on the right.
 
-    `labels` are the tokens that follow, at answers only; `kinds` are numbers of kinds at the answer
-    tokens that are scored, which the end token is not; `blocks` numbers the questions.
+    `labels` are the tokens that follow, at answers only; `blocks` numbers the questions.
     """
 
     texts: Tensor
     labels: Tensor
-    kinds: Tensor
     positions: Tensor
     blocks: Tensor
 
-    def mask(self, prefix: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask (B, 1, T, T): a token sees the prefix and the past of its own block."""
+    def mask(self, prefix: int) -> Tensor:
+        """Additive bf16 mask (B, 1, T, T): a token sees the prefix and the past of its block."""
         blocks = F.pad(self.blocks, (prefix, 0), value=_PREFIX)
         length = blocks.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool).tril()
-        same = blocks[:, :, None] == blocks[:, None, :]
-        allowed = (same | (blocks == _PREFIX)[:, None, :]) & causal
-        return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -1e9)[:, None]
+        same_block = blocks[:, :, None] == blocks[:, None, :]
+        allowed = (same_block | (blocks == _PREFIX)[:, None, :]) & causal
+        mask = torch.zeros(allowed.shape, dtype=torch.bfloat16)
+        return mask.masked_fill_(~allowed, -1e9)[:, None]
 
-    def loss(self, head: nn.Module, hidden: Tensor, names: Sequence[str]) -> Loss:
-        """Cross entropy on answer tokens, and the accuracy on them of every kind that is asked.
-
-        `hidden` (B, L, D) are the states that `head` makes logits of; `names` are of the kinds.
-        """
+    def loss(self, head: nn.Module, hidden: Tensor) -> Tensor:
+        """Cross entropy on answer tokens; `head` makes logits of the states (B, L, D)."""
         labelled = self.labels >= 0
-        logits = head(hidden[labelled]).float()
-        expected, asked = self.labels[labelled], self.kinds[labelled]
-        loss = F.cross_entropy(logits, expected)
-        right = (logits.detach().argmax(-1) == expected).float()
-        accuracies = {
-            names[number]: float(right[asked == number].mean())
-            for number in sorted(set(asked.tolist()) - {UNLABELLED})
-        }
-        return loss, {"loss": float(loss.detach())} | accuracies
+        return F.cross_entropy(head(hidden[labelled]).float(), self.labels[labelled])
 
 
 def build_texts(
-    tokenizer: Tokenizer,
-    pictures: Sequence[Sequence[Text]],
-    start: int,
-    end: str,
-    pad: str,
-    kinds: Sequence[str],
+    tokenizer: Tokenizer, pictures: Sequence[Sequence[Text]], start: int, end: str, pad: str
 ) -> TextBatch:
     """Tokenise the texts about each picture, with their answers, into one block each.
 
     `start` is the position of every block; `end` is the token behind every answer.
     """
     end_id, pad_id = (tokenizer.encode(token).ids[0] for token in (end, pad))
-    # Of every token: id, label, kind, position, block.
+    # Of every token: id, label, position, block.
     sequences: list[list[tuple[int, ...]]] = []
     for pairs in pictures:
         texts = tokenizer.encode_batch([text for text, _ in pairs])
         answers = tokenizer.encode_batch([f" {question.answer}" for _, question in pairs])
         sequence: list[tuple[int, ...]] = []
-        for block, (_, question) in enumerate(pairs):
-            ids, answer = texts[block].ids, answers[block].ids
-            scored = [kinds.index(question.kind)] * len(answer)
-            silent = [UNLABELLED] * (len(ids) - 1)
+        for block, (text, answer) in enumerate(zip(texts, answers, strict=True)):
+            tokens = [*text.ids, *answer.ids, end_id]
             # The label of a position is the token that follows it.
-            labels = [*silent, *answer, end_id, UNLABELLED]
-            asked = [*silent, *scored, UNLABELLED, UNLABELLED]
-            tokens = [*ids, *answer, end_id]
+            labels = [*[UNLABELLED] * (len(text.ids) - 1), *answer.ids, end_id, UNLABELLED]
             positions = range(start, start + len(tokens))
-            sequence += zip(tokens, labels, asked, positions, repeat(block), strict=False)
+            sequence += zip(tokens, labels, positions, repeat(block), strict=False)
         sequences.append(sequence)
-    fill = (pad_id, UNLABELLED, UNLABELLED, 0, _PADDING)
+    fill = (pad_id, UNLABELLED, 0, _PADDING)
     longest = max(1, *map(len, sequences))
     padded = [[*sequence, *[fill] * (longest - len(sequence))] for sequence in sequences]
     return TextBatch(*torch.tensor(padded).unbind(-1))

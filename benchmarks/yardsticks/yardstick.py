@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from benchmarks.yardsticks.examples import (
     CHECKPOINTS,
+    PROMPT,
     Example,
     Split,
     draw_examples,
@@ -97,11 +97,18 @@ class Scores:
     tokens: int
 
 
-class EncodedBatch(ABC):
-    """Questions about a few images, with all that policies read of them, one row a question."""
+@dataclass(frozen=True)
+class EncodedBatch:
+    """Questions about a few images, with all that policies read of them, one row a question.
 
-    def __init__(self, batch: Sequence[Example], tokens: VisualTokens) -> None:
-        self.batch, self.tokens = batch, tokens
+    ``score_kept`` scores the answers given raster tokens ``(M, K)`` with rows ``(M, K, D)``, and
+    ``score_resized`` given the images resized to K tokens.
+    """
+
+    batch: Sequence[Example]
+    tokens: VisualTokens
+    score_kept: Callable[[Tensor, Tensor], Scores]
+    score_resized: Callable[[int], Scores]
 
     @torch.no_grad()
     def score(self, case: Case) -> Scores:
@@ -119,14 +126,6 @@ class EncodedBatch(ABC):
         elif kept is None:
             kept = keep_tokens(self.batch, count, budget, case.control)
         return self.score_kept(kept, gather_rows(tokens.features, kept))
-
-    @abstractmethod
-    def score_kept(self, kept: Tensor, rows: Tensor) -> Scores:
-        """Score the answers given raster tokens (M, K) with the rows (M, K, D)."""
-
-    @abstractmethod
-    def score_resized(self, budget: int) -> Scores:
-        """Score the answers given the resized images."""
 
 
 class Yardstick(ABC):
@@ -167,9 +166,57 @@ class Yardstick(ABC):
         """The questions about the first images of a split."""
         return draw_examples(split, images, self.key)
 
+    @property
+    @abstractmethod
+    def network(self) -> Any:
+        """The model of transformers, in bfloat16."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The language model's."""
+
     @abstractmethod
     def encode(self, batch: Sequence[Example]) -> EncodedBatch:
         """Encode the images of a batch of questions, with all inputs of policies."""
+
+    @torch.no_grad()
+    def score_rows(
+        self,
+        examples: Sequence[Example],
+        rows: Tensor,
+        place: Callable[[int, int], Mapping[str, object]] = lambda before, behind: {},
+    ) -> Scores:
+        """Score the reference answers of M questions, given image rows (M, K, D) in order.
+
+        ``place`` makes the other arguments of the language model of the numbers of text tokens
+        before and behind the image. Padding is on the right, where the causal mask hides it from
+        every real token.
+        """
+        tokenizer, end = self.tokenizer, self.tokenizer.eos_token_id
+        lead, _, template = PROMPT[self.key]
+        questions = [
+            token_ids(tokenizer, template.format(question=example.question)) for example in examples
+        ]
+        answers = [[*token_ids(tokenizer, f" {e.answer}"), end] for e in examples]
+        pairs = zip(questions, answers, strict=True)
+        texts, _ = pad_ids([question + answer[:-1] for question, answer in pairs])
+        embed = self.network.get_input_embeddings()
+        before = embed(torch.tensor(token_ids(tokenizer, lead)))
+        embeds = (before.expand(len(examples), -1, -1), rows.to(before.dtype), embed(texts))
+        hidden = self.network.model.language_model(
+            inputs_embeds=torch.cat(embeds, 1),
+            use_cache=False,
+            **place(len(before), texts.shape[1]),
+        ).last_hidden_state
+        logits = self.network.lm_head(hidden[:, -texts.shape[1] :]).float().log_softmax(-1)
+        right, logprob = [], []
+        for row, question, answer in zip(logits, questions, answers, strict=True):
+            predicted = row[len(question) - 1 : len(question) - 1 + len(answer)]
+            expected = torch.tensor(answer)
+            right.append(bool((predicted.argmax(-1) == expected).all()))
+            logprob.append(predicted.gather(1, expected[:, None]).sum())
+        return Scores(torch.tensor(right), torch.stack(logprob), rows.shape[1])
 
 
 def batches(yardstick: Yardstick, examples: Sequence[Example]) -> Iterator[list[Example]]:
@@ -177,18 +224,6 @@ def batches(yardstick: Yardstick, examples: Sequence[Example]) -> Iterator[list[
     size = yardstick.images_per_batch
     for _, group in groupby(examples, key=lambda example: example.image_id // size):
         yield list(group)
-
-
-def batch_digest(batch: Sequence[Example]) -> str:
-    """Identifies the questions, answers and images of a batch."""
-    digest = hashlib.sha256()
-    image = -1
-    for example in batch:
-        if example.image_id != image:
-            image = example.image_id
-            digest.update(example.image.numpy().tobytes())
-        digest.update(f"{example.question}\n{example.answer}\n".encode())
-    return digest.hexdigest()[:12]
 
 
 def keep_tokens(
@@ -207,43 +242,6 @@ def keep_tokens(
     return torch.tensor(rows)
 
 
-@dataclass(frozen=True)
-class _AnswerTexts:
-    """Token ids of M questions and their reference answers, which end in the end token.
-
-    `padded` (M, L) has both but for the end token. Padding is on the right, where the causal mask
-    hides it from every real token.
-    """
-
-    questions: Sequence[Sequence[int]]
-    answers: Sequence[Sequence[int]]
-    padded: Tensor
-
-    def score(self, logits: Tensor, tokens: int) -> Scores:
-        """Score the answers by the logits (M, L, V) at `padded`."""
-        right, logprob = [], []
-        rows = logits.float().log_softmax(-1)
-        for row, question, answer in zip(rows, self.questions, self.answers, strict=True):
-            predicted = row[len(question) - 1 : len(question) - 1 + len(answer)]
-            expected = torch.tensor(answer)
-            right.append(bool((predicted.argmax(-1) == expected).all()))
-            logprob.append(predicted.gather(1, expected[:, None]).sum())
-        return Scores(torch.tensor(right), torch.stack(logprob), tokens)
-
-
-def tokenize_answers(
-    tokenizer: PreTrainedTokenizerBase, template: str, examples: Sequence[Example]
-) -> _AnswerTexts:
-    """Ids of questions in the part of the prompt behind the image, and of their answers."""
-    questions = [
-        token_ids(tokenizer, template.format(question=example.question)) for example in examples
-    ]
-    end = tokenizer.eos_token_id
-    answers = [[*token_ids(tokenizer, f" {example.answer}"), end] for example in examples]
-    texts = [ids + answer[:-1] for ids, answer in zip(questions, answers, strict=True)]
-    return _AnswerTexts(questions, answers, pad_ids(texts)[0])
-
-
 def content_words(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
 ) -> tuple[Tensor, Tensor]:
@@ -255,8 +253,7 @@ def content_words(
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Ids of a text without special tokens of its own."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return ids
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def pad_ids(rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
@@ -270,7 +267,7 @@ class Call(NamedTuple):
     """Arguments and result of one call of a module."""
 
     args: tuple[Tensor, ...]
-    kwargs: Mapping[str, object]
+    kwargs: Mapping[str, Any]
     output: Tensor
 
 

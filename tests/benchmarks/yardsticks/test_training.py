@@ -20,28 +20,6 @@ from benchmarks.yardsticks.pages import MERGE, Size
 from benchmarks.yardsticks.scenes import PATCHES
 
 QWEN = CHECKPOINTS["miniqwen"]
-SIZE = Size(6, 9)
-
-
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    inputs = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
-    return (model(inputs.bfloat16()).float() - inputs[:, :8].sin()).square().mean()
-
-
-def train(
-    steps: range, restored: training.FlatMuon | None = None
-) -> tuple[nn.Module, training.FlatMuon, float]:
-    """A model after some steps, from the start or from the state of another optimiser."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 8))
-    optimiser, loss = training.FlatMuon({"model": model}, peak=0.01), torch.tensor(0.0)
-    if restored is not None:
-        optimiser.restore(restored.state())
-    for step in steps:
-        loss = loss_of(model, step)
-        loss.backward()
-        optimiser.step(1.0)
-    return model, optimiser, float(loss.detach())
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 48, 16), (2, 16, 48)])
@@ -54,16 +32,19 @@ def test_orthogonal_matrices_have_singular_values_of_about_one(shape: tuple[int,
     assert not training.orthogonalise(torch.zeros(1, 8, 8, dtype=torch.bfloat16)).any()
 
 
-def test_steps_lower_the_loss_and_a_restored_optimiser_continues_exactly() -> None:
-    model, optimiser, _ = train(range(10))
-    _, stopped, _ = train(range(4))
-    resumed, _, _ = train(range(4, 10), stopped)
-    for parameter, other in zip(model.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(parameter, other)
-    assert train(range(150))[2] < 0.3 * train(range(1))[2]
-    # A gradient that is not finite changes nothing.
+def test_steps_lower_the_loss_but_not_by_a_gradient_that_is_not_finite() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 8))
+    optimiser, losses = training.FlatMuon({"model": model}, peak=0.01), []
+    for step in range(150):
+        inputs = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+        loss = (model(inputs.bfloat16()).float() - inputs[:, :8].sin()).square().mean()
+        loss.backward()
+        optimiser.step(1.0)
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.3 * losses[0]
     before = [parameter.clone() for parameter in model.parameters()]
-    (loss_of(model, 0) * float("inf")).backward()
+    (model(inputs.bfloat16()).sum() * float("inf")).backward()
     optimiser.step(1.0)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
@@ -94,25 +75,23 @@ def test_a_question_sees_the_image_but_no_other_question() -> None:
     others = replace(alone, texts=batch.texts.where(block, batch.texts.flip(1)))
     loss = train_minillava.language_loss
     with torch.no_grad():
-        value, _ = loss(model, projector, patches, kept, before, alone)
-        beside, _ = loss(model, projector, patches, kept, before, others)
-        other_image, _ = loss(model, projector, patches.flip(1), kept, before, alone)
+        value = loss(model, projector, patches, kept, before, alone)
+        beside = loss(model, projector, patches, kept, before, others)
+        other_image = loss(model, projector, patches.flip(1), kept, before, alone)
     assert torch.equal(value, beside)
     assert not torch.equal(value, other_image)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("seen", [SIZE, Size(4, 6)])
+@pytest.mark.parametrize("seen", [Size(6, 9), Size(4, 6)])
 def test_a_block_has_the_logits_of_the_models_own_forward_pass(seen: Size) -> None:
     words = Tokenizer.from_file(str(QWEN / "tokenizer.json"))
     model = Qwen3VLForConditionalGeneration.from_pretrained(
         QWEN, dtype=torch.float32, attn_implementation="eager"
     )
-    view = train_miniqwen.View(SIZE, seen)
-    pictures = train_miniqwen.draw_pictures(5, 1, 1, view)
-    batch = train_miniqwen.draw_batch(5, words, pictures, view, seen.tokens, 3, 2)
-    hidden, _ = train_miniqwen.language_states(model, batch, pictures, seen)
-    logits = model.lm_head(hidden)
+    pictures = train_miniqwen.draw_pictures(5, 1, 1, Size(6, 9), seen)
+    batch = train_miniqwen.draw_batch(5, words, pictures, seen.tokens, 3, 2)
+    logits = model.lm_head(train_miniqwen.language_states(model, batch, pictures)[0])
     frames = pictures.patches.float().flatten(1, 2).unflatten(2, (3, 1, -1))
     frames = frames.expand(-1, -1, -1, 2, -1).flatten(2)
     grid = torch.tensor([[1, seen.rows * MERGE, seen.columns * MERGE]])
@@ -132,17 +111,17 @@ def test_a_block_has_the_logits_of_the_models_own_forward_pass(seen: Size) -> No
             torch.testing.assert_close(logits[picture, part], expected, atol=2e-2, rtol=1e-2)
 
 
-FIRST_STEPS = {
-    "minillava": {"reading": 3.329, "towers": 26.937, "phrases": 6.619, "questions": 4.928},
+STEPS = {
+    "minillava": {"reading": 3.202, "towers": 26.937, "phrases": 6.619, "questions": 4.928},
     "miniqwen": {
-        "reading": 15.299, "tower": 19.418, "naming": 7.688, "phrases": 7.01, "questions": 6.144,
+        "reading": 25.328, "tower": 28.317, "naming": 7.688, "phrases": 9.289, "questions": 8.33,
     },
 }  # fmt: skip
-"""Loss of the first step of every stage, or the norm of its gradient where no loss is logged."""
+"""Loss of the first step of every stage."""
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", list(FIRST_STEPS))
+@pytest.mark.parametrize("name", list(STEPS))
 def test_one_seed_gives_one_checkpoint_in_one_pass_or_resumed(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,25 +131,22 @@ def test_one_seed_gives_one_checkpoint_in_one_pass_or_resumed(
     run = training.Run(tmp_path / "out", tmp_path / "work", stages, steps_scale=0.0005)
     run.work.mkdir()
 
-    def digests(run: training.Run) -> dict[str, str]:
+    def train(run: training.Run) -> dict[str, str]:
         """Train in forked ranks, which need not import torch again; digests of the weights."""
         (run.work / "meet").unlink(missing_ok=True)
-        mp.start_processes(program.train_rank, (run,), training.RANKS, start_method="fork")
+        arguments = (run, program.train_stages)
+        mp.start_processes(training.train_rank, arguments, training.RANKS, start_method="fork")
         return {
             str(path.relative_to(run.out)): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in run.out.rglob("*.safetensors")
         }
 
-    trained = digests(run)
-    log = capfd.readouterr().out
+    trained = train(run)
     # Any change of what is drawn, labelled or asked shows in these figures.
-    figures = {
-        line[1]: float(line[2])
-        for line in re.finditer(r"^\[(\w+)\] 1/1 .*?\b(?:loss|norm)=(\S+)", log, re.MULTILINE)
-    }
-    assert figures == pytest.approx(FIRST_STEPS[name], rel=0.02)
+    log = re.findall(r"^\[(\w+)\] 1/1 loss=(\S+)", capfd.readouterr().out, re.MULTILINE)
+    assert {stage: float(loss) for stage, loss in log} == pytest.approx(STEPS[name], rel=0.02)
     (run.work / "questions.pt").unlink()  # as if the run had stopped after the phrases
-    resumed = digests(replace(run, out=tmp_path / "again", resume=True))
-    assert capfd.readouterr().out.count("[phrases] resumed at step 1") == 1
+    resumed = train(replace(run, out=tmp_path / "again", resume=True))
+    assert capfd.readouterr().out.count("is finished already") == len(stages) - 1
     assert trained and resumed == trained
     assert list(run.out.rglob("tokenizer.json")), "a folder that transformers and vLLM load"
