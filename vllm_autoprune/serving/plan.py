@@ -147,20 +147,23 @@ class ItemPlan:
         delta = replace(self, budget=self.budget - core, part="delta", core=core)
         return replace(alone, tokens=self.tokens, core=core), delta
 
-    def recall(self, budget: int, read: tuple[Ids, Ids] = ((), ())) -> ItemPlan:
-        """Tokens of the image that a question recalls after this item."""
+    def recall(self, budget: int) -> ItemPlan:
+        """Tokens of the image that a later turn recalls after this item, without its question."""
         kept = self.budget if self.earlier else self.image_budget
         earlier = (*self.earlier, Choice(kept, *self.read))
-        plan = replace(self, budget=budget, part="recall", earlier=earlier)
-        return replace(plan, instruction=read[0], language=read[1])
+        return replace(self, budget=budget, part="recall", earlier=earlier).ask()
+
+    def ask(self, instruction: Ids = (), language: Ids = ()) -> ItemPlan:
+        """The plan with another question."""
+        return replace(self, instruction=instruction, language=language)
 
     def items_before(self) -> Iterator[ItemPlan]:
         """Plans of the image's items that this one is chosen after, in their order."""
         if self.part == "delta":
             yield replace(self, budget=self.image_budget).split(self.core)[0]
         for at, choice in enumerate(self.earlier):
-            item = replace(self, budget=choice.budget, earlier=self.earlier[:at])
-            item = replace(item, instruction=choice.instruction, language=choice.language)
+            item = self.ask(choice.instruction, choice.language)
+            item = replace(item, budget=choice.budget, earlier=self.earlier[:at])
             if at > 0:
                 yield item
             elif self.core:

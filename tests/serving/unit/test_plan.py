@@ -76,7 +76,7 @@ def test_every_item_of_an_image_is_encoded_and_knows_those_before_it(
     if 0 < core < image.budget:
         items = [*image.split(core)]
     for budget, *read in recalls:
-        items.append(items[-1].recall(budget, (read[0], read[1])))
+        items.append(items[-1].recall(budget).ask(*read))
     for at, item in enumerate(items):
         row = item.encode()
         assert row.dtype == torch.int64

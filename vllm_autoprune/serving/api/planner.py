@@ -214,9 +214,11 @@ class RequestPlanner:
             else self._placeholders.count(self._info, size, inputs.hf_processor_mm_kwargs)
             for size in image_sizes
         ]
+        # K of each image, and a new size where the resize control shrinks it.
         plans = resolve_plans(self._served, request, counts)
         resized = [self._resize(inputs, *image) for image in zip(plans, image_sizes, strict=True)]
         plans, sizes = [plan for plan, _ in resized], tuple(size for _, size in resized)
+        # The question of each image as token ids, where its policy reads it, and its features' key.
         needs = [find_needs(self._served, plan) for plan in plans]
         reads = [not needs_of_plan.isdisjoint(INSTRUCTION_NEEDS) for needs_of_plan in needs]
         texts = [""] * len(plans)
@@ -224,14 +226,14 @@ class RequestPlanner:
             texts = self._instructions(inputs, request.instructions, len(plans))
         tokenize = cache(self._tokenizer.tokenize)  # each text once, however often it is read
         for i, plan in enumerate(plans):
-            instruction, language = tokenize(texts[i], needs[i])
-            plans[i] = replace(plan, instruction=instruction, language=language)
+            plans[i] = plan.ask(*tokenize(texts[i], needs[i]))
             if not plan.keeps_all:  # features are kept of images whose tokens are chosen
                 key = make_feature_key(digests[i], salt, _seed(inputs, i, plan))
                 plans[i] = replace(plans[i], key=key)
+        # Items of the prompt: what later turns recall, then cores and deltas.
         prompt, slots = self._add_recalls(inputs, request, plans, digests)
         prompt, slots = self._split(inputs, prompt, slots, plans, reads, texts, request.turns)
-
+        # Plan and identity of each item; those of a recall follow from the item before it.
         items: list[PlannedItem] = []
         latest: dict[int, PlannedItem] = {}
         for slot in slots:
@@ -240,11 +242,10 @@ class RequestPlanner:
             tensors_key = make_pixels_key(content, sizes[i])
             if slot.part == "recall":
                 assert request.recall_turns is not None and slot.turn is not None
-                before, text = latest[i], request.recall_turns[slot.turn].text
-                plan = before.plan.recall(slot.budget)
-                read = tokenize(text, find_needs(self._served, plan))
-                plan = replace(plan, instruction=read[0], language=read[1])
-                identity = make_recall_identity(before.identity, slot.budget, read)
+                text = request.recall_turns[slot.turn].text
+                plan = latest[i].plan.recall(slot.budget)
+                plan = plan.ask(*tokenize(text, find_needs(self._served, plan)))
+                identity = make_recall_identity(latest[i].identity, slot.budget, plan.read)
             elif plans[i].keeps_all and sizes[i] is None:
                 # The image is then what it is in stock vLLM, caches included.
                 plan, identity, tensors_key = plans[i], digests[i], digests[i]

@@ -151,7 +151,7 @@ class PlanReader:
         except AutopruneError as error:
             self._reporter.report_refused_plan(error, self._device)
             unread = tuple(Choice(choice.budget) for choice in plan.earlier)
-            plan = replace(plan, instruction=(), language=(), earlier=unread)
+            plan = replace(plan.ask(), earlier=unread)
             plan = replace(plan, keep="state", state=b"")
         return self._replace_refused(plan)
 
