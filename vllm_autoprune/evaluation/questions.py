@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import mimetypes
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ def read_lines(path: Path, problems: list[Problem], fix: str) -> list[tuple[int,
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         problems.append(Problem(path.name or str(path), f"cannot be read ({reason})", fix))
         return []
-    if text.lstrip().startswith("["):  # else each line would be a problem
+    if re.match(r"\s*\[\s*[{\]]", text):  # else each line would be a problem
         fix = f"write each object on one line: jq -c '.[]' {path.name} > questions.jsonl"
         problems.append(Problem(path.name, "is one JSON array", fix))
         return []
