@@ -102,10 +102,11 @@ def test_relevance_has_the_towers_sign_or_the_language_models(vision: LlavaVisio
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ("[1]", UnsupportedModelError, "unknown"),
         ('{"architectures": ["CLIPModel"]}', UnsupportedModelError, "CLIPModel"),
-        ("{", ConfigError, "not JSON"),
-        (None, ConfigError, "cannot be read"),
+        ("[1]", ConfigError, "names an architecture"),
+        ("{}", ConfigError, "names an architecture"),
+        ("{", ConfigError, "names an architecture"),
+        (None, ConfigError, "names an architecture"),
     ],
 )
 def test_unsupported_checkpoints_are_refused(

@@ -489,11 +489,11 @@ def make_round(noise: float = 0.0, metrics: bool = True) -> Round:
 
     short = REQUEST - 0.005 + 20 * TOKEN + noise
     image = short + VISUAL * TOKEN + SELECTION
-    return Round(
-        short=answer(short, 0.005, 20),
-        long=answer(short + 600 * TOKEN, 0.005, 620),
-        new_image=answer(image + TOWER, 0.005 + DECODE_IMAGE + PROCESSOR, 20 + VISUAL),
-        known_image=answer(image, 0.005 + DECODE_IMAGE, 20 + VISUAL),
+    return (
+        answer(short, 0.005, 20),
+        answer(short + 600 * TOKEN, 0.005, 620),
+        answer(image + TOWER, 0.005 + DECODE_IMAGE + PROCESSOR, 20 + VISUAL),
+        answer(image, 0.005 + DECODE_IMAGE, 20 + VISUAL),
     )
 
 

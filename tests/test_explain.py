@@ -15,10 +15,9 @@ from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples, png
 from tests.serving.unit.samples import image as region_image
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, explain, materialize, refine
-from vllm_autoprune.checkpoint import LlavaVision, find_checkpoint
+from vllm_autoprune.checkpoint import LlavaVision
 from vllm_autoprune.cli.commands.explain import read_image
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.explain import (
     Explanation,
     SignalTrace,
@@ -289,22 +288,9 @@ def test_files_that_cannot_be_read(scene: Path, tmp_path: Path, capsys: Captured
     for image, options, message in (
         (text, MODEL, "cannot be read"),
         (tmp_path, MODEL, "cannot be read"),
-        (scene, ["--checkpoint", str(tmp_path)], "config.json cannot be read"),
+        (scene, ["--checkpoint", str(tmp_path)], "has no config.json"),
+        (scene, ["--checkpoint", "org/llava"], "or the id of one on the Hub"),
         (scene, ["--checkpoint", str(CLIP)], "is not supported here"),
     ):
         assert main(["explain", str(image), "?", *options]) == 1, message
         assert message in capsys.readouterr().err
-
-
-def test_a_checkpoint_may_be_an_id_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def download(name: str, **options: object) -> str:
-        if name != "org/llava":
-            raise FileNotFoundError(name)
-        return str(LLAVA)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert find_checkpoint("org/llava") == LLAVA
-    with pytest.raises(ConfigError, match="is no folder, and not to be had from the Hub"):
-        find_checkpoint("org/other")

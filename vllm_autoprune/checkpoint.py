@@ -1,6 +1,4 @@
-"""Checkpoints: where one is, and LLaVA-1.5's vision side with transformers, without an engine.
-
-The search reads the tokens of its candidates' probes from it, without an engine.
+"""Checkpoints: their architecture, and LLaVA-1.5's vision side without an engine, for searches.
 
 Inputs equal a server's except for the rounding of bfloat16 in other kernels, which at small budgets
 may exchange one of the tokens of lowest rank.
@@ -8,8 +6,6 @@ may exchange one of the tokens of lowest rank.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -43,45 +39,22 @@ if TYPE_CHECKING:
     from transformers import LlamaModel, PreTrainedTokenizerBase
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-"""Files of a checkpoint that are downloaded."""
-
-
-def find_checkpoint(name: str) -> Path:
-    """The folder of a local checkpoint, or of one on the Hugging Face Hub, downloaded if need be.
-
-    Raises :class:`ConfigError` for an id of the Hub that cannot be had.
-    """
-    path = Path(name)
-    if path.exists() or not _HUB_ID.fullmatch(name):
-        return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
-    except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        what = f"is no folder, and not to be had from the Hub ({type(error).__name__})"
-        fix = "give a folder with a Hugging Face checkpoint, or the id of one on the Hub"
-        raise ConfigError("checkpoint", [Problem(name, what, fix)]) from None
-
 
 def require_architecture(checkpoint: Path, known: Collection[str]) -> None:
     """Require one of the known architectures in the config.json of a checkpoint.
 
-    Raises :class:`ConfigError` for folders without a checkpoint and
-    :class:`UnsupportedModelError` for other architectures.
+    ``checkpoint`` is a folder, or an id on the Hugging Face Hub. Raises :class:`ConfigError` where
+    there is no checkpoint and :class:`UnsupportedModelError` for other architectures.
     """
+    from transformers import PretrainedConfig
+
     try:
-        data = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is not JSON"
-        what = f"config.json cannot be read ({reason})"
-        fix = "give a folder with a Hugging Face checkpoint"
+        config, _ = PretrainedConfig.get_config_dict(str(checkpoint))
+        architecture = config["architectures"][0]
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        what = f"has no config.json that names an architecture ({type(error).__name__})"
+        fix = "give a folder with a Hugging Face checkpoint, or the id of one on the Hub"
         raise ConfigError("checkpoint", [Problem(str(checkpoint), what, fix)]) from None
-    names = data.get("architectures") if isinstance(data, dict) else None
-    architecture = str(names[0]) if isinstance(names, list) and names else "unknown"
     if architecture not in known:
         what = f"architecture {architecture} is not supported here"
         fix = f"give a checkpoint of {', '.join(known)}"
@@ -181,13 +154,7 @@ class LlavaVision:
             project(patches),
             self.grid,
             _attend_from_cls(query, key),
-            tower=TowerStates(
-                patches=patches,
-                keys=key.mean(dim=2)[:, 1:],
-                project=project,
-                cls=hidden[:, :1],
-                next_layer=next_layer,
-            ),
+            tower=TowerStates(patches, key.mean(dim=2)[:, 1:], project, hidden[:, :1], next_layer),
             encoder=patches,
         )
 

@@ -122,13 +122,8 @@ class Answer(NamedTuple):
     """TTFT less the engine's queue and prefill; None without ``/metrics``."""
 
 
-class Round(NamedTuple):
-    """The four requests of one round."""
-
-    short: Answer
-    long: Answer
-    new_image: Answer
-    known_image: Answer
+Round = tuple[Answer, Answer, Answer, Answer]
+"""A short text, a long text, a question about a new image, and another one about that image."""
 
 
 def probe_server(
@@ -152,10 +147,7 @@ def probe_server(
             report(f"round {number + 1} of {rounds}")
             results.append(_ask_round(client, name, models[name], size, source))
         after = client.read_metrics()
-    new, another = (
-        1000 * median(ttfts)
-        for ttfts in zip(*((r.new_image.ttft, r.known_image.ttft) for r in results), strict=True)
-    )
+    new, another = (1000 * median(each[kind].ttft for each in results) for kind in (2, 3))
     inputs.fill(
         f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds: first "
         f"question {new:.1f} ms, another question {another:.1f} ms.",
@@ -180,12 +172,10 @@ def solve_rounds(rounds: Sequence[Round], selection: float | None, url: str, inp
     That may be a few tokens of the chat template more than the image itself takes. Raises
     :class:`ConfigError` for a server whose times say nothing.
     """
-    short = median(each.short.ttft for each in rounds)
-    length = median(each.short.prompt_tokens for each in rounds)
-    more = median(each.long.prompt_tokens for each in rounds) - length
-    longer = median(each.long.ttft for each in rounds) - short
-    prompt = median(each.new_image.prompt_tokens for each in rounds)
-    visual = median(each.new_image.prompt_tokens - each.short.prompt_tokens for each in rounds)
+    kinds: list[tuple[Answer, ...]] = list(zip(*rounds, strict=True))
+    ttft = [median(answer.ttft for answer in answers) for answers in kinds]
+    tokens = [median(answer.prompt_tokens for answer in answers) for answers in kinds]
+    visual, more, longer = tokens[2] - tokens[0], tokens[1] - tokens[0], ttft[1] - ttft[0]
     if visual < 1:
         raise _error(url, "an image adds no tokens to a prompt", "serve a model that takes images")
     if more <= 0 or longer <= 0:
@@ -193,27 +183,19 @@ def solve_rounds(rounds: Sequence[Round], selection: float | None, url: str, inp
         raise _error(url, what, "probe an idle server, or give --prefill-ms-per-token")
     # Prompts without an image: what more tokens take is prefill, the rest every request takes.
     per_token = longer / more
-    request = max(short - per_token * length, 0.0)
+    request = max(ttft[0] - per_token * tokens[0], 0.0)
     # What an image adds outside the engine, a new one and one that was processed before.
-    added = [
-        (each.new_image.outside - each.short.outside, each.known_image.outside - each.short.outside)
-        for each in rounds
-        if each.new_image.outside is not None
-        and each.known_image.outside is not None
-        and each.short.outside is not None
-    ]
+    outside = [[answer.outside for answer in each if answer.outside is not None] for each in rounds]
     front_end = 0.0
-    if added:
+    if added := [(times[2] - times[0], times[3] - times[0]) for times in outside if len(times) > 3]:
         front_end = max(median(new for new, _ in added), 0.0)
         # The server keeps what its processor made of an image, but decodes each image again.
         decode_image = min(max(median(known for _, known in added), 0.0), front_end)
         inputs.fill(decode_image=decode_image, processor=front_end - decode_image)
-    tower = median(each.new_image.ttft for each in rounds)
-    tower -= front_end + (selection or 0.0) + request + per_token * prompt
+    tower = ttft[2] - front_end - (selection or 0.0) - request - per_token * tokens[2]
     if tower <= 0:
         inputs.fill("The tower takes too little to be seen beside prefill; it counts as 0.")
-    gaps = [gap for each in rounds for answer in (each.short, each.new_image)
-            for gap in answer.gaps]  # fmt: skip
+    gaps = [gap for each in rounds for answer in (each[0], each[2]) for gap in answer.gaps]
     inputs.fill(
         tower=max(tower, 0.0),
         prefill=per_token,
@@ -242,7 +224,7 @@ def _ask_round(
     # A word may be more than one token.
     many = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS
     few = _QUESTION_WORDS
-    return Round(ask(few), ask(many), ask(few, image), ask(few, image))
+    return ask(few), ask(many), ask(few, image), ask(few, image)
 
 
 def _ask(client: ServerClient, model: str, text: str, image: str | None) -> Answer:

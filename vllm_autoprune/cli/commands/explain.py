@@ -25,12 +25,12 @@ def _run(options: argparse.Namespace) -> int:
     policy = materialize(load_state(options.state), options.budget)
     image = read_image(options.image)
 
-    from vllm_autoprune.checkpoint import find_checkpoint
     from vllm_autoprune.explain import explain_image
     from vllm_autoprune.picture import encode_picture
 
-    checkpoint = find_checkpoint(options.checkpoint)
-    explanations = explain_image(checkpoint, options.text_tower, policy, image, options.question)
+    explanations = explain_image(
+        options.checkpoint, options.text_tower, policy, image, options.question
+    )
     if output is not None:
         write_file(output, encode_picture(explanations))
     summary = "\n".join(explanation.summary for explanation in explanations)
@@ -63,7 +63,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("image", type=Path, help="image file")
     add("question", help="instruction about the image")
     text = "checkpoint of a served backbone: a folder, or its id on the Hugging Face Hub"
-    add("--checkpoint", required=True, metavar="DIR|HF_ID", help=text)
+    add("--checkpoint", type=Path, required=True, metavar="DIR|HF_ID", help=text)
     text = "CLIP checkpoint that measures relevance, as for `vllm serve`"
     add("--text-tower", type=Path, metavar="DIR|HF_ID", help=text)
     add("--state", default="autoprune", help="file, or name of a shipped state")
