@@ -104,7 +104,7 @@ class SearchResult(FrozenModel):
 
 
 class Confirmed(FrozenModel):
-    """One winner or state: mean objective over its budgets, and accuracy."""
+    """One winner or state: its mean objective, and accuracy."""
 
     questions: int
     evaluator: str
@@ -240,28 +240,25 @@ def _read_result(folder: Path, name: str) -> SearchResult:
 
 
 def confirm(
-    folder: Path, evaluator: Evaluator, states: Mapping[str, Candidate], budgets: Sequence[int]
+    folder: Path, evaluator: Evaluator, states: Mapping[str, Candidate], budget: int
 ) -> None:
-    """Measure what was not measured yet, every winner and other ``states``.
+    """Measure what was not measured yet, every winner and other ``states``, with K = ``budget``.
 
     The file is written after each.
     """
     confirmed, count = read_confirmed(folder), len(evaluator.dataset.examples("test"))
 
     async def measure(candidate: Candidate) -> Confirmed:
-        full, *answers = [
-            await evaluator.evaluate(EvaluationJob(kept, budget, "test", 0, count))
-            for kept, budget in ((None, 0), *((candidate, budget) for budget in budgets))
-        ]
-        objective = np.mean([relative_logprob(each, full) for each in answers], axis=0)
-        right = sum(sum(each.right) for each in answers)
+        full = await evaluator.evaluate(EvaluationJob(None, 0, "test", 0, count))
+        answers = await evaluator.evaluate(EvaluationJob(candidate, budget, "test", 0, count))
+        objective = relative_logprob(answers, full)
         blocks = np.array_split(objective, min(_BLOCKS, count))
         return Confirmed(
             questions=count,
             evaluator=evaluator.name,
             digest=candidate.digest,
             objective=round(float(objective.mean()), 6),
-            accuracy=round(right / (count * len(budgets)), 6),
+            accuracy=round(sum(answers.right) / count, 6),
             blocks=tuple(round(float(block.mean()), 4) for block in blocks),
         )
 
@@ -296,5 +293,5 @@ def run_study(
     run_comparison(folder, arms, seeds, settings, evaluator, connect, at_once)
     confirming = YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1, base_policy=base)
     states = {f"q_e = {q}": paper_state(settings, q) for q in quotas}
-    confirm(folder, confirming, {BASE: base_state(settings), **states}, settings.budgets)
+    confirm(folder, confirming, {BASE: base_state(settings), **states}, settings.source_budget)
     return yardstick.name

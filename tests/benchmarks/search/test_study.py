@@ -83,10 +83,10 @@ def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
     with pytest.raises(SearchError, match="tpe-0 has other settings"):
         run_comparison(tmp_path, TWO, [0], Settings(rounds=3), evaluator, None)
 
-    confirm(tmp_path, confirming, {}, (8,))
+    confirm(tmp_path, confirming, {}, 8)
     confirmed, jobs = read_confirmed(tmp_path), len(confirming.jobs)
     assert confirmed.keys() == read_results(tmp_path).keys()
-    confirm(tmp_path, confirming, {}, (8,))
+    confirm(tmp_path, confirming, {}, 8)
     assert len(confirming.jobs) == jobs and {job.split for job in confirming.jobs} == {"test"}
     text = format_tables(tmp_path, TWO, range(3))
     gaps = [confirmed[f"random-{n}"].objective - confirmed[f"tpe-{n}"].objective for n in (0, 1)]
