@@ -29,7 +29,6 @@ from vllm_autoprune.evaluation.run import (
     SOURCE,
     Progress,
     QuestionSuite,
-    Settings,
     control_case,
     prune_case,
     residual_on,
@@ -99,9 +98,16 @@ class MiniLlavaSuite(QuestionSuite):
     """The questions about the first scenes of the test split, answered in every case."""
 
     def __init__(
-        self, folder: Path, cases: Sequence[Case], scenes: int, settings: Settings, log: Path
+        self,
+        folder: Path,
+        cases: Sequence[Case],
+        scenes: int,
+        url: str,
+        served_name: str | None,
+        max_in_flight: int,
+        log: Path,
     ) -> None:
-        """Without the address of a server in the settings, one is started; ``log`` is its log."""
+        """Without the address of a server, one is started; ``log`` is its log."""
         questions, urls = [], dict[int, str]()
         for number, example in enumerate(draw_examples("test", scenes)):
             urls.setdefault(example.image_id, png_url(example.image))
@@ -119,7 +125,9 @@ class MiniLlavaSuite(QuestionSuite):
         super().__init__(
             questions,
             cases,
-            settings,
+            url=url,
+            served_name=served_name,
+            max_in_flight=max_in_flight,
             suite="minillava",
             model=f"mini-LLaVA {name}, weights {weights_digest(folder)}",
             data=f"test split, {scenes} scenes",
@@ -127,17 +135,16 @@ class MiniLlavaSuite(QuestionSuite):
         self._model, self._log = folder / "llava", log
         self._flags = (*_FLAGS, "--autoprune-text-tower", str(folder / "clip"))
 
-    def describe_server(self) -> str:
-        """The address of the server, or the command line that starts one."""
-        if self.settings.url:
-            return super().describe_server()
-        return " ".join(command(self._model, 8000, self._flags))
+    def plan(self) -> Sequence[str]:
+        """The address of the server, or the command line that starts one; then what is asked."""
+        server, requests = super().plan()
+        return [server if self.url else " ".join(command(self._model, 8000, self._flags)), requests]
 
     @contextlib.contextmanager
     def open_server(self, progress: Progress) -> Iterator[str]:
         """The server of the settings, or one that runs while the context is open."""
-        if self.settings.url:
-            yield self.settings.url
+        if self.url:
+            yield self.url
             return
         progress.write("starting vllm serve with mini-LLaVA ...")
         try:
@@ -192,10 +199,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 problem = Problem(f"--model {options.model}", f"has no {part}", "name another")
                 raise ConfigError("eval", [problem])
         at_once = options.concurrency or MAX_IN_FLIGHT
-        settings = Settings(options.server_url, options.served_name, at_once)
         cases = build_cases(count_tokens(options.model / "llava"), options.budgets, options.cases)
         log = options.out / "server.log"
-        suite = MiniLlavaSuite(options.model, cases, options.scenes, settings, log)
+        suite = MiniLlavaSuite(
+            options.model, cases, options.scenes, options.server_url, options.served_name, at_once,
+            log,
+        )  # fmt: skip
         return run_suite(suite, options.out, options)
     except AutopruneError as error:
         print(error, file=sys.stderr)

@@ -14,7 +14,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
@@ -41,7 +40,6 @@ from vllm_autoprune.evaluation.report import Report, build_document, build_repor
 from vllm_autoprune.evaluation.scoring_request import pruning_options, score_answer
 from vllm_autoprune.http_client import (
     FAILURES,
-    MAX_IN_FLIGHT,
     AsyncServerClient,
     RequestRefused,
     ServerClient,
@@ -69,22 +67,20 @@ _Suffix = Literal["json", "html", "md"]
 class Progress:
     """Share, speed and remaining time of a run; ``write`` gets a line at most every ten seconds."""
 
-    def __init__(
-        self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.write, self._clock = write, clock
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self.write = write
 
     def begin(self, total: int, earlier: int = 0) -> None:
         """Start the clock; ``earlier`` items of the total are left out of the speed."""
         self._total, self._earlier, self._done = total, earlier, earlier
-        self._started = self._written = self._clock()
+        self._started = self._written = time.monotonic()
         if earlier:
             self.write(f"{earlier:,} of {total:,} are recorded already")
 
     def advance(self, count: int = 1) -> None:
         """Count items as done."""
         self._done += count
-        now = self._clock()
+        now = time.monotonic()
         if now - self._written < _SECONDS_BETWEEN_LINES and self._done < self._total:
             return
         self._written = now
@@ -286,18 +282,6 @@ def check_server(
     return model, refused
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Address and model of the server, and limits of the requests to it."""
-
-    url: str = ""
-    """Empty where the suite starts a server."""
-    served_name: str | None = None
-    max_in_flight: int = MAX_IN_FLIGHT
-    wait: float = 1.0
-    """Seconds before a failed request is sent again."""
-
-
 class QuestionSuite(Suite):
     """Questions that one server answers in every case, each request with its pruning options."""
 
@@ -305,14 +289,17 @@ class QuestionSuite(Suite):
         self,
         questions: Sequence[PreparedQuestion],
         cases: Sequence[Case],
-        settings: Settings,
         *,
+        url: str,
+        served_name: str | None,
+        max_in_flight: int,
         suite: str,
         model: str,
         data: str,
     ) -> None:
         """``suite``, ``model`` and ``data`` are names for the report."""
-        self.cases, self.settings = cases, settings
+        self.cases, self.url = cases, url
+        self._served_name, self._max_in_flight = served_name, max_in_flight
         self._questions = {question.record.id: question for question in questions}
         records = [question.record for question in questions]
         categories = {record.category for record in records if record.benchmark == MME}
@@ -324,19 +311,15 @@ class QuestionSuite(Suite):
             mme_divisor=2.0 * max(len(categories), 1),
         )
 
-    def describe_server(self) -> str:
-        """The server, as the plan names it."""
-        return f"(served at {self.settings.url})"
-
     def open_server(self, progress: Progress) -> AbstractContextManager[str]:
         """Address of the server, while the context is open."""
-        return nullcontext(self.settings.url)
+        return nullcontext(self.url)
 
     def plan(self) -> Sequence[str]:
         """The server, and the number of requests."""
         cases, questions = sum(not case.refused for case in self.cases), len(self._questions)
         count = f"{cases} cases x {questions} questions: {cases * questions:,} requests"
-        return [self.describe_server(), count]
+        return [f"(served at {self.url})", count]
 
     def measure(self, journal: Journal, progress: Progress) -> None:
         """Score the unanswered questions; the server is opened only if there are any."""
@@ -345,7 +328,7 @@ class QuestionSuite(Suite):
         if not any(unanswered(journal.contents, self.cases, records)):
             return
         with self.open_server(progress) as url:
-            model, refused = check_server(url, self.settings.served_name, self.cases)
+            model, refused = check_server(url, self._served_name, self.cases)
             journal.append(refused)
             cases = [journal.contents.cases[case.name] for case in self.cases]
             pairs = list(unanswered(journal.contents, cases, records))
@@ -366,7 +349,7 @@ class QuestionSuite(Suite):
 
         Raises :class:`EvaluationError` if the server has stopped answering.
         """
-        server = AsyncServerClient(url, self.settings.max_in_flight)
+        server = AsyncServerClient(url, self._max_in_flight)
         # One queue for all workers, so that requests about one image stay close to each other.
         queue, answers = iter(pairs), list[Answer]()
 
@@ -377,7 +360,7 @@ class QuestionSuite(Suite):
                 try:
                     scored = await score_answer(
                         [server], model, question.image, question.text, question.answer,
-                        case.pruning, attempts=_ATTEMPTS, first_wait=self.settings.wait,
+                        case.pruning, attempts=_ATTEMPTS,
                     )  # fmt: skip
                     # Greedy decoding gives the answer, and then stops or starts another word.
                     right = scored.right and not scored.following[:1].isalnum()
@@ -396,7 +379,7 @@ class QuestionSuite(Suite):
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(self.settings.max_in_flight):
+                for _ in range(self._max_in_flight):
                     group.create_task(work())
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None

@@ -67,7 +67,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     from vllm_autoprune.evaluation.lmms import LmmsEval, LmmsSuite, parse_arm, select_benchmarks
     from vllm_autoprune.evaluation.questions import read_questions
-    from vllm_autoprune.evaluation.run import QuestionSuite, Settings, build_cases
+    from vllm_autoprune.evaluation.run import QuestionSuite, build_cases
 
     kind, _, tasks = (options.suite or "data").partition(":")
     folder = options.out or Path("out/eval") / kind
@@ -80,11 +80,12 @@ def _run(options: argparse.Namespace) -> int:
     cases = build_cases(options.state or ["autoprune"], options.budgets)
     if options.data is not None:
         questions = read_questions(options.data, options.limit)
-        at_once = options.concurrency or MAX_IN_FLIGHT
         suite: Suite = QuestionSuite(
             questions,
             cases,
-            Settings(options.server_url, options.served_name, at_once),
+            url=options.server_url,
+            served_name=options.served_name,
+            max_in_flight=options.concurrency or MAX_IN_FLIGHT,
             suite="data",
             model=options.served_name or "the first model of the server",
             data=f"{options.data.name}, {len(questions)} questions",
