@@ -132,11 +132,11 @@ def test_what_a_server_does_not_allow_is_refused(
 
 
 def test_a_plan_carries_the_state_of_its_request_and_reads_what_that_reads() -> None:
-    (own,), (brought,) = resolve(None), resolve({"state": "visionzip", "budget": 7})
-    assert (own.state, own.keep) == (b"", "state")
+    (served_plan,), (brought,) = resolve(None), resolve({"state": "visionzip", "budget": 7})
+    assert (served_plan.state, served_plan.keep) == (b"", "state")
     assert brought.state == encode_state(load_state("visionzip"))
     assert decode_state(brought.state).digest == load_state("visionzip").digest
-    assert "instruction" in find_needs(server(), own)
+    assert "instruction" in find_needs(server(), served_plan)
     assert "instruction" not in find_needs(server(), brought)
     assert "language" in find_needs(server(), *resolve({"state": "fastv", "budget": 8}))
     for asked in ({"keep": "random"}, {"keep": "resized"}, {"budget": N}, {"enabled": False}):

@@ -241,14 +241,14 @@ def test_images_are_laid_out_by_their_turns_and_processed_once(folder: Any) -> N
 
 
 def test_cores_are_shared_by_budgets_and_states_with_the_same_core(folder: Any) -> None:
-    own = split_sender(folder).send([LARGE])
+    half = split_sender(folder).send([LARGE])
     other = Sender(folder, 28, core={"share": 0.45}, base_policy={"name": "divprune"})
     shared = other.with_blocks(16).send([LARGE])
     assert shared.lengths == [15, 13]
-    assert shared.identities[0] == own.identities[0]
-    assert shared.identities[1] != own.identities[1]
+    assert shared.identities[0] == half.identities[0]
+    assert shared.identities[1] != half.identities[1]
     strength = Sender(folder, 24, core={"share": 0.5, "cover": 0.5, "strength": 0.3})
-    assert strength.with_blocks(16).send([LARGE]).identities[0] != own.identities[0]
+    assert strength.with_blocks(16).send([LARGE]).identities[0] != half.identities[0]
 
 
 def test_recall_is_refused_where_an_image_cannot_be_several_items() -> None:

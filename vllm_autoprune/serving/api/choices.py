@@ -128,7 +128,7 @@ def resolve_plans(
             "state": request.state is not None,
             "keep": request.keep != "state",
         }
-        if names := [name for name, given in contradictions.items() if given]:
+        if names := [name for name, is_set in contradictions.items() if is_set]:
             what = f"false keeps every token, but {', '.join(map(repr, names))} is given as well"
             raise request_error("enabled", what, f"leave out 'enabled' or {names[0]!r}")
         for size in sizes:
@@ -203,8 +203,8 @@ def _require_permission(rules: RequestRules, request: PruningRequest) -> None:
             "shipped-states" if isinstance(request.state, str) else "states",
         ),
     }
-    for field, (given, level) in needed.items():
-        if given and not rules.allows(level):
+    for field, (is_set, level) in needed.items():
+        if is_set and not rules.allows(level):
             what = f"this server's requests may set: {rules} ({REQUESTS_FLAG})"
             raise request_error(field, what, f"leave it out, or serve with {REQUESTS_FLAG} {level}")
 
