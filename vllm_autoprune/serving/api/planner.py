@@ -356,7 +356,7 @@ class RequestPlanner:
         token = self._placeholders.token(self._info)
         if block is None or self._placeholders.unsplittable or not any(cores):
             return prompt, slots
-        if set(inputs.mm_data_items) != {"image"} or list(prompt).count(token) != len(slots):
+        if set(inputs.mm_data_items) != {"image"} or prompt.count(token) != len(slots):
             return prompt, slots
         if turns is not None and len(turns) != len(plans):
             turns = None  # as in _instructions
