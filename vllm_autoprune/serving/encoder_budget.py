@@ -55,10 +55,8 @@ class UnprunedBudgetManager(EncoderCacheManager):
         num_embeds_to_schedule: int,
     ) -> bool:
         """As stock, and within what is left of the step's unpruned tokens."""
-        if num_embeds_to_schedule == 0:
-            self._request_cost = (
-                0  # the first of this request's inputs; it may have been tried before
-            )
+        if num_embeds_to_schedule == 0:  # the first input of this request, which may be tried again
+            self._request_cost = 0
         cost = _cost(request, input_id)
         used = self._step_cost + self._request_cost
         if used > 0 and used + cost > self.step_budget:

@@ -112,10 +112,7 @@ class AutopruneHfRenderer(HfRenderer):
         if token is None:
             return messages, []
         space = self._space_after_image(token, params.chat_template)
-        marked, turns = mark_recall_turns(messages, token, space)
-        if image_turns > 1 and not turns:
-            _log_turns_without_recall()
-        return marked, turns
+        return mark_recall_turns(messages, token, space)
 
     def _space_after_image(self, token: str, chat_template: str | None) -> str:
         """White space that the chat template writes between an image and the text after it."""
@@ -210,12 +207,4 @@ def _warn_of_shared_budget() -> None:
         'A conversation with images in several turns has a budget of {"shared": K}: each new image '
         "changes the K of all others, and nothing from the first image on stays in the prefix "
         'cache. Send "budget": K for each image, or a list with one K an image.'
-    )
-
-
-@cache
-def _log_turns_without_recall() -> None:
-    logger.info(
-        "A conversation with images in several turns recalled nothing: only a user's text without "
-        "an image recalls, not a tool's result. Serve such traffic with a larger budget instead."
     )
