@@ -119,8 +119,8 @@ class MiniLlavaSuite(QuestionSuite):
                 category=example.kind if paired else "",
                 pair=str(example.pair) if paired else "",
             )
-            url = urls[example.image_id]
-            questions.append(PreparedQuestion(record, example.question, example.answer, url))
+            image = urls[example.image_id]
+            questions.append(PreparedQuestion(record, example.question, example.answer, image))
         name = "embedded" if folder == CHECKPOINTS["minillava"] else folder.name
         super().__init__(
             questions,
