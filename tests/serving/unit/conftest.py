@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +18,24 @@ from vllm_autoprune.serving.api import engine_requests
 from vllm_autoprune.serving.compat import worker
 
 
-@dataclass
-class Registered:
-    """Classes registered with vLLM during a test."""
-
-    models: list[tuple[str, str]] = field(default_factory=list)
-    renderers: list[tuple[str, str, str]] = field(default_factory=list)
-
-
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
-    """Record registrations instead of making them; other tests in this process need stock vLLM."""
-    record = Registered()
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Architectures that are registered with vLLM: recorded, for other tests need stock vLLM."""
+    architectures: list[str] = []
     monkeypatch.setattr(startup, "_active", set())
-    monkeypatch.setattr(
-        compat, "register_model", lambda *arguments: record.models.append(arguments)
-    )
-    monkeypatch.setattr(
-        compat,
-        "register_renderer",
-        lambda *arguments: record.renderers.append(arguments),
-    )
-    monkeypatch.setattr(worker, "request_positions_on_cpu", lambda: None)
-    monkeypatch.setattr(engine_requests, "watch_requests", lambda: None)
-    monkeypatch.setattr(worker, "refuse_sleep", lambda reason: None)
-    monkeypatch.setattr(compat, "check_requests", lambda *_: None)
-    # Hooks have their own test; checking them here would import many vLLM modules.
-    monkeypatch.setattr(startup, "require_hooks", lambda stock, family: None)
+    monkeypatch.setattr(compat, "register_model", lambda name, where: architectures.append(name))
+    for owner, name in (
+        (compat, "register_renderer"),
+        (compat, "check_requests"),
+        (engine_requests, "watch_requests"),
+        (worker, "request_positions_on_cpu"),
+        (worker, "refuse_sleep"),
+        # Names have their own test; looking them up here would import many vLLM modules.
+        (startup, "require_hooks"),
+    ):
+        monkeypatch.setattr(owner, name, lambda *_: None)
     monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
-    return record
+    return architectures
 
 
 @pytest.fixture
