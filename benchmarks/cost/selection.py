@@ -47,7 +47,7 @@ _Work = Callable[[], object]
 
 _WIDTH, _CLIP_WIDTH, _TOWER_WIDTH, _CLUSTERS = 4096, 768, 1024, 48
 """D of LLaVA-1.5-7B, widths of CLIP's joint space and of its vision tower, clusters in an image."""
-_INNER, _HEADS, LAYERS, _TEXT, _WORDS = 11008, 32, 32, 60, 16
+_INNER, _HEADS, _LAYERS, _TEXT, _WORDS = 11008, 32, 32, 60, 16
 """Widths and depth of Llama-2-7B; text tokens around an image, and those of the question."""
 _SHARE = 0.03
 """Share of the pruned prefill that a selection may take."""
@@ -344,7 +344,7 @@ def format_policies(by_size: Mapping[Size, Times]) -> str:
     for size, times in by_size.items():
         shape = f"{_SHAPES[size]}, {size.tokens} → {size.kept}"
         columns += [f"{shape}, ms", "share, %"]
-        prefill, shares = [LAYERS * seconds for seconds in times[LAYER]], {}
+        prefill, shares = [_LAYERS * seconds for seconds in times[LAYER]], {}
         for name in names:
             # Policies that read the language model's first layers run those over all tokens.
             pairs = zip(times[name], times[FULL_LAYER], strict=True)
@@ -365,7 +365,7 @@ def format_policies(by_size: Mapping[Size, Times]) -> str:
     setup = (
         "the base policy alone, with default parameters, and the state with its exchange; every "
         "input given, nothing computed yet",
-        f"prefill: {LAYERS} times one decoder layer (D = {_WIDTH}, bfloat16) on K + {_TEXT} tokens",
+        f"prefill: {_LAYERS} times a decoder layer (D = {_WIDTH}, bfloat16) on K + {_TEXT} tokens",
         "on a CPU the time of one thread for both, which other work on the machine changes little",
         f"{heavy} run first layers of the language model over all tokens, in their time too",
     )
