@@ -158,7 +158,7 @@ def test_contrast_and_detail_are_those_of_the_window(seed: int, radius: int) -> 
         run_signal(call(name, radius=radius), tokens, nothing)[0].view(2, 4, 5)
         for name in ("local_contrast_saliency", "local_detail_energy")
     )
-    unit = tokens.unit.view(2, 4, 5, -1)
+    unit = torch.nn.functional.normalize(tokens.features, dim=2).view(2, 4, 5, -1)
     for tile, y, x in ((0, 0, 0), (1, 2, 3), (1, 3, 4)):
         window = unit[
             tile, max(0, y - radius) : y + radius + 1, max(0, x - radius) : x + radius + 1

@@ -34,14 +34,6 @@ def test_features_must_fit_the_grid_and_signals_the_features() -> None:
             replace(tokens, **inputs)  # type: ignore[arg-type]
 
 
-def test_half_precision_is_divided_before_it_is_widened() -> None:
-    features = images(1, dtype=torch.float16).features
-    divided = (features / features.norm(dim=-1, keepdim=True)).float()
-    assert torch.equal(plain(features).unit, divided)
-    widened = features.float() / features.float().norm(dim=-1, keepdim=True)
-    assert not torch.equal(divided, widened)
-
-
 def test_cosines_by_hand_or_as_they_are_known() -> None:
     tokens = plain(torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 1.0], [-5.0, 0.0]]), Grid(1, 2, 2))
     half = pytest.approx(0.5**0.5)

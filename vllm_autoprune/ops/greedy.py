@@ -96,7 +96,9 @@ def weighted_farthest_points(
     for step in range(count):
         score = weight * nearest
         if step == 0:
-            score = torch.where(begins[:, None], distance_to_others(distance), score)
+            itself = torch.eye(tokens, dtype=torch.bool, device=distance.device)
+            apart = distance.masked_fill(itself, torch.inf).amin(dim=1)
+            score = torch.where(begins[:, None], apart, score)
         pick, gain = argmax_within(score.masked_fill(taken, -torch.inf))
         if step == 0:
             gain = gain.masked_fill(begins[:, None], torch.inf)
@@ -113,13 +115,6 @@ def weighted_farthest_points(
         return torch.empty(batch, 0, dtype=torch.int64, device=nearest.device)
     fill = weight if fill is None else fill
     return fill_by_weight(torch.stack(picks, 1), torch.cat(gains, 1), fill, free, floor)
-
-
-def distance_to_others(distance: Tensor) -> Tensor:
-    """Distance ``(B, N)`` of each token to the nearest other one, from distances ``(B, N, N)``."""
-    tokens = distance.shape[1]
-    itself = torch.eye(tokens, dtype=torch.bool, device=distance.device)
-    return distance.masked_fill(itself, torch.inf).amin(dim=1)
 
 
 def distance_to_kept(distance: Tensor, kept: Tensor) -> Tensor:

@@ -183,18 +183,17 @@ class VisualTokens:
                 f"features hold N = {tokens} tokens but the grid {self.grid.height} x "
                 f"{self.grid.width} x {self.grid.tiles} tiles has {self.grid.tokens}"
             )
+        merger, instruction, tower = self.merger_input, self.instruction, self.tower
         inputs = {
             "cls_attention": self.cls_attention,
             "known_cosine": self.known_cosine,
             "encoder": self.encoder,
             "merged": self.merged,
+            "merger_input.norms": merger.norms if merger else None,
+            "instruction.patches": instruction.patches if instruction else None,
+            "tower.patches": tower.patches if tower else None,
+            "tower.keys": tower.keys if tower else None,
         }
-        if self.merger_input is not None:
-            inputs["merger_input.norms"] = self.merger_input.norms
-        if self.instruction is not None:
-            inputs["instruction.patches"] = self.instruction.patches
-        if self.tower is not None:
-            inputs |= {"tower.patches": self.tower.patches, "tower.keys": self.tower.keys}
         for name, tensor in inputs.items():
             if tensor is not None and tensor.shape[:2] != (batch, tokens):
                 raise SelectionError(
@@ -239,17 +238,6 @@ class VisualTokens:
         return norm
 
     @cached_property
-    def unit(self) -> Tensor:
-        """Unit vectors ``(B, N, D)`` float32; a zero row stays zero.
-
-        Divided by the norm before the cast to float32, as in the published policies: in half
-        precision the order of the two changes which token is picked.
-        """
-        tiny = torch.finfo(self.features.dtype).tiny
-        unit: Tensor = self.features / self.norm.clamp_min(tiny)
-        return unit.float()
-
-    @cached_property
     def tile_cosine(self) -> Tensor:
         """Cosines ``(B * T, n, n)`` between the tokens of each tile."""
         if self.grid.tiles == 1:
@@ -263,28 +251,12 @@ class VisualTokens:
             return self.tile_cosine
         return plain_cosines(self.by_tile(self.features).float())
 
-    @property
-    def scoped_cosine(self) -> Tensor:
-        """:attr:`tile_cosine` or :attr:`cosine`, as ``tile_scope`` says; first axis B or B * T."""
-        return self.cosine if self.tile_scope == "global" else self.tile_cosine
-
     @cached_property
     def cosine(self) -> Tensor:
         """Cosines ``(B, N, N)`` between all tokens of each image."""
         if self.known_cosine is not None:
             return self.known_cosine
         return cosines(self.features, self.norm)
-
-    @property
-    def scoped(self) -> VisualTokens:
-        """The tokens that are compared with each other: each tile as an image, as ``tile_scope``.
-
-        Features alone, and their cosines.
-        """
-        if self.grid.tiles == 1 or self.tile_scope == "global":
-            return self
-        grid, rows = Grid(self.grid.height, self.grid.width), self.by_tile(self.features)
-        return VisualTokens(rows, grid, known_cosine=self.tile_cosine)
 
     def by_tile(self, values: Tensor) -> Tensor:
         """Reshape ``(B, N, ...)`` to ``(B * T, n, ...)``."""

@@ -240,7 +240,7 @@ def spatial_centrality_prior(call: _Centrality, tokens: VisualTokens, picks: Ten
 @atom("scoring", _Redundancy)
 def redundancy_density_penalty(call: _Redundancy, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Negative mean cosine to the m most similar other tokens of the tile or image."""
-    cosine = tokens.scoped_cosine
+    cosine = tokens.cosine if tokens.tile_scope == "global" else tokens.tile_cosine
     others = cosine.shape[-1] - 1
     m = others if call.m is None else min(call.m, others)
     if m == 0:

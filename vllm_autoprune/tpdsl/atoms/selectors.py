@@ -27,7 +27,7 @@ from vllm_autoprune.tpdsl.atoms.pools import PartitionCall
 from vllm_autoprune.tpdsl.atoms.scoring import Kernel, conditional_kernel, instruction_relevance
 from vllm_autoprune.tpdsl.base_policy import Given
 from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, atom, run
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 
 class SelectorCall(AtomCall):
@@ -227,7 +227,11 @@ def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
     """
     tokens, pool, kept = revision.tokens, revision.pool, revision.staying
     batch, count = pool.shape
-    scoped = tokens.scoped
+    scoped = tokens
+    if tokens.grid.tiles > 1 and tokens.tile_scope == "per_tile":  # each tile as an image
+        grid = Grid(tokens.grid.height, tokens.grid.width)
+        features, cosine = tokens.by_tile(tokens.features), tokens.tile_cosine
+        scoped = VisualTokens(features, grid, known_cosine=cosine)
     kernel = run(Kernel, revision.kernel_call, scoped, revision.g.view(-1, scoped.count)).similarity
     quality = min_max_normalise(revision.g).clamp_min(1e-6) ** power
     nearest = kernel.masked_fill(~kept.view(-1, scoped.count, 1), -torch.inf).amax(dim=1)
