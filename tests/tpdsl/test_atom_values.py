@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tests.tpdsl.samples import Changes, around, call, images, plain, state, with_relevance
 from vllm_autoprune import Grid, Instruction, VisualTokens, materialize, refine
-from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.atoms.pools import SizedPool, build_pool
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
@@ -474,16 +473,6 @@ def test_marginal_relevance_equals_a_loop(seed: int, k: int, quota: int) -> None
         kept, pool = others | {best}, pool - {best}
     result = select_one(MARGINAL, tokens, g, reference, order[k:], min(quota, k))
     assert result == sorted(kept)
-
-
-def test_anchors_stay_and_the_rest_is_greedy_over_pool_and_reference() -> None:
-    tokens, ones = images(1, batch=1, width=24), torch.ones(1, 36)
-    reference = torch.tensor([[30, 4, 17, 9, 22]])
-    pool = mask_from_indices(torch.tensor([[1, 2, 3, 5, 6, 7, 8]]), 36)
-    eligible = pool | mask_from_indices(reference, 36)
-    expected = greedy_map(tokens.cosine, ones, 5, anchors=reference[:, :3], eligible=eligible)
-    kept = select_batch(DPP, tokens, ones, reference, pool, quota=2)
-    assert torch.equal(kept, mask_from_indices(expected, 36))
 
 
 # Two tiles of two tokens; tokens 0 and 2 are alike, and lie in different tiles.

@@ -44,7 +44,6 @@ from vllm_autoprune import (
 from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices
 from vllm_autoprune.tpdsl.atoms.pools import PartitionCall
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, orders_by_quality
-from vllm_autoprune.tpdsl.atoms.scoring import run_signal
 from vllm_autoprune.tpdsl.atoms.source import ViewCall, run_budget
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import shipped_states
@@ -123,6 +122,7 @@ IN: Changes = {"/rank_at": "merger_in"}
 DPP = {"atom": "anchor_controlled_pool_dpp_selector", "q_e": 4}
 CONDITIONAL = {"atom": "runtime_conditional_similarity_kernel", "theta": 0.5}
 CAPPED = {"atom": "constrained_pool_dpp_selector", "q_e": 2}
+MARGINLESS = {"reference_strict_margin_exchange_selector": {"margin": 0.0}}
 GLOBAL = {"name": "divprune", "params": {"tile_scope": "global"}}
 OTHERS: dict[str, Changes] = {
     "the sample": {},
@@ -138,6 +138,9 @@ OTHERS: dict[str, Changes] = {
     "almost all core": {"/core": {"share": 0.9, "cover": 0.9, "strength": 0.5}, **BLEND},
     "capped core": {"/core": {"share": 0.5, "cover": 0.3}, "/constraints/selector": CAPPED},
     "core before the merger": {"/core": {"share": 0.5, "cover": 0.3, "strength": 0.25}, **IN},
+    **{f"core and {name}": {"/core": {"share": 0.5}, "/scoring/kernel": CONDITIONAL,
+       "/constraints/selector": {**active(name), **MARGINLESS.get(name, {})}}
+       for name in ATOMS.names("selection_constraints")},
     **{f"core and {name}": {"/core": {"share": 0.5, "cover": 0.5, "strength": 0.25}, **BLEND,
        "/base_policy": {"name": name}} for name in BASE_POLICIES},
     **{f"{name} before the merger": {"/base_policy": {"name": name}, **IN}
@@ -419,26 +422,3 @@ def test_the_scope_of_tiles_names_all_atoms_that_read_it() -> None:
             source = {"tokens": {"atom": "vision_tokens@pre_llm", "tile_scope": scope}}
             kept.append(refine(materialize(state({**changes, "/source": source}), 8), tokens))
         assert torch.equal(kept[0].indices, kept[1].indices) != (name in named), name
-
-
-RANGES: dict[str, tuple[float, float]] = {
-    "instruction_guided_visual_relevance": (-1, 1),
-    "redundancy_density_penalty": (-1, 1),
-    "local_contrast_saliency": (0, 2),
-    "visual_token_norm_saliency": (0, torch.inf),
-    "cluster_centroid_representativeness": (-1, 1),
-    "global_mean_representativeness": (-1, 1),
-    "local_detail_energy": (0, 2),
-}
-"""Range of each signal, to rounding; 0 to 1 of the others."""
-
-
-@pytest.mark.parametrize("name", ATOMS.names("scoring"))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_signals_are_float32_and_keep_their_range(name: str, dtype: torch.dtype) -> None:
-    for grid in (*GRIDS, Grid(1, 1), Grid(1, 7)):
-        tokens = images(4, grid=grid, dtype=dtype)
-        values = run_signal(call(name), tokens, torch.zeros(2, 1, dtype=torch.int64))
-        assert values.shape == (2, grid.tokens) and values.dtype == torch.float32
-        least, most = RANGES.get(name, (0, 1))
-        assert least - 0.01 <= float(values.min()) and float(values.max()) <= most + 0.01

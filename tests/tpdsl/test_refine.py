@@ -36,7 +36,7 @@ from vllm_autoprune.ops.rowwise import (
     min_max_normalise,
 )
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Given
+from vllm_autoprune.tpdsl.base_policy import Given
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, core_policy, delta_policy
 from vllm_autoprune.tpdsl.refine import (
     give_core,
@@ -317,26 +317,6 @@ def test_core_tokens_of_a_budget(share: float, budget: int, core: int) -> None:
         materialize(state(), budget, 1)
 
 
-@pytest.mark.parametrize(
-    "selector",
-    [
-        {"atom": "quality_topk_selector"},
-        {"atom": "anchor_controlled_pool_dpp_selector", "q_e": 4},
-        {"atom": "constrained_pool_dpp_selector", "q_e": 4},
-        {"atom": "maximal_marginal_relevance_pool_selector", "q_e": 4},
-        {"atom": "reference_strict_margin_exchange_selector", "q_e": 4, "margin": 0.0},
-    ],
-)
-@pytest.mark.parametrize("cover", [0.0, 0.5])
-def test_no_selector_takes_a_token_of_the_core(selector: Changes, cover: float) -> None:
-    kernel = {"atom": "runtime_conditional_similarity_kernel"}
-    changes = {"/constraints/selector": selector, "/scoring/kernel": kernel}
-    policy = materialize(with_core({"share": 0.5, "cover": cover}, changes), 12)
-    refined = refine(policy, images(10, batch=3))
-    assert int(refined.exchanged.max()) > 0
-    assert all(row.unique().numel() == 12 for row in refined.indices)
-
-
 def test_the_core_depends_on_its_size_and_not_on_k() -> None:
     split = with_core({"share": 0.5, "cover": 0.5, "strength": 0.5}, BLEND)
     small, large = (refine(materialize(split, budget, 6), images(5)) for budget in (8, 20))
@@ -537,10 +517,3 @@ def test_a_backbone_without_a_merger_is_refused() -> None:
     for tokens in (without, replace(without, encoder=None)):
         with pytest.raises(SelectionError, match=r"rank_at: merger_in.*without a merger"):
             refine(materialize(state(IN), 9), tokens)
-
-
-@pytest.mark.parametrize("base", BASE_POLICIES)
-def test_one_token_of_each_of_two_tiles(base: str) -> None:
-    tokens = images(3, grid=Grid(1, 1, tiles=2))
-    refined = refine(materialize(state({"/base_policy": {"name": base}}), 1), tokens)
-    assert refined.features.shape == (2, 1, 16)
