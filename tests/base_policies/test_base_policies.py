@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,7 @@ from torch import Tensor
 from tests.tpdsl.samples import images, mapped, plain, state, with_relevance
 from tests.tpdsl.test_properties import BASES
 from vllm_autoprune import Grid, Instruction, SelectionError, VisualTokens
-from vllm_autoprune.base_policies.holov import HoloVParams
 from vllm_autoprune.base_policies.sparsevlm import density_peak_clusters
-from vllm_autoprune.base_policies.visionzip import VisionZipParams
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
@@ -35,11 +34,13 @@ from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
 USED = torch.ones(1, 1, dtype=torch.bool)
 
 
+def params_of(name: str, **params: object) -> Any:
+    return BASE_POLICIES[name].call.model_validate({"name": name, "params": params}).params
+
+
 def select(name: str, tokens: VisualTokens, budget: int, **params: object) -> ReferenceSelection:
     """A policy's reference selection with these parameters and the defaults of the others."""
-    policy = BASE_POLICIES[name]
-    call = policy.call.model_validate({"name": name, "params": params})
-    return policy.select(call.params, tokens, budget)
+    return BASE_POLICIES[name].select(params_of(name, **params), tokens, budget)
 
 
 def native(name: str, tokens: VisualTokens, budget: int | None = None) -> PublishedSelection:
@@ -347,7 +348,7 @@ def test_two_separated_groups_are_two_clusters() -> None:
     [(192, (162, 30)), (64, (54, 10)), (32, (27, 5)), (16, (14, 2)), (1, (1, 0))],
 )
 def test_the_published_splits_of_visionzip(budget: int, split: tuple[int, int]) -> None:
-    assert VisionZipParams(contextual=None, patch_only=True).split(budget) == split
+    assert params_of("visionzip").split(budget) == split
 
 
 @pytest.mark.parametrize(
@@ -355,7 +356,7 @@ def test_the_published_splits_of_visionzip(budget: int, split: tuple[int, int]) 
     [(576, 64, 16), (576, 128, 8), (1296, 130, 17), (576, 2000, 1), (4, 1, 4)],
 )
 def test_the_published_numbers_of_bands(tokens: int, budget: int, bands: int) -> None:
-    assert HoloVParams(bands=None).count(tokens, budget) == bands
+    assert params_of("holov").count(tokens, budget) == bands
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from vllm_autoprune.tpdsl.base_policy import Given, PolicyParams, ReferenceSelec
 from vllm_autoprune.tpdsl.tokens import VisualTokens, join_tiles, split_over_tiles
 
 
-class CDPrunerParams(PolicyParams):
+class _CDPrunerParams(PolicyParams):
     """Parameters of CDPruner."""
 
     theta: float | None = Field(
@@ -29,7 +29,7 @@ class CDPrunerParams(PolicyParams):
     )
 
 
-def _condition(params: CDPrunerParams, tokens: VisualTokens, fixed: Tensor) -> Conditioned:
+def _condition(params: _CDPrunerParams, tokens: VisualTokens, fixed: Tensor) -> Conditioned:
     """The cosines of each tile conditioned on the tokens at fixed ``(B, A)`` that lie in it."""
     return condition_by_tile(tokens.tile_cosine, tokens, fixed)
 
@@ -46,7 +46,7 @@ def condition_by_tile(similarity: Tensor, tokens: VisualTokens, fixed: Tensor) -
     return condition(similarity, within.flatten(0, 1), inside.flatten(0, 1))
 
 
-def _continue(params: CDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _continue(params: _CDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy MAP from the given tokens: relevance scales the kernel conditioned on them."""
     conditioned = start.conditioned or _condition(params, tokens, start.indices)
     shares = split_over_tiles(budget, tokens.grid.tiles)
@@ -61,16 +61,16 @@ def _continue(params: CDPrunerParams, tokens: VisualTokens, budget: int, start: 
 
 
 @base_policy(
-    CDPrunerParams, needs=frozenset({"instruction"}), continuation=_continue, condition=_condition
+    _CDPrunerParams, needs=frozenset({"instruction"}), continuation=_continue, condition=_condition
 )
-def cdpruner(params: CDPrunerParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def cdpruner(params: _CDPrunerParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Greedy MAP on L = diag(r) S diag(r) per tile, with relevance r normalised over all tiles."""
     shares = split_over_tiles(budget, tokens.grid.tiles)
     picks = greedy_map(tokens.tile_cosine, _quality(params, tokens), shares[0])
     return ReferenceSelection(join_tiles(picks, tokens, shares))
 
 
-def _quality(params: CDPrunerParams, tokens: VisualTokens) -> Tensor:
+def _quality(params: _CDPrunerParams, tokens: VisualTokens) -> Tensor:
     """Relevance ``(B * T, n)``, normalised over all tiles of an image."""
     return tokens.by_tile(sharpen(normalised_relevance(tokens), params.theta))
 

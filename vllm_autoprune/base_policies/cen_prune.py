@@ -63,19 +63,19 @@ def _centred_geometry(params: _CentredParams, tokens: VisualTokens) -> tuple[Ten
     return similarity, map_weight(mean_dissimilarity(rows), params.weight)
 
 
-class CenCDPrunerParams(_CentredParams):
+class _CenCDPrunerParams(_CentredParams):
     """Parameters of Cen-CDPruner."""
 
     relevance: bool = Field(True, description="false: weigh by dissimilarity alone")
 
 
-class CenCDPrunerCoreParams(CenCDPrunerParams):
+class _CenCDPrunerCoreParams(_CenCDPrunerParams):
     """Parameters of Cen-CDPruner without the question."""
 
     relevance: Literal[False] = Field(False, description="a core reads no question")
 
 
-def _condition(params: CenCDPrunerParams, tokens: VisualTokens, fixed: Tensor) -> Conditioned:
+def _condition(params: _CenCDPrunerParams, tokens: VisualTokens, fixed: Tensor) -> Conditioned:
     """The centred similarity conditioned on the tokens at fixed ``(B, A)``."""
     similarity, _ = _centred_geometry(params, tokens)
     if params.tile_scope == "global":
@@ -83,7 +83,9 @@ def _condition(params: CenCDPrunerParams, tokens: VisualTokens, fixed: Tensor) -
     return condition_by_tile(similarity, tokens, fixed)
 
 
-def _continue(params: CenCDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _continue(
+    params: _CenCDPrunerParams, tokens: VisualTokens, budget: int, start: Given
+) -> Tensor:
     """Greedy MAP from the given tokens: the weights scale the similarity conditioned on them."""
     conditioned = start.conditioned or _condition(params, tokens, start.indices)
     eligible = _scoped_rows(params, tokens, ~start.closed)
@@ -91,22 +93,22 @@ def _continue(params: CenCDPrunerParams, tokens: VisualTokens, budget: int, star
 
 
 @base_policy(
-    CenCDPrunerParams,
+    _CenCDPrunerParams,
     needs=frozenset({"instruction"}),
     continuation=_continue,
     condition=_condition,
     reads=lambda params: frozenset({"instruction"} if params.relevance else ()),
-    core=CenCDPrunerCoreParams,
+    core=_CenCDPrunerCoreParams,
 )
 def cen_cdpruner(
-    params: CenCDPrunerParams, tokens: VisualTokens, budget: int
+    params: _CenCDPrunerParams, tokens: VisualTokens, budget: int
 ) -> ReferenceSelection:
     """Greedy MAP on L = diag(q) S diag(q), S centred, q relevance times dissimilarity."""
     return ReferenceSelection(_picks(params, tokens, budget))
 
 
 def _picks(
-    params: CenCDPrunerParams,
+    params: _CenCDPrunerParams,
     tokens: VisualTokens,
     budget: int,
     first_tile: int = 0,
@@ -126,11 +128,11 @@ _FLOOR = 1e-6
 """Weighted distance at or below which the other tokens come by weight."""
 
 
-class CenDivPruneParams(_CentredParams):
+class _CenDivPruneParams(_CentredParams):
     """Parameters of Cen-DivPrune."""
 
 
-def _select(params: CenDivPruneParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _select(params: _CenDivPruneParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Weighted max-min distance, starting from the given tokens."""
     similarity, weight = _centred_geometry(params, tokens)
     distance = 1 - similarity
@@ -147,9 +149,9 @@ def _select(params: CenDivPruneParams, tokens: VisualTokens, budget: int, start:
     return picks if across else join_tiles(picks, tokens, shares, start.next_tile(tokens))
 
 
-@base_policy(CenDivPruneParams, continuation=_select)
+@base_policy(_CenDivPruneParams, continuation=_select)
 def cen_divprune(
-    params: CenDivPruneParams, tokens: VisualTokens, budget: int
+    params: _CenDivPruneParams, tokens: VisualTokens, budget: int
 ) -> ReferenceSelection:
     """Max-min distance of centred tokens, weighted by dissimilarity to all others."""
     return ReferenceSelection(_select(params, tokens, budget, Given.none(tokens)))

@@ -32,7 +32,7 @@ _SLOTS = 32
 """Size of CPython's hash table for a set of five to eight small integers."""
 
 
-class DartParams(PolicyParams):
+class _DartParams(PolicyParams):
     """Parameters of DART."""
 
     space: Literal["layer", "embeddings"] = Field(
@@ -48,7 +48,7 @@ class DartParams(PolicyParams):
     )
 
 
-def _native(params: DartParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
+def _native(params: _DartParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """4 + 8 floor(K / 8) tokens in raster order: the visual pivots are added to the budget.
 
     Pivots are processed in the iteration order of a CPython set of their positions, as in the
@@ -70,13 +70,13 @@ def _native(params: DartParams, tokens: VisualTokens, budget: int) -> PublishedS
 
 
 @base_policy(
-    DartParams,
+    _DartParams,
     needs=frozenset({"language"}),
     native=_native,
     # States of a layer need that layer as well.
     ranking_layers=lambda params, layers: params.layer if params.space == "layer" else 0,
 )
-def dart(params: DartParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def dart(params: _DartParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Four visual pivots, then the tokens least similar to each visual and text pivot."""
     start = tokens.require_language().start
     length, states = _pivot_norms_and_states(params, tokens)
@@ -91,7 +91,7 @@ def dart(params: DartParams, tokens: VisualTokens, budget: int) -> ReferenceSele
     return ReferenceSelection(_least_similar(states, visual, turns, shares, start, tokens.count))
 
 
-def _pivot_norms_and_states(params: DartParams, tokens: VisualTokens) -> tuple[Tensor, Tensor]:
+def _pivot_norms_and_states(params: _DartParams, tokens: VisualTokens) -> tuple[Tensor, Tensor]:
     """L1 norms ``(B, L)`` that rank pivots, and states ``(B, L, D)`` that are compared."""
     language = tokens.require_language()
     if params.space == "embeddings":
@@ -102,7 +102,7 @@ def _pivot_norms_and_states(params: DartParams, tokens: VisualTokens) -> tuple[T
     return language.keys(layer).float().abs().sum(dim=(1, 3)), language.normed(layer)
 
 
-def _pivots(params: DartParams, tokens: VisualTokens, length: Tensor) -> tuple[Tensor, Tensor]:
+def _pivots(params: _DartParams, tokens: VisualTokens, length: Tensor) -> tuple[Tensor, Tensor]:
     """Visual pivots ``(B, 4)`` as image indices, and text pivots ``(B, 4)`` as absolute positions.
 
     Fewer if there are fewer tokens. If only some instructions of the batch are that short, their

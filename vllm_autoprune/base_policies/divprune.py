@@ -15,7 +15,7 @@ from vllm_autoprune.tpdsl.base_policy import Given, PolicyParams, ReferenceSelec
 from vllm_autoprune.tpdsl.tokens import TileScope, VisualTokens, join_tiles, split_over_tiles
 
 
-class DivPruneParams(PolicyParams):
+class _DivPruneParams(PolicyParams):
     """Parameters of DivPrune."""
 
     tile_scope: TileScope = Field(
@@ -23,7 +23,7 @@ class DivPruneParams(PolicyParams):
     )
 
 
-def _select(params: DivPruneParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _select(params: _DivPruneParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Max-min cosine distance, starting from the given tokens.
 
     Distances are in the dtype of the features, as in the published code: in half precision ties are
@@ -52,7 +52,7 @@ def _select(params: DivPruneParams, tokens: VisualTokens, budget: int, start: Gi
     return picks if across else join_tiles(picks, tokens, shares, start.next_tile(tokens))
 
 
-@base_policy(DivPruneParams, continuation=_select)
-def divprune(params: DivPruneParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+@base_policy(_DivPruneParams, continuation=_select)
+def divprune(params: _DivPruneParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Max-min cosine distance, starting at the token farthest from its nearest neighbour."""
     return ReferenceSelection(_select(params, tokens, budget, Given.none(tokens)))

@@ -15,7 +15,7 @@ from vllm_autoprune.tpdsl.prefix import MOST_LAYERS
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
-class FastVParams(PolicyParams):
+class _FastVParams(PolicyParams):
     """Parameters of FastV."""
 
     layer: int = Field(
@@ -27,12 +27,12 @@ class FastVParams(PolicyParams):
 
 
 @base_policy(
-    FastVParams,
+    _FastVParams,
     needs=frozenset({"language"}),
     # Attention of a layer needs the layers before it.
     ranking_layers=lambda params, layers: params.layer - 1,
 )
-def fastv(params: FastVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def fastv(params: _FastVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The tokens with most attention from the last instruction token, averaged over heads."""
     language = tokens.require_language()
     score = language.last_token_attention(params.layer - 1, tokens.count)

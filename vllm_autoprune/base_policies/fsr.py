@@ -36,7 +36,7 @@ FLOOR = 1e-6
 """Distance at or below which the other tokens come by priority."""
 
 
-class FSRParams(PolicyParams):
+class _FSRParams(PolicyParams):
     """Parameters of FSR."""
 
     alpha: float = Field(
@@ -56,18 +56,18 @@ class FSRParams(PolicyParams):
     )
 
 
-class FSRCoreParams(FSRParams):
+class _FSRCoreParams(_FSRParams):
     """Parameters of FSR without the question."""
 
     alpha: float = Field(0.0, ge=0.0, le=0.0, description="a core reads no question")
 
 
-def _reads(params: FSRParams) -> frozenset[Need]:
+def _reads(params: _FSRParams) -> frozenset[Need]:
     attention: frozenset[Need] = frozenset({"cls_attention"})
     return attention | {"instruction"} if params.alpha > 0 else attention
 
 
-def _continue(params: FSRParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _continue(params: _FSRParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Tokens of highest priority: the scan has no part in a continuation [ours]."""
     order = tokens.by_tile(_priority(params, tokens).masked_fill(start.closed, -torch.inf))
     shares = split_over_tiles(budget, tokens.grid.tiles)
@@ -75,7 +75,7 @@ def _continue(params: FSRParams, tokens: VisualTokens, budget: int, start: Given
     return join_tiles(picks, tokens, shares, start.next_tile(tokens))
 
 
-def _native(params: FSRParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
+def _native(params: _FSRParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """Per tile, focus by priority and then the scan, with merged rows in float32."""
     share = budget // tokens.grid.tiles
     group = TileGroup(0, tokens.grid.tiles, share)
@@ -86,14 +86,14 @@ def _native(params: FSRParams, tokens: VisualTokens, budget: int) -> PublishedSe
 
 
 @base_policy(
-    FSRParams,
+    _FSRParams,
     needs=frozenset({"cls_attention", "instruction"}),
     native=_native,
     continuation=_continue,
     reads=_reads,
-    core=FSRCoreParams,
+    core=_FSRCoreParams,
 )
-def fsr(params: FSRParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def fsr(params: _FSRParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Tokens of high priority, then those farthest from them, with their neighbours merged in."""
     groups = tile_groups(tokens, budget)
     picks, merged = [], []
@@ -121,7 +121,7 @@ class _Chosen:
     similarity: Tensor
 
 
-def _priority(params: FSRParams, tokens: VisualTokens) -> Tensor:
+def _priority(params: _FSRParams, tokens: VisualTokens) -> Tensor:
     """phi = relevance^alpha * attention^beta ``(B, N)``, attention normalised in each tile."""
     attention = min_max_normalise(tokens.by_tile(tokens.require_cls_attention().float()))
     phi = tokens.by_image(attention**params.beta)
@@ -132,7 +132,7 @@ def _priority(params: FSRParams, tokens: VisualTokens) -> Tensor:
     return phi * min_max_normalise(relevance) ** params.alpha
 
 
-def _choose(params: FSRParams, tokens: VisualTokens, group: TileGroup) -> _Chosen:
+def _choose(params: _FSRParams, tokens: VisualTokens, group: TileGroup) -> _Chosen:
     phi = group.of(_priority(params, tokens), tokens)
     count = group.share
     similarity = group.of(tokens.by_image(tokens.precise_tile_cosine), tokens)
@@ -156,7 +156,7 @@ def _choose(params: FSRParams, tokens: VisualTokens, group: TileGroup) -> _Chose
     return _Chosen(picks, focus, phi, similarity)
 
 
-def _merge_into_scan(params: FSRParams, chosen: _Chosen, rows: Tensor) -> Tensor:
+def _merge_into_scan(params: _FSRParams, chosen: _Chosen, rows: Tensor) -> Tensor:
     """Rows ``(R, K, D)`` of the picks, from rows ``(R, n, D)`` float32 of all tokens.
 
     Each other token goes with its most similar pick of the scan; the most similar of these pairs

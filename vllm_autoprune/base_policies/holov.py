@@ -27,7 +27,7 @@ _OFFSET = 1e-6
 """Added to the sum of weights that is divided by, as published."""
 
 
-class HoloVParams(PolicyParams):
+class _HoloVParams(PolicyParams):
     """Parameters of HoloV."""
 
     bands: int | None = Field(
@@ -43,7 +43,7 @@ class HoloVParams(PolicyParams):
         return max(1, min(wanted, tokens))
 
 
-def _native(params: HoloVParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
+def _native(params: _HoloVParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """Tokens band by band, by descending attention within a band."""
     share = budget // tokens.grid.tiles
     attention = tokens.by_tile(tokens.require_cls_attention().float())
@@ -53,8 +53,8 @@ def _native(params: HoloVParams, tokens: VisualTokens, budget: int) -> Published
     return PublishedSelection(tuple(within.reshape(tokens.batch, -1)))
 
 
-@base_policy(HoloVParams, needs=frozenset({"cls_attention"}), native=_native)
-def holov(params: HoloVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+@base_policy(_HoloVParams, needs=frozenset({"cls_attention"}), native=_native)
+def holov(params: _HoloVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The most attended tokens of every band of rows, with quotas by the band's attention."""
     attention = tokens.require_cls_attention().float()
     groups, picks = tile_groups(tokens, budget), []

@@ -23,7 +23,7 @@ _OFFSET = 1e-6
 """Added to the range that importance is divided by, as published."""
 
 
-class IDPrunerParams(PolicyParams):
+class _IDPrunerParams(PolicyParams):
     """Parameters of IDPruner."""
 
     balance: float = Field(
@@ -34,13 +34,13 @@ class IDPrunerParams(PolicyParams):
     )
 
 
-class IDPrunerCoreParams(IDPrunerParams):
+class _IDPrunerCoreParams(_IDPrunerParams):
     """Parameters of IDPruner without the question."""
 
     importance: Literal["attention"] = Field("attention", description="a core reads no question")
 
 
-def _select(params: IDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _select(params: _IDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Marginal relevance, starting from the similarity to the given tokens.
 
     Picks of each tile by balance * importance - (1 - balance) * similarity to the picks; ties go to
@@ -82,14 +82,14 @@ def _select(params: IDPrunerParams, tokens: VisualTokens, budget: int, start: Gi
 
 
 @base_policy(
-    IDPrunerParams,
+    _IDPrunerParams,
     needs=frozenset({"cls_attention", "instruction"}),
     continuation=_select,
     reads=lambda params: frozenset(
         {"cls_attention"} if params.importance == "attention" else {"instruction"}
     ),
-    core=IDPrunerCoreParams,
+    core=_IDPrunerCoreParams,
 )
-def idpruner(params: IDPrunerParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def idpruner(params: _IDPrunerParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Marginal relevance: the most important tokens that are unlike those picked before."""
     return ReferenceSelection(_select(params, tokens, budget, Given.none(tokens)))

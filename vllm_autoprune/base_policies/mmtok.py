@@ -20,7 +20,7 @@ FLOOR = 1e-12
 """Gain at or below which the other tokens come by index."""
 
 
-class MMTokParams(PolicyParams):
+class _MMTokParams(PolicyParams):
     """Parameters of MMTok."""
 
     alpha: float = Field(
@@ -38,13 +38,13 @@ class MMTokParams(PolicyParams):
     words: bool = Field(True, description="false: cover the image alone")
 
 
-class MMTokCoreParams(MMTokParams):
+class _MMTokCoreParams(_MMTokParams):
     """Parameters of MMTok without the question."""
 
     words: Literal[False] = Field(False, description="a core reads no question")
 
 
-def _select(params: MMTokParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _select(params: _MMTokParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy coverage, starting from what the given tokens cover."""
     # How well each token covers each token of its tile (B * T, n, n), and each word; 0 for padding.
     rows = tokens.by_tile(tokens.require_encoder())
@@ -72,12 +72,12 @@ def _select(params: MMTokParams, tokens: VisualTokens, budget: int, start: Given
 
 
 @base_policy(
-    MMTokParams,
+    _MMTokParams,
     needs=frozenset({"encoder", "words"}),
     continuation=_select,
     reads=lambda params: frozenset({"encoder", "words"} if params.words else {"encoder"}),
-    core=MMTokCoreParams,
+    core=_MMTokCoreParams,
 )
-def mmtok(params: MMTokParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def mmtok(params: _MMTokParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Greedy coverage of the question's words and of the image's own tokens."""
     return ReferenceSelection(_select(params, tokens, budget, Given.none(tokens)))

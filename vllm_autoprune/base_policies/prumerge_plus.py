@@ -33,7 +33,7 @@ NEIGHBOURS = 32
 """Number of most similar tokens that are merged into a kept one."""
 
 
-class PruMergePlusParams(PolicyParams):
+class _PruMergePlusParams(PolicyParams):
     """Parameters of PruMerge+."""
 
     plus: bool = Field(
@@ -45,7 +45,7 @@ class PruMergePlusParams(PolicyParams):
 
 
 def _native(
-    params: PruMergePlusParams, tokens: VisualTokens, budget: int | None
+    params: _PruMergePlusParams, tokens: VisualTokens, budget: int | None
 ) -> PublishedSelection:
     """Outliers by descending attention, then samples, then the sum of the dropped tokens.
 
@@ -86,9 +86,9 @@ def _native(
     return native_by_tile(tokens, run)
 
 
-@base_policy(PruMergePlusParams, needs=frozenset({"tower", "next_layer"}), own_count=_native)
+@base_policy(_PruMergePlusParams, needs=frozenset({"tower", "next_layer"}), own_count=_native)
 def prumerge_plus(
-    params: PruMergePlusParams, tokens: VisualTokens, budget: int
+    params: _PruMergePlusParams, tokens: VisualTokens, budget: int
 ) -> ReferenceSelection:
     """Outliers of [CLS] attention, then evenly spaced tokens, with neighbours merged in."""
     following = tokens.require_next_layer()

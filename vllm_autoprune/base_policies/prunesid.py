@@ -29,7 +29,7 @@ from vllm_autoprune.tpdsl.tokens import Need, TileGroup, VisualTokens, join_grou
 _Mode = Literal["patch", "cls", "qwen"]
 
 
-class PruneSIDParams(PolicyParams):
+class _PruneSIDParams(PolicyParams):
     """Parameters of PruneSID."""
 
     groups: int | None = Field(
@@ -49,7 +49,7 @@ class PruneSIDParams(PolicyParams):
     )
 
 
-def _reads(params: PruneSIDParams) -> frozenset[Need]:
+def _reads(params: _PruneSIDParams) -> frozenset[Need]:
     if params.mode == "qwen":
         return frozenset()
     reads: frozenset[Need] = frozenset({"cls_attention", "encoder"})
@@ -90,7 +90,7 @@ class _GroupedTokens:
         return self.rank < self.take.gather(1, self.group)
 
 
-def _native(params: PruneSIDParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
+def _native(params: _PruneSIDParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """Per tile, [CLS] in mode ``cls``, then tokens group by group."""
     share = budget // tokens.grid.tiles
     group = TileGroup(0, tokens.grid.tiles, share)
@@ -103,12 +103,12 @@ def _native(params: PruneSIDParams, tokens: VisualTokens, budget: int) -> Publis
 
 
 @base_policy(
-    PruneSIDParams,
+    _PruneSIDParams,
     needs=frozenset({"cls_attention", "encoder", "tower"}),
     native=_native,
     reads=_reads,
 )
-def prunesid(params: PruneSIDParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def prunesid(params: _PruneSIDParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The most attended tokens of every principal direction that repeat no better one."""
 
     def pick(group: TileGroup, count: int) -> Tensor:
@@ -132,7 +132,7 @@ def prunesid(params: PruneSIDParams, tokens: VisualTokens, budget: int) -> Refer
 
 
 def _group_tokens(
-    params: PruneSIDParams, tokens: VisualTokens, tiles: TileGroup, count: int
+    params: _PruneSIDParams, tokens: VisualTokens, tiles: TileGroup, count: int
 ) -> tuple[_GroupedTokens, Tensor]:
     """Groups of the tiles' tokens, of which ``count`` are kept per tile, and scores ``(R, n)``.
 

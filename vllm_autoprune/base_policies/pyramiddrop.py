@@ -20,7 +20,7 @@ from vllm_autoprune.tpdsl.prefix import MOST_LAYERS
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
-class PyramidDropParams(PolicyParams):
+class _PyramidDropParams(PolicyParams):
     """Parameters of PyramidDrop."""
 
     layer: int | None = Field(
@@ -33,20 +33,22 @@ class PyramidDropParams(PolicyParams):
     )
 
 
-def _native(params: PyramidDropParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
+def _native(params: _PyramidDropParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """Kept tokens of one stage, in raster order."""
     picks = pyramiddrop(params, tokens, budget).picks
     return PublishedSelection(tuple(picks.sort(dim=1).values))
 
 
 @base_policy(
-    PyramidDropParams,
+    _PyramidDropParams,
     needs=frozenset({"language"}),
     native=_native,
     # Attention of a layer needs the layers before it.
     ranking_layers=lambda params, layers: layers // 4 if params.layer is None else params.layer,
 )
-def pyramiddrop(params: PyramidDropParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def pyramiddrop(
+    params: _PyramidDropParams, tokens: VisualTokens, budget: int
+) -> ReferenceSelection:
     """One stage: the tokens with most attention from the last instruction token."""
     language = tokens.require_language()
     layer = language.layers // 4 if params.layer is None else params.layer

@@ -17,7 +17,7 @@ FLOOR = 1e-9
 """Weighted gain at or below which the other tokens come by weight."""
 
 
-class ScopeParams(PolicyParams):
+class _ScopeParams(PolicyParams):
     """Parameters of SCOPE."""
 
     alpha: float = Field(
@@ -25,7 +25,7 @@ class ScopeParams(PolicyParams):
     )
 
 
-def _select(params: ScopeParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _select(params: _ScopeParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy coverage, starting from what the given tokens cover."""
     attention = tokens.require_cls_attention().float()
     similarity = plain_cosines(tokens.by_tile(tokens.require_encoder()).float())
@@ -41,7 +41,7 @@ def _select(params: ScopeParams, tokens: VisualTokens, budget: int, start: Given
     return join_tiles(picks, tokens, shares, start.next_tile(tokens))
 
 
-@base_policy(ScopeParams, needs=frozenset({"cls_attention", "encoder"}), continuation=_select)
-def scope(params: ScopeParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+@base_policy(_ScopeParams, needs=frozenset({"cls_attention", "encoder"}), continuation=_select)
+def scope(params: _ScopeParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Greedy coverage of the encoder's tokens, each gain times the attention of [CLS]."""
     return ReferenceSelection(_select(params, tokens, budget, Given.none(tokens)))

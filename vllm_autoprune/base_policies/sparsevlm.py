@@ -23,7 +23,7 @@ from vllm_autoprune.tpdsl.prefix import MOST_LAYERS, LanguagePrefix
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
-class SparseVLMParams(PolicyParams):
+class _SparseVLMParams(PolicyParams):
     """Parameters of SparseVLM."""
 
     layer: int = Field(
@@ -38,7 +38,7 @@ class SparseVLMParams(PolicyParams):
     )
 
 
-def _native(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
+def _native(params: _SparseVLMParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """One stage: kept tokens in raster order, then cluster means, of the layer's output."""
     language = tokens.require_language()
     score = _rater_attention(language, params.layer, tokens.count)
@@ -57,13 +57,13 @@ def _native(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> Publi
 
 
 @base_policy(
-    SparseVLMParams,
+    _SparseVLMParams,
     needs=frozenset({"language"}),
     native=_native,
     # Attention of a layer needs the layers before it, recycling the layer's own output.
     ranking_layers=lambda params, layers: params.layer + params.recycle,
 )
-def sparsevlm(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def sparsevlm(params: _SparseVLMParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The tokens with most attention from visually relevant text tokens, averaged over heads."""
     language = tokens.require_language()
     order = rank_descending(_rater_attention(language, params.layer, tokens.count))

@@ -22,11 +22,11 @@ from vllm_autoprune.tpdsl.base_policy import (
 from vllm_autoprune.tpdsl.tokens import TileGroup, VisualTokens
 
 
-class TrimParams(PolicyParams):
+class _TrimParams(PolicyParams):
     """TRIM has no parameters."""
 
 
-def _native(params: TrimParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+def _native(params: _TrimParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
     """Per tile, the kept patches in raster order, then the mean of all others.
 
     Without a budget, as many patches as the score has outliers, counted over all tiles; with a
@@ -52,8 +52,8 @@ def _native(params: TrimParams, tokens: VisualTokens, budget: int | None) -> Pub
     return native_by_tile(tokens, run)
 
 
-@base_policy(TrimParams, needs=frozenset({"instruction", "tower"}), own_count=_native)
-def trim(params: TrimParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+@base_policy(_TrimParams, needs=frozenset({"instruction", "tower"}), own_count=_native)
+def trim(params: _TrimParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The K - 1 patches most similar to the instruction, and the mean of all others."""
     score = _text_similarity(tokens)
 

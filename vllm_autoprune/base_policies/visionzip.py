@@ -28,7 +28,7 @@ from vllm_autoprune.tpdsl.base_policy import (
 from vllm_autoprune.tpdsl.tokens import TileGroup, VisualTokens
 
 
-class VisionZipParams(PolicyParams):
+class _VisionZipParams(PolicyParams):
     """Parameters of VisionZip."""
 
     contextual: int | None = Field(
@@ -48,7 +48,7 @@ class VisionZipParams(PolicyParams):
         return budget - contextual, contextual
 
 
-def _native(params: VisionZipParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
+def _native(params: _VisionZipParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
     """Per tile: [CLS] row, dominant patches in raster order, contextual rows."""
     share = budget // tokens.grid.tiles
     dominant, contextual = params.split(share)
@@ -65,8 +65,8 @@ def _native(params: VisionZipParams, tokens: VisualTokens, budget: int) -> Publi
     return native_by_tile(tokens, run)
 
 
-@base_policy(VisionZipParams, needs=frozenset({"cls_attention", "tower"}), native=_native)
-def visionzip(params: VisionZipParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+@base_policy(_VisionZipParams, needs=frozenset({"cls_attention", "tower"}), native=_native)
+def visionzip(params: _VisionZipParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Patches with most attention from [CLS], then evenly spaced ones with the rest merged in."""
 
     def run(group: TileGroup) -> TileRows:

@@ -133,7 +133,8 @@ class BasePolicy:
         """The parameters of the form that reads no question, the others as given."""
         assert self.core is not None
         model = type(self.core.model_validate({"name": self.name}).params)
-        fixed = set(model.__annotations__) if model is not type(params) else set()
+        fields = type(params).model_fields
+        fixed = {name for name in fields if repr(fields[name]) != repr(model.model_fields[name])}
         return model.model_validate(params.model_dump(exclude=fixed))
 
     def needs_of(self, params: PolicyParams) -> frozenset[Need]:
@@ -231,7 +232,10 @@ def base_policy(
             raise ValueError(f"base policy {name!r} is declared twice")
         doc = (function.__doc__ or "").strip().splitlines()[0]
 
-        def call_of(title: str, model: type[PolicyParams]) -> type[BasePolicyCall]:
+        def call_of(title: str, private: type[PolicyParams]) -> type[BasePolicyCall]:
+            # The JSON Schema names the parameters without the underscore of their class.
+            public = private.__name__.removeprefix("_")
+            model = create_model(public, __base__=private, __doc__=private.__doc__)
             return create_model(
                 title,
                 __base__=BasePolicyCall,
