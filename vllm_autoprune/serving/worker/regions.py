@@ -158,33 +158,31 @@ def select_region(
         return select_at_random(share.rows, _projected_only(regions), seeds, share.before)
     image_policy = context.served.policy_for_plan(plan)
     policy = share.policy(image_policy)
-    keys = _keys(context, plans, images, at)
-    errors = dict(context.reporter.meter.errors)
-    before: list[Tensor] = []
     if plan.part == "whole" and policy.core and share.rows < regions[0].grid.tokens:
         # An image that is one item keeps what its core and its delta keep as two.
         items = zip(*(plan.split(image_policy.core) for plan in plans), strict=True)
-        refined, *delta = _select_parts(context, [*items], images, at)
-        if delta:
-            refined = join_parts(refined, delta[0])
-    else:
-        try:
-            before += _kept_before(context, plans, images, at)
-            tokens = _tokens(context, policy, plans, regions)
-            if context.first_check is not None and not plan.profile:
-                policy = context.first_check.replace_unsafe(policy, tokens)
-            earlier = _given(context, policy, plans, images, at, tokens, before)
-        except Exception as error:  # as in select_with_fallback(): the engine has to live
-            context.reporter.report_error(error)
-            bare = _projected_only(regions)
-            earlier = give_kept(bare, torch.cat(before, dim=1)) if before else None
-            refined = keep_evenly(share.rows, bare, earlier)
-            context.reporter.report(refined.fallback, "error")
-            return refined
-        if earlier is not None and plan.part == "delta":
-            policy = delta_policy(policy)
-        known = [context.cores.indices(key) for key in keys]
-        refined = select_with_fallback(policy, tokens, context.reporter, earlier, known)
+        core, *delta = _select_parts(context, [*items], images, at)
+        return join_parts(core, delta[0]) if delta else core
+    before: list[Tensor] = []
+    try:
+        before += _kept_before(context, plans, images, at)
+        tokens = _tokens(context, policy, plans, regions)
+        if context.first_check is not None and not plan.profile:
+            policy = context.first_check.replace_unsafe(policy, tokens)
+        earlier = _given(context, policy, plans, images, at, tokens, before)
+    except Exception as error:  # as in select_with_fallback(): the engine has to live
+        context.reporter.report_error(error)
+        bare = _projected_only(regions)
+        earlier = give_kept(bare, torch.cat(before, dim=1)) if before else None
+        refined = keep_evenly(share.rows, bare, earlier)
+        context.reporter.report(refined.fallback, "error")
+        return refined
+    if earlier is not None and plan.part == "delta":
+        policy = delta_policy(policy)
+    keys = _keys(context, plans, images, at)
+    known = [context.cores.indices(key) for key in keys]
+    errors = dict(context.reporter.meter.errors)
+    refined = select_with_fallback(policy, tokens, context.reporter, earlier, known)
     # After an exception a later selection may succeed, so its tokens are remembered only where
     # other items are chosen after them. Values that are not finite lead to the same ones each time.
     precedes = plan.part in ("core", "recall") or context.served.rules.recall > 0
