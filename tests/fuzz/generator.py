@@ -435,8 +435,8 @@ def without_entry(body: Mapping[str, Any]) -> Json:
     """A request as a client of stock vLLM sends it: without the plugin's entry."""
     kwargs = body.get("mm_processor_kwargs")
     stock = {key: value for key, value in body.items() if key != "mm_processor_kwargs"}
-    if isinstance(kwargs, dict) and (others := kwargs.keys() - {REQUEST_FIELD}):
-        stock["mm_processor_kwargs"] = {key: kwargs[key] for key in others}
+    if isinstance(kwargs, dict) and (names := kwargs.keys() - {REQUEST_FIELD}):
+        stock["mm_processor_kwargs"] = {key: kwargs[key] for key in names}
     return stock
 
 

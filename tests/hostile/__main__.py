@@ -25,7 +25,7 @@ from benchmarks.server import Server, serve
 from tests.hostile.attacks import ATTACKS, BACKBONES, Attack
 from tests.hostile.site import SAME, Picture, Profile, Reply, Site, distance
 from tests.serving.engine import CLIP, LLAVA, built
-from tests.serving.scenarios import ENVIRONMENTS
+from tests.serving.runners import ENVIRONMENTS
 from tests.tpdsl.samples import sample
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.serving.api.endpoint import NAME as AUTOPRUNE_ENDPOINT

@@ -135,10 +135,10 @@ def _send_forgeries(site: Site, forgeries: Iterable[Forgery]) -> Problems:
     """A problem for each server error, a dead engine, and a refusal of what is not forged."""
     statuses: dict[str, int] = {}
     for name, request, forges in forgeries:
-        for kind, made in ((name, forges), ("nothing forged", [_same])):
+        for kind, changes in ((name, forges), ("nothing forged", [_same])):
             if kind in statuses:
                 continue
-            reply = site.send(GENERATE, forge(request, *made))
+            reply = site.send(GENERATE, forge(request, *changes))
             statuses[kind] = reply.status
             yield from (f"{kind}: {problem}" for problem in server_errors(reply))
             if not site.lives():
@@ -160,7 +160,7 @@ def forged_plans(site: Site) -> Iterable[Forgery]:
 def forged_plans_of_every_kind(site: Site) -> Iterable[Forgery]:
     """Every header field of a plan with every extreme value."""
     request = _render(site, _PICTURE)
-    return [(name, request, [made]) for name, made in FORGED.items()]
+    return [(name, request, [change]) for name, change in FORGED.items()]
 
 
 @attack("uncached")
@@ -261,7 +261,7 @@ def forged_parts(site: Site) -> Problems:
     two = _render(site, SPLIT, Picture(51, *LARGE))
     exchanged = copy.deepcopy(two)
     exchanged["features"]["kwargs_data"]["image"].reverse()
-    others = {
+    bodies = {
         "a delta without its core": _repeat_item(request, 0, times=0),
         "a core without a delta": _repeat_item(request, 1, times=0),
         "two deltas of one core": _repeat_item(request, 1, times=2),
@@ -269,7 +269,7 @@ def forged_parts(site: Site) -> Problems:
         "one of two cores": _repeat_item(two, 0, times=0),
         "exchanged images": exchanged,
     }
-    forgeries = [*_other_parts(request), *((name, body, [_same]) for name, body in others.items())]
+    forgeries = [*_other_parts(request), *((name, body, [_same]) for name, body in bodies.items())]
     yield from _send_forgeries(site, forgeries)
     # The forged plans' cores have the key of this image; another salt has none of them.
     for text in QUESTIONS:
@@ -297,18 +297,18 @@ def _repeat_item(request: Mapping[str, Any], item: int, times: int) -> Json:
 
 def _other_recalls(recall: ItemPlan) -> Mapping[str, Forge]:
     """Forged plans of the item that is recalled last."""
-    initial, *others = recall.earlier
+    initial, *later = recall.earlier
     far = 1 << 40
     chains: Mapping[str, tuple[Choice, ...]] = {
-        "another first question": (Choice(initial.budget, (5,) * 8, initial.language), *others),
-        "a first K of all tokens": (Choice(recall.tokens), *others),
-        "a first K of more than all tokens": (Choice(recall.tokens + 7), *others),
+        "another first question": (Choice(initial.budget, (5,) * 8, initial.language), *later),
+        "a first K of all tokens": (Choice(recall.tokens), *later),
+        "a first K of more than all tokens": (Choice(recall.tokens + 7), *later),
         "the largest first K": (Choice(MAX_BUDGET - recall.budget),),
         "as many turns as there may be": (initial,) * MAX_RECALLS,
         "more turns than there may be": (initial,) * (MAX_RECALLS + 1),
         "no turn before": (),
-        "a token id beyond the vocabulary": (Choice(initial.budget, (far,), (far,)), *others),
-        "a negative token id": (Choice(initial.budget, (-1,), (-1,)), *others),
+        "a token id beyond the vocabulary": (Choice(initial.budget, (far,), (far,)), *later),
+        "a negative token id": (Choice(initial.budget, (-1,), (-1,)), *later),
     }
     return {
         **{name: changed(earlier=chain) for name, chain in chains.items()},

@@ -23,7 +23,7 @@ from tests.fuzz.generator import MutatedRequest, draw_request
 from tests.hostile.site import Client, Reply
 from tests.serving.engine import CLIP, LLAVA, examples
 from tests.serving.http import ask, body, text_of
-from tests.serving.scenarios import ENVIRONMENTS
+from tests.serving.runners import ENVIRONMENTS
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.http_client import CHAT
 

@@ -1,23 +1,37 @@
-"""The selftest command on fake runs, and the model runners it can use."""
+"""The selftest command on fake runs, and selections compared between the host and a device."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 
-from tests.selftest.test_checks import good
+from tests.selftest.test_checks import OTHERS, good
 from vllm_autoprune.cli.commands import selftest
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.selftest.backbones import BUILDERS
-from vllm_autoprune.selftest.checks import CHECKS, SPLIT_QUESTION
-from vllm_autoprune.selftest.device import SelectionResult
-from vllm_autoprune.selftest.run import RUNNERS, Report, SelftestError, available_runners
+from vllm_autoprune.selftest import device as device_checks
+from vllm_autoprune.selftest.backbones import TINY_MODELS
+from vllm_autoprune.selftest.checks import CHECKS
+from vllm_autoprune.selftest.device import WAITING, SelectionResult, check_kernel, check_selections
+from vllm_autoprune.selftest.run import (
+    RUNNERS,
+    SPLIT_QUESTION,
+    Report,
+    SelftestError,
+    available_runners,
+)
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, PolicyParams, ReferenceSelection
+from vllm_autoprune.tpdsl.loading import load_state, shipped_states
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -46,46 +60,57 @@ def test_vllm_reads_the_runner_variable(monkeypatch: pytest.MonkeyPatch) -> None
         assert envs.VLLM_USE_V2_MODEL_RUNNER is meant
 
 
-class Machine:
-    """Fake runs of backbones: ``calls`` of them, ``broken`` reports, and the runners there are.
+Run = Callable[..., tuple[int, str, list[tuple[str, str]]]]
+"""Exit status of the command, what it prints, and the runs of backbones."""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command on fake runs of backbones.
 
     ``broken`` has changes to a report that passes every check by backbone and runner, or None for
-    no report. Packages in ``absent`` are not installed.
+    no report; ``wrong`` is that of a selection on a GPU, for which the CPU stands in. Packages in
+    ``absent`` are not installed.
     """
+    find = importlib.util.find_spec
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.calls: list[tuple[str, str]] = []
-        self.broken: dict[tuple[str, str], Mapping[str, object] | None] = {}
-        self.available: tuple[str, ...] = ("v1", "v2")
-        self.absent: set[str] = set()
-        self._capsys = capsys
-        find = importlib.util.find_spec
+    def run_command(
+        *arguments: str,
+        broken: Mapping[tuple[str, str], Mapping[str, object] | None] | None = None,
+        available: tuple[str, ...] = ("v1", "v2"),
+        absent: str = "",
+        wrong: str = "",
+    ) -> tuple[int, str, list[tuple[str, str]]]:
+        calls = []
 
         def run_backbone(name: str, environment: Mapping[str, str], timeout: float) -> Report:
             (runner,) = (name for name, variables in RUNNERS.items() if variables == environment)
-            self.calls.append((name, runner))
-            changes = self.broken.get((name, runner), {})
+            calls.append((name, runner))
+            changes = (broken or {}).get((name, runner), {})
             if changes is None:
                 raise SelftestError(f"{name} ended with 1")
             return good().model_copy(update={"runner": runner, **changes})
 
-        monkeypatch.setattr(selftest, "run_backbone", run_backbone)
-        monkeypatch.setattr(selftest, "available_runners", lambda: self.available)
+        for name, replacement in {
+            "run_backbone": run_backbone,
+            "available_runners": lambda: available,
+            "check_kernel": lambda device: "",
+            "check_selections": lambda device: [SelectionResult("trim", 0.5, 0.002, wrong)],
+        }.items():
+            monkeypatch.setattr(selftest, name, replacement)
         monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: None if name in self.absent else find(name)
+            importlib.util, "find_spec", lambda name: None if name == absent else find(name)
         )
-
-    def run(self, *arguments: str) -> tuple[int, str]:
-        """Exit status, and what is printed: errors where there are no results."""
-        self.calls.clear()
         status = main(["selftest", *arguments])
-        printed = self._capsys.readouterr()
-        return status, printed.err if status == 2 else printed.out
+        printed = capsys.readouterr()
+        return status, printed.err if status == 2 else printed.out, calls
+
+    return run_command
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Machine:
-    return Machine(monkeypatch, capsys)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "find_gpu", lambda: CPU)
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -96,134 +121,143 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("more", [(), ("--runner", "both")])
-def test_both_runners_in_one_table(machine: Machine, more: tuple[str, ...]) -> None:
-    status, output = machine.run("qwen2_vl", "gemma3", *more)
+def test_both_runners_in_one_table(run: Run, more: tuple[str, ...]) -> None:
+    status, output, calls = run("qwen2_vl", "gemma3", *more)
     assert status == 0
-    assert machine.calls == [(n, r) for n in ("qwen2_vl", "gemma3") for r in ("v1", "v2")]
+    assert calls == [(n, r) for n in ("qwen2_vl", "gemma3") for r in ("v1", "v2")]
     assert output.count("\ncheck ") == 1 and "All checks passed." in output
-    assert rows(output)["runners agree"] == ["yes", "yes"]
     assert len(rows(output)) == len(CHECKS) + 2
-    assert rows(output)["kept rows are the model's own"] == ["yes", "yes"]
+    for check in ("runners agree", "kept rows are the model's own"):
+        assert rows(output)[check] == ["yes", "yes"]
 
 
-def test_one_runner(machine: Machine) -> None:
-    status, output = machine.run("gemma3", "--runner", "v2")
-    assert (status, machine.calls) == (0, [("gemma3", "v2")])
+def test_one_runner(run: Run) -> None:
+    status, output, calls = run("gemma3", "--runner", "v2")
+    assert (status, calls) == (0, [("gemma3", "v2")])
     assert "runners agree" not in rows(output)
-
-
-def test_without_a_second_runner(machine: Machine) -> None:
-    machine.available = ("v1",)
-    status, output = machine.run("gemma3")
-    assert (status, machine.calls) == (0, [("gemma3", "v1")])
+    status, output, _ = run("gemma3", "--runner", "v2", broken={("gemma3", "v2"): {"runner": "v1"}})
+    assert status == 1 and "vLLM used v1 instead" in output
+    status, output, calls = run("gemma3", available=("v1",))
+    assert (status, calls) == (0, [("gemma3", "v1")])
     assert "no Triton" in output
-    for runner in ("v2", "both"):
-        status, output = machine.run("gemma3", "--runner", runner)
-        assert (status, machine.calls) == (2, [])
-        assert "no model runner v2 here" in output
 
 
-def test_a_failed_check_is_reported_with_its_runner(machine: Machine) -> None:
-    machine.broken = {("gemma3", "v2"): {"vision_runs": 3}, ("qwen2_vl", "v1"): None}
-    status, output = machine.run("qwen2_vl", "gemma3")
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [
+        *((("gemma3", "--runner", name), "no model runner v2 here") for name in ("v2", "both")),
+        (("gpt",), "no such backbone: gpt"),
+        (("--gpu",), "no CUDA device here"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], refusal: str
+) -> None:
+    monkeypatch.setattr(selftest, "find_gpu", lambda: None)
+    status, output, calls = run(*arguments, available=("v1",))
+    assert (status, calls) == (2, []) and refusal in output
+
+
+def test_a_failed_check_is_reported_with_its_runner(run: Run) -> None:
+    unserved = {("gemma3", "v2"): {"vision_runs": 3}, ("qwen2_vl", "v1"): None}
+    status, output, _ = run("qwen2_vl", "gemma3", broken=unserved)
     assert status == 1
     assert rows(output)["images are seen once"] == ["yes", "no (v2)"]
     assert rows(output)["served"] == ["no (v1)", "yes"]
     assert rows(output)["runners agree"] == ["-", "yes"]
     assert "gemma3, v2, images are seen once: it ran 3 times more" in output
 
-
-def test_as_json(machine: Machine) -> None:
-    machine.broken = {("gemma3", "v1"): {"kept": {SPLIT_QUESTION: [[0, 2, 5, 7, 11]]}}}
-    status, output = machine.run("gemma3", "--json")
+    other_rows = {("gemma3", "v1"): {"kept": {SPLIT_QUESTION: [OTHERS]}}}
+    status, output, _ = run("gemma3", "--json", broken=other_rows)
     report = json.loads(output)
     assert (status, report["holds"], report["runners"]) == (1, False, ["v1", "v2"])
-    broken = {
-        runner: [check for check, wrong in checked.items() if wrong]
-        for runner, checked in report["found"]["gemma3"].items()
-    }
+    verdicts = report["found"]["gemma3"]
+    broken = {by: [check for check, wrong in verdicts[by].items() if wrong] for by in verdicts}
     assert broken == {"v1": ["positions_are_a_gather"], "v2": [], "both": ["runners_agree"]}
 
 
-def test_a_different_runner_than_requested_fails(machine: Machine) -> None:
-    machine.broken = {("gemma3", "v2"): {"runner": "v1"}}
-    status, output = machine.run("gemma3", "--runner", "v2")
-    assert status == 1
-    assert "vLLM used v1 instead" in output
-
-
-def test_a_backbone_that_does_not_exist(machine: Machine) -> None:
-    status, output = machine.run("gpt")
-    assert status == 2
-    assert "no such backbone: gpt" in output
-
-
-def test_a_backbone_without_its_package_is_left_out_unless_named(machine: Machine) -> None:
-    machine.broken = {("smolvlm", "v1"): None}
-    machine.available, machine.absent = ("v1",), {"num2words"}
-    status, output = machine.run()
+def test_a_backbone_without_its_package_is_left_out_unless_named(run: Run) -> None:
+    machine: dict[str, Any] = {"available": ("v1",), "absent": "num2words"}
+    machine["broken"] = {("smolvlm", "v1"): None}
+    status, output, calls = run(**machine)
     assert status == 0
-    assert [name for name, _ in machine.calls] == [name for name in BUILDERS if name != "smolvlm"]
+    assert [name for name, _ in calls] == [name for name in TINY_MODELS if name != "smolvlm"]
     assert "smolvlm: not served, its processor needs the package num2words" in output
     assert "All checks that were run passed." in output
-    assert list(json.loads(machine.run("--json")[1])["left_out"]) == ["smolvlm"]
-    assert machine.run("smolvlm")[0] == 1
+    assert list(json.loads(run("--json", **machine)[1])["left_out"]) == ["smolvlm"]
+    assert run("smolvlm", **machine)[0] == 1
 
 
-# ---- on a GPU, for which the CPU stands in ----
+# ---- on a GPU ----
 
 
-@pytest.fixture
-def gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(selftest, "find_gpu", lambda: torch.device("cpu"))
-    select(monkeypatch)
-    return machine
-
-
-def select(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    """Replace the results of the checks of selections."""
-    sound = SelectionResult("cdpruner", 1.0, 0.002, "")
-    fields = {"name": "trim", "share": 0.5, "seconds": 0.1, "wrong": "", **changes}
-    results = [sound, SelectionResult(**fields)]
-    monkeypatch.setattr(selftest, "check_kernel", lambda device: "")
-    monkeypatch.setattr(selftest, "check_selections", lambda device: iter(results))
-
-
-def test_a_gpu_is_needed_for_its_checks(machine: Machine) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    status, output = machine.run("--gpu")
-    assert status == 2
-    assert "no CUDA device here" in output
-
-
-def test_selections_and_two_backbones_on_a_gpu(gpu: Machine) -> None:
-    status, output = gpu.run("--gpu")
-    assert (status, gpu.calls) == (0, [(name, "v2") for name in selftest.GPU_BACKBONES])
+@pytest.mark.usefixtures("gpu")
+def test_selections_and_two_backbones_on_a_gpu(run: Run) -> None:
+    status, output, calls = run("--gpu")
+    assert (status, calls) == (0, [(name, "v2") for name in selftest.GPU_BACKBONES])
     assert "trim" in output and "2.00" in output
     assert rows(output)["kept rows are the model's own"] == ["yes", "yes"]
     assert "All checks that were run passed." in output
-
-
-def test_a_selection_that_fails_on_a_gpu(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    select(monkeypatch, wrong="unique: the same index twice")
-    status, output = gpu.run("--gpu", "--json")
+    status, output, _ = run("--gpu", "--json", wrong="unique: the same index twice")
     report = json.loads(output)
     assert status == 1 and not report["holds"]
-    assert report["selections"][1]["wrong"] == "unique: the same index twice"
+    assert report["selections"][0]["wrong"] == "unique: the same index twice"
 
 
-def test_on_a_gpu_without_vllm_nothing_is_served(gpu: Machine) -> None:
-    gpu.absent = {"vllm"}
-    status, output = gpu.run("--gpu")
-    assert (status, gpu.calls) == (0, [])
-    assert "qwen3_vl: not served, vLLM is not installed" in output
-
-
-def test_on_a_gpu_no_backbone_starts_without_time(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("gpu")
+def test_on_a_gpu_no_backbone_starts_without_vllm_or_time(
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    status, output, calls = run("--gpu", absent="vllm")
+    assert (status, calls) == (0, [])
+    assert "qwen3_vl: not served, vLLM is not installed" in output
     monkeypatch.setattr(selftest, "GPU_SECONDS", 30)
-    status, output = gpu.run("--gpu")
-    assert (status, gpu.calls) == (0, [])
+    status, output, calls = run("--gpu")
+    assert (status, calls) == (0, [])
     assert "llava_next: not served, no time left" in output
+
+
+def test_every_base_policy_and_shipped_state_is_selected_on_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host is both; then a device that keeps other tokens, and one that waits."""
+    monkeypatch.setattr(device_checks, "ROUNDS", 1)
+    assert check_kernel(CPU) == "runs on a GPU only"
+    results = list(check_selections(CPU))
+    assert {result.name for result in results} == {*BASE_POLICIES, *shipped_states()}
+    assert all(r.wrong == "" and r.share == 1 and r.seconds > 0 for r in results)
+    calls = iter(range(10_000))
+
+    def different(
+        params: PolicyParams, tokens: VisualTokens, budget: int
+    ) -> ReferenceSelection:
+        start = 0 if next(calls) == 0 else tokens.count - budget
+        return ReferenceSelection(torch.arange(start, start + budget).expand(tokens.batch, -1))
+
+    def failing(params: PolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    for name, function in {"cdpruner": different, "divprune": failing}.items():
+        policy = dataclasses.replace(BASE_POLICIES[name], function=function)
+        monkeypatch.setitem(BASE_POLICIES, name, policy)
+    wrong = {result.name: result.wrong for result in check_selections(CPU)}
+    assert "of the host's tokens are kept" in wrong["cdpruner"]
+    assert wrong["divprune"] == "RuntimeError: called a synchronizing CUDA operation"
+    assert wrong["trim"] == ""
+
+
+def test_only_a_policy_that_has_to_wait_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(device: torch.device) -> AbstractContextManager[None]:
+        raise RuntimeError("waits")
+
+    monkeypatch.setattr(device_checks, "_forbid_waiting", forbid)
+    waits = {result.name for result in check_selections(CPU) if not result.wrong}
+    bases = {name: load_state(name).base_policy.name for name in shipped_states()}
+    assert waits == WAITING | {name for name, base in bases.items() if base in WAITING}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_selections_on_a_gpu() -> None:
+    assert check_kernel(torch.device("cuda")) == ""
+    assert [r for r in check_selections(torch.device("cuda")) if r.wrong] == []

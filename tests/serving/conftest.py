@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator
 
 import pytest
 
 from benchmarks.server import Server, serve
 from tests.serving.engine import CLIP, LLAVA
-from tests.serving.scenarios import SCENARIOS, Runner, end_processes
+from tests.serving.runners import Runner, begin_tests, end_processes
 from vllm_autoprune.serving.api.endpoint import NAME
 
 COMMON = (
@@ -20,21 +18,22 @@ COMMON = (
 PRUNED = ("--autoprune-state", "autoprune", "--autoprune-text-tower", str(CLIP))
 
 
-V2_EXHAUSTIVE = (pytest.param("v1"), pytest.param("v2", marks=pytest.mark.exhaustive))
-"""Model runners of a test for which V2 is exhaustive."""
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise tests by model runner; V2 is exhaustive unless the test is marked ``both``."""
-    direct = any(
-        "runner" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")
-    )
-    if "runner" in metafunc.fixturenames and not direct:
-        both = any(metafunc.definition.iter_markers("both"))
-        runners = ("v1", "v2") if both else V2_EXHAUSTIVE
-        metafunc.parametrize("runner", runners, indirect=True, scope="session")
+    """Parametrise tests by model runner: V2 is exhaustive, unless the test is marked ``both``.
+
+    ``only("v1")`` names the one that a test runs on.
+    """
+    if "runner" not in metafunc.fixturenames:
+        return
+    runners: tuple[object, ...] = ("v1", pytest.param("v2", marks=pytest.mark.exhaustive))
+    if any(metafunc.definition.iter_markers("both")):
+        runners = ("v1", "v2")
+    for mark in metafunc.definition.iter_markers("only"):
+        runners = mark.args
+    metafunc.parametrize("runner", runners, indirect=True, scope="session")
 
 
+@pytest.hookimpl(trylast=True)  # after pytest has grouped the tests by model runner
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run tests that end a shared server after all others of the same model runner."""
     ends = [item for item in items if item.get_closest_marker("ends_servers")]
@@ -45,24 +44,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.insert(max(same, default=len(items) - 1) + 1, item)
 
 
-_READ = re.compile(r'\.(run|examine)\("?(\w+)"?\)')
-"""A scenario whose report a test reads: by its name, or by the name of a parameter."""
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the scenarios that the collected tests read, V1 and V2 in parallel."""
-    if session.config.option.collectonly or hasattr(session.config, "workerinput"):
-        return
-    for item in session.items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("engine"):
-            parameters = item.callspec.params if hasattr(item, "callspec") else {}
-            runner = Runner(str(parameters.get("runner", "v1")))
-            for how, name in _READ.findall(inspect.getsource(item.function)):
-                name = str(parameters.get(name, name))
-                if how == "examine":
-                    runner.begin(f"selftest:{name}")
-                elif name in SCENARIOS:
-                    runner.begin(name)
+    """Start the tests that run in an engine's process, V1 and V2 in parallel."""
+    if not session.config.option.collectonly and not hasattr(session.config, "workerinput"):
+        begin_tests(session.items)
 
 
 def pytest_sessionfinish() -> None:

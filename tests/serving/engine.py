@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,18 +11,20 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import pytest
 from PIL import Image
 from torch import Tensor, nn
 
 from benchmarks.yardsticks.examples import CHECKPOINTS, Example, draw_examples, format_prompt
 from tests.tpdsl.samples import edited, sample
-from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.selftest.backbones import build
+from vllm_autoprune.selftest.serve import empty_caches, start_engine, stop_engine
 from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.serving.worker import batch, regions, selection
 from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.serving.worker.regions import RegionShare, SelectionContext
 from vllm_autoprune.tpdsl.base_policy import RefinedTokens, TokenSelection
+from vllm_autoprune.tpdsl.loading import load_state
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -34,13 +35,15 @@ LLAVA, CLIP = ROOT / "llava", ROOT / "clip"
 TOKENS = 144
 """Visual tokens of one image, N."""
 
-BLOCK = 32
-"""Tokens of one block of the KV cache."""
-
 STATE: Mapping[str, object] = {"state": "autoprune", "budget": 32, "text_tower": str(CLIP)}
 
 Answer = dict[str, Any]
 """A completion as JSON: its ``text``, ``logprob``, ``prompt_tokens``, and ``cached`` ones."""
+
+Prompt = Mapping[str, object]
+
+
+# ---- what is served and asked ----
 
 
 def alone(base: str, budget: int = 16, **params: object) -> dict[str, object]:
@@ -49,6 +52,21 @@ def alone(base: str, budget: int = 16, **params: object) -> dict[str, object]:
     return edited(sample(), {**state, "/budget/atom": f"fixed_budget@{budget}", "/name": base})
 
 
+def state_with_core(name: str = "cdpruner", **core: object) -> dict[str, object]:
+    """A shipped state with a core; CDPruner's has one by DivPrune."""
+    return {**load_state(name).model_dump(mode="json"), "core": core or {"share": 0.75}}
+
+
+CORES: Mapping[str, dict[str, object]] = {
+    "cdpruner with a core": state_with_core(),
+    "autoprune with a core": state_with_core(
+        "autoprune", share=0.5, policy={"name": "visionzip"}, cover=0.4, strength=0.2
+    ),
+}
+"""States that requests bring, by their name in :func:`render_prompt`."""
+
+
+@cache
 def examples(scenes: int = 4) -> list[Example]:
     """Questions of the held-out split with short free-form answers."""
     kinds = ("digit", "colour", "shape", "text", "relation")
@@ -72,25 +90,64 @@ def picture(image: Tensor) -> Image.Image:
     return Image.fromarray(image.permute(1, 2, 0).numpy())
 
 
+def turn(text: str, *images: Tensor | Image.Image) -> dict[str, Any]:
+    """A user turn: images first, then the text."""
+    pictures = [i if isinstance(i, Image.Image) else picture(i) for i in images]
+    parts: list[dict[str, object]] = [{"type": "image_pil", "image_pil": i} for i in pictures]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def said(text: str) -> dict[str, Any]:
+    """A turn of the assistant."""
+    return {"role": "assistant", "content": text}
+
+
+def raw_prompt(text: str, image: object, **entry: object) -> dict[str, Any]:
+    """A raw prompt about an image or several, under a pruning entry."""
+    return {
+        "prompt": text,
+        "multi_modal_data": {"image": image},
+        "mm_processor_kwargs": {"autoprune": entry},
+    }
+
+
+def prompt(example: Example, **entry: object) -> dict[str, Any]:
+    """An example as a raw prompt, under a pruning entry."""
+    return raw_prompt(format_prompt(example.question), picture(example.image), **entry)
+
+
+def choose(budget: int, policy: str | None) -> dict[str, object]:
+    """A pruning entry: K with a control, a state, one of :data:`CORES`, or the engine's state."""
+    if policy == "off":
+        return {"enabled": False}
+    if policy in ("random", "resized"):
+        return {"budget": budget, "keep": policy}
+    return {"budget": budget, **({"state": CORES.get(policy, policy)} if policy else {})}
+
+
+def render_prompt(
+    number: int, budget: int, policy: str | None = None, later: int = 0, recall: int = 0
+) -> dict[str, Any]:
+    """A conversation about an example's image: K, a state or control, later turns and their K_r."""
+    questions = examples(6)
+    turns = [questions[(number + at + 1) % len(questions)].question for at in range(later)]
+    text = format_prompt(questions[number].question)
+    text += "".join(f" red</s>USER: <image>\n{turn} ASSISTANT:" for turn in turns)
+    recalled = {"recall": recall, "recall_turns": [{"images": 1, "text": turn} for turn in turns]}
+    image = picture(questions[number].image)
+    return raw_prompt(text, image, **choose(budget, policy), **recalled)
+
+
+# ---- engines ----
+
+
 _RUNNING: list[LLM] = []
 
 
-def start(settings: Mapping[str, object] | None = STATE, **overrides: object) -> LLM:
-    """Start an engine on mini-LLaVA, with a state unless ``settings`` is None."""
-    from vllm import LLM
-
-    options: dict[str, object] = {
-        "model": str(LLAVA),
-        "enforce_eager": True,
-        "dtype": choose_dtype(),
-        "max_model_len": 2048,
-        "block_size": BLOCK,
-        "limit_mm_per_prompt": {"image": 128},
-        **overrides,
-    }
-    if settings is not None:
-        options["additional_config"] = {"autoprune": dict(settings)}
-    llm = LLM(**options)
+def start(settings: Mapping[str, object] | None = STATE, model: Path = LLAVA, **more: Any) -> LLM:
+    """Start an engine, on mini-LLaVA by default, with a state unless ``settings`` is None."""
+    options = {"max_model_len": 2048, "limit_mm_per_prompt": {"image": 128}, **more}
+    llm: LLM = start_engine(model, settings, **options)
     _RUNNING.append(llm)
     return llm
 
@@ -98,10 +155,7 @@ def start(settings: Mapping[str, object] | None = STATE, **overrides: object) ->
 def release(llm: LLM) -> None:
     """End an engine of this process, so that another one can start."""
     _RUNNING.remove(llm)
-    llm.llm_engine.engine_core.shutdown()
-    # vLLM collects garbage several times during a start, which takes half of the start-up time of
-    # an engine of this size.
-    gc.freeze()
+    stop_engine(llm)
 
 
 def release_all() -> None:
@@ -126,11 +180,19 @@ def vision_runs(llm: LLM) -> int:
     return runs
 
 
-def forget(llm: LLM) -> None:
-    """Empty vLLM's caches, and with them the plugin's feature cache."""
-    llm.reset_prefix_cache()
-    llm.llm_engine.reset_mm_cache()
-    llm.llm_engine.reset_encoder_cache()
+def counter(llm: LLM, name: str) -> float:
+    """Sum of one of vLLM's counters over its labels."""
+    return float(sum(getattr(m, "value", 0) for m in llm.get_metrics() if m.name == name))
+
+
+# ---- answers ----
+
+
+def greedy(tokens: int, **more: Any) -> Any:
+    """Sampling parameters of greedy decoding."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=tokens, **more)
 
 
 def chat(
@@ -141,27 +203,40 @@ def chat(
 ) -> list[Answer]:
     """Answers to chat conversations, all submitted at once, under one pruning entry."""
     kwargs = None if entry is None else {"autoprune": dict(entry)}
-    sampling = _greedy(tokens)
+    sampling = greedy(tokens, logprobs=0)
     outputs = llm.chat(list(conversations), sampling, use_tqdm=False, mm_processor_kwargs=kwargs)
     return [_answer(output) for output in outputs]
 
 
-def generate(llm: LLM, prompts: Sequence[Mapping[str, object]], tokens: int = 4) -> list[Answer]:
+def ask(llm: LLM, example: Example) -> Answer:
+    """The answer to one example."""
+    return chat(llm, [[turn(example.question, example.image)]])[0]
+
+
+def generate(llm: LLM, prompts: Sequence[Prompt], tokens: int = 4) -> list[Answer]:
     """Answers to raw prompts, all submitted at once."""
-    return [_answer(out) for out in llm.generate(list(prompts), _greedy(tokens), use_tqdm=False)]
+    outputs = llm.generate(list(prompts), greedy(tokens, logprobs=0), use_tqdm=False)
+    return [_answer(output) for output in outputs]
 
 
-def generate_each(
-    llm: LLM, prompts: Sequence[Mapping[str, object]], tokens: int = 4
-) -> list[Answer]:
+def generate_each(llm: LLM, prompts: Sequence[Prompt], tokens: int = 4) -> list[Answer]:
     """Answers to raw prompts, one after another."""
     return [generate(llm, [each], tokens)[0] for each in prompts]
 
 
-def _greedy(tokens: int) -> Any:
-    from vllm import SamplingParams
+def complete(llm: LLM, prompts: Sequence[Prompt], tokens: int = 12, **more: Any) -> list[list[int]]:
+    """Token ids of greedy answers of exactly so many tokens, all submitted at once."""
+    outputs = llm.generate(list(prompts), greedy(tokens, ignore_eos=True), use_tqdm=False, **more)
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
-    return SamplingParams(temperature=0, max_tokens=tokens, logprobs=0)
+
+def complete_alone(llm: LLM, prompts: Sequence[Prompt], tokens: int = 12) -> list[list[int]]:
+    """The same, each with empty caches."""
+    answers = []
+    for each in prompts:
+        empty_caches(llm)
+        answers += complete(llm, [each], tokens)
+    return answers
 
 
 def _answer(output: Any) -> Answer:
@@ -173,30 +248,13 @@ def _answer(output: Any) -> Answer:
     }
 
 
-def turn(text: str, *images: Tensor | Image.Image) -> dict[str, Any]:
-    """A user turn: images first, then the text."""
-    pictures = [i if isinstance(i, Image.Image) else picture(i) for i in images]
-    parts: list[dict[str, object]] = [{"type": "image_pil", "image_pil": i} for i in pictures]
-    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
-
-
-def ask(llm: LLM, example: Example) -> Answer:
-    """The answer to one example."""
-    return chat(llm, [[turn(example.question, example.image)]])[0]
-
-
-def raw_prompt(text: str, image: object, **entry: object) -> dict[str, Any]:
-    """A raw prompt about an image or several, under a pruning entry."""
-    return {
-        "prompt": text,
-        "multi_modal_data": {"image": image},
-        "mm_processor_kwargs": {"autoprune": entry},
-    }
-
-
-def prompt(example: Example, **entry: object) -> dict[str, Any]:
-    """An example as a raw prompt, under a pruning entry."""
-    return raw_prompt(format_prompt(example.question), picture(example.image), **entry)
+def assert_same(
+    answers: Sequence[Answer], expected: Sequence[Answer], tolerance: float = 1e-3
+) -> None:
+    """Equal answers to prompts of equal length, their log-probabilities up to rounding."""
+    for answer, known in zip(answers, expected, strict=True):
+        assert (answer["text"], answer["prompt_tokens"]) == (known["text"], known["prompt_tokens"])
+        assert answer["logprob"] == pytest.approx(known["logprob"], abs=tolerance)
 
 
 # ---- what is selected inside an engine ----
@@ -211,10 +269,9 @@ class Watch:
     budgets: list[list[int]] = field(default_factory=list)
     before_broadcast: list[list[list[int]]] = field(default_factory=list)
 
-    def take(self) -> dict[str, list[int]]:
+    def take(self) -> dict[ItemPlan, list[int]]:
         """Kept tokens by plan, which are then forgotten."""
-        taken = {str(plan): rows for plan, rows in self.kept.items()}
-        self.kept.clear()
+        taken, self.kept = self.kept, {}
         return taken
 
 

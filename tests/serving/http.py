@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.server import Server
 from benchmarks.yardsticks.examples import Example, png_url
+from vllm_autoprune.http_client import CHAT
 
 
 def body(server: Server, example: Example, **more: object) -> dict[str, Any]:
@@ -33,26 +32,9 @@ def entry(**fields: object) -> dict[str, object]:
     return {"mm_processor_kwargs": {"autoprune": fields}}
 
 
-def budget(tokens: object) -> dict[str, object]:
-    """The part of a request that asks for a budget of its own."""
-    return entry(budget=tokens)
-
-
-def streamed(
-    server: Server, sent: Mapping[str, object], headers: Mapping[str, str] | None = None
-) -> list[dict[str, Any]]:
-    """The events of a streamed answer to a chat request."""
-    url = server.url + "/v1/chat/completions"
-    answer = httpx.post(url, json={**sent, "stream": True}, headers=headers, timeout=300)
-    lines = answer.raise_for_status().text.splitlines()
-    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    assert data[-1] == "[DONE]"
-    return [json.loads(event) for event in data[:-1]]
-
-
 def ask(server: Server, example: Example, **more: object) -> dict[str, Any]:
     """The response body; fails unless the status is 200."""
-    status, answer = server.post("/v1/chat/completions", body(server, example, **more))
+    status, answer = server.post(CHAT, body(server, example, **more))
     assert status == 200, answer
     return answer
 
@@ -68,25 +50,28 @@ def prompt_tokens(answer: Mapping[str, Any]) -> int:
 
 
 def samples(server: Server) -> dict[str, float]:
-    """All metrics of the plugin, by name and labels."""
+    """All metrics of the plugin, by name and labels without ``autoprune_`` and ``_total``."""
     return {
-        sample.name + "".join(f" {key}={sample.labels[key]}" for key in sorted(sample.labels)): (
-            sample.value
-        )
+        sample.name.removeprefix("autoprune_").removesuffix("_total")
+        + "".join(f" {key}={sample.labels[key]}" for key in sorted(sample.labels)): sample.value
         for family in text_string_to_metric_families(server.get("/metrics"))
         for sample in family.samples
         if sample.name.startswith("autoprune_")
     }
 
 
-def measure_increase(server: Server, send_requests: Callable[[], None]) -> Callable[..., float]:
-    """Increase of each metric while ``send_requests`` runs."""
+def assert_grows(
+    server: Server, send_requests: Callable[[], None], **expected: object
+) -> dict[str, float]:
+    """By how much each metric grows while requests are sent; fails where not as expected.
+
+    ``requests={"state=dart": 1}`` expects that of ``autoprune_requests_total`` with these labels.
+    """
     before = samples(server)
     send_requests()
-    after = samples(server)
-
-    def by(name: str) -> float:
-        assert name in after, sorted(after)
-        return after[name] - before.get(name, 0.0)
-
-    return by
+    grown = {name: value - before.get(name, 0.0) for name, value in samples(server).items()}
+    for name, growth in expected.items():
+        labelled = growth if isinstance(growth, Mapping) else {"": growth}
+        for labels, value in labelled.items():
+            assert grown[f"{name} {labels}".strip()] == value, (name, labels)
+    return grown

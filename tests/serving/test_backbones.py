@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -11,26 +12,27 @@ import pytest
 from _pytest.mark import ParameterSet
 from PIL import Image
 
+from tests.serving import test_equivalence, test_hostile, test_policies, test_requests
 from tests.serving.engine import (
-    Answer,
+    LLAVA,
     alone,
+    assert_same,
     built,
     chat,
-    forget,
     generate,
     model_of,
     raw_prompt,
-    release,
     runner_of,
     start,
     turn,
     watch,
 )
-from tests.serving.scenarios import Report, Runner, scenario
-from vllm_autoprune.selftest.backbones import BUILDERS
+from tests.serving.runners import Result, Runner, in_engine
+from vllm_autoprune.selftest import serve
+from vllm_autoprune.selftest.backbones import TINY_MODELS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
-from vllm_autoprune.selftest.run import Report as SelftestReport
-from vllm_autoprune.selftest.tiny_engine import picture
+from vllm_autoprune.selftest.run import Report
+from vllm_autoprune.selftest.serve import empty_caches, picture
 from vllm_autoprune.serving.models import BACKBONES
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ serves the other backbones by V1."""
 WITHOUT_VIDEO = ("llava", "llava_next", "idefics3", "smolvlm", "gemma3")
 """Their models, or vLLM's classes for them, take no videos."""
 
-NAMES = ["llava", *BUILDERS]
+NAMES = ["llava", *TINY_MODELS]
 """LLaVA is the trained mini-LLaVA, the others are tiny random models."""
 
 
@@ -58,67 +60,43 @@ def names(quick: Collection[str]) -> list[ParameterSet]:
     return [pytest.param(name, marks=marks[name]) for name in NAMES]
 
 
-@pytest.mark.parametrize("runner", ["v1"], indirect=True)
-@pytest.mark.parametrize("name", names({*NAMES} - {*LIKE_ANOTHER}))
-def test_selftest_checks_pass(runner: Runner, name: str) -> None:
-    if name.startswith("qwen3_5") and os.getenv("ONEDNN_MAX_CPU_ISA"):
-        pytest.skip("vLLM's linear attention asks the CPU itself, and oneDNN then refuses")
-    assert_checks_pass(runner.examine(name), name)
+def examine(name: str) -> Result:
+    """The selftest's report of a backbone, as it is printed."""
+    report = serve.serve_folder(LLAVA) if name == "llava" else serve.serve(name)
+    return json.loads(report.model_dump_json())
 
 
-@pytest.mark.parametrize("runner", ["v2"], indirect=True)
-@pytest.mark.parametrize("name", names(ON_BOTH_RUNNERS))
-def test_selftest_checks_pass_on_both_model_runners(runner: Runner, name: str) -> None:
-    """Both keep the same rows and positions, and give the same answers."""
-    report = runner.examine(name)
-    assert_checks_pass(report, name)
-    assert report.runner == runner.name
-    assert runners_agree(Runner("v1").examine(name), report) == ""
-
-
-def assert_checks_pass(report: SelftestReport, name: str) -> None:
+def assert_checks_pass(name: str, runner: Runner) -> Report:
+    report = Report.model_validate(runner.run(examine, name=name))
     assert {check: CHECKS[check](report) for check in CHECKS} == dict.fromkeys(CHECKS, "")
+    assert report.runner == runner.name
     (backbone,) = (backbone for backbone in BACKBONES.values() if backbone.name == name)
     axes = {len(completion.positions) for completion in report["stock"].values()}
     assert axes == {3 if backbone.mrope else 1}
     assert ("video" in report["stock others"]) == (name not in WITHOUT_VIDEO)
-
-
-GRAPHED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
-"""Backbones whose encoder vLLM runs by graphs."""
-
-WORDS = ("what colour is the cat", "how many")
-
-
-@scenario
-def encoder_graphs() -> Report:
-    """By backbone, answers and kept tokens ``eager`` and by ``graphs``, and how many were used.
-
-    ``used``: batches that went through graphs; ``used_again``: after one more question.
-    """
-    report = {}
-    pictures = [picture(112, 112, 0), picture(200, 112, 1), picture(96, 208, 2)]
-    talks = [[turn(WORDS[0], image)] for image in pictures] + [[turn(WORDS[0], *pictures[:2])]]
-    for name in GRAPHED:
-        llm = start(
-            {"state": alone("cdpruner"), "budget": 8},
-            model=str(built(name)),
-            dtype="float32",
-            limit_mm_per_prompt={"image": 2},
-        )
-        seen = watch()
-        row: dict[str, Any] = {"eager": chat(llm, talks), "kept_eager": [*seen.take().values()]}
-        manager = _install(llm)
-        forget(llm)
-        row |= {"graphs": chat(llm, talks), "kept_graphs": [*seen.take().values()]}
-        row["used"] = manager.replays
-        chat(llm, [[turn(WORDS[1], pictures[0])]])
-        report[name] = {**row, "used_again": manager.replays}
-        release(llm)
     return report
 
 
-def _install(llm: LLM) -> Any:
+@pytest.mark.only("v1")
+@pytest.mark.reads.with_args(examine)
+@pytest.mark.parametrize("name", names({*NAMES} - {*LIKE_ANOTHER}))
+def test_selftest_checks_pass(runner: Runner, name: str) -> None:
+    if name.startswith("qwen3_5") and os.getenv("ONEDNN_MAX_CPU_ISA"):
+        pytest.skip("vLLM's linear attention asks the CPU itself, and oneDNN then refuses")
+    assert_checks_pass(name, runner)
+
+
+@pytest.mark.only("v2")
+@pytest.mark.reads.with_args(examine)
+@pytest.mark.parametrize("name", names(ON_BOTH_RUNNERS))
+def test_selftest_checks_pass_on_both_model_runners(runner: Runner, name: str) -> None:
+    """Both keep the same rows and positions, and give the same answers."""
+    v1 = Report.model_validate(Runner("v1").run(examine, name=name))
+    assert runners_agree(v1, assert_checks_pass(name, runner)) == ""
+
+
+def _install_graphs(llm: LLM) -> Any:
+    """Let vLLM run the encoder by graphs; the manager counts them."""
     import torch
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
@@ -160,104 +138,105 @@ def _install(llm: LLM) -> Any:
     return manager
 
 
-@pytest.mark.parametrize("name", GRAPHED)
-def test_tokens_are_selected_after_encoder_graphs(runner: Runner, name: str) -> None:
-    report = runner.run("encoder_graphs")[name]
-    assert report["used"] > 0
-    assert report["used_again"] == report["used"], "further questions replay no graph"
-    assert report["kept_graphs"] == report["kept_eager"]
-    assert_same(report["graphs"], report["eager"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3"])
+@in_engine
+def test_tokens_are_selected_after_encoder_graphs(name: str) -> None:
+    """The same as without; further questions replay no graph."""
+    pictures = [picture(112, 112, 0), picture(200, 112, 1), picture(96, 208, 2)]
+    talks = [[turn("what colour is the cat", i)] for i in pictures]
+    talks.append([turn("what colour is the cat", *pictures[:2])])
+    llm = start(
+        {"state": alone("cdpruner"), "budget": 8},
+        model=built(name),
+        dtype="float32",
+        limit_mm_per_prompt={"image": 2},
+    )
+    seen = watch()
+    eager, kept = chat(llm, talks), [*seen.take().values()]
+    manager = _install_graphs(llm)
+    empty_caches(llm)
+    graphed = chat(llm, talks)
+    assert [*seen.take().values()] == kept
+    assert_same(graphed, eager)
+    used = manager.replays
+    chat(llm, [[turn("how many", pictures[0])]])
+    assert manager.replays == used > 0
 
 
-def assert_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
-    """Equal answers, their log-probabilities up to float32 rounding."""
-    for answer, known in zip(answers, expected, strict=True):
-        assert answer["prompt_tokens"] == known["prompt_tokens"]
-        assert answer["text"] == known["text"]
-        assert answer["logprob"] == pytest.approx(known["logprob"], abs=1e-3)
-
-
-RESIZED = ("qwen2_5_vl", "qwen3_vl")
-BUDGETS = (9, 20, 30)
-_PROMPT = "user <|vision_start|><|image_pad|><|vision_end|> what"
-
-
-@scenario
-def resized_images() -> Report:
-    """By backbone: answers to a ``resized`` image, and to it ``shrunk`` by the client."""
+@pytest.mark.parametrize("backbone", ["qwen2_5_vl", "qwen3_vl"])
+@in_engine
+def test_a_resized_image_is_answered_as_one_that_the_client_has_shrunk(backbone: str) -> None:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
     noise = numpy.random.default_rng(0).integers(0, 255, (224, 168, 3), dtype=numpy.uint8)
-    image, report = Image.fromarray(noise), {}
-    for backbone in RESIZED:
-        llm = start(
-            {"state": "divprune", "budget": 8, "requests": "states"},
-            model=str(built(backbone)),
-            dtype="float32",
-            max_model_len=1024,
-        )
-        vision = llm.llm_engine.model_config.hf_config.vision_config
-        unit = vision.patch_size * vision.spatial_merge_size
-        shrunk = []
-        for k in BUDGETS:
-            limits = {"min_pixels": unit**2, "max_pixels": k * unit**2}
-            height, width = smart_resize(image.height, image.width, factor=unit, **limits)
-            small = image.resize((width, height), Image.Resampling.BICUBIC)
-            shrunk.append(raw_prompt(_PROMPT, small, enabled=False))
-        resized = [raw_prompt(_PROMPT, image, budget=k, keep="resized") for k in BUDGETS]
-        report[backbone] = {"resized": generate(llm, resized), "shrunk": generate(llm, shrunk)}
-        release(llm)
-    return report
+    image = Image.fromarray(noise)
+    settings = {"state": "divprune", "budget": 8, "requests": "states"}
+    llm = start(settings, model=built(backbone), dtype="float32", max_model_len=1024)
+    vision = llm.llm_engine.model_config.hf_config.vision_config
+    unit = vision.patch_size * vision.spatial_merge_size
+    text = "user <|vision_start|><|image_pad|><|vision_end|> what"
+    resized, shrunk = [], []
+    for k in (9, 20, 30):
+        limits = {"min_pixels": unit**2, "max_pixels": k * unit**2}
+        height, width = smart_resize(image.height, image.width, factor=unit, **limits)
+        small = image.resize((width, height), Image.Resampling.BICUBIC)
+        shrunk.append(raw_prompt(text, small, enabled=False))
+        resized.append(raw_prompt(text, image, budget=k, keep="resized"))
+    answers = generate(llm, resized)
+    assert len({answer["text"] for answer in answers}) > 1, "sizes should matter"
+    assert_same(answers, generate(llm, shrunk))
 
 
-@pytest.mark.parametrize("backbone", RESIZED)
-def test_a_resized_image_is_answered_as_one_that_the_client_has_shrunk(
-    runner: Runner, backbone: str
-) -> None:
-    report = runner.run("resized_images")[backbone]
-    assert len({answer["text"] for answer in report["resized"]}) > 1, "sizes should matter"
-    assert_same(report["resized"], report["shrunk"])
-
-
-SCENARIOS = ("plain", "caches", "every_kind", "hostile")
-ALIKE = ("instruction_left_out", "blind_state", "request_states", "base_policies")
-"""Differ from the scenarios above in what the API server and the selection do, the same code for
-both model runners."""
+COMPARED = (
+    test_equivalence.answer_without_a_state,
+    test_equivalence.test_caches_do_not_change_what_is_kept,
+    test_requests.test_mixed_concurrent_requests_equal_single_ones,
+    test_hostile.test_engine_survives_failing_policies_and_invalid_requests,
+)
+ALIKE = (
+    test_equivalence.test_negative_control_without_the_instruction_in_the_identity,
+    test_equivalence.test_a_state_that_does_not_read_the_instruction_shares_across_questions,
+    test_requests.test_a_state_of_a_request_is_served_as_the_state_of_a_server,
+    test_policies.serve_base_policies,
+)
+"""Differ from those above in what the API server and the selection do, the same code for both model
+runners."""
 
 CLOSE = 3e-2
 """Tolerance between sums of log-probabilities, which the runners add in different orders."""
 
 
-def apart(report: Any, other: Any, where: str = "") -> Iterator[str]:
+def differences(report: Any, other: Any, where: str = "") -> Iterator[str]:
     """Paths at which two reports differ."""
     match report, other:
         case (float(), float()) if abs(report - other) <= CLOSE:
             return
         case (dict(), dict()) if report.keys() == other.keys():
             for key in report:
-                yield from apart(report[key], other[key], f"{where}/{key}")
+                yield from differences(report[key], other[key], f"{where}/{key}")
             return
         case (list(), list()) if len(report) == len(other):
             for i, pair in enumerate(zip(report, other, strict=True)):
-                yield from apart(*pair, f"{where}/{i}")
+                yield from differences(*pair, f"{where}/{i}")
             return
     if report != other:
         yield f"{where}: {report} and {other}"
 
 
 @pytest.mark.parametrize(
-    "name",
-    [*SCENARIOS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ALIKE)],
+    "function",
+    [*COMPARED, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ALIKE)],
+    ids=lambda function: function.__name__,
 )
-@pytest.mark.parametrize("runner", ["v2"], indirect=True)
-def test_reports_of_both_runners_are_equal(runner: Runner, name: str) -> None:
-    assert list(apart(Runner("v1").run(name), runner.run(name))) == []
+@pytest.mark.only("v2")
+def test_results_of_both_runners_are_equal(runner: Runner, function: Any) -> None:
+    assert list(differences(Runner("v1").run(function), runner.run(function))) == []
 
 
 def test_differences_are_detected() -> None:
     report = {"kept": [[1, 2], [3]], "logprob": -1.0, "text": "red"}
-    same = {**report, "logprob": -1.02}
-    assert list(apart(report, same)) == []
+    close = {**report, "logprob": -1.02}
+    assert list(differences(report, close)) == []
     for change in ({"kept": [[1, 2], [4]]}, {"kept": [[1, 2]]}, {"logprob": -1.1}, {"text": "a"}):
-        assert len(list(apart(report, {**same, **change}))) == 1
-    assert len(list(apart(report, {**same, "more": 1}))) == 1
+        assert len(list(differences(report, {**close, **change}))) == 1
+    assert len(list(differences(report, {**close, "more": 1}))) == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -15,10 +16,11 @@ import pytest
 
 from benchmarks.yardsticks.examples import format_prompt
 from tests.serving.engine import (
-    BLOCK,
     Answer,
     alone,
+    assert_same,
     chat,
+    counter,
     examples,
     generate,
     generate_each,
@@ -26,13 +28,14 @@ from tests.serving.engine import (
     raw_prompt,
     release,
     start,
+    state_with_core,
     turn,
     vision_runs,
 )
-from tests.serving.scenarios import Report, Runner, scenario
-from tests.serving.test_conversations import state_with_core
+from tests.serving.runners import in_engine
 from tests.serving.test_equivalence import make_identity_without_question
-from tests.serving.test_modes import counter, mixed_prompts, start_mode
+from tests.serving.test_modes import mixed_prompts, start_mode
+from vllm_autoprune.selftest.run import BLOCK
 from vllm_autoprune.serving.api import planner
 
 if TYPE_CHECKING:
@@ -74,111 +77,77 @@ def _prompt(**entry: object) -> dict[str, Any]:
     return raw_prompt(format_prompt(TEXT), image, **fields)
 
 
-def _answer_variant(llm: LLM, name: str) -> Answer:
-    llm.reset_prefix_cache()
-    return generate(llm, [_prompt(**VARIANTS[name])], tokens=6)[0]
+def _answer_variants(llm: LLM) -> list[Answer]:
+    answers = []
+    for entry in VARIANTS.values():
+        llm.reset_prefix_cache()
+        answers += generate(llm, [_prompt(**entry)], tokens=6)
+    return answers
 
 
-@scenario
-def shared_kv() -> Report:
-    """Two engines on one store of KV, and one without.
-
-    ``first`` and ``second``: their answers to the same prompts; ``alone``: those of an engine
-    without a store. ``hits`` of the second one, in tokens. ``variants``: its answers to prompts of
-    the same token ids with another question, state or control, by what differs; ``variants_alone``
-    the same without a store. ``without_question``: by a third engine on the store, which leaves the
-    question out of identities.
-    """
+@in_engine
+def test_a_second_engine_takes_pruned_kv_of_the_first_and_of_no_other_request() -> None:
     prompts = [_prompt(), *mixed_prompts()]
-    report: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, store in (("first", folder), ("second", folder), ("alone", None)):
-            llm = _start(store)
-            report[name] = generate_each(llm, prompts, tokens=6)
+    answers, variants = {}, {}
+    with tempfile.TemporaryDirectory() as store:
+        for name, folder in (("first", store), ("second", store), ("alone", None)):
+            llm = _start(folder)
+            answers[name] = generate_each(llm, prompts, tokens=6)
             if name == "second":
-                report["hits"] = counter(llm, "vllm:external_prefix_cache_hits")
+                hits = counter(llm, "vllm:external_prefix_cache_hits")
             if name != "first":
-                variants = "variants" if store else "variants_alone"
-                report[variants] = {name: _answer_variant(llm, name) for name in VARIANTS}
+                variants[name] = _answer_variants(llm)
             release(llm)
+    for name in ("first", "second"):
+        assert_same(answers[name], answers["alone"])
+    for taken in answers["second"]:
+        assert taken["cached"] == (taken["prompt_tokens"] - 1) // BLOCK * BLOCK
+    cached = {name: sum(answer["cached"] for answer in each) for name, each in answers.items()}
+    assert hits == cached["second"] - cached["first"] > 0
+
+    # The token ids of these prompts are equal; question, state or control differ.
+    assert_same(variants["second"], variants["alone"])
+    length = answers["first"][0]["prompt_tokens"]
+    assert {(a["cached"], a["prompt_tokens"]) for a in variants["second"]} == {(0, length)}
+
+    # Negative control: without the question in the identity.
     with (
-        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as store,
         patch.object(planner, "make_cache_identity", make_identity_without_question),
     ):
-        llm = _start(folder)
+        llm = _start(store)
         generate_each(llm, prompts[:1], tokens=6)
-        report["without_question"] = _answer_variant(llm, "question")
-        release(llm)
-    return report
-
-
-def test_a_second_engine_takes_pruned_kv_of_the_first(runner: Runner) -> None:
-    report = runner.run("shared_kv")
-    loaded = 0
-    for stored, taken, single in zip(
-        report["first"], report["second"], report["alone"], strict=True
-    ):
-        assert taken["text"] == stored["text"] == single["text"]
-        assert taken["logprob"] == pytest.approx(single["logprob"], abs=1e-3)
-        assert taken["cached"] == (taken["prompt_tokens"] - 1) // BLOCK * BLOCK
-        loaded += taken["cached"] - stored["cached"]
-    assert report["hits"] == loaded > 0
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_kv_of_another_request_is_never_taken(runner: Runner, name: str) -> None:
-    """The token ids of the prompts are equal; question, state or control differ."""
-    report = runner.run("shared_kv")
-    answer, single = report["variants"][name], report["variants_alone"][name]
-    assert answer["prompt_tokens"] == report["first"][0]["prompt_tokens"]
-    assert answer["cached"] == 0
-    assert answer["text"] == single["text"]
-    assert answer["logprob"] == pytest.approx(single["logprob"], abs=1e-3)
-
-
-def test_negative_control_without_the_question_in_the_identity(runner: Runner) -> None:
-    wrong = runner.run("shared_kv")["without_question"]
-    right = runner.run("shared_kv")["variants"]["question"]
+        llm.reset_prefix_cache()
+        (wrong,) = generate(llm, [_prompt(**VARIANTS["question"])], tokens=6)
+    right, *_ = variants["second"]
     assert wrong["cached"] > 0
     assert wrong["text"] != right["text"] or wrong["logprob"] != pytest.approx(right["logprob"])
 
 
-@scenario
-def shared_encoder() -> Report:
-    """An engine that encodes for another one, whose requests come without any text.
-
-    ``answers`` of the second to questions about the image, ``runs`` of the vision tower of both,
-    and the answers ``alone``, of an engine that encodes for itself.
-    """
+@pytest.mark.only("v1")
+@in_engine
+def test_images_encoded_by_another_engine() -> None:
+    """Which is sent them without any text. By V1 alone: in vLLM 0.32, V2 runs the language model of
+    an encoding engine on meta."""
     from vllm.config import ECTransferConfig
 
-    state = {"state": alone("divprune"), "budget": 32}
-    questions = examples(2)
+    questions = [e for e in examples(2) if e.image_id == examples(2)[0].image_id]
     image = questions[0].image
-    talks = [[turn(q.question, image)] for q in questions if q.image_id == questions[0].image_id]
-    report: dict[str, Any] = {"runs": []}
+    talks = [[turn(question.question, image)] for question in questions]
+    answers: dict[str | None, list[Answer]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for role in ("ec_producer", "ec_consumer", None):
+        for role, runs in (("ec_producer", 1), ("ec_consumer", 0), (None, 1)):
             config = role and ECTransferConfig(
                 ec_connector="ECExampleConnector",
                 ec_role=role,
-                ec_connector_extra_config={"shared_storage_path": folder},
+                ec_connector_extra_config={"shared_storage_path": str(Path(folder))},
             )
+            state = {"state": alone("divprune"), "budget": 32}
             llm = start(state, dtype="float32", ec_transfer_config=config)
-            runs = vision_runs(llm)
+            before = vision_runs(llm)
             asked, tokens = ([[turn("", image)]], 1) if role == "ec_producer" else (talks, 4)
-            report["answers" if role else "alone"] = [chat(llm, [t], tokens)[0] for t in asked]
-            report["runs"].append(vision_runs(llm) - runs)
+            answers[role] = [chat(llm, [talk], tokens)[0] for talk in asked]
+            assert vision_runs(llm) - before == runs
             release(llm)
-    return report
-
-
-@pytest.mark.parametrize("runner", ["v1"], indirect=True)
-def test_images_encoded_by_another_engine(runner: Runner) -> None:
-    """By V1 alone: in vLLM 0.32, V2 runs the language model of an encoding engine on meta."""
-    report = runner.run("shared_encoder")
-    assert report["runs"][:2] == [1, 0]
-    assert len(report["answers"]) > 2
-    for answer, single in zip(report["answers"], report["alone"], strict=True):
-        assert answer["text"] == single["text"]
-        assert answer["logprob"] == pytest.approx(single["logprob"], abs=1e-3)
+    assert len(questions) > 2
+    assert_same(answers["ec_consumer"], answers[None])

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import httpx
 import pytest
 import torch
 
 from benchmarks.server import Server, serve
 from benchmarks.yardsticks.examples import CHECKPOINTS, png_url
 from tests.serving.conftest import COMMON
-from tests.serving.engine import LLAVA, examples, picture, release, start
-from tests.serving.http import streamed
-from tests.serving.scenarios import Report, Runner, scenario
+from tests.serving.engine import LLAVA, examples, greedy, picture, release, start
+from tests.serving.runners import Runner, in_engine
 from vllm_autoprune.serving.api.endpoint import NAME, PATH
 from vllm_autoprune.serving.served_state import served_state
 
@@ -58,26 +59,20 @@ PART = {"type": "image_pil", "image_pil": IMAGE}
 def generate(image: object = IMAGE, data: Mapping[str, object] | None = None, **more: Any) -> Input:
     """``LLM.generate`` with one token about an image; ``more`` is in the prompt's dict."""
     prompt = {"prompt": PROMPT, "multi_modal_data": {"image": image, **(data or {})}, **more}
-    return lambda llm: llm.generate([_allow(llm, prompt)], sampling(), use_tqdm=False)
+    return lambda llm: llm.generate([_allow(llm, prompt)], greedy(1), use_tqdm=False)
 
 
 def chat_offline(part: Mapping[str, object] = PART, message: Any = None, **named: Any) -> Input:
     """``LLM.chat`` with one token about an image."""
     content = [dict(part), {"type": "text", "text": "What?"}]
     turn = {"role": "user", "content": content, **(message or {})}
-    return lambda llm: llm.chat([[turn]], sampling(), use_tqdm=False, **_allow(llm, named))
+    return lambda llm: llm.chat([[turn]], greedy(1), use_tqdm=False, **_allow(llm, named))
 
 
 def _allow(llm: LLM, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields without an entry where nothing reads one: on a stock engine."""
     stock = served_state(llm.llm_engine.model_config) is None
     return {name: value for name, value in fields.items() if not (stock and name == KWARGS)}
-
-
-def sampling(**more: Any) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0, max_tokens=1, **more)
 
 
 OFF = {KWARGS: {"autoprune": {"enabled": False}}}
@@ -101,45 +96,36 @@ INPUTS: dict[str, tuple[str | None, Input]] = {
     "extra_args": (
         WRITE,
         lambda llm: llm.generate(
-            [PROMPT], sampling(extra_args={"autoprune": ENTRY}), use_tqdm=False
+            [PROMPT], greedy(1, extra_args={"autoprune": ENTRY}), use_tqdm=False
         ),
     ),
 }
 """Input -> how it is answered: as by stock (None), or by an exception with a text."""
 
 
-@scenario
-def field_inputs() -> Report:
-    """For each input, the answers of a stock and a pruned engine.
-
-    An answer is the prompt's length, a token and its end, or the exception.
-    """
-    report: list[dict[str, str]] = []
-    pruned = {"state": "cen_divprune", "budget": K, "requests": "budget"}
-    for settings in (None, pruned):
+@in_engine
+def test_offline_inputs_are_answered_as_by_stock_or_told_what_to_write() -> None:
+    """By the prompt's length, a token and its end, or by the exception."""
+    replies: list[dict[str, str]] = []
+    for settings in (None, {"state": "cen_divprune", "budget": K, "requests": "budget"}):
         llm = start(
-            settings, model=str(CHECKPOINTS["miniqwen"]), max_model_len=512, enable_mm_embeds=True
+            settings, model=CHECKPOINTS["miniqwen"], max_model_len=512, enable_mm_embeds=True
         )
-        answers = {}
+        replies.append({})
         for name, (_, send) in INPUTS.items():
             try:
                 (output,) = send(llm)
-                end, tokens = output.outputs[0].finish_reason, output.outputs[0].token_ids
-                answers[name] = f"{len(output.prompt_token_ids)} tokens, {end}, {tokens}"
+                end, ids = output.outputs[0].finish_reason, output.outputs[0].token_ids
+                replies[-1][name] = f"{len(output.prompt_token_ids)} tokens, {end}, {ids}"
             except Exception as error:
-                answers[name] = f"{type(error).__name__}: {error}"
-        report.append(answers)
+                replies[-1][name] = f"{type(error).__name__}: {error}"
         release(llm)
-    return report
-
-
-def test_offline_inputs_are_answered_as_by_stock_or_told_what_to_write(runner: Runner) -> None:
-    stock, pruned = runner.run("field_inputs")
+    stock, pruned = replies
     for name, (expected, _) in INPUTS.items():
         if expected is None:
             assert pruned[name] == stock[name], name
         else:
-            assert expected in pruned[name], (name, pruned[name])
+            assert expected in pruned[name], name
 
 
 # ---- requests over HTTP ----
@@ -390,7 +376,12 @@ def test_a_stream_is_the_whole_answer_with_the_budget_of_its_header(chats: Serve
     usage = {"stream_options": {"include_usage": True}}
     usual = tokens(chats.pruned.post(CHAT, body)[1])
     _, answer = chats.pruned.post(CHAT, body, {BUDGET: "12"})
-    events = streamed(chats.pruned, {**body, **usage}, {BUDGET: "12"})
+    url = chats.pruned.url + CHAT
+    sent = {**body, **usage, "stream": True}
+    stream = httpx.post(url, json=sent, headers={BUDGET: "12"}, timeout=300).raise_for_status()
+    lines = [line.removeprefix("data: ") for line in stream.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    events = [json.loads(line) for line in lines]
     deltas = [choice["delta"] for event in events for choice in event["choices"]]
     text = "".join(delta.get("content") or "" for delta in deltas)
     assert text == answer["choices"][0]["message"]["content"]  # type: ignore[index]

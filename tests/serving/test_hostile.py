@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import httpx
@@ -23,11 +22,11 @@ from tests.hostile.attacks import ATTACKS
 from tests.hostile.mutate import send_mutated_requests
 from tests.serving.engine import (
     STATE,
+    Answer,
     ask,
     breaking,
     chat,
     examples,
-    forget,
     generate,
     model_of,
     picture,
@@ -36,119 +35,91 @@ from tests.serving.engine import (
     turn,
 )
 from tests.serving.http import body
-from tests.serving.scenarios import Report, Runner, scenario
+from tests.serving.runners import Result, in_engine
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune.http_client import Metrics
+from vllm_autoprune.selftest.serve import empty_caches
 from vllm_autoprune.serving.api.choices import load_request_state
 from vllm_autoprune.tpdsl import refine as executor
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(590)]
 
 
-COUNTERS: Mapping[str, tuple[str, Mapping[str, str], int]] = {
+FALLBACKS: Mapping[str, tuple[str, Mapping[str, str], int]] = {
     # NaN and Inf in an image's features: evenly spaced tokens are kept.
     "uniform": ("autoprune_fallbacks_total", {"fallback": "uniform", "reason": "scores"}, 2),
     "reference": ("autoprune_fallbacks_total", {"fallback": "reference", "reason": "error"}, 1),
     "errors": ("autoprune_selection_errors_total", {"error": "RuntimeError"}, 1),
     "unsafe": ("autoprune_unsafe_states_total", {}, 1),
 }
-"""Metrics, and by how much :func:`hostile` makes them grow."""
+"""Metrics, and by how much the next test makes them grow."""
 
 
-def _count() -> dict[str, float]:
+def _count_fallbacks() -> dict[str, float]:
     metrics = Metrics(generate_latest().decode())
-    return {key: metrics.total(name, **labels) or 0 for key, (name, labels, _) in COUNTERS.items()}
+    return {key: metrics.total(name, **labels) or 0 for key, (name, labels, _) in FALLBACKS.items()}
 
 
-@scenario
-def hostile() -> Report:
-    """Failing policies and invalid requests, and whether the engine still answers after each.
-
-    ``after`` has its answer to a ``sane`` request, ``counted`` by how much :data:`COUNTERS` grew.
-    Of a state that fails its check on the first real image: its answers while it fails, ``broken``,
-    and ``fixed`` after the fault is removed, with its base policy's. ``repeated``: a request after
-    it was refused for a sampling parameter, and ``unrefused`` without that.
-    """
+@pytest.mark.both
+@in_engine
+def test_engine_survives_failing_policies_and_invalid_requests() -> Result:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
-
-    llm = start({**STATE, "budget": 8, "requests": "states"})
-    projector = model_of(llm).multi_modal_projector
-    example, other = examples(2)[0], examples(2)[-1]
-    report: dict[str, Any] = {"sane": ask(llm, example), "after": {}}
-    before = _count()
-
-    def check(name: str) -> None:
-        forget(llm)
-        report["after"][name] = ask(llm, example)
 
     def raising(*args: object) -> torch.Tensor:
         raise RuntimeError("made to fail")
 
     failing = partial(patch.object, executor, "run_fusion", raising)
+    llm = start({**STATE, "budget": 8, "requests": "states"})
+    example, other = examples(2)[0], examples(2)[-1]
+    sane, before = ask(llm, example), _count_fallbacks()
     tiny = Image.new("RGB", (1, 1), (255, 0, 0))
-    report["one_pixel"] = chat(llm, [[turn("What is it?", tiny)]])[0]
-    report["empty"] = chat(llm, [[turn("", other.image)]])[0]
-    report["long"] = generate(llm, [prompt(other, instructions=[" ".join(["red"] * 10_000)])])[0]
-    check("long")
-    for degrees, name in enumerate(("nan", "inf"), 3):
-        unseen = picture(other.image).rotate(degrees)  # its features are not cached
-        broken = breaking(projector, float(name))
-        report[name] = chat(llm, [[turn("What is it?", unseen)]])[0]
-        broken.remove()
-        check(name)
-    with failing():
-        report["raised"] = chat(llm, [[turn("raise?", other.image)]])[0]
-    check("raised")
+    answers = chat(llm, [[turn("What is it?", tiny)], [turn("", other.image)]])
 
+    # After each of these, a usual question is answered as before.
+    long = prompt(other, instructions=[" ".join(["red"] * 10_000)])
+    for number, kind in enumerate(("long", "nan", "inf", "raised"), 3):
+        unseen = picture(other.image).rotate(number)  # its features are not cached
+        if kind == "long":
+            answers += generate(llm, [long])
+        elif kind == "raised":
+            with failing():
+                answers += chat(llm, [[turn("raise?", other.image)]])
+        else:
+            broken = breaking(model_of(llm).multi_modal_projector, float(kind))
+            answers += chat(llm, [[turn("What is it?", unseen)]])
+            broken.remove()
+        empty_caches(llm)
+        assert ask(llm, example) == sane, kind
+
+    # A state that fails its check on the first image is served by its base policy, and is not used
+    # again after the fault is removed.
     state = edited(sample(), {"/constraints/selector/q_e": 5})
     load_request_state(state)  # passes the checks at start-up
     question, unlike = examples(3)[1], examples(3)[-2]
+    served: dict[str, Answer] = {}
     for name, about, keep in (
         ("broken", question, "state"),
         ("fixed", unlike, "state"),
         ("base", question, "reference"),
-        ("other_base", unlike, "reference"),
+        ("other base", unlike, "reference"),
     ):
-        forget(llm)
+        empty_caches(llm)
         with failing() if name == "broken" else nullcontext():
-            report[name] = generate(llm, [prompt(about, state=state, budget=8, keep=keep)])[0]
-    after = _count()
-    report["counted"] = {key: after[key] - before[key] for key in COUNTERS}
+            (served[name],) = generate(llm, [prompt(about, state=state, budget=8, keep=keep)])
+    assert served["broken"] == served["base"] and served["fixed"] == served["other base"]
+    after = _count_fallbacks()
+    grown = {key: after[key] - before[key] for key in FALLBACKS}
+    assert grown == {key: count for key, (*_, count) in FALLBACKS.items()}
 
+    # A request that was refused for a sampling parameter: its image reaches the engine later.
     refused = prompt(other, instructions=["Which one was refused?"])
     with pytest.raises(VLLMValidationError, match="allowed_token_ids"):
         llm.generate([refused], SamplingParams(allowed_token_ids=[10**9]), use_tqdm=False)
-    report["repeated"] = generate(llm, [refused])[0]
-    forget(llm)
-    report["unrefused"] = generate(llm, [refused])[0]
-    return report
-
-
-SURVIVED = ("long", "nan", "inf", "raised")
-
-
-@pytest.mark.both
-def test_engine_survives_and_answers(runner: Runner) -> None:
-    report = runner.run("hostile")
-    for name in ("one_pixel", "empty", *SURVIVED):
-        assert isinstance(report[name]["text"], str)
-    assert report["after"] == dict.fromkeys(SURVIVED, report["sane"])
-    assert report["repeated"] == report["unrefused"], "its image reaches the engine"
-
-
-@pytest.mark.both
-def test_fallbacks_are_in_the_metrics_by_reason(runner: Runner) -> None:
-    expected = {key: count for key, (_, _, count) in COUNTERS.items()}
-    assert runner.run("hostile")["counted"] == expected
-
-
-@pytest.mark.both
-def test_a_state_that_fails_on_its_first_image_is_served_by_its_base_policy(runner: Runner) -> None:
-    report = runner.run("hostile")
-    assert report["broken"] == report["base"]
-    # A state that failed once is not used again.
-    assert report["fixed"] == report["other_base"]
+    repeated = generate(llm, [refused])
+    empty_caches(llm)
+    assert repeated == generate(llm, [refused])
+    return sane, answers, served, repeated
 
 
 API_SERVER = (
@@ -168,27 +139,22 @@ WORKER = tuple(
 )
 
 
-def find_problems(name: str, stock: Server, pruned: Server) -> list[str]:
-    servers: dict[str, Server] = {"default": pruned, "stock": stock}
-    return run_attack(ATTACKS[name], lambda profile: servers[profile]).problems
-
-
 @pytest.mark.parametrize("name", WORKER)
-def test_attack_on_the_worker_finds_no_problem(
-    runner: Runner, stock: Server, pruned: Server, name: str
-) -> None:
-    assert find_problems(name, stock, pruned) == []
+def test_attack_on_the_worker_finds_no_problem(stock: Server, pruned: Server, name: str) -> None:
+    servers: dict[str, Server] = {"default": pruned, "stock": stock}
+    assert run_attack(ATTACKS[name], lambda profile: servers[profile]).problems == []
 
 
-@pytest.mark.parametrize("runner", ["v1"], indirect=True)
+@pytest.mark.only("v1")
 @pytest.mark.parametrize("name", API_SERVER)
 def test_attack_on_the_api_server_finds_no_problem(
-    runner: Runner, stock: Server, pruned: Server, name: str
+    stock: Server, pruned: Server, name: str
 ) -> None:
-    assert find_problems(name, stock, pruned) == []
+    servers: dict[str, Server] = {"default": pruned, "stock": stock}
+    assert run_attack(ATTACKS[name], lambda profile: servers[profile]).problems == []
 
 
-@pytest.mark.parametrize("runner", ["v1"], indirect=True)
+@pytest.mark.only("v1")
 def test_mutated_requests_do_not_affect_the_server(stock: Server, pruned: Server) -> None:
     tally = send_mutated_requests(pruned, stock, 300, seed=5)
     assert tally.faults == []

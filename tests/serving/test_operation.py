@@ -24,17 +24,16 @@ from tests.serving.conftest import COMMON, PRUNED
 from tests.serving.engine import LLAVA, TOKENS, examples
 from tests.serving.http import (
     ask,
+    assert_grows,
     body,
-    budget,
     entry,
-    measure_increase,
     prompt_tokens,
     samples,
     text_of,
 )
-from tests.serving.scenarios import Runner
-from tests.tpdsl.samples import edited, sample
-from vllm_autoprune.http_client import Metrics
+from tests.serving.runners import Runner
+from tests.tpdsl.samples import edited, sample, shipped
+from vllm_autoprune.http_client import CHAT, Metrics
 from vllm_autoprune.ops.dtype import choose_dtype
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
@@ -42,8 +41,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
 KV_BYTES = 2 * 6 * 6 * 32 * {"bfloat16": 2, "float32": 4}[choose_dtype()]
 """Keys and values of one token of mini-LLaVA: 2 x 6 layers x 6 heads x 32 x bytes of the dtype."""
-
-CHAT = "/v1/chat/completions"
 
 
 def test_recalled_tokens_are_prompt_tokens_and_are_counted(two_front_ends: Server) -> None:
@@ -61,43 +58,44 @@ def test_recalled_tokens_are_prompt_tokens_and_are_counted(two_front_ends: Serve
         assert counted["count"] == prompt_tokens(answer)
         assert counted["tokens"].count(image_token_id()) == 16 + 5
 
-    by = measure_increase(two_front_ends, send_requests)
-    assert by("autoprune_recalled_tokens_total") == 5
-    assert by("autoprune_visual_tokens_total stage=after") == 16 + 5
-    assert by("autoprune_images_total chooser=state") == 1
+    kept = {"stage=after": 16 + 5}
+    images = {"chooser=state": 1}
+    assert_grows(
+        two_front_ends, send_requests, recalled_tokens=5, visual_tokens=kept, images=images
+    )
 
 
-def test_one_front_end(pruned: Server) -> None:
+def test_requests_are_counted(pruned: Server) -> None:
     # Images that no other test uses: vLLM's encoder cache would hide the worker's counts.
     questions = examples(12)[-4:]
 
     def send_requests() -> None:
         for k, example in enumerate(questions):
-            ask(pruned, example, **budget(50 + k))
+            ask(pruned, example, **entry(budget=50 + k))
         ask(pruned, questions[0], **entry(enabled=False))
         ask(pruned, questions[0], **entry(state="dart", budget=9))
-        assert pruned.post(CHAT, body(pruned, questions[0], **budget(0)))[0] == 400
+        assert pruned.post(CHAT, body(pruned, questions[0], **entry(budget=0)))[0] == 400
 
-    by = measure_increase(pruned, send_requests)
-    assert by("autoprune_requests_total state=autoprune") == 4
-    assert by("autoprune_requests_total state=off") == 1
-    assert by("autoprune_requests_total state=dart") == 1
-    assert by("autoprune_requests_refused_total") == 1
-    assert by("autoprune_images_total chooser=state") == 6
     kept = 50 + 51 + 52 + 53 + TOKENS + 9
-    assert by("autoprune_visual_tokens_total stage=before") == 6 * TOKENS
-    assert by("autoprune_visual_tokens_total stage=after") == kept
-    assert by("autoprune_kv_bytes_saved_total") == (6 * TOKENS - kept) * KV_BYTES
-    # In the worker: one image per step, without the tower if its features are cached.
-    assert by("autoprune_selection_seconds_count") == 6
-    assert by("autoprune_selection_seconds_sum") > 0
-    hits = by("autoprune_feature_cache_hits_total")
-    assert hits + by("autoprune_feature_cache_misses_total") == 6
+    grown = assert_grows(
+        pruned,
+        send_requests,
+        requests={"state=autoprune": 4, "state=off": 1, "state=dart": 1},
+        requests_refused=1,
+        images={"chooser=state": 6},
+        visual_tokens={"stage=before": 6 * TOKENS, "stage=after": kept},
+        kv_bytes_saved=(6 * TOKENS - kept) * KV_BYTES,
+        # In the worker: one image per step, without the tower if its features are cached.
+        selection_seconds_count=6,
+        unsafe_states=0,
+        fallbacks={"fallback=reference reason=error": 0},
+    )
+    assert grown["selection_seconds_sum"] > 0
+    hits = grown["feature_cache_hits"]
+    assert hits + grown["feature_cache_misses"] == 6
     # Stock vLLM serves the unpruned image, without caching features.
     assert hits >= 6 - 1 - len({example.image_id for example in questions})
-    assert samples(pruned)["autoprune_feature_cache_bytes"] > 0
-    assert by("autoprune_unsafe_states_total") == 0
-    assert by("autoprune_fallbacks_total fallback=reference reason=error") == 0
+    assert samples(pruned)["feature_cache_bytes"] > 0
 
 
 def test_two_front_ends_report_the_same_totals(two_front_ends: Server) -> None:
@@ -107,14 +105,14 @@ def test_two_front_ends_report_the_same_totals(two_front_ends: Server) -> None:
         for i in range(20):
             ask(two_front_ends, questions[i % 2])
 
-    by = measure_increase(two_front_ends, send_requests)
-    assert by("autoprune_requests_total state=autoprune") == 20
-    assert by("autoprune_kv_bytes_saved_total") == 20 * (TOKENS - 16) * KV_BYTES
+    saved = 20 * (TOKENS - 16) * KV_BYTES
+    counted = {"state=autoprune": 20}
+    assert_grows(two_front_ends, send_requests, requests=counted, kv_bytes_saved=saved)
     # Every front end reports all totals, including those of the workers.
     scrapes = [samples(two_front_ends) for _ in range(8)]
-    for name in ("autoprune_requests_total state=autoprune", "autoprune_selection_seconds_count"):
+    for name in ("requests state=autoprune", "selection_seconds_count"):
         assert len({each[name] for each in scrapes}) == 1
-    assert scrapes[0]["autoprune_selection_seconds_count"] > 0
+    assert scrapes[0]["selection_seconds_count"] > 0
 
 
 def test_a_shared_budget_over_turns_is_warned_of_once(pruned: Server) -> None:
@@ -133,7 +131,7 @@ def test_a_shared_budget_over_turns_is_warned_of_once(pruned: Server) -> None:
         (talk, {"shared": 40}),
         (talk, {"shared": 40}),
     ):
-        request = {**requests[0], "messages": messages, **budget(asked)}
+        request = {**requests[0], "messages": messages, **entry(budget=asked)}
         assert pruned.post(CHAT, request)[0] == 200
         lines = pruned.logged().splitlines()
         warnings.append(sum('"shared": K' in line and '"budget": K' in line for line in lines))
@@ -148,14 +146,8 @@ def test_requests_add_no_lines(pruned: Server) -> None:
     """One request of every kind a round; states and unknown names differ by round."""
     questions, before = examples(4), 0
     for number in range(12):
-        weight: dict[str, object] = {
-            "/scoring/signals/0/weight": (number + 1) / 100,
-            "/name": f"own-{number}",
-        }
-        unknown: dict[str, object] = {
-            "/name": f"bad-{number}",
-            "/base_policy/name": f"none-{number}",
-        }
+        weight = {"/scoring/signals/0/weight": (number + 1) / 100, "/name": f"own-{number}"}
+        unknown = {"/name": f"bad-{number}", "/base_policy/name": f"none-{number}"}
         entries: list[dict[str, object]] = [
             {"budget": 8 + number},
             {"keep": "random", "budget": 8},
@@ -178,37 +170,35 @@ def test_requests_add_no_lines(pruned: Server) -> None:
     assert [line for line in added if not _VLLM.search(line)] == []
 
 
-def refused(*flags: str) -> str:
+def test_all_problems_of_a_start_are_reported_with_pointers(tmp_path: Path) -> None:
+    """Before the weights are loaded, and without a traceback."""
+    wrong: dict[str, object] = {
+        "/scoring/signals/3/m": 0,
+        "/constraints/selector/atom": "reference_residual_exchange_selecto",
+    }
+    file = tmp_path / "state.json"
+    file.write_text(json.dumps(edited(shipped("autoprune"), wrong)))
+    flags = {"state": file, "budget": 0, "text-tower": tmp_path, "feature-cache-gb": "much"}
+    pruning = (
+        word for name, value in flags.items() for word in (f"--autoprune-{name}", str(value))
+    )
     done = subprocess.run(
-        command(LLAVA, free_port(), ("--enforce-eager", *flags)),
+        command(LLAVA, free_port(), ("--enforce-eager", *pruning)),
         env={**os.environ, **CPU_ENVIRONMENT},
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
-    assert done.returncode == 1
     output = done.stdout + done.stderr
-    assert "Traceback" not in output
-    assert "Loading safetensors" not in output
-    return output
-
-
-def test_all_problems_are_reported_with_pointers(tmp_path: Path) -> None:
-    state = json.loads((Path(__file__).parents[2] / "policies" / "autoprune.json").read_text())
-    state["scoring"]["signals"][3]["m"] = 0
-    state["constraints"]["selector"]["atom"] = "reference_residual_exchange_selecto"
-    file = tmp_path / "state.json"
-    file.write_text(json.dumps(state))
-    output = refused(
-        "--autoprune-state", str(file), "--autoprune-budget", "0",
-        "--autoprune-text-tower", str(tmp_path), "--autoprune-feature-cache-gb", "much",
-    )  # fmt: skip
-    assert f"{file}#/scoring/signals/3/m" in output
-    assert f"{file}#/constraints/selector/atom" in output
-    assert "did you mean 'reference_residual_exchange_selector'" in output
-    for flag in ("budget", "text-tower", "feature-cache-gb"):
-        assert f"- --autoprune-{flag}" in output
+    assert done.returncode == 1
+    assert "Traceback" not in output and "Loading safetensors" not in output
+    for text in (
+        *(f"{file}#{pointer}" for pointer in wrong),
+        "did you mean 'reference_residual_exchange_selector'",
+        *(f"- --autoprune-{name}" for name in flags if name != "state"),
+    ):
+        assert text in output
 
 
 @pytest.mark.exhaustive
@@ -219,7 +209,7 @@ def test_both_engines_answer_alike(runner: Runner) -> None:
     with serve(LLAVA, *flags, env=runner.environment, patience=600) as server:
 
         def answer(at: int) -> tuple[int, str]:
-            reply = ask(server, questions[at % len(questions)], **budget(16 + at % 2))
+            reply = ask(server, questions[at % len(questions)], **entry(budget=16 + at % 2))
             return prompt_tokens(reply) - at % 2, text_of(reply)
 
         with ThreadPoolExecutor(8) as pool:
@@ -233,33 +223,28 @@ def test_both_engines_answer_alike(runner: Runner) -> None:
     assert together == again * 2
 
 
-# In float32, so that an answer does not depend on the requests that share its step.
-FLAGS = (*COMMON, *PRUNED, "--dtype", "float32", "--shutdown-timeout", "100")
-NEW_STATE = ("--autoprune-state", "visionzip", "--autoprune-budget", "16")
 CLIENTS, EACH = 3, 12
 """Concurrent clients, and answers that are waited for in each phase."""
-
-Answered = tuple[Server, int, tuple[int, str]]
-"""By which server, to which question, tokens of the prompt and the text."""
 
 
 @pytest.mark.exhaustive
 def test_another_state_is_rolled_out_under_traffic(runner: Runner) -> None:
     """Another state without dropping a request: two servers side by side, then the new one."""
-    questions = examples(4)
-    answers: list[Answered] = []
-    stopped = threading.Event()
-    warmed = "autoprune_feature_cache_misses_total"
+    # In float32, so that an answer does not depend on the requests that share its step.
+    flags = (*COMMON, *PRUNED, "--dtype", "float32", "--shutdown-timeout", "100")
+    new_state = ("--autoprune-state", "visionzip", "--autoprune-budget", "16")
+    questions, stopped = examples(4), threading.Event()
+    answers: list[tuple[Server, int, str]] = []
     with ExitStack() as stack:
-        start = partial(serve, LLAVA, *FLAGS, env=runner.environment, patience=600)
+        start = partial(serve, LLAVA, *flags, env=runner.environment, patience=600)
         old = stack.enter_context(start())
         servers = [old]
         pool = stack.enter_context(ThreadPoolExecutor(CLIENTS))
         stack.callback(stopped.set)
 
-        def answer(server: Server, number: int) -> Answered:
+        def answer(server: Server, number: int) -> tuple[Server, int, str]:
             reply = ask(server, questions[number], max_tokens=12)
-            return server, number, (prompt_tokens(reply), text_of(reply))
+            return server, number, f"{prompt_tokens(reply)} tokens: {text_of(reply)}"
 
         def ask_on(client: int) -> None:
             """The questions in turn, each on a connection of its own, each server in turn."""
@@ -272,7 +257,7 @@ def test_another_state_is_rolled_out_under_traffic(runner: Runner) -> None:
         def await_answers(server: Server) -> None:
             """Wait until a server has given some more answers; the clients go on."""
             before, deadline = len(answers), time.monotonic() + 300
-            while sum(made[0] is server for made in answers[before:]) < EACH:
+            while sum(by is server for by, *_ in answers[before:]) < EACH:
                 assert not any(client.done() for client in clients)
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
@@ -281,11 +266,11 @@ def test_another_state_is_rolled_out_under_traffic(runner: Runner) -> None:
         await_answers(old)
 
         # 1. The new server starts beside the old one, and is warmed up before it gets traffic.
-        new = stack.enter_context(start(*NEW_STATE))
-        assert samples(new).get("autoprune_requests_total state=visionzip", 0.0) == 0.0
+        new = stack.enter_context(start(*new_state))
+        assert samples(new).get("requests state=visionzip", 0.0) == 0.0
         each = [answer(server, at) for server in (old, new) for at in range(len(questions))]
         expected = {(server.url, number): text for server, number, text in each}
-        misses = samples(new)[warmed]
+        misses = samples(new)["feature_cache_misses"]
         assert misses == len({example.image_id for example in questions})
 
         # 2. Both states side by side.
@@ -303,10 +288,9 @@ def test_another_state_is_rolled_out_under_traffic(runner: Runner) -> None:
             client.result()  # raises where a request failed
         counted = samples(new)
 
-    for server, number, text in answers:
-        assert text == expected[server.url, number]
+    assert all(text == expected[server.url, number] for server, number, text in answers)
     # Counters begin at 0 with a server, and none of its requests is counted elsewhere.
     served = sum(server is new for server, *_ in answers)
-    assert counted["autoprune_requests_total state=visionzip"] == served + len(questions)
+    assert counted["requests state=visionzip"] == served + len(questions)
     # What the warm-up sent was not encoded again.
-    assert counted[warmed] == misses
+    assert counted["feature_cache_misses"] == misses

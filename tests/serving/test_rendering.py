@@ -14,8 +14,8 @@ from benchmarks.yardsticks.examples import format_prompt
 from tests.hostile.forgeries import FORGED, Forge, changed, forge
 from tests.serving.conftest import COMMON, PRUNED
 from tests.serving.engine import LLAVA, STATE, TOKENS, examples, picture, raw_prompt, turn
-from tests.serving.http import ask, body, entry, measure_increase, prompt_tokens, text_of
-from tests.serving.scenarios import Report, Runner, scenario
+from tests.serving.http import ask, assert_grows, body, entry, prompt_tokens, text_of
+from tests.serving.runners import Runner, in_engine
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.serving.plan import FIELD, ItemPlan
 from vllm_autoprune.serving.plugin import DISABLE
@@ -25,12 +25,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 RENDER, GENERATE = "/v1/chat/completions/render", "/inference/v1/generate"
 
 
-@scenario
-def rendering() -> Report:
-    """Cost of long instructions, and conversations rendered concurrently; starts no engine.
+@pytest.mark.only("v1")
+@in_engine
+def test_renderers_read_an_instruction_once_and_do_not_mix_requests() -> None:
+    """100 images and 96,000 words: 47 s and 80 MB where each image has its own copy.
 
-    ``short`` and ``long``: seconds and bytes of all plans of 100 images, with an instruction of a
-    few or 96,000 words. ``together``, ``alone``: plans' instructions and token ids.
+    Conversations that are rendered concurrently have the plans and token ids of single ones.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
@@ -49,48 +49,31 @@ def rendering() -> Report:
         additional_config={"autoprune": {**STATE, "budget": 16, "requests": "budget:1-64"}},
     ).create_engine_config()
     renderer = renderer_from_config(config)
-    report: dict[str, Any] = {}
-    question = examples(1)[0].question
-    image = picture(examples(1)[0].image)
-    for name, text in (("short", question), ("long", "what is left of the red " * 16_000)):
-        prompt = format_prompt(question).replace("<image>", "<image>" * 100)
-        asked = raw_prompt(prompt, [image] * 100, instructions=[text] * 100)
+    question, image = examples(1)[0].question, picture(examples(1)[0].image)
+    seconds, sizes = [], []
+    for text in (question, "what is left of the red " * 16_000):
+        text_of_images = format_prompt(question).replace("<image>", "<image>" * 100)
+        asked = raw_prompt(text_of_images, [image] * 100, instructions=[text] * 100)
         begun = time.process_time()
-        (rendered,) = renderer.render_cmpl([asked])
-        seconds = time.process_time() - begun
-        items = rendered["mm_kwargs"]["image"]
-        report[name] = [seconds, sum(item[FIELD].data.nbytes for item in items)]
+        (request,) = renderer.render_cmpl([asked])
+        seconds.append(time.process_time() - begun)
+        items = request["mm_kwargs"]["image"]
+        sizes.append(sum(item[FIELD].data.nbytes for item in items))
+    assert sizes[1] < 1_500_000 and seconds[1] < seconds[0] + 2.0
 
     talks = [[turn(example.question, example.image)] for example in examples(4)[:8]]
 
     async def render_together() -> list[Any]:
         jobs = (renderer.render_chat_async([talk], ChatParams()) for talk in talks)
-        return [made[0] for _, made in await asyncio.gather(*jobs)]
+        return [requests[0] for _, requests in await asyncio.gather(*jobs)]
 
-    alone = [renderer.render_chat([talk], ChatParams())[1][0] for talk in talks]
-    for name, requests in (("alone", alone), ("together", asyncio.run(render_together()))):
-        report[name] = [
-            [
-                [ItemPlan.decode(i[FIELD].data).instruction for i in each["mm_kwargs"]["image"]],
-                list(each["prompt_token_ids"]),
-            ]
-            for each in requests
-        ]
+    def read(request: Any) -> object:
+        plans = [ItemPlan.decode(item[FIELD].data) for item in request["mm_kwargs"]["image"]]
+        return [plan.instruction for plan in plans], list(request["prompt_token_ids"])
+
+    alone = [read(renderer.render_chat([talk], ChatParams())[1][0]) for talk in talks]
+    assert [read(request) for request in asyncio.run(render_together())] == alone
     renderer.shutdown()
-    return report
-
-
-def test_a_long_instruction_of_many_images_costs_little() -> None:
-    """100 images and 96,000 words: 47 s and 80 MB where each image has its own copy."""
-    report = Runner("v1").run("rendering")
-    (short_seconds, _), (seconds, size) = report["short"], report["long"]
-    assert size < 1_500_000
-    assert seconds < short_seconds + 2.0
-
-
-def test_concurrent_renderers_do_not_mix_instructions() -> None:
-    report = Runner("v1").run("rendering")
-    assert report["together"] == report["alone"]
 
 
 # ---- processed inputs of a client ----
@@ -119,8 +102,8 @@ def test_forged_plans_are_refused_and_sound_ones_answered(pruned: Server) -> Non
     status, answer = pruned.post(GENERATE, request)
     assert status == 200 and answer["choices"]
     before = text_of(ask(pruned, examples(2)[1]))
-    for name, made in FORGERIES.items():
-        status, answer = pruned.post(GENERATE, forge(request, made))
+    for name, change in FORGERIES.items():
+        status, answer = pruned.post(GENERATE, forge(request, change))
         assert (status, "autoprune_plan" in str(answer)) == (400, True), name
     assert text_of(ask(pruned, examples(2)[1])) == before
 
@@ -133,9 +116,8 @@ def test_rendering_is_not_counted_and_beams_are_one_request(pruned: Server) -> N
         assert pruned.post(RENDER, body(pruned, example))[0] == 200
         ask(pruned, example, use_beam_search=True, n=2)
 
-    by = measure_increase(pruned, render_and_be_answered)
-    assert by("autoprune_requests_total state=autoprune") == 1
-    assert by("autoprune_visual_tokens_total stage=before") == TOKENS
+    counted, before = {"state=autoprune": 1}, {"stage=before": TOKENS}
+    assert_grows(pruned, render_and_be_answered, requests=counted, visual_tokens=before)
 
 
 # ---- a render server and a generate server (``vllm launch render``) ----

@@ -16,9 +16,11 @@ from PIL import Image
 from benchmarks.server import Server
 from benchmarks.yardsticks.examples import draw_examples, png_url
 from tests.pins.table import read
-from tests.serving.engine import BLOCK, TOKENS, examples, picture
-from tests.serving.http import ask, body, budget, entry, prompt_tokens, text_of
+from tests.serving.engine import TOKENS, examples, picture
+from tests.serving.http import ask, body, entry, prompt_tokens, text_of
 from vllm_autoprune import load_state
+from vllm_autoprune.http_client import CHAT
+from vllm_autoprune.selftest.run import BLOCK
 from vllm_autoprune.serving.api.endpoint import PATH
 
 pytestmark = pytest.mark.engine
@@ -28,14 +30,12 @@ pytestmark = pytest.mark.engine
 
 
 def test_prompt_tokens_fall_by_exactly_n_minus_k(stock: Server, pruned: Server) -> None:
+    kept = {k: entry(budget=k) for k in (1, 8, 31, 143)} | {32: {}}
+    controls = [entry(budget=40, keep=keep) for keep in ("reference", "random", "resized")]
     for example in examples(1)[:3]:
         full = prompt_tokens(ask(stock, example))
-        assert prompt_tokens(ask(pruned, example)) == full - TOKENS + 32
-        for k in (1, 8, 31, 143):
-            assert prompt_tokens(ask(pruned, example, **budget(k))) == full - TOKENS + k
-        for keep in ("reference", "random", "resized"):
-            answer = ask(pruned, example, **entry(budget=40, keep=keep))
-            assert prompt_tokens(answer) == full - TOKENS + 40
+        for k, fields in (*kept.items(), *((40, control) for control in controls)):
+            assert prompt_tokens(ask(pruned, example, **fields)) == full - TOKENS + k
 
 
 def test_no_pruning_is_the_stock_answer(stock: Server, pruned: Server) -> None:
@@ -44,15 +44,15 @@ def test_no_pruning_is_the_stock_answer(stock: Server, pruned: Server) -> None:
     for fields in ({"enabled": False}, {"budget": TOKENS}, {"budget": 4096}):
         same = ask(pruned, example, logprobs=True, **entry(**fields))
         assert same["choices"][0]["logprobs"] == full["choices"][0]["logprobs"]
-        assert same["usage"]["prompt_tokens"] == full["usage"]["prompt_tokens"]
+        assert prompt_tokens(same) == prompt_tokens(full)
 
 
 def test_both_front_ends_answer_alike(stock: Server, two_front_ends: Server) -> None:
     example = examples(1)[0]
     full = prompt_tokens(ask(stock, example))
     answers = [ask(two_front_ends, example) for _ in range(24)]
-    assert {prompt_tokens(answer) for answer in answers} == {full - TOKENS + 16}
-    assert len({text_of(answer) for answer in answers}) == 1
+    expected = full - TOKENS + 16, text_of(answers[0])
+    assert {(prompt_tokens(answer), text_of(answer)) for answer in answers} == {expected}
     processes = r"\((ApiServer_\d+) pid=\d+\).*Received request"
     assert len(set(re.findall(processes, two_front_ends.logged()))) == 2, "both have answered"
 
@@ -74,34 +74,32 @@ def test_each_refusal_of_the_table_is_a_bad_request(pruned: Server) -> None:
         kwargs = request.get("kwargs", {"autoprune": asked})
         fields = {"mm_processor_kwargs": kwargs, **request.get("body", {})}
         sent_body = body(pruned, examples(1)[0], **fields)
-        status, answer = pruned.post("/v1/chat/completions", sent_body, request.get("headers"))
+        status, answer = pruned.post(CHAT, sent_body, request.get("headers"))
         assert status == 400, row
         problem = message.splitlines()[1].strip(" -").partition(" -> ")[0]
         assert problem[:60] in answer["error"]["message"], row  # type: ignore[index]
         sent += 1
     assert sent > 35
-    ask(pruned, examples(1)[0], **budget(None))  # null means no budget
+    ask(pruned, examples(1)[0], **entry(budget=None))  # null means no budget
 
 
-def test_requests_set_nothing_where_no_flag_allows_it(two_front_ends: Server) -> None:
-    request = body(two_front_ends, examples(1)[0], **budget(8))
-    status, answer = two_front_ends.post("/v1/chat/completions", request)
-    assert status == 400
-    assert "--autoprune-requests budget" in str(answer)
-
-
-def test_other_arguments_of_the_processor_stay_refused(pruned: Server) -> None:
-    kwargs = {"autoprune": {"budget": 8}, "size": {"height": 10_000, "width": 10_000}}
-    sent = body(pruned, examples(1)[0], mm_processor_kwargs=kwargs)
-    status, answer = pruned.post("/v1/chat/completions", sent)
-    assert status == 400
-    assert "trust-request-mm-kwargs" in str(answer)
+def test_settings_that_no_flag_allows_are_refused(pruned: Server, two_front_ends: Server) -> None:
+    """Of pruning, and other arguments of the processor."""
+    size = {"autoprune": {"budget": 8}, "size": {"height": 10_000, "width": 10_000}}
+    for server, fields, flag in (
+        (two_front_ends, entry(budget=8), "--autoprune-requests budget"),
+        (pruned, {"mm_processor_kwargs": size}, "trust-request-mm-kwargs"),
+    ):
+        status, answer = server.post(CHAT, body(server, examples(1)[0], **fields))
+        assert status == 400 and flag in str(answer)
 
 
 # ---- endpoints ----
 
 
-def test_endpoint_describes_the_state_on_every_front_end(two_front_ends: Server) -> None:
+def test_endpoint_describes_the_state_on_every_front_end_and_is_off_by_default(
+    pruned: Server, two_front_ends: Server
+) -> None:
     state = load_state("autoprune")
     for _ in range(8):
         description = json.loads(two_front_ends.get(PATH))
@@ -110,17 +108,16 @@ def test_endpoint_describes_the_state_on_every_front_end(two_front_ends: Server)
         assert (description["core"], description["recall"]) == (None, 5)
         assert description["evidence"] == state.provenance.model_dump(mode="json")
     assert two_front_ends.post(PATH, {"state": "visionzip"})[0] == 405, "read only"
-
-
-def test_endpoint_is_off_by_default(pruned: Server) -> None:
-    with pytest.raises(httpx.HTTPStatusError) as caught:
+    with pytest.raises(httpx.HTTPStatusError, match="404"):
         pruned.get(PATH)
-    assert caught.value.response.status_code == 404
+
+
+TASK: dict[str, object] = {"role": "user", "content": "How many shapes?"}
 
 
 def agent_chat(urls: Sequence[str]) -> dict[str, object]:
     """What an agent has said after each screenshot of a tool."""
-    messages: list[dict[str, object]] = []
+    messages: list[dict[str, object]] = [TASK]
     for i, url in enumerate(urls):
         call = {"id": f"c{i}", "type": "function", "function": {"name": "look", "arguments": "{}"}}
         shot = {"type": "image_url", "image_url": {"url": url}}
@@ -128,11 +125,11 @@ def agent_chat(urls: Sequence[str]) -> dict[str, object]:
             {"role": "assistant", "content": f"I look {i}.", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": f"c{i}", "content": [shot]},
         ]
-    return {"messages": [TASK, *messages], "max_tokens": 1}
+    return {"messages": messages, "max_tokens": 1}
 
 
 def agent_responses(urls: Sequence[str]) -> dict[str, object]:
-    items: list[dict[str, object]] = []
+    items: list[dict[str, object]] = [TASK]
     for i, url in enumerate(urls):
         shot = {"type": "input_image", "detail": "auto", "image_url": url}
         items += [
@@ -140,12 +137,12 @@ def agent_responses(urls: Sequence[str]) -> dict[str, object]:
             {"type": "function_call", "call_id": f"c{i}", "name": "look", "arguments": "{}"},
             {"type": "function_call_output", "call_id": f"c{i}", "output": [shot]},
         ]
-    return {"input": [TASK, *items], "max_output_tokens": 1, "store": False}
+    return {"input": items, "max_output_tokens": 1, "store": False}
 
 
 def agent_messages(urls: Sequence[str]) -> dict[str, object]:
     """With a word of the tool."""
-    messages: list[dict[str, object]] = []
+    messages: list[dict[str, object]] = [TASK]
     for i, url in enumerate(urls):
         data = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
         shot = [{"type": "text", "text": "Done."}, {"type": "image", "source": data}]
@@ -155,16 +152,13 @@ def agent_messages(urls: Sequence[str]) -> dict[str, object]:
             {"role": "assistant", "content": [{"type": "text", "text": f"I look {i}."}, use]},
             {"role": "user", "content": [result]},
         ]
-    return {"messages": [TASK, *messages], "max_tokens": 1}
-
-
-TASK = {"role": "user", "content": "How many shapes?"}
+    return {"messages": messages, "max_tokens": 1}
 
 
 @pytest.mark.parametrize(
     ("path", "sent", "prefix"),
     [
-        ("/v1/chat/completions", agent_chat, "prompt_tokens"),
+        (CHAT, agent_chat, "prompt_tokens"),
         ("/v1/responses", agent_responses, "input_tokens"),
         ("/v1/messages", agent_messages, "input_tokens"),
     ],
@@ -232,7 +226,7 @@ def answer_about(server: Server, images: Sequence[bytes]) -> tuple[int, int]:
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     content = [*parts, {"type": "text", "text": "What is it?"}]
     sent = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 2}
-    status, reply = server.post("/v1/chat/completions", {"model": server.model, **sent})
+    status, reply = server.post(CHAT, {"model": server.model, **sent})
     return status, prompt_tokens(reply) if status == 200 else 0
 
 

@@ -5,23 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
-from vllm_autoprune.selftest.run import Completion, Report
-
-BLOCK = 32
-"""Tokens of one block of the prefix cache."""
-
-SMALL_BUDGET = 5
-"""K of the pruned completions."""
-
-SPLIT_QUESTION = "large"
-"""Name of the question that is asked under a state with a core."""
-
-SPLIT_BUDGET = 40
-"""K of the completions under a state with a core, more than a block; less where N is."""
-
-RECALL = 6
-"""K_r of the later turns under a state with a core."""
+from vllm_autoprune.selftest.run import (
+    BLOCK,
+    RECALL,
+    SMALL_BUDGET,
+    SPLIT_BUDGET,
+    SPLIT_QUESTION,
+    Completion,
+    Report,
+)
 
 _TOLERANCE = 2e-2
 """Difference of log-probabilities in half precision that counts as equal."""
@@ -38,31 +32,7 @@ _MERGER_TOLERANCE = 0.25
 """Error of tokens before the merger between bfloat16 and float32, in deviations between tokens:
 tokens in another order are more than 1 apart."""
 
-Check = Callable[[Report], str]
-
-CHECKS: dict[str, Check] = {}
-"""Name -> check, in the order of this file."""
-
-
-def _check(check: Check) -> Check:
-    CHECKS[check.__name__] = check
-    return check
-
-
-def remaining_indices(stock: list[int], pruned: list[int], kept: list[list[int]]) -> list[int]:
-    """Indices into the stock prompt of the tokens that remain."""
-    (image,) = Counter(stock) - Counter(pruned)
-    indices: list[int] = []
-    at, rows = 0, iter(kept)
-    while at < len(stock):
-        if stock[at] != image:
-            indices.append(at)
-            at += 1
-            continue
-        indices += [at + row for row in next(rows)]
-        while at < len(stock) and stock[at] == image:
-            at += 1
-    return indices
+# ---- what checks compare ----
 
 
 def count_between(prompt: list[int], image: int) -> list[int]:
@@ -95,7 +65,7 @@ def _tolerance(report: Report) -> float:
     return _HYBRID_TOLERANCE if report.hybrid else _TOLERANCE
 
 
-def _compare(report: Report, setting: str, expected: str, positions: bool = False) -> str:
+def _compare(setting: str, expected: str, report: Report, positions: bool = False) -> str:
     """The first completion of a setting that differs from that of its question under another."""
     for name, completion in report[setting].items():
         known = report[expected][name]
@@ -106,13 +76,33 @@ def _compare(report: Report, setting: str, expected: str, positions: bool = Fals
 
 def _gather(stock: Completion, pruned: Completion, kept: list[list[int]]) -> list[list[int]]:
     """Positions in the stock prompt of what a pruned prompt keeps and of what follows it."""
-    indices = remaining_indices(stock.prompt, pruned.prompt, kept)
+    (image,) = Counter(stock.prompt) - Counter(pruned.prompt)
+    indices: list[int] = []
+    at, rows = 0, iter(kept)
+    while at < len(stock.prompt):
+        if stock.prompt[at] != image:
+            indices.append(at)
+            at += 1
+            continue
+        indices += [at + row for row in next(rows)]
+        while at < len(stock.prompt) and stock.prompt[at] == image:
+            at += 1
     indices += range(len(stock.prompt), len(stock.positions[0]))
     return [[axis[i] for i in indices] for axis in stock.positions]
 
 
-@_check
-def answers_are_numbers(report: Report) -> str:
+def _rows(parts: list[list[int]]) -> list[int]:
+    return [row for part in parts for row in part]
+
+
+def _split_budget(report: Report) -> int:
+    return min(SPLIT_BUDGET, *(size - 1 for size in report.predicted[SPLIT_QUESTION]))
+
+
+# ---- checks ----
+
+
+def _answers_are_numbers(report: Report) -> str:
     """Log-probabilities are finite; if stock vLLM's are not, the other checks mean nothing."""
     for setting, completions in report.completions.items():
         for name, completion in completions.items():
@@ -122,15 +112,14 @@ def answers_are_numbers(report: Report) -> str:
     return ""
 
 
-@_check
-def whole_is_stock(report: Report) -> str:
+def _whole_is_stock(report: Report) -> str:
     """K >= N: token ids, log-probabilities, positions and cache hits equal stock vLLM's exactly."""
-    changed = (name for name, made in report["whole"].items() if made != report["stock"][name])
+    completions = report["whole"].items()
+    changed = (name for name, completion in completions if completion != report["stock"][name])
     return next((f"{name}: differs from stock vLLM" for name in changed), "")
 
 
-@_check
-def prompts_shrink_as_predicted(report: Report) -> str:
+def _prompts_shrink_as_predicted(report: Report) -> str:
     """K < N: only placeholders are removed, as many as computed from the image sizes."""
     for name, stock in report["stock"].items():
         pruned = report["pruned"][name].prompt
@@ -142,8 +131,7 @@ def prompts_shrink_as_predicted(report: Report) -> str:
     return ""
 
 
-@_check
-def kept_rows_are_the_model_s_own(report: Report) -> str:
+def _kept_rows_are_the_models_own(report: Report) -> str:
     """Each image keeps K of its rows unchanged and in order, deepstack levels included."""
     for name, images in report.kept.items():
         if len(images) != len(report.predicted[name]):
@@ -155,8 +143,7 @@ def kept_rows_are_the_model_s_own(report: Report) -> str:
     return ""
 
 
-@_check
-def kept_rows_stand_in_their_tiles(report: Report) -> str:
+def _kept_rows_stand_in_their_tiles(report: Report) -> str:
     """Where text stands between tiles, each has placeholders for the rows kept of it."""
     for name, images in report.kept.items():
         stock, pruned = report["stock"][name].prompt, report["pruned"][name].prompt
@@ -173,79 +160,43 @@ def kept_rows_stand_in_their_tiles(report: Report) -> str:
     return ""
 
 
-@_check
-def small_steps_keep_the_same(report: Report) -> str:
-    """Chunked prefill that splits images gives the same completions."""
-    return _compare(report, "chunked", "pruned", positions=True)
-
-
-@_check
-def preempted_requests_go_on(report: Report) -> str:
-    """Requests preempted during prefill or decoding, and recomputed, give the same completions."""
-    return _compare(report, "preempted", "pruned", positions=True)
-
-
-@_check
-def the_same_question_shares(report: Report) -> str:
+def _the_same_question_shares(report: Report) -> str:
     """The prefix cache is used for repeated questions only, and does not change completions."""
     for name, again in report["again"].items():
         if cached := report["pruned"][name].cached:
             return f"{name}: {cached} tokens of another question were used"
         if again.cached < BLOCK:
             return f"{name}: {again.cached} tokens were reused"
-    return _compare(report, "again", "pruned")
+    return _compare("again", "pruned", report)
 
 
-@_check
-def questions_stand_alone(report: Report) -> str:
-    """Questions about one image give the same completions as with empty caches."""
-    return _compare(report, "alone", "pruned")
-
-
-@_check
-def names_do_not_matter(report: Report) -> str:
-    """Images of several sizes with the same `uuid` give the same completions as without one."""
-    return _compare(report, "renamed", "unnamed")
-
-
-@_check
-def images_are_seen_once(report: Report) -> str:
+def _images_are_seen_once(report: Report) -> str:
     """The vision tower runs once for each image."""
     return f"it ran {report.vision_runs} times more" if report.vision_runs else ""
 
 
-@_check
-def nothing_fell_back(report: Report) -> str:
+def _nothing_fell_back(report: Report) -> str:
     """No selection failed."""
-    if report.fallbacks or report.errors:
-        return f"{report.fallbacks} fallbacks, errors {report.errors}"
-    return ""
+    failed = report.fallbacks or report.errors
+    return f"{report.fallbacks} fallbacks, errors {report.errors}" if failed else ""
 
 
-@_check
-def positions_are_a_gather(report: Report) -> str:
+def _positions_are_a_gather(report: Report) -> str:
     """Kept and decoded tokens have the positions they have in the unpruned prompt (M-RoPE)."""
     for name, pruned in report["pruned"].items():
-        stock = report["stock"][name]
-        if len(stock.positions) > 1 and pruned.positions != _gather(
-            stock, pruned, report.kept[name]
-        ):
+        stock, kept = report["stock"][name], report.kept[name]
+        if len(stock.positions) > 1 and pruned.positions != _gather(stock, pruned, kept):
             return f"{name}: {pruned.positions}"
     return ""
 
 
-def _split_budget(report: Report) -> int:
-    return min(SPLIT_BUDGET, *(size - 1 for size in report.predicted[SPLIT_QUESTION]))
-
-
-@_check
-def questions_share_the_core(report: Report) -> str:
+def _questions_share_the_core(report: Report) -> str:
     """A state with a core keeps two disjoint parts, and other questions reuse the core's blocks.
 
     With linear attention from the third question on: its state at the end of a core is kept once
     two prompts have parted there.
     """
-    rows = {row for part in report.split_kept for row in part}
+    rows = set(_rows(report.split_kept))
     if len(report.split_kept) != 1 + report.splittable or len(rows) != _split_budget(report):
         return f"parts {report.split_kept}"
     cached = [report["split"][name].cached for name in ("first", "second", "further")]
@@ -255,8 +206,7 @@ def questions_share_the_core(report: Report) -> str:
     return ""
 
 
-@_check
-def later_turns_recall_other_tokens(report: Report) -> str:
+def _later_turns_recall_other_tokens(report: Report) -> str:
     """Each later turn keeps more tokens of the image, and all before it stays in the cache.
 
     A request for that is refused where an image cannot be several items of a prompt.
@@ -268,15 +218,14 @@ def later_turns_recall_other_tokens(report: Report) -> str:
     wanted = [min(RECALL, unused), min(RECALL, max(0, unused - RECALL))] * report.splittable
     if [len(rows) for rows in report.recalled] != [count for count in wanted if count]:
         return f"recalled {report.recalled}, not {wanted}"
-    rows = [row for part in (*report.split_kept, *report.recalled) for row in part]
+    rows = _rows([*report.split_kept, *report.recalled])
     if len(set(rows)) != len(rows):
         return f"{report.recalled} after {report.split_kept}"
     reused = report["split"]["third"].cached
     return f"{reused} tokens were reused" if reused < BLOCK else ""
 
 
-@_check
-def recalled_tokens_stand_in_their_image(report: Report) -> str:
+def _recalled_tokens_stand_in_their_image(report: Report) -> str:
     """Tokens that later turns recall have the positions they have in the image (M-RoPE)."""
     stock, third = report["stock"][SPLIT_QUESTION], report["split"]["alone third"]
     if len(stock.positions) == 1:
@@ -284,14 +233,13 @@ def recalled_tokens_stand_in_their_image(report: Report) -> str:
     (image,) = Counter(stock.prompt) - Counter(report["split"]["first"].prompt)
     places = [i for i, token in enumerate(third.prompt) if token == image]
     start = stock.prompt.index(image)
-    rows = [row for part in (*report.split_kept, *report.recalled) for row in part]
+    rows = _rows([*report.split_kept, *report.recalled])
     expected = [[axis[start + row] for row in rows] for axis in stock.positions]
     positions = [[axis[i] for i in places] for axis in third.positions]
     return "" if positions == expected else f"{positions}"
 
 
-@_check
-def parts_give_the_same_completions(report: Report) -> str:
+def _parts_give_the_same_completions(report: Report) -> str:
     """Parts of an image give the same completions with empty caches, in small steps, preempted."""
     for name, completion in report["split"].items():
         # "alone second" is compared with "second".
@@ -301,19 +249,16 @@ def parts_give_the_same_completions(report: Report) -> str:
     return ""
 
 
-@_check
-def parts_stand_on_one_grid(report: Report) -> str:
+def _parts_stand_on_one_grid(report: Report) -> str:
     """Tokens of both parts have the positions they have in the unpruned prompt (M-RoPE)."""
     stock, split = report["stock"][SPLIT_QUESTION], report["split"]["first"]
     if len(stock.positions) == 1:
         return ""
-    rows = [row for part in report.split_kept for row in part]
-    same = split.positions == _gather(stock, split, [rows])
-    return "" if same else f"{split.positions}"
+    expected = _gather(stock, split, [_rows(report.split_kept)])
+    return "" if split.positions == expected else f"{split.positions}"
 
 
-@_check
-def merger_input_is_that_of_transformers(report: Report) -> str:
+def _merger_input_is_that_of_transformers(report: Report) -> str:
     """Tokens ranked before the patch merger are what enters it in transformers, in their order."""
     error = report.merger_error
     if error is None or error <= _MERGER_TOLERANCE:  # NaN is not below it
@@ -321,22 +266,43 @@ def merger_input_is_that_of_transformers(report: Report) -> str:
     return f"an error of {error} of the deviation between tokens"
 
 
-@_check
-def videos_are_untouched(report: Report) -> str:
-    """Completions about videos equal stock vLLM's, up to rounding with linear attention."""
-    stock, video = (report[setting].get("video") for setting in ("stock others", "others"))
-    if report.hybrid and stock is not None and video is not None:
-        return _difference(video, stock, _HYBRID_TOLERANCE)
-    return "" if video == stock else "another answer about a video"
-
-
-@_check
-def embeddings_are_untouched(report: Report) -> str:
-    """Completions about embeddings of images made elsewhere equal stock vLLM's."""
-    stock, pruned = (report[setting].get("embeddings") for setting in ("stock others", "others"))
+def _unpruned(kind: str, tolerance: Callable[[Report], float], report: Report) -> str:
+    """Completions about other inputs equal stock vLLM's, where it takes them."""
+    stock, pruned = (report[setting].get(kind) for setting in ("stock others", "others"))
     if stock is None or pruned is None:
-        return "" if stock is pruned else "embeddings are not taken as by stock vLLM"
-    return _difference(pruned, stock, _tolerance(report), positions=True)
+        return "" if stock is pruned else f"{kind} not taken as by stock vLLM"
+    return _difference(pruned, stock, tolerance(report), positions=True)
+
+
+CHECKS: dict[str, Callable[[Report], str]] = {
+    "answers_are_numbers": _answers_are_numbers,
+    "whole_is_stock": _whole_is_stock,
+    "prompts_shrink_as_predicted": _prompts_shrink_as_predicted,
+    "kept_rows_are_the_model_s_own": _kept_rows_are_the_models_own,
+    "kept_rows_stand_in_their_tiles": _kept_rows_stand_in_their_tiles,
+    # Chunked prefill that splits images; requests preempted during prefill or decoding.
+    "small_steps_keep_the_same": partial(_compare, "chunked", "pruned", positions=True),
+    "preempted_requests_go_on": partial(_compare, "preempted", "pruned", positions=True),
+    "the_same_question_shares": _the_same_question_shares,
+    # Questions about one image as with empty caches; images under one `uuid` as without.
+    "questions_stand_alone": partial(_compare, "alone", "pruned"),
+    "names_do_not_matter": partial(_compare, "renamed", "unnamed"),
+    "images_are_seen_once": _images_are_seen_once,
+    "nothing_fell_back": _nothing_fell_back,
+    "positions_are_a_gather": _positions_are_a_gather,
+    "questions_share_the_core": _questions_share_the_core,
+    "later_turns_recall_other_tokens": _later_turns_recall_other_tokens,
+    "recalled_tokens_stand_in_their_image": _recalled_tokens_stand_in_their_image,
+    "parts_give_the_same_completions": _parts_give_the_same_completions,
+    "parts_stand_on_one_grid": _parts_stand_on_one_grid,
+    "merger_input_is_that_of_transformers": _merger_input_is_that_of_transformers,
+    # A video is answered exactly as by stock vLLM, but for linear attention.
+    "videos_are_untouched": partial(
+        _unpruned, "video", lambda report: _HYBRID_TOLERANCE if report.hybrid else 0.0
+    ),
+    "embeddings_are_untouched": partial(_unpruned, "embeddings", _tolerance),
+}
+"""Name -> check."""
 
 
 def runners_agree(report: Report, other: Report) -> str:

@@ -16,6 +16,21 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_autoprune.errors import AutopruneError
 
+BLOCK = 32
+"""Tokens of one block of the prefix cache."""
+
+SMALL_BUDGET = 5
+"""K of the pruned completions."""
+
+SPLIT_QUESTION = "large"
+"""Name of the question that is asked under a state with a core."""
+
+SPLIT_BUDGET = 40
+"""K of the completions under a state with a core, more than a block; less where N is."""
+
+RECALL = 6
+"""K_r of the later turns under a state with a core."""
+
 
 class Completion(BaseModel):
     """One completion: token ids of prompt and output, and the positions the model received.
@@ -82,21 +97,21 @@ REPORT_PREFIX = "selftest-report:"
 TIMEOUT = 900.0
 """Seconds that a backbone may take."""
 
-RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 RUNNERS: Mapping[str, Mapping[str, str]] = {
-    "v1": {RUNNER_SWITCH: "0"},
-    "v2": {RUNNER_SWITCH: "1"},
+    "v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    "v2": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
 }
 """vLLM's model runners: name -> environment in which vLLM uses it."""
 
 _TRITON_PROBE = "from vllm.triton_utils import HAS_TRITON; print('triton:', HAS_TRITON)"
 
-_ENGINE = {
+ENGINE_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+"""Environment of an engine within its process, of a tiny model."""
 
 
 class SelftestError(AutopruneError):
@@ -125,8 +140,8 @@ def run_backbone(
     """The report of one backbone; raises :class:`SelftestError` if there is none."""
     try:
         process = subprocess.run(
-            [sys.executable, "-m", "vllm_autoprune.selftest", name],
-            env={**os.environ, **_ENGINE, **(environment or {})},
+            [sys.executable, "-m", "vllm_autoprune.selftest.serve", name],
+            env={**os.environ, **ENGINE_ENVIRONMENT, **(environment or {})},
             capture_output=True,
             text=True,
             timeout=timeout,

@@ -1,32 +1,432 @@
 """Serve one tiny model in this process under every setting of the self-test.
 
-What a state before the patch merger ranks is compared with what enters the merger in transformers.
+``python -m vllm_autoprune.selftest.serve NAME`` prints the report of a backbone.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
+import sys
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.selftest.checks import SMALL_BUDGET, SPLIT_BUDGET, SPLIT_QUESTION
-from vllm_autoprune.selftest.run import Completion, Report
-from vllm_autoprune.selftest.tiny_engine import (
-    FURTHER,
-    QUESTIONS,
-    QUESTIONS_WITH_BUDGETS,
-    SECOND,
-    STEPS_BETWEEN_PREEMPTIONS,
-    TinyEngine,
+from vllm_autoprune.errors import RequestError
+from vllm_autoprune.ops.dtype import choose_dtype
+from vllm_autoprune.selftest.backbones import WIDTH, build
+from vllm_autoprune.selftest.run import (
+    BLOCK,
+    RECALL,
+    REPORT_PREFIX,
+    SMALL_BUDGET,
+    SPLIT_BUDGET,
+    SPLIT_QUESTION,
+    Completion,
+    Report,
 )
-from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.models import BACKBONES, pruned_model
+from vllm_autoprune.serving.plan import ItemPlan
+from vllm_autoprune.serving.worker.batch import prune_images
 from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
+from vllm_autoprune.serving.worker.regions import SelectionContext
 from vllm_autoprune.tpdsl.loading import load_state
+
+# ---- what is asked ----
+
+
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    """A picture of coloured blocks."""
+    source = numpy.random.default_rng(seed)
+    blocks = source.integers(0, 255, (height // 8, width // 8, 3), dtype=numpy.uint8)
+    return Image.fromarray(blocks).resize((width, height))
+
+
+_WIDE, _TALL, _LARGE = picture(200, 112, 1), picture(96, 208, 2), picture(330, 300, 4)
+_COLOUR, _COUNT, _PLACE = "what colour is the cat", "how many are there", "which dog is on the left"
+
+_Question = tuple[str, Sequence[Image.Image]]
+_QUESTIONS: Mapping[str, _Question] = {
+    "square": (_COLOUR, [picture(112, 112, 0)]),
+    "wide": (_COLOUR, [_WIDE]),
+    "high": (_COLOUR, [_TALL]),
+    SPLIT_QUESTION: (_COLOUR, [_LARGE]),
+    "two": (_COUNT, [_TALL, picture(120, 96, 3)]),
+    "other question": (_PLACE, [_WIDE]),
+}
+_NAMED_QUESTIONS: Mapping[str, tuple[str, Sequence[Image.Image], list[int]]] = {
+    "two at once": (*_QUESTIONS["two"], [SMALL_BUDGET, SMALL_BUDGET]),
+    "one pruned, one whole": (_COUNT, [picture(96, 96, 5), _WIDE], [SMALL_BUDGET, 4096]),
+    "first": (_COLOUR, [_TALL], [SMALL_BUDGET]),
+    "second": (_COLOUR, [_WIDE], [SMALL_BUDGET]),
+}
+"""Requests whose images all have the same `uuid`; each image has a budget."""
+
+_PADDING = " and the sky is blue on the right" * 6
+"""Added to every question, so that image and text fill a block of the prefix cache."""
+
+_LARGE_BUDGET = 4096
+"""K above N of every image here; requests ask for less."""
+
+_STEPS_BETWEEN_PREEMPTIONS = 11
+"""A prompt takes 6 to 9 steps and decoding 3 more, so that the first request is preempted while it
+is decoded and the second while it is prefilled. A longer prompt needs more steps to be answered."""
+
+
+def _settings(budget: int, **more: object) -> dict[str, Any]:
+    """Settings of a server: CDPruner refined by signals that read question and attention.
+
+    Rows stay as they are, because checks find tokens by them. The signals of ``autoprune``, of
+    means and norms, are nearly equal for tokens of a random model, where the two model runners
+    round in another way.
+    """
+    weights = {
+        "instruction_guided_visual_relevance": 0.4,
+        "attention_proxy_saliency": 0.2,
+        "spatial_centrality_prior": 0.1,
+        "redundancy_density_penalty": 0.2,
+        "local_contrast_saliency": 0.1,
+    }
+    state = {
+        **load_state("autoprune").model_dump(mode="json"),
+        "scoring": {
+            "signals": [{"atom": atom, "weight": weight} for atom, weight in weights.items()],
+            "kernel": {"atom": "pairwise_cosine_kernel"},
+            "fusion": {"atom": "weighted_product_fusion"},
+        },
+        "constraints": {
+            "pool": [
+                {"atom": "quality_pool_builder"},
+                {"atom": "diversity_pool_builder", "pool_ratio": 0.5},
+            ],
+            "selector": {"atom": "reference_residual_exchange_selector"},
+        },
+        "reassembly": {"atom": "mean_residual"},
+    }
+    return {"state": {**state, **more}, "budget": budget, "requests": "budget"}
+
+
+# ---- an engine, asked and observed ----
+
+
+def start_engine(folder: Path, settings: Mapping[str, object] | None, **options: Any) -> Any:
+    """A ``vllm.LLM`` of a model, with a state unless ``settings`` is None."""
+    from vllm import LLM
+
+    if settings is not None:
+        options["additional_config"] = {"autoprune": dict(settings)}
+    usual = {"enforce_eager": True, "dtype": choose_dtype(), "block_size": BLOCK}
+    return LLM(model=str(folder), **{**usual, **options})
+
+
+def stop_engine(llm: Any) -> None:
+    """End an engine of this process, so that another one can start."""
+    llm.llm_engine.engine_core.shutdown()
+    # vLLM collects garbage several times during a start, which takes half of the start-up time of
+    # an engine of this size.
+    gc.freeze()
+
+
+def empty_caches(llm: Any) -> None:
+    """Empty vLLM's caches, and with them the plugin's."""
+    llm.reset_prefix_cache()
+    llm.llm_engine.reset_mm_cache()
+    llm.llm_engine.reset_encoder_cache()
+
+
+class _TinyEngine:
+    """One engine, which records positions that the language model receives, and rows of images."""
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, object] | None, **options: object
+    ) -> None:
+        """Start it, with a state unless ``settings`` is None."""
+        # vLLM's linear attention on a CPU takes bfloat16 only (cpu_gdn_attention_core).
+        if "linear_attention" in (folder / "config.json").read_text():
+            options["dtype"] = "bfloat16"
+        self.llm = start_engine(
+            folder,
+            settings,
+            max_model_len=1024,
+            num_gpu_blocks_override=128,
+            limit_mm_per_prompt={"image": 4},
+            enable_mm_embeds=True,
+            **options,
+        )
+        self.config = self.llm.llm_engine.vllm_config
+        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self.model = runner.model
+        self.features: list[ImageFeatures] = []
+        self._positions: list[Tensor] = []
+
+        def record(layer: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> None:
+            positions = named["positions"] if "positions" in named else inputs[0]
+            self._positions.append(positions.clone())
+
+        language_model = self.model.get_language_model()
+        # vLLM calls the model without its hooks; Idefics3's has no head around it.
+        layers = getattr(language_model, "model", language_model).layers
+        layers[0].register_forward_pre_hook(record, with_kwargs=True)
+
+    @property
+    def processor(self) -> Any:
+        """A multi-modal processor of the model."""
+        from vllm.multimodal import MULTIMODAL_REGISTRY
+
+        return MULTIMODAL_REGISTRY.create_processor(self.llm.llm_engine.model_config)
+
+    @property
+    def splittable(self) -> bool:
+        """Whether images of the model can be several items of a prompt."""
+        return not self.processor._placeholders.unsplittable
+
+    @contextmanager
+    def preempting(self, interval: int = _STEPS_BETWEEN_PREEMPTIONS) -> Iterator[None]:
+        """Preempt running requests every ``interval`` steps, during prefill and during decoding."""
+        engine = self.llm.llm_engine
+        step, steps = engine.step, itertools.count(1)
+
+        def step_with_preemption() -> Any:
+            if next(steps) % interval == 0:
+                engine.reset_prefix_cache(reset_running_requests=True)
+            return step()
+
+        with patch.object(engine, "step", step_with_preemption):
+            yield
+
+    @contextmanager
+    def recording_rows(self) -> Iterator[list[list[int]]]:
+        """Record the features of images; yields which of its unpruned rows each row of one is."""
+        kept: list[list[int]] = []
+
+        def prune_and_record(
+            context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
+        ) -> list[Tensor]:
+            selected = prune_images(context, plans, images)
+            for image, rows in zip(images, selected, strict=True):
+                equal = (rows[:, None] == image.rows()[None]).all(dim=2).to(torch.int8)
+                place = torch.where(equal.any(dim=1), equal.argmax(dim=1), -1)
+                kept.append(place.tolist())
+                self.features.append(image)
+            return selected
+
+        with patch.object(pruned_model, "prune_images", prune_and_record):
+            yield kept
+
+    def ask(
+        self,
+        question: _Question,
+        budget: int | list[int] | None = None,
+        preempted: bool = False,
+        uuid: str | None = None,
+        later: Sequence[str] = (),
+        **fields: object,
+    ) -> Completion:
+        """The completion of a text about images, each sent under the name ``uuid``.
+
+        ``later`` turns follow, and ``fields`` are of the pruning entry.
+        """
+        text, images = question
+        named = {} if uuid is None else {"uuid": uuid}
+        content: list[dict[str, object]] = [
+            {"type": "image_pil", "image_pil": image, **named} for image in images
+        ]
+        content.append({"type": "text", "text": text + _PADDING})
+        messages: list[dict[str, object]] = [{"role": "user", "content": content}]
+        for turn in later:
+            messages.append({"role": "assistant", "content": "blue"})
+            messages.append({"role": "user", "content": turn})
+        entry = fields if budget is None else {"budget": budget, **fields}
+        options = {"mm_processor_kwargs": {"autoprune": entry}} if entry else {}
+        (output,) = self.llm.chat([messages], self._sampling(), use_tqdm=False, **options)
+        return self._read(output, preempted)
+
+    def converse(self, recall: bool = True, preempted: bool = False) -> Completion:
+        """The completion of a third turn; the second and the third recall tokens if they may."""
+        fields = {"recall": RECALL} if recall else {}
+        question = _QUESTIONS[SPLIT_QUESTION]
+        return self.ask(question, None, preempted, None, (_PLACE, _COUNT), **fields)
+
+    def ask_unpruned(self) -> dict[str, Completion]:
+        """Completions about a video and about embeddings of 12 tokens, where the model takes them.
+
+        The video has four frames.
+        """
+        info, completions = self.processor.info, {}
+        if "video" in info.get_supported_mm_limits():
+            frames = numpy.stack([numpy.asarray(picture(56, 84, seed)) for seed in range(4)])
+            metadata = {
+                "fps": 2.0,
+                "duration": 2.0,
+                "total_num_frames": 4,
+                "frames_indices": [0, 1, 2, 3],
+                "video_backend": "opencv",
+                "do_sample_frames": False,
+            }
+            completions["video"] = self._ask_about("video", (frames, metadata))
+        visual = getattr(self.model, "visual", None)
+        width = WIDTH if visual is None else visual.out_hidden_size
+        noise = torch.Generator().manual_seed(0)
+        rows = torch.randn(12, int(width), generator=noise).to(torch.bfloat16)
+        image: object = rows[None]
+        if "image" in info.get_data_parser().embedding_fields:
+            image = {"image_embeds": rows, "image_grid_thw": torch.tensor([[1, 4, 12]])}
+        with suppress(TypeError, ValueError):  # refused by models that take no embeddings
+            completions["embeddings"] = self._ask_about("image", image)
+        return completions
+
+    def _ask_about(self, modality: str, data: object) -> Completion:
+        """The completion about one input, written as its placeholder."""
+        placeholder = type(self.model).get_placeholder_str(modality, 0)
+        prompt = {
+            "prompt": f"user {placeholder} what is on the left you",
+            "multi_modal_data": {modality: data},
+        }
+        (output,) = self.llm.generate([prompt], self._sampling(), use_tqdm=False)
+        return self._read(output)
+
+    def _sampling(self) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+
+    def _read(self, output: Any, preempted: bool = False) -> Completion:
+        """Positions are those of the tokens computed first, or last where it was preempted."""
+        generated = output.outputs[0]
+        cached = 0 if preempted else output.num_cached_tokens or 0
+        prompt, ids = list(output.prompt_token_ids), list(generated.token_ids)
+        computed = len(prompt) + len(ids) - 1 - cached
+        axes = torch.cat(self._positions, dim=-1)
+        axes = axes.reshape(-1, axes.shape[-1])
+        self._positions.clear()
+        return Completion(
+            prompt=prompt,
+            ids=ids,
+            logprob=float(generated.cumulative_logprob),
+            cached=cached,
+            positions=(axes[:, -computed:] if preempted else axes[:, :computed]).tolist(),
+        )
+
+
+# ---- the report ----
+
+
+def serve(name: str) -> Report:
+    """The report of the tiny model of one backbone."""
+    with tempfile.TemporaryDirectory() as folder:
+        return serve_folder(build(name, Path(folder)))
+
+
+def serve_folder(folder: Path) -> Report:
+    """The report of a model in a folder."""
+    from vllm.multimodal.parse import ImageSize
+
+    results: dict[str, Any] = {}
+    completions: dict[str, dict[str, Completion]] = {}
+    engine = _TinyEngine(folder, None)
+    results["hybrid"] = engine.config.model_config.is_hybrid
+    results["runner"] = "v2" if engine.config.use_v2_model_runner else "v1"
+    completions["stock"] = {name: engine.ask(question) for name, question in _QUESTIONS.items()}
+    completions["stock others"] = engine.ask_unpruned()
+    stop_engine(engine.llm)
+
+    engine = _TinyEngine(folder, _settings(_LARGE_BUDGET))
+    processor = engine.processor
+    count = processor._placeholders.count
+    results["predicted"] = predicted = {
+        name: [count(processor.info, ImageSize(*image.size), {}).tokens for image in images]
+        for name, (_, images) in _QUESTIONS.items()
+    }
+    completions["whole"] = {name: engine.ask(question) for name, question in _QUESTIONS.items()}
+    completions["pruned"], completions["again"], results["kept"] = {}, {}, {}
+    runs = engine.model.autoprune.runs
+    for name, question in _QUESTIONS.items():
+        with engine.recording_rows() as results["kept"][name]:
+            completions["pruned"][name] = engine.ask(question, SMALL_BUDGET)
+        completions["again"][name] = engine.ask(question, SMALL_BUDGET)
+    images = {id(image) for _, pictures in _QUESTIONS.values() for image in pictures}
+    results["vision_runs"] = engine.model.autoprune.runs - runs - len(images)
+    empty_caches(engine.llm)
+    completions["alone"] = {
+        name: engine.ask(_QUESTIONS[name], SMALL_BUDGET) for name in ("other question", "wide")
+    }
+    for setting, uuid in (("unnamed", None), ("renamed", "one name for all")):
+        empty_caches(engine.llm)
+        completions[setting] = {
+            name: engine.ask((text, pictures), budgets, uuid=uuid)
+            for name, (text, pictures, budgets) in _NAMED_QUESTIONS.items()
+        }
+    meter = engine.model.autoprune_reporter.meter
+    results["fallbacks"] = sum(n for kind, n in meter.counts().items() if kind != "none")
+    results["errors"] = dict(meter.errors)
+    stop_engine(engine.llm)
+
+    settings = _settings(SMALL_BUDGET)
+    engine = _TinyEngine(folder, settings, max_num_batched_tokens=8, max_num_seqs=2)
+    completions["chunked"] = {name: engine.ask(question) for name, question in _QUESTIONS.items()}
+    completions["others"] = engine.ask_unpruned()
+    engine.llm.reset_prefix_cache()
+    longest = max(len(completion.prompt) for completion in completions["chunked"].values())
+    with engine.preempting(max(_STEPS_BETWEEN_PREEMPTIONS, longest // 8 + 3)):
+        completions["preempted"] = {
+            name: engine.ask(_QUESTIONS[name], preempted=True) for name in ("high", "two")
+        }
+    model_config = engine.config.model_config
+    merger = not BACKBONES[model_config.architecture].input_problems(
+        model_config.hf_config, ["merger_input"]
+    )
+    stop_engine(engine.llm)
+
+    # A state with a core, which ranks tokens before the patch merger where the model has one: one
+    # image, three questions, and a conversation.
+    (size,) = predicted[SPLIT_QUESTION]
+    ranking = {"rank_at": "merger_in"} if merger else {}
+    settings = _settings(min(SPLIT_BUDGET, size - 1), core={"share": 0.7}, **ranking)
+    colour, place, number = ((text, [_LARGE]) for text in (_COLOUR, _PLACE, _COUNT))
+    engine = _TinyEngine(folder, settings)
+    results["splittable"] = recall = engine.splittable
+    completions["split"] = split = {}
+    with engine.recording_rows() as results["split_kept"]:
+        split["first"] = engine.ask(colour)
+    results["merger_error"] = (
+        _measure_merger_error(folder, _LARGE, engine.features[0]) if merger else None
+    )
+    with engine.recording_rows() as results["recalled"]:
+        split["third"] = engine.converse(recall)
+    split["second"], split["further"] = engine.ask(place), engine.ask(number)
+    empty_caches(engine.llm)
+    split["alone second"], split["again first"] = engine.ask(place), engine.ask(colour)
+    empty_caches(engine.llm)
+    split["alone third"] = engine.converse(recall)
+    results["recall_refused"] = False
+    if not recall:
+        try:
+            engine.converse()
+        except RequestError:
+            results["recall_refused"] = True
+    stop_engine(engine.llm)
+
+    engine = _TinyEngine(folder, settings, max_num_batched_tokens=16, max_num_seqs=2)
+    split["chunked first"], split["chunked second"] = engine.ask(colour), engine.ask(place)
+    engine.llm.reset_prefix_cache()
+    split["chunked third"] = engine.converse(recall)
+    engine.llm.reset_prefix_cache()
+    with engine.preempting():
+        split["preempted second"] = engine.ask(place, preempted=True)
+        split["preempted third"] = engine.converse(recall, preempted=True)
+    stop_engine(engine.llm)
+    return Report(completions=completions, **results)
+
+
+# ---- what enters the patch merger ----
 
 _MERGER_INPUT: tuple[Signal, Signal] = ("encoder", "merger_norms")
 
@@ -47,7 +447,7 @@ def _measure_merger_error(folder: Path, image: Image.Image, features: ImageFeatu
 
 
 def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor]:
-    """Rows ``(N, C)`` and norms ``(N, 2)`` of one image, in raster order."""
+    """Rows ``(N, C)`` and norms ``(N, 2)`` of one image, in raster order, by transformers."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).model
@@ -92,132 +492,5 @@ def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor
     return rows.mean(dim=1), sizes.mean(dim=1)
 
 
-def _settings(budget: int, **more: object) -> dict[str, Any]:
-    """Settings of a server: CDPruner refined by signals that read question and attention.
-
-    Rows stay as they are, because checks find tokens by them. The signals of ``autoprune``, of
-    means and norms, are nearly equal for tokens of a random model, where the two model runners
-    round in another way.
-    """
-    state: dict[str, Any] = load_state("autoprune").model_dump(mode="json")
-    weights = {
-        "instruction_guided_visual_relevance": 0.4,
-        "attention_proxy_saliency": 0.2,
-        "spatial_centrality_prior": 0.1,
-        "redundancy_density_penalty": 0.2,
-        "local_contrast_saliency": 0.1,
-    }
-    state["scoring"] = {
-        "signals": [{"atom": atom, "weight": weight} for atom, weight in weights.items()],
-        "kernel": {"atom": "pairwise_cosine_kernel"},
-        "fusion": {"atom": "weighted_product_fusion"},
-    }
-    pools = [
-        {"atom": "quality_pool_builder"},
-        {"atom": "diversity_pool_builder", "pool_ratio": 0.5},
-    ]
-    selector = {"atom": "reference_residual_exchange_selector"}
-    state["constraints"] = {"pool": pools, "selector": selector}
-    state = {**state, "reassembly": {"atom": "mean_residual"}, **more}
-    return {"state": state, "budget": budget, "requests": "budget"}
-
-
-LARGE_BUDGET = 4096
-"""K above N of every image here; requests ask for less."""
-
-
-def serve(name: str) -> Report:
-    """The report of the tiny model of one backbone."""
-    with tempfile.TemporaryDirectory() as folder:
-        return serve_folder(build(name, Path(folder)))
-
-
-def serve_folder(folder: Path) -> Report:
-    """The report of a model in a folder."""
-    results: dict[str, Any] = {}
-    made: dict[str, dict[str, Completion]] = {}
-    engine = TinyEngine(folder, None)
-    config = engine.llm.llm_engine.vllm_config
-    results["hybrid"] = config.model_config.is_hybrid
-    results["runner"] = "v2" if config.use_v2_model_runner else "v1"
-    made["stock"] = {name: engine.ask(name) for name in QUESTIONS}
-    made["stock others"] = engine.ask_unpruned()
-    engine.stop()
-
-    engine = TinyEngine(folder, _settings(LARGE_BUDGET))
-    model = engine.model
-    results["predicted"] = engine.predict_tokens()
-    made["whole"] = {name: engine.ask(name) for name in QUESTIONS}
-    made["pruned"], made["again"], results["kept"] = {}, {}, {}
-    runs = model.autoprune.runs
-    images = {id(image) for _, pictures in QUESTIONS.values() for image in pictures}
-    for name in QUESTIONS:
-        with engine.observer.recording_rows() as rows:
-            made["pruned"][name] = engine.ask(name, SMALL_BUDGET)
-        results["kept"][name] = rows
-        made["again"][name] = engine.ask(name, SMALL_BUDGET)
-    results["vision_runs"] = model.autoprune.runs - runs - len(images)
-    engine.empty_caches()
-    made["alone"] = {name: engine.ask(name, SMALL_BUDGET) for name in ("other question", "wide")}
-    for setting, uuid in (("unnamed", None), ("renamed", "one name for all")):
-        engine.empty_caches()
-        made[setting] = {
-            name: engine.complete(*request, uuid=uuid)
-            for name, request in QUESTIONS_WITH_BUDGETS.items()
-        }
-    meter = model.autoprune_reporter.meter
-    results["fallbacks"] = sum(n for kind, n in meter.counts().items() if kind != "none")
-    results["errors"] = dict(meter.errors)
-    engine.stop()
-
-    settings = _settings(SMALL_BUDGET)
-    engine = TinyEngine(folder, settings, max_num_batched_tokens=8, max_num_seqs=2)
-    made["chunked"] = {name: engine.ask(name) for name in QUESTIONS}
-    made["others"] = engine.ask_unpruned()
-    engine.llm.reset_prefix_cache()
-    longest = max(len(completion.prompt) for completion in made["chunked"].values())
-    with engine.preempting(max(STEPS_BETWEEN_PREEMPTIONS, longest // 8 + 3)):
-        made["preempted"] = {name: engine.ask(name, preempted=True) for name in ("high", "two")}
-    merger = not BACKBONES[config.model_config.architecture].input_problems(
-        config.model_config.hf_config, ["merger_input"]
-    )
-    engine.stop()
-
-    # A state with a core, which ranks tokens before the patch merger where the model has one: one
-    # image, three questions, and a conversation.
-    (size,) = results["predicted"][SPLIT_QUESTION]
-    place = {"rank_at": "merger_in"} if merger else {}
-    settings = _settings(min(SPLIT_BUDGET, size - 1), core={"share": 0.7}, **place)
-    engine = TinyEngine(folder, settings)
-    results["splittable"] = engine.splittable
-    made["split"] = split = {}
-    with engine.observer.recording_rows() as rows:
-        split["first"] = engine.ask(SPLIT_QUESTION)
-    results["split_kept"] = rows
-    _, (image,) = QUESTIONS[SPLIT_QUESTION]
-    features = engine.observer.features
-    results["merger_error"] = _measure_merger_error(folder, image, features[0]) if merger else None
-    with engine.observer.recording_rows() as rows:
-        split["third"] = engine.converse()
-    results["recalled"] = rows
-    split["second"] = engine.complete(*SECOND, None)
-    split["further"] = engine.complete(*FURTHER, None)
-    engine.empty_caches()
-    split["alone second"] = engine.complete(*SECOND, None)
-    split["again first"] = engine.ask(SPLIT_QUESTION)
-    engine.empty_caches()
-    split["alone third"] = engine.converse()
-    results["recall_refused"] = not engine.splittable and engine.refuses_recall()
-    engine.stop()
-
-    engine = TinyEngine(folder, settings, max_num_batched_tokens=16, max_num_seqs=2)
-    split["chunked first"] = engine.ask(SPLIT_QUESTION)
-    split["chunked second"] = engine.complete(*SECOND, None)
-    engine.llm.reset_prefix_cache()
-    split["chunked third"] = engine.converse()
-    engine.llm.reset_prefix_cache()
-    with engine.preempting():
-        split["preempted second"] = engine.complete(*SECOND, None, preempted=True)
-        split["preempted third"] = engine.converse(preempted=True)
-    engine.stop()
-    return Report(completions=made, **results)
+if __name__ == "__main__":
+    print(REPORT_PREFIX + serve(sys.argv[1]).model_dump_json())

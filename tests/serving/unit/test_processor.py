@@ -25,7 +25,7 @@ from tests.serving.unit.samples import (
     served,
 )
 from vllm_autoprune import RequestError
-from vllm_autoprune.selftest.backbones import BUILDERS, build
+from vllm_autoprune.selftest.backbones import TINY_MODELS, build
 from vllm_autoprune.serving.api import planner
 from vllm_autoprune.serving.api.layout import Placeholders, Slot
 from vllm_autoprune.serving.api.planner import NamedImages, RequestPlanner
@@ -161,7 +161,7 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, object]]] = {
 @pytest.mark.parametrize("gigabytes", [0, 4])
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(name, options) for name in BUILDERS for options in OPTIONS.get(name, ({},))],
+    [(name, options) for name in TINY_MODELS for options in OPTIONS.get(name, ({},))],
 )
 def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
     name: str,

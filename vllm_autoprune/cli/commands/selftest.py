@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from vllm_autoprune.cli.flags import Command
 from vllm_autoprune.cli.output import as_json, format_table
-from vllm_autoprune.selftest.backbones import BUILDERS, NEEDED_PACKAGES
+from vllm_autoprune.selftest.backbones import NEEDED_PACKAGES, TINY_MODELS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
 from vllm_autoprune.selftest.device import (
     KERNEL,
@@ -53,8 +53,9 @@ _NO_V2 = "V2 needs Triton, and vLLM finds no Triton that it can use"
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
+    known = ", ".join(TINY_MODELS)
     parser.add_argument(
-        "backbones", nargs="*", metavar="BACKBONE", help=f"of: {', '.join(BUILDERS)} (default: all)"
+        "backbones", nargs="*", metavar="BACKBONE", help=f"of: {known} (default: all)"
     )
     parser.add_argument(
         "--runner",
@@ -70,14 +71,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    names: Sequence[str] = options.backbones or (GPU_BACKBONES if options.gpu else [*BUILDERS])
-    device, available = None, tuple[str, ...]()
-    left_out: dict[str, str] = {}
-    if unknown := [name for name in names if name not in BUILDERS]:
-        known = ", ".join(BUILDERS)
-        return _refuse(f"no such backbone: {', '.join(unknown)}; use: {known}")
-    if options.gpu and (device := find_gpu()) is None:
+    names: Sequence[str] = options.backbones or (GPU_BACKBONES if options.gpu else [*TINY_MODELS])
+    if unknown := [name for name in names if name not in TINY_MODELS]:
+        return _refuse(f"no such backbone: {', '.join(unknown)}; use: {', '.join(TINY_MODELS)}")
+    device, deadline = find_gpu() if options.gpu else None, math.inf
+    if options.gpu and device is None:
         return _refuse("no CUDA device here; `selftest` without --gpu needs none")
+    available = tuple[str, ...]()
+    left_out: dict[str, str] = {}
     if options.gpu and importlib.util.find_spec("vllm") is None:
         left_out = dict.fromkeys(names, "vLLM is not installed")
     else:
@@ -87,13 +88,15 @@ def _run(options: argparse.Namespace) -> int:
         runners = tuple(RUNNERS) if options.runner == BOTH else (options.runner,)
     if absent := [runner for runner in runners if runner not in available]:
         return _refuse(f"no model runner {', '.join(absent)} here: {_NO_V2}")
-    if not options.backbones:
-        left_out |= _find_missing_packages(names)
+    for name, package in NEEDED_PACKAGES.items():
+        if not options.backbones and name in names and importlib.util.find_spec(package) is None:
+            left_out[name] = f"its processor needs the package {package}: pip install {package}"
 
-    deadline = math.inf if device is None else time.monotonic() + GPU_SECONDS
+    # Selections on the GPU, then the backbones in what is left of the time.
     record: dict[str, object] = {}
     table, problems = "", list[str]()
     if device is not None:
+        deadline = time.monotonic() + GPU_SECONDS
         kernel, selections = check_kernel(device), list(check_selections(device))
         record = {
             "device": describe_device(device),
@@ -137,20 +140,11 @@ def _refuse(message: str) -> int:
     return 2
 
 
-def _find_missing_packages(names: Sequence[str]) -> dict[str, str]:
-    """Backbones whose processors need a package that is not installed -> the reason."""
-    return {
-        name: f"its processor needs the package {package}: pip install {package}"
-        for name, package in NEEDED_PACKAGES.items()
-        if name in names and importlib.util.find_spec(package) is None
-    }
-
-
 def _check_backbone(
     name: str, runners: Sequence[str], progress: bool, timeout: float
 ) -> dict[str, Verdicts]:
     """Verdicts on one backbone under each runner, and on both together."""
-    reports: dict[str, Report] = {}
+    reports: list[Report] = []
     verdicts: dict[str, Verdicts] = {}
     for runner in runners:
         start = time.monotonic()
@@ -162,31 +156,24 @@ def _check_backbone(
             other = "" if report.runner == runner else f"vLLM used {report.runner} instead"
             checks = {check: holds(report) for check, holds in CHECKS.items()}
             verdicts[runner] = {SERVED: other, **checks}
-            reports[runner] = report
+            reports.append(report)
         if progress:
             print(f"{name}, {runner}: {time.monotonic() - start:.0f} s", file=sys.stderr)
     if len(reports) == len(RUNNERS):
-        verdicts[BOTH] = {AGREE: runners_agree(*reports.values())}
+        verdicts[BOTH] = {AGREE: runners_agree(*reports)}
     return verdicts
 
 
 def _format_selections(kernel: str, selections: Sequence[SelectionResult]) -> str:
     """A table with a line for each state, and one line for each that failed."""
     rows = [[KERNEL, "-", "-", "no" if kernel else "yes"]]
-    rows += [
-        [
-            each.name,
-            f"{each.share:.0%}",
-            f"{1000 * each.seconds:.2f}",
-            "no" if each.wrong else "yes",
-        ]
-        for each in selections
-    ]
+    for result in selections:
+        verdict = "no" if result.wrong else "yes"
+        rows.append([result.name, f"{result.share:.0%}", f"{1000 * result.seconds:.2f}", verdict])
+    wrong = {KERNEL: kernel, **{result.name: result.wrong for result in selections}}
     lines = [format_table(("selection", "as on the host", "ms", "holds"), rows)]
-    wrong = {KERNEL: kernel, **{each.name: each.wrong for each in selections}}
-    return "\n".join(
-        [*lines, *(f"{name}: {problem}" for name, problem in wrong.items() if problem)]
-    )
+    lines += [f"{name}: {problem}" for name, problem in wrong.items() if problem]
+    return "\n".join(lines)
 
 
 def _format_results(results: Results, runners: Sequence[str]) -> str:

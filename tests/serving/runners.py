@@ -1,0 +1,244 @@
+"""Functions and tests that run in a process with one of vLLM's two model runners.
+
+The process exists for a whole test session: importing vLLM and starting a first engine takes about
+twelve seconds of processor time, every further engine of the same process one or two. The functions
+of a session are queued when its tests are collected, so that both runners work at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from vllm_autoprune.selftest.run import ENGINE_ENVIRONMENT, RUNNERS
+
+Result = Any
+"""What a function returns, as JSON."""
+
+PATIENCE = 400.0
+"""Seconds that one function may take."""
+
+# Without these vLLM binds the threads of every engine to the same cores.
+_ONE_CORE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_INTERPRETER = str(Path(__file__).with_name("interpreter"))
+"""Runs V2 on a CPU (``interpreter/README.md``)."""
+
+ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
+    "v1": {**_ONE_CORE, **RUNNERS["v1"]},
+    "v2": {
+        **_ONE_CORE,
+        **RUNNERS["v2"],
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [_INTERPRETER, os.getenv("PYTHONPATH")])),
+    },
+}
+"""Environment variables that select one of vLLM's two model runners."""
+
+# Tests of several ranks send functions to their workers.
+_ENGINE = {**ENGINE_ENVIRONMENT, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+_RESULT, _FAILURE = "engine-result:", "engine-failure:"
+
+
+@dataclass(frozen=True)
+class Runner:
+    """One of vLLM's two model runners."""
+
+    name: str
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Environment of a process that uses this runner."""
+        return ENVIRONMENTS[self.name]
+
+    def begin(
+        self,
+        function: Callable[..., Result],
+        environment: Mapping[str, str] | None = None,
+        patience: float = PATIENCE,
+        **parameters: object,
+    ) -> Future[Result]:
+        """Queue a function behind those already queued for the same environment, once a session."""
+        variables = tuple(sorted({**self.environment, **(environment or {})}.items()))
+        call = json.dumps([function.__module__, function.__name__, parameters])
+        return _start_process(variables).begin(call, patience)
+
+    def run(
+        self,
+        function: Callable[..., Result],
+        environment: Mapping[str, str] | None = None,
+        patience: float = PATIENCE,
+        **parameters: object,
+    ) -> Result:
+        """What a function of a module returns; a failure is that of every test that asks for it."""
+        return self.begin(function, environment, patience, **parameters).result()
+
+
+def in_engine(function: Callable[..., Result]) -> Callable[..., None]:
+    """Let a test run in the process of its parameter ``runner``; others have to be JSON.
+
+    It leaves no engine and no patch behind.
+    """
+
+    def test(runner: Runner, **parameters: object) -> None:
+        runner.begin(function, None, PATIENCE, **parameters).result()
+
+    signature = inspect.signature(function)
+    runner_parameter = inspect.Parameter("runner", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = signature.replace(parameters=[runner_parameter, *signature.parameters.values()])
+    test.__name__, test.__doc__, test.__module__ = (
+        *(function.__name__, function.__doc__, function.__module__),
+    )
+    vars(test).update(__signature__=signature, in_engine=function)
+    return test
+
+
+def begin_tests(items: list[pytest.Item]) -> None:
+    """Queue the tests that run in an engine's process, and what others read.
+
+    They read the functions of their mark ``reads``, with those of their parameters that these take,
+    or the function that is a parameter.
+    """
+    for item in items:
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            continue
+        parameters = dict(item.callspec.params)
+        functions = [vars(item.obj).get("in_engine"), parameters.pop("function", None)]
+        functions += [function for mark in item.iter_markers("reads") for function in mark.args]
+        for function in filter(None, functions):
+            taken = inspect.signature(vars(function).get("in_engine", function)).parameters
+            chosen = {name: value for name, value in parameters.items() if name in taken}
+            Runner(str(parameters["runner"])).begin(function, None, PATIENCE, **chosen)
+
+
+_STARTED: list[_EngineProcess] = []
+
+
+@cache
+def _start_process(environment: tuple[tuple[str, str], ...]) -> _EngineProcess:
+    process = _EngineProcess(dict(environment))
+    _STARTED.append(process)
+    return process
+
+
+def end_processes() -> None:
+    """End every engine process of this session, and forget what is still queued."""
+    for process in _STARTED:
+        process.end()
+
+
+class _EngineProcess:
+    """Runs calls one after another; one that ends the process costs only its own result."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._pool = ThreadPoolExecutor(1)
+        self._results: dict[str, Future[Result]] = {}
+        self._process: subprocess.Popen[str] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="engine-")
+        self._log = Path(self._folder.name) / "engine.log"
+
+    def begin(self, call: str, patience: float) -> Future[Result]:
+        if call not in self._results:
+            self._results[call] = self._pool.submit(self._run, call, patience)
+        return self._results[call]
+
+    def _run(self, call: str, patience: float) -> Result:
+        """The result; AssertionError where there is none."""
+        if self._process is None:
+            with self._log.open("w") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.serving.runners"],
+                    cwd=Path(__file__).resolve().parents[2],
+                    env={**os.environ, **_ENGINE, **self._environment},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    start_new_session=True,
+                )
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(call + "\n")
+        process.stdin.flush()
+        limit = threading.Timer(patience, self._kill)
+        limit.start()
+        try:
+            for line in process.stdout:
+                if line.startswith(_RESULT):
+                    return json.loads(line.removeprefix(_RESULT))
+                if line.startswith(_FAILURE):
+                    failure = json.loads(line.removeprefix(_FAILURE))
+                    raise AssertionError(f"{call} failed:\n{failure}\n{self._tail()}")
+        finally:
+            limit.cancel()
+        status = self._close()
+        raise AssertionError(
+            f"{call} ended its process with {status}; it may take {patience:.0f} s\n{self._tail()}"
+        )
+
+    def end(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._kill()
+        self._pool.shutdown()
+        self._close()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _close(self) -> int:
+        """Close the pipes of an ended process; returns its exit status."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()  # type: ignore[union-attr]  # both are pipes
+        return process.wait()
+
+    def _tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
+
+
+def _serve_calls() -> None:
+    """Make the calls that stand on standard input, one a line."""
+    from _pytest.config import _prepareconfig
+
+    # Rewrites asserts, so that they show their values.
+    _prepareconfig(["--capture=no", "-p", "no:cacheprovider"])
+    from tests.serving.engine import release_all
+
+    for line in sys.stdin:
+        module, name, parameters = json.loads(line)
+        try:
+            function = getattr(importlib.import_module(module), name)
+            result = vars(function).get("in_engine", function)(**parameters)
+            print(_RESULT + json.dumps(result), flush=True)
+        except (Exception, pytest.fail.Exception, pytest.skip.Exception):
+            print(_FAILURE + json.dumps(traceback.format_exc()), flush=True)
+        finally:
+            patch.stopall()
+            release_all()
+
+
+if __name__ == "__main__":
+    _serve_calls()
