@@ -22,8 +22,17 @@ import httpx
 
 import tests.hostile.forgeries  # noqa: F401  (registers its attacks)
 from benchmarks.server import Server, serve
-from tests.hostile.attacks import ATTACKS, BACKBONES, Attack
-from tests.hostile.site import SAME, Picture, Profile, Reply, Site, distance
+from tests.hostile.site import (
+    ATTACKS,
+    BACKBONES,
+    SAME,
+    Attack,
+    Picture,
+    Profile,
+    Reply,
+    Site,
+    distance,
+)
 from tests.serving.engine import CLIP, LLAVA, built
 from tests.serving.runners import ENVIRONMENTS
 from tests.tpdsl.samples import sample

@@ -9,9 +9,8 @@ from __future__ import annotations
 import copy
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from tests.fuzz.generator import SPECIAL_TOKENS, Json
@@ -22,9 +21,10 @@ from tests.hostile.site import (
     AtOnce,
     OddRequests,
     Picture,
-    Profile,
+    Problems,
     Reply,
     Site,
+    attack,
     entry,
     server_errors,
     user_turn,
@@ -34,53 +34,6 @@ from tests.tpdsl.samples import sample
 from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.api.endpoint import PATH
 from vllm_autoprune.serving.plan import MAX_RECALLS
-
-BACKBONES = ("qwen2_5_vl", "llava_next", "llava")
-
-
-@dataclass(frozen=True)
-class Attack:
-    """One attack: ``run`` yields problems; those marked ``quick`` also run in pytest."""
-
-    name: str
-    summary: str
-    profile: Profile
-    quick: bool
-    backbones: Sequence[str]
-    run: Callable[[Site], Iterable[str]]
-
-
-ATTACKS: dict[str, Attack] = {}
-
-Problems = Iterable[str]
-
-
-def judge_problems(site: Site, problems: Problems) -> Problems:
-    """The problems that an attack has found itself."""
-    return problems
-
-
-def attack(
-    profile: Profile = "default",
-    quick: bool = True,
-    backbones: Sequence[str] = BACKBONES,
-    judge: Callable[[Site, Iterable[Any]], Problems] = judge_problems,
-) -> Callable[[Callable[[Site], Iterable[Any]]], Callable[[Site], Iterable[Any]]]:
-    """Register a function as an attack, with its name and docstring as description.
-
-    ``judge`` makes problems of what it yields: of a :class:`Site`, ``check_each`` or
-    ``check_at_once``, or nothing, where it yields problems.
-    """
-
-    def register(function: Callable[[Site], Iterable[Any]]) -> Callable[[Site], Iterable[Any]]:
-        name = function.__name__
-        summary = (function.__doc__ or "").strip().partition("\n")[0]
-        run: Callable[[Site], Problems] = lambda site: judge(site, function(site))  # noqa: E731
-        ATTACKS[name] = Attack(name, summary, profile, quick, backbones, run)
-        return function
-
-    return register
-
 
 ONE, OTHER = Picture(1, *SMALL), Picture(2, *LARGE)
 IMAGE, SPLIT, RECALLED = Picture(20, *LARGE), Picture(50, *LARGE), Picture(60, *LARGE)
@@ -184,14 +137,14 @@ def truncated_prompts(site: Site) -> Problems:
     """Prompts cut by ``truncate_prompt_tokens``, also within an image: no new errors."""
     # Single replies are not comparable: other prompts fit, and vLLM 0.32 answers 500 for an image
     # of a previously refused prompt.
+    counts = (1, 2, 5, 20, 33, 200, 300, 2000, -1, 2**62)
+    cuts: Sequence[Json] = [
+        {"truncate_prompt_tokens": count, "truncation_side": side}
+        for count in counts
+        for side in ("left", "right")
+    ]
     pruned, stock = (
-        [
-            client.ask(
-                Picture(15, *LARGE), truncate_prompt_tokens=count, truncation_side=side
-            ).status
-            for count in (1, 2, 5, 20, 33, 200, 300, 2000, -1, 2**62)
-            for side in ("left", "right")
-        ]
+        [client.ask(Picture(15, *LARGE), **cut).status for cut in cuts]
         for client in (site, site.stock())
     )
     site.notes.append(f"{pruned}, by stock {stock}")

@@ -17,11 +17,20 @@ from tests.hostile.attacks import (
     RECALL,
     RECALLED,
     SPLIT,
-    Problems,
-    attack,
     conversation,
 )
-from tests.hostile.site import LARGE, Client, Picture, Site, entry, nearest, server_errors, unlike
+from tests.hostile.site import (
+    LARGE,
+    Client,
+    Picture,
+    Problems,
+    Site,
+    attack,
+    entry,
+    nearest,
+    server_errors,
+    unlike,
+)
 from tests.tpdsl.samples import sample
 from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.plan import FIELD, MAX_RECALLS, Choice, ItemPlan, encode_state

@@ -1,11 +1,11 @@
-"""What an attack has: pictures, a client of the attacked server, and what counts as a problem."""
+"""Attacks: their registry, pictures, a client of the attacked server, and what is a problem."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -264,6 +264,9 @@ class Site(Client):
                 yield f"request {at} is answered as request {likest}"
 
 
+# ---- what is a problem ----
+
+
 def distance(answer: Logprobs, other: Logprobs) -> float:
     """Mean absolute difference of two distributions of the first token.
 
@@ -295,3 +298,47 @@ def unlike(name: str, reply: Reply, *accepted: Reply) -> Iterable[str]:
         gap = min(distance(reply.logprobs, other.logprobs) for other in accepted)
         if gap > SAME:
             yield f"{name}: the answer differs from the expected one by {gap:.2f}"
+
+
+# ---- attacks ----
+
+BACKBONES = ("qwen2_5_vl", "llava_next", "llava")
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One attack: ``run`` yields problems; those marked ``quick`` also run in pytest."""
+
+    name: str
+    summary: str
+    profile: Profile
+    quick: bool
+    backbones: Sequence[str]
+    run: Callable[[Site], Iterable[str]]
+
+
+ATTACKS: dict[str, Attack] = {}
+
+Problems = Iterable[str]
+
+
+def attack(
+    profile: Profile = "default",
+    quick: bool = True,
+    backbones: Sequence[str] = BACKBONES,
+    judge: Callable[[Site, Iterable[Any]], Problems] = lambda site, problems: problems,
+) -> Callable[[Callable[[Site], Iterable[Any]]], Callable[[Site], Iterable[Any]]]:
+    """Register a function as an attack, with its name and docstring as description.
+
+    ``judge`` makes problems of what it yields: of a :class:`Site`, ``check_each`` or
+    ``check_at_once``, or nothing, where it yields problems.
+    """
+
+    def register(function: Callable[[Site], Iterable[Any]]) -> Callable[[Site], Iterable[Any]]:
+        name = function.__name__
+        summary = (function.__doc__ or "").strip().partition("\n")[0]
+        run: Callable[[Site], Problems] = lambda site: judge(site, function(site))  # noqa: E731
+        ATTACKS[name] = Attack(name, summary, profile, quick, backbones, run)
+        return function
+
+    return register

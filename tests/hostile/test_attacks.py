@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.hostile.__main__ import Fleet, run_attack
-from tests.hostile.attacks import ATTACKS
-from tests.hostile.site import Reply, distance
+from tests.hostile.site import ATTACKS, Reply, distance
 
 BACKBONE = "qwen2_5_vl"
 CACHED = ("one_uuid_in_one_request", "one_uuid_in_two_requests")

@@ -18,8 +18,8 @@ from prometheus_client import generate_latest
 
 from benchmarks.server import Server
 from tests.hostile.__main__ import run_attack
-from tests.hostile.attacks import ATTACKS
 from tests.hostile.mutate import send_mutated_requests
+from tests.hostile.site import ATTACKS
 from tests.serving.engine import (
     STATE,
     Answer,
