@@ -228,9 +228,7 @@ def test_every_base_policy_and_shipped_state_is_selected_on_a_device(
     assert all(r.wrong == "" and r.share == 1 and r.seconds > 0 for r in results)
     calls = iter(range(10_000))
 
-    def different(
-        params: PolicyParams, tokens: VisualTokens, budget: int
-    ) -> ReferenceSelection:
+    def different(params: PolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
         start = 0 if next(calls) == 0 else tokens.count - budget
         return ReferenceSelection(torch.arange(start, start + budget).expand(tokens.batch, -1))
 
