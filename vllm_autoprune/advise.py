@@ -131,7 +131,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class _Question:
     """Time to first token of a question, in seconds, and where it goes."""
 
     ttft: float
@@ -143,8 +143,8 @@ class Question:
 class Estimate:
     """Cost of one way to serve the traffic, in seconds: a record of `advise --json`."""
 
-    first: Question
-    another: Question
+    first: _Question
+    another: _Question
     another_of_first: float
     total_seconds: float
     """Of all questions on one image."""
@@ -164,7 +164,7 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
 
     def ask(
         front_end: float, tower: float, selections: int, visual: int, shared: int = 0
-    ) -> Question:
+    ) -> _Question:
         """A question whose first ``template + shared`` tokens are in the prefix cache."""
         prefix = traffic.template + shared
         cached = prefix // traffic.block * traffic.block if traffic.block else 0
@@ -174,9 +174,9 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
         spent = [front_end, tower, selections * timings.selection, timings.request]
         spent += [image * timings.prefill, text * timings.prefill]
         seconds, ttft = dict(zip(_PARTS, spent, strict=True)), math.fsum(spent)
-        return Question(ttft, seconds, {part: time / ttft for part, time in seconds.items()})
+        return _Question(ttft, seconds, {part: time / ttft for part, time in seconds.items()})
 
-    questions: dict[Way, tuple[Question, Question]] = {}
+    questions: dict[Way, tuple[_Question, _Question]] = {}
     for way in WAYS:
         visual = traffic.tokens if way == "stock" else traffic.budget
         selects, reads = way in _PRUNED, way in ("question-reading", "split")
@@ -190,7 +190,7 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
             ask(timings.decode_image, 0.0, int(reads), visual, shared),
         )
 
-    def sum_up(new: Question, another: Question) -> float:
+    def sum_up(new: _Question, another: _Question) -> float:
         return new.ttft + later * another.ttft + traffic.questions * decoding
 
     stock = questions["stock"]
@@ -260,7 +260,7 @@ def fit_layers(layers: int | None, points: Sequence[tuple[int, float]]) -> tuple
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class _Verdict:
     """The advice to an operator; ``gain`` is that of the best pruned way."""
 
     helps: bool
@@ -268,12 +268,12 @@ class Verdict:
     lines: tuple[str, ...]
 
 
-def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> Verdict:
+def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> _Verdict:
     """The verdict on the traffic, with its reasons."""
     questions, stock = traffic.questions, estimates["stock"]
     if traffic.budget >= traffic.tokens:
         reason = f"K = {traffic.budget} keeps every token of an image: nothing is pruned."
-        return Verdict(False, 1.0, ("Pruning will not help you here.", reason))
+        return _Verdict(False, 1.0, ("Pruning will not help you here.", reason))
     gains = {way: estimate.gain for way, estimate in estimates.items()}
     best = max(_PRUNED, key=lambda way: gains[way])
     helps = gains[best] >= _WORTHWHILE
@@ -351,4 +351,4 @@ def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> Verdict:
             f"The core is served with {core} tokens instead of {traffic.core}, so that it ends on "
             "the edge of a KV block."
         )
-    return Verdict(helps, gains[best], tuple(lines))
+    return _Verdict(helps, gains[best], tuple(lines))

@@ -23,8 +23,9 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Help that states the default of every option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        unset = action.default in (None, False, (), []) or "default" in (action.help or "")
-        return action.help if unset else super()._get_help_string(action)
+        unset = action.default in (None, (), []) or action.default is False
+        stated = unset or "default" in (action.help or "")
+        return action.help if stated else super()._get_help_string(action)
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -80,7 +81,9 @@ def _print_cost(options: argparse.Namespace) -> int:
 
 def _advise(options: argparse.Namespace) -> int:
     traffic, timings, notes = _read_inputs(options)
-    if _is_local(options.server) and choose_dtype() == "float32":
+    here = (None, "localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname())
+    host = None if options.server is None else urlsplit(options.server).hostname
+    if host in here and choose_dtype() == "float32":
         notes.append(f"If the server runs in bfloat16 here: {SLOW_BFLOAT16} -> {SERVE_FLOAT32}.")
     estimates = estimate_ways(traffic, timings)
     verdict = judge(traffic, estimates)
@@ -129,7 +132,8 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, list[st
             with reporting_failures(client.url):
                 metrics = client.read_metrics()
             if options.probe is not None:
-                probe_server(client, options.probe, inputs, options.model, _report)
+                report = partial(print, "probe:", file=sys.stderr, flush=True)
+                probe_server(client, options.probe, inputs, options.model, report)
         if metrics is not None:
             read_traffic(metrics, inputs)
             if options.probe is None:
@@ -156,15 +160,6 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, list[st
         measured = "inputs (times and --tokens: also by --server URL --probe WIDTHxHEIGHT)"
         raise ConfigError(measured, problems)
     return models[0], models[1], inputs.notes
-
-
-def _report(line: str) -> None:
-    print(f"probe: {line}", file=sys.stderr, flush=True)
-
-
-def _is_local(url: str | None) -> bool:
-    here = (None, "localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname())
-    return url is None or urlsplit(url).hostname in here
 
 
 def _format_estimates(estimates: Mapping[Way, Estimate]) -> list[str]:

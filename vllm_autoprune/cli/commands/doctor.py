@@ -10,7 +10,6 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import chain
 from typing import Literal
 
 from packaging.version import Version
@@ -33,7 +32,7 @@ from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import materialize
 
 _GROUP, _ENTRY = "vllm.general_plugins", "autoprune"
-_LOWEST = {"torch": "0", "transformers": "5.16", "pydantic": "2.12"}
+_LOWEST = {"torch": "2", "transformers": "5.16", "pydantic": "2.12"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,11 @@ class _Finding:
     fix: str = ""
 
 
-def _check_packages() -> Iterator[_Finding]:
+def _examine(text_tower: str | None) -> Iterator[_Finding]:
+    """All findings, in the order in which a server would fail on them."""
+    import torch
+
+    # Versions.
     yield _Finding("vllm-autoprune", "ok", __version__)
     python, old = platform.python_version(), sys.version_info < (3, 11)
     yield _Finding("python", "fail" if old else "ok", python, "use 3.11 or newer" if old else "")
@@ -68,10 +71,7 @@ def _check_packages() -> Iterator[_Finding]:
         else:
             yield _Finding(name, "ok", version)
 
-
-def _check_environment() -> Iterator[_Finding]:
-    import torch
-
+    # Device, entry point and environment.
     if torch.cuda.is_available():
         yield _Finding("device", "warn", torch.cuda.get_device_name(0), "untested on GPUs so far")
     else:
@@ -94,71 +94,61 @@ def _check_environment() -> Iterator[_Finding]:
         what = "VLLM_USE_RUST_FRONTEND bypasses the plugin's image processors"
         yield _Finding("environment", "fail", what, "unset it")
 
-
-def _check_hooks() -> Iterator[_Finding]:
-    try:
-        vllm_version()
-    except ConfigError:
-        yield _Finding("hooks", "fail", "not checked: vLLM is not installed", "install vLLM")
-        return
-    # What vLLM logs during its import would push the report off the screen.
+    # Names of vLLM; what it logs during its import would push the report off the screen.
     logging.disable(logging.ERROR)
     try:
+        vllm_version()
         hooks, problems = collect_hooks()
         lost = [(hook, names) for hook in hooks if (names := find_missing_names(hook))]
+    except ConfigError:
+        yield _Finding("hooks", "fail", "not checked: vLLM is not installed", "install vLLM")
+    else:
+        for problem in problems:
+            yield _Finding("hooks", "fail", f"{problem.where} {problem.what}", problem.fix)
+        for hook, names in lost:
+            what = f"{hook.used_by}: vLLM has no {', '.join(names)}"
+            yield _Finding("hooks", "fail", what, "install a supported version of vLLM")
+        if not lost and not problems:
+            total = sum(len(hook.names) for hook in hooks)
+            yield _Finding("hooks", "ok", f"all {total} names that the plugin uses exist")
     finally:
         logging.disable(logging.NOTSET)
-    for problem in problems:
-        yield _Finding("hooks", "fail", f"{problem.where} {problem.what}", problem.fix)
-    for hook, names in lost:
-        what = f"{hook.used_by}: vLLM has no {', '.join(names)}"
-        yield _Finding("hooks", "fail", what, "install a supported version of vLLM")
-    if not lost and not problems:
-        total = sum(len(hook.names) for hook in hooks)
-        yield _Finding("hooks", "ok", f"all {total} names that the plugin uses exist")
 
-
-def _check_tower(path: str | None) -> Iterator[_Finding]:
-    if path is None:
+    # The text tower.
+    if text_tower is None:
         what = "none: relevance uses the language model's input embeddings"
         yield _Finding("text tower", "ok", what)
-        return
-    try:
-        tower = read_text_tower(path)
-    except ConfigError as error:
-        for problem in error.problems:
-            yield _Finding("text tower", "fail", problem.what, problem.fix)
-    except ImportError as error:
-        yield _Finding("text tower", "fail", f"cannot be read: {error}", "install transformers")
     else:
-        sign = f"sign {tower.sign:+.0f}: {tower.reason}"
-        what = f"{tower.width} wide, {tower.segment} tokens a segment, {sign}"
-        yield _Finding("text tower", "ok", what)
+        try:
+            tower = read_text_tower(text_tower)
+            sign = f"sign {tower.sign:+.0f}: {tower.reason}"
+            what = f"{tower.width} wide, {tower.segment} tokens a segment, {sign}"
+            yield _Finding("text tower", "ok", what)
+        except ConfigError as error:
+            for problem in error.problems:
+                yield _Finding("text tower", "fail", problem.what, problem.fix)
+        except ImportError as error:
+            yield _Finding("text tower", "fail", f"cannot be read: {error}", "install transformers")
 
-
-def _check_states() -> Iterator[_Finding]:
-    """Safety checks are left to `validate`, because they take half a minute."""
-    names, invalid = sorted(shipped_states()), list[str]()
-    for name in names:
+    # The shipped states; safety checks are left to `validate`, because they take half a minute.
+    shipped, invalid = sorted(shipped_states()), list[str]()
+    for name in shipped:
         try:
             materialize(load_state(name))
         except AutopruneError:
             invalid.append(name)
-    if not names:
+    if not shipped:
         fix = "install the package anew: its states lie in vllm_autoprune/policies"
         yield _Finding("shipped states", "fail", "none found", fix)
     elif invalid:
         fix = f"see: vllm-autoprune validate {' '.join(invalid)}"
-        yield _Finding("shipped states", "fail", f"{len(invalid)} of {len(names)} not valid", fix)
+        yield _Finding("shipped states", "fail", f"{len(invalid)} of {len(shipped)} not valid", fix)
     else:
-        yield _Finding("shipped states", "ok", f"{len(names)} load and materialize")
+        yield _Finding("shipped states", "ok", f"{len(shipped)} load and materialize")
 
 
 def _run(options: argparse.Namespace) -> int:
-    # In the order in which a server would fail on them.
-    tower = _check_tower(options.text_tower)
-    checks = (_check_packages(), _check_environment(), _check_hooks(), tower, _check_states())
-    findings = list(chain.from_iterable(checks))
+    findings = list(_examine(options.text_tower))
     able = all(finding.status != "fail" for finding in findings)
     rows = [
         [row.status, row.what, f"{row.detail} -> {row.fix}" if row.fix else row.detail]
