@@ -111,24 +111,24 @@ class Comparison(FrozenModel):
 
 def compare_arms(points: Sequence[Point]) -> list[Comparison]:
     """Every arm against the first one, at every load that both have."""
-    reference = {point.load: point for point in points if point.arm == points[0].arm}
+    references = {point.load: point for point in points if point.arm == points[0].arm}
     comparisons = []
     for point in points:
-        other = reference.get(point.load)
-        if other is None or point is other:
+        reference = references.get(point.load)
+        if reference is None or point is reference:
             continue
-        both = point.valid and other.valid
-        mine, theirs = ([run.records for run in p.runs] if both else [] for p in (point, other))
+        valid = point.valid and reference.valid
+        over, under = ([r.records for r in p.runs] if valid else [] for p in (point, reference))
         for latency, level in FIGURES:
-            pairs = zip(mine, theirs, strict=False)
-            by_pass = [estimate_ratio([m], [t], latency, level) for m, t in pairs]
+            pairs = zip(over, under, strict=False)
+            by_pass = [estimate_ratio([o], [u], latency, level) for o, u in pairs]
             comparisons.append(
                 Comparison(
                     load=point.load,
                     arm=point.arm,
-                    against=other.arm,
+                    against=reference.arm,
                     figure=f"{latency} p{level}",
-                    ratio=estimate_ratio(mine, theirs, latency, level),
+                    ratio=estimate_ratio(over, under, latency, level),
                     by_pass=tuple(ratio.value for ratio in by_pass if ratio),
                 )
             )
@@ -204,36 +204,36 @@ def answer_question(points: Sequence[Point], slo: SendingOptions) -> tuple[str, 
     if not valid:
         return "No valid result at a load that all arms have: nothing can be compared.", "bad"
     highest = (below or valid)[-1]
-    first, last = highest[0], highest[-1]
+    reference, candidate = highest[0], highest[-1]
     # A warning opens the sentence, where a load has too few requests for its percentiles.
     few = describe_few(min(p.summary.requests for p in points if p.valid), " at a load")
     few = f"{few[0].upper()}{few[1:]}. " if few else ""
     tone: Tone = "open"
-    title = first.load.title
-    median = compare_arms([first, last])[0].ratio if last is not first else None
+    title = reference.load.title
+    median = compare_arms([reference, candidate])[0].ratio if candidate is not reference else None
     if median is None:
-        goodput = first.summary.goodput
+        goodput = reference.summary.goodput
         sentence = (
-            f"{first.arm} answered {first.summary.request_rate:.2f} requests/s ({title}); "
+            f"{reference.arm} answered {reference.summary.request_rate:.2f} requests/s ({title}); "
             f"{format_estimate(goodput, 100) + ' %' if goodput else 'none'} of the requests met "
             f"the objective ({slo.describe_objective()})"
         )
     elif median.low <= 1 <= median.high:
         sentence = (
             f"At {title}, no difference is shown between the median times to first token of "
-            f"{last.arm} and {first.arm} (ratio {format_estimate(median, 1, 2)})"
+            f"{candidate.arm} and {reference.arm} (ratio {format_estimate(median, 1, 2)})"
         )
     else:
         tone, word = ("good", "less") if median.high < 1 else ("bad", "more")
         low, high = sorted(100 * abs(end - 1) for end in (median.low, median.high))
         sentence = (
-            f"At {title}, {last.arm} needs {100 * abs(median.value - 1):.0f} % {word} time to "
-            f"the first token than {first.arm} (median, 95 %: {low:.0f} to {high:.0f} %)"
+            f"At {title}, {candidate.arm} needs {100 * abs(median.value - 1):.0f} % {word} time to "
+            f"the first token than {reference.arm} (median, 95 %: {low:.0f} to {high:.0f} %)"
         )
-    swept = [select_open(arms[point.arm]) for point in (last, first)]
+    swept = [select_open(arms[point.arm]) for point in (candidate, reference)]
     if median and all(swept):
-        mine, other = (find_limits(points, slo)[1] for points in swept)
-        sentence += f", and it serves {mine} requests/s within the objective against {other}"
+        rate, against = (find_limits(points, slo)[1] for points in swept)
+        sentence += f", and it serves {rate} requests/s within the objective against {against}"
     return f"{few}{sentence}.", "open" if few else tone
 
 

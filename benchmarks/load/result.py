@@ -278,10 +278,10 @@ def list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
         yield (
             f"{lengths.count(None)} answers came without usage, so their tokens cannot be counted"
         )
-    other = [length for length in lengths if length not in (None, workload.output_tokens)]
-    if other and workload.dialect == "vllm":
+    wrong = [length for length in lengths if length not in (None, workload.output_tokens)]
+    if wrong and workload.dialect == "vllm":
         yield (
-            f"{len(other)} answers are not of {workload.output_tokens} tokens (one: {other[0]}): "
+            f"{len(wrong)} answers are not of {workload.output_tokens} tokens (one: {wrong[0]}): "
             "a shorter answer would be taken for a faster one"
         )
     # A client that used up its core, or was late itself.
