@@ -79,6 +79,7 @@ def _resample_in_chunks(count: int, draws: int, block: int = 1) -> Iterator[_Ind
     generator = np.random.default_rng(0)
     chunk = max(1, _MAX_CELLS // max(count, 1))
     for start in range(0, draws, chunk):
+        # As many starts as blocks fill a resample, of which the last is cut.
         size = (min(chunk, draws - start), -(-count // block), 1)
         rows = (generator.integers(count, size=size) + np.arange(block)) % count
         yield rows.reshape(len(rows), -1)[:, :count]

@@ -164,6 +164,7 @@ def _build_rows(
 ) -> Iterator[Row]:
     benchmarks = {question.benchmark for question in contents.questions.values()}
     controls = {case.budget: case.name for case in cases if case.arm == "resized"}
+    # The total of a benchmark's own scorer, or else what is computed from answers.
     scores = {}
     for case in cases:
         computed = {name: float(f[0]) for name, f in figures[case.name].benchmarks.items()}
@@ -173,6 +174,7 @@ def _build_rows(
         points, metrics = scores[case.name], figures[case.name].metrics
         if not benchmarks <= points.keys():
             continue
+        # Paired: all figures are of the same resamples.
         differences = {}
         for field, other in (
             ("to_full", full),

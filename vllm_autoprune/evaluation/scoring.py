@@ -96,6 +96,7 @@ class Scoring:
     def figures(self, answers: Mapping[str, Answer]) -> Figures:
         """Figures of one case; ``answers`` has one answer to every question."""
         ordered = [answers[question.id] for question in self._questions]
+        # A score that is missing is 0 here, and left out by its mask.
         scored = np.asarray([answer.score is not None for answer in ordered])
         scores = np.asarray([answer.score or 0.0 for answer in ordered])
         both, paired = np.zeros(len(scores)), np.zeros(len(scores))
