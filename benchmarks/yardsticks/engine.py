@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import compress
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -20,11 +21,9 @@ from benchmarks.yardsticks.examples import (
     Example,
     as_picture,
     format_prompt,
-    image_size,
     is_right,
 )
 from benchmarks.yardsticks.questions import Model
-from benchmarks.yardsticks.scenes import PATCHES
 from benchmarks.yardsticks.yardstick import ALL_TOKENS, FULL, RESIZED, Budget, Case, batches
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.explain import keep_engine_in_process, record_selections
@@ -40,9 +39,6 @@ MAX_ANSWER_TOKENS = 6
 """More than the longest answer and its end token."""
 
 _EIGHTH = Budget("N/8", Fraction(1, 8))
-
-_Verdicts = list[tuple[bool, set[int]]]
-"""Of each question whether its answer is right, and the tokens that a state keeps."""
 
 
 def open_engine(model: Model = "minillava", settings: Mapping[str, object] | None = None) -> LLM:
@@ -83,43 +79,12 @@ def answer_questions(
     return engine.generate(prompts, sampling, use_tqdm=False)
 
 
-def _ask_engine(engine: LLM, model: Model, examples: Sequence[Example], case: Case) -> _Verdicts:
-    """Verdicts of vLLM; with a state each question is asked alone.
-
-    Images of a batch of requests are selected in any order.
-    """
-    verdicts: _Verdicts = []
-    for group in [examples] if case.state is None else [[example] for example in examples]:
-        entries = []
-        for example in group:
-            count = PATCHES if model == "minillava" else image_size(example.image).tokens
-            fields: dict[str, object] = {"budget": case.budget.tokens(count)}
-            if case.state is not None:
-                fields["state"] = json.loads(case.state.dumps())
-            elif case.control == FULL:
-                fields = {}
-            else:
-                fields["keep"] = case.control
-            entries.append(fields)
-        if case.state is not None:
-            engine.reset_prefix_cache()
-            engine.reset_mm_cache()
-            engine.llm_engine.reset_encoder_cache()
-        with record_selections() as selections:
-            outputs = answer_questions(engine, group, entries, model)
-        tokens = [{*refined.indices[0].tolist()} for _, _, refined in selections]
-        for example, output, kept in zip(
-            group, outputs, tokens if case.state else [set()] * len(group), strict=True
-        ):
-            verdicts.append((is_right(output.outputs[0].text, example.answer), kept))
-    return verdicts
-
-
 def compare(model: Model, images: int, states: Sequence[str]) -> dict[str, dict[str, float]]:
     """By case, stock or resized and each state: accuracy both ways, and shares of equal results.
 
     A verdict is whether an answer is right; of a state also how many questions keep the same
-    tokens, what share of its tokens an image has in common, and equal verdicts where all are.
+    tokens, and equal verdicts where all are. With a state each question is asked alone, because
+    images of a batch of requests are selected in any order.
     """
     keep_engine_in_process()
     cases = [Case(FULL, ALL_TOKENS, FULL)]
@@ -132,30 +97,45 @@ def compare(model: Model, images: int, states: Sequence[str]) -> dict[str, dict[
     examples = yardstick.draw("test", images)
     engine, report = open_engine(model, settings), dict[str, dict[str, float]]()
     for case in cases:
-        in_process: _Verdicts = []
+        served: list[bool] = []
+        computed: list[bool] = []
+        same_tokens: list[bool] = []
         for batch in batches(yardstick, examples):
             encoded = yardstick.encode(batch)
-            tokens: list[list[int]] = [[] for _ in batch]
-            if case.state is not None:
-                policy = materialize(case.state, case.budget.tokens(encoded.tokens.count))
-                tokens = refine(policy, encoded.tokens).indices.tolist()
-            rights = encoded.score(case).right.tolist()
-            in_process += zip(rights, map(set, tokens), strict=True)
-        pairs = list(zip(_ask_engine(engine, model, examples, case), in_process, strict=True))
+            budget = case.budget.tokens(encoded.tokens.count)
+            computed += encoded.score(case).right.tolist()
+            fields: dict[str, object] = {"budget": budget, "keep": case.control}
+            if case.state is None:
+                entries = [{} if case.control == FULL else fields] * len(batch)
+                outputs = answer_questions(engine, batch, entries, model)
+            else:
+                fields = {"budget": budget, "state": json.loads(case.state.dumps())}
+                kept = refine(materialize(case.state, budget), encoded.tokens).indices.tolist()
+                outputs = []
+                for example, expected in zip(batch, kept, strict=True):
+                    engine.reset_prefix_cache()
+                    engine.reset_mm_cache()
+                    engine.llm_engine.reset_encoder_cache()
+                    with record_selections() as selections:
+                        outputs += answer_questions(engine, [example], [fields], model)
+                    ((_, _, refined),) = selections
+                    same_tokens.append({*refined.indices[0].tolist()} == {*expected})
+            served += [
+                is_right(output.outputs[0].text, example.answer)
+                for output, example in zip(outputs, batch, strict=True)
+            ]
+        same_verdict = [right == other for right, other in zip(served, computed, strict=True)]
         report[case.name] = {
             "questions": len(examples),
-            "same verdict": fmean(right == other for (right, _), (other, _) in pairs),
-            "vllm": fmean(right for (right, _), _ in pairs),
-            "in process": fmean(right for _, (right, _) in pairs),
+            "same verdict": fmean(same_verdict),
+            "vllm": fmean(served),
+            "in process": fmean(computed),
         }
-        if case.state is not None:
-            equal = [pair for pair in pairs if pair[0][1] == pair[1][1]]
-            shares = [len(kept & other) / len(kept) for (_, kept), (_, other) in pairs]
-            verdicts = [right == other for (right, _), (other, _) in equal]
+        if same_tokens:
+            equal = list(compress(same_verdict, same_tokens))
             report[case.name] |= {
-                "same tokens": len(equal) / len(pairs),
-                "tokens in common": fmean(shares),
-                "same verdict with the same tokens": fmean(verdicts) if equal else 1.0,
+                "same tokens": fmean(same_tokens),
+                "same verdict with the same tokens": fmean(equal or [True]),
             }
     return report
 

@@ -88,7 +88,6 @@ class Grades:
 
     accuracy: float
     accuracy_plus: float
-    by_kind: dict[str, float]
 
 
 def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -> list[Example]:
@@ -192,21 +191,13 @@ def is_right(answer: str, reference: str) -> bool:
 def grade_answers(examples: Sequence[Example], answers: Sequence[str]) -> Grades:
     """Grade one answer per example; raises ValueError for another number of them."""
     rights = [is_right(a, example.answer) for a, example in zip(answers, examples, strict=True)]
-    groups: dict[str | int, list[bool]] = {}
+    pairs: dict[int, list[bool]] = {}
     for example, right in zip(examples, rights, strict=True):
-        for group in (example.kind, example.pair):
-            if group is not None:
-                groups.setdefault(group, []).append(right)
-    kinds = [kind for kinds in CATEGORIES["minillava"].values() for kind in kinds]
+        if example.pair is not None:
+            pairs.setdefault(example.pair, []).append(right)
     return Grades(
-        accuracy=_mean(rights),
-        accuracy_plus=_mean([all(pair) for name, pair in groups.items() if isinstance(name, int)]),
-        by_kind={kind: _mean(groups[kind]) for kind in kinds if kind in groups},
+        sum(rights) / len(rights), sum(map(all, pairs.values())) / len(pairs) if pairs else 0.0
     )
-
-
-def _mean(values: Sequence[bool]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def weights_digest(checkpoint: Path) -> str:

@@ -19,38 +19,6 @@ from vllm_autoprune.cli.output import CommandParser
 
 TASK = "minillava"
 
-_YAML = """\
-task: {task}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    {split}: {data}
-test_split: {split}
-output_type: generate_until
-doc_to_visual: !function utils.doc_to_visual
-doc_to_text: !function utils.doc_to_text
-doc_to_target: answer
-generation_kwargs:
-  max_new_tokens: 8
-  temperature: 0
-  do_sample: false
-process_results: !function utils.process_results
-cluster_key: image
-metric_list:
-  - metric: minillava_accuracy
-    aggregation: !function utils.aggregate_accuracy
-    higher_is_better: true
-  - metric: minillava_accuracy_plus
-    aggregation: !function utils.aggregate_accuracy_plus
-    higher_is_better: true
-lmms_eval_specific_kwargs:
-  default:
-    pre_prompt: ""
-    post_prompt: ""
-metadata:
-  - version: 1.0
-"""
-
 
 def write_task(folder: Path, split: str, examples: Sequence[Example]) -> None:
     """Write images as PNG, one line per question, the YAML file and its functions."""
@@ -78,7 +46,13 @@ def write_task(folder: Path, split: str, examples: Sequence[Example]) -> None:
                 "unseen_layout": example.unseen_style,
             }
             lines.write(json.dumps(line) + "\n")
-    text = _YAML.format(task=TASK, split=split, data=json.dumps(str(data.resolve())))
+    text = Path(__file__).with_name("lmms_task.yaml").read_text(encoding="utf-8")
+    for word, value in (
+        ("TASK", TASK),
+        ("SPLIT", split),
+        ("DATA", json.dumps(str(data.resolve()))),
+    ):
+        text = text.replace(word, value)
     (folder / f"{TASK}.yaml").write_text(text, encoding="utf-8")
     shutil.copy(Path(__file__).with_name("lmms_functions.py"), folder / "utils.py")
 
