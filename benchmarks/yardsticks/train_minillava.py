@@ -22,8 +22,6 @@ from benchmarks.yardsticks import training
 from benchmarks.yardsticks.examples import CLIP, LLAVA, PROMPT
 from benchmarks.yardsticks.questions import (
     BRIEF,
-    HALF,
-    NEIGHBOUR,
     SEEN,
     Questions,
     with_article,
@@ -49,13 +47,7 @@ from benchmarks.yardsticks.scenes import (
 )
 from benchmarks.yardsticks.training import UNLABELLED, TextBatch
 
-STAGES = (
-    training.Stage("reading", 300, 16, 2e-3, 50, 0.4),
-    training.Stage("towers", 1500, 16, 2e-3, 100, 0.4),
-    # The model continues with questions, so its rate does not fall at the end of this stage.
-    training.Stage("phrases", 1200, 8, 4e-3, 100, 0.0),
-    training.Stage("questions", 2400, 8, 4e-3, 100, 0.4),
-)
+RECIPE = training.read_recipe("minillava")
 
 # Scenes of the phrase stage start with two shapes in few tokens and are complete at this step.
 _CURRICULUM_STEPS, _CURRICULUM_TOKENS = 700, 12
@@ -65,17 +57,7 @@ _PHRASES_PER_IMAGE = 3
 # Logits of pointing over the patches are cosines times this.
 _POINTING_SCALE = 16.0
 
-# Relative frequencies; questions that take more than one look-up are asked more often.
-_QUESTION_WEIGHTS = {
-    "digit": 6, "colour": 4, "shape": 4, "text": 10, "count": 24, "quarter": 4, "relation": 14,
-    "existence": 8, "reading": 12, "position": 5, "counting": 14,
-}  # fmt: skip
-# Counts are learnt last and therefore asked most. Halves are asked because columns, unlike rows, do
-# not follow from the order of the tokens and were not learnt from quarters alone.
-_PHRASE_WEIGHTS = {
-    "digit": 8, "colour": 3, "shape": 3, "text": 5, "count": 14, "quarter": 3, "relation": 10,
-    "existence": 5, "reading": 8, "position": 5, "counting": 10, NEIGHBOUR: 4, HALF: 6,
-}  # fmt: skip
+_QUESTION_WEIGHTS, _PHRASE_WEIGHTS = RECIPE.questions["scenes"], RECIPE.phrases["scenes"]
 _BEFORE_IMAGE, _, _BEHIND_IMAGE = PROMPT["minillava"]
 
 _FIELDS: dict[str, int] = {
@@ -343,4 +325,4 @@ def train_stages(run: training.Run) -> None:
 
 
 if __name__ == "__main__":
-    training.start("Train mini-LLaVA and its CLIP from scratch.", STAGES, train_stages)
+    training.start("Train mini-LLaVA and its CLIP from scratch.", RECIPE.stages, train_stages)

@@ -27,7 +27,7 @@ from transformers.vision_utils import (
 from benchmarks.yardsticks import pages, training
 from benchmarks.yardsticks.examples import CHECKPOINTS, PROMPT
 from benchmarks.yardsticks.pages import MERGE, TOKEN, Number, Page, Size, Word
-from benchmarks.yardsticks.questions import BRIEF, HALF, SEEN, Questions
+from benchmarks.yardsticks.questions import BRIEF, SEEN, Questions
 from benchmarks.yardsticks.scenes import CELL, COLOURS, PATCH, SHAPES, WORDS, Scene
 from benchmarks.yardsticks.training import UNLABELLED
 
@@ -35,21 +35,7 @@ _QWEN = CHECKPOINTS["miniqwen"]
 _LEAD, _, _REST = PROMPT["miniqwen"]
 _BETWEEN, _BEHIND = _REST.split("{question}")
 
-STAGES = (
-    # The model continues with the next stage, so the rate does not fall at the end of this one.
-    training.Stage("reading", 200, 12, 2e-3, 20, 0.0),
-    training.Stage("tower", 2600, 12, 2e-3, 50, 0.5),
-    training.Stage("naming", 150, 4, 2e-3, 15, 0.5),
-    training.Stage("phrases", 600, 6, 1.5e-3, 20, 0.0),
-    training.Stage("questions", 850, 6, 1.5e-3, 20, 0.4),
-)
-
-# Shares of pictures seen at full size and limited to 1/2, 1/4, 1/8 and 1/16 of their tokens.
-_READING_VIEWS = (0.5, 0.3, 0.2, 0.0, 0.0)
-_TOWER_VIEWS = (0.3, 0.3, 0.25, 0.1, 0.05)
-_WHOLE_VIEWS = (1.0, 0.0, 0.0, 0.0, 0.0)
-_PHRASE_VIEWS = (0.8, 0.12, 0.08, 0.0, 0.0)
-_QUESTION_VIEWS = (0.45, 0.25, 0.2, 0.07, 0.03)
+RECIPE = training.read_recipe("miniqwen")
 # Share of the steps of the last stage in which tokens are dropped, at full size.
 _DROPOUT = 0.3
 # The phrase stage starts with few shapes, words and tokens, and has all of them at this step.
@@ -91,23 +77,6 @@ _NAMES: dict[str, Sequence[str]] = {
     "digit": [f" {digit}" for digit in _DIGITS],
     "name": [f" {colour} {shape}" for colour in COLOURS for shape in SHAPES],
 }
-
-# Relative frequencies, of scenes and of pages, while only phrases are asked.
-_PHRASE_WEIGHTS = (
-    {
-        "digit": 7, "colour": 3, "shape": 3, "count": 10, "quarter": 4, "existence": 6,
-        "reading": 6, HALF: 4,
-    },
-    {"value": 7, "word": 6, "cell": 12, "compare": 9, "find": 6},
-)  # fmt: skip
-# Later on, what is learnt late is asked more often.
-_QUESTION_WEIGHTS = (
-    {
-        "digit": 5, "colour": 4, "shape": 3, "count": 12, "quarter": 3, "existence": 6,
-        "reading": 12,
-    },
-    {"value": 5, "word": 10, "cell": 9, "compare": 10, "find": 4},
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -375,8 +344,8 @@ def draw_batch(
     behind_image = len(before) + max(seen.rows, seen.columns)
     asked, kept = [], []
     for content in pictures.contents:
-        is_page = isinstance(content, Page)
-        weights = (_QUESTION_WEIGHTS if questions else _PHRASE_WEIGHTS)[is_page]
+        kinds = RECIPE.questions if questions else RECIPE.phrases
+        weights = kinds["pages" if isinstance(content, Page) else "scenes"]
         source = Questions(rng, content, pictures.size.cells, SEEN)
         texts = training.draw_texts(source, weights, questions, "{question}" + _BEHIND)
         source = replace(source, wordings=BRIEF)
@@ -449,18 +418,16 @@ def train_stages(run: training.Run) -> None:
     table = model.get_input_embeddings().weight
     reading, towers, naming, phrases, questions = run.stages
 
-    def dense_loss(
-        stage: training.Stage, shares: Sequence[float], plain: bool, seed: int, step: int
-    ) -> Tensor:
+    def dense_loss(stage: training.Stage, plain: bool, seed: int, step: int) -> Tensor:
         scenes = stage.images // 3
-        sizes = _draw_sizes(seed, shares)
+        sizes = _draw_sizes(seed, stage.views)
         pictures = draw_pictures(seed, scenes, stage.images - scenes, *sizes, plain)
         *_, patches = _tower_states(tower, pictures)
         return heads.loss(patches, pictures.labels, _FIELD_WEIGHTS)
 
     def naming_loss(seed: int, step: int) -> Tensor:
         """The mergers' rows become those of the words that a picture shows."""
-        sizes = _draw_sizes(seed, _WHOLE_VIEWS)
+        sizes = _draw_sizes(seed, naming.views)
         pictures = draw_pictures(seed, naming.images, naming.images, *sizes)
         with torch.no_grad():
             states = _tower_states(tower, pictures)
@@ -473,7 +440,7 @@ def train_stages(run: training.Run) -> None:
         return loss + _NAMING_WEIGHT * _naming_loss(words, rows, table, pictures.labels)
 
     def phrase_loss(seed: int, step: int) -> Tensor:
-        size, seen = _draw_sizes(seed, _PHRASE_VIEWS)
+        size, seen = _draw_sizes(seed, phrases.views)
         progress = min(1.0, step / (_CURRICULUM_STEPS * run.steps_scale)) ** 2
         most = _FEWEST + round((len(WORDS) - _FEWEST) * progress)
         scenes = phrases.images // 2
@@ -485,7 +452,7 @@ def train_stages(run: training.Run) -> None:
         return answer_loss(batch, pictures)
 
     def question_loss(seed: int, step: int) -> Tensor:
-        size, seen = _draw_sizes(seed, _QUESTION_VIEWS)
+        size, seen = _draw_sizes(seed, questions.views)
         budget, rng = seen.tokens, random.Random(seed // training.RANKS)
         if seen == size and rng.random() < _DROPOUT:
             budget = max(1, int(math.exp(rng.uniform(math.log(2), math.log(budget)))))
@@ -497,8 +464,8 @@ def train_stages(run: training.Run) -> None:
     for merger in (tower.merger, mergers):
         merger.requires_grad_(False)
     vision: dict[str, nn.Module] = {"tower": tower, "heads": heads}
-    training.run_stage(run, 0, vision, partial(dense_loss, reading, _READING_VIEWS, True))
-    training.run_stage(run, 1, vision, partial(dense_loss, towers, _TOWER_VIEWS, False))
+    training.run_stage(run, 0, vision, partial(dense_loss, reading, True))
+    training.run_stage(run, 1, vision, partial(dense_loss, towers, False))
     model.requires_grad_(False)
     for part in (tower.merger, mergers, model.get_input_embeddings()):
         part.requires_grad_(True)
@@ -515,4 +482,4 @@ def train_stages(run: training.Run) -> None:
 
 
 if __name__ == "__main__":
-    training.start("Train mini-Qwen3-VL from scratch.", STAGES, train_stages)
+    training.start("Train mini-Qwen3-VL from scratch.", RECIPE.stages, train_stages)

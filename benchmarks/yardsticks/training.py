@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -27,8 +28,9 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from benchmarks.yardsticks.examples import SEEDS
-from benchmarks.yardsticks.questions import HALF, NEIGHBOUR, Question, Questions
+from benchmarks.yardsticks.questions import HALF, NEIGHBOUR, Model, Question, Questions
 from vllm_autoprune.cli.output import CommandParser
+from vllm_autoprune.record_file import FrozenModel
 
 RANKS = 2
 _LOG_EVERY = 50
@@ -53,12 +55,8 @@ LossOfBatch = Callable[[int, int], Tensor]
 """Loss of a batch, by its seed and the number of the step."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Length, batch size and learning rate of one stage.
-
-    `images` is per rank and step; `fall` is the share of steps in which the rate falls.
-    """
+class Stage(FrozenModel):
+    """One stage of a recipe; `recipes.toml` says what the fields mean."""
 
     name: str
     steps: int
@@ -66,6 +64,21 @@ class Stage:
     peak: float
     warmup: int
     fall: float
+    views: tuple[float, ...] = ()
+
+
+class _Recipe(FrozenModel):
+    """Stages, and relative frequencies of kinds by what a picture shows."""
+
+    stages: tuple[Stage, ...]
+    questions: Mapping[str, Mapping[str, int]]
+    phrases: Mapping[str, Mapping[str, int]]
+
+
+def read_recipe(model: Model) -> _Recipe:
+    """The recipe of a model."""
+    path = Path(__file__).with_name("recipes.toml")
+    return _Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))[model])
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def test_one_seed_gives_one_checkpoint_in_one_pass_or_resumed(
 ) -> None:
     program = train_minillava if name == "minillava" else train_miniqwen
     # Three images show every kind of label; more of them only take longer.
-    stages: tuple[training.Stage, ...] = tuple(replace(stage, images=3) for stage in program.STAGES)
+    stages = tuple(stage.model_copy(update={"images": 3}) for stage in program.RECIPE.stages)
     run = training.Run(tmp_path / "out", tmp_path / "work", stages, steps_scale=0.0005)
     run.work.mkdir()
 
