@@ -52,9 +52,9 @@ def test_columns_tasks_and_sets_may_be_mixed() -> None:
                             "HallBench"]),
         ("mine,gqa", ["GQA", "mine"]),
     ):  # fmt: skip
-        rows = select_benchmarks(names, cognition=True, own=True)
+        rows = select_benchmarks(names, cognition=True, with_tasks=True)
         assert [row.name for row in rows] == selected
-    (mme,) = select_benchmarks("mme", cognition=False, own=False)
+    (mme,) = select_benchmarks("mme", cognition=False, with_tasks=False)
     assert mme.metrics == ("mme_perception_score",)
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
     extras = tomllib.loads(text)["project"]["optional-dependencies"]

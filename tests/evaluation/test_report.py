@@ -60,8 +60,8 @@ def test_categories_of_mme_are_summed() -> None:
         for c in ("count", "scene")
         for n in range(4)
     ]
-    one = [float(question.category == "count") for question in questions]
-    report = build_report(contents((FULL, [1.0] * 8), (BASE, one), questions=questions))
+    counted = [float(question.category == "count") for question in questions]
+    report = build_report(contents((FULL, [1.0] * 8), (BASE, counted), questions=questions))
     assert [(row.benchmarks[MME], row.all.acc) for row in report.rows] == [(400, 200), (200, 100)]
 
 

@@ -95,23 +95,23 @@ COLUMN_SETS = {
 """Sets of columns: all of them, and those of the paper's tables on LLaVA and on Qwen."""
 
 
-def select_benchmarks(names: str, *, cognition: bool, own: bool) -> list[Benchmark]:
+def select_benchmarks(names: str, *, cognition: bool, with_tasks: bool) -> list[Benchmark]:
     """Benchmarks by column, task or set, separated by commas, in the order of the paper.
 
-    ``cognition``: it is part of MME, as on Qwen. ``own``: any other name is a task of the user's,
-    and comes last. Raises :class:`ConfigError`.
+    ``cognition``: it is part of MME, as on Qwen. ``with_tasks``: any other name is a task of the
+    user's, and comes last. Raises :class:`ConfigError`.
     """
     columns = {key.lower(): row.name for row in BENCHMARKS for key in (row.name, row.task)}
     words = [word for word in names.split(",") if word]
     chosen = [c for word in words for c in COLUMN_SETS.get(word, [columns.get(word.lower(), word)])]
-    others = [name for name in dict.fromkeys(chosen) if name not in COLUMN_SETS["paper"]]
-    if not chosen or (others and not own):
-        what = f"does not know {', '.join(others)}" if others else "names no benchmark"
+    unknown = [name for name in dict.fromkeys(chosen) if name not in COLUMN_SETS["paper"]]
+    if not chosen or (unknown and not with_tasks):
+        what = f"does not know {', '.join(unknown)}" if unknown else "names no benchmark"
         known = ", ".join([*COLUMN_SETS, *(row.task for row in BENCHMARKS)])
         fix = f"use: {known}; a task of your own needs --include-path"
         raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, fix)])
     selected = [row for row in BENCHMARKS if row.name in chosen]
-    selected += [Benchmark(name, name) for name in others]
+    selected += [Benchmark(name, name) for name in unknown]
     if cognition:
         return selected
     return [dataclasses.replace(row, metrics=row.metrics[:1]) for row in selected]

@@ -101,7 +101,7 @@ def _run(options: argparse.Namespace) -> int:
     qwen = options.backbone.startswith("qwen")
     suite = LmmsSuite(
         servers,
-        select_benchmarks(tasks, cognition=qwen, own=options.include_path is not None),
+        select_benchmarks(tasks, cognition=qwen, with_tasks=options.include_path is not None),
         LmmsEval(
             options.lmms_eval,
             options.served_name,
