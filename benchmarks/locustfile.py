@@ -34,7 +34,7 @@ from locust.rpc import Message
 from locust.runners import MasterRunner, WorkerRunner
 from pydantic import ValidationError
 
-from benchmarks.common import BenchmarkError
+from benchmarks import BenchmarkError
 from benchmarks.common.client import Client, Record
 from benchmarks.common.report import environment
 from benchmarks.load.result import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.common.fake_server import Answer, Body
-from tests.offline_search.endpoint import MODELS, completion, endpoint, error, model_list
+from tests.offline_search.synthetic import MODELS, completion, endpoint, error, model_list
 from vllm_autoprune.errors import ConfigError, EvaluationFailed
 from vllm_autoprune.http_client import (
     AsyncServerClient,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import BenchmarkError
+from benchmarks import BenchmarkError
 from benchmarks.common.report import format_estimate
 from benchmarks.cost.efficiency import Efficiency
 from vllm_autoprune.backbones import BACKBONE_SHAPES

@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.common import BenchmarkError
+from benchmarks import BenchmarkError
 from benchmarks.common.client import Client
 from benchmarks.common.report import (
     MIB,

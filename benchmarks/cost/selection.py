@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.common import BenchmarkError
+from benchmarks import BenchmarkError
 from benchmarks.common.report import (
     environment,
     format_environment,

@@ -30,7 +30,7 @@ import psutil  # type: ignore[import-untyped]
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.common import BenchmarkError
+from benchmarks import BenchmarkError
 from benchmarks.common.report import MIB
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
 from benchmarks.common.shapes import count_kv_bytes, count_visual_tokens

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
-from benchmarks.common import BenchmarkError
+from benchmarks import BenchmarkError
 from benchmarks.common.client import EMPTY, Client, Record
 from benchmarks.common.report import environment, show_stage
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from benchmarks.common import BenchmarkError
+from benchmarks import BenchmarkError
 from benchmarks.load.paired import choose_arms, measure
 from benchmarks.load.report import write_report
 from benchmarks.load.settings import PairedOptions, PrepareOptions, ReportOptions

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from benchmarks.common import BenchmarkError
+from benchmarks import BenchmarkError
 from benchmarks.common.report import command_line, log_progress
 from benchmarks.common.shapes import write_llava
 from benchmarks.load.compare import Point, Run

@@ -14,7 +14,7 @@ from statistics import mean
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from benchmarks.common import BenchmarkError
+from benchmarks import BenchmarkError
 from benchmarks.common.client import Record
 from benchmarks.common.report import format_estimate
 from benchmarks.load.settings import Load, RunOptions, SendingOptions, Workload

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from benchmarks.common import BenchmarkError
+from benchmarks import BenchmarkError
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
 from benchmarks.load.settings import RequestOptions, Workload
 

@@ -228,11 +228,11 @@ class Questions:
                 slots = {"label": number.name, "head": number.head.text}
                 yield places(number), str(number.value), slots
             case "compare", "list":
-                first, second = rng.sample(page.numbers, 2)
-                if first.value // 10 != second.value // 10:
-                    larger = max(first, second, key=lambda number: number.value)
-                    slots = {"first": first.name, "second": second.name}
-                    yield places(first, second), larger.name, slots
+                number, other = rng.sample(page.numbers, 2)
+                if number.value // 10 != other.value // 10:
+                    larger = max(number, other, key=lambda named: named.value)
+                    slots = {"first": number.name, "second": other.name}
+                    yield places(number, other), larger.name, slots
             case "find", _:
                 word, texts = rng.choice(page.words), {word.text for word in page.words}
                 absent = rng.choice([text for text in WORDS if text not in texts])

@@ -14,7 +14,7 @@ from PIL import Image
 
 from benchmarks.common.fake_server import Answer, Body
 from tests.benchmarks.accuracy.minillava_server import answering, arm, asked, reply
-from tests.offline_search.endpoint import MODELS, endpoint, error
+from tests.offline_search.synthetic import MODELS, endpoint, error
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.evaluation.journal import Journal

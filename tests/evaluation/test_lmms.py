@@ -19,7 +19,7 @@ from PIL import Image
 
 from benchmarks.common.fake_server import Answer, Body
 from tests.evaluation.fake_lmms_eval import GOLD
-from tests.offline_search.endpoint import MODELS, completion, endpoint, error
+from tests.offline_search.synthetic import MODELS, completion, endpoint, error
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation import lmms

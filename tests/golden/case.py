@@ -1,6 +1,7 @@
-"""Golden cases as files, and as the images that base policies read.
+"""Golden cases: recorded outputs of the published code of other methods, and their inputs.
 
-Inputs are not stored: they are made again, the same bits on every machine, and their digests are
+``data/<method>/case_XX.npz`` holds a recipe for the inputs and the recorded outputs. Inputs
+are not stored: they are made again, the same bits on every machine, and their digests are
 checked. An array is a function of a seed, a name and a shape alone: a counter goes through the
 SplitMix64 hash in 64-bit integers, and all that follows is elementwise arithmetic in float64 with
 one rounding to float32 at the end. No sum, matrix product or transcendental function takes part,

@@ -240,8 +240,8 @@ def test_output_equals_the_published_one(name: str) -> None:
             encoded = recipe["gen"] in ("scope", "mmtok")
             rows = (tokens.require_encoder() if encoded else tokens.features)[0]
             kind = (rows[:, None] == rows[None]).all(dim=2).to(torch.uint8).argmax(dim=1)
-            first = slice(COUNTING[name])
-            assert kind[actual[0, first]].tolist() == kind[wanted[0, first]].tolist()
+            counted = slice(COUNTING[name])
+            assert kind[actual[0, counted]].tolist() == kind[wanted[0, counted]].tolist()
 
 
 def test_inputs_with_other_digests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Synthetic search task with a known optimum, without models or servers.
+"""Synthetic search task with a known optimum, and answers of an endpoint that is made for it.
 
 The score of a state depends on the weight of its relevance signal, its quota (best: four) and its
 merge strength (best: zero), plus noise of which all states share a part.
@@ -7,18 +7,20 @@ merge strength (best: zero), plus noise of which all states share a part.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import JsonValue
 
-from benchmarks.common.fake_server import Answer, Body
+from benchmarks.common.fake_server import Answer, Body, FakeServer, fake_server
 from offline_search.candidates import Expectation, Hypothesis
 from offline_search.components import Candidate, JsonObject, SelectionProgram
 from offline_search.dataset import Dataset, read_dataset, write_split
@@ -41,11 +43,51 @@ from offline_search.search import Search
 from offline_search.search_space import RandomSource, sample_proposal
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
-from tests.offline_search.endpoint import completion, scored
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.safety import synthetic_probes
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+MODELS = "/v1/models"
+
+
+def _answer(status: int, body: object, headers: dict[str, str] | None = None) -> Answer:
+    return status, json.dumps(body).encode(), headers or {}
+
+
+def completion(text: str | None, *, refusal: str = "", **fields: object) -> Answer:
+    """Response with a chat completion of this text, and more fields beside its choices."""
+    message = {"role": "assistant", "content": text, "refusal": refusal or None}
+    choice = {"index": 0, "finish_reason": "stop", "message": message}
+    usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
+    body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
+    return _answer(200, body | {"choices": [choice], "usage": usage} | fields)
+
+
+def scored(prompt: list[dict[str, Any] | None]) -> Answer:
+    """Response of a served model to a request for the log-probabilities of its prompt."""
+    return completion(".", prompt_logprobs=prompt)
+
+
+def error(status: int, message: str = "no", **headers: str) -> Answer:
+    """Error response in OpenAI's format."""
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return _answer(status, {"error": {"message": message, "type": "x", "code": status}}, names)
+
+
+def model_list(*names: str) -> Answer:
+    """Response with a list of models."""
+    return _answer(200, {"object": "list", "data": [{"id": name} for name in names]})
+
+
+@contextlib.contextmanager
+def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[FakeServer]:
+    """Serve until the block ends; ``answer`` maps a request body and its number to a response."""
+    numbers = count()
+    pages = {MODELS: model_list("m")}
+    with fake_server(lambda body: answer(body, next(numbers)), model=None, pages=pages) as server:
+        yield server
+
 
 BUDGET = 8
 

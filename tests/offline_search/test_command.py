@@ -15,8 +15,7 @@ from offline_search.dataset import Dataset
 from offline_search.ledger import SettingsRecord, read_ledger
 from offline_search.replay import estimate_cost
 from offline_search.settings import Settings
-from tests.offline_search.endpoint import endpoint, error
-from tests.offline_search.synthetic import answer_search, settings_of
+from tests.offline_search.synthetic import answer_search, endpoint, error, settings_of
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
 

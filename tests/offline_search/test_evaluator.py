@@ -13,7 +13,7 @@ from benchmarks.common.fake_server import Answer, Body, FakeServer
 from offline_search.components import SelectionProgram
 from offline_search.dataset import SPLITS, Dataset, convert_mme, read_dataset
 from offline_search.evaluator import EvaluationJob, ServedEvaluator
-from tests.offline_search.endpoint import MODELS, endpoint, error, model_list, scored
+from tests.offline_search.synthetic import MODELS, endpoint, error, model_list, scored
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError, EvaluationFailed, Problem, SearchError

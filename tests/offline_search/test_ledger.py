@@ -46,13 +46,13 @@ from offline_search.replay import replay
 from offline_search.report import SearchReport, as_html, as_markdown, describe_leader, read_report
 from offline_search.search import ProgressLog, Search
 from offline_search.settings import Settings
-from tests.offline_search.endpoint import endpoint
 from tests.offline_search.synthetic import (
     HOSTILE,
     ScriptedProposer,
     Searches,
     SyntheticEvaluator,
     answer_search,
+    endpoint,
     list_reply,
     settings_of,
     trial,

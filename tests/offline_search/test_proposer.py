@@ -33,8 +33,7 @@ from offline_search.prompt import (
 )
 from offline_search.proposer import EndpointProposer, EndpointSettings, Reply
 from offline_search.settings import Settings
-from tests.offline_search.endpoint import completion, endpoint, error
-from tests.offline_search.synthetic import trial
+from tests.offline_search.synthetic import completion, endpoint, error, trial
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES

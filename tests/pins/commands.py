@@ -18,8 +18,7 @@ from PIL import Image
 import tests.hostile.forgeries  # noqa: F401  (registers its attacks)
 from tests.benchmarks.accuracy.minillava_server import answering
 from tests.hostile.site import ATTACKS
-from tests.offline_search.endpoint import endpoint
-from tests.offline_search.synthetic import answer_search, dataset
+from tests.offline_search.synthetic import answer_search, dataset, endpoint
 from tests.pins.table import ROOT, Table, key_paths, table
 from vllm_autoprune.cli.commands import selftest
 from vllm_autoprune.cli.main import COMMANDS, main

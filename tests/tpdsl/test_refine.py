@@ -140,8 +140,8 @@ def test_k_of_n_or_more_keeps_every_token_as_it_is(budget: int) -> None:
     tokens = images(3, dtype=torch.float16)
     tokens.features[0, 3] = torch.nan
     policies = [materialize(state(changes), budget) for changes in ({}, BLEND, IN)]
-    whole = [refine(policy, tokens) for policy in policies]
-    for kept in (*whole, keep_reference(policies[0], tokens), keep_evenly(budget, tokens)):
+    refined = [refine(policy, tokens) for policy in policies]
+    for kept in (*refined, keep_reference(policies[0], tokens), keep_evenly(budget, tokens)):
         assert kept.features is tokens.features and kept.indices.tolist() == [[*range(36)]] * 2
         assert kept.exchanged.tolist() == kept.fallback.tolist() == [0, 0]
 

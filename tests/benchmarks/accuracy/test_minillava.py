@@ -18,7 +18,7 @@ from benchmarks.common.fake_server import Answer, Body
 from benchmarks.server import ServerDied
 from benchmarks.yardsticks.minillava import MiniLlava
 from tests.benchmarks.accuracy.minillava_server import answering, arm, asked, kept, reply
-from tests.offline_search.endpoint import endpoint
+from tests.offline_search.synthetic import endpoint
 from vllm_autoprune.evaluation.run import residual_on
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import BenchmarkError
+from benchmarks import BenchmarkError
 from benchmarks.cost.__main__ import main
 from benchmarks.cost.depth import compose
 from benchmarks.cost.efficiency import (

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common import BenchmarkError
+from benchmarks import BenchmarkError
 from benchmarks.common.fake_server import Body, Reply, fake_server
 from benchmarks.demo import measure
 from benchmarks.demo.__main__ import main

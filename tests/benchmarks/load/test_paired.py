@@ -15,7 +15,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.common import BenchmarkError
+from benchmarks import BenchmarkError
 from benchmarks.common.client import Record
 from benchmarks.common.fake_server import MODEL, Reply, fake_server
 from benchmarks.load import paired as module

@@ -156,8 +156,8 @@ def test_a_run_is_valid_or_has_every_reason_against_it(case: str) -> None:
 def test_a_run_is_printed_with_its_verdict_and_a_warning_of_a_busy_machine() -> None:
     records = [record(n, scheduled=0.5 * n, ttft=0.5, gap=0.0) for n in range(11)]
     busy = result(records, Load(rate=2.0), environment={"load average": "2.10", "cores": "2"})
-    first, warning, rates, *_ = format_result(busy)
-    assert first.endswith("valid, but 11 requests are too few for a verdict (20 needed)")
+    verdict, warning, rates, *_ = format_result(busy)
+    assert verdict.endswith("valid, but 11 requests are too few for a verdict (20 needed)")
     assert warning.startswith("  warning: load average 2.10 on 2 cores")
     assert rates.endswith("2.00 offered, 2.00 achieved requests/s")
     closed = "\n".join(format_result(result(ANSWERED, CLOSED, counters=None)))

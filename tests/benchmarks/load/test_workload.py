@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.common import BenchmarkError
+from benchmarks import BenchmarkError
 from benchmarks.load.__main__ import main
 from benchmarks.load.settings import Load, Workload
 from benchmarks.load.workload import BODIES, Picture, Request, draw_requests, load_prepared, prepare

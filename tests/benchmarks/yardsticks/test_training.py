@@ -1,21 +1,32 @@
-"""Training: its batches give what each question has alone, and one seed gives one checkpoint."""
+"""Training of the small models, and the task of lmms-eval that they are asked by."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+import yaml  # type: ignore[import-untyped]
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import Qwen3VLForConditionalGeneration
 
 from benchmarks.yardsticks import train_minillava, train_miniqwen, training
-from benchmarks.yardsticks.examples import CHECKPOINTS, LLAVA, SEEDS
+from benchmarks.yardsticks.examples import (
+    CHECKPOINTS,
+    LLAVA,
+    SEEDS,
+    draw_examples,
+    grade_answers,
+    png,
+)
+from benchmarks.yardsticks.lmms import TASK, write_task
 from benchmarks.yardsticks.pages import MERGE, Size
 from benchmarks.yardsticks.scenes import PATCHES
 
@@ -150,3 +161,35 @@ def test_one_seed_gives_one_checkpoint_in_one_pass_or_resumed(
     assert capfd.readouterr().out.count("is finished already") == len(stages) - 1
     assert trained and resumed == trained
     assert list(run.out.rglob("tokenizer.json")), "a folder that transformers and vLLM load"
+
+
+# ---- the task of lmms-eval ----
+
+
+def test_a_task_folder_has_all_that_lmms_eval_reads(tmp_path: Path) -> None:
+    class Loader(yaml.SafeLoader):
+        """YAML as lmms-eval reads it: `!function file.name` stays a name."""
+
+    Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
+    examples = draw_examples("test", 3)
+    write_task(tmp_path, "test", examples)
+    functions = runpy.run_path(str(tmp_path / "utils.py"))
+    fields = yaml.load((tmp_path / f"{TASK}.yaml").read_text(), Loader=Loader)
+    assert fields["task"] == TASK and fields["dataset_path"] == "json"
+    named = [fields[name] for name in ("doc_to_visual", "doc_to_text", "process_results")]
+    for name in (*named, *(metric["aggregation"] for metric in fields["metric_list"])):
+        assert callable(functions[name.removeprefix("utils.")])
+
+    path = Path(fields["dataset_kwargs"]["data_files"][fields["test_split"]])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    answers = [example.answer if number % 3 else "no" for number, example in enumerate(examples)]
+    rows = []
+    for line, example, answer in zip(lines, examples, answers, strict=True):
+        assert functions["doc_to_text"](line, {"pre_prompt": ""}) == example.question
+        assert (tmp_path / line["image"]).read_bytes() == png(example.image)
+        rows.append(functions["process_results"](line, [answer]))
+    assert functions["doc_to_visual"](lines[0])[0].size == (168, 168)
+    grades = grade_answers(examples, answers)
+    for name in ("accuracy", "accuracy_plus"):
+        score = functions[f"aggregate_{name}"]([row[f"minillava_{name}"] for row in rows])
+        assert score == getattr(grades, name)

@@ -3,7 +3,7 @@
 
 def fix() -> None:
     """Patch what the interpreter computes wrongly or cannot compute; a plugin of vLLM."""
-    from . import arithmetic, sampling
+    from . import fixes
 
-    arithmetic.fix()
-    sampling.sample_with_torch()
+    fixes.fix_arithmetic()
+    fixes.sample_with_torch()

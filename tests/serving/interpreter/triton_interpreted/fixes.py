@@ -1,4 +1,4 @@
-"""Arithmetic of Triton's interpreter: bfloat16 and comparisons.
+"""What Triton's interpreter computes wrongly (bfloat16, comparisons) or not at all (sampling).
 
 It keeps bfloat16 as bit patterns in ``uint16``. A comparison keeps the type of its operands there,
 so that a broadcast scalar becomes an integer, which Triton 3.9 refuses as a mask.
@@ -15,7 +15,7 @@ import numpy
 _MARK = "_fixed"
 
 
-def fix() -> None:
+def fix_arithmetic() -> None:
     """Patch the interpreter: round bfloat16 results from float32, compare to ``int1``; idempotent.
 
     vLLM calls it with its plugins: Triton is half imported when it asks for backends.
@@ -51,3 +51,13 @@ def rounded(values: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
     bits = values.astype(numpy.float32).view(numpy.uint32)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return numpy.where(numpy.isnan(values), 0x7FC0, nearest).astype(numpy.uint16)
+
+
+def sample_with_torch() -> None:
+    """Let vLLM mask logits by torch, not by its Triton kernel (``_topk_topp_kernel``).
+
+    The kernel converts the index of a loop; in the interpreter this index is a plain integer.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    topk_topp_sampler.HAS_TRITON = False

@@ -1,1 +1,0 @@
-"""Accuracy of both small models in every case of the paper, and an audit of published tables."""

@@ -1,1 +1,0 @@
-"""What pruning costs and saves: overhead, efficiency, capacity, selection, and a soak test."""

@@ -1,1 +1,0 @@
-"""Load tests of a served vision-language model: latency, throughput and goodput by load."""

@@ -1,1 +1,0 @@
-"""Comparison of search strategies on the yardsticks: searches, winners confirmed, tables."""

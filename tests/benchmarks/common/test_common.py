@@ -1,0 +1,218 @@
+"""What the benchmarks share: the streaming client, the fake server, shapes of models."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from transformers import AutoConfig, AutoProcessor
+
+from benchmarks.common.client import (
+    EMPTY,
+    Client,
+    Record,
+    parse_stream,
+)
+from benchmarks.common.fake_server import MODEL, Reply, fake_server
+from benchmarks.common.requests import draw_picture, encode_picture
+from benchmarks.common.shapes import (
+    TOKENS,
+    count_kv_bytes,
+    count_visual_tokens,
+    draw_words,
+    write_llava,
+    write_llava_next,
+)
+from benchmarks.server import free_port
+
+# ---- the streaming client, against a server whose schedule is known beforehand ----
+
+
+def body(model: str = MODEL) -> bytes:
+    return json.dumps({"model": model, "max_tokens": 10, "stream": True}).encode()
+
+
+def send(reply: Reply, model: str = MODEL) -> Record:
+    with fake_server(reply) as server:
+        return Client(server.url).send(body(model))
+
+
+def test_recorded_gaps_are_right_within_3_ms() -> None:
+    """In the best of 8 answers: a busy machine delays single reads, a wrong clock all."""
+    reply = Reply(ttft=0.06, gaps=(0.010, 0.040, 0.025))
+    with fake_server(reply) as server:
+        records = [Client(server.url).send(body()) for _ in range(8)]
+    gaps = [b - a for a, b in pairwise(reply.times(10))]
+    errors = [
+        median(abs(measured - gap) for measured, gap in zip(record.gaps, gaps, strict=True))
+        for record in records
+    ]
+    assert min(errors) < 0.003
+    # The time to first token also includes connecting, which the schedule of the server does not.
+    assert 0 <= min(record.ttft for record in records) - reply.ttft < 0.02
+
+
+def test_stamps_are_in_order_and_usage_is_read() -> None:
+    record = send(Reply(ttft=0.02, gaps=(0.005,)))
+    assert record.ok and record.text == "0 1 2 3 4 5 6 7 8 9 "
+    times = [record.scheduled, record.started, *record.deltas, record.done]
+    assert times == sorted(times)
+    assert (record.prompt_tokens, record.completion_tokens) == (600, 10)
+    assert record.tpot == pytest.approx((record.deltas[-1] - record.deltas[0]) / 9)
+    without_usage = send(Reply(usage=None, ttft=0.01, gaps=(0.001,)))
+    assert without_usage.ok and without_usage.completion_tokens is without_usage.tpot is None
+
+
+def test_latency_counts_from_when_a_request_was_due() -> None:
+    with fake_server(Reply(ttft=0.01, gaps=(0.001,))) as server:
+        record = Client(server.url, clock=lambda: 100.0).send(body(), scheduled=97.5, index=3)
+    assert record.index == 3 and record.delay == record.ttft == record.e2e == 2.5
+
+
+@pytest.mark.parametrize(
+    ("reply", "model", "message"),
+    [
+        (Reply(status=500), MODEL, "status 500: .*the engine is gone"),
+        (Reply(), "other", "status 404: .*does not exist"),
+        (Reply(drop=True), MODEL, "no answer: "),
+        (Reply(cut=True), MODEL, "the answer was cut short"),
+    ],
+)
+def test_every_failure_is_recorded_in_one_line(reply: Reply, model: str, message: str) -> None:
+    record = send(reply, model)
+    assert not record.ok and re.search(message, str(record.error))
+
+
+def test_a_refused_connection_is_recorded() -> None:
+    record = Client(f"http://127.0.0.1:{free_port()}").send(body())
+    assert "no answer: ConnectionRefusedError" in str(record.error)
+
+
+def event(**chunk: object) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+def delta(**fields: str) -> bytes:
+    return event(choices=[{"index": 0, "delta": fields}])
+
+
+ROLE, A, B = delta(role="assistant", content=""), delta(content="a"), delta(content="b")
+USAGE = event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 2})
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("reads", "deltas", "text", "error"),
+    [
+        # The chunk that only names the role is no first token.
+        ([(1.0, ROLE), (2.0, A), (3.0, B), (4.0, USAGE), (5.0, DONE)], (2.0, 3.0), "ab", None),
+        # An event that is cut in two has the time of its last byte; two in one read have one time.
+        *([[(1.0, A[:cut]), (2.0, A[cut:] + DONE)], (2.0,), "a", None] for cut in range(1, 60, 9)),
+        ([(1.0, ROLE + A + B), (2.0, USAGE + DONE)], (1.0, 1.0), "ab", None),
+        # Comments, and line ends of the other kind.
+        ([(1.0, b": ping\r\n\r\n" + A.replace(b"\n", b"\r\n") + DONE)], (1.0,), "a", None),
+        ([(1.0, A)], (1.0,), "a", "the answer was cut short: the stream ended without [DONE]"),
+        ([(1.0, DONE)], (), "", EMPTY),
+        ([(1.0, event(error={"message": "engine is dead"}))], (), "", "engine is dead"),
+        ([(1.0, b"data: {oops\n\n")], (), "", "an event is not a JSON object: {oops"),
+        ([(1.0, b"data: [1]\n\n")], (), "", "an event is not a JSON object: [1]"),
+    ],
+)
+def test_a_stream_is_parsed(
+    reads: list[tuple[float, bytes]], deltas: tuple[float, ...], text: str, error: str | None
+) -> None:
+    usage = (9, 2) if any(USAGE in piece for _, piece in reads) else (None, None)
+    assert tuple(parse_stream(reads).values()) == (deltas, text, *usage, error)
+
+
+# ---- pictures like photographs, models of true widths ----
+
+SIDE = 256
+
+
+def measure_slope(pixels: NDArray[np.float64]) -> float:
+    """Exponent of the power spectrum over spatial frequency; photographs lie near -2."""
+    spectrum = np.abs(np.fft.fftshift(np.fft.fft2(pixels - pixels.mean()))) ** 2
+    down, right = np.indices(spectrum.shape) - SIDE // 2
+    ring = np.hypot(down, right).astype(int).ravel()
+    power = np.bincount(ring, spectrum.ravel()) / np.bincount(ring)
+    band = np.arange(4, 64)
+    return float(np.polyfit(np.log(band), np.log(power[band]), 1)[0])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_pictures_have_the_statistics_of_photographs(seed: int) -> None:
+    picture = draw_picture(seed, SIDE, SIDE)
+    noise = np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    assert -3.2 < measure_slope(np.asarray(picture.convert("L"), dtype=np.float64)) < -1.6
+    assert abs(measure_slope(noise[..., 0].astype(np.float64))) < 0.2
+    # Codecs find redundancy in them.
+    sizes = [len(encode_picture(i, "jpeg")) for i in (picture, Image.fromarray(noise))]
+    assert 2 * sizes[0] < sizes[1]
+
+
+def test_the_seed_determines_every_pixel_and_a_data_url_contains_them() -> None:
+    pixels = np.asarray(draw_picture(7, 80, 60))
+    assert pixels.shape == (60, 80, 3) and (pixels != np.asarray(draw_picture(8, 80, 60))).any()
+    head, _, data = encode_picture(draw_picture(7, 80, 60)).partition(",")
+    decoded = Image.open(io.BytesIO(base64.b64decode(data)))
+    assert head == "data:image/png;base64" and decoded.format == "PNG"
+    assert (np.asarray(decoded) == pixels).all()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llava(tmp_path_factory.mktemp("shape") / "llava", layers=3)
+
+
+def test_widths_are_those_of_llava_7b_without_weights(folder: Path) -> None:
+    config = AutoConfig.from_pretrained(folder)
+    text, vision = config.text_config, config.vision_config
+    assert (text.hidden_size, text.intermediate_size, text.num_attention_heads) == (4096, 11008, 32)
+    assert (text.num_hidden_layers, text.vocab_size) == (3, 32064)
+    tower = (vision.hidden_size, vision.num_hidden_layers, vision.num_attention_heads)
+    assert tower == (1024, 24, 16)
+    assert (vision.image_size // vision.patch_size) ** 2 == TOKENS == count_visual_tokens(folder)
+    assert config.image_token_index == 32000
+    # A key and a value of 32 heads x 128 numbers in each of three layers, two bytes each.
+    assert count_kv_bytes(folder, "bfloat16") == 2 * 3 * 4096 * 2
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 5 << 20
+
+
+def test_a_narrow_shape_keeps_its_proportions(tmp_path: Path) -> None:
+    path = write_llava(tmp_path / "narrow", 4, tower_layers=2, width=2048)
+    config = AutoConfig.from_pretrained(path)
+    text = config.text_config
+    assert (text.hidden_size, text.intermediate_size, text.num_attention_heads) == (2048, 5504, 16)
+    assert (text.num_hidden_layers, config.vision_config.num_hidden_layers) == (4, 2)
+    with pytest.raises(ValueError, match="a multiple of 128"):
+        write_llava(tmp_path / "odd", 4, width=1000)
+
+
+def test_an_image_is_n_tokens_and_a_word_is_one(folder: Path) -> None:
+    processor = AutoProcessor.from_pretrained(folder)
+    parts = [{"type": "image"}, {"type": "text", "text": draw_words(24, 5)}]
+    prompt = processor.apply_chat_template([{"role": "user", "content": parts}])
+    ids = processor.tokenizer(prompt)["input_ids"]
+    assert ids.count(32000) == 1
+    assert processor.tokenizer.unk_token_id not in ids
+    text = [{"role": "user", "content": draw_words(64 + 24, 6)}]
+    as_long = processor.tokenizer(processor.apply_chat_template(text))["input_ids"]
+    assert len(as_long) == len(ids) - 1 + 64
+    # Every id has a text, since dummy weights emit any.
+    assert len(processor.tokenizer) == 32064
+    assert all(processor.tokenizer.convert_ids_to_tokens(list(range(32064))))
+
+
+def test_a_tiled_shape_has_the_published_pinpoints(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(write_llava_next(tmp_path / "next", 1))
+    assert [672, 672] in [list(pair) for pair in config.image_grid_pinpoints]
