@@ -176,10 +176,12 @@ def test_the_root_cause_is_the_plugin_s_refusal_or_the_first_error(log: str, cau
 
 # The demo as it is, but what it starts is the stand-in.
 _SCRIPT = """
-import sys
+import signal, sys
 from benchmarks import server
 from benchmarks.demo.__main__ import main
 
+# What a shell starts in the background ignores Ctrl-C, and so would what it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 server.command = lambda model, port, *more: [sys.executable, sys.argv[1], str(port), *sys.argv[2:4]]
 sys.exit(main(["--out", sys.argv[4]]))
 """
