@@ -23,7 +23,7 @@ from vllm_autoprune.evaluation.run import residual_on
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "benchmarks.md").read_text()
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "evaluation.md").read_text()
 SMALL = ("--scenes", "2", "--budgets", "8", "--cases", "random")
 
 

@@ -135,5 +135,5 @@ COMMAND = Command(
     "measure accuracy on your questions, and whether pruning beats resizing images",
     _arguments,
     _run,
-    epilog="How it is measured and what the tables mean: docs/benchmarks.md.",
+    epilog="How it is measured and what the tables mean: docs/evaluation.md.",
 )
