@@ -3,8 +3,8 @@
 ``python -m tests.pins.mutants record`` draws them, always the same, among lines that unit tests
 run. ``check`` applies the recorded ones to the code as it is now: a line is looked for by its text,
 so it may have moved; exit status 1 where one that was found survives. Both go on where they were
-stopped, take an hour, need ``coverage``, and work on a copy: they write this table and
-``out/mutants`` only.
+stopped, take half an hour or more, need ``coverage``, and work on a copy: they write this table
+and ``out/mutants`` only.
 """
 
 from __future__ import annotations
