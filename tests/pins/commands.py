@@ -1,8 +1,7 @@
-"""Pins of the command line, of what README shows, of the hostile suite, and of imports."""
+"""Pins of the command line, of what README shows, and of the hostile suite."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import io
 import itertools
@@ -97,32 +96,3 @@ def attacks() -> Table:
         name: [attack.profile, "quick" if attack.quick else "slow", *attack.backbones]
         for name, attack in ATTACKS.items()
     }
-
-
-OUTSIDE = ("torch", "transformers", "vllm")
-
-
-@table
-def imports() -> Table:
-    """Rooms of the repository that a room imports, and libraries that not every room may import."""
-    packages = ("vllm_autoprune", "offline_search", "benchmarks", "scripts", "examples")
-    files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
-    rooms: dict[str, set[str]] = {}
-    for path in files:
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        names = rooms.setdefault(room(module), set())
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names |= {room(alias.name) for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names |= {room(f"{node.module}.{alias.name}") for alias in node.names}
-    known = {*rooms, *OUTSIDE}
-    return {name: sorted((names & known) - {name}) for name, names in rooms.items()}
-
-
-def room(module: str) -> str:
-    """The folder or file of the product that a module is in; other packages are one room."""
-    package, _, rest = module.partition(".")
-    part = ROOT / package / rest.partition(".")[0]
-    inside = package == "vllm_autoprune" and (part.is_dir() or part.with_suffix(".py").exists())
-    return f"{package}.{part.name}" if rest and inside else package
