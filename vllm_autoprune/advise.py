@@ -47,19 +47,17 @@ ASSUMPTIONS = (
 )
 
 _IMAGE = "prefill of the image"
-_PARTS = ("front end", "vision tower", "selection", "request", _IMAGE, "prefill of text")
-"""Where a time to first token goes."""
-
 _REMEDIES: Mapping[str, str] = {
     "front end": "have clients send smaller images, or raise --api-server-count",
     "vision tower": "make images smaller (max_pixels of the image processor), or encode them in "
     "larger batches",
     "selection": "choose a state that selects faster (docs/states.md, What a state costs)",
     "request": "serve more requests at once: a step costs this much however few tokens it has",
-    "prefill of text": "shorten the text, or put what all requests have in common before the image",
     _IMAGE: "keep fewer tokens: a smaller --budget",
+    "prefill of text": "shorten the text, or put what all requests have in common before the image",
     "decoding": "answer shorter, decode in larger batches, or use speculative decoding",
 }
+"""What shortens each part of a request; all but decoding are parts of the time to first token."""
 
 
 class Traffic(FrozenModel):
@@ -111,8 +109,9 @@ class Inputs:
 
     def fill(self, *notes: str, **values: float | None) -> None:
         """Add the values of a further source that are not known yet; None: it does not know."""
-        self.values |= {name: value for name, value in values.items()
-                        if value is not None and name not in self.values}  # fmt: skip
+        for name, value in values.items():
+            if value is not None:
+                self.values.setdefault(name, value)
         self.notes += notes
 
     def assume(self) -> None:
@@ -171,43 +170,37 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
         # The template comes first in the prompt, so its blocks are the first to be found.
         image = visual - max(cached - traffic.template, 0)
         text = max(traffic.template - cached, 0) + traffic.prompt
-        spent = [front_end, tower, selections * timings.selection, timings.request]
-        spent += [image * timings.prefill, text * timings.prefill]
-        seconds, ttft = dict(zip(_PARTS, spent, strict=True)), math.fsum(spent)
+        spent = (front_end, tower, selections * timings.selection, timings.request,
+                 image * timings.prefill, text * timings.prefill)  # fmt: skip
+        seconds, ttft = dict(zip(_REMEDIES, spent, strict=False)), math.fsum(spent)
         return _Question(ttft, seconds, {part: time / ttft for part, time in seconds.items()})
 
-    questions: dict[Way, tuple[_Question, _Question]] = {}
+    estimates: dict[Way, Estimate] = {}
     for way in WAYS:
         visual = traffic.tokens if way == "stock" else traffic.budget
-        selects, reads = way in _PRUNED, way in ("question-reading", "split")
         # Pruning happens behind the tower; only a smaller image spares it work.
         tower = timings.tower * (visual / traffic.tokens if way == "resized" else 1.0)
         # The core and the delta of a split are chosen one after the other.
-        selections = 2 if way == "split" and core else int(selects)
+        selections = 2 if way == "split" and core else int(way in _PRUNED)
+        reads = way in ("question-reading", "split")
         shared = {"question-reading": 0, "split": core}.get(way, visual)
-        questions[way] = (
-            ask(timings.decode_image + timings.processor, tower, selections, visual),
-            ask(timings.decode_image, 0.0, int(reads), visual, shared),
-        )
-
-    def sum_up(new: _Question, another: _Question) -> float:
-        return new.ttft + later * another.ttft + traffic.questions * decoding
-
-    stock = questions["stock"]
-    estimates = {}
-    for way, (new, another) in questions.items():
-        total = sum_up(new, another)
+        new = ask(timings.decode_image + timings.processor, tower, selections, visual)
+        another = ask(timings.decode_image, 0.0, int(reads), visual, shared)
+        stock = estimates.get("stock")
+        total = new.ttft + later * another.ttft + traffic.questions * decoding
         mean = {
-            part: (new.seconds[part] + later * another.seconds[part]) / traffic.questions
-            for part in _PARTS
+            part: (seconds + later * another.seconds[part]) / traffic.questions
+            for part, seconds in new.seconds.items()
         }
         estimates[way] = Estimate(
             new,
             another,
             another.ttft / new.ttft,
             total,
-            sum_up(*stock) / total,
-            find_advantage(stock[0].ttft - new.ttft, stock[1].ttft - another.ttft),
+            stock.total_seconds / total if stock else 1.0,
+            find_advantage(stock.first.ttft - new.ttft, stock.another.ttft - another.ttft)
+            if stock
+            else None,
             {**mean, "decoding": decoding},
         )
     return estimates
@@ -302,19 +295,17 @@ def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> _Verdict:
         )
     for way in _PRUNED:
         advantage = estimates[way].cheaper_than_stock
-        words = f"cheaper than stock {format_advantage(advantage)}"
         lower, upper = (advantage or {}).get("from") or 1.0, (advantage or {}).get("to") or math.inf
-        inside = lower <= questions < upper
         lines.append(
-            f"{way}: {1 / gains[way]:.2f} of stock's time; {words}"
-            + ("." if inside else f", and you have {questions:g}.")
+            f"{way}: {1 / gains[way]:.2f} of stock's time; cheaper than stock "
+            + format_advantage(advantage)
+            + ("." if lower <= questions < upper else f", and you have {questions:g}.")
         )
     if helps:
         # Whether reading the question is worth its time.
-        free = gains["question-free"]
         readers: tuple[Way, ...] = ("split", "question-reading")
         pays = [way for way in readers if gains[way] >= _WORTHWHILE]
-        if gains["question-reading"] * _WORTHWHILE >= free:
+        if gains["question-reading"] * _WORTHWHILE >= gains["question-free"]:
             lines.append(
                 "Reading the question costs next to nothing at this number of questions: choose by "
                 "accuracy at your K (`vllm-autoprune eval`)."
@@ -323,32 +314,17 @@ def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> _Verdict:
             lines.append(
                 "A question-free state costs least. Read the question where your K needs it "
                 f"(`vllm-autoprune eval`); {pays[0]} then costs "
-                f"{free / gains[pays[0]]:.2f} times as much."
+                f"{gains['question-free'] / gains[pays[0]]:.2f} times as much."
             )
         else:
             lines.append(
                 "Only a question-free state pays at this number of questions; one that reads the "
                 "question costs more than stock, or as much."
             )
-        name, share = max(estimates[best].first.shares.items(), key=lambda part: part[1])
-        if name != _IMAGE and share >= 0.4:
-            lines.append(
-                f"With pruning, {share:.0%} of the first question's TTFT is {name}, which "
-                f"no budget shortens: {_REMEDIES[name]}."
-            )
     if gains["resized"] >= max(_WORTHWHILE, gains[best]):
         lines.append(
             f"Resizing images to {traffic.budget} tokens, where the model allows it, takes "
             f"{1 / gains['resized']:.2f} of stock's time, because it shortens the tower too: "
             "compare its accuracy with that of pruning."
-        )
-    core = align_core(traffic)
-    if not core and traffic.core:
-        reason = "no KV block ends within them" if traffic.block else "there is no prefix cache"
-        lines.append(f"The K tokens of an image are not split, because {reason}.")
-    elif core != traffic.core:
-        lines.append(
-            f"The core is served with {core} tokens instead of {traffic.core}, so that it ends on "
-            "the edge of a KV block."
         )
     return _Verdict(helps, gains[best], tuple(lines))

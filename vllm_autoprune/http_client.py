@@ -1,4 +1,4 @@
-"""HTTP clients of a running `vllm serve`: its models, its metrics, chat requests, and what failed.
+"""HTTP clients of a running `vllm serve`: models, metrics, chat requests, streams, and what failed.
 
 Everything that a request to a server can raise becomes a :class:`Problem` that names the server and
 says what to do (:func:`describe_failure`). ``VLLM_API_KEY`` is sent where it is set.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -53,6 +54,17 @@ class Metrics:
             for sample in family.samples:
                 self._samples.setdefault(sample.name, []).append((sample.labels, sample.value))
 
+    def since(self, earlier: Metrics) -> Metrics:
+        """What every counter and histogram has gained since an earlier page."""
+        gained = Metrics("")
+        for name, samples in self._samples.items():
+            before = earlier._samples.get(name, ())
+            gained._samples[name] = [
+                (labels, value - sum(old for other, old in before if other == labels))
+                for labels, value in samples
+            ]
+        return gained
+
     def total(self, name: str, **labels: str) -> float | None:
         """One metric, summed over the samples with these labels; None where there is none."""
         samples = self._samples.get(name, ())
@@ -67,6 +79,72 @@ class Metrics:
     def label(self, name: str, label: str) -> str | None:
         """A label's value in the first sample of a metric."""
         return next((labels.get(label) for labels, _ in self._samples.get(name, ())), None)
+
+
+EMPTY = "the answer contains no text"
+"""Error of a stream without text: a failure where a first token is timed, else a wrong answer."""
+_KEPT_TEXT = 400
+"""Characters of an answer that a stream keeps."""
+
+
+class Stream(NamedTuple):
+    """What a streamed answer contains."""
+
+    deltas: tuple[float, ...]
+    """Arrival of each delta with text, of the answer or of the reasoning before it."""
+    text: str
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    error: str | None
+    """What is wrong with it, in a line."""
+
+
+def parse_stream(reads: Sequence[tuple[float, bytes]]) -> Stream:
+    """The server-sent events in the pieces of an answer, and the times they were read at.
+
+    To be called after the stream has ended, because parsing between two reads would delay the time
+    stamp of the next. Each event gets the time of the read that completed it. A delta counts from
+    its text: the first chunk of a chat, which only names the role, does not.
+    """
+    deltas, text, usage = list[float](), list[str](), dict[str, Any]()
+    finished, error, pending = False, None, b""
+    events: list[tuple[float, str]] = []
+    for arrived, piece in reads:
+        # An empty line ends an event, which may span reads.
+        *complete, pending = (pending + piece.replace(b"\r\n", b"\n")).split(b"\n\n")
+        for event in complete:
+            lines = event.decode(errors="replace").split("\n")
+            data = [line[5:].removeprefix(" ") for line in lines if line.startswith("data:")]
+            events += [(arrived, "\n".join(data))] if data else []
+    for arrived, line in events:
+        if line == "[DONE]":
+            finished = True
+            continue
+        try:
+            chunk = json.loads(line)
+        except json.JSONDecodeError:
+            chunk = None
+        if not isinstance(chunk, dict):
+            error = error or f"an event is not a JSON object: {line[:80]}"
+            continue
+        if failure := chunk.get("error"):
+            message = failure.get("message", failure) if isinstance(failure, dict) else failure
+            error = error or str(message)[:200]
+        usage = chunk.get("usage") or usage
+        parts = [choice.get("delta") or {} for choice in chunk.get("choices") or ()]
+        content = "".join(part.get("content") or "" for part in parts)
+        if content or any(part.get("reasoning_content") for part in parts):
+            deltas.append(arrived)
+            text.append(content)
+    if not finished:
+        error = error or "the answer was cut short: the stream ended without [DONE]"
+    return Stream(
+        tuple(deltas),
+        "".join(text)[:_KEPT_TEXT],
+        usage.get("prompt_tokens"),
+        usage.get("completion_tokens"),
+        error or (None if any(text) else EMPTY),
+    )
 
 
 def server_address(url: str) -> str:

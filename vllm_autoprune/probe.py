@@ -1,15 +1,8 @@
-"""What a running server says of its traffic and times: its ``/metrics``, and a short measurement.
+"""What a running server says of its traffic, and its times by a short measurement.
 
-``/metrics`` has means since the server's start. ``request_prefill_time`` contains the vision tower,
-the selection and the prefill, so one of tower and prefill has to come from elsewhere:
-
-    prefill time of a mean request = tower x images that went through it / requests
-                                     + selection x selections / requests
-                                     + p x computed tokens of a mean request
-
-The probe sends four kinds of request, one at a time, a few rounds: a short text, a long text, a
-question about a new image, and another question about that image. With c a request's tokens, TTFT
-at the client, and everything a median over rounds:
+``/metrics`` has means since the server's start. The probe sends four kinds of request, one at a
+time, a few rounds: a short text, a long text, a question about a new image, and another question
+about that image. With c a request's tokens, TTFT at the client, and all of it medians over rounds:
 
     p            = (TTFT(long) - TTFT(short)) / (c(long) - c(short))
     request      = TTFT(short) - p x c(short)
@@ -27,7 +20,6 @@ from __future__ import annotations
 import base64
 import io
 import itertools
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +34,7 @@ from vllm_autoprune.http_client import (
     ServerClient,
     choose_model,
     describe_rejection,
+    parse_stream,
     reporting_failures,
 )
 
@@ -57,58 +50,30 @@ _WORDS = (
 
 def read_traffic(metrics: Metrics, inputs: Inputs) -> None:
     """Fill in sizes, and the times that a histogram of its own measures."""
-    images = metrics.total("autoprune_images_total")
-    before, after = _count_tokens(None, metrics)
-    requests = metrics.total("vllm:request_prompt_tokens_count")
+    images, requests = (
+        metrics.total(name)
+        for name in ("autoprune_images_total", "vllm:request_prompt_tokens_count")
+    )
+    unpruned, kept = _count_tokens(metrics)
     prompt = metrics.mean("vllm:request_prompt_tokens")
-    if prompt is not None and after is not None and images is not None and requests:
-        prompt -= after * images / requests
-    misses = metrics.total("autoprune_feature_cache_misses_total")
-    hits = metrics.total("autoprune_feature_cache_hits_total")
-    questions = _divide((hits or 0.0) + (misses or 0.0), misses)
-    notes = () if questions is None else (
-        f"{questions:.1f} questions an image, from the feature cache: hits and misses over "
-        "misses. Repeated questions and evicted images make the true number larger.",
-    )  # fmt: skip
+    if prompt is not None and kept is not None and images is not None and requests:
+        prompt -= kept * images / requests
+    hits, misses = (metrics.total(f"autoprune_feature_cache_{kind}_total")
+                    for kind in ("hits", "misses"))  # fmt: skip
+    if misses:
+        questions = ((hits or 0.0) + misses) / misses
+        note = f"{questions:.1f} questions an image, from the feature cache: hits and misses over "
+        note += "misses. Repeated questions and evicted images make the true number larger."
+        inputs.fill(note, questions=questions)
     inputs.fill(
-        *notes,
-        questions=questions,
-        tokens=_round(before),
-        budget=_round(after),
-        prompt=_round(prompt) if after is not None else None,
+        tokens=_round(unpruned),
+        budget=_round(kept),
+        prompt=_round(prompt) if kept is not None else None,
         answer=_round(metrics.mean("vllm:request_generation_tokens")),
         block=_block_size(metrics),
         selection=metrics.mean("autoprune_selection_seconds"),
         decode=metrics.mean("vllm:request_time_per_output_token_seconds"),
     )
-
-
-def read_times(metrics: Metrics, inputs: Inputs) -> None:
-    """Fill in the front end, and of tower and prefill the one that is not known."""
-    ttft, queue, prefill = (
-        metrics.mean(f"vllm:{name}_seconds")
-        for name in ("time_to_first_token", "request_queue_time", "request_prefill_time")
-    )
-    if ttft is None or queue is None or prefill is None:
-        return
-    inputs.fill(
-        "Times are means over all requests since the server's start, under its load.",
-        "Front end: mean TTFT less queue and prefill, all of it counted as decoding of images.",
-        decode_image=max(ttft - queue - prefill, 0.0),
-    )
-    requests = metrics.total("vllm:request_prefill_time_seconds_count")
-    misses = _divide(metrics.total("autoprune_feature_cache_misses_total"), requests)
-    selections = _divide(metrics.total("autoprune_selection_seconds_count"), requests) or 0.0
-    computed = metrics.mean("vllm:request_prefill_kv_computed_tokens")
-    prefill -= selections * inputs.values.get("selection", 0.0)
-    tower, per_token = inputs.values.get("tower"), inputs.values.get("prefill")
-    if per_token is None and tower is not None and misses is not None and computed:
-        note = "Prefill per token: mean prefill time less tower and selection; what a request takes"
-        note += " however long its prompt is counts as prefill."
-        inputs.fill(note, prefill=max(prefill - misses * tower, 0.0) / computed)
-    elif per_token is not None and tower is None and misses and computed is not None:
-        note = "Tower: mean prefill time less selection and computed tokens."
-        inputs.fill(note, tower=max(prefill - per_token * computed, 0.0) / misses)
 
 
 class Answer(NamedTuple):
@@ -157,10 +122,10 @@ def probe_server(
         inputs.fill("The server has no /metrics: front end, selection and tower count as tower.")
     elif before.total("vllm:num_requests_running"):
         inputs.fill("The server was busy while it was probed: times contain waiting for others.")
-    seconds = _increase(warm, after, "autoprune_selection_seconds_sum") or 0.0
-    selections = _increase(warm, after, "autoprune_selection_seconds_count")
-    visual = solve_rounds(results, _divide(seconds, selections), client.url, inputs)
-    tokens, kept = _count_tokens(warm, after)
+    probed = after.since(warm) if after is not None and warm is not None else Metrics("")
+    selection = probed.mean("autoprune_selection_seconds")
+    visual = solve_rounds(results, selection, client.url, inputs)
+    tokens, kept = _count_tokens(probed)
     # A server without a state keeps all tokens, which is no budget.
     inputs.fill(tokens=_round(tokens) if tokens else visual,
                 budget=_round(kept) if tokens and kept != tokens else None)  # fmt: skip
@@ -216,89 +181,63 @@ def _ask_round(
     small = Image.frombytes("RGB", (40, 30), source.randbytes(40 * 30 * 3))
     buffer = io.BytesIO()
     small.resize(size, Image.Resampling.BICUBIC).save(buffer, format="JPEG", quality=90)
-    image = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    url = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    image: dict[str, object] = {"type": "image_url", "image_url": {"url": url}}
 
-    def ask(words: int, image: str | None = None) -> Answer:
-        return _ask(client, model, " ".join(source.choices(_WORDS.split(), k=words)), image)
+    def ask(words: int, *images: dict[str, object]) -> Answer:
+        """One streamed answer."""
+        text = {"type": "text", "text": " ".join(source.choices(_WORDS.split(), k=words))}
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": [*images, text]}],
+            "temperature": 0,
+            "max_tokens": _ANSWER_TOKENS,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        before, reads = client.read_metrics(), list[tuple[float, bytes]]()
+        start = time.perf_counter()
+        with client.http.stream("POST", client.url + CHAT, json=body) as response:
+            if not response.is_success:
+                response.read()
+                what, fix = "a chat request", "set VLLM_API_KEY where it asks for a key"
+                if images:
+                    what = "a request with an image"
+                    fix = "serve a model that takes images, and allow one of this size"
+                what = f"refuses {what}: {describe_rejection(response)}"
+                raise _error(client.url, what, fix)
+            for piece in response.iter_bytes():
+                reads.append((time.perf_counter() - start, piece))
+        stream = parse_stream(reads)
+        if not reads or not stream.prompt_tokens:
+            what = "a streamed answer has no token or no usage"
+            raise _error(client.url, what, "give a vllm serve")
+        # The only token may be the end of the answer, which has no text.
+        ttft = stream.deltas[0] if stream.deltas else reads[-1][0]
+        after, outside = client.read_metrics(), None
+        engine = after.since(before) if after is not None and before is not None else Metrics("")
+        # Otherwise another client's request came between.
+        if engine.total("vllm:request_prefill_time_seconds_count") == 1:
+            stages = (engine.total(f"vllm:request_{stage}_time_seconds_sum") or 0.0
+                      for stage in ("queue", "prefill"))  # fmt: skip
+            outside = max(ttft - sum(stages), 0.0)
+        gaps = tuple(late - early for early, late in itertools.pairwise(stream.deltas))
+        return Answer(ttft, gaps, stream.prompt_tokens, outside)
 
     # A word may be more than one token.
-    many = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS
-    few = _QUESTION_WORDS
+    many, few = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS, _QUESTION_WORDS
     return ask(few), ask(many), ask(few, image), ask(few, image)
 
 
-def _ask(client: ServerClient, model: str, text: str, image: str | None) -> Answer:
-    """One streamed answer; ``image`` is a data URL."""
-    content: list[dict[str, object]] = [{"type": "text", "text": text}]
-    if image is not None:
-        content.insert(0, {"type": "image_url", "image_url": {"url": image}})
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": content}],
-        "temperature": 0,
-        "max_tokens": _ANSWER_TOKENS,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    before = client.read_metrics()
-    times, tokens = list[float](), 0
-    start = time.perf_counter()
-    with client.http.stream("POST", client.url + CHAT, json=body) as answer:
-        if not answer.is_success:
-            answer.read()
-            what, fix = "a chat request", "set VLLM_API_KEY where it asks for one, or read its log"
-            if image is not None:
-                what = "a request with an image"
-                fix = "serve a model that takes images, and allow one of this size"
-            raise _error(client.url, f"refuses {what}: {describe_rejection(answer)}", fix)
-        for line in answer.iter_lines():
-            now = time.perf_counter() - start
-            data = line.removeprefix("data:").strip()
-            if not line.startswith("data:") or data == "[DONE]":
-                continue
-            chunk = json.loads(data)
-            for choice in chunk.get("choices") or ():
-                delta = choice.get("delta") or {}
-                says = delta.get("content") or delta.get("reasoning_content")
-                # The first token may be the last one.
-                if says or (choice.get("finish_reason") and not times):
-                    times.append(now)
-            tokens = int((chunk.get("usage") or {}).get("prompt_tokens") or tokens)
-    if not times or not tokens:
-        what = "a streamed answer has no token or no usage"
-        raise _error(client.url, what, "give a vllm serve")
-    after = client.read_metrics()
-    outside = None
-    # Otherwise another client's request came between.
-    if _increase(before, after, "vllm:request_prefill_time_seconds_count") == 1:
-        engine = sum(
-            _increase(before, after, f"vllm:request_{stage}_time_seconds_sum") or 0.0
-            for stage in ("queue", "prefill")
-        )
-        outside = max(times[0] - engine, 0.0)
-    gaps = tuple(late - early for early, late in itertools.pairwise(times))
-    return Answer(times[0], gaps, tokens, outside)
-
-
-def _count_tokens(
-    before: Metrics | None, after: Metrics | None
-) -> tuple[float | None, float | None]:
+def _count_tokens(metrics: Metrics) -> tuple[float | None, float | None]:
     """Mean visual tokens of an image before pruning and after it."""
-    images = _increase(before, after, "autoprune_images_total")
+    images = metrics.total("autoprune_images_total")
     unpruned, kept = (
-        _divide(_increase(before, after, "autoprune_visual_tokens_total", stage=stage), images)
-        for stage in ("before", "after")
+        metrics.total("autoprune_visual_tokens_total", stage=stage) for stage in ("before", "after")
     )
-    return unpruned, kept
-
-
-def _increase(
-    before: Metrics | None, after: Metrics | None, name: str, **labels: str
-) -> float | None:
-    """Of a counter, from a page of ``/metrics`` (None: the start) to a later one."""
-    end = after.total(name, **labels) if after is not None else None
-    start = before.total(name, **labels) if before is not None else None
-    return None if end is None else end - (start or 0.0)
+    if not images or unpruned is None or kept is None:
+        return None, None
+    return unpruned / images, kept / images
 
 
 def _block_size(metrics: Metrics) -> int | None:
@@ -308,10 +247,6 @@ def _block_size(metrics: Metrics) -> int | None:
         return 0
     size = metrics.label(name, "block_size")
     return int(size) if size is not None and size.isdigit() else None
-
-
-def _divide(total: float | None, count: float | None) -> float | None:
-    return total / count if total is not None and count else None
 
 
 def _round(value: float | None) -> int | None:

@@ -1,32 +1,26 @@
 """The streaming client of all benchmarks, and the record of a request.
 
-Every read of the socket is stamped; server-sent events are parsed after the stream has ended,
-because parsing between two reads would delay the time stamp of the next. It is the one client that
-is not httpx: with 8 requests of 400 kB and 16 deltas at once on two cores, httpx took 1.6 ms of
-processor time a request, ``http.client`` 0.8, and the first token was stamped 0.5 ms later. Under
-locust ``socket`` is gevent's, so that a thousand requests wait in one thread.
+Every read of the socket is stamped. It is the one client that is not httpx: with 8 requests of
+400 kB and 16 deltas at once on two cores, httpx took 1.6 ms of processor time a request,
+``http.client`` 0.8, and the first token was stamped 0.5 ms later. Under locust ``socket`` is
+gevent's, so that a thousand requests wait in one thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_autoprune.http_client import CHAT
+from vllm_autoprune.http_client import CHAT, parse_stream
 from vllm_autoprune.record_file import FrozenModel
 
-EMPTY = "the answer contains no text"
-"""A failure in a load test, which needs a first token; where answers are scored, a wrong answer."""
 _READ_SIZE = 1 << 16
-_KEPT_TEXT = 400
-"""Characters of an answer that a record has."""
 
 
 class Record(FrozenModel):
@@ -123,7 +117,7 @@ class Client:
             when = "the answer was cut short" if reads else "no answer"
             failure = f"{when}: {type(error).__name__}: {error}"
         done = self.clock()
-        answer = parse_stream(reads)
+        answer = parse_stream(reads)._asdict()
         return Record(
             scheduled=started if scheduled is None else scheduled,
             started=started,
@@ -132,57 +126,3 @@ class Client:
             **labels,
             **(answer | {"error": failure or answer["error"]}),
         )
-
-
-def parse_stream(reads: Sequence[tuple[float, bytes]]) -> dict[str, Any]:
-    """What a stream contains, as fields of a record; of pieces and the times they were read at.
-
-    Each event gets the time of the read that completed it. A delta counts from its text: the first
-    chunk of a chat, which only names the role, does not.
-    """
-    deltas: list[float] = []
-    text: list[str] = []
-    usage: dict[str, Any] = {}
-    finished, error = False, None
-    for arrived, data in _split_events(reads):
-        if data == "[DONE]":
-            finished = True
-            continue
-        try:
-            chunk = json.loads(data)
-        except json.JSONDecodeError:
-            chunk = None
-        if not isinstance(chunk, dict):
-            error = error or f"an event is not a JSON object: {data[:80]}"
-            continue
-        if failure := chunk.get("error"):
-            message = failure.get("message", failure) if isinstance(failure, dict) else failure
-            error = error or str(message)[:200]
-        usage = chunk.get("usage") or usage
-        choices = chunk.get("choices") or ()
-        content = "".join((choice.get("delta") or {}).get("content") or "" for choice in choices)
-        if content:
-            deltas.append(arrived)
-            text.append(content)
-    if not finished:
-        error = error or "the answer was cut short: the stream ended without [DONE]"
-    return {
-        "deltas": tuple(deltas),
-        "text": "".join(text)[:_KEPT_TEXT],
-        "prompt_tokens": usage.get("prompt_tokens"),
-        "completion_tokens": usage.get("completion_tokens"),
-        "error": error or (None if text else EMPTY),
-    }
-
-
-def _split_events(reads: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
-    """Time and data of each server-sent event; an empty line ends one, which may span reads."""
-    pending = b""
-    for arrived, piece in reads:
-        pending += piece.replace(b"\r\n", b"\n")
-        *complete, pending = pending.split(b"\n\n")
-        for event in complete:
-            lines = event.decode(errors="replace").split("\n")
-            data = [line[5:].removeprefix(" ") for line in lines if line.startswith("data:")]
-            if data:
-                yield arrived, "\n".join(data)

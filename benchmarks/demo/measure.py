@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from benchmarks import BenchmarkError
-from benchmarks.common.client import EMPTY, Client, Record
+from benchmarks.common.client import Client, Record
 from benchmarks.common.report import environment, show_stage
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
 from benchmarks.common.shapes import (
@@ -44,6 +44,7 @@ from benchmarks.yardsticks.examples import (
     grade_answers,
     png_url,
 )
+from vllm_autoprune.http_client import EMPTY
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Spread, spread

@@ -21,7 +21,6 @@ from benchmarks.search.study import read_confirmed, read_results
 from benchmarks.search.tables import format_mean
 from scripts.docs_commands import read_commands
 from scripts.site_hooks import generate_files, restore_pipes, rewrite_links
-from tests.test_costs import last_question, recorded
 from vllm_autoprune.advise import WAYS
 from vllm_autoprune.cli.main import COMMANDS, main
 from vllm_autoprune.serving.api import engine_requests
@@ -150,12 +149,14 @@ def test_choosing_has_what_advise_prints_and_its_ways(capsys: pytest.CaptureFixt
     (block,) = re.findall(r"```text\n(Pruning .*?)```", CHOOSING, re.DOTALL)
     assert block in capsys.readouterr().out
     assert [way for way in WAYS if f"\n| {way} | " not in CHOOSING] == []
-    ways = recorded(256)
-    reading, split = ways["question-reading"], ways["split"]
-    assert f"first, question-reading | {reading.another_of_first:.2f} |" in CHOOSING
-    assert f"questions an image | {last_question(reading):.1f} |" in CHOOSING
-    assert f"first, split, K_c = 256 | {split.another_of_first:.2f} |" in CHOOSING
-    assert f"split, K_c = 256 | {last_question(split):.0f} |" in CHOOSING
+    assert main([*shlex.split(call)[1:], "--json"]) == 0
+    ways = json.loads(capsys.readouterr().out)["ways"]
+    for name, way, digits in (
+        ("question-reading", "question-reading", 1), ("split, K_c = 256", "split", 0)
+    ):  # fmt: skip
+        last, share = ways[way]["cheaper_than_stock"]["to"], ways[way]["another_of_first"]
+        assert f"first, {name} | {share:.2f} |" in CHOOSING
+        assert re.search(rf"break-even of {name}.* \| {last:.{digits}f} \|", CHOOSING)
 
 
 def test_support_has_a_row_for_every_backbone() -> None:

@@ -16,12 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 
-from benchmarks.common.client import (
-    EMPTY,
-    Client,
-    Record,
-    parse_stream,
-)
+from benchmarks.common.client import Client, Record
 from benchmarks.common.fake_server import MODEL, Reply, fake_server
 from benchmarks.common.requests import draw_picture, encode_picture
 from benchmarks.common.shapes import (
@@ -95,43 +90,6 @@ def test_every_failure_is_recorded_in_one_line(reply: Reply, model: str, message
 def test_a_refused_connection_is_recorded() -> None:
     record = Client(f"http://127.0.0.1:{free_port()}").send(body())
     assert "no answer: ConnectionRefusedError" in str(record.error)
-
-
-def event(**chunk: object) -> bytes:
-    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
-
-
-def delta(**fields: str) -> bytes:
-    return event(choices=[{"index": 0, "delta": fields}])
-
-
-ROLE, A, B = delta(role="assistant", content=""), delta(content="a"), delta(content="b")
-USAGE = event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 2})
-DONE = b"data: [DONE]\n\n"
-
-
-@pytest.mark.parametrize(
-    ("reads", "deltas", "text", "error"),
-    [
-        # The chunk that only names the role is no first token.
-        ([(1.0, ROLE), (2.0, A), (3.0, B), (4.0, USAGE), (5.0, DONE)], (2.0, 3.0), "ab", None),
-        # An event that is cut in two has the time of its last byte; two in one read have one time.
-        *([[(1.0, A[:cut]), (2.0, A[cut:] + DONE)], (2.0,), "a", None] for cut in range(1, 60, 9)),
-        ([(1.0, ROLE + A + B), (2.0, USAGE + DONE)], (1.0, 1.0), "ab", None),
-        # Comments, and line ends of the other kind.
-        ([(1.0, b": ping\r\n\r\n" + A.replace(b"\n", b"\r\n") + DONE)], (1.0,), "a", None),
-        ([(1.0, A)], (1.0,), "a", "the answer was cut short: the stream ended without [DONE]"),
-        ([(1.0, DONE)], (), "", EMPTY),
-        ([(1.0, event(error={"message": "engine is dead"}))], (), "", "engine is dead"),
-        ([(1.0, b"data: {oops\n\n")], (), "", "an event is not a JSON object: {oops"),
-        ([(1.0, b"data: [1]\n\n")], (), "", "an event is not a JSON object: [1]"),
-    ],
-)
-def test_a_stream_is_parsed(
-    reads: list[tuple[float, bytes]], deltas: tuple[float, ...], text: str, error: str | None
-) -> None:
-    usage = (9, 2) if any(USAGE in piece for _, piece in reads) else (None, None)
-    assert tuple(parse_stream(reads).values()) == (deltas, text, *usage, error)
 
 
 # ---- pictures like photographs, models of true widths ----

@@ -5,23 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from vllm_autoprune.advise import (
     ASSUMPTIONS,
-    Estimate,
     Inputs,
     Timings,
     Traffic,
-    Way,
+    align_core,
     estimate_ways,
     fit_layers,
     format_advantage,
@@ -33,8 +29,7 @@ from vllm_autoprune.cli.output import format_paragraphs, format_table, print_res
 from vllm_autoprune.cost import estimate_cost, list_assumptions
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import ServerClient, reporting_failures
-from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
-from vllm_autoprune.probe import probe_server, read_times, read_traffic
+from vllm_autoprune.probe import probe_server, read_traffic
 from vllm_autoprune.tpdsl.atoms.source import run_budget
 from vllm_autoprune.tpdsl.loading import load_state
 
@@ -59,14 +54,12 @@ def _print_cost(options: argparse.Namespace) -> int:
     }
     head = ["visual tokens", "TFLOPs", "KV MiB", "fewer FLOPs", "less KV"]
     rows = [
-        [str(k), f"{cost.teraflops:#.4g}", f"{cost.kv_mib:.7g}",
-         f"{costs[0].flops / cost.flops:.2f}x", f"{costs[0].kv_bytes / cost.kv_bytes:.2f}x"]
+        [k, f"{cost.teraflops:#.4g}", f"{cost.kv_mib:.7g}",
+         f"{costs[0].flops / cost.flops:.2f}x", f"{costs[0].kv_bytes / cost.kv_bytes:.2f}x",
+         *([f"{cost.after}, mean {cost.tokens:.7g}"] if full_layers else [])]
         for k, cost in zip(budgets, costs, strict=True)
     ]  # fmt: skip
-    if full_layers:
-        head.append(f"left after {full_layers} layers")
-        for cells, cost in zip(rows, costs, strict=True):
-            cells.append(f"{cost.after}, mean {cost.tokens:.7g}")
+    head += [f"left after {full_layers} layers"] if full_layers else []
     counted = f"{options.text} text tokens counted too" if options.text else "text not counted"
     print_result(
         options,
@@ -81,10 +74,6 @@ def _print_cost(options: argparse.Namespace) -> int:
 
 def _advise(options: argparse.Namespace) -> int:
     traffic, timings, notes = _read_inputs(options)
-    here = (None, "localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname())
-    host = None if options.server is None else urlsplit(options.server).hostname
-    if host in here and choose_dtype() == "float32":
-        notes.append(f"If the server runs in bfloat16 here: {SLOW_BFLOAT16} -> {SERVE_FLOAT32}.")
     estimates = estimate_ways(traffic, timings)
     verdict = judge(traffic, estimates)
     record = {
@@ -98,16 +87,31 @@ def _advise(options: argparse.Namespace) -> int:
     cache = f"KV blocks of {traffic.block}" if traffic.block else "no prefix cache"
     sizes = (
         f"{traffic.questions:g} questions an image; N = {traffic.tokens}, K = {traffic.budget}, "
-        f"K_c = {traffic.core}; {traffic.template} text tokens before the image and "
-        f"{traffic.prompt} behind it, {traffic.answer} of the answer; {cache}"
+        f"K_c = {align_core(traffic)} as it is served; {traffic.template} text tokens before the "
+        f"image and {traffic.prompt} behind it, {traffic.answer} of the answer; {cache}"
     )
     times = ", ".join(f"{name.replace('_', ' ')} {_ms(t)}" for name, t in timings)
+    costs = [
+        [way, _ms(each.first.ttft), _ms(each.another.ttft), f"{each.another_of_first:.2f}",
+         f"{each.total_seconds:.4g}", f"{each.gain:.2f}x",
+         "" if way == "stock" else format_advantage(each.cheaper_than_stock)]
+        for way, each in estimates.items()
+    ]  # fmt: skip
+    shares = [
+        [f"{way}, {which}", *(f"{share:.0%}" for share in question.shares.values())]
+        for way, each in estimates.items()
+        for which, question in (("first", each.first), ("another", each.another))
+    ]
+    head = ("", "first, ms", "another, ms", "another/first", "total, s", "gain")
     print_result(
         options,
         record,
         format_paragraphs([sizes, f"ms: {times}"]),
         format_paragraphs(verdict.lines),
-        *_format_estimates(estimates),
+        "Time to first token of two questions on an image, and the time of all questions:",
+        format_table((*head, "cheaper than stock"), costs, "<>>>>><"),
+        "Where the time to first token goes:",
+        format_table(("", *estimates["stock"].first.shares), shares, "<>>>>>>"),
         format_paragraphs([*notes, *ASSUMPTIONS], "- "),
     )
     return 0
@@ -123,7 +127,8 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, list[st
     if options.no_prefix_caching:
         values["block"] = 0
     if options.layer_ms is not None:
-        values["prefill"], request = fit_layers(options.layers, options.layer_ms)
+        points = [(tokens, milliseconds / 1000) for tokens, milliseconds in options.layer_ms]
+        values["prefill"], request = fit_layers(options.layers, points)
         if request:
             values["request"] = values.get("request", 0.0) + request
     inputs = Inputs(values, [])
@@ -136,8 +141,6 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, list[st
                 probe_server(client, options.probe, inputs, options.model, report)
         if metrics is not None:
             read_traffic(metrics, inputs)
-            if options.probe is None:
-                read_times(metrics, inputs)
     elif options.probe is not None:
         fix = "give the address of a running server"
         raise ConfigError("inputs", [Problem("--probe", "needs --server", fix)])
@@ -162,52 +165,23 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, list[st
     return models[0], models[1], inputs.notes
 
 
-def _format_estimates(estimates: Mapping[Way, Estimate]) -> list[str]:
-    """What each way takes, and where its time to first token goes."""
-    head = ("", "first, ms", "another, ms", "another/first", "total, s", "gain")
-    costs = [
-        [
-            way,
-            _ms(estimate.first.ttft),
-            _ms(estimate.another.ttft),
-            f"{estimate.another_of_first:.2f}",
-            f"{estimate.total_seconds:.4g}",
-            f"{estimate.gain:.2f}x",
-            "" if way == "stock" else format_advantage(estimate.cheaper_than_stock),
-        ]
-        for way, estimate in estimates.items()
-    ]
-    shares = [
-        [f"{way}, {which}", *(f"{share:.0%}" for share in question.shares.values())]
-        for way, estimate in estimates.items()
-        for which, question in (("first", estimate.first), ("another", estimate.another))
-    ]
-    return [
-        "Time to first token of two questions on an image, and the time of all questions:",
-        format_table((*head, "cheaper than stock"), costs, "<>>>>><"),
-        "Where the time to first token goes:",
-        format_table(("", *estimates["stock"].first.shares), shares, "<>>>>>>"),
-    ]
-
-
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.4g}" if seconds < 10 else f"{1000 * seconds:.0f}"
 
 
-def _parse_layer(text: str) -> tuple[int, float]:
-    tokens, _, milliseconds = text.partition("=")
+def _parse_pair(
+    separator: str, form: str, number: type[int] | type[float], text: str
+) -> tuple[int, int | float]:
+    """A whole number and another one, both above 0; ``form`` says how they are written."""
+    first, _, second = text.partition(separator)
     with contextlib.suppress(ValueError):
-        if int(tokens) >= 1 and 0 < float(milliseconds) < math.inf:
-            return int(tokens), float(milliseconds) / 1000
-    raise argparse.ArgumentTypeError(f"{text!r} is not TOKENS=MS, such as 341=805.5")
+        if int(first) >= 1 and 0 < number(second) < math.inf:
+            return int(first), number(second)
+    raise argparse.ArgumentTypeError(f"{text!r} is not {form}")
 
 
-def _parse_size(text: str) -> tuple[int, int]:
-    width, _, height = text.partition("x")
-    with contextlib.suppress(ValueError):
-        if int(width) >= 1 and int(height) >= 1:
-            return int(width), int(height)
-    raise argparse.ArgumentTypeError(f"{text!r} is not WIDTHxHEIGHT in pixels, such as 1024x768")
+_parse_layer = partial(_parse_pair, "=", "TOKENS=MS, such as 341=805.5", float)
+_parse_size = partial(_parse_pair, "x", "WIDTHxHEIGHT in pixels, such as 1024x768", int)
 
 
 def _add_advise(parser: argparse.ArgumentParser) -> None:
@@ -227,7 +201,7 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--layer-ms", type=_parse_layer, nargs="+", metavar="TOKENS=MS", help=text)
     group = parser.add_argument_group("a running server")
-    text = "read what is not given from its /metrics; with an API key in VLLM_API_KEY"
+    text = "read sizes that are not given from its /metrics; with an API key in VLLM_API_KEY"
     group.add_argument("--server", metavar="URL", help=text)
     text = "measure times with 24 requests of its own, 12 of them with images of that size"
     group.add_argument("--probe", type=_parse_size, metavar="WIDTHxHEIGHT", help=text)
@@ -235,21 +209,19 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_cost(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backbone", required=True, metavar="NAME", help=", ".join(BACKBONE_SHAPES)
-    )
+    add = parser.add_argument
+    add("--backbone", required=True, metavar="NAME", help=", ".join(BACKBONE_SHAPES))
     text = (
         "visual tokens of one image; the others are compared with the first (default: all tokens, "
         "and a ninth of them)"
     )
-    parser.add_argument("--tokens", type=int, nargs="+", metavar="K", help=text)
-    text = "text tokens counted too (default 0)"
-    parser.add_argument("--text", type=int, default=0, metavar="T", help=text)
+    add("--tokens", type=int, nargs="+", metavar="K", help=text)
+    add("--text", type=int, default=0, metavar="T", help="text tokens counted too (default 0)")
     text = (
         "cost of a method that prunes inside the language model: F layers see all tokens, and "
         "the others so many that the average over layers is K"
     )
-    parser.add_argument("--full-layers", type=int, default=0, metavar="F", help=text)
+    add("--full-layers", type=int, default=0, metavar="F", help=text)
 
 
 COST = Command(
