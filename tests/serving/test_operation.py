@@ -279,7 +279,7 @@ def test_another_state_is_rolled_out_under_traffic(runner: Runner) -> None:
 
         # 3. The old server is told to end while it is answering; it finishes what it has.
         servers.remove(old)
-        time.sleep(0.1)  # for requests on their way, as a hook of Kubernetes before the signal
+        time.sleep(2)  # for requests on their way, as a hook of Kubernetes before the signal
         old.process.send_signal(signal.SIGTERM)
         await_answers(new)
         assert old.process.wait(timeout=120) == 0

@@ -279,7 +279,8 @@ class _TinyEngine:
         image: object = rows[None]
         if "image" in info.get_data_parser().embedding_fields:
             image = {"image_embeds": rows, "image_grid_thw": torch.tensor([[1, 4, 12]])}
-        with suppress(TypeError, ValueError):  # refused by models that take no embeddings
+        # Refused by models that take no embeddings; GLM's processor looks for the image's grid.
+        with suppress(TypeError, ValueError, KeyError):
             completions["embeddings"] = self._ask_about("image", image)
         return completions
 
