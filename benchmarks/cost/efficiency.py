@@ -1,28 +1,35 @@
 """`python -m benchmarks.cost efficiency`: full model, base policies and AutoPrune, as a table.
 
-Every arm has its own server and the same requests, one at a time.
+Every arm has its own server and the same requests, one at a time. Two tables of different depth
+give the time to first token at full depth:
+
+    python -m benchmarks.cost efficiency --model llava-next-7b --layers 1 --policies cdpruner
+    python -m benchmarks.cost efficiency --model llava-next-7b --layers 4 --policies cdpruner
+    python -m benchmarks.cost depth out/efficiency/llava-next-7b-{1,4}-layers.json
+
+All layers cost the same, so time is linear in their number. The slope is the prefill of one layer;
+the value at zero layers is vision tower, selection, HTTP and the language model's head.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-import torch
+import numpy as np
 
 from benchmarks import BenchmarkError
 from benchmarks.common.client import Client
 from benchmarks.common.report import (
-    MIB,
     command_line,
     environment,
     format_environment,
+    format_estimate,
     format_spread,
     log_progress,
 )
@@ -42,14 +49,22 @@ from vllm_autoprune.cost import ASSUMPTIONS, Cost, estimate_cost
 from vllm_autoprune.http_client import Metrics
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Table
-from vllm_autoprune.statistics import spread
+from vllm_autoprune.statistics import (
+    DRAWS,
+    Estimate,
+    Floats,
+    estimate,
+    medians,
+    resample,
+    spread,
+)
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 _POLICIES = (
     "fastv", "pyramiddrop", "sparsevlm", "prumerge_plus", "trim", "visionzip", "dart",
     "divprune", "cdpruner",
 )  # fmt: skip
-MINI, FULL, _SERVED = "mini-llava", "full", "served"
+_MINI, _FULL, _SERVED = "mini-llava", "full", "served"
 _WARM_UP, _ANSWER_TOKENS = 2, 16
 _SHAPES: Mapping[str, tuple[int, Callable[[Path, int], Path]]] = {
     "llava-1.5-7b": (336, write_llava),
@@ -60,7 +75,7 @@ _SHAPES: Mapping[str, tuple[int, Callable[[Path, int], Path]]] = {
 
 
 @dataclass(frozen=True)
-class Model:
+class _Model:
     """What is served: its folder, its shape at the depth that is served, flags of its server."""
 
     name: str
@@ -69,38 +84,31 @@ class Model:
     flags: tuple[str, ...]
 
     @property
-    def depth(self) -> int:
-        """Language layers of the published model."""
-        return self.shape.layers if self.name == MINI else BACKBONE_SHAPES[self.name].layers
-
-    @property
-    def label(self) -> str:
-        """Name of its files, with the depth where it is not the published one."""
-        layers = self.shape.layers
-        return self.name if layers == self.depth else f"{self.name}-{layers}-layers"
+    def published(self) -> BackboneShape:
+        """The shape at the depth of the published model."""
+        depth = self.shape.layers if self.name == _MINI else BACKBONE_SHAPES[self.name].layers
+        return replace(self.shape, layers=depth)
 
 
-def _open_model(name: str, layers: int, out: Path) -> Model:
+def _open_model(name: str, layers: int, out: Path) -> _Model:
     """The model of that name; the folder of a shape is written below ``out``."""
-    if name != MINI:
+    if name != _MINI:
         folder = _SHAPES[name][1](out / f"{name}-{layers}-layers", layers)
         flags = ("--load-format", "dummy", "--max-model-len", "4096")
-        return Model(name, folder, replace(BACKBONE_SHAPES[name], layers=layers), flags)
+        return _Model(name, folder, replace(BACKBONE_SHAPES[name], layers=layers), flags)
     config = json.loads((LLAVA / "config.json").read_text())
     text, vision = config["text_config"], config["vision_config"]
     grid = vision["image_size"] // vision["patch_size"]
     shape = replace(
         BACKBONE_SHAPES["llava-1.5-7b"],
-        name=LLAVA.name,
         layers=text["num_hidden_layers"],
         width=text["hidden_size"],
         feed_forward=text["intermediate_size"],
         kv_width=text["num_key_value_heads"] * text["head_dim"],
         grid_height=grid,
         grid_width=grid,
-        source=str(LLAVA),
     )
-    return Model(MINI, LLAVA, shape, ("--max-model-len", "1024"))
+    return _Model(_MINI, LLAVA, shape, ("--max-model-len", "1024"))
 
 
 def _draw_requests(name: str, count: int) -> list[tuple[bytes, bytes]]:
@@ -108,29 +116,27 @@ def _draw_requests(name: str, count: int) -> list[tuple[bytes, bytes]]:
 
     mini-LLaVA gets images and questions that it knows.
     """
-    if name == MINI:
-        firsts = {example.image_id: example for example in reversed(draw_examples("test", count))}
-        asked = [(png_url(firsts[i].image), firsts[i].question) for i in range(count)]
+    if name == _MINI:
+        by_image = {example.image_id: example for example in reversed(draw_examples("test", count))}
+        asked = [(png_url(by_image[i].image), by_image[i].question) for i in range(count)]
     else:
         side = _SHAPES[name][0]
         asked = [
             (encode_picture(draw_picture(number, side, side)), draw_words(16, number))
             for number in range(count)
         ]
-    return [
-        (_build_request(question, url), _build_request(" ".join(question.split()[::-1]), url))
-        for url, question in asked
-    ]
+
+    def build(question: str, url: str) -> bytes:
+        # A special first token would have no text to be timed.
+        fields = {"ignore_eos": True, "skip_special_tokens": False}
+        content = build_content(question, [url])
+        return build_body(_SERVED, content, tokens=_ANSWER_TOKENS, fields=fields)
+
+    return [(build(text, url), build(" ".join(text.split()[::-1]), url)) for url, text in asked]
 
 
-def _build_request(question: str, url: str) -> bytes:
-    # A special first token would have no text to be timed.
-    fields = {"ignore_eos": True, "skip_special_tokens": False}
-    return build_body(_SERVED, build_content(question, [url]), tokens=_ANSWER_TOKENS, fields=fields)
-
-
-class Measurement(FrozenModel):
-    """What was measured of one arm: seconds, bytes and counts."""
+class _Measurement(FrozenModel):
+    """What was measured of one arm: seconds and counts."""
 
     ttft: tuple[float, ...]
     """At the client: HTTP, image processor and vision tower included."""
@@ -142,98 +148,52 @@ class Measurement(FrozenModel):
     """Per token after the first, of vLLM's ``request_decode_time_seconds``."""
     visual_tokens: float | None
     """Kept tokens of an image, as the plugin counts them; None without the plugin."""
-    device_memory: int | None
-    """Most memory that the workers had allocated on their GPUs during the requests, all ranks
-    together; None without a GPU."""
 
 
-class DeviceMemory:
-    """Extension of vLLM's workers (``--worker-extension-cls``) that reads the memory of the GPU.
-
-    Only the process that allocates can tell what was allocated at most: the driver counts all
-    that vLLM reserved at its start, which is the same however many tokens are kept.
-    """
-
-    device: torch.device
-
-    def reset_device_memory(self) -> None:
-        """Forget the peak of the start, when vLLM runs its largest batch."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def peak_device_memory(self) -> int | None:
-        """Most bytes allocated since the reset; None on another device than a CUDA GPU."""
-        if self.device.type != "cuda":
-            return None
-        return torch.cuda.max_memory_allocated(self.device)
-
-
-def _serve_arm(
-    model: Model, flags: Sequence[str], kv_gb: int, requests: Sequence[tuple[bytes, bytes]],
-    log: Path,
-) -> Measurement | str:  # fmt: skip
-    """Serve an arm and send it all requests; the reason where the server does not start."""
-    extension = f"{DeviceMemory.__module__}.{DeviceMemory.__qualname__}"
-    flags = (
-        *("--served-model-name", _SERVED, *model.flags, "--block-size", "32", "--enforce-eager"),
-        *("--max-num-seqs", "8", "--worker-extension-cls", extension, *flags),
-    )
-    # Workers import this module, which is not installed; the endpoint that calls their methods
-    # needs the development mode.
-    root = Path(__file__).resolve().parents[2]
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_gb),
-        "VLLM_SERVER_DEV_MODE": "1",
-        "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
-    log.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with serve(model.folder, *flags, env=environment, log=log, patience=900) as server:
-            return _send_requests(server, requests)
-    except ServerDied:
-        return find_cause(log.read_text(errors="replace"))[:300]
-
-
-def _send_requests(server: Server, requests: Sequence[tuple[bytes, bytes]]) -> Measurement:
+def _measure_arm(server: Server, requests: Sequence[tuple[bytes, bytes]]) -> _Measurement:
+    """Send all requests to a server, after the warm-up."""
     client, timed = Client(server.url, timeout=900), requests[_WARM_UP:]
 
-    def read(name: str, **labels: str) -> float:
-        return Metrics(server.get("/metrics")).total(name, **labels) or 0.0
-
-    def call_workers(method: str) -> list[int | None]:
-        status, answer = server.post("/collective_rpc", {"method": method})
-        results = answer.get("results")
-        if status != 200 or not isinstance(results, list):
-            raise BenchmarkError(f"{method}: status {status}: {json.dumps(answer)[:200]}")
-        return results
+    def read() -> Callable[..., float]:
+        metrics = Metrics(server.get("/metrics"))
+        return lambda name, **labels: metrics.total(name, **labels) or 0.0
 
     for question, _ in requests[:_WARM_UP]:
         client.send(question)
-    call_workers(DeviceMemory.reset_device_memory.__name__)
-    seconds = "vllm:request_{}_time_seconds_sum"
-    images, kept = "autoprune_images_total", "autoprune_visual_tokens_total"
-    images_before, kept_before = read(images), read(kept, stage="after")
-    records, again, prefill, decode = [], [], 0.0, 0.0
+    records, again, seconds, begin = [], [], {"prefill": 0.0, "decode": 0.0}, read()
     for question, second_question in timed:
-        prefill -= read(seconds.format("prefill"))
-        decode -= read(seconds.format("decode"))
+        before = read()
         records.append(client.send(question))
-        prefill += read(seconds.format("prefill"))
-        decode += read(seconds.format("decode"))
+        after = read()
+        for stage in seconds:
+            name = f"vllm:request_{stage}_time_seconds_sum"
+            seconds[stage] += after(name) - before(name)
         again.append(client.send(second_question))
     failed = [record.error for record in (*records, *again) if record.error]
     if failed:
         raise BenchmarkError(f"{len(failed)} requests failed: {failed[0]}")
-    count, tokens = read(images) - images_before, read(kept, stage="after") - kept_before
-    peaks = call_workers(DeviceMemory.peak_device_memory.__name__)
-    return Measurement(
+    end = read()
+    images = end("autoprune_images_total") - begin("autoprune_images_total")
+    kept = "autoprune_visual_tokens_total"
+    tokens = end(kept, stage="after") - begin(kept, stage="after")
+    return _Measurement(
         ttft=tuple(record.ttft for record in records),
         again=tuple(record.ttft for record in again),
-        prefill=prefill / len(records),
-        decode=decode / len(records) / (_ANSWER_TOKENS - 1),
-        visual_tokens=tokens / count if count else None,
-        device_memory=None if None in peaks else sum(peak for peak in peaks if peak is not None),
+        prefill=seconds["prefill"] / len(timed),
+        decode=seconds["decode"] / len(timed) / (_ANSWER_TOKENS - 1),
+        visual_tokens=tokens / images if images else None,
     )
+
+
+def _compute_cost(model: _Model, arm: str, budget: int, visual_tokens: float | None) -> Cost:
+    """By formula, from the kept tokens that the plugin reports, at the published depth.
+
+    A base policy that ranks tokens by layers of the language model pays for these over all tokens.
+    """
+    shape, policy = model.published, BASE_POLICIES.get(arm)
+    tokens = budget if visual_tokens is None else round(visual_tokens)
+    layers = policy.layers_read(policy.default_params, shape.layers) if policy else 0
+    return estimate_cost(shape, shape.tokens if arm == _FULL else tokens, ranking_layers=layers)
 
 
 _NOTES = (
@@ -248,71 +208,53 @@ _NOTES = (
     "and its ratio to the first. Without the plugin, and with policies that ignore questions, "
     "vLLM finds the image's KV in its prefix cache; policies that read the question reuse the "
     "output of the vision tower.",
-    "GPU memory: the most that the workers had allocated during the requests. vLLM reserves "
-    "its KV cache whatever is pruned, so this changes little; KV MiB is what one prompt needs "
-    "of it.",
+    "KV MiB: what one prompt needs of the KV cache, which vLLM reserves whatever is pruned.",
 )
 _COLUMNS = (
     "method", "K", "TFLOPs", "prefill, ms", "TTFT, ms: median (quartiles)", "second question, ms",
-    "decode, ms/token", "KV, MiB", "GPU memory, MiB",
+    "decode, ms/token", "KV, MiB",
 )  # fmt: skip
 
 
-def format_table(model: Model, budget: int, arms: Mapping[str, Measurement | str]) -> str:
+def _format_table(model: _Model, budget: int, arms: Mapping[str, _Measurement | str]) -> str:
     """The table in Markdown, the full model first, and notes on its columns."""
-    full, rows = arms[FULL], []
-    full_cost = compute_cost(model, FULL, budget, None)
+    full, full_cost, rows = arms[_FULL], _compute_cost(model, _FULL, budget, None), []
     for arm, measured in arms.items():
         if isinstance(measured, str):
             rows.append([arm, f"not served: {measured}", *[""] * (len(_COLUMNS) - 2)])
             continue
-        computed = compute_cost(model, arm, budget, measured.visual_tokens)
-        waits, again = spread(measured.ttft), median(measured.again)
-        memory, prefill = measured.device_memory, measured.prefill
+        cost = _compute_cost(model, arm, budget, measured.visual_tokens)
+        waits, again, prefill = spread(measured.ttft), median(measured.again), measured.prefill
         faster = "" if isinstance(full, str) else f" ({full.prefill / prefill:.2f}x faster)"
         rows.append([
             arm,
-            f"{computed.tokens:g}",
-            f"{computed.teraflops:.4g} ({full_cost.flops / computed.flops:.1f}x fewer)",
+            f"{cost.tokens:g}",
+            f"{cost.teraflops:.4g} ({full_cost.flops / cost.flops:.1f}x fewer)",
             f"{1000 * prefill:.1f}{faster}",
             format_spread(waits),
             f"{1000 * again:.1f} ({again / waits.median:.2f}x)",
             f"{1000 * measured.decode:.2f}",
-            f"{computed.kv_mib:.4g}",
-            "not measured" if memory is None else f"{memory / MIB:.0f}",
+            f"{cost.kv_mib:.4g}",
         ])  # fmt: skip
-    layers = model.shape.layers
-    served = f"{layers}" if layers == model.depth else f"{layers} of {model.depth}"
+    layers, depth = model.shape.layers, model.published.layers
+    served = f"{layers}" if layers == depth else f"{layers} of {depth}"
     timed = 0 if isinstance(full, str) else len(full.ttft)
     head = f"{model.name}, {served} language layers served, K = {budget}; {timed} requests a row\n"
     notes = (f"- {note}" for note in _NOTES)
     return "\n".join([head, Table("", _COLUMNS, rows).markdown(), "", *notes])
 
 
-def compute_cost(model: Model, arm: str, budget: int, visual_tokens: float | None) -> Cost:
-    """By formula, from the kept tokens that the plugin reports, at the published depth.
-
-    A base policy that ranks tokens by layers of the language model pays for these over all tokens.
-    """
-    tokens = budget if visual_tokens is None else round(visual_tokens)
-    policy = BASE_POLICIES.get(arm)
-    layers = policy.layers_read(policy.default_params, model.depth) if policy else 0
-    shape = replace(model.shape, layers=model.depth)
-    tokens = shape.tokens if arm == FULL else tokens
-    return estimate_cost(shape, tokens, ranking_layers=layers)
-
-
-class Efficiency(FrozenModel):
+class _Efficiency(FrozenModel):
     """The JSON file of a table; an arm that was not served has its reason."""
 
     model: str
     layers: int
     budget: int
     digests: Mapping[str, str | None]
-    arms: Mapping[str, Measurement | str]
+    arms: Mapping[str, _Measurement | str]
     environment: Mapping[str, str]
 
-    def measured(self) -> dict[str, Measurement]:
+    def measured(self) -> dict[str, _Measurement]:
         """The arms that were served."""
         return {name: arm for name, arm in self.arms.items() if not isinstance(arm, str)}
 
@@ -320,7 +262,7 @@ class Efficiency(FrozenModel):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``efficiency``, each with a default."""
     add = parser.add_argument
-    add("--model", choices=(MINI, *_SHAPES), default=MINI, help="checkpoint, or a true shape")
+    add("--model", choices=(_MINI, *_SHAPES), default=_MINI, help="checkpoint, or a true shape")
     add("--layers", type=int, default=2, help="language layers of a true shape")
     add("--budget", type=int, help="K (default: a ninth of the visual tokens)")
     add("--policies", default=",".join(_POLICIES), help="base policies to compare with")
@@ -330,32 +272,119 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: every arm was served; 1: one was not."""
+    """Serve every arm, and print and write the table; 0: every arm was served; 1: one was not."""
     model = _open_model(options.model, options.layers, options.out)
     budget = options.budget or model.shape.tokens // 9
     pruning = ["--autoprune-budget", str(budget)]
     if model.shape.relevance == "clip":  # for shapes, one with random weights is written once
-        tower = CLIP if model.name == MINI else write_clip(options.out / "clip")
+        tower = CLIP if model.name == _MINI else write_clip(options.out / "clip")
         pruning += ["--autoprune-text-tower", str(tower)]
-    states: dict[str, str | None] = {FULL: None}
+    states: dict[str, str | None] = {_FULL: None}
     states |= {name: name for name in options.policies.split(",") if name}
     states["AutoPrune"] = "autoprune"
     digests = {name: load_state(state).digest if state else None for name, state in states.items()}
     requests = _draw_requests(model.name, _WARM_UP + options.requests)
-    arms: dict[str, Measurement | str] = {}
+    layers = model.shape.layers
+    label = model.name + (f"-{layers}-layers" if layers != model.published.layers else "")
+    (options.out / "servers").mkdir(parents=True, exist_ok=True)
+    arms: dict[str, _Measurement | str] = {}
     for name, state in states.items():
-        flags = ("--autoprune-state", state, *pruning) if state else ()
-        log = options.out / "servers" / f"{model.label}-{name}.log"
-        arms[name] = arm = _serve_arm(model, flags, options.kv_cache_gb, requests, log)
-        log_progress(f"{name}: {arm if isinstance(arm, str) else f'prefill {arm.prefill:.3f} s'}")
-    table = Efficiency(
-        model=model.name, layers=model.shape.layers, budget=budget, digests=digests, arms=arms,
+        flags = (
+            *("--served-model-name", _SERVED, *model.flags, "--block-size", "32"),
+            *("--enforce-eager", "--max-num-seqs", "8"),
+            *(("--autoprune-state", state, *pruning) if state else ()),
+        )
+        kv = {"VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gb)}
+        log = options.out / "servers" / f"{label}-{name}.log"
+        try:
+            with serve(model.folder, *flags, env=kv, log=log, patience=900) as server:
+                arms[name] = arm = _measure_arm(server, requests)
+            log_progress(f"{name}: prefill {arm.prefill:.3f} s")
+        except ServerDied:
+            arms[name] = reason = find_cause(log.read_text(errors="replace"))[:300]
+            log_progress(f"{name}: {reason}")
+    table = _Efficiency(
+        model=model.name, layers=layers, budget=budget, digests=digests, arms=arms,
         environment=environment(),
     )  # fmt: skip
-    text = format_table(model, budget, arms)
+    text = _format_table(model, budget, arms)
     text += f"\n\nEnvironment: {format_environment(table.environment)}.\n"
     text += f"\nCommand: `{shlex.join(command_line())}`\n"
-    (options.out / f"{model.label}.md").write_text(text)
-    (options.out / f"{model.label}.json").write_text(table.model_dump_json(indent=1) + "\n")
+    (options.out / f"{label}.md").write_text(text)
+    (options.out / f"{label}.json").write_text(table.model_dump_json(indent=1) + "\n")
     print(text)
     return int(any(isinstance(arm, str) for arm in arms.values()))
+
+
+def _compose(
+    shallow: _Efficiency, deep: _Efficiency, depth: int
+) -> dict[str, tuple[Estimate, ...]]:
+    """Of every arm at ``depth`` layers: seconds of a layer, of all else, TTFT; gains; ratio.
+
+    Gains are over the first arm, of a layer and of TTFT; the ratio is that of a second question to
+    the first. Intervals: 95 %, by bootstrap over requests, which are the same in every arm and at
+    both depths. Raises :class:`BenchmarkError` where tables cannot be combined.
+    """
+    low, high, more = shallow.measured(), deep.measured(), deep.layers - shallow.layers
+    described = (shallow.model, shallow.budget, shallow.digests, list(low))
+    if described != (deep.model, deep.budget, deep.digests, list(high)):
+        raise BenchmarkError(
+            "the tables differ in model, budget, states or arms -> measure both again"
+        )
+    if more <= 0:
+        raise BenchmarkError(
+            f"depths {shallow.layers} and {deep.layers}: give the shallow one first"
+        )
+    counts = {len(arm.ttft) for arm in (*low.values(), *high.values())}
+    if len(counts) != 1:
+        raise BenchmarkError(f"arms answered different numbers of requests: {sorted(counts)}")
+    rows = resample(counts.pop(), DRAWS)
+
+    def fit(below: Sequence[float], above: Sequence[float]) -> tuple[Floats, Floats]:
+        """Slope per layer and value at zero layers, for every resample."""
+        base, top = medians(np.asarray(below), rows), medians(np.asarray(above), rows)
+        slope = (top - base) / more
+        return slope, base - slope * shallow.layers
+
+    composed, reference = {}, None
+    for arm, measured in low.items():
+        layer, fixed = fit(measured.ttft, high[arm].ttft)
+        layer_again, fixed_again = fit(measured.again, high[arm].again)
+        ttft, again = fixed + layer * depth, fixed_again + layer_again * depth
+        reference = reference or (layer, ttft)
+        figures = (layer, fixed, ttft, reference[0] / layer, reference[1] / ttft, again / ttft)
+        composed[arm] = tuple(map(estimate, figures))
+    return composed
+
+
+def add_depth_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the two files of ``depth``."""
+    parser.add_argument("shallow", type=Path, help="JSON file of the table with fewer layers")
+    parser.add_argument("deep", type=Path, help="JSON file of the table with more layers")
+
+
+def run_depth(options: argparse.Namespace) -> int:
+    """Print the table that is composed for full depth; 0."""
+    paths = (options.shallow, options.deep)
+    try:
+        shallow, deep = (_Efficiency.model_validate_json(path.read_text()) for path in paths)
+        depth = BACKBONE_SHAPES[shallow.model].layers
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise BenchmarkError(f"not a table of benchmarks.cost efficiency: {reason}") from error
+    styles = ((1000.0, 1), (1000.0, 0), (1.0, 2), (1.0, 2), (1.0, 2), (1.0, 2))
+    rows = [
+        [arm, *(format_estimate(f, *s, " to ") for f, s in zip(figures, styles, strict=True))]
+        for arm, figures in _compose(shallow, deep, depth).items()
+    ]
+    columns = (
+        "arm", "a layer, ms", "all but the layers, ms", "TTFT, s", "prefill gain", "TTFT gain",
+        "second question / first",
+    )  # fmt: skip
+    requests = len(next(iter(shallow.measured().values())).ttft)
+    print(
+        f"{shallow.model}, K = {shallow.budget}; composed for {depth} language layers from "
+        f"measurements of {shallow.layers} and {deep.layers}; {requests} requests each\n"
+    )
+    print(Table("", columns, rows, "l" + "r" * 6).markdown())
+    return 0

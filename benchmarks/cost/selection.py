@@ -34,14 +34,13 @@ from vllm_autoprune import (
     materialize,
     refine,
 )
-from vllm_autoprune.backbones import find_backbone
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Estimate, Verdict, at_most, ratio_of_medians, spread
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
 
-Times = Mapping[str, Sequence[float]]
+_Times = Mapping[str, Sequence[float]]
 """Seconds of each work, one value a round."""
 _Work = Callable[[], object]
 
@@ -51,7 +50,7 @@ _INNER, _HEADS, _LAYERS, _TEXT, _WORDS = 11008, 32, 32, 60, 16
 """Widths and depth of Llama-2-7B; text tokens around an image, and those of the question."""
 _SHARE = 0.03
 """Share of the pruned prefill that a selection may take."""
-_LOOP_PROMISES = {
+_PROMISES = {
     "cpu": ("selection never slower than the published loop", 1.0),
     "cuda": ("selection at least five times as fast as the published loop", 0.2),
 }
@@ -59,7 +58,7 @@ _LOOP_PROMISES = {
 
 
 @dataclass(frozen=True)
-class Size:
+class _Size:
     """A batch of images: n tokens in each of T tiles, K kept tokens over all tiles."""
 
     per_tile: int
@@ -77,9 +76,9 @@ class Size:
         return f"{self.tokens}{tiles} → {self.kept}, batch {self.batch}"
 
 
-_SHAPES = {Size(576, 1, 1, 64): "LLaVA-1.5-7B", Size(576, 5, 1, 320): "LLaVA-NeXT-7B"}
+_SHAPES = {_Size(576, 1, 1, 64): "LLaVA-1.5-7B", _Size(576, 5, 1, 320): "LLaVA-NeXT-7B"}
 _LOOP_SIZES = [
-    Size(tokens, tiles, batch, tiles * (tokens // 9))
+    _Size(tokens, tiles, batch, tiles * (tokens // 9))
     for tiles, counts in ((1, (64, 144, 256, 576, 1024, 2880)), (5, (64, 144, 256, 576)))
     for tokens in counts
     for batch in (1, 2, 4, 8)
@@ -87,39 +86,38 @@ _LOOP_SIZES = [
 """N from 64 to 2880, one tile and five, 1 to 8 images; one token in nine is kept."""
 
 
-def draw_tokens(
-    size: Size, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
+def _draw_tokens(
+    size: _Size, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> VisualTokens:
     """Random images with every input of a policy: features in the server's dtype."""
-    source = torch.Generator().manual_seed(0)
-    owner = torch.randint(_CLUSTERS, (size.batch, size.tokens), generator=source)
+    source, batch, tokens = torch.Generator().manual_seed(0), size.batch, size.tokens
+    owner = torch.randint(_CLUSTERS, (batch, tokens), generator=source).to(device)
 
     def normal(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=source).to(device, kind)
 
     def clustered(width: int, kind: torch.dtype) -> Tensor:
-        shared = normal(_CLUSTERS, width, kind=kind)
-        return shared[owner.to(device)] + normal(size.batch, size.tokens, width, kind=kind)
+        return normal(_CLUSTERS, width, kind=kind)[owner] + normal(batch, tokens, width, kind=kind)
 
     side = round(size.per_tile**0.5)
     height = side if side * side == size.per_tile else 1
-    asked = torch.ones(size.batch, 1, dtype=torch.bool, device=device)
-    text = normal(size.batch, 1, _CLIP_WIDTH, kind=torch.float32)
-    attention = normal(size.batch, size.tokens, kind=torch.float32).softmax(dim=1)
-    patches, projector = normal(size.batch, size.tokens, _TOWER_WIDTH), normal(_TOWER_WIDTH, _WIDTH)
+    asked = torch.ones(batch, 1, dtype=torch.bool, device=device)
+    text = normal(batch, 1, _CLIP_WIDTH, kind=torch.float32)
+    attention = normal(batch, tokens, kind=torch.float32).softmax(dim=1)
+    patches, projector = normal(batch, tokens, _TOWER_WIDTH), normal(_TOWER_WIDTH, _WIDTH)
     tower = TowerStates(
         patches=patches,
-        keys=normal(size.batch, size.tokens, 64),
+        keys=normal(batch, tokens, 64),
         project=lambda rows: rows @ projector,
-        cls=normal(size.batch, size.tiles, _TOWER_WIDTH),
-        next_layer=NextLayer(attention, normal(size.batch, size.tokens, _TOWER_WIDTH)),
+        cls=normal(batch, size.tiles, _TOWER_WIDTH),
+        next_layer=NextLayer(attention, normal(batch, tokens, _TOWER_WIDTH)),
     )
-    length = 1 + size.tokens + _WORDS
-    entering, used = normal(size.batch, length, _WIDTH), asked.expand(-1, _WORDS)
+    length = 1 + tokens + _WORDS
+    entering, used = normal(batch, length, _WIDTH), asked.expand(-1, _WORDS)
     recorded = {
         **dict.fromkeys(("embeddings", "states", "normed"), entering),
-        "keys": normal(size.batch, _HEADS, length, _WIDTH // _HEADS),
-        "attention": normal(size.batch, _HEADS, _WORDS, length).float().softmax(dim=-1),
+        "keys": normal(batch, _HEADS, length, _WIDTH // _HEADS),
+        "attention": normal(batch, _HEADS, _WORDS, length).float().softmax(dim=-1),
     }
     return VisualTokens(
         clustered(_WIDTH, dtype),
@@ -133,13 +131,17 @@ def draw_tokens(
     )
 
 
-def select_tokens(tokens: VisualTokens, policy: str, kept: int) -> Tensor:
+def _select_tokens(tokens: VisualTokens, policy: str, kept: int) -> Tensor:
     """Picks ``(B, K)`` of a base policy, from features to indices."""
     base = BASE_POLICIES[policy]
     return base.select(base.default_params, replace(tokens), kept).picks  # nothing computed yet
 
 
-def select_as_published(tokens: VisualTokens, kept: int) -> Tensor:
+def _select_by_state(tokens: VisualTokens, policy: PruningPolicy) -> Tensor:
+    return refine(policy, replace(tokens)).indices
+
+
+def _select_as_published(tokens: VisualTokens, kept: int) -> Tensor:
     """Picks of CDPruner's published code ``(B, K)``, within tiles, ascending.
 
     The kernel of a tile is L = diag(r) S diag(r) in float32: relevance r is scaled over all tiles
@@ -175,7 +177,7 @@ def select_as_published(tokens: VisualTokens, kept: int) -> Tensor:
     return (picks + begin).T.reshape(-1, kept).sort(dim=1).values
 
 
-def measure_alternately(
+def _measure_alternately(
     works: Mapping[str, _Work],
     rounds: int,
     *,
@@ -183,16 +185,15 @@ def measure_alternately(
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each work in each round; every second round is in reverse order."""
-    names = list(works)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in works}
     await_device: Callable[[], None] = (
         torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     )
     with torch.inference_mode():
-        for name in names * warm_up:
+        for name in [*works] * warm_up:
             works[name]()
         for turn in range(rounds):
-            for name in names if turn % 2 == 0 else reversed(names):
+            for name in [*works][:: -1 if turn % 2 else 1]:
                 await_device()
                 begin = clock()
                 works[name]()
@@ -209,49 +210,40 @@ def _format_part(
     title: str, setup: Sequence[str], claims: Sequence[Sequence[str]], table: Table
 ) -> str:
     """Setup, promises with their verdicts, and the table, as Markdown."""
-    return "\n".join(
-        [
-            f"## {title}\n",
-            *(f"* {line}" for line in setup),
-            f"\n{Table('', ('promise', 'measured', 'verdict'), claims).markdown()}\n",
-            f"{table.caption}\n\n{table.markdown()}\n",
-        ]
-    )
+    promises = Table("", ("promise", "measured", "verdict"), claims).markdown()
+    lines = "\n".join(f"* {line}" for line in setup)
+    return f"## {title}\n\n{lines}\n\n{promises}\n\n{table.caption}\n\n{table.markdown()}\n"
 
 
-def measure_loops(device: str, sizes: Sequence[Size] = _LOOP_SIZES) -> str:
+def _measure_loops(device: str, sizes: Sequence[_Size] = _LOOP_SIZES) -> str:
     """CDPruner from features to indices at 40 sizes: the published code and ours."""
-    by_size, alike = dict[Size, Times](), dict[Size, float]()
+    by_size, alike = dict[_Size, _Times](), dict[_Size, float]()
     for size in sizes:
-        tokens = draw_tokens(size, device)
-        works: dict[str, _Work] = {
-            "published": partial(select_as_published, tokens, size.kept),
-            "ours": partial(select_tokens, tokens, "cdpruner", size.kept),
-        }
+        tokens = _draw_tokens(size, device)
+        published = partial(_select_as_published, tokens, size.kept)
+        ours = partial(_select_tokens, tokens, "cdpruner", size.kept)
         # About ten seconds a size, but never fewer than five rounds.
         rounds = max(5, min(31, int(8e7 / (size.batch * size.tiles * size.per_tile**2))))
-        by_size[size] = measure_alternately(works, rounds)
-        published = select_as_published(tokens, size.kept)[:, :, None]
-        equal = published == select_tokens(tokens, "cdpruner", size.kept)[:, None, :]
+        by_size[size] = _measure_alternately({"published": published, "ours": ours}, rounds)
+        equal = published()[:, :, None] == ours()[:, None, :]
         alike[size] = float(equal.any(dim=2).float().mean())
         log_progress(str(size))
-    return format_loops(device, by_size, alike)
+    return _format_loops(device, by_size, alike)
 
 
-def format_loops(device: str, by_size: Mapping[Size, Times], alike: Mapping[Size, float]) -> str:
+def _format_loops(
+    device: str, by_size: Mapping[_Size, _Times], alike: Mapping[_Size, float]
+) -> str:
     """The part of the report on the published loop; the worst size decides its promise."""
-    promise, bound = _LOOP_PROMISES[device]
+    promise, bound = _PROMISES[device]
     ratios = {size: _ratio(times["ours"], times["published"]) for size, times in by_size.items()}
     verdicts = [at_most(ratio, bound) for ratio in ratios.values()]
     counts = (f"{v} at {verdicts.count(v)} of {len(verdicts)} sizes" for v in sorted(set(verdicts)))
     worst = max(ratios, key=lambda size: ratios[size].value)
     largest = format_estimate(ratios[worst], digits=2)
     order: tuple[Verdict, ...] = ("does not hold", "inconclusive", "holds")
-    claim = (
-        promise,
-        f"{', '.join(counts)}; largest ratio {largest} at {worst}",
-        f"**{next(verdict for verdict in order if verdict in verdicts)}**",
-    )
+    verdict = next(verdict for verdict in order if verdict in verdicts)
+    claim = (promise, f"{', '.join(counts)}; largest ratio {largest} at {worst}", f"**{verdict}**")
     rows = [
         (
             str(size),
@@ -262,7 +254,6 @@ def format_loops(device: str, by_size: Mapping[Size, Times], alike: Mapping[Size
         )
         for size, times in by_size.items()
     ]
-    caption = "From features to indices: medians (quartiles), and ratios with 95 % intervals."
     columns = (
         "N → K", "published, ms", "ours, ms", "ours / published", "same picks, %", "rounds",
     )  # fmt: skip
@@ -272,11 +263,12 @@ def format_loops(device: str, by_size: Mapping[Size, Times], alike: Mapping[Size
         "published: the algorithm of the published code, all images in one loop",
         "random clustered features; both in turn, every second round in reverse order",
     )
+    caption = "From features to indices: medians (quartiles), and ratios with 95 % intervals."
     table = Table(caption, columns, rows)
     return _format_part("Selection against the published loop", setup, [claim], table)
 
 
-LAYER, FULL_LAYER = "one layer", "one layer, all tokens"
+_LAYER, _FULL_LAYER = "one layer", "one layer, all tokens"
 
 
 def _build_layer(rows: int, device: str) -> _Work:
@@ -292,75 +284,67 @@ def _build_layer(rows: int, device: str) -> _Work:
     states, qkv, out = draw(rows, _WIDTH), draw(3 * _WIDTH, _WIDTH), draw(_WIDTH, _WIDTH)
     gate_and_up, down = draw(2 * _INNER, _WIDTH), draw(_WIDTH, _INNER)
 
-    def normalise(rows: Tensor) -> Tensor:
-        return functional.rms_norm(rows, (_WIDTH,))
-
     def run_layer() -> Tensor:
-        projected = functional.linear(normalise(states), qkv).view(rows, 3, _HEADS, -1)
+        normed = functional.rms_norm(states, (_WIDTH,))
+        projected = functional.linear(normed, qkv).view(rows, 3, _HEADS, -1)
         query, key, value = projected.permute(1, 2, 0, 3)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = states + functional.linear(mixed.transpose(0, 1).reshape(rows, _WIDTH), out)
-        gate, up = functional.linear(normalise(hidden), gate_and_up).chunk(2, dim=-1)
+        normed = functional.rms_norm(hidden, (_WIDTH,))
+        gate, up = functional.linear(normed, gate_and_up).chunk(2, dim=-1)
         return hidden + functional.linear(functional.silu(gate) * up, down)
 
     return run_layer
 
 
-def _refine(policy: PruningPolicy, tokens: VisualTokens) -> object:
-    return refine(policy, replace(tokens))  # nothing computed yet
-
-
-def measure_policies(device: str, shapes: Sequence[Size] = tuple(_SHAPES)) -> str:
+def _measure_policies(device: str, sizes: Sequence[_Size] = tuple(_SHAPES)) -> str:
     """Every base policy, the state, and a layer, in turn: on a CPU the time of one thread."""
-    threads, by_size = torch.get_num_threads(), dict[Size, Times]()
+    threads, by_size = torch.get_num_threads(), dict[_Size, _Times]()
+    clock = time.process_time if device == "cpu" else time.perf_counter
     torch.set_num_threads(1)
     try:
-        for size in shapes:
-            tokens = draw_tokens(size, device)
+        for size in sizes:
+            tokens = _draw_tokens(size, device)
             policy = materialize(load_state("autoprune"), size.kept)
             works: dict[str, _Work] = {
-                name: partial(select_tokens, tokens, name, size.kept) for name in BASE_POLICIES
+                name: partial(_select_tokens, tokens, name, size.kept) for name in BASE_POLICIES
             }
-            works["state autoprune"] = partial(_refine, policy, tokens)
-            works[LAYER] = _build_layer(size.kept + _TEXT, device)
-            works[FULL_LAYER] = _build_layer(size.tokens + _TEXT, device)
-            clock = time.process_time if device == "cpu" else time.perf_counter
-            by_size[size] = measure_alternately(works, 7, warm_up=1, clock=clock)
+            works["state autoprune"] = partial(_select_by_state, tokens, policy)
+            works[_LAYER] = _build_layer(size.kept + _TEXT, device)
+            works[_FULL_LAYER] = _build_layer(size.tokens + _TEXT, device)
+            by_size[size] = _measure_alternately(works, 7, warm_up=1, clock=clock)
             log_progress(f"{size}: {len(works)} works")
     finally:
         torch.set_num_threads(threads)
-    return format_policies(by_size)
+    return _format_policies(by_size)
 
 
-def format_policies(by_size: Mapping[Size, Times]) -> str:
+def _format_policies(by_size: Mapping[_Size, _Times]) -> str:
     """The part of the report on policies: shares of the prefill of 32 layers, and a promise."""
-    names = sorted(next(iter(by_size.values())).keys() - {LAYER, FULL_LAYER})
-    depth = find_backbone("llava-1.5-7b").layers
+    names = sorted(next(iter(by_size.values())).keys() - {_LAYER, _FULL_LAYER})
     ranking = dict.fromkeys(names, 0) | {
-        name: policy.layers_read(policy.default_params, depth)
+        name: policy.layers_read(policy.default_params, _LAYERS)
         for name, policy in BASE_POLICIES.items()
     }
     claims, cells, columns = [], {name: [f"`{name}`"] for name in names}, ["policy"]
     for size, times in by_size.items():
         shape = f"{_SHAPES[size]}, {size.tokens} → {size.kept}"
         columns += [f"{shape}, ms", "share, %"]
-        prefill, shares = [_LAYERS * seconds for seconds in times[LAYER]], {}
+        prefill, shares = [_LAYERS * seconds for seconds in times[_LAYER]], {}
         for name in names:
             # Policies that read the language model's first layers run those over all tokens.
-            pairs = zip(times[name], times[FULL_LAYER], strict=True)
+            pairs = zip(times[name], times[_FULL_LAYER], strict=True)
             total = [alone + ranking[name] * layer for alone, layer in pairs]
             shares[name] = _ratio(total, prefill)
             cells[name] += [format_spread(spread(total)), f"{100 * shares[name].value:.2f}"]
         worst = max((n for n in names if not ranking[n]), key=lambda name: shares[name].value)
         share = format_estimate(shares[worst], 100, 2, " to ").replace(" (", " % (95 %: ")
         promise = f"every policy that runs no language layer at most {_SHARE:.0%}"
-        claims.append(
-            (
-                f"{shape}: {promise} of the pruned prefill",
-                f"`{worst}` is slowest: {share}",
-                f"**{at_most(shares[worst], _SHARE)}**",
-            )
-        )
+        claims.append((
+            f"{shape}: {promise} of the pruned prefill",
+            f"`{worst}` is slowest: {share}",
+            f"**{at_most(shares[worst], _SHARE)}**",
+        ))  # fmt: skip
     heavy = ", ".join(f"`{name}`" for name in names if ranking[name])
     setup = (
         "the base policy alone, with default parameters, and the state with its exchange; every "
@@ -374,8 +358,8 @@ def format_policies(by_size: Mapping[Size, Times]) -> str:
 
 
 _PARTS: Mapping[str, Callable[[str], str]] = {
-    "selection": measure_loops,
-    "policies": measure_policies,
+    "selection": _measure_loops,
+    "policies": _measure_policies,
 }
 
 

@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil  # type: ignore[import-untyped]
@@ -41,24 +41,30 @@ from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.api.layout import align_core
 from vllm_autoprune.tpdsl.loading import load_state
 
-STATE, BUDGET, RECALL, BLOCK = "autoprune", 32, 4, 32
+_STATE, _BUDGET, _RECALL, _BLOCK = "autoprune", 32, 4, 32
 """Of the server; tokens of a KV block."""
-TOKENS, KV_BYTES = count_visual_tokens(LLAVA), count_kv_bytes(LLAVA)
+_TOKENS, _KV_BYTES = count_visual_tokens(LLAVA), count_kv_bytes(LLAVA)
 """N of an image, and bytes of a token in the KV cache."""
-_API_SERVERS = 2
-_START_TIMEOUT = 1200.0
-"""Seconds that the server may take to start on a busy machine."""
+_API_SERVERS, _START_TIMEOUT = 2, 1200.0
+"""The seconds are those that the server may take to start on a busy machine."""
 _SMALL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 """oneDNN keeps 1,024 compiled operations, one for every shape: about a gigabyte, which takes
 thousands of requests to fill."""
-_HANGING_UP = 16
-"""Clients that hang up, each once in so many seconds: together one every second."""
+_HANGING_UP = 1 / 16
+"""Share of requests whose client hangs up in the middle of a long answer."""
 _SIDE, _REPEATED = 96, 12
 """Side of the pictures in pixels; how many are repeated."""
-LONG_ANSWER = 160
-"""Tokens of an answer that a client may hang up on."""
+_LONG_ANSWER, _SHORT_ANSWER = 160, 4
+"""Tokens of an answer that a client may hang up on, and of any other."""
+_SAMPLES = 200
+"""Memory samples over the whole run; at most one a second."""
+_PARTS = 5
+"""The time is divided into equal parts; the first is the warm-up."""
+_ALLOWED, _SLACK = 0.02, 4 << 20
+"""Growth from the median of the second part to that of the last that is tolerated: a share, or
+bytes."""
 
-KINDS = {
+_KINDS = {
     "plain": 20, "budget": 25, "policy": 20, "own": 8, "control": 8, "off": 8, "two": 10,
     "split": 15, "recall": 8, "split, recall": 7, "bad": 5,
 }  # fmt: skip
@@ -66,14 +72,10 @@ KINDS = {
 _BUDGETS, _SPLIT_BUDGETS = (1, 4, 8, 16, 31, 64, 143, 144, 4096), (16, 32, 48, 64, 96, 143, 4096)
 # None that reads the language model's layers: those are refused where adapters change them.
 _STATES = ("visionzip", "prumerge_plus", "divprune", "trim", "cdpruner", "cen_cdpruner")
-_SPLIT_STATES, _RECALLS = ("shared-core", "minillava-split"), (RECALL, 0, 1, 8, 24, 4096)
+_SPLIT_STATES, _RECALLS = ("shared-core", "minillava-split"), (_RECALL, 0, 1, 8, 24, 4096)
 _BAD: Sequence[Mapping[str, object]] = (
-    {"budget": 0},
-    {"state": "nobody"},
-    {"buget": 8},
-    {"budget": [8, 8]},
-    {"recall": -1},
-)
+    {"budget": 0}, {"state": "nobody"}, {"buget": 8}, {"budget": [8, 8]}, {"recall": -1},
+)  # fmt: skip
 _QUESTIONS = (
     "What digit is on the red shape?",
     "What colour is the circle?",
@@ -83,9 +85,19 @@ _QUESTIONS = (
     "What is shown?",
 )
 
+_PROMPT, _GENERATED = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
+_SUCCESSES, _BUCKETS = "vllm:request_success_total", "vllm:request_generation_tokens_bucket"
+_VLLM_COUNTERS = (_SUCCESSES, _PROMPT, _GENERATED, _BUCKETS)
+_SHORT_ANSWERS = f"{_BUCKETS} 5.0"
+"""Requests that ended after five tokens at most: those whose client waited."""
+_REFUSED = "autoprune_requests_refused_total"
+_FAILURES = (
+    "autoprune_fallbacks_total", "autoprune_selection_errors_total",
+    "autoprune_unsafe_states_total",
+)  # fmt: skip
 
-@dataclass(frozen=True)
-class Request:
+
+class _Request(NamedTuple):
     """The body of a request, and by what the server's counters grow."""
 
     kind: str
@@ -93,15 +105,21 @@ class Request:
     counts: Mapping[str, int]
 
 
-def draw_request(random: Random, start: int, *, stream: bool = False) -> Request:
+@cache
+def _draw_repeated_pictures() -> Sequence[tuple[Image.Image, str]]:
+    pictures = [draw_picture(seed, _SIDE, _SIDE) for seed in range(_REPEATED)]
+    return [(image, encode_picture(image)) for image in pictures]
+
+
+def _draw_request(random: Random, start: int, *, stream: bool = False) -> _Request:
     """A request of a random kind, to the model or one of its adapters.
 
     ``start`` tokens of a prompt stand before its image. ``stream``: a valid request for a long
     answer, which is streamed with its usage.
     """
-    kinds = [kind for kind in KINDS if not (stream and kind in ("own", "control", "bad"))]
-    (kind,), choose = random.choices(kinds, [KINDS[kind] for kind in kinds]), random.choice
-    brought = json.loads(load_state(STATE).dumps())
+    kinds = [kind for kind in _KINDS if not (stream and kind in ("own", "control", "bad"))]
+    (kind,), choose = random.choices(kinds, [_KINDS[kind] for kind in kinds]), random.choice
+    brought = json.loads(load_state(_STATE).dumps())
     brought["scoring"]["signals"][0]["weight"] = round(random.uniform(0.1, 0.9), 2)
     split = {"state": choose(_SPLIT_STATES), "budget": choose(_SPLIT_BUDGETS)}
     recall = {"recall": choose(_RECALLS)}
@@ -119,8 +137,7 @@ def draw_request(random: Random, start: int, *, stream: bool = False) -> Request
         "bad": choose(_BAD),
     }
     pruning = fields_by_kind[kind]
-    turns = choose((1, 2, 3)) if "recall" in kind else 0
-    images = 2 if kind == "two" else 1
+    images, turns = 2 if kind == "two" else 1, choose((1, 2, 3)) if "recall" in kind else 0
     urls = []
     for _ in range(images):
         image, url = choose(_draw_repeated_pictures())
@@ -137,67 +154,48 @@ def draw_request(random: Random, start: int, *, stream: bool = False) -> Request
         fields["mm_processor_kwargs"] = {"autoprune": pruning}
     if stream:
         fields["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    model, length = choose((str(LLAVA), *ADAPTERS)), LONG_ANSWER if stream else 4
+    model, length = choose((str(LLAVA), *ADAPTERS)), _LONG_ANSWER if stream else _SHORT_ANSWER
     body = build_body(model, [], tokens=length, stream=stream, fields=fields)
     if kind == "bad":
-        return Request(kind, body, {_REFUSED: 1})
-    return Request(kind, body, _count_tokens(pruning, images, turns, start))
+        return _Request(kind, body, {_REFUSED: 1})
 
-
-def _count_tokens(
-    pruning: Mapping[str, Any], images: int, turns: int, start: int
-) -> dict[str, int]:
-    """By what the server's counters grow with a valid request."""
-    state, budget = pruning.get("state", STATE), pruning.get("budget", BUDGET)
+    # By what the counters grow.
+    state, budget = pruning.get("state", _STATE), pruning.get("budget", _BUDGET)
     if not pruning.get("enabled", True):
-        state, budget = "off", TOKENS
+        state, budget = "off", _TOKENS
     budgets = budget if isinstance(budget, list) else [budget]
-    before = images * TOKENS
-    after = sum(min(budget, TOKENS) for budget in budgets)
+    before, kept = images * _TOKENS, sum(min(budget, _TOKENS) for budget in budgets)
     # Later turns recall what was not kept.
-    recalled = min(turns * pruning.get("recall", RECALL), before - after)
+    recalled = min(turns * pruning.get("recall", _RECALL), before - kept)
     core = load_state(state).core if state in _SPLIT_STATES else None
-    wanted = core.tokens(budget) if core and budget < TOKENS else 0
-    # Up to the edge of a KV block, as the prompt has them.
-    aligned = align_core(start, budget, wanted, BLOCK) if wanted else 0
-    return {
+    wanted = core.tokens(budget) if core and budget < _TOKENS else 0
+    counts = {
         f"autoprune_requests_total {'request' if isinstance(state, dict) else state}": 1,
         f"autoprune_images_total {pruning.get('keep', 'state')}": images,
         "autoprune_visual_tokens_total before": before,
-        "autoprune_visual_tokens_total after": after + recalled,
-        "autoprune_core_tokens_total": aligned,
+        "autoprune_visual_tokens_total after": kept + recalled,
+        # Up to the edge of a KV block, as the prompt has them.
+        "autoprune_core_tokens_total": align_core(start, budget, wanted, _BLOCK) if wanted else 0,
         "autoprune_recalled_tokens_total": recalled,
-        "autoprune_kv_bytes_saved_total": (before - after - recalled) * KV_BYTES,
+        "autoprune_kv_bytes_saved_total": (before - kept - recalled) * _KV_BYTES,
     }
-
-
-@cache
-def _draw_repeated_pictures() -> Sequence[tuple[Image.Image, str]]:
-    pictures = [draw_picture(seed, _SIDE, _SIDE) for seed in range(_REPEATED)]
-    return [(image, encode_picture(image)) for image in pictures]
-
-
-Sample = Mapping[str, int]
-"""Resident bytes by process."""
-_SAMPLES = 200
-"""Memory samples over the whole run; at most one a second."""
+    return _Request(kind, body, counts)
 
 
 @dataclass
-class Tally:
+class _Tally:
     """What the client counted; ``counts`` by the names of the server's counters."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     """Requests that were answered, refused as expected, hung up on, or failed."""
-    kinds: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
-    unseen_tokens: int = 0
-    """At most so many answer tokens were computed that nobody waited for."""
     faults: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def send(client: httpx.Client, request: Request, tally: Tally, events: int | None = None) -> bool:
+def _send(
+    client: httpx.Client, request: _Request, tally: _Tally, events: int | None = None
+) -> bool:
     """Send a request and count its answer; returns whether there was a server.
 
     ``events``: hang up after so many events of a stream, and count what they said.
@@ -222,7 +220,6 @@ def send(client: httpx.Client, request: Request, tally: Tally, events: int | Non
     except (httpx.HTTPError, ValueError, KeyError) as failure:
         error = repr(failure)
     with tally.lock:
-        tally.kinds[request.kind] += 1
         if error:
             tally.outcomes["failed"] += 1
             tally.faults.append(f"{request.kind}: {error}")
@@ -231,110 +228,87 @@ def send(client: httpx.Client, request: Request, tally: Tally, events: int | Non
         if usage is None:
             tally.outcomes["refused"] += 1
             return True
-        tally.counts["vllm:prompt_tokens_total"] += usage["prompt_tokens"]
-        tally.counts["vllm:generation_tokens_total"] += usage["completion_tokens"]
+        tally.counts[_PROMPT] += usage["prompt_tokens"]
+        tally.counts[_GENERATED] += usage["completion_tokens"]
         tally.outcomes["answered" if events is None else "hung up"] += 1
-        if events is not None:
-            tally.unseen_tokens += LONG_ANSWER - usage["completion_tokens"]
     return True
 
 
-def connect(url: str) -> httpx.Client:
+def _connect(url: str) -> httpx.Client:
     """A client with a new connection for each request, so that every API server gets some."""
     headers = {"Content-Type": "application/json", "Connection": "close"}
     limits = httpx.Limits(max_connections=None)
     return httpx.Client(base_url=url, headers=headers, timeout=300.0, limits=limits)
 
 
-def keep_busy(
+_Sample = Mapping[str, int]
+"""Resident bytes by process."""
+
+
+def _keep_busy(
     url: str, pid: int, start: int, users: int, seconds: float, seed: int = 0
-) -> tuple[Tally, list[Sample]]:
+) -> tuple[_Tally, list[_Sample]]:
     """Send requests for that long; what was counted, and the memory of the server with that pid.
 
-    Every user sends the next request as soon as it has an answer. Beside them a client hangs up in
-    the middle of an answer every second. Waits for requests in flight at the end, so that both
-    sides count them.
+    Every user sends the next request as soon as it has an answer, or has hung up. Waits for
+    requests in flight at the end, so that both sides count them.
     """
-    tally, samples, begin = Tally(), [read_resident(pid)], time.monotonic()
-    end = begin + seconds
+    tally, samples, end = _Tally(), [_read_resident(pid)], time.monotonic() + seconds
 
     def use(number: int) -> None:
         random = Random(f"{seed}/{number}")
         while time.monotonic() < end:
-            if not send(client, draw_request(random, start), tally):
+            events = random.randint(1, 10) if random.random() < _HANGING_UP else None
+            request = _draw_request(random, start, stream=events is not None)
+            if not _send(client, request, tally, events):
                 time.sleep(1.0)  # no server: do not retry in a busy loop
 
-    def hang_up(number: int) -> None:
-        random, due = Random(f"{seed}/hanging up {number}"), begin + number
-        while due < end:
-            time.sleep(max(0.0, due - time.monotonic()))
-            request = draw_request(random, start, stream=True)
-            send(client, request, tally, events=random.randint(1, 10))
-            due = max(due + _HANGING_UP, time.monotonic())
-
-    with connect(url) as client, ThreadPoolExecutor(users + _HANGING_UP) as pool:
+    with _connect(url) as client, ThreadPoolExecutor(users) as pool:
         futures = [pool.submit(use, number) for number in range(users)]
-        futures += [pool.submit(hang_up, number) for number in range(_HANGING_UP)]
         while time.monotonic() < end:
             time.sleep(min(max(1.0, seconds / _SAMPLES), max(0.0, end - time.monotonic())))
-            samples.append(read_resident(pid))
+            samples.append(_read_resident(pid))
         for future in futures:
             future.result()
     return tally, samples
 
 
-_SHORT_ANSWERS = "vllm:request_generation_tokens_bucket 5.0"
-"""Requests that ended after five tokens at most: those whose client waited, which get four."""
-_SUCCESSES = "vllm:request_success_total"
-_REFUSED = "autoprune_requests_refused_total"
-_VLLM_COUNTERS = (
-    _SUCCESSES, "vllm:prompt_tokens_total", "vllm:generation_tokens_total",
-    "vllm:request_generation_tokens_bucket",
-)  # fmt: skip
-_LABELS = ("state", "chooser", "stage", "le")
-_FAILURES = (
-    "autoprune_fallbacks_total",
-    "autoprune_selection_errors_total",
-    "autoprune_unsafe_states_total",
-)
-
-
-def read_counters(exposition: str) -> Counter[str]:
+def _read_counters(exposition: str) -> Counter[str]:
     """Counters of one ``/metrics`` answer by name and labels, summed over engines and reasons."""
     counters: Counter[str] = Counter()
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
-            if sample.name in _VLLM_COUNTERS or sample.name.startswith("autoprune_"):
-                labels = [sample.labels[key] for key in _LABELS if key in sample.labels]
+            if sample.name.startswith((*_VLLM_COUNTERS, "autoprune_")):
+                keys = ("state", "chooser", "stage", "le")
+                labels = [sample.labels[key] for key in keys if key in sample.labels]
                 counters[" ".join([sample.name, *labels])] += int(sample.value)
     return counters
 
 
-def compare_counts(
-    before: Mapping[str, int], after: Mapping[str, int], tally: Tally
-) -> dict[str, tuple[int, int, int]]:
-    """Every figure that both count: the client's, the server's, and what its client did not see.
+_Counts = Mapping[str, tuple[int, int, int]]
+"""Of every figure the client's count, the server's, and by how much the latter may be larger."""
 
-    At most so much more is counted by the server, of what its client did not wait for. A figure of
-    the server alone must be 0. ``autoprune_fallbacks_total{fallback="none"}`` is not exported: it
-    is no failure.
+
+def _compare_counts(before: Mapping[str, int], after: Mapping[str, int], tally: _Tally) -> _Counts:
+    """Every figure that both count; what the server alone counts must be 0.
+
+    The server may count more of what its client did not wait for: where it learns too late that a
+    client has hung up, it completes the answer, a long one. The counter of fallbacks has no sample
+    for ``none``, which is no failure.
     """
-    counted = ("autoprune_requests_total ", "autoprune_images_total ")
-    client = dict.fromkeys((*_FAILURES, *(n for n in after if n.startswith(counted))), 0)
+    by_request = ("autoprune_requests_total ", "autoprune_images_total ")
+    client = dict.fromkeys((*_FAILURES, *(n for n in after if n.startswith(by_request))), 0)
     client |= tally.counts
     client |= dict.fromkeys((_SUCCESSES, _SHORT_ANSWERS), tally.outcomes["answered"])
-    # A server that learns too late that a client has hung up ends the answer, a long one.
-    unseen = {
-        "vllm:generation_tokens_total": tally.unseen_tokens,
-        _SUCCESSES: tally.outcomes["hung up"],
-    }
+    hung_up = tally.outcomes["hung up"]
+    unseen = {_GENERATED: _LONG_ANSWER * hung_up, _SUCCESSES: hung_up}
     return {
         name: (count, after.get(name, 0) - before.get(name, 0), unseen.get(name, 0))
         for name, count in sorted(client.items())
     }
 
 
-def read_resident(pid: int) -> Sample:
+def _read_resident(pid: int) -> _Sample:
     """Resident bytes of a process and all its descendants, by process id and name.
 
     Pages of files and those shared with other processes are left out: the kernel takes pages of
@@ -353,18 +327,14 @@ def read_resident(pid: int) -> Sample:
     return resident
 
 
-_PARTS = 5
-"""The time is divided into equal parts; the first is the warm-up."""
-ALLOWED, SLACK = 0.02, 4 << 20
-"""Growth from the median of the second part to that of the last that is tolerated: a share, or
-bytes."""
+_Memory = Mapping[str, tuple[float, float, str]]
+"""Bytes after the warm-up and at the end, and what is wrong with them."""
 
 
-def judge_memory(samples: Sequence[Sample]) -> dict[str, tuple[float, float, str]]:
-    """Bytes after the warm-up and at the end, and what is wrong with them.
+def _judge_memory(samples: Sequence[_Sample]) -> _Memory:
+    """Of every process that existed after the warm-up, and of all together.
 
-    Of every process that existed after the warm-up, and of all together. Samples are evenly spaced
-    in time.
+    Samples are evenly spaced in time.
     """
     size = len(samples) // _PARTS
     if not size:
@@ -378,38 +348,34 @@ def judge_memory(samples: Sequence[Sample]) -> dict[str, tuple[float, float, str
         early, late = (
             median(sample[name] for sample in part) for part in (later[:size], later[-size:])
         )
-        grew = late - early > max(ALLOWED * early, SLACK)
+        grew = late - early > max(_ALLOWED * early, _SLACK)
         rows[name] = (early, late, "it grew" if grew else "")
     return rows
 
 
-def format_report(
-    minutes: float,
-    tally: Tally,
-    pairs: Mapping[str, tuple[int, int, int]],
-    memory: Mapping[str, tuple[float, float, str]],
+def _format_report(
+    minutes: float, tally: _Tally, counts: _Counts, memory: _Memory
 ) -> tuple[str, list[str]]:
     """A few lines of text, and every broken promise; none where the soak is passed."""
     outcomes, sent = tally.outcomes, tally.outcomes.total()
-    wrong = [] if outcomes["answered"] else ["nothing was answered"]
-    if outcomes["failed"]:
-        wrong.append(f"{outcomes['failed']} of {sent} requests failed")
     different = {
-        name: pair for name, pair in pairs.items() if not pair[0] <= pair[1] <= pair[0] + pair[2]
+        name: f"{name}: {server:,} by the server, {client:,} by its client"
+        for name, (client, server, unseen) in counts.items()
+        if not client <= server <= client + unseen
     }
-    wrong += [
-        f"{name}: {server:,} by the server, {client:,} by its client"
-        for name, (client, server, _) in different.items()
+    wrong = [
+        *(() if outcomes["answered"] else ("nothing was answered",)),
+        *((f"{outcomes['failed']} of {sent} requests failed",) if outcomes["failed"] else ()),
+        *different.values(),
+        *(f"memory of {name}: {problem}" for name, (_, _, problem) in memory.items() if problem),
     ]
-    wrong += [f"memory of {name}: {problem}" for name, (_, _, problem) in memory.items() if problem]
     lines = [
         f"{sent:,} requests in {minutes:g} min ({sent / (60 * minutes):.1f} a second): "
         + ", ".join(f"{outcome} {count:,}" for outcome, count in sorted(outcomes.items())),
-        "kinds: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(tally.kinds.items())),
-        f"metrics: {len(pairs) - len(different)} of {len(pairs)} figures equal to what the client "
-        "counted",
+        f"metrics: {len(counts) - len(different)} of {len(counts)} figures equal to what the "
+        "client counted",
         f"memory, median of part {_PARTS} against part 2 of {_PARTS} "
-        f"(at most {ALLOWED:.0%} more, or {SLACK // MIB} MiB):",
+        f"(at most {_ALLOWED:.0%} more, or {_SLACK // MIB} MiB):",
     ]
     for name, (early, late, _) in memory.items():
         growth = f" ({late / early - 1:+.2%})" if early else ""
@@ -431,16 +397,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve, send requests, compare: 0 where every promise holds, else 1."""
     options.out.mkdir(parents=True, exist_ok=True)
-    at_once, seconds = options.users + _HANGING_UP, 60 * options.minutes
+    # A server may not yet know which clients have hung up.
+    at_once, seconds = 2 * options.users, 60 * options.minutes
     flags: tuple[str, ...] = (
         *("--enforce-eager", "--max-model-len", "1024"),
         # 16 blocks for each request that runs, the most that one needs.
-        *("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(16 * at_once)),
+        *("--block-size", str(_BLOCK), "--num-gpu-blocks-override", str(16 * at_once)),
         *("--max-num-seqs", str(at_once), "--mm-processor-cache-gb", "0.02"),
         *("--limit-mm-per-prompt", '{"image": 2}'),
-        *("--autoprune-state", STATE, "--autoprune-budget", str(BUDGET)),
+        *("--autoprune-state", _STATE, "--autoprune-budget", str(_BUDGET)),
         *("--autoprune-text-tower", str(CLIP), "--autoprune-requests", "states"),
-        *("--autoprune-feature-cache-gb", "0.005", "--autoprune-recall", str(RECALL)),
+        *("--autoprune-feature-cache-gb", "0.005", "--autoprune-recall", str(_RECALL)),
         *("--api-server-count", str(_API_SERVERS)),
     )
     log = options.out / "server.log"
@@ -457,12 +424,12 @@ def run(options: argparse.Namespace) -> int:
             if status != 200 or not isinstance(tokens, list):
                 raise BenchmarkError(f"/tokenize is answered {status}: {reply}")
             start = tokens.index(image_token_id())
-            before = read_counters(server.get("/metrics"))
-            tally, samples = keep_busy(
+            before = _read_counters(server.get("/metrics"))
+            tally, samples = _keep_busy(
                 server.url, server.process.pid, start, options.users, seconds, options.seed
             )
-            pairs = compare_counts(before, read_counters(server.get("/metrics")), tally)
-    text, wrong = format_report(options.minutes, tally, pairs, judge_memory(samples))
+            counts = _compare_counts(before, _read_counters(server.get("/metrics")), tally)
+    text, wrong = _format_report(options.minutes, tally, counts, _judge_memory(samples))
     (options.out / "soak.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
     return 1 if wrong else 0

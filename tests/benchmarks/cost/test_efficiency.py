@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks import BenchmarkError
+from benchmarks.common.fake_server import Body, FakeServer, Reply, fake_server
+from benchmarks.common.report import format_estimate
+from benchmarks.cost import efficiency
 from benchmarks.cost.__main__ import main
-from benchmarks.cost.depth import compose
-from benchmarks.cost.efficiency import (
-    Efficiency,
-    Measurement,
-    Model,
-    compute_cost,
-    format_table,
-)
+from benchmarks.server import ServerDied
 from vllm_autoprune.backbones import BACKBONE_SHAPES
 from vllm_autoprune.cost import estimate_cost
 
@@ -50,69 +47,99 @@ def test_every_row_of_the_published_efficiency_table_is_recomputed(
     assert cost.kv_mib == kv_mib
 
 
-MODEL = Model("llava-next-7b", Path(), BACKBONE_SHAPES["llava-next-7b"], ())
-
-
 @pytest.mark.parametrize(
     ("arm", "times_fewer"),
     [("cdpruner", 9.9), ("AutoPrune", 9.9), ("fastv", 7.6), ("pyramiddrop", 2.9),
      ("sparsevlm", 6.1), ("dart", 6.1)],
 )  # fmt: skip
 def test_layers_that_rank_all_tokens_are_counted(arm: str, times_fewer: float) -> None:
-    cost, full = (compute_cost(MODEL, name, 320, None) for name in (arm, "full"))
+    model = efficiency._Model("llava-next-7b", Path(), BACKBONE_SHAPES["llava-next-7b"], ())
+    cost, full = (efficiency._compute_cost(model, name, 320, None) for name in (arm, "full"))
     assert round(full.flops / cost.flops, 1) == times_fewer
     assert (full.tokens, cost.tokens) == (2880, 320)
 
 
-def measurement(ttft: tuple[float, ...], again: tuple[float, ...]) -> Measurement:
-    return Measurement(
-        ttft=ttft, again=again, prefill=ttft[0] / 2, decode=0.01, visual_tokens=319.6,
-        device_memory=3 << 20,
-    )  # fmt: skip
+def test_every_arm_is_served_and_has_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers whose first question takes 0.5 s of prefill stock, 0.1 s pruned; FastV's is gone."""
+
+    @contextlib.contextmanager
+    def serve(model: Path, *flags: str, log: Path, **_: object) -> Iterator[FakeServer]:
+        state = flags[flags.index("--autoprune-state") + 1] if "--autoprune-state" in flags else ""
+        log.write_text("ValueError: no attention\n")
+        if state == "fastv":
+            raise ServerDied("gone")
+        seconds, sent = (0.1 if state else 0.5), list[Body]()
+
+        def metrics() -> str:
+            count = len(sent)
+            lines = [f"vllm:request_prefill_time_seconds_sum {seconds * count}"]
+            lines.append(f"vllm:request_decode_time_seconds_sum {0.15 * count}")
+            if state:
+                lines.append(f"autoprune_images_total {count}")
+                lines.append(f'autoprune_visual_tokens_total{{stage="after"}} {16 * count}')
+            return "\n".join(lines) + "\n"
+
+        def reply(body: Body) -> Reply:
+            sent.append(body)
+            return Reply(ttft=0.002, gaps=(0.001,))
+
+        with fake_server(reply, model=None, pages={"/metrics": metrics}) as server:
+            server.get = lambda path: metrics()  # type: ignore[attr-defined]
+            yield server
+
+    monkeypatch.setattr(efficiency, "serve", serve)
+    command = ["efficiency", "--policies", "fastv,divprune", "--requests", "2"]
+    assert main([*command, "--out", str(tmp_path)]) == 1  # an arm was not served
+    text = capsys.readouterr().out
+    assert "mini-llava, 6 language layers served, K = 16; 2 requests a row" in text
+    rows = [line.strip("| ").split(" | ") for line in text.split("\n") if line[:2] == "| "][2:]
+    assert [row[0] for row in rows] == ["full", "fastv", "divprune", "AutoPrune"]
+    assert rows[0][1] == "144" and rows[0][3] == "500.0 (1.00x faster)" and rows[0][6] == "10.00"
+    assert rows[1][1] == "not served: ValueError: no attention"
+    assert rows[2][1] == "16" and rows[2][3] == "100.0 (5.00x faster)"
+    written = json.loads((tmp_path / "mini-llava.json").read_text())
+    assert written["budget"] == 16 and len(written["arms"]["full"]["ttft"]) == 2
+    assert text.strip() in (tmp_path / "mini-llava.md").read_text()
 
 
-def test_the_table_has_a_row_for_every_arm() -> None:
-    arms: Mapping[str, Measurement | str] = {
-        "full": measurement((0.4, 0.4), (0.1, 0.1)).model_copy(update={"device_memory": None}),
-        "fastv": "no attention",
-        "AutoPrune": measurement((0.2, 0.2), (0.1, 0.1)),
-    }
-    text = format_table(MODEL, 320, arms)
-    assert "32 language layers served, K = 320; 2 requests a row" in text
-    cells = [line.strip("| ").split(" | ") for line in text.split("\n") if line[:2] == "| "]
-    assert cells[2] == [
-        "full", "2880", "41.65 (1.0x fewer)", "200.0 (1.00x faster)", "400.0 (400.0–400.0)",
-        "100.0 (0.25x)", "10.00", "1440", "not measured",
-    ]  # fmt: skip
-    assert cells[3][:2] == ["fastv", "not served: no attention"]
-    assert cells[4] == [
-        "AutoPrune", "320", "4.198 (9.9x fewer)", "100.0 (2.00x faster)", "200.0 (200.0–200.0)",
-        "100.0 (0.50x)", "10.00", "160", "3",
-    ]  # fmt: skip
-
-
-def table(layers: int, **changes: object) -> Efficiency:
+def table(layers: int, **changes: object) -> efficiency._Efficiency:
     """TTFT at zero layers and per layer: stock 2 s + 1 s, later 0.1 s + 0.05 s; pruned 2.5 s or
     0.5 s + 0.1 s. An arm was not served.
     """
 
-    def times(fixed: float, layer: float) -> tuple[float, ...]:
-        return tuple(fixed + layer * layers + noise for noise in (-0.02, 0.0, 0.01))
+    def measure(fixed: float, layer: float, later: float, later_layer: float) -> object:
+        ttft, again = (
+            [start + slope * layers + noise for noise in (-0.02, 0.0, 0.01)]
+            for start, slope in ((fixed, layer), (later, later_layer))
+        )
+        return {"ttft": ttft, "again": again, "prefill": 1, "decode": 1, "visual_tokens": 320}
 
-    efficiency = Efficiency(
-        model="llava-next-7b", layers=layers, budget=320, environment={},
-        digests={"full": None, "AutoPrune": "ab"},
-        arms={
-            "full": measurement(times(2.0, 1.0), times(0.1, 0.05)),
-            "AutoPrune": measurement(times(2.5, 0.1), times(0.5, 0.1)),
+    fields = {
+        "model": "llava-next-7b", "layers": layers, "budget": 320, "environment": {},
+        "digests": {"full": None, "AutoPrune": "ab"},
+        "arms": {
+            "full": measure(2.0, 1.0, 0.1, 0.05),
+            "AutoPrune": measure(2.5, 0.1, 0.5, 0.1),
             "fastv": "no attention",
         },
-    )  # fmt: skip
-    return efficiency.model_copy(update=changes)
+    }  # fmt: skip
+    return efficiency._Efficiency.model_validate({**fields, **changes})
 
 
-def test_times_are_linear_in_layers() -> None:
-    composed = compose(table(1), table(3), 32)
+def depth(tmp_path: Path, *tables: efficiency._Efficiency) -> int:
+    paths = [tmp_path / f"{place}.json" for place in range(len(tables))]
+    for path, content in zip(paths, tables, strict=True):
+        path.write_text(content.model_dump_json())
+    return main(["depth", *map(str, paths)])
+
+
+def test_times_are_linear_in_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert depth(tmp_path, table(1), table(3)) == 0
+    printed = capsys.readouterr().out
+    assert "composed for 32 language layers from measurements of 1 and 3; 3 requests" in printed
+    composed = efficiency._compose(table(1), table(3), 32)
     assert list(composed) == ["full", "AutoPrune"]
     full = [figure.value for figure in composed["full"]]
     assert full == pytest.approx([1.0, 2.0, 34.0, 1.0, 1.0, 1.7 / 34.0])
@@ -120,9 +147,10 @@ def test_times_are_linear_in_layers() -> None:
     assert pruned == pytest.approx([0.1, 2.5, 5.7, 10.0, 34.0 / 5.7, 3.7 / 5.7])
     gain = composed["AutoPrune"][4]
     assert gain.low < gain.value < gain.high
+    assert format_estimate(gain, 1.0, 2, " to ") in printed
 
 
-MORE = {name: measurement((1.0,) * 4, (1.0,) * 4) for name in ("full", "AutoPrune")}
+LONGER = table(1).arms["full"].model_copy(update={"ttft": (1.0,) * 4})  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -131,23 +159,15 @@ MORE = {name: measurement((1.0,) * 4, (1.0,) * 4) for name in ("full", "AutoPrun
         (table(3, budget=160), "differ"),
         (table(3, digests={"full": None, "AutoPrune": "cd"}), "differ"),
         (table(1), "shallow one first"),
-        (table(3, arms=MORE), "numbers"),
+        (table(3, arms={"full": LONGER, "AutoPrune": LONGER}), "numbers"),
     ],
+    ids=["budget", "state", "order", "requests"],
 )
-def test_tables_that_do_not_belong_together_are_refused(deep: Efficiency, why: str) -> None:
-    with pytest.raises(BenchmarkError, match=why):
-        compose(table(1), deep, 32)
-
-
-def test_files_are_composed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [tmp_path / f"{layers}.json" for layers in (1, 3)]
-    for layers, path in zip((1, 3), paths, strict=True):
-        path.write_text(table(layers).model_dump_json())
-    assert main(["depth", *map(str, paths)]) == 0
-    printed = capsys.readouterr().out
-    assert "composed for 32 language layers from measurements of 1 and 3; 3 requests" in printed
-    assert "| AutoPrune | 100.0 (" in printed
-    assert main(["depth", *map(str, reversed(paths))]) == 1
+def test_tables_that_do_not_belong_together_are_refused(
+    deep: efficiency._Efficiency, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert depth(tmp_path, table(1), deep) == 1
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"model": "llava-next-7b"}'])

@@ -7,23 +7,23 @@ import torch
 
 from benchmarks.cost.__main__ import main
 from benchmarks.cost.selection import (
-    FULL_LAYER,
-    LAYER,
-    Size,
-    Times,
-    draw_tokens,
-    format_loops,
-    format_policies,
-    measure_alternately,
-    measure_loops,
-    select_as_published,
-    select_tokens,
+    _FULL_LAYER,
+    _LAYER,
+    _draw_tokens,
+    _format_loops,
+    _format_policies,
+    _measure_alternately,
+    _measure_loops,
+    _select_as_published,
+    _select_tokens,
+    _Size,
+    _Times,
 )
 from tests.golden.case import load, names
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
 
-SMALL, LARGE = Size(36, 1, 2, 6), Size(576, 1, 1, 64)
+SMALL, LARGE = _Size(36, 1, 2, 6), _Size(576, 1, 1, 64)
 SOUND = [
     name
     for name in names("cdpruner")
@@ -43,26 +43,26 @@ def test_the_baseline_reproduces_golden_cases(name: str) -> None:
     tokens = VisualTokens(flat, Grid(1, count, tiles), None, instruction)
     expected = torch.from_numpy(case.expected["order"]).long()
     picks = (expected + count * torch.arange(tiles)[:, None]).flatten().sort().values
-    published = select_as_published(tokens, tiles * case.recipe["K"])
+    published = _select_as_published(tokens, tiles * case.recipe["K"])
     assert published[0].tolist() == picks.tolist()
 
 
-@pytest.mark.parametrize("size", [Size(64, 1, 3, 16), Size(36, 5, 2, 30), Size(144, 1, 1, 24)])
-def test_our_selection_equals_the_baseline(size: Size) -> None:
-    tokens = draw_tokens(size, dtype=torch.float32)
-    ours = select_tokens(tokens, "cdpruner", size.kept).sort(dim=1).values
-    assert ours.tolist() == select_as_published(tokens, size.kept).tolist()
+@pytest.mark.parametrize("size", [_Size(64, 1, 3, 16), _Size(36, 5, 2, 30), _Size(144, 1, 1, 24)])
+def test_our_selection_equals_the_baseline(size: _Size) -> None:
+    tokens = _draw_tokens(size, dtype=torch.float32)
+    ours = _select_tokens(tokens, "cdpruner", size.kept).sort(dim=1).values
+    assert ours.tolist() == _select_as_published(tokens, size.kept).tolist()
 
 
 @pytest.mark.parametrize("name", sorted(BASE_POLICIES))
 def test_every_policy_runs_on_the_measured_images(name: str) -> None:
-    assert select_tokens(draw_tokens(Size(16, 5, 1, 8)), name, 8).shape[0] == 1
+    assert _select_tokens(_draw_tokens(_Size(16, 5, 1, 8)), name, 8).shape[0] == 1
 
 
 def test_every_second_round_is_reversed() -> None:
     order: list[str] = []
     works = {name: lambda name=name: order.append(name) for name in "abc"}
-    times = measure_alternately(works, 3, warm_up=1)
+    times = _measure_alternately(works, 3, warm_up=1)
     assert "".join(order) == "abc" + "abc" + "cba" + "abc"
     assert all(len(times[name]) == 3 and min(times[name]) >= 0 for name in "abc")
 
@@ -82,9 +82,9 @@ FAST = {"published": [1.6] * 9, "ours": [0.3] * 9}
     ],
 )
 def test_the_worst_size_decides(
-    device: str, by_size: dict[Size, Times], verdict: str, worst: Size
+    device: str, by_size: dict[_Size, _Times], verdict: str, worst: _Size
 ) -> None:
-    text = format_loops(device, by_size, dict.fromkeys(by_size, 1.0))
+    text = _format_loops(device, by_size, dict.fromkeys(by_size, 1.0))
     (claim,) = (line for line in text.splitlines() if "published loop |" in line)
     assert claim.endswith(f" at {worst} | {verdict} |")
     assert text.count("| 100.0 | 9 |") == len(by_size)
@@ -92,9 +92,9 @@ def test_the_worst_size_decides(
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(0.02, "holds"), (0.2, "does not hold")])
 def test_every_policy_has_a_share_of_the_prefill(seconds: float, verdict: str) -> None:
-    layers = {LAYER: [0.1] * 9, FULL_LAYER: [0.5] * 9}
+    layers = {_LAYER: [0.1] * 9, _FULL_LAYER: [0.5] * 9}
     alone = {"divprune": [seconds] * 9, "cdpruner": [0.01] * 9, "fastv": [0.01] * 9}
-    lines = format_policies({LARGE: alone | layers}).splitlines()
+    lines = _format_policies({LARGE: alone | layers}).splitlines()
     (claim,) = (line for line in lines if "`divprune` is slowest" in line)
     assert claim.endswith(f"**{verdict}** |")
     # A prefill is 32 layers; FastV runs one over all tokens: 0.51 of 3.2 seconds.
@@ -106,7 +106,7 @@ def test_every_policy_has_a_share_of_the_prefill(seconds: float, verdict: str) -
 
 
 def test_a_size_is_measured_and_its_picks_compared() -> None:
-    text = measure_loops("cpu", [SMALL])
+    text = _measure_loops("cpu", [SMALL])
     (row,) = (line for line in text.splitlines() if line.startswith(f"| {SMALL} |"))
     assert float(row.split(" | ")[4]) > 80 and row.endswith(" | 31 |")
 
