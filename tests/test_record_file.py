@@ -28,8 +28,8 @@ class NotesError(AutopruneError):
 NOTE = TypeAdapter(Note)
 
 
-def open_notes(path: Path, *, exclude_none: bool = False) -> RecordFile[Note]:
-    return RecordFile(path, NOTE, NotesError, exclude_none=exclude_none)
+def open_notes(path: Path) -> RecordFile[Note]:
+    return RecordFile(path, NOTE, NotesError)
 
 
 def numbers(path: Path) -> list[int]:
@@ -46,11 +46,11 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_records_are_lines_in_order(path: Path) -> None:
-    with open_notes(path, exclude_none=True) as file:
+    with open_notes(path) as file:
         assert file.records == [Note(number=1, text="one"), Note(number=2)]
         file.append([Note(number=3)])
         assert numbers(path) == [1, 2, 3]
-    lines = ['{"number":1,"text":"one"}', '{"number":2,"text":null}', '{"number":3}']
+    lines = ['{"number":1,"text":"one"}', '{"number":2,"text":null}', '{"number":3,"text":null}']
     assert path.read_text().splitlines() == lines
 
 

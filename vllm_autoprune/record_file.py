@@ -37,21 +37,14 @@ class RecordFile(Generic[_R]):
     """
 
     def __init__(
-        self,
-        path: Path,
-        adapter: TypeAdapter[_R],
-        error_type: type[AutopruneError],
-        *,
-        exclude_none: bool = False,
+        self, path: Path, adapter: TypeAdapter[_R], error_type: type[AutopruneError]
     ) -> None:
         """Open or create the file and its folders, and remove an incomplete last line.
 
-        With ``exclude_none``, fields that are None are not written. Raises ``error_type`` for a
-        file with other content, which is left unchanged; that another process is writing; or that
-        cannot be written.
+        Raises ``error_type`` for a file with other content, which is left unchanged; that another
+        process is writing; or that cannot be written.
         """
-        self.path = path
-        self._adapter, self._error_type, self._exclude_none = adapter, error_type, exclude_none
+        self.path, self._adapter, self._error_type = path, adapter, error_type
         with contextlib.ExitStack() as on_error, self._reporting():
             path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered: a write ends half way where the disk is full.
@@ -69,10 +62,7 @@ class RecordFile(Generic[_R]):
 
     def append(self, records: Sequence[_R]) -> None:
         """Write all records durably, or raise and leave the file as it was."""
-        lines = b"".join(
-            self._adapter.dump_json(record, exclude_none=self._exclude_none) + b"\n"
-            for record in records
-        )
+        lines = b"".join(self._adapter.dump_json(record) + b"\n" for record in records)
         with self._reporting():
             try:
                 written = 0

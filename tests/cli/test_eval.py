@@ -23,7 +23,6 @@ from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 Captured = pytest.CaptureFixture[str]
 Answering = Callable[[Body, int], Answer]
-LMMS = "--suite lmms:mme --served-name m"
 CASES = ("full", "random", "resized", "cdpruner", "autoprune")
 """What a server is asked for by default, by the arm of the fake server."""
 
@@ -225,10 +224,9 @@ def test_a_dry_run_starts_nothing(
         ("--data x.jsonl", "--server-url: is missing"),
         ("--data /nowhere.jsonl --server-url http://h", "cannot be read"),
         ("--data x --server-url u --budgets 0", "--budgets 0: is below 1 -> give 1 or more"),
-        ("--suite lmms:mme --arm full=http://h", "--served-name: is missing"),
-        (LMMS, "--server-url: is missing -> give the address of a vllm serve"),
-        (f"{LMMS} --arm nobody=http://h", "--arm nobody=http://h: is not a valid arm"),
-        ("--suite lmms:x --served-name m --arm full=http://h", "does not know x -> use: paper"),
+        ("--suite lmms:mme", "--server-url: is missing -> give the address of a vllm serve"),
+        ("--suite lmms:mme --server-url http://h", "--served-name: is missing"),
+        ("--suite lmms:x --server-url h --served-name m", "does not know x -> use: paper"),
     ],
 )
 def test_a_run_that_cannot_start_says_why(call: str, message: str, capsys: Captured) -> None:

@@ -21,7 +21,6 @@ from benchmarks.common.fake_server import Answer, Body
 from tests.evaluation.fake_lmms_eval import GOLD
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation import lmms
 from vllm_autoprune.evaluation.journal import MME, EvaluationError, Total
 from vllm_autoprune.evaluation.journal import Answer as Scored
@@ -30,7 +29,6 @@ from vllm_autoprune.evaluation.lmms import (
     COLUMN_SETS,
     PINNED,
     Benchmark,
-    parse_arm,
     read_output,
     select_benchmarks,
 )
@@ -68,19 +66,6 @@ def test_one_address_of_a_judge_serves_every_task() -> None:
         assert by_kind["path"] == "http://j/v1/chat/completions"
 
 
-def test_arms_are_cases_with_addresses() -> None:
-    arms = ("full=http://a:1/v1/", "trim@64=https://b", "trim+autoprune@64=http://c",
-            "resized@64=http://a")  # fmt: skip
-    cases, urls = zip(*map(parse_arm, arms), strict=True)
-    assert urls == ("http://a:1", "https://b", "http://c", "http://a")
-    assert [case.name for case in cases] == [arm.partition("=")[0] for arm in arms]
-    assert [case.arm for case in cases] == ["full", "base", "autoprune", "resized"]
-    assert cases[2].base == "trim@64" and [case.budget for case in cases] == [0, 64, 64, 64]
-    for wrong in ("full", "nobody@64=http://a", "resized=http://a", "resized+autoprune@64"):
-        with pytest.raises(ConfigError, match="is not a valid arm -> write full=URL"):
-            parse_arm(wrong)
-
-
 def answers_of(folder: Path, benchmark: Benchmark) -> tuple[list[Scored], Total | None]:
     records = list(read_output(folder, benchmark, "full"))
     totals = [record for record in records if isinstance(record, Total)]
@@ -104,17 +89,6 @@ def test_real_files_are_parsed() -> None:
     assert "400 - the engine is gone" in str(failed.failure)
 
 
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    """A copy of the files about four answers."""
-    return shutil.copytree(FILES / "answered", tmp_path / "run")
-
-
-def samples_in(folder: Path) -> Path:
-    (path,) = folder.rglob("*_samples_minillava.jsonl")
-    return path
-
-
 @pytest.mark.parametrize(
     "failed",
     [
@@ -125,10 +99,12 @@ def samples_in(folder: Path) -> Path:
         {"filtered_resps": [], "resps": []},
     ],
 )
-def test_a_failed_request_leaves_no_total(output: Path, failed: dict[str, Any]) -> None:
-    lines = list(map(json.loads, samples_in(output).read_text().splitlines()))
+def test_a_failed_request_leaves_no_total(tmp_path: Path, failed: dict[str, Any]) -> None:
+    output = shutil.copytree(FILES / "answered", tmp_path / "run")
+    (samples,) = output.rglob("*_samples_minillava.jsonl")
+    lines = list(map(json.loads, samples.read_text().splitlines()))
     lines[1] |= failed
-    samples_in(output).write_text("\n".join(map(json.dumps, lines)))
+    samples.write_text("\n".join(map(json.dumps, lines)))
     answers, total = answers_of(output, OWN)
     assert total is None and answers[1].failure and answers[1].score is None
     assert [answer.failure for answer in answers if answer is not answers[1]] == [None] * 3
@@ -144,8 +120,9 @@ def test_a_failed_request_leaves_no_total(output: Path, failed: dict[str, Any]) 
     ],
 )
 def test_incomplete_output_is_refused(
-    output: Path, pattern: str, text: str | None, message: str
+    tmp_path: Path, pattern: str, text: str | None, message: str
 ) -> None:
+    output = shutil.copytree(FILES / "answered", tmp_path / "run")
     (path,) = output.rglob(pattern)
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(EvaluationError, match=message):
@@ -215,7 +192,7 @@ def test_the_plugin_sends_the_options_of_its_case_and_records_images(
 
 def answer(body: Body, number: int) -> Answer:
     """The reference answer with all tokens, "yes" to a shorter prompt with a state; no `trim`."""
-    pruning = body.get("mm_processor_kwargs", {"autoprune": {}})["autoprune"]
+    pruning = body["mm_processor_kwargs"]["autoprune"]
     content = body["messages"][0]["content"]
     if pruning.get("state", {}).get("base_policy", {}).get("name") == "trim":
         return error(400, "not on this server")
@@ -229,31 +206,33 @@ def answer(body: Body, number: int) -> Answer:
 
 @pytest.fixture
 def call(tmp_path: Path) -> Callable[..., int]:
-    def call(*words: str, tasks: str = "gqa") -> int:
+    def call(url: str, *words: str, tasks: str = "gqa") -> int:
         common = ["--served-name", "m", "--lmms-eval", FAKE, "--out", str(tmp_path)]
+        common += ["--server-url", url, "--budgets", "8"]
         return main(["eval", "--suite", f"lmms:{tasks}", *common, *words])
 
     return call
 
 
-def report_in(folder: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
-    report["rows"] = {row["case"]["name"]: row for row in report["rows"]}
-    return report
+def rows_in(folder: Path) -> dict[str, Any]:
+    report = json.loads((folder / "report.json").read_text())
+    return {row["case"]["name"]: row for row in report["rows"]}
 
 
-def test_every_state_is_measured_on_one_server(tmp_path: Path, call: Callable[..., int]) -> None:
+def test_every_state_is_measured_on_one_server(
+    tmp_path: Path, call: Callable[..., int], capsys: Captured
+) -> None:
     with endpoint(answer) as server:
-        words = ["--server-url", server.url, "--state", "visionzip", "--state", "trim"]
-        assert call(*words, "--budgets", "8", tasks="mme,gqa") == 0
+        words = ["--state", "visionzip", "--state", "trim"]
+        assert call(server.url, *words, tasks="mme,gqa") == 0
+        assert "| trim | 8 | status 400: not on this server |" in capsys.readouterr().out
         asked = len(server.requests)
         assert asked == 5 + 4 * 8
-        assert call(*words, "--budgets", "8", "--resume", tasks="mme,gqa") == 0
+        assert call(server.url, *words, "--resume", tasks="mme,gqa") == 0
         assert len(server.requests) == asked + 5, "complete tasks are not repeated"
-    report = report_in(tmp_path)
-    assert set(report["rows"]) == {"full", "random@8", "resized@8", "visionzip@8"}
-    assert [case["refused"] for case in report["refused"]] == ["status 400: not on this server"]
-    row = report["rows"]["visionzip@8"]
+    rows = rows_in(tmp_path)
+    assert set(rows) == {"full", "random@8", "resized@8", "visionzip@8"}
+    row = rows["visionzip@8"]
     # Of MME's two pairs only the one of perception counts on LLaVA: one of two right, no pair.
     assert row["benchmarks"] == {"GQA": 50.0, MME: 50.0} and row["prompt_tokens"] == 4.0
     assert row["all"]["acc"] == (50 + 2.5) / 2 and row["to_full"]["mme"]["value"] == -150.0
@@ -262,23 +241,12 @@ def test_every_state_is_measured_on_one_server(tmp_path: Path, call: Callable[..
     assert {line["image"] for line in questions} == {"gqa/i0", "gqa/i1", "mme/i0"}
 
 
-def test_servers_that_prune_by_themselves_may_be_measured_one_after_another(
-    tmp_path: Path, call: Callable[..., int], capsys: Captured
-) -> None:
-    def pruning(body: Body, number: int) -> Answer:
-        # lmms-eval would score its own failure text as a wrong answer and end with 0.
-        return error(500) if number == 1 else answer({**body, "mm_processor_kwargs": BUDGET}, 0)
-
-    with endpoint(pruning) as base, endpoint(answer) as full:
-        assert call("--arm", f"cdpruner@64={base.url}") == 1
-        printed = capsys.readouterr().out
-        assert "full model is not among" in printed and "1 of 4 requests failed" in printed
-        arms = ["--arm", f"full={full.url}", "--arm", f"cdpruner@64={base.url}"]
-        assert call(*arms, "--resume") == 0
-    assert set(report_in(tmp_path)["rows"]) == {"full", "cdpruner@64"}
-
-
-BUDGET = {"autoprune": {"budget": 64}}
+def test_a_failed_request_is_asked_again(call: Callable[..., int], capsys: Captured) -> None:
+    # lmms-eval would score its own failure text as a wrong answer and end with 0.
+    with endpoint(lambda body, n: error(500) if n == 7 else answer(body, n)) as server:
+        assert call(server.url) == 1
+        assert "1 of 4 requests failed: [LMMS_EVAL_REQUEST_FAILED" in capsys.readouterr().out
+        assert call(server.url, "--resume") == 0
 
 
 def test_a_judge_is_asked_and_without_one_the_report_is_not_valid(
@@ -286,29 +254,27 @@ def test_a_judge_is_asked_and_without_one_the_report_is_not_valid(
 ) -> None:
     monkeypatch.delenv("OPENAI_API_URL", raising=False)
     with endpoint(answer) as server:
-        words = ["--arm", f"full={server.url}"]
-        assert call(*words, tasks="mmvet") == 1
+        assert call(server.url, tasks="mmvet") == 1
         assert "MM-Vet: the judge gave no usable answer (4 times)" in capsys.readouterr().out
-        words += ["--resume", "--judge-url", "http://judge:1"]
-        assert call(*words, tasks="mmvet") == 0
-    assert report_in(tmp_path)["rows"]["full"]["benchmarks"] == {"MM-Vet": 80.0}
+        words = ["--resume", "--judge-url", "http://judge:1"]
+        assert call(server.url, *words, tasks="mmvet") == 0
+    assert rows_in(tmp_path)["full"]["benchmarks"] == {"MM-Vet": 80.0}
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    ("variable", "value", "message"),
     [
-        ({"FAKE_ERROR": "1"}, "lmms-eval ended with 0 and no samples of gqa -> see "),
-        ({"FAKE_VERSION": "0.9.0"}, "is version 0.9.0; only the output files of 0.7.3"),
+        ("FAKE_ERROR", "1", "lmms-eval ended with 0 and no samples of gqa -> see "),
+        ("FAKE_VERSION", "0.9.0", "is version 0.9.0; only the output files of 0.7.3"),
     ],
 )
 def test_a_program_that_fails_is_reported(
     call: Callable[..., int], capsys: Captured, monkeypatch: pytest.MonkeyPatch,
-    variables: dict[str, str], message: str,
+    variable: str, value: str, message: str,
 ) -> None:  # fmt: skip
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(variable, value)
     with endpoint(answer) as server:
-        assert call("--arm", f"full={server.url}") == 1
+        assert call(server.url) == 1
     captured = capsys.readouterr()
     assert message in captured.out + captured.err
 
@@ -317,17 +283,18 @@ def test_a_server_that_dies_stops_the_run_and_the_plan_is_the_command_lines(
     call: Callable[..., int], capsys: Captured, tmp_path: Path
 ) -> None:
     def dying(body: Body, number: int) -> Answer:
+        if number < 5:
+            return answer(body, number)
         server.pages[MODELS] = error(503, "down")
         return error(503)
 
     with endpoint(dying) as server:
-        words = ["--arm", f"full={server.url}", "--include-path", "tasks"]
-        assert call(*words, "--dry-run", tasks="mme,gqa,own") == 0
+        words = ["--include-path", "tasks", "--dry-run"]
+        assert call(server.url, *words, tasks="mme,gqa,own") == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line.partition("--tasks ")[2].partition(" ")[0] for line in lines] == [
-            "gqa", "mme", "own",
-        ]  # fmt: skip
+        tasks = [line.partition("--tasks ")[2].partition(" ")[0] for line in lines]
+        assert tasks == ["gqa", "mme", "own"] * 5
         assert f"base_url={server.url}/v1," in lines[0] and not server.requests
         assert f"--output_path {tmp_path}/lmms-eval/full/gqa/1 " in lines[0]
-        assert call(*words[:2], tasks="gqa,mme") == 1
-        assert len(server.requests) == 4 and "status 503: down" in capsys.readouterr().err
+        assert call(server.url, tasks="gqa,mme") == 1
+        assert len(server.requests) == 5 + 4 and "status 503: down" in capsys.readouterr().err

@@ -7,7 +7,7 @@ questions that are still unanswered. Failed answers count as unanswered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -166,7 +166,7 @@ class Journal(RecordFile[Record]):
         written.
         """
         adapter: TypeAdapter[Record] = TypeAdapter(Record)
-        super().__init__(path, adapter, EvaluationError, exclude_none=True)
+        super().__init__(path, adapter, EvaluationError)
         self.contents = Contents(self.records)
 
     def append(self, records: Sequence[Record]) -> None:
@@ -196,13 +196,3 @@ class Journal(RecordFile[Record]):
         for record in new:
             siblings, name = self.contents.siblings(record)
             siblings[name] = record
-
-
-def unanswered(
-    contents: Contents, cases: Sequence[Case], questions: Sequence[Question]
-) -> Iterator[tuple[Case, Question]]:
-    """Unanswered questions of all cases; all cases of one question are consecutive."""
-    for question in questions:
-        for case in cases:
-            if not case.refused and not contents.is_answered(case.name, question.id):
-                yield case, question

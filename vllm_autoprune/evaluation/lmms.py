@@ -1,7 +1,7 @@
 """Benchmarks through lmms-eval: its tasks, one run of it for every task in every case, its output.
 
-Complete runs are not repeated, so servers can be measured one after another on one machine.
-lmms-eval scores the error message of a failed request like an answer; here it is a failure.
+Complete runs are not repeated. lmms-eval scores the error message of a failed request like an
+answer; here it is a failure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from urllib.parse import urlsplit
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import (
     MME,
-    RESIZED,
     Answer,
     Case,
     EvaluationError,
@@ -34,8 +33,6 @@ from vllm_autoprune.evaluation.journal import (
     Total,
 )
 from vllm_autoprune.evaluation.run import Progress, Suite, check_server
-from vllm_autoprune.http_client import server_address
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 PINNED = "0.7.3"
 """The version of lmms-eval whose tasks, metrics and output files are supported."""
@@ -110,42 +107,26 @@ def select_benchmarks(names: str, *, cognition: bool, with_tasks: bool) -> list[
         known = ", ".join([*COLUMN_SETS, *(row.task for row in BENCHMARKS)])
         fix = f"use: {known}; a task of your own needs --include-path"
         raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, fix)])
+    metrics = slice(None) if cognition else slice(1)
     selected = [row for row in BENCHMARKS if row.name in chosen]
     selected += [Benchmark(name, name) for name in unknown]
-    if cognition:
-        return selected
-    return [dataclasses.replace(row, metrics=row.metrics[:1]) for row in selected]
+    return [dataclasses.replace(row, metrics=row.metrics[metrics]) for row in selected]
 
 
-def parse_arm(arm: str) -> tuple[Case, str]:
-    """``NAME=URL`` as a case and the address of the server that prunes so by itself.
+@dataclass
+class LmmsSuite(Suite):
+    """Benchmarks that lmms-eval, another program, asks one server in every case."""
 
-    Raises :class:`ConfigError`.
-    """
-    name, _, url = arm.partition("=")
-    match = re.fullmatch(r"full|(?P<base>\w+)(?P<plus>\+autoprune)?@(?P<budget>\d+)", name)
-    if match is None or not url or match["base"] not in (None, "resized", *BASE_POLICIES):
-        fix = "write full=URL, resized@64=URL, cdpruner@64=URL or cdpruner+autoprune@64=URL"
-        raise ConfigError("eval", [Problem(f"--arm {arm}", "is not a valid arm", fix)])
-    base, budget = match["base"], int(match["budget"] or 0)
-    if base is None:
-        case = Case(name=name, arm="full", label="full")
-    elif base == "resized":
-        case = Case(name=name, arm="resized", label=RESIZED, budget=budget)
-    elif match["plus"]:
-        label, alone = f"{base} + AutoPrune", f"{base}@{budget}"
-        case = Case(name=name, arm="autoprune", label=label, budget=budget, base=alone)
-    else:
-        case = Case(name=name, arm="base", label=base, budget=budget)
-    return case, server_address(url)
-
-
-@dataclass(frozen=True)
-class LmmsEval:
-    """An installation of lmms-eval and its options."""
-
-    program: str
+    cases: Sequence[Case]
+    benchmarks: Sequence[Benchmark]
+    url: str
+    """The address of the server, without ``/v1``."""
     served_name: str
+    program: str
+    folder: Path
+    """It receives the files of lmms-eval."""
+    backbone: str
+    mme_divisor: float
     max_in_flight: int = 32
     limit: int | None = None
     include: Path | None = None
@@ -153,86 +134,68 @@ class LmmsEval:
     judge_url: str | None = None
     """Address of an OpenAI-compatible judge, for the tasks that ask one."""
 
-
-class LmmsSuite(Suite):
-    """Benchmarks through lmms-eval, each case on its server."""
-
-    def __init__(
-        self,
-        servers: Sequence[tuple[Case, str]],
-        benchmarks: Sequence[Benchmark],
-        lmms_eval: LmmsEval,
-        folder: Path,
-        *,
-        backbone: str,
-        mme_divisor: float,
-    ) -> None:
-        """``servers``: cases with their addresses; ``folder`` receives the files of lmms-eval."""
-        self._lmms_eval, self._folder = lmms_eval, folder.absolute()
-        self._runs = [(case, url, benchmark) for case, url in servers for benchmark in benchmarks]
-        self.cases = [case for case, _ in servers]
-        limit = "" if lmms_eval.limit is None else f", the first {lmms_eval.limit} of each"
+    def __post_init__(self) -> None:
+        self.folder = self.folder.absolute()  # lmms-eval runs in another one
+        limit = "" if self.limit is None else f", the first {self.limit} of each"
         self.setup = Setup(
             suite="lmms",
-            model=lmms_eval.served_name,
-            data=", ".join(f"{each.name} ({each.task})" for each in benchmarks) + limit,
+            model=self.served_name,
+            data=", ".join(f"{each.name} ({each.task})" for each in self.benchmarks) + limit,
             scorer=f"lmms-eval {PINNED}",
-            backbone=backbone,
-            mme_divisor=mme_divisor,
+            backbone=self.backbone,
+            mme_divisor=self.mme_divisor,
         )
 
     def plan(self) -> Sequence[str]:
         """Every command line that will be run."""
         return [
-            shlex.join(self._command(url, benchmark.task, self._new_folder(case, benchmark)))
-            for case, url, benchmark in self._runs
+            shlex.join(self._command(benchmark.task, self._new_folder(case, benchmark)))
+            for case in self.cases
+            for benchmark in self.benchmarks
         ]
 
     def measure(self, journal: Journal, progress: Progress) -> None:
-        """Run what is not complete, after checking lmms-eval and all servers."""
-        totals, name = journal.contents.totals, self._lmms_eval.served_name
-        todo = [
-            (case, url, benchmark)
-            for case, url, benchmark in self._runs
-            if not case.refused and benchmark.name not in totals.get(case.name, {})
+        """Run what is not complete, after checking lmms-eval and the server."""
+        runs = [
+            (case, benchmark)
+            for case in self.cases
+            for benchmark in self.benchmarks
+            if not case.refused and benchmark.name not in journal.contents.totals.get(case.name, {})
         ]
-        if not todo:
+        if not runs:
             return
         # Before the first task, which may take hours.
         self._check_version()
-        refused: list[Case] = []
-        for server in {url: None for _, url, _ in todo}:
-            cases = {case.name: case for case, url, _ in self._runs if url == server}
-            refused += check_server(server, name, list(cases.values()))[1]
+        _, refused = check_server(self.url, self.served_name, self.cases)
         journal.append(refused)
         names = {case.name for case in refused}
-        todo = [run for run in todo if run[0].name not in names]
-        progress.begin(len(todo))
-        for case, url, benchmark in todo:
-            check_server(url, name, [])  # lmms-eval would ask a dead one every question
+        runs = [run for run in runs if run[0].name not in names]
+        progress.begin(len(runs))
+        for case, benchmark in runs:
+            # lmms-eval would ask a dead one every question.
+            check_server(self.url, self.served_name, [])
             progress.write(f"{case.name}: {benchmark.task} ...")
             folder = self._new_folder(case, benchmark)
-            self._run(case, url, benchmark, folder)
+            self._run(case, benchmark, folder)
             journal.append(list(read_output(folder, benchmark, case.name)))
             progress.advance()
 
     def _new_folder(self, case: Case, benchmark: Benchmark) -> Path:
-        folder = self._folder / case.name / benchmark.task
+        folder = self.folder / case.name / benchmark.task
         return next(path for n in itertools.count(1) if not (path := folder / str(n)).exists())
 
-    def _command(self, url: str, task: str, output: Path) -> list[str]:
-        """The command line for one task on one server; decoding and prompts are the task's.
+    def _command(self, task: str, output: Path) -> list[str]:
+        """The command line for one task; decoding and prompts are the task's.
 
         ``prefix_aware_queue`` is off because it reorders requests by their text.
         ``adaptive_max_concurrency`` limits ``num_concurrent`` even if nothing adapts; its default
-        is 128. Paths are absolute, because it runs in another folder.
+        is 128.
         """
-        options = self._lmms_eval
         arguments = {
-            "model_version": options.served_name,
-            "base_url": f"{url}/v1",
-            "num_concurrent": options.max_in_flight,
-            "adaptive_max_concurrency": options.max_in_flight,
+            "model_version": self.served_name,
+            "base_url": f"{self.url}/v1",
+            "num_concurrent": self.max_in_flight,
+            "adaptive_max_concurrency": self.max_in_flight,
             "max_retries": 3,
             "prefix_aware_queue": False,
         }
@@ -241,12 +204,12 @@ class LmmsSuite(Suite):
             *self._program(), "--model", "openai", "--model_args", model_args, "--tasks", task,
             "--batch_size", "1", "--output_path", str(output), "--log_samples",
         ]  # fmt: skip
-        if options.include is not None:
-            line += ["--include_path", str(options.include.absolute())]
-        return line if options.limit is None else [*line, "--limit", str(options.limit)]
+        if self.include is not None:
+            line += ["--include_path", str(self.include.absolute())]
+        return line if self.limit is None else [*line, "--limit", str(self.limit)]
 
     def _program(self) -> list[str]:
-        name, *more = shlex.split(self._lmms_eval.program) or [""]
+        name, *more = shlex.split(self.program) or [""]
         return [os.path.abspath(path) if (path := shutil.which(name)) else name, *more]
 
     def _check_version(self) -> None:
@@ -259,9 +222,9 @@ class LmmsSuite(Suite):
                 return
             what = f"is version {version}; only the output files of {PINNED} are supported"
         fix = f"pip install lmms-eval=={PINNED} into a separate environment, and name its program"
-        raise ConfigError("eval", [Problem(f"--lmms-eval {self._lmms_eval.program}", what, fix)])
+        raise ConfigError("eval", [Problem(f"--lmms-eval {self.program}", what, fix)])
 
-    def _run(self, case: Case, url: str, benchmark: Benchmark, folder: Path) -> None:
+    def _run(self, case: Case, benchmark: Benchmark, folder: Path) -> None:
         """Run one task; raises :class:`EvaluationError`."""
         folder.mkdir(parents=True)
         path = [str(_PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -273,12 +236,12 @@ class LmmsSuite(Suite):
             "AUTOPRUNE_IMAGES": str(folder / _IMAGES),
             "AUTOPRUNE_PRUNING": json.dumps(case.pruning),
         }
-        judge = self._lmms_eval.judge_url or os.environ.get("OPENAI_API_URL")
+        judge = self.judge_url or os.environ.get("OPENAI_API_URL")
         if judge and benchmark.judge != "none":
             variables["OPENAI_API_URL"] = benchmark.judge_address(judge)
         with (folder / _LOG).open("wb") as log:
             process = subprocess.run(
-                self._command(url, benchmark.task, folder),
+                self._command(benchmark.task, folder),
                 stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
                 # In any other folder it would take a subfolder of the task's name for the task.
                 cwd=folder, env=variables,
@@ -304,8 +267,6 @@ _UNJUDGED = re.compile(
 """What lmms-eval logs where a judge did not answer or cannot be understood; it goes on all the
 same, and most of it is nowhere else."""
 
-_Line = dict[str, Any]
-
 
 def read_output(
     folder: Path, benchmark: Benchmark, case: str
@@ -315,13 +276,17 @@ def read_output(
     Raises :class:`EvaluationError` if something is missing.
     """
     task = benchmark.task
+
+    def read_lines(path: Path) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
+
     try:
         (samples,) = folder.rglob(f"*_samples_{task}.jsonl")
         # Tasks write more such files, as MMBench its submissions/mmbench_en_dev_results.json.
         stamp = samples.name.removesuffix(f"_samples_{task}.jsonl")
         summary = json.loads(samples.with_name(f"{stamp}_results.json").read_text("utf-8"))
-        lines = _read_lines(samples)
-        images = {line["doc_id"]: line["image"] for line in _read_lines(folder / _IMAGES)}
+        lines = read_lines(samples)
+        images = {line["doc_id"]: line["image"] for line in read_lines(folder / _IMAGES)}
         metrics = benchmark.metrics or (summary["configs"][task]["metric_list"][0]["metric"],)
         # Keys of the results have the form ``metric,filter``.
         scores = {key.partition(",")[0]: score for key, score in summary["results"][task].items()}
@@ -339,8 +304,8 @@ def read_output(
         if name is None:  # MME's other half
             continue
         judgement = line[name] if isinstance(line[name], dict) else {"score": line[name]}
-        number = line["doc_id"]
         category = str(judgement["category"]) if benchmark.name == MME else ""
+        number = line["doc_id"]
         question = Question(
             id=f"{task}/{number}",
             benchmark=benchmark.name,
@@ -349,7 +314,20 @@ def read_output(
             pair=f"{category}/{judgement['question_id']}" if category else "",
         )
         yield question
-        answers.append(_read_answer(line, judgement.get("score"), case, question.id))
+        # A task's filters may have changed the logged response, also of a failed request.
+        texts = [*_list_texts(line.get("filtered_resps")), *_list_texts(line.get("resps"))]
+        marked = [text[:300] for text in texts if text.startswith(_FAILURE_MARKS)]
+        tokens = ((line.get("token_counts") or [None])[0] or {}).get("input_tokens")
+        answer = Answer(case=case, question=question.id)
+        if not texts or marked or not tokens:
+            reason = [*marked, "no answer, or no prompt tokens were counted: the request failed"][0]
+            answer = answer.model_copy(update={"failure": reason})
+        else:
+            score = judgement.get("score")
+            value = float(score) if isinstance(score, bool | int | float) else None
+            about = {"score": value, "prompt_tokens": int(tokens), "text": texts[0]}
+            answer = answer.model_copy(update=about)
+        answers.append(answer)
     log = "" if benchmark.judge == "none" else (folder / _LOG).read_text(errors="replace")
     if unjudged := len(_UNJUDGED.findall(log)):
         failure = (
@@ -369,25 +347,8 @@ def read_output(
         )
 
 
-def _read_lines(path: Path) -> list[_Line]:
-    return [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
-
-
-def _read_answer(line: _Line, score: object, case: str, question: str) -> Answer:
-    def list_texts(value: object) -> list[str]:
-        """All texts in nested lists, whose shape depends on the number of requests a sample."""
-        if isinstance(value, list):
-            return [text for part in value for text in list_texts(part)]
-        return [value] if isinstance(value, str) else []
-
-    # A task's filters may have changed the logged response, also of a failed request.
-    texts = [*list_texts(line.get("filtered_resps")), *list_texts(line.get("resps"))]
-    marked = [text[:300] for text in texts if text.startswith(_FAILURE_MARKS)]
-    tokens = ((line.get("token_counts") or [None])[0] or {}).get("input_tokens")
-    if not texts or marked or not tokens:
-        failure = [*marked, "no answer, or no prompt tokens were counted: the request failed"][0]
-        return Answer(case=case, question=question, failure=failure)
-    value = float(score) if isinstance(score, bool | int | float) else None
-    return Answer(
-        case=case, question=question, score=value, prompt_tokens=int(tokens), text=texts[0]
-    )
+def _list_texts(value: object) -> list[str]:
+    """All texts in nested lists, whose shape depends on the number of requests a sample."""
+    if isinstance(value, list):
+        return [text for part in value for text in _list_texts(part)]
+    return [value] if isinstance(value, str) else []

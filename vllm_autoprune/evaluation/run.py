@@ -33,7 +33,6 @@ from vllm_autoprune.evaluation.journal import (
     Journal,
     Question,
     Setup,
-    unanswered,
 )
 from vllm_autoprune.evaluation.questions import PreparedQuestion, questions_digest
 from vllm_autoprune.evaluation.report import Report, build_document, build_report
@@ -325,14 +324,20 @@ class QuestionSuite(Suite):
         """Score the unanswered questions; the server is opened only if there are any."""
         records = [question.record for question in self._questions.values()]
         journal.append(records)
-        if not any(unanswered(journal.contents, self.cases, records)):
+        pairs = [
+            (case, question)
+            for question in records
+            for case in self.cases
+            if not (case.refused or journal.contents.is_answered(case.name, question.id))
+        ]
+        if not pairs:
             return
         with self.open_server(progress) as url:
             model, refused = check_server(url, self._served_name, self.cases)
             journal.append(refused)
-            cases = [journal.contents.cases[case.name] for case in self.cases]
-            pairs = list(unanswered(journal.contents, cases, records))
-            total = sum(not case.refused for case in cases) * len(records)
+            names = {case.name for case in self.cases if case.refused} | {c.name for c in refused}
+            pairs = [pair for pair in pairs if pair[0].name not in names]
+            total = (len(self.cases) - len(names)) * len(records)
             # Only now, so that the speed does not include the start of a server.
             progress.begin(total, total - len(pairs))
             asyncio.run(self._ask(url, model, pairs, journal, progress))

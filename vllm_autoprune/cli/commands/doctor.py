@@ -49,50 +49,49 @@ def _examine(text_tower: str | None) -> Iterator[_Finding]:
     """All findings, in the order in which a server would fail on them."""
     import torch
 
+    def judge(what: str, detail: str, fix: str = "") -> _Finding:
+        return _Finding(what, "fail" if fix else "ok", detail, fix)
+
     # Versions.
-    yield _Finding("vllm-autoprune", "ok", __version__)
-    python, old = platform.python_version(), sys.version_info < (3, 11)
-    yield _Finding("python", "fail" if old else "ok", python, "use 3.11 or newer" if old else "")
+    yield judge("vllm-autoprune", __version__)
+    old = sys.version_info < (3, 11)
+    yield judge("python", platform.python_version(), "use 3.11 or newer" if old else "")
     try:
         require_vllm()
-        yield _Finding("vllm", "ok", str(vllm_version()))
+        yield judge("vllm", str(vllm_version()))
     except ConfigError as error:
         (problem,) = error.problems
-        yield _Finding("vllm", "fail", problem.what, problem.fix)
+        yield judge("vllm", problem.what, problem.fix)
     for name, lowest in _LOWEST.items():
         fix = f"pip install '{name}>={lowest}'"
         try:
             version = importlib.metadata.version(name)
+            yield judge(name, version, fix if Version(version) < Version(lowest) else "")
         except importlib.metadata.PackageNotFoundError:
-            yield _Finding(name, "fail", "not installed", fix)
-            continue
-        if Version(version) < Version(lowest):
-            yield _Finding(name, "fail", f"{version} is too old", fix)
-        else:
-            yield _Finding(name, "ok", version)
+            yield judge(name, "not installed", fix)
 
     # Device, entry point and environment.
     if torch.cuda.is_available():
         yield _Finding("device", "warn", torch.cuda.get_device_name(0), "untested on GPUs so far")
     else:
-        yield _Finding("device", "ok", f"CPU, {torch.get_num_threads()} threads; no GPU is seen")
+        yield judge("device", f"CPU, {torch.get_num_threads()} threads; no GPU is seen")
         if choose_dtype() == "float32":
             yield _Finding("dtype", "warn", SLOW_BFLOAT16, SERVE_FLOAT32)
     if entry_points := importlib.metadata.entry_points(group=_GROUP, name=_ENTRY):
         value = next(iter(entry_points)).value
-        yield _Finding("entry point", "ok", f"{_GROUP}: {_ENTRY} = {value}")
+        yield judge("entry point", f"{_GROUP}: {_ENTRY} = {value}")
     else:
         fix = "from a checkout, install the package into this environment: pip install --no-deps ."
-        yield _Finding("entry point", "fail", f"{_GROUP} has no {_ENTRY!r}", fix)
+        yield judge("entry point", f"{_GROUP} has no {_ENTRY!r}", fix)
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and _ENTRY not in plugins.split(","):
         what = f"VLLM_PLUGINS={plugins} leaves the plugin out"
-        yield _Finding("environment", "fail", what, f"add {_ENTRY} to it, or unset it")
+        yield judge("environment", what, f"add {_ENTRY} to it, or unset it")
     if disabled():
-        yield _Finding("environment", "fail", f"{DISABLE} turns the plugin off", "unset it")
+        yield judge("environment", f"{DISABLE} turns the plugin off", "unset it")
     if uses_rust_frontend():
         what = "VLLM_USE_RUST_FRONTEND bypasses the plugin's image processors"
-        yield _Finding("environment", "fail", what, "unset it")
+        yield judge("environment", what, "unset it")
 
     # Names of vLLM; what it logs during its import would push the report off the screen.
     logging.disable(logging.ERROR)
@@ -100,35 +99,33 @@ def _examine(text_tower: str | None) -> Iterator[_Finding]:
         vllm_version()
         hooks, problems = collect_hooks()
         lost = [(hook, names) for hook in hooks if (names := find_missing_names(hook))]
-    except ConfigError:
-        yield _Finding("hooks", "fail", "not checked: vLLM is not installed", "install vLLM")
-    else:
         for problem in problems:
-            yield _Finding("hooks", "fail", f"{problem.where} {problem.what}", problem.fix)
+            yield judge("hooks", f"{problem.where} {problem.what}", problem.fix)
         for hook, names in lost:
             what = f"{hook.used_by}: vLLM has no {', '.join(names)}"
-            yield _Finding("hooks", "fail", what, "install a supported version of vLLM")
+            yield judge("hooks", what, "install a supported version of vLLM")
         if not lost and not problems:
             total = sum(len(hook.names) for hook in hooks)
-            yield _Finding("hooks", "ok", f"all {total} names that the plugin uses exist")
+            yield judge("hooks", f"all {total} names that the plugin uses exist")
+    except ConfigError:
+        yield judge("hooks", "not checked: vLLM is not installed", "install vLLM")
     finally:
         logging.disable(logging.NOTSET)
 
     # The text tower.
     if text_tower is None:
-        what = "none: relevance uses the language model's input embeddings"
-        yield _Finding("text tower", "ok", what)
+        yield judge("text tower", "none: relevance uses the language model's input embeddings")
     else:
         try:
             tower = read_text_tower(text_tower)
             sign = f"sign {tower.sign:+.0f}: {tower.reason}"
             what = f"{tower.width} wide, {tower.segment} tokens a segment, {sign}"
-            yield _Finding("text tower", "ok", what)
+            yield judge("text tower", what)
         except ConfigError as error:
             for problem in error.problems:
-                yield _Finding("text tower", "fail", problem.what, problem.fix)
+                yield judge("text tower", problem.what, problem.fix)
         except ImportError as error:
-            yield _Finding("text tower", "fail", f"cannot be read: {error}", "install transformers")
+            yield judge("text tower", f"cannot be read: {error}", "install transformers")
 
     # The shipped states; safety checks are left to `validate`, because they take half a minute.
     shipped, invalid = sorted(shipped_states()), list[str]()
@@ -137,14 +134,10 @@ def _examine(text_tower: str | None) -> Iterator[_Finding]:
             materialize(load_state(name))
         except AutopruneError:
             invalid.append(name)
+    fix = f"see: vllm-autoprune validate {' '.join(invalid)}" if invalid else ""
     if not shipped:
         fix = "install the package anew: its states lie in vllm_autoprune/policies"
-        yield _Finding("shipped states", "fail", "none found", fix)
-    elif invalid:
-        fix = f"see: vllm-autoprune validate {' '.join(invalid)}"
-        yield _Finding("shipped states", "fail", f"{len(invalid)} of {len(shipped)} not valid", fix)
-    else:
-        yield _Finding("shipped states", "ok", f"{len(shipped)} load and materialize")
+    yield judge("shipped states", f"{len(shipped) - len(invalid)} of {len(shipped)} load", fix)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -50,11 +50,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--budgets", type=int, nargs="+", default=[64], metavar="K", help="budgets (default 64)")
 
     add = parser.add_argument_group("lmms").add_argument
-    text = (
-        "a server that prunes by itself: full=URL, resized@K=URL, POLICY@K=URL or "
-        "POLICY+autoprune@K=URL; repeatable"
-    )
-    add("--arm", action="append", default=[], metavar="NAME=URL", help=text)
     text = "OpenAI-compatible judge, for MMBench, MM-Vet and HallBench (default: OPENAI_API_URL)"
     add("--judge-url", metavar="URL", help=text)
     add("--lmms-eval", default="lmms-eval", metavar="PROGRAM", help="path of lmms-eval")
@@ -65,7 +60,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from vllm_autoprune.evaluation.lmms import LmmsEval, LmmsSuite, parse_arm, select_benchmarks
+    from vllm_autoprune.evaluation.lmms import LmmsSuite, select_benchmarks
     from vllm_autoprune.evaluation.questions import read_questions
     from vllm_autoprune.evaluation.run import QuestionSuite, build_cases
 
@@ -74,7 +69,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.data is None and kind != "lmms":
         fix = "use --data questions.jsonl, or lmms:mme,pope (lmms:paper-llava, lmms:paper-qwen)"
         raise ConfigError("eval", [Problem(f"--suite {options.suite}", "is not a suite", fix)])
-    if options.server_url is None and (options.data is not None or not options.arm):
+    if options.server_url is None:
         fix = "give the address of a vllm serve with --autoprune-requests states"
         raise ConfigError("eval", [Problem("--server-url", "is missing", fix)])
     cases = build_cases(options.state or ["autoprune"], options.budgets)
@@ -92,27 +87,22 @@ def _run(options: argparse.Namespace) -> int:
         )
         return run_suite(suite, folder, options)
     if options.served_name is None:
-        fix = "give the name that the servers have for the model"
+        fix = "give the name that the server has for the model"
         raise ConfigError("eval", [Problem("--served-name", "is missing", fix)])
-    servers = list(map(parse_arm, options.arm))
-    if options.server_url is not None:
-        names, url = {case.name for case, _ in servers}, server_address(options.server_url)
-        servers += [(case, url) for case in cases if case.name not in names]
     qwen = options.backbone.startswith("qwen")
     suite = LmmsSuite(
-        servers,
+        cases,
         select_benchmarks(tasks, cognition=qwen, with_tasks=options.include_path is not None),
-        LmmsEval(
-            options.lmms_eval,
-            options.served_name,
-            options.concurrency or 32,
-            options.limit,
-            options.include_path,
-            options.judge_url,
-        ),
+        server_address(options.server_url),
+        options.served_name,
+        options.lmms_eval,
         folder / "lmms-eval",
-        backbone=options.backbone,
+        options.backbone,
         mme_divisor=28.0 if qwen else 20.0,
+        max_in_flight=options.concurrency or 32,
+        limit=options.limit,
+        include=options.include_path,
+        judge_url=options.judge_url,
     )
     return run_suite(suite, folder, options)
 

@@ -21,8 +21,7 @@ from vllm_autoprune.cli.output import (
     print_result,
     write_file,
 )
-from vllm_autoprune.errors import BudgetError, ConfigError, Problem, StateError
-from vllm_autoprune.evaluation.report import Report
+from vllm_autoprune.errors import BudgetError, Problem, StateError
 from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall
@@ -297,7 +296,7 @@ def _validate(options: argparse.Namespace) -> int:
             lines += [f"  {problem}" for problem in error.problems]
             continue
         safety, digest = safety_check(policy), policy.state.digest
-        warnings = list(find_losses(policy.state, options.evidence))
+        warnings = list(_find_losses(policy.state))
         record |= {
             "valid": safety.valid,
             "budget": policy.budget,
@@ -325,52 +324,20 @@ class _Scores(BaseModel):
     rows: tuple[_Row, ...] = ()
 
 
-def find_losses(state: PruningState, report: Path | None = None) -> Iterator[Problem]:
-    """Budgets at which resizing beats the state, by the scores in its own provenance.
-
-    ``report`` is a ``report.json`` of ``vllm-autoprune eval``, read for each kind of question too;
-    one that does not compare the state is a problem too. Raises :class:`ConfigError` for a file
-    that is no report, or not a valid one.
-    """
-
-    def lose(where: str, place: str, difference: Estimate) -> Problem:
-        points, low, high = -difference.value, -difference.high, -difference.low
-        what = f"resizing beats it at K = {place} by {points:.1f} points ({low:.1f} to {high:.1f})"
-        return Problem(where, what, "serve smaller images at this K, or another state")
-
+def _find_losses(state: PruningState) -> Iterator[Problem]:
+    """Budgets at which resizing beats the state, by the scores in its own provenance."""
     try:
         scores = _Scores.model_validate(state.provenance.scores)
     except ValidationError:  # scores of another form, which say nothing about resizing
         scores = _Scores()
     for number, row in enumerate(scores.rows):
         if row.less_resized is not None and row.less_resized.high < 0:
+            points, low, high = (-x for x in (row.less_resized.value, row.less_resized.high,
+                                              row.less_resized.low))  # fmt: skip
             place = f"{row.budget} on {row.model}" if row.model else f"{row.budget}"
-            yield lose(f"/provenance/scores/rows/{number}", place, row.less_resized)
-    if report is None:
-        return
-    what, fix = "", "give the report.json that vllm-autoprune eval wrote"
-    try:
-        content = json.loads(report.read_bytes())
-        del content["valid"]  # said by its reasons
-        measured = Report.model_validate(content)
-        if not measured.valid:
-            what, fix = "is not valid", "run the evaluation again with --resume"
-    except OSError as error:
-        what = f"cannot be read ({error.strerror})"
-    except (ValueError, TypeError, KeyError):
-        what = "is not a report of an evaluation"
-    if what:
-        raise ConfigError("evidence", [Problem(str(report), what, fix)])
-    names = {row.case.name for row in measured.rows if row.case.digest == state.digest}
-    comparisons = [comparison for comparison in measured.resizing if comparison.case in names]
-    if not comparisons:
-        what = f"does not compare {state.name!r} ({state.digest[:12]}) with the resize control"
-        fix = "evaluate this state: vllm-autoprune eval --data FILE --state STATE"
-        yield Problem(str(report), what, fix)
-    for comparison in comparisons:
-        if comparison.winner == "resizing":
-            kind = "" if comparison.kind is None else f" on {comparison.kind!r}"
-            yield lose(str(report), f"{comparison.budget}{kind}", comparison.difference)
+            what = f"resizing beats it at K = {place} by {points:.1f} points ({low:.1f} to "
+            fix = "serve smaller images at this K, or another state"
+            yield Problem(f"/provenance/scores/rows/{number}", f"{what}{high:.1f})", fix)
 
 
 def _add_nothing(parser: argparse.ArgumentParser) -> None:
@@ -409,8 +376,6 @@ def _add_materialize(parser: argparse.ArgumentParser) -> None:
 def _add_validate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("state", nargs="+", help=_STATE)
     parser.add_argument("--budget", type=int, help="check at this K instead of the state's own")
-    text = "report of `vllm-autoprune eval`: warn where resizing images beats the state"
-    parser.add_argument("--evidence", type=Path, metavar="REPORT.json", help=text)
 
 
 LIST = Command("list the states that ship", _add_nothing, _list)
