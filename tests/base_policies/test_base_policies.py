@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.tpdsl.samples import images, mapped, plain, state, with_relevance
 from tests.tpdsl.test_properties import BASES
 from vllm_autoprune import Grid, Instruction, SelectionError, VisualTokens
-from vllm_autoprune.base_policies.sparsevlm import density_peak_clusters
+from vllm_autoprune.base_policies.language import density_peak_clusters
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,

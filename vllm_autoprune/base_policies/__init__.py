@@ -1,10 +1,11 @@
-"""Base policies: published token selectors, one module each, behind one interface.
+"""Base policies: published token selectors behind one interface, by what they do to an image.
 
 Importing this package registers all of them.
 """
 
-from importlib import import_module
-from pkgutil import iter_modules
+from vllm_autoprune.base_policies import greedy, groups, language, merging  # noqa: F401
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
-for _module in iter_modules(__path__):
-    import_module(f"{__name__}.{_module.name}")
+# The schema and every list name them in this order.
+for _name in sorted(BASE_POLICIES):
+    BASE_POLICIES[_name] = BASE_POLICIES.pop(_name)

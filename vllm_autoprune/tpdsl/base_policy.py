@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Annotated, TypeVar
 
 import torch
@@ -200,6 +201,7 @@ INSTRUCTION_NEEDS: frozenset[Need] = frozenset({"instruction", "words", "languag
 
 P = TypeVar("P", bound=PolicyParams)
 _Select = Callable[[P, VisualTokens, int], ReferenceSelection]
+_Continue = Callable[[P, VisualTokens, int, Given], Tensor]
 
 
 def base_policy(
@@ -208,7 +210,7 @@ def base_policy(
     needs: frozenset[Need] = frozenset(),
     native: Callable[[P, VisualTokens, int], PublishedSelection] | None = None,
     own_count: Callable[[P, VisualTokens, int | None], PublishedSelection] | None = None,
-    continuation: Callable[[P, VisualTokens, int, Given], Tensor] | None = None,
+    continuation: _Continue[P] | None = None,
     condition: Callable[[P, VisualTokens, Tensor], Conditioned] | None = None,
     reads: Callable[[P], frozenset[Need]] | None = None,
     core: type[P] | None = None,
@@ -254,6 +256,29 @@ def base_policy(
             name, call, needs, doc, function, native or own_count, own_count is not None,
             continuation, condition, reads, alone, ranking_layers,
         )  # fmt: skip
+        return function
+
+    return register
+
+
+def greedy_policy(
+    params: type[P],
+    *,
+    needs: frozenset[Need] = frozenset(),
+    condition: Callable[[P, VisualTokens, Tensor], Conditioned] | None = None,
+    reads: Callable[[P], frozenset[Need]] | None = None,
+    core: type[P] | None = None,
+) -> Callable[[_Continue[P]], _Continue[P]]:
+    """Decorator: register a greedy policy by its picks ``(B, K)`` given tokens that are kept."""
+
+    def register(function: _Continue[P]) -> _Continue[P]:
+        @wraps(function)
+        def select(params: P, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+            return ReferenceSelection(function(params, tokens, budget, Given.none(tokens)))
+
+        base_policy(
+            params, needs=needs, continuation=function, condition=condition, reads=reads, core=core
+        )(select)
         return function
 
     return register

@@ -186,14 +186,14 @@ def atom(
     origin: Origin = "printed",
     reads: Reads | None = None,
 ) -> Callable[[F], F]:
-    """Decorator: register a function as the atom of the same name.
+    """Decorator: register a function as the atom of its name, less the underscore.
 
     The first line of its docstring becomes the atom's doc line.
     """
 
     def register(function: F) -> F:
         declare(
-            function.__name__, group, call, function,
+            function.__name__.removeprefix("_"), group, call, function,
             needs=needs, origin=origin, reads=reads,
         )  # fmt: skip
         return function

@@ -152,7 +152,7 @@ def _check_probe(policy: PruningPolicy, tokens: VisualTokens) -> tuple[Verdict, 
         runs = [refine(policy, tokens) for _ in range(repeats)]
         verdicts: list[Verdict] = []
         for check in CHECKS:
-            verdicts += check(calls.get(check.__name__), tokens, runs, expected)
+            verdicts += check(calls.get(check.__name__.removeprefix("_")), tokens, runs, expected)
         return tuple(verdicts)
     except Exception as error:  # any failure of the policy is a result of this check
         return tuple(Verdict(name, False, f"{type(error).__name__}: {error}") for name in VERDICTS)

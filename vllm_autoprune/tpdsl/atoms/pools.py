@@ -64,13 +64,13 @@ def _grid_cells(grid: Grid, cells: int, device: torch.device) -> tuple[Tensor, i
 
 
 @atom("candidate_pool", ClusterPartition)
-def feature_cluster_partition(call: ClusterPartition, tokens: VisualTokens) -> Tensor:
+def _feature_cluster_partition(call: ClusterPartition, tokens: VisualTokens) -> Tensor:
     """Label tokens by spherical k-means on their features, seeded with farthest points."""
     return spherical_kmeans(tokens.cosine, call.clusters, call.iters)[0]
 
 
 @atom("candidate_pool", _GridPartition)
-def spatial_grid_partition(call: _GridPartition, tokens: VisualTokens) -> Tensor:
+def _spatial_grid_partition(call: _GridPartition, tokens: VisualTokens) -> Tensor:
     """Label tokens by their cell in a regular grid over each tile."""
     cells, _ = _grid_cells(tokens.grid, call.cells, tokens.features.device)
     return cells.expand(tokens.batch, -1)
@@ -125,7 +125,7 @@ def _size(ratio: float | None, grid: Grid, picked: int) -> int:
 
 
 @atom("candidate_pool", SizedPool)
-def quality_pool_builder(
+def _quality_pool_builder(
     call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
     """Tokens of highest quality g outside the reference selection."""
@@ -134,7 +134,7 @@ def quality_pool_builder(
 
 
 @atom("candidate_pool", CoveragePool)
-def spatial_coverage_pool_builder(
+def _spatial_coverage_pool_builder(
     call: CoveragePool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
     """The token of highest quality in each grid cell without a reference token."""
@@ -151,7 +151,7 @@ def spatial_coverage_pool_builder(
 
 
 @atom("candidate_pool", SizedPool, origin="listed")
-def diversity_pool_builder(
+def _diversity_pool_builder(
     call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
     """Tokens farthest, in cosine distance, from the reference selection and from each other."""
@@ -216,7 +216,7 @@ class JoinedPool(PoolCall):
 
 
 @atom("candidate_pool", JoinedPool)
-def multi_source_pool_builder(
+def _multi_source_pool_builder(
     call: JoinedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
     """Union of several pools, filled by taking the best token of each source in turn."""

@@ -60,7 +60,7 @@ class DeterminismCall(AtomCall):
 
 
 @atom("safety_checks")
-def preserve_budget(
+def _preserve_budget(
     call: AtomCall, tokens: VisualTokens, runs: Sequence[RefinedTokens], expected: Expectation
 ) -> tuple[Verdict, ...]:
     """Always checked, listed or not: K unique indices, r_min reference tokens, q_e exchanges."""
@@ -85,7 +85,7 @@ def preserve_budget(
 
 
 @atom("safety_checks")
-def no_shape_change(
+def _no_shape_change(
     call: AtomCall, tokens: VisualTokens, runs: Sequence[RefinedTokens], expected: Expectation
 ) -> tuple[Verdict, ...]:
     """Always checked, listed or not: finite scores, K x D finite rows of the input's dtype."""
@@ -107,7 +107,7 @@ def no_shape_change(
 
 
 @atom("safety_checks", DeterminismCall)
-def deterministic(
+def _deterministic(
     call: DeterminismCall,
     tokens: VisualTokens,
     runs: Sequence[RefinedTokens],
@@ -122,7 +122,7 @@ def deterministic(
 
 
 @atom("safety_checks")
-def fallback_to_selection(
+def _fallback_to_selection(
     call: AtomCall, tokens: VisualTokens, runs: Sequence[RefinedTokens], expected: Expectation
 ) -> tuple[Verdict, ...]:
     """If the state fails its safety check, serve the base policy's selection instead."""
@@ -130,7 +130,7 @@ def fallback_to_selection(
 
 
 CHECKS: tuple[Callable[..., tuple[Verdict, ...]], ...] = (
-    preserve_budget,
-    no_shape_change,
-    deterministic,
+    _preserve_budget,
+    _no_shape_change,
+    _deterministic,
 )

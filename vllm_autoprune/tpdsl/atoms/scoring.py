@@ -173,7 +173,7 @@ _RELEVANCE_NEEDS: dict[str, frozenset[Need]] = {
     needs=frozenset({"instruction", "words"}),
     reads=lambda call: _RELEVANCE_NEEDS[call.measure],
 )
-def instruction_guided_visual_relevance(
+def _instruction_guided_visual_relevance(
     call: Relevance, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
     """Relevance to the instruction: signed cosine between the token and the instruction."""
@@ -210,7 +210,7 @@ def centre_distance(grid: Grid, device: torch.device) -> Tensor:
     needs=frozenset({"cls_attention"}),
     reads=lambda call: frozenset({"cls_attention"} if call.measure == "attention" else ()),
 )
-def attention_proxy_saliency(call: _Attention, tokens: VisualTokens, picks: Tensor) -> Tensor:
+def _attention_proxy_saliency(call: _Attention, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Attention of [CLS] to each token; without [CLS], softmax of its part along the mean token."""
     if call.measure == "norm_and_place":
         central = torch.exp(-centre_distance(tokens.grid, tokens.features.device))
@@ -224,7 +224,7 @@ def attention_proxy_saliency(call: _Attention, tokens: VisualTokens, picks: Tens
 
 
 @atom("scoring", _Centrality)
-def spatial_centrality_prior(call: _Centrality, tokens: VisualTokens, picks: Tensor) -> Tensor:
+def _spatial_centrality_prior(call: _Centrality, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Gaussian of the token's distance from the centre of its tile."""
     grid, device = tokens.grid, tokens.features.device
     if call.bias is not None:
@@ -238,7 +238,7 @@ def spatial_centrality_prior(call: _Centrality, tokens: VisualTokens, picks: Ten
 
 
 @atom("scoring", _Redundancy)
-def redundancy_density_penalty(call: _Redundancy, tokens: VisualTokens, picks: Tensor) -> Tensor:
+def _redundancy_density_penalty(call: _Redundancy, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Negative mean cosine to the m most similar other tokens of the tile or image."""
     cosine = tokens.cosine if tokens.tile_scope == "global" else tokens.tile_cosine
     others = cosine.shape[-1] - 1
@@ -251,7 +251,7 @@ def redundancy_density_penalty(call: _Redundancy, tokens: VisualTokens, picks: T
 
 
 @atom("scoring", _Contrast)
-def local_contrast_saliency(call: _Contrast, tokens: VisualTokens, picks: Tensor) -> Tensor:
+def _local_contrast_saliency(call: _Contrast, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """One minus the mean cosine to the tokens within the radius on the grid."""
     # The per-tile cosines are cached, so the features are not read again.
     grid = tokens.grid
@@ -262,7 +262,7 @@ def local_contrast_saliency(call: _Contrast, tokens: VisualTokens, picks: Tensor
 
 
 @atom("scoring", _Norm)
-def visual_token_norm_saliency(call: _Norm, tokens: VisualTokens, picks: Tensor) -> Tensor:
+def _visual_token_norm_saliency(call: _Norm, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Norm of the token's feature vector: Euclidean or sum of absolute values."""
     if tokens.merged is not None:  # before the merger: of a token's patches, not of their mean
         return tokens.require_merger_input().norms[:, :, call.p - 1].float()
@@ -272,7 +272,7 @@ def visual_token_norm_saliency(call: _Norm, tokens: VisualTokens, picks: Tensor)
 
 
 @atom("scoring", _ClusterCentroid)
-def cluster_centroid_representativeness(
+def _cluster_centroid_representativeness(
     call: _ClusterCentroid, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
     """Cosine to the centroid of the token's cluster (spherical k-means on features)."""
@@ -280,7 +280,7 @@ def cluster_centroid_representativeness(
 
 
 @atom("scoring", _GlobalMean, origin="listed")
-def global_mean_representativeness(
+def _global_mean_representativeness(
     call: _GlobalMean, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
     """Cosine to the mean direction of all tokens of the image, or of the tile."""
@@ -291,7 +291,7 @@ def global_mean_representativeness(
 
 
 @atom("scoring", _ChannelEntropy, origin="listed")
-def channel_entropy_informativeness(
+def _channel_entropy_informativeness(
     call: _ChannelEntropy, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
     """Entropy of the softmax over absolute channel values, divided by its maximum."""
@@ -300,7 +300,7 @@ def channel_entropy_informativeness(
 
 
 @atom("scoring", _Confidence, origin="listed")
-def reference_selection_confidence(
+def _reference_selection_confidence(
     call: _Confidence, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
     """Rank of the token among the base policy's picks: 1 for the first, falling to the floor."""
@@ -308,7 +308,7 @@ def reference_selection_confidence(
 
 
 @atom("scoring", _Detail, origin="extension")
-def local_detail_energy(call: _Detail, tokens: VisualTokens, picks: Tensor) -> Tensor:
+def _local_detail_energy(call: _Detail, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Variance of feature directions in a window: high on text, edges and texture."""
     # The variance of unit vectors in a window is one minus the mean of their pairwise cosines,
     # which two average poolings of the cached cosines give.
@@ -323,7 +323,7 @@ def local_detail_energy(call: _Detail, tokens: VisualTokens, picks: Tensor) -> T
 
 
 @atom("scoring", _Dissimilarity, origin="extension")
-def mean_dissimilarity_saliency(
+def _mean_dissimilarity_saliency(
     call: _Dissimilarity, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
     """Minus the mean cosine to all other tokens of the tile or image (Cen-Prune's weight)."""
@@ -361,7 +361,7 @@ Fusion = Annotated[AtomCall, OneOf("score_fusion")]
 
 
 @atom("score_fusion")
-def weighted_sum_fusion(
+def _weighted_sum_fusion(
     call: AtomCall, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
 ) -> Tensor:
     """Weighted sum of the signals."""
@@ -373,7 +373,7 @@ def weighted_sum_fusion(
 
 
 @atom("score_fusion", _ProductFusion)
-def weighted_product_fusion(
+def _weighted_product_fusion(
     call: _ProductFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
 ) -> Tensor:
     """Product of the signals, each raised to the power of its weight (equation 11)."""
@@ -384,12 +384,12 @@ def weighted_product_fusion(
 
 
 @atom("score_fusion", _ConfidenceFusion)
-def reference_confidence_weighted_product_fusion(
+def _reference_confidence_weighted_product_fusion(
     call: _ConfidenceFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
 ) -> Tensor:
     """Weighted product, increased for tokens that the base policy picked early."""
     gain = 1 + call.beta * pick_confidence(picks, signals[0].shape[1])
-    return weighted_product_fusion(call, signals, weights, picks) * gain
+    return _weighted_product_fusion(call, signals, weights, picks) * gain
 
 
 def run_fusion(
@@ -453,7 +453,7 @@ def conditional_kernel(
 
 
 @atom("similarity_kernel", _CosineKernel)
-def pairwise_cosine_kernel(call: _CosineKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
+def _pairwise_cosine_kernel(call: _CosineKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
     """Cosine of token features, independent of token quality."""
     cosine = tokens.cosine.clamp_min(0) if call.clamp_negative else tokens.cosine
     if call.shifted:
@@ -462,7 +462,7 @@ def pairwise_cosine_kernel(call: _CosineKernel, tokens: VisualTokens, g: Tensor)
 
 
 @atom("similarity_kernel", _ConditionalKernel)
-def runtime_conditional_similarity_kernel(
+def _runtime_conditional_similarity_kernel(
     call: _ConditionalKernel, tokens: VisualTokens, g: Tensor
 ) -> Kernel:
     """Cosine of token features, scaled on both sides by the normalised token quality."""
@@ -470,7 +470,7 @@ def runtime_conditional_similarity_kernel(
 
 
 @atom("similarity_kernel", CentredKernel, origin="extension")
-def centred_cosine_kernel(call: CentredKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
+def _centred_cosine_kernel(call: CentredKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
     """Cosine of token features less the mean token of their tile (Cen-Prune's similarity)."""
     rows = tokens.by_tile(tokens.features).float()
     if call.scale_variance:

@@ -209,7 +209,7 @@ def _exchange_pairs(
 
 
 @atom("selection_constraints", ResidualSelector)
-def reference_residual_exchange_selector(
+def _reference_residual_exchange_selector(
     call: ResidualSelector, revision: SelectorInputs
 ) -> Tensor:
     """Exchange the lowest-quality reference tokens for better candidates, best pair first."""
@@ -254,7 +254,7 @@ def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
 
 
 @atom("selection_constraints", _MarginSelector)
-def reference_margin_gated_exchange_selector(
+def _reference_margin_gated_exchange_selector(
     call: _MarginSelector, revision: SelectorInputs
 ) -> Tensor:
     """Exchange as the residual selector, where quality rises by at least the margin."""
@@ -262,7 +262,7 @@ def reference_margin_gated_exchange_selector(
 
 
 @atom("selection_constraints", _PreservingSelector, origin="listed")
-def reference_strict_preservation_selector(
+def _reference_strict_preservation_selector(
     call: _PreservingSelector, revision: SelectorInputs
 ) -> Tensor:
     """Keep the reference selection unchanged, so that the base policy alone decides."""
@@ -270,7 +270,7 @@ def reference_strict_preservation_selector(
 
 
 @atom("selection_constraints", SelectorCall, origin="listed")
-def quality_topk_selector(call: SelectorCall, revision: SelectorInputs) -> Tensor:
+def _quality_topk_selector(call: SelectorCall, revision: SelectorInputs) -> Tensor:
     """Keep the K tokens of highest quality, regardless of the reference selection."""
     g = revision.g
     if revision.start is not None:
@@ -313,7 +313,7 @@ def _exchange_in_sequence(revision: SelectorInputs, admits: _Admits) -> Tensor:
 
 
 @atom("selection_constraints", _StrictSelector)
-def reference_strict_margin_exchange_selector(
+def _reference_strict_margin_exchange_selector(
     call: _StrictSelector, revision: SelectorInputs
 ) -> Tensor:
     """Exchange for a relative gain in quality, never for a token too similar to a kept one."""
@@ -327,7 +327,7 @@ def reference_strict_margin_exchange_selector(
 
 
 @atom("selection_constraints", _MarginalSelector, origin="listed")
-def maximal_marginal_relevance_pool_selector(
+def _maximal_marginal_relevance_pool_selector(
     call: _MarginalSelector, revision: SelectorInputs
 ) -> Tensor:
     """Exchange for tokens of higher maximal marginal relevance than the replaced ones."""
@@ -341,13 +341,13 @@ def maximal_marginal_relevance_pool_selector(
 
 
 @atom("selection_constraints", BoundedSelector)
-def anchor_controlled_pool_dpp_selector(call: BoundedSelector, revision: SelectorInputs) -> Tensor:
+def _anchor_controlled_pool_dpp_selector(call: BoundedSelector, revision: SelectorInputs) -> Tensor:
     """Keep the base policy's first picks as anchors, then greedy DPP over pool and other picks."""
     return revision.select_anchored(revision.kernel)
 
 
 @atom("selection_constraints", BoundedSelector, needs=frozenset({"instruction"}))
-def runtime_reference_anchor_pool_dpp_selector(
+def _runtime_reference_anchor_pool_dpp_selector(
     call: BoundedSelector, revision: SelectorInputs
 ) -> Tensor:
     """Anchored DPP by relevance to the instruction; signals act by the pool, the kernel not."""
@@ -357,7 +357,7 @@ def runtime_reference_anchor_pool_dpp_selector(
 
 
 @atom("selection_constraints", _CappedSelector)
-def constrained_pool_dpp_selector(call: _CappedSelector, revision: SelectorInputs) -> Tensor:
+def _constrained_pool_dpp_selector(call: _CappedSelector, revision: SelectorInputs) -> Tensor:
     """Anchored DPP with a cap on the kept tokens of each part of the state's partition."""
     return revision.select_anchored(revision.kernel, call.cell_cap)
 

@@ -156,7 +156,7 @@ declare(
         BASE_POLICIES[call.policy].default_params
     ),
 )
-def external_policy(call: ExternalPolicy, known: PriorInputs) -> Tensor:
+def _external_policy(call: ExternalPolicy, known: PriorInputs) -> Tensor:
     """Run a second base policy and reduce the quality of every token that it does not pick."""
     second = BASE_POLICIES[call.policy]
     picks = second.select(second.default_params, known.tokens, known.budget).picks
@@ -164,7 +164,7 @@ def external_policy(call: ExternalPolicy, known: PriorInputs) -> Tensor:
 
 
 @atom("token_source_base_policy", _WeightedPrior)
-def native_teacher_mask_prior(call: _WeightedPrior, known: PriorInputs) -> Tensor:
+def _native_teacher_mask_prior(call: _WeightedPrior, known: PriorInputs) -> Tensor:
     """As reference_mask_prior (floor = 1 - weight), for what the policy's published code keeps."""
     teacher = BASE_POLICIES[known.policy.name]
     native = teacher.native(known.policy.params, known.tokens, known.budget)
@@ -178,7 +178,7 @@ def native_teacher_mask_prior(call: _WeightedPrior, known: PriorInputs) -> Tenso
 
 
 @atom("token_source_base_policy", _ReferencePrior)
-def reference_mask_prior(call: _ReferencePrior, known: PriorInputs) -> Tensor:
+def _reference_mask_prior(call: _ReferencePrior, known: PriorInputs) -> Tensor:
     """Reduce the quality of every token outside the reference selection."""
     return _prior(mask_from_indices(known.picks, known.tokens.count), call.floor)
 
@@ -261,7 +261,7 @@ for _k in FIXED_BUDGETS:
 
 
 @atom("budget_control", RatioBudget, origin="extension")
-def ratio_budget(call: RatioBudget, tokens: int, tiles: int) -> int:
+def _ratio_budget(call: RatioBudget, tokens: int, tiles: int) -> int:
     """Keep a fixed share of an image's tokens, rounded down and clamped to floor and ceiling."""
     # repr() gives the decimal as written: 0.3 of 10 tokens is 3, not 2.
     share = Fraction(repr(call.ratio)) * tokens
@@ -269,7 +269,7 @@ def ratio_budget(call: RatioBudget, tokens: int, tiles: int) -> int:
 
 
 @atom("budget_control", _TileBudget, origin="extension")
-def per_tile_budget(call: _TileBudget, tokens: int, tiles: int) -> int:
+def _per_tile_budget(call: _TileBudget, tokens: int, tiles: int) -> int:
     """Keep k tokens per tile of an image, at most the ceiling in all."""
     return min(call.ceiling, call.k * tiles)
 

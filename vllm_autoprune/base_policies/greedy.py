@@ -1,0 +1,405 @@
+"""Base policies that pick one token after another: by distance, relevance, or what is not covered.
+
+All go on from given tokens, so that a core and its delta keep what one selection would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.greedy import (
+    Conditioned,
+    condition,
+    covered_by,
+    distance_to_kept,
+    farthest_points,
+    greedy_coverage,
+    weighted_farthest_points,
+)
+from vllm_autoprune.ops.rowwise import argmax_within, min_max_normalise
+from vllm_autoprune.ops.similarity import (
+    WeightMap,
+    cosines,
+    cosines_between,
+    map_weight,
+    mean_dissimilarity,
+    plain_cosines,
+    scale_to_unit_variance,
+    subtract_mean,
+)
+from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance, sharpen
+from vllm_autoprune.tpdsl.base_policy import Given, PolicyParams, greedy_policy
+from vllm_autoprune.tpdsl.tokens import TileScope, VisualTokens, join_tiles, split_over_tiles
+
+_SCOPE = "select within each tile or across all tiles of an image"
+
+
+@dataclass(frozen=True, slots=True)
+class _Sets:
+    """The R sets of n tokens that a policy picks from: the tiles of each image, or the images."""
+
+    tokens: VisualTokens
+    budget: int
+    start: Given
+    across: bool = False
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Tokens that are picked of each set of an image, the largest number first."""
+        return split_over_tiles(self.budget, 1 if self.across else self.tokens.grid.tiles)
+
+    def of(self, values: Tensor) -> Tensor:
+        """Values ``(B, N, ...)`` by set, ``(R, n, ...)``."""
+        return values if self.across else self.tokens.by_tile(values)
+
+    @property
+    def kept(self) -> Tensor:
+        """Mask ``(R, n)`` of the given tokens."""
+        return self.of(self.start.kept(self.tokens))
+
+    @property
+    def closed(self) -> Tensor:
+        """Mask ``(R, n)`` of the tokens that may not be picked."""
+        return self.of(self.start.closed)
+
+    def join(self, picks: Tensor) -> Tensor:
+        """Picks ``(R, shares[0])`` within the sets as picks ``(B, K)`` within images."""
+        if self.across:
+            return picks
+        return join_tiles(picks, self.tokens, self.shares, self.start.next_tile(self.tokens))
+
+    def condition(self, similarity: Tensor, fixed: Tensor) -> Conditioned:
+        """Similarity ``(R, n, n)`` conditioned on the tokens at fixed ``(B, A)`` of each set."""
+        tiles, size = self.tokens.grid.tiles, self.tokens.grid.per_tile
+        if self.across or tiles == 1:
+            return condition(similarity, fixed)
+        tile = torch.arange(tiles, device=fixed.device)[None, :, None]
+        inside = (fixed // size)[:, None] == tile
+        # A token of another tile stands at a place of its own and conditions nothing.
+        within = (fixed % size)[:, None].expand_as(inside)
+        return condition(similarity, within.flatten(0, 1), inside.flatten(0, 1))
+
+    def greedy_map(self, similarity: Tensor, quality: Tensor) -> Tensor:
+        """Greedy MAP from the given tokens: quality scales the kernel conditioned on them."""
+        eligible = conditioned = None
+        if self.start.most:
+            conditioned = self.start.conditioned
+            if conditioned is None:
+                conditioned = self.condition(similarity, self.start.indices)
+            eligible = ~self.closed
+        return self.join(
+            greedy_map(
+                similarity, quality, self.shares[0], eligible=eligible, conditioned=conditioned
+            )
+        )
+
+
+def _relevance(tokens: VisualTokens) -> Tensor:
+    """Signed relevance to the instruction ``(B, N)``."""
+    instruction = tokens.require_instruction()
+    return instruction.sign * instruction_relevance(instruction)
+
+
+class _DivPruneParams(PolicyParams):
+    """Parameters of DivPrune."""
+
+    tile_scope: TileScope = Field("per_tile", description=_SCOPE)
+
+
+@greedy_policy(_DivPruneParams)
+def divprune(params: _DivPruneParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+    """Max-min cosine distance, starting at the token farthest from its nearest neighbour.
+
+    Source: Alvar et al., "DivPrune" (CVPR 2025), and its published code. Distances are in the dtype
+    of the features, as there: in half precision ties are common, and the lower index wins.
+    """
+    sets = _Sets(tokens, budget, start, params.tile_scope == "global")
+    cosine = tokens.cosine if sets.across else tokens.tile_cosine
+    distance, count = 1 - cosine.to(tokens.features.dtype), sets.shares[0]
+    if start.indices.shape[1]:
+        nearest = distance_to_kept(distance, sets.kept)
+        return sets.join(farthest_points(distance, count, nearest=nearest, taken=sets.closed))
+    # The smallest distance of a token is to itself, so the second smallest is to its nearest
+    # neighbour; like the published code, this does not mask the diagonal.
+    second = distance.topk(min(2, distance.shape[1]), dim=1, largest=False).values[:, -1]
+    # Relative: where every token has a duplicate, what is left is rounding, as published.
+    seed = argmax_within(second, relative=True)[0][:, None]
+    nearest = distance.gather(1, seed[:, :, None].expand(-1, -1, distance.shape[1]))[:, 0]
+    taken = sets.closed.scatter(1, seed, True)
+    others = farthest_points(distance, count - 1, nearest=nearest, taken=taken)
+    return sets.join(torch.cat([seed, others], dim=1))
+
+
+class _CDPrunerParams(PolicyParams):
+    """Parameters of CDPruner."""
+
+    theta: float | None = Field(
+        None,
+        ge=0.0,
+        le=0.95,
+        description="exponential weight of relevance; null: relevance itself, as published",
+    )
+
+
+def _condition_cdpruner(
+    params: _CDPrunerParams, tokens: VisualTokens, fixed: Tensor
+) -> Conditioned:
+    return _Sets(tokens, 0, Given.none(tokens)).condition(tokens.tile_cosine, fixed)
+
+
+@greedy_policy(_CDPrunerParams, needs=frozenset({"instruction"}), condition=_condition_cdpruner)
+def cdpruner(params: _CDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+    """Greedy MAP on L = diag(r) S diag(r) per tile, with relevance r normalised over all tiles.
+
+    Source: Zhang et al., "CDPruner" (NeurIPS 2025), and its published code, which is followed where
+    paper and code differ (the 1e-6 in the numerator, joint normalisation over tiles).
+    """
+    relevance = min_max_normalise(_relevance(tokens), offset=1e-6)
+    sets = _Sets(tokens, budget, start)
+    return sets.greedy_map(tokens.tile_cosine, sets.of(sharpen(relevance, params.theta)))
+
+
+class _CentredParams(PolicyParams):
+    """Parameters of both Cen policies."""
+
+    scale_variance: bool = Field(
+        False,
+        description="divide every channel by its deviation in the image first, as published for "
+        "Qwen2.5-VL",
+    )
+    weight: WeightMap = Field(
+        "minmax",
+        description="weight of a token by its mean dissimilarity to the others; sigmoid: as "
+        "published for Qwen2.5-VL; none: all alike",
+    )
+    centre: bool = Field(True, description="subtract the mean token before tokens are compared")
+    tile_scope: TileScope = Field("per_tile", description=_SCOPE)
+
+    def compare(self, sets: _Sets) -> tuple[Tensor, Tensor]:
+        """Similarity ``(R, n, n)`` and weight ``(R, n)`` of the tokens of each set, in float32.
+
+        Source: "Cen-Prune" (arXiv 2608.30263), the paper alone: there is no code.
+        """
+        rows = sets.of(sets.tokens.features).float()
+        if self.scale_variance:
+            rows = scale_to_unit_variance(rows)
+        similarity = plain_cosines(subtract_mean(rows) if self.centre else rows)
+        return similarity, map_weight(mean_dissimilarity(rows), self.weight)
+
+
+class _CenCDPrunerParams(_CentredParams):
+    """Parameters of Cen-CDPruner."""
+
+    relevance: bool = Field(True, description="false: weigh by dissimilarity alone")
+
+
+class _CenCDPrunerCoreParams(_CenCDPrunerParams):
+    """Parameters of Cen-CDPruner without the question."""
+
+    relevance: Literal[False] = Field(False, description="a core reads no question")
+
+
+def _condition_cen_cdpruner(
+    params: _CenCDPrunerParams, tokens: VisualTokens, fixed: Tensor
+) -> Conditioned:
+    sets = _Sets(tokens, 0, Given.none(tokens), params.tile_scope == "global")
+    return sets.condition(params.compare(sets)[0], fixed)
+
+
+@greedy_policy(
+    _CenCDPrunerParams,
+    needs=frozenset({"instruction"}),
+    condition=_condition_cen_cdpruner,
+    reads=lambda params: frozenset({"instruction"} if params.relevance else ()),
+    core=_CenCDPrunerCoreParams,
+)
+def cen_cdpruner(
+    params: _CenCDPrunerParams, tokens: VisualTokens, budget: int, start: Given
+) -> Tensor:
+    """Greedy MAP on L = diag(q) S diag(q), S centred, q relevance times dissimilarity."""
+    sets = _Sets(tokens, budget, start, params.tile_scope == "global")
+    similarity, quality = params.compare(sets)
+    if params.relevance:
+        quality = quality * sets.of(min_max_normalise(_relevance(tokens), offset=1e-6))
+    return sets.greedy_map(similarity, quality)
+
+
+class _CenDivPruneParams(_CentredParams):
+    """Parameters of Cen-DivPrune."""
+
+
+@greedy_policy(_CenDivPruneParams)
+def cen_divprune(
+    params: _CenDivPruneParams, tokens: VisualTokens, budget: int, start: Given
+) -> Tensor:
+    """Max-min distance of centred tokens, weighted by dissimilarity to all others."""
+    sets = _Sets(tokens, budget, start, params.tile_scope == "global")
+    similarity, weight = params.compare(sets)
+    distance = 1 - similarity
+    # At a weighted distance of at most the floor the other tokens come by weight.
+    nearest, taken = distance_to_kept(distance, sets.kept), sets.closed
+    return sets.join(
+        weighted_farthest_points(
+            distance, weight, sets.shares[0], nearest=nearest, taken=taken, floor=1e-6
+        )
+    )
+
+
+class _ScopeParams(PolicyParams):
+    """Parameters of SCOPE."""
+
+    alpha: float = Field(
+        1.0, ge=0.0, le=4.0, description="exponent of the attention that weighs a token's gain"
+    )
+
+
+@greedy_policy(_ScopeParams, needs=frozenset({"cls_attention", "encoder"}))
+def scope(params: _ScopeParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+    """Greedy coverage of the encoder's tokens, each gain times the attention of [CLS].
+
+    Source: SCOPE (NeurIPS 2025, arXiv 2510.24214) and its published code.
+    """
+    sets = _Sets(tokens, budget, start)
+    attention = tokens.require_cls_attention().float()
+    similarity = plain_cosines(sets.of(tokens.require_encoder()).float())
+    picks = greedy_coverage(
+        similarity,
+        sets.of(attention**params.alpha),
+        sets.shares[0],
+        covered=covered_by(similarity, sets.kept),
+        taken=sets.closed,
+        floor=1e-9,  # at a weighted gain of at most this the other tokens come by weight
+    )
+    return sets.join(picks)
+
+
+class _MMTokParams(PolicyParams):
+    """Parameters of MMTok."""
+
+    alpha: float = Field(
+        0.5, ge=0.0, le=4.0, description="weight of covering the image beside covering the words"
+    )
+    tau_text: float = Field(
+        0.02,
+        ge=0.005,
+        le=1.0,
+        description="temperature between words and tokens; published for Qwen2.5-VL: 0.01",
+    )
+    tau_vision: float = Field(
+        0.2, ge=0.005, le=1.0, description="temperature between tokens of the image"
+    )
+    words: bool = Field(True, description="false: cover the image alone")
+
+
+class _MMTokCoreParams(_MMTokParams):
+    """Parameters of MMTok without the question."""
+
+    words: Literal[False] = Field(False, description="a core reads no question")
+
+
+@greedy_policy(
+    _MMTokParams,
+    needs=frozenset({"encoder", "words"}),
+    reads=lambda params: frozenset({"encoder", "words"} if params.words else {"encoder"}),
+    core=_MMTokCoreParams,
+)
+def mmtok(params: _MMTokParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+    """Greedy coverage of the question's words and of the image's own tokens.
+
+    Source: MMTok (ICLR 2026, arXiv 2508.18264) and its published code.
+    """
+    # How well each token covers each token of its tile (B * T, n, n), and each word; 0 for padding.
+    sets = _Sets(tokens, budget, start)
+    rows = sets.of(tokens.require_encoder())
+    covers = cosines(rows, rows.norm(dim=-1, keepdim=True)).div_(params.tau_vision).softmax(dim=2)
+    degrees = covers.transpose(1, 2) * (params.alpha / rows.shape[1])
+    if params.words:
+        words, tiles = tokens.require_words(), tokens.grid.tiles
+        embeddings = words.embeddings.to(tokens.output.dtype).repeat_interleave(tiles, dim=0)
+        cosine = cosines_between(sets.of(tokens.output), embeddings)
+        used = words.used.repeat_interleave(tiles, dim=0)[:, None, :]
+        share = (cosine / params.tau_text).softmax(dim=1)
+        share = share / used.sum(dim=2, keepdim=True).clamp_min(1)
+        degrees = torch.cat([torch.where(used, share, 0.0), degrees], dim=2)
+    picks = greedy_coverage(
+        degrees,
+        degrees.new_zeros(degrees.shape[:2]),
+        sets.shares[0],
+        covered=covered_by(degrees, sets.kept),
+        taken=sets.closed,
+        floor=1e-12,  # at a gain of at most this the other tokens come by index
+        scale=False,
+    )
+    return sets.join(picks)
+
+
+class _IDPrunerParams(PolicyParams):
+    """Parameters of IDPruner."""
+
+    balance: float = Field(
+        0.5, ge=0.0, le=1.0, description="share of importance; the rest is dissimilarity (lambda)"
+    )
+    importance: Literal["attention", "relevance"] = Field(
+        "attention", description="attention of [CLS], or relevance to the question"
+    )
+
+
+class _IDPrunerCoreParams(_IDPrunerParams):
+    """Parameters of IDPruner without the question."""
+
+    importance: Literal["attention"] = Field("attention", description="a core reads no question")
+
+
+@greedy_policy(
+    _IDPrunerParams,
+    needs=frozenset({"cls_attention", "instruction"}),
+    reads=lambda params: frozenset(
+        {"cls_attention"} if params.importance == "attention" else {"instruction"}
+    ),
+    core=_IDPrunerCoreParams,
+)
+def idpruner(params: _IDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+    """Marginal relevance: the most important tokens that are unlike those picked before.
+
+    Source: IDPruner (arXiv 2602.13315) and its published code in AngelSlim, whose importance is a
+    trained network. Here importance is attention or relevance [ours], so its published accuracy
+    does not carry over. Picks are by balance * importance - (1 - balance) * similarity to the
+    picks; ties go to the lower index.
+    """
+    sets = _Sets(tokens, budget, start)
+    if params.importance == "attention":
+        score = tokens.require_cls_attention().float()
+    else:
+        score = _relevance(tokens)
+    # Importance (B * T, n) in [0, 1], normalised within each tile, with the published 1e-6.
+    score = sets.of(score)
+    low, high = score.amin(dim=1, keepdim=True), score.amax(dim=1, keepdim=True)
+    importance, balance = (score - low) / (high - low + 1e-6), params.balance
+    similarity, kept, free = tokens.precise_tile_cosine, sets.kept, ~sets.closed
+
+    rows, size = importance.shape
+    offset = torch.arange(0, rows * size, size, device=importance.device)
+    flat = similarity.reshape(rows * size, size)
+    closest = -distance_to_kept(-similarity, kept)
+    begins = ~kept.any(dim=1, keepdim=True)
+    picks = [torch.empty(rows, 0, dtype=torch.int64, device=importance.device)]
+    for _ in range(sets.shares[0]):
+        score = balance * importance - (1 - balance) * closest
+        # Where nothing is kept yet, the most important token comes first.
+        score = torch.where(begins, importance, score)
+        score = score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        # NaN counts less than any number, but more than a token that is taken.
+        score = torch.where(free, score.clamp_min(torch.finfo(score.dtype).min), -torch.inf)
+        pick, _ = argmax_within(score)
+        picks.append(pick[:, None])
+        free = free.scatter(1, pick[:, None], False)
+        row = flat.index_select(0, offset + pick)
+        closest = torch.where(begins, row, torch.fmax(closest, row))
+        begins = torch.zeros_like(begins)
+    return sets.join(torch.cat(picks, dim=1))

@@ -1,0 +1,341 @@
+"""Base policies that were published as pruning inside the language model.
+
+They read its first layers to select before prefill [ours], so that removed tokens never enter the
+KV cache.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices, rank_descending
+from vllm_autoprune.ops.similarity import cosines_with, matmul_each
+from vllm_autoprune.tpdsl.base_policy import (
+    PolicyParams,
+    PublishedSelection,
+    ReferenceSelection,
+    base_policy,
+)
+from vllm_autoprune.tpdsl.prefix import MOST_LAYERS, LanguagePrefix
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+
+class _FastVParams(PolicyParams):
+    """Parameters of FastV."""
+
+    layer: int = Field(
+        2,
+        ge=1,
+        le=MOST_LAYERS,
+        description="layer before which FastV prunes, from 0; the layer before it is read",
+    )
+
+
+@base_policy(
+    _FastVParams,
+    needs=frozenset({"language"}),
+    # Attention of a layer needs the layers before it.
+    ranking_layers=lambda params, layers: params.layer - 1,
+)
+def fastv(params: _FastVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """The tokens with most attention from the last instruction token, averaged over heads.
+
+    Source: Chen et al., "An Image is Worth 1/2 Tokens After Layer 2" (ECCV 2024), and its published
+    code, which prunes before layer 2 by the attention of layer 1. Here the same scores select
+    before prefill, and K is the number of tokens that enter the model [ours].
+    """
+    language = tokens.require_language()
+    score = language.last_token_attention(params.layer - 1, tokens.count)
+    return ReferenceSelection(rank_descending(score)[:, :budget])
+
+
+class _PyramidDropParams(PolicyParams):
+    """Parameters of PyramidDrop."""
+
+    layer: int | None = Field(
+        None,
+        ge=0,
+        le=MOST_LAYERS,
+        description="layer whose attention ranks, counted from 0; null: a quarter of the model's "
+        "layers, the published first stage. The published last stage (24 of 32) runs three "
+        "quarters of the prefill to save the rest of it",
+    )
+
+
+def _native_pyramiddrop(
+    params: _PyramidDropParams, tokens: VisualTokens, budget: int
+) -> PublishedSelection:
+    """Kept tokens of one stage, in raster order."""
+    picks = pyramiddrop(params, tokens, budget).picks
+    return PublishedSelection(tuple(picks.sort(dim=1).values))
+
+
+@base_policy(
+    _PyramidDropParams,
+    needs=frozenset({"language"}),
+    native=_native_pyramiddrop,
+    # Attention of a layer needs the layers before it.
+    ranking_layers=lambda params, layers: layers // 4 if params.layer is None else params.layer,
+)
+def pyramiddrop(
+    params: _PyramidDropParams, tokens: VisualTokens, budget: int
+) -> ReferenceSelection:
+    """One stage: the tokens with most attention from the last instruction token.
+
+    Source: Xing et al., "PyramidDrop" (CVPR 2025), and its published code. It drops in stages,
+    after a quarter, a half and three quarters of the layers (8, 16 and 24 of 32), each time by the
+    attention of the next layer. Before prefill only one stage is possible [ours]: it keeps K
+    tokens.
+    """
+    language = tokens.require_language()
+    layer = language.layers // 4 if params.layer is None else params.layer
+    score = language.last_token_attention(layer, tokens.count)
+    return ReferenceSelection(rank_descending(score)[:, :budget])
+
+
+_VISUAL_PIVOTS = 4
+_TEXT_PIVOTS = 4
+
+_SLOTS = 32
+"""Size of CPython's hash table for a set of five to eight small integers."""
+
+
+class _DartParams(PolicyParams):
+    """Parameters of DART."""
+
+    space: Literal["layer", "embeddings"] = Field(
+        "layer",
+        description="layer: keys and normed states of a layer, as published; embeddings: what "
+        "enters the language model, which needs no layer",
+    )
+    layer: int = Field(
+        2,
+        ge=1,
+        le=MOST_LAYERS,
+        description="layer before which DART prunes, counted from 0; the layer before it is read",
+    )
+
+
+def _native_dart(params: _DartParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
+    """4 + 8 floor(K / 8) tokens in raster order: the visual pivots are added to the budget.
+
+    Pivots are processed in the iteration order of a CPython set of their positions, as in the
+    port; the order affects which tokens are kept.
+    """
+    each = budget // (_VISUAL_PIVOTS + _TEXT_PIVOTS)
+    start = tokens.require_language().start
+    length, states = _pivot_norms_and_states(params, tokens)
+    visual, words = _dart_pivots(params, tokens, length)
+    kept = []
+    for image in range(tokens.batch):
+        positions = {*(visual[image] + start).tolist(), *words[image].tolist()}
+        turns = torch.tensor([list(positions)], device=visual.device)
+        row = slice(image, image + 1)
+        shares = [each] * len(positions)
+        picks = _least_similar(states[row], visual[row], turns, shares, start, tokens.count)
+        kept.append(picks[0].sort().values)
+    return PublishedSelection(tuple(kept))
+
+
+@base_policy(
+    _DartParams,
+    needs=frozenset({"language"}),
+    native=_native_dart,
+    # States of a layer need that layer as well.
+    ranking_layers=lambda params, layers: params.layer if params.space == "layer" else 0,
+)
+def dart(params: _DartParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """Four visual pivots, then the tokens least similar to each visual and text pivot.
+
+    Source: Wen et al., "Stop Looking for Important Tokens in Multimodal Language Models:
+    Duplication Matters More" (EMNLP 2025). The authors' repository contains no code; this follows
+    the port in LightCompress. Here tokens are selected before prefill [ours], by the states of an
+    early layer or by the input embeddings alone.
+    """
+    start = tokens.require_language().start
+    length, states = _pivot_norms_and_states(params, tokens)
+    visual, words = _dart_pivots(params, tokens, length)
+    visual = visual[:, :budget]
+    turns = torch.cat([visual + start, words], dim=1)
+    # Iteration order of a CPython set without hash collisions; else the lower comes first.
+    by_slot = (turns % _SLOTS) * states.shape[1] + turns
+    turns = turns.gather(1, by_slot.argsort(dim=1, stable=True))
+    each, rest = divmod(budget - visual.shape[1], turns.shape[1])
+    shares = [each + (turn < rest) for turn in range(turns.shape[1])]
+    return ReferenceSelection(_least_similar(states, visual, turns, shares, start, tokens.count))
+
+
+def _pivot_norms_and_states(params: _DartParams, tokens: VisualTokens) -> tuple[Tensor, Tensor]:
+    """L1 norms ``(B, L)`` that rank pivots, and states ``(B, L, D)`` that are compared."""
+    language = tokens.require_language()
+    if params.space == "embeddings":
+        entering = language.embeddings().float()
+        return entering.abs().sum(dim=2), entering
+    layer = params.layer - 1
+    # The L1 norm over all heads together.
+    return language.keys(layer).float().abs().sum(dim=(1, 3)), language.normed(layer)
+
+
+def _dart_pivots(
+    params: _DartParams, tokens: VisualTokens, length: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Visual pivots ``(B, 4)`` as image indices, and text pivots ``(B, 4)`` as absolute positions.
+
+    Fewer if there are fewer tokens. If only some instructions of the batch are that short, their
+    strongest token is repeated [ours].
+    """
+    language = tokens.require_language()
+    visual = rank_descending(language.visual(length, tokens.count))[:, :_VISUAL_PIVOTS]
+    text = language.text
+    strength = language.textual(length, tokens.count).masked_fill(~text, -torch.inf)
+    words = rank_descending(strength)[:, :_TEXT_PIVOTS]
+    words = torch.where(text.gather(1, words), words, words[:, :1])
+    return visual, words + language.start + tokens.count
+
+
+def _least_similar(
+    states: Tensor, visual: Tensor, turns: Tensor, shares: list[int], start: int, count: int
+) -> Tensor:
+    """Visual pivots, then for each pivot its share of the remaining tokens, least similar first."""
+    dissimilarity = -cosines_with(gather_rows(states, turns), states.narrow(1, start, count))
+    taken = torch.zeros(dissimilarity.shape[0], count, dtype=torch.bool, device=states.device)
+    taken.scatter_(1, visual, True)
+    picks = [visual]
+    for turn, share in enumerate(shares):
+        # NaN ranks last among the remaining tokens, but before those already taken.
+        score = dissimilarity[:, turn].nan_to_num(nan=-2.0).masked_fill(taken, -torch.inf)
+        chosen = rank_descending(score)[:, :share]
+        taken.scatter_(1, chosen, True)
+        picks.append(chosen)
+    return torch.cat(picks, dim=1)
+
+
+class _SparseVLMParams(PolicyParams):
+    """Parameters of SparseVLM."""
+
+    layer: int = Field(
+        2,
+        ge=0,
+        le=MOST_LAYERS,
+        description="layer whose attention ranks, counted from 0; published: 2, then 6 and 15",
+    )
+    recycle: bool = Field(
+        False,
+        description="use up to half of K for cluster means of pruned tokens, as published",
+    )
+
+
+def _native_sparsevlm(
+    params: _SparseVLMParams, tokens: VisualTokens, budget: int
+) -> PublishedSelection:
+    """One stage: kept tokens in raster order, then cluster means, of the layer's output."""
+    language = tokens.require_language()
+    score = _rater_attention(language, params.layer, tokens.count)
+    count = min(budget, tokens.count - 1)
+    kept = rank_descending(score)[:, :count].sort(dim=1).values
+    states = language.visual(language.states(params.layer), tokens.count, dim=1)
+    # Recycled are pruned tokens, by descending score.
+    rest = score.masked_fill(mask_from_indices(kept, tokens.count), -torch.inf)
+    sources = rank_descending(rest)[:, : _recycled_count(tokens.count - count)]
+    count = _cluster_count(sources.shape[1])
+    members = density_peak_clusters(gather_rows(states, sources), count, break_ties=False)
+    merged = _cluster_means(members, gather_rows(states, sources))
+    none = kept.new_full((tokens.batch, merged.shape[1]), -1)
+    rows = torch.cat([gather_rows(states, kept).float(), merged], dim=1)
+    return PublishedSelection(tuple(torch.cat([kept, none], dim=1)), tuple(rows))
+
+
+@base_policy(
+    _SparseVLMParams,
+    needs=frozenset({"language"}),
+    native=_native_sparsevlm,
+    # Attention of a layer needs the layers before it, recycling the layer's own output.
+    ranking_layers=lambda params, layers: params.layer + params.recycle,
+)
+def sparsevlm(params: _SparseVLMParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """The tokens with most attention from visually relevant text tokens, averaged over heads.
+
+    Source: Zhang et al., "SparseVLM" (ICML 2025), and its published code, first version. It prunes
+    after layers 2, 6 and 15 to fixed counts (the paper's adaptive count is not in the code) and
+    recycles a share of the pruned tokens as cluster means. Here one stage keeps K tokens [ours].
+    """
+    language = tokens.require_language()
+    order = rank_descending(_rater_attention(language, params.layer, tokens.count))
+    extra = 0
+    if params.recycle:
+        extra = min(_cluster_count(_recycled_count(tokens.count - budget)), budget // 2)
+    picks = order[:, : budget - extra]
+    if extra == 0:
+        return ReferenceSelection(picks)
+    # As published, clusters are computed from the layer's states; their means are of the rows that
+    # enter the language model, because the mean becomes one of those rows.
+    sources = order[:, picks.shape[1] :][:, : _recycled_count(tokens.count - picks.shape[1])]
+    states = language.visual(language.states(params.layer), tokens.count, dim=1)
+    members = density_peak_clusters(gather_rows(states, sources), extra)
+    merged = _cluster_means(members, gather_rows(tokens.output, sources))
+    return ReferenceSelection(picks, extra=merged.to(tokens.output.dtype))
+
+
+def _rater_attention(language: LanguagePrefix, layer: int, count: int) -> Tensor:
+    """Attention of the raters, averaged over heads and then raters, ``(B, N)`` float32.
+
+    Raters are text tokens with above-average similarity to the visual tokens: the softmax over text
+    tokens of dot products of input embeddings, averaged over visual tokens. If none is above the
+    mean, as with a single token, all are raters [ours].
+    """
+    entering, text = language.embeddings().float(), language.text
+    words = language.textual(entering, count, dim=1)
+    dots = matmul_each(language.visual(entering, count, dim=1), words.transpose(1, 2))
+    similarity = dots.masked_fill(~text[:, None, :], -torch.inf).softmax(dim=2).mean(dim=1)
+    mean = similarity.sum(dim=1, keepdim=True) / text.sum(dim=1, keepdim=True)
+    above = (similarity > mean) & text
+    rate = torch.where(above.any(dim=1, keepdim=True), above, text).float()
+    attention = language.visual(language.attention(layer).float().mean(dim=1), count)
+    return matmul_each(rate[:, None, :], attention)[:, 0] / rate.sum(dim=1, keepdim=True)
+
+
+def _cluster_means(members: Tensor, rows: Tensor) -> Tensor:
+    """Mean row of each cluster ``(B, C, D)`` float32; ``members`` is a one-hot membership."""
+    total = matmul_each(members.transpose(1, 2), rows.float())
+    return total / (members.sum(dim=1) + 1e-6)[:, :, None]
+
+
+def _recycled_count(pruned: int) -> int:
+    """Number of recycled tokens among ``pruned`` ones."""
+    return min(pruned, int(0.3 * pruned) + 1)
+
+
+def _cluster_count(recycled: int) -> int:
+    """Number of clusters into which ``recycled`` tokens are merged."""
+    return int(recycled / 10) + 1
+
+
+def density_peak_clusters(states: Tensor, count: int, *, break_ties: bool = True) -> Tensor:
+    """Density-peak clustering (Du et al. 2016, DPC-KNN) of states ``(B, n, D)``.
+
+    Returns one-hot membership ``(B, n, count)`` float32.
+
+    Centres are the ``count`` tokens with the largest product of density and distance to the nearest
+    denser token; every token belongs to its nearest centre. The published code adds random noise
+    of 1e-6 to the density to break ties. Here the lower index counts as denser [ours], or ties stay
+    unbroken, as in the golden cases, which were recorded without noise.
+    """
+    states = states.float()
+    distance = torch.stack([torch.cdist(image, image) for image in states]) / states.shape[2] ** 0.5
+    near = distance.topk(min(count, distance.shape[2]), dim=2, largest=False).values
+    density = (-near.square().mean(dim=2)).exp()
+    denser = density[:, None, :] > density[:, :, None]
+    if break_ties:
+        place = torch.arange(states.shape[1], device=states.device)
+        denser |= (density[:, None, :] == density[:, :, None]) & (place < place[:, None])
+    farthest = distance.flatten(1).amax(dim=1)[:, None, None]
+    apart = torch.where(denser, distance, farthest).amin(dim=2)
+    chosen = (apart * density).argsort(dim=1, descending=True, stable=True)[:, :count]
+    towards = distance.gather(1, chosen[:, :, None].expand(-1, -1, distance.shape[2]))
+    nearest = towards.argmin(dim=1)
+    members = torch.zeros(*nearest.shape, count, device=states.device)
+    return members.scatter_(2, nearest[:, :, None], 1.0)

@@ -1,0 +1,560 @@
+"""Base policies that merge other tokens into the kept ones, most of them before the projector.
+
+R = B * T tiles of n tokens, Dv the tower's width, D that of the projected features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.errors import SelectionError
+from vllm_autoprune.ops.greedy import weighted_farthest_points
+from vllm_autoprune.ops.rowwise import (
+    find_outliers,
+    gather_rows,
+    indices_from_mask,
+    mask_from_indices,
+    min_max_normalise,
+    rank_descending,
+)
+from vllm_autoprune.ops.similarity import cosines_with, matmul_each
+from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
+from vllm_autoprune.tpdsl.base_policy import (
+    Given,
+    PolicyParams,
+    PublishedSelection,
+    ReferenceSelection,
+    base_policy,
+)
+from vllm_autoprune.tpdsl.tokens import (
+    Need,
+    TileGroup,
+    VisualTokens,
+    join_groups,
+    join_tiles,
+    split_over_tiles,
+    tile_groups,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TileRows:
+    """Rows of R tiles, before the projector.
+
+    picks ``(R, P)`` within the tile; merged ``(R, m, Dv)`` replace the rows of the last m picks;
+    extra ``(R, E, Dv)`` are rows that no single token stands for.
+    """
+
+    picks: Tensor
+    merged: Tensor
+    extra: Tensor
+
+
+def merge_by_tile(
+    tokens: VisualTokens, budget: int, run: Callable[[TileGroup], TileRows]
+) -> ReferenceSelection:
+    """Run a method on every tile with its share of the budget, then project the merged rows.
+
+    ``run`` gets tiles of equal share and returns P + E = share rows for each tile.
+    """
+    groups = tile_groups(tokens, budget)
+    picks, rows, extra = [], [], []
+    for group in groups:
+        result = run(group)
+        low = torch.cat([result.merged, result.extra], dim=1).to(
+            tokens.require_tower().patches.dtype
+        )
+        high = tokens.require_tower().projected(low).to(tokens.output.dtype)
+        merged, added = high.split([result.merged.shape[1], result.extra.shape[1]], dim=1)
+        plain = result.picks[:, : result.picks.shape[1] - merged.shape[1]]
+        untouched = gather_rows(group.of(tokens.output, tokens), plain)
+        picks.append(group.within_image(result.picks, tokens))
+        rows.append(torch.cat([untouched, merged], dim=1))
+        extra.append(added)
+    joined = join_groups(extra, groups, tokens)
+    return ReferenceSelection(
+        picks=join_groups(picks, groups, tokens),
+        merged=join_groups(rows, groups, tokens),
+        extra=joined if joined.shape[1] else None,
+    )
+
+
+def _native_by_tile(
+    tokens: VisualTokens, run: Callable[[int], tuple[Tensor, Tensor]]
+) -> PublishedSelection:
+    """Run a method's published code on each tile and join the results per image.
+
+    ``run`` takes the number of a tile in 0..B * T - 1 and returns indices ``(n_t,)`` within it, -1
+    for a row that no single token stands for, and rows ``(n_t, Dv)``.
+    """
+    indices, features = [], []
+    for image in range(tokens.batch):
+        parts = []
+        for tile in range(tokens.grid.tiles):
+            within, rows = run(image * tokens.grid.tiles + tile)
+            parts.append(
+                (torch.where(within < 0, within, within + tile * tokens.grid.per_tile), rows)
+            )
+        indices.append(torch.cat([tokens_of_tile for tokens_of_tile, _ in parts]))
+        features.append(torch.cat([rows for _, rows in parts]))
+    return PublishedSelection(tuple(indices), tuple(features))
+
+
+class _VisionZipParams(PolicyParams):
+    """Parameters of VisionZip."""
+
+    contextual: int | None = Field(
+        None,
+        ge=0,
+        le=640,
+        description="rows per tile that others are merged into; null: 10 of 64, at least one",
+    )
+    patch_only: bool = Field(
+        True, description="keep one more patch instead of the [CLS] row of the published code"
+    )
+
+    def split(self, budget: int) -> tuple[int, int]:
+        """Number of dominant (at least one) and contextual rows of a tile with this budget."""
+        wanted = max(1, 10 * budget // 64) if self.contextual is None else self.contextual
+        contextual = min(wanted, budget - 1)
+        return budget - contextual, contextual
+
+
+def _native_visionzip(
+    params: _VisionZipParams, tokens: VisualTokens, budget: int
+) -> PublishedSelection:
+    """Per tile: [CLS] row, dominant patches in raster order, contextual rows."""
+    share = budget // tokens.grid.tiles
+    dominant, contextual = params.split(share)
+    group = TileGroup(0, tokens.grid.tiles, share)
+    top, targets, merged = _zip(tokens, group, dominant - 1, contextual)
+    cls = cls_rows(tokens, group)
+    patches = tokens.by_tile(tokens.require_tower().patches)
+
+    def run(tile: int) -> tuple[Tensor, Tensor]:
+        kept = top[tile].sort().values
+        indices = torch.cat([kept.new_full((1,), -1), kept, targets[tile]])
+        return indices, torch.cat([cls[tile], patches[tile, kept], merged[tile]])
+
+    return _native_by_tile(tokens, run)
+
+
+@base_policy(
+    _VisionZipParams, needs=frozenset({"cls_attention", "tower"}), native=_native_visionzip
+)
+def visionzip(params: _VisionZipParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """Patches with most attention from [CLS], then evenly spaced ones with the rest merged in.
+
+    Source: Yang et al., "VisionZip" (CVPR 2025), and its published code, which adds the mean of the
+    merged tokens to their target where the paper averages all of them.
+    """
+
+    def run(group: TileGroup) -> TileRows:
+        dominant, contextual = params.split(group.share)
+        # With a single dominant row, keep a patch: [CLS] alone would leave no token.
+        by_cls = not params.patch_only and dominant > 1
+        top, targets, merged = _zip(tokens, group, dominant - by_cls, contextual)
+        extra = cls_rows(tokens, group) if by_cls else merged[:, :0]
+        return TileRows(torch.cat([top, targets], dim=1), merged, extra)
+
+    return merge_by_tile(tokens, budget, run)
+
+
+def _zip(
+    tokens: VisualTokens, group: TileGroup, dominant: int, contextual: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Dominant picks ``(R, dominant)``, contextual targets ``(R, contextual)`` and their rows.
+
+    Computed in the dtype of the tower, as published: in half precision ties between targets are
+    common, and the first target wins.
+    """
+    tower = tokens.require_tower()
+    patches = group.of(tower.patches, tokens)
+    top = rank_descending(group.of(tokens.require_cls_attention(), tokens))[:, :dominant]
+    kept = mask_from_indices(top, patches.shape[1])
+    remaining = patches.shape[1] - dominant
+    if contextual == 0:
+        return top, top[:, :0], patches[:, :0]
+    step = max(1, remaining // contextual)
+    targets = indices_from_mask(~kept, remaining)[:, : contextual * step : step]
+    sources = indices_from_mask(
+        ~(kept | mask_from_indices(targets, patches.shape[1])), remaining - contextual
+    )
+
+    keys = group.of(tower.keys, tokens)
+    unit = keys / keys.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(keys.dtype).tiny)
+    towards = gather_rows(unit, targets).transpose(1, 2)
+    nearest = matmul_each(gather_rows(unit, sources), towards).argmax(dim=2)
+    members = torch.zeros(*nearest.shape, contextual, dtype=patches.dtype, device=patches.device)
+    members.scatter_(2, nearest[:, :, None], 1.0)
+    total = matmul_each(members.transpose(1, 2), gather_rows(patches, sources))
+    mean = total / members.sum(dim=1).clamp_min(1)[:, :, None]
+    return top, targets, gather_rows(patches, targets) + mean
+
+
+def cls_rows(tokens: VisualTokens, group: TileGroup) -> Tensor:
+    """[CLS] row of each tile ``(R, 1, Dv)``; raises :class:`SelectionError` if there is none."""
+    cls = tokens.require_tower().cls
+    if cls is None:
+        raise SelectionError("this vision tower has no [CLS] token: use VisionZip with patch_only")
+    return cls.narrow(1, group.start, group.tiles).flatten(0, 1)[:, None]
+
+
+class _TrimParams(PolicyParams):
+    """TRIM has no parameters."""
+
+
+def _native_trim(
+    params: _TrimParams, tokens: VisualTokens, budget: int | None
+) -> PublishedSelection:
+    """Per tile, the kept patches in raster order, then the mean of all others.
+
+    Without a budget, as many patches as the score has outliers, counted over all tiles; with a
+    budget, K rows including the mean.
+    """
+    score = tokens.by_tile(_text_similarity(tokens))
+    patches = tokens.by_tile(tokens.require_tower().patches)
+    tiles, size = tokens.grid.tiles, tokens.grid.per_tile
+
+    def run(tile: int) -> tuple[Tensor, Tensor]:
+        if budget is None:
+            image = slice(tile // tiles * tiles, (tile // tiles + 1) * tiles)
+            pooled = score[image].softmax(dim=-1).flatten()
+            count = int(size * (int(find_outliers(pooled[None]).sum()) / pooled.shape[0]))
+        else:
+            count = budget // tiles - 1
+        if count < 1:
+            raise SelectionError("TRIM's published code fails where it keeps no patch: keep more")
+        kept = rank_descending(score[tile])[:count].sort().values
+        rows, mean = patches[tile, kept], _mean_of_others(patches[tile][None], kept[None])[0]
+        return torch.cat([kept, kept.new_full((1,), -1)]), torch.cat([rows, mean])
+
+    return _native_by_tile(tokens, run)
+
+
+@base_policy(_TrimParams, needs=frozenset({"instruction", "tower"}), own_count=_native_trim)
+def trim(params: _TrimParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """The K - 1 patches most similar to the instruction, and the mean of all others.
+
+    Source: Song et al., "Less is More: A Simple yet Effective Token Reduction Method" (COLING
+    2025), and its published code, which takes minus the dot product where the paper says cosine.
+    """
+    score = _text_similarity(tokens)
+
+    def run(group: TileGroup) -> TileRows:
+        # With a single row, keep a patch rather than the mean of all.
+        count = max(1, group.share - 1)
+        picks = rank_descending(group.of(score, tokens))[:, :count]
+        patches = group.of(tokens.require_tower().patches, tokens)
+        mean = _mean_of_others(patches, picks)
+        return TileRows(picks, patches[:, :0], mean[:, : group.share - count])
+
+    return merge_by_tile(tokens, budget, run)
+
+
+def _text_similarity(tokens: VisualTokens) -> Tensor:
+    """Signed dot product of each token with the text, ``(B, N)`` float32.
+
+    Neither side is normalised, as published. Several text segments are represented by their mean
+    [ours]: the published code truncates the text after the first.
+    """
+    instruction = tokens.require_instruction()
+    used = instruction.segments[:, :, None]
+    total = torch.where(used, instruction.text.float(), 0.0).sum(dim=1, keepdim=True)
+    text = total / used.sum(dim=1, keepdim=True).clamp_min(1)
+    dots = matmul_each(instruction.patches.float(), text.transpose(1, 2))[:, :, 0]
+    return instruction.sign * dots
+
+
+def _mean_of_others(patches: Tensor, picks: Tensor) -> Tensor:
+    """Mean of the rows that are not picked ``(R, 1, Dv)`` float32; zero if there are none."""
+    size = patches.shape[1]
+    dropped = (~mask_from_indices(picks, size)).float()[:, None, :]
+    return matmul_each(dropped, patches.float()) / max(1, size - picks.shape[1])
+
+
+_NEIGHBOURS = 32
+"""Number of most similar tokens that are merged into a kept one."""
+
+
+class _PruMergePlusParams(PolicyParams):
+    """Parameters of PruMerge+."""
+
+    plus: bool = Field(
+        True, description="false: PruMerge, which keeps tokens by attention alone, without samples"
+    )
+    drop_extra: bool = Field(
+        False, description="keep one more token instead of the sum of the dropped ones"
+    )
+
+
+def _native_prumerge_plus(
+    params: _PruMergePlusParams, tokens: VisualTokens, budget: int | None
+) -> PublishedSelection:
+    """Outliers by descending attention, then samples, then the sum of the dropped tokens.
+
+    Without a budget, the published number of tokens; with a budget, K tokens and K + 1 rows as in
+    EffiVLM-Bench, which takes samples from the top of the image first.
+    """
+    following = tokens.require_next_layer()
+    attention = tokens.by_tile(following.attention)
+    keys = tokens.by_tile(following.keys)
+    patches = tokens.by_tile(tokens.require_tower().patches)
+    share = None if budget is None else budget // tokens.grid.tiles
+
+    def run(tile: int) -> tuple[Tensor, Tensor]:
+        size = attention.shape[1]
+        outliers = int(find_outliers(attention[tile][None]).sum()) / size
+        best = rank_descending(attention[tile])
+        if share is not None:  # the rule of EffiVLM-Bench
+            top = best[: min(share, max(1, int(size * outliers)))]
+            samples = torch.arange(0, size, size // share, device=best.device)
+            free = samples[~torch.isin(samples, top)]
+            kept = torch.cat([top, free[: share - top.shape[0]]])
+        else:  # the published rule, about 4 per outlier
+            kept = best[: int(size * outliers)]
+            stride = int(int(1 / outliers) / 3) if outliers else 0
+            if params.plus and stride == 0:
+                raise SelectionError(
+                    f"PruMerge+ cannot choose its own count: {outliers:.0%} of the tokens are "
+                    "outliers, for which the published rule divides by zero; give a budget K"
+                )
+            if params.plus:
+                # The published range stops one early, so the last token is never sampled.
+                samples = torch.arange(0, size - 1, stride, device=best.device)
+                kept = torch.cat([kept, samples[~torch.isin(samples, kept)]])
+        row = slice(tile, tile + 1)
+        merged, extra = _merge_neighbours(attention[row], keys[row], patches[row], kept[None])
+        return torch.cat([kept, kept.new_full((1,), -1)]), torch.cat([merged[0], extra[0]])
+
+    return _native_by_tile(tokens, run)
+
+
+@base_policy(
+    _PruMergePlusParams, needs=frozenset({"tower", "next_layer"}), own_count=_native_prumerge_plus
+)
+def prumerge_plus(
+    params: _PruMergePlusParams, tokens: VisualTokens, budget: int
+) -> ReferenceSelection:
+    """Outliers of [CLS] attention, then evenly spaced tokens, with neighbours merged in.
+
+    Source: Shang et al., "LLaVA-PruMerge" (ICCV 2025), and its published code, which adds an
+    unnormalised sum of neighbours to each kept token where the paper averages. The published number
+    of tokens depends on the image; for a given K, ``native`` follows EffiVLM-Bench, and the base
+    policy uses a rule of this project [ours] with exactly K rows.
+    """
+    following = tokens.require_next_layer()
+
+    def run(group: TileGroup) -> TileRows:
+        attention = group.of(following.attention, tokens)
+        # With a single row, keep a token: there has to be one to merge into.
+        alone = params.drop_extra or group.share == 1
+        count = group.share if alone else group.share - 1
+        picks = _spread(attention, count) if params.plus else rank_descending(attention)[:, :count]
+        patches = group.of(tokens.require_tower().patches, tokens)
+        merged, extra = _merge_neighbours(
+            attention, group.of(following.keys, tokens), patches, picks
+        )
+        return TileRows(picks, merged, extra[:, :0] if alone else extra)
+
+    return merge_by_tile(tokens, budget, run)
+
+
+def _spread(attention: Tensor, count: int) -> Tensor:
+    """Picks ``(R, count)``: outliers by attention ``(R, n)``, then evenly spaced others [ours].
+
+    Shapes do not depend on the number of outliers, so this does not synchronise with the device.
+    """
+    size = attention.shape[1]
+    order = rank_descending(attention)
+    above = find_outliers(attention).sum(dim=1, keepdim=True).clamp_max(count)
+    turn = torch.arange(count, device=attention.device)
+    positions = torch.arange(size, device=attention.device)
+    outlying = torch.zeros_like(order, dtype=torch.bool)
+    outlying.scatter_(1, order, (positions < above).expand_as(order))
+    others = torch.sort(outlying.to(torch.uint8), dim=1, stable=True).indices
+    remaining, samples = size - above, count - above
+    step = ((turn - above).clamp_min(0) * 2 + 1) * remaining // (2 * samples.clamp_min(1))
+    sampled = others.gather(1, step.clamp_max(size - 1))
+    return torch.where(turn < above, order[:, :count], sampled)
+
+
+def _merge_neighbours(
+    attention: Tensor, keys: Tensor, patches: Tensor, picks: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merged rows ``(R, P, Dv)`` of the picks and sum ``(R, 1, Dv)`` of dropped rows, float32.
+
+    Row i is x_i + sum of a_j x_j over the unmerged neighbours j of i, kept or not.
+    """
+    size = attention.shape[1]
+    similarity = cosines_with(gather_rows(keys, picks), keys)
+    similarity = similarity.scatter(2, picks[:, :, None], -torch.inf)
+    near = rank_descending(similarity)[:, :, : min(_NEIGHBOURS, size - 1)]
+    weight = attention.float()[:, None, :]
+    inward = torch.zeros_like(similarity)
+    inward.scatter_(2, near, weight.expand_as(similarity).gather(2, near))
+    dropped = weight.masked_fill(mask_from_indices(picks, size)[:, None, :], 0.0)
+    rows = patches.float()
+    sums = matmul_each(torch.cat([inward, dropped], dim=1), rows)
+    return gather_rows(rows, picks) + sums[:, :-1], sums[:, -1:]
+
+
+_SCAN_FLOOR = 1e-6
+"""Distance at or below which the other tokens come by priority."""
+
+
+class _FSRParams(PolicyParams):
+    """Parameters of FSR."""
+
+    alpha: float = Field(
+        3.0, ge=0.0, le=8.0, description="exponent of relevance in a token's priority; 0: none"
+    )
+    beta: float = Field(
+        1.0, ge=0.0, le=8.0, description="exponent of the attention of [CLS] in the priority"
+    )
+    rho: float = Field(
+        0.9, ge=0.0, le=1.0, description="share of all priority that the focus reaches"
+    )
+    kappa: float = Field(
+        1.0,
+        ge=0.0,
+        le=64.0,
+        description="tokens merged into those of the scan, per token of the scan; 0: none",
+    )
+
+
+class _FSRCoreParams(_FSRParams):
+    """Parameters of FSR without the question."""
+
+    alpha: float = Field(0.0, ge=0.0, le=0.0, description="a core reads no question")
+
+
+def _fsr_reads(params: _FSRParams) -> frozenset[Need]:
+    attention: frozenset[Need] = frozenset({"cls_attention"})
+    return attention | {"instruction"} if params.alpha > 0 else attention
+
+
+def _continue_fsr(params: _FSRParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+    """Tokens of highest priority: the scan has no part in a continuation [ours]."""
+    order = tokens.by_tile(_fsr_priority(params, tokens).masked_fill(start.closed, -torch.inf))
+    shares = split_over_tiles(budget, tokens.grid.tiles)
+    picks = rank_descending(order)[:, : shares[0]]
+    return join_tiles(picks, tokens, shares, start.next_tile(tokens))
+
+
+def _native_fsr(params: _FSRParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
+    """Per tile, focus by priority and then the scan, with merged rows in float32."""
+    share = budget // tokens.grid.tiles
+    group = TileGroup(0, tokens.grid.tiles, share)
+    chosen = _focus_and_scan(params, tokens, group)
+    rows = _merge_into_scan(params, chosen, group.of(tokens.output, tokens).float())
+    picks = group.within_image(chosen.picks, tokens).reshape(tokens.batch, -1)
+    return PublishedSelection(tuple(picks), tuple(rows.reshape(*picks.shape, -1)))
+
+
+@base_policy(
+    _FSRParams,
+    needs=frozenset({"cls_attention", "instruction"}),
+    native=_native_fsr,
+    continuation=_continue_fsr,
+    reads=_fsr_reads,
+    core=_FSRCoreParams,
+)
+def fsr(params: _FSRParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """Tokens of high priority, then those farthest from them, with their neighbours merged in.
+
+    Source: "Focus, Scan, Refine" (arXiv 2602.05809), the paper's formulas: there is no code.
+    """
+    groups = tile_groups(tokens, budget)
+    picks, merged = [], []
+    for group in groups:
+        chosen = _focus_and_scan(params, tokens, group)
+        picks.append(group.within_image(chosen.picks, tokens))
+        if params.kappa > 0:
+            rows = group.of(tokens.output, tokens).float()
+            merged.append(_merge_into_scan(params, chosen, rows).to(tokens.output.dtype))
+    return ReferenceSelection(
+        join_groups(picks, groups, tokens), join_groups(merged, groups, tokens) if merged else None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _FocusAndScan:
+    """Picks ``(R, K)`` of R tiles: the first focus ``(R, 1)`` of them, then the scan.
+
+    priority ``(R, n)``; similarity ``(R, n, n)``.
+    """
+
+    picks: Tensor
+    focus: Tensor
+    priority: Tensor
+    similarity: Tensor
+
+
+def _fsr_priority(params: _FSRParams, tokens: VisualTokens) -> Tensor:
+    """phi = relevance^alpha * attention^beta ``(B, N)``, attention normalised in each tile."""
+    attention = min_max_normalise(tokens.by_tile(tokens.require_cls_attention().float()))
+    phi = tokens.by_image(attention**params.beta)
+    if params.alpha == 0:
+        return phi
+    instruction = tokens.require_instruction()
+    relevance = instruction.sign * instruction_relevance(instruction)
+    return phi * min_max_normalise(relevance) ** params.alpha
+
+
+def _focus_and_scan(params: _FSRParams, tokens: VisualTokens, group: TileGroup) -> _FocusAndScan:
+    phi = group.of(_fsr_priority(params, tokens), tokens)
+    count = group.share
+    similarity = group.of(tokens.by_image(tokens.precise_tile_cosine), tokens)
+    # The least number of tokens whose priority reaches the share rho of all; none of nothing.
+    reached = phi.sort(dim=1, descending=True, stable=True).values.double().cumsum(dim=1)
+    wanted = params.rho * reached[:, -1:]
+    focus = torch.where(wanted > 0, (reached < wanted).sum(dim=1, keepdim=True) + 1, 0)
+    focus = focus.clamp_max(count)
+    leading = rank_descending(phi)[:, :count]
+    leading = leading.where(torch.arange(count, device=phi.device) < focus, -1)
+    picks = weighted_farthest_points(
+        1 - similarity,
+        torch.ones_like(phi),
+        count,
+        nearest=torch.full_like(phi, torch.inf),
+        taken=torch.zeros_like(phi, dtype=torch.bool),
+        floor=_SCAN_FLOOR,
+        leading=leading,
+        fill=phi,
+    )
+    return _FocusAndScan(picks, focus, phi, similarity)
+
+
+def _merge_into_scan(params: _FSRParams, chosen: _FocusAndScan, rows: Tensor) -> Tensor:
+    """Rows ``(R, K, D)`` of the picks, from rows ``(R, n, D)`` float32 of all tokens.
+
+    Each other token goes with its most similar pick of the scan; the most similar of these pairs
+    are merged, by priority.
+    """
+    picks, count = chosen.picks, chosen.picks.shape[1]
+    size = rows.shape[1]
+    in_scan = torch.arange(count, device=picks.device) >= chosen.focus
+    towards = chosen.similarity.gather(2, picks[:, None, :].expand(-1, size, -1))
+    towards = towards.masked_fill(~in_scan[:, None, :], -torch.inf)
+    nearness, owner = towards.max(dim=2)
+    nearness = nearness.scatter(1, picks, -torch.inf)
+    turn = torch.arange(size, device=picks.device).expand(len(picks), -1)
+    place = torch.zeros_like(turn).scatter_(1, rank_descending(nearness), turn)
+    pairs = (params.kappa * in_scan.sum(dim=1, keepdim=True).double()).floor()
+    merges = (place < pairs) & (nearness > -torch.inf)
+    share = torch.where(merges, chosen.priority, 0.0)
+    weights = rows.new_zeros(len(picks), size, count).scatter_(
+        2, owner[:, :, None], share[:, :, None]
+    )
+    pick_priority = chosen.priority.gather(1, picks)
+    total = pick_priority + weights.sum(dim=1)
+    plain = gather_rows(rows, picks)
+    mixed = pick_priority[:, :, None] * plain + matmul_each(weights.transpose(1, 2), rows)
+    changed = in_scan & (total > 0) & (weights.sum(dim=1) > 0)
+    return torch.where(changed[:, :, None], mixed / total[:, :, None], plain)
