@@ -125,7 +125,7 @@ def build_states(folder: Path = POLICIES) -> list[PruningState]:
     for backbone, budgets in BUDGETS.items():
         for budget in budgets:
             name = f"{SOURCE}-{backbone}-k{budget}"
-            states.append(transfer(source, budget, BACKBONE_SHAPES[backbone], name).state)
+            states.append(transfer(source, budget, BACKBONE_SHAPES[backbone], name)[0])
     pool: _JsonObject = {"pool": [{"atom": "quality_pool_builder"}]}
     alone: dict[str, _JsonObject] = {
         policy: {

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.tpdsl.samples import images, mapped, plain, state, with_relevance
 from tests.tpdsl.test_properties import BASES
 from vllm_autoprune import Grid, Instruction, SelectionError, VisualTokens
-from vllm_autoprune.base_policies.language import density_peak_clusters
+from vllm_autoprune.base_policies.language import _density_peak_clusters
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
@@ -337,9 +337,9 @@ def test_outliers_are_counted_over_all_tiles() -> None:
 def test_two_separated_groups_are_two_clusters() -> None:
     near = torch.tensor([[0.0], [0.125], [0.25], [8.0], [8.25], [8.5]])[None]
     groups = {(1, 1, 1, 0, 0, 0), (0, 0, 0, 1, 1, 1)}
-    assert {tuple(column.tolist()) for column in density_peak_clusters(near, 2)[0].T} == groups
+    assert {tuple(column.tolist()) for column in _density_peak_clusters(near, 2)[0].T} == groups
     # Without a rule for ties, the two tokens that are nearest to each other are both centres.
-    tied = density_peak_clusters(near, 2, break_ties=False)
+    tied = _density_peak_clusters(near, 2, break_ties=False)
     assert {tuple(column.tolist()) for column in tied[0].T} != groups
 
 

@@ -192,7 +192,7 @@ def test_materialize_writes_a_state_and_its_changes(tmp_path: Path, capsys: Capt
     target = tmp_path / "next.json"
     call = ("materialize", "autoprune", "--budget", "160", "--backbone", "llava-next-7b")
     output = run(capsys, *call, "-o", str(target))
-    assert "32 + 32 + 32 + 32 + 32" in output and f"wrote {target}" in output
+    assert "fixed_budget@160" in output and f"wrote {target}" in output
     written = load_state(target)
     assert written.name == "autoprune-llava-next-7b-k160"
     record = run_json(capsys, *call)

@@ -17,9 +17,9 @@ from benchmarks.server import command
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.ops.greedy import (
+    _fill_by_weight,
     distance_to_kept,
     farthest_points,
-    fill_by_weight,
     greedy_coverage,
     weighted_farthest_points,
 )
@@ -242,7 +242,7 @@ def test_what_fills_up_by_weight(
     gains: list[float], weight: list[float], eligible: Tensor | None, floor: float, picks: list[int]
 ) -> None:
     known = torch.tensor([[3, 1, 0]])
-    filled = fill_by_weight(known, torch.tensor([gains]), torch.tensor([weight]), eligible, floor)
+    filled = _fill_by_weight(known, torch.tensor([gains]), torch.tensor([weight]), eligible, floor)
     assert filled.tolist() == [picks]
 
 

@@ -120,7 +120,7 @@ def _compile(gpu: int) -> dict[str, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from vllm_autoprune.ops.dpp_triton import _greedy_map, launch_options
+    from vllm_autoprune.ops.dpp_triton import _greedy_map, _launch_options
 
     types = dict.fromkeys(("similarity", "quality", "residuals", "factors"), "*fp32")
     types |= {"eligible": "*i1", "anchors": "*i64", "picks": "*i64"}
@@ -128,7 +128,7 @@ def _compile(gpu: int) -> dict[str, int]:
     types |= dict.fromkeys(("exhausted", "divisor", "huge", "unit", "tie"), "fp32")
     actual = {}
     for tokens, masked in ((64, False), (576, True), (2880, False)):
-        block, rows, warps = launch_options(tokens)
+        block, rows, warps = _launch_options(tokens)
         fixed = {"has_eligible": masked, "block": block, "rows": rows}
         signature = {n: types.get(n, "constexpr") for n in _greedy_map.arg_names}
         built = triton.compile(

@@ -27,6 +27,8 @@ DELETE = ...
 UNCHANGED: Changes = {"/constraints/selector/q_e": 0}
 """The base policy alone."""
 
+IN: Changes = {"/rank_at": "merger_in"}
+
 BLEND: Changes = {"/reassembly": {"atom": "mean_residual", "strength": 0.5}}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.tpdsl.samples import Changes, around, call, images, plain, state, with_relevance
 from vllm_autoprune import Grid, Instruction, VisualTokens, materialize, refine
 from vllm_autoprune.ops.rowwise import mask_from_indices
-from vllm_autoprune.tpdsl.atoms.pools import SizedPool, build_pool
+from vllm_autoprune.tpdsl.atoms.pools import _SizedPool, build_pool
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
 from vllm_autoprune.tpdsl.atoms.scoring import Kernel, run_fusion, run_signal
 from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs
@@ -333,7 +333,7 @@ def test_a_source_is_no_joined_pool_itself() -> None:
         call("multi_source_pool_builder", sources=[{"atom": "multi_source_pool_builder"}])
 
 
-SIZED = ATOMS.of_kind("candidate_pool", SizedPool)
+SIZED = ATOMS.of_kind("candidate_pool", _SizedPool)
 
 
 @pytest.mark.parametrize(("ratio", "size"), [(0.25, 2), (0.5, 3), (1.5, 9), (8.0, 30)])

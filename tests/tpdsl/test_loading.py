@@ -21,7 +21,6 @@ from vllm_autoprune import PruningState, StateError, load_state
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import MAX_BYTES, MAX_DEPTH, MAX_PROBLEMS, MAX_VALUES, RULES
-from vllm_autoprune.tpdsl.registry import ATOMS
 
 ACCEPTS = jsonschema.Draft202012Validator(PruningState.model_json_schema()).is_valid
 
@@ -97,28 +96,19 @@ SINGLE: list[tuple[Changes, str, str, str]] = [
     # An atom of another group is as invalid here as one that does not exist, and no typo.
     ({"/reassembly/atom": "pairwise_cosine_kernel"}, "/reassembly/atom", "unknown atom",
      "that is one of similarity_kernel, this field takes another group; "),
-    ({"/reassembly/atom": "pairwise_cosine_kernal"}, "/reassembly/atom", "unknown atom",
-     f"use one of: {', '.join(ATOMS.names('reassembly')[:20])}, ..."),
     ({"/safety/0": "PRESERVE_BUGDET"}, "/safety/0", 'unknown atom "PRESERVE_BUGDET"',
      "did you mean 'preserve_budget'?"),
     ({"/safety/1": {"atom": "x"}}, "/safety/1/atom", 'unknown atom "x"', "use one of: "),
     ({"/scoring/kernel/atom": DELETE}, "/scoring/kernel", "has no 'atom'", 'add "atom": "..."'),
     ({"/name": "budget", "/budget": DELETE}, "/budget", "required but missing", "add it"),
-    ({"/scoring/fusion": DELETE}, "/scoring/fusion", "required but missing", "add it"),
     ({"/zzz": 1}, "/zzz", "not a known field", "remove it or correct its name"),
     ({"/a~1b": 1}, "/a~01b", "not a known field", "remove it"),
     ({"/scoring/signals/2/radius": 1}, "/scoring/signals/2/radius",
      "not a known field of 'spatial_centrality_prior'", "remove it"),
-    ({"/scoring/signals/0/wieght": 1}, "/scoring/signals/0/wieght", "not a known field",
-     "remove it: 'weight' is already present"),
-    ({"/scoring/signals/1/temperature": DELETE, "/scoring/signals/1/temprature": 1},
-     "/scoring/signals/1/temprature", "not a known field", "did you mean 'temperature'?"),
-    ({"/scoring/fussion": 1}, "/scoring/fussion", "not a known field",
-     "remove it: 'fusion' is already present"),
-    ({"/provenance": {"note": ""}}, "/provenance/note", "not a known field",
-     "did you mean 'notes'?"),
-    ({"/base_policy/params/theta": DELETE, "/base_policy/params/teta": 0.5},
-     "/base_policy/params/teta", "not a known field", "did you mean 'theta'?"),
+    ({"/scoring/signals/1/temprature": 1}, "/scoring/signals/1/temprature",
+     "not a known field of 'attention_proxy_saliency'", "did you mean 'temperature'?"),
+    ({"/base_policy/params/teta": 0.5}, "/base_policy/params/teta", "not a known field",
+     "did you mean 'theta'?"),
     ({"/provenance": DELETE, "/provenence": {}}, "/provenence", "not a known field",
      "did you mean 'provenance'?"),
     ({"/reassembly/strength": 1.01}, "/reassembly/strength", "1.01 is refused",
@@ -141,9 +131,6 @@ SINGLE: list[tuple[Changes, str, str, str]] = [
      "should be an object"),
     ({"/safety/1": "deterministic"}, "/safety", '[{"atom": "preserve_budget"}, "determ',
      "list deterministic once"),
-    ({"/safety": ["deterministic", {"atom": "deterministic", "repeats": 3}]}, "/safety",
-     '["deterministic", {"atom"', "list deterministic once"),
-    ({"/safety/2": {"atom": "deterministic", "repeats": 1}}, "/safety/2/repeats", "1 is", ""),
     ({"/budget/limit": 31}, "/budget/limit", "limit 31 is below the state's own K = 32",
      "write 32 or more, or null for no limit"),
     ({"/budget": {"atom": "ratio_budget", "ceiling": 64, "limit": 63}}, "/budget/limit",
@@ -151,14 +138,12 @@ SINGLE: list[tuple[Changes, str, str, str]] = [
     ({"/budget": {"atom": "ratio_budget", "floor": 4}, "/constraints/selector/r_min": 5},
      "/constraints/selector/r_min", "r_min = 5 reference tokens cannot be kept of K = 4",
      "write 4 or less, or null, which means K - q_e"),
-    ({"/budget": {"atom": "fixed_budget@33"}}, "/budget/atom", "unknown atom", ""),
     *(({"/provenance": {"seed": seed}}, "/provenance/seed", "", "")
       for seed in (0.5, "0", 2**63, 1e300)),
     ({"/provenance": {"notes": ["a"] * 99}}, "/provenance/notes", '["a", "a"', ""),
     ({"/core": {}}, "/core/share", "required but missing", "add it"),
     ({"/core": {"share": 1.1}}, "/core/share", "1.1 is refused", ""),
     ({"/core": {"share": 0.5, "cover": 1}}, "/core/cover", "1 is refused", ""),
-    ({"/core": {"share": 0.5, "size": 8}}, "/core/size", "not a known field", "remove it"),
     *(({"/core": {"share": 0.5, "policy": {"name": name}}}, "/core/policy/name",
        f"base policy {name!r} reads the question", "use one of: ")
       for name, policy in BASE_POLICIES.items() if policy.core is None),
@@ -184,17 +169,12 @@ NESTED = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 WIDE = "not UTF-8 text (it looks like UTF-16 or UTF-32)"
 TEXTS: list[tuple[str | bytes, str]] = [
     ("", "is empty"),
-    (" \n", "is empty"),
     ("schema: autoprune", "not JSON: Expecting value at line 1 col 1"),
     ("[]", "a state is a JSON object, not []"),
-    ('"{}"', 'a state is a JSON object, not "{}"'),
     ("NaN", "NaN is not a JSON number"),
     ("-1e999", "-1e999 is larger than any 64-bit float"),
     ('{"schema": 1,}', "not JSON: "),
     ('{"schema": 1} {}', "not JSON: Extra data at line 1 col 15"),
-    ("{'a': 1}", "not JSON: "),
-    ('{"a": 1} // so', "not JSON: "),
-    ('{"a": 01}', "not JSON: "),
     ('{"a": "\n"}', "not JSON: "),
     ("\0\1\2\3", WIDE),
     (NESTED, "nested too deeply: 100001 levels"),
@@ -371,15 +351,11 @@ def test_limits_are_inclusive_and_brackets_in_strings_are_not_counted() -> None:
     assert where == "" and what.startswith("nested too deeply: 33 levels")
 
 
-def nested(levels: int) -> object:
-    value: object = {}
-    for _ in range(levels):
-        value = {"a": value}
-    return value
-
-
 CYCLE: dict[str, object] = {}
 CYCLE["a"] = CYCLE
+DEEP: dict[str, object] = {}
+for _ in range(100_000):
+    DEEP = {"a": DEEP}
 
 
 @pytest.mark.parametrize(
@@ -388,7 +364,7 @@ CYCLE["a"] = CYCLE
         ({1, 2}, "syntax"),
         (b"x", "syntax"),
         pytest.param(10**5000, "syntax", id="long"),
-        pytest.param(nested(100_000), "depth", id="deep"),
+        pytest.param(DEEP, "depth", id="deep"),
         pytest.param(CYCLE, "syntax", id="cycle"),
         pytest.param([0] * MAX_VALUES, "values", id="many"),
         pytest.param("x" * MAX_BYTES, "size", id="large"),

@@ -19,6 +19,7 @@ from torch import Tensor
 from tests.stand_in_device import forbid_waiting
 from tests.tpdsl.samples import (
     BLEND,
+    IN,
     UNCHANGED,
     Changes,
     active,
@@ -118,7 +119,6 @@ BASES: dict[str, Changes] = {
 }
 """Base policies alone, with parameters that change what they do."""
 
-IN: Changes = {"/rank_at": "merger_in"}
 DPP = {"atom": "anchor_controlled_pool_dpp_selector", "q_e": 4}
 CONDITIONAL = {"atom": "runtime_conditional_similarity_kernel", "theta": 0.5}
 CAPPED = {"atom": "constrained_pool_dpp_selector", "q_e": 2}

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.tpdsl.samples import BLEND, UNCHANGED, Changes, call, images, plain, state, take
-from tests.tpdsl.test_properties import IN, ODD_GRIDS, same
+from tests.tpdsl.samples import BLEND, IN, UNCHANGED, Changes, call, images, plain, state, take
+from tests.tpdsl.test_properties import ODD_GRIDS, same
 from vllm_autoprune import (
     BudgetError,
     Grid,
@@ -39,11 +39,11 @@ from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
 from vllm_autoprune.tpdsl.base_policy import Given
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, core_policy, delta_policy
 from vllm_autoprune.tpdsl.refine import (
+    _most_similar,
     give_core,
     keep_evenly,
     keep_indices,
     keep_reference,
-    most_similar,
     pool_tokens,
     select_tokens,
 )
@@ -363,7 +363,7 @@ def test_the_delta_merges_every_token_that_the_core_does_not_stand_for() -> None
     tokens = images(3)
     kept = refine(materialize(with_core(core, {**BLEND, **UNCHANGED}), 8), tokens)
     delta = kept.indices[:, 4:]
-    covered = most_similar(tokens, kept.indices[:, :4], int(0.25 * tokens.grid.per_tile))
+    covered = _most_similar(tokens, kept.indices[:, :4], int(0.25 * tokens.grid.per_tile))
     for image in range(tokens.batch):
         features, cosine = tokens.features[image], tokens.cosine[image]
         assert not bool(covered[image, delta[image]].any())

@@ -1,11 +1,9 @@
-"""The safety check and its probes, and the predicted cost of a state."""
+"""The safety check and its probes, and the cost of a state."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +24,13 @@ from vllm_autoprune import (
 from vllm_autoprune.tpdsl import safety
 from vllm_autoprune.tpdsl.atoms.safety import VERDICTS
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
-from vllm_autoprune.tpdsl.cost import DEFAULT_COST, atom_costs, require_affordable, state_cost
+from vllm_autoprune.tpdsl.cost import (
+    ATOM_COSTS,
+    DEFAULT_COST,
+    POLICY_COSTS,
+    require_affordable,
+    state_cost,
+)
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.safety import synthetic_probes
@@ -42,7 +46,7 @@ def details(record: SafetyRecord) -> dict[str, str]:
     return {verdict.name: verdict.detail for verdict in record.verdicts}
 
 
-@pytest.mark.parametrize("budget", [1, 15, 16, 17, 79, 80, 640])
+@pytest.mark.parametrize("budget", [1, 15, 16, 79, 80, 640])
 def test_the_probes_hold_more_tokens_than_are_kept_and_one_of_them_equal_tokens(
     budget: int,
 ) -> None:
@@ -54,15 +58,11 @@ def test_the_probes_hold_more_tokens_than_are_kept_and_one_of_them_equal_tokens(
         assert torch.equal(probe.features, again.features)
 
 
-@pytest.mark.parametrize("budget", [641, 65536])
-def test_large_budget_is_checked_at_a_smaller_one_with_a_note(budget: int) -> None:
-    selector = {"atom": "reference_residual_exchange_selector", "q_e": 640}
-    policy = materialize(state({"/constraints/selector": selector}), budget)
-    begun = time.process_time()
+def test_large_budget_is_checked_at_a_smaller_one_with_a_note() -> None:
+    policy = materialize(state(), 641)
     record = safety_check(policy)
-    assert time.process_time() - begun < 30
     assert failed(record) == []
-    assert details(record)["exact_count"].endswith(f", K = 640, checked in place of K = {budget}")
+    assert details(record)["exact_count"].endswith(", K = 640, checked in place of K = 641")
     # The caller's probes are used unchanged.
     assert details(safety_check(policy, [images(1)]))["exact_count"].endswith(", K = 36")
 
@@ -140,7 +140,6 @@ BASES: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
     # With q_e = 0 the gap is filled from the front, so the K rows themselves may look sound.
     "one": (lambda *_: torch.tensor([[0, 0, 0, 0]] * 2), ["valid_indices"]),
     "last": (lambda *_: torch.tensor([[0, 1, 2, 2]] * 2), ["valid_indices"]),
-    "pairs": (lambda *_: torch.tensor([[9, 9, 8, 8]] * 2), ["valid_indices"]),
     "too few": (
         lambda *_: torch.arange(3).expand(2, -1), ["exact_count", "valid_indices", "shapes"]),
     "out of range": (lambda *_: torch.arange(10**6, 10**6 + 4).expand(2, -1), list(VERDICTS)),
@@ -166,7 +165,7 @@ def test_broken_base_policies(monkeypatch: pytest.MonkeyPatch, fault: str, q_e: 
     assert fault != "an exception" or set(details(record).values()) == {"KeyError: 'x'"}
 
 
-def test_probes_and_signals_that_cannot_be_used_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probes_that_cannot_be_used_fail() -> None:
     record = safety_check(materialize(state(), 4), [plain(torch.randn(2, 20, 4))])
     assert failed(record) == list(VERDICTS)
     assert "SelectionError" in details(record)["shapes"]
@@ -176,53 +175,45 @@ def test_probes_and_signals_that_cannot_be_used_fail(monkeypatch: pytest.MonkeyP
     assert failed(record) == ["finite_scores"]
     assert details(record)["finite_scores"] == "finite rows: True, fell back: 1"
 
-    def nothing(call: object, tokens: VisualTokens, picks: Tensor) -> Tensor:
-        return torch.full((tokens.batch, tokens.count), torch.nan)
 
-    broken = replace(ATOMS["spatial_centrality_prior"], function=nothing)
-    monkeypatch.setitem(ATOMS, "spatial_centrality_prior", broken)
-    assert failed(safety_check(materialize(state(), 4))) == ["finite_scores"]
+# What a selection costs.
 
 
-# The predicted cost.
-
-
-def test_every_part_of_a_state_has_a_cost_and_shipped_ones_are_far_below_the_bound() -> None:
+def test_every_atom_that_runs_has_a_cost_and_shipped_states_are_far_below_the_bound() -> None:
+    ends: dict[str, tuple[str, ...]] = {
+        "token_source_base_policy": ("prior", "policy"),
+        "candidate_pool": ("_builder",),
+        **dict.fromkeys(("scoring", "similarity_kernel", "selection_constraints"), ("",)),
+    }
+    atoms = [name for name, atom in ATOMS.items() if name.endswith(ends.get(atom.group, ()))]
+    assert set(atoms) == set(ATOM_COSTS) and set(POLICY_COSTS) == set(BASE_POLICIES)
     for name in shipped_states():
         assert 0 < 2 * state_cost(load_state(name)) < DEFAULT_COST, name
-    changes: list[Changes] = [
-        *({"/constraints/selector": {"atom": name}}
-          for name in ATOMS.names("selection_constraints")),
-        *({"/constraints/pool": [{"atom": name}]} for name in ATOMS.names("candidate_pool")
-          if name.endswith("_builder")),
-        *({"/scoring/signals": [{"atom": name}]} for name in ATOMS.names("scoring")),
-        {"/core": {"share": 0.5, "cover": 0.5}},
-    ]  # fmt: skip
-    for changed in map(state, changes):
-        costs = [*atom_costs(changed)]
-        assert costs and all(milliseconds > 0 for _, milliseconds in costs), changed
-        assert state_cost(changed) == sum(milliseconds for _, milliseconds in costs)
-    assert {"divprune", "cover of the core", "cdpruner"} <= {atom for atom, _ in costs}
-    ((only, _),) = atom_costs(state({"/core": {"share": 1.0}}))
-    assert only == "divprune"
 
 
-MARGINAL = "maximal_marginal_relevance_pool_selector"
-CENTROIDS = "cluster_centroid_representativeness"
-GROWING: list[tuple[str, Any, Any]] = [
-    ("/scoring/signals/0/weight", 0.0, 0.5),
-    ("/scoring/signals/4/radius", 1, 3),
-    ("/constraints/pool/1/pool_ratio", 0.25, 2.0),
-    ("/constraints/selector", {"atom": MARGINAL, "q_e": 2}, {"atom": MARGINAL, "q_e": 100}),
-    ("/scoring/signals/0", {"atom": CENTROIDS, "clusters": 4}, {"atom": CENTROIDS, "clusters": 64}),
-    ("/core", {"share": 0.5}, {"share": 0.5, "cover": 0.5}),
-    ("/core", {"share": 0.5, "cover": 0.5}, {"share": 0.5, "cover": 0.5, "strength": 0.25}),
-]
+PRIORS = [{"atom": "external_policy", "policy": "fsr"}, {"atom": "native_teacher_mask_prior"}]
+SOURCES = {"atom": "multi_source_pool_builder", "sources": [{"atom": "diversity_pool_builder"}] * 2}
 
 
-@pytest.mark.parametrize(("pointer", "less", "more"), GROWING, ids=lambda value: str(value)[:30])
-def test_more_work_costs_more(pointer: str, less: Any, more: Any) -> None:
-    assert state_cost(state({pointer: less})) < state_cost(state({pointer: more}))
+@pytest.mark.parametrize(
+    ("changes", "milliseconds"),
+    [
+        # CDPruner, five signals and an exchange; what is not run costs nothing.
+        ({}, 43.0),
+        ({"/scoring/signals/4/weight": 0.0}, 43.0 - 1.1),
+        ({"/constraints/selector/q_e": 0}, 8.5 + 18.5 + 1.0),
+        ({"/constraints/selector/q_e": 0, "/reassembly": {
+            "atom": "reassemble/nearest.mean.residual.score"}}, 8.5 + 6.4 + 18.5 + 1.0),
+        ({"/source": {"priors": PRIORS}}, 43.0 + 0.1 + 41.3 + 0.1 + 8.5),
+        ({"/constraints/pool/1": SOURCES}, 43.0 + 0.1 + 2 * 2.7 - 2.7),
+        ({"/reassembly/strength": 0.5}, 43.0 + 11.8),
+        ({"/core": {"share": 0.5}}, 43.0 + 28.8),
+        ({"/core": {"share": 1.0}}, 28.8),
+        ({"/core": {"share": 1.0, "cover": 0.5}}, 28.8 + 8.7 + 18.5),
+    ],
+)  # fmt: skip
+def test_a_cost_is_the_sum_over_the_atoms_that_run(changes: Changes, milliseconds: float) -> None:
+    assert state_cost(state(changes)) == pytest.approx(milliseconds)
 
 
 def test_a_dear_state_is_refused_by_the_sum_the_bound_and_its_dearest_atoms() -> None:
@@ -232,12 +223,4 @@ def test_a_dear_state_is_refused_by_the_sum_the_bound_and_its_dearest_atoms() ->
         require_affordable(state({"/scoring/signals": signals}), 100.0)
     (problem,) = caught.value.problems
     assert "may take 100" in problem.what and "32 x local_detail_energy" in problem.what
-    assert "--autoprune-request-cost" in str(caught.value)
-    # At the K of the check nothing can be exchanged, but requests may ask for a larger one.
-    selector = {"atom": "reference_residual_exchange_selector", "q_e": 640, "r_min": 200}
-    changes: Changes = {
-        "/scoring/signals": [{"atom": CENTROIDS, "clusters": 64}] * 32,
-        "/constraints/selector": selector,
-        "/budget/atom": "fixed_budget@640",
-    }
-    assert state_cost(state(changes)) > 2 * state_cost(state())
+    assert "--autoprune-request-cost" in problem.fix

@@ -13,8 +13,7 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from pydantic import ValidationError
 
-from tests.tpdsl.samples import DELETE, UNCHANGED, Changes, Json, edited, sample, state
-from tests.tpdsl.test_properties import IN
+from tests.tpdsl.samples import DELETE, IN, UNCHANGED, Changes, Json, edited, sample, state
 from vllm_autoprune import PruningState, load_state, materialize
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -22,7 +21,7 @@ from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.reference import (
     CORE_POLICIES,
     PLACES,
-    list_parameters,
+    _list_parameters,
     render_page,
     render_proposer_text,
 )
@@ -173,7 +172,7 @@ def test_page_and_prompt_name_every_atom_and_parameter_once() -> None:
     assert all(place.pointer in prompt for place in PLACES)
     schema = json.dumps(SCHEMA)
     for name in ATOMS.names():
-        for p in list_parameters(ATOMS[name].call):
+        for p in _list_parameters(ATOMS[name].call):
             assert f"{p.name} = {p.default} ({p.values}: {p.description})" in prompt, name
             assert json.dumps(p.description) in schema
     # The names of the 81 reassemblies are explained by their axes.
@@ -203,7 +202,7 @@ def test_stated_ranges_and_defaults_are_those_of_the_call(name: str) -> None:
             return False
         return True
 
-    for parameter in list_parameters(call):
+    for parameter in _list_parameters(call):
         assert accepts(json.loads(parameter.default))
         stated = re.match(r"(integer|number) (\S+)(?: to (\S+))?( or null)?$", parameter.values)
         if stated is None:

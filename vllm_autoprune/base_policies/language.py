@@ -242,7 +242,7 @@ def _native_sparsevlm(
     rest = score.masked_fill(mask_from_indices(kept, tokens.count), -torch.inf)
     sources = rank_descending(rest)[:, : _recycled_count(tokens.count - count)]
     count = _cluster_count(sources.shape[1])
-    members = density_peak_clusters(gather_rows(states, sources), count, break_ties=False)
+    members = _density_peak_clusters(gather_rows(states, sources), count, break_ties=False)
     merged = _cluster_means(members, gather_rows(states, sources))
     none = kept.new_full((tokens.batch, merged.shape[1]), -1)
     rows = torch.cat([gather_rows(states, kept).float(), merged], dim=1)
@@ -275,7 +275,7 @@ def sparsevlm(params: _SparseVLMParams, tokens: VisualTokens, budget: int) -> Re
     # enter the language model, because the mean becomes one of those rows.
     sources = order[:, picks.shape[1] :][:, : _recycled_count(tokens.count - picks.shape[1])]
     states = language.visual(language.states(params.layer), tokens.count, dim=1)
-    members = density_peak_clusters(gather_rows(states, sources), extra)
+    members = _density_peak_clusters(gather_rows(states, sources), extra)
     merged = _cluster_means(members, gather_rows(tokens.output, sources))
     return ReferenceSelection(picks, extra=merged.to(tokens.output.dtype))
 
@@ -314,7 +314,7 @@ def _cluster_count(recycled: int) -> int:
     return int(recycled / 10) + 1
 
 
-def density_peak_clusters(states: Tensor, count: int, *, break_ties: bool = True) -> Tensor:
+def _density_peak_clusters(states: Tensor, count: int, *, break_ties: bool = True) -> Tensor:
     """Density-peak clustering (Du et al. 2016, DPC-KNN) of states ``(B, n, D)``.
 
     Returns one-hot membership ``(B, n, count)`` float32.

@@ -115,7 +115,7 @@ def greedy_map_triton(
     picks = torch.empty(batch, count, dtype=torch.int64, device=quality.device)
     if batch == 0 or count == 0:
         return picks
-    block, rows, warps = launch_options(tokens)
+    block, rows, warps = _launch_options(tokens)
     fixed = 0 if conditioned is None else conditioned.factors.shape[1]
     factors = quality.new_empty(batch, fixed + count, tokens)
     if conditioned is None:
@@ -148,7 +148,7 @@ def greedy_map_triton(
     return picks
 
 
-def launch_options(tokens: int) -> tuple[int, int, int]:
+def _launch_options(tokens: int) -> tuple[int, int, int]:
     """Block size, factor rows read at once and warps of a program, for N tokens."""
     block = int(triton.next_power_of_2(tokens))
     return block, max(1, min(16, _TILE // block)), min(16, max(4, block // 128))

@@ -22,7 +22,7 @@ HUGE = 2.0**100
 """Value of an infinite or NaN weight, when tokens are ordered by weight alone."""
 
 
-def fill_by_weight(
+def _fill_by_weight(
     picks: Tensor, gains: Tensor, weight: Tensor, eligible: Tensor | None, floor: float
 ) -> Tensor:
     """Replace the picks whose gain is at most ``floor`` or NaN by tokens of descending weight.
@@ -114,7 +114,7 @@ def weighted_farthest_points(
     if not picks:
         return torch.empty(batch, 0, dtype=torch.int64, device=nearest.device)
     fill = weight if fill is None else fill
-    return fill_by_weight(torch.stack(picks, 1), torch.cat(gains, 1), fill, free, floor)
+    return _fill_by_weight(torch.stack(picks, 1), torch.cat(gains, 1), fill, free, floor)
 
 
 def distance_to_kept(distance: Tensor, kept: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def greedy_coverage(
         _greedy(*image, count, scale) for image in zip(degrees, weight, covered, taken, strict=True)
     ]
     picks, gains = (torch.stack(part) for part in zip(*parts, strict=True))
-    return fill_by_weight(picks, gains, weight, ~taken, floor)
+    return _fill_by_weight(picks, gains, weight, ~taken, floor)
 
 
 def _greedy(
@@ -331,7 +331,7 @@ def greedy_map_torch(
         residual.addcmul_(update, update, value=-1)
         flat.index_fill_(0, at, -1.0)  # stays negative, so the token is not picked again
     # Gains never increase and NaN persists, so the picks that count come first.
-    return fill_by_weight(torch.stack(picks, 1), torch.cat(gains, 1), quality, eligible, EXHAUSTED)
+    return _fill_by_weight(torch.stack(picks, 1), torch.cat(gains, 1), quality, eligible, EXHAUSTED)
 
 
 def capped_greedy_map(

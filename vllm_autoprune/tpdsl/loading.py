@@ -15,18 +15,18 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from types import UnionType
-from typing import NoReturn, TypeVar, get_args
+from typing import NoReturn, TypeVar
 
-from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
+from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.tpdsl.atoms.selectors import Selector, SelectorCall
 from vllm_autoprune.tpdsl.atoms.source import Budget, BudgetCall
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.state import SCHEMA, PruningState
 
@@ -241,13 +241,13 @@ def _checked(value: object, where: str, problems: list[Problem]) -> JsonValue:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:  # half of a pair, which UTF-8 cannot encode
-            what = f"{key}{format_value(text)} holds half of a surrogate pair"
+            what = f"{key}{_format_value(text)} holds half of a surrogate pair"
             problems.append(Problem(where, what, "write the whole character", "surrogate"))
 
     if isinstance(value, _Object):
         for name in value.duplicates:
             what, below = (
-                f"key {format_value(name)} occurs twice in one object",
+                f"key {_format_value(name)} occurs twice in one object",
                 child_pointer(where, name),
             )
             problems.append(Problem(below, what, "keep one of them", "duplicate_key"))
@@ -285,7 +285,7 @@ def child_pointer(where: str, step: str | int) -> str:
     return f"{where}/{key.replace('~', '~0').replace('/', '~1')}"
 
 
-def format_value(value: object, limit: int = 60) -> str:
+def _format_value(value: object, limit: int = 60) -> str:
     """Format a JSON value on one line of about ``limit`` characters at most."""
     if isinstance(value, str):
         return f'"{escape_unprintable(value, limit)}"'
@@ -302,14 +302,14 @@ def format_value(value: object, limit: int = 60) -> str:
 
 def _validate(data: JsonValue, problems: list[Problem], subject: str) -> PruningState:
     if not isinstance(data, dict):
-        what = f"a state is a JSON object, not {format_value(data)}"
+        what = f"a state is a JSON object, not {_format_value(data)}"
         _refuse(subject, [*problems, Problem("", what, _ONE_OBJECT, "value")])
     # Invalid values were replaced by null; problems of the replacement are not reported.
     replaced = {problem.where for problem in problems if problem.kind != "duplicate_key"}
     version = data.get("schema")
     if version != SCHEMA:
         # Fields of another version may have another meaning, so they are not checked.
-        status = "missing" if version is None else f"{format_value(version)} is not known"
+        status = "missing" if version is None else f"{_format_value(version)} is not known"
         what = f"schema version {status}; this version reads {SCHEMA!r}"
         fix = f'write "schema": "{SCHEMA}", or use the release that wrote the state'
         unknown = [] if "/schema" in replaced else [Problem("/schema", what, fix, "version")]
@@ -417,12 +417,12 @@ def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
         return _unknown(field, value, allowed, where)
     message = _MESSAGES.get(kind, detail["msg"])
     return Problem(
-        where, f"{format_value(value)} is refused", message[:1].lower() + message[1:], "value"
+        where, f"{_format_value(value)} is refused", message[:1].lower() + message[1:], "value"
     )
 
 
 def _unknown(field: str, name: JsonValue, allowed: Sequence[str], where: str) -> Problem:
-    what = f"unknown {field} {format_value(name)}"
+    what = f"unknown {field} {_format_value(name)}"
     if not isinstance(name, str):
         fix = "name it in a string"
     elif field == "name" and name in BASE_POLICIES:
@@ -436,38 +436,22 @@ def _unknown(field: str, name: JsonValue, allowed: Sequence[str], where: str) ->
 
 
 def _extra(location: Sequence[int | str], data: JsonValue, where: str) -> Problem:
-    parent_at, parent = _place(location[:-1], data)
-    parent = parent if isinstance(parent, dict) else {}
-    atom = parent.get("atom")
-    known = isinstance(atom, str) and atom in ATOMS
-    fields = ATOMS[str(atom)].call.parameters() if known else _fields(parent_at, data)
-    near = _near(str(location[-1]), [field for field in fields if field not in parent])
-    present = _near(str(location[-1]), [field for field in fields if field in parent])
-    fix = (
-        f"remove it: {present!r} is already present" if present else "remove it or correct its name"
-    )
-    fix = f"did you mean {near!r}?" if near else fix
-    of = f" of {atom!r}" if known else ""
+    _, parent = _place(location[:-1], data)
+    name, atom = str(location[-1]), parent.get("atom") if isinstance(parent, dict) else None
+    fields, of = _all_fields(), ""
+    if isinstance(atom, str) and atom in ATOMS:
+        fields, of = ATOMS[atom].call.parameters(), f" of {atom!r}"
+    near = None if name in _all_fields() else _near(name, fields)
+    fix = f"did you mean {near!r}?" if near else "remove it or correct its name"
     return Problem(where, f"not a known field{of}", fix, "unknown_field")
 
 
-def _fields(where: str, data: JsonValue) -> Sequence[str]:
-    """Fields of the object at a JSON pointer, if it is not an atom."""
-    model: type[BaseModel] = PruningState
-    value = data
-    for step in where.split("/")[1:]:
-        value = _item(value, step)
-        field = model.model_fields.get(step)
-        inner: object = field.annotation if field else None
-        if isinstance(inner, UnionType):  # a field that may be null
-            inner = get_args(inner)[0]
-        if inner is BasePolicyCall and isinstance(value, dict):
-            name = value.get("name")
-            inner = BASE_POLICIES[name].call if name in BASE_POLICIES else BasePolicyCall
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return ()
-        model = inner
-    return [field.alias or name for name, field in model.model_fields.items()]
+@cache
+def _all_fields() -> tuple[str, ...]:
+    """Names of all fields of a state and its parts."""
+    schema = PruningState.model_json_schema()
+    parts = [schema, *schema["$defs"].values()]
+    return tuple(dict.fromkeys(name for part in parts for name in part.get("properties", ())))
 
 
 def _place(location: Sequence[int | str], data: JsonValue) -> tuple[str, JsonValue]:

@@ -44,7 +44,7 @@ CORE_POLICIES = tuple(name for name, policy in BASE_POLICIES.items() if policy.c
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class _Place:
     """A field of a state that takes atoms: its JSON pointer, and whether it takes a list."""
 
     pointer: str
@@ -59,23 +59,23 @@ class Place:
 
 
 PLACES = (
-    Place("/source/tokens", "token_source_base_policy", ViewCall),
-    Place("/source/priors", "token_source_base_policy", PriorCall, many=True),
-    Place("/budget", "budget_control"),
-    Place("/scoring/signals", "scoring", many=True),
-    Place("/scoring/kernel", "similarity_kernel"),
-    Place("/scoring/fusion", "score_fusion"),
-    Place("/constraints/pool", "candidate_pool", PoolCall, many=True),
-    Place("/constraints/partition", "candidate_pool", PartitionCall),
-    Place("/constraints/selector", "selection_constraints"),
-    Place("/reassembly", "reassembly"),
-    Place("/safety", "safety_checks", many=True),
+    _Place("/source/tokens", "token_source_base_policy", ViewCall),
+    _Place("/source/priors", "token_source_base_policy", PriorCall, many=True),
+    _Place("/budget", "budget_control"),
+    _Place("/scoring/signals", "scoring", many=True),
+    _Place("/scoring/kernel", "similarity_kernel"),
+    _Place("/scoring/fusion", "score_fusion"),
+    _Place("/constraints/pool", "candidate_pool", PoolCall, many=True),
+    _Place("/constraints/partition", "candidate_pool", PartitionCall),
+    _Place("/constraints/selector", "selection_constraints"),
+    _Place("/reassembly", "reassembly"),
+    _Place("/safety", "safety_checks", many=True),
 )
 """All fields of a state that take atoms; together they take every atom (tested)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class _Parameter:
     """One parameter of an atom, as text: allowed values, default and description."""
 
     name: str
@@ -84,7 +84,7 @@ class Parameter:
     description: str
 
 
-def list_parameters(model: type[BaseModel]) -> list[Parameter]:
+def _list_parameters(model: type[BaseModel]) -> list[_Parameter]:
     """Parameters of a call, or fields of the core, with their ranges and defaults."""
     schema = cast(dict[str, dict[str, dict[str, JsonValue]]], model.model_json_schema())
     rows = []
@@ -98,7 +98,7 @@ def list_parameters(model: type[BaseModel]) -> list[Parameter]:
         # A policy is any of a union, whose schemas would say no more than its name.
         policy = name == "policy" and model is Core
         values = ", ".join(CORE_POLICIES) if policy else _values(schema["properties"][name])
-        rows.append(Parameter(name, values, default, str(field.description)))
+        rows.append(_Parameter(name, values, default, str(field.description)))
     return rows
 
 
@@ -161,7 +161,7 @@ def render_page() -> str:
             reads = ", ".join(sorted(atom.needs)) or "-"
             rows = "<br>".join(
                 f"`{p.name}`: {p.values}; default {p.default}; {p.description}"
-                for p in list_parameters(atom.call)
+                for p in _list_parameters(atom.call)
             )
             lines.append(f"| `{name}` | {atom.origin} | {reads} | {atom.doc} | {rows or '-'} |")
     lines += [
@@ -176,7 +176,7 @@ def render_page() -> str:
         "|---|---|---|---|",
         *(
             f"| `{p.name}` | {p.values} | {p.default} | {p.description} |"
-            for p in list_parameters(Core)
+            for p in _list_parameters(Core)
         ),
         "",
         "## rank_at",
@@ -218,11 +218,11 @@ def render_proposer_text(components: Collection[str] = (), left_out: Collection[
             lines += _reassembly_axes()
             continue
         # A parameter that several atoms share is described for the first one only.
-        described: set[Parameter] = set()
+        described: set[_Parameter] = set()
         for name in place.names:
             if name in left_out:
                 continue
-            atom, parameters = ATOMS[name], list_parameters(ATOMS[name].call)
+            atom, parameters = ATOMS[name], _list_parameters(ATOMS[name].call)
             new = _describe(p for p in parameters if p not in described)
             repeated = ", ".join(p.name for p in parameters if p in described)
             described.update(parameters)
@@ -235,7 +235,7 @@ def render_proposer_text(components: Collection[str] = (), left_out: Collection[
             "core (/core), an extension, optional: part of the tokens is chosen without the",
             "question, and shared by all questions about an image; the rest of the policy then",
             "chooses the others given it:",
-            *(f"- {_describe([p])}" for p in list_parameters(Core)),
+            *(f"- {_describe([p])}" for p in _list_parameters(Core)),
         ]
     if not components or "rank_at" in components:
         lines += ["", "rank_at (/rank_at), an extension, optional: where tokens are scored and"]
@@ -244,7 +244,7 @@ def render_proposer_text(components: Collection[str] = (), left_out: Collection[
     return "\n".join(lines) + "\n"
 
 
-def _describe(parameters: Iterable[Parameter]) -> str:
+def _describe(parameters: Iterable[_Parameter]) -> str:
     return "; ".join(f"{p.name} = {p.default} ({p.values}: {p.description})" for p in parameters)
 
 
@@ -257,9 +257,9 @@ def _reassembly_axes() -> Iterator[str]:
         yield f"- {axis.upper()}: {effects}"
         for level in levels:
             if level.call is not None:
-                yield f"    {level.name} takes {_describe(list_parameters(level.call))}"
+                yield f"    {level.name} takes {_describe(_list_parameters(level.call))}"
     for cell, name in PRINTED.items():
         yield f"- {name} is {cell}"
         if issubclass(ATOMS[name].call, NearestCall):
-            nearest = (p for p in list_parameters(NearestCall) if p.name == "nearest")
+            nearest = (p for p in _list_parameters(NearestCall) if p.name == "nearest")
             yield f"    {name} also takes {_describe(nearest)}"

@@ -74,7 +74,7 @@ def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Give
     tokens = policy.state.ranked(tokens)
     tiles, per_tile = tokens.grid.tiles, tokens.grid.per_tile
     count = int(policy.state.core.cover * per_tile)
-    covered = most_similar(tokens, core, count)
+    covered = _most_similar(tokens, core, count)
     delta = policy.budget - policy.core
     # A tile covers `count` tokens, or its core tokens if those are more.
     most = count * (tiles - 1) + max(count, policy.core)
@@ -191,7 +191,7 @@ def select_tokens(
         return replace(chosen, mergeable=~start.covered)
     if policy.is_core:
         count = int(policy.cover * tokens.grid.per_tile)
-        return replace(chosen, mergeable=most_similar(tokens, chosen.indices, count))
+        return replace(chosen, mergeable=_most_similar(tokens, chosen.indices, count))
     return chosen
 
 
@@ -239,7 +239,7 @@ def _reference(
     return ReferenceSelection(picks)
 
 
-def most_similar(tokens: VisualTokens, kept: Tensor, count: int) -> Tensor:
+def _most_similar(tokens: VisualTokens, kept: Tensor, count: int) -> Tensor:
     """Mask ``(B, N)`` of the kept tokens and those most similar to them.
 
     They are ``count`` tokens of each tile, and at least those kept there.

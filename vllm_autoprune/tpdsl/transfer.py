@@ -22,20 +22,13 @@ from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
 from vllm_autoprune.tpdsl.atoms.scoring import Relevance
 from vllm_autoprune.tpdsl.atoms.selectors import BoundedSelector
-from vllm_autoprune.tpdsl.atoms.source import (
-    FIXED_BUDGETS,
-    EmbeddedView,
-    ProjectedView,
-    TowerView,
-    ViewCall,
-)
+from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, TowerView, ViewCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.loading import child_pointer
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy, materialize
 from vllm_autoprune.tpdsl.registry import ATOMS, default_call
 from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, safety_check, synthetic_probes
 from vllm_autoprune.tpdsl.state import PruningState, required_inputs
-from vllm_autoprune.tpdsl.tokens import split_over_tiles
 
 Kind = Literal["changed", "added", "removed", "reordered"]
 
@@ -180,28 +173,6 @@ def instruction_free(
     return variant, tuple(changes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Resolved:
-    """A field that depends on budget or backbone but is unchanged, with its resolved meaning."""
-
-    where: str
-    value: JsonValue
-    meaning: str
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """The transferred state, its policy at K, and a complete record of the changes.
-
-    Applying the changes to the original state gives the transferred one.
-    """
-
-    state: PruningState
-    policy: PruningPolicy
-    changes: tuple[Change, ...]
-    resolved: tuple[_Resolved, ...]
-
-
 _SPACES = {"clip": "CLIP's joint space", "language": "the language model's embedding space"}
 
 _MAX_R_MIN = 640
@@ -213,10 +184,11 @@ def transfer(
     budget: int | None = None,
     backbone: BackboneShape | None = None,
     name: str | None = None,
-) -> Transfer:
+) -> tuple[PruningState, tuple[Change, ...]]:
     """Transfer a state to a budget (default: unchanged) and a backbone (default: any).
 
-    Raises :class:`BudgetError` if the state does not allow K.
+    Returns it with every change: applied to the original they give the transferred state. Raises
+    :class:`BudgetError` if the state does not allow K.
     """
     document, changes = state_document(state), list[Change]()
 
@@ -265,20 +237,26 @@ def transfer(
         target = f"K = {k}" + (f" on {backbone.name}" if backbone else "")
         origin = f"Re-materialized from {state.name} ({state.digest[:12]}) for {target}."
         stale = f"was measured before the transfer, not for {target}"
-        name = name or _rename(state.name, k, backbone)
+        if name is None:  # autoprune-k32 -> autoprune-llava-next-7b-k160, within 128 characters
+            known = "|".join(re.escape(shape) for shape in BACKBONE_SHAPES)
+            pattern = rf"(?P<stem>.+?)(?:-(?P<backbone>{known}))?(?:-k\d+)?"
+            match = re.fullmatch(pattern, state.name)
+            assert match is not None
+            on = backbone.name if backbone else match["backbone"]
+            suffix = (f"-{on}" if on else "") + f"-k{k}"
+            name = match["stem"][: 128 - len(suffix)] + suffix
         set_field("/name", name, "distinguishes the two states")
         set_field("/provenance/evaluated_on", "", stale)
         set_field("/provenance/scores", {}, stale)
         notes = f"{state.provenance.notes} {origin}".strip()
         set_field("/provenance/notes", notes, "records the origin of the state")
     transferred = PruningState.model_validate(document)
-    policy = materialize(transferred, budget)
-    return Transfer(transferred, policy, tuple(changes), _resolve(policy, backbone))
+    materialize(transferred, budget)  # raises BudgetError
+    return transferred, tuple(changes)
 
 
-def check_transfer(transferred: Transfer, backbone: BackboneShape | None = None) -> SafetyRecord:
+def check_transfer(policy: PruningPolicy, backbone: BackboneShape | None = None) -> SafetyRecord:
     """Safety check of a transferred policy, on images with the inputs of the backbone."""
-    policy = transferred.policy
     if backbone is None or backbone.has_cls or policy.budget > MAX_PROBED_BUDGET:
         return safety_check(policy)
     # From a tower without [CLS], where attention is a mean over queries.
@@ -287,52 +265,3 @@ def check_transfer(transferred: Transfer, backbone: BackboneShape | None = None)
         for probe in synthetic_probes(policy.budget)
     ]
     return safety_check(policy, probes)
-
-
-def _rename(name: str, budget: int, backbone: BackboneShape | None) -> str:
-    """``autoprune-k32`` -> ``autoprune-llava-next-7b-k160``, within a name's 128 characters."""
-    known = "|".join(re.escape(known) for known in BACKBONE_SHAPES)
-    match = re.fullmatch(rf"(?P<stem>.+?)(?:-(?P<backbone>{known}))?(?:-k\d+)?", name)
-    assert match is not None
-    on = backbone.name if backbone else match["backbone"]
-    suffix = (f"-{on}" if on else "") + f"-k{budget}"
-    return match["stem"][: 128 - len(suffix)] + suffix
-
-
-_NO_CLS = "without [CLS], the mean attention over queries is used"
-
-
-def _resolve(policy: PruningPolicy, backbone: BackboneShape | None) -> tuple[_Resolved, ...]:
-    """Every field that depends on budget or backbone, with its meaning in the new state."""
-    state = policy.state
-    selector, view, signals = state.constraints.selector, state.source.tokens, state.scoring.signals
-    if backbone is None:
-        least, most = state.budget.range()
-        means = f"K = {least} to {most}, by image" if policy.varies else f"K = {policy.budget}"
-    else:
-        k = policy.tokens_kept(backbone.tokens, backbone.tiles)
-        shares = split_over_tiles(k, backbone.tiles)
-        over = f", over {backbone.tiles} tiles: {' + '.join(map(str, shares))}"
-        means = f"K = {k}" + (over if backbone.tiles > 1 else "")
-    fields = [_Resolved("/budget/atom", state.budget.atom, means)]
-    means = f"at most {policy.quota} exchanges, at least {policy.r_min} reference tokens stay"
-    fields.append(_Resolved("/constraints/selector/atom", selector.atom, means))
-    if state.core is not None:
-        means = f"{policy.core} core tokens, {policy.budget - policy.core} by the question"
-        fields.append(_Resolved("/core/share", state.core.share, means))
-    if backbone and backbone.tiles > 1 and isinstance(view, ProjectedView | EmbeddedView):
-        scope = "within each tile" if view.tile_scope == "per_tile" else "across all tiles"
-        means = f"redundancy is measured {scope}"
-        fields.append(_Resolved("/source/tokens/tile_scope", view.tile_scope, means))
-    no_cls = backbone is not None and not backbone.has_cls
-    if no_cls and "cls_attention" in policy.base.needs_of(state.base_policy.params):
-        fields.append(_Resolved("/base_policy/name", policy.base.name, _NO_CLS))
-    for index, signal in enumerate(signals):
-        where = f"/scoring/signals/{index}"
-        if isinstance(signal, Relevance):
-            means = "as the backbone defines it" if backbone is None else f"{backbone.sign} here"
-            fields.append(_Resolved(f"{where}/sign", signal.sign, f"sign of relevance: {means}"))
-        if no_cls and "cls_attention" in ATOMS.of(signal).needs_of(signal):
-            means = f"{_NO_CLS}, or a softmax along the mean token"
-            fields.append(_Resolved(f"{where}/atom", signal.atom, means))
-    return tuple(fields)

@@ -246,32 +246,30 @@ def _materialize(options: argparse.Namespace) -> int:
     state, changes = load_state(options.state), tuple[Change, ...]()
     if options.instruction_free:
         state, changes = instruction_free(state)
-    result = transfer(state, options.budget, backbone, options.name)
-    changes += result.changes
-    safety = check_transfer(result, backbone)
+    state, further = transfer(state, options.budget, backbone, options.name)
+    changes += further
+    policy = materialize(state, options.budget)
+    safety = check_transfer(policy, backbone)
     record = {
-        "name": result.state.name,
-        "digest": result.state.digest,
-        "budget": result.policy.budget,
+        "name": state.name,
+        "digest": state.digest,
+        "budget": policy.budget,
         "changes": [asdict(change) for change in changes],
-        "resolved": [asdict(field) for field in result.resolved],
         "valid": safety.valid,
         "verdicts": [asdict(verdict) for verdict in safety.verdicts],
-        "state": json.loads(result.state.dumps()),
+        "state": json.loads(state.dumps()),
     }
     rows = [[change.where, format_value(change.before), format_value(change.after), change.why]
             for change in changes]  # fmt: skip
     table = format_table(["changed", "before", "after", "why"], rows, wrap=WIDTH + 40)
-    fields = [[field.where, format_value(field.value), field.meaning] for field in result.resolved]
     verdict = "valid" if safety.valid else "fails; nothing is written"
     blocks = [
-        f"{result.state.name}: K = {result.policy.budget}, digest {result.state.digest[:12]}",
+        f"{state.name}: K = {policy.budget}, digest {state.digest[:12]}",
         table if changes else "no field changes",
-        format_table(["resolved", "value", "meaning"], fields, wrap=WIDTH + 40),
         "\n".join([f"safety check: {verdict}", *_format_verdicts(safety)]),
     ]
     if safety.valid and options.output is not None:
-        write_file(options.output, result.state.dumps())
+        write_file(options.output, state.dumps())
         blocks.append(f"wrote {options.output}")
     print_result(options, record, *blocks)
     return 0 if safety.valid else 1

@@ -43,7 +43,7 @@ class _GridPartition(PartitionCall):
     cells: int = Field(4, ge=2, le=12, description="cells per side of each tile")
 
 
-class ClusterPartition(PartitionCall):
+class _ClusterPartition(PartitionCall):
     """Parameters of feature_cluster_partition."""
 
     clusters: int = Field(16, ge=2, le=64, description="number of clusters")
@@ -63,8 +63,8 @@ def _grid_cells(grid: Grid, cells: int, device: torch.device) -> tuple[Tensor, i
     return (offset + of_tile).flatten(), grid.tiles * rows * columns
 
 
-@atom("candidate_pool", ClusterPartition)
-def _feature_cluster_partition(call: ClusterPartition, tokens: VisualTokens) -> Tensor:
+@atom("candidate_pool", _ClusterPartition)
+def _feature_cluster_partition(call: _ClusterPartition, tokens: VisualTokens) -> Tensor:
     """Label tokens by spherical k-means on their features, seeded with farthest points."""
     return spherical_kmeans(tokens.cosine, call.clusters, call.iters)[0]
 
@@ -96,7 +96,7 @@ class _SourceCall(PoolCall):
     """A pool builder that may be a source of ``multi_source_pool_builder``."""
 
 
-class SizedPool(_SourceCall):
+class _SizedPool(_SourceCall):
     """A pool builder with a pool size relative to K."""
 
     pool_ratio: float | None = Field(
@@ -112,7 +112,7 @@ class SizedPool(_SourceCall):
         return _size(self.pool_ratio, grid, picked)
 
 
-class CoveragePool(_SourceCall):
+class _CoveragePool(_SourceCall):
     """Parameters of spatial_coverage_pool_builder."""
 
     cells: int = Field(6, ge=2, le=12, description="cells a side, within each tile")
@@ -124,18 +124,18 @@ def _size(ratio: float | None, grid: Grid, picked: int) -> int:
     return others if ratio is None else min(others, max(1, math.ceil(ratio * picked)))
 
 
-@atom("candidate_pool", SizedPool)
+@atom("candidate_pool", _SizedPool)
 def _quality_pool_builder(
-    call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
+    call: _SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
     """Tokens of highest quality g outside the reference selection."""
     order = rank_descending(g.masked_fill(~allowed.mask, -torch.inf))
     return positions_in_order(order[:, : call.most(tokens.grid, reference.shape[1])], allowed.mask)
 
 
-@atom("candidate_pool", CoveragePool)
+@atom("candidate_pool", _CoveragePool)
 def _spatial_coverage_pool_builder(
-    call: CoveragePool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
+    call: _CoveragePool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
     """The token of highest quality in each grid cell without a reference token."""
     cells, count = _grid_cells(tokens.grid, call.cells, g.device)
@@ -150,9 +150,9 @@ def _spatial_coverage_pool_builder(
     return positions_in_order(rank_descending(scores.masked_fill(~chosen, -torch.inf)), chosen)
 
 
-@atom("candidate_pool", SizedPool, origin="listed")
+@atom("candidate_pool", _SizedPool, origin="listed")
 def _diversity_pool_builder(
-    call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
+    call: _SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
     """Tokens farthest, in cosine distance, from the reference selection and from each other."""
     # The candidates, padded to the upper bound with other tokens, which are masked as taken.

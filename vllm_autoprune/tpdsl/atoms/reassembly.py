@@ -149,7 +149,7 @@ Rows = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class _Recipe:
     """One of the 81 atoms: a level of each axis."""
 
     assign: _Level
@@ -339,7 +339,7 @@ def _mean_groups(owner: Tensor, weight: Tensor, rows: Tensor, count: int) -> Ten
 RECIPES = {
     recipe.declare(): recipe
     for recipe in (
-        Recipe(*levels) for levels in product(ASSIGNMENTS, AGGREGATIONS, OUTPUTS, ORDERINGS)
+        _Recipe(*levels) for levels in product(ASSIGNMENTS, AGGREGATIONS, OUTPUTS, ORDERINGS)
     )
 }
 """Atom name -> its four levels."""

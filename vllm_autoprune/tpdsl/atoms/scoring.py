@@ -428,7 +428,7 @@ class _ConditionalKernel(AtomCall):
     )
 
 
-class CentredKernel(AtomCall):
+class _CentredKernel(AtomCall):
     """Parameters of centred_cosine_kernel."""
 
     scale_variance: bool = Field(
@@ -469,8 +469,8 @@ def _runtime_conditional_similarity_kernel(
     return conditional_kernel(tokens, g, call.eps, call.theta)
 
 
-@atom("similarity_kernel", CentredKernel, origin="extension")
-def _centred_cosine_kernel(call: CentredKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
+@atom("similarity_kernel", _CentredKernel, origin="extension")
+def _centred_cosine_kernel(call: _CentredKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
     """Cosine of token features less the mean token of their tile (Cen-Prune's similarity)."""
     rows = tokens.by_tile(tokens.features).float()
     if call.scale_variance:

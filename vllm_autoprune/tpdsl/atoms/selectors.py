@@ -72,7 +72,7 @@ class BoundedSelector(SelectorCall):
         return self.r_min
 
 
-class ResidualSelector(BoundedSelector):
+class _ResidualSelector(BoundedSelector):
     """Parameters of reference_residual_exchange_selector."""
 
     lam: float | None = added(
@@ -208,9 +208,9 @@ def _exchange_pairs(
     return kept.scatter(1, incoming, kept.gather(1, incoming) | exchanged)
 
 
-@atom("selection_constraints", ResidualSelector)
+@atom("selection_constraints", _ResidualSelector)
 def _reference_residual_exchange_selector(
-    call: ResidualSelector, revision: SelectorInputs
+    call: _ResidualSelector, revision: SelectorInputs
 ) -> Tensor:
     """Exchange the lowest-quality reference tokens for better candidates, best pair first."""
     if call.lam is not None:

@@ -40,13 +40,13 @@ _SCOPE = (
 )
 
 
-class ProjectedView(ViewCall):
+class _ProjectedView(ViewCall):
     """Parameters of vision_tokens@post_projector."""
 
     tile_scope: TileScope = Field("per_tile", description=_SCOPE)
 
 
-class EmbeddedView(ViewCall):
+class _EmbeddedView(ViewCall):
     """Parameters of vision_tokens@pre_llm."""
 
     tile_scope: TileScope = Field("global", description=_SCOPE)
@@ -95,7 +95,7 @@ class _RegisteredPolicyName:
         return core_schema.literal_schema(list(BASE_POLICIES))
 
 
-class ExternalPolicy(_WeightedPrior):
+class _ExternalPolicy(_WeightedPrior):
     """Parameters of external_policy."""
 
     policy: Annotated[str, _RegisteredPolicyName()] = Field(
@@ -113,7 +113,7 @@ class PriorInputs:
     picks: Tensor
 
 
-def _scoped(call: ProjectedView | EmbeddedView, tokens: VisualTokens) -> VisualTokens:
+def _scoped(call: _ProjectedView | _EmbeddedView, tokens: VisualTokens) -> VisualTokens:
     # A copy would lose cached values; with a single tile both scopes are the same.
     if tokens.grid.tiles == 1 or tokens.tile_scope == call.tile_scope:
         return tokens
@@ -123,14 +123,14 @@ def _scoped(call: ProjectedView | EmbeddedView, tokens: VisualTokens) -> VisualT
 declare(
     "vision_tokens@post_projector",
     "token_source_base_policy",
-    ProjectedView,
+    _ProjectedView,
     _scoped,
     doc="Score tokens by their features after the projector; tile_scope is within tiles.",
 )
 declare(
     "vision_tokens@pre_llm",
     "token_source_base_policy",
-    EmbeddedView,
+    _EmbeddedView,
     _scoped,
     doc="The same features as vision_tokens@post_projector, which enter the language model as they "
     "are; only the default tile_scope differs: across tiles.",
@@ -150,13 +150,13 @@ declare(
 
 @atom(
     "token_source_base_policy",
-    ExternalPolicy,
+    _ExternalPolicy,
     needs=frozenset().union(*(policy.needs for policy in BASE_POLICIES.values())),
     reads=lambda call: BASE_POLICIES[call.policy].needs_of(
         BASE_POLICIES[call.policy].default_params
     ),
 )
-def _external_policy(call: ExternalPolicy, known: PriorInputs) -> Tensor:
+def _external_policy(call: _ExternalPolicy, known: PriorInputs) -> Tensor:
     """Run a second base policy and reduce the quality of every token that it does not pick."""
     second = BASE_POLICIES[call.policy]
     picks = second.select(second.default_params, known.tokens, known.budget).picks
