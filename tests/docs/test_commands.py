@@ -22,8 +22,8 @@ from tests.serving.unit.samples import refusal, served
 from tests.test_examples import flags_of
 from vllm_autoprune.cli.main import main, parser
 from vllm_autoprune.errors import ProblemsError
-from vllm_autoprune.serving.api.choices import resolve_plans
 from vllm_autoprune.serving.api.layout import TokenCount
+from vllm_autoprune.serving.api.planner import resolve_plans
 from vllm_autoprune.serving.api.request import parse_request, refuse_misplaced
 from vllm_autoprune.serving.settings import RequestRules
 

@@ -19,8 +19,7 @@ from typing import Any
 
 from tests.tpdsl.samples import sample
 from vllm_autoprune import PruningState
-from vllm_autoprune.serving.api.request import REQUEST_FIELD
-from vllm_autoprune.serving.plan import FIELD
+from vllm_autoprune.serving.plan import FIELD, REQUEST_FIELD
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS
 

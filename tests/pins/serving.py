@@ -23,8 +23,9 @@ from tests.serving.unit.samples import Sender, answer_by, served
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving import plugin
 from vllm_autoprune.serving.api.endpoint import AutopruneEndpoint
-from vllm_autoprune.serving.api.engine_requests import RequestCounts, count_request
-from vllm_autoprune.serving.api.request import PruningRequest, count_refused_request
+from vllm_autoprune.serving.api.engine_requests import count_request
+from vllm_autoprune.serving.api.request import REFUSED, PruningRequest
+from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
 from vllm_autoprune.serving.settings import DetailBudgets, RequestRules
 from vllm_autoprune.serving.worker.features import FeatureCache
 from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
@@ -138,8 +139,8 @@ def endpoint() -> Table:
 
 def metrics() -> Table:
     """Type, labels and help of each metric of the API server and of a worker."""
-    count_request(RequestCounts("autoprune", "state", 1, 64, 8, kv_bytes=112))
-    count_refused_request()
+    count_request("autoprune", "state", [64], [ItemPlan(8, NO_KEY)], 2)
+    REFUSED.inc()
     meter, watch = FallbackMeter(), Stopwatch(torch.device("cpu"))
     meter.add(torch.tensor([1], dtype=torch.uint8))
     meter.add_error(ValueError())

@@ -39,7 +39,7 @@ from tests.serving.runners import Result, in_engine
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune.http_client import Metrics
 from vllm_autoprune.selftest.serve import empty_caches
-from vllm_autoprune.serving.api.choices import load_request_state
+from vllm_autoprune.serving.served_state import load_request_state
 from vllm_autoprune.tpdsl import refine as executor
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(590)]

@@ -115,29 +115,6 @@ def test_two_front_ends_report_the_same_totals(two_front_ends: Server) -> None:
     assert scrapes[0]["selection_seconds_count"] > 0
 
 
-def test_a_shared_budget_over_turns_is_warned_of_once(pruned: Server) -> None:
-    """Only of images in several turns, where each new one moves the K of all others."""
-    questions = examples(2)
-    requests = [body(pruned, questions[at], max_tokens=1) for at in (0, -1)]
-    (shown,), (later,) = (request["messages"] for request in requests)
-    both = {"role": "user", "content": shown["content"] + later["content"]}
-    talk = [shown, {"role": "assistant", "content": "red"}, later]
-    warnings = []
-    for messages, asked in (
-        ([both], {"shared": 40}),
-        ([shown], {"shared": 40}),
-        (talk, 20),
-        (talk, [20, 20]),
-        (talk, {"shared": 40}),
-        (talk, {"shared": 40}),
-    ):
-        request = {**requests[0], "messages": messages, **entry(budget=asked)}
-        assert pruned.post(CHAT, request)[0] == 200
-        lines = pruned.logged().splitlines()
-        warnings.append(sum('"shared": K' in line and '"budget": K' in line for line in lines))
-    assert warnings == [0, 0, 0, 0, 1, 1]
-
-
 _VLLM = re.compile(r'HTTP/1\.1" \d{3}|Engine \d{3}: |\[loggers\.py')
 """vLLM's own: uvicorn's line a request, and its figures every ten seconds."""
 

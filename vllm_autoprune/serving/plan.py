@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy
 import torch
-from PIL.Image import Image
 from torch import Tensor
 
 from vllm_autoprune.errors import Problem, RequestError, StateError
@@ -27,6 +26,12 @@ if TYPE_CHECKING:
 
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""
+
+KWARGS, REQUEST_FIELD = "mm_processor_kwargs", "autoprune"
+"""Field of a request, and the key in it of the plugin's entry."""
+
+ENTRY = f"{KWARGS}/{REQUEST_FIELD}"
+"""Location of the entry in error messages."""
 
 Chooser = Literal["state", "reference", "random", "resized"]
 """What chooses an image's tokens: the state, its base policy alone, a random draw, or nothing: the
@@ -198,25 +203,28 @@ class ItemPlan:
         unread = iter(numbers)
         version, budget, keep, profile, high, low = islice(unread, 6)
         state, instruction, language, part, core, earlier, tokens = islice(unread, _HEAD - 6)
-        if version != _VERSION:
-            raise plan_error(f"has format version {version}, and this server reads {_VERSION}")
+
+        def require(least: int, number: int, most: int, problem: str) -> None:
+            if not least <= number <= most:
+                raise plan_error(problem.format(number))
 
         def take(count: int, most: int) -> Ids:
-            _require_within(0, count, most, f"has {{}} numbers, and at most {most} are allowed")
+            require(0, count, most, f"has {{}} numbers, and at most {most} are allowed")
             return tuple(islice(unread, count))
 
         def take_choice(budget: int, instruction: int, language: int) -> Choice:
-            _require_within(1, budget, MAX_BUDGET, "keeps K = {} tokens")
+            require(1, budget, MAX_BUDGET, "keeps K = {} tokens")
             read = take(instruction, RELEVANCE_IDS), take(language, LANGUAGE_IDS)
             if min((*read[0], *read[1]), default=0) < 0:
                 raise plan_error("has a negative token id")
             return Choice(budget, *read)
 
-        _require_within(0, keep, len(CHOOSERS) - 1, "has keep = {}")
-        _require_within(0, part, len(_PARTS) - 1, "has part = {}")
-        _require_within(0, tokens, MAX_BUDGET, "has N = {}")
-        _require_within(0, earlier, MAX_RECALLS, "has {} earlier choices")
-        _require_within(0, state, MAX_STATE_BYTES, "has a state of {} bytes")
+        require(_VERSION, version, _VERSION, f"has format version {{}}, and not {_VERSION}")
+        require(0, keep, len(CHOOSERS) - 1, "has keep = {}")
+        require(0, part, len(_PARTS) - 1, "has part = {}")
+        require(0, tokens, MAX_BUDGET, "has N = {}")
+        require(0, earlier, MAX_RECALLS, "has {} earlier choices")
+        require(0, state, MAX_STATE_BYTES, "has a state of {} bytes")
         words = take(-(-state // _WORD), MAX_STATE_BYTES)
         asked = take_choice(budget, instruction, language)
         heads = (tuple(islice(unread, 3)) for _ in range(earlier))
@@ -244,8 +252,8 @@ class ItemPlan:
             "delta": (1, MAX_BUDGET),
             "recall": (0, plan.earlier[0].budget - 1 if plan.earlier else 0),
         }[plan.part]
-        _require_within(least, core, most, "has K_c = {}")
-        _require_within(1, plan.image_budget, MAX_BUDGET, "keeps K = {} tokens")
+        require(least, core, most, "has K_c = {}")
+        require(1, plan.image_budget, MAX_BUDGET, "keeps K = {} tokens")
         return plan
 
 
@@ -261,15 +269,15 @@ _WORD = 8
 _MOST = _HEAD + MAX_STATE_BYTES // _WORD + (MAX_RECALLS + 1) * (3 + RELEVANCE_IDS + LANGUAGE_IDS)
 
 
+def refuse(where: str, what: str, fix: str) -> RequestError:
+    """The error of a request, answered by 400, with its place and how to correct it."""
+    return RequestError("request", [Problem(where, what, fix)])
+
+
 def plan_error(what: str) -> RequestError:
     """Error for a plan that this server refuses."""
     fix = "send images, or inputs that a server with the same settings has rendered"
-    return RequestError("request", [Problem(FIELD, what, fix)])
-
-
-def _require_within(least: int, number: int, most: int, problem: str) -> None:
-    if not least <= number <= most:
-        raise plan_error(problem.format(number))
+    return refuse(FIELD, what, fix)
 
 
 def peek_plan(item: MultiModalKwargsItem | None) -> tuple[bool, int] | None:
@@ -328,26 +336,13 @@ def make_feature_key(content: str, salt: str = "", seed: str = "") -> Key:
     return high, low
 
 
-def hash_picture(image: object) -> str:
-    """Digest of the decoded pixels of a picture or array: of nothing else, not even the model."""
-    pixels = numpy.ascontiguousarray(image.convert("RGB") if isinstance(image, Image) else image)
-    return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()
+def make_identity(*parts: object) -> str:
+    """SHA-256 of these parts in lower-case hexadecimal; the first names what is identified.
 
-
-def make_name_identity(modality: str, name: str) -> str:
-    """Cache identity of an input that is known by its ``uuid``, which a client may choose freely.
-
-    A name equals no other identity, whatever it says.
+    KV connectors read identities as hexadecimal numbers and some keep only the last 16 bits, so
+    every part is in every bit.
     """
-    return _digest("name", modality, name)
-
-
-def make_pixels_key(image: str, size: tuple[int, int] | None) -> str:
-    """Key of an image's processed tensors in vLLM's processor cache: content and size it is given.
-
-    Neither a question nor a state nor K is part of it, so that all of them share the tensors.
-    """
-    return _digest("pixels", image, size)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def make_cache_identity(
@@ -358,14 +353,13 @@ def make_cache_identity(
     read: tuple[Ids, Ids] | None,
     core: int = 0,
 ) -> str:
-    """Cache identity of a pruned image: one SHA-256 digest in lower-case hexadecimal.
+    """Cache identity of a pruned image.
 
     ``image`` identifies the pixels, ``served`` the state and text tower; ``read`` is the plan's
     (instruction, language), None where the policy reads neither. ``core`` is K_c where this is the
-    part that was chosen given a core, ``budget`` then K of the image. KV connectors read identities
-    as hexadecimal numbers and some keep only the last 16 bits, so every part is in every bit.
+    part that was chosen given a core, ``budget`` then K of the image.
     """
-    return _digest(image, served, budget, keep, read, core)
+    return make_identity(image, served, budget, keep, read, core)
 
 
 def make_core_identity(image: str, chosen_by: str, core: int) -> str:
@@ -373,20 +367,7 @@ def make_core_identity(image: str, chosen_by: str, core: int) -> str:
 
     Neither a question nor K nor the rest of a state is part of it, so that all of them share it.
     """
-    return _digest("core", image, chosen_by, core)
-
-
-def make_recall_identity(before: str, budget: int, read: tuple[Ids, Ids]) -> str:
-    """Cache identity of tokens that a later turn recalls.
-
-    ``before`` identifies the image's tokens that are chosen last before these: all earlier choices,
-    down to the pixels, are part of it.
-    """
-    return _digest("recall", before, budget, read)
-
-
-def _digest(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    return make_identity("core", image, chosen_by, core)
 
 
 # Split of an image's budget over its parts, the same in the API server and in the worker.

@@ -1,34 +1,38 @@
-"""What a server serves, on the model config of every process: state, rules, KV cache, metrics."""
+"""What a server serves, on the model config of every process; states and plans that it accepts."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from prometheus_client import REGISTRY
-from prometheus_client.multiprocess import MultiProcessCollector
 from pydantic import ValidationError
-from vllm.config import CacheConfig
 
-from vllm_autoprune.errors import BudgetError, Problem, StateError
-from vllm_autoprune.serving.compat import attach, depends_on, get_attachment
+from vllm_autoprune.errors import BudgetError, Problem, RequestError, StateError
+from vllm_autoprune.serving.compat import depends_on, get_attachment
 from vllm_autoprune.serving.plan import (
+    ENTRY,
     MAX_CACHED_STATES,
     Chooser,
     ItemPlan,
     decode_state,
     encode_state,
     plan_error,
+    refuse,
 )
 from vllm_autoprune.serving.settings import DEFAULT_RULES, REQUESTS_FLAG, RequestRules, TextTower
-from vllm_autoprune.tpdsl.cost import require_affordable
-from vllm_autoprune.tpdsl.loading import load_state, shipped_states
+from vllm_autoprune.tpdsl.cost import DEFAULT_COST, require_affordable
+from vllm_autoprune.tpdsl.loading import (
+    escape_unprintable,
+    load_state,
+    shipped_states,
+    suggest_name,
+)
 from vllm_autoprune.tpdsl.materialize import (
     MAX_BUDGET,
     PruningPolicy,
@@ -41,15 +45,13 @@ from vllm_autoprune.tpdsl.state import PruningState, required_inputs
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig
 
 # ServedState: the immutable state and settings of a server, pickled to every process.
 
-
 ATTRIBUTE = "autoprune"
 
-UnavailableInputs = tuple[tuple[Need, str], ...]
-"""Inputs that this server cannot provide, each with the reason."""
+NEEDS: tuple[Need, ...] = get_args(Need)
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class ServedState:
 
     ``budget_varies`` is true if K depends on the image size; ``budget`` is then the largest K.
     ``rules`` are the permissions of requests; ``unavailable`` are inputs that request states cannot
-    read. Workers write metrics to ``metrics_folder``, nowhere if it is empty; ``kv_bytes`` is the
-    size of one token in the KV cache.
+    read, each with the reason. Workers write metrics to ``metrics_folder``, nowhere if it is empty;
+    ``kv_bytes`` is the size of one token in the KV cache.
     """
 
     architecture: str
@@ -69,7 +71,7 @@ class ServedState:
     cache_bytes: int
     budget_varies: bool = False
     rules: RequestRules = DEFAULT_RULES
-    unavailable: UnavailableInputs = ()
+    unavailable: tuple[tuple[Need, str], ...] = ()
     metrics_folder: str = ""
     kv_bytes: int = 0
 
@@ -91,7 +93,8 @@ class ServedState:
         """
         state = self.state_for_plan(plan)
         if plan.part == "recall":
-            return recall_policy(_chosen_state(state, plan.keep), plan.budget)
+            chosen = state if plan.keep == "state" else state.without_exchange()
+            return recall_policy(chosen, plan.budget)
         if plan.part == "whole":
             return make_policy(state, plan.budget, plan.keep)
         if plan.part == "core":
@@ -123,15 +126,12 @@ class ServedState:
 
     def __reduce__(self) -> tuple[object, ...]:
         # As text, because parameter models are made from the registry and have no import path.
-        rest = {name: value for name, value in vars(self).items() if name != "state"}
-        return _revive, (self.state.dumps(), rest)
+        settings = {name: value for name, value in vars(self).items() if name != "state"}
+        return _revive, (self.state.dumps(), settings)
 
 
-NEEDS: tuple[Need, ...] = get_args(Need)
-
-
-def _revive(state: str, rest: Mapping[str, Any]) -> ServedState:
-    return ServedState(state=load_state(state), **rest)
+def _revive(state: str, settings: Mapping[str, Any]) -> ServedState:
+    return ServedState(state=load_state(state), **settings)
 
 
 @lru_cache(maxsize=512)
@@ -139,11 +139,7 @@ def make_policy(
     state: PruningState, budget: int | None, keep: Chooser = "state", core: int | None = None
 ) -> PruningPolicy:
     """Policy of a state at a budget; without exchange if the plan keeps the reference."""
-    return materialize(_chosen_state(state, keep), budget, core)
-
-
-def _chosen_state(state: PruningState, keep: Chooser) -> PruningState:
-    return state if keep == "state" else state.without_exchange()
+    return materialize(state if keep == "state" else state.without_exchange(), budget, core)
 
 
 def served_state(model_config: ModelConfig) -> ServedState | None:
@@ -153,15 +149,25 @@ def served_state(model_config: ModelConfig) -> ServedState | None:
     return served
 
 
-# Safety check of a state before it is served (Algorithm 1, line 4).
+KV_CACHE = "autoprune_kv_cache"
+"""Attribute of a model config with vLLM's own cache config, which gets its block size later on."""
 
+
+@depends_on("vllm.config:CacheConfig", "block_size")
+def kv_block_size(model_config: ModelConfig) -> int | None:
+    """Tokens of a KV block, None without a prefix cache."""
+    config: Any = get_attachment(model_config, KV_CACHE)
+    return config.block_size if config is not None and config.enable_prefix_caching else None
+
+
+# Safety check of a state before it is served (Algorithm 1, line 4).
 
 _logger = logging.getLogger("vllm.autoprune")
 
-CHECKED_REQUEST_BUDGET = 64
+_CHECKED_REQUEST_BUDGET = 64
 """Bound of K for states of requests, which the API server checks between its requests."""
 
-MAX_WARNINGS = 16
+_MAX_WARNINGS = 16
 """Warnings of one process: requests bring states, and clients could fill its log with them."""
 
 _warnings = itertools.count(1)
@@ -183,13 +189,71 @@ def replace_unsafe_state(state: PruningState, budget: int) -> PruningState:
         fix = 'fix the state, or list "fallback_to_selection" under safety'
         problem = Problem("/safety", f"the safety check fails ({failures})", fix, "safety")
         raise StateError(f"state {state.name!r}", [problem])
-    if (number := next(_warnings)) <= MAX_WARNINGS:
+    if (number := next(_warnings)) <= _MAX_WARNINGS:
         _logger.warning(
             "State %r fails its safety check (%s): serving its base policy.%s",
             *(state.name, failures),
-            " Further states that fail are not logged." if number == MAX_WARNINGS else "",
+            " Further states that fail are not logged." if number == _MAX_WARNINGS else "",
         )
     return state.without_exchange()
+
+
+# States in requests, by name or whole: size-limited, safety-checked, cached by digest.
+
+_MAX_STATE_CHARACTERS = 1 << 16
+"""Bound of a whole state as JSON; the encoded behaviour has a lower bound of its own."""
+
+_shipped_files = cache(shipped_states)
+_load = lru_cache(maxsize=2 * MAX_CACHED_STATES)(load_state)
+
+
+def load_request_state(
+    state_field: str | Mapping[str, object], cost: float = DEFAULT_COST
+) -> PruningState:
+    """Load the state that a request names or holds, safety-checked for serving.
+
+    Raises :class:`RequestError`, before the state is run where its selection is predicted to take
+    more than ``cost`` milliseconds. A name is looked up among the states that ship and is never a
+    path.
+    """
+    source: Path | str
+    where = f"{ENTRY}/state"
+    if isinstance(state_field, str):
+        files = _shipped_files()
+        if state_field not in files:
+            name = escape_unprintable(state_field[:80], 80)
+            what = f"no state of the name {name!r} ships with this server"
+            raise refuse(where, what, suggest_name(state_field[:80], list(files)))
+        source = files[state_field]
+    else:
+        try:
+            source = json.dumps(state_field)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise refuse(where, f"no JSON: {str(error)[:200]}", "send a state as JSON") from None
+        if len(source) > _MAX_STATE_CHARACTERS:
+            what = f"{len(source)} characters, and a request may bring {_MAX_STATE_CHARACTERS}"
+            raise refuse(where, what, "a state is a few kilobytes: shorten its provenance")
+    try:
+        state = _load(source)
+        text = encode_state(state)
+        require_affordable(state, cost)
+        verdict = _check(text)
+        if isinstance(verdict, StateError):
+            raise verdict
+        return verdict
+    except StateError as error:
+        problems = [Problem(f"{where}{p.where}", p.what, p.fix) for p in error.problems[:16]]
+        raise RequestError("request", problems) from None
+
+
+@lru_cache(maxsize=MAX_CACHED_STATES)
+def _check(text: bytes) -> PruningState | StateError:
+    """The state to serve, or the error where there is none; computed once a digest."""
+    state = decode_state(text)
+    try:
+        return replace_unsafe_state(state, min(materialize(state).budget, _CHECKED_REQUEST_BUDGET))
+    except StateError as error:
+        return error
 
 
 # Checks of plans against the rules of the server.
@@ -281,63 +345,5 @@ def _state_problem(served: ServedState, text: bytes) -> str:
 @cache
 def _shipped() -> frozenset[bytes]:
     """The states that requests may name, as plans carry them; each alone and without exchange."""
-    states = [load_state(file) for file in shipped_states().values()]
+    states = [load_state(file) for file in _shipped_files().values()]
     return frozenset(encode_state(s) for state in states for s in (state, state.without_exchange()))
-
-
-# Size of KV blocks, which the API server aligns the shared part of an image to.
-
-
-_KV_CACHE = "autoprune_kv_cache"
-
-
-def attach_kv_blocks(vllm_config: VllmConfig) -> None:
-    """Put the cache config itself on the model config: vLLM sets its block size later on."""
-    attach(vllm_config.model_config, _KV_CACHE, vllm_config.cache_config)
-
-
-@depends_on("vllm.config:CacheConfig", "block_size")
-def kv_block_size(model_config: ModelConfig) -> int | None:
-    """Tokens of a KV block, None without a prefix cache."""
-    config = get_attachment(model_config, _KV_CACHE)
-    assert config is None or isinstance(config, CacheConfig)
-    if config is None or not config.enable_prefix_caching:
-        return None
-    return config.block_size
-
-
-# Folder of the workers' metrics, and the size of a token in the KV cache.
-#
-# Workers write files that the API servers' ``/metrics`` reads, in prometheus_client's own format
-# for several processes. With several API servers vLLM has set that up, and any file in its folder
-# is exported; for a single one a folder of the plugin's is added. Workers on another machine than
-# the API server write to a folder that is never read.
-
-
-_MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-"""prometheus_client's own variable: where there are several API servers, vLLM has set it."""
-
-
-@cache
-def open_metrics_folder() -> str:
-    """The folder, made and read from now on if vLLM has none; before workers start."""
-    if configured := os.environ.get(_MULTIPROCESS):
-        return configured
-    folder = tempfile.TemporaryDirectory(prefix="vllm-autoprune-metrics-")
-    _FOLDERS.append(folder)
-    MultiProcessCollector(REGISTRY, path=folder.name)  # type: ignore[no-untyped-call]
-    return folder.name
-
-
-_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
-"""Kept until the process ends, which removes them."""
-
-
-def count_kv_bytes(vllm_config: VllmConfig) -> int:
-    """Keys and values of one token in all layers and ranks, with full attention in every layer."""
-    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
-
-    model = vllm_config.model_config
-    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
-    heads = model.get_total_num_kv_heads() * model.get_head_size()
-    return int(2 * model.get_total_num_hidden_layers() * heads * dtype.itemsize)

@@ -11,15 +11,23 @@ import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+)
 
 from vllm_autoprune.errors import BudgetError, ConfigError, Problem, ProblemsError, StateError
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
-from vllm_autoprune.tpdsl.cost import FLAG as COST_FLAG
 from vllm_autoprune.tpdsl.loading import load_state, suggest_name
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, materialize
 from vllm_autoprune.tpdsl.state import PruningState
@@ -39,21 +47,18 @@ Detail = Literal["low", "high"]
 DETAIL_LEVELS: tuple[Detail, ...] = get_args(Detail)
 
 
-@dataclass(frozen=True, slots=True)
-class DetailBudgets:
+class DetailBudgets(BaseModel):
     """K of an image whose detail is ``low`` or ``high``; None where the operator gives no K."""
 
-    low: int | None = None
-    high: int | None = None
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    low: int | None = Field(default=None, ge=1)
+    high: int | None = Field(default=None, ge=1)
 
     def as_dict(self) -> dict[Detail, int]:
         """K of every level that has one."""
-        pairs: tuple[tuple[Detail, int | None], ...] = (("low", self.low), ("high", self.high))
-        return {level: budget for level, budget in pairs if budget is not None}
-
-    def budget(self, detail: Detail | None) -> int | None:
-        """K of an image with this detail; None for the server's own budget."""
-        return None if detail is None else self.as_dict().get(detail)
+        budgets: dict[Detail, int] = self.model_dump(exclude_none=True)  # type: ignore[assignment]
+        return budgets
 
 
 Level = Literal["none", "budget", "shipped-states", "states"]
@@ -80,7 +85,7 @@ class RequestRules:
     maximum: int = MAX_BUDGET
     explicit: bool = False
     cost: float = DEFAULT_COST
-    detail: DetailBudgets = DetailBudgets()
+    detail: DetailBudgets = field(default_factory=DetailBudgets)
     recall: int = 0
 
     def allows(self, level: Level) -> bool:
@@ -180,7 +185,6 @@ def read_text_tower(path: str) -> TextTower:
 # The settings, each with its flag, its help and its check. A check of a setting sees those before
 # it, where they are valid.
 
-
 SETTINGS_KEY = "autoprune"
 """Key of the plugin's settings in vLLM's ``additional_config``."""
 
@@ -191,21 +195,21 @@ MIDDLEWARE = "vllm_autoprune.serving.api.request.KeepRequest"
 class _InvalidSetting(ProblemsError, ValueError):
     """A setting is not valid; a ValueError, which pydantic collects with those of the others."""
 
-    def __init__(self, *problems: Problem) -> None:
-        super().__init__("settings", problems)
-
 
 def _refuse(where: str, what: str, fix: str) -> _InvalidSetting:
-    return _InvalidSetting(Problem(where, what, fix))
+    return _InvalidSetting("settings", [Problem(where, what, fix)])
 
 
-def _locate(setting: str, error: ProblemsError) -> list[Problem]:
+def _locate(setting: str, error: ProblemsError) -> _InvalidSetting:
     """Problems of a state, placed in a setting, with the state's JSON pointer where they have one.
 
     ``setting`` is empty for a state that is given as an object.
     """
-    wheres = (f"{setting}#{p.where}" if p.where else setting for p in error.problems)
-    return [Problem(w, p.what, p.fix) for w, p in zip(wheres, error.problems, strict=True)]
+    problems = [
+        Problem(f"{setting}#{p.where}" if p.where else setting, p.what, p.fix)
+        for p in error.problems
+    ]
+    return _InvalidSetting("settings", problems)
 
 
 def _read_state(value: object) -> PruningState:
@@ -224,25 +228,15 @@ def _read_state(value: object) -> PruningState:
     try:
         return load_state(text)
     except StateError as error:
-        raise _InvalidSetting(*_locate(where, error)) from None
+        raise _locate(where, error) from None
 
 
-def _read_budget(value: object, info: ValidationInfo) -> int | None:
-    """K, None for that of the state; possible with the state."""
-    try:
-        budget = None if value is None else int(str(value))
-    except ValueError:
-        fix = "give the number of tokens to keep, such as 64"
-        raise _refuse(_BUDGET_FLAG, f"{value!r} is not a whole number", fix) from None
-    try:
-        if "state" in info.data:
+def _check_budget(budget: int | None, info: ValidationInfo) -> int | None:
+    if "state" in info.data:
+        try:
             materialize(info.data["state"], budget)
-        elif budget is not None and budget < 1:
-            what = f"K = {budget} is not a number of tokens"
-            raise _refuse(_BUDGET_FLAG, what, "give 1 or more")
-    except BudgetError as error:
-        setting = "state" if budget is None else _BUDGET_FLAG
-        raise _InvalidSetting(*_locate(setting, error)) from None
+        except BudgetError as error:
+            raise _locate("state" if budget is None else _BUDGET_FLAG, error) from None
     return budget
 
 
@@ -250,7 +244,7 @@ def _read_tower(value: object) -> TextTower | None:
     try:
         return None if value is None else read_text_tower(str(value))
     except ConfigError as error:
-        raise _InvalidSetting(*error.problems) from None
+        raise _InvalidSetting("settings", error.problems) from None
 
 
 _RULES = re.compile(r"(?P<level>[a-z-]+)(?::(?P<least>\d{1,6})-(?P<most>\d{1,6}))?")
@@ -277,75 +271,45 @@ def _read_detail(value: object, info: ValidationInfo) -> DetailBudgets:
     """Budgets by ``"low=64,high=256"``, or a mapping: possible with the state and the rules."""
     if value is None:
         return DetailBudgets()
-    if isinstance(value, Mapping):
-        pairs = list(value.items())
-    else:
-        parts = (entry.partition("=") for entry in str(value).split(","))
-        pairs = [(name.strip(), text.strip()) for name, _, text in parts]
+    levels = value
+    if isinstance(value, str):
+        parts = (entry.partition("=") for entry in value.split(","))
+        levels = {name.strip(): budget for name, _, budget in parts}
+    try:
+        detail = DetailBudgets.model_validate(levels)
+    except ValidationError:
+        what = f"{str(value)[:80]!r} gives no number of tokens to low, high or both"
+        raise _refuse(DETAIL_FLAG, what, "give low=64,high=256, or one of the two") from None
+    budgets = detail.as_dict()
+    if budgets.get("low", 0) > budgets.get("high", MAX_BUDGET):
+        what = f"low = {detail.low} keeps more tokens than high = {detail.high}"
+        raise _refuse(DETAIL_FLAG, what, "give low the smaller budget")
     most = info.data.get("requests", DEFAULT_RULES).maximum
-    problems, budgets = [], dict[Detail, int]()
-    for name, text in pairs:
-        level = next((level for level in DETAIL_LEVELS if level == name), None)
-        budget = int(str(text)) if str(text).isdecimal() else 0
-        problem = None
-        if level is None:
-            what = f"{str(name)[:80]!r} is no level of detail with a budget"
-            problem = what, "give low=64,high=256, or one of the two"
-        elif level in budgets:
-            problem = f"{level} is given twice", "give it once"
-        elif budget < 1:
-            what = f"{level} = {str(text)[:80]!r} is not a number of tokens"
-            problem = what, f"give 1 or more, such as {level}=64"
-        elif budget > most:
+    for level, budget in budgets.items():
+        if budget > most:
             what = f"{level} = {budget}, and {REQUESTS_FLAG} allows {most} at most"
-            problem = what, "lower the budget, or raise the range"
-        elif "state" in info.data:
+            raise _refuse(DETAIL_FLAG, what, "lower the budget, or raise the range")
+        if "state" in info.data:
             try:
                 materialize(info.data["state"], budget)
             except BudgetError as error:
-                problems += _locate(f"{DETAIL_FLAG} {level}", error)
-        if problem is not None:
-            problems.append(Problem(DETAIL_FLAG, *problem))
-        if level is not None and budget > 0:
-            budgets[level] = budget
-    if not pairs:
-        problems.append(Problem(DETAIL_FLAG, "gives no budget", "give low=64,high=256"))
-    detail = DetailBudgets(**budgets)
-    if detail.low is not None and detail.high is not None and detail.low > detail.high:
-        what = f"low = {detail.low} keeps more tokens than high = {detail.high}"
-        problems.append(Problem(DETAIL_FLAG, what, "give low the smaller budget"))
-    if problems:
-        raise _InvalidSetting(*problems)
+                raise _locate(f"{DETAIL_FLAG} {level}", error) from None
     return detail
 
 
-def _read_recall(value: object, info: ValidationInfo) -> int:
-    text, most = str(value).strip(), info.data.get("requests", DEFAULT_RULES).maximum
-    if not text.isdecimal() or int(text) > most:
-        what = f"{text[:80]!r} is not a number of tokens that requests may keep"
-        raise _refuse("--autoprune-recall", what, f"give 0 to {most}")
-    return int(text)
+def _check_recall(recall: int, info: ValidationInfo) -> int:
+    most = info.data.get("requests", DEFAULT_RULES).maximum
+    if recall > most:
+        what = f"K_r = {recall}, and {REQUESTS_FLAG} allows {most} at most"
+        raise _refuse("--autoprune-recall", what, "lower it, or raise the range")
+    return recall
 
 
-def _number(flag: str, unit: str, most: int, zero: bool) -> PlainValidator:
-    """Check of a number up to ``most``: from 0 on, or above 0."""
-    fix = f"give a number from 0 to {most}" if zero else f"give a number above 0, at most {most}"
-
-    def read(value: object) -> float:
-        try:
-            number = float(str(value))
-        except ValueError:
-            number = float("nan")
-        if not 0 <= number <= most or (number == 0 and not zero):
-            raise _refuse(flag, f"{value!r} is not {unit}", fix)
-        return number
-
-    return PlainValidator(read)
-
-
-def _flag(metavar: str, text: str, default: object = None) -> Any:
+def _flag(metavar: str, text: str, default: object = None, fix: str = "", **bounds: Any) -> Any:
+    """A setting with its flag; ``fix`` is what to do where its value is not of its type."""
+    extra: dict[str, JsonValue] = {"metavar": metavar, "fix": fix}
     return Field(
-        default, description=text, json_schema_extra={"metavar": metavar}, validate_default=True
+        default, description=text, json_schema_extra=extra, validate_default=True, **bounds
     )
 
 
@@ -359,8 +323,12 @@ class Settings(BaseModel):
         "Pruning state to serve: a JSON file, or the name of one that ships with the package "
         "(such as `autoprune`). Without it the plugin is inert.",
     )
-    budget: Annotated[int | None, PlainValidator(_read_budget)] = _flag(
-        "K", "Visual tokens kept of every image, instead of the state's own budget."
+    budget: Annotated[int | None, AfterValidator(_check_budget)] = _flag(
+        "K",
+        "Visual tokens kept of every image, instead of the state's own budget.",
+        fix=f"give the number of tokens to keep, from 1 to {MAX_BUDGET}, such as 64",
+        ge=1,
+        le=MAX_BUDGET,
     )
     text_tower: Annotated[TextTower | None, PlainValidator(_read_tower)] = _flag(
         "PATH|HF_ID",
@@ -368,13 +336,14 @@ class Settings(BaseModel):
         "(for LLaVA-1.5: openai/clip-vit-large-patch14-336). Without it the language model's own "
         "input embeddings do.",
     )
-    feature_cache_gb: Annotated[
-        float, _number("--autoprune-feature-cache-gb", "a size in GB", 1024, zero=True)
-    ] = _flag(
+    feature_cache_gb: float = _flag(
         "GB",
         "Bound of the per-image feature cache on each worker's device, which lets further "
         "questions on an image skip the vision tower; 0 turns it off. Default: 0.25.",
         0.25,
+        fix="give a size in GB from 0 to 1024",
+        ge=0,
+        le=1024,
     )
     requests: Annotated[RequestRules, PlainValidator(_read_rules)] = _flag(
         "LEVEL[:MIN-MAX]",
@@ -388,20 +357,23 @@ class Settings(BaseModel):
         "Visual tokens kept of an image whose `image_url.detail` in a request is `low` or `high`, "
         "whatever --autoprune-requests allows. Unless given, `image_url.detail` changes nothing.",
     )
-    recall: Annotated[int, PlainValidator(_read_recall)] = _flag(
+    recall: Annotated[int, AfterValidator(_check_recall)] = _flag(
         "K_r",
         "Visual tokens that a later user turn without an image gets of the conversation's images, "
         "chosen by its own text among those not kept yet. Earlier turns stay in the prefix cache. "
         "Default: 0.",
         0,
+        fix=f"give a number of tokens from 0 to {MAX_BUDGET}",
+        ge=0,
     )
-    request_cost: Annotated[
-        float, _number(COST_FLAG, "a number of milliseconds", 10**6, zero=False)
-    ] = _flag(
+    request_cost: float = _flag(
         "MS",
         "Bound on a state that a request brings: predicted milliseconds of one CPU core for one "
         "selection from an image of 576 tokens. Default: 200, six times the shipped `autoprune`.",
         DEFAULT_COST,
+        fix="give a number of milliseconds above 0, at most a million",
+        gt=0,
+        le=10**6,
     )
 
     @property
@@ -424,13 +396,27 @@ def read_settings(settings: object) -> tuple[Settings | None, list[Problem]]:
     except ValidationError as error:
         problems: list[Problem] = []
         for detail in error.errors(include_url=False):
-            cause = detail.get("ctx", {}).get("error")
+            cause, name = detail.get("ctx", {}).get("error"), str(detail["loc"][0])
             if isinstance(cause, ProblemsError):
                 problems += cause.problems
+            elif name in Settings.model_fields:
+                what = f"{str(detail['input'])[:80]!r} is not a number in its range"
+                fix = _read_extra(name, "fix")
+                problems.append(Problem(_flag_name(name), what, fix))
             else:
                 fix = f"use: {', '.join(Settings.model_fields)}"
-                problems.append(Problem(f"{where}/{detail['loc'][0]}", "unknown setting", fix))
+                problems.append(Problem(f"{where}/{name}", "unknown setting", fix))
         return None, problems
+
+
+def _flag_name(setting: str) -> str:
+    return f"--autoprune-{setting.replace('_', '-')}"
+
+
+def _read_extra(setting: str, key: str) -> str:
+    extra = Settings.model_fields[setting].json_schema_extra
+    assert isinstance(extra, dict)
+    return str(extra[key])
 
 
 # Flags of `vllm serve`, in a group of their own; values are checked where the model is known.
@@ -472,16 +458,14 @@ def add_flags(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     group = parser.add_argument_group(
         "AutoPrune", "Keep K of N visual tokens before prefill (vllm-autoprune)."
     )
-    for name, field in Settings.model_fields.items():
-        extra = field.json_schema_extra
-        assert isinstance(extra, dict)
+    for name, setting in Settings.model_fields.items():
         group.add_argument(
-            f"--autoprune-{name.replace('_', '-')}",
+            _flag_name(name),
             action=_Setting,
             dest=f"autoprune_{name}",
             default=argparse.SUPPRESS,
-            metavar=str(extra["metavar"]),
-            help=field.description,
+            metavar=_read_extra(name, "metavar"),
+            help=setting.description,
         )
     for action in parser._actions:
         if "--additional-config" in action.option_strings:

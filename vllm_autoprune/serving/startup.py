@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.metadata
+import json
 import logging
+import os
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from packaging.version import Version
+from prometheus_client import REGISTRY
+from prometheus_client.multiprocess import MultiProcessCollector
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
 from vllm_autoprune.serving import compat
 from vllm_autoprune.serving.api import engine_requests, request
-from vllm_autoprune.serving.api.endpoint import format_summary
+from vllm_autoprune.serving.api.endpoint import describe_as_json
 from vllm_autoprune.serving.compat import (
     attach,
     get_attachment,
@@ -26,11 +34,9 @@ from vllm_autoprune.serving.models import BACKBONES, UNSERVED, Backbone
 from vllm_autoprune.serving.plan import peek_plan
 from vllm_autoprune.serving.served_state import (
     ATTRIBUTE,
+    KV_CACHE,
     NEEDS,
     ServedState,
-    attach_kv_blocks,
-    count_kv_bytes,
-    open_metrics_folder,
     replace_unsafe_state,
     served_state,
 )
@@ -145,24 +151,61 @@ def apply_settings(vllm_config: VllmConfig) -> None:
             raise SystemExit(f"\nvllm-autoprune: {error}") from None
         raise
     attach(model_config, _ACTIVATION, _Activation(served.architecture))
-    kv_bytes = count_kv_bytes(vllm_config)
-    served = replace(served, metrics_folder=open_metrics_folder(), kv_bytes=kv_bytes)
+    # Keys and values of one token in all layers and ranks, with full attention in every layer.
+    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model_config)
+    heads = model_config.get_total_num_kv_heads() * model_config.get_head_size()
+    kv_bytes = int(2 * model_config.get_total_num_hidden_layers() * heads * dtype.itemsize)
+    served = replace(served, metrics_folder=_open_metrics_folder(), kv_bytes=kv_bytes)
     attach(model_config, ATTRIBUTE, served)
-    attach_kv_blocks(vllm_config)
-    logger.info("%s", format_summary(served))
+    attach(model_config, KV_CACHE, vllm_config.cache_config)
+    description = describe_as_json(served, private=False)
+    del description["evidence"]
+    logger.info("Serving pruned: %s", json.dumps(description))
+
+
+_MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
+"""prometheus_client's own variable: where there are several API servers, vLLM has set it."""
+
+
+@cache
+def _open_metrics_folder() -> str:
+    """The folder of the workers' metrics, read from now on; before workers start.
+
+    Workers write files that the API servers' ``/metrics`` reads, in prometheus_client's own format
+    for several processes. With several API servers vLLM has set that up, and any file in its folder
+    is exported; for a single one a folder of the plugin's is added. Workers on another machine than
+    the API server write to a folder that is never read.
+    """
+    if configured := os.environ.get(_MULTIPROCESS):
+        return configured
+    folder = tempfile.TemporaryDirectory(prefix="vllm-autoprune-metrics-")
+    atexit.register(folder.cleanup)
+    MultiProcessCollector(REGISTRY, path=folder.name)  # type: ignore[no-untyped-call]
+    return folder.name
 
 
 def resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
     """Check all settings against the state and the model; raises ConfigError with all problems."""
     settings, problems = read_settings(raw)
-    architecture, backbone = _find_backbone(vllm_config, problems)
+    model = vllm_config.model_config
+    architecture = str(model.architecture)
+    if uses_rust_frontend():
+        fix = "unset VLLM_USE_RUST_FRONTEND"
+        problems.append(Problem("VLLM_USE_RUST_FRONTEND", "bypasses Python processors", fix))
+    backbone = BACKBONES.get(architecture)
+    if backbone is None:
+        reason = UNSERVED.get(architecture)
+        what = f"architecture {architecture!r} has no pruned form"
+        what += "" if reason is None else f": {reason}"
+        problems.append(Problem("model", what, f"serve one of: {', '.join(BACKBONES)}"))
+    else:
+        problems += _mode_problems(vllm_config, backbone)
     if settings is not None and backbone is not None:
         if settings.recall and backbone.unsplittable:
             what = f"later turns cannot recall tokens: this model {backbone.unsplittable}"
             problems.append(Problem("--autoprune-recall", what, "leave it out"))
         if settings.text_tower is not None:
-            config = vllm_config.model_config.hf_config
-            problems += backbone.tower_problems(config, settings.text_tower)
+            problems += backbone.tower_problems(model.hf_config, settings.text_tower)
     if problems or settings is None or backbone is None:
         raise ConfigError("cannot serve pruned", problems)
     policy = materialize(settings.state, settings.budget)
@@ -191,20 +234,9 @@ def resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
     return served
 
 
-def _find_backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[str, Backbone | None]:
-    model = vllm_config.model_config
-    architecture = str(model.architecture)
-    if uses_rust_frontend():
-        fix = "unset VLLM_USE_RUST_FRONTEND"
-        problems.append(Problem("VLLM_USE_RUST_FRONTEND", "bypasses Python processors", fix))
-    backbone = BACKBONES.get(architecture)
-    if backbone is None:
-        reason = UNSERVED.get(architecture)
-        what = f"architecture {architecture!r} has no pruned form"
-        what += "" if reason is None else f": {reason}"
-        problems.append(Problem("model", what, f"serve one of: {', '.join(BACKBONES)}"))
-        return architecture, None
-    problems += backbone.problems(model.hf_config)
+def _mode_problems(vllm_config: VllmConfig, backbone: Backbone) -> list[Problem]:
+    """Problems of a model, and of modes in which no state serves it."""
+    problems = [*backbone.problems(vllm_config.model_config.hf_config)]
     lora = vllm_config.lora_config
     if lora is not None and lora.enable_tower_connector_lora:
         # Features are kept by image alone, and LoRA layers bypass the hook that reads attention.
@@ -219,7 +251,7 @@ def _find_backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[st
         what = "later ranks would not know the positions of the tokens that are kept"
         fix = "serve without it, for example with --tensor-parallel-size"
         problems.append(Problem("--pipeline-parallel-size", what, fix))
-    return architecture, backbone
+    return problems
 
 
 _INSIDE_THE_TOWER: frozenset[Need] = frozenset(

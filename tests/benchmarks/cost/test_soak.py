@@ -19,8 +19,8 @@ from benchmarks.common.fake_server import Body, Reply, fake_server
 from benchmarks.cost import soak
 from tests.serving.unit.samples import served
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.serving.api.choices import resolve_plans, state_label
 from vllm_autoprune.serving.api.layout import TokenCount, align_core, choose_recalls
+from vllm_autoprune.serving.api.planner import resolve_plans, state_label
 from vllm_autoprune.serving.api.request import RecallTurn, parse_request
 from vllm_autoprune.serving.settings import RequestRules
 from vllm_autoprune.tpdsl.loading import load_state

@@ -23,7 +23,6 @@ from tests.tpdsl.samples import state
 from vllm_autoprune import ConfigError, load_state
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving.api.request import (
-    REQUEST_FIELD,
     SALT,
     CacheSalt,
     SentRequest,
@@ -32,9 +31,8 @@ from vllm_autoprune.serving.api.request import (
 )
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.plan import FIELD, Ids, ItemPlan
-from vllm_autoprune.serving.served_state import _KV_CACHE as KV_CACHE
-from vllm_autoprune.serving.served_state import ATTRIBUTE, ServedState
+from vllm_autoprune.serving.plan import FIELD, REQUEST_FIELD, Ids, ItemPlan
+from vllm_autoprune.serving.served_state import ATTRIBUTE, KV_CACHE, ServedState
 from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules, TextTower
 from vllm_autoprune.serving.startup import resolve_settings
 from vllm_autoprune.serving.worker.batch import prune_images

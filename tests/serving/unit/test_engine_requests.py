@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,17 +11,19 @@ from typing import Any, cast
 import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+)
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
 
 from tests.serving.unit.samples import served
-from vllm_autoprune.serving.api import engine_requests
-from vllm_autoprune.serving.api.engine_requests import (
-    RenderedHashes,
-    RequestCounts,
-    watch_requests,
-)
+from vllm_autoprune.serving.api.engine_requests import RenderedHashes, watch_requests
 from vllm_autoprune.serving.api.renderer import _MESSAGE_FIELDS, _pass_fields
-from vllm_autoprune.serving.api.request import KWARGS, SALT, CacheSalt
-from vllm_autoprune.serving.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.api.request import REFUSED, SALT, CacheSalt
+from vllm_autoprune.serving.plan import FIELD, KWARGS, ItemPlan
 from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules
 
 pytestmark = pytest.mark.compat
@@ -60,34 +63,20 @@ def test_fields_of_messages_and_the_salt_reach_the_processor(
 
 PLAN = ItemPlan(8, (1, 2), (3,))
 PIXELS = torch.arange(12.0).reshape(3, 2, 2)
-COUNTS = RequestCounts("autoprune", "state", 2, 288, 24)
 ELSEWHERE = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
 """A prompt that was rendered by another process."""
-
-
-@pytest.fixture(autouse=True)
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What was counted, in place of the process's own counters."""
-    calls: list[object] = []
-    monkeypatch.setattr(engine_requests, "count_request", calls.append)
-    monkeypatch.setattr(engine_requests, "count_refused_request", lambda: calls.append("refused"))
-    monkeypatch.setattr(engine_requests, "_waiting", engine_requests._waiting.copy())
-    return calls
 
 
 def feature(
     row: object,
     placeholders: int = 8,
+    *,
     pixels: bool = True,
     keep_on_cpu: bool = True,
     modality: str = "image",
+    name: str = "a",
 ) -> Any:
-    from vllm.multimodal.inputs import (
-        MultiModalBatchedField,
-        MultiModalFieldElem,
-        MultiModalKwargsItem,
-    )
-
+    """One item of a request: a plan where ``row`` is one, and pixels."""
     data = {}
     if row is not None:
         field = MultiModalBatchedField(keep_on_cpu=keep_on_cpu)
@@ -97,23 +86,17 @@ def feature(
     return SimpleNamespace(
         data=MultiModalKwargsItem(data),
         mm_position=SimpleNamespace(get_num_embeds=lambda: placeholders),
-        mm_hash="a",
-        identifier="a",
+        mm_hash=name,
+        identifier=name,
         modality=modality,
     )
 
 
-def watched(**steps: Any) -> Any:
-    """One of vLLM's steps, patched where this stands in for it."""
-    from vllm.v1.engine.input_processor import InputProcessor
-    from vllm.v1.engine.output_processor import OutputProcessor
-
-    owners: dict[str, Any] = {"process_inputs": InputProcessor, "add_request": OutputProcessor}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, owner in owners.items():
-            patch.setattr(owner, name, steps.get(name, vars(owner)[name]))
-        watch_requests()
-        return next(vars(owners[name])[name] for name in steps)
+@pytest.fixture
+def refused() -> Callable[[], float]:
+    """How many requests were refused since."""
+    before = REFUSED._value.get()
+    return lambda: REFUSED._value.get() - before
 
 
 def processed(
@@ -125,25 +108,31 @@ def processed(
     rules: RequestRules = DEFAULT_RULES,
 ) -> Any:
     """A request that vLLM's own step has made of a prompt, or refused."""
-
-    def process_inputs(self: object, request_id: str, prompt: object) -> object:
-        return SimpleNamespace(mm_features=features, cache_salt=salt)
-
     config = SimpleNamespace(
         autoprune=None if stock else replace(served(), rules=rules),
         get_vocab_size=lambda: 100,
         get_multimodal_config=lambda: SimpleNamespace(mm_hasher_algorithm="blake3"),
     )
-    owner = SimpleNamespace(model_config=config)
-    return watched(process_inputs=process_inputs)(owner, "mine", prompt)
+    made = SimpleNamespace(mm_features=features, cache_salt=salt)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InputProcessor, "process_inputs", lambda self, request_id, prompt: made)
+        patch.setattr(OutputProcessor, "add_request", OutputProcessor.add_request)
+        watch_requests()
+        process: Any = InputProcessor.process_inputs
+        return process(SimpleNamespace(model_config=config), "mine", prompt)
 
 
-def hand_over(request: object, *, fails: bool = False) -> None:
+def hand_over(request: Any, *, fails: bool = False) -> None:
     def add_request(self: object, request: object) -> None:
         if fails:
             raise RuntimeError("too many requests wait")
 
-    watched(add_request=add_request)(SimpleNamespace(), request)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InputProcessor, "process_inputs", InputProcessor.process_inputs)
+        patch.setattr(OutputProcessor, "add_request", add_request)
+        watch_requests()
+        add: Any = OutputProcessor.add_request
+        add(SimpleNamespace(), request)
 
 
 def rendered(**fields: Any) -> dict[str, object]:
@@ -151,29 +140,28 @@ def rendered(**fields: Any) -> dict[str, object]:
     return {"type": "multimodal", "mm_hashes": hashes}
 
 
-def test_a_request_is_counted_once_and_when_it_is_passed_to_the_engine(
-    counted: list[object],
-) -> None:
+def test_a_request_is_counted_once_and_when_it_is_passed_to_the_engine() -> None:
+    counted: list[int] = []
     for number in range(2):
-        prompt = rendered(counts=COUNTS)
+        prompt = rendered(count=lambda: counted.append(1))
         for _ in range(3):  # a beam search hands over every beam, token by token
             request = processed(prompt, [feature(PLAN.encode())])
             assert len(counted) <= number + 1
             hand_over(request)
             hand_over(request)  # and n > 1 hands over each sample
-    assert counted == [COUNTS] * 2
+    assert counted == [1, 1]
+    prompt = rendered(count=lambda: counted.append(1))
     with pytest.raises(RuntimeError):
-        hand_over(processed(rendered(counts=COUNTS), [feature(PLAN.encode())]), fails=True)
+        hand_over(processed(prompt, [feature(PLAN.encode())]), fails=True)
     hand_over(processed({"type": "token"}, []))
     hand_over(processed("a raw prompt", []))
-    hand_over(processed(rendered(counts=COUNTS), [feature(PLAN.encode())], stock=True))
-    assert len(counted) == 2
+    hand_over(processed(prompt, [feature(PLAN.encode())], stock=True))
+    assert counted == [1, 1]
 
 
 def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over() -> None:
     """Their identity, of which prefixes are made, stays theirs."""
-    core, delta = feature(PLAN.encode()), feature(PLAN.encode())
-    delta.mm_hash = delta.identifier = "b"
+    core, delta = feature(PLAN.encode()), feature(PLAN.encode(), name="b")
     prompt = rendered(keys={"a": "x", "b": "x"})  # held by vLLM until the request is handed over
     request = processed(prompt, [core, delta])
     assert (core.mm_hash, delta.mm_hash) == ("a", "b")
@@ -184,31 +172,30 @@ def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over
 
 
 @pytest.mark.parametrize(
-    ("item", "said"),
+    ("item", "problem"),
     [
         (feature(PLAN.encode(), 9), "9 placeholders"),
         (feature(PLAN.encode()[:3]), "3 numbers"),
         (feature([PLAN.encode()]), "64-bit"),
         (feature(PLAN.encode(), keep_on_cpu=False), "on the CPU"),
-        (feature(ItemPlan(8, (1, 2), (100,)).encode()), "vocabulary"),
-        (feature(ItemPlan(8, (1, 2), profile=True).encode()), "profiling"),
+        (feature(replace(PLAN, instruction=(100,)).encode()), "vocabulary"),
         # Without the flag a plan sets nothing.
-        (feature(ItemPlan(65, (1, 2), (3,)).encode(), 65), "requests may"),
-        (feature(ItemPlan(8, (1, 2), (3,), keep="random").encode()), "requests may"),
+        (feature(replace(PLAN, budget=65).encode(), 65), "requests may"),
+        (feature(replace(PLAN, keep="random").encode()), "requests may"),
         # The engine would look for the tensors in another item of the request.
         (feature(PLAN.encode(), pixels=False), "without the tensors"),
         (feature(None), "processed without the plugin"),
     ],
 )
 def test_a_plan_from_another_process_is_checked(
-    counted: list[object], item: Any, said: str
+    refused: Callable[[], float], item: Any, problem: str
 ) -> None:
-    with pytest.raises(VLLMValidationError, match=said):  # answered by 400
+    with pytest.raises(VLLMValidationError, match=problem):  # answered by 400
         processed(ELSEWHERE, [feature(PLAN.encode()), item])
-    assert counted == ["refused"]
+    assert refused() == 1
     processed(ELSEWHERE, [item], stock=True)
     processed(ELSEWHERE, [feature(None, modality="video")])
-    if said == "requests may":
+    if problem == "requests may":
         processed(ELSEWHERE, [item], rules=RequestRules("budget", explicit=True))
 
 

@@ -28,11 +28,11 @@ from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import TINY_MODELS, build
 from vllm_autoprune.serving.api import planner
 from vllm_autoprune.serving.api.layout import Placeholders, Slot
-from vllm_autoprune.serving.api.planner import NamedImages, RequestPlanner
-from vllm_autoprune.serving.api.request import REQUEST_FIELD, SALT, PruningRequest
+from vllm_autoprune.serving.api.planner import RequestPlanner
+from vllm_autoprune.serving.api.request import SALT, PruningRequest
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.qwen import shrink_glm_to_budget, shrink_to_budget
-from vllm_autoprune.serving.plan import NO_KEY, ItemPlan, hash_picture, make_feature_key
+from vllm_autoprune.serving.plan import NO_KEY, REQUEST_FIELD, ItemPlan
 from vllm_autoprune.serving.settings import RequestRules
 
 pytestmark = pytest.mark.compat
@@ -108,15 +108,15 @@ def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(sender: Sende
     assert sender.send([None], ["x"]).identities == second.identities != before.identities
 
 
-def test_the_least_recently_used_uuids_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_uuids_are_forgotten_first(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(planner, "_MAX_NAMES", 2)
-    names = NamedImages()
-    for name in ("one", "two"):
-        names.remember(name, "", (name, None))
-    names.find("one", "")
-    names.remember("three", "", ("three", None))
-    known = [names.find(name, "")[0] for name in ("one", "two", "three")]
-    assert (known[0], known[1][:8], known[2]) == ("one", "unknown ", "three")
+    sender = Sender(folder, budget=8).with_cache()
+    for image, name in ((LARGE, "x"), (OTHER, "y"), (None, "x"), (SMALL, "z"), (None, "x")):
+        sender.send([image], [name])
+    with pytest.raises(ValueError, match="data is not provided"):
+        sender.send([None], ["y"])
 
 
 def test_tenants_of_two_salts_share_nothing(sender: Sender) -> None:
@@ -142,7 +142,6 @@ def test_a_random_keep_is_drawn_from_content(without_cache: Sender) -> None:
     ]
     before, renamed, salted, other = [plan.key[0] for plan in draws]
     assert before == renamed == salted != other
-    assert before == make_feature_key("", seed=hash_picture(LARGE))[0], "of pixels alone"
     with pytest.raises(RequestError, match="drawn from pixels"):
         without_cache.send([None], ["one"], keep="random")
 
@@ -255,12 +254,11 @@ def test_recall_is_refused_where_an_image_cannot_be_several_items() -> None:
     never: Any = None
     unsplit = Placeholders(never, never, lambda info: 7, "writes text around the tiles")
     planner = RequestPlanner(never, served(), unsplit, never)
-    inputs: Any = SimpleNamespace(prompt=[7, 1])
     plans = [ItemPlan(8, NO_KEY, tokens=144)]
     with pytest.raises(RequestError, match=r"recall.*this model writes text.* -> leave it out"):
-        planner._add_recalls(inputs, PruningRequest(recall=8), plans, ["a"])
+        planner._add_recalls([7, 1], PruningRequest(recall=8), plans, ["a"])
     for accepted in (PruningRequest(recall=0), PruningRequest()):
-        assert planner._add_recalls(inputs, accepted, plans, ["a"]) == ([7, 1], [Slot(0, 8)])
+        assert planner._add_recalls([7, 1], accepted, plans, ["a"]) == ([7, 1], [Slot(0, 8)])
 
 
 # ---- resized images ----

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,6 @@ import pytest
 
 from tests.serving.unit.conftest import TinyClip
 from tests.serving.unit.samples import (
-    LLAVA,
     SEGMENT,
     VISION_WIDTH,
     WIDTH,
@@ -27,7 +26,7 @@ from tests.serving.unit.samples import (
 from tests.tpdsl.samples import edited, sample, shipped
 from vllm_autoprune import ConfigError, load_state
 from vllm_autoprune.serving import plugin
-from vllm_autoprune.serving.api.endpoint import describe_as_json, format_summary
+from vllm_autoprune.serving.api.endpoint import describe_as_json
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.settings import (
     LEVELS,
@@ -50,52 +49,37 @@ def resolve(**settings: object) -> ServedState:
     return resolve_settings({"state": "autoprune", **settings}, vllm_config())
 
 
-@pytest.mark.parametrize("form", ["name", "path", "path as text", "json", "dict", "state"])
-def test_a_state_may_be_given_in_every_form(form: str) -> None:
-    file = shipped_states()["autoprune"]
-    forms: Mapping[str, object] = {
-        "name": "autoprune",
-        "path": file,
-        "path as text": str(file),
-        "json": file.read_text(),
-        "dict": shipped("autoprune"),
-        "state": load_state("autoprune"),
-    }
-    state = resolve(state=forms[form])
-    assert state.state.digest == load_state("autoprune").digest
-    assert (state.architecture, state.budget, state.tower) == (LLAVA, 32, None)
-    assert state.cache_bytes == 1 << 28
-
-
 def test_each_setting_is_read_from_text_and_numbers(tiny_clip: TinyClip) -> None:
+    file, digest = shipped_states()["autoprune"], load_state("autoprune").digest
+    forms = ("autoprune", file, str(file), file.read_text(), shipped("autoprune"))
+    for state in (*forms, load_state("autoprune")):
+        assert (made := resolve(state=state)).state.digest == digest
+    assert (made.budget, made.tower, made.cache_bytes) == (32, None, 1 << 28)
     for budget in (64, "64", " 64 "):
         assert resolve(budget=budget).policy().budget == 64
     for size, count in ((0, 0), ("0", 0), (2, 1 << 31), ("0.5", 1 << 29), (1024, 1 << 40)):
         assert resolve(feature_cache_gb=size).cache_bytes == count
     assert (resolve().rules.cost, resolve(request_cost="750").rules.cost) == (DEFAULT_COST, 750.0)
-    for recall in (8, "8", " 8 "):
+    for recall in (8, "8"):
         assert resolve(recall=recall).rules.recall == 8
     for detail in ("low=16,high=64", {"low": 16, "high": "64"}):
-        for requests in (None, "none", "budget:32-64", "states"):
+        for requests in (None, "none", "budget:32-64"):
             rules = resolve(requests=requests, detail=detail).rules
-            assert rules.detail == DetailBudgets(16, 64)
+            assert rules.detail == DetailBudgets(low=16, high=64)
     tower = resolve(text_tower=str(tiny_clip.folder)).tower
     assert tower is not None
     assert (tower.path, tower.sign) == (str(tiny_clip.folder), -1)
     assert (tower.segment, tower.width, tower.vision_width) == (SEGMENT, WIDTH, VISION_WIDTH)
 
 
-def test_levels_are_cumulative_and_a_range_holds_at_both_ends() -> None:
+def test_levels_are_cumulative_and_have_a_range() -> None:
     assert resolve().rules == RequestRules("budget", 1, 65536, explicit=False)
-    for level in LEVELS:
+    for at, level in enumerate(LEVELS):
         rules = resolve(requests=level).rules
         assert (rules.level, rules.explicit) == (level, True)
-        allowed = [other for other in LEVELS if rules.allows(other)]
-        assert allowed == list(LEVELS[: LEVELS.index(rules.level) + 1])
+        assert [other for other in LEVELS if rules.allows(other)] == list(LEVELS[: at + 1])
     rules = resolve(requests=" budget:16-256 ").rules
-    assert [rules.contains(k) for k in (15, 16, 256, 257)] == [False, True, True, False]
-    assert str(rules) == "budget:16-256"
-    assert resolve(requests=str(rules)).rules == rules
+    assert (str(rules), rules.minimum, rules.maximum) == ("budget:16-256", 16, 256)
 
 
 def nest(depth: int) -> list[object]:
@@ -109,9 +93,9 @@ FIXED = edited(sample(), {"/constraints/selector/q_e": 2, "/constraints/selector
 LIMITED = edited(sample(), {"/budget": {"atom": "fixed_budget@32", "limit": 48}})
 STATE: Config = {"state": "autoprune"}
 TO_64: Config = {**STATE, "requests": "budget:1-64"}
-RULES = ("all", "", "Budget", "budget:", "budget:16", "budget:16-", "budget:-3-8", "budget:1-2-3")
-ODD_RULES = ("budget,states", True, 3, ["budget"], {"level": "budget"})
-RANGES = ("budget:a-b", "budget:1-9999999", "budget:0-8", "budget:9-8", "states:1-65537")
+RULES = ("all", "", "Budget", "budget:16", "budget:-3-8", "budget:0-8", "budget:9-8", "budget,none")
+DETAILS = ("auto=64", "", 64, ["low=64"], {1: 64}, "low", "low=0", "low=6.5")
+ABOVE = "low = 65, and --autoprune-requests allows 64 at most"
 
 
 @pytest.mark.parametrize(
@@ -130,51 +114,25 @@ RANGES = ("budget:a-b", "budget:1-9999999", "budget:0-8", "budget:9-8", "states:
             for value in ({1, 2}, nest(100_000), 10**5000, b"bytes")
         ),
         *(
-            ({**STATE, "budget": value}, "--autoprune-budget", str(value))
-            for value in (0, -1, "0", "-1", 65537)
-        ),
-        *(
-            ({**STATE, "budget": value}, "--autoprune-budget", "not a whole number")
-            for value in ("x", "1.5", 1.5, "", True, [8])
+            ({**STATE, "budget": value}, "--autoprune-budget", f"{str(value)!r} is not a number")
+            for value in (0, "-1", 65537, "x", 1.5, "", [8])
         ),
         ({"state": LIMITED, "budget": 64}, "--autoprune-budget#/budget/limit", ""),
         ({"state": FIXED, "budget": 16}, "--autoprune-budget#/constraints/selector/r_min", "32"),
         *(
             ({**STATE, "feature_cache_gb": value}, "--autoprune-feature-cache-gb", "")
-            for value in (-1, "-0.1", "nan", float("nan"), "inf", "much", 1025)
+            for value in (-1, "nan", float("nan"), "inf", "much", 1025)
         ),
         *(
             ({**STATE, "request_cost": value}, "--autoprune-request-cost", "")
-            for value in ("much", 0, -1, "nan", "inf", 1e9)
+            for value in ("much", 0, "nan", "inf", 1e9)
         ),
-        *(
-            ({**STATE, "requests": value}, "--autoprune-requests", "")
-            for value in (*RULES, *ODD_RULES, *RANGES)
-        ),
+        *(({**STATE, "requests": value}, "--autoprune-requests", "") for value in (*RULES, 3)),
         *(({**TO_64, "recall": value}, "--autoprune-recall", "") for value in ("x", -1, 1.5, 65)),
-        *(
-            ({**STATE, "detail": value}, "--autoprune-detail", what)
-            for value, what in (
-                ("auto=64", "'auto' is no level"),
-                ("", "'' is no level"),
-                (64, "'64' is no level"),
-                (["low=64"], "is no level"),
-                ({1: 64}, "'1' is no level"),
-                ({}, "gives no budget"),
-                ("low", "low = '' is not a number of tokens"),
-                ("low=0", "low = '0' is not"),
-                ("low=6.5", "low = '6.5' is not"),
-                ({"low": True}, "low = 'True' is not"),
-                ("low=4,low=8", "low is given twice"),
-                ("low=8,high=4", "low = 8 keeps more tokens than high = 4"),
-                ("high=99999", "high = 99999"),
-            )
-        ),
-        (
-            {**TO_64, "detail": "low=65"},
-            "--autoprune-detail",
-            "low = 65, and --autoprune-requests allows 64 at most",
-        ),
+        *(({**STATE, "detail": value}, "--autoprune-detail", "") for value in DETAILS),
+        ({**STATE, "detail": "low=8,high=4"}, "--autoprune-detail", "keeps more tokens than"),
+        ({**STATE, "detail": "high=99999"}, "--autoprune-detail", "high = 99999"),
+        ({**TO_64, "detail": "low=65"}, "--autoprune-detail", ABOVE),
         ({"state": FIXED, "detail": "low=16,high=64"}, "--autoprune-detail low#", ""),
     ],
 )
@@ -200,12 +158,12 @@ def test_all_problems_are_reported_together(
         "budget": "x",
         "text_tower": str(tmp_path),
         "feature_cache_gb": "x",
-        "detail": "low=x,medium=3,high=0",
+        "detail": "low=x",
         "buget": 1,
     }
     assert sorted(places(settings, vllm_config(architecture="Other"))) == [
         "--autoprune-budget",
-        *["--autoprune-detail"] * 3,
+        "--autoprune-detail",
         "--autoprune-feature-cache-gb",
         f"--autoprune-state {file}#/constraints/selector/q_e",
         f"--autoprune-state {file}#/fusion",
@@ -223,7 +181,6 @@ def test_all_problems_are_reported_together(
     ("stated", "sign", "because"),
     [
         ({}, -1, "states no direction"),
-        ({SIGN_KEY: None}, -1, "states no direction"),
         *(({SIGN_KEY: sign}, int(sign), SIGN_KEY) for sign in (1, -1, 1.0)),
     ],
 )
@@ -238,12 +195,9 @@ def test_the_sign_comes_with_its_reason(
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        *(({SIGN_KEY: sign}, f"{SIGN_KEY} = {sign!r}") for sign in (0, 2, "1", [1], True, 0.5)),
-        *((text, "cannot be read") for text in ("{", "[]", "{}", '{"model_type": "nope"}')),
-        *(
-            (f'{{"model_type": "{kind}"}}', f"is a {kind!r} model")
-            for kind in ("clip_text_model", "clip_vision_model", "siglip", "llava")
-        ),
+        *(({SIGN_KEY: sign}, f"{SIGN_KEY} = {sign!r}") for sign in (0, "1", True)),
+        *((text, "cannot be read") for text in ("{", "[]", '{"model_type": "nope"}')),
+        *((f'{{"model_type": "{kind}"}}', f"a {kind!r} model") for kind in ("siglip", "llava")),
         (None, "holds no config.json"),
         # Transformers makes a tokenizer that has only start and end tokens.
         ("no tokenizer", "has no tokenizer"),
@@ -280,51 +234,39 @@ def test_a_text_tower_of_another_vision_tower_is_refused(tmp_path: Path) -> None
 # ---- descriptions ----
 
 TOWER = TextTower("some/clip", -1, "its config says so", 77, 768, 1024)
+BY_TOWER = "CLIP text tower some/clip, sign -1, because its config says so"
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason", "field", "value"),
+    ("changes", "field", "value"),
     [
-        ({"budget": 32}, "keeps 32 tokens of an image, as the state has it", "recall", 0),
-        (
-            {"tower": TOWER},
-            "relevance by CLIP text tower some/clip, sign -1, because its config",
-            "relevance",
-            "CLIP text tower some/clip, sign -1, because its config says so",
-        ),
-        (
-            {"rules": RequestRules("budget", 8, 64, True, recall=8)},
-            "later turns recall 8 tokens",
-            "recall",
-            8,
-        ),
+        ({}, "core", None),
+        ({"tower": TOWER}, "relevance", BY_TOWER),
+        ({"rules": RequestRules("budget", 8, 64, True, recall=8)}, "recall", 8),
         (
             {"rules": RequestRules("states", explicit=True)},
-            "any state, 1 to 65536 tokens",
-            "core",
-            None,
+            "requests",
+            "any state, 1 to 65536 tokens of an image, by --autoprune-requests, at a predicted "
+            "200 ms a selection or less",
         ),
         (
             {"rules": RequestRules(detail=DetailBudgets(low=64, high=256))},
-            "image_url.detail low keeps 64 and high keeps 256 tokens of an image, by",
             "detail",
             {"low": 64, "high": 256},
         ),
     ],
 )
 def test_each_choice_is_described_with_its_reason(
-    changes: dict[str, Any], reason: str, field: str, value: object
+    changes: dict[str, Any], field: str, value: object
 ) -> None:
-    changed = replace(served(), **changes)
-    assert reason in format_summary(changed)
-    assert describe_as_json(changed)[field] == value
+    assert describe_as_json(replace(served(), **changes))[field] == value
 
 
 def test_json_contains_no_path(tmp_path: Path) -> None:
     here = replace(served(), tower=replace(TOWER, path=str(tmp_path)))
-    assert str(tmp_path) in format_summary(here)
+    assert str(tmp_path) in json.dumps(describe_as_json(here, private=False))
     description = json.dumps(describe_as_json(here))
-    assert str(tmp_path) not in description and tmp_path.name not in description
+    assert tmp_path.name not in description
     assert "CLIP text tower from a local folder, sign -1" in description
 
 
@@ -382,22 +324,13 @@ BOTH = {"theirs": {"x": 1}, **from_flags(state="autoprune", budget="64")}
     ("words", "config"),
     [
         ((), {}),
-        (
-            ("--autoprune-text-tower", "a/b", "--autoprune-detail", "low=1"),
-            from_flags(text_tower="a/b", detail="low=1"),
-        ),
         ((*THEIRS, *FLAGS), BOTH),
         ((*FLAGS, *THEIRS), BOTH),
         # Of settings in JSON and in flags the later one wins.
         ((*OURS, *FLAGS), from_flags(state="autoprune", budget="64", text_tower="some/clip")),
         ((*FLAGS, *OURS), from_flags(state="autoprune", budget=16, text_tower="some/clip")),
         ((*DOTTED, *NAMED), from_flags(state="autoprune", budget=16)),
-        ((*NAMED, "=".join(DOTTED)), from_flags(state="autoprune", budget=16)),
         (DOTTED, {SETTINGS_KEY: {"budget": 16}}),
-        (
-            ("--additional-config.autoprune.detail.low", "16"),
-            {SETTINGS_KEY: {"detail": {"low": 16}}},
-        ),
     ],
 )
 def test_flags_and_additional_config_are_merged_in_either_order(
@@ -406,10 +339,9 @@ def test_flags_and_additional_config_are_merged_in_either_order(
     assert parse(*words) == config
 
 
-@pytest.mark.parametrize("value", ["[1]", "3", "text"])
 def test_additional_config_must_be_an_object(
-    parse: Callable[..., Config], value: str, capsys: pytest.CaptureFixture[str]
+    parse: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parse("--additional-config", value)
+        parse("--additional-config", "[1]")
     assert "not a JSON object" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from vllm_autoprune.serving.compat import (
     worker,
 )
 from vllm_autoprune.serving.models import BACKBONES, UNSERVED
-from vllm_autoprune.serving.served_state import count_kv_bytes, served_state
+from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.settings import TextTower
 from vllm_autoprune.serving.startup import apply_settings, resolve_settings, sleep_problem
 from vllm_autoprune.tpdsl.tokens import Need
@@ -257,9 +257,11 @@ def test_settings_are_moved_to_the_model_config(
     assert state.state.digest[:12] in record.getMessage()
     assert state.kv_bytes == 2 * 4 * 6 * 32 * 2
     assert Path(state.metrics_folder).is_dir(), "which workers write to"
-    config = vllm_config()
+    config = vllm_config({"state": "autoprune"})
     config.cache_config.cache_dtype = "fp8"
-    assert count_kv_bytes(config) == 2 * 4 * 6 * 32
+    apply_settings(config)
+    halved = served_state(config.model_config)
+    assert halved is not None and halved.kv_bytes == 2 * 4 * 6 * 32
 
 
 def test_a_mistake_ends_the_command_line_with_one_message_and_raises_in_python(

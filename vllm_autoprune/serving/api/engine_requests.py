@@ -20,7 +20,7 @@ from vllm.multimodal.cache.base import BaseMultiModalProcessorCache
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.serving.api.request import OFFLINE_FIX, count_refused_request, refuse_misplaced
+from vllm_autoprune.serving.api.request import OFFLINE_FIX, REFUSED, refuse_misplaced
 from vllm_autoprune.serving.compat import depends_on, patch
 from vllm_autoprune.serving.plan import FIELD, Chooser, ItemPlan, make_feature_key, plan_error
 from vllm_autoprune.serving.served_state import PlanRules, served_state
@@ -69,32 +69,25 @@ _KV_BYTES = Counter(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RequestCounts:
-    """What metrics count of one request: the label of its state, its images and their tokens.
+def count_request(
+    state: str,
+    chooser: Chooser,
+    sizes: Sequence[int],
+    plans: Sequence[ItemPlan],
+    kv_bytes: int,
+) -> None:
+    """Count one request: the label of its state, N of its images, the plans of its items.
 
-    ``kv_bytes`` are those of the KV cache that its pruned tokens do not take.
+    ``kv_bytes`` are those of one token in the KV cache.
     """
-
-    state: str
-    chooser: Chooser
-    images: int
-    tokens_before: int
-    tokens_after: int
-    core: int = 0
-    recalled: int = 0
-    kv_bytes: int = 0
-
-
-def count_request(counts: RequestCounts) -> None:
-    """Count one request and its images."""
-    _REQUESTS.labels(counts.state).inc()
-    _IMAGES.labels(counts.chooser).inc(counts.images)
-    _TOKENS.labels("before").inc(counts.tokens_before)
-    _TOKENS.labels("after").inc(counts.tokens_after)
-    _CORE_TOKENS.inc(counts.core)
-    _RECALLED_TOKENS.inc(counts.recalled)
-    _KV_BYTES.inc(counts.kv_bytes)
+    kept = sum(plan.budget for plan in plans)
+    _REQUESTS.labels(state).inc()
+    _IMAGES.labels(chooser).inc(len(sizes))
+    _TOKENS.labels("before").inc(sum(sizes))
+    _TOKENS.labels("after").inc(kept)
+    _CORE_TOKENS.inc(sum(plan.budget for plan in plans if plan.part == "core"))
+    _RECALLED_TOKENS.inc(sum(plan.budget for plan in plans if plan.part == "recall"))
+    _KV_BYTES.inc((sum(sizes) - kept) * kv_bytes)
 
 
 # vLLM's record of the images that the engine has, changed by requests that reach the engine only.
@@ -107,6 +100,9 @@ def count_request(counts: RequestCounts) -> None:
 # changes it.
 
 
+_Tensors = Mapping[str, "MultiModalFieldElem"]
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class RenderedItem:
     """Processed tensors of one image, without its plan, and the prompt text of all its tokens."""
@@ -117,6 +113,17 @@ class RenderedItem:
 
 Waiting = WeakValueDictionary[str, RenderedItem]
 """Images of requests that are rendered and may still be handed over, by key."""
+
+
+def _key(feature: MultiModalFeatureSpec) -> str:
+    return feature.mm_hash or feature.identifier
+
+
+def _set_plan_apart(feature: MultiModalFeatureSpec) -> tuple[_Tensors, _Tensors]:
+    """The tensors of an item, and its plan."""
+    data = feature.data or {}
+    tensors = {name: element for name, element in data.items() if name != FIELD}
+    return tensors, {FIELD: data[FIELD]} if FIELD in data else {}
 
 
 @depends_on(
@@ -192,45 +199,23 @@ class Rendering(BaseMultiModalProcessorCache):
             return
         for feature in features:
             key = _key(feature)
-            tensors, plan = _set_plan_apart(feature)
-            if key in missing:
-                missing.pop(key)
-                tensors = self._bring(key, tensors)
-            else:
-                tensors = {}
+            added, plan = _set_plan_apart(feature)
+            tensors: _Tensors = {}
+            if missing.pop(key, key) is None:
+                cached = self._sender.is_cached_item(key)
+                if not cached and key not in self._items and added:
+                    # An input that vLLM added after rendering, which its engine caches like all.
+                    self._items[key] = RenderedItem(MultiModalKwargsItem(added), ())
+                if not cached and key not in self._items and self.process_again is not None:
+                    # The engine had the image, and dropped it while this request waited.
+                    self._items.update(self.process_again())
+                item = None if cached else self._items.get(key)
+                # Without an item it came by its name alone: vLLM answers that it is not known.
+                if cached or item is not None:
+                    self._sender.get_and_update_item(item and (item.tensors, item.updates), key)
+                tensors = {} if item is None else item.tensors
             feature.data = MultiModalKwargsItem({**tensors, **plan}) if tensors or plan else None
         self.process_again = None
-
-    def _bring(self, key: str, added: _Tensors) -> _Tensors:
-        """The tensors of an image; empty where the engine has them."""
-        if self._sender.is_cached_item(key):
-            self._sender.get_and_update_item(None, key)
-            return {}
-        if key not in self._items and added:
-            # An input that vLLM added after rendering, which its engine caches like all others.
-            self._items[key] = RenderedItem(MultiModalKwargsItem(added), ())
-        if key not in self._items and self.process_again is not None:
-            # The engine had the image, and dropped it while this request waited.
-            self._items.update(self.process_again())
-        item = self._items.get(key)
-        if item is None:  # it came by its name alone: vLLM answers that it is not known
-            return {}
-        self._sender.get_and_update_item((item.tensors, item.updates), key)
-        return item.tensors
-
-
-_Tensors = Mapping[str, "MultiModalFieldElem"]
-
-
-def _key(feature: MultiModalFeatureSpec) -> str:
-    return feature.mm_hash or feature.identifier
-
-
-def _set_plan_apart(feature: MultiModalFeatureSpec) -> tuple[_Tensors, _Tensors]:
-    """The tensors of an item, and its plan."""
-    data = feature.data or {}
-    tensors = {name: element for name, element in data.items() if name != FIELD}
-    return tensors, {FIELD: data[FIELD]} if FIELD in data else {}
 
 
 # Hand-over of a request to the engine, after its last check.
@@ -247,12 +232,12 @@ class RenderedHashes(dict[str, list[str]]):
     def __init__(
         self,
         hashes: Mapping[str, list[str]],
-        counts: RequestCounts | None = None,
+        count: Callable[[], None] | None = None,
         keys: Mapping[str, str] = MappingProxyType({}),
         rendering: Rendering | None = None,
     ) -> None:
         super().__init__(hashes)
-        self._counts = counts
+        self._count = count
         self._keys = keys
         self._rendering = rendering
         self._features: Sequence[MultiModalFeatureSpec] = ()
@@ -269,9 +254,9 @@ class RenderedHashes(dict[str, list[str]]):
 
         Samples (n > 1) hand over the same features, beam search new ones for every token.
         """
-        counts, self._counts = self._counts, None
-        if counts is not None:
-            count_request(counts)
+        count, self._count = self._count, None
+        if count is not None:
+            count()
         for feature in features:
             feature.mm_hash = self._keys.get(feature.mm_hash or "", feature.mm_hash)
         if self._rendering is not None:
@@ -322,7 +307,7 @@ def watch_requests() -> None:
             algorithm = self.model_config.get_multimodal_config().mm_hasher_algorithm
             _check_features(rules, request.mm_features, request.cache_salt or "", algorithm)
         except AutopruneError as error:
-            count_refused_request()
+            REFUSED.inc()
             # Of all errors of this step vLLM answers only its own by 400.
             raise VLLMValidationError(str(error), parameter=FIELD) from None
         return request

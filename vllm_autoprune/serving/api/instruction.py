@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_autoprune.serving.api.request import RecallTurn
 from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
-from vllm_autoprune.serving.settings import DETAIL_LEVELS, Detail, TextTower
+from vllm_autoprune.serving.settings import DETAIL_LEVELS, TextTower
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _BILLING_HEADER = "x-anthropic-billing-header"
 """Start of a line that is new with every request; vLLM leaves it out of system prompts too."""
 
 
-def _message_parts(message: object) -> Sequence[object]:
+def _message_parts(message: object) -> Sequence[Any]:
     """The parts of a message; a text alone is one."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, str):
@@ -56,20 +56,6 @@ def _shows_image(part: object) -> bool:
     return kind in _IMAGE_PARTS if kind is not None else any(key in part for key in _IMAGE_PARTS)
 
 
-def count_images(message: object) -> int:
-    """Number of images in a message."""
-    return sum(map(_shows_image, _message_parts(message)))
-
-
-def _message_text(message: object) -> str:
-    texts = [text for part in _message_parts(message) if (text := _part_text(part)) is not None]
-    if _has_role(message, "system"):
-        texts = [
-            text.partition("\n")[2] if text.startswith(_BILLING_HEADER) else text for text in texts
-        ]
-    return "\n".join(texts).strip()
-
-
 def _has_role(message: object, role: str) -> bool:
     return isinstance(message, Mapping) and message.get("role") == role
 
@@ -93,52 +79,38 @@ _QUESTION = 1024
 """Characters of a question that are looked for in front of its image: its last ones."""
 
 
-def extract_instructions(messages: Sequence[object]) -> list[str]:
-    """Extract one instruction for each image, in the order of the images in the conversation.
+def extract_fields(messages: Sequence[object]) -> dict[str, list[Any]]:
+    """Fields of the pruning entry with a value for each image, in the conversation's order.
 
-    Without text of its own an image has the first text of a user, which is the task, and the last
-    text before the image. Later turns never change it, so what an image keeps, and its prefix
-    cache, survive a conversation. Other turns and the chat template do not belong to it.
+    ``instructions``: without text of its own an image has the first text of a user, which is the
+    task, and the last text before the image. ``turns``: the index of its message, None where the
+    image has no text of its own. ``details``: None for ``auto``, or none given; the level stands
+    within ``image_url``, or beside it, where the Responses API has it.
+    Later turns never change any of them, so what an image keeps, and its prefix cache, survive a
+    conversation. Other turns and the chat template do not belong to an instruction.
     """
-    instructions: list[str] = []
+    fields: dict[str, list[Any]] = {"instructions": [], "details": [], "turns": []}
     task = last = ""
-    for message in messages:
-        text, images = _message_text(message), count_images(message)
+    for i, message in enumerate(messages):
+        parts = _message_parts(message)
+        texts = [text for part in parts if (text := _part_text(part)) is not None]
+        if _has_role(message, "system"):
+            texts = [t.partition("\n")[2] if t.startswith(_BILLING_HEADER) else t for t in texts]
+        text = "\n".join(texts).strip()
         last = text or last
-        if text and not _has_role(message, "tool"):
-            instructions += [text] * images
-        elif task in ("", last):
-            instructions += [last] * images
-        else:
-            context = (truncate_text(task, _CONTEXT), truncate_text(last, _CONTEXT))
-            instructions += ["\n".join(context)] * images
+        asks = text != "" and not _has_role(message, "tool")
+        instruction = text if asks else last
+        if not asks and task not in ("", last):
+            instruction = f"{truncate_text(task, _CONTEXT)}\n{truncate_text(last, _CONTEXT)}"
+        for part in filter(_shows_image, parts):
+            image = part.get("image_url")
+            level = (image if isinstance(image, Mapping) else part).get("detail")
+            fields["instructions"].append(instruction)
+            fields["details"].append(level if level in DETAIL_LEVELS else None)
+            fields["turns"].append(i if asks else None)
         if _has_role(message, "user"):
             task = task or text
-    return instructions
-
-
-def extract_turns(messages: Sequence[object]) -> list[int | None]:
-    """Extract the index of each image's message; None where the image has no text of its own."""
-    turns: list[int | None] = []
-    for i, message in enumerate(messages):
-        turn = i if _message_text(message) and not _has_role(message, "tool") else None
-        turns += [turn] * count_images(message)
-    return turns
-
-
-def extract_details(messages: Sequence[object]) -> list[Detail | None]:
-    """Extract the detail of each image, in the same order; None for ``auto``, or none given.
-
-    The level stands within ``image_url``, or beside it, where the Responses API has it. Later turns
-    never change it, so an image keeps the budget that it was sent with.
-    """
-    details: list[Detail | None] = []
-    for part in (part for message in messages for part in _message_parts(message)):
-        if isinstance(part, Mapping) and _shows_image(part):
-            image = part.get("image_url")
-            detail = (image if isinstance(image, Mapping) else part).get("detail")
-            details.append(next((level for level in DETAIL_LEVELS if level == detail), None))
-    return details
+    return fields
 
 
 def extract_prompt_instruction(
@@ -181,8 +153,8 @@ def find_question_turns(
 
 
 def mark_recall_turns(
-    messages: Sequence[object], token: str, space: str
-) -> tuple[list[object], list[RecallTurn]]:
+    messages: Sequence[Any], token: str, space: str
+) -> tuple[list[Any], list[RecallTurn]]:
     """The messages with an image token in front of every turn that recalls, and these turns.
 
     No turn recalls in a conversation whose text has an image token of its own, or that shows
@@ -198,31 +170,27 @@ def mark_recall_turns(
             recalls = _shows_image(part) and _EMBEDDINGS not in keys
         if not recalls:
             return list(messages), []
-    marked: list[object] = []
+    marked: list[Any] = []
     turns: list[RecallTurn] = []
     images = 0
     for message in messages:
         parts = _message_parts(message)
-        texts = [text for part in parts if (text := _part_text(part)) is not None]
-        text = "\n".join(texts).strip()
-        if images and text and not count_images(message) and _has_role(message, "user"):
-            assert isinstance(message, Mapping)
-            message = {**message, "content": _put_before(message["content"], token + space)}
-            turns.append(RecallTurn(images=images, text=text))
-        images += count_images(message)
+        texts = [(at, text) for at, text in enumerate(map(_part_text, parts)) if text is not None]
+        question = "\n".join(text for _, text in texts).strip()
+        in_message = sum(map(_shows_image, parts))
+        if images and question and not in_message and _has_role(message, "user"):
+            turns.append(RecallTurn(images=images, text=question))
+            # The mark stands in front of the first text, whatever parts are before it.
+            content: Any = token + space + texts[0][1]
+            if not isinstance(message["content"], str):
+                at, _ = texts[0]
+                part = parts[at]
+                part = {**part, "text": content} if isinstance(part, Mapping) else content
+                content = [*parts[:at], part, *parts[at + 1 :]]
+            message = {**message, "content": content}
+        images += in_message
         marked.append(message)
     return marked, turns
-
-
-def _put_before(content: object, mark: str) -> object:
-    """The content of a message with ``mark`` in front of its first text."""
-    if isinstance(content, str):
-        return mark + content
-    assert isinstance(content, Sequence)
-    at = next(i for i, part in enumerate(content) if _part_text(part) is not None)
-    text = content[at]
-    part = mark + text if isinstance(text, str) else {**text, "text": mark + text["text"]}
-    return [*content[:at], part, *content[at + 1 :]]
 
 
 # Tokenization of the instruction, once for each input that reads it, bounded in length.

@@ -8,9 +8,16 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.serving.api.request import RecallTurn, request_error
+from vllm_autoprune.serving.api.request import RecallTurn
 from vllm_autoprune.serving.compat import depends_on
-from vllm_autoprune.serving.plan import MAX_RECALLS, ItemPlan, Part, split_over_parts
+from vllm_autoprune.serving.plan import (
+    ENTRY,
+    MAX_RECALLS,
+    ItemPlan,
+    Part,
+    refuse,
+    split_over_parts,
+)
 from vllm_autoprune.tpdsl.cost import state_cost
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.state import PruningState
@@ -251,26 +258,23 @@ def expand_marks(
 
     Raises RequestError where ``ids`` does not have one image token for every image and every turn.
     """
+    marks: list[list[Slot]] = []
+    """The items that each image token stands for: a turn's follow the images before it."""
+    shown = 0
+    for number, turn in enumerate(turns):
+        marks += [[slot] for slot in images[shown : turn.images]]
+        marks.append([slot for slot in recalls if slot.turn == number])
+        shown = turn.images
+    marks += [[slot] for slot in images[shown:]]
     places = [turn.images for turn in turns]
-    # Each turn stands behind the last of the images before it.
-    stand_for: list[tuple[int, int, list[Slot]]] = [(i, 0, [slot]) for i, slot in enumerate(images)]
-    for number, place in enumerate(places):
-        of_turn = [slot for slot in recalls if slot.turn == number]
-        stand_for.append((place - 1, 1 + number, of_turn))
-    if ids.count(token) != len(stand_for) or places != sorted(places) or max(places) > len(images):
+    if ids.count(token) != len(marks) or places != sorted(places) or max(places) > len(images):
         what = (
             f"{len(turns)} turns and {len(images)} images in a prompt of {ids.count(token)} marks"
         )
         fix = "keep every message in the chat template, or send recall 0"
-        raise request_error("recall_turns", what, fix)
-    unread = iter(sorted(stand_for, key=itemgetter(0, 1)))
+        raise refuse(f"{ENTRY}/recall_turns", what, fix)
+    unread = iter(marks)
     expanded: list[int] = []
-    slots: list[Slot] = []
     for token_id in ids:
-        if token_id != token:
-            expanded.append(token_id)
-            continue
-        *_, items = next(unread)
-        expanded += [token] * len(items)
-        slots += items
-    return expanded, slots
+        expanded += [token] * len(next(unread)) if token_id == token else [token_id]
+    return expanded, [slot for items in marks for slot in items]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from hashlib import sha256
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -20,8 +20,7 @@ from cachetools import LRUCache
 from PIL import Image
 from vllm.multimodal.parse import ImageProcessorItems
 
-from vllm_autoprune.serving.api.choices import find_needs, resolve_plans, state_label
-from vllm_autoprune.serving.api.engine_requests import RequestCounts
+from vllm_autoprune.serving.api.engine_requests import count_request
 from vllm_autoprune.serving.api.instruction import (
     InstructionTokenizer,
     extract_prompt_instruction,
@@ -31,29 +30,39 @@ from vllm_autoprune.serving.api.layout import (
     MAX_ITEMS,
     Placeholders,
     Slot,
+    TokenCount,
     choose_recalls,
     expand_marks,
     limit_recalls,
+    split_shared_budget,
     split_slots,
 )
-from vllm_autoprune.serving.api.request import PruningRequest, parse_request, request_error
+from vllm_autoprune.serving.api.request import PruningRequest, SharedBudget, parse_request
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.plan import (
+    ENTRY,
     LANGUAGE_IDS,
     NO_KEY,
     ItemPlan,
     decode_state,
-    hash_picture,
+    encode_state,
     make_cache_identity,
     make_core_identity,
     make_feature_key,
-    make_name_identity,
-    make_pixels_key,
-    make_recall_identity,
+    make_identity,
+    refuse,
+    runs_policy,
 )
-from vllm_autoprune.serving.served_state import ServedState, kv_block_size
+from vllm_autoprune.serving.served_state import (
+    ServedState,
+    kv_block_size,
+    load_request_state,
+    make_policy,
+)
+from vllm_autoprune.serving.settings import REQUESTS_FLAG, Level
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalHashes
@@ -64,11 +73,129 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.autoprune")
 
+# What the images of a request get: K of their tokens, and the state or control that chooses them.
+
+
+def resolve_plans(
+    served: ServedState, request: PruningRequest, images: Sequence[TokenCount]
+) -> list[ItemPlan]:
+    """Resolve each of a request's images to its plan as one item, without key and instruction.
+
+    Raises :class:`BudgetError` or :class:`RequestError`, which vLLM answers by 400.
+    """
+    rules, asked_state, budget = served.rules, request.state, request.budget
+    sizes = [image.tokens for image in images]
+    # Fields that the server does not let requests set.
+    by_name: Level = "shipped-states" if isinstance(asked_state, str) else "states"
+    needed: dict[str, tuple[bool, Level]] = {
+        "budget": (budget is not None, "budget"),
+        "keep": (request.keep != "state", "budget"),
+        "enabled": (not request.enabled, "budget"),
+        "recall": (bool(request.recall), "budget"),
+        "state": (asked_state is not None, by_name),
+    }
+    for field, (is_set, level) in needed.items():
+        if is_set and not rules.allows(level):
+            what = f"this server's requests may set: {rules} ({REQUESTS_FLAG})"
+            fix = f"leave it out, or serve with {REQUESTS_FLAG} {level}"
+            raise refuse(f"{ENTRY}/{field}", what, fix)
+    if (recall := request.recall or 0) > rules.maximum:
+        what = f"K_r = {recall}, and requests may recall {rules.maximum} tokens at most"
+        raise refuse(f"{ENTRY}/recall", what, f"ask for 0 to {rules.maximum}")
+
+    def require_in_range(tokens: int, field: str, name: str) -> None:
+        if not rules.minimum <= tokens <= rules.maximum:
+            limits = f"{rules.minimum} to {rules.maximum}"
+            what = f"{name} = {tokens}, and requests may ask for {limits}"
+            raise refuse(f"{ENTRY}/{field}", what, "ask for a number in the range")
+
+    if not request.enabled:
+        if names := [name for name in ("budget", "state", "keep") if needed[name][0]]:
+            what = f"false keeps every token, but {', '.join(map(repr, names))} is given as well"
+            raise refuse(f"{ENTRY}/enabled", what, f"leave out 'enabled' or {names[0]!r}")
+        for size in sizes:
+            require_in_range(size, "enabled", "all tokens of an image")
+        return [ItemPlan(size, NO_KEY, tokens=size) for size in sizes]
+    # The requested budget of each image; None for the state's own.
+    budgets: Sequence[int | None]
+    if isinstance(budget, SharedBudget):
+        if budget.shared < len(sizes):
+            what = f"{budget.shared} tokens for {len(sizes)} images"
+            raise refuse(f"{ENTRY}/budget/shared", what, "give at least one token an image")
+        budgets = split_shared_budget(budget.shared, sizes)
+    elif isinstance(budget, tuple):
+        if len(budget) != len(sizes):
+            what = f"{len(budget)} budgets for {len(sizes)} images"
+            raise refuse(f"{ENTRY}/budget", what, "give one an image, in their order")
+        budgets = budget
+    else:
+        budgets = [budget] * len(sizes)
+    state = None if asked_state is None else load_request_state(asked_state, rules.cost)
+    encoded = b"" if state is None else encode_state(state)
+    details = request.details
+    if details is None or len(details) != len(images):
+        # No messages, or messages of a form in which the images were not found.
+        details = [None] * len(images)
+    plans = []
+    for image, asked, detail in zip(images, budgets, details, strict=True):
+        if asked is not None and not 1 <= asked <= MAX_BUDGET:
+            what = f"K = {asked}, and the image has N = {image.tokens} tokens"
+            fix = f"give 1 to {image.tokens}; {image.tokens} keeps all of them"
+            raise refuse(f"{ENTRY}/budget", what, fix)
+        # Start-up has checked the operator's budgets for details against the range of the rules.
+        by_detail = None if detail is None else rules.detail.as_dict().get(detail)
+        most = by_detail if asked is None else asked
+        if state is None:
+            policy = served.policy(most, request.keep)
+        else:
+            policy = make_policy(state, most, request.keep)
+        kept = policy.at(image.tokens, image.tiles).budget
+        if asked is not None or (state is not None and most is None):
+            require_in_range(kept, "state" if asked is None else "budget", "K")
+        plan = ItemPlan(image.tokens, NO_KEY, keep=request.keep, tokens=image.tokens)
+        if kept < image.tokens:
+            plan = replace(plan, budget=kept, state=encoded)
+        find_needs(served, plan)
+        plans.append(plan)
+    return plans
+
+
+def find_needs(served: ServedState, plan: ItemPlan) -> frozenset[Need]:
+    """Optional inputs that the policy of a plan reads, none where no policy is run.
+
+    Raises :class:`RequestError` where this server does not make them.
+    """
+    if plan.keeps_all or not runs_policy(plan.keep):
+        return frozenset()
+    policy = served.policy_for_plan(plan)
+    if missing := policy.needs - served.needs:
+        reasons = dict(served.unavailable)
+        inputs = "; ".join(f"{n!r} ({reasons.get(n, 'not set up')})" for n in sorted(missing))
+        readers = f"its base policy {policy.base.name!r} or its atoms"
+        what = f"{readers} read what is not made here: {inputs}"
+        raise refuse(f"{ENTRY}/state", what, "bring a state that does not read it")
+    return policy.needs
+
+
+def state_label(served: ServedState, request: PruningRequest) -> str:
+    """Metric label of a request's state; a state of its own is counted as ``request``."""
+    if not request.enabled:
+        return "off"
+    if request.state is None:
+        return served.state.name
+    return request.state if isinstance(request.state, str) else "request"
+
+
+# From images to the items of a prompt, each with its plan and identities.
+
 _PICTURES = (Image.Image, numpy.ndarray, torch.Tensor)
 """Types of an image whose size vLLM can tell."""
 
 _LOOKBACK = 4096
 """Token ids before an image in which its question is looked for."""
+
+_MAX_NAMES = 1 << 15
+"""Names that a process remembers, the least recently used dropped first: about 15 MB."""
 
 Size = tuple[int, int]
 """Width and height of an image."""
@@ -94,49 +221,14 @@ class RequestPlan:
 
     An image that is split or recalled has several items; ``prompt`` has a placeholder for each, and
     is None where every image has one. ``sizes`` are those that images are given before they are
-    processed, None for their own. ``counts`` is None where vLLM profiles.
+    processed, None for their own. ``count`` counts the request; None where vLLM profiles.
     """
 
     items: tuple[PlannedItem, ...]
     hashes: Mapping[str, list[str]]
     prompt: list[int] | None = None
     sizes: tuple[Size | None, ...] = ()
-    counts: RequestCounts | None = None
-
-
-_MAX_NAMES = 1 << 15
-"""Names that a process remembers, the least recently used dropped first: about 15 MB."""
-
-_NamedImage = tuple[str, "ImageSize | None"]
-"""Digest of an image's content, and its size; no size where the name is not known."""
-
-
-class NamedImages:
-    """LRU map from ``uuid`` to content and size; names of one cache salt are unknown under another.
-
-    A later request may send the name alone (``"image_url": null``). Cache identities are made of
-    content, so the name has to be resolved before a cache is looked up.
-    """
-
-    def __init__(self) -> None:
-        self._images: LRUCache[bytes, _NamedImage] = LRUCache(_MAX_NAMES)
-        self._lock = Lock()  # several renderer threads may share one processor
-
-    def remember(self, name: str, salt: str, image: _NamedImage) -> None:
-        """Store the image sent under a name, replacing the one sent before."""
-        with self._lock:
-            self._images[_hash_name(name, salt)] = image
-
-    def find(self, name: str, salt: str) -> _NamedImage:
-        """The image last sent under a name; unknown names get a content that no image has."""
-        key = _hash_name(name, salt)
-        with self._lock:
-            return self._images.get(key) or (f"unknown {key.hex()}", None)
-
-
-def _hash_name(name: str, salt: str) -> bytes:
-    """Fixed-length key of a name, because a client may send one of megabytes."""
-    return sha256(repr((name, salt)).encode()).digest()
+    count: Callable[[], None] | None = None
 
 
 @depends_on("vllm.multimodal.parse:ImageProcessorItems", "get_image_size")
@@ -157,7 +249,9 @@ class RequestPlanner:
         self._served = served
         self._placeholders = placeholders
         self._hash_inputs = hash_inputs
-        self._named = NamedImages()
+        self._named: LRUCache[bytes, tuple[str, ImageSize | None]] = LRUCache(_MAX_NAMES)
+        """Content and size of the image last sent under a name, by the name and its cache salt."""
+        self._lock = Lock()  # several renderer threads may share one processor
         if served.state.core is not None and placeholders.unsplittable:
             logger.warning(
                 "Questions about one image do not share the core of state %r: this model %s.",
@@ -166,9 +260,12 @@ class RequestPlanner:
             )
 
     @cached_property
+    def _token(self) -> int:
+        return self._placeholders.token(self._info)
+
+    @cached_property
     def _tokenizer(self) -> InstructionTokenizer:
-        image_token = self._placeholders.token(self._info)
-        return InstructionTokenizer(self._info, self._served.tower, image_token)
+        return InstructionTokenizer(self._info, self._served.tower, self._token)
 
     @cached_property
     def _suffix(self) -> str:
@@ -202,113 +299,156 @@ class RequestPlanner:
 
         Raises BudgetError or RequestError.
         """
-        hashes = self._identify_contents(inputs)
+        served, kwargs = self._served, inputs.hf_processor_mm_kwargs
+        # Identities as in stock vLLM, but that a client's ``uuid`` is none: under one name two
+        # requests may send two pictures. Other inputs than images have names in a domain of their
+        # own, so that no name is the identity of an image.
+        by_content = prunable(inputs.mm_data_items)
+        names = {
+            modality: [
+                None
+                if name is None or (by_content and modality == "image")
+                else make_identity("name", modality, name)
+                for name in of_modality
+            ]
+            for modality, of_modality in (inputs.mm_uuid_items or {}).items()
+        }
+        hashes = dict(self._hash_inputs(replace(inputs, mm_uuid_items=names or None)))
         request = parse_request(fields)
-        if not hashes.get("image") or not prunable(inputs.mm_data_items):
+        if not hashes.get("image") or not by_content:
             return RequestPlan((), hashes)
         digests, image_sizes = self._resolve_names(inputs, hashes["image"], salt)
         counts = [
             # An unknown uuid has no size; vLLM's caches will not know it either.
             self._placeholders.count_largest(self._info)
             if size is None
-            else self._placeholders.count(self._info, size, inputs.hf_processor_mm_kwargs)
+            else self._placeholders.count(self._info, size, kwargs)
             for size in image_sizes
         ]
         # K of each image, and a new size where the resize control shrinks it.
-        plans = resolve_plans(self._served, request, counts)
-        resized = [self._resize(inputs, *image) for image in zip(plans, image_sizes, strict=True)]
-        plans, sizes = [plan for plan, _ in resized], tuple(size for _, size in resized)
+        plans = resolve_plans(served, request, counts)
+        sizes: list[Size | None] = [None] * len(plans)
+        for i, (plan, size) in enumerate(zip(plans, image_sizes, strict=True)):
+            if plan.keep == "resized" and not plan.keeps_all and size is not None:
+                plans[i], sizes[i] = self._shrink(plan, size, kwargs)
         # The question of each image as token ids, where its policy reads it, and its features' key.
-        needs = [find_needs(self._served, plan) for plan in plans]
+        needs = [find_needs(served, plan) for plan in plans]
         reads = [not needs_of_plan.isdisjoint(INSTRUCTION_NEEDS) for needs_of_plan in needs]
-        texts = [""] * len(plans)
-        if any(reads):
-            texts = self._instructions(inputs, request.instructions, len(plans))
+        texts = request.instructions or []
+        if not any(reads):
+            texts = [""] * len(plans)
+        elif len(texts) != len(plans):
+            # No messages (a raw prompt), or messages of a form in which the images were not found.
+            decode = self._info.get_tokenizer().decode
+            text = extract_prompt_instruction(inputs.prompt, self._token, decode, self._suffix)
+            texts = [text] * len(plans)
         tokenize = cache(self._tokenizer.tokenize)  # each text once, however often it is read
         for i, plan in enumerate(plans):
             plans[i] = plan.ask(*tokenize(texts[i], needs[i]))
             if not plan.keeps_all:  # features are kept of images whose tokens are chosen
-                key = make_feature_key(digests[i], salt, _seed(inputs, i, plan))
-                plans[i] = replace(plans[i], key=key)
+                picture = inputs.mm_data_items["image"].get(i)
+                seed = _hash_picture(picture) if plan.keep == "random" else ""
+                plans[i] = replace(plans[i], key=make_feature_key(digests[i], salt, seed))
         # Items of the prompt: what later turns recall, then cores and deltas.
-        prompt, slots = self._add_recalls(inputs, request, plans, digests)
-        prompt, slots = self._split(inputs, prompt, slots, plans, reads, texts, request.turns)
+        prompt, slots = self._add_recalls(inputs.prompt, request, plans, digests)
+        if set(inputs.mm_data_items) == {"image"}:
+            prompt, slots = self._split(prompt, slots, plans, reads, texts, request.turns)
         # Plan and identity of each item; those of a recall follow from the item before it.
         items: list[PlannedItem] = []
         latest: dict[int, PlannedItem] = {}
         for slot in slots:
             i = slot.image
             content = repr((digests[i], salt))
-            tensors_key = make_pixels_key(content, sizes[i])
+            # Neither a question nor a state nor K is part of it: all of them share the tensors.
+            tensors_key = make_identity("pixels", content, sizes[i])
             if slot.part == "recall":
                 assert request.recall_turns is not None and slot.turn is not None
-                text = request.recall_turns[slot.turn].text
                 plan = latest[i].plan.recall(slot.budget)
-                plan = plan.ask(*tokenize(text, find_needs(self._served, plan)))
-                identity = make_recall_identity(latest[i].identity, slot.budget, plan.read)
+                text = request.recall_turns[slot.turn].text
+                plan = plan.ask(*tokenize(text, find_needs(served, plan)))
+                # All earlier choices, down to the pixels, are part of the identity before it.
+                identity = make_identity("recall", latest[i].identity, slot.budget, plan.read)
             elif plans[i].keeps_all and sizes[i] is None:
                 # The image is then what it is in stock vLLM, caches included.
                 plan, identity, tensors_key = plans[i], digests[i], digests[i]
             else:
                 core, delta = plans[i].split(slot.core)
                 plan = {"whole": plans[i], "core": core, "delta": delta}[slot.part]
-                identity = self._identify(plan, content, sizes[i], reads[i])
+                state = served.state_for_plan(plan)
+                chosen_by = served.selection_identity(state)
+                # Two budgets may give one number of tokens, and then another size is another image.
+                chosen_by += "" if sizes[i] is None else f"|{sizes[i]}"
+                read = plan.read if reads[i] else None
+                identity = (
+                    make_core_identity(content, state.core_digest, plan.core)
+                    if plan.part == "core"
+                    else make_cache_identity(
+                        content, chosen_by, plan.image_budget, plan.keep, read, plan.core
+                    )
+                )
             latest[i] = PlannedItem(i, plan, identity, tensors_key)
             items.append(latest[i])
-        before_pruning = sum(count.tokens for count in counts)
-        after = sum(item.plan.budget for item in items)
-        request_counts = RequestCounts(
-            state=state_label(self._served, request),
-            chooser=request.keep,
-            images=len(plans),
-            tokens_before=before_pruning,
-            tokens_after=after,
-            core=sum(item.plan.budget for item in items if item.plan.part == "core"),
-            recalled=sum(item.plan.budget for item in items if item.plan.part == "recall"),
-            kv_bytes=(before_pruning - after) * self._served.kv_bytes,
+        return RequestPlan(
+            tuple(items),
+            {**hashes, "image": [item.identity for item in items]},
+            None if prompt is inputs.prompt else list(prompt),
+            tuple(sizes),
+            partial(
+                count_request,
+                state_label(served, request),
+                request.keep,
+                [count.tokens for count in counts],
+                [item.plan for item in items],
+                served.kv_bytes,
+            ),
         )
-        identities = {**hashes, "image": [item.identity for item in items]}
-        new_prompt = None if prompt is inputs.prompt else list(prompt)
-        return RequestPlan(tuple(items), identities, new_prompt, sizes, request_counts)
 
-    def _resize(
-        self, inputs: ProcessorInputs, plan: ItemPlan, size: ImageSize | None
+    def _resolve_names(
+        self, inputs: ProcessorInputs, digests: Sequence[str], salt: str
+    ) -> tuple[list[str], list[ImageSize | None]]:
+        """Digest and size of each image; one that comes by its name alone is the last sent so.
+
+        A later request may send the name alone (``"image_url": null``). Cache identities are made
+        of content, so the name has to be resolved before a cache is looked up. An unknown name gets
+        a content that no image has.
+        """
+        names = (inputs.mm_uuid_items or {}).get("image") or [None] * len(digests)
+        items = inputs.mm_data_items["image"]
+        images: list[tuple[str, ImageSize | None]] = []
+        for i, (name, digest) in enumerate(zip(names, digests, strict=True)):
+            key = sha256(repr((name or "", salt)).encode()).digest()  # a name may have megabytes
+            with self._lock:
+                if items.get(i) is None:
+                    images.append(self._named.get(key) or (f"unknown {key.hex()}", None))
+                    continue
+                images.append((digest, items.get_image_size(i)))
+                if name is not None and inputs.cache is not None:
+                    self._named[key] = images[i]
+        return [digest for digest, _ in images], [size for _, size in images]
+
+    def _shrink(
+        self, plan: ItemPlan, size: ImageSize, kwargs: Mapping[str, object]
     ) -> tuple[ItemPlan, Size | None]:
-        """The plan of an image, and its new size where the resize control shrinks it.
+        """The plan of an image that the resize control shrinks, and its new size.
 
         Where the number of tokens follows an image's size, the rival of pruning is a smaller image:
         what a client has by shrinking its pictures, or an operator by ``max_pixels``. Raises
         :class:`RequestError` where the processor makes more than K tokens of any image.
         """
-        resize = self._placeholders.resize
-        if plan.keep != "resized" or plan.keeps_all or size is None or resize is None:
+        if self._placeholders.resize is None:
             return plan, None
-        smaller = resize(self._info, size, plan.budget)
-        kwargs = inputs.hf_processor_mm_kwargs
+        smaller = self._placeholders.resize(self._info, size, plan.budget)
         tokens = self._placeholders.count(self._info, smaller, kwargs).tokens
         if tokens > plan.budget:
             what = f"K = {plan.budget}, and the image processor makes at least {tokens} tokens"
             fix = f"ask for {tokens} or more, or lower min_pixels in --mm-processor-kwargs"
-            raise request_error("budget", what, fix)
+            raise refuse(f"{ENTRY}/budget", what, fix)
         # All tokens of the smaller image are kept.
         return replace(plan, budget=tokens, tokens=tokens), (smaller.width, smaller.height)
 
-    def _identify(self, plan: ItemPlan, content: str, size: Size | None, reads: bool) -> str:
-        """Cache identity of a pruned image, or of one of its two parts."""
-        state = self._served.state_for_plan(plan)
-        if plan.part == "core":
-            return make_core_identity(content, state.core_digest, plan.core)
-        chosen_by = self._served.selection_identity(state)
-        # Two budgets may give one number of tokens, and then another size is another image.
-        chosen_by += "" if size is None else f"|{size}"
-        read = plan.read if reads else None
-        return make_cache_identity(
-            content, chosen_by, plan.image_budget, plan.keep, read, plan.core
-        )
-
     def _add_recalls(
         self,
-        inputs: ProcessorInputs,
+        prompt: Sequence[int],
         request: PruningRequest,
         plans: Sequence[ItemPlan],
         digests: Sequence[str],
@@ -319,23 +459,21 @@ class RequestPlanner:
         """
         if request.recall and self._placeholders.unsplittable:
             what = f"later turns cannot recall tokens: this model {self._placeholders.unsplittable}"
-            raise request_error("recall", what, "leave it out")
+            raise refuse(f"{ENTRY}/recall", what, "leave it out")
         images = [Slot(i, plan.budget) for i, plan in enumerate(plans)]
         turns, rules, limit = request.recall_turns, self._served.rules, MAX_ITEMS
         if not turns:
-            return inputs.prompt, images
+            return prompt, images
         if encoded := next((plan.state for plan in plans if plan.state), b""):
             limit = limit_recalls(decode_state(encoded), rules.cost)
         recall, most = rules.recall, MAX_BUDGET
         if request.recall is not None:  # what requests ask for, they get within their range
             recall, most = request.recall, rules.maximum
         recalls = choose_recalls(turns, recall, plans, digests, most, limit)
-        token = self._placeholders.token(self._info)
-        return expand_marks(inputs.prompt, token, images, turns, recalls)
+        return expand_marks(prompt, self._token, images, turns, recalls)
 
     def _split(
         self,
-        inputs: ProcessorInputs,
         prompt: Sequence[int],
         slots: list[Slot],
         plans: Sequence[ItemPlan],
@@ -353,95 +491,46 @@ class RequestPlanner:
             for plan, reads_it in zip(plans, reads, strict=True)
         ]
         block = kv_block_size(self._info.ctx.model_config)
-        token = self._placeholders.token(self._info)
+        places = [at for at, token_id in enumerate(prompt) if token_id == self._token]
         if block is None or self._placeholders.unsplittable or not any(cores):
             return prompt, slots
-        if set(inputs.mm_data_items) != {"image"} or prompt.count(token) != len(slots):
+        if len(places) != len(slots):
             return prompt, slots
-        if turns is not None and len(turns) != len(plans):
-            turns = None  # as in _instructions
-        between = self._texts_before_images(prompt, token, slots)
-        question_turns = find_question_turns(between, texts, turns)
-        images = [
-            slot
-            if slot.part == "recall" or (turn := question_turns[slot.image]) is None
-            else replace(slot, core=cores[slot.image], turn=turn)
-            for slot in slots
-        ]
-        return split_slots(prompt, token, images, block) or (prompt, slots)
-
-    def _texts_before_images(
-        self, prompt: Sequence[int], token: int, slots: Sequence[Slot]
-    ) -> list[str]:
-        """What the prompt holds between each image and the one before it, without image markup."""
+        # What the prompt holds between each image and the one before it, without image markup.
         tokenizer = self._info.get_tokenizer()
-        texts: list[str] = []
+        before: list[str] = []
         start = 0
-        places = (at for at, token_id in enumerate(prompt) if token_id == token)
         for at, slot in zip(places, slots, strict=True):
             if slot.part == "recall":
                 continue
             between = list(prompt[max(start, at - _LOOKBACK) : at])
             while between and not tokenizer.decode(between[-1:], skip_special_tokens=True):
                 between.pop()
-            texts.append(tokenizer.decode(between))
+            before.append(tokenizer.decode(between))
             start = at + 1
-        return texts
-
-    def _identify_contents(self, inputs: ProcessorInputs) -> dict[str, list[str]]:
-        """Identities as in stock vLLM, but that a client's ``uuid`` is none.
-
-        Images are identified by content: under one name two requests may send two pictures. Other
-        inputs have names in a domain of their own, so that no name is the identity of an image.
-        """
-        by_content = prunable(inputs.mm_data_items)
-        names = {
-            modality: [
-                None
-                if name is None or (by_content and modality == "image")
-                else make_name_identity(modality, name)
-                for name in of_modality
-            ]
-            for modality, of_modality in (inputs.mm_uuid_items or {}).items()
-        }
-        return dict(self._hash_inputs(replace(inputs, mm_uuid_items=names or None)))
-
-    def _resolve_names(
-        self, inputs: ProcessorInputs, digests: Sequence[str], salt: str
-    ) -> tuple[list[str], list[ImageSize | None]]:
-        """Digest and size of each image; one that comes by its name alone is the last sent so."""
-        names = (inputs.mm_uuid_items or {}).get("image") or [None] * len(digests)
-        items = inputs.mm_data_items["image"]
-        images = []
-        for i, (name, digest) in enumerate(zip(names, digests, strict=True)):
-            if items.get(i) is None:
-                images.append(self._named.find(name or "", salt))
-                continue
-            images.append((digest, items.get_image_size(i)))
-            if name is not None and inputs.cache is not None:
-                self._named.remember(name, salt, images[i])
-        return [digest for digest, _ in images], [size for _, size in images]
-
-    def _instructions(
-        self, inputs: ProcessorInputs, texts: Sequence[str] | None, images: int
-    ) -> list[str]:
-        """One text an image: the request's, else what the prompt holds after its last image."""
-        if texts is not None and len(texts) == images:
-            return list(texts)
-        # No messages (a raw prompt), or messages of a form in which the images were not found.
-        token, decode = self._placeholders.token(self._info), self._info.get_tokenizer().decode
-        return [extract_prompt_instruction(inputs.prompt, token, decode, self._suffix)] * images
+        if turns is not None and len(turns) != len(plans):
+            turns = None  # of messages in which the images were not found
+        question_turns = find_question_turns(before, texts, turns)
+        images = [
+            slot
+            if slot.part == "recall" or (turn := question_turns[slot.image]) is None
+            else replace(slot, core=cores[slot.image], turn=turn)
+            for slot in slots
+        ]
+        return split_slots(prompt, self._token, images, block) or (prompt, slots)
 
 
-def _seed(inputs: ProcessorInputs, i: int, plan: ItemPlan) -> str:
-    """What a random keep of an image is drawn from: its pixels; empty for other choosers."""
-    if plan.keep != "random":
-        return ""
-    image = inputs.mm_data_items["image"].get(i)
+def _hash_picture(image: object) -> str:
+    """Digest of an image's decoded pixels, which a random keep is drawn from: not even the model.
+
+    Raises :class:`RequestError` for an image that comes by its name alone.
+    """
     if image is None:
         what = '"random" is drawn from pixels, and this image comes by its name alone'
-        raise request_error("keep", what, "send the picture")
-    return hash_picture(image)
+        raise refuse(f"{ENTRY}/keep", what, "send the picture")
+    pixels = image.convert("RGB") if isinstance(image, Image.Image) else image
+    pixels = numpy.ascontiguousarray(pixels)
+    return sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()
 
 
 def prunable(mm_items: MultiModalDataItems) -> bool:

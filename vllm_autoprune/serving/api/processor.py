@@ -32,15 +32,9 @@ from vllm_autoprune.serving.api.engine_requests import (
 )
 from vllm_autoprune.serving.api.layout import Placeholders, shorten_placeholders
 from vllm_autoprune.serving.api.planner import RequestPlan, RequestPlanner, Size, prunable
-from vllm_autoprune.serving.api.request import (
-    REQUEST_FIELD,
-    SALT,
-    CacheSalt,
-    count_refused_request,
-    request_error,
-)
+from vllm_autoprune.serving.api.request import REFUSED, SALT, CacheSalt
 from vllm_autoprune.serving.compat import depends_on
-from vllm_autoprune.serving.plan import FIELD
+from vllm_autoprune.serving.plan import ENTRY, FIELD, REQUEST_FIELD, refuse
 from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
@@ -153,7 +147,7 @@ class PrunedProcessor(_Stock):
                 plan = self._planner.plan_request(plain, fields, salt)
             shown = _resize_images(self.info, plain, plan.sizes)
         except AutopruneError:
-            count_refused_request()
+            REFUSED.inc()
             raise
         # An item for every part of an image, now that vLLM has counted the images against
         # ``--limit-mm-per-prompt``.
@@ -166,7 +160,7 @@ class PrunedProcessor(_Stock):
             planned["cache"] = rendering = Rendering(inputs.cache, self._waiting)
         processed = super().apply(_PlannedInputs(**planned), timing_ctx)
         keys = {item.identity: item.key for item in plan.items}
-        hashes = RenderedHashes(processed["mm_hashes"], plan.counts, keys, rendering)
+        hashes = RenderedHashes(processed["mm_hashes"], plan.count, keys, rendering)
         processed["mm_hashes"] = hashes
         return processed
 
@@ -279,7 +273,7 @@ def _resize_images(
             continue
         if not isinstance(image, Image.Image):
             what, fix = "can resize pictures, and this image is an array", "send it as a picture"
-            raise request_error("keep", what, fix)
+            raise refuse(f"{ENTRY}/keep", what, fix)
         method = Image.Resampling(int(info.get_hf_processor().image_processor.resample))
         images[i] = image.convert("RGB").resize(size, method)
     return replace(inputs, mm_data_items=_with_images(inputs, images))

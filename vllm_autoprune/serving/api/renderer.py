@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 
 from vllm_autoprune.serving.api.engine_requests import RenderedHashes
-from vllm_autoprune.serving.api.instruction import (
-    count_images,
-    extract_details,
-    extract_instructions,
-    extract_turns,
-    mark_recall_turns,
-)
+from vllm_autoprune.serving.api.instruction import extract_fields, mark_recall_turns
 from vllm_autoprune.serving.api.processor import PrunedProcessor
 from vllm_autoprune.serving.api.request import (
-    KWARGS,
     OFFLINE_FIX,
-    REQUEST_FIELD,
     SALT,
     CacheSalt,
     RecallTurn,
     refuse_misplaced,
 )
 from vllm_autoprune.serving.compat import allow_mm_kwarg, depends_on
+from vllm_autoprune.serving.plan import KWARGS, REQUEST_FIELD
 from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
@@ -38,8 +29,6 @@ if TYPE_CHECKING:
     from vllm.renderers.inputs import DictPrompt
     from vllm.renderers.params import ChatParams
     from vllm.tokenizers.hf import HfTokenizer
-
-logger = logging.getLogger("vllm.autoprune")
 
 _MESSAGE_FIELDS = "_autoprune_message_fields"
 """Key of a prompt under which the fields extracted from its messages wait."""
@@ -99,14 +88,11 @@ class AutopruneHfRenderer(HfRenderer):
         """Mark the later turns that recall tokens of images, where the request has any."""
         if self._served is None or not isinstance(self.mm_processor, PrunedProcessor):
             return messages, []
-        rules, token = self._served.rules, self.mm_processor.recall_token
-        image_turns = sum(count_images(message) > 0 for message in messages)
+        token = self.mm_processor.recall_token
         entry = (params.mm_processor_kwargs or {}).get(REQUEST_FIELD)
         # Fields are not checked yet: what is none that counts, the processor refuses.
         fields = entry if isinstance(entry, Mapping) else {}
-        if image_turns > 1 and isinstance(fields.get("budget"), Mapping) and rules.allows("budget"):
-            _warn_of_shared_budget()
-        recall = rules.recall if fields.get("recall") is None else fields["recall"]
+        recall = self._served.rules.recall if fields.get("recall") is None else fields["recall"]
         if fields.get("enabled") is False or not isinstance(recall, int) or not recall:
             return messages, []
         if token is None:
@@ -141,15 +127,11 @@ class AutopruneHfRenderer(HfRenderer):
         self,
         messages: list[ChatCompletionMessageParam],
         prompt: DictPrompt,
-        turns: Sequence[RecallTurn],
+        turns: list[RecallTurn],
     ) -> DictPrompt:
         if self._served is not None and prompt.get("multi_modal_data"):
-            prompt[_MESSAGE_FIELDS] = {
-                "instructions": extract_instructions(messages),
-                "details": extract_details(messages),
-                "turns": extract_turns(messages),
-                "recall_turns": [turn.model_dump() for turn in turns],
-            }
+            recall_turns = [turn.model_dump() for turn in turns]
+            prompt[_MESSAGE_FIELDS] = {**extract_fields(messages), "recall_turns": recall_turns}
         return prompt
 
     def _process_tokens(
@@ -198,13 +180,3 @@ def _pass_fields(prompt: Any) -> Any:
     if kwargs:
         prompt[KWARGS] = kwargs
     return prompt
-
-
-@cache
-def _warn_of_shared_budget() -> None:
-    """Warn once a process of a budget under which every new image changes the K of all others."""
-    logger.warning(
-        'A conversation with images in several turns has a budget of {"shared": K}: each new image '
-        "changes the K of all others, and nothing from the first image on stays in the prefix "
-        'cache. Send "budget": K for each image, or a list with one K an image.'
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.errors import Problem, RequestError
-from vllm_autoprune.serving.plan import Chooser
+from vllm_autoprune.serving.plan import ENTRY, KWARGS, REQUEST_FIELD, Chooser, refuse
 from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.settings import REQUESTS_FLAG, Detail
 from vllm_autoprune.tpdsl.loading import escape_unprintable, suggest_name
@@ -27,27 +27,17 @@ if TYPE_CHECKING:
 
 # Request fields: the ``autoprune`` entry of a request's ``mm_processor_kwargs``, parsed.
 
-
-KWARGS = "mm_processor_kwargs"
-
-REQUEST_FIELD = "autoprune"
-"""Key of the plugin's entry in a request's ``mm_processor_kwargs``."""
-
-ENTRY = f"{KWARGS}/{REQUEST_FIELD}"
-"""Location of the entry in error messages."""
-
 SALT = "_autoprune_salt"
 """Key beside the entry under which the renderer passes on the request's :class:`CacheSalt`."""
 
-MAX_PROBLEMS = 16
+_MAX_PROBLEMS = 16
 """Problems listed in one error."""
 
-MAX_COUNTED = 256
+_MAX_COUNTED = 256
 """Problems above which only their number is told: a message for each takes 50 microseconds, in
 which the whole process waits."""
 
-
-_REFUSED = Counter("autoprune_requests_refused", "Requests whose autoprune entry was refused.")
+REFUSED = Counter("autoprune_requests_refused", "Requests whose autoprune entry was refused.")
 
 
 class CacheSalt(str):
@@ -70,7 +60,7 @@ class SharedBudget(BaseModel):
 def _parse_budget(value: object) -> object:
     if value is None or _is_integer(value):
         return value
-    if isinstance(value, list) and value and all(_is_integer(item) for item in value):
+    if isinstance(value, list) and value and all(map(_is_integer, value)):
         return tuple(value)
     if isinstance(value, dict) and list(value) == ["shared"] and _is_integer(value["shared"]):
         return SharedBudget(**value)
@@ -147,16 +137,16 @@ def parse_request(entry: object) -> PruningRequest:
     if entry is None:
         return PruningRequest()
     if not isinstance(entry, dict):
-        raise request_error("", "is not an object", f"write {_format_entry(entry)}")
+        raise refuse(ENTRY, "is not an object", f"write {_format_entry(entry)}")
     if not all(isinstance(key, str) for key in entry):
-        raise request_error("", "has keys that are no text", _KNOWN)
+        raise refuse(ENTRY, "has keys that are no text", _KNOWN)
     try:
         return PruningRequest.model_validate(entry)
     except ValidationError as error:
-        if (count := error.error_count()) > MAX_COUNTED:
-            raise request_error("", f"has {count} problems", _KNOWN) from None
+        if (count := error.error_count()) > _MAX_COUNTED:
+            raise refuse(ENTRY, f"has {count} problems", _KNOWN) from None
         problems: dict[str, Problem] = {}
-        for detail in error.errors(include_url=False, include_input=False)[:MAX_PROBLEMS]:
+        for detail in error.errors(include_url=False, include_input=False)[:_MAX_PROBLEMS]:
             place = [str(step) for step in detail["loc"]]
             where = "/".join([ENTRY, *map(_shorten, place)])
             what, fix = detail["msg"], _FIX.get(place[0] if place else "", _KNOWN)
@@ -173,20 +163,6 @@ def _format_entry(value: object) -> str:
     return json.dumps({"budget": value if isinstance(value, int) and 0 < value < 10**6 else 64})
 
 
-def count_refused_request() -> None:
-    """Count one request that is refused."""
-    _REFUSED.inc()
-
-
-def request_error(field: str, what: str, fix: str) -> RequestError:
-    """The error for one field of the entry, of which ``fix`` says how to correct it."""
-    return _refuse("/".join(filter(None, [ENTRY, field])), what, fix)
-
-
-def _refuse(where: str, what: str, fix: str) -> RequestError:
-    return RequestError("request", [Problem(where, what, fix)])
-
-
 def _shorten(name: str) -> str:
     return escape_unprintable(name, 40)
 
@@ -196,7 +172,6 @@ def _shorten(name: str) -> str:
 # ``x-autoprune-budget: 64`` is the entry's ``"budget": 64``, ``x-autoprune-state: visionzip`` its
 # ``"state": "visionzip"``. The middleware keeps the headers of a request in a context variable:
 # each request has a task of its own, and what a task sets no other one sees.
-
 
 _PREFIX = f"x-{REQUEST_FIELD}"
 _HEADERS = {"budget": 'a number of tokens, such as "64"', "state": "the name of a shipped state"}
@@ -216,18 +191,6 @@ class SentRequest:
 
     headers: list[tuple[str, str]]
     chunks: list[bytes] = field(default_factory=list)
-
-    def take_body(self) -> object:
-        """The body as JSON if a name in it may be ours, None otherwise; kept no longer."""
-        body = b"".join(self.chunks)
-        self.chunks.clear()
-        if b"rune" not in body:
-            return None
-        try:
-            parsed: object = json.loads(body)
-        except (ValueError, RecursionError):  # answered by vLLM
-            return None
-        return parsed
 
 
 _current: ContextVar[SentRequest | None] = ContextVar("autoprune_request", default=None)
@@ -276,29 +239,23 @@ def join_headers(entry: object, headers: list[tuple[str, str]]) -> object:
     its field with another value.
     """
     fields: dict[str, object] = {}
-    problems = []
-    for name, text in headers:
-        known = name.removeprefix(f"{_PREFIX}-")
-        problem = None
-        if known not in _HEADERS:
-            fix = " or ".join(f"{_PREFIX}-{name}" for name in _HEADERS)
-            problem = "is not a known header", f"send {fix}"
-        elif known in fields:
-            problem = "is sent more than once", "send it once"
-        else:
-            try:
-                fields[known] = text if known == "state" else json.loads(text)
-                parse_request({known: fields[known]})
-            except (ValueError, RecursionError):
-                fields[known] = None
-            if fields[known] in (None, ""):
-                problem = f"is {_shorten(text)!r}", f"give {_HEADERS[known]}"
-            elif isinstance(entry, dict) and entry.get(known) not in (None, fields[known]):
-                problem = "contradicts the body", "send one of the two"
-        if problem is not None:
-            problems.append(Problem(f"header {_shorten(name)}", *problem))
-    if problems:
-        raise RequestError("request", problems)
+    for header, text in headers:
+        where, name = f"header {_shorten(header)}", header.removeprefix(f"{_PREFIX}-")
+        if name not in _HEADERS:
+            known = " or ".join(f"{_PREFIX}-{name}" for name in _HEADERS)
+            raise refuse(where, "is not a known header", f"send {known}")
+        if name in fields:
+            raise refuse(where, "is sent more than once", "send it once")
+        try:
+            value: object = text if name == "state" else json.loads(text)
+            parse_request({name: value})
+        except (ValueError, RecursionError):
+            value = None
+        if value in (None, ""):
+            raise refuse(where, f"is {_shorten(text)!r}", f"give {_HEADERS[name]}")
+        if isinstance(entry, dict) and entry.get(name) not in (None, value):
+            raise refuse(where, "contradicts the body", "send one of the two")
+        fields[name] = value
     if entry is None:
         return fields or None
     return {**entry, **fields} if isinstance(entry, dict) else entry
@@ -306,14 +263,10 @@ def join_headers(entry: object, headers: list[tuple[str, str]]) -> object:
 
 # Pruning fields of a request that stand where nothing reads them, answered instead of ignored.
 
-
 _CLIENT_FIX = "send {entry} (extra_body={{{entry}}} in the OpenAI client)"
 _HEADER_FIX = f"send the header {_PREFIX}-budget: 64, or {_PREFIX}-state: NAME"
 OFFLINE_FIX = "put {entry} into the prompt's dict, or mm_processor_kwargs into LLM.chat's arguments"
 """What to write, where it is not a request of OpenAI's form."""
-
-_MAX_NAME = 100
-"""Length of a key above which it is none of ours: seen keys are remembered."""
 
 _NAMED_BY_CLIENTS = frozenset(
     {
@@ -332,12 +285,15 @@ def check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) 
     ``--trust-request-mm-kwargs``.
     """
     served = served_state(model_config)
-    declared: object = getattr(request, KWARGS, None) or {}
-    if served is None or not isinstance(declared, Mapping):
+    kwargs: Any = getattr(request, KWARGS, None) or {}
+    if served is None or not isinstance(kwargs, Mapping):
         return  # completions do not declare it: refused by vLLM
-    kwargs: Mapping[str, object] = declared
-    sent = _current.get()
-    body = None if sent is None else sent.take_body()
+    sent = _current.get() or SentRequest([])
+    content, body = b"".join(sent.chunks), None
+    sent.chunks.clear()
+    if b"rune" in content:  # a name in it may be ours
+        with suppress(ValueError, RecursionError):  # answered by vLLM
+            body = json.loads(content)
     try:
         if body is None:
             refuse_misplaced({**vars(request), **(request.model_extra or {})}, kwargs)
@@ -345,16 +301,15 @@ def check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) 
             refuse_misplaced(body, {}, _HEADER_FIX)
         if REQUEST_FIELD in kwargs:
             parse_request(kwargs[REQUEST_FIELD])
-        headers = [] if sent is None else sent.headers
-        entry = join_headers(kwargs.get(REQUEST_FIELD), headers)
-        if headers:
+        entry = join_headers(kwargs.get(REQUEST_FIELD), sent.headers)
+        if sent.headers:
             vars(request)[KWARGS] = {**kwargs, REQUEST_FIELD: entry}  # not all declare it
-        if (headers or REQUEST_FIELD in kwargs) and not (trusted or served.rules.explicit):
-            where = f"header {headers[0][0]}" if headers else ENTRY
+        if (sent.headers or REQUEST_FIELD in kwargs) and not (trusted or served.rules.explicit):
+            where = f"header {sent.headers[0][0]}" if sent.headers else ENTRY
             what = f"this server's requests may set nothing, because no {REQUESTS_FLAG} is given"
-            raise _refuse(where, what, f"leave it out, or serve with {REQUESTS_FLAG} budget")
+            raise refuse(where, what, f"leave it out, or serve with {REQUESTS_FLAG} budget")
     except RequestError:
-        count_refused_request()
+        REFUSED.inc()
         raise
 
 
@@ -368,9 +323,9 @@ def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str = _C
     for key in kwargs:
         where = f"{KWARGS}/{_shorten(key)}"
         if key in PruningRequest.model_fields:
-            raise _refuse(where, "is not read there", f"put it one level down: {_quote_entry()}")
-        if key != REQUEST_FIELD and _is_entry(key):
-            raise _refuse(where, "is not a known entry", f"did you mean {REQUEST_FIELD!r}?")
+            raise refuse(where, "is not read there", f"put it one level down: {_quote_entry()}")
+        if key != REQUEST_FIELD and _resembles_entry(key[:_MAX_NAME]):
+            raise refuse(where, "is not a known entry", f"did you mean {REQUEST_FIELD!r}?")
     waiting: list[tuple[tuple[object, ...], object]] = [((), fields)]
     while waiting:
         place, value = waiting.pop()
@@ -386,27 +341,26 @@ def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str = _C
             if child is None or (name == KWARGS and kwargs and not place):
                 continue
             # An entry, or the budget of ignored kwargs or of an image.
-            misplaced = (
-                _is_entry(name)
+            if isinstance(name, str) and (
+                _resembles_entry(name[:_MAX_NAME])
                 or (inside == KWARGS and name in PruningRequest.model_fields)
                 or (inside == "image_url" and name == "budget" and not isinstance(child, str))
-            )
-            if misplaced and isinstance(name, str):
+            ):
                 where = "/".join(_shorten(str(step)) for step in (*place, name))
                 what = "is ignored there" if place else "is ignored at the top of a request"
-                raise _refuse(where[-200:], what, fix.format(entry=_quote_entry(child)))
+                raise refuse(where[-200:], what, fix.format(entry=_quote_entry(child)))
             of_tool = name in _NAMED_BY_CLIENTS or (name == "input" and isinstance(child, dict))
             if isinstance(child, dict | list | tuple) and not of_tool:
                 waiting.append(((*place, name), child))
 
 
-def _is_entry(name: object) -> bool:
-    """Whether a key is the entry's name, one with more behind it, or nearly so."""
-    return isinstance(name, str) and len(name) <= _MAX_NAME and _resembles_entry(name)
+_MAX_NAME = 100
+"""Characters of a name that are compared: compared names are remembered."""
 
 
 @lru_cache(maxsize=1024)
 def _resembles_entry(name: str) -> bool:
+    """Whether a key is the entry's name, one with more behind it, or nearly so."""
     if name.startswith("_"):
         return False
     word = name.lower().replace("-", "").replace("_", "").removeprefix("x")

@@ -16,6 +16,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from packaging.version import Version
@@ -172,8 +173,8 @@ MARK = "_vllm_autoprune_shim"
 """Attribute of a function that replaces one of vLLM's."""
 
 
-def patch(owner: type, name: str) -> Callable[[F], F]:
-    """Replace a method by the decorated function, once, however often plugins are loaded.
+def patch(owner: type | ModuleType, name: str) -> Callable[[F], F]:
+    """Replace a method, or a module's function, by the decorated one, once for all plugin loads.
 
     The function is called with vLLM's own in front of the arguments.
     Why: vLLM has no hook for a general plugin to add flags or to read its own settings.
@@ -265,41 +266,29 @@ def allow_mm_kwarg(key: str) -> None:
     from vllm.entrypoints.pooling.base import serving as pooling
     from vllm.renderers import online_renderer
 
-    for module in (online_renderer, pooling):
-        stock = module.validate_request_mm_kwargs
-        if not getattr(stock, MARK, False):
-            module.validate_request_mm_kwargs = _without(key, stock)
-
-
-def _without(key: str, stock: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(stock)
-    def validate(*, mm_processor_kwargs: object, **rest: object) -> None:
+    def validate(stock: Callable[..., None], *, mm_processor_kwargs: Any, **named: object) -> None:
         if isinstance(mm_processor_kwargs, Mapping):
             mm_processor_kwargs = {k: v for k, v in mm_processor_kwargs.items() if k != key}
-        stock(mm_processor_kwargs=mm_processor_kwargs or None, **rest)
+        stock(mm_processor_kwargs=mm_processor_kwargs or None, **named)
 
-    setattr(validate, MARK, True)
-    return validate
-
-
-_RequestCheck = Callable[["ModelConfig", "BaseModel", bool], None]
-"""Takes a request, and whether its ``mm_processor_kwargs`` are trusted."""
+    for module in (online_renderer, pooling):
+        patch(module, "validate_request_mm_kwargs")(validate)
 
 
 _PROBE = "_render_probe_prompt"
 """Method of vLLM 0.32 alone."""
 
-_Handling = Callable[[None], AbstractContextManager[None]]
-"""Makes the context of a request that no client sent."""
-
 
 @depends_on("vllm.renderers.online_renderer:OnlineRenderer", "preprocess_chat", "preprocess_cmpl")
 @depends_on("vllm.entrypoints.pooling.base.serving:PoolingBaseServing", "_init_ctx")
-def check_requests(check: _RequestCheck, handling: _Handling) -> None:
+def check_requests(
+    check: Callable[[ModelConfig, BaseModel, bool], None],
+    handling: Callable[[None], AbstractContextManager[None]],
+) -> None:
     """Call ``check`` with every chat, completion and pooling request before it is rendered.
 
-    A prompt that vLLM renders once to know the template, within the first client's request, is
-    ``handling`` apart from it.
+    It takes the request, and whether its ``mm_processor_kwargs`` are trusted. A prompt that vLLM
+    renders once to know the template, within the first client's request, is ``handling`` apart.
 
     Why: ``OpenAIBaseModel`` accepts unknown fields and drops them without a word to the client, and
     what a request may set in ``mm_processor_kwargs`` is refused with a fix that is not ours.
