@@ -22,8 +22,8 @@ from vllm_autoprune.explain import (
     Explanation,
     SignalTrace,
     Trace,
-    find_tiles_of_regions,
-    restore_picture,
+    _find_tiles_of_regions,
+    _restore_picture,
     trace_image,
 )
 from vllm_autoprune.picture import (
@@ -44,7 +44,6 @@ from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.tokens import MergerInput, VisualTokens
 
 Changes = dict[str, object]
-MERGING: Changes = {"/reassembly": {"atom": "mean_residual", "strength": 0.5}}
 ALONE: Changes = {"/constraints/selector/q_e": 0}
 SPLIT: Changes = {"/core": {"share": 0.5}}
 
@@ -90,60 +89,33 @@ def test_what_a_policy_does_not_do_is_not_traced() -> None:
     assert "spatial_centrality_prior" not in [signal.atom for signal in weightless.signals]
     alone = trace_sample(tokens, ALONE)
     assert alone.signals == () and alone.quality is None and set(alone.kept) == {*alone.reference}
-    assert trace_sample(tokens, {"/reassembly/strength": 0.0}).owners == ()
     assert tokens.cls_attention is not None
     lost = torch.full_like(tokens.cls_attention, torch.nan)
-    fallback = trace_sample(dataclasses.replace(tokens, cls_attention=lost), MERGING)
-    assert fallback.fallback == "reference" and fallback.entered == fallback.owners == ()
+    fallback = trace_sample(dataclasses.replace(tokens, cls_attention=lost))
+    assert fallback.fallback == "reference" and fallback.entered == ()
     unpruned = trace_sample(images(grid=Grid(3, 4), batch=1), SPLIT)
     assert unpruned.core == () and len(unpruned.kept) == 12
 
 
-@pytest.mark.parametrize(
-    ("reassembly", "radius", "budget"),
-    [({"atom": "mean_residual"}, 6, 12),
-     ({"atom": "spatial_local_residual_merge", "radius": 1}, 1, 3)],
-)  # fmt: skip
-def test_owners_are_the_most_similar_kept_tokens_within_the_radius(
-    reassembly: Changes, radius: int, budget: int
-) -> None:
-    tokens = images(seed=5, batch=1)
-    trace = trace_sample(tokens, {"/reassembly": {**reassembly, "strength": 0.5}}, budget)
-    places, owners = [divmod(token, 6) for token in range(36)], []
-    for token, (row, column) in enumerate(places):
-        near = [
-            kept
-            for kept in trace.kept
-            if max(abs(places[kept][0] - row), abs(places[kept][1] - column)) <= radius
-        ]
-        dropped = token not in trace.kept and bool(near)
-        similarity = tokens.cosine[0, token]
-        owners.append(max(near, key=lambda kept: float(similarity[kept])) if dropped else -1)
-    assert list(trace.owners) == owners
-    assert owners.count(-1) == budget or radius == 1
-
-
-TILES = tuple(region_image(seed).regions[0] for seed in range(3))
-
-
 def test_regions_are_the_tiles_that_keep_tokens() -> None:
-    ordered = [dataclasses.replace(tile, order=torch.arange(36)) for tile in TILES]
-    for features, count, budget, tiles in (
-        (ImageFeatures(TILES, rest_at=-1), 3, 5, [0, 1, 2]),
-        (ImageFeatures(TILES, rest_at=-1), 3, 2, [0, 2]),
+    tiles = tuple(region_image(seed).regions[0] for seed in range(3))
+    ordered = [dataclasses.replace(tile, order=torch.arange(36)) for tile in tiles]
+    for features, count, budget, numbers in (
+        (ImageFeatures(tiles, rest_at=-1), 3, 5, [0, 1, 2]),
+        (ImageFeatures(tiles, rest_at=-1), 3, 2, [0, 2]),
         # A base view and stitched crops, one grid, several tiles in one region.
         (ImageFeatures((ordered[0], ordered[1])), 2, 5, []),
-        (ImageFeatures(TILES[:1]), 1, 5, []),
-        (ImageFeatures(TILES[:1]), 4, 5, []),
+        (ImageFeatures(tiles[:1]), 1, 5, []),
+        (ImageFeatures(tiles[:1]), 4, 5, []),
     ):
-        assert find_tiles_of_regions(features, count, budget) == tiles
+        assert _find_tiles_of_regions(features, count, budget) == numbers
 
 
 def test_pixels_come_back_as_they_were() -> None:
     mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
     levels = torch.randint(256, (3, 5, 4), generator=torch.Generator().manual_seed(0))
     shift, scale = (torch.tensor(x)[:, None, None] for x in (mean, std))
-    picture = restore_picture((levels / 255 - shift) / scale, mean, std)
+    picture = _restore_picture((levels / 255 - shift) / scale, mean, std)
     assert picture.size == (4, 5)
     assert picture.getpixel((3, 1)) == tuple(levels[:, 1, 3].tolist())
 
@@ -160,27 +132,25 @@ TRACE = Trace(
     quality=tuple(1 - i / 23 for i in range(24)),
     fallback="none",
     core=(20,),
-    owners=(7, *(-1 for _ in range(23))),
 )
 SIDE = 40
 
 
 def test_panels_show_image_selection_and_every_signal() -> None:
-    image, reference, exchange, merged, quality, signal = list_panels(TRACE, "cdpruner")
+    image, reference, exchange, quality, signal = list_panels(TRACE, "cdpruner")
     assert not image.marks and not image.heat
     assert reference.marks == {7: KEPT, 3: KEPT, 20: CORE} and "cdpruner" in reference.detail
     assert exchange.marks == {7: KEPT, 8: ENTERED, 20: CORE, 3: LEFT}
-    assert merged.owners == TRACE.owners and set(merged.marks) == set(TRACE.kept)
     assert (quality.heat, signal.heat) == (TRACE.quality, TRACE.signals[0].values)
     assert (signal.title, signal.detail) == ("local contrast saliency", "weight 4")
-    alone = dataclasses.replace(TRACE, quality=None, owners=(), signals=())
+    alone = dataclasses.replace(TRACE, quality=None, signals=())
     assert len(list_panels(alone, "cdpruner")) == 2
 
 
 def test_marks_are_drawn_on_their_tokens() -> None:
     """Found by the colours of their frames."""
     base = Image.new("RGB", (6 * SIDE, 4 * SIDE), (200, 40, 40))
-    exchange, merged = list_panels(TRACE, "cdpruner")[2:4]
+    exchange = list_panels(TRACE, "cdpruner")[2]
     drawn = draw_panel(base, exchange, GRID, SIDE)
     for token, mark in exchange.marks.items():
         row, column = divmod(token, GRID.width)
@@ -188,13 +158,6 @@ def test_marks_are_drawn_on_their_tokens() -> None:
         assert [drawn.getpixel(corner) for corner in corners] == [mark.colour] * 2
         inside = drawn.getpixel((corners[0][0] + 8, corners[0][1] + 8))
         assert (inside == base.getpixel((0, 0))) == (mark is not LEFT)
-    groups = draw_panel(base, merged, GRID, SIDE)
-    # Token 0 has the colour of token 7, blended with the picture; token 1 is merged into none.
-    tint, frame = groups.getpixel((20, 20)), groups.getpixel((SIDE, SIDE))
-    assert isinstance(tint, tuple) and isinstance(frame, tuple)
-    blend = [round(0.45 * c + 0.55 * f) for c, f in zip((200, 40, 40), frame, strict=True)]
-    assert all(abs(t - b) <= 1 for t, b in zip(tint, blend, strict=True))
-    assert groups.getpixel((SIDE + 20, 20)) == drawn.getpixel((SIDE + 20, 20))
 
 
 def test_a_heat_map_is_scaled_to_the_ramp_and_has_one_pixel_a_token() -> None:
@@ -215,26 +178,20 @@ def test_a_heat_map_is_scaled_to_the_ramp_and_has_one_pixel_a_token() -> None:
     assert panel.getpixel((5, 5)) != panel.getpixel((55, 35))
 
 
-def explanation(question: str, trace: Trace = TRACE) -> Explanation:
-    picture = Image.new("RGB", (120, 80), (200, 40, 40))
-    return Explanation(picture, question, materialize(state(), 12), trace)
-
-
 @pytest.mark.parametrize("question", ["", "x" * 5000, "many words " * 800, "面白い?"])
-def test_any_question_can_be_drawn(question: str) -> None:
+def test_any_question_can_be_drawn_and_summarised(question: str) -> None:
+    picture = Image.new("RGB", (120, 80), (200, 40, 40))
+    explanation = Explanation(picture, question, materialize(state(), 12), TRACE)
     sheet, sheets = (
-        Image.open(io.BytesIO(encode_picture([explanation(question)] * n))) for n in (1, 2)
+        Image.open(io.BytesIO(encode_picture([explanation] * count))) for count in (1, 2)
     )
     assert sheet.format == "PNG" and sheet.height < 2000
     assert sheets.size == (sheet.width, 2 * sheet.height)
-
-
-def test_a_summary_says_what_is_kept_exchanged_and_merged() -> None:
-    summary = explanation("?").summary
-    parts = ("sample (", "keeps 3 of 24", "1 of them are the core", "1 exchanged", "1 dropped")
-    assert [part for part in parts if part not in summary] == []
-    fallback = explanation("?", dataclasses.replace(TRACE, fallback="reference")).summary
-    assert "not finite, reference selection instead" in fallback
+    parts = ("sample (", "keeps 3 of 24", "1 of them are the core", "1 exchanged")
+    assert [part for part in parts if part not in explanation.summary] == []
+    fallback = dataclasses.replace(TRACE, fallback="reference")
+    summary = dataclasses.replace(explanation, trace=fallback).summary
+    assert "not finite, reference selection instead" in summary
 
 
 Captured = pytest.CaptureFixture[str]

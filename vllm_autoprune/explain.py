@@ -21,7 +21,6 @@ from vllm_autoprune.checkpoint import require_architecture
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.tpdsl.atoms.reassembly import find_owners
 from vllm_autoprune.tpdsl.atoms.scoring import run_signal
 from vllm_autoprune.tpdsl.base_policy import FALLBACKS, RefinedTokens
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
@@ -52,27 +51,23 @@ class SignalTrace:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Trace of one image; indices are raster indices into its N tokens.
-
-    ``reference`` is in order of selection, ``kept`` ascending; ``left`` and ``entered`` are the
-    exchanged tokens, ascending; ``extra`` counts merged rows of the base policy, which are not
-    single tokens; ``core`` are the tokens of the core, ascending; ``quality`` is g, None if the
-    state does not score; ``fallback`` is one of ``tpdsl.base_policy.FALLBACKS``; ``owners`` has for
-    every token the kept one that it is merged into most, or -1, and is empty where nothing is
-    merged.
-    """
+    """Trace of one image; indices are raster indices into its N tokens."""
 
     grid: Grid
     reference: tuple[int, ...]
+    """What the base policy picks, in order of selection."""
     kept: tuple[int, ...]
+    """Ascending, as the following."""
     left: tuple[int, ...]
     entered: tuple[int, ...]
+    core: tuple[int, ...]
     extra: int
+    """Merged rows of the base policy, which are not single tokens."""
     signals: tuple[SignalTrace, ...]
     quality: tuple[float, ...] | None
+    """g of all tokens; None if the state does not score."""
     fallback: str
-    core: tuple[int, ...] = ()
-    owners: tuple[int, ...] = ()
+    """One of ``tpdsl.base_policy.FALLBACKS``."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +88,13 @@ class Explanation:
     def summary(self) -> str:
         """One line: state, number of tokens kept, and number exchanged."""
         trace, state = self.trace, self.policy.state
-        count = len(trace.kept) + trace.extra
         summary = f"{self.region}: " if self.region else ""
-        summary += f"{state.name} ({state.digest[:12]}) keeps {count} of {trace.grid.tokens} "
-        summary += "visual tokens"
+        summary += f"{state.name} ({state.digest[:12]}) keeps {len(trace.kept) + trace.extra} of "
+        summary += f"{trace.grid.tokens} visual tokens"
         if trace.fallback != "none":
             return f"{summary}; its scores were not finite, {trace.fallback} selection instead"
         core = f"; {len(trace.core)} of them are the core" if trace.core else ""
-        merged = sum(owner >= 0 for owner in trace.owners)
-        into = f"; {merged} dropped ones are merged into them" if merged else ""
-        return f"{summary}{core}; {len(trace.entered)} exchanged{into}"
+        return f"{summary}{core}; {len(trace.entered)} exchanged"
 
 
 def explain_image(
@@ -229,12 +221,12 @@ def _draw_regions(
     processor = AutoImageProcessor.from_pretrained(checkpoint)
     pixels, features = tiles[-1]
     pictures = [
-        restore_picture(tile.cpu(), processor.image_mean, processor.image_std) for tile in pixels
+        _restore_picture(tile.cpu(), processor.image_mean, processor.image_std) for tile in pixels
     ]
     if len(pictures) == 1:
         return pictures * len(selections)
     budget = sum(policy.budget for policy, _, _ in selections)
-    if numbers := find_tiles_of_regions(features, len(pictures), budget):
+    if numbers := _find_tiles_of_regions(features, len(pictures), budget):
         return [pictures[tile] for tile in numbers]
     width, height = pictures[0].size
     joined = Image.new("RGB", (width * len(pictures), height))
@@ -243,7 +235,7 @@ def _draw_regions(
     return [joined if tokens.grid.tiles > 1 else image for _, tokens, _ in selections]
 
 
-def find_tiles_of_regions(features: ImageFeatures, tiles: int, budget: int) -> list[int]:
+def _find_tiles_of_regions(features: ImageFeatures, tiles: int, budget: int) -> list[int]:
     """The tile that each region with a share of K shows; empty where regions are not tiles."""
     regions = features.regions
     if len(regions) != tiles or tiles == 1 or regions[0].order is not None:
@@ -251,7 +243,7 @@ def find_tiles_of_regions(features: ImageFeatures, tiles: int, budget: int) -> l
     return [tile for tile, share in enumerate(features.split(budget)) if share]
 
 
-def restore_picture(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Image.Image:
+def _restore_picture(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Image.Image:
     """The picture of pixel values ``(3, H, W)`` that were normalised by channel."""
     shift, scale = (torch.tensor(values)[:, None, None] for values in (mean, std))
     levels = ((pixels.float() * scale + shift) * 255).round().clamp(0, 255).byte()
@@ -262,7 +254,6 @@ def restore_picture(pixels: Tensor, mean: Sequence[float], std: Sequence[float])
 def trace_image(policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens) -> Trace:
     """Trace one image, of which ``refined`` is the result of ``policy``."""
     policy = policy.at(tokens.count, tokens.grid.tiles)
-    prunes = policy.budget < tokens.count
     quality = None if refined.quality is None else tuple(refined.quality[0].tolist())
     signals = []
     if quality is not None:
@@ -273,20 +264,15 @@ def trace_image(policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTok
                 values = min_max_normalise(run_signal(call, view, refined.reference))
                 signals.append(SignalTrace(call.atom, call.weight, tuple(values[0].tolist())))
     indices, reference = refined.indices[0].tolist(), refined.reference[0].tolist()
-    fallback, owners = int(refined.fallback[0]), list[int]()
-    # A fallback merges nothing; with a core, two policies merge, each into its own part.
-    if prunes and not policy.core and not fallback:
-        owners = find_owners(policy.state.reassembly, tokens, refined.indices)[0].tolist()
     return Trace(
         grid=tokens.grid,
         reference=tuple(reference),
         kept=tuple(sorted(indices)),
         left=tuple(sorted(set(reference) - set(indices))),
         entered=tuple(sorted(set(indices) - set(reference))),
+        core=tuple(sorted(indices[: policy.core])) if policy.budget < tokens.count else (),
         extra=refined.extra,
         signals=tuple(signals),
         quality=quality,
-        fallback=FALLBACKS[fallback],
-        core=tuple(sorted(indices[: policy.core])) if prunes else (),
-        owners=tuple(owners) if max(owners, default=-1) >= 0 else (),
+        fallback=FALLBACKS[int(refined.fallback[0])],
     )

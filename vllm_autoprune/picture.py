@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import colorsys
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -13,8 +12,6 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFont, ImageOps
 
 from vllm_autoprune.explain import Explanation, Trace
 from vllm_autoprune.tpdsl.tokens import Grid
-
-Colour = tuple[int, int, int]
 
 _PAPER, _INK = (255, 255, 255), (28, 32, 40)
 
@@ -27,8 +24,8 @@ _SIDE = 420
 _GAP, _COLUMNS = 28, 3
 _QUESTION, _NOTE = 30, 18
 """Sizes of fonts."""
-_GROUP, _HEAT = 0.55, 0.72
-"""Opacity of a group's colour and of a heat map over the picture."""
+_HEAT = 0.72
+"""Opacity of a heat map over the picture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +33,19 @@ class Mark:
     """Frame around a token; its sign tells exchanged tokens apart without colour."""
 
     words: str
-    colour: Colour
+    colour: tuple[int, int, int]
     sign: str = ""
+
+    def draw(self, pen: ImageDraw.ImageDraw, box: tuple[int, int, int, int], line: int) -> None:
+        """Frame and sign in a square; ``line``: width of the frame in pixels."""
+        x1, y1, x2, y2 = box
+        pen.rectangle((x1, y1, x2 - 1, y2 - 1), outline=self.colour, width=line)
+        x, y, size = (x1 + x2) // 2, (y1 + y2) // 2, x2 - x1
+        arm, thick = size // 4, max(2, size // 9)
+        if self.sign:
+            pen.line((x - arm, y, x + arm, y), self.colour, thick)
+        if self.sign == "+":
+            pen.line((x, y - arm, x, y + arm), self.colour, thick)
 
 
 KEPT = Mark("kept", (255, 255, 255))
@@ -50,19 +58,17 @@ ENTERED = Mark("swapped in", (26, 208, 170), "+")
 class Panel:
     """One copy of the picture, with heat over it or marks on some of its tokens.
 
-    ``heat`` has one value for each token. Tokens without a mark, and those that left, are dimmed;
-    ``owners`` as in :class:`Trace`, in the colour of the group that they are merged into.
+    ``heat`` has one value for each token. Tokens without a mark, and those that left, are dimmed.
     """
 
     title: str
     detail: str
     heat: tuple[float, ...] = ()
     marks: Mapping[int, Mark] = field(default_factory=dict)
-    owners: tuple[int, ...] = ()
 
 
 def list_panels(trace: Trace, base: str) -> list[Panel]:
-    """Picture, reference of the base policy, exchange, groups, quality, signals; what there is."""
+    """Picture, reference of the base policy, exchange, quality, signals; what there is."""
     core = dict.fromkeys(trace.core, CORE)
     extra = f" + {trace.extra} merged rows" if trace.extra else ""
     reference = f"{base}: {len(trace.reference)} tokens{extra}"
@@ -70,17 +76,14 @@ def list_panels(trace: Trace, base: str) -> list[Panel]:
         Panel("image", f"{trace.grid.tokens} tokens, as the model sees it"),
         Panel("reference selection", reference, marks=dict.fromkeys(trace.reference, KEPT) | core),
     ]
-    kept = dict.fromkeys(trace.kept, KEPT)
     if trace.quality is not None:
         swaps = f"{len(trace.left)} out, {len(trace.entered)} in"
-        exchanged = dict.fromkeys(trace.left, LEFT) | dict.fromkeys(trace.entered, ENTERED)
-        panels.append(Panel("after exchange", swaps, marks=kept | core | exchanged))
-    if trace.owners:
-        merged = sum(owner >= 0 for owner in trace.owners)
-        into = f"{merged} dropped into {len(set(trace.owners) - {-1})} kept"
-        panels.append(Panel("merged", into, marks=kept, owners=trace.owners))
-    if trace.quality is not None:
-        panels.append(Panel("quality g", "all signals fused", trace.quality))
+        marks = dict.fromkeys(trace.kept, KEPT) | core
+        marks |= dict.fromkeys(trace.left, LEFT) | dict.fromkeys(trace.entered, ENTERED)
+        panels += [
+            Panel("after exchange", swaps, marks=marks),
+            Panel("quality g", "all signals fused", trace.quality),
+        ]
         panels += [
             Panel(signal.atom.replace("_", " "), f"weight {signal.weight:.3g}", signal.values)
             for signal in trace.signals
@@ -140,10 +143,8 @@ def _draw_sheet(explanation: Explanation) -> Image.Image:
     x, y, side = _GAP, top + rows * step, _NOTE + 6
     for mark in dict.fromkeys(mark for panel in panels for mark in panel.marks.values()):
         pen.rectangle((x - 3, y - 3, x + side + 2, y + side + 2), _INK)
-        _draw_mark(pen, (x, y, x + side, y + side), mark.colour, 3, mark.sign)
+        mark.draw(pen, (x, y, x + side, y + side), 3)
         x = write(x + side + 10, y + 1, mark.words)
-    if any(panel.owners for panel in panels):
-        x = write(x, y + 1, "one colour: merged into the framed token")
     if any(panel.heat for panel in panels):
         write(x, y + 1, "maps: from dark (low) to light (high), each on its own scale")
     return sheet
@@ -172,47 +173,13 @@ def draw_panel(base: Image.Image, panel: Panel, grid: Grid, size: int) -> Image.
         return base
     dimmed = ImageEnhance.Brightness(ImageEnhance.Color(base).enhance(0.25)).enhance(0.38)
     pen, line = ImageDraw.Draw(dimmed), max(1, size // 14)
-
-    def box_of(token: int) -> tuple[int, int, int, int]:
-        """Tiles stand side by side."""
-        tile, inside = divmod(token, grid.per_tile)
-        row, column = divmod(inside, grid.width)
-        x, y = (tile * grid.width + column) * size, row * size
-        return x, y, x + size, y + size
-
-    # Neighbouring numbers have hues far apart.
-    groups = {
-        token: tuple(round(255 * c) for c in colorsys.hsv_to_rgb(number * 0.618034 % 1, 0.75, 1))
-        for number, token in enumerate(panel.marks)
-    }
-    for token, owner in enumerate(panel.owners):
-        if owner >= 0:
-            box = box_of(token)
-            tint = Image.new("RGB", (size, size), groups[owner])
-            dimmed.paste(Image.blend(base.crop(box), tint, _GROUP), box[:2])
     for token, mark in panel.marks.items():
-        box = box_of(token)
+        # Tiles stand side by side.
+        tile, place = divmod(token, grid.per_tile)
+        row, column = divmod(place, grid.width)
+        x, y = (tile * grid.width + column) * size, row * size
+        box = x, y, x + size, y + size
         if mark is not LEFT:
             dimmed.paste(base.crop(box), box[:2])
-        if panel.owners:
-            _draw_mark(pen, box, groups[token], max(2, size // 7))
-        else:
-            _draw_mark(pen, box, mark.colour, 2 * line + 1 if mark.sign else line, mark.sign)
+        mark.draw(pen, box, 2 * line + 1 if mark.sign else line)
     return dimmed
-
-
-def _draw_mark(
-    pen: ImageDraw.ImageDraw,
-    box: tuple[int, int, int, int],
-    colour: tuple[int, ...],
-    line: int,
-    sign: str = "",
-) -> None:
-    x1, y1, x2, y2 = box
-    pen.rectangle((x1, y1, x2 - 1, y2 - 1), outline=colour, width=line)
-    x, y, size = (x1 + x2) // 2, (y1 + y2) // 2, x2 - x1
-    arm, thick = size // 4, max(2, size // 9)
-    if sign:
-        pen.line((x - arm, y, x + arm, y), colour, thick)
-    if sign == "+":
-        pen.line((x, y - arm, x, y + arm), colour, thick)

@@ -113,10 +113,6 @@ class Report(FrozenModel):
         """Whether there is no reason against the report."""
         return not self.reasons
 
-    def row(self, name: str) -> Row | None:
-        """The row of a case, if it was measured."""
-        return next((row for row in self.rows if row.case.name == name), None)
-
 
 def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
     """The report of a journal; ``more`` are further reasons against it.

@@ -350,15 +350,3 @@ Reassembly = Annotated[AtomCall, OneOf("reassembly")]
 def orders_by_quality(call: AtomCall) -> bool:
     """Whether rows are ordered by token quality g, which then has to be computed."""
     return RECIPES[call.atom].order.name == "score"
-
-
-def find_owners(call: AtomCall, tokens: VisualTokens, indices: Tensor) -> Tensor:
-    """The kept token ``(B, N)`` that each dropped token is merged into most; -1 for none.
-
-    ``indices`` ``(B, P)`` are the kept tokens.
-    """
-    if call.idle:
-        return torch.full((tokens.batch, tokens.count), -1, device=indices.device)
-    weights, _, _ = RECIPES[call.atom].weigh(call, tokens, indices, None)
-    most, place = weights.max(dim=2)
-    return indices.gather(1, place).masked_fill(most <= 0, -1)
