@@ -1,8 +1,8 @@
-"""What a running server says of its traffic, and its times by a short measurement.
+"""The times of a running server, by a short measurement.
 
-``/metrics`` has means since the server's start. The probe sends four kinds of request, one at a
-time, a few rounds: a short text, a long text, a question about a new image, and another question
-about that image. With c a request's tokens, TTFT at the client, and all of it medians over rounds:
+The probe sends four kinds of request, one at a time, a few rounds: a short text, a long text, a
+question about a new image, and another question about that image. With c a request's tokens, TTFT
+at the client, and everything a median over rounds:
 
     p            = (TTFT(long) - TTFT(short)) / (c(long) - c(short))
     request      = TTFT(short) - p x c(short)
@@ -48,34 +48,6 @@ _WORDS = (
 )
 
 
-def read_traffic(metrics: Metrics, inputs: Inputs) -> None:
-    """Fill in sizes, and the times that a histogram of its own measures."""
-    images, requests = (
-        metrics.total(name)
-        for name in ("autoprune_images_total", "vllm:request_prompt_tokens_count")
-    )
-    unpruned, kept = _count_tokens(metrics)
-    prompt = metrics.mean("vllm:request_prompt_tokens")
-    if prompt is not None and kept is not None and images is not None and requests:
-        prompt -= kept * images / requests
-    hits, misses = (metrics.total(f"autoprune_feature_cache_{kind}_total")
-                    for kind in ("hits", "misses"))  # fmt: skip
-    if misses:
-        questions = ((hits or 0.0) + misses) / misses
-        note = f"{questions:.1f} questions an image, from the feature cache: hits and misses over "
-        note += "misses. Repeated questions and evicted images make the true number larger."
-        inputs.fill(note, questions=questions)
-    inputs.fill(
-        tokens=_round(unpruned),
-        budget=_round(kept),
-        prompt=_round(prompt) if kept is not None else None,
-        answer=_round(metrics.mean("vllm:request_generation_tokens")),
-        block=_block_size(metrics),
-        selection=metrics.mean("autoprune_selection_seconds"),
-        decode=metrics.mean("vllm:request_time_per_output_token_seconds"),
-    )
-
-
 class Answer(NamedTuple):
     """One streamed answer, in seconds, and the engine's part of it."""
 
@@ -112,11 +84,19 @@ def probe_server(
             report(f"round {number + 1} of {rounds}")
             results.append(_ask_round(client, name, models[name], size, source))
         after = client.read_metrics()
+    block = None
+    if before is not None:
+        # Tokens of a KV block; 0 without a prefix cache.
+        config = "vllm:cache_config_info"
+        digits = before.label(config, "block_size") or ""
+        block = int(digits) if digits.isdigit() else None
+        if before.label(config, "enable_prefix_caching") == "False":
+            block = 0
     new, another = (1000 * median(each[kind].ttft for each in results) for kind in (2, 3))
     inputs.fill(
         f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds: first "
         f"question {new:.1f} ms, another question {another:.1f} ms.",
-        block=None if before is None else _block_size(before),
+        block=block,
     )
     if before is None:
         inputs.fill("The server has no /metrics: front end, selection and tower count as tower.")
@@ -125,10 +105,14 @@ def probe_server(
     probed = after.since(warm) if after is not None and warm is not None else Metrics("")
     selection = probed.mean("autoprune_selection_seconds")
     visual = solve_rounds(results, selection, client.url, inputs)
-    tokens, kept = _count_tokens(probed)
+    # Mean visual tokens of an image before pruning and after it.
+    images = probed.total("autoprune_images_total")
+    tokens, kept = (
+        round((probed.total("autoprune_visual_tokens_total", stage=stage) or 0.0) / (images or 1))
+        for stage in ("before", "after")
+    )
     # A server without a state keeps all tokens, which is no budget.
-    inputs.fill(tokens=_round(tokens) if tokens else visual,
-                budget=_round(kept) if tokens and kept != tokens else None)  # fmt: skip
+    inputs.fill(tokens=tokens or visual, budget=kept if 0 < kept < tokens else None)
 
 
 def solve_rounds(rounds: Sequence[Round], selection: float | None, url: str, inputs: Inputs) -> int:
@@ -227,30 +211,6 @@ def _ask_round(
     # A word may be more than one token.
     many, few = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS, _QUESTION_WORDS
     return ask(few), ask(many), ask(few, image), ask(few, image)
-
-
-def _count_tokens(metrics: Metrics) -> tuple[float | None, float | None]:
-    """Mean visual tokens of an image before pruning and after it."""
-    images = metrics.total("autoprune_images_total")
-    unpruned, kept = (
-        metrics.total("autoprune_visual_tokens_total", stage=stage) for stage in ("before", "after")
-    )
-    if not images or unpruned is None or kept is None:
-        return None, None
-    return unpruned / images, kept / images
-
-
-def _block_size(metrics: Metrics) -> int | None:
-    """Tokens of a KV block, 0 without a prefix cache."""
-    name = "vllm:cache_config_info"
-    if metrics.label(name, "enable_prefix_caching") == "False":
-        return 0
-    size = metrics.label(name, "block_size")
-    return int(size) if size is not None and size.isdigit() else None
-
-
-def _round(value: float | None) -> int | None:
-    return None if value is None else max(round(value), 1)
 
 
 def _error(url: str, what: str, fix: str) -> ConfigError:

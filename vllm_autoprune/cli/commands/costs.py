@@ -28,8 +28,8 @@ from vllm_autoprune.cli.flags import Command, add_flags, flag_problems
 from vllm_autoprune.cli.output import format_paragraphs, format_table, print_result
 from vllm_autoprune.cost import estimate_cost, list_assumptions
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.http_client import ServerClient, reporting_failures
-from vllm_autoprune.probe import probe_server, read_traffic
+from vllm_autoprune.http_client import ServerClient
+from vllm_autoprune.probe import probe_server
 from vllm_autoprune.tpdsl.atoms.source import run_budget
 from vllm_autoprune.tpdsl.loading import load_state
 
@@ -118,7 +118,7 @@ def _advise(options: argparse.Namespace) -> int:
 
 
 def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, list[str]]:
-    """Flags, then a probe, then ``/metrics``, then what is assumed; with notes on these."""
+    """Flags, then a probe, then what is assumed; with notes on these."""
     # Before a probe, so that a mistake in its name is answered at once.
     state = None if options.state is None else load_state(options.state)
     flags = vars(options)
@@ -132,18 +132,15 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, list[st
         if request:
             values["request"] = values.get("request", 0.0) + request
     inputs = Inputs(values, [])
+    if (options.server is None) != (options.probe is None):
+        problem = Problem("--server", "needs --probe", "give the size of your images")
+        if options.server is None:
+            problem = Problem("--probe", "needs --server", "give the address of a running server")
+        raise ConfigError("inputs", [problem])
     if options.server is not None:
         with ServerClient(options.server) as client:
-            with reporting_failures(client.url):
-                metrics = client.read_metrics()
-            if options.probe is not None:
-                report = partial(print, "probe:", file=sys.stderr, flush=True)
-                probe_server(client, options.probe, inputs, options.model, report)
-        if metrics is not None:
-            read_traffic(metrics, inputs)
-    elif options.probe is not None:
-        fix = "give the address of a running server"
-        raise ConfigError("inputs", [Problem("--probe", "needs --server", fix)])
+            report = partial(print, "probe:", file=sys.stderr, flush=True)
+            probe_server(client, options.probe, inputs, options.model, report)
     if state is not None:
         # Instead of the server's, but not of the flags'; K may depend on N, which was found now.
         if "budget" not in flags and "tokens" in values:
@@ -201,9 +198,9 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--layer-ms", type=_parse_layer, nargs="+", metavar="TOKENS=MS", help=text)
     group = parser.add_argument_group("a running server")
-    text = "read sizes that are not given from its /metrics; with an API key in VLLM_API_KEY"
+    text = "its address, for --probe; with an API key in VLLM_API_KEY"
     group.add_argument("--server", metavar="URL", help=text)
-    text = "measure times with 24 requests of its own, 12 of them with images of that size"
+    text = "measure what is not given with 24 requests, 12 of them with images of that size"
     group.add_argument("--probe", type=_parse_size, metavar="WIDTHxHEIGHT", help=text)
     group.add_argument("--model", metavar="NAME", help="the model's name on the server")
 
