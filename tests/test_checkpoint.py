@@ -99,20 +99,10 @@ def test_relevance_has_the_towers_sign_or_the_language_models(vision: LlavaVisio
     assert without.instruction.patches is without.features
 
 
-@pytest.mark.parametrize(
-    ("config", "error", "message"),
-    [
-        ('{"architectures": ["CLIPModel"]}', UnsupportedModelError, "CLIPModel"),
-        ("[1]", ConfigError, "names an architecture"),
-        ("{}", ConfigError, "names an architecture"),
-        ("{", ConfigError, "names an architecture"),
-        (None, ConfigError, "names an architecture"),
-    ],
-)
-def test_unsupported_checkpoints_are_refused(
-    config: str | None, error: type[Exception], message: str, tmp_path: Path
-) -> None:
-    if config is not None:
+@pytest.mark.parametrize("config", ['{"architectures": ["CLIPModel"]}', "[1]", "{}", "{", ""])
+def test_unsupported_checkpoints_are_refused(config: str, tmp_path: Path) -> None:
+    if config:
         (tmp_path / "config.json").write_text(config)
-    with pytest.raises(error, match=message):
+    error = UnsupportedModelError if "CLIP" in config else ConfigError
+    with pytest.raises(error, match=r"CLIPModel is not supported|names an architecture"):
         LlavaVision(tmp_path)

@@ -20,18 +20,18 @@ from vllm_autoprune.advise import (
     Timings,
     Traffic,
     Way,
+    _find_advantage,
     align_core,
     estimate_ways,
-    find_advantage,
     fit_layers,
     judge,
 )
 from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape, find_backbone
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.cost import estimate_cost, prefill_flops
+from vllm_autoprune.cost import _prefill_flops, estimate_cost
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.http_client import ServerClient
-from vllm_autoprune.probe import Answer, Round, probe_server, solve_rounds
+from vllm_autoprune.probe import _Answer, _Round, _solve_rounds, probe_server
 from vllm_autoprune.serving.api import layout
 from vllm_autoprune.tpdsl.loading import load_state
 
@@ -52,19 +52,19 @@ QWEN3_5_9B = BACKBONE_SHAPES["qwen3.5-9b"]
 def test_layers_by_hand() -> None:
     """Two tokens, d = 4, m = 3, k = 2: projections 96, attention 32, feed-forward 72 MACs."""
     tiny = BackboneShape("tiny", "t", 1, 4, 3, 2, 1, 2, 1, "clip", True, True, False, "")
-    assert prefill_flops(tiny, (2,)) == 2 * (2 * 4 * (8 + 4) + 2 * 4 * 4 + 3 * 2 * 4 * 3)
+    assert _prefill_flops(tiny, (2,)) == 2 * (2 * 4 * (8 + 4) + 2 * 4 * 4 + 3 * 2 * 4 * 3)
     assert estimate_cost(tiny, 2).kv_bytes == 2 * 2 * 2 * 2
     # Gemma 3's 8 heads of 256 in a model 2560 wide: queries are narrower than the model.
     layer = replace(BACKBONE_SHAPES["gemma-3-4b"], layers=1)
     projections = 2 * 2560 * (2 * 2048 + 2 * 1024)
     attention, feed_forward = 2 * 2 * 2048, 2 * 3 * 2560 * 10240
-    assert prefill_flops(layer, (1,)) == projections + attention + feed_forward
+    assert _prefill_flops(layer, (1,)) == projections + attention + feed_forward
     # Three layers of four keep a state and no keys; keys 2048 wide, values 4096, one token.
     four = replace(QWEN3_5_9B, layers=4)
     feed_forward = 2 * 3 * 4096 * 12288
     linear = 2 * (4096 * (2 * 2048 + 3 * 4096) + 3 * 4096 * 128)
     full = 2 * (4096 * (2 * 4096 + 2 * 1024) + 2 * 4096)
-    assert prefill_flops(four, (1,) * 4) == 3 * linear + full + 4 * feed_forward
+    assert _prefill_flops(four, (1,) * 4) == 3 * linear + full + 4 * feed_forward
     assert estimate_cost(four, 1).kv_bytes == 2 * 1024 * 2
     assert estimate_cost(QWEN3_5_9B, 100).kv_bytes == 8 * 100 * 2 * 1024 * 2
 
@@ -200,7 +200,7 @@ def test_advantage_by_gains_of_the_first_and_of_later_questions() -> None:
         (0, 0, None),
         (-20, 5, {"from": 5.0, "to": None}),
     ):
-        assert find_advantage(first_gain, later_gain) == advantage
+        assert _find_advantage(first_gain, later_gain) == advantage
 
 
 MANY_TOKENS = Traffic(
@@ -370,11 +370,11 @@ def test_a_probe_and_a_state_that_has_its_budget_from_it(
     assert any("Measured with images of 64 x 48" in note for note in record["notes"])
 
 
-def make_round(noise: float = 0.0, metrics: bool = True) -> Round:
+def make_round(noise: float = 0.0, metrics: bool = True) -> _Round:
     """One round of a server with a HTTP time of 5 ms and a selection of 50 ms."""
 
-    def answer(engine: float, outside: float, tokens: int) -> Answer:
-        return Answer(engine + outside, (0.01,), tokens, outside if metrics else None)
+    def answer(engine: float, outside: float, tokens: int) -> _Answer:
+        return _Answer(engine + outside, (0.01,), tokens, outside if metrics else None)
 
     short = REQUEST - 0.005 + 20 * TOKEN + noise
     image = short + VISUAL * TOKEN + SELECTION
@@ -389,14 +389,14 @@ def make_round(noise: float = 0.0, metrics: bool = True) -> Round:
 def test_rounds_are_solved_for_the_times() -> None:
     inputs = Inputs({}, [])
     rounds = [make_round(), make_round(noise=-0.01), make_round(noise=0.02)]
-    assert solve_rounds(rounds, SELECTION, "http://host", inputs) == VISUAL
+    assert _solve_rounds(rounds, SELECTION, "http://host", inputs) == VISUAL
     assert inputs.values == pytest.approx(
         {"prefill": TOKEN, "request": REQUEST, "tower": TOWER, "selection": SELECTION,
          "decode_image": DECODE_IMAGE, "processor": PROCESSOR, "decode": 0.01}
     )  # fmt: skip
     # Without /metrics the front end counts as part of the tower.
     inputs = Inputs({}, [])
-    solve_rounds([make_round(metrics=False)], None, "http://host", inputs)
+    _solve_rounds([make_round(metrics=False)], None, "http://host", inputs)
     assert inputs.values.keys() == {"prefill", "request", "tower", "decode"}
     tower = TOWER + SELECTION + DECODE_IMAGE + PROCESSOR
     assert inputs.values["tower"] == pytest.approx(tower)

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples, png
+from benchmarks.yardsticks.examples import CLIP, LLAVA
 from tests.serving.unit.samples import image as region_image
 from tests.tpdsl.samples import images, state
-from vllm_autoprune import Grid, explain, materialize, refine
-from vllm_autoprune.checkpoint import LlavaVision
-from vllm_autoprune.cli.commands.explain import read_image
+from vllm_autoprune import Grid, materialize, refine
+from vllm_autoprune.cli.commands.explain import _read_image
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.explain import (
     Explanation,
-    SignalTrace,
     Trace,
     _find_tiles_of_regions,
     _restore_picture,
-    trace_image,
+    _SignalTrace,
+    _trace_image,
 )
 from vllm_autoprune.picture import (
     CORE,
@@ -33,14 +31,13 @@ from vllm_autoprune.picture import (
     KEPT,
     LEFT,
     LIGHT,
-    Panel,
-    draw_heat_map,
-    draw_panel,
+    _draw_heat_map,
+    _draw_panel,
+    _list_panels,
+    _Panel,
     encode_picture,
-    list_panels,
 )
 from vllm_autoprune.serving.worker.features import ImageFeatures
-from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.tokens import MergerInput, VisualTokens
 
 Changes = dict[str, object]
@@ -50,7 +47,7 @@ SPLIT: Changes = {"/core": {"share": 0.5}}
 
 def trace_sample(tokens: VisualTokens, changes: Changes | None = None, budget: int = 12) -> Trace:
     policy = materialize(state(changes), budget)
-    return trace_image(policy, tokens, refine(policy, tokens))
+    return _trace_image(policy, tokens, refine(policy, tokens))
 
 
 @pytest.mark.parametrize("changes", [{}, SPLIT], ids=["whole", "core"])
@@ -58,7 +55,7 @@ def trace_sample(tokens: VisualTokens, changes: Changes | None = None, budget: i
 def test_a_trace_agrees_with_the_selection(changes: Changes, seed: int) -> None:
     tokens, policy = images(seed=seed, batch=1), materialize(state(changes), 12)
     refined = refine(policy, tokens)
-    trace, indices = trace_image(policy, tokens, refined), refined.indices[0].tolist()
+    trace, indices = _trace_image(policy, tokens, refined), refined.indices[0].tolist()
     assert trace.kept == tuple(sorted(indices)) and trace.fallback == "none"
     assert trace.reference == tuple(refined.reference[0].tolist())
     assert len(trace.left) == len(trace.entered) == int(refined.exchanged[0]) > 0
@@ -128,7 +125,7 @@ TRACE = Trace(
     left=(3,),
     entered=(8,),
     extra=0,
-    signals=(SignalTrace("local_contrast_saliency", 3.99961, tuple(i / 23 for i in range(24))),),
+    signals=(_SignalTrace("local_contrast_saliency", 3.99961, tuple(i / 23 for i in range(24))),),
     quality=tuple(1 - i / 23 for i in range(24)),
     fallback="none",
     core=(20,),
@@ -137,21 +134,21 @@ SIDE = 40
 
 
 def test_panels_show_image_selection_and_every_signal() -> None:
-    image, reference, exchange, quality, signal = list_panels(TRACE, "cdpruner")
+    image, reference, exchange, quality, signal = _list_panels(TRACE, "cdpruner")
     assert not image.marks and not image.heat
     assert reference.marks == {7: KEPT, 3: KEPT, 20: CORE} and "cdpruner" in reference.detail
     assert exchange.marks == {7: KEPT, 8: ENTERED, 20: CORE, 3: LEFT}
     assert (quality.heat, signal.heat) == (TRACE.quality, TRACE.signals[0].values)
     assert (signal.title, signal.detail) == ("local contrast saliency", "weight 4")
     alone = dataclasses.replace(TRACE, quality=None, signals=())
-    assert len(list_panels(alone, "cdpruner")) == 2
+    assert len(_list_panels(alone, "cdpruner")) == 2
 
 
 def test_marks_are_drawn_on_their_tokens() -> None:
     """Found by the colours of their frames."""
     base = Image.new("RGB", (6 * SIDE, 4 * SIDE), (200, 40, 40))
-    exchange = list_panels(TRACE, "cdpruner")[2]
-    drawn = draw_panel(base, exchange, GRID, SIDE)
+    exchange = _list_panels(TRACE, "cdpruner")[2]
+    drawn = _draw_panel(base, exchange, GRID, SIDE)
     for token, mark in exchange.marks.items():
         row, column = divmod(token, GRID.width)
         corners = [(column * SIDE, row * SIDE), ((column + 1) * SIDE - 1, (row + 1) * SIDE - 1)]
@@ -162,19 +159,19 @@ def test_marks_are_drawn_on_their_tokens() -> None:
 
 def test_a_heat_map_is_scaled_to_the_ramp_and_has_one_pixel_a_token() -> None:
     def shares(*values: float) -> list[str]:
-        drawn = draw_heat_map(values, Grid(1, len(values)))
+        drawn = _draw_heat_map(values, Grid(1, len(values)))
         pixels = (drawn.getpixel((x, 0)) for x in range(len(values)))
         return ["#{:02x}{:02x}{:02x}".format(*pixel) for pixel in pixels]  # type: ignore[misc]
 
     assert shares(1.0, 3.0) == [DARK, LIGHT]
     assert shares(2.0, 2.0) == shares(float("nan"), float("inf")) == [DARK, DARK]
     assert shares(float("nan"), 0.0, 1.0, float("inf")) == [DARK, DARK, LIGHT, DARK]
-    ramp = draw_heat_map(range(21), Grid(1, 21))
+    ramp = _draw_heat_map(range(21), Grid(1, 21))
     light = [sum(ramp.getpixel((x, 0))) for x in range(21)]  # type: ignore[arg-type]
     assert light == sorted(light)
-    tiles = draw_heat_map([float(token == 6) for token in range(12)], Grid(2, 3, tiles=2))
+    tiles = _draw_heat_map([float(token == 6) for token in range(12)], Grid(2, 3, tiles=2))
     assert tiles.size == (6, 2) and tiles.getpixel((3, 0)) == ramp.getpixel((20, 0))
-    panel = draw_panel(Image.new("RGB", (60, 40)), Panel("", "", TRACE.quality or ()), GRID, 10)
+    panel = _draw_panel(Image.new("RGB", (60, 40)), _Panel("", "", TRACE.quality or ()), GRID, 10)
     assert panel.getpixel((5, 5)) != panel.getpixel((55, 35))
 
 
@@ -198,50 +195,21 @@ Captured = pytest.CaptureFixture[str]
 MODEL = ["--checkpoint", str(LLAVA), "--text-tower", str(CLIP)]
 
 
-@pytest.fixture
-def scene(tmp_path: Path) -> Path:
-    path = tmp_path / "scene.png"
-    path.write_bytes(png(draw_examples("test", 1)[0].image))
-    return path
-
-
-def test_a_picture_and_json(
-    scene: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    def select(
-        checkpoint: Path, tower: Path, policy: PruningPolicy, image: Image.Image, question: str
-    ) -> list[Explanation]:
-        tokens = LlavaVision(checkpoint, tower).encode(image, question)
-        trace = trace_image(policy, tokens, refine(policy, tokens))
-        return [Explanation(image, question, policy, trace)]
-
-    monkeypatch.setattr(explain, "explain_image", select)
-    picture = tmp_path / "out.png"
-    call = ["explain", str(scene), "What?", *MODEL, "--budget", "8", "-o", str(picture)]
-    assert main(call) == 0
-    assert capsys.readouterr().out.endswith(f"\nwrote {picture}\n")
-    with Image.open(picture) as image:
-        assert image.width > 1000
-    assert main([*call, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    (region,) = record["regions"]
-    assert "keeps 8 of 144" in record["summary"] and len(region["kept"]) == 8
-
-
 @pytest.mark.parametrize("mode", ["RGBA", "L", "P", "I;16"])
 def test_any_mode_of_image_and_transparent_pixels_become_white(tmp_path: Path, mode: str) -> None:
     path = tmp_path / "wide.png"
     source = Image.new("L", (400, 120), 90)
     (source if mode == "I;16" else source.convert(mode)).save(path)
-    image = read_image(path)
+    image = _read_image(path)
     assert (image.mode, image.size) == ("RGB", (400, 120))
     Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(path)
-    assert read_image(path).getpixel((0, 0)) == (255, 255, 255)
+    assert _read_image(path).getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_files_that_cannot_be_read(scene: Path, tmp_path: Path, capsys: Captured) -> None:
-    text = tmp_path / "text.png"
+def test_files_that_cannot_be_read(tmp_path: Path, capsys: Captured) -> None:
+    text, scene = tmp_path / "text.png", tmp_path / "scene.png"
     text.write_text("no image")
+    Image.new("RGB", (8, 8)).save(scene)
     for image, options, message in (
         (text, MODEL, "cannot be read"),
         (tmp_path, MODEL, "cannot be read"),

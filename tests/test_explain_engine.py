@@ -79,8 +79,7 @@ def test_the_picture_is_what_the_model_sees(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "regions"), [("internvl", 1), ("llava_next", 2), ("gemma3", 1)])
 def test_regions_and_tiles_share_the_budget(name: str, regions: int, tmp_path: Path) -> None:
     wide = Image.effect_mandelbrot((180, 112), (-2, -1, 1, 1), 50).convert("RGB")
-    picture = tmp_path / "why.png"
-    checkpoint = build(name, tmp_path / name)
+    checkpoint, picture = build(name, tmp_path / name), tmp_path / "why.png"
     records = explain(checkpoint, wide, tmp_path, "--budget", "9", "-o", str(picture))
     assert len(records) == regions and picture.is_file()
     assert sum(len(region["kept"]) for region in records) == 9

@@ -19,7 +19,7 @@ from vllm_autoprune.report import (
     Section,
     Series,
     Table,
-    draw_chart,
+    _draw_chart,
     render_document,
     render_markdown,
 )
@@ -99,7 +99,7 @@ def test_an_entry_without_contents_cannot_be_opened() -> None:
 
 
 def svg_of(*series: Series, **axes: Any) -> ElementTree.Element:
-    svg = re.search(r"<svg.*</svg>", draw_chart(Chart("t", "x", "y", series, **axes)), re.DOTALL)
+    svg = re.search(r"<svg.*</svg>", _draw_chart(Chart("t", "x", "y", series, **axes)), re.DOTALL)
     assert svg
     return ElementTree.fromstring(svg[0])
 
@@ -115,7 +115,7 @@ def test_a_chart_has_its_labels_points_tips_links_and_rules() -> None:
     assert tips == [f"first {HOSTILE}", "second", "third"]
     assert [link.get("href") for link in svg.iter(f"{SVG}a")] == ["runs/a.jsonl"]
     # Drawn colours become those of the page's style, which differ in its dark mode.
-    assert "var(--c0)" in draw_chart(CHART) and "#0072b2" not in draw_chart(CHART)
+    assert "var(--c0)" in _draw_chart(CHART) and "#0072b2" not in _draw_chart(CHART)
 
 
 @pytest.mark.parametrize("scale", ["linear", "log"])

@@ -139,7 +139,7 @@ class _Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class _Estimate:
     """Cost of one way to serve the traffic, in seconds: a record of `advise --json`."""
 
     first: _Question
@@ -156,7 +156,7 @@ class Estimate:
     """A mean question by where its time goes, decoding included."""
 
 
-def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
+def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, _Estimate]:
     """Every way to serve the traffic."""
     core, later = align_core(traffic), traffic.questions - 1
     decoding = (traffic.answer - 1) * timings.decode
@@ -175,7 +175,7 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
         seconds, ttft = dict(zip(_REMEDIES, spent, strict=False)), math.fsum(spent)
         return _Question(ttft, seconds, {part: time / ttft for part, time in seconds.items()})
 
-    estimates: dict[Way, Estimate] = {}
+    estimates: dict[Way, _Estimate] = {}
     for way in WAYS:
         visual = traffic.tokens if way == "stock" else traffic.budget
         # Pruning happens behind the tower; only a smaller image spares it work.
@@ -192,13 +192,13 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
             part: (seconds + later * another.seconds[part]) / traffic.questions
             for part, seconds in new.seconds.items()
         }
-        estimates[way] = Estimate(
+        estimates[way] = _Estimate(
             new,
             another,
             another.ttft / new.ttft,
             total,
             stock.total_seconds / total if stock else 1.0,
-            find_advantage(stock.first.ttft - new.ttft, stock.another.ttft - another.ttft)
+            _find_advantage(stock.first.ttft - new.ttft, stock.another.ttft - another.ttft)
             if stock
             else None,
             {**mean, "decoding": decoding},
@@ -206,7 +206,7 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
     return estimates
 
 
-def find_advantage(first_gain: float, later_gain: float) -> dict[str, float | None] | None:
+def _find_advantage(first_gain: float, later_gain: float) -> dict[str, float | None] | None:
     """Questions an image ``from`` and ``to`` which the sum of the gains is positive."""
     if first_gain > 0:
         return {"from": 1.0, "to": None if later_gain >= 0 else 1 - first_gain / later_gain}
@@ -261,7 +261,7 @@ class _Verdict:
     lines: tuple[str, ...]
 
 
-def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> _Verdict:
+def judge(traffic: Traffic, estimates: Mapping[Way, _Estimate]) -> _Verdict:
     """The verdict on the traffic, with its reasons."""
     questions, stock = traffic.questions, estimates["stock"]
     if traffic.budget >= traffic.tokens:

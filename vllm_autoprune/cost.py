@@ -68,7 +68,7 @@ class Cost:
         return self.kv_bytes / MIB
 
 
-def prefill_flops(shape: BackboneShape, schedule: Sequence[int]) -> int:
+def _prefill_flops(shape: BackboneShape, schedule: Sequence[int]) -> int:
     """FLOPs of prefilling ``schedule[i]`` tokens in layer i."""
     d, m, k, q = shape.width, shape.feed_forward, shape.kv_width, shape.query_width or shape.width
     macs = 0  # multiply-accumulates
@@ -128,7 +128,7 @@ def estimate_cost(
         tokens=sum(visual) / layers,
         after=visual[-1],
         text=text,
-        flops=prefill_flops(shape, schedule)
-        + prefill_flops(shape, [shape.tokens + text] * ranking_layers),
+        flops=_prefill_flops(shape, schedule)
+        + _prefill_flops(shape, [shape.tokens + text] * ranking_layers),
         kv_bytes=sum(n * 2 * shape.kv_width * 2 for n in cached),  # keys and values of 16 bits
     )

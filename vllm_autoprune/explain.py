@@ -41,7 +41,7 @@ _Selection = tuple[PruningPolicy, VisualTokens, RefinedTokens]
 
 
 @dataclass(frozen=True, slots=True)
-class SignalTrace:
+class _SignalTrace:
     """One signal over all N tokens, normalised to 0..1 as the fusion sees it."""
 
     atom: str
@@ -63,7 +63,7 @@ class Trace:
     core: tuple[int, ...]
     extra: int
     """Merged rows of the base policy, which are not single tokens."""
-    signals: tuple[SignalTrace, ...]
+    signals: tuple[_SignalTrace, ...]
     quality: tuple[float, ...] | None
     """g of all tokens; None if the state does not score."""
     fallback: str
@@ -146,7 +146,7 @@ def explain_image(
     explanations = []
     for number, (picture, selection) in enumerate(zip(pictures, selections, strict=True), 1):
         region = f"region {number} of {len(selections)}" if len(selections) > 1 else ""
-        trace = trace_image(*selection)
+        trace = _trace_image(*selection)
         explanations.append(Explanation(picture, question, selection[0], trace, region))
     return explanations
 
@@ -251,7 +251,7 @@ def _restore_picture(pixels: Tensor, mean: Sequence[float], std: Sequence[float]
 
 
 @torch.no_grad()
-def trace_image(policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens) -> Trace:
+def _trace_image(policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens) -> Trace:
     """Trace one image, of which ``refined`` is the result of ``policy``."""
     policy = policy.at(tokens.count, tokens.grid.tiles)
     quality = None if refined.quality is None else tuple(refined.quality[0].tolist())
@@ -262,7 +262,7 @@ def trace_image(policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTok
         for call in policy.state.scoring.signals:
             if call.weight > 0:
                 values = min_max_normalise(run_signal(call, view, refined.reference))
-                signals.append(SignalTrace(call.atom, call.weight, tuple(values[0].tolist())))
+                signals.append(_SignalTrace(call.atom, call.weight, tuple(values[0].tolist())))
     indices, reference = refined.indices[0].tolist(), refined.reference[0].tolist()
     return Trace(
         grid=tokens.grid,

@@ -87,7 +87,7 @@ _KEPT_TEXT = 400
 """Characters of an answer that a stream keeps."""
 
 
-class Stream(NamedTuple):
+class _Stream(NamedTuple):
     """What a streamed answer contains."""
 
     deltas: tuple[float, ...]
@@ -99,7 +99,7 @@ class Stream(NamedTuple):
     """What is wrong with it, in a line."""
 
 
-def parse_stream(reads: Sequence[tuple[float, bytes]]) -> Stream:
+def parse_stream(reads: Sequence[tuple[float, bytes]]) -> _Stream:
     """The server-sent events in the pieces of an answer, and the times they were read at.
 
     To be called after the stream has ended, because parsing between two reads would delay the time
@@ -138,7 +138,7 @@ def parse_stream(reads: Sequence[tuple[float, bytes]]) -> Stream:
             text.append(content)
     if not finished:
         error = error or "the answer was cut short: the stream ended without [DONE]"
-    return Stream(
+    return _Stream(
         tuple(deltas),
         "".join(text)[:_KEPT_TEXT],
         usage.get("prompt_tokens"),

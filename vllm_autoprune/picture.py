@@ -29,7 +29,7 @@ _HEAT = 0.72
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class _Mark:
     """Frame around a token; its sign tells exchanged tokens apart without colour."""
 
     words: str
@@ -48,14 +48,14 @@ class Mark:
             pen.line((x, y - arm, x, y + arm), self.colour, thick)
 
 
-KEPT = Mark("kept", (255, 255, 255))
-CORE = Mark("core, kept for every question", (86, 180, 233))
-LEFT = Mark("swapped out", (230, 97, 0), "-")
-ENTERED = Mark("swapped in", (26, 208, 170), "+")
+KEPT = _Mark("kept", (255, 255, 255))
+CORE = _Mark("core, kept for every question", (86, 180, 233))
+LEFT = _Mark("swapped out", (230, 97, 0), "-")
+ENTERED = _Mark("swapped in", (26, 208, 170), "+")
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class _Panel:
     """One copy of the picture, with heat over it or marks on some of its tokens.
 
     ``heat`` has one value for each token. Tokens without a mark, and those that left, are dimmed.
@@ -64,28 +64,28 @@ class Panel:
     title: str
     detail: str
     heat: tuple[float, ...] = ()
-    marks: Mapping[int, Mark] = field(default_factory=dict)
+    marks: Mapping[int, _Mark] = field(default_factory=dict)
 
 
-def list_panels(trace: Trace, base: str) -> list[Panel]:
+def _list_panels(trace: Trace, base: str) -> list[_Panel]:
     """Picture, reference of the base policy, exchange, quality, signals; what there is."""
     core = dict.fromkeys(trace.core, CORE)
     extra = f" + {trace.extra} merged rows" if trace.extra else ""
     reference = f"{base}: {len(trace.reference)} tokens{extra}"
     panels = [
-        Panel("image", f"{trace.grid.tokens} tokens, as the model sees it"),
-        Panel("reference selection", reference, marks=dict.fromkeys(trace.reference, KEPT) | core),
+        _Panel("image", f"{trace.grid.tokens} tokens, as the model sees it"),
+        _Panel("reference selection", reference, marks=dict.fromkeys(trace.reference, KEPT) | core),
     ]
     if trace.quality is not None:
         swaps = f"{len(trace.left)} out, {len(trace.entered)} in"
         marks = dict.fromkeys(trace.kept, KEPT) | core
         marks |= dict.fromkeys(trace.left, LEFT) | dict.fromkeys(trace.entered, ENTERED)
         panels += [
-            Panel("after exchange", swaps, marks=marks),
-            Panel("quality g", "all signals fused", trace.quality),
+            _Panel("after exchange", swaps, marks=marks),
+            _Panel("quality g", "all signals fused", trace.quality),
         ]
         panels += [
-            Panel(signal.atom.replace("_", " "), f"weight {signal.weight:.3g}", signal.values)
+            _Panel(signal.atom.replace("_", " "), f"weight {signal.weight:.3g}", signal.values)
             for signal in trace.signals
         ]
     return panels
@@ -107,7 +107,7 @@ def encode_picture(explanations: Sequence[Explanation]) -> bytes:
 def _draw_sheet(explanation: Explanation) -> Image.Image:
     """Question and summary, all panels in rows, and a legend below."""
     grid = explanation.trace.grid
-    panels = list_panels(explanation.trace, explanation.policy.base.name)
+    panels = _list_panels(explanation.trace, explanation.policy.base.name)
     size = max(4, _SIDE // grid.width)
     width, height = size * grid.width * grid.tiles, size * grid.height
     columns = max(1, min(_COLUMNS // grid.tiles, len(panels)))
@@ -138,7 +138,7 @@ def _draw_sheet(explanation: Explanation) -> Image.Image:
         row, column = divmod(number, columns)
         x, y = _GAP + column * (width + _GAP), top + row * step
         write(x, y, f"{panel.title}: {panel.detail}", _NOTE - 1)
-        sheet.paste(draw_panel(base, panel, grid, size), (x, y + _NOTE + 12))
+        sheet.paste(_draw_panel(base, panel, grid, size), (x, y + _NOTE + 12))
     # The legend of the marks and colours that the panels use.
     x, y, side = _GAP, top + rows * step, _NOTE + 6
     for mark in dict.fromkeys(mark for panel in panels for mark in panel.marks.values()):
@@ -150,7 +150,7 @@ def _draw_sheet(explanation: Explanation) -> Image.Image:
     return sheet
 
 
-def draw_heat_map(values: Sequence[float], grid: Grid) -> Image.Image:
+def _draw_heat_map(values: Sequence[float], grid: Grid) -> Image.Image:
     """One pixel for each token, from :data:`DARK` to :data:`LIGHT`; tiles stand side by side.
 
     Values that are not finite, and all of them where they are equal, are dark.
@@ -164,10 +164,10 @@ def draw_heat_map(values: Sequence[float], grid: Grid) -> Image.Image:
     return ImageOps.colorize(grey, DARK, LIGHT, MIDDLE)
 
 
-def draw_panel(base: Image.Image, panel: Panel, grid: Grid, size: int) -> Image.Image:
+def _draw_panel(base: Image.Image, panel: _Panel, grid: Grid, size: int) -> Image.Image:
     """The picture with what a panel shows; ``size`` are the pixels of a token's side."""
     if panel.heat:
-        colours = draw_heat_map(panel.heat, grid).resize(base.size, Image.Resampling.NEAREST)
+        colours = _draw_heat_map(panel.heat, grid).resize(base.size, Image.Resampling.NEAREST)
         return Image.blend(base.convert("L").convert("RGB"), colours, _HEAT)
     if not panel.marks:
         return base

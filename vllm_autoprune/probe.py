@@ -48,7 +48,7 @@ _WORDS = (
 )
 
 
-class Answer(NamedTuple):
+class _Answer(NamedTuple):
     """One streamed answer, in seconds, and the engine's part of it."""
 
     ttft: float
@@ -59,7 +59,7 @@ class Answer(NamedTuple):
     """TTFT less the engine's queue and prefill; None without ``/metrics``."""
 
 
-Round = tuple[Answer, Answer, Answer, Answer]
+_Round = tuple[_Answer, _Answer, _Answer, _Answer]
 """A short text, a long text, a question about a new image, and another one about that image."""
 
 
@@ -79,7 +79,7 @@ def probe_server(
         source = random.Random()  # another seed each time, so that no cache knows the images
         report("warm-up")
         _ask_round(client, name, models[name], size, source)
-        warm, results = client.read_metrics(), list[Round]()
+        warm, results = client.read_metrics(), list[_Round]()
         for number in range(rounds):
             report(f"round {number + 1} of {rounds}")
             results.append(_ask_round(client, name, models[name], size, source))
@@ -104,7 +104,7 @@ def probe_server(
         inputs.fill("The server was busy while it was probed: times contain waiting for others.")
     probed = after.since(warm) if after is not None and warm is not None else Metrics("")
     selection = probed.mean("autoprune_selection_seconds")
-    visual = solve_rounds(results, selection, client.url, inputs)
+    visual = _solve_rounds(results, selection, client.url, inputs)
     # Mean visual tokens of an image before pruning and after it.
     images = probed.total("autoprune_images_total")
     tokens, kept = (
@@ -115,13 +115,15 @@ def probe_server(
     inputs.fill(tokens=tokens or visual, budget=kept if 0 < kept < tokens else None)
 
 
-def solve_rounds(rounds: Sequence[Round], selection: float | None, url: str, inputs: Inputs) -> int:
+def _solve_rounds(
+    rounds: Sequence[_Round], selection: float | None, url: str, inputs: Inputs
+) -> int:
     """Fill in the times by the rounds, and return what an image adds to a prompt.
 
     That may be a few tokens of the chat template more than the image itself takes. Raises
     :class:`ConfigError` for a server whose times say nothing.
     """
-    kinds: list[tuple[Answer, ...]] = list(zip(*rounds, strict=True))
+    kinds: list[tuple[_Answer, ...]] = list(zip(*rounds, strict=True))
     ttft = [median(answer.ttft for answer in answers) for answers in kinds]
     tokens = [median(answer.prompt_tokens for answer in answers) for answers in kinds]
     visual, more, longer = tokens[2] - tokens[0], tokens[1] - tokens[0], ttft[1] - ttft[0]
@@ -157,7 +159,7 @@ def solve_rounds(rounds: Sequence[Round], selection: float | None, url: str, inp
 
 def _ask_round(
     client: ServerClient, model: str, context: int, size: tuple[int, int], source: random.Random
-) -> Round:
+) -> _Round:
     """``context``: longest prompt and answer that the server takes; 0: it does not say."""
     from PIL import Image
 
@@ -168,7 +170,7 @@ def _ask_round(
     url = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     image: dict[str, object] = {"type": "image_url", "image_url": {"url": url}}
 
-    def ask(words: int, *images: dict[str, object]) -> Answer:
+    def ask(words: int, *images: dict[str, object]) -> _Answer:
         """One streamed answer."""
         text = {"type": "text", "text": " ".join(source.choices(_WORDS.split(), k=words))}
         body = {
@@ -206,7 +208,7 @@ def _ask_round(
                       for stage in ("queue", "prefill"))  # fmt: skip
             outside = max(ttft - sum(stages), 0.0)
         gaps = tuple(late - early for early, late in itertools.pairwise(stream.deltas))
-        return Answer(ttft, gaps, stream.prompt_tokens, outside)
+        return _Answer(ttft, gaps, stream.prompt_tokens, outside)
 
     # A word may be more than one token.
     many, few = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS, _QUESTION_WORDS

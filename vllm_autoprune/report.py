@@ -187,7 +187,7 @@ def render_document(document: Document) -> str:
     )
     return environment.get_template("report.html.jinja").render(
         document=document,
-        draw_chart=draw_chart,
+        draw_chart=_draw_chart,
         breakable=lambda text: Markup(_JOINT.sub("<wbr>", escape(text))),
     )
 
@@ -216,7 +216,7 @@ _INK, _SOFT, _LINE, *_COLOURS = _STYLE
 _SYMBOLS = "os^DvP"
 
 
-def draw_chart(chart: Chart) -> Markup:
+def _draw_chart(chart: Chart) -> Markup:
     """The chart as a ``<figure>``: title, then an SVG with its legend."""
     try:
         import matplotlib

@@ -23,7 +23,7 @@ from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune import load_state, materialize
 from vllm_autoprune.backbones import BACKBONE_SHAPES
 from vllm_autoprune.cli.commands import doctor
-from vllm_autoprune.cli.commands.states import describe_policy
+from vllm_autoprune.cli.commands.states import _describe_policy
 from vllm_autoprune.cli.main import COMMANDS, main, parser
 from vllm_autoprune.cli.output import format_table
 from vllm_autoprune.tpdsl.loading import shipped_states
@@ -153,7 +153,7 @@ ALONE = {"/constraints/selector/q_e": 0, "/base_policy": {"name": "divprune"}}
     ],
 )  # fmt: skip
 def test_a_state_in_words(changes: dict[str, object], budget: int | None, parts: list[str]) -> None:
-    text = " ".join(describe_policy(materialize(state(changes), budget)))
+    text = " ".join(_describe_policy(materialize(state(changes), budget)))
     assert [part for part in parts if part not in text] == []
     assert (" core" in text) == (changes.get("/core") == CORE)
     assert ("patch merger" in text) == ("/rank_at" in changes)

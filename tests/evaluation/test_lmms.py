@@ -28,8 +28,8 @@ from vllm_autoprune.evaluation.lmms import (
     BENCHMARKS,
     COLUMN_SETS,
     PINNED,
-    Benchmark,
-    read_output,
+    _Benchmark,
+    _read_output,
     select_benchmarks,
 )
 
@@ -37,7 +37,7 @@ FILES = Path(__file__).with_name("lmms_files")
 """What 0.7.3 wrote about four questions to a real server; in ``failed`` one answered 400."""
 PLUGIN = Path(lmms.__file__).with_name("lmms_plugin")
 FAKE = f"{sys.executable} {Path(__file__).with_name('fake_lmms_eval.py')}"
-OWN = Benchmark("minillava", "minillava")
+OWN = _Benchmark("minillava", "minillava")
 
 Captured = pytest.CaptureFixture[str]
 
@@ -66,8 +66,8 @@ def test_one_address_of_a_judge_serves_every_task() -> None:
         assert by_kind["path"] == "http://j/v1/chat/completions"
 
 
-def answers_of(folder: Path, benchmark: Benchmark) -> tuple[list[Scored], Total | None]:
-    records = list(read_output(folder, benchmark, "full"))
+def answers_of(folder: Path, benchmark: _Benchmark) -> tuple[list[Scored], Total | None]:
+    records = list(_read_output(folder, benchmark, "full"))
     totals = [record for record in records if isinstance(record, Total)]
     return [r for r in records if isinstance(r, Scored)], totals[0] if totals else None
 
@@ -80,7 +80,7 @@ def test_real_files_are_parsed() -> None:
     assert total == Total(
         case="full", benchmark="minillava", metric="minillava_accuracy", value=100.0, count=4
     )
-    questions = list(read_output(FILES / "answered", OWN, "full"))[:4]
+    questions = list(_read_output(FILES / "answered", OWN, "full"))[:4]
     # The document, and its image with it, is not among what is logged.
     assert {vars(question)["image"] for question in questions} == {"minillava/264b78d7448f204c"}
     answers, total = answers_of(FILES / "failed", OWN)

@@ -44,7 +44,7 @@ _LOG = "lmms-eval.log"
 
 
 @dataclass(frozen=True)
-class Benchmark:
+class _Benchmark:
     """One column: the sum of a task's metrics times ``scale``; by default its first metric."""
 
     name: str
@@ -67,21 +67,21 @@ _EXACT = ("exact_match",)
 
 # The test splits of VQAv2 and VizWiz are scored by submission only; TextVQA has no OCR tokens in
 # its prompt; OCRBench always divides by 1,000.
-BENCHMARKS: tuple[Benchmark, ...] = (
-    Benchmark("VQAv2", "vqav2_val", _EXACT),
-    Benchmark("GQA", "gqa", _EXACT),
-    Benchmark("VizWiz", "vizwiz_vqa_val", _EXACT),
-    Benchmark("SQA-IMG", "scienceqa_img", _EXACT),
-    Benchmark("TextVQA", "textvqa_val", _EXACT),
-    Benchmark("POPE", "pope", ("pope_f1_score",)),
-    Benchmark(MME, "mme", ("mme_perception_score", "mme_cognition_score"), 1.0),
-    Benchmark("MMB-EN", "mmbench_en_dev", ("gpt_eval_score",), 1.0, judge="path"),
-    Benchmark("MMB-CN", "mmbench_cn_dev", ("gpt_eval_score",), 1.0, judge="path"),
-    Benchmark("MM-Vet", "mmvet", ("gpt_eval_score",), 1.0, judge="base"),
-    Benchmark("ChartQA", "chartqa", ("relaxed_overall",)),
-    Benchmark("AI2D", "ai2d", _EXACT),
-    Benchmark("HallBench", "hallusion_bench_image", ("aAcc",), 1.0, judge="path"),
-    Benchmark("OCRBench", "ocrbench", ("ocrbench_accuracy",)),
+BENCHMARKS: tuple[_Benchmark, ...] = (
+    _Benchmark("VQAv2", "vqav2_val", _EXACT),
+    _Benchmark("GQA", "gqa", _EXACT),
+    _Benchmark("VizWiz", "vizwiz_vqa_val", _EXACT),
+    _Benchmark("SQA-IMG", "scienceqa_img", _EXACT),
+    _Benchmark("TextVQA", "textvqa_val", _EXACT),
+    _Benchmark("POPE", "pope", ("pope_f1_score",)),
+    _Benchmark(MME, "mme", ("mme_perception_score", "mme_cognition_score"), 1.0),
+    _Benchmark("MMB-EN", "mmbench_en_dev", ("gpt_eval_score",), 1.0, judge="path"),
+    _Benchmark("MMB-CN", "mmbench_cn_dev", ("gpt_eval_score",), 1.0, judge="path"),
+    _Benchmark("MM-Vet", "mmvet", ("gpt_eval_score",), 1.0, judge="base"),
+    _Benchmark("ChartQA", "chartqa", ("relaxed_overall",)),
+    _Benchmark("AI2D", "ai2d", _EXACT),
+    _Benchmark("HallBench", "hallusion_bench_image", ("aAcc",), 1.0, judge="path"),
+    _Benchmark("OCRBench", "ocrbench", ("ocrbench_accuracy",)),
 )
 
 COLUMN_SETS = {
@@ -92,7 +92,7 @@ COLUMN_SETS = {
 """Sets of columns: all of them, and those of the paper's tables on LLaVA and on Qwen."""
 
 
-def select_benchmarks(names: str, *, cognition: bool, with_tasks: bool) -> list[Benchmark]:
+def select_benchmarks(names: str, *, cognition: bool, with_tasks: bool) -> list[_Benchmark]:
     """Benchmarks by column, task or set, separated by commas, in the order of the paper.
 
     ``cognition``: it is part of MME, as on Qwen. ``with_tasks``: any other name is a task of the
@@ -109,7 +109,7 @@ def select_benchmarks(names: str, *, cognition: bool, with_tasks: bool) -> list[
         raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, fix)])
     metrics = slice(None) if cognition else slice(1)
     selected = [row for row in BENCHMARKS if row.name in chosen]
-    selected += [Benchmark(name, name) for name in unknown]
+    selected += [_Benchmark(name, name) for name in unknown]
     return [dataclasses.replace(row, metrics=row.metrics[metrics]) for row in selected]
 
 
@@ -118,7 +118,7 @@ class LmmsSuite(Suite):
     """Benchmarks that lmms-eval, another program, asks one server in every case."""
 
     cases: Sequence[Case]
-    benchmarks: Sequence[Benchmark]
+    benchmarks: Sequence[_Benchmark]
     url: str
     """The address of the server, without ``/v1``."""
     served_name: str
@@ -177,10 +177,10 @@ class LmmsSuite(Suite):
             progress.write(f"{case.name}: {benchmark.task} ...")
             folder = self._new_folder(case, benchmark)
             self._run(case, benchmark, folder)
-            journal.append(list(read_output(folder, benchmark, case.name)))
+            journal.append(list(_read_output(folder, benchmark, case.name)))
             progress.advance()
 
-    def _new_folder(self, case: Case, benchmark: Benchmark) -> Path:
+    def _new_folder(self, case: Case, benchmark: _Benchmark) -> Path:
         folder = self.folder / case.name / benchmark.task
         return next(path for n in itertools.count(1) if not (path := folder / str(n)).exists())
 
@@ -224,7 +224,7 @@ class LmmsSuite(Suite):
         fix = f"pip install lmms-eval=={PINNED} into a separate environment, and name its program"
         raise ConfigError("eval", [Problem(f"--lmms-eval {self.program}", what, fix)])
 
-    def _run(self, case: Case, benchmark: Benchmark, folder: Path) -> None:
+    def _run(self, case: Case, benchmark: _Benchmark, folder: Path) -> None:
         """Run one task; raises :class:`EvaluationError`."""
         folder.mkdir(parents=True)
         path = [str(_PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -268,8 +268,8 @@ _UNJUDGED = re.compile(
 same, and most of it is nowhere else."""
 
 
-def read_output(
-    folder: Path, benchmark: Benchmark, case: str
+def _read_output(
+    folder: Path, benchmark: _Benchmark, case: str
 ) -> Iterator[Question | Answer | Total]:
     """The files of one run: questions, answers, and last the total, unless a request failed.
 

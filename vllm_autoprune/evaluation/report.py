@@ -73,7 +73,7 @@ class Comparison(FrozenModel):
     """Whether the case is a state that was to be evaluated, not what it is compared with."""
 
 
-class Differences(FrozenModel):
+class _Differences(FrozenModel):
     """A case minus another one on the same questions, with 95 % intervals."""
 
     acc: Estimate | None = None
@@ -92,9 +92,9 @@ class Row(FrozenModel):
     accuracy: Estimate | None
     accuracy_plus: float | None
     prompt_tokens: float | None
-    to_full: Differences | None = None
-    to_base: Differences | None = None
-    to_resized: Differences | None = None
+    to_full: _Differences | None = None
+    to_base: _Differences | None = None
+    to_resized: _Differences | None = None
 
 
 class Report(FrozenModel):
@@ -181,9 +181,9 @@ def _build_rows(
                 less = figures[other].metrics
                 estimates = {
                     name: _estimate(metrics[name] - less[name])
-                    for name in metrics.keys() & less.keys() & Differences.model_fields.keys()
+                    for name in metrics.keys() & less.keys() & _Differences.model_fields.keys()
                 }
-                differences[field] = Differences(**estimates)
+                differences[field] = _Differences(**estimates)
         without = None
         if 0 < len(points.keys() - set(MMBENCH)) < len(points):
             without = aggregate(points, scores[full], divisor, MMBENCH).rounded(_DIGITS)

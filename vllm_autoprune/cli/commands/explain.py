@@ -23,7 +23,7 @@ def _run(options: argparse.Namespace) -> int:
         problem = Problem(f"-o {output}", "not a known format", "end it in .png")
         raise ConfigError("explain", [problem])
     policy = materialize(load_state(options.state), options.budget)
-    image = read_image(options.image)
+    image = _read_image(options.image)
 
     from vllm_autoprune.explain import explain_image
     from vllm_autoprune.picture import encode_picture
@@ -40,7 +40,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def read_image(path: Path) -> Image.Image:
+def _read_image(path: Path) -> Image.Image:
     """Read an image file as vLLM does; raises :class:`ConfigError`."""
     from PIL import Image, ImageOps
 

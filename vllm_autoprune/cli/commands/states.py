@@ -70,7 +70,7 @@ def _list(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     state = load_state(options.state)
     policy = materialize(state, options.budget)
-    parts, words = list(_list_parts(state)), describe_policy(policy)
+    parts, words = list(_list_parts(state)), _describe_policy(policy)
     reads = ["features", *sorted(policy.needs)]
     provenance = state.provenance.model_dump(mode="json")
     record = {
@@ -142,7 +142,7 @@ def _budget_range(policy: PruningPolicy) -> tuple[int, int]:
     return policy.state.budget.range() if policy.varies else (policy.budget, policy.budget)
 
 
-def describe_policy(policy: PruningPolicy) -> list[str]:
+def _describe_policy(policy: PruningPolicy) -> list[str]:
     """Sentences that say what a policy keeps, exchanges and reads."""
     state, core, base = policy.state, policy.state.core if policy.core else None, policy.base.name
     least, most = _budget_range(policy)
