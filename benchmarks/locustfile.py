@@ -4,9 +4,9 @@
     locust -f benchmarks/locustfile.py --headless --only-summary \
         --host http://127.0.0.1:8000 --workload out/load/workload --rate 4 --out out/load/run
 
-With ``--master --expect-workers 2`` and two ``--worker`` the workers share the schedule
-(docs/benchmarks.md). The exit status is 0 for a valid run, 1 for one that is not valid, 2 for
-wrong arguments.
+With ``--processes 2``, or ``--master --expect-workers 2`` and two ``--worker`` on other machines,
+the workers share the schedule (docs/benchmarks.md). The exit status is 0 for a valid run, 1 for one
+that is not valid, 2 for wrong arguments.
 
 Senders are on each worker, one coordinator is on the master; they exchange messages as JSON, and
 without workers one locust runner sends them to itself. An open loop sends by the clock, however
@@ -22,7 +22,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from io import TextIOWrapper
 
 import gevent
 from gevent.event import Event
@@ -39,16 +38,15 @@ from benchmarks.common.client import Client, Record
 from benchmarks.common.report import environment
 from benchmarks.load.result import (
     COUNTERS,
-    RECORDS,
-    RESULT,
     ClientFacts,
     Result,
     format_result,
     list_reasons,
     summarize,
+    write_result,
 )
 from benchmarks.load.settings import LOCUST_FIELDS, RunOptions
-from benchmarks.load.workload import Prepared, load_prepared
+from benchmarks.load.workload import load_prepared
 from vllm_autoprune.cli.flags import add_flags, flag_problems
 from vllm_autoprune.cli.output import format_error
 from vllm_autoprune.errors import AutopruneError, ConfigError
@@ -80,14 +78,13 @@ class _Sender:
         self._environment, self._runner = environment, environment.runner
         self._start, self._stop = Event(), Event()
         self._share: Iterator[tuple[int, float]] = iter(())
+        self._bodies: list[bytes] = []
         self._measured: list[bool] = []
-        self._unsent = self._consecutive_failures = self._worker = 0
+        self._digest, self._broken = "", ""
+        self._working = self._consecutive_failures = self._worker = 0
         self._zero = self._cpu = 0.0
         self._late = [0.0]
-        self._done = False
-        self._broken: str | None = None
         self._options: RunOptions
-        self._prepared: Prepared | None = None
         self._client: Client
         self._runner.register_message(_START, self._on_start)
         environment.events.test_start.add_listener(self._begin)
@@ -100,23 +97,66 @@ class _Sender:
         self._options = _read_options(environment.parsed_options)
         self._client = _connect(self._options.host, self._now)
         try:
-            self._prepared = load_prepared(self._options.workload)
+            prepared = load_prepared(self._options.workload)
+            self._bodies, self._digest = [*prepared.measured], prepared.digest
+            self._measured = self._options.load.select_measured(len(self._bodies))
         except BenchmarkError as error:
             self._broken = str(error)
         # Garbage collection of what exists by now would delay time stamps.
         gc.collect()
         gc.freeze()
 
+    def _on_start(self, environment: Environment, msg: Message, **_: object) -> None:
+        """Take every ``of``-th request from ``worker`` on; ``at`` is the Unix time of the start."""
+        at, self._worker, of = float(msg.data["at"]), int(msg.data["worker"]), int(msg.data["of"])
+        # From here on each worker goes by its own monotonic clock.
+        self._zero = time.perf_counter() + (at - time.time())
+        self._cpu = time.process_time()
+        if not self._broken and self._digest != msg.data["digest"]:
+            self._broken = "a worker has another workload: prepare it there with the same settings"
+        if not self._broken:
+            due = self._options.load.due(len(self._bodies))
+            self._share = iter([*enumerate(due)][self._worker :: of])
+            gevent.spawn(self._measure_lag)
+        # Users begin as soon as this event is set.
+        gevent.spawn_later(max(at - time.time(), 0.0), self._start.set)
+
+    def _on_stopping(self, **_: object) -> None:
+        """Send no further request."""
+        self._stop.set()
+        self._start.set()
+
+    def _measure_lag(self) -> None:
+        """Record how late an idle greenlet wakes up, which bounds the error of time stamps."""
+        while self._working:
+            before = time.perf_counter()
+            gevent.sleep(_TICK)
+            self._late.append(time.perf_counter() - before - _TICK)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._zero
+
     def work(self) -> None:
-        """The task of every locust user: send its part of the share."""
+        """The task of every locust user: send its part of the share; the last one reports."""
+        self._working += 1
         self._start.wait()
         if self._options.load.rate is None:
             for index, _ in self._share:  # of all users
                 if self._stop.is_set():
-                    return
+                    break
                 self._send(index, self._now())
-            return
-        # Every request is sent when it is due, without waiting for answers.
+        else:
+            self._send_by_schedule()
+        self._working -= 1
+        if not self._working:
+            cpu = (time.process_time() - self._cpu) / (self._now() + _HEAD_START)
+            lag = sorted(self._late)[int(0.99 * (len(self._late) - 1))]
+            broken = self._broken or None
+            facts = ClientFacts(worker=self._worker, cpu=cpu, lag=lag, broken=broken)
+            self._runner.send_message(_DONE, facts.model_dump(mode="json"))
+
+    def _send_by_schedule(self) -> None:
+        """Send every request when it is due, without waiting for answers."""
         pool, most = Pool(), self._options.most
         for index, at in self._share:
             if self._stop.wait(max(at - self._now() - _EARLY, 0.0)):
@@ -130,45 +170,10 @@ class _Sender:
                 break
             pool.spawn(self._send, index, at)
         pool.join()
-        self._finish_if_over()
-
-    def _on_start(self, environment: Environment, msg: Message, **_: object) -> None:
-        """Take every ``of``-th request from ``worker`` on; ``at`` is the Unix time of the start."""
-        at, self._worker, of = float(msg.data["at"]), int(msg.data["worker"]), int(msg.data["of"])
-        # From here on each worker goes by its own monotonic clock.
-        self._zero = time.perf_counter() + (at - time.time())
-        self._cpu = time.process_time()
-        if self._prepared is not None and self._prepared.digest != msg.data["digest"]:
-            self._broken = "a worker has another workload: prepare it there with the same settings"
-        if self._prepared is not None and self._broken is None:
-            load, count = self._options.load, len(self._prepared.measured)
-            self._measured = load.select_measured(count)
-            share = [*enumerate(load.due(count))][self._worker :: of]
-            self._share, self._unsent = iter(share), len(share)
-            gevent.spawn(self._measure_lag)
-            # Users of a closed loop begin as soon as this event is set.
-            gevent.spawn_later(max(at - time.time(), 0.0), self._start.set)
-        self._finish_if_over()
-
-    def _measure_lag(self) -> None:
-        """Record how late an idle greenlet wakes up, which bounds the error of time stamps."""
-        while not self._done:
-            before = time.perf_counter()
-            gevent.sleep(_TICK)
-            self._late.append(time.perf_counter() - before - _TICK)
-
-    def _on_stopping(self, **_: object) -> None:
-        """Send no further request."""
-        self._stop.set()
-        self._start.set()
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._zero
 
     def _send(self, index: int, at: float) -> None:
-        assert self._prepared is not None
         labels = {"index": index, "measured": self._measured[index], "worker": self._worker}
-        record = self._client.send(self._prepared.measured[index], scheduled=at, **labels)
+        record = self._client.send(self._bodies[index], scheduled=at, **labels)
         self._runner.send_message(_RECORD, record.model_dump(mode="json"))
         # For locust's own statistics and pages.
         self._environment.events.request.fire(
@@ -180,23 +185,11 @@ class _Sender:
             context={},
         )
         self._consecutive_failures = 0 if record.ok else self._consecutive_failures + 1
-        if self._consecutive_failures >= _MAX_FAILURES and self._broken is None:
+        if self._consecutive_failures >= _MAX_FAILURES and not self._broken:
             self._broken = (
                 f"{_MAX_FAILURES} requests in a row failed, the last with: {record.error}"
             )
             self._stop.set()
-        self._unsent -= 1
-        self._finish_if_over()
-
-    def _finish_if_over(self) -> None:
-        """Report once that all is sent, or that sending was stopped."""
-        if self._done or (self._unsent > 0 and not self._stop.is_set()):
-            return
-        self._done = True
-        cpu = (time.process_time() - self._cpu) / (self._now() + _HEAD_START)
-        lag = sorted(self._late)[int(0.99 * (len(self._late) - 1))]
-        facts = ClientFacts(worker=self._worker, cpu=cpu, lag=lag, broken=self._broken)
-        self._runner.send_message(_DONE, facts.model_dump(mode="json"))
 
 
 class _Coordinator:
@@ -217,14 +210,6 @@ class _Coordinator:
         self._clients: list[ClientFacts] = []
         self._workers = 1
         self._broken: str | None = None
-        self._unwritten: str | None = None
-        self._file: TextIOWrapper | None = None
-        try:
-            options.out.mkdir(parents=True, exist_ok=True)
-            # What is added reaches the kernel at once; waiting for the disk would delay stamps.
-            self._file = (options.out / RECORDS).open("w", buffering=1)
-        except OSError as error:
-            self._unwritten = str(error)
         self._runner.register_message(_RECORD, self._on_record)
         self._runner.register_message(_DONE, self._on_done)
         locust.events.spawning_complete.add_listener(lambda **_: gevent.spawn(self._conduct))
@@ -252,13 +237,7 @@ class _Coordinator:
                 return
 
     def _on_record(self, environment: Environment, msg: Message, **_: object) -> None:
-        record = Record.model_validate(msg.data)
-        self._records.append(record)
-        if self._file is not None:
-            try:
-                self._file.write(record.model_dump_json() + "\n")
-            except OSError as error:
-                self._unwritten, self._file = str(error), None
+        self._records.append(Record.model_validate(msg.data))
 
     def _on_done(self, environment: Environment, msg: Message, **_: object) -> None:
         self._clients.append(ClientFacts.model_validate(msg.data))
@@ -279,7 +258,6 @@ class _Coordinator:
             and {k: total - (before or {}).get(k, 0.0) for k, total in after.items()},
             clients=tuple(self._clients),
             broken=self._broken or ("stopped before its end" if unfinished else None),
-            unwritten=self._unwritten,
             environment=self._environment,
         )
         reasons = tuple(list_reasons(result, records))
@@ -287,7 +265,7 @@ class _Coordinator:
         print("\n".join(format_result(result)), flush=True)
         self._locust.process_exit_code = 0 if result.valid else 1
         try:
-            (options.out / RESULT).write_text(result.model_dump_json(indent=1) + "\n")
+            write_result(options.out, result, records)
         except OSError as error:
             print(f"load: {options.out}: result not written: {error}", file=sys.stderr)
             self._locust.process_exit_code = 1

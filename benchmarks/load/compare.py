@@ -22,7 +22,6 @@ from benchmarks.load.result import (
     summarize,
 )
 from benchmarks.load.settings import Load, SendingOptions
-from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Tone
 from vllm_autoprune.statistics import Estimate
 
@@ -96,7 +95,20 @@ def group_runs(runs: Sequence[Run]) -> list[Point]:
     return sorted(points, key=lambda p: (p.load.rate or 0.0, p.load.users or 0))
 
 
-class Comparison(FrozenModel):
+def group_by_arm(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """The points of each arm, in the order of arms."""
+    arms: dict[str, list[Point]] = {}
+    for point in points:
+        arms.setdefault(point.arm, []).append(point)
+    return arms
+
+
+def select_open(points: Sequence[Point]) -> list[Point]:
+    """Those of open loops."""
+    return [point for point in points if point.load.rate is not None]
+
+
+class Comparison(NamedTuple):
     """One arm against the first at one load."""
 
     load: Load
@@ -105,7 +117,7 @@ class Comparison(FrozenModel):
     figure: str
     ratio: Estimate | None
     """Below 1: less than the reference; None where a run of either is not valid."""
-    by_pass: tuple[float, ...] = ()
+    by_pass: tuple[float, ...]
     """The ratio of each pass alone: the interval does not cover differences between passes."""
 
 
@@ -122,15 +134,11 @@ def compare_arms(points: Sequence[Point]) -> list[Comparison]:
         for latency, level in FIGURES:
             pairs = zip(over, under, strict=False)
             by_pass = [estimate_ratio([o], [u], latency, level) for o, u in pairs]
+            ratio = estimate_ratio(over, under, latency, level)
+            values = tuple(ratio.value for ratio in by_pass if ratio)
+            figure = f"{latency} p{level}"
             comparisons.append(
-                Comparison(
-                    load=point.load,
-                    arm=point.arm,
-                    against=reference.arm,
-                    figure=f"{latency} p{level}",
-                    ratio=estimate_ratio(over, under, latency, level),
-                    by_pass=tuple(ratio.value for ratio in by_pass if ratio),
-                )
+                Comparison(point.load, point.arm, reference.arm, figure, ratio, values)
             )
     return comparisons
 
@@ -151,41 +159,27 @@ def find_limits(points: Sequence[Point], slo: SendingOptions) -> tuple[str, str,
         late = slo.slo_ttft and 1000 * p99.value > slo.slo_ttft
         return not late and goodput.value >= _GOOD_SHARE
 
+    def find_edge(holds: Callable[[Point], bool]) -> str:
+        """The rate up to which a condition holds.
+
+        A rate counts only if all lower valid ones hold. Two rates where a run between is not valid.
+        """
+        rates = [(point.load.rate or 0.0, point) for point in points]
+        fails = next((rate for rate, point in rates if point.valid and not holds(point)), None)
+        below = [(rate, point) for rate, point in rates if fails is None or rate < fails]
+        highest = max((rate for rate, point in below if point.valid), default=None)
+        if highest is None:
+            return "not known" if fails is None else f"below {fails:g}"
+        if fails is None:
+            return f"at least {highest:g}"
+        gap = any(not point.valid and rate > highest for rate, point in below)
+        return f"{highest:g} to {fails:g}" if gap else f"{highest:g}"
+
     return (
-        _find_edge(points, lambda p: p.keeps_up(idle) and p.median("TTFT") <= knee),
-        _find_edge(points, meets),
+        find_edge(lambda p: p.keeps_up(idle) and p.median("TTFT") <= knee),
+        find_edge(meets),
         any(p.valid and not p.keeps_up(idle) for p in points),
     )
-
-
-def _find_edge(points: Sequence[Point], holds: Callable[[Point], bool]) -> str:
-    """The rate up to which a condition holds, of points of rising rates.
-
-    A rate counts only if all lower valid ones hold. Two rates where a run between is not valid.
-    """
-    rates = [(point.load.rate or 0.0, point) for point in points]
-    fails = next((rate for rate, point in rates if point.valid and not holds(point)), None)
-    below = [(rate, point) for rate, point in rates if fails is None or rate < fails]
-    highest = max((rate for rate, point in below if point.valid), default=None)
-    if highest is None:
-        return "not known" if fails is None else f"below {fails:g}"
-    if fails is None:
-        return f"at least {highest:g}"
-    gap = any(not point.valid and rate > highest for rate, point in below)
-    return f"{highest:g} to {fails:g}" if gap else f"{highest:g}"
-
-
-def group_by_arm(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """The points of each arm, in the order of arms."""
-    arms: dict[str, list[Point]] = {}
-    for point in points:
-        arms.setdefault(point.arm, []).append(point)
-    return arms
-
-
-def select_open(points: Sequence[Point]) -> list[Point]:
-    """Those of open loops."""
-    return [point for point in points if point.load.rate is not None]
 
 
 def answer_question(points: Sequence[Point], slo: SendingOptions) -> tuple[str, Tone]:

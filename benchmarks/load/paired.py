@@ -36,12 +36,11 @@ from vllm_autoprune import AutopruneError, load_state
 from vllm_autoprune.cli.output import format_error
 from vllm_autoprune.record_file import FrozenModel
 
-PAIRED = "paired.json"
-STEPS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.7, 3.6)
+_PAIRED, _LOG = "paired.json", "locust.log"
+_STEPS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.7, 3.6)
 """Rates of a sweep, as multiples of the first arm's capacity in a closed loop."""
 _PROBE = Load(users=16)
 """The closed loop that measures the capacity, where none is asked for."""
-_LOG = "locust.log"
 _LOCUSTFILE = Path(__file__).resolve().parents[1] / "locustfile.py"
 
 
@@ -55,7 +54,7 @@ class Arm(FrozenModel):
     flags: tuple[str, ...] = ()
     digest: str | None = None
     """Of the state; None for stock."""
-    environment: tuple[tuple[str, str], ...] = ()
+    kv_cache_gb: int = 1
 
 
 class Paired(FrozenModel):
@@ -72,14 +71,19 @@ class Paired(FrozenModel):
     """Why it ended early; runs before that are kept."""
 
 
+def write_paired(out: Path, paired: Paired) -> None:
+    """Write the index of an experiment to its folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / _PAIRED).write_text(paired.model_dump_json(indent=1) + "\n")
+
+
 def read_paired(out: Path) -> tuple[Paired, list[Run]]:
     """The experiment in a folder; raises :class:`BenchmarkError` where there is none."""
     try:
-        paired = Paired.model_validate_json((out / PAIRED).read_text())
+        paired = Paired.model_validate_json((out / _PAIRED).read_text())
     except (OSError, ValidationError) as error:
-        raise BenchmarkError(f"{out / PAIRED}: {str(error).splitlines()[0]}") from error
-    runs = [(*entry, *read_result(out / entry[-1])) for entry in paired.runs]
-    return paired, [Run(*run) for run in runs]
+        raise BenchmarkError(f"{out / _PAIRED}: {str(error).splitlines()[0]}") from error
+    return paired, [Run(*entry, *read_result(out / entry[-1])) for entry in paired.runs]
 
 
 def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
@@ -98,9 +102,8 @@ def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
         if not layers.isdecimal() or int(layers) < 1:
             raise BenchmarkError(f"--model {options.model}: {layers!r} is not a whole number")
         folder = Path("out/load") / f"llava-{layers}-{options.tower_layers}-{options.width}"
-        model = write_llava(
-            folder, int(layers), tower_layers=options.tower_layers, width=options.width
-        )
+        sizes = {"tower_layers": options.tower_layers, "width": options.width}
+        model = write_llava(folder, int(layers), **sizes)
         flags += ["--load-format", "dummy"]
     elif model == LLAVA:
         tower = tower or CLIP
@@ -115,14 +118,19 @@ def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
     if options.cache == "off":
         flags += ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"]
         pruning += ["--autoprune-feature-cache-gb", "0"]
-    kv = (("VLLM_CPU_KVCACHE_SPACE", str(options.kv_cache_gb)),)
-    stock = Arm(name="stock", model=str(model), flags=tuple(flags), environment=kv)
-    arms = [stock]
     base = load_state(options.state).base_policy.name
-    for name, state in (("base policy", base), ("AutoPrune", options.state)):
-        served = (*flags, "--autoprune-state", state, *pruning)
-        changes = {"name": name, "flags": served, "digest": load_state(state).digest}
-        arms.append(stock.model_copy(update=changes))
+    arms = []
+    for name, state in (("stock", None), ("base policy", base), ("AutoPrune", options.state)):
+        served = flags if state is None else [*flags, "--autoprune-state", state, *pruning]
+        arms.append(
+            Arm(
+                name=name,
+                model=str(model),
+                flags=tuple(served),
+                digest=None if state is None else load_state(state).digest,
+                kv_cache_gb=options.kv_cache_gb,
+            )
+        )
     return tuple(arms)
 
 
@@ -132,7 +140,7 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
         raise BenchmarkError("nothing to measure -> give --users or --rates")
     out, finds = options.out, options.rates == "find"
     rates = () if options.rates == "find" else tuple(sorted(options.rates))
-    loads = len(options.users) + (len(STEPS) + 1 if finds else len(rates))
+    loads = len(options.users) + (len(_STEPS) + 1 if finds else len(rates))
     workload = make_workload(options, options.served_name, loads)
     if options.model.startswith(f"{SHAPE}:"):
         workload = workload.model_copy(update={"vocabulary": "numbered"})
@@ -150,7 +158,7 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
             folders[load] = out / "workloads" / load.label
             prepare(workload.model_copy(update=changes), folders[load])
         folder = f"runs/{number}-{arm.name.replace(' ', '-')}/{load.label}"
-        run(
+        _run(
             RunOptions(
                 **options.model_dump(include=set(SendingOptions.model_fields)),
                 host=url,
@@ -163,11 +171,11 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
             options.workers,
         )
         entries.append((arm.name, number, folder))
-        result, records = read_result(out / folder)
-        median = result.summary.percentile("TTFT", 50)
+        run = Run(*entries[-1], *read_result(out / folder))
+        median = run.result.summary.percentile("TTFT", 50)
         latency = f"TTFT p50 {1000 * median.value:.0f} ms" if median else "no answer"
-        log_progress(f"  {load.describe()}: {latency}, {result.verdict}")
-        return Run(arm.name, number, folder, result, records)
+        log_progress(f"  {load.describe()}: {latency}, {run.result.verdict}")
+        return run
 
     try:
         # ABBA order (ABCCBA), so that drift affects all arms alike.
@@ -184,7 +192,7 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
                     capacity = max(r.result.summary.request_rate for r in closed)
                     if not capacity:
                         raise BenchmarkError("no request was answered, so no rate can be chosen")
-                    rates = tuple(float(f"{capacity * step:.3g}") for step in STEPS)
+                    rates = tuple(float(f"{capacity * step:.3g}") for step in _STEPS)
                 for rate in rates:
                     load = Load(rate=rate, burstiness=options.burstiness, seed=options.seed)
                     latest = send(load, *served)
@@ -204,8 +212,7 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
         command=command_line(),
         broken=broken,
     )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / PAIRED).write_text(paired.model_dump_json(indent=1) + "\n")
+    write_paired(out, paired)
     return paired
 
 
@@ -216,70 +223,63 @@ def _serve(arm: Arm, log: Path) -> Iterator[str]:
         yield arm.url
         return
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = dict(arm.environment)
+    kv = {"VLLM_CPU_KVCACHE_SPACE": str(arm.kv_cache_gb)}
     try:
-        with serve(arm.model, *arm.flags, env=environment, log=log, patience=600) as server:
+        with serve(arm.model, *arm.flags, env=kv, log=log, patience=600) as server:
             yield server.url
     except ServerDied as error:
         cause = find_cause(log.read_text(errors="replace"))
         raise BenchmarkError(f"{arm.name}: the server did not start: {cause} ({log})") from error
 
 
-def run(options: RunOptions, workers: int = 0) -> None:
+def _run(options: RunOptions, workers: int = 0) -> None:
     """Send the workload once; the result is in the folder, valid or with the reasons why not.
 
-    Where there are workers, a master and so many workers are started on this machine. Raises
+    Where there are workers, locust starts so many, and a master, on this machine. Raises
     :class:`BenchmarkError` where there is no result at all.
     """
-    locust = [sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE)]
     values = options.model_dump(mode="json", exclude_none=True)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
-    head = [*locust, "--headless", "--only-summary", *flags]
+    command = [
+        *(sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE), "--headless", "--only-summary"),
+        *(f"--{name.replace('_', '-')}={value}" for name, value in values.items()),
+    ]
+    if workers:
+        port = str(free_port())
+        command += ["--processes", str(workers), "--master-bind-port", port, "--master-port", port]
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / RESULT).unlink(missing_ok=True)
-        with (options.out / _LOG).open("wb") as log, contextlib.ExitStack() as processes:
-            if workers:
-                port = str(free_port())
-                head += ["--master", "--expect-workers", str(workers), "--master-bind-port", port]
-                for _ in range(workers):
-                    join = [*locust, "--worker", "--master-port", port]
-                    processes.enter_context(_start_process(join, log.fileno()))
-            status = processes.enter_context(_start_process(head, log.fileno())).wait()
+        with (options.out / _LOG).open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": str(_LOCUSTFILE.parents[1])},
+                start_new_session=True,
+                preexec_fn=_raise_priority,
+            )
+            try:
+                status = process.wait()
+            finally:
+                end_group(process)
     except OSError as error:
         raise BenchmarkError(f"{options.out}: cannot be written: {error}") from error
     if not (options.out / RESULT).is_file():
-        tail = (options.out / _LOG).read_text(errors="replace").strip().splitlines()[-5:]
+        lines = (options.out / _LOG).read_text(errors="replace").strip().splitlines()
+        causes = [line for line in lines if line.startswith("load: ")] or lines[-5:]
         raise BenchmarkError(
-            f"{options.out}: locust ended with {status} and no result: {' | '.join(tail)}"
+            f"{options.out}: locust ended with {status} and no result: {' | '.join(causes)}"
         )
 
 
-def raise_priority() -> None:
+def _raise_priority() -> None:
     """Raise the scheduling priority of this process, so that the server does not delay its clock.
 
-    Used as ``preexec_fn``. With real-time scheduling (``sched(7)``) the client gets a core as soon
-    as it is due; it sleeps most of the time, and the kernel reserves a twentieth of each second for
-    other processes. Only root on Linux may; else nothing changes.
+    With real-time scheduling (``sched(7)``) the client gets a core as soon as it is due; it sleeps
+    most of the time, and the kernel reserves a twentieth of each second for other processes. Only
+    root on Linux may; else nothing changes.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-
-
-@contextlib.contextmanager
-def _start_process(command: Sequence[str], log: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a session of its own, of raised priority; it is ended with the block."""
-    process = subprocess.Popen(
-        command,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(_LOCUSTFILE.parents[1])},
-        start_new_session=True,
-        preexec_fn=raise_priority,
-    )
-    try:
-        yield process
-    finally:
-        end_group(process)

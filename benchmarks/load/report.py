@@ -1,4 +1,4 @@
-"""Report of a paired experiment: one HTML file that loads nothing, ``points.csv``, and JSON.
+"""Report of a paired experiment: one HTML file that loads nothing, and ``points.csv``.
 
 Points that are not valid are hollow in the charts and not on the solid lines.
 """
@@ -44,37 +44,36 @@ from vllm_autoprune.report import (
 )
 from vllm_autoprune.statistics import Estimate
 
-REPORT, POINTS_CSV = "report.html", "points.csv"
+REPORT, _POINTS = "report.html", "points.csv"
 
 
-def write_report(folder: Path) -> tuple[dict[str, object], int]:
+def write_report(folder: Path) -> tuple[str, int]:
     """Write ``report.html`` and ``points.csv`` of an experiment.
 
-    Returns what ``--json`` prints, and the number of runs that are not valid.
+    Returns the answer in a sentence, and the number of runs that are not valid.
     """
     paired, runs = read_paired(folder)
     points, slo = group_runs(runs), paired.options
-    (sentence, tone), limits = answer_question(points, slo), [*list_limits(points, paired.broken)]
-    compared = compare_arms(points)
+    sentence, tone = answer_question(points, slo)
     invalid = sum(not run.result.valid for run in runs)
-    sections = [
-        Section(
-            "Latency and throughput",
-            ["Bars: 95 % intervals; hollow: not valid. Point at a mark for its figures, click it "
-             "for its records."],
-            [_draw_chart(points, slo)],
-        ),
-        _build_ratios(compared),
+    chart = Section(
+        "Latency and throughput",
+        ["Bars: 95 % intervals; hollow: not valid. Point at a mark for its figures, click it "
+         "for its records."],
+        [_draw_chart(points, slo)],
+    )  # fmt: skip
+    tables = [
+        _build_ratios(compare_arms(points)),
         _build_sweeps(points, slo),
-        *_build_figures(points),
+        _build_figures(points),
         _build_runs(runs),
         _build_settings(paired, runs),
-    ]  # fmt: skip
+    ]
     document = Document(
         title=f"Load test: {', '.join(arm.name for arm in paired.arms)}",
         answer=sentence,
         tone=tone,
-        warnings=limits,
+        warnings=[*list_limits(points, paired.broken)],
         facts=[
             f"{len(runs) - invalid} of {len(runs)} runs are valid",
             f"{sum(run.result.summary.requests for run in runs):,} requests counted",
@@ -82,23 +81,15 @@ def write_report(folder: Path) -> tuple[dict[str, object], int]:
             f"objective: {slo.describe_objective()}",
             CACHES[paired.workload.cache],
         ],
-        sections=[s for s in sections if s.charts or any(table.rows for table in s.tables)],
+        sections=[chart, *(s for s in tables if any(table.rows for table in s.tables))],
     )
     (folder / REPORT).write_text(render_document(document))
     described = [_describe_point(point) for point in points]
-    with (folder / POINTS_CSV).open("w", newline="", encoding="utf-8") as file:
+    with (folder / _POINTS).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(described[0]) if described else [], lineterminator="\n")
         writer.writeheader()
         writer.writerows(described)
-    report: dict[str, object] = {
-        "answer": sentence,
-        "tone": tone,
-        "limits": limits,
-        "report": str(folder / REPORT),
-        "points": described,
-        "comparisons": [comparison.model_dump(mode="json") for comparison in compared],
-    }
-    return report, invalid
+    return sentence, invalid
 
 
 def _describe_point(point: Point) -> dict[str, object]:
@@ -126,29 +117,24 @@ def _describe_point(point: Point) -> dict[str, object]:
 
 def _build_ratios(compared: Sequence[Comparison]) -> Section:
     """Every arm against the first, load by load."""
-    against = compared[0].against if compared else ""
     rows: dict[tuple[str, str], list[Cell | str]] = {}
-    passes: dict[tuple[str, str], list[Cell | str]] = {}
     for comparison in compared:
         key, ratio = (comparison.load.title, comparison.arm), comparison.ratio
         cell = Cell("not valid")
         if ratio is not None:
             tone: CellTone = "good" if ratio.high < 1 else "bad" if ratio.low > 1 else ""
-            cell = Cell(f"{ratio.value:.3f}", f"{ratio.low:.3f}–{ratio.high:.3f}", tone=tone)
+            by_pass = ", ".join(f"{value:.3f}" for value in comparison.by_pass)
+            under = f"{ratio.low:.3f}–{ratio.high:.3f}; passes {by_pass}"
+            cell = Cell(f"{ratio.value:.3f}", under, tone=tone)
         rows.setdefault(key, [*key]).append(cell)
-        by_pass = ", ".join(f"{value:.3f}" for value in comparison.by_pass)
-        passes.setdefault(key, [*key]).append(by_pass)
     head = ["load", "arm", *(f"{latency} p{level}" for latency, level in FIGURES)]
+    against = compared[0].against if compared else ""
     text = (
-        f"Ratios to {against} on the same requests, with 95 % intervals: below 1 is less. An "
-        "interval covers the choice of requests, but not differences between passes, so "
-        "compare the passes too."
+        f"Ratios to {against} on the same requests, with 95 % intervals, then those of each pass: "
+        "below 1 is less. An interval covers the choice of requests, but not differences between "
+        "passes, so compare the passes too."
     )
-    tables = [
-        Table("", head, [*rows.values()], "ll"),
-        Table("Ratios of each pass", head, [*passes.values()], "ll", folded=True),
-    ]
-    return Section(f"Against {against}", [text], tables=tables)
+    return Section(f"Against {against}", [text], tables=[Table("", head, [*rows.values()], "ll")])
 
 
 def _build_sweeps(points: Sequence[Point], slo: SendingOptions) -> Section:
@@ -168,64 +154,59 @@ def _build_sweeps(points: Sequence[Point], slo: SendingOptions) -> Section:
     )  # fmt: skip
 
 
-def _build_figures(points: Sequence[Point]) -> list[Section]:
-    """Latencies, rates and goodput."""
-    views = (
-        (
-            "Time to first token",
-            "All passes together; in an open loop from the scheduled time, which a closed loop "
-            "does not have. Goodput: the share of requests within the objective. †: too few "
-            "requests for this percentile.",
-            [("TTFT", level) for level in LEVELS],
-        ),
-        (
-            "After the first token",
-            "ITL: gaps between deltas, which may contain more than one token. TPOT: by the "
-            "server's count of tokens. E2E: to the last text.",
-            [(name, level) for name in ("ITL", "TPOT", "E2E") for level in (50, 99)],
-        ),
-    )
-    sections = []
-    for title, text, figures in views:
-        head: Sequence[str] = ()
+def _build_figures(points: Sequence[Point]) -> Section:
+    """Rates, goodput and the time to the first token; then the other latencies."""
+
+    def describe(estimate: Estimate | None, unit: float, few: str = "") -> str:
+        """A figure and its interval, which the table puts under it."""
+        if estimate is None:
+            return "no answer"
+        return format_estimate(estimate, unit, 0 if unit * estimate.value > 100 else 1) + few
+
+    first = [("TTFT", level) for level in LEVELS]
+    later = [(name, level) for name in ("ITL", "TPOT", "E2E") for level in (50, 99)]
+    tables = []
+    for figures in (first, later):
+        sizes = ["requests", "prompt tokens"] if figures is first else []
+        rates = ["offered/s", "achieved/s", "goodput, %"] if figures is first else []
         rows: list[Row] = []
         for point in points:
             summary, offered = point.summary, _offered(point)
-            cells = {}
-            for name, level in figures:
-                figure = summary.percentile(name, level)
-                few = summary.mark_few(level) if figure else ""
-                cells[f"{name} p{level}, ms"] = _format(figure, 1000) + few
-            if title == views[0][0]:
-                sizes = {"requests": f"{summary.requests}"}
-                sizes["prompt tokens"] = f"{summary.prompt_tokens:.1f}"
-                cells = sizes | cells
-                cells["offered/s"] = "–" if offered is None else f"{offered:.2f}"
-                cells["achieved/s"] = f"{summary.request_rate:.2f}"
-                cells["goodput, %"] = _format(summary.goodput, 100)
+            cells = [
+                describe(summary.percentile(name, level), 1000, summary.mark_few(level))
+                for name, level in figures
+            ]
+            if figures is first:
+                due = "–" if offered is None else f"{offered:.2f}"
+                cells = [f"{summary.requests}", f"{summary.prompt_tokens:.1f}", *cells, due]
+                cells += [f"{summary.request_rate:.2f}", describe(summary.goodput, 100)]
             arm = point.arm if point.valid else Cell(point.arm, "not valid", tone="bad")
-            rows.append([point.load.title, arm, *cells.values()])
-            head = ["load", "arm", *cells]
-        sections.append(Section(title, [text], tables=[Table("", head, rows, "ll")]))
-    return sections
+            rows.append([point.load.title, arm, *cells])
+        heads = [*sizes, *(f"{name} p{level}, ms" for name, level in figures), *rates]
+        tables.append(Table("", ["load", "arm", *heads], rows, "ll"))
+    text = (
+        "All passes together; in an open loop from the scheduled time, which a closed loop does "
+        "not have. Goodput: the share of requests within the objective. †: too few requests for "
+        "this percentile. ITL: gaps between deltas, which may contain more than one token. TPOT: "
+        "by the server's count of tokens. E2E: to the last text."
+    )
+    return Section("Rates and latencies", [text], tables=tables)
 
 
 def _build_runs(runs: Sequence[Run]) -> Section:
     """Each run with its verdict and notes, and links to its files."""
-    rows: list[Row] = []
-    for run in runs:
-        result = run.result
-        rows.append(
-            [
-                f"{run.number + 1}",
-                run.arm,
-                result.load.describe(),
-                Cell(result.verdict, tone="" if result.valid else "bad"),
-                Cell(f"{len(run.records)} requests", link=_link(run)),
-                Cell("run.json", link=_link(run, RESULT)),
-            ]
-        )
     head = ["pass", "arm", "load", "verdict", "records", "figures"]
+    rows: list[Row] = [
+        [
+            f"{run.number + 1}",
+            run.arm,
+            run.result.load.describe(),
+            Cell(run.result.verdict, tone="" if run.result.valid else "bad"),
+            Cell(f"{len(run.records)} requests", link=_link(run, RECORDS)),
+            Cell("run.json", link=_link(run, RESULT)),
+        ]
+        for run in runs
+    ]
     return Section("Every run, in order of time", tables=[Table("", head, rows, "l" * len(head))])
 
 
@@ -235,14 +216,12 @@ def _build_settings(paired: Paired, runs: Sequence[Run]) -> Section:
         [arm.name, (arm.digest or "none")[:16], arm.url or " ".join([arm.model, *arm.flags])]
         for arm in paired.arms
     ]
-    settings: dict[str, object] = {
-        name.replace("_", "-"): value for name, value in paired.workload.model_dump().items()
-    }
-    settings |= runs[0].result.environment if runs else {}
-    busy = [run.result.environment["load average"] for run in runs]
-    settings["load average before each run"] = ", ".join(busy)
-    head = ["arm", "digest of the state", "served as"]
-    rows = [[key, str(value)] for key, value in settings.items()]
+    workload, results = paired.workload.model_dump(), [run.result for run in runs]
+    settings = {name.replace("_", "-"): str(value) for name, value in workload.items()}
+    settings |= results[0].environment if results else {}
+    busy = ", ".join(result.environment["load average"] for result in results)
+    settings["load average before each run"] = busy
+    head, rows = ["arm", "digest of the state", "served as"], [*map(list, settings.items())]
     return Section(
         "Settings",
         code=shlex.join(paired.command),
@@ -251,20 +230,13 @@ def _build_settings(paired: Paired, runs: Sequence[Run]) -> Section:
     )
 
 
-def _format(estimate: Estimate | None, unit: float) -> str:
-    """A figure and its interval, which the table puts under it."""
-    if estimate is None:
-        return "no answer"
-    return format_estimate(estimate, unit, 0 if unit * estimate.value > 100 else 1)
-
-
 def _offered(point: Point) -> float | None:
     """Requests due a second, by the schedule; None in a closed loop."""
     return None if point.load.rate is None else point.summary.offered_rate or point.load.rate
 
 
-def _link(run: Run, name: str = RECORDS) -> str:
-    """Link from the report to a file of the run, such as the one that has every request."""
+def _link(run: Run, name: str) -> str:
+    """Link from the report to a file of the run."""
     return quote(f"{run.folder}/{name}")
 
 
@@ -274,23 +246,20 @@ def _draw_chart(points: Sequence[Point], slo: SendingOptions) -> Chart:
     for colour, (arm, of_arm) in enumerate(group_by_arm(points).items()):
         # In order of load: beyond the knee throughput may fall, and the line turns back.
         swept = select_open(of_arm)
-        closed = of_arm[: len(of_arm) - len(swept)]
-        for kind, line in (("closed", closed), ("open", swept)):
+        for kind, line in (("closed", of_arm[: len(of_arm) - len(swept)]), ("open", swept)):
             marks = []
             for point in line:
-                summary, median = point.summary, point.summary.percentile("TTFT", 50)
+                rate, median = point.summary.request_rate, point.summary.percentile("TTFT", 50)
                 if median is None:
                     continue
                 value, low, high = (1000 * end for end in dataclasses.astuple(median))
-                tip = [
-                    f"{arm}, {point.load.describe()}",
-                    f"TTFT p50 {value:.0f} ms ({low:.0f}–{high:.0f})",
-                    f"{summary.request_rate:.2f} requests/s achieved",
-                    f"{summary.requests} requests" + ("" if point.valid else "\nnot valid"),
-                ]
-                link = _link(point.runs[0])
-                rate, text = summary.request_rate, "\n".join(tip)
-                marks.append(Mark(rate, value, text, low, high, not point.valid, link))
+                tip = (
+                    f"{arm}, {point.load.describe()}\n"
+                    f"TTFT p50 {value:.0f} ms ({low:.0f}–{high:.0f})\n"
+                    f"{rate:.2f} requests/s achieved\n{point.summary.requests} requests"
+                ) + ("" if point.valid else "\nnot valid")
+                link = _link(point.runs[0], RECORDS)
+                marks.append(Mark(rate, value, tip, low, high, not point.valid, link))
             if marks:
                 name = f"{arm}, {kind} loop"
                 series.append(Series(name, marks, dashed=kind == "open", colour=colour))

@@ -54,7 +54,7 @@ _LATENCIES: Mapping[str, Callable[[Record], Sequence[float]]] = {
 """The seconds that one answered request contributes to each kind of latency."""
 LATENCIES = tuple(_LATENCIES)
 
-Percentiles = Mapping[int, Estimate]
+_Percentiles = Mapping[int, Estimate]
 """By level, of :data:`LEVELS`."""
 
 
@@ -88,7 +88,7 @@ def _draw_percentiles(
     return percentiles
 
 
-def estimate_percentiles(by_request: Sequence[Sequence[float]]) -> Percentiles:
+def _estimate_percentiles(by_request: Sequence[Sequence[float]]) -> _Percentiles:
     """Percentiles of the values of all requests; empty where there is no value."""
     if not any(map(len, by_request)):
         return {}
@@ -131,7 +131,7 @@ class Summary(FrozenModel):
     """Different requests that were answered, in any pass."""
     seconds: float
     """From the first request that was due to the end of the last; of several passes, the mean."""
-    latencies: Mapping[str, Percentiles]
+    latencies: Mapping[str, _Percentiles]
     """By name, of :data:`LATENCIES`, and of the client's own ``delay``."""
     goodput: Estimate | None
     """Share of requests that met the objective; failed ones did not."""
@@ -167,18 +167,15 @@ def summarize(passes: Sequence[Sequence[Record]], slo: SendingOptions) -> Summar
         seconds.append(max(r.done for r in records) - min(r.scheduled for r in records))
         rates.append(sum(r.ok for r in records) / seconds[-1])
     met = np.asarray([slo.is_good(record) for record in measured], dtype=np.float64)
-    shares = _resample_weights(len(met)) @ met / len(met) if len(met) else None
+    by_latency = {name: [*_values_by_request(passes, name).values()] for name in LATENCIES}
+    by_latency["delay"] = [[record.delay] for record in measured]
     return Summary(
         requests=len(measured),
         failed=len(measured) - len(good),
         answered=len({record.index for record in good}),
         seconds=mean(seconds or [0.0]),
-        latencies={
-            name: estimate_percentiles([*_values_by_request(passes, name).values()])
-            for name in LATENCIES
-        }
-        | {"delay": estimate_percentiles([[record.delay] for record in measured])},
-        goodput=None if shares is None else estimate(shares),
+        latencies={name: _estimate_percentiles(values) for name, values in by_latency.items()},
+        goodput=estimate(_resample_weights(len(met)) @ met / len(met)) if len(met) else None,
         offered_rate=mean(offered) if offered else None,
         request_rate=mean(rates or [0.0]),
         prompt_tokens=mean([r.prompt_tokens or 0 for r in good] or [0]),
@@ -208,8 +205,6 @@ class Result(FrozenModel):
     clients: tuple[ClientFacts, ...] = ()
     broken: str | None = None
     """Why the run ended early, where no client reports it."""
-    unwritten: str | None = None
-    """Why records could not be written."""
     environment: Mapping[str, str]
     """Of the client."""
     reasons: tuple[str, ...] = ()
@@ -241,6 +236,14 @@ class Result(FrozenModel):
         return f"valid, but {', and '.join(limits)}" if limits else "valid"
 
 
+def write_result(folder: Path, result: Result, records: Sequence[Record]) -> None:
+    """Write a run and its records; raises :class:`OSError`. The result is written last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (record.model_dump_json() + "\n" for record in records)
+    (folder / RECORDS).write_text("".join(lines))
+    (folder / RESULT).write_text(result.model_dump_json(indent=1) + "\n")
+
+
 def read_result(folder: Path) -> tuple[Result, list[Record]]:
     """A run and its records, by index; raises :class:`BenchmarkError` where there is none."""
     try:
@@ -267,17 +270,13 @@ def list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
     yield from result.early
     if len(records) < workload.requests:
         yield f"only {len(records)} of {workload.requests} requests were recorded"
-    if result.unwritten:
-        yield f"records could not be written: {result.unwritten}"
     failed = Counter(record.error for record in records if record.error)
     if failed.total() > _FAILED_SHARE * len(records):
         worst, times = failed.most_common(1)[0]
         yield f"{failed.total()} of {len(records)} requests failed; {times} with: {worst}"
     lengths = [record.completion_tokens for record in records if record.ok]
-    if None in lengths:
-        yield (
-            f"{lengths.count(None)} answers came without usage, so their tokens cannot be counted"
-        )
+    if uncounted := lengths.count(None):
+        yield f"{uncounted} answers came without usage, so their tokens cannot be counted"
     wrong = [length for length in lengths if length not in (None, workload.output_tokens)]
     if wrong and workload.dialect == "vllm":
         yield (
@@ -291,16 +290,14 @@ def list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
             "bottleneck; give it more workers"
         )
     # A closed loop has no schedule, so there it is the lag of the clients' idle greenlets.
-    if result.load.rate is not None:
-        late = summary.percentile("delay", 99)
-        delay, name = late.value if late else 0.0, "its schedule delay"
-    else:
-        delay = max((client.lag for client in result.clients), default=0.0)
-        name = "its wake-up lag"
+    late, lag = summary.percentile("delay", 99), max((c.lag for c in result.clients), default=0.0)
+    name, delay = "schedule delay", late.value if late else 0.0
+    if result.load.rate is None:
+        name, delay = "wake-up lag", lag
     median = summary.percentile("TTFT", 50)
     if median and delay > (bound := _DELAY_SHARE * median.value):
         yield (
-            f"the client was the bottleneck: {name} is {1000 * delay:.1f} ms at p99, above "
+            f"the client was the bottleneck: its {name} is {1000 * delay:.1f} ms at p99, above "
             f"{100 * _DELAY_SHARE:.0f} % of the median TTFT ({1000 * bound:.1f} ms)"
         )
     # Cache hits that the declared state of the caches excludes. Requests with unique images share

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -14,8 +14,6 @@ from benchmarks.common.client import Record
 from benchmarks.common.shapes import TOWER_LAYERS, WIDTH
 from benchmarks.yardsticks.examples import LLAVA
 from vllm_autoprune.record_file import FrozenModel
-
-_M = TypeVar("_M", bound=FrozenModel)
 
 CACHES = {
     "unique": "every image is new, so that no cache helps",
@@ -46,9 +44,9 @@ class Load(FrozenModel):
     @property
     def title(self) -> str:
         """Short, for the rows of a table."""
-        if self.rate is not None:
-            return "1 request/s" if self.rate == 1 else f"{self.rate:g} requests/s"
-        return "1 user" if self.users == 1 else f"{self.users} users"
+        count, unit = (self.users, "user") if self.rate is None else (self.rate, "request")
+        plural = "" if count == 1 else "s"
+        return f"{count:g} {unit}{plural}" + ("" if self.rate is None else "/s")
 
     def describe(self) -> str:
         """In words."""
@@ -86,7 +84,7 @@ class Load(FrozenModel):
         some users have already finished. Where too few would remain, all count.
         """
         ramp = round(_OPEN_RAMP * count) if self.users is None else self.users
-        drain = 0 if self.users is None else self.users
+        drain = self.users or 0
         if ramp + drain > count // 2:
             ramp = drain = 0
         return [False] * ramp + [True] * (count - ramp - drain) + [False] * drain
@@ -161,11 +159,6 @@ class Workload(RequestOptions):
 
     model: str
     """Name of the served model."""
-    aspects: dict[str, float] = Field(default={"4/3": 4, "3/4": 2, "1/1": 2, "16/9": 1})
-    """Width over height, with weights."""
-    formats: dict[Literal["jpeg", "png"], float] = Field(default={"jpeg": 4, "png": 1})
-    words: dict[int, float] = Field(default={8: 2, 16: 2, 32: 1})
-    """Words in a question."""
     vocabulary: Literal["english", "numbered"] = "english"
     """numbered: the words w1, w2, ..., one token each for a model without weights."""
     first_item: int = 0
@@ -188,19 +181,22 @@ class SendingOptions(FrozenModel):
     burstiness: _Positive = _option(1.0, "1: Poisson arrivals; less: burstier")
     most: _Count = _option(512, "requests in flight per worker that end the run")
 
+    @property
+    def limits(self) -> dict[str, float]:
+        """The latencies that have a limit, in milliseconds."""
+        limits = {"TTFT": self.slo_ttft, "TPOT": self.slo_tpot, "E2E": self.slo_e2e}
+        return {name: limit for name, limit in limits.items() if limit}
+
     def is_good(self, record: Record) -> bool:
         """Whether a request met every limit; one that failed met none."""
         if not record.ok:
             return False
-        times = (record.ttft, record.tpot, record.e2e)
-        limits = (self.slo_ttft, self.slo_tpot, self.slo_e2e)
-        pairs = zip(times, limits, strict=True)
-        return all(time is None or not limit or 1000 * time <= limit for time, limit in pairs)
+        times = {"TTFT": record.ttft, "TPOT": record.tpot or 0.0, "E2E": record.e2e}
+        return all(1000 * times[name] <= limit for name, limit in self.limits.items())
 
     def describe_objective(self) -> str:
         """In words, milliseconds."""
-        limits = {"TTFT": self.slo_ttft, "TPOT": self.slo_tpot, "E2E": self.slo_e2e}
-        described = [f"{name} at most {limit:g} ms" for name, limit in limits.items() if limit]
+        described = [f"{name} at most {limit:g} ms" for name, limit in self.limits.items()]
         return ", ".join(described) or "none declared"
 
 
@@ -225,13 +221,6 @@ class RunOptions(SendingOptions):
 
 LOCUST_FIELDS = tuple(name for name in RunOptions.model_fields if name not in ("host", "users"))
 """Options of a run that are not locust's own."""
-
-
-class ReportOptions(FrozenModel):
-    """Report of a paired experiment."""
-
-    folder: Path
-    as_json: bool = _option(False, "print the result as JSON")
 
 
 class PairedOptions(RequestOptions, SendingOptions):
@@ -260,4 +249,3 @@ class PairedOptions(RequestOptions, SendingOptions):
     passes: _Count = _option(2, "passes over all arms (2: ABBA)")
     out: Path = _option(Path("out/load/paired"), "folder of the report")
     workers: int = _option(0, "locust workers on this machine", ge=0)
-    as_json: bool = _option(False, "print the result as JSON")

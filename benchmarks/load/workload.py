@@ -30,11 +30,14 @@ from benchmarks.load.settings import RequestOptions, Workload
 
 _T = TypeVar("_T")
 
-WORKLOAD, BODIES = "workload.json", "bodies.jsonl"
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
-_SIGNATURES = {
-    b"\xff\xd8\xff": "jpeg", b"\x89PNG": "png", b"GIF8": "gif", b"RIFF": "webp",
-}  # fmt: skip
+_WORKLOAD, _BODIES = "workload.json", "bodies.jsonl"
+_KINDS = {".jpg": "jpeg", ".jpeg": "jpeg", ".png": "png", ".webp": "webp", ".gif": "gif"}
+"""Image formats by the end of a file's name."""
+_ASPECTS = {"4/3": 4, "3/4": 2, "1/1": 2, "16/9": 1}
+"""Width over height, with weights."""
+_FORMATS: Mapping[Literal["jpeg", "png"], float] = {"jpeg": 4, "png": 1}
+_LENGTHS = {8: 2, 16: 2, 32: 1}
+"""Words in a question, with weights."""
 _WORDS = (
     "what", "which", "where", "how", "many", "is", "are", "there", "does", "the", "a", "an",
     "this", "that", "on", "under", "behind", "beside", "between", "near", "left", "right",
@@ -48,7 +51,7 @@ _WORDS = (
 )  # fmt: skip
 
 
-class Picture(NamedTuple):
+class _Picture(NamedTuple):
     """One picture to be drawn; its content follows from the seed."""
 
     seed: int
@@ -57,10 +60,10 @@ class Picture(NamedTuple):
     format: Literal["jpeg", "png"]
 
 
-class Request(NamedTuple):
+class _Request(NamedTuple):
     """One request; requests with equal pictures and question have identical bodies."""
 
-    pictures: tuple[Picture | Path, ...]
+    pictures: tuple[_Picture | Path, ...]
     """Pictures to be drawn, or files of one's own data."""
     question: str
 
@@ -94,23 +97,22 @@ def make_workload(options: RequestOptions, model: str, loads: int = 1) -> Worklo
 
 def prepare(workload: Workload, folder: Path) -> Prepared:
     """Draw and encode all requests into a folder."""
-    requests = draw_requests(workload)
     # Without skip_special_tokens, special tokens have no text, and their deltas would not count.
     fields = {"ignore_eos": True, "skip_special_tokens": False}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / WORKLOAD).unlink(missing_ok=True)
-        with (folder / BODIES).open("wb") as file:
-            for pictures, question in requests:
+        (folder / _WORKLOAD).unlink(missing_ok=True)
+        with (folder / _BODIES).open("wb") as file:
+            for pictures, question in _draw_requests(workload):
                 body = build_body(
                     workload.model,
-                    build_content(question, map(_as_data_url, pictures)),
+                    build_content(question, map(_encode, pictures)),
                     tokens=workload.output_tokens,
                     fields=fields if workload.dialect == "vllm" else {},
                 )
                 file.write(body + b"\n")
         # Written last: where it exists, the folder is complete.
-        (folder / WORKLOAD).write_text(workload.model_dump_json(indent=1) + "\n")
+        (folder / _WORKLOAD).write_text(workload.model_dump_json(indent=1) + "\n")
     except OSError as error:
         raise BenchmarkError(f"workload {folder}: {error}") from error
     return load_prepared(folder)
@@ -119,37 +121,34 @@ def prepare(workload: Workload, folder: Path) -> Prepared:
 def load_prepared(folder: Path) -> Prepared:
     """Read a prepared folder; raises :class:`BenchmarkError` where it is none, or incomplete."""
     try:
-        workload = Workload.model_validate_json((folder / WORKLOAD).read_text())
-        content = (folder / BODIES).read_bytes()
+        workload = Workload.model_validate_json((folder / _WORKLOAD).read_text())
+        content = (folder / _BODIES).read_bytes()
     except (OSError, ValidationError) as error:
         reason = str(error).splitlines()[0]
         raise BenchmarkError(
             f"workload {folder}: {reason} -> create one: "
             "python -m benchmarks.load prepare --out DIR"
         ) from error
-    bodies = content.splitlines()
-    if len(bodies) != workload.requests + workload.warm_up or not content.endswith(b"\n"):
+    bodies, count = content.splitlines(), workload.requests
+    if len(bodies) != count + workload.warm_up or not content.endswith(b"\n"):
         raise BenchmarkError(
-            f"workload {folder}: {BODIES} is incomplete -> delete the folder, prepare it again"
+            f"workload {folder}: {_BODIES} is incomplete -> delete the folder, prepare it again"
         )
-    count, digest = workload.requests, hashlib.sha256(content).hexdigest()[:16]
+    digest = hashlib.sha256(content).hexdigest()[:16]
     return Prepared(workload, bodies[:count], bodies[count:], digest)
 
 
 @lru_cache(maxsize=64)
-def _as_data_url(picture: Picture | Path) -> str:
-    """An image as chat clients send it; raises :class:`BenchmarkError` for another file."""
-    if isinstance(picture, Picture):
+def _encode(picture: _Picture | Path) -> str:
+    """An image as a data URL, as chat clients send it."""
+    if isinstance(picture, _Picture):
         image = draw_picture(picture.seed, picture.width, picture.height)
         return encode_picture(image, picture.format)
-    content = picture.read_bytes()
-    kinds = [kind for signature, kind in _SIGNATURES.items() if content.startswith(signature)]
-    if not kinds:
-        raise BenchmarkError(f"--data {picture}: is no JPEG, PNG, GIF or WebP -> convert it")
-    return f"data:image/{kinds[0]};base64,{base64.b64encode(content).decode()}"
+    content = base64.b64encode(picture.read_bytes()).decode()
+    return f"data:image/{_KINDS[picture.suffix.lower()]};base64,{content}"
 
 
-def draw_requests(workload: Workload) -> list[Request]:
+def _draw_requests(workload: Workload) -> list[_Request]:
     """Draw the measured requests, then those of the warm-up, which share no image with them."""
     if workload.cache == "unique":
         identities = list(range(workload.requests))
@@ -174,33 +173,33 @@ def _count_distinct(workload: Workload) -> int:
     return workload.requests if workload.cache == "unique" else workload.pool
 
 
-def _draw_request(workload: Workload, identity: int, asked: int) -> Request:
+def _draw_request(workload: Workload, identity: int, asked: int) -> _Request:
     """The request whose pictures follow from ``identity``, and its question from ``asked``."""
     if workload.data:
         items = _open_data(workload.data)
         question = items[(workload.first_item + asked) % len(items)].question
         pictures = items[workload.first_item + identity].pictures
-        return Request(pictures, question or _draw_question(workload, asked))
+        return _Request(pictures, question or _draw_question(workload, asked))
     generator = _generator(workload, 1, identity)
     drawn = []
     for number in range(_draw_from(workload.images, generator)):
         side = _draw_from(workload.sides, generator)
-        aspect = Fraction(_draw_from(workload.aspects, generator))
+        aspect = Fraction(_draw_from(_ASPECTS, generator))
         short = round(side / max(aspect, 1 / aspect))
         width, height = (side, short) if aspect >= 1 else (short, side)
-        kind = _draw_from(workload.formats, generator)
+        kind = _draw_from(_FORMATS, generator)
         seed = int(_generator(workload, 2, 1000 * identity + number).integers(2**31))
-        drawn.append(Picture(seed, width, height, kind))
-    return Request(tuple(drawn), _draw_question(workload, asked))
+        drawn.append(_Picture(seed, width, height, kind))
+    return _Request(tuple(drawn), _draw_question(workload, asked))
 
 
 def _draw_question(workload: Workload, number: int) -> str:
     """Words, and the number, so that no two questions are equal."""
     generator = _generator(workload, 3, number)
-    count = _draw_from(workload.words, generator)
+    count = _draw_from(_LENGTHS, generator)
     if workload.vocabulary == "numbered":
         words = [f"w{word}" for word in generator.integers(1000, 31_000, size=count)]
-        return " ".join([f"w{number % 1000}", f"w{number // 1000}", *words][: max(count, 2)])
+        return " ".join([f"w{number % 1000}", f"w{number // 1000}", *words][:count])
     words = [_WORDS[place] for place in generator.integers(len(_WORDS), size=count)]
     return f"{' '.join(words)} {number}?".capitalize()
 
@@ -215,30 +214,26 @@ def _generator(workload: Workload, stream: int, number: int) -> np.random.Genera
 
 
 @lru_cache(maxsize=2)
-def _open_data(data: str) -> Sequence[Request]:
-    """The items at a path, whose question may be empty.
-
-    Raises :class:`BenchmarkError` with the fix for what cannot be read.
-    """
-    path, items = Path(data), list[Request]()
+def _open_data(data: str) -> Sequence[_Request]:
+    """The items at a path, whose question may be empty; BenchmarkError for what is no data."""
+    path, items = Path(data), list[_Request]()
     if path.suffix == ".jsonl" and path.is_file():
         items = list(_read_lines(path))
     elif path.is_dir():
-        prompts = [""]
-        if (path / "prompts.txt").is_file():
-            text = (path / "prompts.txt").read_text(encoding="utf-8")
-            prompts = [line.strip() for line in text.splitlines() if line.strip()] or prompts
-        files = sorted(file for file in path.iterdir() if file.suffix.lower() in _SUFFIXES)
-        items = [Request((file,), prompts[n % len(prompts)]) for n, file in enumerate(files)]
+        prompts = path / "prompts.txt"
+        lines = prompts.read_text(encoding="utf-8").splitlines() if prompts.is_file() else []
+        questions = [line.strip() for line in lines if line.strip()] or [""]
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in _KINDS)
+        items = [_Request((file,), questions[n % len(questions)]) for n, file in enumerate(files)]
     if not items:
         raise BenchmarkError(
-            f"--data {path}: has no images -> give a folder of {', '.join(_SUFFIXES)} files, or a "
+            f"--data {path}: has no images -> give a folder of {', '.join(_KINDS)} files, or a "
             ".jsonl file"
         )
     return items
 
 
-def _read_lines(path: Path) -> Iterator[Request]:
+def _read_lines(path: Path) -> Iterator[_Request]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
@@ -246,6 +241,8 @@ def _read_lines(path: Path) -> Iterator[Request]:
             content = json.loads(line)
             files = [path.parent / name for name in content.get("images") or [content["image"]]]
             for file in files:
+                if file.suffix.lower() not in _KINDS:
+                    raise ValueError(f"{file.name} is no {', '.join(_KINDS)} file")
                 file.stat()
             question = content.get("question") or content.get("prompt") or ""
         except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
@@ -253,4 +250,4 @@ def _read_lines(path: Path) -> Iterator[Request]:
                 f"--data {path} line {number}: {type(error).__name__}: {error} -> give an object "
                 'with a path as "image", or a list as "images"'
             ) from None
-        yield Request(tuple(files), str(question))
+        yield _Request(tuple(files), str(question))

@@ -9,7 +9,7 @@ from PIL import Image
 
 from benchmarks.common.client import Record
 from benchmarks.load.compare import Point, Run
-from benchmarks.load.result import RECORDS, RESULT, ClientFacts, Result, summarize
+from benchmarks.load.result import ClientFacts, Result, summarize
 from benchmarks.load.settings import Load, RunOptions, SendingOptions, Workload
 
 SLO = SendingOptions(slo_ttft=500)
@@ -68,14 +68,6 @@ def point(
         folder = f"runs/{number}-{arm}/{load.label}"
         runs.append(Run(arm, number, folder, result(records, load, reasons=reasons), records))
     return Point(arm, load, tuple(runs))
-
-
-def write_run(run: Run, out: Path) -> None:
-    """Write a run's folder, as locust would have."""
-    folder = out / run.folder
-    folder.mkdir(parents=True)
-    (folder / RESULT).write_text(run.result.model_dump_json())
-    (folder / RECORDS).write_text("".join(each.model_dump_json() + "\n" for each in run.records))
 
 
 def write_images(folder: Path, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Complete runs through locust against the fake server, and the experiment that they are part of.
+"""Options; complete runs through locust against the fake server; the experiment they are part of.
 
 Each run is a process of its own, so there is one for each thing that cannot be seen otherwise; in
 the tests of the experiment, runs are made up.
@@ -6,6 +6,8 @@ the tests of the experiment, runs are made up.
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,21 +20,93 @@ import pytest
 from benchmarks import BenchmarkError
 from benchmarks.common.client import Record
 from benchmarks.common.fake_server import MODEL, Reply, fake_server
+from benchmarks.cost.__main__ import parse_arguments as parse_cost_arguments
 from benchmarks.load import paired as module
-from benchmarks.load.compare import Run
-from benchmarks.load.paired import (
-    STEPS,
-    Arm,
-    Paired,
-    measure,
-    raise_priority,
-    read_paired,
-    run,
-)
-from benchmarks.load.result import RECORDS, RESULT, Result, read_result
+from benchmarks.load.__main__ import main, parse_arguments
+from benchmarks.load.paired import Arm, Paired, choose_arms, measure, read_paired
+from benchmarks.load.result import RECORDS, Result, read_result, write_result
 from benchmarks.load.settings import Load, PairedOptions, RunOptions, Workload
 from benchmarks.load.workload import load_prepared, prepare
-from tests.benchmarks.load.samples import record, result, write_images, write_run
+from tests.benchmarks.load.samples import record, result, write_images
+from vllm_autoprune import load_state
+
+PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
+
+MISTAKES = {
+    "--requests 0": "--requests: '0' is refused -> give a value that is greater than or equal to 1",
+    "--sides 32=0": "--sides: '0' is refused -> give a value that is greater than 0",
+    "--sides 0": "--sides: '0' is refused -> give a value that is greater than or equal to 1",
+    "--zipf inf": "--zipf: 'inf' is refused",
+    "--users a": "--users: 'a' is refused",
+    "--users ,": "--users: '' is refused",
+    "--passes 0 --pool 0": "--pool: '0' is refused",
+    "--sidez 336": "unrecognized arguments: --sidez 336",
+    "--cache none": "--cache: 'none' is refused -> give a value that is 'unique', 'repeat', ",
+    '--server-flags "\'"': "--server-flags: No closing quotation -> close the quotation",
+    "--model out/none/such": "--model out/none/such: no such folder -> name a checkpoint",
+    "--model shape:x": "--model shape:x: 'x' is not a whole number",
+    "--state nosuch": "nosuch",
+    "--attach a": "--attach: 'a' is no server -> give NAME=http://HOST:PORT",
+    "--attach a=http://x a=http://y": "two servers have the same name",
+    "": "nothing to measure -> give --users or --rates",
+}
+
+
+@pytest.mark.parametrize("flags", MISTAKES)
+def test_a_mistake_is_answered_in_one_line_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    monkeypatch.setattr(module, "_serve", None)  # cannot be called
+    users = [] if not flags or "--users" in flags else ["--users", "1"]
+    try:
+        status: object = main(["paired", *users, "--out", str(tmp_path / "o"), *shlex.split(flags)])
+    except SystemExit as stop:
+        status = stop.code
+    error = capsys.readouterr().err
+    assert status in (1, 2) and not (tmp_path / "o").exists()
+    assert MISTAKES[flags] in error and error.count("\n") == 1
+
+
+def test_the_three_arms_differ_only_in_their_state() -> None:
+    stock, base, pruned = choose_arms(PairedOptions(budget=16, cache="off"))
+    assert [arm.name for arm in (stock, base, pruned)] == ["stock", "base policy", "AutoPrune"]
+    assert base.flags[: len(stock.flags)] == pruned.flags[: len(stock.flags)] == stock.flags
+    extra = base.flags[len(stock.flags) :]
+    assert extra[:4] == ("--autoprune-state", "cdpruner", "--autoprune-budget", "16")
+    assert pruned.flags[len(stock.flags) :] == ("--autoprune-state", "autoprune", *extra[2:])
+    assert (stock.digest, pruned.digest) == (None, load_state("autoprune").digest)
+    # Every cache of every arm is off.
+    assert {"--no-enable-prefix-caching", "--mm-processor-cache-gb"} < set(stock.flags)
+    assert extra[extra.index("--autoprune-feature-cache-gb") + 1] == "0"
+
+
+def documented() -> list[str]:
+    """Commands in the page's blocks of shell, without their continuation lines."""
+    blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if re.match(r"python -m benchmarks\.(load|cost) ", line)]
+
+
+@pytest.mark.parametrize("command", documented())
+def test_documented_commands_parse(command: str) -> None:
+    arguments = shlex.split(command)[3:]
+    if "benchmarks.cost" in command:
+        parse_cost_arguments(arguments)
+        return
+    _, options = parse_arguments(arguments)
+    if not isinstance(options, PairedOptions):
+        return
+    assert PairedOptions.model_validate_json(options.model_dump_json()) == options
+    if "--rates find" in command:
+        assert options.rates == "find"
+    if "--attach" in command:
+        assert (options.users, options.rates) == ((1, 4, 16, 64), (2, 4, 8, 16))
+        assert options.sides == {640: 2, 1024: 1} and options.images == {1: 3, 2: 1}
+        stock, pruned = choose_arms(options)
+        assert (stock.name, pruned.url) == ("stock", "http://gpu-2:8000")
+
+
+# ---- runs through locust ----
 
 WORKLOAD = Workload(model=MODEL, requests=40, warm_up=2, output_tokens=6, sides={48: 1})
 REPLY = Reply(ttft=0.08, gaps=(0.02, 0.04))
@@ -51,7 +125,7 @@ def send(
 ) -> tuple[Result, list[Record]]:
     rate, users = load.rate or 0.0, load.users
     options = RunOptions(host=url, workload=workload, out=out, rate=rate, users=users, most=most)
-    run(options, workers)
+    module._run(options, workers)
     return read_result(out)
 
 
@@ -115,13 +189,11 @@ def test_too_many_requests_in_flight_end_the_run(workload: Path, tmp_path: Path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
-def test_a_full_disk_invalidates_the_run(workload: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_result(workload: Path, tmp_path: Path) -> None:
     (tmp_path / RECORDS).symlink_to("/dev/full")
-    with fake_server(Reply(ttft=0.01, gaps=(0.002,))) as server:
-        run(RunOptions(host=server.url, workload=workload, out=tmp_path, users=8))
-    result = Result.model_validate_json((tmp_path / RESULT).read_text())
-    assert result.summary.requests == 24  # judged from memory
-    assert any("No space left on device" in reason for reason in result.reasons)
+    lost = pytest.raises(BenchmarkError, match=r"locust ended with 1 .*No space left on device")
+    with fake_server(Reply(ttft=0.01, gaps=(0.002,))) as server, lost:
+        send(server.url, workload, tmp_path, Load(users=8))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="real-time scheduling is Linux's")
@@ -133,7 +205,10 @@ def test_real_time_scheduling_is_used_where_it_is_allowed() -> None:
 
     tell = "import os; print(os.sched_getscheduler(0))"
     attempt = "import os; os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1)); "
-    assert python(tell, raise_priority) == (python(attempt + tell) or python(tell))
+    assert python(tell, module._raise_priority) == (python(attempt + tell) or python(tell))
+
+
+# ---- experiments ----
 
 
 @pytest.fixture
@@ -148,9 +223,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[RunOptions]:
         rate = options.load.rate or 2.0
         late = 0.1 if rate <= 2.0 else 0.9
         records = [record(n, scheduled=n / rate, ttft=late) for n in range(20)]
-        write_run(Run("", 0, "", result(records, options.load), records), options.out)
+        write_result(options.out, result(records, options.load), records)
 
-    monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(module, "_run", run)
     return requested
 
 
@@ -177,10 +252,9 @@ def test_loads_share_no_image_of_ones_own_data(seen: list[RunOptions], tmp_path:
     write_images(tmp_path / "data", 30)
     measured(tmp_path / "out", users="1,2", rates="1", data=str(tmp_path / "data"))
     loads = {options.load.label: load_prepared(options.workload) for options in seen}
-    bodies = {label: (*load.measured, *load.warm_up) for label, load in loads.items()}
-    urls = {body.partition(b'"url": "')[2][:200] for load in bodies.values() for body in load}
-    assert [len(load) for load in bodies.values()] == [10, 10, 10]
-    assert len(urls) == 30
+    bodies = [body for load in loads.values() for body in (*load.measured, *load.warm_up)]
+    urls = {body.partition(b'"url": "')[2][:200] for body in bodies}
+    assert len(bodies) == len(urls) == 30
 
 
 def test_rates_are_chosen_once_and_raised_until_saturation(
@@ -189,7 +263,8 @@ def test_rates_are_chosen_once_and_raised_until_saturation(
     experiment = measured(tmp_path, rates="find", passes=1)
     assert seen[0].load.users == 16  # the capacity is measured first
     capacity = read_paired(tmp_path)[1][0].result.summary.request_rate
-    assert experiment.rates == pytest.approx([step * capacity for step in STEPS], rel=0.01)
+    steps = [step * capacity for step in module._STEPS]
+    assert experiment.rates == pytest.approx(steps, rel=0.01)
     for arm in "ab":
         rates = [opts.load.rate for opts in seen if opts.host[-1] == arm and opts.load.rate]
         # At the first rate above 2 all requests miss the objective, and no higher one is tried.
