@@ -11,8 +11,8 @@ import io
 import re
 import warnings
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Tone = Literal["good", "bad", "open"]
 """How an answer is marked; ``open``: not decided."""
 CellTone = Literal["", "good", "bad"]
-_Scale = Literal["linear", "log"]
 
 _WITH_INTERVAL = re.compile(r"(?P<figure>[+\-−]?\d[^()]*?) \((?P<interval>[^()]+)\)(?P<mark>†?)")
 _JOINT = re.compile(r"(?<=[a-z][_./])(?=[a-z]{2})")
@@ -127,12 +126,9 @@ class Chart:
     y_label: str
     series: Sequence[Series]
     rules: Sequence[Rule] = ()
-    x_scale: _Scale = "linear"
-    y_scale: _Scale = "linear"
+    y_scale: Literal["linear", "log"] = "linear"
     x_zero: bool = False
-    """Whether a linear axis includes 0."""
-    x_names: Mapping[float, str] = field(default_factory=dict)
-    """Names of places along the x axis, in place of numbers."""
+    """Whether the x axis includes 0."""
 
 
 @dataclass(frozen=True)
@@ -242,18 +238,14 @@ def _draw_chart(chart: Chart) -> Markup:
             _draw_series(axes, series, marks)
         for rule in chart.rules:
             axes.axhline(rule.y, color=_INK, linestyle=":", label=rule.name)
-        # A logarithmic axis needs a positive point.
-        points = [point for series in chart.series for point in series.path]
-        points += [(mark.x, mark.y) for mark in marks.values()]
-        if chart.x_scale == "log" and any(x > 0 for x, _ in points):
-            axes.set_xscale("log")
-        elif chart.x_zero:
+        if chart.x_zero:
             axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
-        if chart.y_scale == "log" and any(y > 0 for _, y in points):
+        # A logarithmic axis needs a positive point.
+        heights = [y for series in chart.series for _, y in series.path]
+        if chart.y_scale == "log" and any(
+            y > 0 for y in (*heights, *(mark.y for mark in marks.values()))
+        ):
             axes.set_yscale("log")
-        if chart.x_names:
-            axes.set_xticks(list(chart.x_names), list(chart.x_names.values()))
-            axes.minorticks_off()
         if len(chart.series) > 1 or chart.rules:
             figure.legend(loc="outside upper left", ncols=3, fontsize="small")
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})

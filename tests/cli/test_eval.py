@@ -103,7 +103,7 @@ def test_every_case_is_asked_every_question_once(
     assert rows["random@8"]["all"]["acc"] == 0.0 and "pruning" not in rows["random@8"]["case"]
     assert rows["random@8"]["to_full"]["logprob"]["value"] == pytest.approx(-2.9)
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files == {"report.html", "report.json", "report.md", "samples.jsonl"}
+    assert files == {"report.json", "report.md", "samples.jsonl"}
 
 
 def test_only_what_has_no_answer_is_asked_again(

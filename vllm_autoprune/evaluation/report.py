@@ -12,6 +12,7 @@ kind: a smaller image is what an operator has without a plugin, so a state has t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
@@ -20,7 +21,7 @@ import numpy as np
 from vllm_autoprune.evaluation.journal import Arm, Case, Contents, EvaluationError, Setup
 from vllm_autoprune.evaluation.scoring import MMBENCH, Aggregates, Figures, Scoring, aggregate
 from vllm_autoprune.record_file import FrozenModel
-from vllm_autoprune.report import Chart, Document, Mark, Rule, Section, Series, Table, Tone
+from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Estimate, Floats, estimate
 
 _Winner = Literal["pruning", "resizing", "not decided", "too few images"]
@@ -38,8 +39,6 @@ _TRIAL_IMAGES = 20
 """With fewer images than this, bootstrap intervals over images are too narrow."""
 _FEW_RIGHT = 50
 """Per cent right with all tokens below which the answers are probably written in another way."""
-_APART = 1.02
-"""Factor on K by which a series stands beside the one before, so that intervals do not overlap."""
 
 _NOTES = (
     "Acc. is the mean over benchmarks, with MME divided by {divisor:g} first. Rel. is given by "
@@ -276,12 +275,29 @@ def _compare_with_resizing(
             )
 
 
-def build_document(report: Report) -> Document:
-    """The whole page."""
-    setup, answer, tone = report.setup, *_build_answer(report)
-    full = next((row.accuracy for row in report.rows if row.case.arm == "full"), None)
-    sections = []
+def format_json(report: Report) -> str:
+    """The report without the states that were sent, which the journal contains."""
+    content = report.model_dump(
+        mode="json",
+        exclude={"rows": {"__all__": {"case": {"pruning"}}}, "refused": {"__all__": {"pruning"}}},
+    )
+    return json.dumps({"valid": report.valid, **content}, indent=1) + "\n"
+
+
+def format_markdown(report: Report) -> str:
+    """The report as a page: the answer, reasons against it, pruning or resizing, all tables."""
+    setup = report.setup
+    lines = [f"# Accuracy: {setup.suite}\n", f"{_build_answer(report)}\n"]
+    lines += [*(f"- {reason}" for reason in report.reasons), ""] if report.reasons else []
+    lines += [
+        f"- model: {setup.model}",
+        f"- data: {setup.data}",
+        f"- scored by {setup.scorer}",
+        f"- {report.questions:,} questions about {report.images:,} images",
+    ]
     if verdicts := list(_describe_verdicts(report)):
+        lines.append("\n## Pruning or resizing?\n")
+        full = next((row.accuracy for row in report.rows if row.case.arm == "full"), None)
         if full is not None:
             sentence = f"With all tokens, {full.value:.1f} % of the answers are right."
             if full.value < _FEW_RIGHT:
@@ -290,59 +306,25 @@ def build_document(report: Report) -> Document:
                     "as the model writes it, it is wrong in every row."
                 )
             verdicts.insert(0, sentence)
-        sections.append(Section("Pruning or resizing?", verdicts))
-    # Accuracy over K, one line a method; none where answers are not scored one by one.
-    methods: dict[str, list[Mark]] = {}
-    for row in sorted(report.rows, key=lambda row: row.case.budget):
-        label, budget, right = row.case.label, row.case.budget, row.accuracy
-        if budget and right is not None:
-            tip = f"{label}, K = {budget}\n{right.value:.1f} % ({right.low:.1f}–{right.high:.1f})"
-            marks = methods.setdefault(label, [])
-            x = budget * _APART ** list(methods).index(label)
-            marks.append(Mark(x, right.value, tip, right.low, right.high))
-    if methods:
-        budgets = sorted({row.case.budget for row in report.rows} - {0})
-        chart = Chart(
-            "Questions answered right",
-            "visual tokens kept, K",
-            "right, %",
-            [Series(label, marks, colour=n) for n, (label, marks) in enumerate(methods.items())],
-            [Rule(full.value, f"all tokens {full.value:.1f} %")] if full is not None else [],
-            x_scale="log",
-            x_names={float(budget): str(budget) for budget in budgets},
-        )
-        text = "Bars: 95 % intervals, images resampled."
-        sections.append(Section("Accuracy over K", [text], [chart]))
+        lines += [f"- {verdict}" for verdict in verdicts]
     if report.rows:
         notes = [note.format(divisor=setup.mme_divisor, images=report.images) for note in _NOTES]
+        lines += ["\n## Tables\n", *(f"- {note}" for note in notes)]
         tables = list(_result_tables(report))
         if refused := [[case.label, str(case.budget), case.refused] for case in report.refused]:
             tables.append(Table("Cannot be served", ["method", "K", "why"], refused, "lll"))
-        sections.append(Section("Tables", notes, tables=tables))
-    return Document(
-        title=f"Accuracy: {setup.suite}",
-        answer=answer,
-        tone=tone,
-        warnings=report.reasons,
-        facts=[
-            f"model: {setup.model}",
-            f"data: {setup.data}",
-            f"scored by {setup.scorer}",
-            f"{report.questions:,} questions about {report.images:,} images",
-        ],
-        sections=sections,
-    )
+        lines += [f"\n### {table.caption}\n\n{table.markdown()}" for table in tables]
+    return "\n".join(lines) + "\n"
 
 
-def _build_answer(report: Report) -> tuple[str, Tone]:
+def _build_answer(report: Report) -> str:
     """What came out, of the state that was to be evaluated, at its largest budget."""
     if not report.valid:
-        return "Not valid: the reasons are below, and no figure here is to be quoted.", "bad"
+        return "Not valid: the reasons are below, and no figure here is to be quoted."
     rows = [row for row in report.rows if row.case.arm in _PRUNING_ARMS]
     if not rows:
-        return "Nothing was pruned in this evaluation: only full tokens were measured.", "open"
+        return "Nothing was pruned in this evaluation: only full tokens were measured."
     row = min(rows, key=lambda row: (_PRUNING_ARMS.index(row.case.arm), -row.case.budget))
-    tone: Tone = "open"
     sentence = f"{row.case.label} at K = {row.case.budget}"
     if row.accuracy is not None:
         sentence += f" answers {row.accuracy.value:.1f} % of the questions right"
@@ -351,12 +333,12 @@ def _build_answer(report: Report) -> tuple[str, Tone]:
         if gap.low <= 0 <= gap.high:
             sentence += f"; no difference to all tokens is shown ({gap.value:+.1f}, {interval})"
         else:
-            word, tone = ("fewer", "bad") if gap.value < 0 else ("more", "good")
+            word = "fewer" if gap.value < 0 else "more"
             sentence += f", {abs(gap.value):.1f} points {word} than with all tokens ({interval})"
     if report.images < _TRIAL_IMAGES:
         images = f"{report.images} images, no measurement (at least {_TRIAL_IMAGES} images)"
-        return f"A trial run on {images}: {sentence}.", "open"
-    return f"{sentence}.", tone
+        return f"A trial run on {images}: {sentence}."
+    return f"{sentence}."
 
 
 def _describe_verdicts(report: Report) -> Iterator[str]:

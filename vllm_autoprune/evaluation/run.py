@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 from pydantic import JsonValue
 
@@ -35,7 +34,7 @@ from vllm_autoprune.evaluation.journal import (
     Setup,
 )
 from vllm_autoprune.evaluation.questions import PreparedQuestion, questions_digest
-from vllm_autoprune.evaluation.report import Report, build_document, build_report
+from vllm_autoprune.evaluation.report import Report, build_report, format_json, format_markdown
 from vllm_autoprune.evaluation.scoring_request import pruning_options, score_answer
 from vllm_autoprune.http_client import (
     FAILURES,
@@ -46,7 +45,6 @@ from vllm_autoprune.http_client import (
     choose_model,
     reporting_failures,
 )
-from vllm_autoprune.report import render_document, render_markdown
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
@@ -58,9 +56,6 @@ _DIGITS = 5
 """Decimals of log-probabilities; bfloat16 has less precision."""
 _WRITE_EVERY = 64
 """Answers that are written together; a killed process loses at most as many."""
-
-_Suffix = Literal["json", "html", "md"]
-"""Files of a report."""
 
 
 class Progress:
@@ -135,24 +130,12 @@ def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) ->
             raise
         report = build_report(contents, [*interruptions, *suite.objections(contents)])
     try:
-        for suffix in get_args(_Suffix):
-            (folder / f"report.{suffix}").write_text(format_report(report, suffix))
+        (folder / "report.json").write_text(format_json(report))
+        (folder / "report.md").write_text(format_markdown(report))
     except OSError as error:
         fix = f"make room; {JOURNAL} is kept, and --resume writes the report from it"
         raise EvaluationError(f"{folder}: {error.strerror} -> {fix}") from None
     return report
-
-
-def format_report(report: Report, suffix: _Suffix) -> str:
-    """The report as a file; JSON without the states that were sent, which the journal contains."""
-    if suffix != "json":
-        render = render_document if suffix == "html" else render_markdown
-        return render(build_document(report))
-    content = report.model_dump(
-        mode="json",
-        exclude={"rows": {"__all__": {"case": {"pruning"}}}, "refused": {"__all__": {"pruning"}}},
-    )
-    return json.dumps({"valid": report.valid, **content}, indent=1) + "\n"
 
 
 FULL = Case(name="full", arm="full", label="full", pruning={"enabled": False})
@@ -216,26 +199,26 @@ def build_cases(names: Sequence[str], budgets: Sequence[int]) -> list[Case]:
         for name in names
         for state in (map(residual_on, BASE_POLICIES) if name == "all" else [load_state(name)])
     ]
-    cases = [FULL]
+    cases = {FULL.name: FULL}
+
+    def add(case: Case) -> Case:
+        return cases.setdefault(case.name, case)
+
     for budget in budgets:
-        cases += [control_case("random", budget), control_case("resized", budget)]
+        add(control_case("random", budget))
+        add(control_case("resized", budget))
         for state in states:
             # The base policy of the state with the same parameters, and no exchange.
             policy = state.base_policy
             data = load_state(policy.name).model_dump(mode="json")
             alone = load_state(data | {"base_policy": policy.model_dump(mode="json")})
-            base = prune_case(f"{alone.name}@{budget}", "base", alone.name, alone, budget)
-            cases.append(base)
+            base = add(prune_case(f"{alone.name}@{budget}", "base", alone.name, alone, budget))
             if state.digest != alone.digest:
-                arm: Arm = "found"
-                if state.digest == residual_on(policy.name).digest:
-                    arm = "autoprune"
+                shipped = state.digest == residual_on(policy.name).digest
+                arm: Arm = "autoprune" if shipped else "found"
                 name = f"{state.name}@{budget}"
-                cases.append(prune_case(name, arm, state.name, state, budget, base.name))
-    unique: dict[str, Case] = {}
-    for case in cases:
-        unique.setdefault(case.name, case)
-    return list(unique.values())
+                add(prune_case(name, arm, state.name, state, budget, base.name))
+    return list(cases.values())
 
 
 def check_server(

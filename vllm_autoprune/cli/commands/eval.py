@@ -112,12 +112,13 @@ def run_suite(suite: Suite, folder: Path, options: argparse.Namespace) -> int:
     if options.dry_run:
         print("\n".join(suite.plan()))
         return 0
-    from vllm_autoprune.evaluation.run import Progress, evaluate, format_report
+    from vllm_autoprune.evaluation.report import format_json, format_markdown
+    from vllm_autoprune.evaluation.run import Progress, evaluate
 
     progress = Progress(lambda line: print(line, file=sys.stderr, flush=True))
     report = evaluate(suite, folder, resume=options.resume, progress=progress)
-    print(format_report(report, "json" if options.json else "md"), end="")
-    print(f"{folder}/: report.html, report.md, report.json, samples.jsonl", file=sys.stderr)
+    print(format_json(report) if options.json else format_markdown(report), end="")
+    print(f"{folder}/: report.md, report.json, samples.jsonl", file=sys.stderr)
     return 0 if report.valid else 1
 
 
