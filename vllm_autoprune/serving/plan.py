@@ -296,7 +296,6 @@ def peek_plan(item: MultiModalKwargsItem | None) -> tuple[bool, int] | None:
 # Sent with every image that needs it, because an API server cannot know which states a worker has
 # already received; a kilobyte is small compared with the pixels.
 
-
 MAX_CACHED_STATES = 256
 """States that a process caches, the least recently used dropped first."""
 

@@ -92,10 +92,6 @@ class RequestRules:
         """Whether requests may set the fields that a level adds."""
         return LEVELS.index(level) <= LEVELS.index(self.level)
 
-    def contains(self, budget: int) -> bool:
-        """Whether requests may ask for so many tokens of an image."""
-        return self.minimum <= budget <= self.maximum
-
     def for_processed_inputs(self) -> RequestRules:
         """The rules of inputs that a client processed: without the flag they may set nothing.
 
@@ -113,7 +109,6 @@ DEFAULT_RULES = RequestRules()
 
 
 # Description of a CLIP text tower: path, sign of its relevance, sizes. Loads no weights.
-
 
 SIGN_KEY = "autoprune_relevance_sign"
 """Key of a CLIP ``config.json`` that states the direction; +1 or -1."""

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 # Registration of the pruned model class, its processor and renderer, in each process.
 
-
 _ACTIVATION = "autoprune_activation"
 
 _active: set[str] = set()
@@ -105,7 +104,6 @@ def sleep_problem(model_config: ModelConfig, level: int) -> str | None:
 
 
 # Settings resolved to a served state on the model config; reports all problems at once.
-
 
 logger = logging.getLogger("vllm.autoprune")
 

@@ -38,8 +38,7 @@ def test_shares_sum_to_the_total_and_never_exceed_what_each_has(
     budgets = split_shared_budget(total, sizes)
     assert sum(budgets) == min(total, sum(sizes))
     assert all(0 <= budget <= size for budget, size in zip(budgets, sizes, strict=True))
-    if total >= len(sizes):
-        assert min(budgets) >= 1
+    assert total < len(sizes) or min(budgets) >= 1
     # An image that could take more has at least what any other has, but for the remainder.
     unfilled = [budget for budget, size in zip(budgets, sizes, strict=True) if budget < size]
     assert all(max(budgets) - budget <= 1 for budget in unfilled)
@@ -71,27 +70,17 @@ def test_deltas_of_a_turn_follow_its_last_image() -> None:
     assert split_slots(ids, TOKEN, [*slots, recalled], 16) == (
         [TEXT, TOKEN, TEXT, *[TOKEN] * 3, TEXT, *[TOKEN] * 2, TEXT, TOKEN],
         [
-            Slot(0, 10, "core", 10),
-            Slot(1, 20, "core", 20),
-            Slot(0, 10, "delta", 10),
-            Slot(1, 20, "delta", 20),
-            Slot(2, 33, "core", 33),
-            Slot(2, 7, "delta", 33),
-            recalled,
+            *(Slot(0, 10, "core", 10), Slot(1, 20, "core", 20)),
+            *(Slot(0, 10, "delta", 10), Slot(1, 20, "delta", 20)),
+            *(Slot(2, 33, "core", 33), Slot(2, 7, "delta", 33), recalled),
         ],
     )
-
-
-@pytest.mark.parametrize(
-    ("ids", "slot"),
-    [
+    for image_ids, slot in (
         ([TEXT, TOKEN], Slot(0, 40)),  # no core
         ([TEXT, TOKEN], Slot(0, 10, core=5)),  # no edge of a block inside
         ([TOKEN, TOKEN], Slot(0, 40, core=20)),  # image tokens that no image stands for
-    ],
-)
-def test_what_shares_nothing_is_not_split(ids: list[int], slot: Slot) -> None:
-    assert split_slots(ids, TOKEN, [slot], 16) is None
+    ):
+        assert split_slots(image_ids, TOKEN, [slot], 16) is None
 
 
 @given(
@@ -109,10 +98,7 @@ def test_every_image_keeps_its_budget_and_the_text_stays(
     for i, (budget, core, turn, words) in enumerate(drawn):
         images.append(Slot(i, budget, core=min(core, budget - 1), turn=turn))
         ids += [TEXT] * words + [TOKEN]
-    split = split_slots([*ids, TEXT], TOKEN, images, block)
-    if split is None:
-        return
-    new_ids, slots = split
+    new_ids, slots = split_slots([*ids, TEXT], TOKEN, images, block) or ([*ids, TEXT], images)
     assert new_ids.count(TEXT) == ids.count(TEXT) + 1
     assert new_ids.count(TOKEN) == len(slots)
     for image in images:
@@ -120,16 +106,14 @@ def test_every_image_keeps_its_budget_and_the_text_stays(
         assert [slot.part for slot in of_image] in (["whole"], ["core", "delta"])
         assert sum(slot.budget for slot in of_image) == image.budget
         assert all(slot.budget > 0 for slot in of_image)
-    # The last core of a turn, which deltas follow, ends on the edge of a block.
-    position, unread = 0, iter(slots)
-    before: Slot | None = None
+    # The last core of a turn, which its delta follows, ends on the edge of a block.
+    position, unread, before = 0, iter(slots), Slot(-1, 0)
     for token in new_ids:
-        slot = next(unread) if token == TOKEN else None
-        if before is not None and before.part == "core" and slot is not None:
-            last = slot.part == "delta" and slot.image == before.image
-            assert position % block == 0 or not last
-        position += 1 if slot is None else slot.budget
-        before = slot or before
+        slot = next(unread) if token == TOKEN else Slot(-1, 1)
+        if (before.part, before.image) == ("core", slot.image):
+            assert position % block == 0
+        position += slot.budget
+        before = slot
 
 
 # ---- recall ----
@@ -163,9 +147,8 @@ LARGE_TWICE = ((8, 144), (8, 144))
 def test_a_turn_splits_its_tokens_over_the_images_before_it(
     later: list[RecallTurn], tokens: int, sizes: Any, contents: str, slots: list[Any]
 ) -> None:
-    assert choose_recalls(later, tokens, plans(*sizes), contents) == [
-        recalled(*slot) for slot in slots
-    ]
+    expected = [recalled(*slot) for slot in slots]
+    assert choose_recalls(later, tokens, plans(*sizes), contents) == expected
 
 
 def test_later_turns_do_not_change_what_earlier_ones_recall() -> None:
@@ -199,14 +182,9 @@ def test_marks_become_an_image_token_for_every_item() -> None:
         [1, TOKEN, 2, TOKEN, 3, 4, TOKEN, 5, TOKEN, TOKEN],
         [images[0], slots[0], images[1], *slots[1:]],
     )
-
-
-@pytest.mark.parametrize(
-    ("marks", "later"), [(1, turns(1)), (3, turns(1)), (3, turns(1, 3)), (2, turns(2))]
-)
-def test_marks_that_do_not_fit_the_prompt_are_refused(marks: int, later: list[RecallTurn]) -> None:
-    with pytest.raises(RequestError, match="recall_turns"):
-        expand_marks([TOKEN] * marks, TOKEN, [Slot(0, 8)], later, [])
+    for marks, later in ((1, turns(1)), (3, turns(1)), (3, turns(1, 3)), (2, turns(2))):
+        with pytest.raises(RequestError, match="recall_turns"):
+            expand_marks([TOKEN] * marks, TOKEN, [Slot(0, 8)], later, [])
 
 
 def test_recalls_stay_within_the_range_of_requests(folder: Any) -> None:

@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.glm4v.image_processing_glm4v import smart_resize
 from vllm.multimodal.parse import ImageSize
+from vllm.multimodal.processing import ProcessorInputs
+from vllm.multimodal.processing.context import TimingContext
 
 from tests.serving.unit.samples import (
     LARGE,
     OTHER,
     SMALL,
-    Processed,
     Sender,
     picture,
     processing,
@@ -38,11 +39,8 @@ from vllm_autoprune.serving.settings import RequestRules
 pytestmark = pytest.mark.compat
 
 
-def apply(sender: Sender, modality: str, data: Any, name: str | None, **kwargs: object) -> str:
+def identify(sender: Sender, modality: str, data: Any, name: str | None, **kwargs: object) -> str:
     """Identity of one input that is sent under a name."""
-    from vllm.multimodal.processing import ProcessorInputs
-    from vllm.multimodal.processing.context import TimingContext
-
     inputs = ProcessorInputs(
         sender.info.get_tokenizer().encode(f"user <|{modality}_pad|> what"),
         sender.info.parse_mm_data({modality: [data]}),
@@ -55,8 +53,6 @@ def apply(sender: Sender, modality: str, data: Any, name: str | None, **kwargs: 
 
 
 def stock_identity(sender: Sender, image: Any) -> str:
-    from vllm.multimodal.processing import ProcessorInputs
-
     inputs = ProcessorInputs([], sender.info.parse_mm_data({"image": [image]}))
     (identity,) = inputs.get_mm_hashes(sender.info.model_id, "blake3")["image"]
     return str(identity)
@@ -73,11 +69,7 @@ def test_features_are_cached_by_content_and_not_by_uuid(without_cache: Sender) -
     assert unnamed.keys == one_name.keys
     assert len({*unnamed.keys, NO_KEY}) == 3
     assert counted.keys == unnamed.keys[:1]
-
-
-def test_an_unpruned_image_has_the_stock_identity_and_is_not_cached(
-    without_cache: Sender,
-) -> None:
+    # An unpruned image is what it is in stock vLLM, and its features are not kept.
     sent = without_cache.send([SMALL, LARGE], ["x", "x"])
     assert sent.identities[0] == stock_identity(without_cache, SMALL) != sent.identities[1]
     assert sent.keys[0] == NO_KEY != sent.keys[1]
@@ -88,17 +80,18 @@ def test_an_unpruned_image_has_the_stock_identity_and_is_not_cached(
 def test_no_uuid_is_the_identity_of_an_image(folder: Any, modality: str) -> None:
     """Whoever knows a public image can compute both of its identities, and send other pixels."""
     sender = Sender(folder, budget=8, rules=RequestRules("budget", explicit=True))
-    public = sender.send([LARGE])
+    public = [*sender.send([LARGE]).identities, stock_identity(sender, LARGE)]
     video = numpy.zeros((4, 56, 56, 3), numpy.uint8), {"fps": 2.0, "total_num_frames": 4}
-    data = OTHER if modality == "image" else video
-    for name in (*public.identities, stock_identity(sender, LARGE), stock_identity(sender, OTHER)):
-        identity = apply(sender, modality, data, name, autoprune={"enabled": False})
-        assert identity not in (*public.identities, stock_identity(sender, LARGE))
-        if modality == "image":
-            assert identity == stock_identity(sender, OTHER)
+    for name in (*public, stock_identity(sender, OTHER)):
+        data = OTHER if modality == "image" else video
+        identity = identify(sender, modality, data, name, autoprune={"enabled": False})
+        assert identity not in public
+        assert modality == "video" or identity == stock_identity(sender, OTHER)
 
 
-def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(sender: Sender) -> None:
+def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(
+    sender: Sender, folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = sender.send([LARGE], ["x"])
     assert sender.send([None], ["x"]) == replace(before, data=[None])
     for uuid, salt in (("y", ""), ("x", "a tenant")):
@@ -106,17 +99,13 @@ def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(sender: Sende
             sender.send([None], [uuid], salt)
     second = sender.send([OTHER], ["x"])
     assert sender.send([None], ["x"]).identities == second.identities != before.identities
-
-
-def test_the_least_recently_used_uuids_are_forgotten_first(
-    folder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # The least recently used are forgotten first.
     monkeypatch.setattr(planner, "_MAX_NAMES", 2)
-    sender = Sender(folder, budget=8).with_cache()
+    forgetful = Sender(folder, budget=8).with_cache()
     for image, name in ((LARGE, "x"), (OTHER, "y"), (None, "x"), (SMALL, "z"), (None, "x")):
-        sender.send([image], [name])
+        forgetful.send([image], [name])
     with pytest.raises(ValueError, match="data is not provided"):
-        sender.send([None], ["y"])
+        forgetful.send([None], ["y"])
 
 
 def test_tenants_of_two_salts_share_nothing(sender: Sender) -> None:
@@ -127,20 +116,13 @@ def test_tenants_of_two_salts_share_nothing(sender: Sender) -> None:
     assert sender.send([LARGE], salt="a").sent == [False]
     # A salt that a request writes itself is none.
     entry = {SALT: "a", REQUEST_FIELD: {"instructions": ["what"]}}
-    assert [apply(sender, "image", LARGE, None, **entry)] == sent[0].identities
+    assert [identify(sender, "image", LARGE, None, **entry)] == sent[0].identities
 
 
 def test_a_random_keep_is_drawn_from_content(without_cache: Sender) -> None:
-    draws = [
-        without_cache.send([image], [uuid], salt, keep="random").plans[0]
-        for image, uuid, salt in (
-            (LARGE, "one", ""),
-            (LARGE, "two", ""),
-            (LARGE, "one", "tenant"),
-            (OTHER, "one", ""),
-        )
-    ]
-    before, renamed, salted, other = [plan.key[0] for plan in draws]
+    sources = ((LARGE, "one", ""), (LARGE, "two", ""), (LARGE, "one", "tenant"), (OTHER, "one", ""))
+    draws = [without_cache.send([image], [u], s, keep="random").keys[0] for image, u, s in sources]
+    before, renamed, salted, other = [content for content, _ in draws]
     assert before == renamed == salted != other
     with pytest.raises(RequestError, match="drawn from pixels"):
         without_cache.send([None], ["one"], keep="random")
@@ -266,22 +248,17 @@ def test_recall_is_refused_where_an_image_cannot_be_several_items() -> None:
 UNIT = 28
 
 
-def resized(sender: Sender, image: Any, budget: int, **entry: Any) -> Processed:
-    return sender.send([image], budget=budget, keep="resized", **entry)
-
-
 def test_a_resized_image_is_shared_by_questions_and_by_nothing_else(folder: Any) -> None:
     sender = Sender(folder, budget=8).with_cache()
-    before = resized(sender, LARGE, 20)
-    asked = resized(sender, LARGE, 20, instructions=["how many"])
+    before = sender.send([LARGE], keep="resized", budget=20)
+    asked = sender.send([LARGE], keep="resized", budget=20, instructions=["how many"])
     assert asked.identities == before.identities
     assert asked.sent == [False], "vLLM's cache has it"
     others = [
-        resized(sender, LARGE, 8),
-        resized(sender, OTHER, 20),
-        resized(sender, LARGE, 20, salt="tenant"),
-        sender.send([LARGE], budget=16),
-        sender.send([LARGE], budget=16, keep="random"),
+        sender.send([LARGE], keep="resized", budget=8),
+        sender.send([OTHER], keep="resized", budget=20),
+        sender.send([LARGE], keep="resized", budget=20, salt="tenant"),
+        *(sender.send([LARGE], budget=16, keep=keep) for keep in ("state", "random")),
         sender.send([LARGE], budget=64),
     ]
     assert len({made.identities[0] for made in (before, *others)}) == 7
@@ -290,9 +267,9 @@ def test_a_resized_image_is_shared_by_questions_and_by_nothing_else(folder: Any)
 def test_what_cannot_be_resized_is_refused(folder: Any) -> None:
     sender: Any = Sender(folder, budget=8, options={"min_pixels": 4 * UNIT**2})
     with pytest.raises(RequestError, match="makes at least 4 tokens -> ask for 4 or more"):
-        resized(sender, LARGE, 3)
+        sender.send([LARGE], keep="resized", budget=3)
     with pytest.raises(RequestError, match="send it as a picture"):
-        resized(sender, numpy.zeros((3, 224, 224), numpy.uint8), 8)
+        sender.send([numpy.zeros((3, 224, 224), numpy.uint8)], keep="resized", budget=8)
 
 
 @given(st.integers(28, 4000), st.integers(28, 4000), st.integers(1, 200))

@@ -167,36 +167,25 @@ BUDGET, STATE = "x-autoprune-budget", "x-autoprune-state"
 
 
 @pytest.mark.parametrize(
-    ("text", "budget"),
-    [("64", 64), ("[64, 32]", [64, 32]), ('{"shared": 96}', {"shared": 96}), ("0", 0)],
+    ("text", "budget"), [("64", 64), ("[64, 32]", [64, 32]), ('{"shared": 96}', {"shared": 96})]
 )
 def test_a_header_says_what_the_entry_says_and_agrees_with_it(text: str, budget: object) -> None:
     fields: dict[str, object] = {"budget": budget, "state": "visionzip"}
     headers = [(BUDGET, text), (STATE, "visionzip")]
-    for entry in (None, {}, {"budget": None}, {"budget": budget}, {"state": "visionzip"}):
-        assert join_headers(entry, headers) == fields
+    for agreeing in (None, {"budget": None}, {"budget": budget}, {"state": "visionzip"}):
+        assert join_headers(agreeing, headers) == fields
     assert join_headers({"keep": "state"}, headers) == {"keep": "state", **fields}
-    with pytest.raises(RequestError, match="send one of the two"):
-        join_headers({"budget": 63}, headers)
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        *([(BUDGET, text)] for text in ("", "8.5", "null", "{}")),
-        [(BUDGET, "9" * 5000)],
-        [(BUDGET, "[" * 5000)],
-        [(BUDGET, "8"), (BUDGET, "8")],
-        [("x-autoprune", "8")],
-    ],
-    ids=lambda headers: f"{len(headers)} {headers[0][0]} {headers[0][1][:5]} {len(headers[0][1])}",
-)
-def test_a_malformed_header_is_refused_on_a_short_line(headers: list[tuple[str, str]]) -> None:
-    with pytest.raises(RequestError) as caught:
-        join_headers({}, headers)
-    (problem,) = caught.value.problems
-    assert problem.where.startswith("header x-autoprune")
-    assert problem.fix and len(str(problem)) < 200
+    for entry, malformed in (
+        ({"budget": 63}, headers),
+        *(({}, [(BUDGET, junk)]) for junk in ("null", "{}", "9" * 5000, "[" * 5000)),
+        ({}, [headers[0]] * 2),
+        ({}, [("x-autoprune", "8")]),
+    ):
+        with pytest.raises(RequestError) as caught:
+            join_headers(entry, malformed)
+        (problem,) = caught.value.problems
+        assert problem.where.startswith("header x-autoprune")
+        assert problem.fix and len(str(problem)) < 200
 
 
 def test_each_request_sees_its_own_headers() -> None:

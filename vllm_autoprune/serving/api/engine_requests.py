@@ -99,7 +99,6 @@ def count_request(
 # (``MultiModalCacheMissError``). Here rendering reads the cache, and the hand-over to the engine
 # changes it.
 
-
 _Tensors = Mapping[str, "MultiModalFieldElem"]
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 # Parts of OpenAI-style messages, whatever a client sends as one.
 
-
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image_url", "image", "image_pil", "input_image", "image_embeds")
 _WORD_PARTS = ("refusal", "thinking", "tool_reference")
@@ -64,7 +63,6 @@ def _has_role(message: object, role: str) -> bool:
 #
 # The instruction is the text of the user turn that holds the image; of a turn without text, and of
 # a tool's result, whose text asks nothing, what was said before.
-
 
 _LAST_IDS = 4 * RELEVANCE_IDS
 """Token ids of a prompt that are decoded, far more than are used of the text."""
@@ -195,7 +193,6 @@ def mark_recall_turns(
 
 # Tokenization of the instruction, once for each input that reads it, bounded in length.
 
-
 MAX_CHARACTERS = 16 * RELEVANCE_IDS
 """Characters of an instruction that are tokenized: its last ones, from the beginning of a word.
 
@@ -262,7 +259,6 @@ class InstructionTokenizer:
 
 
 # Words of a question that say what it is about, as MMTok's code chooses them.
-
 
 _ENDINGS = (
     "Answer the question using a single word or phrase.",

@@ -190,7 +190,6 @@ def align_core(start: int, budget: int, core: int, block: int) -> int:
 # The chat renderer marks these turns with an image token each, before the chat template is applied;
 # the processor gives every mark its items, one for each image.
 
-
 _MAX_TURNS = 256
 """Turns of a conversation that may recall, the first ones: more would take seconds to plan."""
 

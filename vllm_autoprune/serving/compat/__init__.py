@@ -56,7 +56,6 @@ def require_vllm() -> None:
 
 # Names within vLLM: declared where they are used, looked up at start-up and by the doctor.
 
-
 _ROOM = "vllm_autoprune.serving"
 
 _USERS = (
@@ -167,7 +166,6 @@ def require_hooks(stock: str, family: str) -> None:
 
 
 # Patches that several processes use.
-
 
 MARK = "_vllm_autoprune_shim"
 """Attribute of a function that replaces one of vLLM's."""
