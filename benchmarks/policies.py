@@ -8,33 +8,22 @@ in the provenance of its file.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
-import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
-from benchmarks.yardsticks.engine import answer_questions, open_engine
-from benchmarks.yardsticks.examples import (
-    CHECKPOINTS,
-    Example,
-    draw_examples,
-    grade_answers,
-    is_right,
-    weights_digest,
-)
+from benchmarks.yardsticks.examples import CHECKPOINTS, weights_digest
 from vllm_autoprune import PruningState, load_state, materialize
 from vllm_autoprune.backbones import BACKBONE_SHAPES
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.evaluation.journal import RESIZED
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Table
-from vllm_autoprune.statistics import ClusterBootstrap, Estimate, estimate
+from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.transfer import instruction_free, transfer
 
@@ -61,17 +50,11 @@ QUOTAS = (0, 1, 2, 4, 8, 16, 32)
 
 _MEASURED = (16, 8)
 """The values of K at which states are measured."""
-_RELEASED = (
-    "The policy that the paper's authors released, number for number: AIM-ResearchLab/AutoPrune, "
-    "openevolve/policies/final/autoprune_llava15_mme_k32_merge.yaml."
-)
+_OUT = Path("out/eval/policies")
 _EVALUATED_ON = (
     "the embedded mini-LLaVA through vLLM on a CPU, test split, every kind of question, "
     "greedy; K is given by the request; `python -m benchmarks.policies measure`"
 )
-# A quiet engine in this process, because many are started one after another.
-_ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
-           "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}  # fmt: skip
 _LINE_WIDTH = 96
 
 _JsonObject = dict[str, JsonValue]
@@ -111,12 +94,10 @@ class Evidence(FrozenModel):
 def build_states(folder: Path = POLICIES) -> list[PruningState]:
     """Every shipped state, the source first; it and search results are read."""
     source, *results = (load_state(folder / f"{name}.json") for name in (SOURCE, *SEARCH_RESULTS))
-    provenance = source.provenance.model_copy(update={"found_by": _RELEASED})
-    source = source.model_copy(update={"provenance": provenance})
     document: _JsonObject = json.loads(source.dumps())
 
     def edit(
-        name: str, notes: str, changes: _JsonObject, found_by: str = _RELEASED
+        name: str, notes: str, changes: _JsonObject, found_by: str = source.provenance.found_by
     ) -> PruningState:
         provenance: _JsonObject = {"found_by": found_by, "notes": notes}
         return load_state({**document, "name": name, "provenance": provenance, **changes})
@@ -126,22 +107,22 @@ def build_states(folder: Path = POLICIES) -> list[PruningState]:
         for budget in budgets:
             name = f"{SOURCE}-{backbone}-k{budget}"
             states.append(transfer(source, budget, BACKBONE_SHAPES[backbone], name)[0])
-    pool: _JsonObject = {"pool": [{"atom": "quality_pool_builder"}]}
-    alone: dict[str, _JsonObject] = {
-        policy: {
+
+    def alone(policy: str) -> _JsonObject:
+        return {
             "base_policy": {"name": policy, "params": {}},
             "scoring": _UNUSED_SCORING,
             "reassembly": {"atom": "mean_residual"},
             "constraints": {**pool, "selector": {"atom": "reference_strict_preservation_selector"}},
         }
-        for policy in BASE_POLICIES
-    }
-    authors = "The authors of the method; parameters as they published them where nothing else is "
-    for policy, changes in alone.items():
-        notes = f"The base policy {policy} alone. {BASE_POLICIES[policy].doc}"
-        states.append(edit(policy, notes, changes, f"{authors}said."))
+
+    pool: _JsonObject = {"pool": [{"atom": "quality_pool_builder"}]}
+    found_by = "The authors of the method; parameters as they published them where nothing else is "
+    for name, policy in BASE_POLICIES.items():
+        notes = f"The base policy {name} alone. {policy.doc}"
+        states.append(edit(name, notes, alone(name), f"{found_by}said."))
     norm: _JsonObject = {
-        **alone["divprune"],
+        **alone("divprune"),
         "scoring": {**_UNUSED_SCORING, "signals": [{"atom": "visual_token_norm_saliency"}]},
         "constraints": {**pool, "selector": {"atom": "quality_topk_selector"}},
     }
@@ -164,13 +145,8 @@ def build_states(folder: Path = POLICIES) -> list[PruningState]:
         "cdpruner given these."
     )
     found_by = "The authors of the two methods; the split is ours."
-    states.append(edit("shared-core", notes, {**alone["cdpruner"], "core": core}, found_by))
+    states.append(edit("shared-core", notes, {**alone("cdpruner"), "core": core}, found_by))
     return states
-
-
-def _is_transferred(name: str) -> bool:
-    """Whether a state is the source for another backbone and another K."""
-    return name.startswith(f"{SOURCE}-")
 
 
 def _carries_evidence(name: str) -> bool:
@@ -178,7 +154,9 @@ def _carries_evidence(name: str) -> bool:
 
     Not for one that a search found on another model: its evidence is of both yardsticks.
     """
-    return not _is_transferred(name) and SEARCH_RESULTS.get(name, "mini-LLaVA") == "mini-LLaVA"
+    return (
+        not name.startswith(f"{SOURCE}-") and SEARCH_RESULTS.get(name, "mini-LLaVA") == "mini-LLaVA"
+    )
 
 
 def read_evidence(state: PruningState) -> Evidence | None:
@@ -239,111 +217,79 @@ def _behaviour(state: PruningState) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-Answers = Mapping[int, tuple[Sequence[str], float]]
-"""At each K the answers to all questions, and the mean number of prompt tokens."""
+def measure(folder: Path, scenes: int, *more: str) -> int:
+    """Measure states without valid evidence through vLLM, and write it into their files.
 
-
-def measure(folder: Path, scenes: int) -> None:
-    """Measure states without valid evidence; each file is written at once, so none is lost.
-
-    Evidence is valid if it was measured on this model, with the resize control, and the state has
-    not changed since.
+    Evidence is valid if it was measured on this model and the state has not changed since. ``more``
+    are options of `python -m benchmarks.accuracy.minillava`, whose exit status is returned.
     """
-    os.environ.update(_ENGINE)
-    examples = draw_examples("test", scenes)
+    from benchmarks.accuracy import minillava  # it reads the names of this module
+
     model = f"mini-LLaVA {weights_digest(CHECKPOINTS['minillava'])}"
-    measured: dict[str, Evidence] = {}
-    resized: Answers = {}
-    for name in sorted(filter(_carries_evidence, (state.name for state in build_states(folder)))):
-        state = load_state(folder / f"{name}.json")
-        behaviour = _behaviour(state)
-        evidence = measured.get(behaviour) or read_evidence(state)
-        if (
-            evidence is None
-            or (evidence.model, evidence.behaviour) != (model, behaviour)
-            or any(row.less_resized is None for row in evidence.rows)
-        ):
-            print(f"{name} ...", file=sys.stderr, flush=True)
-            resized = resized or _ask(load_state(folder / f"{SOURCE}.json"), examples, "resized")
-            rows = build_rows(examples, _ask(state, examples), resized)
-            count = len(examples)
-            evidence = Evidence(model=model, questions=count, behaviour=behaviour, rows=rows)
-            print("   ", *(f"K={row.budget}: {row.accuracy}" for row in rows), file=sys.stderr)
-        measured[behaviour] = evidence
-        write_state(state, folder / f"{name}.json", evidence)
+    states = {}
+    for state in build_states(folder):
+        evidence = read_evidence(load_state(folder / f"{state.name}.json"))
+        measured = evidence and (evidence.model, evidence.behaviour) == (model, _behaviour(state))
+        if _carries_evidence(state.name) and not measured:
+            states[state.name] = state
+    if not states:
+        return 0
+    call = ["--state", *states, "--budgets", *map(str, _MEASURED), "--scenes", str(scenes)]
+    status = minillava.main([*call, "--out", str(_OUT), "--resume", *more])
+    if status == 0:
+        report = json.loads((_OUT / "report.json").read_text())
+        for name, evidence in build_evidence(report, model, states.values()).items():
+            write_state(states[name], folder / f"{name}.json", evidence)
+    return status
 
 
-def _ask(state: PruningState, examples: Sequence[Example], keep: str = "state") -> Answers:
-    """Ask every question at every K; ``keep`` may be a control instead of the state.
-
-    States are measured one after another in this process, because importing vLLM takes most of the
-    time to start an engine.
-    """
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    engine, answers = open_engine(settings={"state": json.loads(state.dumps())}), {}
-    try:
+def build_evidence(
+    report: Mapping[str, Any], model: str, states: Iterable[PruningState]
+) -> dict[str, Evidence]:
+    """Evidence by state of a report of mini-LLaVA, with the paired difference to resizing."""
+    rows = {row["case"]["name"]: row for row in report["rows"]}
+    evidence = {}
+    for state in states:
+        measured = []
         for budget in _MEASURED:
-            entries = [{"budget": budget, "keep": keep}] * len(examples)
-            outputs = answer_questions(engine, examples, entries)
-            length = fmean(len(output.prompt_token_ids or ()) for output in outputs)
-            answers[budget] = ([output.outputs[0].text for output in outputs], round(length, 1))
-    finally:
-        del engine
-        gc.collect()
-        cleanup_dist_env_and_memory()
-    return answers
-
-
-def build_rows(examples: Sequence[Example], answers: Answers, resized: Answers) -> tuple[Row, ...]:
-    """Evidence by budget, with the paired difference to the resize control."""
-    bootstrap = ClusterBootstrap([example.image_id for example in examples])
-    rows = []
-    for budget, (texts, length) in answers.items():
-        controls = resized[budget][0]
-        grades, control = grade_answers(examples, texts), grade_answers(examples, controls)
-        gains = [
-            100.0 * (is_right(text, example.answer) - is_right(other, example.answer))
-            for example, text, other in zip(examples, texts, controls, strict=True)
-        ]
-        rows.append(
-            Row(
+            row, control = (rows[f"{name}@{budget}"] for name in (state.name, "resized"))
+            measured.append(Row(
                 budget=budget,
-                accuracy=round(100 * grades.accuracy, 2),
-                accuracy_plus=round(100 * grades.accuracy_plus, 2),
-                prompt_tokens=length,
-                resized=round(100 * control.accuracy, 2),
-                less_resized=estimate(bootstrap.mean(gains)).rounded(2),
-            )
+                accuracy=round(row["accuracy"]["value"], 2),
+                accuracy_plus=round(row["accuracy_plus"], 2),
+                prompt_tokens=round(row["prompt_tokens"], 1),
+                resized=round(control["accuracy"]["value"], 2),
+                less_resized=Estimate(**row["to_resized"]["accuracy"]).rounded(2),
+            ))  # fmt: skip
+        evidence[state.name] = Evidence(
+            model=model,
+            questions=report["questions"],
+            behaviour=_behaviour(state),
+            rows=tuple(measured),
         )
-    return tuple(rows)
+    return evidence
 
 
 def as_markdown() -> str:
     """One row per state; the transferred states behave as their source and share its row."""
     states = [load_state(state.name) for state in build_states()]
-    evidence = {state.name: read_evidence(state) for state in states}
-    measured = [scores for scores in evidence.values() if scores]
-    controls = {
-        row.budget: row.resized for scores in measured for row in scores.rows if row.resized
+    evidence = {state.name: scores for state in states if (scores := read_evidence(state))}
+    accuracy = {
+        (name, row.budget): row.accuracy for name, scores in evidence.items() for row in scores.rows
     }
-    budgets = sorted(controls, reverse=True)
-
-    def figures(accuracy: Mapping[int, float | None]) -> Iterator[str]:
-        for budget in budgets:
-            figure = accuracy.get(budget)
-            yield "not measured" if figure is None else f"{figure:.1f}"
-
-    rows = [(RESIZED, "no policy: all tokens pooled to K cells", *figures(controls))]
-    for state in states:
-        if not _is_transferred(state.name):
-            scores = evidence[state.name]
-            accuracy = {row.budget: row.accuracy for row in scores.rows} if scores else {}
-            rows.append((f"`{state.name}`", _describe(state), *figures(accuracy)))
-    columns = ("state", "what it is", *(f"K = {budget}" for budget in budgets))
-    table = Table("", columns, rows, "--" + "r" * len(budgets)).markdown()
-    transferred = [f"`{state.name}`" for state in states if _is_transferred(state.name)]
-    setups = sorted({(scores.model, scores.questions) for scores in measured})
+    for scores in evidence.values():
+        accuracy |= {(RESIZED, row.budget): row.resized for row in scores.rows if row.resized}
+    described = {RESIZED: "no policy: all tokens pooled to K cells"}
+    described |= {s.name: _describe(s) for s in states if not s.name.startswith(f"{SOURCE}-")}
+    rows = []
+    for name, text in described.items():
+        figures = (accuracy.get((name, budget)) for budget in _MEASURED)
+        cells = ("not measured" if figure is None else f"{figure:.1f}" for figure in figures)
+        rows.append((name if name == RESIZED else f"`{name}`", text, *cells))
+    columns = ("state", "what it is", *(f"K = {budget}" for budget in _MEASURED))
+    table = Table("", columns, rows, "--rr").markdown()
+    transferred = [f"`{state.name}`" for state in states if state.name not in described]
+    setups = sorted({(scores.model, scores.questions) for scores in evidence.values()})
     setup = "; ".join(f"{model}, {questions} questions" for model, questions in setups)
     return (
         f"{table}\n\nPer cent right, {setup}. `{SOURCE}` for the budgets and backbones "
@@ -379,10 +325,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measuring = commands.add_parser("measure", help=text)
     measuring.add_argument("--scenes", type=int, default=100, help="scenes of the test split")
     options = parser.parse_args(arguments)
-    if options.command == "build":
-        build(POLICIES)
-    else:
-        measure(POLICIES, options.scenes)
+    if options.command == "measure":
+        return measure(POLICIES, options.scenes)
+    build(POLICIES)
     return 0
 
 

@@ -8,18 +8,16 @@ selection and a pass of the language model, so hundreds of cases take minutes.
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import compress
 from pathlib import Path
-from typing import Final
+from statistics import fmean
 
 import torch
-from pydantic import TypeAdapter
 
 from benchmarks.common.report import format_estimate
 from benchmarks.policies import SEARCH_RESULTS, SOURCE
@@ -32,14 +30,13 @@ from benchmarks.yardsticks.yardstick import (
     RANDOM,
     RESIZED,
     Case,
+    Scores,
     Yardstick,
     batches,
 )
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.evaluation.journal import EvaluationError
 from vllm_autoprune.evaluation.run import Progress
-from vllm_autoprune.record_file import FrozenModel, RecordFile
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, estimate
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -51,7 +48,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 _STATES = ("norm", SOURCE, "instruction-free", "shared-core", *SEARCH_RESULTS)
 """Shipped states that are measured beside every base policy alone."""
 
-_BEFORE: Final = "@merger_in"
+_BEFORE = "@merger_in"
 """Behind the name of a case: the state ranks tokens by what enters the patch merger."""
 
 _WITHOUT_FEATURES = ("mmtok", "scope", "prunesid", "holov")
@@ -82,76 +79,6 @@ def build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
     return [case for case in cases if not names or case.name in {*names, FULL, RESIZED}]
 
 
-class _BatchScores(FrozenModel):
-    """Scores of one case on one batch of questions.
-
-    ``right`` has a digit 0 or 1 for each question; ``model`` and ``questions`` identify what was
-    measured, so that scores of other weights or questions are not used.
-    """
-
-    model: str
-    questions: str
-    case: str
-    right: str
-    logprob: tuple[float, ...]
-    tokens: int
-
-
-_SCORES: TypeAdapter[_BatchScores] = TypeAdapter(_BatchScores)
-
-
-def _digest(batch: Sequence[Example]) -> str:
-    """Identifies the questions, answers and images of a batch."""
-    digest = hashlib.sha256()
-    image = -1
-    for example in batch:
-        if example.image_id != image:
-            image = example.image_id
-            digest.update(example.image.numpy().tobytes())
-        digest.update(f"{example.question}\n{example.answer}\n".encode())
-    return digest.hexdigest()[:12]
-
-
-def measure(
-    yardstick: Yardstick, cases: Sequence[Case], examples: Sequence[Example], path: Path
-) -> list[Row]:
-    """Rows of all cases on the questions; what the journal at a path has is not measured again.
-
-    Cases are measured batch by batch, so that an interrupted run has few questions in all cases
-    rather than all questions in few.
-    """
-    progress = Progress(lambda line: print(f"{yardstick.key}: {line}", file=sys.stderr, flush=True))
-    groups = {_digest(batch): batch for batch in batches(yardstick, examples)}
-    with RecordFile(path, _SCORES, EvaluationError) as journal:
-        known = {(r.case, r.questions): r for r in journal.records if r.model == yardstick.model}
-        missing = {
-            digest: [case for case in cases if (case.key, digest) not in known] for digest in groups
-        }
-        total = len(groups) * len(cases)
-        progress.begin(total, total - sum(map(len, missing.values())))
-        for digest, unmeasured in missing.items():
-            if not unmeasured:
-                continue
-            encoded, records = yardstick.encode(groups[digest]), []
-            for case in unmeasured:
-                scores = encoded.score(case)
-                record = _BatchScores(
-                    model=yardstick.model,
-                    questions=digest,
-                    case=case.key,
-                    right="".join("01"[int(right)] for right in scores.right.tolist()),
-                    logprob=tuple(round(value, 4) for value in scores.logprob.tolist()),
-                    tokens=scores.tokens,
-                )
-                records.append(record)
-                known[case.key, digest] = record
-                progress.advance()
-            # Together, because every append waits for the disk.
-            journal.append(records)
-    results = {case.key: [known[case.key, digest] for digest in groups] for case in cases}
-    return list(_build_rows(yardstick, cases, examples, results))
-
-
 @dataclass(frozen=True)
 class Row:
     """One case on all questions, or on those of one category or kind; in per cent right.
@@ -178,17 +105,20 @@ class Row:
     less_default: Estimate | None
 
 
-def _build_rows(
-    yardstick: Yardstick,
-    cases: Sequence[Case],
-    examples: Sequence[Example],
-    results: Mapping[str, Sequence[_BatchScores]],
+def measure(
+    yardstick: Yardstick, cases: Sequence[Case], examples: Sequence[Example]
 ) -> Iterator[Row]:
     """Rows of every case: of all questions, of each category, and of each kind."""
-    rights = {
-        case.name + case.budget.label: [d == "1" for r in results[case.key] for d in r.right]
-        for case in cases
-    }
+    progress = Progress(lambda line: print(f"{yardstick.key}: {line}", file=sys.stderr, flush=True))
+    groups = list(batches(yardstick, examples))
+    progress.begin(len(groups) * len(cases))
+    scores: dict[tuple[str, str], list[Scores]] = {(c.name, c.budget.label): [] for c in cases}
+    for batch in groups:
+        encoded = yardstick.encode(batch)
+        for case in cases:
+            scores[case.name, case.budget.label].append(encoded.score(case))
+            progress.advance()
+    rights = {place: torch.cat([s.right for s in of]).tolist() for place, of in scores.items()}
     kinds = [(name, kind) for name, kinds in yardstick.categories.items() for kind in kinds]
     parts: list[tuple[str | None, str | None]] = [(None, None)]
     for category, kind in [*parts, *((name, None) for name in yardstick.categories), *kinds]:
@@ -203,27 +133,32 @@ def _build_rows(
             return estimate(100 * bootstrap.mean(values)).rounded(2)
 
         for case in cases:
-            scores, label = results[case.key], case.budget.label
-            right = list(compress(map(float, rights[case.name + label]), members))
-            logprob = list(compress((value for r in scores for value in r.logprob), members))
+            label = case.budget.label
+            right = list(compress(rights[case.name, label], members))
+            # Rounded one by one, as they were when the figures of the page were computed.
+            values = [round(v, 4) for s in scores[case.name, label] for v in s.logprob.tolist()]
             less: dict[str, Estimate | None] = {}
             for name in (RESIZED, case.base, yardstick.default):
-                other = None if name == case.name else rights.get(name + label)
+                other = None if name == case.name else rights.get((name, label))
                 pairs = zip(right, compress(other or [], members), strict=other is not None)
-                less[name] = percent([a - b for a, b in pairs]) if other else None
+                less[name] = percent([float(a) - b for a, b in pairs]) if other else None
+            reads = None
+            if case.state is not None:
+                most = max(16, case.state.budget.range()[1])
+                reads = materialize(case.state, most).reads_instruction
             yield Row(
                 yardstick=yardstick.name,
                 budget=label,
                 name=case.name,
-                reads_question=case.reads_question,
+                reads_question=reads,
                 digest="" if case.state is None else case.state.digest[:12],
                 category=category,
                 kind=kind,
                 questions=len(right),
                 images=len(set(images)),
-                tokens=round(sum(record.tokens for record in scores) / len(scores), 1),
+                tokens=round(fmean(s.tokens for s in scores[case.name, label]), 1),
                 accuracy=percent(right),
-                logprob=round(sum(logprob) / len(right), 3),
+                logprob=round(sum(compress(values, members)) / len(right), 3),
                 less_resized=less[RESIZED],
                 less_base=less[case.base],
                 less_default=less[yardstick.default],
@@ -262,11 +197,12 @@ def as_markdown(yardstick: Yardstick, rows: Sequence[Row]) -> str:
         f"{yardstick.model}; {full.questions} questions about {full.images} images of the test "
         f"split. With all tokens ({full.tokens:.1f} on average) {right} are right.\n",
     ]
-    for row in rows:
-        more, detailed = row.less_resized, row.budget == yardstick.eighth
-        if row.name != yardstick.default or row.kind is not None or more is None:
-            continue
-        if row.category is None or detailed:
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows[1:]:
+        more, default = row.less_resized, row.name == yardstick.default
+        # All questions, and at an eighth of the tokens each category.
+        detailed = row.category is None or row.budget == yardstick.eighth
+        if default and more and row.kind is None and detailed:
             verdict = "not decided"
             if more.low > 0:
                 verdict = f"`{row.name}` is better than resizing"
@@ -275,37 +211,32 @@ def as_markdown(yardstick: Yardstick, rows: Sequence[Row]) -> str:
             difference = f"{more.value:+.1f} ({more.low:+.1f} to {more.high:+.1f})"
             part = row.category or "all questions"
             lines.append(f"- {row.budget}, {part}: {difference}; {verdict}")
-    overall = [row for row in rows[1:] if row.category is None and not row.name.endswith(_BEFORE)]
-    budgets = list(dict.fromkeys(row.budget for row in overall))
-    cells: dict[str, dict[str, str]] = {}
-    for row in overall:
-        label = f"**{row.name}**" if row.name == yardstick.default else row.name
-        reads = {True: "read", False: "not read", None: ""}[row.reads_question]
-        figure, more = f"{row.accuracy.value:.1f}", row.less_resized
-        if more is not None:
-            width = max(more.high - more.value, more.value - more.low)
-            figure += f" {more.value:+.1f}±{width:.1f}"
-        cells.setdefault(row.name, {"": label, "question": reads})[row.budget] = figure
-    table = [
-        [at.get(column, "-") for column in ("", "question", *budgets)] for at in cells.values()
-    ]
-    columns, align = ("method", "question", *budgets), "--" + "r" * len(budgets)
-    return "\n".join([*lines, "", Table("", columns, table, align).markdown(), ""])
+        if row.category is None and not row.name.endswith(_BEFORE):
+            reads = {True: "read", False: "not read", None: ""}[row.reads_question]
+            figure = f"{row.accuracy.value:.1f}"
+            if more:
+                width = max(more.high - more.value, more.value - more.low)
+                figure += f" {more.value:+.1f}±{width:.1f}"
+            label = f"**{row.name}**" if default else row.name
+            cells.setdefault(row.name, {"": label, "question": reads})[row.budget] = figure
+    columns = ("", "question", *(budget.label for budget in yardstick.budgets))
+    table = [[method.get(column, "-") for column in columns] for method in cells.values()]
+    text = Table("", ("method", *columns[1:]), table, "--" + "r" * len(columns[2:])).markdown()
+    return "\n".join([*lines, "", text, ""])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, and print the table or write it into the documentation."""
+    """Measure, print the tables, and write them into the documentation where that is asked."""
     parser = CommandParser(
         prog="python -m benchmarks.accuracy.yardsticks",
-        description="Measure base policies, states and controls on mini-LLaVA and mini-Qwen3-VL. "
-        "A run that is stopped goes on when the command is repeated.",
+        description="Measure base policies, states and controls on mini-LLaVA and mini-Qwen3-VL.",
     )
     add, text = parser.add_argument, "models to measure on"
     add("--yardsticks", nargs="+", default=list(YARDSTICKS), choices=YARDSTICKS, help=text)
     add("--checkpoint", type=Path, help="another training of a single yardstick")
     add("--images", type=int, default=100, help="images of the test split")
     add("--methods", nargs="*", default=[], help="default: all of them")
-    text = "write docs/accuracy.md's tables and docs/data/accuracy.csv"
+    text = "also write docs/accuracy.md's tables and docs/data/accuracy.csv"
     add("--write-docs", action="store_true", help=text)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the last bits of pictures depend on it
@@ -314,22 +245,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in options.yardsticks:
             yardstick = open_yardstick(name, options.checkpoint)
             cases = build_cases(yardstick, options.methods)
-            examples = yardstick.draw("test", options.images)
-            rows = measure(yardstick, cases, examples, Path("out/yardsticks") / f"{name}.jsonl")
+            rows = list(measure(yardstick, cases, yardstick.draw("test", options.images)))
             parts.append(as_markdown(yardstick, rows))
             all_rows += rows
     except AutopruneError as error:
         print(error, file=sys.stderr)
         return 1
     page = "\n".join(parts)
-    if not options.write_docs:
-        print(page, end="")
-        return 0
-    path = DOCS / "accuracy.md"
-    marked = re.compile(r"(?<=<!-- yardsticks -->\n\n).*(?=\n<!-- /yardsticks -->)", re.DOTALL)
-    text = marked.sub(lambda _: page, path.read_text(encoding="utf-8"))
-    path.write_text(text, encoding="utf-8")
-    (DOCS / "data" / "accuracy.csv").write_text(as_csv(all_rows), encoding="utf-8")
+    print(page, end="")
+    if options.write_docs:
+        path = DOCS / "accuracy.md"
+        marked = re.compile(r"(?<=<!-- yardsticks -->\n\n).*(?=\n<!-- /yardsticks -->)", re.DOTALL)
+        text = marked.sub(lambda _: page, path.read_text(encoding="utf-8"))
+        path.write_text(text, encoding="utf-8")
+        (DOCS / "data" / "accuracy.csv").write_text(as_csv(all_rows), encoding="utf-8")
     return 0
 
 

@@ -35,13 +35,13 @@ from benchmarks.common.shapes import (
     write_llava,
 )
 from benchmarks.server import ServerDied, find_cause, serve
-from benchmarks.yardsticks.engine import MAX_ANSWER_TOKENS
 from benchmarks.yardsticks.examples import (
     CLIP,
     LLAVA,
+    MAX_ANSWER_TOKENS,
     Example,
     draw_examples,
-    grade_answers,
+    is_right,
     png_url,
 )
 from vllm_autoprune.http_client import EMPTY
@@ -68,8 +68,10 @@ _FLAGS = ("--served-model-name", _SERVED, "--max-model-len", "1024", "--block-si
           "--enforce-eager")  # fmt: skip
 _WIDTH, _LAYERS, _TOWER_LAYERS, _STATE, _BUDGET = 2048, 4, 2, "cdpruner", 64
 """Of the large model."""
-_ANSWER_TOKENS, _QUESTION_WORDS, _QUESTIONS = 4, 16, 3
-"""Of its requests; questions about one image."""
+_ANSWER_TOKENS, _QUESTION_WORDS = 4, 16
+"""Of its requests."""
+_ALONE, _TOGETHER, _IMAGES, _QUESTIONS = 6, 24, 4, 3
+"""Requests of one arm to it, images that are asked about several times, and how often each is."""
 _SMALL_BUDGET = 16
 """K of mini-LLaVA's 144 tokens, the same ninth as 64 of 576."""
 _Z = 1.96
@@ -129,17 +131,13 @@ def measure_answers(examples: Sequence[Example], out: Path) -> dict[str, _Score]
         "--autoprune-state", "minillava", "--autoprune-text-tower", str(CLIP),
         "--autoprune-feature-cache-gb", "0", "--trust-request-mm-kwargs",
     )  # fmt: skip
-    servers = {
-        "stock": (common, {"stock": ""}),
-        "pruned": (
-            (*common, *pruning),
-            {"resized": "resized", "pruned": "state", "base policy": "reference"},
-        ),
-    }
+    keeps = {"resized": "resized", "pruned": "state", "base policy": "reference"}
     scores = {}
-    for server, (flags, keeps) in servers.items():
+    for server, flags, arms in (
+        ("stock", common, {"stock": ""}), ("pruned", (*common, *pruning), keeps),
+    ):  # fmt: skip
         with _serve(f"mini-LLaVA, {server}", LLAVA, flags, out / f"{server}.log") as url:
-            for arm, keep in keeps.items():
+            for arm, keep in arms.items():
                 pruned = {"autoprune": {"budget": _SMALL_BUDGET, "keep": keep}}
                 fields = {"mm_processor_kwargs": pruned} if keep else {}
                 bodies = [
@@ -148,30 +146,30 @@ def measure_answers(examples: Sequence[Example], out: Path) -> dict[str, _Score]
                 ]
                 with show_stage(f"mini-LLaVA, {arm}: questions", len(bodies)) as advance:
                     answers = ask_together(url, bodies, advance)
-                texts = [answer.text for answer in answers]
+                rights = [
+                    (example.image_id, is_right(answer.text, example.answer))
+                    for example, answer in zip(examples, answers, strict=True)
+                ]
                 scores[arm] = _Score(
                     statistics.fmean(answer.prompt_tokens or 0 for answer in answers),
-                    grade_answers(examples, texts).accuracy,
-                    half_width(examples, texts),
+                    statistics.fmean(right for _, right in rights),
+                    half_width(rights),
                 )
     return scores
 
 
-def half_width(examples: Sequence[Example], answers: Sequence[str]) -> float:
-    """Half of the 95 % interval of accuracy: the wider of two intervals.
+def half_width(rights: Sequence[tuple[int, bool]]) -> float:
+    """Half of the 95 % interval of accuracy, of scenes and whether each answer is right.
 
-    Wilson's takes questions as independent, and is correct near 0 and 1. The other one takes scenes
-    as independent, because questions on one image are correlated.
+    The wider of two: Wilson's takes questions as independent, and is correct near 0 and 1. The
+    other one takes scenes as independent, because questions on one image are correlated.
     """
-    p, n = grade_answers(examples, answers).accuracy, len(examples)
+    p, n = statistics.fmean(right for _, right in rights), len(rights)
     wilson = _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
-    scenes: dict[int, list[int]] = {}
-    for place, example in enumerate(examples):
-        scenes.setdefault(example.image_id, []).append(place)
-    by_scene = [
-        grade_answers([examples[i] for i in places], [answers[i] for i in places]).accuracy
-        for places in scenes.values()
-    ]
+    scenes: dict[int, list[bool]] = {}
+    for scene, right in rights:
+        scenes.setdefault(scene, []).append(right)
+    by_scene = [statistics.fmean(answers) for answers in scenes.values()]
     return max(wilson, _Z * statistics.stdev(by_scene) / math.sqrt(len(by_scene)))
 
 
@@ -189,35 +187,24 @@ class _Timing:
     questions: Sequence[float]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Numbers of requests of one arm; ``images`` are asked about several times."""
-
-    alone: int = 6
-    together: int = 24
-    images: int = 4
-
-
-def measure_times(folder: Path, out: Path, plan: Plan = Plan()) -> dict[str, _Timing]:
+def measure_times(folder: Path, out: Path) -> dict[str, _Timing]:
     """Times of the large model, served stock, then pruned, where also resized images are sent."""
     flags = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
     pruning = ("--autoprune-state", _STATE, "--autoprune-budget", str(_BUDGET),
                "--autoprune-requests", "budget")  # fmt: skip
-    servers: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
-        "stock": (flags, ("stock",)),
-        "pruned": ((*flags, *pruning), ("pruned", "resized")),
-    }
     times = {}
-    for server, (arguments, arms) in servers.items():
+    for server, arguments, arms in (
+        ("stock", flags, ("stock",)), ("pruned", (*flags, *pruning), ("pruned", "resized")),
+    ):  # fmt: skip
         log = out / f"speed-{server}.log"
         with _serve(f"large server, {server}", folder, arguments, log) as url:
             for number, arm in enumerate(arms, 1):
                 # Arms of one server share no image and no text.
-                times[arm] = _time_requests(url, arm, plan, 1000 * number)
+                times[arm] = _time_requests(url, arm, 1000 * number)
     return times
 
 
-def _time_requests(url: str, arm: str, plan: Plan, start: int) -> _Timing:
+def _time_requests(url: str, arm: str, start: int) -> _Timing:
     """Time the requests of an arm; ``start`` is the number of its first image and text."""
     # A special first token would have no text to be timed.
     fields: dict[str, object] = {"ignore_eos": True, "skip_special_tokens": False}
@@ -239,25 +226,25 @@ def _time_requests(url: str, arm: str, plan: Plan, start: int) -> _Timing:
     def milliseconds(records: Sequence[Record]) -> Spread:
         return spread([1000 * record.ttft for record in records])
 
-    total = 2 + plan.alone + plan.together + plan.images * _QUESTIONS
+    total = 2 + _ALONE + _TOGETHER + _IMAGES * _QUESTIONS
     with show_stage(f"large server, {arm}: times", total) as advance:
         for number in range(2):
             send(build(number, number))
-        alone = [send(build(number, number)) for number in range(10, 10 + plan.alone)]
-        bodies = [build(number, number) for number in range(100, 100 + plan.together)]
+        alone = [send(build(number, number)) for number in range(10, 10 + _ALONE)]
+        bodies = [build(number, number) for number in range(100, 100 + _TOGETHER)]
         begin = time.perf_counter()
         together = ask_together(url, bodies, advance)
         seconds = time.perf_counter() - begin
         # Image by image, so that the second question finds what the first one left.
         questions = [
             [send(build(image + 100 * question, image)) for question in range(_QUESTIONS)]
-            for image in range(300, 300 + plan.images)
+            for image in range(300, 300 + _IMAGES)
         ]
     return _Timing(
         prompt_tokens=alone[0].prompt_tokens or 0,
         alone=milliseconds(alone),
         together=milliseconds(together),
-        requests_per_second=plan.together / seconds,
+        requests_per_second=_TOGETHER / seconds,
         questions=[milliseconds(records).median for records in zip(*questions, strict=True)],
     )
 

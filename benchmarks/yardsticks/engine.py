@@ -7,18 +7,17 @@ of both yardsticks is measured with.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from itertools import compress
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from benchmarks.yardsticks import YARDSTICKS, open_yardstick
 from benchmarks.yardsticks.examples import (
     CHECKPOINTS,
     CLIP,
-    Example,
+    LLAVA,
+    MAX_ANSWER_TOKENS,
     as_picture,
     format_prompt,
     is_right,
@@ -32,98 +31,64 @@ from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.refine import refine
 
-if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput
-
-MAX_ANSWER_TOKENS = 6
-"""More than the longest answer and its end token."""
-
 _EIGHTH = Budget("N/8", Fraction(1, 8))
-
-
-def open_engine(model: Model = "minillava", settings: Mapping[str, object] | None = None) -> LLM:
-    """Start an engine; `settings` are the plugin's, and without them it prunes nothing."""
-    from vllm import LLM
-
-    folder = CHECKPOINTS[model]
-    towers = {"text_tower": str(CLIP)} if settings and model == "minillava" else {}
-    return LLM(
-        model=str(folder / "llava" if model == "minillava" else folder),
-        enforce_eager=True,
-        dtype=choose_dtype(),
-        max_model_len=1024,
-        block_size=32,
-        limit_mm_per_prompt={"image": 1} | ({"video": 0} if model == "miniqwen" else {}),
-        additional_config={"autoprune": towers | dict(settings)} if settings else {},
-    )
-
-
-def answer_questions(
-    engine: LLM,
-    examples: Sequence[Example],
-    entries: Sequence[Mapping[str, object]],
-    model: Model = "minillava",
-) -> list[RequestOutput]:
-    """Greedy answers in the order of the examples; entries are the requests' ``autoprune``."""
-    from vllm import SamplingParams
-
-    prompts = [
-        {
-            "prompt": format_prompt(example.question, model),
-            "multi_modal_data": {"image": as_picture(example.image)},
-            **({"mm_processor_kwargs": {"autoprune": dict(entry)}} if entry else {}),
-        }
-        for example, entry in zip(examples, entries, strict=True)
-    ]
-    sampling = SamplingParams(temperature=0, max_tokens=MAX_ANSWER_TOKENS)
-    return engine.generate(prompts, sampling, use_tqdm=False)
 
 
 def compare(model: Model, images: int, states: Sequence[str]) -> dict[str, dict[str, float]]:
     """By case, stock or resized and each state: accuracy both ways, and shares of equal results.
 
     A verdict is whether an answer is right; of a state also how many questions keep the same
-    tokens, and equal verdicts where all are. With a state each question is asked alone, because
-    images of a batch of requests are selected in any order.
+    tokens, and equal verdicts where all are. Each question is asked alone, because images of a
+    batch of requests are selected in any order.
     """
     keep_engine_in_process()
-    cases = [Case(FULL, ALL_TOKENS, FULL)]
-    settings: dict[str, object] = {}
+    from vllm import LLM, SamplingParams
+
+    cases, settings = [Case(FULL, ALL_TOKENS, FULL)], dict[str, object]()
     if states:
         cases = [Case(RESIZED, _EIGHTH, RESIZED)]
         cases += [Case(name, _EIGHTH, state=load_state(name)) for name in states]
         settings = {"state": json.loads(load_state(states[0]).dumps()), "requests": "states"}
-    yardstick = open_yardstick(model)
+        settings |= {"text_tower": str(CLIP)} if model == "minillava" else {}
+    engine = LLM(
+        model=str(LLAVA if model == "minillava" else CHECKPOINTS[model]),
+        enforce_eager=True,
+        dtype=choose_dtype(),
+        max_model_len=1024,
+        block_size=32,
+        limit_mm_per_prompt={"image": 1} | ({"video": 0} if model == "miniqwen" else {}),
+        additional_config={"autoprune": settings} if settings else {},
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=MAX_ANSWER_TOKENS)
+    yardstick, report = open_yardstick(model), dict[str, dict[str, float]]()
     examples = yardstick.draw("test", images)
-    engine, report = open_engine(model, settings), dict[str, dict[str, float]]()
     for case in cases:
-        served: list[bool] = []
-        computed: list[bool] = []
-        same_tokens: list[bool] = []
+        served, computed, same_tokens = list[bool](), list[bool](), list[bool]()
         for batch in batches(yardstick, examples):
             encoded = yardstick.encode(batch)
             budget = case.budget.tokens(encoded.tokens.count)
             computed += encoded.score(case).right.tolist()
-            fields: dict[str, object] = {"budget": budget, "keep": case.control}
-            if case.state is None:
-                entries = [{} if case.control == FULL else fields] * len(batch)
-                outputs = answer_questions(engine, batch, entries, model)
-            else:
-                fields = {"budget": budget, "state": json.loads(case.state.dumps())}
+            kept, fields = None, dict[str, object]()
+            if case.state is not None:
                 kept = refine(materialize(case.state, budget), encoded.tokens).indices.tolist()
-                outputs = []
-                for example, expected in zip(batch, kept, strict=True):
-                    engine.reset_prefix_cache()
-                    engine.reset_mm_cache()
-                    engine.llm_engine.reset_encoder_cache()
-                    with record_selections() as selections:
-                        outputs += answer_questions(engine, [example], [fields], model)
+                fields = {"budget": budget, "state": json.loads(case.state.dumps())}
+            elif case.control == RESIZED:
+                fields = {"budget": budget, "keep": RESIZED}
+            for number, example in enumerate(batch):
+                prompt = {
+                    "prompt": format_prompt(example.question, model),
+                    "multi_modal_data": {"image": as_picture(example.image)},
+                    **({"mm_processor_kwargs": {"autoprune": fields}} if fields else {}),
+                }
+                engine.reset_prefix_cache()
+                engine.reset_mm_cache()
+                engine.llm_engine.reset_encoder_cache()
+                with record_selections() as selections:
+                    (output,) = engine.generate([prompt], sampling, use_tqdm=False)
+                served.append(is_right(output.outputs[0].text, example.answer))
+                if kept is not None:
                     ((_, _, refined),) = selections
-                    same_tokens.append({*refined.indices[0].tolist()} == {*expected})
-            served += [
-                is_right(output.outputs[0].text, example.answer)
-                for output, example in zip(outputs, batch, strict=True)
-            ]
+                    same_tokens.append({*refined.indices[0].tolist()} == {*kept[number]})
         same_verdict = [right == other for right, other in zip(served, computed, strict=True)]
         report[case.name] = {
             "questions": len(examples),
@@ -132,7 +97,7 @@ def compare(model: Model, images: int, states: Sequence[str]) -> dict[str, dict[
             "in process": fmean(computed),
         }
         if same_tokens:
-            equal = list(compress(same_verdict, same_tokens))
+            equal = [same for same, of in zip(same_verdict, same_tokens, strict=True) if of]
             report[case.name] |= {
                 "same tokens": fmean(same_tokens),
                 "same verdict with the same tokens": fmean(equal or [True]),

@@ -46,6 +46,9 @@ PROMPT: Mapping[Model, tuple[str, str, str]] = {
 }
 """The chat templates' prompt of one question about one image: before, at and behind the image."""
 
+MAX_ANSWER_TOKENS = 6
+"""More than the longest answer and its end token."""
+
 Split = Literal["search", "validation", "test"]
 _MAX_IMAGES = 5000
 
@@ -80,14 +83,6 @@ class Example:
     evidence: tuple[int, ...]  # raster indices of tokens, the most informative first
     unseen_wording: bool = False
     unseen_style: bool = False  # an arrangement, or a size, that training never uses
-
-
-@dataclass(frozen=True)
-class Grades:
-    """Shares between 0 and 1; accuracy+ is the share of yes/no pairs with both answers right."""
-
-    accuracy: float
-    accuracy_plus: float
 
 
 def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -> list[Example]:
@@ -160,11 +155,6 @@ def image_token_id() -> int:
     return int(json.loads((LLAVA / "config.json").read_text())["image_token_index"])
 
 
-def image_size(image: Tensor) -> pages.Size:
-    """The size in tokens of an image (3, H, W) that mini-Qwen3-VL's processor does not resize."""
-    return pages.Size(image.shape[1] // pages.TOKEN, image.shape[2] // pages.TOKEN)
-
-
 def as_picture(image: Tensor) -> Image.Image:
     """A (3, H, W) uint8 image for processors and engines."""
     return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
@@ -186,18 +176,6 @@ def is_right(answer: str, reference: str) -> bool:
     """Whether an answer starts with the words of the reference, ignoring case and punctuation."""
     expected = reference.lower().split()
     return re.findall(r"[a-z0-9]+", answer.lower())[: len(expected)] == expected
-
-
-def grade_answers(examples: Sequence[Example], answers: Sequence[str]) -> Grades:
-    """Grade one answer per example; raises ValueError for another number of them."""
-    rights = [is_right(a, example.answer) for a, example in zip(answers, examples, strict=True)]
-    pairs: dict[int, list[bool]] = {}
-    for example, right in zip(examples, rights, strict=True):
-        if example.pair is not None:
-            pairs.setdefault(example.pair, []).append(right)
-    return Grades(
-        sum(rights) / len(rights), sum(map(all, pairs.values())) / len(pairs) if pairs else 0.0
-    )
 
 
 def weights_digest(checkpoint: Path) -> str:

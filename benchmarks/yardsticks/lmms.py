@@ -14,45 +14,24 @@ from pathlib import Path
 from typing import get_args
 
 from benchmarks.yardsticks.examples import Example, Split, draw_examples, png
-from benchmarks.yardsticks.questions import CATEGORIES
 from vllm_autoprune.cli.output import CommandParser
 
 TASK = "minillava"
 
 
-def write_task(folder: Path, split: str, examples: Sequence[Example]) -> None:
+def write_task(folder: Path, examples: Sequence[Example]) -> None:
     """Write images as PNG, one line per question, the YAML file and its functions."""
-    images = folder / "images"
-    images.mkdir(parents=True, exist_ok=True)
-    data = folder / f"{split}.jsonl"
-    categories = {k: name for name, kinds in CATEGORIES["minillava"].items() for k in kinds}
-    written: set[int] = set()
-    with data.open("w", encoding="utf-8") as lines:
-        for number, example in enumerate(examples):
-            name = f"{split}-{example.image_id:05}.png"
-            if example.image_id not in written:
-                (images / name).write_bytes(png(example.image))
-                written.add(example.image_id)
-            line = {
-                "question_id": number,
-                "image": f"images/{name}",
-                "question": example.question,
-                "answer": example.answer,
-                "kind": example.kind,
-                "category": categories[example.kind],
-                "pair": example.pair,
-                "evidence": list(example.evidence),
-                "unseen_wording": example.unseen_wording,
-                "unseen_layout": example.unseen_style,
-            }
-            lines.write(json.dumps(line) + "\n")
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    lines = []
+    for number, example in enumerate(examples):
+        image = f"images/{example.image_id:05}.png"
+        (folder / image).write_bytes(png(example.image))
+        asked = {"question": example.question, "answer": example.answer, "category": example.kind}
+        lines.append(json.dumps({"question_id": number, "image": image, **asked}) + "\n")
+    data = folder / "questions.jsonl"
+    data.write_text("".join(lines), encoding="utf-8")
     text = Path(__file__).with_name("lmms_task.yaml").read_text(encoding="utf-8")
-    for word, value in (
-        ("TASK", TASK),
-        ("SPLIT", split),
-        ("DATA", json.dumps(str(data.resolve()))),
-    ):
-        text = text.replace(word, value)
+    text = text.replace("TASK", TASK).replace("DATA", json.dumps(str(data.resolve())))
     (folder / f"{TASK}.yaml").write_text(text, encoding="utf-8")
     shutil.copy(Path(__file__).with_name("lmms_functions.py"), folder / "utils.py")
 
@@ -65,7 +44,7 @@ def main() -> None:
     parser.add_argument("--scenes", type=int, default=200, help="scenes of it")
     arguments = parser.parse_args()
     examples = draw_examples(arguments.split, arguments.scenes)
-    write_task(arguments.folder, arguments.split, examples)
+    write_task(arguments.folder, examples)
     print(f"{len(examples)} questions; lmms-eval --include_path {arguments.folder} --tasks {TASK}")
 
 

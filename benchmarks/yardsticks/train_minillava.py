@@ -18,32 +18,19 @@ from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPModel, LlamaForCausalLM, LlavaConfig
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
-from benchmarks.yardsticks import training
+from benchmarks.yardsticks import scenes, training
 from benchmarks.yardsticks.examples import CLIP, LLAVA, PROMPT
-from benchmarks.yardsticks.questions import (
-    BRIEF,
-    SEEN,
-    Questions,
-    with_article,
-)
+from benchmarks.yardsticks.questions import BRIEF, SEEN, Questions, with_article
 from benchmarks.yardsticks.scenes import (
     CELL_PATCHES,
     CELLS,
     COLOURS,
-    GRID,
-    MAX_DIGITS,
-    MAX_SHAPES,
     NEIGHBOURS,
     PATCHES,
     SHAPES,
-    TRAINING_STYLES,
     Scene,
     Sign,
     Thing,
-    draw_scene,
-    normalize_pixels,
-    render_characters,
-    render_scenes,
 )
 from benchmarks.yardsticks.training import UNLABELLED, TextBatch
 
@@ -57,12 +44,11 @@ _PHRASES_PER_IMAGE = 3
 # Logits of pointing over the patches are cosines times this.
 _POINTING_SCALE = 16.0
 
-_QUESTION_WEIGHTS, _PHRASE_WEIGHTS = RECIPE.questions["scenes"], RECIPE.phrases["scenes"]
 _BEFORE_IMAGE, _, _BEHIND_IMAGE = PROMPT["minillava"]
 
 _FIELDS: dict[str, int] = {
     "kind": 3, "colour": len(COLOURS), "shape": len(SHAPES), "digit": 10, "row": CELLS,
-    "column": CELLS, "slot": MAX_DIGITS, "length": MAX_DIGITS - 1, "centre": 2,
+    "column": CELLS, "slot": scenes.MAX_DIGITS, "length": scenes.MAX_DIGITS - 1, "centre": 2,
     **{f"near{place} {name}": count + 1
        for place in range(len(NEIGHBOURS))
        for name, count in (("colour", len(COLOURS)), ("shape", len(SHAPES)))},
@@ -82,23 +68,21 @@ def build_models() -> tuple[
     CLIPModel, training.DenseHeads, LlavaMultiModalProjector, LlamaForCausalLM
 ]:
     """Untrained models; the position table starts as waves over rows and columns."""
-    config = CLIPConfig.from_pretrained(CLIP, attn_implementation="eager")
-    clip = CLIPModel(config)
-    clip.vision_model.config._attn_implementation = "in_place"
-    width = config.vision_config.hidden_size
+    clip = CLIPModel(CLIPConfig.from_pretrained(CLIP, attn_implementation="eager"))
+    clip.vision_model.config._attn_implementation = training.IN_PLACE
+    width = clip.config.vision_config.hidden_size
     with torch.no_grad():
         table = clip.vision_model.embeddings.position_embedding.weight
-        table[1:] = training.position_waves(GRID, width) * _POSITION_SCALE
+        table[1:] = training.position_waves(scenes.GRID, width) * _POSITION_SCALE
     heads, llava = training.DenseHeads(width, _FIELDS), LlavaConfig.from_pretrained(LLAVA)
-    language = llava.text_config
-    language._attn_implementation = "in_place"
-    return clip, heads, LlavaMultiModalProjector(llava), LlamaForCausalLM(language)
+    llava.text_config._attn_implementation = training.IN_PLACE
+    return clip, heads, LlavaMultiModalProjector(llava), LlamaForCausalLM(llava.text_config)
 
 
 def _penultimate_states(clip: CLIPModel, images: Tensor) -> Tensor:
     """Hidden states (B, 1 + N, Dv) before the last layer, which LLaVA reads."""
     tower = clip.vision_model
-    hidden = tower.pre_layrnorm(tower.embeddings(normalize_pixels(images)))
+    hidden = tower.pre_layrnorm(tower.embeddings(scenes.normalize_pixels(images)))
     for layer in tower.encoder.layers[:-1]:
         hidden = layer(hidden, attention_mask=None)
     return hidden
@@ -113,9 +97,9 @@ def _draw_scenes(seed: int, size: int, max_shapes: int | None = None) -> tuple[T
     name, is right half of the time, and stays there.
     """
     rng = random.Random(seed)
-    scenes = [draw_scene(rng, rng.choice(TRAINING_STYLES)) for _ in range(size)]
+    drawn = [scenes.draw_scene(rng, rng.choice(scenes.TRAINING_STYLES)) for _ in range(size)]
     if max_shapes is not None:
-        for index, scene in enumerate(scenes):
+        for index, scene in enumerate(drawn):
             things = scene.things[:max_shapes]
             if rng.random() < 0.5:
                 if rng.random() < 0.5:
@@ -128,15 +112,15 @@ def _draw_scenes(seed: int, size: int, max_shapes: int | None = None) -> tuple[T
                     replace(thing, colour=colour, shape=shape)
                     for thing, colour, shape in zip(things, colours, shapes, strict=False)
                 )
-            scenes[index] = replace(scene, things=things)
-    return render_scenes(scenes, CELLS, seed)
+            drawn[index] = replace(scene, things=things)
+    return scenes.render_scenes(drawn, CELLS, seed)
 
 
-def _label_patches(scenes: Sequence[Scene]) -> Tensor:
+def _label_patches(drawn: Sequence[Scene]) -> Tensor:
     """Labels (fields, B, N) of all patches of shapes and signs; the others are background."""
-    labels = torch.full((len(_FIELDS), len(scenes), PATCHES), UNLABELLED)
+    labels = torch.full((len(_FIELDS), len(drawn), PATCHES), UNLABELLED)
     labels[0] = 0
-    for index, scene in enumerate(scenes):
+    for index, scene in enumerate(drawn):
         for thing in scene.things:
             near: list[int] = []
             for step in NEIGHBOURS:
@@ -148,15 +132,14 @@ def _label_patches(scenes: Sequence[Scene]) -> Tensor:
                 labels[:, index, patch] = torch.tensor([*named, int(place == 0), *near])
         for sign in scene.signs:
             cell = (sign.row // CELL_PATCHES, sign.column // CELL_PATCHES)
-            for slot, (patch, digit) in enumerate(
-                zip(scene.patches[sign], sign.number, strict=True)
-            ):
-                named = [2, sign.colour, -1, digit, *cell, slot, len(sign.number) - 2]
+            for slot, patch in enumerate(scene.patches[sign]):
+                number = sign.number
+                named = [2, sign.colour, -1, number[slot], *cell, slot, len(number) - 2]
                 labels[: len(named), index, patch] = torch.tensor(named)
     return labels
 
 
-def _draw_phrases(seed: int, scenes: Sequence[Scene]) -> tuple[list[str], Tensor]:
+def _draw_phrases(seed: int, drawn: Sequence[Scene]) -> tuple[list[str], Tensor]:
     """B * P phrases that name one part of a scene each, then B captions of three parts.
 
     Targets (B, P, N) spread a weight of one over the patches that a phrase names. The text tower is
@@ -165,8 +148,8 @@ def _draw_phrases(seed: int, scenes: Sequence[Scene]) -> tuple[list[str], Tensor
     """
     rng = random.Random(seed)
     texts: list[str] = []
-    targets = torch.zeros(len(scenes), _PHRASES_PER_IMAGE, PATCHES)
-    for index, scene in enumerate(scenes):
+    targets = torch.zeros(len(drawn), _PHRASES_PER_IMAGE, PATCHES)
+    for index, scene in enumerate(drawn):
         digits = [thing.digit for thing in scene.things]
         for row in range(_PHRASES_PER_IMAGE):
             part: Thing | Sign
@@ -182,42 +165,12 @@ def _draw_phrases(seed: int, scenes: Sequence[Scene]) -> tuple[list[str], Tensor
                     texts.append(rng.choice(names))
             patches = scene.patches[part]
             targets[index, row, list(patches)] = 1 / len(patches)
-    for scene in scenes:
+    for scene in drawn:
         parts: Sequence[Thing | Sign] = rng.sample((*scene.things, *scene.signs), 3)
         texts.append(", ".join(
             f"{part.name} {part.text if isinstance(part, Sign) else part.digit}" for part in parts
         ))  # fmt: skip
     return texts, targets
-
-
-def _tower_loss(
-    clip: CLIPModel, heads: training.DenseHeads, tokenizer: Tokenizer, seed: int, size: int
-) -> Tensor:
-    """Loss of the tower stage: dense classes, pointing, and image-caption contrast."""
-    images, scenes = _draw_scenes(seed, size)
-    texts, targets = _draw_phrases(seed + 1, scenes)
-    end, ids = clip.config.text_config.eos_token_id, tokenizer.encode_batch(texts)
-    longest = max(len(encoding.ids) for encoding in ids)
-    padded = torch.tensor([each.ids + [end] * (longest - len(each.ids)) for each in ids])
-
-    hidden = _penultimate_states(clip, images)
-    patches = hidden[:, 1:]
-    dense = heads.loss(patches, _label_patches(scenes), _FIELD_WEIGHTS)
-    pooled = clip.text_model(input_ids=padded).pooler_output
-    text = F.normalize(clip.text_projection(pooled).float(), dim=-1)
-    projected = clip.visual_projection(clip.vision_model.post_layernorm(patches))
-    projected = F.normalize(projected.float(), dim=-1)
-    phrases = text[: size * _PHRASES_PER_IMAGE].view(size, _PHRASES_PER_IMAGE, -1)
-    cosines = phrases @ projected.transpose(1, 2)
-    pointing = -(targets * F.log_softmax(cosines * _POINTING_SCALE, -1)).sum(-1).mean()
-
-    # CLIP's symmetric contrastive loss between images and captions.
-    last = clip.vision_model.encoder.layers[-1](hidden, attention_mask=None)[:, 0]
-    image = clip.visual_projection(clip.vision_model.post_layernorm(last))
-    scale = clip.logit_scale.float().exp().clamp(max=50)
-    logits, pairs = scale * F.normalize(image.float(), dim=-1) @ text[-size:].T, torch.arange(size)
-    contrast = F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)
-    return dense + 0.5 * pointing + 0.1 * contrast
 
 
 def draw_batch(
@@ -229,18 +182,18 @@ def draw_batch(
     first `budget` patches are shapes' middles and whole signs. Phrases go on beside the questions,
     for what they have not taught yet and against forgetting.
     """
-    images, scenes = _draw_scenes(seed, size, max_shapes)
-    rng = random.Random(seed + 1)
+    images, drawn = _draw_scenes(seed, size, max_shapes)
+    rng, phrases = random.Random(seed + 1), RECIPE.phrases["scenes"]
     pictures, kept = [], []
-    for scene in scenes:
+    for scene in drawn:
         source = Questions(rng, scene, (CELLS, CELLS), BRIEF)
         if max_shapes is None:
-            asking = replace(source, wordings=SEEN)
-            texts = training.draw_texts(asking, _QUESTION_WEIGHTS, 12, _BEHIND_IMAGE)
-            texts += training.draw_texts(source, _PHRASE_WEIGHTS, 14, " {question}")
+            asking, weights = replace(source, wordings=SEEN), RECIPE.questions["scenes"]
+            texts = training.draw_texts(asking, weights, 12, _BEHIND_IMAGE)
+            texts += training.draw_texts(source, phrases, 14, " {question}")
             kept.append(list(range(budget)))
         else:
-            texts = training.draw_texts(source, _PHRASE_WEIGHTS, 40, " {question}")
+            texts = training.draw_texts(source, phrases, 40, " {question}")
             shown = [scene.patches[thing][0] for thing in scene.things]
             shown += [patch for sign in scene.signs for patch in scene.patches[sign]]
             kept.append(training.keep_shown_tokens(rng, shown, budget, PATCHES))
@@ -276,45 +229,70 @@ def language_loss(
     return texts.loss(model.lm_head, hidden[:, prefix:])
 
 
-def train_stages(run: training.Run) -> None:
+def train(run: training.Run) -> None:
     """Train all stages and write both checkpoints."""
     clip_words, words = (
         Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (CLIP, LLAVA)
     )
+    torch.manual_seed(run.seed)
     clip, heads, projector, model = build_models()
-    reading, towers, phrases, questions = run.stages
     before = torch.tensor(words.encode(_BEFORE_IMAGE).ids)
+    reading, towers, phrases, questions = RECIPE.stages
 
     def reading_loss(seed: int, step: int) -> Tensor:
         """The digit and the colour of every patch of images of digits."""
-        images, digit, colour = render_characters(seed, reading.images)
+        images, digit, colour = scenes.render_characters(seed, reading.images)
         labels = torch.full((len(_FIELDS), *digit.shape), UNLABELLED)
         labels[list(_FIELDS).index("digit")], labels[list(_FIELDS).index("colour")] = digit, colour
         return heads.loss(_penultimate_states(clip, images)[:, 1:], labels, {"colour": 0.3})
 
+    def tower_loss(seed: int, step: int) -> Tensor:
+        """Dense classes, pointing from phrases, and image-caption contrast."""
+        images, drawn = _draw_scenes(seed, towers.images)
+        texts, targets = _draw_phrases(seed + 1, drawn)
+        end, ids = clip.config.text_config.eos_token_id, [clip_words.encode(t).ids for t in texts]
+        longest = max(map(len, ids))
+        padded = torch.tensor([row + [end] * (longest - len(row)) for row in ids])
+        hidden = _penultimate_states(clip, images)
+        last = clip.vision_model.encoder.layers[-1](hidden, attention_mask=None)
+        patches, pooled = hidden[:, 1:], clip.vision_model.post_layernorm(last[:, 0])
+        dense = heads.loss(patches, _label_patches(drawn), _FIELD_WEIGHTS)
+        text = clip.text_projection(clip.text_model(input_ids=padded).pooler_output)
+        projected = clip.visual_projection(clip.vision_model.post_layernorm(patches))
+        text, projected, image = (
+            F.normalize(part.float(), dim=-1)
+            for part in (text, projected, clip.visual_projection(pooled))
+        )
+        named, captions = text.split([targets.shape[0] * targets.shape[1], len(images)])
+        cosines = named.unflatten(0, targets.shape[:2]) @ projected.transpose(1, 2)
+        pointing = -(targets * F.log_softmax(cosines * _POINTING_SCALE, -1)).sum(-1).mean()
+        # CLIP's symmetric contrastive loss between images and captions.
+        scale, pairs = clip.logit_scale.float().exp().clamp(max=50), torch.arange(len(images))
+        logits = scale * image @ captions.T
+        contrast = F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)
+        return dense + 0.5 * pointing + 0.1 * contrast
+
     def answer_loss(images: Tensor, kept: Tensor, texts: TextBatch) -> Tensor:
-        with torch.no_grad():
-            patches = _penultimate_states(clip, images)[:, 1:]
+        patches = _penultimate_states(clip, images)[:, 1:]
         return language_loss(model, projector, patches, kept, before, texts)
 
     def phrase_loss(seed: int, step: int) -> Tensor:
         # A low rate at first: among many tokens, attention joins the words of a name only slowly.
         progress = min(1.0, step / (_CURRICULUM_STEPS * run.steps_scale)) ** 2
-        shapes = 2 + round((MAX_SHAPES - 2) * progress)
+        shapes = 2 + round((scenes.MAX_SHAPES - 2) * progress)
         budget = _CURRICULUM_TOKENS + round((PATCHES - _CURRICULUM_TOKENS) * progress)
         return answer_loss(*draw_batch(seed, phrases.images, words, shapes, budget))
 
+    def question_loss(seed: int, step: int) -> Tensor:
+        return answer_loss(*draw_batch(seed, questions.images, words))
+
     vision: dict[str, nn.Module] = {"clip": clip, "heads": heads}
-    language: dict[str, nn.Module] = {"projector": projector, "model": model}
-    training.run_stage(run, 0, vision, reading_loss)
-    training.run_stage(
-        run, 1, vision, lambda seed, _: _tower_loss(clip, heads, clip_words, seed, towers.images)
-    )
+    training.run_stage(run, RECIPE, 0, vision, reading_loss)
+    training.run_stage(run, RECIPE, 1, vision, tower_loss)
     clip.requires_grad_(False)
-    training.run_stage(run, 2, language, phrase_loss)
-    training.run_stage(
-        run, 3, language, lambda seed, _: answer_loss(*draw_batch(seed, questions.images, words))
-    )
+    language: dict[str, nn.Module] = {"projector": projector, "model": model}
+    training.run_stage(run, RECIPE, 2, language, phrase_loss)
+    training.run_stage(run, RECIPE, 3, language, question_loss)
     training.write_checkpoint(run.out / "clip", CLIP, {"": clip})
     parts = {
         "vision_tower.vision_model.": clip.vision_model,
@@ -325,4 +303,4 @@ def train_stages(run: training.Run) -> None:
 
 
 if __name__ == "__main__":
-    training.start("Train mini-LLaVA and its CLIP from scratch.", RECIPE.stages, train_stages)
+    training.start("Train mini-LLaVA and its CLIP from scratch.", train)

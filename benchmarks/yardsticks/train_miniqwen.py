@@ -1,14 +1,13 @@
 """``python -m benchmarks.yardsticks.train_miniqwen``: train mini-Qwen3-VL from scratch.
 
-Shapes of the model, tokenizer and processor are those of the committed checkpoint. The modules are
-those of transformers, run on batches of images of one size.
+Shapes of the model, tokenizer and processor are those of the committed checkpoint.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -18,11 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel, rotate_half
-from transformers.vision_utils import (
-    get_vision_interpolation_indices_and_weights,
-    get_vision_position_ids,
-)
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from benchmarks.yardsticks import pages, training
 from benchmarks.yardsticks.examples import CHECKPOINTS, PROMPT
@@ -44,12 +39,10 @@ _FEWEST, _FEWEST_TOKENS = 4, 16
 
 _VISION_WIDTH, _LANGUAGE_WIDTH, _VOCABULARY = 128, 192, 768
 _POSITION_GRID, _POSITION_SCALE = 16, 0.6
-# Where the heads of the first layers look at the start, in rows and columns from a patch; None is
-# anywhere. From a start without preference, a tower did not learn in 600 steps to look at the patch
-# beside, which has the other digit of a number.
-_NEAR = ((0, -1), (0, 1), (-1, 0), (1, 0))
-_AXES = ((0, None), (None, 0))
-_LOOKS: tuple[tuple[tuple[int | None, int | None], ...], ...] = (_NEAR, _NEAR, _AXES, _AXES)
+# Where the heads of the first four layers look at the start, in rows and columns from a patch; None
+# is anywhere. From a start without preference, a tower did not learn in 600 steps to look at the
+# patch beside, which has the other digit of a number.
+_LOOKS = (*[((0, -1), (0, 1), (-1, 0), (1, 0))] * 2, *[((0, None), (None, 0))] * 2)
 _LOOK_STRENGTH, _LOOK_FREQUENCIES = 33.0, 3
 _MATCH_HEADS, _MATCH_SCALE = 4, 1.7
 # At the scale of the other weights, outputs of untrained layers would drown the embeddings.
@@ -92,14 +85,29 @@ class Pictures:
     labels: Tensor
     contents: Sequence[Scene | Page]
 
+    def encode(self, tower: Qwen3VLVisionModel) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """States (B, P, Dv) of the last layer, rows (B, N, D) for the first layer and the next."""
+        count, (rows, columns) = len(self.contents), (self.seen.rows, self.seen.columns)
+        # Both frames of a patch are the same.
+        frames = self.patches.flatten(0, 2).unflatten(1, (3, 1, -1)).expand(-1, -1, 2, -1)
+        grid = torch.tensor([[1, rows * MERGE, columns * MERGE]] * count)
+        encoded = tower(frames.flatten(1), grid_thw=grid)
+        states, merged, *levels = (
+            part.unflatten(0, (count, -1))
+            for part in (
+                encoded.last_hidden_state, encoded.pooler_output, *encoded.deepstack_features,
+            )
+        )  # fmt: skip
+        return states, merged, levels
+
 
 def _draw_sizes(seed: int, shares: Sequence[float]) -> tuple[Size, Size]:
     """Draw the size of pictures, and the one at which they are seen.
 
-    `shares` are of all tokens, and of a half, fourth, eighth and sixteenth. Ranks draw the same,
-    because the one with fewer patches would wait.
+    `shares` are of all tokens, and of a half, fourth, eighth and sixteenth. All batches of a step
+    have the same.
     """
-    rng = random.Random(seed // training.RANKS)
+    rng = random.Random(seed // training.PARTS)
     size = rng.choice(pages.SIZES)
     divisor = rng.choices((1, 2, 4, 8, 16), shares)[0]
     return size, size if divisor == 1 else shrink_size(size, size.tokens // divisor)
@@ -125,49 +133,40 @@ def draw_pictures(
     `most` makes them easier: scenes of at most so many shapes, pages of at most so many words.
     """
     rng = random.Random(seed)
-    images: list[Tensor] = []
-    contents: list[Scene | Page] = []
+    scenes = [
+        pages.draw_rectangle(rng, size, most or pages.MOST_SHAPES) for _ in range(scene_count)
+    ]
+    images, scenes = pages.render_rectangles(scenes, size, seed)
+    texts = [
+        pages.fill_page(rng, size)
+        if plain
+        else pages.draw_page(rng, rng.choice(pages.PAGE_STYLES), size, most or len(WORDS))
+        for _ in range(page_count)
+    ]
+    page_images, centres = pages.render_pages(texts, seed)
     # Picture, centre in pixels, half extents and labels of every shape, word and number.
     items: list[list[float]] = []
-    if scene_count:
-        most_shapes = most or pages.MOST_SHAPES
-        scenes = [pages.draw_rectangle(rng, size, most_shapes) for _ in range(scene_count)]
-        drawn, scenes = pages.render_rectangles(scenes, size, seed)
-        images.append(drawn)
-        height, width = size.cells
-        for scene in scenes:
-            for thing in scene.things:
-                x = (thing.column + 0.5) * CELL + thing.shift[0]
-                y = (thing.row + 0.5) * CELL + thing.shift[1]
-                box = [len(contents), x, y, 0.8 * thing.radius, 0.8 * thing.radius]
-                named = [3, -1, -1, -1, -1, thing.colour, thing.shape, thing.digit]
-                items.append([*box, *named, thing.row >= height // 2, thing.column >= width // 2])
-            contents.append(scene)
-    if page_count:
-        most_words, styles = most or len(WORDS), pages.PAGE_STYLES
-        texts = [
-            pages.fill_page(rng, size)
-            if plain
-            else pages.draw_page(rng, rng.choice(styles), size, most_words)
-            for _ in range(page_count)
-        ]
-        drawn, centres = pages.render_pages(texts, seed)
-        images.append(drawn)
-        for page, places in zip(texts, centres, strict=True):
-            names: list[list[int]] = [[1, word.word, -1, -1, -1] for word in page.words]
-            for number in page.numbers:
-                label = head = UNLABELLED
-                if number.label is not None:
-                    label = number.label.word
-                    head = number.head.word if number.head else len(WORDS)
-                names.append([2, label, head, *divmod(number.value, 10)])
-            for place, named in zip(places, names, strict=True):
-                box = [len(contents), *place, TOKEN / 2, PATCH / 2]
-                items.append([*box, *named, *[UNLABELLED] * 5])
-            contents.append(page)
-    patches = pages.split_patches(pages.resize_images(torch.cat(images), seen))
-    labels = _label_patches(torch.tensor(items), len(contents), size, seen)
-    return Pictures(size, seen, patches, labels, contents)
+    height, width = size.cells
+    for index, scene in enumerate(scenes):
+        for thing in scene.things:
+            x = (thing.column + 0.5) * CELL + thing.shift[0]
+            y = (thing.row + 0.5) * CELL + thing.shift[1]
+            named = [3, -1, -1, -1, -1, thing.colour, thing.shape, thing.digit]
+            halves = [thing.row >= height // 2, thing.column >= width // 2]
+            items.append([index, x, y, *[0.8 * thing.radius] * 2, *named, *halves])
+    for index, (page, places) in enumerate(zip(texts, centres, strict=True), len(scenes)):
+        names: list[list[int]] = [[1, word.word, -1, -1, -1] for word in page.words]
+        for number in page.numbers:
+            label = head = UNLABELLED
+            if number.label is not None:
+                label = number.label.word
+                head = number.head.word if number.head else len(WORDS)
+            names.append([2, label, head, *divmod(number.value, 10)])
+        for place, named in zip(places, names, strict=True):
+            items.append([index, *place, TOKEN / 2, PATCH / 2, *named, *[UNLABELLED] * 5])
+    joined = pages.resize_images(torch.cat((images, page_images)), seen)
+    labels = _label_patches(torch.tensor(items), len(joined), size, seen)
+    return Pictures(size, seen, pages.split_patches(joined), labels, [*scenes, *texts])
 
 
 def _label_patches(items: Tensor, count: int, size: Size, seen: Size) -> Tensor:
@@ -202,7 +201,8 @@ def _build_model() -> Qwen3VLForConditionalGeneration:
     """The untrained model, with heads that look at neighbours and at what shows a word."""
     model = Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(_QWEN))
     tower, language = model.model.visual, model.model.language_model
-    language.config._attn_implementation = "in_place"
+    for part in (tower, language):
+        part.config._attn_implementation = training.IN_PLACE
     with torch.no_grad():
         waves = training.position_waves(_POSITION_GRID, _VISION_WIDTH)
         tower.pos_embed.weight.copy_(waves * _POSITION_SCALE)
@@ -238,52 +238,6 @@ def _image_basis() -> Tensor:
     """A fixed rotation (D, D) from embeddings of words to image tokens that show them."""
     generator = torch.Generator().manual_seed(0)
     return torch.linalg.qr(torch.randn(_LANGUAGE_WIDTH, _LANGUAGE_WIDTH, generator=generator))[0]
-
-
-def _tower_states(tower: Qwen3VLVisionModel, pictures: Pictures) -> list[Tensor]:
-    """States (B, P, Dv) that each deepstack merger reads, and of the last layer."""
-    taps, weights, places = _positions(pictures.seen)
-    kernel = tower.patch_embed.proj.weight.sum(2).flatten(1)
-    hidden = (
-        pictures.patches.flatten(1, 2).to(kernel.dtype) @ kernel.T + tower.patch_embed.proj.bias
-    )
-    table = (tower.pos_embed(taps) * weights[:, :, None]).sum(1)
-    hidden = hidden + table.to(hidden.dtype)
-    with torch.no_grad():
-        cosine, sine = (part.to(hidden.dtype) for part in tower.rotary_pos_emb(hidden, places))
-    states: list[Tensor] = []
-    for number, block in enumerate(tower.blocks):
-        attention = block.attn
-        rows = attention.qkv(block.norm1(hidden))
-        rows = rows.unflatten(-1, (3, attention.num_heads, attention.head_dim))
-        query, key, value = rows.permute(2, 0, 3, 1, 4)
-        query = query * cosine + rotate_half(query) * sine
-        key = key * cosine + rotate_half(key) * sine
-        mixed, _ = training.attend_in_place(attention, query, key, value, None, attention.scaling)
-        hidden = hidden + attention.proj(mixed.flatten(2))
-        hidden = hidden + block.mlp(block.norm2(hidden))
-        if number in tower.deepstack_visual_indexes:
-            states.append(hidden)
-    return [*states, hidden]
-
-
-@cache
-def _positions(size: Size) -> tuple[Tensor, Tensor, Tensor]:
-    """Taps (P, 4) and weights (P, 4) of the position table, and rows and columns (2, P)."""
-    grid = torch.tensor([[1, size.rows * MERGE, size.columns * MERGE]])
-    taps, weights = get_vision_interpolation_indices_and_weights(
-        grid, _POSITION_GRID, align_corners=True, spatial_merge_size=MERGE
-    )
-    return taps, weights, get_vision_position_ids(grid, MERGE)
-
-
-def _merge_states(tower: Qwen3VLVisionModel, states: Sequence[Tensor]) -> list[Tensor]:
-    """Rows (B, N, D) of `_tower_states`: those added after the first layers, and for the first."""
-    mergers: list[nn.Module] = [*tower.deepstack_merger_list, tower.merger]
-    return [
-        merger(state.flatten(0, 1)).unflatten(0, (len(state), -1))
-        for merger, state in zip(mergers, states, strict=True)
-    ]
 
 
 def _naming_loss(tokenizer: Tokenizer, rows: Tensor, table: Tensor, labels: Tensor) -> Tensor:
@@ -391,48 +345,46 @@ def language_states(
 
     Also the rows (B, N, D) of all image tokens for the first layer.
     """
-    tower, language = model.model.visual, model.model.language_model
-    with torch.no_grad():
-        states = _tower_states(tower, pictures)
-    *levels, image = _merge_states(tower, states)
+    language = model.model.language_model
+    _, image, levels = pictures.encode(model.model.visual)
     rows, embed = torch.arange(len(batch.kept))[:, None], language.embed_tokens
     before, after = (embed(ids).expand(len(rows), -1, -1) for ids in (batch.before, batch.after))
     texts = embed(batch.texts.texts)
     hidden = torch.cat((before, image[rows, batch.kept], after, texts), 1)
-    begin, behind = before.shape[1], after.shape[1] + texts.shape[1]
-    angles = language.rotary_emb(hidden, batch.positions)
-    mask = batch.texts.mask(hidden.shape[1] - texts.shape[1])
-    for number, layer in enumerate(language.layers):
-        hidden = layer(hidden, position_embeddings=angles, attention_mask=mask)
-        if number < len(levels):
-            hidden = hidden + F.pad(levels[number][rows, batch.kept], (0, 0, begin, behind))
-    return language.norm(hidden[:, -texts.shape[1] :]), image
+    prefix, start = hidden.shape[1] - texts.shape[1], before.shape[1]
+    visual = torch.zeros(hidden.shape[:2], dtype=torch.bool)
+    visual[:, start : start + batch.kept.shape[1]] = True
+    states = language(
+        inputs_embeds=hidden,
+        attention_mask=batch.texts.mask(prefix),
+        position_ids=batch.positions,
+        visual_pos_masks=visual,
+        deepstack_visual_embeds=[level[rows, batch.kept].flatten(0, 1) for level in levels],
+        use_cache=False,
+    ).last_hidden_state
+    return states[:, prefix:], image
 
 
-def train_stages(run: training.Run) -> None:
+def train(run: training.Run) -> None:
     """Train all stages and write the checkpoint."""
     words = Tokenizer.from_file(str(_QWEN / "tokenizer.json"))
+    torch.manual_seed(run.seed)
     model = _build_model()
     tower, mergers = model.model.visual, model.model.visual.deepstack_merger_list
     heads = training.DenseHeads(_VISION_WIDTH, _FIELDS)
     table = model.get_input_embeddings().weight
-    reading, towers, naming, phrases, questions = run.stages
+    reading, towers, naming, phrases, questions = RECIPE.stages
 
     def dense_loss(stage: training.Stage, plain: bool, seed: int, step: int) -> Tensor:
-        scenes = stage.images // 3
-        sizes = _draw_sizes(seed, stage.views)
+        scenes, sizes = stage.images // 3, _draw_sizes(seed, stage.views)
         pictures = draw_pictures(seed, scenes, stage.images - scenes, *sizes, plain)
-        *_, patches = _tower_states(tower, pictures)
-        return heads.loss(patches, pictures.labels, _FIELD_WEIGHTS)
+        return heads.loss(pictures.encode(tower)[0], pictures.labels, _FIELD_WEIGHTS)
 
     def naming_loss(seed: int, step: int) -> Tensor:
         """The mergers' rows become those of the words that a picture shows."""
         sizes = _draw_sizes(seed, naming.views)
         pictures = draw_pictures(seed, naming.images, naming.images, *sizes)
-        with torch.no_grad():
-            states = _tower_states(tower, pictures)
-        *_, rows = _merge_states(tower, states)
-        return _naming_loss(words, rows, table, pictures.labels)
+        return _naming_loss(words, pictures.encode(tower)[1], table, pictures.labels)
 
     def answer_loss(batch: LanguageBatch, pictures: Pictures) -> Tensor:
         hidden, rows = language_states(model, batch, pictures)
@@ -443,9 +395,8 @@ def train_stages(run: training.Run) -> None:
         size, seen = _draw_sizes(seed, phrases.views)
         progress = min(1.0, step / (_CURRICULUM_STEPS * run.steps_scale)) ** 2
         most = _FEWEST + round((len(WORDS) - _FEWEST) * progress)
-        scenes = phrases.images // 2
+        scenes, budget = phrases.images // 2, seen.tokens
         pictures = draw_pictures(seed, scenes, phrases.images - scenes, size, seen, most=most)
-        budget = seen.tokens
         if seen == size:
             budget = _FEWEST_TOKENS + round((budget - _FEWEST_TOKENS) * progress)
         batch = draw_batch(seed, words, pictures, budget, 0, 40, shown_first=seen == size)
@@ -453,33 +404,31 @@ def train_stages(run: training.Run) -> None:
 
     def question_loss(seed: int, step: int) -> Tensor:
         size, seen = _draw_sizes(seed, questions.views)
-        budget, rng = seen.tokens, random.Random(seed // training.RANKS)
+        budget, rng = seen.tokens, random.Random(seed // training.PARTS)
         if seen == size and rng.random() < _DROPOUT:
             budget = max(1, int(math.exp(rng.uniform(math.log(2), math.log(budget)))))
         scenes = questions.images // 2
         pictures = draw_pictures(seed, scenes, questions.images - scenes, size, seen)
-        batch = draw_batch(seed, words, pictures, budget, 12, 12)
-        return answer_loss(batch, pictures)
+        return answer_loss(draw_batch(seed, words, pictures, budget, 12, 12), pictures)
 
-    for merger in (tower.merger, mergers):
-        merger.requires_grad_(False)
-    vision: dict[str, nn.Module] = {"tower": tower, "heads": heads}
-    training.run_stage(run, 0, vision, partial(dense_loss, reading, True))
-    training.run_stage(run, 1, vision, partial(dense_loss, towers, False))
-    model.requires_grad_(False)
-    for part in (tower.merger, mergers, model.get_input_embeddings()):
-        part.requires_grad_(True)
-    # The modules that the next stage does not train have to be of the same type.
-    model.to(torch.bfloat16)
-    training.run_stage(run, 2, {"model": model}, naming_loss)
-    model.requires_grad_(True)
-    tower.requires_grad_(False)
-    for merger in (tower.merger, mergers):
-        merger.requires_grad_(True)
-    training.run_stage(run, 3, {"model": model}, phrase_loss)
-    training.run_stage(run, 4, {"model": model}, question_loss)
+    rows, language = (tower.merger, mergers), model.model.language_model
+    patches = (tower.patch_embed, tower.pos_embed, tower.blocks)
+    stages: Sequence[tuple[Sequence[nn.Module], Callable[[int, int], Tensor]]] = (
+        (patches, partial(dense_loss, reading, True)),
+        (patches, partial(dense_loss, towers, False)),
+        ((*rows, language.embed_tokens), naming_loss),
+        ((*rows, language), phrase_loss),
+        ((*rows, language), question_loss),
+    )
+    for number, (trained, loss) in enumerate(stages):
+        model.requires_grad_(False)
+        heads.requires_grad_(number < 2)
+        for part in trained:
+            part.requires_grad_(True)
+        modules: dict[str, nn.Module] = {"model": model, "heads": heads}
+        training.run_stage(run, RECIPE, number, modules, loss)
     training.write_checkpoint(run.out, _QWEN, {"": model})
 
 
 if __name__ == "__main__":
-    training.start("Train mini-Qwen3-VL from scratch.", RECIPE.stages, train_stages)
+    training.start("Train mini-Qwen3-VL from scratch.", train)

@@ -1,58 +1,43 @@
-"""What both trainings share: processes, the loop of a stage, the optimiser, texts and their loss.
+"""What both trainings share: the stages, the optimiser, dense labels, texts and their loss.
 
-Two processes of one thread each train on batches of their own. A batch depends on seed, stage, step
-and rank only, so one seed gives bit-identical weights, in one pass or resumed.
+What is drawn for a step depends on seed, stage and step alone, so one seed gives bit-identical
+weights.
 """
 
 from __future__ import annotations
 
-import datetime
 import math
-import os
 import random
 import shutil
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from benchmarks.yardsticks.examples import SEEDS
 from benchmarks.yardsticks.questions import HALF, NEIGHBOUR, Model, Question, Questions
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.record_file import FrozenModel
 
-RANKS = 2
+PARTS = 2
+"""Batches of a step, whose gradients are averaged; a thread computes each."""
+UNLABELLED = -1
+
 _LOG_EVERY = 50
-# The ranks inherit these. By default glibc returns every large tensor to the kernel and has its
-# pages zeroed again for the next one, which costs a quarter of a step.
-_ENVIRONMENT = {
-    "TOKENIZERS_PARALLELISM": "false",
-    "MALLOC_MMAP_THRESHOLD_": str(2**32),
-    "MALLOC_TRIM_THRESHOLD_": str(2**32),
-}
-_MOMENTUM, _DECAY = 0.95, 0.01
-# Newton-Schulz coefficients of the Muon post, which drive singular values to about one.
-_QUINTIC = (3.4445, -4.7750, 2.0315)
 # Matrices that AdamW updates: orthogonal steps do not help embeddings and classifier heads.
 _TABLES = ("embed", "lm_head", "heads")
-
-UNLABELLED = -1
 # Values of `blocks` for the shared prefix, and for padding.
 _PREFIX, _PADDING = -1, -2
-
-LossOfBatch = Callable[[int, int], Tensor]
-"""Loss of a batch, by its seed and the number of the step."""
 
 
 class Stage(FrozenModel):
@@ -67,7 +52,7 @@ class Stage(FrozenModel):
     views: tuple[float, ...] = ()
 
 
-class _Recipe(FrozenModel):
+class Recipe(FrozenModel):
     """Stages, and relative frequencies of kinds by what a picture shows."""
 
     stages: tuple[Stage, ...]
@@ -75,115 +60,124 @@ class _Recipe(FrozenModel):
     phrases: Mapping[str, Mapping[str, int]]
 
 
-def read_recipe(model: Model) -> _Recipe:
+def read_recipe(model: Model) -> Recipe:
     """The recipe of a model."""
     path = Path(__file__).with_name("recipes.toml")
-    return _Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))[model])
+    return Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))[model])
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: `out` receives the checkpoint, `work` the weights after each stage."""
+    """One training; `out` receives the checkpoint."""
 
     out: Path
-    work: Path
-    stages: tuple[Stage, ...]
     seed: int = 7
-    resume: bool = False
     steps_scale: float = 1.0
 
 
-def start(description: str, stages: tuple[Stage, ...], train_stages: Callable[[Run], None]) -> None:
-    """Parse the arguments, start all ranks, and wait for them."""
+def start(description: str, train: Callable[[Run], None]) -> None:
+    """Train as the command line says."""
     parser = CommandParser(description=description)
-    parser.add_argument("--seed", type=int, default=7, help="seed of the run")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is trained")
-    parser.add_argument("--work", type=Path, required=True, help="folder for the snapshots")
-    parser.add_argument("--resume", action="store_true", help="continue after the last full stage")
+    parser.add_argument("--seed", type=int, default=7, help="seed of the run")
     parser.add_argument("--steps-scale", type=float, default=1.0, help="0.01 is a smoke test")
-    run = Run(stages=stages, **vars(parser.parse_args()))
-    run.work.mkdir(parents=True, exist_ok=True)
-    (run.work / "meet").unlink(missing_ok=True)
-    os.environ.update(_ENVIRONMENT)
-    mp.spawn(train_rank, args=(run, train_stages), nprocs=RANKS)
-
-
-def train_rank(rank: int, run: Run, train_stages: Callable[[Run], None]) -> None:
-    """Train as one of the ranks, which meet at a file of the run's folder."""
-    torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    meeting = run.work.resolve() / "meet"  # a file URL has no relative form
-    # A rank that was paused must find the other one still waiting for it.
-    patience = datetime.timedelta(hours=1)
-    dist.init_process_group(
-        "gloo", f"file://{meeting}", rank=rank, world_size=RANKS, timeout=patience
-    )
-    torch.manual_seed(run.seed)
-    train_stages(run)
-    dist.destroy_process_group()
+    # Two batches at once use two cores better than two threads do in a single one.
+    torch.set_num_threads(1)
+    train(Run(**vars(parser.parse_args())))
 
 
-def run_stage(run: Run, number: int, modules: Mapping[str, nn.Module], loss: LossOfBatch) -> None:
-    """Train the modules in one stage; with `resume`, load them if it is finished already.
+def run_stage(
+    run: Run,
+    recipe: Recipe,
+    number: int,
+    modules: Mapping[str, nn.Module],
+    loss: Callable[[int, int], Tensor],
+) -> None:
+    """Train what requires gradients of the modules in one stage.
 
-    The rate warms up, stays, and falls to 2 % at the end: after the kinds of question that are
-    learnt late have begun to improve.
+    `loss` is of a batch, by its seed and the number of the step. The rate warms up, stays, and
+    falls to 2 % at the end: after the kinds of question that are learnt late have begun to improve.
     """
-    stage, rank = run.stages[number], dist.get_rank()
+    stage, started = recipe.stages[number], time.monotonic()
     steps = max(1, round(stage.steps * run.steps_scale))
     warmup = min(stage.warmup, max(1, steps // 10))
-    optimiser = FlatMuon(modules, stage.peak)
-    snapshot, started = run.work / f"{stage.name}.pt", time.monotonic()
-    if run.resume and snapshot.exists():
-        for name, weights in torch.load(snapshot, weights_only=True).items():
-            modules[name].load_state_dict(weights)
-        _log(f"[{stage.name}] is finished already")
-        return
-    _log(f"[{stage.name}] {steps} steps, peak learning rate {stage.peak:g}")
+    optimiser, workers = Optimiser(modules, stage.peak), ThreadPoolExecutor(PARTS)
     recent: list[tuple[float, float]] = []
+
+    def add_gradients(step: int, part: int) -> float:
+        # Always within the range of seeds that the held-out splits leave to the training.
+        seed = (((run.seed % 128) * 8 + number) * 2**17 + step) * PARTS + part
+        value = loss(seed, step)
+        (value / PARTS).backward()
+        return float(value.detach())
+
     for step in range(steps):
-        value = loss(batch_seed(run.seed, number, step, rank), step)
-        value.backward()
-        progress = step / max(1, steps)
+        # A sum of two gradients does not depend on which of them comes first.
+        losses = list(workers.map(partial(add_gradients, step), range(PARTS)))
+        progress = step / steps
         share = 1.0 if progress < 1 - stage.fall else 0.02 + 0.98 * (1 - progress) / stage.fall
         norm = optimiser.step((step + 1) / warmup if step < warmup else share)
-        recent.append((float(value.detach()), norm))
+        recent.append((sum(losses) / PARTS, norm))
         done, seconds = step + 1, time.monotonic() - started
         if done % _LOG_EVERY == 0 or done == steps:
             mean_loss, mean_norm = (sum(part) / len(recent) for part in zip(*recent, strict=True))
-            eta = seconds / done * (steps - done)
-            _log(
+            print(
                 f"[{stage.name}] {done}/{steps} loss={mean_loss:.3f} norm={mean_norm:.3f} "
-                f"{seconds:.0f}s ETA {eta:.0f}s"
+                f"{seconds:.0f}s ETA {seconds / done * (steps - done):.0f}s",
+                flush=True,
             )
             recent = []
-    if rank == 0:
-        # Replaced in one step, so that it is never seen half written.
-        weights = {name: module.state_dict() for name, module in modules.items()}
-        torch.save(weights, snapshot.with_suffix(".tmp"))
-        snapshot.with_suffix(".tmp").replace(snapshot)
-    dist.barrier()
 
 
-def _log(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
+class Optimiser:
+    """Muon for matrices and AdamW for the rest, on float32 copies of weights that become bf16.
 
+    Muon: Jordan et al. 2024, kellerjordan.github.io/posts/muon; its step is scaled as in Liu et
+    al., arXiv 2502.16982, so that both take the same learning rate.
+    """
 
-def batch_seed(seed: int, stage: int, step: int, rank: int) -> int:
-    """The seed of one training batch; it always lies in the training range."""
-    number = (((seed % 128) * 8 + stage) * 2**17 + step) * 2 + rank
-    assert number in SEEDS["train"]
-    return number
+    def __init__(self, modules: Mapping[str, nn.Module], peak: float) -> None:
+        self._peak, self._copies = peak, list[tuple[nn.Parameter, nn.Parameter]]()
+        matrices, tables = list[nn.Parameter](), list[nn.Parameter]()
+        for prefix, module in modules.items():
+            for name, parameter in module.named_parameters(prefix):
+                copy = nn.Parameter(parameter.detach().float().clone())
+                # Frozen ones too, because one forward pass has one type.
+                parameter.data = parameter.data.to(torch.bfloat16)
+                if parameter.requires_grad:
+                    table = parameter.dim() != 2 or any(word in name for word in _TABLES)
+                    (tables if table else matrices).append(copy)
+                    self._copies.append((parameter, copy))
+        self._parts: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(tables, betas=(0.9, 0.98), weight_decay=0.01, fused=True),
+        )
+
+    @torch.no_grad()
+    def step(self, share: float) -> float:
+        """Clip the gradients to norm 1 and update; returns the norm.
+
+        `share` is of the peak learning rate. A gradient that is not finite changes nothing.
+        """
+        for parameter, copy in self._copies:
+            copy.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        norm = float(nn.utils.clip_grad_norm_([copy for _, copy in self._copies], 1.0))
+        if math.isfinite(norm):
+            for part in self._parts:
+                part.param_groups[0]["lr"] = self._peak * share
+                part.step()
+            for parameter, copy in self._copies:
+                parameter.copy_(copy)
+        return norm
 
 
 def write_checkpoint(folder: Path, committed: Path, modules: Mapping[str, nn.Module]) -> None:
     """Write weights in bf16 beside the committed checkpoint's configuration and tokenizer.
 
-    Modules are by the prefix of their weights' names. Only the first rank writes.
+    Modules are by the prefix of their weights' names.
     """
-    if dist.get_rank() != 0:
-        return
     ignored = shutil.ignore_patterns("*.safetensors")
     shutil.copytree(committed, folder, ignore=ignored, dirs_exist_ok=True)
     weights = {
@@ -194,106 +188,10 @@ def write_checkpoint(folder: Path, committed: Path, modules: Mapping[str, nn.Mod
         if not name.endswith("position_ids") and (prefix or name != "lm_head.weight")
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    _log(f"wrote {folder}")
+    print(f"wrote {folder}", flush=True)
 
 
-class FlatMuon:
-    """Muon for matrices and AdamW for the rest, over all parameters as views of one bf16 buffer.
-
-    In a small model, one flat update and one flat all-reduce cost less than hundreds of small ones.
-    Every rank computes the Muon steps of its share of the matrices. Muon: Jordan et al. 2024,
-    kellerjordan.github.io/posts/muon; its step is scaled as in Liu et al., arXiv 2502.16982, so
-    that both take the same learning rate.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module], peak: float) -> None:
-        tables: list[nn.Parameter] = []
-        matrices: list[nn.Parameter] = []
-        for prefix, module in modules.items():
-            for name, parameter in module.named_parameters(prefix):
-                if parameter.requires_grad:
-                    table = parameter.dim() != 2 or any(word in name for word in _TABLES)
-                    (tables if table else matrices).append(parameter)
-        parameters = tables + matrices
-        sizes = [parameter.numel() for parameter in parameters]
-        self._peak, self._split = peak, sum(sizes[: len(tables)])
-        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self._master = torch.cat([p.detach().float().flatten() for p in parameters])
-        self._weights = self._master.to(torch.bfloat16)
-        self._gradients = torch.zeros_like(self._weights)
-        views = zip(self._weights.split(sizes), self._gradients.split(sizes), strict=True)
-        for parameter, (weight, gradient) in zip(parameters, views, strict=True):
-            parameter.data = weight.view(parameter.shape)
-            parameter.grad = gradient.view(parameter.shape)
-        self._momentum = torch.zeros_like(self._master[self._split :])
-        # Offsets of the matrices of each shape, whose steps are computed together.
-        self._starts: dict[tuple[int, int], list[int]] = {}
-        offset = 0
-        for matrix in matrices:
-            self._starts.setdefault((matrix.shape[0], matrix.shape[1]), []).append(offset)
-            offset += matrix.numel()
-        # A parameter over the front of the master copy: AdamW steps it in place.
-        self._tables = nn.Parameter(self._master[: self._split])
-        self._adam = torch.optim.AdamW(
-            [self._tables], lr=peak, betas=(0.9, 0.98), weight_decay=_DECAY, fused=True
-        )
-
-    def step(self, share: float) -> float:
-        """Average the gradients over ranks, clip to norm 1 and update; returns the norm.
-
-        `share` is of the peak learning rate. A gradient that is not finite changes nothing.
-        """
-        gradient = self._gradients.float()
-        if self._ranks > 1:
-            dist.all_reduce(gradient)
-            gradient /= self._ranks
-        norm = float(gradient.norm())
-        if math.isfinite(norm):
-            if norm > 1.0:
-                gradient /= norm
-            rate = self._peak * share
-            self._tables.grad = gradient[: self._split]
-            self._adam.param_groups[0]["lr"] = rate
-            self._adam.step()
-            self._step_matrices(gradient[self._split :], rate)
-            self._weights.copy_(self._master)
-        self._gradients.zero_()
-        return norm
-
-    def _step_matrices(self, gradient: Tensor, rate: float) -> None:
-        self._momentum.mul_(_MOMENTUM).add_(gradient)
-        direction = gradient.add(self._momentum, alpha=_MOMENTUM).to(torch.bfloat16)
-        update = torch.zeros_like(direction)
-        rank = dist.get_rank() if self._ranks > 1 else 0
-        for shape, offsets in self._starts.items():
-            size, starts = shape[0] * shape[1], offsets[rank :: self._ranks]
-            if starts:
-                rows = torch.stack([direction[start : start + size] for start in starts])
-                steps = orthogonalise(rows.view(len(starts), *shape)).flatten(1)
-                # Of about the size of AdamW's steps.
-                steps = steps * (0.2 * math.sqrt(max(shape)))
-                for start, row in zip(starts, steps, strict=True):
-                    update[start : start + size] = row
-        if self._ranks > 1:
-            # On all ranks but one the addend is zero, so the sum is exact in bf16.
-            dist.all_reduce(update)
-        matrices = self._master[self._split :]
-        matrices.mul_(1 - rate * _DECAY).add_(update.float(), alpha=-rate)
-
-
-def orthogonalise(matrices: Tensor) -> Tensor:
-    """The matrices with singular values of about one that are nearest to (M, m, n) bf16."""
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.transpose(1, 2) if tall else matrices
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    a, b, c = _QUINTIC
-    for _ in range(5):
-        square = x @ x.transpose(1, 2)
-        x = a * x + (b * square + c * square @ square) @ x
-    return x.transpose(1, 2) if tall else x
-
-
-def attend_in_place(
+def _attend_in_place(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float, **unused: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
@@ -308,7 +206,8 @@ def attend_in_place(
     return (weights.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register("in_place", attend_in_place)
+IN_PLACE = "in_place"
+AttentionInterface.register(IN_PLACE, _attend_in_place)
 
 
 def position_waves(grid: int, width: int) -> Tensor:
@@ -340,29 +239,29 @@ class DenseHeads(nn.Module):
         patches (B, N, D); labels (fields, B, N), `UNLABELLED` where a field does not apply.
         """
         logits = self.out(self.norm(patches)).split(list(self._fields.values()), -1)
-        losses = []
-        for name, prediction, target in zip(self._fields, logits, labels, strict=True):
-            labelled = target >= 0
-            if labelled.any():
-                loss = F.cross_entropy(prediction[labelled].float(), target[labelled])
-                losses.append(loss * weights.get(name, 1.0))
+        losses = [
+            F.cross_entropy(prediction[target >= 0].float(), target[target >= 0])
+            * weights.get(name, 1.0)
+            for name, prediction, target in zip(self._fields, logits, labels, strict=True)
+            if (target >= 0).any()
+        ]
         return torch.stack(losses).sum()
 
 
-Text = tuple[str, Question]
+_Text = tuple[str, Question]
 """A question as it is asked, in its form of the prompt."""
 
 
 def draw_texts(
     questions: Questions, weights: Mapping[str, int], number: int, form: str
-) -> list[Text]:
+) -> list[_Text]:
     """Draw questions about a picture, or phrases; one question of each pair.
 
     A phrase asks the same as a question in a few words. A fifth of its tokens are answer, of a
     question's one in twenty, and finding what is named is what a small model takes longest to
     learn. `weights` are relative frequencies of kinds; `form` has a slot for the question.
     """
-    texts: list[Text] = []
+    texts: list[_Text] = []
     while len(texts) < number:
         kind = questions.rng.choices(list(weights), list(weights.values()))[0]
         if group := questions.generate(kind):
@@ -378,7 +277,7 @@ def keep_shown_tokens(
 ) -> list[int]:
     """`budget` of `count` raster tokens, ascending: those that show something first."""
     order = dict.fromkeys((*shown, *rng.sample(range(count), count)))
-    return sorted(list(order)[:budget])
+    return sorted([*order][:budget])
 
 
 @dataclass(frozen=True)
@@ -396,10 +295,8 @@ class TextBatch:
     def mask(self, prefix: int) -> Tensor:
         """Additive bf16 mask (B, 1, T, T): a token sees the prefix and the past of its block."""
         blocks = F.pad(self.blocks, (prefix, 0), value=_PREFIX)
-        length = blocks.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool).tril()
         same_block = blocks[:, :, None] == blocks[:, None, :]
-        allowed = (same_block | (blocks == _PREFIX)[:, None, :]) & causal
+        allowed = (same_block | (blocks == _PREFIX)[:, None, :]).tril()
         mask = torch.zeros(allowed.shape, dtype=torch.bfloat16)
         return mask.masked_fill_(~allowed, -1e9)[:, None]
 
@@ -410,7 +307,7 @@ class TextBatch:
 
 
 def build_texts(
-    tokenizer: Tokenizer, pictures: Sequence[Sequence[Text]], start: int, end: str, pad: str
+    tokenizer: Tokenizer, pictures: Sequence[Sequence[_Text]], start: int, end: str, pad: str
 ) -> TextBatch:
     """Tokenise the texts about each picture, with their answers, into one block each.
 
@@ -420,13 +317,12 @@ def build_texts(
     # Of every token: id, label, position, block.
     sequences: list[list[tuple[int, ...]]] = []
     for pairs in pictures:
-        texts = tokenizer.encode_batch([text for text, _ in pairs])
-        answers = tokenizer.encode_batch([f" {question.answer}" for _, question in pairs])
         sequence: list[tuple[int, ...]] = []
-        for block, (text, answer) in enumerate(zip(texts, answers, strict=True)):
-            tokens = [*text.ids, *answer.ids, end_id]
+        for block, (asked, question) in enumerate(pairs):
+            text, answer = (tokenizer.encode(part).ids for part in (asked, f" {question.answer}"))
+            tokens = [*text, *answer, end_id]
             # The label of a position is the token that follows it.
-            labels = [*[UNLABELLED] * (len(text.ids) - 1), *answer.ids, end_id, UNLABELLED]
+            labels = [*[UNLABELLED] * (len(text) - 1), *answer, end_id, UNLABELLED]
             positions = range(start, start + len(tokens))
             sequence += zip(tokens, labels, positions, repeat(block), strict=False)
         sequences.append(sequence)

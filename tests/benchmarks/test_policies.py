@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import policies
-from benchmarks.yardsticks.examples import draw_examples
+from benchmarks.common.fake_server import Answer, Body
+from tests.benchmarks.accuracy.minillava_server import arm, reply
+from tests.offline_search.synthetic import endpoint
 from vllm_autoprune import load_state, materialize
+from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.materialize import core_policy
@@ -79,21 +82,28 @@ def test_the_page_shows_the_evidence_that_states_carry() -> None:
     assert all(f"`{name}`" in table for name in shipped_states())
 
 
-def test_evidence_is_paired_with_the_resize_control_and_outside_the_digest(tmp_path: Path) -> None:
-    examples = draw_examples("test", 2)
-    answers = [example.answer for example in examples]
-    halved = [answer if number % 2 else "?" for number, answer in enumerate(answers)]
-    rows = policies.build_rows(examples, {8: (answers, 22.8)}, {8: (halved, 22.8)})
-    ((budget, accuracy, accuracy_plus, prompt_tokens, resized, less_resized),) = (
-        dict(row).values() for row in rows
-    )
-    assert (budget, accuracy, accuracy_plus, prompt_tokens) == (8, 100, 100, 22.8)
-    half = 100 * sum(number % 2 for number in range(len(examples))) / len(examples)
-    assert resized == round(half, 2) and less_resized.value == round(100 - half, 2)
-    assert less_resized.low <= less_resized.value <= less_resized.high
-    evidence = policies.Evidence(model="m", questions=9, behaviour="ab", rows=rows)
-    state = load_state("visionzip")
-    policies.write_state(state, tmp_path / "state.json", evidence)
-    written = load_state(tmp_path / "state.json")
-    assert written.digest == state.digest and policies.read_evidence(written) == evidence
+def test_states_without_evidence_are_measured_beside_the_resize_control(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "policies"
+    shutil.copytree(policies.POLICIES, folder)
+    monkeypatch.setattr(policies, "_OUT", tmp_path / "out")
+    assert policies.measure(folder, 2) == 0, "there is nothing to measure, and no server is started"
+    path = folder / "visionzip.json"
+    state = load_state(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"provenance": {}}))
+
+    def answer(body: Body, number: int) -> Answer:
+        return reply(body, right=arm(body) != "resized")
+
+    with endpoint(answer) as server:
+        assert policies.measure(folder, 6, "--server-url", server.url) == 0
+    measured = load_state(path)
+    evidence = policies.read_evidence(measured)
+    assert evidence is not None and measured.digest == state.digest
+    assert "policies measure" in (measured.provenance.evaluated_on or "")
+    assert [(row.budget, row.prompt_tokens) for row in evidence.rows] == [(16, 36.0), (8, 28.0)]
+    for row in evidence.rows:
+        assert (row.accuracy, row.accuracy_plus, row.resized) == (100, 100, 0)
+        assert row.less_resized == Estimate(100, 100, 100)
     assert policies.read_evidence(load_state("miniqwen")) is None, "its scores have another form"

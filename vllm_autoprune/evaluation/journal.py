@@ -24,10 +24,9 @@ MME = "MME"
 RESIZED = "resize control"
 """Name in tables of the case that resizes images."""
 
-Arm = Literal["full", "random", "resized", "base", "autoprune", "found", "quota"]
+Arm = Literal["full", "random", "resized", "base", "autoprune", "found"]
 """How tokens are selected: all, at random, those of a resized image, by a base policy alone, with
-the shipped residual, or with the residual of a search on this model; and an ablation of the shipped
-residual."""
+the shipped residual, or with another one."""
 
 
 class EvaluationError(AutopruneError):

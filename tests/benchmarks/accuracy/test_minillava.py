@@ -13,44 +13,30 @@ from typing import NoReturn
 import pytest
 
 from benchmarks.accuracy import minillava as module
-from benchmarks.accuracy.minillava import BUDGETS, FAMILIES, build_cases, main
+from benchmarks.accuracy.minillava import BUDGETS, STATES, main
 from benchmarks.common.fake_server import Answer, Body
 from benchmarks.server import ServerDied
 from benchmarks.yardsticks.minillava import MiniLlava
 from tests.benchmarks.accuracy.minillava_server import answering, arm, asked, kept, reply
 from tests.offline_search.synthetic import endpoint
-from vllm_autoprune.evaluation.run import residual_on
+from vllm_autoprune.evaluation.run import build_cases
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.loading import load_state
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "evaluation.md").read_text()
-SMALL = ("--scenes", "2", "--budgets", "8", "--cases", "random")
+SMALL = ("--scenes", "2", "--budgets", "8", "--state", "ablation-quota-4")
 
 
 def test_the_paper_s_tables_by_default() -> None:
-    cases = build_cases(144, BUDGETS, FAMILIES)
+    cases = build_cases(STATES, BUDGETS)
+    policies = len(BASE_POLICIES)
     assert Counter(case.arm for case in cases) == {
-        "full": 1, "random": 5, "resized": 5, "base": 80, "autoprune": 80, "found": 10,
-        "quota": 29,
+        "full": 1, "random": 5, "resized": 5, "base": 5 * policies, "autoprune": 5 * (policies + 1),
+        "found": 5 * (2 + 6),
     }  # fmt: skip
-    names = [case.name for case in cases]
-    assert len(set(names)) == len(names) and names[0] == "full"
-    assert all(case.base in names for case in cases if case.base)
     assert not any(case.refused for case in cases)
-    assert {case.quota for case in cases if case.arm == "quota"} == {0, 1, 2, 4, 8, 16, 32}
+    swept = {case.quota for case in cases if case.name.startswith("ablation-quota")}
+    assert swept == {0, 1, 2, 4, 8, 16, 32}
     assert {case.quota for case in cases if case.arm == "autoprune"} == {2}
-    assert [case.name for case in build_cases(144, [8], ["quota"])] == [
-        "full", "cdpruner@8", "cdpruner+autoprune@8",
-        *(f"quota-{quota}@8" for quota in (0, 1, 2, 4, 8)),
-    ]  # fmt: skip
-
-
-def test_the_residual_is_the_shipped_one_on_every_base_policy() -> None:
-    source = load_state("autoprune")
-    for policy in BASE_POLICIES:
-        state = residual_on(policy)
-        assert state.base_policy.name == policy
-        assert state.model_copy(update={"base_policy": source.base_policy}).digest == source.digest
 
 
 def test_no_base_policy_keeps_the_tokens_of_another() -> None:
@@ -72,17 +58,15 @@ def test_every_case_is_asked_every_question_and_has_prompts_of_k(
 
     with endpoint(answer) as server:
         call = ["--server-url", server.url, "--out", str(tmp_path), "--json", *SMALL]
-        assert main([*call, "random", "quota"]) == (0 if pruned else 1)
+        assert main(call) == (0 if pruned else 1)
     report = json.loads(capsys.readouterr().out)
     assert report["valid"] == pruned
-    states = ("cdpruner", "autoprune", *(f"ablation-quota-{quota}" for quota in (0, 1, 2, 4, 8)))
-    every = dict.fromkeys(("full", "random", *states), report["questions"])
-    assert Counter(map(arm, asked(server.requests))) == every
+    arms = ("full", "random", "resized", "cdpruner", "ablation-quota-4")
+    assert Counter(map(arm, asked(server.requests))) == dict.fromkeys(arms, report["questions"])
     accuracy = {row["case"]["name"]: row["all"]["acc"] for row in report["rows"]}
-    assert (accuracy["full"], accuracy["quota-8@8"]) == (100, 100)
+    assert (accuracy["full"], accuracy["ablation-quota-4@8"]) == (100, 100)
     assert accuracy["random@8"] == (0 if pruned else 100)
-    categories = set(report["rows"][0]["benchmarks"])
-    assert categories == {
+    assert set(report["rows"][0]["benchmarks"]) == {
         "MME", "digit", "colour", "shape", "text", "count", "quarter", "relation",
     }  # fmt: skip
     reason = "random@8: a prompt has 163 tokens instead of 164 - 136: the case was not served"
@@ -98,7 +82,7 @@ def test_the_calls_in_the_docs_say_what_they_would_run(
         assert main([*call, "--dry-run", "--out", str(tmp_path / "out"), *SMALL]) == 0
     printed = capsys.readouterr().out
     assert "--autoprune-requests states" in printed and "--autoprune-text-tower" in printed
-    assert "http://h" in printed and "2 cases x " in printed
+    assert "http://h" in printed and "5 cases x " in printed
     assert not (tmp_path / "out").exists()
 
 
@@ -106,7 +90,8 @@ def test_the_calls_in_the_docs_say_what_they_would_run(
     ("call", "message"),
     [
         (["--model", "/nowhere"], "--model /nowhere: has no llava/config.json"),
-        (["--budgets", "144", "0"], "--budgets 144 0: are not within 1..143"),
+        (["--budgets", "144", "8"], "--budgets 144: is not below 144"),
+        (["--budgets", "0"], "--budgets 0: is below 1"),
     ],
 )
 def test_a_run_that_cannot_start_says_why(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -33,37 +32,21 @@ class SampleYardstick(Yardstick):
     available = frozenset(("cls_attention",))
     network = tokenizer = None
     model: Any = "sample 1"
+    categories: ClassVar[Any] = {"first": ("a",), "second": ("b",)}
 
     def __init__(self, *wrong: str) -> None:
         super().__init__()
-        self.wrong, self.scored = wrong, list[str]()
-
-    @property
-    def categories(self) -> dict[str, tuple[str, ...]]:
-        return {"first": ("a",), "second": ("b",)}
+        self.wrong = wrong
 
     def encode(self, batch: Sequence[Example]) -> Any:
         """The second question is right with all tokens only."""
 
         def score(case: Case) -> Scores:
-            self.scored.append(case.key)
-            right = torch.tensor([case.name not in self.wrong, case.name == "full"])
-            return Scores(right, torch.zeros(2), case.budget.tokens(16))
+            first, second = case.name not in self.wrong, case.name == "full"
+            right = [first if example.kind == "a" else second for example in batch]
+            return Scores(torch.tensor(right), torch.zeros(len(batch)), case.budget.tokens(16))
 
         return SimpleNamespace(score=score)
-
-
-def measure(
-    yardstick: SampleYardstick, path: Path, images: int, *methods: str
-) -> list[yardsticks.Row]:
-    examples = [
-        Example(number, torch.zeros(3, 2, 2), f"{kind} {number}?", "yes", kind, None, ())
-        for number in range(images)
-        for kind in ("a", "b")
-    ]
-    return yardsticks.measure(
-        yardstick, yardsticks.build_cases(yardstick, methods), examples, path / "journal.jsonl"
-    )
 
 
 def names_of(yardstick: Yardstick, *names: str) -> dict[str, Case]:
@@ -85,28 +68,12 @@ def test_a_yardstick_has_the_cases_whose_inputs_its_server_provides() -> None:
     before = cases["divprune@merger_in"]
     assert before.state is not None and before.state.rank_at == "merger_in"
     assert before.base == "divprune", "the paired interval is that of before against after"
-    assert before.key != cases["divprune"].key and "autoprune@merger_in" in cases
+    assert "autoprune@merger_in" in cases
     indifferent = {f"{name}@merger_in" for name in ("scope", "mmtok", "prunesid", "holov")}
     assert not indifferent & cases.keys()
     cases = names_of(llava, "cdpruner", "ablation-quota-8")
     assert list(cases) == ["full", "resized", "cdpruner", "ablation-quota-8"]
-    assert cases["ablation-quota-8"].base == "cdpruner" and cases["cdpruner"].reads_question
-
-
-def test_a_repeated_run_measures_only_what_is_missing(tmp_path: Path) -> None:
-    def count(images: int, **changes: object) -> int:
-        """Cases that are measured, of two and both controls."""
-        yardstick = SampleYardstick()
-        vars(yardstick).update(changes)
-        rows = measure(yardstick, tmp_path, images, "random", "divprune")
-        assert {row.questions for row in rows if row.category is None} == {2 * images}
-        return len(yardstick.scored)
-
-    assert [count(3), count(3), count(5)] == [3 * 4, 0, 2 * 4]
-    path = tmp_path / "journal.jsonl"
-    path.write_bytes(path.read_bytes()[:-10])
-    assert count(5) == 1, "a line cut off by a kill is measured again"
-    assert count(2, model="sample 2") == 2 * 4, "scores of other weights are not used"
+    assert cases["ablation-quota-8"].base == "cdpruner"
 
 
 @pytest.mark.parametrize(
@@ -118,10 +85,16 @@ def test_a_repeated_run_measures_only_what_is_missing(tmp_path: Path) -> None:
     ],
 )
 def test_differences_are_paired_and_the_page_says_who_wins(
-    wrong: str, gain: int, verdict: str, tmp_path: Path
+    wrong: str, gain: int, verdict: str
 ) -> None:
     yardstick = SampleYardstick(wrong)
-    rows = measure(yardstick, tmp_path, 8, "divprune", "instruction-free")
+    cases = yardsticks.build_cases(yardstick, ("divprune", "instruction-free"))
+    examples = [
+        Example(number, torch.zeros(3, 2, 2), f"{kind} {number}?", "yes", kind, None, ())
+        for number in range(8)
+        for kind in ("a", "b")
+    ]
+    rows = list(yardsticks.measure(yardstick, cases, examples))
     state, kind, base, full, resized = (
         next(row for row in rows if (row.name, row.category) == place)
         for place in (
@@ -139,6 +112,7 @@ def test_differences_are_paired_and_the_page_says_who_wins(
     page = yardsticks.as_markdown(yardstick, rows).splitlines()
     assert next(line for line in page if line.startswith("- K = 4, all")).endswith(verdict)
     assert any(line.startswith("| **instruction-free** | not read | ") for line in page)
+    assert "| method | question | K = 4 |" in page
     records = list(csv.DictReader(yardsticks.as_csv(rows).splitlines()))
     assert len(records) == len(rows) == 4 * 5, "all questions, two categories, two kinds"
     assert (records[0]["name"], records[0]["less_resized"]) == ("full", "")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +21,9 @@ from benchmarks import BenchmarkError
 from benchmarks.common.fake_server import Body, Reply, fake_server
 from benchmarks.demo import measure
 from benchmarks.demo.__main__ import main
-from benchmarks.demo.measure import Plan, ask_together, half_width, measure_times
+from benchmarks.demo.measure import ask_together, half_width
 from benchmarks.server import ServerDied, find_cause
-from benchmarks.yardsticks.examples import Example, draw_examples
+from benchmarks.yardsticks.examples import draw_examples
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parents[2] / "README.md"
@@ -63,8 +63,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Body]]:
 
     monkeypatch.setattr(measure, "serve", serve)
     monkeypatch.setattr(measure, "_SCENES", 2)
-    few = Plan(alone=2, together=8, images=2)
-    monkeypatch.setattr(measure, "measure_times", lambda *to: measure_times(to[0], to[1], few))
+    for name, number in (("_ALONE", 2), ("_TOGETHER", 8), ("_IMAGES", 2)):
+        monkeypatch.setattr(measure, name, number)
     return requests
 
 
@@ -114,14 +114,17 @@ def test_the_table_is_that_of_the_readme(
     assert len(texts) == len(pruned)
 
 
-def test_correlated_scenes_widen_the_interval() -> None:
-    examples: Sequence[Example] = draw_examples("test", 2)
-    spread_out = [e.answer if i % 2 else "none" for i, e in enumerate(examples)]
-    by_scene = [e.answer if e.image_id else "none" for e in examples]
-    # Wilson for p = 17/35: 1.96 sqrt(p (1 - p) / 35 + 1.96^2 / (4 * 35^2)) / (1 + 1.96^2 / 35)
-    assert half_width(examples, spread_out) == pytest.approx(0.1572, abs=1e-4)
-    # Scenes of 0 and 1: 1.96 x sqrt(0.5) / sqrt(2)
-    assert half_width(examples, by_scene) == pytest.approx(0.98)
+@pytest.mark.parametrize(
+    ("rights", "width"),
+    [
+        # Wilson for p = 1/2: 1.96 sqrt(1/4 / 40 + 1.96^2 / (4 * 40^2)) / (1 + 1.96^2 / 40)
+        ([(number // 20, number % 2 == 0) for number in range(40)], 0.1480),
+        # Scenes of 0 and 1: 1.96 x sqrt(0.5) / sqrt(2)
+        ([(number // 20, number < 20) for number in range(40)], 0.98),
+    ],
+)
+def test_correlated_scenes_widen_the_interval(rights: list[tuple[int, bool]], width: float) -> None:
+    assert half_width(rights) == pytest.approx(width, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,12 @@ from benchmarks.yardsticks.examples import (
     as_picture,
     draw_examples,
     format_prompt,
-    image_size,
     image_token_id,
     weights_digest,
 )
 from benchmarks.yardsticks.minillava import LlamaPrefix, MiniLlava
 from benchmarks.yardsticks.miniqwen import MiniQwen
-from benchmarks.yardsticks.pages import TOKEN
+from benchmarks.yardsticks.pages import TOKEN, Size
 from benchmarks.yardsticks.scenes import PATCHES, normalize_pixels
 from benchmarks.yardsticks.train_miniqwen import shrink_size
 from benchmarks.yardsticks.yardstick import (
@@ -159,9 +158,10 @@ def test_answers_score_as_in_the_whole_llava(llava: MiniLlava, scenes: list[Exam
 def test_answers_score_as_in_the_whole_qwen(page: list[Example], divisor: int) -> None:
     qwen, image = MiniQwen(), page[0].image
     qwen.network.float()
-    budget = image_size(image).tokens // divisor
+    size = Size(image.shape[1] // TOKEN, image.shape[2] // TOKEN)
+    budget = size.tokens // divisor
     encoded = qwen.encode_image(image, budget)
-    assert encoded.size == shrink_size(image_size(image), budget)
+    assert encoded.size == shrink_size(size, budget)
     scores = qwen.score_image(page, encoded)
     for example, logprob in zip(page, scores.logprob.tolist(), strict=True):
         limits = {"shortest_edge": TOKEN**2, "longest_edge": budget * TOKEN**2}
@@ -245,7 +245,7 @@ def test_an_image_has_the_attention_and_the_merger_input_of_its_patches(
         image = qwen.encode_image(page[0].image)
     middle, last = (call.output.float().unflatten(0, (-1, 4)) for call in calls.values())
     expected = probabilities[-1][0].float().mean((0, 1)).view(-1, 4).mean(1)
-    assert image.attention.shape == (image_size(page[0].image).tokens,)
+    assert image.attention.shape == (image.size.tokens,)
     assert torch.allclose(image.attention, expected, atol=1e-3)
     assert torch.allclose(image.encoder, last.mean(1), atol=1e-4)
     norms = torch.stack((middle.abs().sum(2), middle.norm(dim=2)), 2).mean(1)
