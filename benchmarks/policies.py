@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
+from benchmarks.accuracy import minillava
 from benchmarks.yardsticks.examples import CHECKPOINTS, weights_digest
 from vllm_autoprune import PruningState, load_state, materialize
 from vllm_autoprune.backbones import BACKBONE_SHAPES
@@ -223,8 +224,6 @@ def measure(folder: Path, scenes: int, *more: str) -> int:
     Evidence is valid if it was measured on this model and the state has not changed since. ``more``
     are options of `python -m benchmarks.accuracy.minillava`, whose exit status is returned.
     """
-    from benchmarks.accuracy import minillava  # it reads the names of this module
-
     model = f"mini-LLaVA {weights_digest(CHECKPOINTS['minillava'])}"
     states = {}
     for state in build_states(folder):

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.policies import QUOTAS, SEARCH_RESULTS
 from benchmarks.server import ServerDied, command, serve
 from benchmarks.yardsticks.examples import CHECKPOINTS, draw_examples, png_url, weights_digest
 from vllm_autoprune.cli.commands.eval import add_run_arguments, run_suite
@@ -22,12 +21,13 @@ from vllm_autoprune.evaluation.journal import MME, Contents, EvaluationError, Qu
 from vllm_autoprune.evaluation.questions import PreparedQuestion
 from vllm_autoprune.evaluation.run import Progress, QuestionSuite, build_cases
 from vllm_autoprune.http_client import MAX_IN_FLIGHT
+from vllm_autoprune.tpdsl.loading import shipped_states
 
 STATES = (
-    "all",
-    *(name for name, model in SEARCH_RESULTS.items() if model == "mini-LLaVA"),
-    *(f"ablation-quota-{quota}" for quota in QUOTAS),
-)
+    "all", "minillava", "minillava-split",
+    *(name for name in shipped_states() if name.startswith("ablation-")),
+)  # fmt: skip
+"""Every base policy, what searches found on this model, and the sweep of the exchange quota."""
 BUDGETS = (64, 32, 16, 8, 4)
 
 _FLAGS = (
