@@ -32,6 +32,27 @@ class Command:
     epilog: str = ""
 
 
+def argument(*flags: str, **keywords: Any) -> Callable[[argparse.ArgumentParser], object]:
+    """What adds an argument to a parser, which takes the same."""
+    return lambda parser: parser.add_argument(*flags, **keywords)
+
+
+def command(
+    *arguments: Callable[[argparse.ArgumentParser], object], epilog: str = ""
+) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
+    """Make a function that runs a command the command; its help is the function's docstring."""
+
+    def add_all(parser: argparse.ArgumentParser) -> None:
+        for add in arguments:
+            add(parser)
+
+    def make(run: Callable[[argparse.Namespace], int]) -> Command:
+        text = (run.__doc__ or "").partition("\n")[0].rstrip(".")
+        return Command(text[:1].lower() + text[1:], add_all, run, epilog)
+
+    return make
+
+
 def add_flags(
     group: argparse._ArgumentGroup,
     model: type[BaseModel],

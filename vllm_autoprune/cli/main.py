@@ -15,19 +15,19 @@ from vllm_autoprune.errors import ProblemsError
 from vllm_autoprune.tpdsl.loading import suggest_name
 
 COMMANDS: dict[str, Command] = {
-    "validate": states.VALIDATE,
-    "list": states.LIST,
-    "show": states.SHOW,
-    "diff": states.DIFF,
-    "atoms": states.ATOMS_LIST,
-    "schema": states.SCHEMA,
-    "materialize": states.MATERIALIZE,
-    "explain": explain.COMMAND,
-    "cost": costs.COST,
-    "advise": costs.ADVISE,
+    "validate": states.validate,
+    "list": states.list_states,
+    "show": states.show,
+    "diff": states.diff,
+    "atoms": states.list_atoms,
+    "schema": states.schema,
+    "materialize": states.materialize_state,
+    "explain": explain.explain,
+    "cost": costs.cost,
+    "advise": costs.advise,
     "search": search.COMMAND,
-    "eval": eval.COMMAND,
-    "doctor": doctor.COMMAND,
+    "eval": eval.evaluate_states,
+    "doctor": doctor.doctor,
     "selftest": selftest.COMMAND,
 }
 

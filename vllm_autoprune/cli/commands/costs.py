@@ -24,7 +24,7 @@ from vllm_autoprune.advise import (
     judge,
 )
 from vllm_autoprune.backbones import BACKBONE_SHAPES, find_backbone
-from vllm_autoprune.cli.flags import Command, add_flags, flag_problems
+from vllm_autoprune.cli.flags import add_flags, argument, command, flag_problems
 from vllm_autoprune.cli.output import format_paragraphs, format_table, print_result
 from vllm_autoprune.cost import estimate_cost, list_assumptions
 from vllm_autoprune.errors import ConfigError, Problem
@@ -39,7 +39,29 @@ _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
 """Flags of `advise` that are not named like their field."""
 
 
-def _print_cost(options: argparse.Namespace) -> int:
+@command(
+    argument("--backbone", required=True, metavar="NAME", help=", ".join(BACKBONE_SHAPES)),
+    argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        metavar="K",
+        help="visual tokens of one image; the others are compared with the first (default: all "
+        "tokens, and a ninth of them)",
+    ),
+    argument("--text", type=int, default=0, metavar="T", help="text tokens counted too"),
+    argument(
+        "--full-layers",
+        type=int,
+        default=0,
+        metavar="F",
+        help="cost of a method that prunes inside the language model: F layers see all tokens, "
+        "and the others so many that the average over layers is K",
+    ),
+    epilog="Example: vllm-autoprune cost --backbone llava-next-7b --tokens 2880 320",
+)
+def cost(options: argparse.Namespace) -> int:
+    """Print FLOPs of prefill and bytes of KV cache."""
     shape, full_layers = find_backbone(options.backbone), options.full_layers
     budgets: list[int] = options.tokens or [shape.tokens, shape.tokens // 9]
     costs = [estimate_cost(shape, k, text=options.text, full_layers=full_layers) for k in budgets]
@@ -47,17 +69,17 @@ def _print_cost(options: argparse.Namespace) -> int:
         "backbone": shape.name,
         "full_layers": full_layers,
         "rows": [
-            {"budget": k, **asdict(cost), "teraflops": cost.teraflops, "kv_mib": cost.kv_mib}
-            for k, cost in zip(budgets, costs, strict=True)
+            {"budget": k, **asdict(each), "teraflops": each.teraflops, "kv_mib": each.kv_mib}
+            for k, each in zip(budgets, costs, strict=True)
         ],
         "assumptions": list_assumptions(shape),
     }
     head = ["visual tokens", "TFLOPs", "KV MiB", "fewer FLOPs", "less KV"]
     rows = [
-        [k, f"{cost.teraflops:#.4g}", f"{cost.kv_mib:.7g}",
-         f"{costs[0].flops / cost.flops:.2f}x", f"{costs[0].kv_bytes / cost.kv_bytes:.2f}x",
-         *([f"{cost.after}, mean {cost.tokens:.7g}"] if full_layers else [])]
-        for k, cost in zip(budgets, costs, strict=True)
+        [k, f"{each.teraflops:#.4g}", f"{each.kv_mib:.7g}",
+         f"{costs[0].flops / each.flops:.2f}x", f"{costs[0].kv_bytes / each.kv_bytes:.2f}x",
+         *([f"{each.after}, mean {each.tokens:.7g}"] if full_layers else [])]
+        for k, each in zip(budgets, costs, strict=True)
     ]  # fmt: skip
     head += [f"left after {full_layers} layers"] if full_layers else []
     counted = f"{options.text} text tokens counted too" if options.text else "text not counted"
@@ -72,7 +94,52 @@ def _print_cost(options: argparse.Namespace) -> int:
     return 0
 
 
-def _advise(options: argparse.Namespace) -> int:
+def _parse_pair(
+    separator: str, form: str, number: type[int] | type[float], text: str
+) -> tuple[int, int | float]:
+    """A whole number and another one, both above 0; ``form`` says how they are written."""
+    first, _, second = text.partition(separator)
+    with contextlib.suppress(ValueError):
+        if int(first) >= 1 and 0 < number(second) < math.inf:
+            return int(first), number(second)
+    raise argparse.ArgumentTypeError(f"{text!r} is not {form}")
+
+
+_parse_layer = partial(_parse_pair, "=", "TOKENS=MS, such as 341=805.5", float)
+_parse_size = partial(_parse_pair, "x", "WIDTHxHEIGHT in pixels, such as 1024x768", int)
+
+
+def _add_advise(parser: argparse.ArgumentParser) -> None:
+    group, sizes = parser.add_argument_group("traffic"), list(Traffic.model_fields)
+    add_flags(group, Traffic, _NAMES, sizes[:4], numbers=True)
+    text = "read --budget and --core from a state, by file or name"
+    group.add_argument("--state", metavar="STATE", help=text)
+    add_flags(group, Traffic, _NAMES, sizes[4:], numbers=True)
+    text = "the server keeps no prefix cache"
+    group.add_argument("--no-prefix-caching", action="store_true", help=text)
+    group = parser.add_argument_group("measured times, milliseconds")
+    add_flags(group, Timings, _NAMES, numbers=True)
+    group.add_argument("--layers", type=int, metavar="L", help="layers, for --layer-ms")
+    text = (
+        "instead of --prefill-ms-per-token: prefill of one layer on so many tokens; two lengths "
+        "also give the layers' part of --request-ms"
+    )
+    group.add_argument("--layer-ms", type=_parse_layer, nargs="+", metavar="TOKENS=MS", help=text)
+    group = parser.add_argument_group("a running server")
+    text = "its address, for --probe; with an API key in VLLM_API_KEY"
+    group.add_argument("--server", metavar="URL", help=text)
+    text = "measure what is not given with 24 requests, 12 of them with images of that size"
+    group.add_argument("--probe", type=_parse_size, metavar="WIDTHxHEIGHT", help=text)
+    group.add_argument("--model", metavar="NAME", help="the model's name on the server")
+
+
+@command(
+    _add_advise,
+    epilog="Example: vllm-autoprune advise --questions 4 --server http://localhost:8000 "
+    "--probe 1024x768. Formulas and what to do: docs/choosing.md.",
+)
+def advise(options: argparse.Namespace) -> int:
+    """Say which kind of state pays for your traffic, and whether pruning helps at all."""
     traffic, timings, notes = _read_inputs(options)
     estimates = estimate_ways(traffic, timings)
     verdict = judge(traffic, estimates)
@@ -164,73 +231,3 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, list[st
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.4g}" if seconds < 10 else f"{1000 * seconds:.0f}"
-
-
-def _parse_pair(
-    separator: str, form: str, number: type[int] | type[float], text: str
-) -> tuple[int, int | float]:
-    """A whole number and another one, both above 0; ``form`` says how they are written."""
-    first, _, second = text.partition(separator)
-    with contextlib.suppress(ValueError):
-        if int(first) >= 1 and 0 < number(second) < math.inf:
-            return int(first), number(second)
-    raise argparse.ArgumentTypeError(f"{text!r} is not {form}")
-
-
-_parse_layer = partial(_parse_pair, "=", "TOKENS=MS, such as 341=805.5", float)
-_parse_size = partial(_parse_pair, "x", "WIDTHxHEIGHT in pixels, such as 1024x768", int)
-
-
-def _add_advise(parser: argparse.ArgumentParser) -> None:
-    group, sizes = parser.add_argument_group("traffic"), list(Traffic.model_fields)
-    add_flags(group, Traffic, _NAMES, sizes[:4], numbers=True)
-    text = "read --budget and --core from a state, by file or name"
-    group.add_argument("--state", metavar="STATE", help=text)
-    add_flags(group, Traffic, _NAMES, sizes[4:], numbers=True)
-    text = "the server keeps no prefix cache"
-    group.add_argument("--no-prefix-caching", action="store_true", help=text)
-    group = parser.add_argument_group("measured times, milliseconds")
-    add_flags(group, Timings, _NAMES, numbers=True)
-    group.add_argument("--layers", type=int, metavar="L", help="layers, for --layer-ms")
-    text = (
-        "instead of --prefill-ms-per-token: prefill of one layer on so many tokens; two lengths "
-        "also give the layers' part of --request-ms"
-    )
-    group.add_argument("--layer-ms", type=_parse_layer, nargs="+", metavar="TOKENS=MS", help=text)
-    group = parser.add_argument_group("a running server")
-    text = "its address, for --probe; with an API key in VLLM_API_KEY"
-    group.add_argument("--server", metavar="URL", help=text)
-    text = "measure what is not given with 24 requests, 12 of them with images of that size"
-    group.add_argument("--probe", type=_parse_size, metavar="WIDTHxHEIGHT", help=text)
-    group.add_argument("--model", metavar="NAME", help="the model's name on the server")
-
-
-def _add_cost(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--backbone", required=True, metavar="NAME", help=", ".join(BACKBONE_SHAPES))
-    text = (
-        "visual tokens of one image; the others are compared with the first (default: all tokens, "
-        "and a ninth of them)"
-    )
-    add("--tokens", type=int, nargs="+", metavar="K", help=text)
-    add("--text", type=int, default=0, metavar="T", help="text tokens counted too (default 0)")
-    text = (
-        "cost of a method that prunes inside the language model: F layers see all tokens, and "
-        "the others so many that the average over layers is K"
-    )
-    add("--full-layers", type=int, default=0, metavar="F", help=text)
-
-
-COST = Command(
-    "print FLOPs of prefill and bytes of KV cache",
-    _add_cost,
-    _print_cost,
-    "Example: vllm-autoprune cost --backbone llava-next-7b --tokens 2880 320",
-)
-ADVISE = Command(
-    "say which kind of state pays for your traffic, and whether pruning helps at all",
-    _add_advise,
-    _advise,
-    "Example: vllm-autoprune advise --questions 4 --server http://localhost:8000 "
-    "--probe 1024x768. Formulas and what to do: docs/choosing.md.",
-)

@@ -15,7 +15,7 @@ from typing import Literal
 from packaging.version import Version
 
 from vllm_autoprune import __version__
-from vllm_autoprune.cli.flags import Command
+from vllm_autoprune.cli.flags import argument, command
 from vllm_autoprune.cli.output import WIDTH, format_table, print_result
 from vllm_autoprune.errors import AutopruneError, ConfigError
 from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
@@ -140,7 +140,15 @@ def _examine(text_tower: str | None) -> Iterator[_Finding]:
     yield judge("shipped states", f"{len(shipped) - len(invalid)} of {len(shipped)} load", fix)
 
 
-def _run(options: argparse.Namespace) -> int:
+@command(
+    argument(
+        "--text-tower",
+        metavar="PATH|HF_ID",
+        help="CLIP checkpoint given to `vllm serve --autoprune-text-tower`",
+    ),
+)
+def doctor(options: argparse.Namespace) -> int:
+    """Check whether this installation can serve."""
     findings = list(_examine(options.text_tower))
     able = all(finding.status != "fail" for finding in findings)
     rows = [
@@ -154,11 +162,3 @@ def _run(options: argparse.Namespace) -> int:
         "This installation can serve." if able else "This installation cannot serve yet.",
     )
     return 0 if able else 1
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "CLIP checkpoint given to `vllm serve --autoprune-text-tower`"
-    parser.add_argument("--text-tower", metavar="PATH|HF_ID", help=text)
-
-
-COMMAND = Command("check whether this installation can serve", _add_arguments, _run)

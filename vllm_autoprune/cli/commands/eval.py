@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.cli.flags import Command
+from vllm_autoprune.cli.flags import command
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import MAX_IN_FLIGHT, server_address
 
@@ -59,7 +59,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--backbone", default="llava-1.5-7b", help=text)
 
 
-def _run(options: argparse.Namespace) -> int:
+@command(
+    _arguments,
+    epilog="How it is measured and what the tables mean: docs/evaluation.md.",
+)
+def evaluate_states(options: argparse.Namespace) -> int:
+    """Measure accuracy on your questions, and whether pruning beats resizing images."""
     from vllm_autoprune.evaluation.lmms import LmmsSuite, select_benchmarks
     from vllm_autoprune.evaluation.questions import read_questions
     from vllm_autoprune.evaluation.run import QuestionSuite, build_cases
@@ -120,11 +125,3 @@ def run_suite(suite: Suite, folder: Path, options: argparse.Namespace) -> int:
     print(format_json(report) if options.json else format_markdown(report), end="")
     print(f"{folder}/: report.md, report.json, samples.jsonl", file=sys.stderr)
     return 0 if report.valid else 1
-
-
-COMMAND = Command(
-    "measure accuracy on your questions, and whether pruning beats resizing images",
-    _arguments,
-    _run,
-    epilog="How it is measured and what the tables mean: docs/evaluation.md.",
-)

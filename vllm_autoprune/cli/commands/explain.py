@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.cli.flags import Command
+from vllm_autoprune.cli.flags import argument, command
 from vllm_autoprune.cli.output import print_result, write_file
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.tpdsl.loading import load_state
@@ -17,7 +17,28 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-def _run(options: argparse.Namespace) -> int:
+@command(
+    argument("image", type=Path, help="image file"),
+    argument("question", help="instruction about the image"),
+    argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="DIR|HF_ID",
+        help="checkpoint of a served backbone: a folder, or its id on the Hugging Face Hub",
+    ),
+    argument(
+        "--text-tower",
+        type=Path,
+        metavar="DIR|HF_ID",
+        help="CLIP checkpoint that measures relevance, as for `vllm serve`",
+    ),
+    argument("--state", default="autoprune", help="file, or name of a shipped state"),
+    argument("--budget", type=int, metavar="K", help="tokens kept"),
+    argument("-o", "--output", type=Path, metavar="FILE", help="picture to write, a .png"),
+)
+def explain(options: argparse.Namespace) -> int:
+    """Draw which tokens of an image a state keeps for a question, and why."""
     output: Path | None = options.output
     if output is not None and output.suffix.lower() != ".png":
         problem = Problem(f"-o {output}", "not a known format", "end it in .png")
@@ -56,21 +77,3 @@ def _read_image(path: Path) -> Image.Image:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "not an image"
         what = f"cannot be read ({reason})"
         raise ConfigError("image", [Problem(str(path), what, "give an image file")]) from None
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("image", type=Path, help="image file")
-    add("question", help="instruction about the image")
-    text = "checkpoint of a served backbone: a folder, or its id on the Hugging Face Hub"
-    add("--checkpoint", type=Path, required=True, metavar="DIR|HF_ID", help=text)
-    text = "CLIP checkpoint that measures relevance, as for `vllm serve`"
-    add("--text-tower", type=Path, metavar="DIR|HF_ID", help=text)
-    add("--state", default="autoprune", help="file, or name of a shipped state")
-    add("--budget", type=int, metavar="K", help="tokens kept")
-    add("-o", "--output", type=Path, metavar="FILE", help="picture to write, a .png")
-
-
-COMMAND = Command(
-    "draw which tokens of an image a state keeps for a question, and why", _add_arguments, _run
-)

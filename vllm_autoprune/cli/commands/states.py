@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from vllm_autoprune.backbones import BACKBONE_SHAPES, find_backbone
-from vllm_autoprune.cli.flags import Command
+from vllm_autoprune.cli.flags import argument, command
 from vllm_autoprune.cli.output import (
     WIDTH,
     format_paragraphs,
@@ -40,10 +40,12 @@ from vllm_autoprune.tpdsl.transfer import (
     transfer,
 )
 
-_STATE = "file, or name of a shipped state"
+_STATE = argument("state", help="file, or name of a shipped state")
 
 
-def _list(options: argparse.Namespace) -> int:
+@command()
+def list_states(options: argparse.Namespace) -> int:
+    """List the states that ship."""
     policies = [materialize(load_state(name)) for name in sorted(shipped_states())]
     records = [
         {
@@ -67,7 +69,12 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(options: argparse.Namespace) -> int:
+@command(
+    _STATE,
+    argument("--budget", type=int, help="show it at this K instead of its own"),
+)
+def show(options: argparse.Namespace) -> int:
+    """Describe a state in words and as a table."""
     state = load_state(options.state)
     policy = materialize(state, options.budget)
     parts, words = list(_list_parts(state)), _describe_policy(policy)
@@ -187,7 +194,12 @@ def _describe_policy(policy: PruningPolicy) -> list[str]:
     return words
 
 
-def _diff(options: argparse.Namespace) -> int:
+@command(
+    argument("first", help="file, or name of a shipped state"),
+    argument("second", help="file, or name of a shipped state"),
+)
+def diff(options: argparse.Namespace) -> int:
+    """Compare two states field by field."""
     before, after = load_state(options.first), load_state(options.second)
     # With default values written out, which are no difference.
     changes = list_changes(state_document(before), state_document(after))
@@ -207,7 +219,13 @@ def _diff(options: argparse.Namespace) -> int:
     return 0
 
 
-def _list_atoms(options: argparse.Namespace) -> int:
+@command(
+    argument("--group", choices=list(ROLES), help="atoms of one group only"),
+    argument("--markdown", action="store_true", help="the reference page, as on the site"),
+    argument("--prompt", action="store_true", help="the language as an LLM proposer reads it"),
+)
+def list_atoms(options: argparse.Namespace) -> int:
+    """List the atoms of the language."""
     if options.markdown or options.prompt:
         print(render_page() if options.markdown else render_proposer_text(), end="")
         return 0
@@ -235,13 +253,28 @@ def _list_atoms(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_schema(options: argparse.Namespace) -> int:
+@command()
+def schema(options: argparse.Namespace) -> int:
+    """Print the JSON Schema of a state."""
     options.json = True  # whether asked for or not
     print_result(options, PruningState.model_json_schema())
     return 0
 
 
-def _materialize(options: argparse.Namespace) -> int:
+@command(
+    _STATE,
+    argument("--budget", type=int, metavar="K", help="tokens one image contributes"),
+    argument("--backbone", metavar="NAME", help=", ".join(BACKBONE_SHAPES)),
+    argument(
+        "--instruction-free",
+        action="store_true",
+        help="read no instruction, so that all questions about an image share KV blocks",
+    ),
+    argument("--name", help="name of the new state (default: derived from the old one)"),
+    argument("-o", "--output", type=Path, metavar="FILE", help="write the new state here"),
+)
+def materialize_state(options: argparse.Namespace) -> int:
+    """Transfer a state to another budget or backbone, and record what changed."""
     backbone = None if options.backbone is None else find_backbone(options.backbone)
     state, changes = load_state(options.state), tuple[Change, ...]()
     if options.instruction_free:
@@ -279,8 +312,15 @@ def _format_verdicts(safety: SafetyRecord) -> list[str]:
     return [f"  {'ok  ' if v.ok else 'FAIL'} {v.name}: {v.detail}" for v in safety.verdicts]
 
 
-def _validate(options: argparse.Namespace) -> int:
-    """One record a state; one that cannot be loaded is reported, never raised."""
+@command(
+    argument("state", nargs="+", help="file, or name of a shipped state"),
+    argument("--budget", type=int, help="check at this K instead of the state's own"),
+)
+def validate(options: argparse.Namespace) -> int:
+    """Check states, run their safety check, warn where resizing images was better.
+
+    One record a state; one that cannot be loaded is reported, never raised.
+    """
     records, lines = [], list[str]()
     for source in options.state:
         record: dict[str, Any] = {"source": source, "valid": False, "budget": options.budget}
@@ -336,58 +376,3 @@ def _find_losses(state: PruningState) -> Iterator[Problem]:
             what = f"resizing beats it at K = {place} by {points:.1f} points ({low:.1f} to "
             fix = "serve smaller images at this K, or another state"
             yield Problem(f"/provenance/scores/rows/{number}", f"{what}{high:.1f})", fix)
-
-
-def _add_nothing(parser: argparse.ArgumentParser) -> None:
-    """None but ``--json``; a schema is JSON with or without it."""
-
-
-def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("state", help=_STATE)
-    parser.add_argument("--budget", type=int, help="show it at this K instead of its own")
-
-
-def _add_diff(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", help=_STATE)
-    parser.add_argument("second", help=_STATE)
-
-
-def _add_atoms(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--group", choices=list(ROLES), help="atoms of one group only")
-    form, text = parser.add_mutually_exclusive_group(), "the reference page, as on the site"
-    form.add_argument("--markdown", action="store_true", help=text)
-    text = "the language as an LLM proposer reads it"
-    form.add_argument("--prompt", action="store_true", help=text)
-
-
-def _add_materialize(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("state", help=_STATE)
-    parser.add_argument("--budget", type=int, metavar="K", help="tokens one image contributes")
-    parser.add_argument("--backbone", metavar="NAME", help=", ".join(BACKBONE_SHAPES))
-    text = "read no instruction, so that all questions about an image share KV blocks"
-    parser.add_argument("--instruction-free", action="store_true", help=text)
-    parser.add_argument("--name", help="name of the new state (default: derived from the old one)")
-    text = "write the new state here"
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=text)
-
-
-def _add_validate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("state", nargs="+", help=_STATE)
-    parser.add_argument("--budget", type=int, help="check at this K instead of the state's own")
-
-
-LIST = Command("list the states that ship", _add_nothing, _list)
-SHOW = Command("describe a state in words and as a table", _add_show, _show)
-DIFF = Command("compare two states field by field", _add_diff, _diff)
-ATOMS_LIST = Command("list the atoms of the language", _add_atoms, _list_atoms)
-SCHEMA = Command("print the JSON Schema of a state", _add_nothing, _print_schema)
-MATERIALIZE = Command(
-    "transfer a state to another budget or backbone, and record what changed",
-    _add_materialize,
-    _materialize,
-)
-VALIDATE = Command(
-    "check states, run their safety check, warn where resizing images was better",
-    _add_validate,
-    _validate,
-)
