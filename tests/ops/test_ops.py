@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ from benchmarks.server import command
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.ops.greedy import (
-    _fill_by_weight,
     distance_to_kept,
     farthest_points,
     greedy_coverage,
@@ -221,31 +218,6 @@ def test_weight_times_distance_to_what_is_chosen(
     assert distance_to_kept(LINE, FIRST).tolist() == [[0, 1, 4, 9, 10]]
 
 
-WEIGHT = [0.2, 0.9, 0.5, 0.1, 0.5]
-SOME = torch.tensor([[True, False, False, True, True]])
-NAN = torch.nan
-
-
-@pytest.mark.parametrize(
-    ("gains", "weight", "eligible", "floor", "picks"),
-    [
-        # Picks with a gain stay and the rest comes by weight.
-        ([2.0, 1.0, 0.5], WEIGHT, None, 0.1, [3, 1, 0]),
-        ([2.0, 1.0, 0.5], WEIGHT, None, 0.7, [3, 1, 2]),
-        ([2.0, 1.0, 0.5], WEIGHT, None, 5.0, [1, 2, 4]),
-        ([0.0, 0.0, 0.0], WEIGHT, SOME, 0.0, [4, 0, 3]),
-        # NaN is no gain, and a NaN weight comes first.
-        ([1.0, NAN, NAN], [NAN, 0.9, -torch.inf, 0.1, 0.5], None, 0.0, [3, 0, 1]),
-    ],
-)
-def test_what_fills_up_by_weight(
-    gains: list[float], weight: list[float], eligible: Tensor | None, floor: float, picks: list[int]
-) -> None:
-    known = torch.tensor([[3, 1, 0]])
-    filled = _fill_by_weight(known, torch.tensor([gains]), torch.tensor([weight]), eligible, floor)
-    assert filled.tolist() == [picks]
-
-
 def coverage(degrees: Tensor, count: int, weight: list[float] | None = None) -> list[int]:
     """Picks of one image, from nothing covered and nothing taken."""
     size, rows = degrees.shape
@@ -289,25 +261,22 @@ def test_each_pick_adds_most_to_what_is_covered(
 
 # ---- the dtype of models on this machine ----
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.mark.parametrize(
-    ("gpus", "onednn", "avx512", "amx", "limit", "expected"),
+    ("gpus", "onednn", "instructions", "limit", "expected"),
     [
-        (0, True, True, False, "", "bfloat16"),
-        (0, True, False, True, "", "bfloat16"),
-        (0, True, False, False, "", "float32"),  # AVX-512 without BF16
-        (0, False, True, False, "", "float32"),
-        (0, True, True, False, "AVX512_CORE", "float32"),  # a limit that oneDNN emulates below
-        (1, False, False, False, "", "bfloat16"),
+        (0, True, "avx512_bf16", "", "bfloat16"),
+        (0, True, "amx_bf16", "", "bfloat16"),
+        (0, True, "", "", "float32"),  # AVX-512 without BF16
+        (0, False, "avx512_bf16", "", "float32"),
+        (0, True, "avx512_bf16", "AVX512_CORE", "float32"),  # a limit that oneDNN emulates below
+        (1, False, "", "", "bfloat16"),
     ],
 )
 def test_bfloat16_needs_a_gpu_or_the_instructions(
     gpus: int,
     onednn: bool,
-    avx512: bool,
-    amx: bool,
+    instructions: str,
     limit: str,
     expected: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -316,22 +285,8 @@ def test_bfloat16_needs_a_gpu_or_the_instructions(
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
-    capabilities = {"avx512_bf16": avx512, "amx_bf16": amx}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {instructions: True})
     assert choose_dtype() == expected
     assert choose_dtype(exact=True) == ("bfloat16" if gpus else "float32")
     assert command("model", 1)[-2:] == ["--dtype", expected]
     assert command("model", 1, ("--dtype", "half"))[-1] == "half", "flags win, being last"
-
-
-def test_no_server_start_names_bfloat16() -> None:
-    named = re.compile(r"--dtype[\"', =]+bfloat16|(LLM|EngineArgs)\([^)]*=\"bfloat16\",")
-    wrong = [
-        str(path.relative_to(ROOT))
-        for top in ("benchmarks", "offline_search", "vllm_autoprune/selftest", "tests", "docs",
-                    "examples", "scripts")
-        for path in (ROOT / top).rglob("*")
-        if path.suffix in {".py", ".md", ".sh", ".yaml"} and path != Path(__file__)
-        if named.search(path.read_text())
-    ]  # fmt: skip
-    assert not wrong, "leave --dtype out, or pass choose_dtype()"

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from vllm_autoprune import Grid, Instruction, PruningState, VisualTokens, load_state
 from vllm_autoprune.tpdsl.loading import shipped_states
-from vllm_autoprune.tpdsl.prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.registry import ATOMS
-from vllm_autoprune.tpdsl.tokens import MergerInput, NextLayer, TowerStates, Words
+from vllm_autoprune.tpdsl.safety import make_probe
+from vllm_autoprune.tpdsl.tokens import MergerInput
 
 Json = dict[str, Any]
 Changes = Mapping[str, object]
@@ -84,9 +84,6 @@ def active(name: str) -> Json:
     return {"atom": name, **taken}
 
 
-TOWER_WIDTH, TEXT, START = 12, 6, 3
-
-
 def images(
     seed: int = 0,
     *,
@@ -97,60 +94,12 @@ def images(
     noise: float = 0.5,
     dtype: torch.dtype = torch.float32,
 ) -> VisualTokens:
-    """Images of clustered tokens with every input; of odd ones two text tokens are padding."""
-    grid = grid or Grid(6, 6)
-    count, length = grid.tokens, START + grid.tokens + TEXT
-    source, further = (torch.Generator().manual_seed(seed + more) for more in (0, 1))
-
-    def bell(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=source)
-
-    def more(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=further).to(dtype)
-
-    owner = torch.randint(clusters, (batch, count), generator=source)
-    features = (bell(clusters, width)[owner] + noise * bell(batch, count, width)).to(dtype)
-    attention = bell(batch, count).softmax(dim=1)
-    instruction = Instruction(
-        patches=bell(clusters, 8)[owner] + noise * bell(batch, count, 8),
-        text=bell(batch, 2, 8),
-        segments=torch.ones(batch, 2, dtype=torch.bool),
-        sign=-1,
-    )
-    patches, keys, projector = (
-        more(batch, count, TOWER_WIDTH), more(batch, count, 4), more(TOWER_WIDTH, width)
-    )  # fmt: skip
-    layer = NextLayer(more(batch, count).float().softmax(dim=1), more(batch, count, TOWER_WIDTH))
-    before, after = more(batch, START, width), more(batch, TEXT, width)
-    text = torch.arange(TEXT) < TEXT - 2 * (torch.arange(batch)[:, None] % 2)
-    return VisualTokens(
-        features,
-        grid,
-        cls_attention=attention,
-        instruction=instruction,
-        tower=TowerStates(
-            patches,
-            keys,
-            project=lambda rows: rows @ projector.to(rows.device, non_blocking=True),
-            cls=more(batch, grid.tiles, TOWER_WIDTH),
-            next_layer=layer,
-        ),
-        encoder=patches,
-        words=Words(after, text),
-        language=RecordedPrefix(
-            START,
-            text,
-            recorded={
-                "embeddings": torch.cat([before, features, after], dim=1),
-                "states": more(batch, length, width),
-                "normed": more(batch, length, width),
-                "keys": more(batch, 2, length, 4),
-                "attention": more(batch, 3, TEXT, length).float().softmax(dim=3),
-            },
-        ),
-        # Norms of patches, which are not those of their means.
-        merger_input=MergerInput(more(batch, count, 2).float().abs() + 1),
-    )
+    """Images of clustered tokens with every input, whose patches have norms of their own."""
+    grid, options = grid or Grid(6, 6), {"clusters": clusters, "noise": noise}
+    tokens = make_probe(grid, seed, **options, batch=batch, width=width)  # type: ignore[arg-type]
+    norms = torch.rand(batch, grid.tokens, 2, generator=torch.Generator().manual_seed(seed)) + 1
+    tokens = replace(tokens, merger_input=MergerInput(norms))
+    return mapped(tokens, lambda part: part.to(dtype) if part.is_floating_point() else part)
 
 
 Part = TypeVar("Part")

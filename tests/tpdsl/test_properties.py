@@ -23,7 +23,6 @@ from tests.tpdsl.samples import (
     UNCHANGED,
     Changes,
     active,
-    call,
     images,
     mapped,
     sample,
@@ -37,17 +36,14 @@ from vllm_autoprune import (
     RefinedTokens,
     SelectionError,
     VisualTokens,
-    load_state,
     materialize,
     refine,
-    safety_check,
 )
 from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices
 from vllm_autoprune.tpdsl.atoms.pools import PartitionCall
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, orders_by_quality
-from vllm_autoprune.tpdsl.atoms.source import ViewCall, run_budget
+from vllm_autoprune.tpdsl.atoms.source import ViewCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.materialize import core_policy
 from vllm_autoprune.tpdsl.reference import PLACES
 from vllm_autoprune.tpdsl.refine import keep_reference
@@ -282,28 +278,6 @@ def test_no_selection_waits_for_the_device(name: str, grid: Grid) -> None:
     assert refined.indices.is_meta and refined.fallback.is_meta
 
 
-@pytest.mark.parametrize("name", shipped_states())
-def test_shipped_states_are_safe_and_do_not_wait(name: str) -> None:
-    chosen = load_state(name)
-    for budget in (1, 4, 32):
-        record = safety_check(materialize(chosen, budget))
-        assert record.valid, record.failures()
-        assert all(verdict.detail for verdict in record.verdicts)
-    for grid in (Grid(12, 12), Grid(6, 6, tiles=5)):
-        tokens = mapped(images(grid=grid, dtype=torch.float16), lambda tensor: tensor.to("meta"))
-        policy = materialize(chosen).at(grid.tokens, grid.tiles)
-        with forbid_waiting():
-            refined = refine(policy, tokens)
-        assert refined.features.shape == (2, min(policy.budget, grid.tokens), 16)
-
-
-@pytest.mark.parametrize("name", [name for name in OTHERS if "core" in name or "merger" in name])
-def test_cores_and_states_before_the_merger_are_safe(name: str) -> None:
-    for budget in (1, 5, 12):
-        record = safety_check(policy_of(name, budget))
-        assert record.valid, (budget, record.failures())
-
-
 @pytest.mark.parametrize("name", [name for name in STATES if "core" in name.split()])
 def test_no_question_changes_a_core(name: str) -> None:
     policy, tokens = policy_of(name), images(10)
@@ -392,33 +366,3 @@ def test_an_idle_reassembly_reads_nothing_but_an_order_by_quality_the_signals(na
     reads = "instruction" in required_inputs(alone, exchange=False)
     assert reads == orders_by_quality(alone.reassembly)
     assert refine(materialize(alone, 8), tokens).exchanged.tolist() == [0, 0]
-
-
-def test_budgets_differ_and_checks_that_are_always_made_say_so() -> None:
-    names = ATOMS.names("budget_control")
-    kept = {tuple(run_budget(call(n), 576 * tiles, tiles) for tiles in (1, 4)) for n in names}
-    assert len(kept) == len(names)
-    last = "fallback_to_selection"
-    without = safety_check(materialize(state({"/safety": [last]})))
-    for name in ATOMS.names("safety_checks"):
-        policy = materialize(state({"/safety": [name]}))
-        assert safety_check(policy) == without
-        assert policy.falls_back == ("listed or not" not in ATOMS[name].doc) == (name == last)
-
-
-def test_the_scope_of_tiles_names_all_atoms_that_read_it() -> None:
-    view = ATOMS["vision_tokens@pre_llm"].call.model_fields["tile_scope"].description or ""
-    named = {
-        "redundancy_density_penalty": "redundancy",
-        "mean_dissimilarity_saliency": "mean dissimilarity",
-        "diversity_pool_builder": "the diversity pool",
-    }
-    assert all(words in view for words in named.values())
-    tokens, best = images(4, grid=GRIDS[1]), [active("quality_pool_builder")]
-    for name in [*ATOMS.names("scoring"), *ATOMS.names("candidate_pool")]:
-        changes = {"/constraints/pool": best, **using(name)}
-        kept = []
-        for scope in ("per_tile", "global"):
-            source = {"tokens": {"atom": "vision_tokens@pre_llm", "tile_scope": scope}}
-            kept.append(refine(materialize(state({**changes, "/source": source}), 8), tokens))
-        assert torch.equal(kept[0].indices, kept[1].indices) != (name in named), name

@@ -228,7 +228,7 @@ def test_what_is_kept_of_an_image_with_an_input_that_is_not_finite(
     changes: Changes, name: str, code: int, value: float
 ) -> None:
     policy, tokens, clean = materialize(state(changes), 8), images(1), images(1)
-    INPUTS[name](tokens)[1, 1] = value
+    INPUTS[name](tokens)[1, 0] = value
     refined, expected = refine(policy, tokens), refine(policy, clean)
     assert refined.fallback.tolist() == [0, code] and same(refined, expected, 0, 0)
     kept = {0: expected.indices, 1: expected.reference.sort(dim=1).values}.get(code)
@@ -389,7 +389,7 @@ def test_a_question_that_cannot_be_read_leaves_the_core_as_it_is() -> None:
 def test_the_delta_of_cdpruner_is_greedy_map_with_the_core_as_anchors() -> None:
     tokens, policy = images(6, batch=3), materialize(with_core({"share": 0.5}, UNCHANGED), 12)
     refined = refine(policy, tokens)
-    relevance = min_max_normalise(-instruction_relevance(tokens.require_instruction()), 1e-6)
+    relevance = min_max_normalise(instruction_relevance(tokens.require_instruction()), 1e-6)
     expected = greedy_map(tokens.cosine, relevance, 12, anchors=refined.indices[:, :6])[:, 6:]
     assert refined.reference[:, 6:].tolist() == expected.tolist()
     assert refined.indices[:, 6:].tolist() == expected.sort(dim=1).values.tolist()

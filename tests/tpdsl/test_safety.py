@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.tpdsl.samples import Changes, images, plain, state
 from vllm_autoprune import (
@@ -129,40 +128,23 @@ def test_determinism_uses_the_repeats_of_the_state(monkeypatch: pytest.MonkeyPat
     assert failed(safety_check(materialize(thrice, 4), [images(1)])) == ["determinism"]
 
 
-def raising(error: Exception) -> Callable[..., Tensor]:
-    def select(*_: object) -> Tensor:
-        raise error
+def test_a_base_policy_that_repeats_a_token_or_raises_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def repeats(params: object, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        return ReferenceSelection(torch.tensor([[0, 1, 2, 2]] * 2))
 
-    return select
+    def raises(params: object, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        raise KeyError("x")
 
-
-BASES: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
-    # With q_e = 0 the gap is filled from the front, so the K rows themselves may look sound.
-    "one": (lambda *_: torch.tensor([[0, 0, 0, 0]] * 2), ["valid_indices"]),
-    "last": (lambda *_: torch.tensor([[0, 1, 2, 2]] * 2), ["valid_indices"]),
-    "too few": (
-        lambda *_: torch.arange(3).expand(2, -1), ["exact_count", "valid_indices", "shapes"]),
-    "out of range": (lambda *_: torch.arange(10**6, 10**6 + 4).expand(2, -1), list(VERDICTS)),
-    "random": (
-        lambda tokens, budget: torch.rand(2, tokens.count).argsort(dim=1)[:, :budget],
-        ["determinism"]),
-    "an exception": (raising(KeyError("x")), list(VERDICTS)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", BASES)
-@pytest.mark.parametrize("q_e", [0, 2])
-def test_broken_base_policies(monkeypatch: pytest.MonkeyPatch, fault: str, q_e: int) -> None:
-    select, verdicts = BASES[fault]
-
-    def selects(params: object, tokens: VisualTokens, budget: int) -> ReferenceSelection:
-        return ReferenceSelection(select(tokens, budget))
-
-    broken = replace(BASE_POLICIES["cdpruner"], function=selects)
-    monkeypatch.setitem(BASE_POLICIES, "cdpruner", broken)
-    record = safety_check(materialize(state({"/constraints/selector/q_e": q_e}), 4))
-    assert failed(record) == verdicts
-    assert fault != "an exception" or set(details(record).values()) == {"KeyError: 'x'"}
+    # With q_e = 0 the gap is filled from the front, so the K rows themselves look sound.
+    policy = materialize(state({"/constraints/selector/q_e": 0}), 4)
+    for function, verdicts in ((repeats, ["valid_indices"]), (raises, list(VERDICTS))):
+        broken = replace(BASE_POLICIES["cdpruner"], function=function)
+        monkeypatch.setitem(BASE_POLICIES, "cdpruner", broken)
+        record = safety_check(policy)
+        assert failed(record) == verdicts
+    assert set(details(record).values()) == {"KeyError: 'x'"}
 
 
 def test_probes_that_cannot_be_used_fail() -> None:

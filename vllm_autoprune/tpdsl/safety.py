@@ -30,8 +30,7 @@ from vllm_autoprune.tpdsl.tokens import (
     Words,
 )
 
-_BATCH = 2
-_WIDTH, _TOWER_WIDTH, _RELEVANCE_WIDTH = 32, 24, 16
+_TOWER_WIDTH, _RELEVANCE_WIDTH = 24, 16
 _TEXT = 6
 _HEADS, _HEAD_WIDTH = 2, 8
 
@@ -46,18 +45,25 @@ def synthetic_probes(budget: int, device: torch.device = _HOST) -> list[VisualTo
     side = max(4, math.ceil(math.sqrt(budget + 1)))
     tile = max(4, math.ceil(math.sqrt((budget + 1) / 5)))
     return [
-        _probe(Grid(side, side), device, seed=1, clusters=6, noise=0.5),
-        _probe(Grid(side, side), device, seed=2, clusters=1, noise=0.0),
-        _probe(Grid(tile, tile, tiles=5), device, seed=3, clusters=3, noise=0.0),
+        make_probe(Grid(side, side), 1, device, clusters=6, noise=0.5),
+        make_probe(Grid(side, side), 2, device, clusters=1, noise=0.0),
+        make_probe(Grid(tile, tile, tiles=5), 3, device, clusters=3, noise=0.0),
     ]
 
 
-def _probe(
-    grid: Grid, device: torch.device, *, seed: int, clusters: int, noise: float
+def make_probe(
+    grid: Grid,
+    seed: int,
+    device: torch.device = _HOST,
+    *,
+    clusters: int,
+    noise: float,
+    batch: int = 2,
+    width: int = 32,
 ) -> VisualTokens:
-    """Two images whose tokens form clusters, in the feature space and in every other input."""
+    """Images whose tokens form clusters, in the feature space and in every other input."""
     source = torch.Generator().manual_seed(seed)
-    owner = torch.randint(clusters, (_BATCH, grid.tokens), generator=source).to(device)
+    owner = torch.randint(clusters, (batch, grid.tokens), generator=source).to(device)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=source).to(device)
@@ -65,27 +71,25 @@ def _probe(
     def clustered(width: int) -> Tensor:
         return normal(clusters, width)[owner] + noise * normal(*owner.shape, width)
 
-    features, patches = clustered(_WIDTH), clustered(_RELEVANCE_WIDTH)
-    used = torch.ones(_BATCH, 1, dtype=torch.bool, device=device)
-    instruction = Instruction(patches, normal(_BATCH, 1, _RELEVANCE_WIDTH), used, sign=1)
-    attention = normal(_BATCH, grid.tokens).softmax(dim=1)
-    projector = normal(_TOWER_WIDTH, _WIDTH) / _TOWER_WIDTH**0.5
+    features, patches = clustered(width), clustered(_RELEVANCE_WIDTH)
+    used = torch.ones(batch, 1, dtype=torch.bool, device=device)
+    instruction = Instruction(patches, normal(batch, 1, _RELEVANCE_WIDTH), used, sign=1)
+    attention = normal(batch, grid.tokens).softmax(dim=1)
+    projector = normal(_TOWER_WIDTH, width) / _TOWER_WIDTH**0.5
     # Constant within a cluster, so all tokens of the second probe get equal attention.
     following = clustered(1)[:, :, 0].softmax(dim=1)
     rows = clustered(_TOWER_WIDTH)
     tower = TowerStates(
         patches=rows,
         keys=clustered(_HEAD_WIDTH),
-        project=lambda merged: merged @ projector,
-        cls=normal(_BATCH, grid.tiles, _TOWER_WIDTH),
+        project=lambda merged: merged @ projector.to(merged, non_blocking=True),
+        cls=normal(batch, grid.tiles, _TOWER_WIDTH),
         next_layer=NextLayer(following, clustered(_TOWER_WIDTH)),
     )
-    # One token before the image and six text tokens, the last two padding in image 2.
-    text = torch.arange(_TEXT) < torch.tensor([[_TEXT], [_TEXT - 2]])
-    entering = torch.cat(
-        [normal(_BATCH, 1, _WIDTH), features, normal(_BATCH, _TEXT, _WIDTH)], dim=1
-    )
-    by_text = normal(_BATCH, _HEADS, _TEXT, entering.shape[1])
+    # One token before the image and six text tokens, the last two padding in every other image.
+    text = torch.arange(_TEXT) < _TEXT - 2 * (torch.arange(batch)[:, None] % 2)
+    entering = torch.cat([normal(batch, 1, width), features, normal(batch, _TEXT, width)], dim=1)
+    by_text = normal(batch, _HEADS, _TEXT, entering.shape[1])
     language = RecordedPrefix(
         start=1,
         text=text.to(device),
@@ -93,7 +97,7 @@ def _probe(
         layers=1024,
         recorded={
             **dict.fromkeys(("embeddings", "states", "normed"), entering),
-            "keys": normal(_BATCH, _HEADS, entering.shape[1], _HEAD_WIDTH),
+            "keys": normal(batch, _HEADS, entering.shape[1], _HEAD_WIDTH),
             "attention": by_text.softmax(dim=-1),
         },
     )
