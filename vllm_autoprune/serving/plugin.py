@@ -6,7 +6,7 @@ Model classes are registered only once a state asks for them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.serving.compat import depends_on
@@ -39,8 +39,8 @@ def register() -> None:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_autoprune.serving.compat import patch
-    from vllm_autoprune.serving.settings import add_flags
+    from vllm_autoprune.serving.compat import attach, patch
+    from vllm_autoprune.serving.settings import SETTINGS_KEY, WAITING_SETTINGS, add_flags
 
     @patch(EngineArgs, "add_cli_args")
     def add_cli_args(
@@ -52,10 +52,10 @@ def register() -> None:
     def create_model_config(
         stock: Callable[..., ModelConfig], self: EngineArgs, *args: object, **named: object
     ) -> ModelConfig:
-        from vllm_autoprune.serving.startup import attach_settings
-
-        model_config = stock(self, *args, **named)
-        attach_settings(model_config, self.additional_config)
+        model_config, additional = stock(self, *args, **named), self.additional_config
+        # ``vllm launch render`` makes a config of the model alone, without ``additional_config``.
+        if isinstance(additional, Mapping) and SETTINGS_KEY in additional:
+            attach(model_config, WAITING_SETTINGS, dict(additional))
         return model_config
 
     @patch(VllmConfig, "try_verify_and_update_config")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -91,13 +91,6 @@ class RequestRules:
     def allows(self, level: Level) -> bool:
         """Whether requests may set the fields that a level adds."""
         return LEVELS.index(level) <= LEVELS.index(self.level)
-
-    def for_processed_inputs(self) -> RequestRules:
-        """The rules of inputs that a client processed: without the flag they may set nothing.
-
-        They do not pass vLLM's check of ``mm_processor_kwargs``, which protects such a server.
-        """
-        return self if self.explicit else replace(self, level="none")
 
     def __str__(self) -> str:
         if self.level == "none":
@@ -182,6 +175,9 @@ def read_text_tower(path: str) -> TextTower:
 
 SETTINGS_KEY = "autoprune"
 """Key of the plugin's settings in vLLM's ``additional_config``."""
+
+WAITING_SETTINGS = "autoprune_settings"
+"""Attribute of a model config with settings that are not applied yet."""
 
 MIDDLEWARE = "vllm_autoprune.serving.api.request.KeepRequest"
 """Import path of the middleware that keeps our headers, for vLLM's ``--middleware``."""
@@ -417,32 +413,33 @@ def _read_extra(setting: str, key: str) -> str:
 # Flags of `vllm serve`, in a group of their own; values are checked where the model is known.
 
 
-class _Setting(argparse.Action):
-    """Store a flag's raw text under its name in ``additional_config``."""
+class _Merge(argparse.Action):
+    """Add a flag's raw text, or what ``--additional-config`` says, to ``additional_config``."""
 
     def __call__(
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: str | Sequence[object] | None,
+        values: object,
         option_string: str | None = None,
     ) -> None:
-        key = self.dest.removeprefix("autoprune_")
-        _merge(namespace, {SETTINGS_KEY: {key: values, "from_flags": True}})
-
-
-def _merge(namespace: argparse.Namespace, extra: Mapping[str, object]) -> None:
-    # The default dict belongs to the parser and is shared between parses: never changed here.
-    merged = dict(vars(namespace).get("additional_config") or {})
-    for key, value in extra.items():
-        before = merged.get(key)
-        if key == SETTINGS_KEY and isinstance(value, Mapping) and isinstance(before, Mapping):
-            value = {**before, **value}
-        merged[key] = value
-    namespace.additional_config = merged
-    added = vars(namespace).get("middleware")  # parsers without a server have none
-    if SETTINGS_KEY in merged and added is not None and MIDDLEWARE not in added:
-        namespace.middleware = [*added, MIDDLEWARE]
+        extra = values
+        if self.dest != "additional_config":
+            key = self.dest.removeprefix("autoprune_")
+            extra = {SETTINGS_KEY: {key: values, "from_flags": True}}
+        if not isinstance(extra, Mapping):
+            raise argparse.ArgumentError(self, f"not a JSON object: {extra!r}")
+        # The default dict belongs to the parser and is shared between parses: never changed here.
+        merged = dict(vars(namespace).get("additional_config") or {})
+        for key, value in extra.items():
+            before = merged.get(key)
+            if key == SETTINGS_KEY and isinstance(value, Mapping) and isinstance(before, Mapping):
+                value = {**before, **value}
+            merged[key] = value
+        namespace.additional_config = merged
+        added = vars(namespace).get("middleware")  # parsers without a server have none
+        if SETTINGS_KEY in merged and added is not None and MIDDLEWARE not in added:
+            namespace.middleware = [*added, MIDDLEWARE]
 
 
 def add_flags(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
@@ -456,7 +453,7 @@ def add_flags(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     for name, setting in Settings.model_fields.items():
         group.add_argument(
             _flag_name(name),
-            action=_Setting,
+            action=_Merge,
             dest=f"autoprune_{name}",
             default=argparse.SUPPRESS,
             metavar=_read_extra(name, "metavar"),
@@ -464,25 +461,5 @@ def add_flags(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         )
     for action in parser._actions:
         if "--additional-config" in action.option_strings:
-            action.__class__ = _make_merging(type(action))
+            action.__class__ = _Merge
     return parser
-
-
-def _make_merging(stock: type[argparse.Action]) -> type[argparse.Action]:
-    class Merging(stock):  # type: ignore[misc, valid-type]
-        def __call__(
-            self,
-            parser: argparse.ArgumentParser,
-            namespace: argparse.Namespace,
-            values: str | Sequence[object] | None,
-            option_string: str | None = None,
-        ) -> None:
-            before = vars(namespace).get("additional_config")
-            super().__call__(parser, namespace, values, option_string)
-            parsed = namespace.additional_config
-            if not isinstance(parsed, Mapping):
-                raise argparse.ArgumentError(self, f"not a JSON object: {parsed!r}")
-            namespace.additional_config = before
-            _merge(namespace, parsed)
-
-    return Merging

@@ -40,7 +40,7 @@ from vllm_autoprune.serving.served_state import (
     replace_unsafe_state,
     served_state,
 )
-from vllm_autoprune.serving.settings import SETTINGS_KEY, read_settings
+from vllm_autoprune.serving.settings import SETTINGS_KEY, WAITING_SETTINGS, read_settings
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.tokens import Need
 
@@ -71,7 +71,7 @@ def _activate(architecture: str) -> None:
     engine_requests.cache_without_plans()
     compat.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
     worker.spread_recalls(peek_plan)
-    worker.refuse_sleep(sleep_problem)
+    worker.refuse_sleep(_sleep_problem)
 
 
 class _Activation:
@@ -89,7 +89,7 @@ class _Activation:
         return _Activation, (self.architecture,)
 
 
-def sleep_problem(model_config: ModelConfig, level: int) -> str | None:
+def _sleep_problem(model_config: ModelConfig, level: int) -> str | None:
     """Reason why a server cannot wake up from a sleep level; None if it can.
 
     Level 2 discards weights, and what reloads the checkpoint's does not reload the text tower's.
@@ -107,18 +107,6 @@ def sleep_problem(model_config: ModelConfig, level: int) -> str | None:
 
 logger = logging.getLogger("vllm.autoprune")
 
-_WAITING_SETTINGS = "autoprune_settings"
-"""Attribute of a model config with settings that are not applied yet."""
-
-
-def attach_settings(model_config: ModelConfig, additional: object) -> None:
-    """Put the plugin's settings, if ``additional_config`` has any, on a new model config.
-
-    ``vllm launch render`` makes a config of the model alone, without ``additional_config``.
-    """
-    if isinstance(additional, Mapping) and SETTINGS_KEY in additional:
-        attach(model_config, _WAITING_SETTINGS, dict(additional))
-
 
 def apply_settings(vllm_config: VllmConfig) -> None:
     """Apply the plugin's settings from ``additional_config``, or from the model config, checked.
@@ -129,9 +117,9 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     model_config, additional = vllm_config.model_config, vllm_config.additional_config
     if model_config is None:
         return
-    waiting = get_attachment(model_config, _WAITING_SETTINGS)
+    waiting = get_attachment(model_config, WAITING_SETTINGS)
     if waiting is not None:
-        attach(model_config, _WAITING_SETTINGS, None)
+        attach(model_config, WAITING_SETTINGS, None)
     if isinstance(additional, Mapping) and SETTINGS_KEY in additional:
         # Out of additional_config before vLLM hashes it: the compiled graphs do not depend on it.
         vllm_config.additional_config = {k: v for k, v in additional.items() if k != SETTINGS_KEY}
@@ -197,7 +185,21 @@ def resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         what += "" if reason is None else f": {reason}"
         problems.append(Problem("model", what, f"serve one of: {', '.join(BACKBONES)}"))
     else:
-        problems += _mode_problems(vllm_config, backbone)
+        # Modes in which no state serves the model.
+        problems += backbone.problems(model.hf_config)
+        lora, connector = vllm_config.lora_config, vllm_config.kv_transfer_config
+        if lora is not None and lora.enable_tower_connector_lora:
+            # Features are kept by image alone, and LoRA layers bypass the hook on attention.
+            what = "the vision tower would differ between requests"
+            problems.append(Problem("--enable-tower-connector-lora", what, "serve without it"))
+        if connector is not None:
+            extra = connector.kv_connector_extra_config
+            problems += _connector_problems(str(connector.kv_connector), extra)
+        if backbone.mrope and vllm_config.parallel_config.pipeline_parallel_size > 1:
+            # vLLM asks for the positions of kept tokens where it encodes images: on rank 0.
+            what = "later ranks would not know the positions of the tokens that are kept"
+            fix = "serve without it, for example with --tensor-parallel-size"
+            problems.append(Problem("--pipeline-parallel-size", what, fix))
     if settings is not None and backbone is not None:
         if settings.recall and backbone.unsplittable:
             what = f"later turns cannot recall tokens: this model {backbone.unsplittable}"
@@ -230,26 +232,6 @@ def resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
     if problems := _input_problems(vllm_config, backbone, served.needs):
         raise ConfigError("cannot serve pruned", problems)
     return served
-
-
-def _mode_problems(vllm_config: VllmConfig, backbone: Backbone) -> list[Problem]:
-    """Problems of a model, and of modes in which no state serves it."""
-    problems = [*backbone.problems(vllm_config.model_config.hf_config)]
-    lora = vllm_config.lora_config
-    if lora is not None and lora.enable_tower_connector_lora:
-        # Features are kept by image alone, and LoRA layers bypass the hook that reads attention.
-        what = "the vision tower would differ between requests"
-        problems.append(Problem("--enable-tower-connector-lora", what, "serve without it"))
-    connector = vllm_config.kv_transfer_config
-    if connector is not None:
-        extra = connector.kv_connector_extra_config
-        problems += _connector_problems(str(connector.kv_connector), extra)
-    if backbone.mrope and vllm_config.parallel_config.pipeline_parallel_size > 1:
-        # vLLM asks for the positions of kept tokens where it encodes images: on the first rank.
-        what = "later ranks would not know the positions of the tokens that are kept"
-        fix = "serve without it, for example with --tensor-parallel-size"
-        problems.append(Problem("--pipeline-parallel-size", what, fix))
-    return problems
 
 
 _INSIDE_THE_TOWER: frozenset[Need] = frozenset(

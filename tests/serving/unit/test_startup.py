@@ -20,7 +20,7 @@ from vllm_autoprune.serving.compat import Hook, collect_hooks, find_missing_name
 from vllm_autoprune.serving.models import BACKBONES, UNSERVED
 from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.settings import TextTower
-from vllm_autoprune.serving.startup import apply_settings, resolve_settings, sleep_problem
+from vllm_autoprune.serving.startup import _sleep_problem, apply_settings, resolve_settings
 from vllm_autoprune.tpdsl.tokens import Need
 
 NO_CLS = SimpleNamespace(model_type="siglip_vision_model", hidden_size=24)
@@ -288,7 +288,7 @@ def test_sleep_that_discards_the_text_tower_is_refused_before_the_engine_is_paus
 
     monkeypatch.undo()  # this test needs the real shim
     monkeypatch.setattr(EngineCore, "sleep", stock)
-    worker.refuse_sleep(sleep_problem)
+    worker.refuse_sleep(_sleep_problem)
     engine: Any = EngineCore.__new__(EngineCore)
     tower = TextTower("clip", 1, "a test", segment=8, width=12, vision_width=24)
     for state, levels in ((served(tower=tower), (1, 0)), (served(), (2,)), (None, (2,))):

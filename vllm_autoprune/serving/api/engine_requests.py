@@ -191,8 +191,8 @@ class Rendering(BaseMultiModalProcessorCache):
         the first brings the tensors (:func:`cache_without_plans`). ``again`` is another sample of
         the request, whose features are complete.
         """
-        missing = dict.fromkeys(map(_key, features))
-        for key in missing:
+        unsent = dict.fromkeys(map(_key, features))
+        for key in unsent:
             self._sender.touch_sender_cache_item(key)
         if again:
             return
@@ -200,7 +200,8 @@ class Rendering(BaseMultiModalProcessorCache):
             key = _key(feature)
             added, plan = _set_plan_apart(feature)
             tensors: _Tensors = {}
-            if missing.pop(key, key) is None:
+            if key in unsent:
+                del unsent[key]
                 cached = self._sender.is_cached_item(key)
                 if not cached and key not in self._items and added:
                     # An input that vLLM added after rendering, which its engine caches like all.
@@ -301,7 +302,10 @@ def watch_requests() -> None:
             hashes.await_hand_over(request.mm_features)
             return request
         try:
-            served = replace(served, rules=served.rules.for_processed_inputs())
+            if not served.rules.explicit:
+                # Without the flag a plan sets nothing: it does not pass vLLM's own check of
+                # ``mm_processor_kwargs``, which protects such a server.
+                served = replace(served, rules=replace(served.rules, level="none"))
             rules = PlanRules(served, self.model_config.get_vocab_size())
             algorithm = self.model_config.get_multimodal_config().mm_hasher_algorithm
             _check_features(rules, request.mm_features, request.cache_salt or "", algorithm)

@@ -77,16 +77,10 @@ def make_pruned_factories(
 
 
 @dataclass
-class _PlannedInputs(ProcessorInputs):
-    """Inputs with an item for every plan."""
+class _Inputs(ProcessorInputs):
+    """Inputs with an item for every plan; or with every image once, and the ``keys`` of caches."""
 
     plan: RequestPlan = field(default_factory=lambda: RequestPlan((), {}))
-
-
-@dataclass
-class _ContentInputs(ProcessorInputs):
-    """Inputs with every image once, and the keys that they are cached by."""
-
     keys: Mapping[str, list[str]] = field(default_factory=dict)
 
 
@@ -158,7 +152,7 @@ class PrunedProcessor(_Stock):
         rendering = None
         if isinstance(inputs.cache, LruKeyReplicatedSenderCache):
             planned["cache"] = rendering = Rendering(inputs.cache, self._waiting)
-        processed = super().apply(_PlannedInputs(**planned), timing_ctx)
+        processed = super().apply(_Inputs(**planned), timing_ctx)
         keys = {item.identity: item.key for item in plan.items}
         hashes = RenderedHashes(processed["mm_hashes"], plan.count, keys, rendering)
         processed["mm_hashes"] = hashes
@@ -168,22 +162,22 @@ class PrunedProcessor(_Stock):
         self, inputs: ProcessorInputs, timing_ctx: TimingContext
     ) -> MultiModalProcessingResult:
         """Process each image once, and give every item its plan and K of N placeholders."""
-        assert isinstance(inputs, _PlannedInputs)
+        assert isinstance(inputs, _Inputs)
         plan, cache = inputs.plan, inputs.cache
         # The first of the items that have the same tensors, by their key.
         at_key: dict[str, int] = {}
         for at, item in enumerate(plan.items):
             at_key.setdefault(item.key, at)
-        content = {name: value for name, value in vars(inputs).items() if name != "plan"}
-        content["keys"] = {**plan.hashes, "image": [*at_key]} if plan.items else plan.hashes
+        keys = {**plan.hashes, "image": [*at_key]} if plan.items else plan.hashes
+        content = {**vars(inputs), "keys": keys}
         if len(at_key) < len(plan.items):
             images = [inputs.mm_data_items["image"].get(at) for at in at_key.values()]
             content["mm_data_items"] = _with_images(inputs, images)
-        result = super()._cached_apply_hf_processor(_ContentInputs(**content), timing_ctx)
+        result = super()._cached_apply_hf_processor(_Inputs(**content), timing_ctx)
         if isinstance(cache, Rendering):
 
             def process_again() -> dict[str, RenderedItem]:
-                uncached = _ContentInputs(**{**content, "cache": None})
+                uncached = _Inputs(**{**content, "cache": None})
                 made = super(PrunedProcessor, self)._cached_apply_hf_processor(uncached, timing_ctx)
                 return {
                     key: RenderedItem(tensors, updates)
@@ -249,7 +243,7 @@ class PrunedProcessor(_Stock):
 
     def _get_mm_hashes(self, inputs: ProcessorInputs) -> MultiModalHashes:
         """The keys by which vLLM's processor cache holds the images."""
-        assert isinstance(inputs, _ContentInputs)
+        assert isinstance(inputs, _Inputs)
         return dict(inputs.keys)
 
 
