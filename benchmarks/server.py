@@ -20,6 +20,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks import BenchmarkError
 from vllm_autoprune.ops.dtype import choose_dtype
 
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
@@ -33,8 +34,23 @@ def _connect() -> httpx.Client:
     return httpx.Client(headers={"Connection": "close"}, limits=limits)
 
 
-class ServerDied(RuntimeError):
-    """The server ended before it was ready; the message contains the end of its log."""
+class ServerDied(BenchmarkError):
+    """A server ended before it was ready, or was not ready in time.
+
+    ``cause`` is one line: of the log the plugin's refusal, else its first error, since processes
+    pass errors on, else its last line. The end of the log is a note.
+    """
+
+    def __init__(self, log: Path, cause: str = "") -> None:
+        text = log.read_text(errors="replace") if log.is_file() else ""
+        _, refused, refusal = text.partition("\nvllm-autoprune: ")
+        error = re.search(r"(?:^|\] )(\w*(?:Error|Exception): .*)$", text, re.MULTILINE)
+        if not cause and refused:
+            cause = " ".join(refusal.split())
+        last = (text.strip() or "no output").rpartition("\n")[2]
+        self.cause = cause or (error[1] if error else last)
+        super().__init__(f"the server did not start: {self.cause} (log: {log})")
+        self.add_note("\n".join(text.splitlines()[-40:]))
 
 
 @dataclass(frozen=True)
@@ -72,24 +88,12 @@ class Server:
         deadline = time.monotonic() + patience
         while self.logged().count("Application startup complete") < count:
             if time.monotonic() > deadline:
-                raise ServerDied(f"{count} API servers were not ready after {patience:.0f} s")
+                raise ServerDied(self.log, f"{count} API servers not ready in {patience:.0f} s")
             time.sleep(0.2)
 
     def logged(self) -> str:
         """Everything the server has printed so far."""
         return self.log.read_text(errors="replace")
-
-
-def find_cause(log: str) -> str:
-    """Why a server did not start: the plugin's refusal, else the first error, else the last line.
-
-    Processes pass errors on, so the first one is the cause.
-    """
-    _, refused, refusal = log.partition("\nvllm-autoprune: ")
-    if refused:
-        return " ".join(refusal.split())
-    error = re.search(r"(?:^|\] )(\w*(?:Error|Exception): .*)$", log, re.MULTILINE)
-    return error[1] if error else (log.strip() or "no output").rpartition("\n")[2]
 
 
 def free_port() -> int:
@@ -147,8 +151,17 @@ def serve(
         )
         stack.callback(end_group, process)
         server = Server(f"http://127.0.0.1:{port}", str(model), process, log)
+        deadline, ready = time.monotonic() + patience, False
         try:
-            _await_health(server, patience)
+            while not ready:
+                if process.poll() is not None:
+                    raise ServerDied(log)
+                if time.monotonic() > deadline:
+                    raise ServerDied(log, f"not ready in {patience:.0f} s")
+                with contextlib.suppress(httpx.HTTPError):
+                    server.get("/health")
+                    ready = True
+                time.sleep(0 if ready else 0.25)
         except BaseException:
             # vLLM ignores SIGTERM while it starts, and has nothing to finish yet.
             end_group(process, grace=2.0)
@@ -164,18 +177,6 @@ def end_servers_on_sigterm() -> None:
 def _die_with_parent() -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-def _await_health(server: Server, patience: float) -> None:
-    deadline = time.monotonic() + patience
-    while (status := server.process.poll()) is None and time.monotonic() < deadline:
-        with contextlib.suppress(httpx.HTTPError):
-            server.get("/health")
-            return
-        time.sleep(0.25)
-    tail = "\n".join(server.logged().splitlines()[-40:])
-    reason = f"was not ready after {patience:.0f} s" if status is None else f"ended with {status}"
-    raise ServerDied(f"vllm serve {reason}:\n{tail}")
 
 
 def end_group(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:

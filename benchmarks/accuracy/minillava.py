@@ -87,9 +87,7 @@ class _MiniLlavaSuite(QuestionSuite):
             with serve(model, *self._flags, log=self.log, patience=_START_TIMEOUT) as server:
                 yield server.url
         except ServerDied as error:
-            what = str(error).split("\n")[0].rstrip(":")
-            fix = "fix that and add --resume"
-            raise EvaluationError(f"{what} (log: {self.log}) -> {fix}") from None
+            raise EvaluationError(f"{error} -> fix that and add --resume") from None
 
     def objections(self, contents: Contents) -> Iterator[str]:
         """Prompt lengths that do not match K, which shows that a case was not served as asked."""

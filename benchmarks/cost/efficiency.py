@@ -41,7 +41,7 @@ from benchmarks.common.shapes import (
     write_llava_next,
     write_qwen,
 )
-from benchmarks.server import Server, ServerDied, find_cause, serve
+from benchmarks.server import Server, ServerDied, serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples, png_url
 from vllm_autoprune import load_state
 from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
@@ -300,9 +300,9 @@ def run(options: argparse.Namespace) -> int:
             with serve(model.folder, *flags, env=kv, log=log, patience=900) as server:
                 arms[name] = arm = _measure_arm(server, requests)
             log_progress(f"{name}: prefill {arm.prefill:.3f} s")
-        except ServerDied:
-            arms[name] = reason = find_cause(log.read_text(errors="replace"))[:300]
-            log_progress(f"{name}: {reason}")
+        except ServerDied as error:
+            arms[name] = error.cause[:300]
+            log_progress(f"{name}: {error}")
     table = _Efficiency(
         model=model.name, layers=layers, budget=budget, digests=digests, arms=arms,
         environment=environment(),

@@ -30,7 +30,7 @@ from benchmarks.load.settings import (
     Workload,
 )
 from benchmarks.load.workload import make_workload, prepare
-from benchmarks.server import ServerDied, end_group, find_cause, free_port, serve
+from benchmarks.server import end_group, free_port, serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA
 from vllm_autoprune import AutopruneError, load_state
 from vllm_autoprune.cli.output import format_error
@@ -224,12 +224,8 @@ def _serve(arm: Arm, log: Path) -> Iterator[str]:
         return
     log.parent.mkdir(parents=True, exist_ok=True)
     kv = {"VLLM_CPU_KVCACHE_SPACE": str(arm.kv_cache_gb)}
-    try:
-        with serve(arm.model, *arm.flags, env=kv, log=log, patience=600) as server:
-            yield server.url
-    except ServerDied as error:
-        cause = find_cause(log.read_text(errors="replace"))
-        raise BenchmarkError(f"{arm.name}: the server did not start: {cause} ({log})") from error
+    with serve(arm.model, *arm.flags, env=kv, log=log, patience=600) as server:
+        yield server.url
 
 
 def _run(options: RunOptions, workers: int = 0) -> None:

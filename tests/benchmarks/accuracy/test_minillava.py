@@ -104,11 +104,13 @@ def test_a_run_that_cannot_start_says_why(
 def test_a_server_that_does_not_start_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    log = tmp_path / "server.log"
+
     def dead(*arguments: object, **more: object) -> NoReturn:
-        raise ServerDied("vllm serve ended with 1:\nline upon\nline of log")
+        raise ServerDied(log, "ended")
 
     monkeypatch.setattr(module, "serve", dead)
     assert main(["--out", str(tmp_path), "--json", *SMALL]) == 1
     (reason,) = (r for r in json.loads(capsys.readouterr().out)["reasons"] if "stopped" in r)
-    log = tmp_path / "server.log"
-    assert reason == f"stopped: vllm serve ended with 1 (log: {log}) -> fix that and add --resume"
+    died = f"the server did not start: ended (log: {log})"
+    assert reason == f"stopped: {died} -> fix that and add --resume"

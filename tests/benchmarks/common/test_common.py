@@ -27,7 +27,7 @@ from benchmarks.common.shapes import (
     write_llava,
     write_llava_next,
 )
-from benchmarks.server import free_port
+from benchmarks.server import ServerDied, free_port
 
 # ---- the streaming client, against a server whose schedule is known beforehand ----
 
@@ -174,3 +174,23 @@ def test_an_image_is_n_tokens_and_a_word_is_one(folder: Path) -> None:
 def test_a_tiled_shape_has_the_published_pinpoints(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(write_llava_next(tmp_path / "next", 1))
     assert [672, 672] in [list(pair) for pair in config.image_grid_pinpoints]
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        ("INFO x\n\nvllm-autoprune: cannot serve:\n  - bad -> fix", "cannot serve: - bad -> fix"),
+        (
+            "INFO loading\n(Worker pid=7) ERROR 11-21 [a.py:9] Traceback (most recent call last):\n"
+            "(Worker pid=7) ERROR 11-21 [a.py:9] NameError: name 'x'\nRuntimeError: failed.\n",
+            "NameError: name 'x'",
+        ),
+        ("INFO loading\nKilled\n", "Killed"),
+        ("", "no output"),
+    ],
+)
+def test_the_root_cause_is_the_plugin_s_refusal_or_the_first_error(
+    log: str, cause: str, tmp_path: Path
+) -> None:
+    (tmp_path / "log").write_text(log)
+    assert ServerDied(tmp_path / "log").cause == cause

@@ -69,7 +69,7 @@ def test_every_arm_is_served_and_has_a_row(
         state = flags[flags.index("--autoprune-state") + 1] if "--autoprune-state" in flags else ""
         log.write_text("ValueError: no attention\n")
         if state == "fastv":
-            raise ServerDied("gone")
+            raise ServerDied(log)
         seconds, sent = (0.1 if state else 0.5), list[Body]()
 
         def metrics() -> str:

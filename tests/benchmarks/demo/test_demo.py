@@ -22,7 +22,7 @@ from benchmarks.common.fake_server import Body, Reply, fake_server
 from benchmarks.demo import measure
 from benchmarks.demo.__main__ import main
 from benchmarks.demo.measure import ask_together, half_width
-from benchmarks.server import ServerDied, find_cause
+from benchmarks.server import ServerDied
 from benchmarks.yardsticks.examples import draw_examples
 
 HERE = Path(__file__).resolve().parent
@@ -153,28 +153,11 @@ def test_a_server_that_does_not_start_is_one_line_with_its_log(
 ) -> None:
     def serve(model: Path, *flags: str, log: Path) -> None:
         log.write_text("INFO x\n\nvllm-autoprune: cannot serve:\n  - bad -> fix")
-        raise ServerDied
+        raise ServerDied(log)
 
     monkeypatch.setattr(measure, "serve", serve)
     with pytest.raises(BenchmarkError, match=r"cannot serve: - bad -> fix \(log: .*stock\.log\)"):
         measure.measure_answers([], tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("log", "cause"),
-    [
-        ("INFO x\n\nvllm-autoprune: cannot serve:\n  - bad -> fix", "cannot serve: - bad -> fix"),
-        (
-            "INFO loading\n(Worker pid=7) ERROR 11-21 [a.py:9] Traceback (most recent call last):\n"
-            "(Worker pid=7) ERROR 11-21 [a.py:9] NameError: name 'x'\nRuntimeError: failed.\n",
-            "NameError: name 'x'",
-        ),
-        ("INFO loading\nKilled\n", "Killed"),
-        ("", "no output"),
-    ],
-)
-def test_the_root_cause_is_the_plugin_s_refusal_or_the_first_error(log: str, cause: str) -> None:
-    assert find_cause(log) == cause
 
 
 # The demo as it is, but what it starts is the stand-in.
