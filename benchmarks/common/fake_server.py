@@ -60,6 +60,11 @@ class Reply:
             times.append(times[-1] + self.gaps[number % len(self.gaps)])
         return times
 
+    def count_tokens(self, body: Body) -> dict[str, object]:
+        """The usage of the answer to a request."""
+        usage = {"prompt_tokens": _PROMPT_TOKENS, "completion_tokens": len(self.texts(body))}
+        return {**usage, "total_tokens": sum(usage.values()), **(self.usage or {})}
+
 
 _Respond = Callable[[Body], Reply | Answer]
 
@@ -82,11 +87,6 @@ class FakeServer(socketserver.ThreadingTCPServer):
         self.pages, self.requests = dict(pages), list[Body]()
         self.stop, self.lock = threading.Event(), threading.Lock()
 
-    def refuse(self) -> None:
-        """Accept no further connection."""
-        self.shutdown()
-        self.socket.close()
-
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -104,29 +104,28 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         page = self.server.pages.get(self.path)
-        if isinstance(page, tuple):
-            self._write(*page)
-        elif page is None:
-            self._write(404, b"not found")
-        else:
-            self._write(200, (page() if callable(page) else page).encode())
+        if page is None:
+            page = (404, b"not found", {})
+        elif not isinstance(page, tuple):
+            page = (200, (page() if callable(page) else page).encode(), {})
+        self._write(*page)
 
     def do_POST(self) -> None:
-        begin = time.perf_counter()
+        begin, server = time.perf_counter(), self.server
         self.close_connection = True
         body: Body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server = self.server
         with server.lock:
             server.requests.append(body)
             count = len(server.requests)
         if server.serves is not None and count > server.serves:
-            server.refuse()
+            # Accept no further connection.
+            server.shutdown()
+            server.socket.close()
             return
-        if server.model is not None and body.get("model") != server.model:
-            missing = f"The model `{body.get('model')}` does not exist."
-            self._write(404, json.dumps({"error": {"message": missing}}).encode())
-            return
-        reply = server.respond(body)
+        if server.model in (None, body.get("model")):
+            reply = server.respond(body)
+        else:
+            reply = Reply(status=404, error=f"The model `{body.get('model')}` does not exist.")
         if isinstance(reply, tuple):
             self._write(*reply)
         elif reply.drop:
@@ -138,8 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             message = {"role": "assistant", "content": "".join(reply.texts(body))}
             choice = {"index": 0, "finish_reason": "stop", "message": message}
-            answer = {**_chunk([choice]), "object": "chat.completion", "usage": _usage(reply, body)}
-            self._write(200, json.dumps(answer).encode())
+            whole = {"object": "chat.completion", "usage": reply.count_tokens(body)}
+            self._write(200, json.dumps({**_chunk(choice), **whole}).encode())
 
     def _stream(self, reply: Reply, body: Body, begin: float) -> None:
         def write(data: bytes) -> None:
@@ -147,16 +146,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
 
         def write_delta(tokens: int, **delta: str) -> None:
-            chunk = _chunk([{"index": 0, "delta": delta, "finish_reason": None}])
+            chunk = _chunk({"index": 0, "delta": delta, "finish_reason": None})
             if (body.get("stream_options") or {}).get("continuous_usage_stats"):
-                chunk["usage"] = {**_usage(reply, body), "completion_tokens": tokens}
+                chunk["usage"] = {**reply.count_tokens(body), "completion_tokens": tokens}
             write(json.dumps(chunk).encode())
 
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.send_header("Connection", "close")
-        self.end_headers()
+        self._begin(200, {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"})
         texts = reply.texts(body)
         write_delta(0, role="assistant", content="")
         for number, (text, at) in enumerate(zip(texts, reply.times(len(texts)), strict=True)):
@@ -166,25 +161,23 @@ class _Handler(BaseHTTPRequestHandler):
             if reply.cut and number >= len(texts) // 2:
                 return
         if reply.usage is not None:
-            write(json.dumps({**_chunk([]), "usage": _usage(reply, body)}).encode())
+            write(json.dumps({**_chunk(), "usage": reply.count_tokens(body)}).encode())
         write(b"[DONE]")
         self.wfile.write(b"0\r\n\r\n")
 
     def _write(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        self.send_response(status)
         framing = {"Content-Type": "application/json", "Content-Length": str(len(body))}
-        for name, value in {**framing, "Connection": "close", **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
+        self._begin(status, {**framing, **(headers or {})})
         self.wfile.write(body)
 
+    def _begin(self, status: int, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Connection": "close", **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
 
-def _usage(reply: Reply, body: Body) -> dict[str, object]:
-    usage = {"prompt_tokens": _PROMPT_TOKENS, "completion_tokens": len(reply.texts(body))}
-    return {**usage, "total_tokens": sum(usage.values()), **(reply.usage or {})}
 
-
-def _chunk(choices: list[dict[str, object]]) -> dict[str, object]:
+def _chunk(*choices: Mapping[str, object]) -> dict[str, object]:
     frame = {"id": "fake", "object": "chat.completion.chunk", "created": 0, "model": MODEL}
     return {**frame, "choices": choices}
 

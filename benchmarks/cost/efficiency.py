@@ -154,9 +154,8 @@ def _measure_arm(server: Server, requests: Sequence[tuple[bytes, bytes]]) -> _Me
     """Send all requests to a server, after the warm-up."""
     client, timed = Client(server.url, timeout=900), requests[_WARM_UP:]
 
-    def read() -> Callable[..., float]:
-        metrics = Metrics(server.get("/metrics"))
-        return lambda name, **labels: metrics.total(name, **labels) or 0.0
+    def read() -> Metrics:
+        return Metrics(server.get("/metrics"))
 
     for question, _ in requests[:_WARM_UP]:
         client.send(question)
@@ -164,18 +163,16 @@ def _measure_arm(server: Server, requests: Sequence[tuple[bytes, bytes]]) -> _Me
     for question, second_question in timed:
         before = read()
         records.append(client.send(question))
-        after = read()
+        gained = read().since(before)
         for stage in seconds:
-            name = f"vllm:request_{stage}_time_seconds_sum"
-            seconds[stage] += after(name) - before(name)
+            seconds[stage] += gained.total(f"vllm:request_{stage}_time_seconds_sum") or 0.0
         again.append(client.send(second_question))
     failed = [record.error for record in (*records, *again) if record.error]
     if failed:
         raise BenchmarkError(f"{len(failed)} requests failed: {failed[0]}")
-    end = read()
-    images = end("autoprune_images_total") - begin("autoprune_images_total")
-    kept = "autoprune_visual_tokens_total"
-    tokens = end(kept, stage="after") - begin(kept, stage="after")
+    gained = read().since(begin)
+    images = gained.total("autoprune_images_total")
+    tokens = gained.total("autoprune_visual_tokens_total", stage="after") or 0.0
     return _Measurement(
         ttft=tuple(record.ttft for record in records),
         again=tuple(record.ttft for record in again),
