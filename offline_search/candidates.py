@@ -26,9 +26,10 @@ from offline_search.components import (
     searched_components,
 )
 from offline_search.search_space import atom_names, excluded_atoms, project
-from offline_search.settings import MAX_QUOTA, Settings, budget_call
+from offline_search.settings import MAX_QUOTA, Settings
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.record_file import FrozenModel
+from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS
 from vllm_autoprune.tpdsl.loading import load_state, parse_json
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.state import SCHEMA, PruningState
@@ -117,7 +118,11 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
         parts[BASE] = {"name": name}
     if settings.library == "paper":
         _refuse_extensions(parts)
-    budget = budget_call(settings.source_budget).model_dump(mode="json")
+    # An atom that keeps exactly K tokens: where none has this K, equal floor and ceiling.
+    count = settings.source_budget
+    budget: JsonObject = {"atom": f"fixed_budget@{count}"}
+    if count not in FIXED_BUDGETS:
+        budget = {"atom": "ratio_budget", "ratio": 1.0, "floor": count, "ceiling": count}
     chosen = parts.get("budget")
     if isinstance(chosen, dict) and chosen.get("atom") in ATOMS.names("budget_control"):
         # Candidates are instantiated at K_0 (equation 6), so that their scores compare.

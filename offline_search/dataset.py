@@ -98,7 +98,6 @@ def write_split(path: Path, examples: Sequence[Example]) -> None:
 _SHARES: dict[Split, float] = {"search": 0.5, "validation": 0.2, "test": 0.3}
 """Shares of the images of each category."""
 
-_IMAGE_ENDINGS = (".png", ".jpg", ".jpeg")
 _QUESTIONS = "questions_answers_YN"
 
 
@@ -154,11 +153,10 @@ def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
 
 def _read_category(folder: Path, problems: list[Problem]) -> Iterator[_TextFile]:
     separate = (folder / _QUESTIONS).is_dir()
-    texts = folder / _QUESTIONS if separate else folder
-    images = folder / "images" if separate else folder
+    texts, images = (folder / _QUESTIONS, folder / "images") if separate else (folder, folder)
     for path in sorted(texts.glob("*.txt")):
-        where = str(path.relative_to(folder.parent))
-        files = [images / f"{path.stem}{ending}" for ending in _IMAGE_ENDINGS]
+        count, where = len(problems), str(path.relative_to(folder.parent))
+        files = (images / f"{path.stem}{ending}" for ending in (".png", ".jpg", ".jpeg"))
         image = next((file for file in files if file.exists()), None)
         if image is None:
             fix = f"put {path.stem}.png or .jpg beside it"
@@ -168,29 +166,22 @@ def _read_category(folder: Path, problems: list[Problem]) -> Iterator[_TextFile]
             content = hashlib.sha256(image.read_bytes()).hexdigest()
             # Editors on Windows put a byte order mark before the first line.
             lines = path.read_text("utf-8-sig").splitlines()
-        except OSError as error:
-            name = Path(str(error.filename)).name
-            what = f"cannot be read ({name}: {error.strerror})"
-            problems.append(Problem(where, what, "make both files readable"))
+        except (OSError, UnicodeDecodeError) as error:
+            fix = "make it and its image readable, the text as UTF-8"
+            problems.append(Problem(where, f"cannot be read ({error})", fix))
             continue
-        except UnicodeDecodeError:
-            problems.append(Problem(where, "is not UTF-8", "save it as UTF-8"))
-            continue
-        count, questions = len(problems), list[tuple[str, str]]()
-        fix = "a line is a question, a tab and the answer"
+        questions: list[tuple[str, str]] = []
         for number, line in enumerate(lines, 1):
-            parts = [part.strip() for part in line.split("\t")]
-            if len(parts) == 2 and all(parts):
-                questions.append((parts[0], parts[1]))
+            question, _, answer = (part.strip() for part in line.partition("\t"))
+            if question and answer and "\t" not in answer:
+                questions.append((question, answer))
             elif line.strip():
+                fix = "a line is a question, a tab and the answer"
                 what = "is no question with an answer"
                 problems.append(Problem(f"{where}:{number}", what, fix))
-        if len(problems) > count:
-            continue
-        if questions:
-            yield _TextFile(folder.name, image, content, questions)
-        else:
-            problems.append(Problem(where, "has no question", fix))
+        if not questions and len(problems) == count:
+            problems.append(Problem(where, "has no question", "write them, or remove the file"))
+        yield _TextFile(folder.name, image, content, questions)
 
 
 def _draw_splits(files: Sequence[_TextFile], seed: int) -> dict[str, Split]:

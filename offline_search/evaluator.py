@@ -18,7 +18,7 @@ from typing import Protocol
 
 from offline_search.components import Candidate, SelectionProgram
 from offline_search.dataset import Dataset, Split
-from offline_search.history import NO_ANSWERS, Answers
+from offline_search.history import Answers
 from offline_search.ledger import ALL_TOKENS, Clock, EvaluationRecord, Ledger
 from vllm_autoprune.errors import ConfigError, EvaluationFailed, Problem, SearchError
 from vllm_autoprune.evaluation.questions import Example
@@ -72,14 +72,8 @@ class Evaluator(Protocol):
     def probes(self) -> Sequence[VisualTokens]:
         """Visual tokens of a few search images, to detect duplicate states; may be empty."""
 
-    async def prepare(self) -> None:
-        """Check that evaluation is possible; raises :class:`ConfigError` if not."""
-
     async def evaluate(self, job: EvaluationJob) -> Answers:
         """The answers to a job, in its order; raises :class:`EvaluationFailed`."""
-
-    async def close(self) -> None:
-        """Close connections."""
 
 
 class RecordedEvaluator:
@@ -100,7 +94,7 @@ class RecordedEvaluator:
         Raises :class:`EvaluationFailed`, also for a recorded failure, and :class:`BaselineFailed`.
         """
         if job.start == job.stop:
-            return NO_ANSWERS
+            return Answers()
         digest = ALL_TOKENS if job.candidate is None else job.candidate.digest
         record = EvaluationRecord(
             split=job.split,
@@ -131,7 +125,7 @@ class RecordedEvaluator:
             known = self._ledger.put(record.model_copy(update=result))
         if known.failure:
             raise EvaluationFailed(known.failure)
-        return Answers(known.logprob, tuple(bit == "1" for bit in known.right))
+        return Answers(known.logprob, tuple(digit == "1" for digit in known.right))
 
 
 class ServedEvaluator:
@@ -165,47 +159,30 @@ class ServedEvaluator:
         return self._probes
 
     async def prepare(self) -> None:
-        """Send one request with a state to every server; raises :class:`ConfigError` on failure."""
+        """Choose the model, and send one request with a state to every server.
+
+        The model is the named one, else the first of the first server. Raises
+        :class:`ConfigError` with what is wrong with each server.
+        """
         problems: list[Problem] = []
-        models: dict[AsyncServerClient, list[str]] = {}
+        named = bool(self._model)
         for server in self._servers:
             try:
-                models[server] = list(await server.list_models())
+                models = list(await server.list_models())
             except FAILURES as error:
                 problems.append(describe_failure(server.url, error))
-        # The model that is named, else the first of the first server; all must serve it.
-        offered = list(dict.fromkeys(names[0] for names in models.values()))
-        for server, names in models.items():
-            if self._model and self._model not in names:
-                fix = "correct --server-model, or serve that model"
-                what = f"serves {', '.join(names)}, not {self._model}"
+                continue
+            self._model = self._model or models[0]
+            if self._model not in models:
+                fix = "serve that model" + (", or correct --server-model" if named else
+                      " on all, or name one that all serve with --server-model")  # fmt: skip
+                what = f"serves {', '.join(models)}, not {self._model}"
                 problems.append(Problem(server.url, what, fix))
-        if not self._model and offered:
-            self._model = offered[0]
-            if not all(self._model in names for names in models.values()):
-                fix = "give servers of one model, or name one that all serve with --server-model"
-                what = f"serve different models: {', '.join(offered)}"
-                problems.append(Problem("--server-url", what, fix))
-        for server, names in models.items():
-            if self._model in names:
-                problems += await self._try_state(server)
+                continue
+            problems += await self._try_state(server)
         if problems:
             raise ConfigError("servers", problems)
         self.name = f"{self._model} through vLLM, data {self.dataset.digest[:12]}"
-
-    async def evaluate(self, job: EvaluationJob) -> Answers:
-        """Answers to a job; every example goes to the server that its image is assigned to."""
-        examples = self.dataset.examples(job.split)[job.start : job.stop]
-        if isinstance(job.candidate, SelectionProgram):
-            raise EvaluationFailed("a server measures states only, not programs that select tokens")
-        pruning = pruning_options(job.candidate, job.budget)
-        scores = await asyncio.gather(*(self._score(example, pruning) for example in examples))
-        return Answers(tuple(value for value, _ in scores), tuple(right for _, right in scores))
-
-    async def close(self) -> None:
-        """Close all connections."""
-        for server in self._servers:
-            await server.close()
 
     async def _try_state(self, server: AsyncServerClient) -> list[Problem]:
         """Why a server cannot measure states, if so."""
@@ -227,6 +204,15 @@ class ServedEvaluator:
             return [describe_failure(server.url, error)]
         return []
 
+    async def evaluate(self, job: EvaluationJob) -> Answers:
+        """Answers to a job; every example goes to the server that its image is assigned to."""
+        if isinstance(job.candidate, SelectionProgram):
+            raise EvaluationFailed("a server measures states only, not programs that select tokens")
+        pruning = pruning_options(job.candidate, job.budget)
+        examples = self.dataset.examples(job.split)[job.start : job.stop]
+        scores = await asyncio.gather(*(self._score(example, pruning) for example in examples))
+        return Answers(tuple(value for value, _ in scores), tuple(right for _, right in scores))
+
     async def _score(self, example: Example, pruning: Mapping[str, object]) -> tuple[float, bool]:
         image = self._image_url(example)
         place = int.from_bytes(hashlib.sha256(example.image.encode()).digest()[:4], "big")
@@ -247,3 +233,8 @@ class ServedEvaluator:
             content = base64.b64encode(self.dataset.image_bytes(example)).decode()
             self._image_urls[example.image] = f"data:image/png;base64,{content}"
         return self._image_urls[example.image]
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for server in self._servers:
+            await server.close()

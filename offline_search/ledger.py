@@ -11,7 +11,7 @@ the external records.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -75,8 +75,7 @@ class _Record(FrozenModel):
 class _CandidateRecord(_Record):
     """A record of the candidate ``index`` of a round."""
 
-    # Declared here so that records keep the order of their fields, of which digests are taken.
-    kind: str
+    kind: str  # declared here so that records keep the order of their fields, as digests need
     key_format: ClassVar[str] = "{kind}/{round}/{index}"
     round: int
     index: int
@@ -182,6 +181,16 @@ class TrialRecord(_CandidateRecord):
     accuracy: float | None = None
     accuracy_plus: float | None = None
 
+    @property
+    def score(self) -> float | None:
+        """The objective, if the whole search split was evaluated."""
+        return self.objective if self.status == "evaluated" else None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the candidate could not be measured."""
+        return self.status in ("invalid", "unsafe", "unevaluated")
+
 
 class SummaryRecord(_Record):
     """H_t: the summary of all rounds so far, as it appears in prompts."""
@@ -250,12 +259,6 @@ _EXTERNAL_RECORDS = (ReplyRecord, ProgramRecord, VerdictRecord, EvaluationRecord
 
 _ADAPTER: TypeAdapter[Record] = TypeAdapter(Record)
 
-
-def _canonical_json(record: Record) -> str:
-    """Canonical JSON of a record without its clock."""
-    return _ADAPTER.dump_json(record, exclude={"clock"}).decode()
-
-
 R = TypeVar("R", bound=Record)
 
 
@@ -294,21 +297,13 @@ class Ledger(RecordFile[Record]):
         known = self._by_key.get(record.key)
         if known is None:
             self.append([record])
-        elif _canonical_json(known) != _canonical_json(record):
+            self._by_key[record.key] = record
+        elif _dump_without_clock(known) != _dump_without_clock(record):
             raise SearchError(
                 f"ledger {self.path}: {record.key} does not follow from what is recorded -> "
                 "resume with the version and the data that began it, or begin a new ledger"
             )
         return record
-
-    def append(self, records: Sequence[Record]) -> None:
-        """Append records of new keys."""
-        super().append(records)
-        self._by_key |= {record.key: record for record in records}
-
-    def digest(self) -> str:
-        """SHA-256 of all records, independent of their order and clocks."""
-        return digest_records(self)
 
 
 def read_ledger(path: Path) -> list[Record]:
@@ -319,5 +314,9 @@ def read_ledger(path: Path) -> list[Record]:
 def digest_records(records: Iterable[Record]) -> str:
     """SHA-256 of the records of a ledger, independent of their order and clocks."""
     by_key = {record.key: record for record in records}
-    lines = sorted(f"{key} {_canonical_json(record)}" for key, record in by_key.items())
+    lines = sorted(f"{key} {_dump_without_clock(record)}" for key, record in by_key.items())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _dump_without_clock(record: Record) -> str:
+    return _ADAPTER.dump_json(record, exclude={"clock"}).decode()

@@ -10,9 +10,7 @@ import base64
 import json
 import signal
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -36,30 +34,21 @@ _MAX_CHARACTERS = 20_000
 """Maximum length of a program, and of its output."""
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Return value of a program as JSON, or the reason why it failed."""
-
-    text: str = ""
-    failure: str = ""
-
-
-async def run_program(code: str, budget: int) -> Output:
-    """Run ``policy(budget)`` of a program; raises :class:`ConfigError` without a sandbox."""
-    return await _run_sandboxed(code, {"budget": budget})
-
-
-async def _run_sandboxed(
-    code: str, request: Mapping[str, JsonValue], limit: int = _MAX_CHARACTERS
-) -> Output:
-    """Output of a program, at most ``limit`` characters; the request is one of the sandbox's.
+async def run_program(code: str, budget: int) -> tuple[str, str]:
+    """What ``policy(budget)`` of a program returns, as JSON, or why it failed.
 
     Raises :class:`ConfigError` without a sandbox.
     """
+    output, failure = await _run_sandboxed(code, "policy", [[budget]], _MAX_CHARACTERS)
+    return output[1:-1], failure  # of the list of all calls
+
+
+async def _run_sandboxed(
+    code: str, function: str, calls: JsonValue, limit: int, numpy: str = ""
+) -> tuple[str, str]:
+    """Results of the calls, at most ``limit`` characters of JSON, or why there are none."""
     if len(code) > _MAX_CHARACTERS:
-        return Output(
-            failure=f"the program has {len(code)} characters, more than {_MAX_CHARACTERS}"
-        )
+        return "", f"the program has {len(code)} characters, more than {_MAX_CHARACTERS}"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-S", str(Path(sandbox.__file__)),
         stdin=asyncio.subprocess.PIPE,
@@ -69,46 +58,36 @@ async def _run_sandboxed(
         env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
         limit=4 * limit,
     )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    request = {
+        "code": code, "function": function, "calls": json.dumps(calls), "seconds": _TIMEOUT,
+        "numpy": numpy,
+    }  # fmt: skip
+    limit += len(sandbox.READY)
     try:
-        body = json.dumps({"code": code, "seconds": _TIMEOUT, **request}).encode()
-        text, errors = await _communicate(process, body, limit + len(sandbox.READY))
+        process.stdin.write(json.dumps(request).encode())
+        process.stdin.close()
+        text, errors = await asyncio.gather(
+            _read_limited(process.stdout, limit), _read_limited(process.stderr, limit)
+        )
+        if len(text) <= limit:
+            await process.wait()
     finally:
-        await _terminate(process)
+        with suppress(ProcessLookupError):  # it may exit between the check and the signal
+            if process.returncode is None:
+                process.kill()
+        await process.wait()
     # A program may exit with any status, so that of a missing sandbox counts before it runs only.
     if process.returncode == sandbox.SANDBOX_UNAVAILABLE and not text.startswith(sandbox.READY):
         fix = "use another strategy: the sandbox for programs needs Linux with seccomp"
         raise ConfigError("search", [Problem("--strategy", f"cannot run a sandbox: {errors}", fix)])
-    text = text.removeprefix(sandbox.READY)
     if len(text) > limit:  # checked first: its exit status is that of a killed process
-        return Output(failure=f"the program returned more than {limit} characters")
+        return "", f"the program returned more than {limit - len(sandbox.READY)} characters"
     if process.returncode == -signal.SIGALRM:
-        return Output(failure=f"the program did not end within {_TIMEOUT:.0f} s")
+        return "", f"the program did not end within {_TIMEOUT:.0f} s"
     if process.returncode:
-        return Output(failure=errors or f"the program was ended ({process.returncode})")
-    return Output(text)
-
-
-async def _communicate(
-    process: asyncio.subprocess.Process, request: bytes, limit: int
-) -> tuple[str, str]:
-    """Output and errors of the process, each up to just over the maximum length."""
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    process.stdin.write(request)
-    process.stdin.close()
-    text, errors = await asyncio.gather(
-        _read_limited(process.stdout, limit), _read_limited(process.stderr, limit)
-    )
-    if len(text) > limit:
-        await _terminate(process)
-    await process.wait()
-    return text, errors
-
-
-async def _terminate(process: asyncio.subprocess.Process) -> None:
-    with suppress(ProcessLookupError):  # it may exit between the check and the signal
-        if process.returncode is None:
-            process.kill()
-    await process.wait()
+        return "", errors or f"the program was ended ({process.returncode})"
+    return text.removeprefix(sandbox.READY), ""
 
 
 async def _read_limited(stream: asyncio.StreamReader, limit: int) -> str:
@@ -142,17 +121,22 @@ async def select_with_program(
     """
     if budget >= tokens.count:
         return torch.arange(tokens.count).expand(tokens.batch, -1)
-    request: dict[str, JsonValue] = {
-        "budget": budget,
-        "images": list(_describe_images(tokens, base_policy, budget)),
-        "numpy": str(Path(np.__file__).parents[1]),
-    }
+    signals = _read_signals(tokens, base_policy, budget)
+    calls: list[JsonValue] = [
+        [
+            _encode(tokens.features[image]),
+            {name: _encode(values[image]) for name, values in signals.items()},
+            budget,
+        ]
+        for image in range(tokens.batch)
+    ]
     limit = 1000 + _CHARACTERS_PER_INDEX * budget * tokens.batch
-    output = await _run_sandboxed(program.code, request, limit)
-    if output.failure:
-        raise SelectionError(output.failure)
+    numpy = str(Path(np.__file__).parents[1])
+    output, failure = await _run_sandboxed(program.code, "select", calls, limit, numpy)
+    if failure:
+        raise SelectionError(failure)
     try:
-        selections = _SELECTIONS.validate_json(output.text)
+        selections = _SELECTIONS.validate_json(output)
     except ValidationError:  # a program that writes to the output itself may leave any text
         raise SelectionError("the output is no list of indices for each image") from None
     if len(selections) != tokens.batch:
@@ -169,32 +153,24 @@ async def select_with_program(
     return torch.tensor(selections).sort(1).values
 
 
-def _describe_images(tokens: VisualTokens, base_policy: str, budget: int) -> list[JsonValue]:
-    """Features and signals of each image, encoded for the sandbox."""
+@torch.no_grad()
+def _read_signals(tokens: VisualTokens, base_policy: str, budget: int) -> dict[str, Tensor]:
+    """The signals of a batch by name, ``(B, K)`` and ``(B, N)``."""
     policy = BASE_POLICIES[base_policy]
-    with torch.no_grad():
-        signals = {"reference": policy.select_picks(policy.default_params, tokens, budget)}
-        if tokens.instruction is not None:
-            instruction = tokens.instruction
-            present = instruction.segments[:, None].float()
-            mean = (instruction.cosines * present).sum(2) / present.sum(2)
-            signals["relevance"] = instruction.sign * mean
+    signals = {"reference": policy.select_picks(policy.default_params, tokens, budget)}
+    if tokens.instruction is not None:
+        instruction = tokens.instruction
+        present = instruction.segments[:, None].float()
+        mean = (instruction.cosines * present).sum(2) / present.sum(2)
+        signals["relevance"] = instruction.sign * mean
     if tokens.cls_attention is not None:
         signals["attention"] = tokens.cls_attention
     places = torch.arange(tokens.count).expand(tokens.batch, -1)
-    signals["row"] = places // tokens.grid.width
-    signals["column"] = places % tokens.grid.width
-    return [
-        {
-            "features": _encode_array(tokens.features[image]),
-            "signals": {name: _encode_array(values[image]) for name, values in signals.items()},
-        }
-        for image in range(tokens.batch)
-    ]
+    return signals | {"row": places // tokens.grid.width, "column": places % tokens.grid.width}
 
 
-def _encode_array(values: Tensor) -> JsonValue:
+def _encode(values: Tensor) -> JsonValue:
     kind = torch.float32 if values.is_floating_point() else torch.int64
     array = values.detach().cpu().to(kind).contiguous().numpy()
     data = base64.b64encode(array.tobytes()).decode()
-    return {"type": str(array.dtype), "shape": list(array.shape), "data": data}
+    return {"type": str(array.dtype), "shape": list(array.shape), "array": data}

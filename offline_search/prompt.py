@@ -23,7 +23,7 @@ from offline_search.components import (
     components_json,
     searched_components,
 )
-from offline_search.history import History, Trial, best_of_each_structure, paired_error
+from offline_search.history import History, Trial, paired_error
 from offline_search.programs import SIGNALS
 from offline_search.search_space import describe_space, excluded_atoms, numbers_at_upper_end
 from offline_search.settings import Settings
@@ -242,21 +242,20 @@ _EXAMPLE_QUESTIONS = 2
 
 def summarize(history: History) -> str:
     """Summary H_t: loss by category, trends, best candidates, the last round, limits, failures."""
-    lines = [f"Base policy alone: {_score(history.base.objective)}."]
+    lines = [f"Base policy alone: {_score(history.base.result.score)}."]
     lines += _describe_categories(history)
     lines += _describe_trends(history)
-    ranked = [trial for trial in history.ranked() if trial.state is not None]
-    best = best_of_each_structure(ranked)[:_MAX_BEST]
-    if ranked:
+    best = history.ranked_structures()[:_MAX_BEST]
+    if best:
         lines.append(
             "Best candidates of different structures, as changes of their parents; score, and "
             "difference to the first with its standard error:"
         )
         lines += [_describe(trial, history) for trial in best]
-        components = components_json(ranked[0].require_state())
+        components = components_json(best[0].require_state())
         numbers = (f"{path} = {value:g}" for path, value in numbers_at_upper_end(components))
         if listed := ", ".join(numbers):
-            lines.append(f"At the upper end of its range in {ranked[0].name}: {listed}.")
+            lines.append(f"At the upper end of its range in {best[0].name}: {listed}.")
     lines += _describe_last_round(history, {trial.name for trial in best})
     lines += _describe_hypotheses(history)
     if failures := history.count_failures().most_common(_MAX_FAILURES):

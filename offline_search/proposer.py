@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import openai
 from openai import AsyncOpenAI
@@ -27,7 +27,7 @@ from offline_search.ledger import Attempt, Clock, Cost, Ledger, ProgramRecord, R
 from offline_search.programs import run_program
 from offline_search.prompt import Messages, repair_list_prompt, repair_prompt
 from offline_search.settings import Settings
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import ConfigError, Problem, SearchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,8 @@ class Reply:
 class Proposer(Protocol):
     """A language model; failures of its endpoint are replies, not exceptions."""
 
-    async def prepare(self) -> None:
-        """Check that the endpoint is usable; raises :class:`ConfigError` if not."""
-
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
         """Reply to a chat, constrained by a JSON Schema if the endpoint supports that."""
-
-    async def close(self) -> None:
-        """Close connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +72,26 @@ class ProposalRequest:
     origin: str
     parents: tuple[str, ...] = ()
 
-    def draft(self, problem: Problem | None = None) -> Draft:
-        """A draft without a state, for which a reply is read, or which has a problem."""
-        return Draft(self.origin, None, () if problem is None else (problem,), self.parents)
+    def draft(self, *problem: str) -> Draft:
+        """A draft without a state, for which a reply is read; or with a problem: what, fix, kind.
+
+        The problem is of the reply as a whole.
+        """
+        problems = (Problem("", *problem),) if problem else ()
+        return Draft(self.origin, None, problems, self.parents)
 
 
 class ProposalClient:
     """Requests proposals by their place in the search; recorded replies are not requested again."""
 
     def __init__(
-        self, settings: Settings, ledger: Ledger, proposer: Proposer, limits: SpendingLimits
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        proposer: Proposer | None,
+        limits: SpendingLimits,
     ) -> None:
+        """Without a ``proposer`` every reply has to be recorded."""
         self._settings = settings
         self._ledger = ledger
         self._proposer = proposer
@@ -98,12 +101,16 @@ class ProposalClient:
         """The draft in a reply, after one attempt to repair an invalid reply."""
         schema = proposal_schema(self._settings)
         reply = await self._reply(request, "first", request.messages, schema)
-        draft = self._parse(reply, request)
-        if draft.state is not None or reply.text is None:
+        if reply.text is None:
+            return _failed_draft(request, reply)
+        draft = parse_proposal(reply.text, self._settings, request.draft())
+        if draft.state is not None:
             return draft
         messages = repair_prompt(request.messages, reply.text, list(map(str, draft.problems)))
-        repaired = await self._reply(request, "repair", messages, schema)
-        return draft if repaired.text is None else self._parse(repaired, request)
+        reply = await self._reply(request, "repair", messages, schema)
+        if reply.text is None:
+            return draft
+        return parse_proposal(reply.text, self._settings, request.draft())
 
     async def request_list(
         self, request: ProposalRequest, count: int, names: Collection[str]
@@ -115,7 +122,7 @@ class ProposalClient:
         settings, messages = self._settings, request.messages
         reply = await self._reply(request, "first", messages, list_schema(settings, count))
         if reply.text is None:
-            return [self._parse(reply, request)] * count
+            return [_failed_draft(request, reply)] * count
         drafts = parse_list(reply.text, settings, count, request.draft(), names)
         invalid = [index for index, draft in enumerate(drafts) if draft.state is None]
         if not invalid:
@@ -123,10 +130,10 @@ class ProposalClient:
         problems = {index + 1: list(map(str, drafts[index].problems)) for index in invalid}
         messages = repair_list_prompt(messages, reply.text, problems, count)
         schema = list_schema(settings, len(invalid))
-        repaired = await self._reply(request, "repair", messages, schema)
-        if repaired.text is not None:
-            again = parse_list(repaired.text, settings, len(invalid), request.draft(), names)
-            for index, draft in zip(invalid, again, strict=True):
+        reply = await self._reply(request, "repair", messages, schema)
+        if reply.text is not None:
+            repaired = parse_list(reply.text, settings, len(invalid), request.draft(), names)
+            for index, draft in zip(invalid, repaired, strict=True):
                 drafts[index] = drafts[index] if draft.state is None else draft
         return drafts
 
@@ -140,29 +147,24 @@ class ProposalClient:
         """
         reply = await self._reply(request, "first", request.messages, None)
         if reply.text is None:
-            return self._parse(reply, request)
+            return _failed_draft(request, reply)
         try:
             code = extract_code(reply.text)
         except ValueError as error:
-            return request.draft(Problem("", str(error), "change the program", "reply.program"))
+            return request.draft(str(error), "change the program", "reply.program")
         if self._settings.writes_code:
             return replace(request.draft(), program=code, selection=SelectionProgram(code))
-        key = f"program/{request.round}/{request.index}"
-        program = self._ledger.find(ProgramRecord, key)
+        record = ProgramRecord(
+            round=request.round, index=request.index, code=code[:MAX_REPLY_CHARACTERS]
+        )
+        program = self._ledger.find(ProgramRecord, record.key)
         if program is None:
-            output = await run_program(code, self._settings.source_budget)
-            program = self._ledger.put(
-                ProgramRecord(
-                    round=request.round,
-                    index=request.index,
-                    code=code[:MAX_REPLY_CHARACTERS],
-                    output=output.text,
-                    failure=output.failure,
-                )
-            )
+            output, failure = await run_program(code, self._settings.source_budget)
+            result = {"output": output, "failure": failure}
+            program = self._ledger.put(record.model_copy(update=result))
         if program.failure:
             fix = "write a program that defines policy(budget)"
-            draft = request.draft(Problem("", program.failure, fix, "reply.program"))
+            draft = request.draft(program.failure, fix, "reply.program")
         else:
             draft = parse_proposal(program.output, self._settings, request.draft())
         return replace(draft, program=program.code)
@@ -171,12 +173,6 @@ class ProposalClient:
         """Cost of all replies of this search, including those before it was resumed."""
         replies = (record for record in self._ledger if isinstance(record, ReplyRecord))
         return sum((reply.cost for reply in replies), Cost())
-
-    def _parse(self, reply: ReplyRecord, request: ProposalRequest) -> Draft:
-        if reply.text is None:
-            problem = Problem("", reply.failure, "look at the endpoint", "reply.failure")
-            return request.draft(problem)
-        return parse_proposal(reply.text, self._settings, request.draft())
 
     async def _reply(
         self,
@@ -190,6 +186,9 @@ class ProposalClient:
         known = self._ledger.find(ReplyRecord, f"reply/{number}/{index}/{attempt}")
         if known is not None:
             return known
+        if self._proposer is None:
+            fix = "resume the recorded search to its end"
+            raise SearchError(f"the recording has no reply to this request -> {fix}")
         start, started_at = time.monotonic(), time.time()
         if exceeded := self._limits.exceeded(self.total_cost()):
             reply = Reply(None, exceeded)
@@ -215,6 +214,10 @@ class ProposalClient:
                 clock=Clock(at=started_at, seconds=round(time.monotonic() - start, 3)),
             )
         )
+
+
+def _failed_draft(request: ProposalRequest, reply: ReplyRecord) -> Draft:
+    return request.draft(reply.failure, "look at the endpoint", "reply.failure")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,43 +260,46 @@ class EndpointProposer:
     """
 
     def __init__(self, endpoint: EndpointSettings) -> None:
-        self._endpoint = endpoint
+        self._endpoint, retries = endpoint, endpoint.retries
         self._client = AsyncOpenAI(
-            base_url=endpoint.url,
-            api_key=endpoint.key,
-            max_retries=endpoint.retries,
+            base_url=endpoint.url, api_key=endpoint.key, max_retries=retries,
             timeout=endpoint.timeout,
-        )
+        )  # fmt: skip
         self._slots = asyncio.Semaphore(endpoint.max_in_flight)
         self._supports_schema = True
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._client.close()
+
     async def prepare(self) -> None:
         """Send one short chat; raises :class:`ConfigError` for a wrong key, model or address."""
-        where = "--proposer-url"
+        where, fix = "--proposer-url", "look at what the endpoint says"
         try:
             await self._client.with_options(max_retries=0).chat.completions.create(
                 model=self._endpoint.model,
                 messages=[{"role": "user", "content": "Say yes."}],
                 max_tokens=1,
             )
+            return
         except openai.APIStatusError as error:
-            if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
+            status = error.status_code
+            if status == 429 or status >= 500:
+                return  # temporarily overloaded; requests of the search are retried
+            if status in (401, 403):
                 where, fix = "--proposer-key-env", "name a variable that holds a valid key"
-            elif isinstance(error, openai.NotFoundError):
+            elif status == 404:
                 where, fix = "--proposer-model", "name a model that the endpoint has"
                 with suppress(openai.OpenAIError):
                     names = [model.id async for model in self._client.models.list()]
                     fix += f": {', '.join(names[:8])}"
-            elif error.status_code == 429 or error.status_code >= 500:
-                return  # temporarily overloaded; requests of the search are retried
-            else:
-                fix = "look at what the endpoint says"
-            what = f"refused with status {error.status_code} ({_error_text(error)})"
-            raise ConfigError("proposer", [Problem(where, what, fix)]) from None
+            what = f"refused with status {status} ({_error_text(error)})"
         except openai.OpenAIError as error:
             what = f"{self._endpoint.url} does not answer ({_error_text(error)})"
             fix = "start the endpoint, or correct its address"
-            raise ConfigError("proposer", [Problem(where, what, fix)]) from None
+        raise ConfigError("proposer", [Problem(where, what, fix)])
 
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
         """Reply to a chat; without the schema where the endpoint refuses one."""
@@ -317,10 +323,6 @@ class EndpointProposer:
             except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
                 # The client does not validate responses, so any of these can come from one.
                 return Reply(None, f"the response is no chat completion: {_shorten(error)}")
-
-    async def close(self) -> None:
-        """Close the client's connections."""
-        await self._client.close()
 
     async def _send(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
         endpoint = self._endpoint

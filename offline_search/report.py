@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 
 from offline_search.candidates import base_state
 from offline_search.components import BASE, COMPONENTS, CORE, RANK_AT, JsonObject
-from offline_search.history import (
-    FAILURES_TO_GIVE_UP,
-    describe_objective,
-    gave_up,
-    objective_unit,
-)
+from offline_search.history import FAILURES_TO_GIVE_UP, gave_up
 from offline_search.ledger import (
     ALL_TOKENS,
     Cost,
     EvaluationRecord,
     ProposalRecord,
+    R,
     Record,
     ReplyRecord,
     SettingsRecord,
@@ -48,9 +43,7 @@ from vllm_autoprune.report import (
     render_markdown,
 )
 from vllm_autoprune.statistics import Estimate, count_decimals
-from vllm_autoprune.tpdsl.transfer import Change, list_changes
-
-R = TypeVar("R", bound=Record)
+from vllm_autoprune.tpdsl.transfer import list_changes
 
 _STATUS_WORDS: Mapping[Status, str] = {
     "evaluated": "measured in full",
@@ -60,26 +53,24 @@ _STATUS_WORDS: Mapping[Status, str] = {
     "invalid": "invalid",
     "unsafe": "unsafe",
 }
-"""Outcomes of candidates as a report names them."""
-
-_ORIGIN_WORDS: Mapping[str, str] = {"llm": "language model", "tpe": "TPE"}
-"""Origins of candidates as a report names them, where that differs from the ledger."""
-
-_NOT_EVALUATED = ("invalid", "unsafe", "unevaluated")
+_ORIGIN_WORDS = {"llm": "language model", "tpe": "TPE"}
 _MAX_ROWS = 10
+_EXPLANATIONS = (
+    "The {count} best candidates of the search split were measured on the validation split. The "
+    "winner has the highest objective on the examples of both together: the search split alone "
+    "favours candidates that were lucky on it.",
+    "Examples that no candidate was chosen on. accuracy+: both answers of a pair right, or all "
+    "about an image. MME total: accuracy and accuracy+ in per cent, added over all categories.",
+)
 
 
 @dataclass(frozen=True)
 class CandidateRow:
-    """One candidate; ``spent`` counts answers of the search split up to and including it.
-
-    ``changes`` are those of its parent, if it has one.
-    """
+    """One candidate; ``spent`` counts answers of the search split up to and including it."""
 
     proposal: ProposalRecord
     result: TrialRecord
     spent: int
-    changes: tuple[Change, ...]
 
     @property
     def name(self) -> str:
@@ -96,11 +87,6 @@ class CandidateRow:
         """The outcome, in words."""
         return _STATUS_WORDS[self.result.status]
 
-    @property
-    def objective(self) -> float | None:
-        """The objective, if the whole search split was evaluated."""
-        return self.result.objective if self.result.status == "evaluated" else None
-
 
 @dataclass(frozen=True)
 class SearchReport:
@@ -111,7 +97,7 @@ class SearchReport:
     """
 
     settings: Settings
-    rows: tuple[CandidateRow, ...]
+    rows: Sequence[CandidateRow]
     base_objective: float | None
     winner: WinnerRecord | None
     replies: Sequence[ReplyRecord]
@@ -121,8 +107,8 @@ class SearchReport:
     @property
     def ranked(self) -> list[CandidateRow]:
         """Fully evaluated candidates, best first."""
-        evaluated = [row for row in self.rows if row.objective is not None]
-        return sorted(evaluated, key=lambda row: -(row.objective or 0.0))
+        evaluated = [row for row in self.rows if row.result.score is not None]
+        return sorted(evaluated, key=lambda row: -(row.result.score or 0.0))
 
     @property
     def statuses(self) -> Mapping[str, int]:
@@ -132,23 +118,18 @@ class SearchReport:
     @property
     def causes(self) -> Mapping[str, int]:
         """Number of candidates per reason for which they were not evaluated."""
-        failed = [row.result for row in self.rows if row.result.status in _NOT_EVALUATED]
+        failed = [row.result for row in self.rows if row.result.failed]
         causes = Counter(f"{result.status}: {result.reason}" for result in failed)
         return dict(causes.most_common())
 
-    def improvements(self) -> list[CandidateRow]:
-        """Candidates that were the best so far when they were measured."""
-        rows: list[CandidateRow] = []
-        best = float("-inf")
-        for row in self.rows:
-            if row.objective is not None and row.objective > best:
-                best = row.objective
-                rows.append(row)
-        return rows
-
     def curve(self) -> list[tuple[int, float]]:
         """(answers spent, best objective so far) at every improvement."""
-        return [(row.spent, row.objective or 0.0) for row in self.improvements()]
+        points: list[tuple[int, float]] = []
+        for row in self.rows:
+            score = row.result.score
+            if score is not None and (not points or score > points[-1][1]):
+                points.append((row.spent, score))
+        return points
 
 
 def read_report(records: Iterable[Record]) -> SearchReport:
@@ -158,37 +139,27 @@ def read_report(records: Iterable[Record]) -> SearchReport:
     if not opened:
         raise SearchError("the ledger is empty -> give the ledger of a search that has begun")
     settings, evaluations = opened[0].settings, _of_type(known, EvaluationRecord)
-    proposals = {record.name: record for record in _of_type(known, ProposalRecord)}
     results = {record.name: record for record in _of_type(known, TrialRecord)}
     rows, spent = [], 0
-    for name, proposal in proposals.items():
-        if name not in results:
-            continue
-        spent += results[name].examples
-        parent = proposals.get(proposal.parents[0]) if proposal.parents else None
-        before, after = (_components(record) if record else {} for record in (parent, proposal))
-        changes = list_changes(before, after) if before and after else ()
-        rows.append(CandidateRow(proposal, results[name], spent, changes))
-    spans = _time_spans(known)
+    for proposal in _of_type(known, ProposalRecord):
+        if proposal.name in results:
+            spent += results[proposal.name].examples
+            rows.append(CandidateRow(proposal, results[proposal.name], spent))
+    clocks = [record.clock for record in known if record.clock.at]
+    begin = min((clock.at for clock in clocks), default=0.0)
     return SearchReport(
         settings=settings,
-        rows=tuple(rows),
+        rows=rows,
         base_objective=_measure_base(evaluations, settings),
         winner=next(iter(_of_type(known, WinnerRecord)), None),
         replies=_of_type(known, ReplyRecord),
         evaluations=evaluations,
-        duration=max((end for _, end in spans), default=0.0) - min(spans, default=(0.0, 0.0))[0],
+        duration=max((clock.at + clock.seconds for clock in clocks), default=0.0) - begin,
     )
 
 
 def _of_type(records: Iterable[Record], kind: type[R]) -> list[R]:
     return [record for record in records if isinstance(record, kind)]
-
-
-def _components(proposal: ProposalRecord) -> JsonObject:
-    """The searched components of a candidate's state; empty for an invalid one."""
-    state = proposal.state or {}
-    return {name: state[name] for name in (*COMPONENTS, CORE, RANK_AT, BASE) if name in state}
 
 
 def _measure_base(evaluations: Sequence[EvaluationRecord], settings: Settings) -> float | None:
@@ -200,28 +171,12 @@ def _measure_base(evaluations: Sequence[EvaluationRecord], settings: Settings) -
         (record.digest, record.budget): np.asarray(record.logprob)
         for record in evaluations
         if record.split == "search" and record.start == 0 and not record.failure
-        if record.digest in (digest, ALL_TOKENS)
     }
     full = answers.get((ALL_TOKENS, 0))
     base = [answers[digest, budget] for budget in settings.budgets if (digest, budget) in answers]
     if full is None or len(base) < len(settings.budgets):
         return None
-    means = [float((values - full[: len(values)]).mean()) for values in base]
-    return round(sum(means) / len(means), 6)
-
-
-def _time_spans(records: Sequence[Record]) -> list[tuple[float, float]]:
-    clocks = [record.clock for record in records if record.clock.at]
-    return [(clock.at, clock.at + clock.seconds) for clock in clocks]
-
-
-def _busy_seconds(records: Sequence[Record]) -> float:
-    """Length of the union of the records' time spans, because requests run concurrently."""
-    total, until = 0.0, 0.0
-    for start, end in sorted(_time_spans(records)):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
+    return round(float(np.mean([(values - full[: len(values)]).mean() for values in base])), 6)
 
 
 def as_html(report: SearchReport) -> str:
@@ -242,67 +197,30 @@ def _make_document(report: SearchReport) -> Document:
     leader = ranked[0].name if ranked else None
     tone: Tone = "open"
     answer = "The search has not ended."
-    if winner is not None:
-        answer, tone = _describe_winner(report, winner)
-    elif leader is not None:
-        answer = f"The search has not ended; {leader} leads on the search split."
     facts = [f"measured on {settings.evaluator}"] if settings.evaluator else []
     facts += [f"proposer: {settings.proposer or 'none'}", f"seed {settings.seed}"]
     facts.append(f"{len(report.rows)} candidates")
     sections = []
     if winner is not None:
+        answer, tone = _describe_winner(report, winner)
         facts += [f"{winner.test.examples} test examples", f"digest {winner.digest[:12]}"]
-        rule = (
-            f"The {len(winner.confirmed)} best candidates of the search split were measured on the "
-            "validation split. The winner has the highest objective on the examples of both "
-            "together: the search split alone favours candidates that were lucky on it."
-        )
-        texts = [rule, describe_leader(winner, leader)]
-        table = _finalist_table(report, winner)
-        sections.append(Section("Why this candidate", texts, tables=[table]))
-        text = (
-            "Examples that no candidate was chosen on. accuracy+: both answers of a pair right, or "
-            "all about an image. MME total: accuracy and accuracy+ in per cent, added over all "
-            "categories."
-        )
-        table = _result_table(winner)
-        sections.append(Section("Result on the test split", [text], tables=[table]))
+        why, test = _EXPLANATIONS
+        texts = [why.format(count=len(winner.confirmed)), describe_leader(winner, leader)]
+        finalists = _finalist_table(report, winner)
+        sections += [
+            Section("Why this candidate", texts, tables=[finalists]),
+            Section("Result on the test split", [test], tables=[_result_table(winner)]),
+        ]
+    elif leader is not None:
+        answer = f"The search has not ended; {leader} leads on the search split."
     charts, texts = _draw_progress(report), ["Nothing has been measured yet."]
     if charts:
-        texts = [
-            "Hollow: stopped early, measured on a part of the search split. Click a point for the "
-            "candidate."
-        ]
+        texts = ["Hollow: stopped early, measured on a part of the search split. "
+                 "Click a point for the candidate."]  # fmt: skip
     sections.append(Section("Progress", texts, charts))
-    texts = [
-        f"Objective: {describe_objective(settings)}; 0 is as good as unpruned. "
-        "Intervals: 95 %, images resampled.",
-        _count_candidates(report),
-    ]
     if report.rows:
-        best = [
-            [
-                row.name,
-                *_format_objectives(report, row.objective),
-                _percent(row.result.accuracy),
-                _percent(row.result.accuracy_plus),
-                str(row.result.examples),
-                row.origin,
-            ]
-            for row in ranked[:_MAX_ROWS]
-        ]
-        head = ["candidate", "objective", "accuracy %", "accuracy+ %", "answers", "origin"]
-        causes = [[cause, str(count)] for cause, count in report.causes.items()]
-        tables = [Table("Best on the search split", head, best, "lrrrrl")]
-        if causes:
-            caption = "Why candidates were not evaluated"
-            tables.append(Table(caption, ["cause", "times"], causes, "lr", folded=True))
-        sections.append(Section("Candidates", texts, tables=tables))
-        text = "Best on the search split first, then the others in order of proposal."
-        rows = [*ranked, *(row for row in report.rows if row not in ranked)]
-        entries = [_describe_candidate(report, row) for row in rows]
-        sections.append(Section("Every candidate", [text], entries=entries, folded=True))
-    sections.append(Section("Cost", list(_describe_cost(report)), folded=True))
+        sections += _candidate_sections(report)
+    sections.append(Section("Cost", _describe_cost(report), folded=True))
     title = f"{settings.strategy} on {settings.base_policy}, K = {settings.source_budget}"
     return Document(f"Search for a state: {title}", answer, tone, facts=facts, sections=sections)
 
@@ -319,7 +237,7 @@ def _describe_winner(report: SearchReport, winner: WinnerRecord) -> tuple[str, T
     value, low, high = _format_objectives(report, gain.value, gain.low, gain.high)
     answer = (
         f"Candidate {winner.winner} won and {verdict} on the test split: objective {value} "
-        f"{objective_unit(report.settings)} ({low} to {high}), accuracy "
+        f"{report.settings.objective_unit} ({low} to {high}), accuracy "
         f"{_percent(winner.test.accuracy)} % against {_percent(winner.base.accuracy)} %."
     )
     return answer, tone
@@ -369,15 +287,10 @@ def _result_table(winner: WinnerRecord) -> Table:
          _percent(scores.accuracy_plus), f"{scores.mme_total:.1f}"]
         for name, scores in (("winner", test), ("base policy", base))
     ]  # fmt: skip
-    gain, accuracy_gain = format_interval(test.gain), format_interval(test.accuracy_gain, 100)
-    mme = f"{test.mme_total - base.mme_total:+.1f}"
+    gains = [format_interval(test.gain), format_interval(test.accuracy_gain, 100), ""]
+    rows.append(["gain, paired", *gains, f"{test.mme_total - base.mme_total:+.1f}"])
     head = ["", "objective", "accuracy %", "accuracy+ %", "MME total"]
-    return Table(
-        "Winner and base policy",
-        head,
-        [*rows, ["gain, paired", gain, accuracy_gain, "", mme]],
-        "lrrrr",
-    )
+    return Table("Winner and base policy", head, rows, "lrrrr")
 
 
 def _finalist_table(report: SearchReport, winner: WinnerRecord) -> Table:
@@ -385,18 +298,18 @@ def _finalist_table(report: SearchReport, winner: WinnerRecord) -> Table:
     scores = {row.name: row.result.objective for row in report.rows}
 
     def cell(estimate: Estimate) -> Cell:
-        interval = (estimate.value, estimate.low, estimate.high)
-        value, low, high = _format_objectives(report, *interval)
+        value, low, high = _format_objectives(report, estimate.value, estimate.low, estimate.high)
         return Cell(value, f"{low} to {high}")
 
     rows: list[Row] = []
-    for name in sorted(winner.confirmed, key=lambda each: -winner.estimates.get(each, 0.0)):
-        chosen, validation = name == winner.winner, winner.confirmed[name]
-        search, both = _format_objectives(report, scores.get(name), winner.estimates.get(name))
-        test = [winner.test.objective, validation.gain, winner.test.gain]
-        on_test = [cell(e) if chosen or e is validation.gain else "not measured" for e in test]
-        title = Cell(name, "winner" if chosen else "", _link(name), "good" if chosen else "")
-        rows.append([title, search, cell(validation.objective), both, *on_test])
+    for name in sorted(winner.confirmed, key=lambda each: -winner.estimates[each]):
+        won, validation = name == winner.winner, winner.confirmed[name]
+        search, both = _format_objectives(report, scores[name], winner.estimates[name])
+        on_test = (winner.test.objective, winner.test.gain)
+        test, gain = (cell(figure) if won else Cell("not measured") for figure in on_test)
+        title = Cell(name, "winner" if won else "", _link(name), "good" if won else "")
+        measured, ahead = cell(validation.objective), cell(validation.gain)
+        rows.append([title, search, measured, both, test, ahead, gain])
     search, base = _format_objectives(report, report.base_objective, winner.base_validation)
     rows.append(["base policy", search, base, "–", cell(winner.base.objective), "–", "–"])
     head = ["candidate", "search", "validation", "search and validation", "test",
@@ -411,14 +324,15 @@ def _draw_progress(report: SearchReport) -> list[Chart]:
     """
     marks: dict[bool, list[Mark]] = {True: [], False: []}
     for row in report.rows:
-        if row.result.objective is None:
-            continue
-        complete = row.objective is not None
-        (text,) = _format_objectives(report, row.result.objective)
-        tip = f"{row.name} by {row.origin}\nobjective {text}"
-        tip += "" if complete else f"\n{row.status}"
-        mark = Mark(row.spent, row.result.objective, tip, hollow=not complete, link=_link(row.name))
-        marks[complete].append(mark)
+        objective, complete = row.result.objective, row.result.score is not None
+        if objective is not None:
+            (text,) = _format_objectives(report, objective)
+            tip = f"{row.name} by {row.origin}\nobjective {text}"
+            tip += "" if complete else f"\n{row.status}"
+            mark = Mark(row.spent, objective, tip, hollow=not complete, link=_link(row.name))
+            marks[complete].append(mark)
+    if not any(marks.values()):
+        return []
     best: list[tuple[float, float]] = list(report.curve())
     if best:
         best.append((max(mark.x for mark in marks[True] + marks[False]), best[-1][1]))
@@ -432,76 +346,100 @@ def _draw_progress(report: SearchReport) -> list[Chart]:
     (text,) = _format_objectives(report, base)
     rules = [] if base is None else [Rule(base, f"base policy {text}")]
     spent = "answers of the served model, search split"
-    label = f"objective, {objective_unit(report.settings)}"
-    chart = Chart("Objective over answers spent", spent, label, drawn, rules, x_zero=True)
-    return [chart] if drawn else []
+    label = f"objective, {report.settings.objective_unit}"
+    return [Chart("Objective over answers spent", spent, label, drawn, rules, x_zero=True)]
 
 
 def _link(name: str) -> str:
     return f"#candidate-{name}"
 
 
-def _count_candidates(report: SearchReport) -> str:
-    """Sentence on the number of candidates, their statuses, and the success of each origin."""
+def _candidate_sections(report: SearchReport) -> list[Section]:
+    """The best candidates and why others failed; then every candidate."""
+    rows, ranked = report.rows, report.ranked
     statuses = ", ".join(f"{count} {status}" for status, count in report.statuses.items())
-    improvements = Counter(row.origin for row in report.improvements())
-    counts = Counter(row.origin for row in report.rows)
-    origins = "; ".join(f"{name} {improvements[name]} of {n}" for name, n in counts.items())
-    end = ""
-    if gave_up([row.result for row in report.rows]):
-        end = f" The search gave up: the last {FAILURES_TO_GIVE_UP} were invalid or unsafe."
-    return (
-        f"{len(report.rows)} candidates: {statuses}. Best when measured, by origin: {origins}.{end}"
-    )
+    counted = f"{len(rows)} candidates: {statuses}."
+    if gave_up([row.result for row in rows]):
+        counted += f" The search gave up: the last {FAILURES_TO_GIVE_UP} were invalid or unsafe."
+    texts = [
+        f"Objective: {report.settings.objective_text}; 0 is as good as unpruned. "
+        "Intervals: 95 %, images resampled.",
+        counted,
+    ]
+    best = [
+        [
+            row.name,
+            *_format_objectives(report, row.result.score),
+            _percent(row.result.accuracy),
+            _percent(row.result.accuracy_plus),
+            str(row.result.examples),
+            row.origin,
+        ]
+        for row in ranked[:_MAX_ROWS]
+    ]
+    head = ["candidate", "objective", "accuracy %", "accuracy+ %", "answers", "origin"]
+    tables = [Table("Best on the search split", head, best, "lrrrrl")]
+    if causes := [[cause, str(count)] for cause, count in report.causes.items()]:
+        caption = "Why candidates were not evaluated"
+        tables.append(Table(caption, ["cause", "times"], causes, "lr", folded=True))
+    proposals = {row.name: row.proposal for row in rows}
+    ordered = [*ranked, *(row for row in rows if row.result.score is None)]
+    entries = [_describe_candidate(report, row, proposals) for row in ordered]
+    text = "Best on the search split first, then the others in order of proposal."
+    return [
+        Section("Candidates", texts, tables=tables),
+        Section("Every candidate", [text], entries=entries, folded=True),
+    ]
 
 
-def _describe_cost(report: SearchReport) -> Iterator[str]:
-    """Sentences on the cost of the proposer and of the evaluator."""
-    replies, evaluations = report.replies, report.evaluations
-    cost = sum((reply.cost for reply in replies), Cost())
-    failed, repairs = (
-        sum(reply.text is None for reply in replies),
-        sum(reply.attempt == "repair" for reply in replies),
-    )
-    price = f", at a price of {cost.money:.4f}" if cost.money else ""
-    yield (
-        f"Proposer: {len(replies):,} replies in {_busy_seconds(replies):,.0f} s "
-        f"({failed} failed, {repairs} to repair others), "
-        f"{cost.prompt_tokens:,} prompt and {cost.completion_tokens:,} completion tokens{price}."
-    )
-    yield (
-        f"Evaluator: {sum(len(record.logprob) for record in evaluations):,} answers in "
-        f"{_busy_seconds(evaluations):,.0f} s "
-        f"({sum(bool(record.failure) for record in evaluations)} evaluations failed). "
-        f"The whole search: {report.duration:,.0f} s."
-    )
-
-
-def _describe_candidate(report: SearchReport, row: CandidateRow) -> Details:
+def _describe_candidate(
+    report: SearchReport, row: CandidateRow, proposals: Mapping[str, ProposalRecord]
+) -> Details:
     """Origin and result in one line; folded, its hypothesis, problems, changes and components."""
-    result, hypothesis = row.result, row.proposal.hypothesis
+    result, proposal = row.result, row.proposal
+    outcome = f"{row.status} {result.reason}".strip()
     if result.same_as:
         outcome = f"keeps the same tokens as {result.same_as}"
-    elif result.objective is None:
-        outcome = f"{row.status} {result.reason}".strip()
-    else:
+    elif result.objective is not None:
         scores = (("", result.accuracy), ("+", result.accuracy_plus))
         shares = [f"accuracy{sign} {_percent(v)} %" for sign, v in scores if v is not None]
         (objective,) = _format_objectives(report, result.objective)
         outcome = ", ".join([f"objective {objective}", *shares, f"{result.examples} answers"])
-        if result.status != "evaluated":
+        if result.score is None:
             outcome = f"{row.status} after {outcome} {result.reason}".strip()
-    changes = [
-        f"{change.where} {change.kind}: {json.dumps(change.before)} → {json.dumps(change.after)}"
-        for change in row.changes
+    texts, changes = list(proposal.problems), list[str]()
+    if proposal.hypothesis is not None:
+        texts.insert(0, f"{proposal.hypothesis.purpose}: {proposal.hypothesis.text}")
+    components = _components(proposal)
+    parent = proposals.get(proposal.parents[0]) if proposal.parents else None
+    if components and parent is not None and (before := _components(parent)):
+        changes = [
+            f"{each.where} {each.kind}: {json.dumps(each.before)} → {json.dumps(each.after)}"
+            for each in list_changes(before, components)
+        ]
+        texts += [f"Against {', '.join(proposal.parents)}:"] if changes else []
+    body = json.dumps(components, indent=1) if components else ""
+    name = _link(row.name).removeprefix("#")
+    return Details(f"{row.name} by {row.origin}: {outcome}", texts, changes, body, name=name)
+
+
+def _components(proposal: ProposalRecord) -> JsonObject:
+    """The searched components of a candidate's state; empty for an invalid one."""
+    state = proposal.state or {}
+    return {name: state[name] for name in (*COMPONENTS, CORE, RANK_AT, BASE) if name in state}
+
+
+def _describe_cost(report: SearchReport) -> list[str]:
+    """Sentences on the cost of the proposer and of the evaluator."""
+    replies, evaluations = report.replies, report.evaluations
+    cost = sum((reply.cost for reply in replies), Cost())
+    failed = sum(reply.text is None for reply in replies)
+    repairs = sum(reply.attempt == "repair" for reply in replies)
+    price = f", at a price of {cost.money:.4f}" if cost.money else ""
+    return [
+        f"Proposer: {len(replies):,} replies ({failed} failed, {repairs} to repair others), "
+        f"{cost.prompt_tokens:,} prompt and {cost.completion_tokens:,} completion tokens{price}.",
+        f"Evaluator: {sum(len(record.logprob) for record in evaluations):,} answers "
+        f"({sum(bool(record.failure) for record in evaluations)} evaluations failed). "
+        f"The whole search: {report.duration:,.0f} s.",
     ]
-    reasons = [] if hypothesis is None else [f"{hypothesis.purpose}: {hypothesis.text}"]
-    against = [f"Against {', '.join(row.proposal.parents)}:"] if changes else []
-    components = _components(row.proposal)
-    return Details(
-        f"{row.name} by {row.origin}: {outcome}",
-        [*reasons, *row.proposal.problems, *against],
-        changes,
-        json.dumps(components, indent=1) if components else "",
-        name=f"candidate-{row.name}",
-    )

@@ -17,16 +17,7 @@ from offline_search.candidates import Draft
 from offline_search.components import Candidate, SelectionProgram
 from offline_search.dataset import Dataset
 from offline_search.evaluator import EvaluationJob, RecordedEvaluator
-from offline_search.history import (
-    NO_ANSWERS,
-    Answers,
-    History,
-    Trial,
-    accuracy,
-    accuracy_plus,
-    relative_values,
-    significantly_below,
-)
+from offline_search.history import Answers, History, Trial, significantly_below
 from offline_search.ledger import Ledger, ProposalRecord, Status, TrialRecord, VerdictRecord
 from offline_search.programs import select_with_program
 from offline_search.settings import Settings
@@ -47,29 +38,38 @@ _PROBE_IMAGES = 16
 """Images of the probe set, each with one question."""
 
 
+@torch.no_grad()
 def _check_state(state: PruningState, settings: Settings, probes: Probes) -> VerdictRecord:
-    """Verdict on a state at every budget of the search; problems are recorded, not raised."""
+    """Verdict on a state at every budget of the search; problems are recorded, not raised.
+
+    Its behaviour is the SHA-256 of the token rows selected for every probe: features as well as
+    indices, because two states may keep the same tokens and merge the discarded ones differently.
+    """
     problems: list[str] = []
     for budget in settings.budgets:
         try:
-            policy = materialize(state, budget)
+            failed = [each for each in safety_check(materialize(state, budget)).verdicts
+                      if not each.ok]  # fmt: skip
+            problems += [f"{each.name} at K = {budget}: {each.detail}" for each in failed]
         except ProblemsError as error:
             problems += map(str, error.problems)
-            continue
         except AutopruneError as error:
             problems.append(str(error))
-            continue
-        failed = [verdict for verdict in safety_check(policy).verdicts if not verdict.ok]
-        problems += [f"{verdict.name} at K = {budget}: {verdict.detail}" for verdict in failed]
     if problems:
         return VerdictRecord(digest=state.digest, valid=False, problems=tuple(problems))
+    behaviour = hashlib.sha256()
+    for budget in settings.budgets:
+        policy = materialize(state, budget)
+        for tokens in probes:
+            refined = refine(policy.at(tokens.count, tokens.grid.tiles), tokens)
+            _update_behaviour(behaviour, refined.indices, refined.features)
     policy = materialize(state, settings.source_budget)
     return VerdictRecord(
         digest=state.digest,
         valid=True,
         quota=policy.quota,
         r_min=policy.r_min,
-        behaviour=selection_fingerprint(state, settings.budgets, probes),
+        behaviour=behaviour.hexdigest() if probes else "",
     )
 
 
@@ -78,9 +78,9 @@ async def _check_program(
 ) -> VerdictRecord:
     """Verdict on a program that selects tokens: it runs on every probe, twice with equal results.
 
-    Its fingerprint is that of a state that keeps the same tokens and merges none.
+    Its behaviour is that of a state that keeps the same tokens and merges none.
     """
-    digest = hashlib.sha256()
+    behaviour = hashlib.sha256()
     try:
         for budget in settings.budgets:
             for tokens in probes:
@@ -90,32 +90,14 @@ async def _check_program(
                 ]
                 if not torch.equal(indices, again):
                     raise SelectionError("select returns other indices when it is run again")
-                _update_fingerprint(digest, indices, gather_rows(tokens.features, indices))
+                _update_behaviour(behaviour, indices, gather_rows(tokens.features, indices))
     except SelectionError as error:
         return VerdictRecord(digest=program.digest, valid=False, problems=(str(error)[:300],))
-    behaviour = digest.hexdigest() if probes else ""
-    return VerdictRecord(digest=program.digest, valid=True, behaviour=behaviour)
+    digest = behaviour.hexdigest() if probes else ""
+    return VerdictRecord(digest=program.digest, valid=True, behaviour=digest)
 
 
-@torch.no_grad()
-def selection_fingerprint(state: PruningState, budgets: Sequence[int], probes: Probes) -> str:
-    """SHA-256 of the token rows selected for every probe; empty without probes.
-
-    Includes features as well as indices, because two states may keep the same tokens and merge the
-    discarded ones differently.
-    """
-    if not probes:
-        return ""
-    digest = hashlib.sha256()
-    for budget in budgets:
-        policy = materialize(state, budget)
-        for tokens in probes:
-            refined = refine(policy.at(tokens.count, tokens.grid.tiles), tokens)
-            _update_fingerprint(digest, refined.indices, refined.features)
-    return digest.hexdigest()
-
-
-def _update_fingerprint(digest: hashlib._Hash, indices: Tensor, features: Tensor) -> None:
+def _update_behaviour(digest: hashlib._Hash, indices: Tensor, features: Tensor) -> None:
     digest.update(indices.contiguous().numpy().tobytes())
     digest.update(features.float().contiguous().numpy().tobytes())
 
@@ -159,10 +141,6 @@ class _Candidate:
     answers: list[Answers]
     result: TrialRecord | None = None
 
-    def answer_count(self) -> int:
-        """Number of answers, over all budgets."""
-        return sum(map(len, self.answers))
-
 
 class RoundEvaluator:
     """Turns the drafts of a round into trials, and records every step in the ledger."""
@@ -180,7 +158,7 @@ class RoundEvaluator:
         self._evaluator = evaluator
         self._examples = examples
         self._probes = probes
-        self._full = NO_ANSWERS
+        self._full = Answers()
         self._known: dict[str, str] = {}
         """Digest or selection fingerprint -> name of the candidate that was measured for it."""
 
@@ -193,12 +171,8 @@ class RoundEvaluator:
         await self._measure(candidate, 0, count)
         verdict = await self._check(base)
         self._known |= {base.digest: "base", verdict.behaviour or base.digest: "base"}
-        return History(
-            self._trial_record(candidate, "evaluated"),
-            self._values(candidate),
-            examples=self._examples,
-            names_bases=bool(settings.proposer and settings.bases),
-        )
+        names_bases = bool(settings.proposer and settings.bases)
+        return History(self._end(candidate), [], self._examples, names_bases)
 
     async def evaluate_round(
         self, drafts: Sequence[Draft], number: int, history: History, early_stopping: bool
@@ -230,18 +204,19 @@ class RoundEvaluator:
             if stop < len(self._examples):
                 self._drop_losers(candidates, history.best_values(), stop, _RACING_KEEPS[step])
             start = stop
-        trials = []
-        for candidate in candidates:
-            draft, values = candidate.draft, None
-            result = candidate.result or self._trial_record(candidate, "evaluated")
-            if candidate.answer_count():
-                values = self._values(candidate)
-            self._ledger.put(result)
-            trials.append(Trial(candidate.proposal, result, draft.state, values, draft.selection))
+        trials = [self._end(candidate) for candidate in candidates]
+        for trial in trials:
+            self._ledger.put(trial.result)
         return trials
 
     def _begin(self, draft: Draft, proposal: ProposalRecord) -> _Candidate:
-        return _Candidate(draft, proposal, [NO_ANSWERS] * len(self._settings.budgets))
+        return _Candidate(draft, proposal, [Answers()] * len(self._settings.budgets))
+
+    def _end(self, candidate: _Candidate) -> Trial:
+        """The candidate as a trial; one that has no result yet was evaluated to the end."""
+        draft, result = candidate.draft, candidate.result or self._record(candidate, "evaluated")
+        values = self._values(candidate) if any(candidate.answers) else None
+        return Trial(candidate.proposal, result, draft.state, values, draft.selection)
 
     def _values(self, candidate: _Candidate) -> Floats:
         """Value of each answered example less the unpruned model's, mean over the budgets."""
@@ -249,8 +224,9 @@ class RoundEvaluator:
         return mean
 
     def _values_by_budget(self, candidate: _Candidate) -> list[Floats]:
+        objective = self._settings.objective
         return [
-            relative_values(self._settings, self._examples, answers, self._full)
+            answers.relative_to(self._full, self._examples, objective)
             for answers in candidate.answers
         ]
 
@@ -259,22 +235,16 @@ class RoundEvaluator:
         proposal, proposed = candidate.proposal, candidate.draft.candidate
         if proposed is None:
             reason = proposal.problems[0] if proposal.problems else "no state"
-            return self._trial_record(candidate, "invalid", reason=reason)
+            return self._record(candidate, "invalid", reason=reason)
         if proposed.digest in self._known:
-            return self._trial_record(candidate, "same", same_as=self._known[proposed.digest])
+            return self._record(candidate, "same", same_as=self._known[proposed.digest])
         verdict = await self._check(proposed)
         if not verdict.valid:
-            return self._trial_record(candidate, "unsafe", reason=verdict.problems[0])
-        duplicate = verdict.behaviour and self._known.get(verdict.behaviour)
-        if duplicate:
-            self._known[proposed.digest] = duplicate
-            return self._trial_record(candidate, "same", same_as=duplicate)
+            return self._record(candidate, "unsafe", reason=verdict.problems[0])
+        behaviour = verdict.behaviour or proposed.digest
         # Remembered before it is measured, because a later draft of this round may be a duplicate.
-        self._known |= {
-            proposed.digest: proposal.name,
-            verdict.behaviour or proposed.digest: proposal.name,
-        }
-        return None
+        name = self._known[proposed.digest] = self._known.setdefault(behaviour, proposal.name)
+        return None if name == proposal.name else self._record(candidate, "same", same_as=name)
 
     async def _measure_all(self, candidates: Sequence[_Candidate], start: int, stop: int) -> None:
         """Measure examples ``start`` to ``stop``; candidates that fail get their result."""
@@ -285,7 +255,7 @@ class RoundEvaluator:
                 # Forgotten, so that later duplicates are evaluated.
                 name = candidate.proposal.name
                 self._known = {key: known for key, known in self._known.items() if known != name}
-                candidate.result = self._trial_record(candidate, "unevaluated", reason=str(outcome))
+                candidate.result = self._record(candidate, "unevaluated", reason=str(outcome))
             elif isinstance(outcome, BaseException):
                 raise outcome
 
@@ -305,48 +275,42 @@ class RoundEvaluator:
         after = f"after {stop} of {len(self._examples)} examples"
         for candidate in _unfinished(candidates):
             if significantly_below(self._examples, self._values(candidate), reference):
-                reason = f"behind {after}"
-                candidate.result = self._trial_record(candidate, "dropped", reason=reason)
+                candidate.result = self._record(candidate, "dropped", reason=f"behind {after}")
         ranked = sorted(_unfinished(candidates), key=lambda c: -float(self._values(c).mean()))
         for candidate in ranked[-(-len(ranked) // divisor) :]:
             reason = f"not among the best {after}"
-            candidate.result = self._trial_record(candidate, "dropped", reason=reason)
+            candidate.result = self._record(candidate, "dropped", reason=reason)
 
     async def _check(self, candidate: Candidate) -> VerdictRecord:
         known = self._ledger.find(VerdictRecord, f"verdict/{candidate.digest}")
         if known is not None:
             return known
         if isinstance(candidate, SelectionProgram):
-            verdict = await _check_program(candidate, self._settings, self._probes)
-        else:
-            verdict = _check_state(candidate, self._settings, self._probes)
-        return self._ledger.put(verdict)
+            return self._ledger.put(await _check_program(candidate, self._settings, self._probes))
+        return self._ledger.put(_check_state(candidate, self._settings, self._probes))
 
-    def _trial_record(
+    def _record(
         self, candidate: _Candidate, status: Status, *, same_as: str = "", reason: str = ""
     ) -> TrialRecord:
         figures: dict[str, float] = {}
-        if candidate.answer_count() and status != "unevaluated":
+        if any(candidate.answers) and status != "unevaluated":
             values, answers = self._values_by_budget(candidate), candidate.answers
-            figures = {
-                "objective": _mean([float(each.mean()) for each in values]),
-                "accuracy": _mean([accuracy(each) for each in answers]),
-                "accuracy_plus": _mean([accuracy_plus(self._examples, each) for each in answers]),
+            columns = {
+                "objective": [float(each.mean()) for each in values],
+                "accuracy": [each.accuracy for each in answers],
+                "accuracy_plus": [each.accuracy_plus(self._examples) for each in answers],
             }
+            figures = {name: round(sum(c) / len(c), 6) for name, c in columns.items()}
         return TrialRecord(
             round=candidate.proposal.round,
             index=candidate.proposal.index,
             status=status,
             same_as=same_as,
             reason=reason[:500],
-            examples=candidate.answer_count(),
+            examples=sum(map(len, candidate.answers)),
             **figures,  # type: ignore[arg-type]
         )
 
 
 def _unfinished(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     return [candidate for candidate in candidates if candidate.result is None]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return round(sum(values) / len(values), 6)

@@ -1,12 +1,13 @@
 """Sandboxed process that runs a program written by a language model.
 
 Run by its path and with the standard library alone: it must import nothing of this package. Reads
-one of two requests from standard input, and writes JSON to standard output, or the error to
-standard error; ``READY`` comes first, once the sandbox is set up:
+one request from standard input,
 
-    {"code", "budget", "seconds"}   the return value of ``policy(budget)``
-    {..., "images", "numpy"}        the indices of ``select(features, signals, K)`` of each image;
-                                    ``numpy`` is the folder that holds the package
+    {"code", "function", "calls", "seconds", "numpy"}
+
+and writes to standard output ``READY``, once the sandbox is set up, and what the function of the
+program returns to each of the calls, which are lists of arguments, as JSON; or the error to
+standard error. ``numpy`` is the folder that holds the package, if the program may use it.
 
 A program that has not ended after ``seconds`` is ended by SIGALRM. Exits with
 ``SANDBOX_UNAVAILABLE``, and without ``READY``, if the sandbox cannot be set up.
@@ -21,22 +22,18 @@ import base64
 import ctypes
 import io
 import json
-import operator
 import os
 import platform
+import random
 import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import numpy as np
-
+from collections.abc import Sequence
+from typing import Any
 
 # Modules that programs may import have to be loaded before opening files is forbidden.
-for _name in ("collections", "copy", "functools", "itertools", "math", "random", "re", "string"):
+for _name in ("collections", "copy", "functools", "itertools", "math", "re", "string"):
     __import__(_name)
 
 SANDBOX_UNAVAILABLE = 3
@@ -108,62 +105,38 @@ def _enter_sandbox(seconds: float) -> None:
             raise OSError(ctypes.get_errno(), "the kernel refuses the sandbox")
 
 
-def _load_function(code: str, name: str, signature: str) -> Callable[..., object]:
-    """The function of that name that the program defines."""
+def _decode(value: dict[str, Any]) -> object:
+    """An array in place of the object that stands for it."""
+    if "array" not in value:
+        return value
+    import numpy as np
+
+    data = np.frombuffer(base64.b64decode(value["array"]), value["type"])
+    return data.reshape(value["shape"]).copy()
+
+
+def _call(code: str, name: str, calls: Sequence[Sequence[object]]) -> list[object]:
+    """What the function of that name returns to each list of arguments."""
     # Models that write JSON policies tend to use the constants of JSON in programs as well.
     names: dict[str, object] = {"__name__": _PROGRAM, "true": True, "false": False, "null": None}
     exec(compile(code, _PROGRAM, "exec"), names)
     function = names.get(name)
     if not callable(function):
-        raise TypeError(f"the program defines no function {name}({signature})")
-    return function
-
-
-def _run_policy(code: str, budget: int) -> str:
-    """Return value of the program's ``policy(budget)`` as JSON."""
-    policy = _load_function(code, "policy", "budget")
-    return json.dumps(policy(budget), allow_nan=False)
-
-
-def _import_numpy(folder: str) -> None:
-    """Import numpy with the parts that it would load later, when no file can be opened."""
-    sys.path.append(folder)
-    for name in ("numpy", "numpy.linalg", "numpy.random", "numpy.fft", "numpy.ma"):
-        __import__(name)
-
-
-def _run_selection(code: str, budget: int, images: Sequence[Mapping[str, Any]]) -> str:
-    """Indices that the program's ``select(features, signals, K)`` returns for each image."""
-    import random
-
-    import numpy as np
-
-    select = _load_function(code, "select", "features, signals, K")
-    selections = []
-    for image in images:
-        # The same numbers for every image, so that a selection does not depend on the others.
+        raise TypeError(f"the program defines no function {name}")
+    results: list[object] = []
+    for arguments in calls:
+        # The same numbers for every call, so that a result does not depend on the others.
         random.seed(0)
-        np.random.seed(0)
-        signals = {name: _decode_array(array) for name, array in image["signals"].items()}
-        indices = select(_decode_array(image["features"]), signals, budget)
-        selections.append([operator.index(index) for index in indices])  # type: ignore[attr-defined]
-    return json.dumps(selections)
-
-
-def _decode_array(array: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    import numpy as np
-
-    data = np.frombuffer(base64.b64decode(array["data"]), array["type"])
-    return data.reshape(array["shape"]).copy()
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(0)
+        results.append(function(*arguments))
+    return results
 
 
 def _describe_error(error: BaseException) -> str:
     """Type and message of an error, with the line of the program that raised it."""
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == _PROGRAM
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == _PROGRAM]
     where = f" (line {lines[-1]})" if lines else ""
     return f"{type(error).__name__}: {str(error)[:300]}{where}"
 
@@ -171,8 +144,12 @@ def _describe_error(error: BaseException) -> str:
 def main() -> int:
     """Read the request, enter the sandbox, run the program and write its output."""
     request = json.load(sys.stdin)
-    if "numpy" in request:
-        _import_numpy(request["numpy"])
+    if folder := request["numpy"]:
+        sys.path.append(folder)
+        # With the parts that it would load later, when no file can be opened.
+        for name in ("numpy", "numpy.linalg", "numpy.random", "numpy.fft", "numpy.ma"):
+            __import__(name)
+    calls = json.loads(request["calls"], object_hook=_decode)
     try:
         _enter_sandbox(request["seconds"])
     except OSError as error:
@@ -182,13 +159,11 @@ def main() -> int:
     output.write(READY)
     output.flush()
     try:
-        code, budget = request["code"], request["budget"]
-        selects = "images" in request
-        output.write(
-            _run_selection(code, budget, request["images"])
-            if selects
-            else _run_policy(code, budget)
-        )
+        results = _call(request["code"], request["function"], calls)
+        # Indices are often an array, a range, or numbers of numpy.
+        output.write(json.dumps(results, allow_nan=False, default=lambda value: (
+            value.tolist() if hasattr(value, "tolist") else list(value)
+        )))  # fmt: skip
         output.flush()
     except BaseException as error:  # including SystemExit of the program
         sys.stderr.write(_describe_error(error))

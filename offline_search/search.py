@@ -15,49 +15,49 @@ It is reported on the test split, beside the base policy on the same examples.
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import numpy as np
 
-from offline_search.candidates import base_state
+from offline_search.candidates import base_state, list_purposes, minimal_state
 from offline_search.components import Candidate
-from offline_search.dataset import Dataset, Split
+from offline_search.dataset import SPLITS, Dataset, Split
 from offline_search.evaluator import EvaluationJob, Evaluator, RecordedEvaluator
 from offline_search.history import (
     FAILURES_TO_GIVE_UP,
     Answers,
     History,
     Trial,
-    accuracy,
-    accuracy_plus,
     bootstrap_mean,
-    describe_objective,
     gave_up,
-    mme_total,
-    relative_values,
 )
 from offline_search.ledger import (
     Comparison,
     Cost,
     Ledger,
+    Record,
     SettingsRecord,
     SummaryRecord,
     WinnerRecord,
+    digest_records,
+    read_ledger,
 )
-from offline_search.prompt import summarize
+from offline_search.prompt import Messages, list_prompt, proposal_prompt, summarize
 from offline_search.proposer import ProposalClient, Proposer, SpendingLimits
 from offline_search.report import describe_leader, format_interval
 from offline_search.rounds import RoundEvaluator
 from offline_search.settings import RACED_PER_PLACE, Settings
 from offline_search.strategies import STRATEGIES
-from offline_search.strategies.strategy import Round
+from offline_search.strategies.language_model import Round
 from vllm_autoprune.errors import EvaluationFailed, SearchError
-from vllm_autoprune.evaluation.questions import Example
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
 class ProgressLog:
@@ -66,25 +66,21 @@ class ProgressLog:
     def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
         self._write = write
         self._clock = clock
-        self._created = clock()
-        self._rounds_started = self._created
+        self._created = self._rounds_started = clock()
         self._leader: str | None = None
 
     def on_start(self, history: History, examples: int) -> None:
         """Write the base policy's objective."""
-        base = history.base.objective or 0.0
+        base = history.base.result.objective or 0.0
         elapsed = self._clock() - self._created
         self._write(f"base policy {base:+.4f} on {examples} examples ({elapsed:.0f} s)")
         self._rounds_started = self._clock()
 
-    def on_round(
-        self, number: int, trials: Sequence[Trial], history: History, share: float, cost: Cost
-    ) -> None:
+    def on_round(self, trials: Sequence[Trial], history: History, share: float, cost: Cost) -> None:
         """Write the results of a round, the best so far, and the remaining time."""
         best, leader = history.best(), "no leader on the search split"
-        self._leader = None if best is None else best.name
         if best is not None:
-            origin = best.proposal.origin
+            self._leader, origin = best.name, best.proposal.origin
             leader = f"{best.name} by {origin} leads on the search split, {best.score:+.4f}"
         counts = Counter(trial.result.status for trial in trials)
         statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
@@ -92,12 +88,13 @@ class ProgressLog:
         remaining = "time left unknown"
         if share > 0:
             seconds = (self._clock() - self._rounds_started) * (1 - share) / share
-            duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-            remaining = f"{duration} left"
+            remaining = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+            remaining += " left"
+        number = trials[0].proposal.round
         self._write(f"{share:4.0%} round {number}: {statuses}; {leader}{tokens}, {remaining}")
         for trial in trials:
-            status, reason = trial.result.status, trial.result.reason
-            if status in ("invalid", "unsafe", "unevaluated"):
+            if trial.result.failed:
+                status, reason = trial.result.status, trial.result.reason
                 self._write(f"       {trial.name} {status}: {reason[:120]}")
         if gave_up([trial.result for trial in history.trials]):
             count = FAILURES_TO_GIVE_UP
@@ -114,20 +111,38 @@ class ProgressLog:
             self._write(describe_leader(winner, self._leader))
 
 
-@dataclass(frozen=True)
-class Search:
-    """One search; ``limits`` bound the cost of its proposer, ``observer`` is told."""
+class NothingMeasured(SearchError):
+    """No candidate of a search was measured on the whole search split."""
 
-    settings: Settings
-    ledger: Ledger
-    evaluator: Evaluator
-    proposer: Proposer
-    limits: SpendingLimits = field(default_factory=SpendingLimits)
-    observer: ProgressLog | None = None
+
+class Search:
+    """One search; ``limits`` bound the cost of its proposer, ``observer`` is told.
+
+    Without a ``proposer`` a request to it ends the search, unless its reply is recorded.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        evaluator: Evaluator,
+        proposer: Proposer | None = None,
+        limits: SpendingLimits | None = None,
+        observer: ProgressLog | None = None,
+    ) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._observer = observer
+        self._dataset = evaluator.dataset
+        self._base = base_state(settings)
+        self._evaluator = RecordedEvaluator(ledger, evaluator, self._base.digest)
+        self._client = ProposalClient(settings, ledger, proposer, limits or SpendingLimits())
+        examples, probes = self._dataset.examples("search"), evaluator.probes()
+        self._rounds = RoundEvaluator(settings, ledger, self._evaluator, examples, probes)
 
     async def run(self) -> WinnerRecord:
         """Run or resume the search; raises :class:`SearchError` if it cannot continue."""
-        settings, ledger = self.settings, self.ledger
+        settings, ledger = self._settings, self._ledger
         known = ledger.find(SettingsRecord, "opened")
         if known is not None and known.settings != settings:
             before, now = dict(known.settings), dict(settings)
@@ -142,79 +157,46 @@ class Search:
             )
         ledger.put(SettingsRecord(settings=settings))
         strategy = STRATEGIES[settings.strategy](settings)
-        base = base_state(settings)
-        evaluator = RecordedEvaluator(ledger, self.evaluator, base.digest)
-        dataset = self.evaluator.dataset
-        examples = dataset.examples("search")
-        rounds = RoundEvaluator(settings, ledger, evaluator, examples, self.evaluator.probes())
-        selector = _WinnerSelector(settings, evaluator, dataset, base)
-        client = ProposalClient(settings, ledger, self.proposer, self.limits)
-        history = await rounds.evaluate_baselines(base)
-        await selector.evaluate_baselines()
-        if self.observer is not None:
-            self.observer.on_start(history, len(examples))
-        budget = settings.total_candidates * len(examples) * len(settings.budgets)
+        history = await self._rounds.evaluate_baselines(self._base)
+        # The other splits now, because a question that cannot be asked would else end the search.
+        await self._compare(self._base, "validation")
+        await self._compare(self._base, "test")
+        examples = len(history.examples)
+        if self._observer is not None:
+            self._observer.on_start(history, examples)
+        full = examples * len(settings.budgets)
+        budget, spent = settings.total_candidates * full, 0
         summary = summarize(history)
         for number in range(1, settings.maximum_rounds + 1):
-            if settings.has_fixed_evaluations and _count_answers(history) >= budget:
+            if settings.has_fixed_evaluations and spent >= budget:
                 break
-            rng = Random(f"{settings.seed} {number}")
             count = settings.per_round
             if settings.races:
                 # The last round is smaller, so that a race exceeds its budget by little.
-                unspent = budget - _count_answers(history)
-                full = len(examples) * len(settings.budgets)
-                count = RACED_PER_PLACE * min(count, max(1, unspent // full))
-            current = Round(number, count, history, summary, rng, client)
+                count = RACED_PER_PLACE * min(count, max(1, (budget - spent) // full))
+            rng = Random(f"{settings.seed} {number}")
+            current = Round(number, count, history, summary, rng, self._client)
             drafts = await strategy.propose(current)
-            trials = await rounds.evaluate_round(drafts, number, history, settings.races)
+            trials = await self._rounds.evaluate_round(drafts, number, history, settings.races)
             history.trials += trials
+            spent += sum(trial.result.examples for trial in trials)
             summary = summarize(history)
             ledger.put(SummaryRecord(round=number, text=summary))
-            if self.observer is not None:
-                done = _count_answers(history) / budget
-                share = min(
-                    1.0, done if settings.has_fixed_evaluations else number / settings.rounds
-                )
-                self.observer.on_round(number, trials, history, share, client.total_cost())
+            if self._observer is not None:
+                fixed = settings.has_fixed_evaluations
+                share = min(1.0, spent / budget if fixed else number / settings.rounds)
+                self._observer.on_round(trials, history, share, self._client.total_cost())
             if gave_up([trial.result for trial in history.trials]):
                 break
-        winner = ledger.put(await selector.select(history))
-        if self.observer is not None:
-            self.observer.on_finish(winner)
+        winner = ledger.put(await self._choose_winner(history))
+        if self._observer is not None:
+            self._observer.on_finish(winner)
         return winner
 
-
-def _count_answers(history: History) -> int:
-    return sum(trial.result.examples for trial in history.trials)
-
-
-class NothingMeasured(SearchError):
-    """No candidate of a search was measured on the whole search split."""
-
-
-@dataclass(frozen=True)
-class _WinnerSelector:
-    """Measures the best candidates on the validation and test splits."""
-
-    settings: Settings
-    evaluator: RecordedEvaluator
-    dataset: Dataset
-    base: PruningState
-
-    async def evaluate_baselines(self) -> None:
-        """Measure the unpruned model and the base policy on both splits.
-
-        Before the search, because a question that cannot be asked would otherwise be found at its
-        end. Raises :class:`BaselineFailed`.
-        """
-        splits: tuple[Split, ...] = ("validation", "test")
-        for split in splits:
-            await self._compare(self.base, split)
-
-    async def select(self, history: History) -> WinnerRecord:
+    async def _choose_winner(self, history: History) -> WinnerRecord:
         """The winner; raises :class:`SearchError` if no candidate was measured to the end."""
-        candidates = {trial.name: trial for trial in history.ranked()[: self.settings.confirmed]}
+        settings = self._settings
+        candidates = {trial.name: trial for trial in history.ranked()[: settings.confirmed]}
         if not candidates:
             raise NothingMeasured(
                 "no candidate was evaluated to the end -> `vllm-autoprune search report` has the "
@@ -224,35 +206,27 @@ class _WinnerSelector:
         for name, trial in candidates.items():
             with contextlib.suppress(EvaluationFailed):
                 confirmed[name] = await self._compare(trial.require_candidate(), "validation")
-        if not confirmed:
-            raise SearchError(
-                "none of the best candidates could be measured on the validation split -> "
-                "look at the server's log and begin a new ledger"
-            )
         # Objectives over search and validation examples together, without shrinkage towards the
         # mean: all candidates have the same examples, so it would not change their order.
-        searched, estimates = len(self.dataset.examples("search")), {}
+        searched, estimates = len(history.examples), {}
         for name, validation in confirmed.items():
             total = searched * candidates[name].score
             total += validation.examples * validation.objective.value
             estimates[name] = round(total / (searched + validation.examples), 6)
-        ranked, test, failure = sorted(estimates, key=lambda name: -estimates[name]), None, ""
-        for name in ranked:
-            try:
+        test, name = None, ""
+        for name in sorted(estimates, key=lambda each: -estimates[each]):
+            with contextlib.suppress(EvaluationFailed):
                 test = await self._compare(candidates[name].require_candidate(), "test")
                 break
-            except EvaluationFailed as error:
-                failure = str(error)
         if test is None:
             raise SearchError(
-                f"none of the best candidates could be measured on the test split ({failure}) -> "
-                "look at the server's log and begin a new ledger"
+                "none of the best candidates could be measured on the validation and test splits "
+                "-> look at the server's log and begin a new ledger"
             )
-        winner, base = candidates[name], await self._compare(self.base, "test")
+        winner, base = candidates[name], await self._compare(self._base, "test")
         state = winner.state
         if state is not None:  # name and provenance are outside its digest
-            settings, figures = self.settings, {"validation": confirmed[name], "test": test}
-            figures["test_base_policy"] = base
+            figures = {"validation": confirmed[name], "test": test, "test_base_policy": base}
             scores = {key: scores.model_dump(mode="json") for key, scores in figures.items()}
             provenance = state.provenance.model_copy(
                 update={
@@ -260,9 +234,9 @@ class _WinnerSelector:
                     f"proposer {settings.proposer or 'none'}",
                     "evaluated_on": settings.evaluator,
                     "seed": settings.seed,
-                    "scores": {"search_objective": winner.objective, **scores},
+                    "scores": {"search_objective": winner.score, **scores},
                     "notes": f"Candidate {name} by {winner.proposal.origin}. "
-                    f"Objective: {describe_objective(settings)}.",
+                    f"Objective: {settings.objective_text}.",
                 }
             )
             title = f"{state.base_policy.name}-searched-k{settings.source_budget}"
@@ -280,12 +254,17 @@ class _WinnerSelector:
 
     async def _compare(self, candidate: Candidate, split: Split) -> Comparison:
         """Scores of a candidate on a split, and paired differences to the base policy."""
-        budgets, examples = self.settings.budgets, self.dataset.examples(split)
-        full = await self._measure(None, 0, split)
-        ours = [await self._measure(candidate, budget, split) for budget in budgets]
-        theirs = [await self._measure(self.base, budget, split) for budget in budgets]
+        settings, examples = self._settings, self._dataset.examples(split)
+
+        async def measure(candidate: Candidate | None, budget: int) -> Answers:
+            job = EvaluationJob(candidate, budget, split, 0, len(examples))
+            return await self._evaluator.evaluate(job)
+
+        full = await measure(None, 0)
+        ours = [await measure(candidate, budget) for budget in settings.budgets]
+        theirs = [await measure(self._base, budget) for budget in settings.budgets]
         values, base_values = (
-            np.mean([relative_values(self.settings, examples, each, full) for each in answers], 0)
+            np.mean([each.relative_to(full, examples, settings.objective) for each in answers], 0)
             for answers in (ours, theirs)
         )
         # Share of budgets at which each example is answered correctly, (M,).
@@ -294,20 +273,113 @@ class _WinnerSelector:
             for answers in (ours, theirs)
         )
 
-        def mean(score: Callable[[Sequence[Example], Answers], float]) -> float:
-            return round(sum(score(examples, answers) for answers in ours) / len(ours), 6)
+        def mean(scores: Sequence[float]) -> float:
+            return round(sum(scores) / len(scores), 6)
 
         return Comparison(
             split=split,
             examples=len(examples),
-            accuracy=mean(lambda _, answers: accuracy(answers)),
-            accuracy_plus=mean(accuracy_plus),
-            mme_total=mean(mme_total),
+            accuracy=mean([answers.accuracy for answers in ours]),
+            accuracy_plus=mean([answers.accuracy_plus(examples) for answers in ours]),
+            mme_total=mean([1000 * float(each.mme_shares(examples).mean()) for each in ours]),
             objective=bootstrap_mean(examples, values),
             gain=bootstrap_mean(examples, values - base_values),
             accuracy_gain=bootstrap_mean(examples, correct - base_correct),
         )
 
-    async def _measure(self, candidate: Candidate | None, budget: int, split: Split) -> Answers:
-        count = len(self.dataset.examples(split))
-        return await self.evaluator.evaluate(EvaluationJob(candidate, budget, split, 0, count))
+
+@dataclass(frozen=True)
+class _Recording:
+    """Evaluator whose answers are all recorded; fingerprints of selections are as well."""
+
+    name: str
+    dataset: Dataset
+
+    def probes(self) -> Sequence[VisualTokens]:
+        return ()
+
+    async def evaluate(self, job: EvaluationJob) -> Answers:
+        raise SearchError(
+            f"the recording has no evaluation of examples {job.start} to {job.stop} of the "
+            f"{job.split} split at K = {job.budget} -> resume the recorded search to its end first"
+        )
+
+
+async def replay(recording: Path, into: Path, dataset: Dataset) -> tuple[WinnerRecord, str, str]:
+    """Replay a recording into a new ledger; returns the winner and the digests of both ledgers.
+
+    The recording is only read. Raises :class:`SearchError` if it was made on other data, or if a
+    step needs a request that was not recorded.
+    """
+    recorded = read_ledger(recording)
+    settings = recorded_settings(recording, recorded)
+    # Every evaluator of the package and of the benchmarks ends its name so; others are not checked.
+    named = re.search(r"data ([0-9a-f]{12})$", settings.evaluator)
+    if named is not None and not dataset.digest.startswith(named[1]):
+        raise SearchError(
+            f"ledger {recording}: its search had other questions than {dataset.folder} gives "
+            f"(data {named[1]}, not {dataset.digest[:12]}) -> give the data folder and the "
+            "--images of the recorded search"
+        )
+    with Ledger(into, recorded) as ledger:
+        winner = await Search(settings, ledger, _Recording(settings.evaluator, dataset)).run()
+        return winner, digest_records(recorded), digest_records(ledger)
+
+
+def recorded_settings(path: Path, records: Sequence[Record]) -> Settings:
+    """The settings of the search whose ledger at ``path`` has these records."""
+    for record in records:
+        if isinstance(record, SettingsRecord):
+            return record.settings
+    raise SearchError(f"ledger {path}: contains no search -> give one that has begun")
+
+
+_CHARACTERS_PER_TOKEN = 3.5
+"""Approximate, for English and JSON."""
+
+_REPLY_TOKENS = 300
+"""Approximate tokens of a proposal; the history adds about four times as many to a prompt."""
+
+
+@dataclass(frozen=True)
+class CostEstimate:
+    """Upper bounds of requests and answers without repairs; rough averages of tokens and money."""
+
+    messages: Messages
+    calls: int
+    cost: Cost
+    answers: Mapping[Split, int]
+
+
+def estimate_cost(settings: Settings, dataset: Dataset, price: tuple[float, float]) -> CostEstimate:
+    """Cost of a search on a data set at the price of a million tokens of prompts and replies."""
+    history, example = "(the history comes here)", minimal_state(settings)
+    listed, total = settings.proposals_per_reply, settings.per_round
+    count = min(listed, total)
+    messages = (
+        proposal_prompt(settings, history, example, 0, total)
+        if listed == 1
+        else list_prompt(
+            settings, history, example, 0, count, total, list_purposes(0, count, measured=True)
+        )
+    )
+    # Proposals that repeat earlier ones cost a call and no evaluation, so there may be more calls.
+    rounds = settings.maximum_rounds
+    proposals = total if STRATEGIES[settings.strategy](settings).uses_proposer else 0
+    if settings.race and settings.strategy != "autoprune+":  # which asks for three slots in ten
+        proposals *= RACED_PER_PLACE
+    calls = rounds * math.ceil(proposals / listed)
+    length = sum(len(message["content"]) for message in messages) / _CHARACTERS_PER_TOKEN
+    prompt_tokens = round(calls * (length + 4 * _REPLY_TOKENS))
+    # The unpruned model and the base policy are measured as well as the candidates.
+    measured = {"search": settings.total_candidates, "validation": settings.confirmed, "test": 1}
+    budgets = len(settings.budgets)
+    return CostEstimate(
+        messages=messages,
+        calls=calls,
+        cost=Cost.at(price, prompt_tokens, rounds * proposals * _REPLY_TOKENS),
+        answers={
+            split: len(dataset.examples(split)) * (1 + budgets * (measured[split] + 1))
+            for split in SPLITS
+        },
+    )

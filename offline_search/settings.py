@@ -10,10 +10,8 @@ from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.http_client import MAX_IN_FLIGHT
 from vllm_autoprune.record_file import FrozenModel
-from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, BudgetCall, RatioBudget
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
-from vllm_autoprune.tpdsl.registry import default_call
 
 Strategy = Literal[
     "autoprune",
@@ -28,17 +26,10 @@ Strategy = Literal[
 """Names of the strategies; the candidates of those in ``-code`` are programs that select tokens."""
 
 Objective = Literal["quality", "mme"]
-"""What is maximized: log-probability of the reference answers, or MME's total in its place."""
-
 Library = Literal["searched", "paper"]
-"""Atoms that a language model is offered: those of the searched components, extensions among them;
-or all 131 of the paper, with source, budget, safety checks and r_min, and no extension."""
-
 Space = Literal[
     "all", "numbers", "released", "without-diversity", "without-fusion", "without-anchoring"
 ]
-"""What candidates may be: any state, or the released policy with some of its parts searched
-(:mod:`offline_search.search_space`)."""
 
 MAX_QUOTA = 640
 """Largest q_e that the language allows; a selector cuts it to K."""
@@ -201,6 +192,19 @@ class Settings(SearchChoices):
         return self.rounds * (_MAX_ROUNDS_FACTOR if self.has_fixed_evaluations else 1)
 
     @property
+    def objective_unit(self) -> str:
+        """The unit of the objective."""
+        return "thousand points" if self.objective == "mme" else "nats"
+
+    @property
+    def objective_text(self) -> str:
+        """What the objective is, with its unit."""
+        what = "mean log-probability of the reference answer less the full-token model's"
+        if self.objective == "mme":
+            what = "MME's total less that of the model with all tokens"
+        return f"{what}, in {self.objective_unit}"
+
+    @property
     def writes_code(self) -> bool:
         """Whether candidates are programs, which only an evaluator in this process can measure."""
         return self.strategy.endswith("-code")
@@ -278,14 +282,4 @@ class ProposerOptions(FrozenModel):
     )
     no_seeds: bool = Field(
         default=False, description="send no seed, for endpoints that fail on one"
-    )
-
-
-def budget_call(budget: int) -> BudgetCall:
-    """The budget atom that keeps exactly K tokens."""
-    if budget in FIXED_BUDGETS:
-        return default_call(BudgetCall, f"fixed_budget@{budget}")
-    # No fixed-budget atom has this K: equal floor and ceiling, as `transfer` writes it.
-    return RatioBudget.model_validate(
-        {"atom": "ratio_budget", "ratio": 1.0, "floor": budget, "ceiling": budget}
     )

@@ -27,37 +27,34 @@ from offline_search.settings import DEFAULT_LIST, Settings
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError, SearchError
 
+_DATA = "write held-out scenes as a data folder"
+_TABLE = "print the tables of a study again"
+_STUDY = "run, or resume, the published comparison, and print it"
+_ABLATIONS = "run, or resume, the released policy's ablations and quotas"
+_ARMS = (
+    f"strategies, of {', '.join(ARMS)}; with @none without a language model; then with @numbers or "
+    "another space in that; default: those that ask no language model"
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name; returns the exit status, 1 after an error."""
     parser = CommandParser(prog="python -m benchmarks.search", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    data, table, study, ablations = (
-        commands.add_parser(name, help=text)
-        for name, text in (
-            ("data", "write held-out scenes as a data folder"),
-            ("table", "print the tables of a study again"),
-            ("study", "run, or resume, the published comparison, and print it"),
-            ("ablations", "run, or resume, the released policy's ablations and quotas"),
-        )
-    )
-    splits, text = ("SEARCH", "VALIDATION", "TEST"), "scenes of each split"
+    folder, searches, runs = (CommandParser(add_help=False) for _ in range(3))
+    folder.add_argument("--out", type=Path, required=True, help="folder that is written, read")
+    searches.add_argument("--seeds", type=int, default=8, help="number of seeds")
+    runs.add_argument("--rounds", type=int, default=10, help="rounds of proposals")
+    data = commands.add_parser("data", help=_DATA, parents=[folder])
     data.add_argument(
-        "--scenes", type=int, nargs=3, default=[20, 20, 40], metavar=splits, help=text
-    )
+        "--scenes", type=int, nargs=3, default=[20, 20, 40], help="scenes of each split",
+        metavar=("SEARCH", "VALIDATION", "TEST"),
+    )  # fmt: skip
     data.add_argument("--each", type=int, help="maximum number of questions about a scene")
-    for command in (data, table, study, ablations):
-        command.add_argument("--out", type=Path, required=True, help="folder that is written, read")
-    for command in (table, study, ablations):
-        command.add_argument("--seeds", type=int, default=8, help="number of seeds")
-    text = f"strategies, of {', '.join(ARMS)}; with @none without a language model; then with "
-    text += "@numbers or another space in that; default: those that ask no language model"
+    table = commands.add_parser("table", help=_TABLE, parents=[folder, searches])
+    study = commands.add_parser("study", help=_STUDY, parents=[folder, searches, runs])
     for command in (table, study):
-        command.add_argument("--strategies", nargs="+", default=WITHOUT_PROPOSER, help=text)
-    for command in (study, ablations):
-        command.add_argument("--rounds", type=int, default=10, help="rounds of proposals")
-    text = "model to measure on"
-    ablations.add_argument("--yardstick", choices=YARDSTICKS, required=True, help=text)
+        command.add_argument("--strategies", nargs="+", default=WITHOUT_PROPOSER, help=_ARMS)
     text = "models to measure on"
     study.add_argument("--yardsticks", nargs="+", choices=YARDSTICKS, default=YARDSTICKS, help=text)
     study.add_argument("--budgets", type=int, nargs="+", default=[8, 16], help="K, one by one")
@@ -65,19 +62,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     study.add_argument("--proposer-url", help="endpoint of a language model; default: none")
     study.add_argument("--proposer-model", default="", help="its name there")
     study.add_argument("--at-once", type=int, default=1, help="searches that run concurrently")
+    ablations = commands.add_parser("ablations", help=_ABLATIONS, parents=[folder, searches, runs])
+    text = "model to measure on"
+    ablations.add_argument("--yardstick", choices=YARDSTICKS, required=True, help=text)
     options = parser.parse_args(arguments)
     try:
         if options.command == "data":
-            write_data(
-                options.out, dict(zip(SPLITS, options.scenes, strict=True)), each=options.each
-            )
+            scenes = dict(zip(SPLITS, options.scenes, strict=True))
+            write_data(options.out, scenes, each=options.each)
         elif options.command == "table":
             seeds = range(options.seeds)
             print(format_tables(options.out, options.strategies, seeds), end="")
-        elif options.command == "study":
-            _run_study(options)
         else:
-            _run_ablations(options)
+            _run_ablations(options) if options.command == "ablations" else _run_study(options)
     except AutopruneError as error:
         print(error, file=sys.stderr)
         return 1

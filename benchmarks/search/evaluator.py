@@ -81,12 +81,6 @@ class YardstickEvaluator:
                 images |= {question.image_id for question in batch}
         return probes
 
-    async def prepare(self) -> None:
-        """Does nothing: the checkpoint is loaded at the first use."""
-
-    async def close(self) -> None:
-        """Does nothing."""
-
     async def evaluate(self, job: EvaluationJob) -> Answers:
         """The answers to a job, computed in whole batches of images."""
         if job not in self._answers:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import get_args
 
@@ -24,10 +25,8 @@ from offline_search.candidates import base_state, paper_state
 from offline_search.components import Candidate, SelectionProgram
 from offline_search.dataset import Split
 from offline_search.evaluator import EvaluationJob, Evaluator
-from offline_search.history import relative_logprob
 from offline_search.ledger import Ledger, read_ledger
 from offline_search.proposer import Proposer
-from offline_search.replay import UnavailableBackend
 from offline_search.report import read_report
 from offline_search.search import NothingMeasured, ProgressLog, Search
 from offline_search.settings import STRATEGIES_WITH_LISTS, Settings, Space
@@ -69,7 +68,7 @@ are those of a search."""
 _BLOCKS = 24
 """Blocks of questions whose means are kept, for intervals over questions."""
 
-Connect = Callable[[], Proposer]
+Connect = Callable[[], AbstractAsyncContextManager[Proposer]]
 """Opens the language model, once for each comparison, because each has its event loop."""
 
 
@@ -90,7 +89,7 @@ class Winner(FrozenModel):
         return load_state(json.dumps(self.state))
 
 
-class SearchResult(FrozenModel):
+class _SearchResult(FrozenModel):
     """One search that has ended; without a winner where it gave up before anything was measured."""
 
     name: str
@@ -121,11 +120,11 @@ class Confirmed(FrozenModel):
 _CONFIRMED = TypeAdapter(dict[str, Confirmed])
 
 
-def read_results(folder: Path) -> dict[str, SearchResult]:
+def read_results(folder: Path) -> dict[str, _SearchResult]:
     """Results of the searches that have ended, by arm and seed, such as ``tpe-0``."""
     path = folder / "results.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {result.name: result for result in map(SearchResult.model_validate_json, lines)}
+    return {result.name: result for result in map(_SearchResult.model_validate_json, lines)}
 
 
 def read_confirmed(folder: Path) -> dict[str, Confirmed]:
@@ -182,41 +181,33 @@ def run_comparison(
                 raise SearchError(f"{folder}: {name} has other settings -> {fix}")
             return
         observer = ProgressLog(lambda line: print(f"{arm} {seed}: {line}", flush=True))
-        unavailable = UnavailableBackend(evaluator.name, evaluator.dataset)
-        backend = proposer if proposer is not None and asks else unavailable
-        with Ledger(folder / f"{name}.jsonl") as ledger:
-            try:
-                await Search(settings, ledger, evaluator, backend, observer=observer).run()
-            except NothingMeasured as error:
-                # The other arms go on: that a model writes nothing valid is a result as well.
-                print(f"{arm} {seed}: {error}", flush=True)
+        async with slots:
+            with Ledger(folder / f"{name}.jsonl") as ledger:
+                backend = proposer if asks else None
+                search = Search(settings, ledger, evaluator, backend, observer=observer)
+                try:
+                    await search.run()
+                except NothingMeasured as error:
+                    # The other arms go on: that a model writes nothing valid is a result as well.
+                    print(f"{arm} {seed}: {error}", flush=True)
         results = {**read_results(folder), name: _read_result(folder, name)}
         lines = (f"{results[key].model_dump_json()}\n" for key in sorted(results))
         write_file(folder / "results.jsonl", "".join(lines))
 
     async def run_all() -> None:
-        proposer = connect() if connect else None
-
-        async def run_next(arm: str, seed: int) -> None:
-            async with slots:
-                await run_search(arm, seed, proposer)
-
-        try:
-            await asyncio.gather(*(run_next(arm, seed) for seed in seeds for arm in arms))
-        finally:
-            if proposer is not None:
-                await proposer.close()
+        async with connect() if connect else nullcontext() as proposer:
+            searches = (run_search(arm, seed, proposer) for seed in seeds for arm in arms)
+            await asyncio.gather(*searches)
 
     asyncio.run(run_all())
 
 
-def _read_result(folder: Path, name: str) -> SearchResult:
+def _read_result(folder: Path, name: str) -> _SearchResult:
     """The result of a search whose ledger is complete."""
     report = read_report(read_ledger(folder / f"{name}.jsonl"))
     answers = report.rows[-1].spent if report.rows else 0
-    curve = report.curve()
+    winner, record, curve = None, report.winner, report.curve()
     reached = [[best for spent, best in curve if spent <= s * answers] for s in CURVE_SHARES]
-    winner, record = None, report.winner
     if record is not None:
         winner = Winner(
             digest=record.digest,
@@ -227,7 +218,7 @@ def _read_result(folder: Path, name: str) -> SearchResult:
             state=record.state and {k: v for k, v in record.state.items() if k != "provenance"},
             program=record.program,
         )
-    return SearchResult(
+    return _SearchResult(
         name=name,
         settings=report.settings,
         candidates=len(report.rows),
@@ -251,14 +242,14 @@ def confirm(
     async def measure(candidate: Candidate) -> Confirmed:
         full = await evaluator.evaluate(EvaluationJob(None, 0, "test", 0, count))
         answers = await evaluator.evaluate(EvaluationJob(candidate, budget, "test", 0, count))
-        objective = relative_logprob(answers, full)
+        objective = answers.relative_to(full, ())
         blocks = np.array_split(objective, min(_BLOCKS, count))
         return Confirmed(
             questions=count,
             evaluator=evaluator.name,
             digest=candidate.digest,
             objective=round(float(objective.mean()), 6),
-            accuracy=round(sum(answers.right) / count, 6),
+            accuracy=round(answers.accuracy, 6),
             blocks=tuple(round(float(block.mean()), 4) for block in blocks),
         )
 

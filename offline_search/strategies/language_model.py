@@ -1,13 +1,19 @@
-"""Strategies that leave every decision to a language model, and its requests for improvements."""
+"""What a strategy is, and those that leave every decision to a language model.
+
+A baseline of the paper evolves states, or as it was published Python code: a program
+``select(features, signals, K)``, confined and measured on the tokens that it selects.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from random import Random
 
 from offline_search.candidates import PURPOSES, Draft, list_purposes, minimal_state
-from offline_search.history import Trial
+from offline_search.history import History, Trial
 from offline_search.prompt import (
     crossover_prompt,
     extract_program,
@@ -15,70 +21,46 @@ from offline_search.prompt import (
     program_prompt,
     proposal_prompt,
 )
-from offline_search.proposer import ProposalRequest
+from offline_search.proposer import ProposalClient, ProposalRequest
 from offline_search.settings import Settings
-from offline_search.strategies.strategy import Round
-
-_PARENTS = 2
-_POPULATION_SIZE = 10
 
 
-class AutoPrune:
-    """`autoprune`: Algorithm 2 of the paper; the model sees the best candidate and the summary."""
+@dataclass(frozen=True)
+class Round:
+    """Input of one round: history H_(t-1), its summary, a random generator, and the proposer."""
+
+    number: int
+    count: int
+    history: History
+    summary: str
+    rng: Random
+    client: ProposalClient
+
+
+class Strategy(ABC):
+    """Proposes the candidates of a search, round by round.
+
+    Proposals must follow from settings, history and random generator alone, so that a search that
+    is run again on its ledger makes the same ones.
+    """
 
     uses_proposer = True
+    """Whether the strategy sends requests to a language model."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+
+    @abstractmethod
+    async def propose(self, current: Round) -> list[Draft]:
+        """The drafts of a round, at most ``current.count``."""
+
+
+class AutoPrune(Strategy):
+    """`autoprune`: Algorithm 2 of the paper; the model sees the best candidate and the summary."""
 
     async def propose(self, current: Round) -> list[Draft]:
         """All candidates of the round by the model."""
         return await request_improvements(current, self._settings, current.count)
-
-
-class EvoPrompting:
-    """`evoprompting-states`, `-code`: the model crosses two parents, drawn by rank from the best.
-
-    The first generation is proposed without history, until there are enough parents.
-    """
-
-    uses_proposer = True
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-
-    async def propose(self, current: Round) -> list[Draft]:
-        """Concurrent requests, each with its own pair of parents."""
-        population = current.history.ranked()[:_POPULATION_SIZE]
-        requests = [self._request(current, index, population) for index in range(current.count)]
-        return list(await asyncio.gather(*requests))
-
-    def _request(self, current: Round, index: int, population: Sequence[Trial]) -> Awaitable[Draft]:
-        settings, origin, parents = self._settings, "llm", list[Trial]()
-        if len(population) >= _PARENTS:
-            origin, parents = "crossover", draw_parents(population, current.rng)
-            messages = crossover_prompt(settings, parents)
-        elif settings.writes_code:
-            messages = program_prompt(settings, index, current.count)
-        else:
-            example = minimal_state(settings)
-            messages = proposal_prompt(settings, "", example, index, current.count)
-        names = tuple(parent.name for parent in parents)
-        request = ProposalRequest(current.number, index, messages, origin, names)
-        if settings.writes_code:
-            return current.client.request_program(request, extract_program)
-        return current.client.request_proposal(request)
-
-
-def draw_parents(population: Sequence[Trial], rng: Random) -> list[Trial]:
-    """Two different parents, each with a probability inverse to its rank."""
-    parent = draw_by_rank(population, rng)
-    return [parent, draw_by_rank([trial for trial in population if trial is not parent], rng)]
-
-
-def draw_by_rank(population: Sequence[Trial], rng: Random) -> Trial:
-    """One trial, with a probability inverse to its rank."""
-    return rng.choices(population, [1 / (1 + rank) for rank in range(len(population))])[0]
 
 
 async def request_improvements(current: Round, settings: Settings, count: int) -> list[Draft]:
@@ -112,3 +94,49 @@ async def request_improvements(current: Round, settings: Settings, count: int) -
         return list(await asyncio.gather(*map(request_one, range(count))))
     lists = await asyncio.gather(*map(request_list, range(0, count, size)))
     return [draft for drafts in lists for draft in drafts]
+
+
+_PARENTS = 2
+_POPULATION_SIZE = 10
+
+
+class EvoPrompting(Strategy):
+    """`evoprompting-states`, `-code`: the model crosses two parents, drawn by rank from the best.
+
+    The first generation is proposed without history, until there are enough parents.
+    """
+
+    async def propose(self, current: Round) -> list[Draft]:
+        """Concurrent requests, each with its own pair of parents."""
+        settings, count, client = self._settings, current.count, current.client
+        population = current.history.ranked()[:_POPULATION_SIZE]
+        drafts = []
+        for index in range(count):
+            origin, parents = "llm", list[Trial]()
+            if len(population) >= _PARENTS:
+                origin, parents = "crossover", draw_parents(population, _PARENTS, current.rng)
+                messages = crossover_prompt(settings, parents)
+            elif settings.writes_code:
+                messages = program_prompt(settings, index, count)
+            else:
+                messages = proposal_prompt(settings, "", minimal_state(settings), index, count)
+            names = tuple(parent.name for parent in parents)
+            request = ProposalRequest(current.number, index, messages, origin, names)
+            drafts.append(
+                client.request_program(request, extract_program)
+                if settings.writes_code
+                else client.request_proposal(request)
+            )
+        return list(await asyncio.gather(*drafts))
+
+
+def draw_parents(
+    ranked: Sequence[Trial], count: int, rng: Random, top: int = _POPULATION_SIZE
+) -> list[Trial]:
+    """Different trials, each drawn by inverse rank among the ``top`` of those that are left."""
+    parents: list[Trial] = []
+    for _ in range(count):
+        remaining = [trial for trial in ranked if trial not in parents] or ranked
+        population = remaining[:top]
+        parents += rng.choices(population, [1 / (1 + rank) for rank in range(len(population))])
+    return parents

@@ -31,7 +31,7 @@ from offline_search.history import History, Trial
 from offline_search.prompt import INITIAL_PROGRAM, Messages, describe_task
 from offline_search.proposer import ProposalRequest
 from offline_search.settings import Settings
-from offline_search.strategies.strategy import Round
+from offline_search.strategies.language_model import Round, Strategy
 from vllm_autoprune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -41,12 +41,11 @@ _TOP_PROGRAMS, _INSPIRATIONS = 3, 2
 """Programs shown beside the parent: few, because a prompt has to fit a small model."""
 
 
-class OpenEvolve:
+class OpenEvolve(Strategy):
     """A minimal program and changes of it in the first round; after it, changes of parents."""
 
-    uses_proposer = True
-
     def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
         try:
             import openevolve.database  # noqa: F401
         except ImportError:
@@ -54,7 +53,6 @@ class OpenEvolve:
             raise ConfigError("search", [Problem("openevolve", "is not installed", fix)]) from None
         # It logs every replacement of a program by a better one.
         logging.getLogger("openevolve").setLevel(logging.ERROR)
-        self._settings = settings
 
     async def propose(self, current: Round) -> list[Draft]:
         """Concurrent changes, whose parents come from one database of all earlier rounds."""

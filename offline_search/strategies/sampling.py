@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from random import Random
 from typing import TYPE_CHECKING
 
 from offline_search.candidates import Draft, assemble_state, warm_start_states
-from offline_search.history import Trial, best_of_each_structure
+from offline_search.history import Trial
 from offline_search.search_space import (
     Choice,
     ChoiceSource,
@@ -33,8 +34,12 @@ from offline_search.search_space import (
     sample_proposal,
 )
 from offline_search.settings import Settings
-from offline_search.strategies.language_model import draw_by_rank, request_improvements
-from offline_search.strategies.strategy import Round
+from offline_search.strategies.language_model import (
+    Round,
+    Strategy,
+    draw_parents,
+    request_improvements,
+)
 from vllm_autoprune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -45,13 +50,10 @@ _STARTUP_TRIALS = 10
 """Random suggestions before the first of TPE."""
 
 
-class RandomSearch:
+class RandomSearch(Strategy):
     """`random`: states drawn uniformly from the registry; the baseline of all strategies."""
 
     uses_proposer = False
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
 
     async def propose(self, current: Round) -> list[Draft]:
         """Independent random states."""
@@ -59,26 +61,28 @@ class RandomSearch:
         return [_sample_draft("random", source, self._settings) for _ in range(current.count)]
 
 
-class TpeSearch:
+class TpeSearch(Strategy):
     """`tpe`: Optuna's TPE over structure and numbers."""
 
     uses_proposer = False
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._study = _TpeStudy(settings.seed, _STARTUP_TRIALS)
-        self._pending: dict[str, _Suggestion] = {}
+        super().__init__(settings)
+        self._study = _open_study(settings.seed, _STARTUP_TRIALS)
+        self._pending: dict[str, optuna.Trial] = {}
 
     async def propose(self, current: Round) -> list[Draft]:
         """Report the results of the last round to the study, then take new suggestions."""
-        for name, suggestion in self._pending.items():
-            self._study.report(suggestion, current.history.objective_of(name))
-        self._pending = {}
-        drafts = []
+        from optuna.trial import TrialState
+
+        for name, trial in self._pending.items():
+            objective = current.history.objective_of(name)
+            failed = TrialState.FAIL if objective is None else None
+            self._study.tell(trial, objective, state=failed)
+        self._pending, drafts = {}, []
         for index in range(current.count):
-            suggestion = self._study.suggest()
-            drafts.append(_sample_draft("tpe", suggestion, self._settings))
-            self._pending[f"{current.number}.{index}"] = suggestion
+            trial = self._pending[f"{current.number}.{index}"] = self._study.ask()
+            drafts.append(_sample_draft("tpe", _SuggestedChoices(trial), self._settings))
         return drafts
 
 
@@ -86,74 +90,42 @@ def _sample_draft(origin: str, source: ChoiceSource, settings: Settings) -> Draf
     return Draft(origin, assemble_state(sample_proposal(source, settings), settings))
 
 
-class _TpeStudy:
-    """A TPE study of (choices, objective) pairs that suggests further choices."""
-
-    def __init__(self, seed: int, startup: int) -> None:
-        """The first ``startup`` suggestions are random."""
-        try:
-            import optuna
-        except ImportError:
-            fix = 'from a checkout: pip install ".[search]"'
-            raise ConfigError("search", [Problem("optuna", "is not installed", fix)]) from None
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            sampler = optuna.samplers.TPESampler(
-                seed=seed, n_startup_trials=startup, multivariate=True, group=True
-            )
-        self._study = optuna.create_study(direction="maximize", sampler=sampler)
-
-    def suggest(self) -> _Suggestion:
-        """New choices, whose result goes back with :meth:`report`."""
-        return _Suggestion(self._study.ask())
-
-    def report(self, suggestion: _Suggestion, objective: float | None) -> None:
-        """Add the result of a suggestion; None for a failed evaluation."""
-        from optuna.trial import TrialState
-
-        if objective is None:
-            self._study.tell(suggestion.trial, state=TrialState.FAIL)
-        else:
-            self._study.tell(suggestion.trial, objective)
-
-    def add(self, choices: Mapping[str, Choice], objective: float, settings: Settings) -> None:
-        """Add a measured point: its choices and its objective.
-
-        The point is written into the study without asking the sampler, which takes 50 ms a point.
-        """
+def _open_study(seed: int, startup: int) -> optuna.Study:
+    """A TPE study whose first ``startup`` suggestions are random."""
+    try:
         import optuna
-
-        recorder = _PointRecorder(choices)
-        sample_proposal(recorder, settings)
-        self._study.add_trial(
-            optuna.trial.create_trial(
-                params=dict(recorder.values),
-                distributions=dict(recorder.distributions),
-                value=objective,
-            )
+    except ImportError:
+        fix = 'from a checkout: pip install ".[search]"'
+        raise ConfigError("search", [Problem("optuna", "is not installed", fix)]) from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.TPESampler(
+            seed=seed, n_startup_trials=startup, multivariate=True, group=True
         )
+    return optuna.create_study(direction="maximize", sampler=sampler)
 
 
-class _Suggestion:
-    """Choices of one trial of a study."""
+class _SuggestedChoices:
+    """Choices that the sampler of a study suggests for a trial."""
 
     def __init__(self, trial: optuna.Trial) -> None:
-        self.trial = trial
+        self._trial = trial
 
     def option(self, name: str, options: Sequence[str]) -> str:
-        return str(self.trial.suggest_categorical(name, options))
+        return str(self._trial.suggest_categorical(name, options))
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
         if integer:
-            return self.trial.suggest_int(name, round(low), round(high))
-        return round(self.trial.suggest_float(name, low, high), 4)
+            return self._trial.suggest_int(name, round(low), round(high))
+        return round(self._trial.suggest_float(name, low, high), 4)
 
 
-class _PointRecorder:
+class _MeasuredPoint:
     """Known choices, within their range, and the distributions that they are made from.
 
-    Where they have none: the first option, or the middle of the range.
+    Where they have none: the first option, or the middle of the range. As a point of a study it is
+    written without asking the sampler, which takes 50 ms a point.
     """
 
     def __init__(self, choices: Mapping[str, Choice]) -> None:
@@ -164,8 +136,7 @@ class _PointRecorder:
     def option(self, name: str, options: Sequence[str]) -> str:
         from optuna.distributions import CategoricalDistribution
 
-        value = str(self._choices.get(name, options[0]))
-        self.values[name] = value
+        value = self.values[name] = str(self._choices.get(name, options[0]))
         self.distributions[name] = CategoricalDistribution(options)
         return value
 
@@ -196,11 +167,11 @@ _STEP_WIDTH = 0.2
 """Standard deviation of the change of a number, as a share of the parameter's range."""
 
 
-class AutoPrunePlus:
+class AutoPrunePlus(Strategy):
     """Races candidates of TPE, mutation, crossover and a language model."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self.uses_proposer = bool(settings.proposer)
         self._warm_starts = warm_start_states(settings)
 
@@ -209,10 +180,10 @@ class AutoPrunePlus:
 
         In place of the last there are random states until something is measured.
         """
-        ranked, settings, rng = current.history.ranked(), self._settings, current.rng
-        best = best_of_each_structure(ranked)
+        history, settings, rng = current.history, self._settings, current.rng
+        best = history.ranked_structures()
         if len(best) < 2:
-            best = ranked
+            best = history.ranked()
         writes = self.uses_proposer and (settings.proposals_per_reply > 1 or best)
         written_count = int(_MODEL_SHARE * current.count) if writes else 0
         slots = current.count - written_count
@@ -221,36 +192,48 @@ class AutoPrunePlus:
         starts, self._warm_starts = self._warm_starts[:count], self._warm_starts[count:]
         slots -= len(starts)
         if best:
-            # Over all candidates that were measured, whatever their origin.
-            study = _TpeStudy(rng.randrange(2**31), startup=0)
-            for trial in current.history.trials:
-                objective = current.history.estimate(trial)
-                if objective is not None:
-                    choices = choices_of_state(trial.require_state(), settings)
-                    study.add(choices, objective, settings)
-            origins = islice(cycle(_ORIGINS), slots)
-            derived = [self._sample(origin, study, best, rng) for origin in origins]
+            study = self._study_measured(current)
+            derived = [self._derive(origin, study, best, rng)
+                       for origin in islice(cycle(_ORIGINS), slots)]  # fmt: skip
         else:
             source = RandomSource(rng)
             derived = [_sample_draft("random", source, settings) for _ in range(slots)]
         written = await request_improvements(current, settings, written_count)
         return [*written, *(Draft("warm start", state) for state in starts), *derived]
 
-    def _sample(self, origin: str, study: _TpeStudy, best: Sequence[Trial], rng: Random) -> Draft:
+    def _study_measured(self, current: Round) -> optuna.Study:
+        """A study of all candidates that were measured, whatever their origin."""
+        study = _open_study(current.rng.randrange(2**31), startup=0)
+        import optuna
+
+        for trial in current.history.trials:
+            objective = current.history.estimate(trial)
+            if objective is not None:
+                choices = choices_of_state(trial.require_state(), self._settings)
+                point = _MeasuredPoint(choices)
+                sample_proposal(point, self._settings)
+                study.add_trial(
+                    optuna.trial.create_trial(
+                        params=dict(point.values),
+                        distributions=dict(point.distributions),
+                        value=objective,
+                    )
+                )
+        return study
+
+    def _derive(
+        self, origin: str, study: optuna.Study, best: Sequence[Trial], rng: Random
+    ) -> Draft:
         if origin == "tpe":
-            return _sample_draft("tpe", study.suggest(), self._settings)
-        parents = [draw_by_rank(best[:_BEST_STRUCTURES], rng)]
-        if origin == "crossover":
-            others = [trial for trial in best if trial is not parents[0]]
-            parents.append(draw_by_rank((others or best)[:_BEST_STRUCTURES], rng))
+            return _sample_draft("tpe", _SuggestedChoices(study.ask()), self._settings)
+        parents = draw_parents(best, 2 if origin == "crossover" else 1, rng, _BEST_STRUCTURES)
         choices = [choices_of_state(trial.require_state(), self._settings) for trial in parents]
-        rate = _MUTATION_RATE if origin == "mutation" else 0.0
-        proposal = sample_proposal(_ParentSource(choices, rate, rng), self._settings)
-        names = tuple(dict.fromkeys(parent.name for parent in parents))
-        return Draft(origin, assemble_state(proposal, self._settings), (), names)
+        source = _ParentChoices(choices, _MUTATION_RATE if origin == "mutation" else 0.0, rng)
+        draft = _sample_draft(origin, source, self._settings)
+        return replace(draft, parents=tuple(dict.fromkeys(parent.name for parent in parents)))
 
 
-class _ParentSource:
+class _ParentChoices:
     """Choices of one or several parents, some of them changed; random where no parent has one.
 
     Options are changed to any, numbers by a normally distributed step within their range.

@@ -1,4 +1,4 @@
-"""Repeatedly killed runs of `vllm-autoprune search`: ``python -m ... URL FOLDER KILLS [BYTES]``.
+"""Repeatedly killed runs of `vllm-autoprune search`: ``python -m ... URL FOLDER KILLS BYTES``.
 
 Forks after all imports, so that kills hit the search and not an import. Every run is the command
 itself, against an endpoint over HTTP. BYTES limits the size of the ledger in one run, like a full
@@ -7,7 +7,6 @@ disk.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
@@ -22,61 +21,41 @@ from vllm_autoprune.cli.main import main
 from vllm_autoprune.tpdsl.loading import load_state
 
 load_state("autoprune")
+URL, FOLDER = sys.argv[1], Path(sys.argv[2])
+COMPLETE, CUT = FOLDER / "complete.jsonl", FOLDER / "cut.jsonl"
 
 
-def start_command(url: str, folder: Path, ledger: Path, max_bytes: int | None = None) -> int:
-    """Run the command in a child process; returns its id."""
+def run_command(ledger: Path, seconds: float = 600.0, max_bytes: int = -1) -> int:
+    """Exit code of the command in a child process; negative where it was killed after a time."""
     child = os.fork()
     if child == 0:
-        if max_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
-        with (
-            Path(os.devnull).open("w") as nothing,
-            (folder / "errors").open("a") as errors,
-            contextlib.redirect_stdout(nothing),
-            contextlib.redirect_stderr(errors),
-        ):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
+        with (FOLDER / "errors").open("a") as sys.stderr:
+            sys.stdout = sys.stderr
             code = main([
-                "search", "--data", str(folder), "--ledger", str(ledger), "--resume",
-                "--server-url", url, "--proposer-url", f"{url}/v1", "--proposer-model", "m",
-                "--budget", "8", "--rounds", "3", "--per-round", "3", "--strategy", "autoprune+",
-                "--json",
+                "search", "--data", str(FOLDER), "--ledger", str(ledger), "--resume",
+                "--server-url", URL, "--proposer-url", f"{URL}/v1", "--proposer-model", "m",
+                "--budget", "8", "--rounds", "3", "--per-round", "3",
             ])  # fmt: skip
         os._exit(code)
-    return child
-
-
-def kill_repeatedly(url: str, folder: Path, ledger: Path, count: int, longest: float) -> int:
-    """How many kills hit a running command; asserts that no recorded line is lost."""
-    rng, recorded, hits = Random(7), b"", 0
-    for _ in range(count):
-        child = start_command(url, folder, ledger)
-        time.sleep(rng.uniform(0.02, longest))
+    ends = time.monotonic() + seconds
+    status = (0, 0)
+    while time.monotonic() < ends and not (status := os.waitpid(child, os.WNOHANG))[0]:
+        time.sleep(0.001)
+    if not status[0]:
         os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        content = ledger.read_bytes() if ledger.exists() else b""
-        complete = content[: content.rfind(b"\n") + 1]
-        assert complete.startswith(recorded), "a kill lost what was recorded"
-        recorded = complete
-        hits += os.WIFSIGNALED(status)
-    return hits
+        status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status[1])
 
 
-def run() -> None:
-    """Search once without and once with interruptions; print exit codes and digests."""
-    url, folder, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    complete, cut = folder / "whole.jsonl", folder / "cut.jsonl"
-    start = time.monotonic()
-    _, status = os.waitpid(start_command(url, folder, complete), 0)
-    longest = time.monotonic() - start
-    hits = kill_repeatedly(url, folder, cut, count, longest / 2)
-    refused = 0
-    if len(sys.argv) > 4:
-        _, refused = os.waitpid(start_command(url, folder, cut, int(sys.argv[4])), 0)
-    _, ended = os.waitpid(start_command(url, folder, cut), 0)
-    codes = [os.waitstatus_to_exitcode(code) for code in (status, refused, ended)]
-    print(hits, *codes, *(digest_records(read_ledger(ledger)) for ledger in (complete, cut)))
-
-
-if __name__ == "__main__":
-    run()
+rng, recorded, start = Random(7), b"", time.monotonic()
+codes = [run_command(COMPLETE)]
+longest, kills = time.monotonic() - start, 0
+for _ in range(int(sys.argv[3])):
+    kills += run_command(CUT, rng.uniform(0.02, longest / 2)) < 0
+    content = CUT.read_bytes() if CUT.exists() else b""
+    complete = content[: content.rfind(b"\n") + 1]
+    assert complete.startswith(recorded), "a kill lost what was recorded"
+    recorded = complete
+codes += [run_command(CUT, max_bytes=int(sys.argv[4])), run_command(CUT)]
+print(kills, *codes, *(digest_records(read_ledger(path)) for path in (COMPLETE, CUT)))

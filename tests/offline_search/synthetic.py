@@ -6,7 +6,6 @@ merge strength (best: zero), plus noise of which all states share a part.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import json
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from pydantic import JsonValue
@@ -23,14 +22,14 @@ from pydantic import JsonValue
 from benchmarks.common.fake_server import Answer, Body, FakeServer, fake_server
 from offline_search.candidates import Expectation, Hypothesis
 from offline_search.components import Candidate, JsonObject, SelectionProgram
-from offline_search.dataset import Dataset, read_dataset, write_split
+from offline_search.dataset import SPLITS, Dataset, read_dataset, write_split
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers, Trial
 from offline_search.ledger import (
     Cost,
     Ledger,
     ProposalRecord,
-    Record,
+    R,
     Status,
     TrialRecord,
     WinnerRecord,
@@ -39,16 +38,20 @@ from offline_search.ledger import (
 )
 from offline_search.prompt import Messages
 from offline_search.proposer import Reply, SpendingLimits
-from offline_search.search import Search
+from offline_search.search import ProgressLog, Search
 from offline_search.search_space import RandomSource, sample_proposal
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
+from vllm_autoprune.errors import EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.safety import synthetic_probes
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 MODELS = "/v1/models"
+BUDGET = 8
+SIZE = 24
+"""Examples of each split."""
 
 
 def _answer(status: int, body: object, headers: dict[str, str] | None = None) -> Answer:
@@ -62,11 +65,6 @@ def completion(text: str | None, *, refusal: str = "", **fields: object) -> Answ
     usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
     body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
     return _answer(200, body | {"choices": [choice], "usage": usage} | fields)
-
-
-def scored(prompt: list[dict[str, Any] | None]) -> Answer:
-    """Response of a served model to a request for the log-probabilities of its prompt."""
-    return completion(".", prompt_logprobs=prompt)
 
 
 def error(status: int, message: str = "no", **headers: str) -> Answer:
@@ -89,22 +87,21 @@ def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[FakeServer]:
         yield server
 
 
-BUDGET = 8
-
-
-def valid_replies(count: int) -> list[str]:
+def valid_replies(length: int) -> list[str]:
     """Random valid proposals."""
     settings = Settings(budgets=(BUDGET,))
-    sources = (RandomSource(Random(seed)) for seed in range(count))
+    sources = (RandomSource(Random(seed)) for seed in range(length))
     return [json.dumps(sample_proposal(source, settings)) for source in sources]
 
+
+VALID_REPLIES = valid_replies(40)
 
 HOSTILE = {
     "empty": "",
     "blank": " \n\t ",
     "refusal": "I'm sorry, but I cannot help with that.",
     "prose": "First, let us think about relevance. " * 40,
-    "cut": valid_replies(1)[0][:-20],
+    "cut": VALID_REPLIES[0][:-20],
     "a list": "[1, 2, 3]",
     "a number": "42",
     "long": "x" * 100_000,
@@ -117,15 +114,22 @@ HOSTILE = {
     "nul": '{"scoring": "\\u0000"}',
     "other keys": '{"__class__": "os.system", "state": "rm -rf /"}',
     "script": '{"scoring": "<script>alert(1)</script>"}',
-    "unknown atom": valid_replies(1)[0].replace("_fusion", "_confusion"),
-    "out of range": valid_replies(1)[0].replace('"weight": ', '"weight": 1e9'),
+    "unknown atom": VALID_REPLIES[0].replace("_fusion", "_confusion"),
+    "out of range": VALID_REPLIES[0].replace('"weight": ', '"weight": 1e9'),
 }
 """Invalid replies by name."""
 
 
-def dataset(folder: Path, images: int = 12) -> Dataset:
+def list_reply(begin: int, length: int, **changes: JsonValue) -> str:
+    """A reply with ``length`` valid proposals, all with the same purpose and hypothesis."""
+    fields: JsonObject = {"purpose": "explore", "hypothesis": f"List {begin}.", "expect": "higher"}
+    chosen = [VALID_REPLIES[(begin + place) % 30] for place in range(length)]
+    return json.dumps({"proposals": [fields | changes | json.loads(text) for text in chosen]})
+
+
+def dataset(folder: Path, images: int = SIZE // 2) -> Dataset:
     """Data set with two questions per image; the content of an image file is its name."""
-    for split in ("search", "validation", "test"):
+    for split in SPLITS:
         examples = []
         for number in range(images):
             name = f"{split}-{number}.png"
@@ -139,40 +143,38 @@ def dataset(folder: Path, images: int = 12) -> Dataset:
     return read_dataset(folder)
 
 
-class SyntheticEvaluator:
-    """Evaluator that records its jobs; :meth:`answer` gives the answers to a job."""
+Change = Callable[[EvaluationJob, Answers], Answers]
 
-    def __init__(self, data: Dataset, probes: bool = True) -> None:
+
+class SyntheticEvaluator:
+    """Evaluator that keeps its jobs; ``change`` may return other answers, or raise."""
+
+    def __init__(self, data: Dataset, probes: bool = True, change: Change | None = None) -> None:
         self.name = f"synthetic {data.digest[:8]}"
         self.dataset = data
         self.jobs: list[EvaluationJob] = []
-        self._probes = probes
+        self._probes, self._change = probes, change or (lambda _, answers: answers)
 
     def probes(self) -> Sequence[VisualTokens]:
         return synthetic_probes(8)[:1] if self._probes else []
 
-    async def prepare(self) -> None:
-        return None
-
-    async def close(self) -> None:
-        return None
-
     async def evaluate(self, job: EvaluationJob) -> Answers:
         self.jobs.append(job)
-        return self.answer(job)
-
-    def answer(self, job: EvaluationJob) -> Answers:
-        value = 0.0 if job.candidate is None else score(job.candidate)
-        whose = "full" if job.candidate is None else job.candidate.digest
-        logprob = []
+        value, logprob = 0.0 if job.candidate is None else _score(job.candidate), []
         for example in self.dataset.examples(job.split)[job.start : job.stop]:
             shared = Random(f"{example.image} {example.question}").gauss(0, 1)
-            single = Random(f"{example.image} {example.question} {whose}").gauss(0, 1)
+            single = Random(f"{example.image} {example.question} {digest_of(job)}").gauss(0, 1)
             logprob.append(-1.0 + value + 0.05 * (shared + 0.1 * single))
-        return Answers(tuple(logprob), tuple(value > -1.2 for value in logprob))
+        answers = Answers(tuple(logprob), tuple(value > -1.2 for value in logprob))
+        return self._change(job, answers)
 
 
-def score(candidate: Candidate) -> float:
+def digest_of(job: EvaluationJob) -> str:
+    """Digest of a job's candidate, or ``full``."""
+    return "full" if job.candidate is None else job.candidate.digest
+
+
+def _score(candidate: Candidate) -> float:
     """Score of a candidate, at most 0, which the unpruned model has; a program's by its length."""
     if isinstance(candidate, SelectionProgram):
         return -0.01 * (1 + len(candidate.code) % 17)
@@ -181,6 +183,17 @@ def score(candidate: Candidate) -> float:
     quota = candidate.constraints.selector.bounds(8)[0]
     merges = float(candidate.reassembly.model_dump().get("strength", 0.0))
     return -0.8 * (share - 0.6) ** 2 - 0.03 * abs(quota - 4) - 0.5 * merges - 0.01
+
+
+def failing(digest: str, splits: Sequence[str] = SPLITS) -> Change:
+    """Whose evaluations on these splits fail."""
+
+    def fail(job: EvaluationJob, answers: Answers) -> Answers:
+        if digest_of(job) == digest and job.split in splits:
+            raise EvaluationFailed("cannot identify image file")
+        return answers
+
+    return fail
 
 
 class ScriptedProposer:
@@ -192,12 +205,6 @@ class ScriptedProposer:
         self.schemas: list[JsonObject | None] = []
         self._in_order = in_order
 
-    async def prepare(self) -> None:
-        return None
-
-    async def close(self) -> None:
-        return None
-
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
         number = len(self.requests) if self._in_order else _hash_request(messages, seed)
         self.requests.append(messages)
@@ -208,39 +215,9 @@ class ScriptedProposer:
         return Reply(chosen, "", Cost(prompt_tokens=100, completion_tokens=50, money=0.01))
 
 
-class WaitingProposer(ScriptedProposer):
-    """Delays its first replies until a number of requests are pending."""
-
-    def __init__(self, replies: Sequence[str], together: int) -> None:
-        super().__init__(replies)
-        self._together, self._enough = together, asyncio.Event()
-
-    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
-        if len(self.requests) + 1 >= self._together:
-            self._enough.set()
-        replied = await super().reply(messages, schema, seed)
-        await asyncio.wait_for(self._enough.wait(), 30)
-        return replied
-
-
 def _hash_request(messages: Messages, seed: int) -> int:
-    """Hash of a request."""
     text = f"{seed} {messages[-1]['content']}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
-
-
-R = TypeVar("R", bound=Record)
-
-STATE_STRATEGIES = [name for name in STRATEGIES if not name.endswith("-code")]
-
-VALID_REPLIES = valid_replies(30)
-
-
-def list_reply(begin: int, count: int, **changes: JsonValue) -> str:
-    """A reply with ``count`` valid proposals, all with the same purpose and hypothesis."""
-    fields: JsonObject = {"purpose": "explore", "hypothesis": f"List {begin}.", "expect": "higher"}
-    chosen = [VALID_REPLIES[(begin + place) % len(VALID_REPLIES)] for place in range(count)]
-    return json.dumps({"proposals": [fields | changes | json.loads(text) for text in chosen]})
 
 
 def answer_search(body: Body, number: int) -> Answer:
@@ -257,47 +234,12 @@ def answer_search(body: Body, number: int) -> Answer:
     answer = body["messages"][-1]["content"]
     signals = body["mm_processor_kwargs"]["autoprune"].get("state", {}).get("scoring", {})
     value = -0.1 - 0.1 * (len(json.dumps(signals)) % 7)
-    token = {"1": {"logprob": value, "rank": 1, "decoded_token": f" {answer}"}}
-    return scored([None, token])
+    return completion(".", prompt_logprobs=[None, token(f" {answer}", value)])
 
 
-@dataclass
-class Searches:
-    """Searches of one test; each is called with the settings that matter to it.
-
-    ``path`` is the ledger of the last one, ``evaluator`` and ``proposer`` what it ran on.
-    """
-
-    data: Dataset
-    folder: Path
-    path: Path = Path()
-    evaluator: SyntheticEvaluator = field(init=False)
-    proposer: ScriptedProposer = field(init=False)
-
-    async def __call__(
-        self,
-        replies: Sequence[str | None] | ScriptedProposer = (),
-        evaluator: SyntheticEvaluator | None = None,
-        ledger: str = "l",
-        limits: SpendingLimits | None = None,
-        **changes: object,
-    ) -> WinnerRecord:
-        if not isinstance(replies, ScriptedProposer):
-            replies = ScriptedProposer(replies or VALID_REPLIES)
-        self.proposer = replies
-        self.evaluator, self.path = evaluator or SyntheticEvaluator(self.data), self.folder / ledger
-        settings, spending = settings_of(**changes), limits or SpendingLimits()
-        settings = settings.model_copy(update={"evaluator": self.evaluator.name})
-        with Ledger(self.path) as opened:
-            return await Search(settings, opened, self.evaluator, replies, spending).run()
-
-    def records(self, kind: type[R]) -> list[R]:
-        """Records of one type of the last search, in order."""
-        return [record for record in read_ledger(self.path) if isinstance(record, kind)]
-
-    def digest(self) -> str:
-        """Digest of the last search's ledger."""
-        return digest_records(read_ledger(self.path))
+def token(text: str, logprob: float, rank: int = 1) -> dict[str, Any]:
+    """A token of a scored prompt."""
+    return {"1": {"logprob": logprob, "rank": rank, "decoded_token": text}}
 
 
 def settings_of(**changes: object) -> Settings:
@@ -309,10 +251,54 @@ def settings_of(**changes: object) -> Settings:
     return Settings.model_validate(fields | changes)
 
 
+@dataclass
+class Searches:
+    """Searches of one test; each is called with the settings that matter to it.
+
+    ``path`` is the ledger of the last one, ``evaluator`` and ``proposer`` what it ran on, and
+    ``lines`` its progress.
+    """
+
+    data: Dataset
+    folder: Path
+    path: Path = Path()
+    evaluator: SyntheticEvaluator = field(init=False)
+    proposer: ScriptedProposer = field(init=False)
+    lines: list[str] = field(default_factory=list)
+
+    async def __call__(
+        self,
+        replies: Sequence[str | None] | ScriptedProposer = VALID_REPLIES[:30],
+        evaluator: SyntheticEvaluator | None = None,
+        ledger: str = "l",
+        limits: SpendingLimits | None = None,
+        change: Change | None = None,
+        **changes: object,
+    ) -> WinnerRecord:
+        if not isinstance(replies, ScriptedProposer):
+            replies = ScriptedProposer(replies)
+        self.proposer = replies
+        self.evaluator = evaluator or SyntheticEvaluator(self.data, change=change)
+        self.path, self.lines = self.folder / ledger, []
+        settings = settings_of(**{"evaluator": self.evaluator.name, **changes})
+        progress = ProgressLog(self.lines.append)
+        with Ledger(self.path) as opened:
+            search = Search(settings, opened, self.evaluator, self.proposer, limits, progress)
+            return await search.run()
+
+    def records(self, kind: type[R]) -> list[R]:
+        """Records of one type of the last search, in order."""
+        return [record for record in read_ledger(self.path) if isinstance(record, kind)]
+
+    def digest(self) -> str:
+        """Digest of the last search's ledger."""
+        return digest_records(read_ledger(self.path))
+
+
 def trial(
-    name: str, values: list[float] | np.ndarray | None = None, state: PruningState | None = None,
-    status: Status = "evaluated", parent: str = "", same_as: str = "", reason: str = "",
-    expect: Expectation | None = None,
+    name: str, values: Sequence[float] | np.ndarray | None = None,
+    state: PruningState | None = None, status: Status = "evaluated", parent: str = "",
+    same_as: str = "", reason: str = "", expect: Expectation | None = None,
 ) -> Trial:  # fmt: skip
     """A trial with these values of its examples, and a hypothesis where something is expected."""
     number, index = map(int, name.split("."))
@@ -321,32 +307,26 @@ def trial(
         round=number, index=index, origin="llm", parents=(parent,) if parent else (),
         hypothesis=hypothesis, problems=(reason,) if status == "invalid" else (),
     )  # fmt: skip
-    values = None if values is None else np.array(values)
+    array = None if values is None else np.array(values)
     result = TrialRecord(
         round=number, index=index, status=status, same_as=same_as, reason=reason,
-        objective=None if values is None else float(values.mean()),
-        examples=0 if values is None else len(values),
+        objective=None if array is None else float(array.mean()),
+        examples=0 if array is None else len(array),
     )  # fmt: skip
-    return Trial(proposal, result, state, values)
+    return Trial(proposal, result, state, array)
+
+
+def _change(old: str, new: str) -> str:
+    """OpenEvolve's form of a change of a program."""
+    return f"<<<<<<< SEARCH\n{old}=======\n{new}>>>>>>> REPLACE\n"
 
 
 def change(body: str) -> str:
     """A reply that puts a statement at the beginning of any parent."""
     head = "def policy(budget):\n"
-    return f"<<<<<<< SEARCH\n{head}=======\n{head}    {body}\n>>>>>>> REPLACE\n"
+    return _change(head, f"{head}    {body}\n")
 
 
-_CHANGES: list[str | None] = [
-    *(
-        f"Better:\n{change(f'import json; return json.loads({text!r})')}"
-        for text in valid_replies(6)
-    ),
-    change("return open('/etc/passwd').read()"),
-    "I cannot help with that.",
-    None,
-]  # fmt: skip
-
-_HEAD = "def select(features, signals, K):\n"
 _BODIES = (
     "return range(K)",
     "return range(1, K + 1)",
@@ -355,14 +335,18 @@ _BODIES = (
     "return [0] * K",
     "import os; return os.listdir('/')",
 )
-_PROGRAMS = [f"Here it is:\n```python\n{_HEAD}    {body}\n```\nDone." for body in _BODIES]
-_CODE_CHANGES = [
-    f"<<<<<<< SEARCH\n    return kept\n=======\n    {body}\n>>>>>>> REPLACE\n" for body in _BODIES
-]
+_SELECT = "```python\ndef select(features, signals, K):\n    {}\n```\nDone."
 REPLIES_OF: dict[str, list[str | None]] = {
-    **{name: [*VALID_REPLIES[:9], HOSTILE["prose"], None] for name in STATE_STRATEGIES},
-    "openevolve-states": _CHANGES,
-    "evoprompting-code": [*_PROGRAMS, "No."],
-    "openevolve-code": [*_CODE_CHANGES, "No.", None],
-}
+    **{name: [*VALID_REPLIES[:9], HOSTILE["prose"], None]
+       for name in STRATEGIES if not name.endswith("-code")},
+    "openevolve-states": [
+        *(f"Better:\n{change(f'import json; return json.loads({text!r})')}"
+          for text in VALID_REPLIES[:6]),
+        change("return open('/etc/passwd').read()"), "I cannot help with that.", None,
+    ],
+    "evoprompting-code": [*map(_SELECT.format, _BODIES), "No."],
+    "openevolve-code": [
+        *(_change("    return kept\n", f"    {body}\n") for body in _BODIES), "No.", None,
+    ],
+}  # fmt: skip
 """Replies to each strategy, some of which are no proposals."""

@@ -13,7 +13,14 @@ from benchmarks.common.fake_server import Answer, Body, FakeServer
 from offline_search.components import SelectionProgram
 from offline_search.dataset import SPLITS, Dataset, convert_mme, read_dataset
 from offline_search.evaluator import EvaluationJob, ServedEvaluator
-from tests.offline_search.synthetic import MODELS, endpoint, error, model_list, scored
+from tests.offline_search.synthetic import (
+    MODELS,
+    completion,
+    endpoint,
+    error,
+    model_list,
+    token,
+)
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError, EvaluationFailed, Problem, SearchError
@@ -40,50 +47,23 @@ def test_splits_are_shuffled_by_image_and_cut_by_image(data: Dataset) -> None:
 
 def test_all_problems_are_reported_together(data: Dataset, tmp_path: Path) -> None:
     folder = data.folder
+    (folder / "test.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="contains no example"):
+        read_dataset(folder)
     with (folder / "search.jsonl").open("a") as file:
-        file.write('{"image": "x.png", "question": "", "answer": "a"}\n')
-        file.write("not json\n")
+        file.write('{"image": "x.png", "question": "", "answer": "a"}\nnot json\n')
         file.write(json.dumps({"image": "x.png", "question": "q", "answer": "a", "k": 1}) + "\n")
-    (folder / "validation.jsonl").unlink()
-    (folder / "test-2.png").unlink()
-    (folder / "test-0.png").write_bytes((folder / "search-3.png").read_bytes())
+    (folder / "test.jsonl").unlink()
+    (folder / "validation-2.png").unlink()
+    (folder / "validation-0.png").write_bytes((folder / "search-3.png").read_bytes())
     with pytest.raises(ConfigError) as caught:
         read_dataset(folder)
     problems = {problem.where: problem.what for problem in caught.value.problems}
     assert {f"search.jsonl:{line}" for line in (25, 26, 27)} <= problems.keys()
-    assert {"validation.jsonl", "test-2.png"} <= problems.keys()
-    assert problems["test-0.png"] == "the same image is in search and in test", "under any name"
+    assert {"test.jsonl", "validation-2.png"} <= problems.keys()
+    same = "the same image is in search and in validation"
+    assert problems["validation-0.png"] == same, "under any name"
     assert all(problem.fix for problem in caught.value.problems)
-
-
-def test_an_empty_split_and_a_missing_folder_are_errors(data: Dataset, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_dataset(tmp_path / "nowhere")
-    (data.folder / "test.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="contains no example"):
-        read_dataset(data.folder)
-
-
-@pytest.mark.parametrize(
-    ("line", "what", "fix"),
-    [
-        ('{"image": "a.png" "question": "q"}', "Invalid JSON", "one object"),
-        ('["a.png", "q", "a"]', "should be an object", "one object"),
-        ('{"image": "a.png", "question": "q"}', '"answer": Field required', "answer"),
-        ('{"image": "a.png", "question": "q", "answer": 7}', '"answer": ', '"answer": "..."'),
-        ('{"image": "a.png", "question": "", "answer": "a"}', '"question": ', "one object"),
-        ('{"image": "a.png", "question": "q", "answer": "a", "pair": "x"}', '"pair"', "a whole"),
-        ('{"image": "a.png", "question": "q", "answer": "a", "zzz": 1}', '"zzz"', "one object"),
-        ('{"image": "a.png", "question": "q", "answer": "\\ud800"}', "Invalid JSON", "one object"),
-    ],
-)
-def test_each_problem_of_a_line_has_a_fix(tmp_path: Path, line: str, what: str, fix: str) -> None:
-    path = tmp_path / "mine.jsonl"
-    path.write_text(f"\n{line}")
-    problems: list[Problem] = []
-    assert read_lines(path, problems, "") == []
-    (problem,) = problems
-    assert problem.where == "mine.jsonl:2" and what in problem.what and fix in problem.fix
 
 
 def test_files_of_windows_editors_are_read(tmp_path: Path) -> None:
@@ -160,13 +140,11 @@ def test_every_problem_of_the_files_is_listed_and_nothing_written(
     (mme / "color" / "5.jpg").unlink()
     with pytest.raises(ConfigError) as caught:
         convert_mme(mme, tmp_path / "data")
-    assert {problem.where: problem.what for problem in caught.value.problems} == {
-        "color/1.txt:2": "is no question with an answer",
-        "color/2.txt": "is not UTF-8",
-        "color/3.txt": "has no question",
-        "color/4.txt": "cannot be read (4.jpg: Is a directory)",
-        "color/5.txt": "has no image",
-    }
+    problems = {problem.where: problem.what for problem in caught.value.problems}
+    assert list(problems) == ["color/1.txt:2", *(f"color/{n}.txt" for n in range(2, 6))]
+    for where, words in {"2.txt": "utf-8", "3.txt": "no question", "4.txt": "Is a directory",
+                         "5.txt": "no image"}.items():  # fmt: skip
+        assert words in problems[f"color/{where}"]
     assert all(problem.fix for problem in caught.value.problems)
     assert not (tmp_path / "data").exists()
 
@@ -191,12 +169,9 @@ STATE = load_state("visionzip")
 SINGLE = EvaluationJob(STATE, 8, "search", 0, 1)
 
 
-def token(text: str, logprob: float, rank: int = 1) -> dict[str, Any]:
-    return {str(hash(text) % 1000): {"logprob": logprob, "rank": rank, "decoded_token": text}}
-
-
 def prompt(*answer: dict[str, Any]) -> Answer:
-    return scored([None, token("USER:", -3.0, 5), token(" ASSISTANT:", -2.0, 7), *answer])
+    before = [None, token("USER:", -3.0, 5), token(" ASSISTANT:", -2.0, 7)]
+    return completion(".", prompt_logprobs=[*before, *answer])
 
 
 def echo_answer(body: Body, number: int, rank: int = 1) -> Answer:
@@ -289,7 +264,7 @@ ADDRESS = "give the address of a vllm serve"
     [
         ((200, b"<html>", {}), "unknown format", ADDRESS),
         ((200, b"{}", {}), "unknown format", ADDRESS),
-        (scored(["x"]), "unknown format", ADDRESS),  # type: ignore[list-item]
+        (completion(".", prompt_logprobs=["x"]), "unknown format", ADDRESS),
         (error(500, "boom"), "status 500: boom", "server's log"),
         (error(400, "none"), "status 400: none", "--autoprune-requests states"),
         (prompt(token(" other", -0.1)), "not in the reference answer", "chat template"),
@@ -309,10 +284,9 @@ async def test_all_servers_are_checked_and_serve_one_model(data: Dataset) -> Non
     with endpoint(echo_answer) as server, endpoint(echo_answer) as other:
         server.pages[MODELS], other.pages[MODELS] = model_list("a", "c"), model_list("b", "c")
         urls = [server.url, other.url]
-        ((what, fix),) = await check(urls, data)
-        assert what == "serve different models: a, b" and "--server-model" in fix
-        ((what, fix),) = await check(urls, data, model="a")
-        assert what == "serves b, c, not a" and "--server-model" in fix
+        for model in (None, "a"):
+            ((what, fix),) = await check(urls, data, model)
+            assert what == "serves b, c, not a" and "--server-model" in fix
         evaluator = ServedEvaluator(urls, data, model="c")
         await evaluator.prepare()
         await evaluator.close()

@@ -1,3 +1,5 @@
+"""Programs that a language model wrote: what they return, and what the sandbox refuses."""
+
 from __future__ import annotations
 
 import asyncio
@@ -12,26 +14,23 @@ import torch
 
 from offline_search import programs as runner
 from offline_search.components import SelectionProgram
-from offline_search.programs import SIGNALS, Output, run_program, select_with_program
+from offline_search.programs import SIGNALS, run_program, select_with_program
 from offline_search.prompt import INITIAL_PROGRAM
 from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.safety import synthetic_probes
 
 
-def run(code: str, budget: int = 8) -> Output:
-    return asyncio.run(run_program(code, budget))
-
-
-def run_body(body: str, imports: str = "os") -> Output:
-    """Run ``policy(k)`` with this body."""
-    return run(f"import {imports}\ndef policy(k):\n    {body}\n")
+def run(body: str, imports: str = "os") -> tuple[str, str]:
+    """Output and failure of ``policy(k)`` with this body."""
+    code = f"import {imports}\ndef policy(k):\n    {body}\n"
+    return asyncio.run(run_program(code, 8))
 
 
 def test_the_return_value_is_json() -> None:
-    output = run_body("print('noise'); return {'k': k, 'root': math.sqrt(k + 8)}", "math")
-    assert json.loads(output.text) == {"k": 8, "root": 4.0}
-    assert json.loads(run_body("return [true, false, null]").text) == [True, False, None]
+    text, failure = run("print('noise'); return {'k': k, 'root': math.sqrt(k + 8)}", "math")
+    assert json.loads(text) == {"k": 8, "root": 4.0} and not failure
+    assert json.loads(run("return [true, false, null]")[0]) == [True, False, None]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,7 @@ def test_the_return_value_is_json() -> None:
     [
         ("return 1 / 0", "ZeroDivisionError: division by zero (line 3)"),
         ("return float('nan')", "Out of range float"),
-        ("return {1, 2}", "not JSON serializable"),
+        ("return print", "TypeError"),
         ("raise SystemExit(0)", "SystemExit: 0"),
         ("return 'x' * 100_000", "more than 20000 characters"),
         ("return 'x' * 10**10", "MemoryError"),
@@ -60,11 +59,13 @@ def test_the_return_value_is_json() -> None:
     ids=lambda value: value[:40],
 )
 def test_failures_and_what_is_forbidden_are_reported(body: str, message: str) -> None:
-    output = run_body(body)
-    assert message in output.failure and not output.text
+    text, failure = run(body)
+    assert message in failure and not text
 
 
-def test_a_program_has_no_network_and_starts_no_process(tmp_path: Path) -> None:
+def test_a_program_has_no_network_no_environment_and_starts_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -80,18 +81,15 @@ def policy(k):
     connected = libc.connect(opened, address, 16)
     return [opened, connected, libc.fork(), libc.kill(os.getppid() or {os.getpid()}, 0)]
 """
-        output = run(code)
+        text, failure = asyncio.run(run_program(code, 8))
         # ctypes cannot even open a library: nothing can be opened any more.
-        assert "PermissionError" in output.failure or json.loads(output.text) == [-1, -1, -1, -1]
+        assert "PermissionError" in failure or json.loads(text) == [-1, -1, -1, -1]
         with pytest.raises(TimeoutError):
             listening.accept()
-    run_body(f"os.system('touch {tmp_path}/here')")
+    run(f"os.system('touch {tmp_path}/here')")
     assert not (tmp_path / "here").exists()
-
-
-def test_a_program_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    assert "secret" not in run_body("return dict(os.environ)").text
+    assert "secret" not in run("return dict(os.environ)")[0]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +101,7 @@ def test_a_program_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_an_endless_program_is_terminated(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_TIMEOUT", 1)
-    assert run_body(body).failure == "the program did not end within 1 s"
+    assert run(body) == ("", "the program did not end within 1 s")
 
 
 async def test_a_program_has_its_time_while_this_process_computes(
@@ -114,7 +112,7 @@ async def test_a_program_has_its_time_while_this_process_computes(
     while not running.done():
         time.sleep(0.2)  # as forward passes do, between which little else is done
         await asyncio.sleep(0)
-    assert await running == Output("8")
+    assert await running == ("8", "")
 
 
 TOKENS = synthetic_probes(8)[0]
@@ -129,12 +127,10 @@ async def select(body: str, budget: int = 8) -> list[list[int]]:
 
 
 async def test_a_program_has_features_and_every_signal() -> None:
-    for name in SIGNALS:
-        shape = (8,) if name == "reference" else (TOKENS.count,)
-        check = f"assert signals[{name!r}].shape == {shape}"
-        assert await select(f"{check}\n    return range(K)") == [list(range(8))] * TOKENS.batch
-    norms = TOKENS.features.float().norm(dim=2)
-    best = norms.topk(8).indices.sort(1).values.tolist()
+    shapes = {name: [8 if name == "reference" else TOKENS.count] for name in SIGNALS}
+    check = f"assert {{n: list(s.shape) for n, s in signals.items()}} == {shapes}"
+    assert await select(f"{check}\n    return range(K)") == [list(range(8))] * TOKENS.batch
+    best = TOKENS.features.float().norm(dim=2).topk(8).indices.sort(1).values.tolist()
     assert await select("return np.argsort(-np.linalg.norm(features, axis=1))[:K]") == best
     policy = BASE_POLICIES["cdpruner"]
     picks = policy.select_picks(policy.default_params, TOKENS, 8).sort(1).values.tolist()
@@ -143,13 +139,10 @@ async def test_a_program_has_features_and_every_signal() -> None:
         assert len({*selected} & {*reference}) == 7
 
 
-async def test_images_do_not_influence_one_another() -> None:
+async def test_images_do_not_influence_one_another_and_n_tokens_run_nothing() -> None:
     body = "return np.random.permutation(len(features))[:K]"
     rows = await select(body)
     assert rows == await select(body) and all(row == rows[0] for row in rows)
-
-
-async def test_all_tokens_are_kept_without_running_it() -> None:
     rows = await select("raise ValueError", TOKENS.count)
     assert torch.equal(torch.tensor(rows[0]), torch.arange(TOKENS.count))
 
@@ -161,8 +154,8 @@ async def test_all_tokens_are_kept_without_running_it() -> None:
         ("return range(K - 1)", "7 different indices instead of 8"),
         ("return range(-1, K - 1)", "an index outside 0 to"),
         ("return range(len(features) - K + 1, len(features) + 1)", "an index outside 0 to"),
-        ("return [0.5] * K", "cannot be interpreted as an integer"),
-        ("return None", "TypeError"),
+        ("return [0.5] * K", "no list of indices"),
+        ("return None", "no list of indices"),
         ("return features['x']", "IndexError"),
         ("import sys; print('7', file=sys.__stdout__); return range(K)", "no list of indices"),
         ("import os; os._exit(0)", "no list of indices"),

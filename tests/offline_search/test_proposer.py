@@ -22,7 +22,6 @@ from offline_search.candidates import (
 )
 from offline_search.components import JsonObject
 from offline_search.history import History, Trial
-from offline_search.ledger import TrialRecord
 from offline_search.prompt import (
     Messages,
     crossover_prompt,
@@ -42,7 +41,6 @@ from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 SETTINGS = Settings(budgets=(8,), base_policy="visionzip", proposer="scripted")
 LISTS = SETTINGS.model_copy(update={"proposals_per_reply": 5})
-DART = Settings(budgets=(8,), base_policy="dart")
 ADVICE = re.compile(
     r"\b(safe|safer|helps?|should|prefer\w*|avoid|recommend\w*|pays?|usually|try|good|advice|"
     r"instead|better to|don't|not to repeat)\b",
@@ -53,11 +51,11 @@ EXAMPLES = tuple(
     for number, category in enumerate(["text"] * 4 + ["relation"] * 12)
 )
 BASE = np.full(16, -3.0)
+NOISE = np.tile([-0.2, 0.2], 8)
 
 
 def history_of(*trials: Trial) -> History:
-    base = TrialRecord(round=0, index=0, status="evaluated", objective=-3.0)
-    return History(base, BASE, list(trials), EXAMPLES)
+    return History(trial("0.0", BASE), list(trials), EXAMPLES)
 
 
 @pytest.fixture
@@ -98,10 +96,8 @@ def test_the_summary_of_a_history(history: History) -> None:
     assert "- 2.3: -750; 1.0 with /reassembly/strength 0.0005 -> 1" in lines
     assert "At the upper end of its range in 2.3: reassembly/strength = 1." in lines
     assert "2.2 kept the same tokens as 1.0." in lines
-    assert "2.1 was dropped after 2 questions at about " in text
     assert "- 2.0: -1700 (-950 ± " in text and "1.0 with /constraints/selector/q_e 2 -> 4" in text
     assert not any(line.startswith("- 1.0") for line in lines), "2.3 is the best of its structure"
-
     # A category that gains has a negative share of the loss.
     history.trials.append(trial("3.0", [1.0] * 4 + [-1.0] * 12, paper_state(SETTINGS)))
     text = summarize(history)
@@ -127,14 +123,13 @@ def test_differences_have_an_error_and_ties_are_named(history: History) -> None:
 def test_the_summary_of_failures() -> None:
     failed = [trial(f"1.{n}", None, None, "invalid", reason="no such atom") for n in range(3)]
     assert "- no such atom (3 times)" in summarize(history_of(*failed))
-    unmeasured = History(history_of().base, BASE)
-    assert summarize(unmeasured) == "Base policy alone: -3000."
+    assert summarize(History(trial("0.0", BASE))) == "Base policy alone: -3000."
 
 
 def test_base_policies_are_named_where_a_model_chooses_them(history: History) -> None:
     settings = SETTINGS.model_copy(update={"other_bases": ("dart", "trim")})
-    paper = history.trials[0].require_state()
-    other = paper.model_copy(update={"base_policy": base_state(DART).base_policy})
+    dart = base_state(Settings(budgets=(8,), base_policy="dart")).base_policy
+    other = history.trials[0].require_state().model_copy(update={"base_policy": dart})
     history.trials.append(trial("3.0", [0.0] * 16, other, parent="1.0"))
     history.names_bases = True
     messages = proposal_prompt(settings, summarize(history), other, 0, 5)
@@ -142,16 +137,11 @@ def test_base_policies_are_named_where_a_model_chooses_them(history: History) ->
         assert f"- {name}: {BASE_POLICIES[name].doc}" in messages[0]["content"]
     assert "1.0 with /base_policy/name visionzip -> dart\n" in messages[1]["content"]
     assert '"base_policy":{"name":"dart"}' in messages[1]["content"]
-    assert "base_policy" not in proposal_prompt(SETTINGS, "", other, 0, 5)[0]["content"]
-
-
-def test_a_selector_says_what_does_not_act_on_it() -> None:
-    text = proposal_prompt(SETTINGS, "", minimal_state(SETTINGS), 0, 5)[0]["content"]
-    (line,) = (line for line in text.splitlines() if "runtime_reference_anchor_pool" in line)
+    plain = proposal_prompt(SETTINGS, "", other, 0, 5)[0]["content"]
+    assert "base_policy" not in plain
+    # A selector says what does not act on it.
+    (line,) = (line for line in plain.splitlines() if "runtime_reference_anchor_pool" in line)
     assert "signals act by the pool, the kernel not" in line
-
-
-NOISE = np.tile([-0.2, 0.2], 8)
 
 
 def outcomes(*trials: Trial) -> dict[str, str]:
@@ -170,7 +160,6 @@ def outcomes(*trials: Trial) -> dict[str, str]:
         (0.1, "higher", "-2900, +100 ± 52: not confirmed"),
         (0.1, "same", "-2900, +100 ± 52: confirmed"),
         (-0.5, "lower", "-3500, -500 ± 52: confirmed"),
-        (-0.5, "higher", "-3500, -500 ± 52: not confirmed"),
         (-0.1, "lower", "-3100, -100 ± 52: not confirmed"),
     ],
 )
@@ -178,38 +167,32 @@ def test_a_hypothesis_is_confirmed_by_two_standard_errors(
     change: float, expect: Expectation, outcome: str, parent: str
 ) -> None:
     measured = [] if parent == "base" else [trial("1.0", BASE)]
-    child = trial(
-        "2.0", BASE + change + NOISE, parent="" if parent == "base" else parent, expect=expect
-    )
+    named = "" if parent == "base" else parent
+    child = trial("2.0", BASE + change + NOISE, parent=named, expect=expect)
     line = f"2.0 (ablate of {parent}, expected {expect}): Why 2.0."
     assert outcomes(*measured, child) == {line: outcome}
 
 
 def test_what_hypotheses_are_compared_on() -> None:
-    parent = trial("1.0", [-1.0] * 4 + [-9.0] * 12, expect="higher")
     lines = outcomes(
-        parent,
+        trial("1.0", [-1.0] * 4 + [-9.0] * 12, expect="higher"),
         trial("2.0", -2.0 + NOISE[:4], None, "dropped", "1.0", expect="lower"),
         trial("2.1", None, None, "same", "1.0", same_as="1.0", expect="same"),
         trial("2.2", None, None, "same", same_as="base", expect="higher"),
         trial("2.3", None, None, "unsafe", reason="preserve_budget failed", expect="higher"),
         trial("2.4", None, None, "invalid", reason="x" * 500, expect="higher"),
-        trial("2.5", BASE),
+        trial("2.5", [-2.0], None, "dropped", expect="same"),
+        trial("2.6", BASE),
     )
-    assert [line[:3] for line in lines] == ["2.0", "2.1", "2.2", "2.3", "2.4"], "last round only"
+    assert [line[:3] for line in lines] == [f"2.{n}" for n in range(6)], "last round only"
     assert list(lines.values()) == [
         "-2000, -1000 ± 115 on the first 4 questions: confirmed",
         "-7000, +0 ± 0: confirmed",
         "-3000, +0 ± 0: not confirmed",
         "not measured, unsafe: preserve_budget failed",
         f"not measured, invalid: {'x' * 100}",
+        "-2000, +1000 ± inf on the first 1 questions: not confirmed",
     ]
-
-
-@pytest.mark.parametrize("expect", ["higher", "same", "lower"])
-def test_one_image_confirms_nothing(expect: Expectation) -> None:
-    (outcome,) = outcomes(trial("1.0", [-2.0], None, "dropped", expect=expect)).values()
-    assert outcome.endswith(": not confirmed")
 
 
 # ---- proposer ----
@@ -226,19 +209,8 @@ def fast_settings(server: FakeServer, **changes: object) -> EndpointSettings:
 
 async def replies_to(settings: EndpointSettings, *seeds: int) -> list[Reply]:
     """Replies to one request after another."""
-    proposer = EndpointProposer(settings)
-    try:
+    async with EndpointProposer(settings) as proposer:
         return [await proposer.reply(HELLO, SCHEMA, seed) for seed in seeds or (7,)]
-    finally:
-        await proposer.close()
-
-
-async def prepare(settings: EndpointSettings) -> None:
-    proposer = EndpointProposer(settings)
-    try:
-        await proposer.prepare()
-    finally:
-        await proposer.close()
 
 
 async def test_a_reply_has_text_and_cost() -> None:
@@ -282,13 +254,6 @@ async def test_what_may_pass_is_retried_and_what_remains_is_reported(
     assert reply.text in (None, "{}", "I will not."), "a refusal is a reply to repair"
 
 
-async def test_retry_after_is_waited_for() -> None:
-    start = time.monotonic()
-    with endpoint(fail_first(429, retry_after="0.3")) as server:
-        assert (await replies_to(fast_settings(server)))[0].text == "{}"
-    assert time.monotonic() - start >= 0.3
-
-
 @pytest.mark.parametrize(
     ("refused", "status", "schemas"),
     [
@@ -311,7 +276,7 @@ async def test_a_refused_schema_is_omitted_from_then_on(
     assert replies[1].text == "{}" and (replies[0].text or "content filter" in replies[0].failure)
 
 
-async def test_requests_in_flight_are_sent_again_without_a_refused_schema() -> None:
+async def test_requests_in_flight_are_limited_and_sent_again_without_a_refused_schema() -> None:
     running, most = 0, 0
 
     def answer(body: Body, number: int) -> Answer:
@@ -323,11 +288,9 @@ async def test_requests_in_flight_are_sent_again_without_a_refused_schema() -> N
         return error(400, "format?") if "response_format" in body else completion("{}")
 
     with endpoint(answer) as server:
-        proposer = EndpointProposer(fast_settings(server, max_in_flight=2))
-        replies = await asyncio.gather(*(proposer.reply(HELLO, SCHEMA, n) for n in range(6)))
-        await proposer.close()
-    assert [reply.text for reply in replies] == ["{}"] * 6
-    assert most == 2, "concurrent requests are limited"
+        async with EndpointProposer(fast_settings(server, max_in_flight=2)) as proposer:
+            replies = await asyncio.gather(*(proposer.reply(HELLO, SCHEMA, n) for n in range(6)))
+    assert [reply.text for reply in replies] == ["{}"] * 6 and most == 2
 
 
 @pytest.mark.parametrize(
@@ -338,12 +301,11 @@ async def test_requests_in_flight_are_sent_again_without_a_refused_schema() -> N
         (200, b"", {}),
         (200, b'{"choices": []}', {}),
         (200, b"null", {}),
-        (200, b"[1]", {}),
         (200, b"[" * 20_000 + b"]" * 20_000, {}),
         (200, b'{"choices": [{"message": 3}]}', {}),
         (418, b"teapot", {}),
     ],
-    ids=["no JSON", "cut", "empty", "no choices", "null", "a list", "deep", "message", "status"],
+    ids=["no JSON", "cut", "empty", "no choices", "null", "deep", "message", "status"],
 )
 async def test_malformed_responses_are_failures(answer: Answer) -> None:
     with endpoint(lambda body, n: answer) as server:
@@ -356,7 +318,7 @@ async def test_an_unreachable_or_silent_endpoint_fails() -> None:
     (reply,) = await replies_to(nowhere)
     assert reply.text is None and "after at most 1 retries" in reply.failure
     with pytest.raises(ConfigError, match="does not answer"):
-        await prepare(nowhere)
+        await EndpointProposer(nowhere).prepare()
 
     def sleep(body: Body, number: int) -> Answer:
         time.sleep(0.5)
@@ -380,11 +342,12 @@ async def test_an_unreachable_or_silent_endpoint_fails() -> None:
 )
 async def test_a_wrong_key_or_model_is_found_before_the_search(answer: Answer, where: str) -> None:
     with endpoint(lambda body, n: answer) as server:
-        if not where:
-            await prepare(fast_settings(server))
-            return
-        with pytest.raises(ConfigError) as caught:
-            await prepare(fast_settings(server))
+        async with EndpointProposer(fast_settings(server)) as proposer:
+            if not where:
+                await proposer.prepare()
+                return
+            with pytest.raises(ConfigError) as caught:
+                await proposer.prepare()
     (problem,) = caught.value.problems
     assert problem.where == where and problem.what and problem.fix
     assert where != "--proposer-model" or problem.fix.endswith(": m")

@@ -1,9 +1,12 @@
+"""A search as a whole: its records, resuming and replaying, and failures of what it runs on."""
+
 from __future__ import annotations
 
 import hashlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,42 +15,42 @@ import pytest
 
 from offline_search.candidates import base_state, paper_state
 from offline_search.components import JsonObject, compact_json
-from offline_search.dataset import SPLITS, Dataset, read_dataset
+from offline_search.dataset import read_dataset
 from offline_search.evaluator import BaselineFailed, EvaluationJob
-from offline_search.history import Answers, gave_up
+from offline_search.history import Answers
 from offline_search.ledger import (
     Ledger,
     ProposalRecord,
     ReplyRecord,
     SettingsRecord,
-    Status,
     SummaryRecord,
     TrialRecord,
     VerdictRecord,
     WinnerRecord,
+    digest_records,
     read_ledger,
 )
 from offline_search.prompt import Messages
 from offline_search.proposer import Reply, SpendingLimits
-from offline_search.replay import replay
-from offline_search.report import as_markdown, read_report
-from offline_search.search import NothingMeasured, Search
+from offline_search.search import NothingMeasured, Search, replay
 from tests.offline_search.synthetic import (
     HOSTILE,
     REPLIES_OF,
+    SIZE,
     VALID_REPLIES,
     ScriptedProposer,
     Searches,
     SyntheticEvaluator,
+    digest_of,
+    failing,
     list_reply,
     settings_of,
-    valid_replies,
 )
 from vllm_autoprune import load_state
-from vllm_autoprune.errors import EvaluationFailed, SearchError
+from vllm_autoprune.errors import SearchError
 
-SIZE = 24
-"""Examples of each split."""
+PAPER = json.dumps(compact_json(paper_state(settings_of())))
+BASE = base_state(settings_of())
 
 
 async def test_every_step_of_the_algorithm_is_a_record(search: Searches) -> None:
@@ -69,38 +72,31 @@ async def test_every_step_of_the_algorithm_is_a_record(search: Searches) -> None
     for name, validation in winner.confirmed.items():
         mean = (results[name] + validation.objective.value) / 2
         assert winner.estimates[name] == pytest.approx(mean, abs=1e-5)
-    jobs = [job for job in search.evaluator.jobs if job.split == "test" and job.candidate]
-    digests = {job.candidate.digest for job in jobs if job.candidate}
-    assert digests == {winner.digest, base_state(settings_of()).digest}
+    tested = {digest_of(job) for job in search.evaluator.jobs if job.split == "test"}
+    assert tested == {winner.digest, BASE.digest, "full"}
 
 
-async def test_duplicate_states_are_measured_once(search: Searches) -> None:
-    paper = json.dumps(compact_json(paper_state(settings_of())))
-    await search([paper, json.dumps(json.loads(paper), indent=3)])
+async def test_duplicate_states_are_measured_once_at_every_budget(search: Searches) -> None:
+    await search([PAPER, json.dumps(json.loads(PAPER), indent=3)], budgets=(8, 4))
     trials = search.records(TrialRecord)
     assert [trial.status for trial in trials].count("evaluated") == 1
     assert {trial.same_as for trial in trials if trial.status == "same"} == {"1.0"}
-    jobs = [job for job in search.evaluator.jobs if job.split == "search"]
-    assert len(jobs) == 3, "all tokens, the base policy, and the one candidate"
+    assert trials[0].examples == 2 * SIZE
+    jobs = [(digest_of(job), job.budget) for job in search.evaluator.jobs if job.split == "search"]
+    assert len(jobs) == len(set(jobs)) == 1 + 2 * 2, "all tokens, base policy, the one candidate"
 
 
 @pytest.mark.parametrize("probes", [True, False])
 async def test_probes_detect_states_that_keep_the_same_tokens(
     probes: bool, search: Searches
 ) -> None:
-    settings = settings_of()
     # No exchange: whatever the signals are, the base policy decides.
-    idle = json.loads(json.dumps(compact_json(base_state(settings))))
+    idle = json.loads(json.dumps(compact_json(BASE)))
     idle["scoring"]["signals"] = [{"atom": "local_detail_energy", "weight": 2.0}]
-    better = json.dumps(compact_json(paper_state(settings, quota=4)))
-    await search([json.dumps(idle), better], SyntheticEvaluator(search.data, probes=probes))
-    proposed = {record.name: json.dumps(record.state) for record in search.records(ProposalRecord)}
-    outcomes = {
-        trial.same_as or trial.status
-        for trial in search.records(TrialRecord)
-        if "local_detail_energy" in proposed[trial.name]
-    }
-    assert ("base" in outcomes) == probes
+    replies = ScriptedProposer([json.dumps(idle), PAPER], in_order=True)
+    await search(replies, SyntheticEvaluator(search.data, probes), rounds=1, per_round=2)
+    idle_trial, paper_trial = search.records(TrialRecord)
+    assert idle_trial.same_as == ("base" if probes else "") and paper_trial.status == "evaluated"
 
 
 @pytest.mark.parametrize("limits", [SpendingLimits(tokens=400), SpendingLimits(money=0.025)])
@@ -113,11 +109,27 @@ async def test_spending_limits_stop_requests(limits: SpendingLimits, search: Sea
     assert len(replies) - len(spent) <= 6
 
 
-async def test_a_candidate_is_measured_at_every_budget(search: Searches) -> None:
-    await search(budgets=(8, 4))
-    assert {job.budget for job in search.evaluator.jobs if job.candidate is not None} == {8, 4}
-    trials = search.records(TrialRecord)
-    assert {trial.examples for trial in trials if trial.status == "evaluated"} == {2 * SIZE}
+async def test_a_search_for_mmes_total_finds_what_log_probability_hides(search: Searches) -> None:
+    def answer(job: EvaluationJob, answers: Answers) -> Answers:
+        """An exchange of few tokens answers more questions, at lower probabilities."""
+        count = len(answers)
+        if job.candidate is None:
+            return Answers((0.0,) * count, (True,) * count)
+        few = '"q_e":1' in job.candidate.model_dump_json()  # type: ignore[union-attr]
+        right = tuple(bool(few or number % 2) for number in range(count))
+        return Answers((-2.0 if few else -1.0,) * count, right)
+
+    for objective, total, values in (("mme", 400, {0.0, -0.3}), ("quality", 100, {-1.0, -2.0})):
+        winner = await search(
+            evaluator=SyntheticEvaluator(search.data, False, answer), ledger=objective,
+            objective=objective, strategy="random", rounds=4, per_round=5, proposer="",
+        )  # fmt: skip
+        assert {trial.objective for trial in search.records(TrialRecord)} == values
+        assert winner.test.mme_total == total
+        assert ("thousand points" in str(winner.state)) == (objective == "mme")
+
+
+# ---- resuming and replaying ----
 
 
 @pytest.mark.parametrize("changes", [{"seed": 3}, {"proposals_per_reply": 3}, {"core": True}])
@@ -154,19 +166,17 @@ async def test_a_search_resumes_from_any_prefix_repeats_no_step_and_replays(
     winner = await search(replies, ledger="complete", **changes)
     complete, digest = search.path, search.digest()
     lines = complete.read_bytes().splitlines(keepends=True)
-    for end in (*range(0, len(lines), max(1, len(lines) // 4)), len(lines)):
+    for end in (*range(0, len(lines), max(1, len(lines) // 3)), len(lines)):
         cut = lines[end][: len(lines[end]) // 2] if end < len(lines) else b""
         (tmp_path / f"part-{end}").write_bytes(b"".join(lines[:end]) + cut)
         # A complete ledger needs no reply.
-        needed = replies if end < len(lines) else ["no"]
-        await search(needed, ledger=f"part-{end}", **changes)
+        await search(replies if end < len(lines) else ["no"], ledger=f"part-{end}", **changes)
         assert search.digest() == digest
         records = [json.loads(line) for line in lines[:end]]
         known = {(r["digest"], r["split"], r["start"]) for r in records
                  if r["kind"] == "evaluation"}  # fmt: skip
-        for job in search.evaluator.jobs:
-            whose = "full" if job.candidate is None else job.candidate.digest
-            assert (whose, job.split, job.start) not in known, "measured again"
+        again = {(digest_of(job), job.split, job.start) for job in search.evaluator.jobs}
+        assert not known & again, "measured again"
     replayed, before, after = await replay(complete, tmp_path / "again", search.data)
     assert before == after == digest
     assert replayed.digest == winner.digest and replayed.test == winner.test
@@ -190,7 +200,7 @@ async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
     records = read_ledger(recording)
     replies = {record.key: record for record in records if isinstance(record, ReplyRecord)}
 
-    class RecordedProposer(ScriptedProposer):
+    class RecordedProposer:
         async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
             number, index = divmod(seed, 1009)  # as the seed of a request is made
             attempt = "first" if len(messages) == 2 else "repair"
@@ -201,33 +211,28 @@ async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
 
     (opened,) = (record for record in records if isinstance(record, SettingsRecord))
     others = [record for record in records if not isinstance(record, ReplyRecord)]
-    evaluator, proposer = SyntheticEvaluator(search.data), RecordedProposer([])
+    evaluator = SyntheticEvaluator(search.data)
     with Ledger(tmp_path / "sent", others) as ledger:
-        await Search(opened.settings, ledger, evaluator, proposer).run()
-        assert ledger.digest() == after
+        await Search(opened.settings, ledger, evaluator, RecordedProposer()).run()
+        assert digest_records(ledger) == after
     assert not evaluator.jobs
 
 
-async def test_a_recording_is_only_read(search: Searches, tmp_path: Path) -> None:
-    await search()
-    recording = search.path
-    recording.write_bytes(recording.read_bytes() + b'{"kind": "pro')  # cut off by a kill
-    content = recording.read_bytes()
-    _, before, after = await replay(recording, tmp_path / "replayed", search.data)
-    assert before == after and recording.read_bytes() == content
-    with Ledger(recording):  # no replay waits for its lock
-        await replay(recording, tmp_path / "again", search.data)
-
-
-async def test_a_recording_that_cannot_be_replayed_is_an_error(
+async def test_a_recording_is_only_read_and_what_is_missing_in_it_is_an_error(
     search: Searches, tmp_path: Path
 ) -> None:
     await search()
-    text = search.path.read_text()
+    recording, target = search.path, tmp_path / "replayed"
+    text = recording.read_text()
+    recording.write_text(f'{text}{{"kind": "pro')  # cut off by a kill
+    _, before, after = await replay(recording, target, search.data)
+    assert before == after and recording.read_text() == f'{text}{{"kind": "pro'
+    with Ledger(recording):  # no replay waits for its lock
+        await replay(recording, tmp_path / "again", search.data)
+
     lines = text.splitlines(keepends=True)
     reply = next(record.text for record in search.records(ReplyRecord) if record.text)
-    old, new = (json.dumps(written)[1:-1] for written in (reply, valid_replies(31)[-1]))
-    recording, target = tmp_path / "recording", tmp_path / "replayed"
+    old, new = (json.dumps(written)[1:-1] for written in (reply, VALID_REPLIES[-1]))
     for content, message in (
         ("", "contains no search"),
         ("".join(lines[: len(lines) // 2]), "resume the recorded search"),
@@ -248,17 +253,18 @@ async def test_other_data_than_the_recorded_are_named_as_the_cause(
 ) -> None:
     evaluator = SyntheticEvaluator(search.data)
     evaluator.name = f"m through vLLM, data {search.data.digest[:12]}"
-    await search(evaluator=evaluator)
-    await replay(search.path, tmp_path / "same", search.data)
-    folder = search.data.folder
-    other = read_dataset(folder, limit=5)
+    await search(evaluator=evaluator, rounds=1)
+    other = read_dataset(search.data.folder, limit=5)
     if change == "questions":
-        path = folder / "test.jsonl"
+        path = search.data.folder / "test.jsonl"
         path.write_text(path.read_text().replace("Is it", "Could it be"))
-        other = read_dataset(folder)
+        other = read_dataset(search.data.folder)
     with pytest.raises(SearchError, match=r"other questions .* -> give the data folder and the --"):
         await replay(search.path, tmp_path / "replayed", other)
     assert not (tmp_path / "replayed").exists()
+
+
+# ---- failures ----
 
 
 async def test_hostile_replies_are_invalid_proposals_and_the_search_continues(
@@ -274,64 +280,44 @@ async def test_hostile_replies_are_invalid_proposals_and_the_search_continues(
     assert "{?}" in written, "half a character is recorded"
 
 
-async def test_an_endpoint_that_is_always_down_stops_the_search(search: Searches) -> None:
-    with pytest.raises(SearchError, match="no candidate was evaluated"):
-        await search([None])
+@pytest.mark.parametrize(
+    ("reply", "count", "reason"),
+    [(None, 9, "the endpoint is down"), ("no", 28, "no JSON object")],  # 28: a round after 25
+)
+async def test_a_model_that_writes_nothing_valid_ends_the_search(
+    reply: str | None, count: int, reason: str, search: Searches
+) -> None:
+    rounds, per_round = (3, 3) if reply is None else (20, 4)
+    with pytest.raises(NothingMeasured, match="no candidate was evaluated"):
+        await search([reply], rounds=rounds, per_round=per_round)
     trials = search.records(TrialRecord)
-    assert {trial.status for trial in trials} == {"invalid"}
-    assert all("the endpoint is down" in trial.reason for trial in trials)
-    winner = await search([None], ledger="plus", strategy="autoprune+")
+    assert len(trials) == count and {trial.status for trial in trials} == {"invalid"}
+    assert all(reason in trial.reason for trial in trials)
+    assert (search.lines[-1] == "gives up: the last 25 candidates were invalid or unsafe") == (
+        count > 25
+    )
+    winner = await search([reply], ledger="plus", strategy="autoprune+")
     assert winner.test.gain.low > 0, "it proposes by other means as well"
 
 
-async def test_a_model_that_writes_nothing_valid_ends_the_search(search: Searches) -> None:
-    with pytest.raises(NothingMeasured):
-        await search(["no", "{}"], rounds=20, per_round=4)
-    trials = search.records(TrialRecord)
-    assert len(trials) == 28, "the first complete round after 25 failures, of 80 candidates"
-    text = as_markdown(read_report(read_ledger(search.path)))
-    assert "gave up: the last 25 were invalid or unsafe." in text
-
-
-def test_a_search_gives_up_by_failures_in_a_row() -> None:
-    def trial(status: Status) -> TrialRecord:
-        return TrialRecord(round=1, index=0, status=status)
-
-    failures = [trial("invalid" if number % 2 else "unsafe") for number in range(25)]
-    assert not gave_up(failures[1:])
-    assert gave_up([trial("evaluated"), *failures])
-    for other in (trial("evaluated"), trial("dropped"), trial("same"), trial("unevaluated")):
-        assert not gave_up([*failures, other])
-
-
-class FailingEvaluator(SyntheticEvaluator):
-    """Refuses a candidate by its digest, or the unpruned model; or its figures are not finite."""
-
-    def __init__(
-        self, data: Dataset, digest: str, split: str = "", undefined: bool = False
-    ) -> None:
-        super().__init__(data)
-        self.digest, self.splits, self.undefined = digest, (split,) if split else SPLITS, undefined
-
-    def answer(self, job: EvaluationJob) -> Answers:
-        answers = super().answer(job)
-        digest = "full" if job.candidate is None else job.candidate.digest
-        if digest != self.digest or job.split not in self.splits:
+def undefined(digest: str) -> Callable[[EvaluationJob, Answers], Answers]:
+    def change(job: EvaluationJob, answers: Answers) -> Answers:
+        if digest_of(job) != digest:
             return answers
-        if self.undefined:
-            return Answers((float("nan"), *answers.logprob[1:]), answers.right)
-        raise EvaluationFailed("cannot identify image file")
+        return Answers((float("nan"), *answers.logprob[1:]), answers.right)
+
+    return change
 
 
-@pytest.mark.parametrize("undefined", [False, True])
+@pytest.mark.parametrize(
+    ("change", "reason"), [(failing, "cannot identify"), (undefined, "not finite")]
+)
 async def test_a_failed_evaluation_is_not_scored_as_wrong(
-    undefined: bool, search: Searches
+    change: Any, reason: str, search: Searches
 ) -> None:
     best = (await search(ledger="free")).digest
-    failing = FailingEvaluator(search.data, best, undefined=undefined)
-    assert (await search(evaluator=failing)).digest != best
+    assert (await search(change=change(best))).digest != best
     trials = [each for each in search.records(TrialRecord) if each.status == "unevaluated"]
-    reason = "not finite" if undefined else "cannot identify"
     assert trials and all(each.objective is None and reason in each.reason for each in trials)
 
 
@@ -339,30 +325,27 @@ async def test_a_failed_evaluation_is_not_scored_as_wrong(
 async def test_duplicates_of_a_failed_candidate_are_evaluated_later(
     per_round: int, search: Searches
 ) -> None:
-    paper = paper_state(settings_of())
-    body = json.loads(json.dumps(compact_json(paper)))
+    body = json.loads(PAPER)
     body["scoring"]["signals"].append({"atom": "local_detail_energy", "weight": 0.0})
-    original, duplicate = json.dumps(compact_json(paper)), json.dumps(body)
+    duplicate = json.dumps(body)
     in_round: list[tuple[str, str, str]] = [(duplicate, "same", "1.0")] * (per_round - 1)
     expected = [
-        (original, "unevaluated", ""), *in_round, (duplicate, "evaluated", ""),
-        (original, "same", "2.0"),
+        (PAPER, "unevaluated", ""), *in_round, (duplicate, "evaluated", ""), (PAPER, "same", "2.0"),
     ]  # fmt: skip
     proposer = ScriptedProposer([text for text, *_ in expected], in_order=True)
-    failing = FailingEvaluator(search.data, paper.digest)
-    await search(proposer, failing, rounds=len(expected) // per_round, per_round=per_round)
+    change = failing(paper_state(settings_of()).digest)
+    await search(proposer, change=change, rounds=len(expected) // per_round, per_round=per_round)
     trials = search.records(TrialRecord)
     assert [(trial.status, trial.same_as) for trial in trials] == [row[1:] for row in expected]
 
 
 @pytest.mark.parametrize("split", ["search", "validation", "test"])
-@pytest.mark.parametrize("baseline", ["unpruned", "base policy"])
+@pytest.mark.parametrize("baseline", ["full", BASE.digest], ids=["unpruned", "base"])
 async def test_a_baseline_that_fails_ends_the_search_at_its_start_and_can_be_resumed(
     baseline: str, split: str, search: Searches
 ) -> None:
-    digest = "full" if baseline == "unpruned" else base_state(settings_of()).digest
     with pytest.raises(BaselineFailed, match=f"the {split} split: cannot identify.* -> "):
-        await search(evaluator=FailingEvaluator(search.data, digest, split))
+        await search(change=failing(baseline, [split]))
     assert not search.records(TrialRecord)
     await search()
     assert search.records(WinnerRecord)
@@ -372,7 +355,7 @@ async def test_a_winner_that_cannot_be_measured_on_the_test_split_is_replaced(
     search: Searches,
 ) -> None:
     free = await search(ledger="free")
-    winner = await search(evaluator=FailingEvaluator(search.data, free.digest, "test"))
+    winner = await search(change=failing(free.digest, ["test"]))
     assert winner.estimates == free.estimates
     assert winner.winner == sorted(free.estimates, key=lambda name: -free.estimates[name])[1]
 
@@ -380,7 +363,7 @@ async def test_a_winner_that_cannot_be_measured_on_the_test_split_is_replaced(
 def test_importing_the_search_loads_no_server_and_no_model_library() -> None:
     """So that the command line starts quickly."""
     code = (
-        "import sys, offline_search.search, offline_search.replay, offline_search.report\n"
+        "import sys, offline_search.search, offline_search.report\n"
         "print({'vllm', 'transformers', 'optuna', 'openevolve', 'matplotlib'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", code]

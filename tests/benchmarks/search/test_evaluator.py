@@ -16,7 +16,7 @@ from benchmarks.yardsticks.questions import KINDS
 from offline_search.components import Candidate, SelectionProgram
 from offline_search.dataset import SPLITS, Split, read_dataset
 from offline_search.evaluator import EvaluationJob
-from offline_search.history import Answers, accuracy, relative_logprob
+from offline_search.history import Answers
 from vllm_autoprune import load_state
 from vllm_autoprune.errors import EvaluationFailed
 
@@ -48,8 +48,9 @@ async def test_scores_follow_the_quality_of_the_selection(evaluator: YardstickEv
         await measure(evaluator, candidate)
         for candidate in (None, load_state("cdpruner"), load_state("visionzip"))
     ]
-    assert accuracy(full) > 0.97 and accuracy(full) > accuracy(guided) > accuracy(blind) + 0.1
-    assert 0 > relative_logprob(guided, full).mean() > relative_logprob(blind, full).mean() + 0.5
+    assert full.accuracy > 0.97 and full.accuracy > guided.accuracy > blind.accuracy + 0.1
+    losses = [answers.relative_to(full, ()).mean() for answers in (guided, blind)]
+    assert 0 > losses[0] > losses[1] + 0.5
 
 
 async def test_partial_jobs_add_up_to_the_whole(evaluator: YardstickEvaluator) -> None:
@@ -70,7 +71,7 @@ async def test_a_budget_is_a_share_where_images_differ_in_size() -> None:
     full = await measure(evaluator, None)
     assert await measure(evaluator, state, 72) == full
     eighth = await measure(evaluator, state, 9)
-    assert relative_logprob(eighth, full).mean() < -0.1
+    assert eighth.relative_to(full, ()).mean() < -0.1
 
 
 @pytest.mark.parametrize(("name", "budget"), [("minillava", 8), ("miniqwen", 9)])

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,10 +27,10 @@ from vllm_autoprune.errors import ConfigError, Problem, SearchError
 if TYPE_CHECKING:
     from offline_search.dataset import Dataset
     from offline_search.ledger import WinnerRecord
-    from offline_search.proposer import Proposer
-    from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _NAMES = {"budgets": "--budget", "proposer": "--proposer-model"}
+_SERVER = "give the address of a vllm serve with --autoprune-requests states"
+_FOLDER = "name a folder with search.jsonl, validation.jsonl and test.jsonl"
 
 
 class _Flags(ProposerOptions, EvaluationOptions, SearchChoices):
@@ -39,38 +38,53 @@ class _Flags(ProposerOptions, EvaluationOptions, SearchChoices):
 
 
 def _run(options: argparse.Namespace) -> int:
+    from offline_search.ledger import read_ledger
+    from offline_search.report import as_html, as_markdown, read_report
+
     if options.action == "report":
-        return _report(options)
+        report = read_report(read_ledger(options.ledger))
+        if options.output is not None:
+            write_file(options.output, as_html(report))
+        chosen = None if report.winner is None else report.winner.model_dump(mode="json")
+        record = {"chosen": chosen, "statuses": report.statuses, "causes": report.causes}
+        print_result(options, record, as_markdown(report).rstrip())
+        return 0
     try:
         flags = read_flags(_Flags, options)
     except ValidationError as error:
         raise ConfigError("search", flag_problems(error, _NAMES)) from None
     if flags.data is None:
-        fix = "name a folder with search.jsonl, validation.jsonl and test.jsonl"
-        raise _refusal("--data", "is missing", fix)
+        raise _refusal("--data", "is missing", _FOLDER)
     from offline_search.dataset import convert_mme, read_dataset
 
     if options.action == "mme":
         if options.mme is None:
             fix = "name the folder that has a folder for each category of MME"
             raise _refusal("--mme", "is missing", fix)
-        counts = dict(convert_mme(options.mme, flags.data, flags.seed))
+        counts = convert_mme(options.mme, flags.data, flags.seed)
         words = ", ".join(f"{count} questions in {split}" for split, count in counts.items())
         print_result(options, counts, words)
         return 0
     if options.replay is not None:
-        return _print_winner(options, _replay(options, flags.data, flags.images))
-    settings = _build_settings(flags)
-    dataset = read_dataset(flags.data, settings.seed, flags.images)
-    if options.dry_run:
-        return _estimate(options, flags, settings, dataset)
-    if options.ledger.exists() and options.ledger.stat().st_size and not options.resume:
-        fix = "add --resume, or name another ledger"
-        raise _refusal(str(options.ledger), "holds a search already", fix)
-    if not flags.server_url:
-        fix = "give the address of a vllm serve with --autoprune-requests states"
-        raise _refusal("--server-url", "is missing", fix)
-    return _print_winner(options, asyncio.run(_search(options, flags, settings, dataset)))
+        winner = _replay(options, flags.data, flags.images)
+    else:
+        settings = _build_settings(flags)
+        dataset = read_dataset(flags.data, settings.seed, flags.images)
+        if options.dry_run:
+            return _estimate(options, flags, settings, dataset)
+        if options.ledger.exists() and options.ledger.stat().st_size and not options.resume:
+            fix = "add --resume, or name another ledger"
+            raise _refusal(str(options.ledger), "holds a search already", fix)
+        if not flags.server_url:
+            raise _refusal("--server-url", "is missing", _SERVER)
+        winner = asyncio.run(_search(options.ledger, flags, settings, dataset))
+    if options.output is not None and winner.state is not None:
+        from vllm_autoprune.tpdsl.loading import load_state
+
+        write_file(options.output, load_state(winner.state).dumps())
+    text = as_markdown(read_report(read_ledger(options.ledger)))
+    print_result(options, winner.model_dump(mode="json", exclude={"clock"}), text.rstrip())
+    return 0
 
 
 def _refusal(where: str, what: str, fix: str) -> ConfigError:
@@ -106,47 +120,37 @@ def _build_settings(flags: _Flags) -> Settings:
         raise ConfigError("search", flag_problems(error, _NAMES)) from None
 
 
-async def _search(
-    options: argparse.Namespace, flags: _Flags, settings: Settings, dataset: Dataset
-) -> WinnerRecord:
+async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Dataset) -> WinnerRecord:
     from offline_search.evaluator import ServedEvaluator
     from offline_search.ledger import Ledger
     from offline_search.proposer import EndpointProposer, EndpointSettings, SpendingLimits
-    from offline_search.replay import UnavailableBackend
     from offline_search.rounds import probes_from_checkpoint
     from offline_search.search import ProgressLog, Search
 
-    probes: Sequence[VisualTokens] = ()
-    if flags.checkpoint is not None:
-        probes = probes_from_checkpoint(flags.checkpoint, flags.text_tower, dataset)
+    checkpoint, tower = flags.checkpoint, flags.text_tower
+    probes = probes_from_checkpoint(checkpoint, tower, dataset) if checkpoint is not None else ()
     async with contextlib.AsyncExitStack() as stack:
-        ledger = stack.enter_context(Ledger(options.ledger))
+        ledger = stack.enter_context(Ledger(path))
         evaluator = ServedEvaluator(
-            flags.server_url,
-            dataset,
-            model=flags.server_model,
-            max_in_flight=flags.at_once,
+            flags.server_url, dataset, model=flags.server_model, max_in_flight=flags.at_once,
             probes=probes,
-        )
+        )  # fmt: skip
         stack.push_async_callback(evaluator.close)
         await evaluator.prepare()
         settings = settings.model_copy(update={"evaluator": evaluator.name})
-        proposer: Proposer = UnavailableBackend(settings.evaluator, dataset)
+        proposer: EndpointProposer | None = None
         if settings.proposer and flags.proposer_url is not None:
-            endpoint = EndpointProposer(
-                EndpointSettings(
-                    flags.proposer_url,
-                    settings.proposer,
-                    os.environ.get(flags.proposer_key_env) or "none",
-                    settings.temperature,
-                    settings.reply_tokens * settings.proposals_per_reply,
-                    flags.price,
-                    seeded=not flags.no_seeds,
-                )
+            endpoint = EndpointSettings(
+                flags.proposer_url,
+                settings.proposer,
+                os.environ.get(flags.proposer_key_env) or "none",
+                settings.temperature,
+                settings.reply_tokens * settings.proposals_per_reply,
+                flags.price,
+                seeded=not flags.no_seeds,
             )
-            stack.push_async_callback(endpoint.close)
-            await endpoint.prepare()
-            proposer = endpoint
+            proposer = await stack.enter_async_context(EndpointProposer(endpoint))
+            await proposer.prepare()
         limits = SpendingLimits(flags.most_tokens, flags.most_money)
         progress = ProgressLog(lambda line: print(line, file=sys.stderr, flush=True))
         return await Search(settings, ledger, evaluator, proposer, limits, progress).run()
@@ -155,7 +159,7 @@ async def _search(
 def _replay(options: argparse.Namespace, data: Path, images: int | None) -> WinnerRecord:
     from offline_search.dataset import read_dataset
     from offline_search.ledger import read_ledger
-    from offline_search.replay import recorded_settings, replay
+    from offline_search.search import recorded_settings, replay
 
     if options.ledger.exists() and options.ledger.stat().st_size:
         what = "is where the replay would be written"
@@ -173,47 +177,23 @@ def _replay(options: argparse.Namespace, data: Path, images: int | None) -> Winn
     return winner
 
 
-def _print_winner(options: argparse.Namespace, winner: WinnerRecord) -> int:
-    from offline_search.ledger import read_ledger
-    from offline_search.report import as_markdown, read_report
-    from vllm_autoprune.tpdsl.loading import load_state
-
-    if options.output is not None and winner.state is not None:
-        write_file(options.output, load_state(winner.state).dumps())
-    text = as_markdown(read_report(read_ledger(options.ledger)))
-    print_result(options, winner.model_dump(mode="json", exclude={"clock"}), text.rstrip())
-    return 0
-
-
-def _report(options: argparse.Namespace) -> int:
-    from offline_search.ledger import read_ledger
-    from offline_search.report import as_html, as_markdown, read_report
-
-    report = read_report(read_ledger(options.ledger))
-    if options.output is not None:
-        write_file(options.output, as_html(report))
-    chosen = None if report.winner is None else report.winner.model_dump(mode="json")
-    record = {"chosen": chosen, "statuses": report.statuses, "causes": report.causes}
-    print_result(options, record, as_markdown(report).rstrip())
-    return 0
-
-
 def _estimate(
     options: argparse.Namespace, flags: _Flags, settings: Settings, dataset: Dataset
 ) -> int:
-    from offline_search.replay import estimate_cost
+    from offline_search.search import estimate_cost
 
-    estimate = estimate_cost(settings, dataset, flags.price)
+    estimate, length = estimate_cost(settings, dataset, flags.price), settings.proposals_per_reply
     cost, messages = estimate.cost, list(estimate.messages)
-    record = {"messages": messages, "calls": estimate.calls, **dict(cost)}
+    reply = "one proposal" if length == 1 else f"up to {length} proposals"
     answers = ", ".join(f"{count} of {split}" for split, count in estimate.answers.items())
     about = (
-        f"At most {estimate.calls} requests to the proposer, each for {estimate.reply}: about "
+        f"At most {estimate.calls} requests to the proposer, each for {reply}: about "
         f"{cost.prompt_tokens} prompt tokens and {cost.completion_tokens} completion tokens, "
         f"money {cost.money:.4f}; repairs are extra. Answers of the served model: {answers}."
     )
+    record = {"messages": messages, "calls": estimate.calls, **dict(cost)}
     prompts = [f"--- {message['role']}\n{message['content']}" for message in messages]
-    record |= {"answers": dict(estimate.answers)}
+    record |= {"answers": estimate.answers}
     print_result(options, record, *prompts, format_paragraphs([about]))
     return 0
 

@@ -1,0 +1,162 @@
+"""Reports on a search, finished or running, and the progress that it prints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offline_search.candidates import base_state
+from offline_search.evaluator import EvaluationJob
+from offline_search.history import Answers, History, Trial
+from offline_search.ledger import Cost, TrialRecord, read_ledger
+from offline_search.report import as_html, as_markdown, describe_leader, read_report
+from offline_search.search import NothingMeasured, ProgressLog
+from tests.offline_search.synthetic import (
+    HOSTILE,
+    SIZE,
+    VALID_REPLIES,
+    Searches,
+    SyntheticEvaluator,
+    digest_of,
+    list_reply,
+    trial,
+)
+from vllm_autoprune.errors import SearchError
+from vllm_autoprune.statistics import count_decimals
+
+SCRIPT_TAG = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+async def ledger(search: Searches) -> Path:
+    """A search with valid, invalid, hostile and failed replies."""
+    evaluator = SyntheticEvaluator(search.data)
+    evaluator.name = SCRIPT_TAG
+    replies = [*VALID_REPLIES[:4], HOSTILE["script"], None, HOSTILE["unknown atom"]]
+    await search(replies, evaluator, strategy="autoprune+", rounds=4)
+    return search.path
+
+
+def text_of(page: str) -> str:
+    body = re.sub(r"<svg.*?</svg>|<script>.*?</script>", "", page, flags=re.DOTALL)
+    return " ".join(re.sub(r"<[^>]+>", " ", body[body.index("<body>") :]).split())
+
+
+async def test_markdown_and_page_have_the_result(ledger: Path, search: Searches) -> None:
+    report = read_report(read_ledger(ledger))
+    winner = report.winner
+    assert winner is not None and sum(report.statuses.values()) == len(report.rows)
+    best = [value for _, value in report.curve()]
+    assert best == sorted(best) and best[-1] == report.ranked[0].result.score
+
+    text, gain = as_markdown(report), winner.test.gain
+    digits = count_decimals(gain.low, gain.high)
+    figures = [f"{value:+.{digits}f}" for value in (gain.value, gain.low, gain.high)]
+    assert f"Candidate {winner.winner} won" in text and "Evaluator: " in text
+    assert f"| {report.ranked[0].name} | {best[-1]:+.4f} |" in text
+    assert f"| gain, paired | {figures[0]} ({figures[1]} to {figures[2]}) |" in text
+    written = sum(reply.text is not None for reply in report.replies)
+    assert f"{100 * written:,} prompt and {50 * written:,} completion tokens, at a price" in text
+
+    page = as_html(report)
+    shown = text_of(page)
+    assert f"{gain.value:+.4f}" in shown[: shown.index("Why this candidate")]
+    (row,) = (row for row in report.rows if row.name == winner.winner)
+    validation, test = winner.confirmed[winner.winner].objective, winner.test.objective
+    assert (
+        f"{winner.winner} winner {row.result.score:+.4f} {validation.value:+.4f} "
+        f"{validation.low:+.4f} to {validation.high:+.4f} "
+        f"{winner.estimates[winner.winner]:+.4f} {test.value:+.4f}"
+    ) in shown, "what decided stands side by side"
+    rivals = [name for name in winner.confirmed if name != winner.winner]
+    assert all(re.search(rf"{name} [-+.\d ]+to [-+.\d ]+not measured", shown) for name in rivals)
+    # The words are a reader's.
+    assert " stopped early" in shown and " with the same tokens as an earlier one" in shown
+    assert not re.search(r"dropped|\btpe\b|★|->", shown)
+    # The base policy alone is measured on the search split.
+    base, full = [
+        (await search.evaluator.evaluate(EvaluationJob(each, 8, "search", 0, SIZE))).logprob
+        for each in (base_state(report.settings), None)
+    ]
+    mean = np.mean(np.subtract(base, full))
+    assert report.base_objective == pytest.approx(mean, abs=1e-6)
+    assert f"base policy {mean:+.4f}" in shown and f">base policy {mean:+.4f}</" in page
+    # Each point of the chart leads to its candidate.
+    names = {row.name for row in report.rows if row.result.objective is not None}
+    assert names <= set(re.findall(r' href="#candidate-([^"]+)"', page))
+    for row in report.rows:
+        assert f'<details id="candidate-{row.name}"><summary>{row.name} ' in page
+    assert re.search(r"Against \d+\.\d+", page), "a candidate's difference to its parent"
+    assert "<script" not in page and "&lt;script&gt;" in page
+
+
+async def test_hypotheses_are_shown_as_text(search: Searches) -> None:
+    replies = [list_reply(0, 3, hypothesis=SCRIPT_TAG)]
+    await search(replies, proposals_per_reply=3, rounds=1)
+    page = as_html(read_report(read_ledger(search.path)))
+    assert page.count("explore: &lt;script&gt;") == 3 and SCRIPT_TAG not in page
+
+
+async def test_figures_have_the_digits_of_their_intervals(search: Searches) -> None:
+    def change(job: EvaluationJob, answers: Answers) -> Answers:
+        """Answers of pruned models that differ widely from image to image."""
+        worst = -1 if job.candidate is None else int(digest_of(job)[0], 16) % 4
+        lost = [8.0 * (row // 2 % 4 == worst) for row in range(job.start, job.stop)]
+        values = [value - loss for value, loss in zip(answers.logprob, lost, strict=True)]
+        return Answers(tuple(values), answers.right)
+
+    await search(change=change)
+    text = text_of(as_html(read_report(read_ledger(search.path))))
+    assert not re.search(r"[-+]\d\.\d{3}", text[: text.index("Every candidate")])
+    assert text.count("Objective: mean log-probability") == 1
+
+
+async def test_a_search_that_runs_or_gave_up_can_be_reported(
+    ledger: Path, search: Searches, tmp_path: Path
+) -> None:
+    part, lines = tmp_path / "part.jsonl", ledger.read_bytes().splitlines(keepends=True)
+    for end in (1, 5, len(lines) // 2, len(lines) - 1):
+        part.write_bytes(b"".join(lines[:end]) + b'{"kind": "pro')
+        report = read_report(read_ledger(part))
+        assert "has not ended" in as_markdown(report) and "has not ended" in as_html(report)
+        empty = "Nothing has been measured yet." in as_html(report)
+        assert empty == (not report.rows) and ("Best on" in as_markdown(report)) != empty
+    part.write_bytes(b"")
+    with pytest.raises(SearchError, match="the ledger is empty"):
+        read_report(read_ledger(part))
+    with pytest.raises(NothingMeasured):
+        await search(["no"], ledger="none", rounds=20, per_round=5)
+    text = as_markdown(read_report(read_ledger(search.path)))
+    assert "gave up: the last 25 were invalid or unsafe." in text
+
+
+def test_progress_shows_share_best_and_remaining_time() -> None:
+    lines: list[str] = []
+    now = iter([0.0, 10.0, 10.0, 70.0])
+    progress = ProgressLog(lines.append, lambda: next(now))
+    base = TrialRecord(round=0, index=0, status="evaluated", objective=-0.2)
+    history = History(Trial(trial("0.0").proposal, base, values=np.zeros(2)))
+    progress.on_start(history, 24)
+    history.trials.append(trial("1.0", [-0.1]))
+    history.trials.append(trial("1.1", status="invalid", reason="no such atom"))
+    progress.on_round(history.trials, history, 0.25, Cost(prompt_tokens=9))
+    assert lines[0] == "base policy -0.2000 on 24 examples (10 s)"
+    leader = "1.0 by llm leads on the search split, -0.1000"
+    assert f"25% round 1: 1 evaluated, 1 invalid; {leader}" in lines[1]
+    assert "3 min left" in lines[1] and "no such atom" in lines[2]
+
+
+async def test_progress_and_last_line_name_the_same_winner(search: Searches) -> None:
+    winner, lines = await search(VALID_REPLIES[:8], rounds=4), search.lines
+    report = read_report(read_ledger(search.path))
+    leader = [line for line in lines if "leads on the search split" in line][-1]
+    assert f"{report.ranked[0].name} by " in leader
+    assert lines[-2].startswith(f"winner {winner.winner}: ")
+    assert lines[-1] == describe_leader(winner, report.ranked[0].name)
+    # Where validation chose another one, the last line says which, and why.
+    other = describe_leader(winner, "9.9")
+    assert other.startswith("On the search split alone 9.9 was better")
+    assert f"{winner.winner} is" in other
