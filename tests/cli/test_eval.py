@@ -17,7 +17,6 @@ from tests.benchmarks.accuracy.minillava_server import answering, arm, asked, re
 from tests.offline_search.synthetic import MODELS, endpoint, error
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.evaluation.journal import Journal
 from vllm_autoprune.evaluation.run import build_cases
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
@@ -27,28 +26,26 @@ CASES = ("full", "random", "resized", "cdpruner", "autoprune")
 """What a server is asked for by default, by the arm of the fake server."""
 
 
-def test_each_state_is_compared_with_its_base_policy() -> None:
+def test_each_state_is_compared_with_its_base_policy(tmp_path: Path) -> None:
     states = ["autoprune", "ablation-quota-4", "visionzip"]
     cases = {case.name: case for case in build_cases(states, [8, 16])}
     per_budget = ("random", "resized", "cdpruner", *states)
     assert list(cases) == ["full", *(f"{name}@{k}" for k in (8, 16) for name in per_budget)]
-    assert cases["autoprune@8"].base == cases["ablation-quota-4@8"].base == "cdpruner@8"
-    assert (cases["autoprune@8"].arm, cases["ablation-quota-4@8"].arm) == ("autoprune", "found")
-    assert cases["visionzip@8"].base == "" and cases["visionzip@8"].arm == "base"
-    assert cases["cdpruner@8"].quota == 0 and cases["autoprune@8"].quota == 2
-    assert not any(case.refused for case in cases.values())
-
-
-def test_the_base_policy_alone_has_the_parameters_of_the_state(tmp_path: Path) -> None:
+    for name, kind, base, quota in (
+        ("autoprune@8", "autoprune", "cdpruner@8", 2),
+        ("ablation-quota-4@8", "found", "cdpruner@8", 4),
+        ("visionzip@8", "base", "", 0),
+    ):
+        case = cases[name]
+        assert (case.arm, case.base, case.quota, case.refused) == (kind, base, quota, "")
+    # The base policy alone has the parameters of the state; a budget that it forbids is refused.
     data = load_state("autoprune").model_dump(mode="json")
     data["base_policy"] = {"name": "fastv", "params": {"layer": 3}}
     data["budget"] |= {"limit": 64}
     (tmp_path / "state.json").write_text(json.dumps(data))
     cases = {case.name: case for case in build_cases([str(tmp_path / "state.json")], [8, 128])}
-    state = cases["fastv@8"].pruning["state"]
-    assert isinstance(state, dict)
-    assert state["base_policy"] == {"name": "fastv", "params": {"layer": 3}}
-    # A budget that a state forbids is a refused case.
+    alone = cases["fastv@8"].pruning["state"]
+    assert isinstance(alone, dict) and alone["base_policy"] == data["base_policy"]
     assert "limit" in cases["autoprune@128"].refused and not cases["fastv@128"].refused
 
 
@@ -127,9 +124,7 @@ def test_only_what_has_no_answer_is_asked_again(
     assert "another evaluation (setup : data differ) -> name another" in capsys.readouterr().err
 
 
-def test_answers_of_a_server_that_dies_are_kept(
-    call: Callable[..., int], tmp_path: Path, capsys: Captured
-) -> None:
+def test_answers_of_a_server_that_dies_are_kept(call: Callable[..., int], capsys: Captured) -> None:
     def dying(body: Body, number: int) -> Answer:
         if number < len(CASES) + 10:
             return answering(body, number)
@@ -139,9 +134,10 @@ def test_answers_of_a_server_that_dies_are_kept(
     with endpoint(dying) as server:
         assert call(server.url, "--at-once", "1") == 1
     assert "stopped: " in capsys.readouterr().out
-    with Journal(tmp_path / "out" / "samples.jsonl") as journal:
-        answers = journal.contents.answers.values()
-        assert sum(answer.failure is None for case in answers for answer in case.values()) == 10
+    with endpoint(answering) as server:
+        assert call(server.url, "--resume") == 0
+        assert len(asked(server.requests)) == 10
+    assert "10 of 20 are recorded already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from vllm_autoprune.evaluation.journal import Arm, Case, Contents, EvaluationError, Setup
-from vllm_autoprune.evaluation.scoring import MMBENCH, Aggregates, Figures, Scoring, aggregate
+from vllm_autoprune.evaluation.scoring import Aggregates, Figures, Scoring, aggregate
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Estimate, Floats, estimate
@@ -87,7 +87,6 @@ class Row(FrozenModel):
     case: Case
     benchmarks: dict[str, float]
     all: Aggregates
-    without_mmbench: Aggregates | None
     accuracy: Estimate | None
     accuracy_plus: float | None
     prompt_tokens: float | None
@@ -183,16 +182,12 @@ def _build_rows(
                     for name in metrics.keys() & less.keys() & _Differences.model_fields.keys()
                 }
                 differences[field] = _Differences(**estimates)
-        without = None
-        if 0 < len(points.keys() - set(MMBENCH)) < len(points):
-            without = aggregate(points, scores[full], divisor, MMBENCH).rounded(_DIGITS)
         single = {name: _estimate(metrics[name]) for name in metrics}
         plus, tokens = single.get("accuracy_plus"), _mean_length(contents, case)
         yield Row(
             case=case,
             benchmarks={name: round(score, _DIGITS) for name, score in points.items()},
             all=aggregate(points, scores[full], divisor).rounded(_DIGITS),
-            without_mmbench=without,
             accuracy=single.get("accuracy"),
             accuracy_plus=None if plus is None else plus.value,
             prompt_tokens=None if tokens is None else round(tokens, 2),
