@@ -27,12 +27,11 @@ from benchmarks.yardsticks.examples import PROMPT, Example
 from benchmarks.yardsticks.scenes import PATCHES, normalize_pixels
 from benchmarks.yardsticks.yardstick import (
     Budget,
-    Call,
     EncodedBatch,
     Yardstick,
     content_words,
     pad_ids,
-    record_calls,
+    record_outputs,
     token_ids,
 )
 from vllm_autoprune.checkpoint import LlavaVision
@@ -125,13 +124,13 @@ class LlamaPrefix(LanguagePrefix):
         self._model, self._embeds = model, embeds
 
     @cached_property
-    def _calls(self) -> Mapping[str, Call]:
-        """Calls of every layer, and of its projections to queries and keys."""
+    def _outputs(self) -> Mapping[str, Tensor]:
+        """Outputs of every layer, and of its projections to queries and keys."""
         parts = ("", ".self_attn.q_proj", ".self_attn.k_proj")
         names = [f"layers.{layer}{part}" for layer in range(self.layers) for part in parts]
-        with record_calls(self._model, names) as calls:
+        with record_outputs(self._model, names) as outputs:
             self._model(inputs_embeds=self._embeds, use_cache=False)
-        return calls
+        return outputs
 
     @torch.no_grad()
     def read(self, output: PrefixOutput, layer: int) -> Tensor:
@@ -139,11 +138,11 @@ class LlamaPrefix(LanguagePrefix):
         if output == "embeddings":
             return self._embeds
         if output in ("states", "normed"):
-            states = self._calls[f"layers.{layer}"].output
+            states = self._outputs[f"layers.{layer}"]
             return states if output == "states" else self._model.norm(states)
         width = self._model.layers[layer].self_attn.head_dim
         query, key = (
-            self._calls[f"layers.{layer}.self_attn.{name}"].output
+            self._outputs[f"layers.{layer}.self_attn.{name}"]
             .unflatten(-1, (-1, width)).transpose(1, 2)
             for name in ("q_proj", "k_proj")
         )  # fmt: skip

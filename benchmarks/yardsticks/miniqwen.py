@@ -29,7 +29,7 @@ from benchmarks.yardsticks.yardstick import (
     Scores,
     Yardstick,
     content_words,
-    record_calls,
+    record_outputs,
     token_ids,
 )
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, MergerInput, VisualTokens, Words
@@ -126,9 +126,9 @@ class MiniQwen(Yardstick):
         inputs = images(as_picture(image), size=size, return_tensors="pt")
         grid = inputs["image_grid_thw"]
         tower = self.network.model.visual
-        last = f"blocks.{len(tower.blocks) - 1}.attn"
-        names = ("merger", "deepstack_merger_list.0", last, f"{last}.qkv")
-        with record_calls(tower, names) as calls:
+        early = f"blocks.{tower.deepstack_visual_indexes[0]}"
+        last = f"blocks.{len(tower.blocks) - 1}.attn.qkv"
+        with record_outputs(tower, (early, last, "rotary_pos_emb")) as outputs:
             encoded = tower(inputs["pixel_values"].to(self.network.dtype), grid_thw=grid)
         _, rows, columns = (int(side) for side in grid[0])
 
@@ -136,15 +136,14 @@ class MiniQwen(Yardstick):
             """Values (P, ...) of patches as those of tokens (N, MERGE², ...), in float32."""
             return patches.float().unflatten(0, (-1, MERGE**2))
 
-        patches = by_token(calls["merger"].args[0])
-        early = by_token(calls["deepstack_merger_list.0"].args[0])
+        before_merger = by_token(outputs[early])
         # Attention to each token as a server measures it: the mean over heads and over all patches
         # as queries, then over the patches of a token.
-        joined, turns = calls[f"{last}.qkv"].output, calls[last].kwargs["position_embeddings"]
         heads = tower.blocks[-1].attn.num_heads
-        query, key, _ = joined.unflatten(-1, (3, heads, -1)).unbind(1)
+        query, key, _ = outputs[last].unflatten(-1, (3, heads, -1)).unbind(1)
         query, key = (
-            part.float().transpose(0, 1) for part in apply_rotary_pos_emb_vision(query, key, *turns)
+            part.float().transpose(0, 1)
+            for part in apply_rotary_pos_emb_vision(query, key, *outputs["rotary_pos_emb"])
         )
         scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
         return EncodedImage(
@@ -152,8 +151,8 @@ class MiniQwen(Yardstick):
             encoded.pooler_output,
             tuple(encoded.deepstack_features),
             by_token(scores.softmax(-1).mean((0, 1))).mean(1),
-            patches.mean(1),
-            torch.stack([early.abs().sum(2), early.norm(dim=2)], 2).mean(1),
+            by_token(encoded.last_hidden_state).mean(1),
+            torch.stack([before_merger.abs().sum(2), before_merger.norm(dim=2)], 2).mean(1),
         )
 
     def score_image(

@@ -132,10 +132,8 @@ def draw_pictures(
 
     `most` makes them easier: scenes of at most so many shapes, pages of at most so many words.
     """
-    rng = random.Random(seed)
-    scenes = [
-        pages.draw_rectangle(rng, size, most or pages.MOST_SHAPES) for _ in range(scene_count)
-    ]
+    rng, most_shapes = random.Random(seed), most or pages.MOST_SHAPES
+    scenes = [pages.draw_rectangle(rng, size, most_shapes) for _ in range(scene_count)]
     images, scenes = pages.render_rectangles(scenes, size, seed)
     texts = [
         pages.fill_page(rng, size)

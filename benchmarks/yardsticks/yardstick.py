@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -69,19 +69,6 @@ class Case:
     state: PruningState | None = None
     base: str = ""
     kept: Tensor | None = None
-
-    @property
-    def key(self) -> str:
-        """Identifies what is measured: name, budget, and the state's digest."""
-        digest = "" if self.state is None else f" {self.state.digest[:12]}"
-        return f"{self.name} {self.budget.label}{digest}"
-
-    @property
-    def reads_question(self) -> bool | None:
-        """Whether the question changes what is kept; None where that has no meaning."""
-        if self.state is None:
-            return None
-        return materialize(self.state, max(16, self.state.budget.range()[1])).reads_instruction
 
 
 @dataclass(frozen=True)
@@ -263,29 +250,18 @@ def pad_ids(rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
     return padded, torch.arange(longest) < torch.tensor([[len(row)] for row in rows])
 
 
-class Call(NamedTuple):
-    """Arguments and result of one call of a module."""
-
-    args: tuple[Tensor, ...]
-    kwargs: Mapping[str, Any]
-    output: Tensor
-
-
 @contextmanager
-def record_calls(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Call]]:
-    """Record the last call of each named submodule while the context is open."""
-    calls: dict[str, Call] = {}
+def record_outputs(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Record the last output of each named submodule while the context is open."""
+    outputs: dict[str, Any] = {}
     handles = [
         model.get_submodule(name).register_forward_hook(
-            lambda _, args, kwargs, output, name=name: calls.update(
-                {name: Call(args, kwargs, output)}
-            ),
-            with_kwargs=True,
+            lambda *call, name=name: outputs.update({name: call[-1]})
         )
         for name in names
     ]
     try:
-        yield calls
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()

@@ -16,46 +16,24 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from benchmarks.yardsticks import examples, pages
-from benchmarks.yardsticks.examples import CHECKPOINTS, Example, Split, draw_examples
+from benchmarks.yardsticks.examples import CHECKPOINTS, Split, draw_examples
 from benchmarks.yardsticks.pages import MERGE, TOKEN
-from benchmarks.yardsticks.questions import (
-    BRIEF,
-    CATEGORIES,
-    KINDS,
-    SEEN,
-    UNSEEN,
-    Model,
-    Questions,
-)
-from benchmarks.yardsticks.scenes import (
-    CELLS,
-    GRID,
-    Sign,
-    Style,
-    Thing,
-    draw_scene,
-    render_scenes,
-)
+from benchmarks.yardsticks.questions import BRIEF, CATEGORIES, KINDS, SEEN, UNSEEN, Model
 from benchmarks.yardsticks.train_miniqwen import shrink_size
-
-MODELS: tuple[Model, ...] = get_args(Model)
-PAGE_KINDS = CATEGORIES["miniqwen"]["pages"]
-EVERY_SIZE = (*pages.SIZES, *pages.UNSEEN_SIZES)
-STEPS = {"left of": (0, -1), "right of": (0, 1), "above": (-1, 0), "below": (1, 0)}
 
 
 @pytest.mark.parametrize(
     ("model", "digest", "moments"),
     [
-        ("minillava", "38a2c89ac0516a96", (130.3908, 45.7212, 130.3892)),
-        ("miniqwen", "6701d69dad73a5ca", (131.3984, 75.5445, 131.3978)),
+        ("minillava", "5044a14973a941c3", (143.0791, 43.6981, 143.0789)),
+        ("miniqwen", "b7df90b44da06296", (167.1161, 64.5667, 167.1161)),
     ],
 )
 def test_the_splits_are_those_of_published_figures(
     model: Model, digest: str, moments: tuple[float, float, float]
 ) -> None:
     """The last bit of few pixels depends on the processor and the number of threads."""
-    drawn = [example for name in get_args(Split) for example in draw_examples(name, 4, model)]
+    drawn = [example for name in get_args(Split) for example in draw_examples(name, 16, model)]
     parts = [(e.question, e.answer, e.kind, e.pair, e.evidence) for e in drawn]
     assert hashlib.sha256(repr(parts).encode()).hexdigest()[:16] == digest
     pixels = torch.cat([example.image.flatten() for example in drawn]).double()
@@ -65,7 +43,7 @@ def test_the_splits_are_those_of_published_figures(
     assert figures == pytest.approx(moments, abs=1e-3)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", get_args(Model))
 def test_splits_are_disjoint_and_only_the_test_split_is_new(model: Model) -> None:
     for seeds, others in combinations(examples.SEEDS.values(), 2):
         assert seeds.stop <= others.start or others.stop <= seeds.start
@@ -86,22 +64,21 @@ def test_splits_are_disjoint_and_only_the_test_split_is_new(model: Model) -> Non
             assert example.kind in CATEGORIES[model]["pages" if example.image_id % 2 else "scenes"]
     seen = draw_examples("search", 4, model)
     assert not any(example.unseen_style or example.unseen_wording for example in seen)
-    pairs: dict[int, list[Example]] = {}
+    pairs: dict[int, list[str]] = {}
     for example in drawn:
         if example.pair is not None:
-            pairs.setdefault(example.pair, []).append(example)
-    for pair in pairs.values():
-        assert [example.answer for example in pair] == ["yes", "no"]
-        assert len({(example.image_id, example.kind) for example in pair}) == 1
+            pairs.setdefault(example.pair, []).append(example.answer)
+    assert pairs and all(answers == ["yes", "no"] for answers in pairs.values())
     with pytest.raises(ValueError, match=r"must lie in 1\.\.5000"):
         draw_examples("test", 5001, model)
 
 
 def test_every_kind_is_in_one_category_and_has_wordings_in_words_of_training() -> None:
-    listed = {model: [k for kinds in CATEGORIES[model].values() for k in kinds] for model in MODELS}
+    listed = {model: [k for kinds in CATEGORIES[model].values() for k in kinds]
+              for model in get_args(Model)}  # fmt: skip
     assert sorted(listed["minillava"]) == sorted(KINDS)
     assert len(set(listed["miniqwen"])) == len(listed["miniqwen"])
-    assert set(SEEN) == set(UNSEEN) == set(BRIEF) == {*KINDS, *PAGE_KINDS}
+    assert set(SEEN) == set(UNSEEN) == set(BRIEF) == {*KINDS, *CATEGORIES["miniqwen"]["pages"]}
     assert not any(set(SEEN[kind]) & set(UNSEEN[kind]) for kind in SEEN)
     known, new = (
         {word.lower() for kind in KINDS for text in wordings[kind]
@@ -128,46 +105,10 @@ def test_answers_must_start_with_all_words_of_the_reference(
     assert examples.is_right(answer, reference) is right
 
 
-@pytest.mark.parametrize("style", get_args(Style))
-def test_shapes_and_signs_share_no_cell_and_no_name(style: Style) -> None:
-    drawn = [draw_scene(random.Random(seed), style) for seed in range(40)]
-    for scene in render_scenes(drawn, CELLS, 3)[1]:
-        parts: list[Thing | Sign] = [*scene.things, *scene.signs]
-        assert len({part.name for part in parts}) == len(parts)
-        for thing in scene.things:
-            middle, *_ = scene.patches[thing]
-            assert middle == (thing.row * 3 + 1) * GRID + thing.column * 3 + 1
-        cells = [
-            {(patch // GRID // 3, patch % GRID // 3) for patch in scene.patches[part]}
-            for part in parts
-        ]
-        assert len(set.union(*cells)) == sum(map(len, cells)), "a sign has two, others one"
-        assert style != "ring" or all({t.row, t.column} & {0, 3} for t in scene.things)
-
-
-def test_evidence_begins_with_what_the_question_names() -> None:
-    """Whether answers are right, the trained models tell: they give 99 % of them."""
-    rng = random.Random(11)
-    (scene,) = render_scenes([draw_scene(rng, "crowded")], CELLS, 11)[1]
-    for kind in ("digit", "quarter", "reading", "position"):
-        for question in Questions(rng, scene, (CELLS, CELLS), SEEN).generate(kind):
-            (thing,) = [thing for thing in scene.things if thing.name in question.text]
-            assert question.evidence == scene.patches[thing]
-    page = pages.draw_page(rng, "table", pages.Size(6, 9))
-    (question,) = Questions(rng, page, (0, 0), BRIEF).generate("cell")
-    (number,) = [
-        part for part in page.numbers if part.row * 9 + part.column == question.evidence[0]
-    ]
-    label, head = number.label, number.head
-    assert label is not None and head is not None and question.answer == str(number.value)
-    assert question.evidence[1:] == tuple(word.row * 9 + word.column for word in (label, head))
-    assert question.text == f"row {label.text} under {head.text}"
-
-
 @pytest.mark.parametrize("divisor", [1, 2, 4, 8, 16])
 def test_resizing_and_patches_are_those_of_the_processor(divisor: int) -> None:
     processor = AutoProcessor.from_pretrained(CHECKPOINTS["miniqwen"]).image_processor
-    for size in EVERY_SIZE:
+    for size in (*pages.SIZES, *pages.UNSEEN_SIZES):
         budget = size.tokens // divisor
         seen = shrink_size(size, budget)
         assert seen.tokens <= budget
