@@ -16,7 +16,7 @@ from vllm_autoprune.ops.dtype import choose_dtype
 
 if TYPE_CHECKING:  # loaded by what writes a folder
     from tokenizers.processors import PostProcessor
-    from transformers import PreTrainedConfig, PreTrainedTokenizerFast, ProcessorMixin
+    from transformers import PreTrainedTokenizerFast
 
 TOKENS, WIDTH, TOWER_LAYERS = 576, 4096, 24
 """N and D of LLaVA-1.5, and the layers of its vision tower."""
@@ -26,66 +26,57 @@ _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 """Tilings of llava-hf/llava-v1.6-vicuna-7b-hf, (height, width) in pixels."""
 
 
-def write_llava(
-    folder: Path, layers: int, *, tower_layers: int = TOWER_LAYERS, width: int = WIDTH
+def write_shape(
+    name: str, folder: Path, layers: int, *, tower_layers: int | None = None, width: int = WIDTH
 ) -> Path:
-    """A LLaVA-1.5 folder for ``--load-format dummy``; returns it.
+    """A folder of ``llava-1.5-7b``, ``llava-next-7b`` or ``qwen2.5-vl-7b``; returns it.
 
-    ``width``, a multiple of 128, is the language model's; its proportions stay. At full size, 23
-    layers of the vision tower (all but the last) precede 32 language layers of width 4096. A layer
-    of width 2048 costs a quarter, so 2 tower layers with 4 of those take about the same share.
+    ``width``, a multiple of 128, is the language model's where that is LLaVA's 4096; its
+    proportions stay. At full size, 23 layers of the vision tower (all but the last) precede 32
+    language layers of width 4096. A layer of width 2048 costs a quarter, so 2 tower layers with 4
+    of those take about the same share.
     """
-    from transformers import CLIPImageProcessor, LlavaConfig, LlavaProcessor
+    import transformers
 
     if width % _HEAD or not 0 < width <= WIDTH:
         raise ValueError(f"a width of {width}: expected a multiple of {_HEAD} up to {WIDTH}")
-    shape = _read_shape("llava", layers)
-    shape["config"]["vision_config"]["num_hidden_layers"] = tower_layers
-    text = shape["config"]["text_config"]
+    shape = _read_shape("qwen" if name.startswith("qwen") else "llava", layers)
+    text, pixels = shape["config"]["text_config"], shape["image_processor"]
     for size in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
         text[size] = text[size] * width // WIDTH
-    config = LlavaConfig(
-        **shape["config"],
-        image_seq_length=TOKENS,
-        architectures=["LlavaForConditionalGeneration"],
-    )
-    images = CLIPImageProcessor(**shape["image_processor"])
+    if tower_layers is not None:
+        shape["config"]["vision_config"]["num_hidden_layers"] = tower_layers
     tokenizer = _build_tokenizer(shape, text["vocab_size"])
-    return _save(folder, config, LlavaProcessor(images, tokenizer, **shape["processor"]))
-
-
-def write_llava_next(folder: Path, layers: int) -> Path:
-    """LLaVA-1.6 with Vicuna-7B: LLaVA-1.5's shape, with image tiles; returns the folder."""
-    from transformers import LlavaNextConfig, LlavaNextImageProcessor, LlavaNextProcessor
-
-    shape = _read_shape("llava", layers)
-    config = LlavaNextConfig(
-        **shape["config"],
-        image_grid_pinpoints=_PINPOINTS,
-        architectures=["LlavaNextForConditionalGeneration"],
-    )
-    images = LlavaNextImageProcessor(**shape["image_processor"], image_grid_pinpoints=_PINPOINTS)
-    tokenizer = _build_tokenizer(shape, shape["config"]["text_config"]["vocab_size"])
-    return _save(folder, config, LlavaNextProcessor(images, tokenizer, **shape["processor"]))
-
-
-def write_qwen(folder: Path, layers: int) -> Path:
-    """Qwen/Qwen2.5-VL-7B-Instruct; its vision tower at full depth. Returns the folder."""
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-    )
-
-    shape = _read_shape("qwen", layers)
-    processor = Qwen2_5_VLProcessor(
-        Qwen2VLImageProcessor(**shape["image_processor"]),
-        _build_tokenizer(shape, shape["config"]["text_config"]["vocab_size"]),
-        Qwen2VLVideoProcessor(**shape["image_processor"]),
-        chat_template=shape["tokenizer"]["chat_template"],
-    )
-    return _save(folder, Qwen2_5_VLConfig(**shape["config"]), processor)
+    config: transformers.PreTrainedConfig
+    processor: transformers.ProcessorMixin
+    match name:
+        case "llava-1.5-7b":
+            config = transformers.LlavaConfig(
+                **shape["config"],
+                image_seq_length=TOKENS,
+                architectures=["LlavaForConditionalGeneration"],
+            )
+            images = transformers.CLIPImageProcessor(**pixels)
+            processor = transformers.LlavaProcessor(images, tokenizer, **shape["processor"])
+        case "llava-next-7b":
+            config = transformers.LlavaNextConfig(
+                **shape["config"],
+                image_grid_pinpoints=_PINPOINTS,
+                architectures=["LlavaNextForConditionalGeneration"],
+            )
+            tiles = transformers.LlavaNextImageProcessor(**pixels, image_grid_pinpoints=_PINPOINTS)
+            processor = transformers.LlavaNextProcessor(tiles, tokenizer, **shape["processor"])
+        case _:
+            config = transformers.Qwen2_5_VLConfig(**shape["config"])
+            processor = transformers.Qwen2_5_VLProcessor(
+                transformers.Qwen2VLImageProcessor(**pixels),
+                tokenizer,
+                transformers.Qwen2VLVideoProcessor(**pixels),
+                chat_template=shape["tokenizer"]["chat_template"],
+            )
+    config.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
 
 
 def write_clip(folder: Path) -> Path:
@@ -120,12 +111,6 @@ def _read_shape(name: str, layers: int | None = None) -> dict[str, Any]:
         shape["config"]["text_config"]["num_hidden_layers"] = layers
     assert isinstance(shape, dict)
     return shape
-
-
-def _save(folder: Path, config: PreTrainedConfig, processor: ProcessorMixin) -> Path:
-    config.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
 
 
 def _build_tokenizer(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -34,13 +34,7 @@ from benchmarks.common.report import (
     log_progress,
 )
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
-from benchmarks.common.shapes import (
-    draw_words,
-    write_clip,
-    write_llava,
-    write_llava_next,
-    write_qwen,
-)
+from benchmarks.common.shapes import draw_words, write_clip, write_shape
 from benchmarks.server import Server, ServerDied, serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples, png_url
 from vllm_autoprune import load_state
@@ -66,12 +60,8 @@ _POLICIES = (
 )  # fmt: skip
 _MINI, _FULL, _SERVED = "mini-llava", "full", "served"
 _WARM_UP, _ANSWER_TOKENS = 2, 16
-_SHAPES: Mapping[str, tuple[int, Callable[[Path, int], Path]]] = {
-    "llava-1.5-7b": (336, write_llava),
-    "llava-next-7b": (672, write_llava_next),
-    "qwen2.5-vl-7b": (1008, write_qwen),
-}
-"""True shapes: side of the image that gives the published number of tokens, writer."""
+_SHAPES = {"llava-1.5-7b": 336, "llava-next-7b": 672, "qwen2.5-vl-7b": 1008}
+"""True shapes: side of the image that gives the published number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +83,7 @@ class _Model:
 def _open_model(name: str, layers: int, out: Path) -> _Model:
     """The model of that name; the folder of a shape is written below ``out``."""
     if name != _MINI:
-        folder = _SHAPES[name][1](out / f"{name}-{layers}-layers", layers)
+        folder = write_shape(name, out / f"{name}-{layers}-layers", layers)
         flags = ("--load-format", "dummy", "--max-model-len", "4096")
         return _Model(name, folder, replace(BACKBONE_SHAPES[name], layers=layers), flags)
     config = json.loads((LLAVA / "config.json").read_text())
@@ -120,7 +110,7 @@ def _draw_requests(name: str, count: int) -> list[tuple[bytes, bytes]]:
         by_image = {example.image_id: example for example in reversed(draw_examples("test", count))}
         asked = [(png_url(by_image[i].image), by_image[i].question) for i in range(count)]
     else:
-        side = _SHAPES[name][0]
+        side = _SHAPES[name]
         asked = [
             (encode_picture(draw_picture(number, side, side)), draw_words(16, number))
             for number in range(count)

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from benchmarks import BenchmarkError
 from benchmarks.common.report import command_line, log_progress
-from benchmarks.common.shapes import write_llava
+from benchmarks.common.shapes import write_shape
 from benchmarks.load.compare import Point, Run
 from benchmarks.load.result import RESULT, read_result
 from benchmarks.load.settings import (
@@ -103,7 +103,7 @@ def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
             raise BenchmarkError(f"--model {options.model}: {layers!r} is not a whole number")
         folder = Path("out/load") / f"llava-{layers}-{options.tower_layers}-{options.width}"
         sizes = {"tower_layers": options.tower_layers, "width": options.width}
-        model = write_llava(folder, int(layers), **sizes)
+        model = write_shape("llava-1.5-7b", folder, int(layers), **sizes)
         flags += ["--load-format", "dummy"]
     elif model == LLAVA:
         tower = tower or CLIP

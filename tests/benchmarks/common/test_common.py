@@ -24,8 +24,7 @@ from benchmarks.common.shapes import (
     count_kv_bytes,
     count_visual_tokens,
     draw_words,
-    write_llava,
-    write_llava_next,
+    write_shape,
 )
 from benchmarks.server import ServerDied, free_port
 
@@ -129,7 +128,7 @@ def test_the_seed_determines_every_pixel_and_a_data_url_contains_them() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llava(tmp_path_factory.mktemp("shape") / "llava", layers=3)
+    return write_shape("llava-1.5-7b", tmp_path_factory.mktemp("shape") / "llava", layers=3)
 
 
 def test_widths_are_those_of_llava_7b_without_weights(folder: Path) -> None:
@@ -147,13 +146,13 @@ def test_widths_are_those_of_llava_7b_without_weights(folder: Path) -> None:
 
 
 def test_a_narrow_shape_keeps_its_proportions(tmp_path: Path) -> None:
-    path = write_llava(tmp_path / "narrow", 4, tower_layers=2, width=2048)
+    path = write_shape("llava-1.5-7b", tmp_path / "narrow", 4, tower_layers=2, width=2048)
     config = AutoConfig.from_pretrained(path)
     text = config.text_config
     assert (text.hidden_size, text.intermediate_size, text.num_attention_heads) == (2048, 5504, 16)
     assert (text.num_hidden_layers, config.vision_config.num_hidden_layers) == (4, 2)
     with pytest.raises(ValueError, match="a multiple of 128"):
-        write_llava(tmp_path / "odd", 4, width=1000)
+        write_shape("llava-1.5-7b", tmp_path / "odd", 4, width=1000)
 
 
 def test_an_image_is_n_tokens_and_a_word_is_one(folder: Path) -> None:
@@ -172,7 +171,7 @@ def test_an_image_is_n_tokens_and_a_word_is_one(folder: Path) -> None:
 
 
 def test_a_tiled_shape_has_the_published_pinpoints(tmp_path: Path) -> None:
-    config = AutoConfig.from_pretrained(write_llava_next(tmp_path / "next", 1))
+    config = AutoConfig.from_pretrained(write_shape("llava-next-7b", tmp_path / "next", 1))
     assert [672, 672] in [list(pair) for pair in config.image_grid_pinpoints]
 
 
