@@ -27,7 +27,6 @@ from benchmarks.load.settings import (
     PairedOptions,
     RunOptions,
     SendingOptions,
-    Workload,
 )
 from benchmarks.load.workload import make_workload, prepare
 from benchmarks.server import end_group, free_port, serve
@@ -62,10 +61,8 @@ class Paired(FrozenModel):
 
     options: PairedOptions
     arms: tuple[Arm, ...]
-    workload: Workload
     runs: tuple[tuple[str, int, str], ...]
     """Arm, pass and folder of each, in order of time."""
-    rates: tuple[float, ...]
     command: tuple[str, ...]
     broken: str | None = None
     """Why it ended early; runs before that are kept."""
@@ -206,9 +203,7 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
     paired = Paired(
         options=options,
         arms=tuple(arms),
-        workload=workload,
         runs=tuple(entries),
-        rates=rates,
         command=command_line(),
         broken=broken,
     )

@@ -79,7 +79,7 @@ def write_report(folder: Path) -> tuple[str, int]:
             f"{sum(run.result.summary.requests for run in runs):,} requests counted",
             f"{paired.options.passes} passes",
             f"objective: {slo.describe_objective()}",
-            CACHES[paired.workload.cache],
+            CACHES[paired.options.cache],
         ],
         sections=[chart, *(s for s in tables if any(table.rows for table in s.tables))],
     )
@@ -211,13 +211,13 @@ def _build_runs(runs: Sequence[Run]) -> Section:
 
 
 def _build_settings(paired: Paired, runs: Sequence[Run]) -> Section:
-    """Command, arms, workload, machine."""
+    """Command, arms, options, machine."""
     arms = [
         [arm.name, (arm.digest or "none")[:16], arm.url or " ".join([arm.model, *arm.flags])]
         for arm in paired.arms
     ]
-    workload, results = paired.workload.model_dump(), [run.result for run in runs]
-    settings = {name.replace("_", "-"): str(value) for name, value in workload.items()}
+    options, results = paired.options.model_dump(), [run.result for run in runs]
+    settings = {name.replace("_", "-"): str(value) for name, value in options.items()}
     settings |= results[0].environment if results else {}
     busy = ", ".join(result.environment["load average"] for result in results)
     settings["load average before each run"] = busy

@@ -275,9 +275,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paired = Paired(
         options=PairedOptions(slo_ttft=500),
         arms=tuple(arms),
-        workload=Workload(model="mock"),
         runs=tuple((run.arm, run.number, run.folder) for run in runs),
-        rates=(2.0, 4.0),
         command=("python", "-m", "benchmarks.load", "paired", "--state", "<b>"),
         broken="AutoPrune: no <state>",
     )
