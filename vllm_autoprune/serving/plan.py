@@ -154,8 +154,8 @@ class ItemPlan:
 
     def recall(self, budget: int) -> ItemPlan:
         """Tokens of the image that a later turn recalls after this item, without its question."""
-        kept = self.budget if self.earlier else self.image_budget
-        earlier = (*self.earlier, Choice(kept, *self.read))
+        budget_before = self.budget if self.earlier else self.image_budget
+        earlier = (*self.earlier, Choice(budget_before, *self.read))
         return replace(self, budget=budget, part="recall", earlier=earlier).ask()
 
     def ask(self, instruction: Ids = (), language: Ids = ()) -> ItemPlan:

@@ -53,8 +53,8 @@ def test_each_setting_is_read_from_text_and_numbers(tiny_clip: TinyClip) -> None
     file, digest = shipped_states()["autoprune"], load_state("autoprune").digest
     forms = ("autoprune", file, str(file), file.read_text(), shipped("autoprune"))
     for state in (*forms, load_state("autoprune")):
-        assert (made := resolve(state=state)).state.digest == digest
-    assert (made.budget, made.tower, made.cache_bytes) == (32, None, 1 << 28)
+        assert (server := resolve(state=state)).state.digest == digest
+    assert (server.budget, server.tower, server.cache_bytes) == (32, None, 1 << 28)
     for budget in (64, "64", " 64 "):
         assert resolve(budget=budget).policy().budget == 64
     for size, count in ((0, 0), ("0", 0), (2, 1 << 31), ("0.5", 1 << 29), (1024, 1 << 40)):

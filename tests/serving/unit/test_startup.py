@@ -196,8 +196,8 @@ def test_connectors_that_shorten_identities_are_refused(
     name, extra = "LMCacheConnectorV1", {"use_native": native}
     connector = {"kv_connector": name, "kv_connector_extra_config": extra}
     nested = {"connectors": [connector]}
-    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": nested}
-    for fields in (connector, several):
+    multi = {"kv_connector": "MultiConnector", "kv_connector_extra_config": nested}
+    for fields in (connector, multi):
         config = changed(kv_transfer_config=SimpleNamespace(**fields))
         if refused:
             assert places(base("divprune"), config) == [f"--kv-transfer-config {name}"]

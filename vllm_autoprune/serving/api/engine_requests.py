@@ -80,14 +80,14 @@ def count_request(
 
     ``kv_bytes`` are those of one token in the KV cache.
     """
-    kept = sum(plan.budget for plan in plans)
+    tokens_after = sum(plan.budget for plan in plans)
     _REQUESTS.labels(state).inc()
     _IMAGES.labels(chooser).inc(len(sizes))
     _TOKENS.labels("before").inc(sum(sizes))
-    _TOKENS.labels("after").inc(kept)
+    _TOKENS.labels("after").inc(tokens_after)
     _CORE_TOKENS.inc(sum(plan.budget for plan in plans if plan.part == "core"))
     _RECALLED_TOKENS.inc(sum(plan.budget for plan in plans if plan.part == "recall"))
-    _KV_BYTES.inc((sum(sizes) - kept) * kv_bytes)
+    _KV_BYTES.inc((sum(sizes) - tokens_after) * kv_bytes)
 
 
 # vLLM's record of the images that the engine has, changed by requests that reach the engine only.

@@ -259,12 +259,12 @@ def expand_marks(
     """
     marks: list[list[Slot]] = []
     """The items that each image token stands for: a turn's follow the images before it."""
-    shown = 0
+    images_before = 0
     for number, turn in enumerate(turns):
-        marks += [[slot] for slot in images[shown : turn.images]]
+        marks += [[slot] for slot in images[images_before : turn.images]]
         marks.append([slot for slot in recalls if slot.turn == number])
-        shown = turn.images
-    marks += [[slot] for slot in images[shown:]]
+        images_before = turn.images
+    marks += [[slot] for slot in images[images_before:]]
     places = [turn.images for turn in turns]
     if ids.count(token) != len(marks) or places != sorted(places) or max(places) > len(images):
         what = (

@@ -149,12 +149,12 @@ def resolve_plans(
             policy = served.policy(most, request.keep)
         else:
             policy = make_policy(state, most, request.keep)
-        kept = policy.at(image.tokens, image.tiles).budget
+        k = policy.at(image.tokens, image.tiles).budget
         if asked is not None or (state is not None and most is None):
-            require_in_range(kept, "state" if asked is None else "budget", "K")
+            require_in_range(k, "state" if asked is None else "budget", "K")
         plan = ItemPlan(image.tokens, NO_KEY, keep=request.keep, tokens=image.tokens)
-        if kept < image.tokens:
-            plan = replace(plan, budget=kept, state=encoded)
+        if k < image.tokens:
+            plan = replace(plan, budget=k, state=encoded)
         find_needs(served, plan)
         plans.append(plan)
     return plans

@@ -139,16 +139,16 @@ class PrunedProcessor(_Stock):
             else:
                 salt = salt if isinstance(salt, CacheSalt) else ""
                 plan = self._planner.plan_request(plain, fields, salt)
-            shown = _resize_images(self.info, plain, plan.sizes)
+            resized = _resize_images(self.info, plain, plan.sizes)
         except AutopruneError:
             REFUSED.inc()
             raise
         # An item for every part of an image, now that vLLM has counted the images against
         # ``--limit-mm-per-prompt``.
-        planned = {**vars(shown), "plan": plan, "mm_uuid_items": None}
+        planned = {**vars(resized), "plan": plan, "mm_uuid_items": None}
         if plan.prompt is not None:
-            images = [shown.mm_data_items["image"].get(item.image) for item in plan.items]
-            planned |= {"prompt": plan.prompt, "mm_data_items": _with_images(shown, images)}
+            images = [resized.mm_data_items["image"].get(item.image) for item in plan.items]
+            planned |= {"prompt": plan.prompt, "mm_data_items": _with_images(resized, images)}
         rendering = None
         if isinstance(inputs.cache, LruKeyReplicatedSenderCache):
             planned["cache"] = rendering = Rendering(inputs.cache, self._waiting)
@@ -178,12 +178,12 @@ class PrunedProcessor(_Stock):
 
             def process_again() -> dict[str, RenderedItem]:
                 uncached = _Inputs(**{**content, "cache": None})
-                made = super(PrunedProcessor, self)._cached_apply_hf_processor(uncached, timing_ctx)
+                data = super(PrunedProcessor, self)._cached_apply_hf_processor(uncached, timing_ctx)
                 return {
                     key: RenderedItem(tensors, updates)
-                    for modality, keys in made.hashes.items()
+                    for modality, keys in data.hashes.items()
                     for key, tensors, updates in zip(
-                        keys, made.kwargs[modality], made.prompt_updates[modality], strict=True
+                        keys, data.kwargs[modality], data.prompt_updates[modality], strict=True
                     )
                 }
 
@@ -236,9 +236,9 @@ class PrunedProcessor(_Stock):
             name: element.field.reduce_data([tensors[name] for tensors in each])
             for name, element in each[0].items()
         }
-        others = {name: items for name, items in mm_items.items() if name != "image"}
-        if others:
-            joined |= super()._apply_hf_processor_main(MultiModalDataItems(others), hf_kwargs)
+        other_items = {name: items for name, items in mm_items.items() if name != "image"}
+        if other_items:
+            joined |= super()._apply_hf_processor_main(MultiModalDataItems(other_items), hf_kwargs)
         return BatchFeature(joined)
 
     def _get_mm_hashes(self, inputs: ProcessorInputs) -> MultiModalHashes:

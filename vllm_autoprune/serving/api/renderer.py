@@ -115,9 +115,9 @@ class AutopruneHfRenderer(HfRenderer):
                 )
             except (ValueError, VLLMValidationError):
                 text = ""
-            _, found, between = str(text).partition(mark)[0].rpartition(token)
+            _, has_token, between = str(text).partition(mark)[0].rpartition(token)
             # A template that takes no parts has vLLM put its image token on a line of its own.
-            space = between if found else "\n"
+            space = between if has_token else "\n"
             if len(self._spaces) >= _MAX_TEMPLATES:
                 self._spaces.clear()
             self._spaces[chat_template] = space if not space.strip() else ""
