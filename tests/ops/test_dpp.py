@@ -1,7 +1,8 @@
 """Greedy MAP: its definition, anchors, conditioning and caps; and the Triton form of it.
 
-The kernel runs without a GPU, by Triton's interpreter and up to the binary, in a process of its own
-because Triton reads its environment when a kernel is declared.
+The kernel runs without a GPU, by Triton's interpreter and up to the binary, in a process of its
+own because Triton reads its environment when a kernel is declared: this module as a command prints,
+with ``compare``, the picks of both implementations, and with ``compile-80`` the sizes of binaries.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -19,10 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.ops import triton_cases
 from vllm_autoprune.ops import dpp
 from vllm_autoprune.ops.dpp import greedy_map
-from vllm_autoprune.ops.greedy import capped_greedy_map, condition, greedy_map_torch
+from vllm_autoprune.ops.greedy import Conditioned, capped_greedy_map, condition, greedy_map_torch
 from vllm_autoprune.ops.rowwise import TIE
 from vllm_autoprune.ops.similarity import cosines
 
@@ -152,12 +154,111 @@ def test_no_cell_gets_more_than_the_cap_and_a_core_counts(seed: int, cap: int, f
         assert int(cells[image][picks].bincount().max()) <= cap
 
 
-CASES = dict(triton_cases.cases())
+@dataclass(frozen=True)
+class Inputs:
+    """One call of greedy MAP; core ``(B, A)`` are tokens that the similarity is conditioned on."""
+
+    similarity: Tensor
+    quality: Tensor
+    count: int
+    anchors: Tensor | None = None
+    eligible: Tensor | None = None
+    core: Tensor | None = None
+
+    def picks(self, implementation: Callable[..., Tensor], device: str = "cpu") -> list[list[int]]:
+        conditioned = None if self.core is None else condition(self.similarity, self.core)
+        parts = (
+            self.similarity,
+            self.quality,
+            self.count,
+            self.anchors,
+            self.eligible,
+            conditioned,
+        )
+        moved = [part.to(device) if isinstance(part, Tensor) else part for part in parts]
+        if conditioned is not None:
+            tensors = (conditioned.factors.to(device), conditioned.residual.to(device))
+            moved[-1] = Conditioned(*tensors)
+        picks: list[list[int]] = implementation(*moved).tolist()
+        return picks
+
+
+def _random(seed: int, batch: int, tokens: int, count: int, width: int) -> Inputs:
+    source = torch.Generator().manual_seed(seed)
+    rows = torch.randn(batch, tokens, width, generator=source)
+    unit = rows / rows.norm(dim=-1, keepdim=True)
+    quality = 0.2 + 0.8 * torch.rand(batch, tokens, generator=source)
+    return Inputs(unit @ unit.transpose(1, 2), quality, count)
+
+
+def cases() -> Iterator[tuple[str, Inputs]]:
+    """Inputs on which both implementations must agree: gains are far apart or bit-identical."""
+    yield "one token", _random(1, 1, 1, 1, 4)
+    yield "every token", _random(3, 2, 12, 12, 32)
+    yield "five tiles", _random(4, 5, 130, 24, 96)
+    yield "true shape", _random(5, 1, 576, 24, 256)
+
+    plain = _random(6, 3, 40, 12, 48)
+    source = torch.Generator().manual_seed(7)
+    anchors = torch.stack([torch.randperm(40, generator=source)[:4] for _ in range(3)])
+    eligible = torch.rand(3, 40, generator=source) > 0.4
+    yield "both", Inputs(plain.similarity, plain.quality, 12, anchors, eligible)
+    apart = eligible.scatter(1, anchors, False)
+    yield "conditioned, some", Inputs(plain.similarity, plain.quality, 9, None, apart, anchors)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = torch.randn(3, 40, 512, generator=source).to(dtype)
+        similarity = cosines(rows, rows.norm(dim=-1, keepdim=True))
+        yield f"rounded 1 in {dtype}", Inputs(similarity, torch.ones(3, 40), 12)
+
+    yield "ties", Inputs(torch.eye(9)[None], torch.ones(1, 9), 6)
+    # Every token the same: the rank is 1, and all but the first pick go by quality.
+    scores = torch.tensor([[0.25, 0.5, 1.0, 0.5, 0.25, 2.0]])
+    some = torch.tensor([[True, True, False, True, True, True]])
+    yield "rank 1, some", Inputs(torch.ones(1, 6, 6), scores, 5, None, some)
+    yield "same anchors", Inputs(torch.ones(1, 6, 6), scores, 4, torch.tensor([[0, 3]]))
+    yield "zero rows", Inputs(torch.zeros(2, 5, 5), scores[:, :5].repeat(2, 1), 5)
+
+    bad = plain.quality.clone()
+    bad[1, 5] = torch.nan
+    bad[2, 0], bad[2, 3], bad[2, 4] = torch.inf, torch.nan, -torch.inf
+    yield "quality not finite", Inputs(plain.similarity, bad, 40)
+    broken = plain.similarity.clone()
+    broken[0, 3], broken[0, :, 3], broken[2] = torch.nan, torch.nan, torch.nan
+    yield "similarity NaN, anchors", Inputs(broken, plain.quality, 12, anchors, eligible)
+
+
+CASES = dict(cases())
+
+
+def _compile(gpu: int) -> dict[str, int]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vllm_autoprune.ops.dpp_triton import _greedy_map, _launch_options
+
+    types = dict.fromkeys(("similarity", "quality", "residuals", "factors"), "*fp32")
+    types |= {"eligible": "*i1", "anchors": "*i64", "picks": "*i64"}
+    types |= dict.fromkeys(("tokens", "count", "forced", "fixed"), "i32")
+    types |= dict.fromkeys(("exhausted", "divisor", "huge", "unit", "tie"), "fp32")
+    actual = {}
+    for tokens, masked in ((64, False), (576, True), (2880, False)):
+        block, rows, warps = _launch_options(tokens)
+        fixed = {"has_eligible": masked, "block": block, "rows": rows}
+        signature = {n: types.get(n, "constexpr") for n in _greedy_map.arg_names}
+        built = triton.compile(
+            ASTSource(fn=_greedy_map, signature=signature, constexprs=fixed),
+            target=GPUTarget("cuda", gpu, 32),
+            options={"num_warps": warps},
+        )
+        actual[f"sm_{gpu}, N = {tokens}"] = len(built.asm["cubin"])
+    return actual
 
 
 def ran(command: str, **environment: str) -> dict[str, list[list[list[int]]]]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.triton_cases", command],
+        [sys.executable, "-m", "tests.ops.test_dpp", command],
         cwd=Path(__file__).resolve().parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
@@ -187,7 +288,7 @@ def test_picks_of_triton_equal_those_of_torch(name: str) -> None:
     "gpu",
     [
         pytest.param(gpu, id=f"sm_{gpu}", marks=[pytest.mark.exhaustive] if gpu < 90 else [])
-        for gpu in triton_cases.GPUS
+        for gpu in (90, 100, 120, 80)  # an H100, a B200, an RTX 5090 and an A100
     ],
 )
 def test_the_kernel_compiles_for_a_gpu(gpu: int, tmp_path: Path) -> None:
@@ -206,8 +307,19 @@ def test_torch_is_used_on_a_cpu_and_on_a_gpu_without_triton(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("inputs", CASES.values(), ids=CASES)
-def test_picks_on_a_gpu_equal_torch(inputs: triton_cases.Inputs) -> None:
-    from vllm_autoprune.ops.dpp_triton import works
+def test_picks_on_a_gpu_equal_torch(inputs: Inputs) -> None:
+    from vllm_autoprune.ops.dpp_triton import greedy_map_triton, works
 
     assert works()
-    assert inputs.to("cuda").in_triton() == inputs.in_torch()
+    assert inputs.picks(greedy_map_triton, "cuda") == inputs.picks(greedy_map_torch)
+
+
+if __name__ == "__main__":
+    from vllm_autoprune.ops.dpp_triton import greedy_map_triton
+
+    step, _, compute_capability = sys.argv[1].partition("-")
+    if step == "compile":
+        print(json.dumps(_compile(int(compute_capability))))
+    else:
+        both = (greedy_map_torch, greedy_map_triton)
+        print(json.dumps({name: [*map(inputs.picks, both)] for name, inputs in CASES.items()}))

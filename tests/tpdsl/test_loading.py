@@ -387,14 +387,10 @@ HOSTILE = {
     "keys that occur twice": "{" + '"a":0,' * (MAX_VALUES - 9) + '"b":1}',
     "a long name": changed({"/reassembly/atom": "mean_residual" * 80_000}),
     "a long key": changed({"/reassembly/" + "strength" * 100_000: 1}),
-    "a long list": changed({"/reassembly": list(range(9000))}),
     "a long number": changed({}).replace('"q_e": 2', '"q_e": ' + "7" * 1_000_000),
-    "a long fraction": changed({}).replace('"q_e": 2', '"q_e": 0.' + "7" * 1_000_000),
     "quotes": '{"' * 500_000,
     "backslashes": '{"' + "\\" * 1_000_000,
     "pairs of brackets": '{"a": [' + "[]," * 340_000 + "[]]}",
-    "objects in objects": '{"a":' * 200_000,
-    "too much": "{" + " " * (2 * MAX_BYTES) + "}",
 }  # fmt: skip
 
 

@@ -85,7 +85,7 @@ class _Sets:
         within = (fixed % size)[:, None].expand_as(inside)
         return condition(similarity, within.flatten(0, 1), inside.flatten(0, 1))
 
-    def greedy_map(self, similarity: Tensor, quality: Tensor) -> Tensor:
+    def pick_by_map(self, similarity: Tensor, quality: Tensor) -> Tensor:
         """Greedy MAP from the given tokens: quality scales the kernel conditioned on them."""
         eligible = conditioned = None
         if self.start.most:
@@ -162,7 +162,7 @@ def cdpruner(params: _CDPrunerParams, tokens: VisualTokens, budget: int, start: 
     """
     relevance = min_max_normalise(_relevance(tokens), offset=1e-6)
     sets = _Sets(tokens, budget, start)
-    return sets.greedy_map(tokens.tile_cosine, sets.of(sharpen(relevance, params.theta)))
+    return sets.pick_by_map(tokens.tile_cosine, sets.of(sharpen(relevance, params.theta)))
 
 
 class _CentredParams(PolicyParams):
@@ -227,7 +227,7 @@ def cen_cdpruner(
     similarity, quality = params.compare(sets)
     if params.relevance:
         quality = quality * sets.of(min_max_normalise(_relevance(tokens), offset=1e-6))
-    return sets.greedy_map(similarity, quality)
+    return sets.pick_by_map(similarity, quality)
 
 
 class _CenDivPruneParams(_CentredParams):

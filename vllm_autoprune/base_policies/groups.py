@@ -119,6 +119,12 @@ def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
 
 _Mode = Literal["patch", "cls", "qwen"]
 
+_MODE_NEEDS: dict[_Mode, tuple[Need, ...]] = {
+    "patch": ("cls_attention", "encoder"),
+    "cls": ("cls_attention", "encoder", "tower"),
+    "qwen": (),
+}
+
 
 class _PruneSIDParams(PolicyParams):
     """Parameters of PruneSID."""
@@ -138,13 +144,6 @@ class _PruneSIDParams(PolicyParams):
         description="cls: one row is [CLS], as published; patch: K patches; qwen: projected tokens "
         "scored by their group's direction, as published for Qwen2-VL, without attention",
     )
-
-
-def _prunesid_reads(params: _PruneSIDParams) -> frozenset[Need]:
-    if params.mode == "qwen":
-        return frozenset()
-    reads: frozenset[Need] = frozenset({"cls_attention", "encoder"})
-    return reads | {"tower"} if params.mode == "cls" else reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +198,7 @@ def _native_prunesid(
     _PruneSIDParams,
     needs=frozenset({"cls_attention", "encoder", "tower"}),
     native=_native_prunesid,
-    reads=_prunesid_reads,
+    reads=lambda params: frozenset(_MODE_NEEDS[params.mode]),
 )
 def prunesid(params: _PruneSIDParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The most attended tokens of every principal direction that repeat no better one.
@@ -246,8 +245,9 @@ def _group_tokens(
     else:
         score = tiles.of(tokens.require_cls_attention().float(), tokens)
     similarity = cosines(rows, rows.norm(dim=-1, keepdim=True))
-    # Similarity, as a multiple of the mean, from which on a token repeats another.
-    threshold, mean = params.threshold, _mean_of_pairs(similarity)
+    # Similarity, as a multiple of the mean of all pairs, from which on a token repeats another.
+    total = torch.stack([matrix.sum() - matrix.diagonal().sum() for matrix in similarity])
+    threshold, mean = params.threshold, total[:, None] / max(1, size * (size - 1))
     if threshold is None:
         threshold = max(18 * budget / size, 1.0) if qwen else budget / 32
     if qwen:  # the published mean is a sum over pairs and the diagonal, by n squared
@@ -278,13 +278,6 @@ def _principal_loadings(rows: Tensor, groups: int) -> Tensor:
     _, vectors = torch.linalg.eigh(matmul_each(centred, centred.transpose(1, 2)))
     loadings: Tensor = vectors[:, :, -groups:].flip(2).abs()
     return loadings
-
-
-def _mean_of_pairs(similarity: Tensor) -> Tensor:
-    """Mean similarity ``(R, 1)`` of two different tokens, from ``(R, n, n)``."""
-    size = similarity.shape[1]
-    total = torch.stack([matrix.sum() - matrix.diagonal().sum() for matrix in similarity])
-    return total[:, None] / max(1, size * (size - 1))
 
 
 def _find_distinct(similarity: Tensor, order: Tensor, group: Tensor, bound: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ from vllm_autoprune.tpdsl.base_policy import (
     base_policy,
 )
 from vllm_autoprune.tpdsl.tokens import (
-    Need,
     TileGroup,
     VisualTokens,
     join_groups,
@@ -434,11 +433,6 @@ class _FSRCoreParams(_FSRParams):
     alpha: float = Field(0.0, ge=0.0, le=0.0, description="a core reads no question")
 
 
-def _fsr_reads(params: _FSRParams) -> frozenset[Need]:
-    attention: frozenset[Need] = frozenset({"cls_attention"})
-    return attention | {"instruction"} if params.alpha > 0 else attention
-
-
 def _continue_fsr(params: _FSRParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Tokens of highest priority: the scan has no part in a continuation [ours]."""
     order = tokens.by_tile(_fsr_priority(params, tokens).masked_fill(start.closed, -torch.inf))
@@ -462,7 +456,9 @@ def _native_fsr(params: _FSRParams, tokens: VisualTokens, budget: int) -> Publis
     needs=frozenset({"cls_attention", "instruction"}),
     native=_native_fsr,
     continuation=_continue_fsr,
-    reads=_fsr_reads,
+    reads=lambda params: frozenset(
+        {"cls_attention", "instruction"} if params.alpha > 0 else {"cls_attention"}
+    ),
     core=_FSRCoreParams,
 )
 def fsr(params: _FSRParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
