@@ -251,6 +251,8 @@ ROWS: dict[str, tuple[str, VisualTokens, int, dict[str, object], object, object]
     "neighbours are added unnormalised and the rest is summed": (
         "prumerge_plus", OUTLYING, 3, {}, torch.stack(WITH_NEIGHBOURS), DROPPED),
     "the scan alone takes others": ("fsr", FOCUS, 2, {"alpha": 0.0, "rho": 0.9}, MIXED, None),
+    "without priority a token changes none": (
+        "fsr", FOCUS, 2, {"alpha": 0.0, "rho": 0.9, "kappa": 9.0}, MIXED, None),
     "without merging rows stay": (
         "fsr", FOCUS, 2, {"alpha": 0.0, "rho": 0.9, "kappa": 0.0}, [[1.0, 0], [0, 1]], None),
     "a pruned token is recycled": (
