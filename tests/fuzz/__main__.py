@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,21 +22,13 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 
 from tests.fuzz.generator import Json, draw_text, state_schema
-from vllm_autoprune import (
-    BudgetError,
-    PruningState,
-    StateError,
-    VisualTokens,
-    load_state,
-    materialize,
-    safety_check,
-)
+from vllm_autoprune import BudgetError, PruningState, StateError, load_state, materialize
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.tpdsl.atoms.safety import VERDICTS
 from vllm_autoprune.tpdsl.loading import RULES
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.registry import ATOMS
-from vllm_autoprune.tpdsl.safety import synthetic_probes
+from vllm_autoprune.tpdsl.safety import safety_check, synthetic_probes
 
 SLOW = 1.0
 """Seconds of processor time within which any text must be accepted or refused."""
@@ -47,56 +38,43 @@ SMALL = 5
 
 _BUDGETS = (1, 2, 7, 64, 500, MAX_BUDGET, 0, -1, MAX_BUDGET + 1)
 _LONGEST_MESSAGE = 64 * 1024
+FAULT = "fault: "
 
 
-@dataclass
-class Finding:
-    """Outcome of one text; ``faults`` are violations of what the loader guarantees.
+def judge(content: str | bytes, file: Path, *, fully: bool = False) -> list[str]:
+    """Outcomes of one text: "accepted" or "refused: KIND", its atoms, and faults.
 
-    ``kinds`` of problems for which it was refused; ``atoms`` of an accepted state, and the reasons
-    for which it is ``unsafe``.
-    """
-
-    state: PruningState | None = None
-    kinds: tuple[str, ...] = ()
-    seconds: float = 0.0
-    atoms: tuple[str, ...] = ()
-    unsafe: tuple[str, ...] = ()
-    faults: list[str] = field(default_factory=list)
-
-
-def judge(content: str | bytes, file: Path, *, fully: bool = False) -> Finding:
-    """Judge one text. ``fully``: at the state's own K on all probes, and by the full schema.
-
-    Any exception but the loader's StateError is recorded as a fault and not raised. A text that the
+    Faults are violations of what the loader guarantees, any exception but its StateError among
+    them. ``fully``: at the state's own K on all probes, and by the full schema. A text that the
     loader would take for a name or a path is read from ``file``.
     """
-    finding, source = Finding(), file
-    stage = "loader raised"
+    outcomes: list[str] = []
     try:
+        source: Any = file
         if isinstance(content, str) and content.lstrip(" \t\r\n").startswith("{"):
-            source = content  # type: ignore[assignment]
+            source = content
+        elif isinstance(content, str):
+            file.write_bytes(content.encode("utf-8", "surrogatepass"))
         else:
-            text = (
-                content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
-            )
-            file.write_bytes(text)
-        begun = time.process_time()
+            file.write_bytes(content)
+        state, kinds, begun = None, set[str](), time.process_time()
         try:
-            finding.state = load_state(source)
+            state = load_state(source)
+            outcomes.append("accepted")
         except StateError as error:
-            finding.kinds = tuple(sorted({problem.kind for problem in error.problems}))
-            finding.faults += _untidy(error)
-        finding.seconds = time.process_time() - begun
-        if finding.seconds > SLOW:
-            finding.faults.append(f"took {finding.seconds:.1f} s")
-        stage = "after loading:"
-        finding.faults += _disagreements(content, finding, fully)
-        if finding.state is not None:
-            finding.faults += _faults_of_state(finding, finding.state, fully)
+            kinds = {problem.kind for problem in error.problems}
+            outcomes += [f"refused: {kind}" for kind in sorted(kinds)]
+            outcomes += (FAULT + fault for fault in _untidy(error))
+        if (seconds := time.process_time() - begun) > SLOW:
+            outcomes.append(f"{FAULT}took {seconds:.1f} s")
+        # No schema can express the rules.
+        if state is not None or not kinds <= {*RULES, "more"}:
+            outcomes += (FAULT + fault for fault in _disagreements(content, kinds, fully))
+        if state is not None:
+            outcomes += _use(state, fully)
     except Exception as error:
-        finding.faults.append(f"{stage} {type(error).__name__}: {error}"[:300])
-    return finding
+        outcomes.append(f"{FAULT}{type(error).__name__}: {error}"[:300])
+    return outcomes
 
 
 def _untidy(error: StateError) -> Iterator[str]:
@@ -112,23 +90,19 @@ def _untidy(error: StateError) -> Iterator[str]:
             yield f"no JSON pointer: {problem.where!r}"
 
 
-def _disagreements(content: str | bytes, finding: Finding, fully: bool) -> Iterator[str]:
-    """Compare loader and schema, except for the rules that no schema can express."""
-    accepted = finding.state is not None
-    if not accepted and set(finding.kinds) <= {*RULES, "more"}:
-        return
+def _disagreements(content: str | bytes, kinds: set[str], fully: bool) -> Iterator[str]:
+    """Where the schema says otherwise than the loader, which has refused for these reasons."""
+    verdict = f"refuses it for {sorted(kinds)}" if kinds else "accepts it"
     try:
         text = content.decode() if isinstance(content, bytes) else content
         # Python refuses to read longer numbers.
         value = json.loads(text, parse_int=lambda d: int(d) if len(d) < 4000 else math.inf)
     except (ValueError, RecursionError):
-        verdict = "accepts it" if accepted else f"says {finding.kinds}"
         yield f"text is no JSON, but the loader {verdict}"
         return
     accepts = _quick_validator()(value)
-    if accepts != accepted:
-        message = "accepts" if accepts else "refuses"
-        yield f"schema {message} it, the loader says {finding.kinds or 'yes'}"
+    if accepts == bool(kinds):
+        yield f"schema {'accepts' if accepts else 'refuses'} it, the loader {verdict}"
     if fully and jsonschema.Draft202012Validator(state_schema()).is_valid(value) != accepts:
         yield "quick and plain jsonschema differ"
 
@@ -159,27 +133,27 @@ def _quick_validator() -> Callable[[Any], bool]:
     return accepts
 
 
-def _faults_of_state(finding: Finding, state: PruningState, fully: bool) -> Iterator[str]:
-    """Faults of an accepted state: in its round trip, at every K, in its safety check."""
+def _use(state: PruningState, fully: bool) -> Iterator[str]:
+    """Atoms of an accepted state, why it is unsafe, and faults: written, at every K, checked."""
     text = state.dumps()
-    finding.atoms = tuple(re.findall(r'"atom":\s*"(\w+)"', text))
+    yield from (f"atom: {name}" for name in re.findall(r'"atom":\s*"(\w+)"', text))
     again = load_state(text)
     if again != state or again.digest != state.digest or again.dumps() != text:
-        yield "differs from what it writes"
+        yield f"{FAULT}differs from what it writes"
     if load_state(json.loads(text)) != state or pickle.loads(pickle.dumps(state)) != state:
-        yield "differs from its mapping, or from what it pickles"
+        yield f"{FAULT}differs from its mapping, or from what it pickles"
     if not _quick_validator()(json.loads(text)):
-        yield "schema refuses what it writes"
+        yield f"{FAULT}schema refuses what it writes"
     materialize(state)
     for budget in _BUDGETS:
         try:
             policy = materialize(state, budget)
         except BudgetError as error:
             if not error.problems:
-                yield f"K = {budget}: refused without a problem"
+                yield f"{FAULT}K = {budget}: refused without a problem"
         else:
             if not 1 <= policy.budget <= MAX_BUDGET or policy.r_min > policy.budget:
-                yield f"K = {budget}: {policy.budget} tokens, r_min = {policy.r_min}"
+                yield f"{FAULT}K = {budget}: {policy.budget} tokens, r_min = {policy.r_min}"
     least = state.constraints.selector.insists_on or 0
     k = min(max(SMALL, least), state.budget.limit or MAX_BUDGET)
     policy = materialize(state) if fully else materialize(state, k)
@@ -187,14 +161,13 @@ def _faults_of_state(finding: Finding, state: PruningState, fully: bool) -> Iter
     one_probe = [probes[int(state.digest[0], 16) % len(probes)]]
     record = safety_check(policy, None if fully else one_probe)
     if [verdict.name for verdict in record.verdicts] != list(VERDICTS):
-        yield "the safety record lacks verdicts"
-    # Numbers are removed, so that equal reasons count as one.
-    reasons = (f"{verdict.name}: {verdict.detail}" for verdict in record.failures())
-    finding.unsafe = tuple(re.sub(r"\d+", "#", reason)[:200] for reason in reasons)
+        yield f"{FAULT}the safety record lacks verdicts"
+    for verdict in record.failures():  # without numbers, so that equal reasons count as one
+        yield "unsafe: " + re.sub(r"\d+", "#", f"{verdict.name}: {verdict.detail}")[:200]
 
 
 @cache
-def _probes() -> list[VisualTokens]:
+def _probes() -> Any:
     return synthetic_probes(SMALL)
 
 
@@ -205,24 +178,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="index to begin with")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
     options = parser.parse_args(arguments)
-    outcomes, atoms, faults = Counter[str](), set[str](), list[str]()
-    slowest, begun = (0.0, 0), time.monotonic()
+    outcomes, atoms, faults, begun = Counter[str](), set[str](), list[str](), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for index in range(options.first, options.count):
             content, mutations = draw_text(options.seed, index)
-            finding = judge(content, Path(folder, "state.json"), fully=index % 500 == 0)
-            outcomes.update(["refused" if finding.state is None else "accepted"])
-            outcomes.update(f"refused with kind {kind}" for kind in finding.kinds)
-            outcomes.update(f"safety check: {reason}" for reason in finding.unsafe)
-            atoms.update(finding.atoms)
-            faults += (f"text {index} ({', '.join(mutations)}): {f}" for f in finding.faults)
-            slowest = max(slowest, (finding.seconds, index))
+            for outcome in judge(content, Path(folder, "state.json"), fully=index % 500 == 0):
+                if outcome.startswith(FAULT):
+                    faults.append(f"text {index} ({', '.join(mutations)}): {outcome}")
+                elif outcome.startswith("atom: "):
+                    atoms.add(outcome.removeprefix("atom: "))
+                else:
+                    outcomes[outcome] += 1
             if (done := index - options.first) % 250 == 0:
                 rate = done / (time.monotonic() - begun)
                 print(f"{index} of {options.count}, {len(faults)} faults, {rate:.0f}/s", flush=True)
     print(*(f"{count:7} {outcome}" for outcome, count in outcomes.most_common()), sep="\n")
     print(f"atoms in accepted states: {len(atoms & {*ATOMS.names()})} of {len(ATOMS)}")
-    print(f"slowest to load: text {slowest[1]}, {slowest[0]:.3f} s of processor time")
     print(f"{len(faults)} faults", *faults[:50], sep="\n")
     return 1 if faults else 0
 

@@ -1,0 +1,466 @@
+"""The selftest: its checks on reports, its command on fake runs, selections on two devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_autoprune.cli.commands import selftest
+from vllm_autoprune.cli.main import main
+from vllm_autoprune.selftest import device as device_checks
+from vllm_autoprune.selftest.backbones import TINY_MODELS
+from vllm_autoprune.selftest.checks import CHECKS, runners_agree
+from vllm_autoprune.selftest.device import WAITING, SelectionResult, check_kernel, check_selections
+from vllm_autoprune.selftest.run import (
+    RUNNERS,
+    SMALL_BUDGET,
+    SPLIT_QUESTION,
+    Completion,
+    Report,
+    SelftestError,
+    available_runners,
+)
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, PolicyParams, ReferenceSelection
+from vllm_autoprune.tpdsl.loading import load_state, shipped_states
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+CPU = torch.device("cpu")
+
+# ---- checks pass on a correct report, and fail on reports with one change ----
+
+IMAGE, N = 9, 12
+KEPT, OTHERS = [1, 2, 5, 7, 11], [0, 2, 5, 7, 11]
+PARTS, RECALLED = [[0, 1, 2, 4, 6, 8, 9, 10, 11], [3, 5]], [[7]]
+"""Kept rows of a core, of the delta behind it, and of a later turn: the last one of the image."""
+
+GRID = [(2, 2 + y, 2 + x) for y in range(3) for x in range(4)]
+TEXT = [(6 + i,) * 3 for i in range(41)]
+FULL = [list(axis) for axis in zip((0, 0, 0), (1, 1, 1), *GRID, *TEXT, strict=True)]
+"""Positions of a grid of 3 x 4 after two words; one token is decoded and computed."""
+
+
+def completion(rows: list[int]) -> Completion:
+    """Of an image of which these rows remain."""
+    remaining = [0, 1, *(2 + row for row in rows), *range(2 + N, len(FULL[0]))]
+    return Completion(
+        prompt=[1, 2, *[IMAGE] * len(rows), *range(20, 60)],
+        ids=[3, 4],
+        logprob=-3.0,
+        cached=0,
+        positions=[[axis[i] for i in remaining] for axis in FULL],
+    )
+
+
+def good() -> Report:
+    """A report that passes every check."""
+    stock, pruned = completion([*range(N)]), completion(KEPT)
+    start = completion([row for part in PARTS for row in part])
+    second = start.model_copy(update={"ids": [7, 8], "cached": 32})
+    decoded = [
+        [*axis[:-1], full[2 + RECALLED[0][0]], 90]
+        for axis, full in zip(start.positions, FULL, strict=True)
+    ]
+    third = start.model_copy(update={"prompt": [*start.prompt, IMAGE, 61], "positions": decoded})
+    settings = {
+        "stock": stock,
+        "whole": stock,
+        "again": pruned.model_copy(update={"cached": 32}),
+        **dict.fromkeys(("pruned", "alone", "unnamed", "renamed", "chunked", "preempted"), pruned),
+    }
+    others = {"video": stock, "embeddings": stock}
+    split = {
+        "first": start,
+        "second": second,
+        "further": second,
+        "alone second": second,
+        "third": third.model_copy(update={"cached": 32}),
+        "alone third": third,
+    }
+    return Report(
+        runner="v1",
+        completions={
+            **{setting: {SPLIT_QUESTION: completion} for setting, completion in settings.items()},
+            "split": split,
+            "stock others": others,
+            "others": others,
+        },
+        predicted={SPLIT_QUESTION: [N]},
+        kept={SPLIT_QUESTION: [KEPT]},
+        vision_runs=0,
+        split_kept=PARTS,
+        recalled=RECALLED,
+        recall_refused=False,
+        splittable=True,
+        merger_error=0.02,
+        fallbacks=0,
+        errors={},
+    )
+
+
+Change = Callable[[Report], Report]
+
+
+def fields(**changes: object) -> Change:
+    return lambda report: report.model_copy(update=changes)
+
+
+def answer(setting: str, name: str = SPLIT_QUESTION, **changes: object) -> Change:
+    """Change one completion, or leave it out."""
+
+    def change(report: Report) -> Report:
+        completions = dict(report[setting])
+        changed = completions.pop(name).model_copy(update=changes)
+        if changes:
+            completions[name] = changed
+        return report.model_copy(
+            update={"completions": {**report.completions, setting: completions}}
+        )
+
+    return change
+
+
+def in_tiles(pruned: list[int]) -> Change:
+    """The image in two tiles of 6 tokens, with text before each; 2 rows of the first are kept."""
+    steps = (
+        answer("stock", prompt=[1, *[IMAGE] * 6, 2, *[IMAGE] * 6]),
+        fields(kept={SPLIT_QUESTION: [[1, 2, 6, 7, 11]]}),
+        answer("pruned", prompt=pruned),
+    )
+    return lambda report: steps[2](steps[1](steps[0](report)))
+
+
+BROKEN: dict[str, list[Change]] = {
+    "answers_are_numbers": [answer(way, logprob=math.nan) for way in ("stock", "chunked")],
+    "whole_is_stock": [answer("whole", logprob=-3.0000001), answer("whole", cached=32)],
+    "prompts_shrink_as_predicted": [
+        fields(predicted={SPLIT_QUESTION: [N + 1]}),
+        answer("pruned", prompt=[1, *[IMAGE] * SMALL_BUDGET, *range(20, 60)]),
+    ],
+    "kept_rows_are_the_model_s_own": [
+        fields(kept={SPLIT_QUESTION: images})
+        for images in (*([[*rows, 5, 7, 11]] for rows in ([1, -1], [2, 1])), [[1, 2, 5, 7, 12]])
+    ]
+    + [fields(kept={SPLIT_QUESTION: images}) for images in ([[1, 2, 5, 7]], [])],
+    "kept_rows_stand_in_their_tiles": [
+        in_tiles([1, IMAGE, IMAGE, IMAGE, 2, IMAGE, IMAGE]),
+        in_tiles([1, IMAGE, 2, IMAGE, IMAGE, IMAGE, IMAGE]),
+    ],
+    "small_steps_keep_the_same": [answer("chunked", ids=[3, 5]), answer("chunked", positions=FULL)],
+    "preempted_requests_go_on": [
+        answer("preempted", ids=[3, 5]),
+        answer("preempted", positions=FULL),
+    ],
+    "the_same_question_shares": [
+        *(answer("again", cached=0), answer("again", logprob=-4.0), answer("pruned", cached=32)),
+    ],
+    "questions_share_the_core": [
+        fields(split_kept=[[0, 1, 2, 4, 6, 8, 9, 10, 11, 3, 5]]),
+        fields(split_kept=[*PARTS[:1], [0, 5]]),
+        *(fields(splittable=False), fields(hybrid=True), answer("split", "first", cached=32)),
+        *(answer("split", name, cached=0) for name in ("second", "further")),
+    ],
+    "later_turns_recall_other_tokens": [
+        *(fields(recalled=recalled) for recalled in ([], [[8]], [[7], [7]])),
+        fields(splittable=False, recalled=[]),
+        answer("split", "third", cached=0),
+    ],
+    "recalled_tokens_stand_in_their_image": [
+        fields(recalled=[[6]]),
+        answer("split", "alone third", positions=[list(range(60))] * 3),
+    ],
+    "parts_give_the_same_completions": [
+        answer("split", "alone third", ids=[3, 5]),
+        answer("split", "alone second", logprob=-4.0),
+        answer("split", "alone second", ids=[3, 4]),
+    ],
+    "parts_stand_on_one_grid": [
+        fields(split_kept=[PARTS[0][::-1], PARTS[1]]),
+        answer("split", "first", positions=FULL),
+    ],
+    "questions_stand_alone": [answer("alone", logprob=-3.1), answer("alone", prompt=[1])],
+    "names_do_not_matter": [answer("renamed", ids=[3, 5]), answer("renamed", prompt=[1])],
+    "images_are_seen_once": [fields(vision_runs=1)],
+    "nothing_fell_back": [fields(fallbacks=1), fields(errors={"RuntimeError": 1})],
+    "positions_are_a_gather": [
+        answer("pruned", positions=[list(range(48))] * 3),
+        fields(kept={SPLIT_QUESTION: [OTHERS]}),
+    ],
+    "merger_input_is_that_of_transformers": [
+        *(fields(merger_error=error) for error in (1.0, math.nan))
+    ],
+    "videos_are_untouched": [answer("others", "video"), answer("others", "video", logprob=-3.01)],
+    "embeddings_are_untouched": [
+        answer(setting, "embeddings") for setting in ("others", "stock others")
+    ],
+}
+
+
+def test_a_correct_report_passes_every_check() -> None:
+    assert {name: check(good()) for name, check in CHECKS.items()} == dict.fromkeys(CHECKS, "")
+    in_order = in_tiles([1, IMAGE, IMAGE, 2, IMAGE, IMAGE, IMAGE])
+    assert CHECKS["kept_rows_stand_in_their_tiles"](in_order(good())) == ""
+    # NaN survives JSON, so that a check can report it.
+    broken = answer("stock", logprob=math.nan)(good())
+    read = Report.model_validate_json(broken.model_dump_json())
+    assert "stock vLLM's own log-probability is nan" in CHECKS["answers_are_numbers"](read)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_failed_check_is_reported(name: str) -> None:
+    for change in BROKEN[name]:
+        assert CHECKS[name](change(good())) != ""
+
+
+def test_linear_attention_rounds_and_shares_from_the_third_question_on() -> None:
+    hybrid = fields(hybrid=True)(good())
+    third = answer("split", "second", cached=0)(hybrid)
+    assert CHECKS["questions_share_the_core"](third) == ""
+    for name, setting, question in (
+        ("small_steps_keep_the_same", "chunked", SPLIT_QUESTION),
+        ("names_do_not_matter", "renamed", SPLIT_QUESTION),
+        ("videos_are_untouched", "others", "video"),
+    ):
+        for off in (0.05, 0.2):
+            rounded = answer(setting, question, logprob=-3.0 - off)(hybrid)
+            assert (CHECKS[name](rounded) == "") is (off < 0.1)
+
+
+def test_runners_agree_up_to_rounding() -> None:
+    for change in (fields(runner="v2"), answer("pruned", logprob=-3.15)):
+        assert runners_agree(good(), change(good())) == ""
+    for change in (
+        fields(kept={SPLIT_QUESTION: [OTHERS]}),
+        *(answer(way, ids=[3, 5]) for way in ("stock", "pruned", "again", "alone")),
+        *(answer(way, positions=[[0]]) for way in ("chunked", "preempted")),
+        *(answer("pruned", logprob=logprob) for logprob in (-3.25, math.nan)),
+    ):
+        assert runners_agree(good(), change(good())) != ""
+
+
+# ---- the command ----
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("triton: True\n", ("v1", "v2")),
+        ("a warning\ntriton: False\n", ("v1",)),
+        ("", ("v1",)),  # vLLM could not be imported: the backbones will say why
+    ],
+)
+def test_second_runner_requires_triton(
+    monkeypatch: pytest.MonkeyPatch, output: str, expected: tuple[str, ...]
+) -> None:
+    done = subprocess.CompletedProcess[str]([], 0, stdout=output, stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
+    assert available_runners() == expected
+
+
+@pytest.mark.compat
+def test_vllm_reads_the_runner_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+
+    for environment, meant in zip(RUNNERS.values(), (False, True), strict=True):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert envs.VLLM_USE_V2_MODEL_RUNNER is meant
+
+
+Run = Callable[..., tuple[int, str, list[tuple[str, str]]]]
+"""Exit status of the command, what it prints, and the runs of backbones."""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command on fake runs of backbones.
+
+    ``broken`` has changes to a report that passes every check by backbone and runner, or None for
+    no report; ``wrong`` is that of a selection on a GPU, for which the CPU stands in where there is
+    a ``gpu``. Packages in ``absent`` are not installed.
+    """
+    find = importlib.util.find_spec
+
+    def run_command(
+        arguments: str,
+        broken: Mapping[tuple[str, str], Mapping[str, object] | None] | None = None,
+        available: tuple[str, ...] = ("v1", "v2"),
+        absent: str = "",
+        wrong: str = "",
+        gpu: bool = True,
+    ) -> tuple[int, str, list[tuple[str, str]]]:
+        calls = []
+
+        def run_backbone(name: str, environment: Mapping[str, str], timeout: float) -> Report:
+            (runner,) = (name for name, variables in RUNNERS.items() if variables == environment)
+            calls.append((name, runner))
+            changes = (broken or {}).get((name, runner), {})
+            if changes is None:
+                raise SelftestError(f"{name} ended with 1")
+            return good().model_copy(update={"runner": runner, **changes})
+
+        for name, replacement in {
+            "run_backbone": run_backbone,
+            "available_runners": lambda: available,
+            "find_gpu": lambda: CPU if gpu else None,
+            "check_kernel": lambda device: "",
+            "check_selections": lambda device: [SelectionResult("trim", 0.5, 0.002, wrong)],
+        }.items():
+            monkeypatch.setattr(selftest, name, replacement)
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: None if name == absent else find(name)
+        )
+        status = main(["selftest", *arguments.split()])
+        printed = capsys.readouterr()
+        return status, printed.out or printed.err, calls
+
+    return run_command
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Cells of the table by what must hold; columns are two spaces apart."""
+    lines = text.partition("\ncheck ")[2].splitlines()[2:]
+    cells = [[cell for cell in line.split("  ") if cell.strip()] for line in lines]
+    return {row[0]: [cell.strip() for cell in row[1:]] for row in cells if len(row) > 1}
+
+
+def test_both_runners_in_one_table(run: Run) -> None:
+    for arguments in ("qwen2_vl gemma3", "qwen2_vl gemma3 --runner both"):
+        status, output, calls = run(arguments)
+        assert status == 0
+        assert calls == [(n, r) for n in ("qwen2_vl", "gemma3") for r in ("v1", "v2")]
+        assert output.count("\ncheck ") == 1 and "All checks passed." in output
+        assert len(rows(output)) == len(CHECKS) + 2
+        for check in ("runners agree", "kept rows are the model's own"):
+            assert rows(output)[check] == ["yes", "yes"]
+
+
+def test_one_runner(run: Run) -> None:
+    status, output, calls = run("gemma3 --runner v2")
+    assert (status, calls) == (0, [("gemma3", "v2")])
+    assert "runners agree" not in rows(output)
+    status, output, _ = run("gemma3 --runner v2", broken={("gemma3", "v2"): {"runner": "v1"}})
+    assert status == 1 and "vLLM used v1 instead" in output
+    status, output, calls = run("gemma3", available=("v1",))
+    assert (status, calls) == (0, [("gemma3", "v1")])
+    assert "no Triton" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where", "refusal"),
+    [
+        ("gemma3 --runner v2", "--runner", "no model runner v2 here"),
+        ("gemma3 --runner both", "--runner", "no model runner v2 here"),
+        ("gpt", "gpt", "no such backbone"),
+        ("--gpu", "--gpu", "no CUDA device here"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(run: Run, arguments: str, where: str, refusal: str) -> None:
+    status, output, calls = run(arguments, available=("v1",), gpu=False)
+    assert (status, calls) == (1, []) and f"{where}: {refusal}" in output
+
+
+def test_a_failed_check_is_reported_with_its_runner(run: Run) -> None:
+    unserved = {("gemma3", "v2"): {"vision_runs": 3}, ("qwen2_vl", "v1"): None}
+    status, output, _ = run("qwen2_vl gemma3", broken=unserved)
+    assert status == 1
+    assert rows(output)["images are seen once"] == ["yes", "no (v2)"]
+    assert rows(output)["served"] == ["no (v1)", "yes"]
+    assert rows(output)["runners agree"] == ["-", "yes"]
+    assert "gemma3, v2, images are seen once: it ran 3 times more" in output
+
+    other_rows = {("gemma3", "v1"): {"kept": {SPLIT_QUESTION: [OTHERS]}}}
+    status, output, _ = run("gemma3 --json", broken=other_rows)
+    report = json.loads(output)
+    assert (status, report["holds"], report["runners"]) == (1, False, ["v1", "v2"])
+    verdicts = report["found"]["gemma3"]
+    broken = {by: [check for check, wrong in verdicts[by].items() if wrong] for by in verdicts}
+    assert broken == {"v1": ["positions_are_a_gather"], "v2": [], "both": ["runners_agree"]}
+
+
+def test_a_backbone_without_its_package_is_left_out_unless_named(run: Run) -> None:
+    machine: dict[str, Any] = {"available": ("v1",), "absent": "num2words"}
+    machine["broken"] = {("smolvlm", "v1"): None}
+    status, output, calls = run("", **machine)
+    assert status == 0
+    assert [name for name, _ in calls] == [name for name in TINY_MODELS if name != "smolvlm"]
+    assert "smolvlm: not served, its processor needs the package num2words" in output
+    assert "All checks that were run passed." in output
+    assert list(json.loads(run("--json", **machine)[1])["left_out"]) == ["smolvlm"]
+    assert run("smolvlm", **machine)[0] == 1
+
+
+# ---- on a GPU ----
+
+
+def test_selections_and_two_backbones_on_a_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, output, calls = run("--gpu")
+    assert (status, calls) == (0, [(name, "v2") for name in selftest.GPU_BACKBONES])
+    assert "trim" in output and "2.00" in output
+    assert rows(output)["kept rows are the model's own"] == ["yes", "yes"]
+    assert "All checks that were run passed." in output
+    status, output, _ = run("--gpu --json", wrong="unique: the same index twice")
+    report = json.loads(output)
+    assert status == 1 and not report["holds"]
+    assert report["selections"][0]["wrong"] == "unique: the same index twice"
+
+    # No backbone starts without vLLM or without time.
+    status, output, calls = run("--gpu", absent="vllm")
+    assert (status, calls) == (0, [])
+    assert "qwen3_vl: not served, vLLM is not installed" in output
+    monkeypatch.setattr(selftest, "GPU_SECONDS", 30)
+    status, output, calls = run("--gpu")
+    assert (status, calls) == (0, [])
+    assert "llava_next: not served, no time left" in output
+
+
+def test_every_base_policy_and_shipped_state_is_selected_on_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host is both; then a device that keeps other tokens, and one that waits."""
+    monkeypatch.setattr(device_checks, "ROUNDS", 1)
+    assert check_kernel(CPU) == "runs on a GPU only"
+    results = list(check_selections(CPU))
+    assert {result.name for result in results} == {*BASE_POLICIES, *shipped_states()}
+    assert all(r.wrong == "" and r.share == 1 and r.seconds > 0 for r in results)
+    calls = iter(range(10_000))
+
+    def different(params: PolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        start = 0 if next(calls) == 0 else tokens.count - budget
+        return ReferenceSelection(torch.arange(start, start + budget).expand(tokens.batch, -1))
+
+    def failing(params: PolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    for name, function in {"cdpruner": different, "divprune": failing}.items():
+        policy = dataclasses.replace(BASE_POLICIES[name], function=function)
+        monkeypatch.setitem(BASE_POLICIES, name, policy)
+    wrong = {result.name: result.wrong for result in check_selections(CPU)}
+    assert "of the host's tokens are kept" in wrong["cdpruner"]
+    assert wrong["divprune"] == "RuntimeError: called a synchronizing CUDA operation"
+    assert wrong["trim"] == ""
+
+
+def test_only_a_policy_that_has_to_wait_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(device: torch.device) -> AbstractContextManager[None]:
+        raise RuntimeError("waits")
+
+    monkeypatch.setattr(device_checks, "_forbid_waiting", forbid)
+    waits = {result.name for result in check_selections(CPU) if not result.wrong}
+    bases = {name: load_state(name).base_policy.name for name in shipped_states()}
+    assert waits == WAITING | {name for name, base in bases.items() if base in WAITING}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_selections_on_a_gpu() -> None:
+    assert check_kernel(torch.device("cuda")) == ""
+    assert [r for r in check_selections(torch.device("cuda")) if r.wrong] == []
