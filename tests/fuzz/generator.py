@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -136,40 +136,34 @@ def draw_json(random: Random, depth: int = 3) -> Any:
 
 # ---- mutations of trees ----
 
-Place = tuple[Any, Any]
+_Place = tuple[Any, Any]
 """A container and the key or index in it."""
 
 # Those that change most states only a little stand here twice.
-MUTATIONS = (
+_MUTATIONS = (
     *("drop", "rename", "misspell", "retype", "nest", "repeat", "intrude", "renumber", "renumber"),
     *("swap_atom", "swap_atom", "graft", "odd_text", "odd_key", "reversion"),
 )
 
 
-def _in_object(container: Any, key: Any) -> bool:
-    return isinstance(container, dict)
+def _is_possible(how: str, container: Any, key: Any) -> bool:
+    """Whether a mutation is possible at a place."""
+    value = container[key]
+    match how:
+        case "rename" | "intrude" | "odd_key":
+            return isinstance(container, dict)
+        case "misspell" | "odd_text":
+            return isinstance(value, str)
+        case "repeat":
+            return isinstance(container, list)
+        case "renumber":
+            return type(value) in (int, float)
+        case "swap_atom":
+            return isinstance(value, str) and value in {*ATOMS.names(), *BASE_POLICIES}
+    return True
 
 
-def _is_text(container: Any, key: Any) -> bool:
-    return isinstance(container[key], str)
-
-
-_POSSIBLE: Mapping[str, Callable[[Any, Any], bool]] = {
-    "rename": _in_object,
-    "intrude": _in_object,
-    "odd_key": _in_object,
-    "misspell": _is_text,
-    "odd_text": _is_text,
-    "repeat": lambda container, _: isinstance(container, list),
-    "renumber": lambda container, key: type(container[key]) in (int, float),
-    "swap_atom": lambda container, key: (
-        _is_text(container, key) and container[key] in {*ATOMS.names(), *BASE_POLICIES}
-    ),
-}
-"""Places where a mutation is possible; the others are possible everywhere."""
-
-
-def _places(value: Any) -> Iterator[Place]:
+def _places(value: Any) -> Iterator[_Place]:
     """Every place in a tree, from the root down."""
     if isinstance(value, dict | list):
         for key in list(value) if isinstance(value, dict) else range(len(value)):
@@ -193,8 +187,8 @@ def _field_names() -> list[str]:
     return [*known, "atom", "name", "limit", "Weight"]
 
 
-def mutate_at_random_place(how: str, state: Json, random: Random) -> None:
-    """Apply one of :data:`MUTATIONS` in place, at a place where it is possible, if there is one."""
+def _mutate_at_random_place(how: str, state: Json, random: Random) -> None:
+    """Apply one of :data:`_MUTATIONS` where it is possible, if it is anywhere."""
     root = [(state, "schema")]  # every field may have been dropped
     if how == "reversion":
         state["schema"] = random.choice(
@@ -206,9 +200,8 @@ def mutate_at_random_place(how: str, state: Json, random: Random) -> None:
         container, key = random.choice(list(_places(state)) or root)
         container[key] = part
         return
-    possible = _POSSIBLE.get(how)
-    places = [place for place in _places(state) if possible is None or possible(*place)]
-    if not places and possible is not None:
+    places = [place for place in _places(state) if _is_possible(how, *place)]
+    if not places and how not in ("drop", "retype", "nest"):
         return
     container, key = random.choice(places or root)
     value = _get(container, key)
@@ -269,8 +262,8 @@ def mutate(state: Json, random: Random) -> list[str]:
     """Apply one to four mutations to a state in place; returns their names."""
     names = []
     for _ in range(random.choice((1, 1, 1, 2, 3, 4))):
-        names.append(random.choice(MUTATIONS))
-        mutate_at_random_place(names[-1], state, random)
+        names.append(random.choice(_MUTATIONS))
+        _mutate_at_random_place(names[-1], state, random)
     return names
 
 

@@ -13,10 +13,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Self
 
 import httpx
 
@@ -69,25 +67,18 @@ def _flags(backbone: str, profile: Profile, split_state: str) -> Sequence[str]:
     return (*common, *pruning, *tower, *rules[profile])
 
 
-class Fleet:
-    """Context manager that starts servers on demand and stops them at exit."""
+class Fleet(ExitStack):
+    """Starts servers on demand, and stops them at exit."""
 
     def __init__(self, backbone: str, runner: str) -> None:
-        self.backbone = backbone
+        super().__init__()
+        self._backbone = backbone
         plugins = {"VLLM_PLUGINS": f"autoprune,{AUTOPRUNE_ENDPOINT}"}
         self._environment = {**ENVIRONMENTS[runner], **plugins}
         self._servers: dict[Profile, tuple[ExitStack, Server]] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="hostile-")
-        self._split_state = Path(self._folder.name, "core.json")
+        folder = self.enter_context(tempfile.TemporaryDirectory(prefix="hostile-"))
+        self._split_state = Path(folder, "core.json")
         self._split_state.write_text(json.dumps({**sample(), "core": {"share": 0.5}}))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for profile in list(self._servers):
-            self._end(profile)
-        self._folder.cleanup()
 
     def get(self, profile: Profile) -> Server:
         """The running server of a profile, restarted if it has crashed.
@@ -95,50 +86,41 @@ class Fleet:
         A stock server stays beside one pruned server: that of another profile is ended.
         """
         for other in list(self._servers):
-            if other != profile and "stock" not in (other, profile):
-                self._end(other)
-        if profile in self._servers:
-            try:  # the server itself ends some seconds after its engine
-                self._servers[profile][1].get("/health")
-            except httpx.HTTPError:
-                self._end(profile)
+            crashed = False
+            if other == profile:
+                try:  # the server itself ends some seconds after its engine
+                    self._servers[other][1].get("/health")
+                except httpx.HTTPError:
+                    crashed = True
+            if crashed or (other != profile and "stock" not in (other, profile)):
+                self._servers.pop(other)[0].close()
         if profile not in self._servers:
-            stack = ExitStack()
-            model = LLAVA if self.backbone == "llava" else built(self.backbone)
-            flags = _flags(self.backbone, profile, str(self._split_state))
+            stack = self.enter_context(ExitStack())
+            model = LLAVA if self._backbone == "llava" else built(self._backbone)
+            flags = _flags(self._backbone, profile, str(self._split_state))
             server = stack.enter_context(serve(model, *flags, env=self._environment))
             self._servers[profile] = stack, server
         return self._servers[profile][1]
 
-    def _end(self, profile: Profile) -> None:
-        self._servers.pop(profile)[0].close()
 
+def run_attack(attack: Attack, get: Callable[[Profile], Server]) -> Site:
+    """Run an attack on the server of its profile, then check the server.
 
-@dataclass(frozen=True)
-class Outcome:
-    """Result of one attack; it passes without problems. ``requests`` of it were answered."""
-
-    problems: list[str]
-    notes: list[str]
-    requests: int
-
-
-def run_attack(attack: Attack, get: Callable[[Profile], Server]) -> Outcome:
-    """Run an attack on the server of its profile, then check the server."""
+    The attack's site has its problems, its notes, and the statuses of its requests.
+    """
     site = Site(get(attack.profile), get=get, profile=attack.profile)
     before = _ask_sane_question(site)
     assert before.status == 200, f"a normal request is refused before the attack: {before}"
-    problems: list[str] = []
     try:
-        problems += attack.run(site)
+        site.problems += attack.run(site)
     except (AssertionError, httpx.HTTPError, OSError, KeyError) as error:
-        problems.append(f"{type(error).__name__}: {error}")
+        site.problems.append(f"{type(error).__name__}: {error}")
     after = _ask_sane_question(site)
     if after.status != 200:
-        problems.append(f"a normal request afterwards: {after}; {_last_words(site.server)}")
+        site.problems.append(f"a normal request afterwards: {after}; {_last_words(site.server)}")
     elif (gap := distance(before.logprobs, after.logprobs)) > SAME:
-        problems.append(f"a normal request is answered otherwise than before, by {gap:.2f}")
-    return Outcome(problems, site.notes, sum(status > 0 for status in site.statuses))
+        site.problems.append(f"a normal request is answered otherwise than before, by {gap:.2f}")
+    return site
 
 
 def _ask_sane_question(site: Site) -> Reply:
@@ -180,23 +162,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for attack in chosen:
             print(f"{attack.name:34} {attack.profile:9} {attack.summary}")
         return 0
-    outcomes: list[Outcome] = []
+    sites: list[Site] = []
     begun = time.monotonic()
     for runner, backbone in product(options.runner or ENVIRONMENTS, options.backbone or BACKBONES):
         with Fleet(backbone, runner) as fleet:
             for attack in sorted(chosen, key=lambda attack: attack.profile):
                 if backbone not in attack.backbones:
                     continue
-                outcome = run_attack(attack, fleet.get)
-                outcomes.append(outcome)
-                verdict = "BROKEN" if outcome.problems else "withstood"
-                place = f"{len(outcomes)}, {time.monotonic() - begun:.0f} s"
+                site = run_attack(attack, fleet.get)
+                sites.append(site)
+                verdict = "BROKEN" if site.problems else "withstood"
+                place = f"{len(sites)}, {time.monotonic() - begun:.0f} s"
                 print(f"[{place}] {verdict:9} {attack.name} ({backbone}, {runner})", flush=True)
-                print(*(f"    problem: {problem}" for problem in outcome.problems), sep="\n")
-                print(*(f"    {note}" for note in outcome.notes), sep="\n", flush=True)
-    broken = [outcome for outcome in outcomes if outcome.problems]
-    requests = sum(outcome.requests for outcome in outcomes)
-    print(f"{len(outcomes)} attacks with {requests} requests, {len(broken)} not withstood")
+                print(*(f"    problem: {problem}" for problem in site.problems), sep="\n")
+                print(*(f"    {note}" for note in site.notes), sep="\n", flush=True)
+    broken = sum(bool(site.problems) for site in sites)
+    requests = sum(status > 0 for site in sites for status in site.statuses)
+    print(f"{len(sites)} attacks with {requests} requests, {broken} not withstood")
     return 1 if broken else 0
 
 

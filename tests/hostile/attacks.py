@@ -25,11 +25,11 @@ from tests.hostile.site import (
     Reply,
     Site,
     attack,
-    entry,
     server_errors,
     user_turn,
 )
 from tests.serving.engine import CLIP
+from tests.serving.http import entry
 from tests.tpdsl.samples import sample
 from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.api.endpoint import PATH

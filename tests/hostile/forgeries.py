@@ -26,11 +26,11 @@ from tests.hostile.site import (
     Problems,
     Site,
     attack,
-    entry,
     nearest,
     server_errors,
     unlike,
 )
+from tests.serving.http import entry
 from tests.tpdsl.samples import sample
 from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.plan import FIELD, MAX_RECALLS, Choice, ItemPlan, encode_state

@@ -88,11 +88,6 @@ def user_turn(text: str, *pictures: Picture) -> Json:
     return {"role": "user", "content": parts}
 
 
-def entry(**fields: object) -> Json:
-    """The part of a request body that says how its images are pruned."""
-    return {"mm_processor_kwargs": {"autoprune": fields}}
-
-
 Logprobs = Mapping[str, float]
 """The most likely first tokens of an answer."""
 
@@ -201,12 +196,13 @@ class Site(Client):
     """Target of an attack: a client of its server, and servers of all profiles.
 
     ``get`` starts a server anew if its engine is dead. ``notes`` are figures that an attack reports
-    in addition to problems.
+    in addition to the ``problems`` that it finds.
     """
 
     get: Callable[[Profile], Server] = field(kw_only=True)
     profile: Profile = field(kw_only=True)
     notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     _known: dict[str, Reply] = field(default_factory=dict)
 
     def stock(self) -> Client:

@@ -1,4 +1,4 @@
-"""Chat requests over HTTP, as an OpenAI client sends them."""
+"""Chat requests over HTTP, as an OpenAI client sends them, and what the metrics say of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.common.requests import build_content
 from benchmarks.server import Server
 from benchmarks.yardsticks.examples import Example, png_url
 from vllm_autoprune.http_client import CHAT
@@ -14,20 +15,13 @@ from vllm_autoprune.http_client import CHAT
 
 def body(server: Server, example: Example, **more: object) -> dict[str, Any]:
     """A chat request that asks an example's question about its image."""
-    content = [
-        {"type": "image_url", "image_url": {"url": png_url(example.image)}},
-        {"type": "text", "text": example.question},
-    ]
-    return {
-        "model": server.model,
-        "messages": [{"role": "user", "content": content}],
-        "temperature": 0,
-        "max_tokens": 4,
-        **more,
-    }
+    content = build_content(example.question, [png_url(example.image)])
+    turn = {"role": "user", "content": content}
+    sampling = {"temperature": 0, "max_tokens": 4}
+    return {"model": server.model, "messages": [turn], **sampling, **more}
 
 
-def entry(**fields: object) -> dict[str, object]:
+def entry(**fields: object) -> dict[str, Any]:
     """The part of a request that says how its images are pruned."""
     return {"mm_processor_kwargs": {"autoprune": fields}}
 
@@ -61,17 +55,11 @@ def samples(server: Server) -> dict[str, float]:
 
 
 def assert_grows(
-    server: Server, send_requests: Callable[[], None], **expected: object
+    server: Server, send_requests: Callable[[], object], expected: Mapping[str, float]
 ) -> dict[str, float]:
-    """By how much each metric grows while requests are sent; fails where not as expected.
-
-    ``requests={"state=dart": 1}`` expects that of ``autoprune_requests_total`` with these labels.
-    """
+    """By how much each of :func:`samples` grows; fails where not as expected."""
     before = samples(server)
     send_requests()
     grown = {name: value - before.get(name, 0.0) for name, value in samples(server).items()}
-    for name, growth in expected.items():
-        labelled = growth if isinstance(growth, Mapping) else {"": growth}
-        for labels, value in labelled.items():
-            assert grown[f"{name} {labels}".strip()] == value, (name, labels)
+    assert {name: grown[name] for name in expected} == dict(expected)
     return grown

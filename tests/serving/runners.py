@@ -225,7 +225,7 @@ def _serve_calls() -> None:
 
     # Rewrites asserts, so that they show their values.
     _prepareconfig(["--capture=no", "-p", "no:cacheprovider"])
-    from tests.serving.engine import release_all
+    from tests.serving.engine import stop_all
 
     for line in sys.stdin:
         module, name, parameters = json.loads(line)
@@ -237,7 +237,7 @@ def _serve_calls() -> None:
             print(_FAILURE + json.dumps(traceback.format_exc()), flush=True)
         finally:
             patch.stopall()
-            release_all()
+            stop_all()
 
 
 if __name__ == "__main__":

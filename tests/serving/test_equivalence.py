@@ -1,17 +1,20 @@
-"""Invariants 1 to 4: no state changes nothing, caches share what they may, bursts are bounded.
+"""What changes no answer and no kept token: no state, caches, company, bursts, later turns.
 
-That K >= N equals stock vLLM, and what chunked prefill, other questions and later turns change, is
-what the selftest checks of every backbone, mini-LLaVA among them (``test_backbones.py``). That
-features are not shared between tenants: the attack ``cache_salt`` of ``tests/hostile``.
+Of every backbone, mini-LLaVA among them, the selftest (``test_backbones.py``) checks that K >= N
+equals stock vLLM, what chunked prefill, other questions and later turns change, and that deltas and
+recalls are disjoint from a shared core. That features are not shared between tenants: the attack
+``cache_salt`` of ``tests/hostile``.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,45 +22,43 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.yardsticks.examples import Example, png_url
+from benchmarks.yardsticks.examples import Example, as_picture, png_url
 from tests.serving.engine import (
+    CORES,
     LLAVA,
     STATE,
-    Answer,
+    TOKENS,
+    Engine,
+    Prompt,
     Watch,
     alone,
-    ask,
     assert_same,
     built,
-    chat,
+    choose,
     examples,
-    model_of,
-    release,
-    runner_of,
+    raw_prompt,
+    render_prompt,
     said,
     start,
+    state_with_core,
     turn,
-    vision_runs,
     watch,
 )
 from tests.serving.runners import Result, Runner, in_engine
 from vllm_autoprune.selftest.run import BLOCK
-from vllm_autoprune.selftest.serve import empty_caches, picture
+from vllm_autoprune.selftest.serve import picture
 from vllm_autoprune.serving.api import planner
-from vllm_autoprune.serving.plan import make_cache_identity
-
-if TYPE_CHECKING:
-    from vllm import LLM
+from vllm_autoprune.serving.plan import make_cache_identity, make_core_identity
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
 
 def answer_without_a_state() -> Result:
     """Tokens and exact log-probabilities of a model without a state."""
-    llm = start(None)
-    conversations = [[turn(e.question, e.image)] for e in examples(2)]
-    both = [turn("Which shape is red?", examples(2)[0].image, examples(2)[-1].image)]
-    return [chat(llm, [each], tokens=8)[0] for each in (*conversations, both)]
+    engine = start(None)
+    talks = [[turn(e.question, e.image)] for e in examples(2)]
+    talks.append([turn("Which shape is red?", examples(2)[0].image, examples(2)[-1].image)])
+    return [engine.chat(talk, tokens=8)[0] for talk in talks]
 
 
 @pytest.mark.reads.with_args(answer_without_a_state)
@@ -71,17 +72,14 @@ def test_without_a_state_the_plugin_changes_no_bit(runner: Runner) -> None:
 def test_caches_do_not_change_what_is_kept() -> Result:
     """Of prefix cache, multi-modal caches and feature cache; every prompt in one step."""
     no_caches: dict[str, Any] = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
-    seen, answers, kept = watch(), [], []
+    record, answers, kept = watch(), [], []
     questions = examples(3)[:8]
     pair = turn("What digit is on the red shape?", questions[0].image, questions[-1].image)
-    for settings, options in (
-        (STATE, dict[str, Any]()),
-        ({**STATE, "feature_cache_gb": 0}, no_caches),
-    ):
-        llm = start(settings, max_num_batched_tokens=4096, **options)
-        answers.append([*(ask(llm, example) for example in questions), *chat(llm, [[pair]])])
-        kept.append({str([plan.instruction, rows]) for plan, rows in seen.take().items()})
-        release(llm)
+    for settings, options in ((STATE, {}), ({**STATE, "feature_cache_gb": 0}, no_caches)):
+        engine = start(settings, max_num_batched_tokens=4096, **options)
+        answers.append([*(engine.ask(example) for example in questions), *engine.chat([pair])])
+        kept.append({str([plan.instruction, rows]) for plan, rows in record.take().items()})
+        engine.stop()
     assert kept[0] == kept[1]
     assert_same(answers[0], answers[1], tolerance=2e-2)
     return answers, sorted(kept[0])
@@ -97,11 +95,11 @@ def make_identity_without_question(
 @in_engine
 def test_negative_control_without_the_instruction_in_the_identity() -> Result:
     """Shows that answers tell a missing instruction: a trained model then gives wrong ones."""
-    llm = start({**STATE, "budget": 4})
-    right = [ask(llm, example) for example in examples(6)]
-    llm.reset_prefix_cache()
+    engine = start({**STATE, "budget": 4})
+    right = [engine.ask(example) for example in examples(6)]
+    engine.llm.reset_prefix_cache()
     with patch.object(planner, "make_cache_identity", make_identity_without_question):
-        wrong = [ask(llm, example) for example in examples(6)]
+        wrong = [engine.ask(example) for example in examples(6)]
     answers = zip(right, wrong, examples(6), strict=True)
     assert any(right["text"] == e.answer != wrong["text"] for right, wrong, e in answers)
     return right, wrong
@@ -109,11 +107,11 @@ def test_negative_control_without_the_instruction_in_the_identity() -> Result:
 
 @in_engine
 def test_a_state_that_does_not_read_the_instruction_shares_across_questions() -> Result:
-    llm = start({"state": alone("divprune"), "budget": 32})
-    runs = vision_runs(llm)
-    new, *later = [ask(llm, example)["cached"] for example in examples(1)]
+    engine = start({"state": alone("divprune"), "budget": 32})
+    runs = engine.runs
+    new, *later = [engine.ask(example)["cached"] for example in examples(1)]
     assert new == 0 and min(later) >= BLOCK
-    assert vision_runs(llm) - runs == 1
+    assert engine.runs - runs == 1
     return later
 
 
@@ -122,7 +120,7 @@ def test_detail_sets_the_tokens_of_an_image_and_a_later_turn_changes_nothing() -
     """By ``image_url.detail``; a later turn is a text, or an image of another detail."""
     budget, low, high = 96, 64, 128
     detail = {"low": low, "high": high}
-    llm = start({**STATE, "budget": budget, "detail": detail, "requests": "none"})
+    engine = start({**STATE, "budget": budget, "detail": detail, "requests": "none"})
     example, other = examples(2)[0], examples(2)[-1]
 
     def show(example: Example, detail: str | None) -> dict[str, object]:
@@ -131,18 +129,18 @@ def test_detail_sets_the_tokens_of_an_image_and_a_later_turn_changes_nothing() -
         return {"role": "user", "content": [{"type": "image_url", "image_url": image}, text]}
 
     counts = {
-        detail: chat(llm, [[show(example, detail)]])[0]["prompt_tokens"]
+        detail: engine.chat([show(example, detail)])[0]["prompt_tokens"]
         for detail in ("low", "high", "auto", None)
     }
     assert counts[None] == counts["auto"] == counts["low"] + budget - low
     assert counts["high"] - counts["auto"] == high - budget
     for later in ({"role": "user", "content": "And what is left of it?"}, show(other, "high")):
-        empty_caches(llm)
-        (answer,) = chat(llm, [[show(example, "low")]])
-        (more,) = chat(llm, [[show(example, "low"), said(answer["text"]), later]])
+        engine.empty_caches()
+        (answer,) = engine.chat([show(example, "low")])
+        (more,) = engine.chat([show(example, "low"), said(answer["text"]), later])
         assert answer["cached"] == 0
         assert more["cached"] >= answer["prompt_tokens"] // BLOCK * BLOCK >= low
-    assert chat(llm, [[show(example, "high")]])[0]["cached"] == 0
+    assert engine.chat([show(example, "high")])[0]["cached"] == 0
 
 
 # ---- how long features are held ----
@@ -150,43 +148,47 @@ def test_detail_sets_the_tokens_of_an_image_and_a_later_turn_changes_nothing() -
 
 @in_engine
 def test_cache_resets_and_new_weights_clear_features() -> None:
-    llm = start({**STATE, "budget": 16})
-    name, weight = next(iter(model_of(llm).named_parameters()))
+    engine = start({**STATE, "budget": 16})
+    name, weight = next(iter(engine.model.named_parameters()))
     weights = {
         "weights_iterator": [(name, weight.detach().clone())],
         "is_checkpoint_format": False,
     }
     resets: tuple[Callable[[], object], ...] = (
-        llm.llm_engine.reset_mm_cache,
-        llm.llm_engine.reset_encoder_cache,
-        lambda: llm.collective_rpc("reload_weights", kwargs=weights),
+        engine.llm.llm_engine.reset_mm_cache,
+        engine.llm.llm_engine.reset_encoder_cache,
+        lambda: engine.llm.collective_rpc("reload_weights", kwargs=weights),
     )
-    cache = model_of(llm).autoprune.cache
+    cache = engine.model.autoprune.cache
     # One question each, because vLLM's encoder cache would serve a repeated image.
     for reset, example in zip(resets, examples(2)[-3:], strict=True):
-        llm.reset_prefix_cache()
-        ask(llm, example)
+        engine.llm.reset_prefix_cache()
+        engine.ask(example)
         assert len(cache) > 0
         with torch.no_grad():  # kernel-format weights are copied into parameters as they are
             reset()
         assert len(cache) == 0, reset
 
 
-def _answer_by_each_state(llm: LLM, seen: Watch) -> list[tuple[Answer, list[list[int]]]]:
-    """Of states that read the text tower, [CLS] attention, and the language model's layers."""
-    (example, *_), answers = examples(1), []
-    for entry in ({}, {"state": "visionzip"}, {"state": "fastv"}):
-        talk = [turn(example.question, example.image)]
-        (answer,) = chat(llm, [talk], tokens=8, entry={"budget": 16, **entry})
-        answers.append((answer, [*seen.take().values()]))
-    return answers
-
-
 @pytest.mark.exhaustive
 @in_engine
 def test_new_weights_from_disk_answer_as_a_new_engine() -> None:
-    """Projector rows in another order, and another first language layer; then the first again."""
-    settings = {**STATE, "requests": "states"}
+    """Projector rows in another order, and another first language layer; then the first again.
+
+    By states that read the text tower, [CLS] attention, and the language model's layers.
+    """
+    record, talk = watch(), [turn(examples(1)[0].question, examples(1)[0].image)]
+
+    def answer(engine: Engine) -> list[object]:
+        answers: list[object] = []
+        for entry in ({}, {"state": "visionzip"}, {"state": "fastv"}):
+            answers += engine.chat(talk, tokens=8, entry={"budget": 16, **entry})
+            answers.append([*record.take().values()])
+        return answers
+
+    def start_model(model: Path) -> Engine:
+        return start({**STATE, "requests": "states"}, model=model, dtype="float32")
+
     with tempfile.TemporaryDirectory() as folder:
         other = Path(folder) / "other"
         shutil.copytree(LLAVA, other)
@@ -196,47 +198,119 @@ def test_new_weights_from_disk_answer_as_a_new_engine() -> None:
                 weights[name] = weight.flip(0).contiguous()
         (other / "model.safetensors").unlink()
         save_file(weights, other / "model.safetensors", {"format": "pt"})
-        seen, expected = watch(), []
+        expected = []
         for model in (LLAVA, other):
-            llm = start(settings, model=model, dtype="float32")
-            expected.append(_answer_by_each_state(llm, seen))
-            release(llm)
-        llm = start(settings, dtype="float32")
-        answers = [_answer_by_each_state(llm, seen)]
+            engine = start_model(model)
+            expected.append(answer(engine))
+            engine.stop()
+        engine = start_model(LLAVA)
+        answers = [answer(engine)]
         for model in (other, LLAVA):
             # An operator empties vLLM's caches: the prefix cache goes by token ids, and the
             # scheduler counts on encoder outputs that the worker drops.
-            empty_caches(llm)
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
-            answers.append(_answer_by_each_state(llm, seen))
+            engine.empty_caches()
+            engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+            answers.append(answer(engine))
     assert answers == [expected[0], expected[1], expected[0]]
-    assert all(kept and kept != new for (_, kept), (_, new) in zip(*expected, strict=True))
+    assert all(kept != new for kept, new in zip(expected[0][1::2], expected[1][1::2], strict=True))
 
 
-# ---- bursts ----
+# ---- many at once ----
 
-SIZES = ((448, 448), (56, 56), (280, 112), (112, 336), (84, 84), (224, 224))
+POLICIES = (
+    *(None, "visionzip", "fastv", "prumerge_plus", "dart", "divprune", "off", "random", "resized"),
+    *CORES,
+)
+TILED_POLICIES = (None, None, "divprune", "cdpruner", "off", "random")
+SIZES = ((56, 56), (100, 48), (48, 100), (120, 110), (200, 112), (96, 208), (330, 300))
+TEXTS = ("what colour is the cat", "how many dog are there", "which shape is on the left")
+BATCHED: Mapping[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 640,
+}
+
+
+def assert_together_as_alone(
+    engine: Engine, prompts: Sequence[Prompt], images: int
+) -> tuple[Watch, list[list[int]]]:
+    """Requests at once are answered, and keep tokens, as single ones without caches.
+
+    At least so many ``images`` are compared. What is selected at once, and the answers.
+    """
+    record = watch()
+    together, kept = engine.complete(prompts, 6), record.take()
+    at_once = Watch(budgets=list(record.budgets))
+    assert engine.complete_alone(prompts, 6) == together
+    # A plan that no single request had is that of an image whose tensors depend on its neighbours.
+    assert {str(plan) for plan, rows in kept.items() if record.kept.get(plan) != rows} == set()
+    assert len(kept) > images
+    return at_once, together
+
+
+@in_engine
+def test_mixed_concurrent_requests_equal_single_ones() -> Result:
+    """Of every kind: K, states, controls, cores, conversations that recall."""
+    random = Random(0)
+    budgets, later, recalls = (4, 8, 16, 31, 64, TOKENS), (0, 0, 0, 1, 2), (0, 3, 8)
+    prompts = [
+        render_prompt(
+            random.randrange(len(examples(6))),
+            random.choice(budgets),
+            random.choice(POLICIES),
+            random.choice(later),
+            random.choice(recalls),
+        )
+        for _ in range(64)
+    ]
+    engine = start({**STATE, "requests": "states"}, **BATCHED)
+    at_once, answers = assert_together_as_alone(engine, prompts, images=30)
+    assert max(len({*budgets}) for budgets in at_once.budgets) > 2
+    return answers
+
+
+@pytest.mark.parametrize("backbone", ["llava_next", "llava_onevision", "idefics3", "internvl"])
+@in_engine
+def test_images_of_mixed_tiles_keep_what_they_keep_alone(backbone: str) -> None:
+    """In a KV cache that is too small: one request of three whole images fits, but not sixteen."""
+    random = Random(0)
+    small = {**BATCHED, "max_model_len": 640, "num_gpu_blocks_override": 24}
+    settings = {"state": "autoprune", "budget": 8, "requests": "states"}
+    engine = start(settings, model=built(backbone), **small)
+    mark = engine.model.get_placeholder_str("image", 1)
+    prompts = []
+    for _ in range(24):
+        numbers = [random.randrange(len(SIZES)) for _ in range(random.choice((1, 1, 2, 3)))]
+        text = random.choice(TEXTS)
+        entry = choose(random.choice((4, 7, 16)), random.choice(TILED_POLICIES))
+        images = [picture(*SIZES[number], number) for number in numbers]
+        asked = f"user {f'{mark} ' * len(images)}{text} you"
+        prompts.append(raw_prompt(asked, images, instructions=[text] * len(images), **entry))
+    at_once, _ = assert_together_as_alone(engine, prompts, images=10)
+    assert max(map(len, at_once.budgets)) > 1
+
+
+BURST_SIZES = ((448, 448), (56, 56), (280, 112), (112, 336), (84, 84), (224, 224))
 TOKENS_OF_A_STEP = 1024
 COUNTED = "llava, the scheduler counting unpruned tokens"
 MANAGER = {
     "encoder_cache_manager_cls": "vllm_autoprune.serving.encoder_budget.UnprunedBudgetManager"
 }
 """As an operator gives it to ``--ec-manager-config``."""
-
-
-def _start_for_bursts(model: str) -> LLM:
-    options: dict[str, Any] = {"ec_manager_config": MANAGER} if model == COUNTED else {}
-    settings: Mapping[str, object] = {**STATE, "budget": 4}
-    if "llava," not in model and model != "llava":
-        # Otherwise Qwen is profiled with a video.
-        limits = {"image": 8, "video": 0} if model == "qwen2_5_vl" else {"image": 8}
-        options = {"model": str(built(model)), "max_model_len": 1024, "limit_mm_per_prompt": limits}
-        settings = {"state": "autoprune", "budget": 4}
-    return start(settings, max_num_batched_tokens=TOKENS_OF_A_STEP, max_num_seqs=64, **options)
+# Without its limit Qwen is profiled with a video.
+_TINY: Mapping[str, Any] = {"max_model_len": 1024, "limit_mm_per_prompt": {"image": 8}}
+BURSTS: Mapping[str, Mapping[str, Any]] = {
+    "llava": {},
+    COUNTED: {"ec_manager_config": MANAGER},
+    "qwen2_5_vl": {**_TINY, "limit_mm_per_prompt": {"image": 8, "video": 0}},
+    "llava_next": _TINY,
+}
+"""Model and how it is served -> options of its engine."""
 
 
 @pytest.mark.both
-@pytest.mark.parametrize("model", ["llava", COUNTED, "qwen2_5_vl", "llava_next"])
+@pytest.mark.parametrize("model", BURSTS)
 @in_engine
 def test_bursts_are_encoded_within_bounds_and_keep_what_single_requests_keep(model: str) -> None:
     """No encoder call exceeds the largest one of vLLM's profiling run, in tokens or in bytes.
@@ -244,8 +318,15 @@ def test_bursts_are_encoded_within_bounds_and_keep_what_single_requests_keep(mod
     Nor does a step, where an operator lets the scheduler count unpruned tokens: decoding requests
     then wait for the encoder no longer than in stock vLLM.
     """
-    llm = _start_for_bursts(model)
-    served, runner = model_of(llm), runner_of(llm)
+    minillava = model in ("llava", COUNTED)
+    engine = start(
+        {**STATE, "budget": 4} if minillava else {"state": "autoprune", "budget": 4},
+        LLAVA if minillava else built(model),
+        max_num_batched_tokens=TOKENS_OF_A_STEP,
+        max_num_seqs=64,
+        **BURSTS[model],
+    )
+    served, runner = engine.model, engine.runner
     calls: dict[str, list[int]] = {"tokens": [], "bytes": [], "steps": [0]}
     encode, execute = served.embed_multimodal, runner.execute_model
 
@@ -272,22 +353,154 @@ def test_bursts_are_encoded_within_bounds_and_keep_what_single_requests_keep(mod
         runner.profile_run()
     profiled = {name: max(sizes) for name, sizes in calls.items()}
     calls.update(tokens=[], bytes=[], steps=[0])
-    seen = watch()
+    record = watch()
 
-    def ask_about(requests: Iterable[int]) -> list[Answer]:
-        pictures = [picture(*SIZES[i % len(SIZES)], i) for i in requests]
-        return chat(llm, [[turn("what colour is the cat", each)] for each in pictures])
+    def ask_about(requests: Iterable[int]) -> list[dict[str, Any]]:
+        pictures = [picture(*BURST_SIZES[i % len(BURST_SIZES)], i) for i in requests]
+        return engine.chat(*([turn("what colour is the cat", each)] for each in pictures))
 
-    together, kept = ask_about(range(36)), seen.take()
+    together, kept = ask_about(range(36)), record.take()
     assert 1 < len(calls["tokens"]) < len(together)
     assert max(calls["tokens"]) <= profiled["tokens"]
     if model != "llava_next":  # padding is removed after its tower
         assert max(calls["bytes"]) <= profiled["bytes"]
-    if "llava" in model and model != "llava_next":
+    if minillava:
         assert (max(calls["steps"]) <= TOKENS_OF_A_STEP) == (model == COUNTED)
-    empty_caches(llm)
+    engine.empty_caches()
     single = [answer for i in range(36) for answer in ask_about([i])]
-    assert seen.take() == kept
+    assert record.take() == kept
     for answer, known in zip(together, single, strict=True):
         assert answer["prompt_tokens"] == known["prompt_tokens"]
         assert answer["logprob"] == pytest.approx(known["logprob"], abs=3e-2)
+
+
+# ---- cores and recalls ----
+
+BUDGET, RECALL = 64, 8
+QUESTIONS = ("What colour is the circle?", "How many shapes are there?", "Is there a square?")
+
+
+def _take_parts(record: Watch) -> list[tuple[str, tuple[int, int], int, list[int]]]:
+    """Part, image, K_c and kept tokens of each item since the last call."""
+    return [(plan.part, plan.key, plan.core, rows) for plan, rows in record.take().items()]
+
+
+@pytest.mark.both
+@in_engine
+def test_images_are_split_where_questions_follow_them() -> None:
+    engine = start({**STATE, "state": state_with_core(), "budget": BUDGET, "requests": "states"})
+    record = watch()
+    image, other = examples(1)[0].image, examples(3)[-1].image
+    questions = [turn(question, image) for question in QUESTIONS]
+    lengths = [engine.chat([question])[0]["prompt_tokens"] for question in questions]
+    parts = _take_parts(record)
+
+    # Cores come before all deltas: 48 tokens of the first core and most of the second are shared.
+    engine.empty_caches()
+    cached = [engine.chat([turn(text, image, other)])[0]["cached"] for text in QUESTIONS[:2]]
+    assert cached[0] < cached[1] == 3 * BLOCK
+
+    # One question about two images in turn.
+    engine.empty_caches()
+    (question,) = engine.chat([questions[0]])
+    (later,) = engine.chat([questions[0], said("red"), turn(QUESTIONS[0], other)])
+    assert question["cached"] == 0
+    assert later["cached"] >= question["prompt_tokens"] // BLOCK * BLOCK
+
+    # Where the prefix has the question, an image stays whole: the task of a screenshot, or a text
+    # before the image.
+    record.take()
+    shot = {"role": "tool", "content": turn("Done.", image)["content"]}
+    for task in QUESTIONS[:2]:
+        engine.chat([{"role": "user", "content": task}, said("I look."), shot])
+    (part, *_, rows), (*_, other_rows) = _take_parts(record)
+    assert part == "whole" and rows != other_rows, "the task chooses a screenshot's tokens"
+    text = f"USER: {QUESTIONS[0]} <image>\nASSISTANT:"
+    engine.generate([raw_prompt(text, as_picture(image), instructions=[QUESTIONS[0]])])
+    assert {part for part, *_ in _take_parts(record)} == {"whole"}
+    engine.stop()
+
+    # Without a prefix cache too, and it keeps the same tokens.
+    (core,) = (part for part in parts if part[0] == "core")
+    aligned = state_with_core(share=61 / 64)
+    assert core[2] == 61, "the state below has a core of the size that was aligned to blocks"
+    engine = start({**STATE, "state": aligned, "budget": BUDGET}, enable_prefix_caching=False)
+    assert lengths == [engine.chat([question])[0]["prompt_tokens"] for question in questions]
+    kept = [sorted([*core[-1], *rows]) for part, *_, rows in parts if part == "delta"]
+    assert len({str(rows) for rows in kept}) > 1 and len(kept) == len(QUESTIONS)
+    unsplit = [(part, sorted(rows)) for part, *_, rows in _take_parts(record)]
+    assert unsplit == [("whole", rows) for rows in kept]
+
+
+@in_engine
+def test_negative_control_without_the_size_of_the_core_in_the_identity() -> None:
+    """The same question under system prompts of two lengths has cores of two sizes."""
+
+    def core(image: str, chosen_by: str, core: int) -> str:
+        return make_core_identity(image, chosen_by, 0)
+
+    def delta(image: str, served: str, budget: int, keep: Any, ids: Any, core: int) -> str:
+        return make_cache_identity(image, served, budget, keep, ids, min(core, 1))
+
+    engine = start({**STATE, "state": state_with_core(), "budget": BUDGET})
+    example = examples(1)[0]
+    prompts: list[Prompt] = [
+        {
+            "prompt": f"{prefix}USER: <image>\n{example.question} ASSISTANT:",
+            "multi_modal_data": {"image": as_picture(example.image)},
+        }
+        for prefix in ("", "red green blue yellow white black ")
+    ]
+    right: object = engine.generate_each(prompts)
+    engine.empty_caches()
+    wrong: object
+    with (
+        patch.object(planner, "make_core_identity", core),
+        patch.object(planner, "make_cache_identity", delta),
+    ):
+        try:
+            wrong = engine.generate_each(prompts)
+        except Exception as error:
+            wrong = error
+    assert wrong != right
+
+
+@pytest.mark.both
+@in_engine
+def test_a_request_says_how_much_of_an_image_later_turns_recall() -> None:
+    engine = start({**STATE, "budget": BUDGET, "recall": RECALL, "requests": "states"})
+    record, runs = watch(), engine.runs
+    image, other = examples(1)[0].image, examples(3)[-1].image
+    talk = [turn(QUESTIONS[0], image)]
+    for question in QUESTIONS[1:]:
+        talk += [said("two"), turn(question)]
+    answers = [engine.chat(talk[:count])[0] for count in (1, 3, 5)]
+    for answer, later in itertools.pairwise(answers):
+        # All full blocks of the turn before, whose answer is part of the conversation.
+        assert later["cached"] >= answer["prompt_tokens"] // BLOCK * BLOCK > 0
+    assert engine.runs - runs == 1
+
+    def recall(tokens: int, **more: object) -> dict[str, Any]:
+        return engine.chat(talk, entry={"recall": tokens, **more})[0]
+
+    engine.empty_caches()
+    lengths = {k: recall(k)["prompt_tokens"] for k in (0, 3, RECALL, 1000)}
+    # Each turn's tokens end in a line break, as the chat template writes images, and a space.
+    assert 0 <= lengths[3] - lengths[0] - 2 * 3 <= 2 * 2
+    assert lengths[RECALL] - lengths[3] == 2 * (RECALL - 3)
+    # Not more than is left of it.
+    assert TOKENS - BUDGET <= lengths[1000] - lengths[0] <= TOKENS - BUDGET + 2 * 2
+
+    # An image that keeps everything recalls nothing.
+    assert_same([recall(3, enabled=False)], [recall(0, enabled=False)])
+
+    # A turn after two images recalls tokens of both.
+    engine.empty_caches()
+    record.take()
+    later_turns = (said("yes"), turn("And here?", other), said("no"), turn("Which is larger?"))
+    engine.chat([*talk[:3], *later_turns])
+    parts = _take_parts(record)
+    first_key, other_key = (key for part, key, *_ in parts if part == "whole")
+    recalls = sorted((key, len(rows)) for part, key, _, rows in parts if part == "recall")
+    half = RECALL // 2
+    assert recalls == sorted([(first_key, RECALL), (first_key, half), (other_key, half)])

@@ -17,19 +17,15 @@ from PIL import Image
 from prometheus_client import generate_latest
 
 from benchmarks.server import Server
+from benchmarks.yardsticks.examples import as_picture
 from tests.hostile.__main__ import run_attack
 from tests.hostile.mutate import send_mutated_requests
 from tests.hostile.site import ATTACKS
 from tests.serving.engine import (
     STATE,
     Answer,
-    ask,
     breaking,
-    chat,
     examples,
-    generate,
-    model_of,
-    picture,
     prompt,
     start,
     turn,
@@ -37,13 +33,11 @@ from tests.serving.engine import (
 from tests.serving.http import body
 from tests.serving.runners import Result, in_engine
 from tests.tpdsl.samples import edited, sample
-from vllm_autoprune.http_client import Metrics
-from vllm_autoprune.selftest.serve import empty_caches
+from vllm_autoprune.http_client import CHAT, Metrics
 from vllm_autoprune.serving.served_state import load_request_state
 from vllm_autoprune.tpdsl import refine as executor
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(590)]
-
 
 FALLBACKS: Mapping[str, tuple[str, Mapping[str, str], int]] = {
     # NaN and Inf in an image's features: evenly spaced tokens are kept.
@@ -70,27 +64,27 @@ def test_engine_survives_failing_policies_and_invalid_requests() -> Result:
         raise RuntimeError("made to fail")
 
     failing = partial(patch.object, executor, "run_fusion", raising)
-    llm = start({**STATE, "budget": 8, "requests": "states"})
+    engine = start({**STATE, "budget": 8, "requests": "states"})
     example, other = examples(2)[0], examples(2)[-1]
-    sane, before = ask(llm, example), _count_fallbacks()
+    sane, before = engine.ask(example), _count_fallbacks()
     tiny = Image.new("RGB", (1, 1), (255, 0, 0))
-    answers = chat(llm, [[turn("What is it?", tiny)], [turn("", other.image)]])
+    answers = engine.chat([turn("What is it?", tiny)], [turn("", other.image)])
 
     # After each of these, a usual question is answered as before.
     long = prompt(other, instructions=[" ".join(["red"] * 10_000)])
     for number, kind in enumerate(("long", "nan", "inf", "raised"), 3):
-        unseen = picture(other.image).rotate(number)  # its features are not cached
+        unseen = as_picture(other.image).rotate(number)  # its features are not cached
         if kind == "long":
-            answers += generate(llm, [long])
+            answers += engine.generate([long])
         elif kind == "raised":
             with failing():
-                answers += chat(llm, [[turn("raise?", other.image)]])
+                answers += engine.chat([turn("raise?", other.image)])
         else:
-            broken = breaking(model_of(llm).multi_modal_projector, float(kind))
-            answers += chat(llm, [[turn("What is it?", unseen)]])
+            broken = breaking(engine.model.multi_modal_projector, float(kind))
+            answers += engine.chat([turn("What is it?", unseen)])
             broken.remove()
-        empty_caches(llm)
-        assert ask(llm, example) == sane, kind
+        engine.empty_caches()
+        assert engine.ask(example) == sane, kind
 
     # A state that fails its check on the first image is served by its base policy, and is not used
     # again after the fault is removed.
@@ -104,9 +98,9 @@ def test_engine_survives_failing_policies_and_invalid_requests() -> Result:
         ("base", question, "reference"),
         ("other base", unlike, "reference"),
     ):
-        empty_caches(llm)
+        engine.empty_caches()
         with failing() if name == "broken" else nullcontext():
-            (served[name],) = generate(llm, [prompt(about, state=state, budget=8, keep=keep)])
+            (served[name],) = engine.generate([prompt(about, state=state, budget=8, keep=keep)])
     assert served["broken"] == served["base"] and served["fixed"] == served["other base"]
     after = _count_fallbacks()
     grown = {key: after[key] - before[key] for key in FALLBACKS}
@@ -115,10 +109,10 @@ def test_engine_survives_failing_policies_and_invalid_requests() -> Result:
     # A request that was refused for a sampling parameter: its image reaches the engine later.
     refused = prompt(other, instructions=["Which one was refused?"])
     with pytest.raises(VLLMValidationError, match="allowed_token_ids"):
-        llm.generate([refused], SamplingParams(allowed_token_ids=[10**9]), use_tqdm=False)
-    repeated = generate(llm, [refused])
-    empty_caches(llm)
-    assert repeated == generate(llm, [refused])
+        engine.llm.generate([refused], SamplingParams(allowed_token_ids=[10**9]), use_tqdm=False)
+    repeated = engine.generate([refused])
+    engine.empty_caches()
+    assert repeated == engine.generate([refused])
     return sane, answers, served, repeated
 
 
@@ -142,7 +136,7 @@ WORKER = tuple(
 @pytest.mark.parametrize("name", WORKER)
 def test_attack_on_the_worker_finds_no_problem(stock: Server, pruned: Server, name: str) -> None:
     servers: dict[str, Server] = {"default": pruned, "stock": stock}
-    assert run_attack(ATTACKS[name], lambda profile: servers[profile]).problems == []
+    assert run_attack(ATTACKS[name], servers.__getitem__).problems == []
 
 
 @pytest.mark.only("v1")
@@ -150,8 +144,7 @@ def test_attack_on_the_worker_finds_no_problem(stock: Server, pruned: Server, na
 def test_attack_on_the_api_server_finds_no_problem(
     stock: Server, pruned: Server, name: str
 ) -> None:
-    servers: dict[str, Server] = {"default": pruned, "stock": stock}
-    assert run_attack(ATTACKS[name], lambda profile: servers[profile]).problems == []
+    test_attack_on_the_worker_finds_no_problem(stock, pruned, name)
 
 
 @pytest.mark.only("v1")
@@ -173,7 +166,7 @@ def kill_worker(server: Server) -> tuple[set[int], bool]:
         long = {"max_tokens": 1800, "ignore_eos": True}
         try:
             sent = body(server, examples(2)[number], **long)
-            return server.post("/v1/chat/completions", sent)[0]
+            return server.post(CHAT, sent)[0]
         except httpx.HTTPError:
             return 0
 

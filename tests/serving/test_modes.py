@@ -1,4 +1,4 @@
-"""The same requests under the modes that operators run: LoRA, speculation, priorities and others.
+"""The same requests under the modes that operators run: LoRA, speculation, priorities, connectors.
 
 Each test answers :data:`REQUESTS`, or what it says, with one engine in one mode, and compares with
 an engine without any. All in float32, so that steps of another size round alike.
@@ -12,8 +12,10 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,35 +23,34 @@ from prometheus_client import generate_latest
 from safetensors.torch import load_file, save_file
 
 from benchmarks.yardsticks.adapters import ADAPTERS, draw_adapter, write_adapters
+from benchmarks.yardsticks.examples import as_picture, format_prompt
 from tests.serving.engine import (
     LLAVA,
     STATE,
+    Answer,
+    Engine,
     Prompt,
-    complete,
-    complete_alone,
-    counter,
+    Request,
+    alone,
+    assert_same,
     examples,
     greedy,
-    model_of,
     prompt,
-    release,
+    raw_prompt,
     render_prompt,
     start,
+    state_with_core,
     turn,
-    vision_runs,
 )
 from tests.serving.runners import Runner, in_engine
+from tests.serving.test_equivalence import make_identity_without_question
 from vllm_autoprune.http_client import Metrics
 from vllm_autoprune.selftest.run import BLOCK
-from vllm_autoprune.selftest.serve import empty_caches
+from vllm_autoprune.serving.api import planner
 
-if TYPE_CHECKING:
-    from vllm import LLM
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
 
-pytestmark = pytest.mark.engine
-
-
-REQUESTS: Sequence[tuple[int, int, str | None, int, int]] = (
+REQUESTS: Sequence[Request] = (
     (0, 32, None, 0, 0),
     (1, 32, None, 0, 0),
     (0, 16, "visionzip", 0, 0),
@@ -61,76 +62,65 @@ REQUESTS: Sequence[tuple[int, int, str | None, int, int]] = (
     (4, 144, None, 0, 0),
     (2, 31, "off", 0, 0),
 )
-"""Question, K, state or control, later turns and K_r of each request."""
-
 Ids = list[list[int]]
 """Token ids of answers."""
 
 
 def mixed_prompts() -> list[Prompt]:
-    """Prompts of :data:`REQUESTS`."""
-    return [render_prompt(*key) for key in REQUESTS]
+    return [render_prompt(*request) for request in REQUESTS]
 
 
-def start_mode(**options: Any) -> LLM:
+def start_mode(**options: Any) -> Engine:
     """An engine in a mode, whose requests may bring states."""
-    usual: dict[str, Any] = {
-        "dtype": "float32",
-        "max_model_len": 512,
-        "disable_log_stats": False,
-    }
+    usual: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "disable_log_stats": False}
     return start({**STATE, "requests": "states"}, **{**usual, **options})
 
 
-_PLAIN: list[Ids] = []
-
-
+@cache
 def answer_plainly() -> Ids:
     """Answers without a mode, by an engine that this process starts once."""
-    if not _PLAIN:
-        llm = start_mode()
-        _PLAIN.append(complete(llm, mixed_prompts()))
-        release(llm)
-    return _PLAIN[0]
+    engine = start_mode()
+    answers = engine.complete(mixed_prompts())
+    engine.stop()
+    assert len({str(answer) for answer in answers}) == len(REQUESTS)
+    return answers
 
 
-def assert_as_plain(llm: LLM) -> None:
+def assert_as_plain(engine: Engine) -> None:
     """Answers in a mode equal those without one, in one batch and alone with empty caches."""
     prompts = mixed_prompts()
-    together, alone = complete(llm, prompts), complete_alone(llm, prompts)
-    release(llm)
+    together, alone = engine.complete(prompts), engine.complete_alone(prompts)
+    engine.stop()
     assert together == alone == answer_plainly()
 
 
-@pytest.mark.parametrize("options", [{}, {"mm_processor_cache_type": "shm"}], ids=["none", "shm"])
 @in_engine
-def test_mixed_requests_are_answered_together_as_alone(options: Mapping[str, Any]) -> None:
-    """Also with processed images in shared memory, small enough to be overwritten."""
-    assert_as_plain(start_mode(**options))
-    assert len({str(answer) for answer in answer_plainly()}) == len(REQUESTS)
+def test_processed_images_in_shared_memory() -> None:
+    """So small that they are overwritten."""
+    assert_as_plain(start_mode(mm_processor_cache_type="shm"))
 
 
 @in_engine
 def test_priority_scheduling_with_preemption() -> None:
     """Three at once, in a small KV cache: running requests are preempted."""
-    llm = start_mode(
+    engine = start_mode(
         scheduling_policy="priority", max_num_seqs=3, num_gpu_blocks_override=14, max_model_len=256
     )
     prompts = [render_prompt(at, 64) for at in range(6)]
-    alone = complete_alone(llm, prompts, tokens=60)
-    empty_caches(llm)
-    before = counter(llm, "vllm:num_preemptions")
-    engine = llm.llm_engine
+    alone = engine.complete_alone(prompts, tokens=60)
+    engine.empty_caches()
+    before = engine.counter("vllm:num_preemptions")
+    llm_engine = engine.llm.llm_engine
     finished: dict[int, list[int]] = {}
 
     def add(numbers: range) -> None:
         for at in numbers:
-            (rendered,) = llm.renderer.render_cmpl([prompts[at]])
+            (rendered,) = engine.llm.renderer.render_cmpl([prompts[at]])
             sampling = greedy(60, ignore_eos=True)
-            engine.add_request(str(at), rendered, sampling, priority=9 - at)
+            llm_engine.add_request(str(at), rendered, sampling, priority=9 - at)
 
     def step() -> None:
-        for output in engine.step():
+        for output in llm_engine.step():
             if output.finished:
                 finished[int(output.request_id)] = list(output.outputs[0].token_ids)
 
@@ -139,10 +129,10 @@ def test_priority_scheduling_with_preemption() -> None:
     for _ in range(3):
         step()
     add(range(3, 6))
-    while engine.has_unfinished_requests():
+    while llm_engine.has_unfinished_requests():
         step()
     assert [finished[at] for at in range(6)] == alone
-    assert counter(llm, "vllm:num_preemptions") - before >= 1
+    assert engine.counter("vllm:num_preemptions") - before >= 1
     # A small number goes first: 9 ran before 4, 5 and 6 came, and made room for them.
     order = [9 - at for at in finished]
     assert order[-1] == 9
@@ -154,62 +144,60 @@ def test_sampling_structured_output_and_sleep() -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    llm = start_mode()
+    engine = start_mode()
     question = prompt(examples(1)[0])
 
     def sample(**sampling: Any) -> list[str]:
         params = SamplingParams(**{"max_tokens": 6, "temperature": 0, **sampling})
-        (output,) = llm.generate([question], params, use_tqdm=False)
+        (output,) = engine.llm.generate([question], params, use_tqdm=False)
         return [sample.text for sample in output.outputs]
 
-    runs = vision_runs(llm)
+    runs = engine.runs
     samples, again = (sample(n=3, temperature=2.0, seed=5) for _ in range(2))
     assert samples == again and len(samples) == 3 and len(set(samples)) > 1
     (choice,) = sample(structured_outputs=StructuredOutputsParams(choice=["red", "blue"]))
     assert choice in ("red", "blue")
     (digits,) = sample(structured_outputs=StructuredOutputsParams(regex="(1|2|3) (4|5|6)"))
     assert digits[0] in "123" and digits[-1] in "456"
-    assert vision_runs(llm) - runs == 1, "the vision tower runs once for all of them"
+    assert engine.runs - runs == 1, "the vision tower runs once for all of them"
 
     # On a CPU vLLM frees no memory. Level 1 empties vLLM's caches of images, and the features with
     # them; level 2 would lose the text tower.
-    before = complete(llm, [question])
+    before = engine.complete([question])
     for level, expected_runs in ((0, 0), (1, 1)):
-        runs = vision_runs(llm)
-        llm.sleep(level)
-        llm.wake_up(["scheduling"] if level == 0 else None)
-        assert complete(llm, [question]) == before
-        assert vision_runs(llm) - runs == expected_runs
+        runs = engine.runs
+        engine.llm.sleep(level)
+        engine.llm.wake_up(["scheduling"] if level == 0 else None)
+        assert engine.complete([question]) == before
+        assert engine.runs - runs == expected_runs
     with pytest.raises(ValueError, match="--autoprune-text-tower"):
-        llm.sleep(2)
-    assert complete(llm, [question]) == before
-
-
-def _count_requests() -> float:
-    """Requests with images that the plugin's metrics have counted in this process."""
-    return Metrics(generate_latest().decode()).total("autoprune_requests_total") or 0.0
+        engine.llm.sleep(2)
+    assert engine.complete([question]) == before
 
 
 @in_engine
 def test_embeddings_beside_images() -> None:
     """Of prompts: in one of their own, and within a message; of images: served unpruned."""
-    llm = start_mode(enable_prompt_embeds=True, enable_mm_embeds=True)
-    table = model_of(llm).get_language_model().model.embed_tokens
+    engine = start_mode(enable_prompt_embeds=True, enable_mm_embeds=True)
+    table = engine.model.get_language_model().model.embed_tokens
 
     def embed(words: str, special: bool = False) -> tuple[list[int], torch.Tensor]:
-        ids = llm.get_tokenizer().encode(words, add_special_tokens=special)
+        ids = engine.llm.get_tokenizer().encode(words, add_special_tokens=special)
         with torch.no_grad():
             return ids, table(torch.tensor(ids)).float()
 
+    def count_requests() -> float:
+        return Metrics(generate_latest().decode()).total("autoprune_requests_total") or 0.0
+
     ids, rows = embed("USER: Which shape is red? ASSISTANT:", special=True)
-    *together, embedded = complete(llm, [*mixed_prompts(), {"prompt_embeds": rows}])
-    alone, as_text = complete_alone(llm, [{"prompt_embeds": rows}, {"prompt_token_ids": ids}])
-    assert embedded == alone == as_text
+    *together, embedded = engine.complete([*mixed_prompts(), {"prompt_embeds": rows}])
+    as_rows, as_text = engine.complete_alone([{"prompt_embeds": rows}, {"prompt_token_ids": ids}])
+    assert embedded == as_rows == as_text
 
     # Under a state that does not read the question, which has only its words in text.
     entry = {"autoprune": {"state": "visionzip", "budget": 16}}
     content = turn("Which digit is on the", examples(1)[0].image)["content"]
-    before, answers = _count_requests(), []
+    before, answers = count_requests(), []
     for words, as_embeds in ((" red circle", True), (" red circle", False), (" blue square", True)):
         end: dict[str, object] = {"type": "text", "text": words}
         if as_embeds:
@@ -217,26 +205,26 @@ def test_embeddings_beside_images() -> None:
             torch.save(embed(words)[1], buffer)
             data = base64.b64encode(buffer.getvalue()).decode()
             end = {"type": "prompt_embeds", "data": data}
-        empty_caches(llm)
+        engine.empty_caches()
         talk, sampling = [{"role": "user", "content": [*content, end]}], greedy(12, ignore_eos=True)
-        (output,) = llm.chat([talk], sampling, use_tqdm=False, mm_processor_kwargs=entry)
+        (output,) = engine.llm.chat([talk], sampling, use_tqdm=False, mm_processor_kwargs=entry)
         answers.append(list(output.outputs[0].token_ids))
     assert answers[0] == answers[1] != answers[2]
-    assert _count_requests() - before == 3
+    assert count_requests() - before == 3
 
-    empty_caches(llm)
+    engine.empty_caches()
     question = prompt(examples(1)[0])
-    complete(llm, [question])
-    (features,) = model_of(llm).autoprune.cache._entries.values()
-    embeds = {"image": features.rows()[None]}
-    unpruned = complete(llm, [prompt(examples(1)[0], enabled=False)])
-    assert complete(llm, [{"prompt": question["prompt"], "multi_modal_data": embeds}]) == unpruned
-    release(llm)
+    engine.complete([question])
+    (features,) = engine.model.autoprune.cache._entries.values()
+    embeds = {"prompt": question["prompt"], "multi_modal_data": {"image": features.rows()[None]}}
+    unpruned = engine.complete([prompt(examples(1)[0], enabled=False)])
+    assert engine.complete([embeds]) == unpruned
+    engine.stop()
     assert together == answer_plainly()
 
 
-def allocate_intermediate_tensors(worker: Any) -> None:
-    """Runs in every worker: what vLLM's warm-up allocates on later ranks.
+def allocate_intermediate_tensors(worker: Any) -> int:
+    """Runs in every worker: what vLLM's warm-up allocates on later ranks; layers that it holds.
 
     vLLM 0.32's CPU worker leaves the warm-up out where nothing is compiled and the size of the KV
     cache is given, and a later rank then fails at its first step, with the plugin or without.
@@ -246,21 +234,16 @@ def allocate_intermediate_tensors(worker: Any) -> None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
-
-
-def count_layers(worker: Any) -> int:
-    """Runs in every worker: layers of the language model that it holds."""
-    model = worker.worker.model_runner.model.get_language_model().model
+    model = runner.model.get_language_model().model
     return int(model.end_layer - model.start_layer)
 
 
 @pytest.mark.exhaustive
 @in_engine
 def test_pipeline_ranks() -> None:
-    llm = start_mode(pipeline_parallel_size=2)
-    llm.collective_rpc(allocate_intermediate_tensors)
-    assert llm.collective_rpc(count_layers) == [3, 3]
-    assert_as_plain(llm)
+    engine = start_mode(pipeline_parallel_size=2)
+    assert engine.llm.collective_rpc(allocate_intermediate_tensors) == [3, 3]
+    assert_as_plain(engine)
 
 
 def speculate(method: str) -> Ids:
@@ -279,12 +262,13 @@ def speculate(method: str) -> Ids:
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 shutil.copy(LLAVA / file, folder)
             config["model"] = name
-        llm = start_mode(speculative_config=config)
+        engine = start_mode(speculative_config=config)
         prompts = mixed_prompts()
-        answers = complete(llm, prompts)
-        assert answers == complete_alone(llm, prompts)
-        counts = (counter(llm, f"vllm:spec_decode_num_{n}_tokens") for n in ("draft", "accepted"))
-        drafted, accepted = counts
+        answers = engine.complete(prompts)
+        assert answers == engine.complete_alone(prompts)
+        drafted, accepted = (
+            engine.counter(f"vllm:spec_decode_num_{n}_tokens") for n in ("draft", "accepted")
+        )
         assert drafted > accepted > 0
         return answers
 
@@ -298,28 +282,13 @@ def test_speculative_decoding(runner: Runner, method: str) -> None:
     assert answers == runner.run(answer_plainly)
 
 
-ADAPTED = [key for key in REQUESTS if key[2] is None or "core" in key[2]]
-
-
-def _merge_adapter(folder: Path, adapter: str) -> Path:
-    """mini-LLaVA with an adapter added to its weights."""
-    merged = folder / f"merged-{adapter}"
-    shutil.copytree(LLAVA, merged)
-    weights = load_file(merged / "model.safetensors")
-    for module, (down, up) in draw_adapter(ADAPTERS.index(adapter)).items():
-        name = f"{module}.weight"
-        weights[name] = (weights[name].float() + up @ down).to(torch.float32)
-    (merged / "model.safetensors").unlink()
-    save_file(weights, merged / "model.safetensors", {"format": "pt"})
-    return merged
-
-
 @in_engine
 def test_adapters_of_the_language_model() -> None:
     """Two adapters and none, on one image and others: as by models whose weights contain them."""
     from vllm.lora.request import LoRARequest
 
-    asked = [render_prompt(*key) for key in ADAPTED]
+    adapted = [at for at, (_, _, state, *_) in enumerate(REQUESTS) if not state or "core" in state]
+    asked = [render_prompt(*REQUESTS[at]) for at in adapted]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_adapters(folder)
@@ -327,29 +296,141 @@ def test_adapters_of_the_language_model() -> None:
             LoRARequest(name, at, str(folder / name)) for at, name in enumerate(ADAPTERS, 1)
         ]
         # On a CPU vLLM gives a request without an adapter that of the last slot, so one stays free.
-        llm = start_mode(enable_lora=True, max_loras=3, max_lora_rank=8)
+        engine = start_mode(enable_lora=True, max_loras=3, max_lora_rank=8)
         pairs = [(each, lora) for each in asked for lora in loras]
         sent, by = zip(*pairs, strict=True)
-        together, alone = complete(llm, sent, lora_request=list(by)), []
+        together, alone = engine.complete(sent, lora_request=list(by)), []
         for each, lora in pairs:
-            empty_caches(llm)
-            alone += complete(llm, [each], lora_request=[lora])
-        empty_caches(llm)
-        runs, cached = vision_runs(llm), []
+            engine.empty_caches()
+            alone += engine.complete([each], lora_request=[lora])
+        engine.empty_caches()
+        runs, cached = engine.runs, []
         for lora in (*loras, *loras):
-            (output,) = llm.generate([asked[0]], greedy(1), use_tqdm=False, lora_request=[lora])
+            (output,) = engine.llm.generate(
+                [asked[0]], greedy(1), use_tqdm=False, lora_request=[lora]
+            )
             cached.append(output.num_cached_tokens or 0)
         assert cached == [0, 0, 0, BLOCK, BLOCK, BLOCK], "adapters share no KV"
-        assert vision_runs(llm) - runs == 1, "but the features of an image"
-        release(llm)
+        assert engine.runs - runs == 1, "but the features of an image"
+        engine.stop()
         merged = []
-        for adapter in ADAPTERS:
-            llm = start_mode(model=_merge_adapter(folder, adapter))
-            merged.append(complete(llm, asked))
-            release(llm)
+        for number, adapter in enumerate(ADAPTERS):
+            model = folder / f"merged-{adapter}"
+            shutil.copytree(LLAVA, model)
+            weights = load_file(model / "model.safetensors")
+            for module, (down, up) in draw_adapter(number).items():
+                name = f"{module}.weight"
+                weights[name] = (weights[name].float() + up @ down).to(torch.float32)
+            (model / "model.safetensors").unlink()
+            save_file(weights, model / "model.safetensors", {"format": "pt"})
+            engine = start_mode(model=model)
+            merged.append(engine.complete(asked))
+            engine.stop()
     assert together == alone
-    none, *adapted = (together[at::3] for at in range(3))
-    assert adapted == merged
-    plain = zip(answer_plainly(), REQUESTS, strict=True)
-    assert none == [answer for answer, key in plain if key in ADAPTED]
-    assert none != adapted[0] != adapted[1] != none
+    none, *by_adapter = (together[at::3] for at in range(3))
+    assert by_adapter == merged
+    assert none == [answer_plainly()[at] for at in adapted]
+    assert none != by_adapter[0] != by_adapter[1] != none
+
+
+# ---- what engines share through vLLM's connectors, which keep everything in a folder ----
+
+# A prompt of more than two KV blocks together with its image.
+TEXT = "Which shape is it? red green blue white"
+VARIANTS: Mapping[str, Mapping[str, object]] = {
+    "question": {"instructions": ["What is the number?"]},
+    "state": {"state": "visionzip"},
+    "reference": {"keep": "reference"},
+    "random": {"keep": "random"},
+    # With its question before the image it stays one item, of the same token ids.
+    "core": {"state": {**state_with_core(), "name": "core"}},
+}
+"""What requests change whose prompts have the very same token ids."""
+
+
+def _start_sharing(folder: str | None) -> Engine:
+    """An engine that finds and leaves its KV in a folder, or shares none."""
+    from vllm.config import KVTransferConfig
+
+    config = KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"shared_storage_path": folder},
+    )
+    sharing = None if folder is None else config
+    return start_mode(max_num_batched_tokens=2048, kv_transfer_config=sharing)
+
+
+def _prompt(**entry: object) -> Prompt:
+    image = as_picture(examples(1)[0].image)
+    return raw_prompt(format_prompt(TEXT), image, **{"budget": 64, "instructions": [TEXT], **entry})
+
+
+@in_engine
+def test_a_second_engine_takes_pruned_kv_of_the_first_and_of_no_other_request() -> None:
+    prompts = [_prompt(), *mixed_prompts()]
+    answers: dict[str, list[Answer]] = {}
+    variants: dict[str, list[Answer]] = {"second": [], "alone": []}
+    with tempfile.TemporaryDirectory() as store:
+        for name, folder in (("first", store), ("second", store), ("alone", None)):
+            engine = _start_sharing(folder)
+            answers[name] = engine.generate_each(prompts, tokens=6)
+            if name == "second":
+                hits = engine.counter("vllm:external_prefix_cache_hits")
+            for entry in VARIANTS.values() if name in variants else ():
+                engine.llm.reset_prefix_cache()
+                variants[name] += engine.generate([_prompt(**entry)], tokens=6)
+            engine.stop()
+    for name in ("first", "second"):
+        assert_same(answers[name], answers["alone"])
+    for taken in answers["second"]:
+        assert taken["cached"] == (taken["prompt_tokens"] - 1) // BLOCK * BLOCK
+    cached = {name: sum(answer["cached"] for answer in each) for name, each in answers.items()}
+    assert hits == cached["second"] - cached["first"] > 0
+
+    # The token ids of these prompts are equal; question, state or control differ.
+    assert_same(variants["second"], variants["alone"])
+    length = answers["first"][0]["prompt_tokens"]
+    assert {(a["cached"], a["prompt_tokens"]) for a in variants["second"]} == {(0, length)}
+
+    # Negative control: without the question in the identity.
+    with (
+        tempfile.TemporaryDirectory() as store,
+        patch.object(planner, "make_cache_identity", make_identity_without_question),
+    ):
+        engine = _start_sharing(store)
+        engine.generate(prompts[:1], tokens=6)
+        engine.llm.reset_prefix_cache()
+        (wrong,) = engine.generate([_prompt(**VARIANTS["question"])], tokens=6)
+    right, *_ = variants["second"]
+    assert wrong["cached"] > 0
+    assert wrong["text"] != right["text"] or wrong["logprob"] != pytest.approx(right["logprob"])
+
+
+@pytest.mark.only("v1")
+@in_engine
+def test_images_encoded_by_another_engine() -> None:
+    """Which is sent them without any text. By V1 alone: in vLLM 0.32, V2 runs the language model of
+    an encoding engine on meta."""
+    from vllm.config import ECTransferConfig
+
+    questions = [e for e in examples(2) if e.image_id == examples(2)[0].image_id]
+    image = questions[0].image
+    talks = [[turn(question.question, image)] for question in questions]
+    answers: dict[str | None, list[Answer]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for role, runs in (("ec_producer", 1), ("ec_consumer", 0), (None, 1)):
+            config = role and ECTransferConfig(
+                ec_connector="ECExampleConnector",
+                ec_role=role,
+                ec_connector_extra_config={"shared_storage_path": folder},
+            )
+            state = {"state": alone("divprune"), "budget": 32}
+            engine = start(state, dtype="float32", ec_transfer_config=config)
+            before = engine.runs
+            asked, tokens = ([[turn("", image)]], 1) if role == "ec_producer" else (talks, 4)
+            answers[role] = [engine.chat(talk, tokens=tokens)[0] for talk in asked]
+            assert engine.runs - before == runs
+            engine.stop()
+    assert len(questions) > 2
+    assert_same(answers["ec_consumer"], answers[None])

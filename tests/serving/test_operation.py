@@ -58,11 +58,8 @@ def test_recalled_tokens_are_prompt_tokens_and_are_counted(two_front_ends: Serve
         assert counted["count"] == prompt_tokens(answer)
         assert counted["tokens"].count(image_token_id()) == 16 + 5
 
-    kept = {"stage=after": 16 + 5}
-    images = {"chooser=state": 1}
-    assert_grows(
-        two_front_ends, send_requests, recalled_tokens=5, visual_tokens=kept, images=images
-    )
+    kept = {"recalled_tokens": 5, "visual_tokens stage=after": 16 + 5}
+    assert_grows(two_front_ends, send_requests, {**kept, "images chooser=state": 1})
 
 
 def test_requests_are_counted(pruned: Server) -> None:
@@ -77,19 +74,21 @@ def test_requests_are_counted(pruned: Server) -> None:
         assert pruned.post(CHAT, body(pruned, questions[0], **entry(budget=0)))[0] == 400
 
     kept = 50 + 51 + 52 + 53 + TOKENS + 9
-    grown = assert_grows(
-        pruned,
-        send_requests,
-        requests={"state=autoprune": 4, "state=off": 1, "state=dart": 1},
-        requests_refused=1,
-        images={"chooser=state": 6},
-        visual_tokens={"stage=before": 6 * TOKENS, "stage=after": kept},
-        kv_bytes_saved=(6 * TOKENS - kept) * KV_BYTES,
+    expected = {
+        "requests state=autoprune": 4,
+        "requests state=off": 1,
+        "requests state=dart": 1,
+        "requests_refused": 1,
+        "images chooser=state": 6,
+        "visual_tokens stage=before": 6 * TOKENS,
+        "visual_tokens stage=after": kept,
+        "kv_bytes_saved": (6 * TOKENS - kept) * KV_BYTES,
         # In the worker: one image per step, without the tower if its features are cached.
-        selection_seconds_count=6,
-        unsafe_states=0,
-        fallbacks={"fallback=reference reason=error": 0},
-    )
+        "selection_seconds_count": 6,
+        "unsafe_states": 0,
+        "fallbacks fallback=reference reason=error": 0,
+    }
+    grown = assert_grows(pruned, send_requests, expected)
     assert grown["selection_seconds_sum"] > 0
     hits = grown["feature_cache_hits"]
     assert hits + grown["feature_cache_misses"] == 6
@@ -106,8 +105,8 @@ def test_two_front_ends_report_the_same_totals(two_front_ends: Server) -> None:
             ask(two_front_ends, questions[i % 2])
 
     saved = 20 * (TOKENS - 16) * KV_BYTES
-    counted = {"state=autoprune": 20}
-    assert_grows(two_front_ends, send_requests, requests=counted, kv_bytes_saved=saved)
+    counted = {"requests state=autoprune": 20, "kv_bytes_saved": saved}
+    assert_grows(two_front_ends, send_requests, counted)
     # Every front end reports all totals, including those of the workers.
     scrapes = [samples(two_front_ends) for _ in range(8)]
     for name in ("requests state=autoprune", "selection_seconds_count"):
@@ -212,22 +211,19 @@ def test_another_state_is_rolled_out_under_traffic(runner: Runner) -> None:
     new_state = ("--autoprune-state", "visionzip", "--autoprune-budget", "16")
     questions, stopped = examples(4), threading.Event()
     answers: list[tuple[Server, int, str]] = []
+
+    def answer(server: Server, number: int) -> tuple[Server, int, str]:
+        reply = ask(server, questions[number], max_tokens=12)
+        return server, number, f"{prompt_tokens(reply)} tokens: {text_of(reply)}"
+
     with ExitStack() as stack:
         start = partial(serve, LLAVA, *flags, env=runner.environment, patience=600)
         old = stack.enter_context(start())
         servers = [old]
-        pool = stack.enter_context(ThreadPoolExecutor(CLIENTS))
-        stack.callback(stopped.set)
-
-        def answer(server: Server, number: int) -> tuple[Server, int, str]:
-            reply = ask(server, questions[number], max_tokens=12)
-            return server, number, f"{prompt_tokens(reply)} tokens: {text_of(reply)}"
 
         def ask_on(client: int) -> None:
             """The questions in turn, each on a connection of its own, each server in turn."""
-            for at in itertools.count(client):
-                if stopped.is_set():
-                    return
+            for at in itertools.takewhile(lambda _: not stopped.is_set(), itertools.count(client)):
                 active = tuple(servers)
                 answers.append(answer(active[at % len(active)], at % len(questions)))
 
@@ -239,6 +235,8 @@ def test_another_state_is_rolled_out_under_traffic(runner: Runner) -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
 
+        pool = stack.enter_context(ThreadPoolExecutor(CLIENTS))
+        stack.callback(stopped.set)
         clients = [pool.submit(ask_on, client) for client in range(CLIENTS)]
         await_answers(old)
 

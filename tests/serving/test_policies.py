@@ -1,4 +1,4 @@
-"""Every base policy and every shipped state on a real engine.
+"""Every base policy, every shipped state, and states that requests bring, on a real engine.
 
 That what transformers computes of the checkpoints is what ``LlavaVision`` reads of them:
 ``tests/test_checkpoint.py``.
@@ -9,39 +9,34 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import Any
 
 import pytest
 
+from benchmarks.yardsticks.examples import as_picture
 from tests.serving.engine import (
     CLIP,
     LLAVA,
     STATE,
     TOKENS,
+    Engine,
     alone,
+    assert_same,
     breaking,
     examples,
-    generate,
-    generate_each,
-    model_of,
-    picture,
     prompt,
-    release,
     start,
     watch,
 )
 from tests.serving.runners import Result, Runner, in_engine
 from vllm_autoprune import materialize, refine
 from vllm_autoprune.checkpoint import LlavaVision
-from vllm_autoprune.selftest.serve import empty_caches
+from vllm_autoprune.selftest.run import BLOCK
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 
-if TYPE_CHECKING:
-    from vllm import LLM
-
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-
 
 SMALL: Mapping[str, Any] = {
     "dtype": "float32",
@@ -51,9 +46,9 @@ SMALL: Mapping[str, Any] = {
 BUDGETS = (8, 16)
 
 
-def _count(llm: LLM) -> Counter[str]:
+def _count(engine: Engine) -> Counter[str]:
     """Selections by their fallback, and errors, so far."""
-    meter = model_of(llm).autoprune_reporter.meter
+    meter = engine.model.autoprune_reporter.meter
     return Counter({**meter.counts(), "errors": sum(meter.errors.values())})
 
 
@@ -67,50 +62,50 @@ def serve_base_policies() -> Result:
     and features that are not finite. ``fallbacks`` before the last of these and after it.
     """
     questions = examples(2)
-    llm = start(None, **SMALL)
-    answers = generate_each(llm, [prompt(e) for e in questions])
-    report: dict[str, Any] = {"full": [answer["prompt_tokens"] for answer in answers]}
-    release(llm)
-    llm = start({**STATE, "requests": "states"}, **SMALL)
+    engine = start(None, **SMALL)
+    full = engine.generate_each([prompt(example) for example in questions])
+    report: dict[str, Any] = {"full": [answer["prompt_tokens"] for answer in full]}
+    engine.stop()
+    engine = start({**STATE, "requests": "states"}, **SMALL)
     offline = LlavaVision(LLAVA, CLIP, dtype="float32")
-    seen = watch()
+    record = watch()
     for name in BASE_POLICIES:
-        empty_caches(llm)
-        seen.take()
-        before, state, single = _count(llm), alone(name), {}
+        engine.empty_caches()
+        before, state, single = _count(engine), alone(name), {}
         row: dict[str, Any] = {"lengths": [], "kept": [], "transformers": [], "rows": []}
-        for budget in BUDGETS:
+        for budget, example in product(BUDGETS, questions):
             policy = materialize(load_state(json.dumps(state)), budget)
-            for example in questions:
-                fields = {"state": state, "budget": budget}
-                (answer,) = generate(llm, [prompt(example, **fields)])
-                row["lengths"].append(answer["prompt_tokens"])
-                # None, where questions share what is kept.
-                for plan, kept in seen.take().items():
-                    single[str(plan)] = kept
-                    image = offline.encode(picture(example.image), example.question)
-                    expected = refine(policy, image)
-                    apart = (seen.rows[plan] - expected.features[0]).abs().max()
-                    row["kept"].append(kept)
-                    row["transformers"].append(expected.indices[0].tolist())
-                    row["rows"].append(float(apart))
-        row["fallbacks"] = [_count(llm) - before]
-        empty_caches(llm)
-        seen.budgets.clear()
-        generate(llm, [prompt(e, state=state, budget=16) for e in questions])
-        row["together"] = {str(plan): kept for plan, kept in seen.take().items()}
-        row |= {"single": single, "at_once": max(map(len, seen.budgets))}
-
+            (answer,) = engine.generate([prompt(example, state=state, budget=budget)])
+            row["lengths"].append(answer["prompt_tokens"])
+            # None, where questions share what is kept.
+            for plan, kept in record.take().items():
+                single[str(plan)] = kept
+                expected = refine(
+                    policy, offline.encode(as_picture(example.image), example.question)
+                )
+                apart = (record.rows[plan] - expected.features[0]).abs().max()
+                row["kept"].append(kept)
+                row["transformers"].append(expected.indices[0].tolist())
+                row["rows"].append(float(apart))
+        row["fallbacks"] = [_count(engine) - before]
+        engine.empty_caches()
+        record.budgets.clear()
         fields = {"state": state, "budget": 16}
+        engine.generate([prompt(example, **fields) for example in questions])
+        row["together"] = {str(plan): kept for plan, kept in record.take().items()}
+        row |= {"single": single, "at_once": max(map(len, record.budgets))}
+
         long = prompt(questions[0], instructions=[" ".join(["red"] * 10_000)], **fields)
         spoilt = prompt(questions[0], **fields)
-        spoilt["multi_modal_data"]["image"] = picture(questions[0].image).rotate(9)  # not cached
-        survived = generate_each(llm, [long, prompt(questions[-1], instructions=[""], **fields)])
-        broken = breaking(model_of(llm).multi_modal_projector, float("nan"))
-        survived += generate(llm, [spoilt])
+        spoilt["multi_modal_data"]["image"] = as_picture(questions[0].image).rotate(9)  # not cached
+        empty = prompt(questions[-1], instructions=[""], **fields)
+        survived = engine.generate_each([long, empty])
+        broken = breaking(engine.model.multi_modal_projector, float("nan"))
+        survived += engine.generate([spoilt])
         broken.remove()
+        record.take()
         row["survived"] = [answer["prompt_tokens"] for answer in survived]
-        row["fallbacks"].append(_count(llm) - before)
+        row["fallbacks"].append(_count(engine) - before)
         report[name] = row
     return report
 
@@ -148,19 +143,49 @@ def test_a_request_may_name_any_shipped_state() -> None:
     A state that keeps all 144 tokens of this model's images is also run at 72.
     """
     example = examples(1)[0]
-    llm = start(None, **SMALL)
-    full = generate(llm, [prompt(example)])[0]["prompt_tokens"]
-    release(llm)
-    llm = start({**STATE, "state": "divprune", "requests": "states"}, **SMALL)
+    engine = start({**STATE, "state": "divprune", "requests": "states"}, **SMALL)
+    (full,) = engine.generate([prompt(example, enabled=False)])
     for name, file in shipped_states().items():
         shipped = materialize(load_state(file)).tokens_kept(TOKENS)
-        empty_caches(llm)  # names of one state share their cached rows
-        before = _count(llm)
+        engine.empty_caches()  # names of one state share their cached rows
+        before = _count(engine)
         entries: dict[int, dict[str, object]] = {min(shipped, TOKENS): {"state": name}}
         if shipped >= TOKENS:
             entries[TOKENS // 2] = {"state": name, "budget": TOKENS // 2}
         for kept, entry in entries.items():
-            (answer,) = generate(llm, [prompt(example, **entry)])
-            assert answer["prompt_tokens"] == full - TOKENS + kept, name
-        by = _count(llm) - before
+            (answer,) = engine.generate([prompt(example, **entry)])
+            assert answer["prompt_tokens"] == full["prompt_tokens"] - TOKENS + kept, name
+        by = _count(engine) - before
         assert by["errors"] == by["reference"] == by["uniform"] == 0 < by["none"], name
+
+
+@in_engine
+def test_a_state_of_a_request_is_served_as_the_state_of_a_server() -> Result:
+    """Named or whole; to an engine of another state all at once, and one by one, nothing cached."""
+    questions, names = examples(1)[:2], ("autoprune", "visionzip", "fastv")
+    keys = list(product(names, (8, 24), range(len(questions))))
+    native = []
+    for name in names:
+        engine = start({**STATE, "state": name, "requests": "budget"})
+        native += engine.generate_each(
+            [prompt(questions[i], budget=k) for state, k, i in keys if state == name]
+        )
+        engine.stop()
+    engine = start({**STATE, "state": alone("divprune"), "requests": "states"})
+    documents = [load_state(name).model_dump(mode="json") if i else name for name, _, i in keys]
+    brought = [
+        prompt(questions[i], budget=k, state=state)
+        for (_, k, i), state in zip(keys, documents, strict=True)
+    ]
+    together = engine.generate(brought)
+    engine.empty_caches()
+    assert_same(together, native, tolerance=3e-2)
+    assert_same(engine.generate_each(brought), native, tolerance=3e-2)
+
+    # The prefix cache is not shared between states.
+    engine.empty_caches()
+    at, other = keys.index(("visionzip", 24, 0)), keys.index(("autoprune", 24, 0))
+    answers = engine.generate_each([brought[at], brought[at], brought[other]])
+    new, repeated, of_another_state = (answer["cached"] for answer in answers)
+    assert new == of_another_state == 0 and repeated >= BLOCK
+    return native, together

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -20,16 +20,15 @@ from tests.serving.engine import (
     LLAVA,
     STATE,
     Answer,
+    Engine,
+    Request,
     alone,
-    ask,
     built,
-    chat,
     examples,
-    generate_each,
     prompt,
-    release_all,
     render_prompt,
     start,
+    stop_all,
     turn,
     watch,
 )
@@ -37,16 +36,12 @@ from tests.serving.runners import Result, Runner, in_engine
 from vllm_autoprune.selftest.serve import picture
 from vllm_autoprune.tpdsl.loading import load_state
 
-if TYPE_CHECKING:
-    from vllm import LLM
-
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
-
 
 POLICIES = ("visionzip", "prumerge_plus", "fastv")
 """They read the vision tower, its next layer, and the language model's first layers."""
 
-PARTS: Sequence[tuple[int, int, str | None, int, int]] = (
+PARTS: Sequence[Request] = (
     (0, 64, "cdpruner with a core", 0, 0),
     (1, 64, "cdpruner with a core", 0, 0),
     (3, 64, "cdpruner with a core", 1, 8),
@@ -77,9 +72,9 @@ def find_actor(worker: object) -> str:
     return str(ray.get_runtime_context().get_actor_id() or "") if ray is not None else ""
 
 
-def _watched(llm: LLM, answer: Callable[[], list[Answer]]) -> Ranked:
-    llm.collective_rpc(begin_watching)
-    return {"answers": answer(), "kept": llm.collective_rpc(take_selections)}
+def _watched(engine: Engine, answer: Callable[[], list[Answer]]) -> Ranked:
+    engine.llm.collective_rpc(begin_watching)
+    return {"answers": answer(), "kept": engine.llm.collective_rpc(take_selections)}
 
 
 def answer_on_ranks(ranks: int, policies: Sequence[str] = (), **options: object) -> dict[str, Any]:
@@ -98,23 +93,29 @@ def answer_on_ranks(ranks: int, policies: Sequence[str] = (), **options: object)
             config["vision_config"]["num_attention_heads"] = 4
             path.write_text(json.dumps(config))
         # float32, so that sums over two ranks round to the result of one.
-        llm = start(
+        engine = start(
             {**STATE, "text_tower": str(folder / CLIP.name), "requests": "states"},
             model=folder / LLAVA.name,
             tensor_parallel_size=ranks,
             dtype="float32",
             **options,
         )
-        parts = [render_prompt(*key) for key in PARTS]
-        report = {
-            "whole": _watched(llm, lambda: [ask(llm, example) for example in examples(4)]),
-            "parts": _watched(llm, lambda: generate_each(llm, parts)),
-            "actors": llm.collective_rpc(find_actor),
+        asked = {
+            "parts": [render_prompt(*request) for request in PARTS],
+            **{
+                policy: [prompt(e, state=alone(policy), budget=16) for e in examples(2)]
+                for policy in policies
+            },
         }
-        for policy in policies:
-            raw = [prompt(e, state=alone(policy), budget=16) for e in examples(2)]
-            report[policy] = _watched(llm, partial(generate_each, llm, raw))
-        return report
+        whole = _watched(engine, lambda: [engine.ask(example) for example in examples(4)])
+        return {
+            "whole": whole,
+            "actors": engine.llm.collective_rpc(find_actor),
+            **{
+                name: _watched(engine, partial(engine.generate_each, prompts))
+                for name, prompts in asked.items()
+            },
+        }
 
 
 def answer_on_two_ranks() -> Result:
@@ -130,7 +131,7 @@ def answer_on_two_ray_workers() -> Result:
     try:
         return answer_on_ranks(2, distributed_executor_backend="ray")
     finally:
-        release_all()
+        stop_all()
         ray.shutdown()
 
 
@@ -150,6 +151,7 @@ def count_other_texts(report: Ranked, other: Ranked) -> int:
 
 @pytest.mark.reads.with_args(answer_on_two_ranks)
 def test_ranks_choose_the_same_tokens_and_answer_like_one(runner: Runner) -> None:
+    """Heads of the vision tower and of the language model are spread over the ranks."""
     single = runner.run(answer_on_ranks, ranks=1)
     two = runner.run(answer_on_two_ranks)
     assert_equal_selections(two["whole"])
@@ -160,25 +162,19 @@ def test_ranks_choose_the_same_tokens_and_answer_like_one(runner: Runner) -> Non
     assert len(batches) > len(PARTS) + 4, "cores and deltas are selected one by one"
     assert count_other_texts(single["parts"], two["parts"]) <= 1
 
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_ranks_agree_on_inputs_sharded_by_heads(runner: Runner, name: str) -> None:
-    """Heads of the vision tower and of the language model are spread over the ranks."""
-    report = runner.run(answer_on_two_ranks)[name]
-    batches = assert_equal_selections(report)
-    assert all(len(kept) in (15, 16) for batch in batches for kept in batch)
-    assert all(answer["text"] for answer in report["answers"])
+    for policy in POLICIES:
+        batches = assert_equal_selections(two[policy])
+        assert all(len(kept) in (15, 16) for batch in batches for kept in batch), policy
+        assert all(answer["text"] for answer in two[policy]["answers"]), policy
 
 
 def _answer_by_qwen(settings: Mapping[str, object], ranks: int, **options: object) -> Ranked:
     sizes = ((112, 112), (200, 112), (96, 208))
     talks = [[turn("what colour is the cat", picture(*size, at))] for at, size in enumerate(sizes)]
-    folder, images = built("qwen2_5_vl"), {"image": 2}
-    llm = start(
-        settings, model=folder, limit_mm_per_prompt=images, tensor_parallel_size=ranks, **options
-    )
-    report = _watched(llm, lambda: [chat(llm, [talk])[0] for talk in talks])
-    release_all()
+    options = {"limit_mm_per_prompt": {"image": 2}, "tensor_parallel_size": ranks, **options}
+    engine = start(settings, built("qwen2_5_vl"), **options)
+    report = _watched(engine, lambda: [engine.chat(talk)[0] for talk in talks])
+    engine.stop()
     return report
 
 

@@ -1,32 +1,38 @@
-"""`vllm serve` with a state, over HTTP: token counts, endpoints, refusals, images."""
+"""`vllm serve` with a state, over HTTP: counts, refusals, endpoints, images, rendered requests."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
 import pytest
 from PIL import Image
 
-from benchmarks.server import Server
-from benchmarks.yardsticks.examples import draw_examples, png_url
+from benchmarks.common.requests import build_content
+from benchmarks.server import Server, serve
+from benchmarks.yardsticks.examples import as_picture, draw_examples, format_prompt, png_url
+from tests.hostile.forgeries import FORGED, Forge, changed, forge
 from tests.pins.table import read
-from tests.serving.engine import TOKENS, examples, picture
-from tests.serving.http import ask, body, entry, prompt_tokens, text_of
+from tests.serving.conftest import COMMON, PRUNED
+from tests.serving.engine import LLAVA, STATE, TOKENS, examples, raw_prompt, turn
+from tests.serving.http import ask, assert_grows, body, entry, prompt_tokens, text_of
+from tests.serving.runners import Runner, in_engine
 from vllm_autoprune import load_state
 from vllm_autoprune.http_client import CHAT
+from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.selftest.run import BLOCK
 from vllm_autoprune.serving.api.endpoint import PATH
+from vllm_autoprune.serving.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.plugin import DISABLE
 
-pytestmark = pytest.mark.engine
-
-
-# ---- counts of tokens ----
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 def test_prompt_tokens_fall_by_exactly_n_minus_k(stock: Server, pruned: Server) -> None:
@@ -112,68 +118,59 @@ def test_endpoint_describes_the_state_on_every_front_end_and_is_off_by_default(
         pruned.get(PATH)
 
 
-TASK: dict[str, object] = {"role": "user", "content": "How many shapes?"}
+def chat_shot(number: int, url: str) -> list[dict[str, object]]:
+    """What an agent says and calls, and the screenshot that its tool returns."""
+    function = {"name": "look", "arguments": "{}"}
+    call = {"id": f"c{number}", "type": "function", "function": function}
+    shot = {"type": "image_url", "image_url": {"url": url}}
+    return [
+        {"role": "assistant", "content": f"I look {number}.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": f"c{number}", "content": [shot]},
+    ]
 
 
-def agent_chat(urls: Sequence[str]) -> dict[str, object]:
-    """What an agent has said after each screenshot of a tool."""
-    messages: list[dict[str, object]] = [TASK]
-    for i, url in enumerate(urls):
-        call = {"id": f"c{i}", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-        shot = {"type": "image_url", "image_url": {"url": url}}
-        messages += [
-            {"role": "assistant", "content": f"I look {i}.", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": f"c{i}", "content": [shot]},
-        ]
-    return {"messages": messages, "max_tokens": 1}
+def responses_shot(number: int, url: str) -> list[dict[str, object]]:
+    shot = {"type": "input_image", "detail": "auto", "image_url": url}
+    return [
+        {"role": "assistant", "content": f"I look {number}."},
+        {"type": "function_call", "call_id": f"c{number}", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": f"c{number}", "output": [shot]},
+    ]
 
 
-def agent_responses(urls: Sequence[str]) -> dict[str, object]:
-    items: list[dict[str, object]] = [TASK]
-    for i, url in enumerate(urls):
-        shot = {"type": "input_image", "detail": "auto", "image_url": url}
-        items += [
-            {"role": "assistant", "content": f"I look {i}."},
-            {"type": "function_call", "call_id": f"c{i}", "name": "look", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": f"c{i}", "output": [shot]},
-        ]
-    return {"input": items, "max_output_tokens": 1, "store": False}
-
-
-def agent_messages(urls: Sequence[str]) -> dict[str, object]:
+def anthropic_shot(number: int, url: str) -> list[dict[str, object]]:
     """With a word of the tool."""
-    messages: list[dict[str, object]] = [TASK]
-    for i, url in enumerate(urls):
-        data = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
-        shot = [{"type": "text", "text": "Done."}, {"type": "image", "source": data}]
-        use = {"type": "tool_use", "id": f"c{i}", "name": "look", "input": {}}
-        result = {"type": "tool_result", "tool_use_id": f"c{i}", "content": shot}
-        messages += [
-            {"role": "assistant", "content": [{"type": "text", "text": f"I look {i}."}, use]},
-            {"role": "user", "content": [result]},
-        ]
-    return {"messages": messages, "max_tokens": 1}
+    data = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    shot = [{"type": "text", "text": "Done."}, {"type": "image", "source": data}]
+    use = {"type": "tool_use", "id": f"c{number}", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": f"c{number}", "content": shot}
+    return [
+        {"role": "assistant", "content": [{"type": "text", "text": f"I look {number}."}, use]},
+        {"role": "user", "content": [result]},
+    ]
 
 
 @pytest.mark.parametrize(
-    ("path", "sent", "prefix"),
+    ("path", "field", "limit", "shot"),
     [
-        (CHAT, agent_chat, "prompt_tokens"),
-        ("/v1/responses", agent_responses, "input_tokens"),
-        ("/v1/messages", agent_messages, "input_tokens"),
+        (CHAT, "messages", {"max_tokens": 1}, chat_shot),
+        ("/v1/responses", "input", {"max_output_tokens": 1, "store": False}, responses_shot),
+        ("/v1/messages", "messages", {"max_tokens": 1}, anthropic_shot),
     ],
 )
 def test_screenshots_of_an_agent_stay_in_the_prefix_cache(
-    pruned: Server, path: str, sent: Callable[..., dict[str, object]], prefix: str
+    pruned: Server, path: str, field: str, limit: Mapping[str, object], shot: Callable[..., Any]
 ) -> None:
     images = {example.image_id: example.image for example in draw_examples("test", 10)}
-    urls = [png_url(image) for image in images.values()]
+    talk: list[object] = [{"role": "user", "content": "How many shapes?"}]
     before = 0
-    for turns in range(1, len(urls) + 1):
-        request = {"model": pruned.model, "temperature": 0, **sent(urls[:turns])}
+    for number, image in enumerate(images.values()):
+        talk += shot(number, png_url(image))
+        request = {"model": pruned.model, "temperature": 0, field: talk, **limit}
         status, answer = pruned.post(path, request)
         assert status == 200, answer
         usage: Any = answer["usage"]
+        prefix = "prompt_tokens" if path == CHAT else "input_tokens"
         cached = usage.get(f"{prefix}_details", {}).get("cached_tokens") or 0
         # Anthropic's input tokens are those that were neither read from a cache nor written to one.
         cached += usage.get("cache_read_input_tokens", 0)
@@ -195,7 +192,7 @@ def encode(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
 
 
 def scene(number: int = 0) -> Image.Image:
-    return picture(examples(4)[number].image)
+    return as_picture(examples(4)[number].image)
 
 
 IMAGES: dict[str, Callable[[], list[bytes]]] = {
@@ -223,10 +220,9 @@ IMAGES: dict[str, Callable[[], list[bytes]]] = {
 def answer_about(server: Server, images: Sequence[bytes]) -> tuple[int, int]:
     """Status, and prompt tokens where there is an answer."""
     urls = ["data:image/png;base64," + base64.b64encode(image).decode() for image in images]
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    content = [*parts, {"type": "text", "text": "What is it?"}]
-    sent = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 2}
-    status, reply = server.post(CHAT, {"model": server.model, **sent})
+    turns = [{"role": "user", "content": build_content("What is it?", urls)}]
+    sent = {"model": server.model, "messages": turns, "temperature": 0, "max_tokens": 2}
+    status, reply = server.post(CHAT, sent)
     return status, prompt_tokens(reply) if status == 200 else 0
 
 
@@ -244,3 +240,148 @@ def test_a_pruned_server_answers_about_images_as_stock_does(
     assert (name != "unseen") or status == 200
     if status == 200:
         assert kept == full - len(images) * (TOKENS - 32)
+
+
+# ---- requests that are rendered before the engine, by another server, or by a client ----
+
+RENDER, GENERATE = f"{CHAT}/render", "/inference/v1/generate"
+
+
+@pytest.mark.only("v1")
+@in_engine
+def test_renderers_read_an_instruction_once_and_do_not_mix_requests() -> None:
+    """100 images and 96,000 words: 47 s and 80 MB where each image has its own copy.
+
+    Conversations that are rendered concurrently have the plans and token ids of single ones.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+    from vllm.renderers import renderer_from_config
+    from vllm.renderers.params import ChatParams
+
+    load_general_plugins()
+    config = EngineArgs(
+        model=str(LLAVA),
+        enforce_eager=True,
+        dtype=choose_dtype(),
+        max_model_len=512,
+        limit_mm_per_prompt={"image": 128},
+        mm_processor_cache_gb=0,
+        renderer_num_workers=4,
+        additional_config={"autoprune": {**STATE, "budget": 16, "requests": "budget:1-64"}},
+    ).create_engine_config()
+    renderer = renderer_from_config(config)
+    question, image = examples(1)[0].question, as_picture(examples(1)[0].image)
+    seconds, sizes = [], []
+    for text in (question, "what is left of the red " * 16_000):
+        text_of_images = format_prompt(question).replace("<image>", "<image>" * 100)
+        asked = raw_prompt(text_of_images, [image] * 100, instructions=[text] * 100)
+        begun = time.process_time()
+        (request,) = renderer.render_cmpl([asked])
+        seconds.append(time.process_time() - begun)
+        items = request["mm_kwargs"]["image"]
+        sizes.append(sum(item[FIELD].data.nbytes for item in items))
+    assert sizes[1] < 1_500_000 and seconds[1] < seconds[0] + 2.0
+
+    talks = [[turn(example.question, example.image)] for example in examples(4)[:8]]
+
+    async def render_together() -> list[Any]:
+        jobs = (renderer.render_chat_async([talk], ChatParams()) for talk in talks)
+        return [requests[0] for _, requests in await asyncio.gather(*jobs)]
+
+    def read(request: Any) -> object:
+        plans = [ItemPlan.decode(item[FIELD].data) for item in request["mm_kwargs"]["image"]]
+        return [plan.instruction for plan in plans], list(request["prompt_token_ids"])
+
+    alone = [read(renderer.render_chat([talk], ChatParams())[1][0]) for talk in talks]
+    assert [read(request) for request in asyncio.run(render_together())] == alone
+    renderer.shutdown()
+
+
+def rendered(server: Server, number: int = 0, **fields: object) -> dict[str, Any]:
+    """A chat request as rendered by a server."""
+    status, answer = server.post(RENDER, body(server, examples(2)[number], **fields))
+    assert status == 200, answer
+    return answer
+
+
+FORGERIES: Mapping[str, Forge] = {
+    "more tokens than room": changed(budget=40),
+    "profiling": changed(profile=True),
+    "no state": changed(state=b"{" * 99),
+    "unknown words": changed(instruction=(2**40,)),
+    "unknown words of the language model": changed(language=(10**6,)),
+    **{name: FORGED[name] for name in ("word 0 = 33", "empty", "short", "fractions", "two rows")},
+}
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # vLLM's decoder
+def test_forged_plans_are_refused_and_sound_ones_answered(pruned: Server) -> None:
+    request = rendered(pruned, logprobs=False)
+    status, answer = pruned.post(GENERATE, request)
+    assert status == 200 and answer["choices"]
+    before = text_of(ask(pruned, examples(2)[1]))
+    for name, change in FORGERIES.items():
+        status, answer = pruned.post(GENERATE, forge(request, change))
+        assert (status, "autoprune_plan" in str(answer)) == (400, True), name
+    assert text_of(ask(pruned, examples(2)[1])) == before
+
+
+def test_rendering_is_not_counted_and_beams_are_one_request(pruned: Server) -> None:
+    """What else is not counted, and samples: attacks of ``tests/hostile``."""
+
+    def render_and_be_answered() -> None:
+        rendered(pruned)
+        ask(pruned, examples(2)[0], use_beam_search=True, n=2)
+
+    counted = {"requests state=autoprune": 1, "visual_tokens stage=before": TOKENS}
+    assert_grows(pruned, render_and_be_answered, counted)
+
+
+FLAGS = (*COMMON, "--dtype", "float32")
+STATES = (*PRUNED, "--autoprune-requests", "states")
+ENTRIES: tuple[dict[str, object], ...] = (
+    {},
+    {"budget": 8},
+    {"state": "visionzip", "budget": 16},
+    {"keep": "random"},
+    {"enabled": False},
+)
+
+
+@pytest.fixture(scope="module")
+def generator(runner: Runner) -> Iterator[Server]:
+    """Answers rendered requests, and whole ones to compare with."""
+    with serve(LLAVA, *FLAGS, *STATES, "--enable-scale-out", env=runner.environment) as server:
+        yield server
+
+
+@pytest.mark.exhaustive
+def test_rendered_elsewhere_is_answered_as_a_whole_request(
+    generator: Server, runner: Runner
+) -> None:
+    """By ``vllm launch render``."""
+    render = ("launch", "render")
+    with serve(LLAVA, *FLAGS, *STATES, env=runner.environment, subcommand=render) as renderer:
+        for number, fields in enumerate(ENTRIES):
+            request = rendered(renderer, number, **entry(**fields))
+            expected = ask(generator, examples(2)[number], **entry(**fields))
+            assert len(request["token_ids"]) == prompt_tokens(expected), fields
+            status, answer = generator.post(GENERATE, request)
+            assert status == 200, answer
+            ids: Any = answer["choices"]
+            said = {"model": generator.model, "tokens": ids[0]["token_ids"]}
+            text = str(generator.post("/detokenize", said)[1]["prompt"])
+            assert text.removesuffix("</s>").strip() == text_of(expected), fields
+
+
+@pytest.mark.exhaustive
+def test_an_image_without_a_plan_is_refused(generator: Server, runner: Runner) -> None:
+    """The render server has no plugin; the generate server does not guess a budget."""
+    environment = {**runner.environment, DISABLE: "1"}
+    with serve(LLAVA, *FLAGS, env=environment, subcommand=("launch", "render")) as renderer:
+        request = rendered(renderer)
+    status, answer = generator.post(GENERATE, request)
+    assert status == 400, answer
+    assert "render" in str(answer)
+    ask(generator, examples(1)[0])

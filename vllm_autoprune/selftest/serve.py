@@ -9,7 +9,7 @@ import gc
 import itertools
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -117,42 +117,59 @@ def _settings(budget: int, **more: object) -> dict[str, Any]:
 # ---- an engine, asked and observed ----
 
 
-def start_engine(folder: Path, settings: Mapping[str, object] | None, **options: Any) -> Any:
-    """A ``vllm.LLM`` of a model, with a state unless ``settings`` is None."""
-    from vllm import LLM
+class Engine:
+    """A ``vllm.LLM`` of a model, whose worker is in this process where it has one rank."""
 
-    if settings is not None:
-        options["additional_config"] = {"autoprune": dict(settings)}
-    usual = {"enforce_eager": True, "dtype": choose_dtype(), "block_size": BLOCK}
-    return LLM(model=str(folder), **{**usual, **options})
+    def __init__(self, folder: Path, settings: Mapping[str, object] | None, **options: Any) -> None:
+        """Start it, with a state unless ``settings`` is None."""
+        from vllm import LLM
+
+        if settings is not None:
+            options["additional_config"] = {"autoprune": dict(settings)}
+        usual = {"enforce_eager": True, "dtype": choose_dtype(), "block_size": BLOCK}
+        self.llm: Any = LLM(model=str(folder), **{**usual, **options})
+
+    @property
+    def runner(self) -> Any:
+        """The model runner."""
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def model(self) -> Any:
+        """The model object."""
+        return self.runner.model
+
+    @property
+    def runs(self) -> int:
+        """Runs of the vision tower on requests so far."""
+        return int(self.model.autoprune.runs)
+
+    def empty_caches(self) -> None:
+        """Empty vLLM's caches, and with them the plugin's."""
+        self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def stop(self) -> None:
+        """End it, so that this process can start another one."""
+        self.llm.llm_engine.engine_core.shutdown()
+        # vLLM collects garbage several times during a start, which takes half of the start-up time
+        # of an engine of this size.
+        gc.freeze()
 
 
-def stop_engine(llm: Any) -> None:
-    """End an engine of this process, so that another one can start."""
-    llm.llm_engine.engine_core.shutdown()
-    # vLLM collects garbage several times during a start, which takes half of the start-up time of
-    # an engine of this size.
-    gc.freeze()
-
-
-def empty_caches(llm: Any) -> None:
-    """Empty vLLM's caches, and with them the plugin's."""
-    llm.reset_prefix_cache()
-    llm.llm_engine.reset_mm_cache()
-    llm.llm_engine.reset_encoder_cache()
-
-
-class _TinyEngine:
-    """One engine, which records positions that the language model receives, and rows of images."""
+class _TinyEngine(Engine):
+    """Records positions that the language model receives, and rows of images."""
 
     def __init__(
         self, folder: Path, settings: Mapping[str, object] | None, **options: object
     ) -> None:
-        """Start it, with a state unless ``settings`` is None."""
+        from vllm.multimodal import MULTIMODAL_REGISTRY
+
         # vLLM's linear attention on a CPU takes bfloat16 only (cpu_gdn_attention_core).
         if "linear_attention" in (folder / "config.json").read_text():
             options["dtype"] = "bfloat16"
-        self.llm = start_engine(
+        super().__init__(
             folder,
             settings,
             max_model_len=1024,
@@ -162,8 +179,7 @@ class _TinyEngine:
             **options,
         )
         self.config = self.llm.llm_engine.vllm_config
-        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self.model = runner.model
+        self.processor: Any = MULTIMODAL_REGISTRY.create_processor(self.config.model_config)
         self.features: list[ImageFeatures] = []
         self._positions: list[Tensor] = []
 
@@ -175,18 +191,6 @@ class _TinyEngine:
         # vLLM calls the model without its hooks; Idefics3's has no head around it.
         layers = getattr(language_model, "model", language_model).layers
         layers[0].register_forward_pre_hook(record, with_kwargs=True)
-
-    @property
-    def processor(self) -> Any:
-        """A multi-modal processor of the model."""
-        from vllm.multimodal import MULTIMODAL_REGISTRY
-
-        return MULTIMODAL_REGISTRY.create_processor(self.llm.llm_engine.model_config)
-
-    @property
-    def splittable(self) -> bool:
-        """Whether images of the model can be several items of a prompt."""
-        return not self.processor._placeholders.unsplittable
 
     @contextmanager
     def preempting(self, interval: int = _STEPS_BETWEEN_PREEMPTIONS) -> Iterator[None]:
@@ -246,8 +250,13 @@ class _TinyEngine:
             messages.append({"role": "user", "content": turn})
         entry = fields if budget is None else {"budget": budget, **fields}
         options = {"mm_processor_kwargs": {"autoprune": entry}} if entry else {}
-        (output,) = self.llm.chat([messages], self._sampling(), use_tqdm=False, **options)
-        return self._read(output, preempted)
+        return self._complete(self.llm.chat, messages, preempted, **options)
+
+    def ask_each(
+        self, questions: Mapping[str, _Question], *more: Any, **fields: Any
+    ) -> dict[str, Completion]:
+        """:meth:`ask` for questions by their names."""
+        return {name: self.ask(question, *more, **fields) for name, question in questions.items()}
 
     def converse(self, recall: bool = True, preempted: bool = False) -> Completion:
         """The completion of a third turn; the second and the third recall tokens if they may."""
@@ -260,7 +269,7 @@ class _TinyEngine:
 
         The video has four frames.
         """
-        info, completions = self.processor.info, {}
+        info, inputs = self.processor.info, dict[str, tuple[str, object]]()
         if "video" in info.get_supported_mm_limits():
             frames = numpy.stack([numpy.asarray(picture(56, 84, seed)) for seed in range(4)])
             metadata = {
@@ -271,45 +280,48 @@ class _TinyEngine:
                 "video_backend": "opencv",
                 "do_sample_frames": False,
             }
-            completions["video"] = self._ask_about("video", (frames, metadata))
+            inputs["video"] = "video", (frames, metadata)
         visual = getattr(self.model, "visual", None)
         width = WIDTH if visual is None else visual.out_hidden_size
         noise = torch.Generator().manual_seed(0)
         rows = torch.randn(12, int(width), generator=noise).to(torch.bfloat16)
-        image: object = rows[None]
         if "image" in info.get_data_parser().embedding_fields:
-            image = {"image_embeds": rows, "image_grid_thw": torch.tensor([[1, 4, 12]])}
-        # Refused by models that take no embeddings; GLM's processor looks for the image's grid.
-        with suppress(TypeError, ValueError, KeyError):
-            completions["embeddings"] = self._ask_about("image", image)
+            grid = torch.tensor([[1, 4, 12]])
+            inputs["embeddings"] = "image", {"image_embeds": rows, "image_grid_thw": grid}
+        else:
+            inputs["embeddings"] = "image", rows[None]
+        completions = {}
+        for name, (modality, data) in inputs.items():
+            placeholder = type(self.model).get_placeholder_str(modality, 0)
+            text = f"user {placeholder} what is on the left you"
+            prompt = {"prompt": text, "multi_modal_data": {modality: data}}
+            # Models that take no embeddings refuse them; GLM's processor looks for the image's grid.
+            refusals = (TypeError, ValueError, KeyError) if name == "embeddings" else ()
+            with suppress(*refusals):
+                completions[name] = self._complete(self.llm.generate, prompt)
         return completions
 
-    def _ask_about(self, modality: str, data: object) -> Completion:
-        """The completion about one input, written as its placeholder."""
-        placeholder = type(self.model).get_placeholder_str(modality, 0)
-        prompt = {
-            "prompt": f"user {placeholder} what is on the left you",
-            "multi_modal_data": {modality: data},
-        }
-        (output,) = self.llm.generate([prompt], self._sampling(), use_tqdm=False)
-        return self._read(output)
-
-    def _sampling(self) -> Any:
+    def _complete(
+        self,
+        submit: Callable[..., Any],
+        prompt: object,
+        preempted: bool = False,
+        **options: object,
+    ) -> Completion:
+        """Positions are those of the tokens computed first, or last where it was preempted."""
         from vllm import SamplingParams
 
-        return SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
-
-    def _read(self, output: Any, preempted: bool = False) -> Completion:
-        """Positions are those of the tokens computed first, or last where it was preempted."""
+        sampling = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+        (output,) = submit([prompt], sampling, use_tqdm=False, **options)
         generated = output.outputs[0]
         cached = 0 if preempted else output.num_cached_tokens or 0
-        prompt, ids = list(output.prompt_token_ids), list(generated.token_ids)
-        computed = len(prompt) + len(ids) - 1 - cached
+        tokens, ids = list(output.prompt_token_ids), list(generated.token_ids)
+        computed = len(tokens) + len(ids) - 1 - cached
         axes = torch.cat(self._positions, dim=-1)
         axes = axes.reshape(-1, axes.shape[-1])
         self._positions.clear()
         return Completion(
-            prompt=prompt,
+            prompt=tokens,
             ids=ids,
             logprob=float(generated.cumulative_logprob),
             cached=cached,
@@ -335,32 +347,31 @@ def serve_folder(folder: Path) -> Report:
     engine = _TinyEngine(folder, None)
     results["hybrid"] = engine.config.model_config.is_hybrid
     results["runner"] = "v2" if engine.config.use_v2_model_runner else "v1"
-    completions["stock"] = {name: engine.ask(question) for name, question in _QUESTIONS.items()}
+    completions["stock"] = engine.ask_each(_QUESTIONS)
     completions["stock others"] = engine.ask_unpruned()
-    stop_engine(engine.llm)
+    engine.stop()
 
     engine = _TinyEngine(folder, _settings(_LARGE_BUDGET))
-    processor = engine.processor
-    count = processor._placeholders.count
+    placeholders, info = engine.processor._placeholders, engine.processor.info
     results["predicted"] = predicted = {
-        name: [count(processor.info, ImageSize(*image.size), {}).tokens for image in images]
+        name: [placeholders.count(info, ImageSize(*image.size), {}).tokens for image in images]
         for name, (_, images) in _QUESTIONS.items()
     }
-    completions["whole"] = {name: engine.ask(question) for name, question in _QUESTIONS.items()}
+    completions["whole"] = engine.ask_each(_QUESTIONS)
     completions["pruned"], completions["again"], results["kept"] = {}, {}, {}
-    runs = engine.model.autoprune.runs
+    runs = engine.runs
     for name, question in _QUESTIONS.items():
         with engine.recording_rows() as results["kept"][name]:
             completions["pruned"][name] = engine.ask(question, SMALL_BUDGET)
         completions["again"][name] = engine.ask(question, SMALL_BUDGET)
     images = {id(image) for _, pictures in _QUESTIONS.values() for image in pictures}
-    results["vision_runs"] = engine.model.autoprune.runs - runs - len(images)
-    empty_caches(engine.llm)
-    completions["alone"] = {
-        name: engine.ask(_QUESTIONS[name], SMALL_BUDGET) for name in ("other question", "wide")
-    }
+    results["vision_runs"] = engine.runs - runs - len(images)
+    engine.empty_caches()
+    completions["alone"] = engine.ask_each(
+        {name: _QUESTIONS[name] for name in ("other question", "wide")}, SMALL_BUDGET
+    )
     for setting, uuid in (("unnamed", None), ("renamed", "one name for all")):
-        empty_caches(engine.llm)
+        engine.empty_caches()
         completions[setting] = {
             name: engine.ask((text, pictures), budgets, uuid=uuid)
             for name, (text, pictures, budgets) in _NAMED_QUESTIONS.items()
@@ -368,23 +379,23 @@ def serve_folder(folder: Path) -> Report:
     meter = engine.model.autoprune_reporter.meter
     results["fallbacks"] = sum(n for kind, n in meter.counts().items() if kind != "none")
     results["errors"] = dict(meter.errors)
-    stop_engine(engine.llm)
+    engine.stop()
 
     settings = _settings(SMALL_BUDGET)
     engine = _TinyEngine(folder, settings, max_num_batched_tokens=8, max_num_seqs=2)
-    completions["chunked"] = {name: engine.ask(question) for name, question in _QUESTIONS.items()}
+    completions["chunked"] = engine.ask_each(_QUESTIONS)
     completions["others"] = engine.ask_unpruned()
     engine.llm.reset_prefix_cache()
     longest = max(len(completion.prompt) for completion in completions["chunked"].values())
     with engine.preempting(max(_STEPS_BETWEEN_PREEMPTIONS, longest // 8 + 3)):
-        completions["preempted"] = {
-            name: engine.ask(_QUESTIONS[name], preempted=True) for name in ("high", "two")
-        }
+        completions["preempted"] = engine.ask_each(
+            {name: _QUESTIONS[name] for name in ("high", "two")}, preempted=True
+        )
     model_config = engine.config.model_config
     merger = not BACKBONES[model_config.architecture].input_problems(
         model_config.hf_config, ["merger_input"]
     )
-    stop_engine(engine.llm)
+    engine.stop()
 
     # A state with a core, which ranks tokens before the patch merger where the model has one: one
     # image, three questions, and a conversation.
@@ -393,7 +404,8 @@ def serve_folder(folder: Path) -> Report:
     settings = _settings(min(SPLIT_BUDGET, size - 1), core={"share": 0.7}, **ranking)
     colour, place, number = ((text, [_LARGE]) for text in (_COLOUR, _PLACE, _COUNT))
     engine = _TinyEngine(folder, settings)
-    results["splittable"] = recall = engine.splittable
+    # Whether images of the model can be several items of a prompt.
+    results["splittable"] = recall = not engine.processor._placeholders.unsplittable
     completions["split"] = split = {}
     with engine.recording_rows() as results["split_kept"]:
         split["first"] = engine.ask(colour)
@@ -403,9 +415,9 @@ def serve_folder(folder: Path) -> Report:
     with engine.recording_rows() as results["recalled"]:
         split["third"] = engine.converse(recall)
     split["second"], split["further"] = engine.ask(place), engine.ask(number)
-    empty_caches(engine.llm)
+    engine.empty_caches()
     split["alone second"], split["again first"] = engine.ask(place), engine.ask(colour)
-    empty_caches(engine.llm)
+    engine.empty_caches()
     split["alone third"] = engine.converse(recall)
     results["recall_refused"] = False
     if not recall:
@@ -413,7 +425,7 @@ def serve_folder(folder: Path) -> Report:
             engine.converse()
         except RequestError:
             results["recall_refused"] = True
-    stop_engine(engine.llm)
+    engine.stop()
 
     engine = _TinyEngine(folder, settings, max_num_batched_tokens=16, max_num_seqs=2)
     split["chunked first"], split["chunked second"] = engine.ask(colour), engine.ask(place)
@@ -423,7 +435,7 @@ def serve_folder(folder: Path) -> Report:
     with engine.preempting():
         split["preempted second"] = engine.ask(place, preempted=True)
         split["preempted third"] = engine.converse(recall, preempted=True)
-    stop_engine(engine.llm)
+    engine.stop()
     return Report(completions=completions, **results)
 
 
