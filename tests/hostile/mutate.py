@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
@@ -28,33 +27,17 @@ from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.http_client import CHAT
 
 
-@dataclass
-class Tally:
-    """What became of the requests.
-
-    ``errors`` and ``stock_errors`` count server errors by their message.
-    """
-
-    statuses: Counter[int] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    stock_errors: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
-
-
 def send_mutated_requests(
-    server: Server,
-    stock: Server,
-    count: int,
-    seed: int = 0,
-    clients: int = 4,
-    adapters: Sequence[str] = (),
-) -> Tally:
-    """Send ``count`` requests, ``clients`` at a time, and hold the server to its promises."""
-    begun, tally, asked = time.monotonic(), Tally(), examples(2)
+    server: Server, stock: Server, count: int, seed: int = 0, adapters: Sequence[str] = ()
+) -> tuple[Counter[str], list[str]]:
+    """Send ``count`` requests, four at a time, and hold the server to its promises.
+
+    How often there was which kind of request, status, and server error of it and of stock; faults.
+    """
+    begun, outcomes, faults = time.monotonic(), Counter[str](), list[str]()
+    asked = examples(2)
     client, judge = Client(server), Client(stock)
     bodies = [body(server, example, max_tokens=1) for example in asked]
-    models = (server.model, *adapters)
 
     def count_answers() -> int:
         """Answers that the engine has finished without an error, by vLLM's own count."""
@@ -62,41 +45,36 @@ def send_mutated_requests(
         return int(client.metric(name) - client.metric(name, finished_reason="error"))
 
     def exchange(number: int) -> tuple[int, MutatedRequest, Reply, Reply | None]:
-        request = draw_request(bodies, Random(f"{seed}/{number}"), models)
-        reply, judgement = client.send(CHAT, request.content), None
+        request = draw_request(bodies, Random(f"{seed}/{number}"), (server.model, *adapters))
+        reply = client.send(CHAT, request.content)
         # What vLLM reads itself, stock vLLM may refuse or fail too.
         read_by_vllm = reply.failed or request.kind in ("body", "conversation")
-        if request.stock is not None and read_by_vllm:
-            judgement = judge.send(CHAT, request.stock)
-        return number, request, reply, judgement
+        judged = request.stock is not None and read_by_vllm
+        return number, request, reply, judge.send(CHAT, request.stock or {}) if judged else None
 
     before, finished, answers = text_of(ask(server, asked[0])), count_answers(), 0
-    failed: list[tuple[int, MutatedRequest, Reply]] = []
-    with ThreadPoolExecutor(clients) as pool:
+    failed: list[tuple[str, str]] = []
+    with ThreadPoolExecutor(4) as pool:
         for number, request, reply, judgement in pool.map(exchange, range(count)):
-            tally.kinds[request.kind] += 1
-            tally.statuses[reply.status] += 1
+            outcomes.update([f"kind {request.kind}", f"status {reply.status}"])
             answers += len(reply.body["choices"]) if reply.status == 200 else 0
             if judgement is not None and judgement.status >= 500:
-                tally.stock_errors[_cause(judgement)] += 1
+                outcomes[f"stock: {_cause(judgement)}"] += 1
             if reply.failed:
-                tally.errors[_cause(reply)] += 1
-                failed.append((number, request, reply))
+                outcomes[f"error: {_cause(reply)}"] += 1
+                what = f"seed {seed} number {number} ({request.kind}): {request.text[:200]}"
+                failed.append((f"stock: {_cause(reply)}", f"{what} -> {reply}"))
                 print(f"number {number}: {reply}; stock: {judgement}", flush=True)
             if (number + 1) % 250 == 0:
                 spent = f"{number + 1}/{count}, {time.monotonic() - begun:.0f} s"
-                print(f"[{spent}] {dict(tally.statuses)}", flush=True)
+                print(f"[{spent}] {dict(outcomes)}", flush=True)
     # After the last one: what stock answers to a request depends on those before it.
-    tally.faults += [
-        f"seed {seed} number {number} ({request.kind}): {request.text[:200]} -> {reply}"
-        for number, request, reply in failed
-        if _cause(reply) not in tally.stock_errors
-    ]
+    faults += (fault for cause, fault in failed if cause not in outcomes)
     if (reached := count_answers() - finished) != answers:
-        tally.faults.append(f"the engine gave {reached} answers, and {answers} were received")
+        faults.append(f"the engine gave {reached} answers, and {answers} were received")
     if (after := text_of(ask(server, asked[0]))) != before:
-        tally.faults.append(f"a normal request was answered {before!r}, and is now {after!r}")
-    return tally
+        faults.append(f"a normal request was answered {before!r}, and is now {after!r}")
+    return outcomes, faults
 
 
 def _cause(reply: Reply) -> str:
@@ -135,13 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for pruning in ((), PRUNED)
         )
         server.await_api_servers(2, START_TIMEOUT)
-        tally = send_mutated_requests(server, stock, options.count, options.seed, adapters=ADAPTERS)
-    print(f"{sum(tally.statuses.values())} requests, {len(tally.faults)} faults")
-    for name in ("statuses", "kinds", "errors", "stock_errors"):
-        counts: Counter[object] = getattr(tally, name)
-        print(f"{name}: {', '.join(f'{key} {counts[key]}' for key in counts) or 'none'}")
-    print(*tally.faults[:20], sep="\n")
-    return 1 if tally.faults else 0
+        outcomes, faults = send_mutated_requests(
+            server, stock, options.count, options.seed, adapters=ADAPTERS
+        )
+    print(f"{options.count} requests, {len(faults)} faults")
+    print(*(f"{times:6} {outcome}" for outcome, times in sorted(outcomes.items())), sep="\n")
+    print(*faults[:20], sep="\n")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -74,9 +74,7 @@ def _allow(engine: Engine, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 INPUTS: dict[str, tuple[str | None, Input]] = {
-    "embeds": (None, generate(EMBEDS)),
     "embeds with a budget": (None, generate(EMBEDS, **RIGHT)),
-    "embeds under a name": (None, generate(EMBEDS, multi_modal_uuids={"image": ["one"]})),
     "two in one": (None, generate(TWO, prompt=TWICE)),
     "rows alone": (None, generate(EMBEDDED[None])),
     "no grid": (None, generate({"image_embeds": EMBEDDED})),

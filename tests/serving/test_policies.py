@@ -23,7 +23,6 @@ from tests.serving.engine import (
     Engine,
     alone,
     assert_same,
-    breaking,
     examples,
     prompt,
     start,
@@ -58,8 +57,7 @@ def serve_base_policies() -> Result:
     ``full`` has the prompt lengths of a server without a state. By policy: ``lengths`` of prompts
     by K and question, kept tokens ``kept`` and those of ``transformers`` where something was
     selected, how far their ``rows`` are apart; kept tokens ``together``, in one batch with empty
-    caches, and ``single``; ``survived``: prompt lengths with a very long instruction, an empty one,
-    and features that are not finite. ``fallbacks`` before the last of these and after it.
+    caches, and ``single``; selections by their ``fallbacks``.
     """
     questions = examples(2)
     engine = start(None, **SMALL)
@@ -87,25 +85,13 @@ def serve_base_policies() -> Result:
                 row["kept"].append(kept)
                 row["transformers"].append(expected.indices[0].tolist())
                 row["rows"].append(float(apart))
-        row["fallbacks"] = [_count(engine) - before]
         engine.empty_caches()
         record.budgets.clear()
         fields = {"state": state, "budget": 16}
         engine.generate([prompt(example, **fields) for example in questions])
         row["together"] = {str(plan): kept for plan, kept in record.take().items()}
         row |= {"single": single, "at_once": max(map(len, record.budgets))}
-
-        long = prompt(questions[0], instructions=[" ".join(["red"] * 10_000)], **fields)
-        spoilt = prompt(questions[0], **fields)
-        spoilt["multi_modal_data"]["image"] = as_picture(questions[0].image).rotate(9)  # not cached
-        empty = prompt(questions[-1], instructions=[""], **fields)
-        survived = engine.generate_each([long, empty])
-        broken = breaking(engine.model.multi_modal_projector, float("nan"))
-        survived += engine.generate([spoilt])
-        broken.remove()
-        record.take()
-        row["survived"] = [answer["prompt_tokens"] for answer in survived]
-        row["fallbacks"].append(_count(engine) - before)
+        row["fallbacks"] = _count(engine) - before
         report[name] = row
     return report
 
@@ -116,8 +102,7 @@ def test_a_base_policy_keeps_what_it_keeps_in_transformers(runner: Runner, name:
     """Equal tokens, and rows equal up to float32 rounding; each prompt is shorter by N - K.
 
     Alone and in one batch. A policy that does not read the instruction selects once an image: later
-    questions find the rows in vLLM's caches. 10,000 words, no words, and features that are not
-    finite, which give evenly spaced tokens, do not stop it.
+    questions find the rows in vLLM's caches.
     """
     report = runner.run(serve_base_policies)
     full, row = report["full"], report[name]
@@ -129,10 +114,8 @@ def test_a_base_policy_keeps_what_it_keeps_in_transformers(runner: Runner, name:
     assert row["kept"] == row["transformers"] and max(row["rows"]) < 1e-3
     assert row["together"] and row["at_once"] > 1
     assert row["together"] == {plan: row["single"][plan] for plan in row["together"]}
-    assert row["survived"] == [full[at] - (TOKENS - 16) for at in (0, -1, 0)]
-    usual, survived = (Counter[str](counts) for counts in row["fallbacks"])
-    assert usual["reference"] == usual["uniform"] == survived["errors"] == 0 < usual["none"]
-    assert survived["uniform"] == 1
+    by = Counter[str](row["fallbacks"])
+    assert by["reference"] == by["uniform"] == by["errors"] == 0 < by["none"]
 
 
 @pytest.mark.only("v1")

@@ -10,10 +10,7 @@ import copy
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from typing import Any
 
 WIDTH = 64
 """Width of every tower and language model."""
@@ -73,39 +70,24 @@ def build(name: str, folder: Path) -> Path:
     """Write the tiny model of one backbone to ``folder``; returns the folder."""
     import torch
     import transformers
+    from safetensors.torch import load_file, save_file
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
 
     row = copy.deepcopy(TINY_MODELS[name])  # configurations change what they are made of
     tiles = {"image_grid_pinpoints": row["tiles"]} if "tiles" in row else {}
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _build_tokenizer(row)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        _write_model(folder, name, row, tokenizer, tiles)
 
-    def make(part: str, *parts: object, **more: object) -> Any:
-        settings = {**row[part], **more}
-        return getattr(transformers, settings.pop("class"))(*parts, **settings)
-
-    parts = [make("pixels", **tiles), tokenizer, *([make("videos")] if "videos" in row else [])]
-    make("processor", *parts, chat_template=tokenizer.chat_template).save_pretrained(folder)
-    return folder
-
-
-def _build_tokenizer(row: _Row) -> PreTrainedTokenizerFast:
-    """A tokenizer of whole words and of a model's special tokens."""
-    from tokenizers import AddedToken, Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast
-
+    # A tokenizer of whole words and of the model's special tokens.
     known = ["<pad>", "<s>", "</s>", "<unk>", *_WORDS]
-    tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(known)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.add_special_tokens(row["tokens"])
+    words = Tokenizer(WordLevel({w: i for i, w in enumerate(known)}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    words.add_special_tokens(row["tokens"])
     if row.get("whole_words"):
-        tokenizer.add_tokens([AddedToken(word, single_word=True) for word in _WORDS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        words.add_tokens([AddedToken(word, single_word=True) for word in _WORDS])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words,
         bos_token="<s>",
         eos_token="</s>",
         unk_token="<unk>",
@@ -114,31 +96,21 @@ def _build_tokenizer(row: _Row) -> PreTrainedTokenizerFast:
         chat_template=_CHAT.replace("IMAGE", row.get("image_text", row["tokens"][0])),
     )
 
-
-def _write_model(
-    folder: Path,
-    name: str,
-    row: _Row,
-    tokenizer: PreTrainedTokenizerFast,
-    tiles: Mapping[str, object],
-) -> None:
-    """Write a configuration, and random weights whose spread makes tokens and layers differ."""
-    import torch
-    from safetensors.torch import load_file, save_file
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
+    # A configuration, and random weights whose spread makes tokens and layers differ.
     ids = {field: tokenizer.convert_tokens_to_ids(token) for field, token in row["ids"].items()}
     assert tokenizer.unk_token_id not in ids.values(), f"one of {row['ids']} is no token"
-    config = AutoConfig.for_model(
+    config = transformers.AutoConfig.for_model(
         name,
         vision_config=row["vision"],
         text_config={**_TEXT, **row["text"]},
         **{**row.get("config", {}), **tiles, **ids},
     )
-    model = AutoModelForImageTextToText.from_config(config).eval()
-    for weight_name, weight in model.named_parameters():
-        if weight.dim() > 1 or "newline" in weight_name or "class_embedding" in weight_name:
-            torch.nn.init.normal_(weight, std=0.15)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+        for weight_name, weight in model.named_parameters():
+            if weight.dim() > 1 or "newline" in weight_name or "class_embedding" in weight_name:
+                torch.nn.init.normal_(weight, std=0.15)
     model.to(torch.bfloat16).save_pretrained(folder)
     weights = {}
     for weight_name, weight in load_file(folder / "model.safetensors").items():
@@ -148,3 +120,11 @@ def _write_model(
             weight_name = weight_name.replace(ours, published)
         weights[weight_name] = weight
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    def make(part: str, *parts: object, **more: object) -> Any:
+        settings = {**row[part], **more}
+        return getattr(transformers, settings.pop("class"))(*parts, **settings)
+
+    parts = [make("pixels", **tiles), tokenizer, *([make("videos")] if "videos" in row else [])]
+    make("processor", *parts, chat_template=tokenizer.chat_template).save_pretrained(folder)
+    return folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -12,7 +12,7 @@ import torch
 
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
-from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.safety import safety_check, synthetic_probes
 from vllm_autoprune.tpdsl.state import PruningState
@@ -56,17 +56,6 @@ def describe_device(device: torch.device) -> str:
     return f"{name}, torch {torch.__version__}"
 
 
-def check_selections(device: torch.device) -> Iterator[SelectionResult]:
-    """The result of every base policy under the shipped state, then of every shipped state."""
-    shipped = load_state("autoprune").model_dump(mode="json")
-    for base in sorted(BASE_POLICIES):
-        document = {**shipped, "base_policy": {"name": base, "params": {}}}
-        yield _check(base, PruningState.model_validate(document), device)
-    for name in sorted(shipped_states()):
-        if name not in BASE_POLICIES:
-            yield _check(name, load_state(name), device)
-
-
 def check_kernel(device: torch.device) -> str:
     """What is wrong with the Triton kernel on this device; empty where nothing is."""
     if device.type != "cuda":
@@ -78,26 +67,40 @@ def check_kernel(device: torch.device) -> str:
     return "" if works() else "does not work: the log says why"
 
 
-def _check(name: str, state: PruningState, device: torch.device) -> SelectionResult:
-    policy = materialize(state, BUDGET)
-    waits = policy.state.base_policy.name in WAITING
-    try:
-        probes = synthetic_probes(BUDGET, device)
-        # The first probe alone has tokens of different rank everywhere.
-        host, image = synthetic_probes(BUDGET)[0], probes[0]
-        expected, kept = refine(policy, host).indices, refine(policy, image).indices.cpu()
-        share = float((expected[:, :, None] == kept[:, None, :]).any(dim=2).float().mean())
-        seconds = []
-        for _ in range(ROUNDS):
-            _synchronize(device)
-            start = time.perf_counter()
-            with nullcontext() if waits else _forbid_waiting(device):
-                refine(policy, image)
-            _synchronize(device)
-            seconds.append(time.perf_counter() - start)
-        wrong = [f"{v.name}: {v.detail}" for v in safety_check(policy, probes).failures()]
-    except Exception as error:  # whatever a device raises is a result of this check
-        return SelectionResult(name, 0.0, 0.0, f"{type(error).__name__}: {error}")
+def check_selections(device: torch.device) -> Iterator[SelectionResult]:
+    """The result of every base policy under the shipped state, then of every shipped state."""
+    shipped = load_state("autoprune").model_dump(mode="json")
+    states = {
+        base: PruningState.model_validate({**shipped, "base_policy": {"name": base, "params": {}}})
+        for base in sorted(BASE_POLICIES)
+    }
+    states |= {name: load_state(name) for name in sorted(shipped_states().keys() - states.keys())}
+    for name, state in states.items():
+        try:
+            yield _check(name, materialize(state, BUDGET), device)
+        except Exception as error:  # whatever a device raises is a result of this check
+            yield SelectionResult(name, 0.0, 0.0, f"{type(error).__name__}: {error}")
+
+
+def _check(name: str, policy: PruningPolicy, device: torch.device) -> SelectionResult:
+    synchronize: Callable[[], None] = lambda: None  # noqa: E731
+    if device.type == "cuda":
+        synchronize = torch.cuda.synchronize
+    may_wait = policy.state.base_policy.name in WAITING
+    probes = synthetic_probes(BUDGET, device)
+    # The first probe alone has tokens of different rank everywhere.
+    expected = refine(policy, synthetic_probes(BUDGET)[0]).indices
+    kept = refine(policy, probes[0]).indices.cpu()
+    share = float((expected[:, :, None] == kept[:, None, :]).any(dim=2).float().mean())
+    seconds = []
+    for _ in range(ROUNDS):
+        synchronize()
+        start = time.perf_counter()
+        with nullcontext() if may_wait else _forbid_waiting(device):
+            refine(policy, probes[0])
+        synchronize()
+        seconds.append(time.perf_counter() - start)
+    wrong = [f"{v.name}: {v.detail}" for v in safety_check(policy, probes).failures()]
     if share < LEAST_SHARE:
         wrong.append(f"{share:.0%} of the host's tokens are kept")
     return SelectionResult(name, share, median(seconds), "; ".join(wrong))
@@ -115,8 +118,3 @@ def _forbid_waiting(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
