@@ -148,7 +148,7 @@ class _EngineProcess:
     """Runs calls one after another; one that ends the process costs only its own result."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = environment
+        self._environment = {**os.environ, **_ENGINE, **environment}
         self._pool = ThreadPoolExecutor(1)
         self._results: dict[str, Future[Result]] = {}
         self._process: subprocess.Popen[str] | None = None
@@ -167,32 +167,30 @@ class _EngineProcess:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "tests.serving.runners"],
                     cwd=Path(__file__).resolve().parents[2],
-                    env={**os.environ, **_ENGINE, **self._environment},
+                    env=self._environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
                     text=True,
                     start_new_session=True,
                 )
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(call + "\n")
-        process.stdin.flush()
+        process, failure = self._process, ""
         limit = threading.Timer(patience, self._kill)
         limit.start()
         try:
-            for line in process.stdout:
+            print(call, file=process.stdin, flush=True)
+            for line in process.stdout or ():
                 if line.startswith(_RESULT):
                     return json.loads(line.removeprefix(_RESULT))
                 if line.startswith(_FAILURE):
                     failure = json.loads(line.removeprefix(_FAILURE))
-                    raise AssertionError(f"{call} failed:\n{failure}\n{self._tail()}")
+                    break
+            else:
+                failure = f"the process ended with {self._close()}; {patience:.0f} s are allowed"
         finally:
             limit.cancel()
-        status = self._close()
-        raise AssertionError(
-            f"{call} ended its process with {status}; it may take {patience:.0f} s\n{self._tail()}"
-        )
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
+        raise AssertionError(f"{call} failed:\n{failure}\n{tail}")
 
     def end(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -205,18 +203,14 @@ class _EngineProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _close(self) -> int:
+    def _close(self) -> int | None:
         """Close the pipes of an ended process; returns its exit status."""
         process, self._process = self._process, None
         if process is None:
-            return 0
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()  # type: ignore[union-attr]  # both are pipes
-        return process.wait()
-
-    def _tail(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
+            return None
+        with contextlib.suppress(BrokenPipeError), process:
+            pass
+        return process.returncode
 
 
 def _serve_calls() -> None:
