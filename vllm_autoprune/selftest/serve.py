@@ -295,7 +295,7 @@ class _TinyEngine(Engine):
             placeholder = type(self.model).get_placeholder_str(modality, 0)
             text = f"user {placeholder} what is on the left you"
             prompt = {"prompt": text, "multi_modal_data": {modality: data}}
-            # Models that take no embeddings refuse them; GLM's processor looks for the image's grid.
+            # Some models take no embeddings; GLM's processor looks for the image's grid.
             refusals = (TypeError, ValueError, KeyError) if name == "embeddings" else ()
             with suppress(*refusals):
                 completions[name] = self._complete(self.llm.generate, prompt)
