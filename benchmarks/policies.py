@@ -2,27 +2,23 @@
 
 Most states are derived from ``policies/autoprune.json``, which has the structure that the paper
 selected (its table of the materialized composition at K = 32). The paper prints no fusion weights;
-the weights are ours. ``measure`` asks mini-LLaVA through vLLM with each state, and keeps accuracy
-in the provenance of its file.
+the weights are ours. Evidence is accuracy of mini-LLaVA through vLLM, from a report of
+``vllm-autoprune eval``, in the provenance of a state's file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue, ValidationError
-
-from benchmarks.accuracy import minillava
 from benchmarks.yardsticks.examples import CHECKPOINTS, weights_digest
 from vllm_autoprune import PruningState, load_state, materialize
 from vllm_autoprune.backbones import BACKBONE_SHAPES
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.evaluation.journal import RESIZED
-from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -51,14 +47,13 @@ QUOTAS = (0, 1, 2, 4, 8, 16, 32)
 
 _MEASURED = (16, 8)
 """The values of K at which states are measured."""
-_OUT = Path("out/eval/policies")
 _EVALUATED_ON = (
     "the embedded mini-LLaVA through vLLM on a CPU, test split, every kind of question, "
     "greedy; K is given by the request; `python -m benchmarks.policies measure`"
 )
 _LINE_WIDTH = 96
 
-_JsonObject = dict[str, JsonValue]
+_JsonObject = dict[str, Any]
 
 # Scoring for a state that never scores; the schema requires one signal.
 _UNUSED_SCORING: _JsonObject = {
@@ -66,30 +61,6 @@ _UNUSED_SCORING: _JsonObject = {
     "kernel": {"atom": "pairwise_cosine_kernel"},
     "fusion": {"atom": "weighted_product_fusion"},
 }
-
-
-class Row(FrozenModel):
-    """Accuracy at one budget, in per cent.
-
-    ``resized`` is that of the resize control on the same questions, ``less_resized`` the state less
-    the control; None where it was not measured.
-    """
-
-    budget: int
-    accuracy: float
-    accuracy_plus: float
-    prompt_tokens: float
-    resized: float | None = None
-    less_resized: Estimate | None = None
-
-
-class Evidence(FrozenModel):
-    """Measurements of a state; ``behaviour`` is the digest of the state that was measured."""
-
-    model: str
-    questions: int
-    behaviour: str
-    rows: tuple[Row, ...]
 
 
 def build_states(folder: Path = POLICIES) -> list[PruningState]:
@@ -160,22 +131,20 @@ def _carries_evidence(name: str) -> bool:
     )
 
 
-def read_evidence(state: PruningState) -> Evidence | None:
-    """The evidence in a state's provenance, or None where its scores have another form."""
-    try:
-        return Evidence.model_validate(state.provenance.scores)
-    except ValidationError:
-        return None
+def read_evidence(path: Path) -> _JsonObject:
+    """What `measure` wrote into a state's file; empty where there is none, or of another form."""
+    state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"provenance": {}}
+    scores: _JsonObject = state["provenance"].get("scores", {})
+    return scores if "behaviour" in scores else {}
 
 
-def write_state(state: PruningState, path: Path, evidence: Evidence | None = None) -> None:
+def write_state(state: PruningState, path: Path, evidence: _JsonObject | None = None) -> None:
     """Write a state with all of its defaults, so that later releases serve the same policy.
 
     Evidence goes into the provenance, which is outside the digest.
     """
-    if evidence is not None:
-        scores = evidence.model_dump(mode="json", exclude_none=True)
-        changes = {"evaluated_on": _EVALUATED_ON, "scores": scores}
+    if evidence:
+        changes = {"evaluated_on": _EVALUATED_ON, "scores": evidence}
         provenance = state.provenance.model_copy(update=changes)
         state = state.model_copy(update={"provenance": provenance})
     # A search may have written the same state in another form, which is kept.
@@ -183,7 +152,7 @@ def write_state(state: PruningState, path: Path, evidence: Evidence | None = Non
         path.write_text(_format_json(json.loads(state.dumps())) + "\n", encoding="utf-8")
 
 
-def _format_json(value: JsonValue, indent: int = 0, key: str = "") -> str:
+def _format_json(value: object, indent: int = 0, key: str = "") -> str:
     """Indented JSON in which a list or an object that fits on one line stays on one line."""
     flat = json.dumps(value, ensure_ascii=False)
     lead = f"{json.dumps(key, ensure_ascii=False)}: " if key else ""
@@ -203,9 +172,9 @@ def build(folder: Path) -> None:
     states = {f"{state.name}.json": state for state in build_states(folder)}
     for name, state in states.items():
         path = folder / name
-        evidence = read_evidence(load_state(path)) if path.exists() else None
-        valid = evidence and evidence.behaviour == _behaviour(state)
-        write_state(state, path, evidence if valid and _carries_evidence(state.name) else None)
+        evidence = read_evidence(path)
+        valid = evidence.get("behaviour") == _behaviour(state) and _carries_evidence(state.name)
+        write_state(state, path, evidence if valid else None)
     for path in folder.glob("*.json"):
         if path.name not in states:
             path.unlink()
@@ -218,66 +187,49 @@ def _behaviour(state: PruningState) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def measure(folder: Path, scenes: int, *more: str) -> int:
-    """Measure states without valid evidence through vLLM, and write it into their files.
+def measure(folder: Path, report: Mapping[str, Any]) -> None:
+    """Keep accuracy of a report of `vllm-autoprune eval` in the files of the states that it has.
 
-    Evidence is valid if it was measured on this model and the state has not changed since. ``more``
-    are options of `python -m benchmarks.accuracy.minillava`, whose exit status is returned.
+    In per cent: ``resized`` is the resize control on the same questions, ``less_resized`` the state
+    less the control; ``behaviour`` is the digest of the state that was measured.
     """
-    model = f"mini-LLaVA {weights_digest(CHECKPOINTS['minillava'])}"
-    states = {}
-    for state in build_states(folder):
-        evidence = read_evidence(load_state(folder / f"{state.name}.json"))
-        measured = evidence and (evidence.model, evidence.behaviour) == (model, _behaviour(state))
-        if _carries_evidence(state.name) and not measured:
-            states[state.name] = state
-    if not states:
-        return 0
-    call = ["--state", *states, "--budgets", *map(str, _MEASURED), "--scenes", str(scenes)]
-    status = minillava.main([*call, "--out", str(_OUT), "--resume", *more])
-    if status == 0:
-        report = json.loads((_OUT / "report.json").read_text())
-        for name, evidence in build_evidence(report, model, states.values()).items():
-            write_state(states[name], folder / f"{name}.json", evidence)
-    return status
-
-
-def build_evidence(
-    report: Mapping[str, Any], model: str, states: Iterable[PruningState]
-) -> dict[str, Evidence]:
-    """Evidence by state of a report of mini-LLaVA, with the paired difference to resizing."""
     rows = {row["case"]["name"]: row for row in report["rows"]}
-    evidence = {}
-    for state in states:
-        measured = []
+    for state in build_states(folder):
+        measured: list[_JsonObject] = []
         for budget in _MEASURED:
-            row, control = (rows[f"{name}@{budget}"] for name in (state.name, "resized"))
-            measured.append(Row(
-                budget=budget,
-                accuracy=round(row["accuracy"]["value"], 2),
-                accuracy_plus=round(row["accuracy_plus"], 2),
-                prompt_tokens=round(row["prompt_tokens"], 1),
-                resized=round(control["accuracy"]["value"], 2),
-                less_resized=Estimate(**row["to_resized"]["accuracy"]).rounded(2),
-            ))  # fmt: skip
-        evidence[state.name] = Evidence(
-            model=model,
-            questions=report["questions"],
-            behaviour=_behaviour(state),
-            rows=tuple(measured),
-        )
-    return evidence
+            row, control = (rows.get(f"{name}@{budget}") for name in (state.name, "resized"))
+            if row and control and _carries_evidence(state.name):
+                gain = Estimate(**row["to_resized"]["accuracy"]).rounded(2)
+                measured.append({
+                    "budget": budget,
+                    "accuracy": round(row["accuracy"]["value"], 2),
+                    "accuracy_plus": round(row["accuracy_plus"], 2),
+                    "prompt_tokens": round(row["prompt_tokens"], 1),
+                    "resized": round(control["accuracy"]["value"], 2),
+                    "less_resized": {"value": gain.value, "low": gain.low, "high": gain.high},
+                })  # fmt: skip
+        if measured:
+            evidence: _JsonObject = {
+                "model": f"mini-LLaVA {weights_digest(CHECKPOINTS['minillava'])}",
+                "questions": report["questions"],
+                "behaviour": _behaviour(state),
+                "rows": measured,
+            }
+            write_state(state, folder / f"{state.name}.json", evidence)
+            print(state.name)
 
 
 def as_markdown() -> str:
     """One row per state; the transferred states behave as their source and share its row."""
-    states = [load_state(state.name) for state in build_states()]
-    evidence = {state.name: scores for state in states if (scores := read_evidence(state))}
-    accuracy = {
-        (name, row.budget): row.accuracy for name, scores in evidence.items() for row in scores.rows
-    }
-    for scores in evidence.values():
-        accuracy |= {(RESIZED, row.budget): row.resized for row in scores.rows if row.resized}
+    states = build_states()
+    files = {state.name: read_evidence(POLICIES / f"{state.name}.json") for state in states}
+    evidence = {name: scores for name, scores in files.items() if scores}
+    accuracy: dict[tuple[str, int], float] = {}
+    for name, scores in evidence.items():
+        for row in scores["rows"]:
+            accuracy[name, row["budget"]] = row["accuracy"]
+            if "resized" in row:
+                accuracy[RESIZED, row["budget"]] = row["resized"]
     described = {RESIZED: "no policy: all tokens pooled to K cells"}
     described |= {s.name: _describe(s) for s in states if not s.name.startswith(f"{SOURCE}-")}
     rows = []
@@ -288,7 +240,7 @@ def as_markdown() -> str:
     columns = ("state", "what it is", *(f"K = {budget}" for budget in _MEASURED))
     table = Table("", columns, rows, "--rr").markdown()
     transferred = [f"`{state.name}`" for state in states if state.name not in described]
-    setups = sorted({(scores.model, scores.questions) for scores in evidence.values()})
+    setups = sorted({(scores["model"], scores["questions"]) for scores in evidence.values()})
     setup = "; ".join(f"{model}, {questions} questions" for model, questions in setups)
     return (
         f"{table}\n\nPer cent right, {setup}. `{SOURCE}` for the budgets and backbones "
@@ -320,12 +272,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="write every state; evidence that still holds is kept")
-    text = "measure states without evidence; an interrupted run can be repeated"
+    text = "keep accuracy of a report of mini-LLaVA in the files of states"
     measuring = commands.add_parser("measure", help=text)
-    measuring.add_argument("--scenes", type=int, default=100, help="scenes of the test split")
+    measuring.add_argument("report", type=Path, help="report.json of `vllm-autoprune eval`")
     options = parser.parse_args(arguments)
     if options.command == "measure":
-        return measure(POLICIES, options.scenes)
+        measure(POLICIES, json.loads(options.report.read_text(encoding="utf-8")))
+        return 0
     build(POLICIES)
     return 0
 

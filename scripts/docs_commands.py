@@ -51,7 +51,7 @@ _LESS = (
     (r"\.cost efficiency", "--requests 1 --policies cdpruner"),
     (r"\.accuracy\.yardsticks .*--methods", "--images 2"),
     (r"\.accuracy\.yardsticks", "--images 2 --methods random cdpruner"),
-    (r"\.accuracy\.minillava", "--scenes 2 --budgets 8"),
+    (r"eval --data out/scenes", "--limit 20 --budgets 8"),
     (r"\.load prepare", f"--model {_WEIGHTS}/llava --requests 6 --warm-up 1"),
     (r"\.load paired .*--users", "--users 1,2 --requests 4 --warm-up 1 --passes 1"),
     (r"\.load paired .*--rates", "--requests 4 --warm-up 1 --passes 1"),

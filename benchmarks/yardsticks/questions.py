@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -41,8 +41,8 @@ KINDS = (
 )  # fmt: skip
 """Kinds that mini-LLaVA is asked, in the order in which they are drawn."""
 
-NEIGHBOUR, HALF = "beside", "half"
-"""Kinds of phrases of the training alone: a shape beside another one, and a half of the picture."""
+_PHRASES = {"beside": "shape {relation} the {name}", "half": "half {name}"}
+"""Kinds of the training alone: a shape beside another one, and a half of the picture."""
 
 _MAX_COUNT = 5
 """The largest number that is ever asked for."""
@@ -83,22 +83,35 @@ class Questions:
     cells: tuple[int, int]
     wordings: Wordings
 
+    def draw_texts(self, weights: Mapping[str, int], number: int, form: str) -> list[Question]:
+        """Draw questions of a training, or phrases; one of each pair, with its text in a form.
+
+        A phrase asks the same as a question in a few words. A fifth of its tokens are answer, of a
+        question's one in twenty, and finding what is named is what a small model takes longest to
+        learn. `weights` are relative frequencies of kinds; `form` has a slot for the question.
+        """
+        texts: list[Question] = []
+        while len(texts) < number:
+            kind = self.rng.choices(list(weights), list(weights.values()))[0]
+            if group := self.generate(kind):
+                question = group[0] if kind in _PHRASES else self.rng.choice(group)
+                texts.append(replace(question, text=form.format(question=question.text)))
+        return texts
+
     def generate(self, kind: str) -> list[Question]:
         """One open question, or a yes/no pair; none if the picture has nothing to ask about."""
-        if isinstance(self.content, Page):
-            facts = self._page_facts(self.content, kind)
-        elif kind in (NEIGHBOUR, HALF):
-            return self._phrases(self.content, kind)
-        else:
-            facts = self._scene_facts(self.content, kind)
-        return [
-            Question(kind, self.rng.choice(self.wordings[kind]).format(**slots), answer,
-                     tuple(evidence))
-            for evidence, answer, slots in facts
-        ]  # fmt: skip
+        facts = self._page_facts if isinstance(self.content, Page) else self._scene_facts
+        questions = []
+        for evidence, answer, slots in facts(kind):
+            # A draw from one wording would advance the generator, on which trained weights depend.
+            wording = _PHRASES.get(kind) or self.rng.choice(self.wordings[kind])
+            text = wording.format(**slots)
+            questions.append(Question(kind, text, answer, tuple(evidence)))
+        return questions
 
-    def _scene_facts(self, scene: Scene, kind: str) -> Iterator[_Fact]:
-        rng, things = self.rng, scene.things
+    def _scene_facts(self, kind: str) -> Iterator[_Fact]:
+        assert isinstance(self.content, Scene)
+        scene, rng, things = self.content, self.rng, self.content.things
         digits = [thing.digit for thing in things]
         match kind:
             case "digit":
@@ -124,6 +137,15 @@ class Questions:
                     anchor, relation, target = neighbours
                     slots = {"name": anchor.name, "relation": relation}
                     yield _evidence(scene, target, anchor), str(target.digit), slots
+            case "beside":  # a neighbour's name and then its digit, the steps of a relation
+                if neighbours := self._pick_neighbours(scene):
+                    anchor, relation, target = neighbours
+                    slots = {"name": anchor.name, "relation": relation}
+                    evidence = _evidence(scene, target, anchor)
+                    yield evidence, f"{target.name} {target.digit}", slots
+            case "half":
+                thing = rng.choice(things)
+                yield _evidence(scene, thing), self._sides(thing)[1], {"name": thing.name}
             case "existence":
                 thing, absent = rng.choice(things), self._pick_absent_name(things)
                 yield _evidence(scene, thing), "yes", {"a_name": with_article(thing.name)}
@@ -148,22 +170,6 @@ class Questions:
                 yield evidence, "no", {"number": near, "plural": plural}
             case _:
                 raise ValueError(f"{kind!r} is not a kind of question about a scene")
-
-    def _phrases(self, scene: Scene, kind: str) -> list[Question]:
-        """A half of the picture; or a neighbour's name and then its digit, the steps of a relation.
-
-        They have one wording each and draw none: the trained weights depend on it.
-        """
-        if kind == HALF:
-            thing = self.rng.choice(scene.things)
-            side = self._sides(thing)[1]
-            return [Question(kind, f"half {thing.name}", side, _evidence(scene, thing))]
-        neighbours = self._pick_neighbours(scene)
-        if neighbours is None:
-            return []
-        anchor, relation, target = neighbours
-        text, answer = f"shape {relation} the {anchor.name}", f"{target.name} {target.digit}"
-        return [Question(kind, text, answer, _evidence(scene, target, anchor))]
 
     def _pick_neighbours(self, scene: Scene) -> tuple[Thing, str, Thing] | None:
         """A shape, the relation of its neighbour to it, and that neighbour."""
@@ -204,8 +210,9 @@ class Questions:
         size = self.rng.choice(sorted(sizes))
         return self.rng.choice([group for group in groups if len(group[0]) == size])
 
-    def _page_facts(self, page: Page, kind: str) -> Iterator[_Fact]:
-        rng = self.rng
+    def _page_facts(self, kind: str) -> Iterator[_Fact]:
+        assert isinstance(self.content, Page)
+        page, rng = self.content, self.rng
 
         def places(*parts: Number | Word) -> Sequence[int]:
             """Tokens of all parts, then of the words that name them."""

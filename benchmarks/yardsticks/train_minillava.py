@@ -189,11 +189,11 @@ def draw_batch(
         source = Questions(rng, scene, (CELLS, CELLS), BRIEF)
         if max_shapes is None:
             asking, weights = replace(source, wordings=SEEN), RECIPE.questions["scenes"]
-            texts = training.draw_texts(asking, weights, 12, _BEHIND_IMAGE)
-            texts += training.draw_texts(source, phrases, 14, " {question}")
+            texts = asking.draw_texts(weights, 12, _BEHIND_IMAGE)
+            texts += source.draw_texts(phrases, 14, " {question}")
             kept.append(list(range(budget)))
         else:
-            texts = training.draw_texts(source, phrases, 40, " {question}")
+            texts = source.draw_texts(phrases, 40, " {question}")
             shown = [scene.patches[thing][0] for thing in scene.things]
             shown += [patch for sign in scene.signs for patch in scene.patches[sign]]
             kept.append(training.keep_shown_tokens(rng, shown, budget, PATCHES))

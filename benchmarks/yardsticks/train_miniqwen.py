@@ -299,9 +299,9 @@ def draw_batch(
         kinds = RECIPE.questions if questions else RECIPE.phrases
         weights = kinds["pages" if isinstance(content, Page) else "scenes"]
         source = Questions(rng, content, pictures.size.cells, SEEN)
-        texts = training.draw_texts(source, weights, questions, "{question}" + _BEHIND)
+        texts = source.draw_texts(weights, questions, "{question}" + _BEHIND)
         source = replace(source, wordings=BRIEF)
-        texts += training.draw_texts(source, weights, phrases, " {question}")
+        texts += source.draw_texts(weights, phrases, " {question}")
         chosen = list(range(seen.tokens))
         if shown_first:
             if isinstance(content, Page):
@@ -314,11 +314,11 @@ def draw_batch(
         elif budget < seen.tokens:
             # The evidence of each question is kept as a whole as long as it fits.
             shown = []
-            for _, question in texts:
+            for question in texts:
                 extended = list(dict.fromkeys((*shown, *question.evidence)))
                 shown = extended if len(extended) <= budget else shown
             chosen = training.keep_shown_tokens(rng, shown, budget, seen.tokens)
-            texts = [text for text in texts if set(text[1].evidence) <= set(chosen)]
+            texts = [text for text in texts if set(text.evidence) <= set(chosen)]
         asked.append(texts)
         kept.append(chosen)
     start = behind_image + len(after)

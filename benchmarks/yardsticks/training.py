@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from benchmarks.yardsticks.questions import HALF, NEIGHBOUR, Model, Question, Questions
+from benchmarks.yardsticks.questions import Model, Question
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.record_file import FrozenModel
 
@@ -248,30 +248,6 @@ class DenseHeads(nn.Module):
         return torch.stack(losses).sum()
 
 
-_Text = tuple[str, Question]
-"""A question as it is asked, in its form of the prompt."""
-
-
-def draw_texts(
-    questions: Questions, weights: Mapping[str, int], number: int, form: str
-) -> list[_Text]:
-    """Draw questions about a picture, or phrases; one question of each pair.
-
-    A phrase asks the same as a question in a few words. A fifth of its tokens are answer, of a
-    question's one in twenty, and finding what is named is what a small model takes longest to
-    learn. `weights` are relative frequencies of kinds; `form` has a slot for the question.
-    """
-    texts: list[_Text] = []
-    while len(texts) < number:
-        kind = questions.rng.choices(list(weights), list(weights.values()))[0]
-        if group := questions.generate(kind):
-            # A choice advances the generator, also of one question; these were drawn without.
-            alone = kind in (NEIGHBOUR, HALF)
-            question = group[0] if alone else questions.rng.choice(group)
-            texts.append((form.format(question=question.text), question))
-    return texts
-
-
 def keep_shown_tokens(
     rng: random.Random, shown: Sequence[int], budget: int, count: int
 ) -> list[int]:
@@ -307,19 +283,20 @@ class TextBatch:
 
 
 def build_texts(
-    tokenizer: Tokenizer, pictures: Sequence[Sequence[_Text]], start: int, end: str, pad: str
+    tokenizer: Tokenizer, pictures: Sequence[Sequence[Question]], start: int, end: str, pad: str
 ) -> TextBatch:
-    """Tokenise the texts about each picture, with their answers, into one block each.
+    """Tokenise the questions about each picture, with their answers, into one block each.
 
     `start` is the position of every block; `end` is the token behind every answer.
     """
     end_id, pad_id = (tokenizer.encode(token).ids[0] for token in (end, pad))
     # Of every token: id, label, position, block.
     sequences: list[list[tuple[int, ...]]] = []
-    for pairs in pictures:
+    for questions in pictures:
         sequence: list[tuple[int, ...]] = []
-        for block, (asked, question) in enumerate(pairs):
-            text, answer = (tokenizer.encode(part).ids for part in (asked, f" {question.answer}"))
+        for block, question in enumerate(questions):
+            parts = (question.text, f" {question.answer}")
+            text, answer = (tokenizer.encode(part).ids for part in parts)
             tokens = [*text, *answer, end_id]
             # The label of a position is the token that follows it.
             labels = [*[UNLABELLED] * (len(text) - 1), *answer, end_id, UNLABELLED]

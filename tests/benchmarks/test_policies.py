@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import policies
-from benchmarks.common.fake_server import Answer, Body
-from tests.benchmarks.accuracy.minillava_server import arm, reply
-from tests.offline_search.synthetic import endpoint
 from vllm_autoprune import load_state, materialize
-from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.materialize import core_policy
@@ -82,28 +78,25 @@ def test_the_page_shows_the_evidence_that_states_carry() -> None:
     assert all(f"`{name}`" in table for name in shipped_states())
 
 
-def test_states_without_evidence_are_measured_beside_the_resize_control(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_of_eval_becomes_evidence_outside_the_digest(tmp_path: Path) -> None:
     folder = tmp_path / "policies"
     shutil.copytree(policies.POLICIES, folder)
-    monkeypatch.setattr(policies, "_OUT", tmp_path / "out")
-    assert policies.measure(folder, 2) == 0, "there is nothing to measure, and no server is started"
-    path = folder / "visionzip.json"
-    state = load_state(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"provenance": {}}))
-
-    def answer(body: Body, number: int) -> Answer:
-        return reply(body, right=arm(body) != "resized")
-
-    with endpoint(answer) as server:
-        assert policies.measure(folder, 6, "--server-url", server.url) == 0
-    measured = load_state(path)
-    evidence = policies.read_evidence(measured)
-    assert evidence is not None and measured.digest == state.digest
-    assert "policies measure" in (measured.provenance.evaluated_on or "")
-    assert [(row.budget, row.prompt_tokens) for row in evidence.rows] == [(16, 36.0), (8, 28.0)]
-    for row in evidence.rows:
-        assert (row.accuracy, row.accuracy_plus, row.resized) == (100, 100, 0)
-        assert row.less_resized == Estimate(100, 100, 100)
-    assert policies.read_evidence(load_state("miniqwen")) is None, "its scores have another form"
+    gain = {"value": 40.001, "low": 30.0, "high": 50.0}
+    figures = {
+        "accuracy": gain, "accuracy_plus": 25.0, "prompt_tokens": 36.04,
+        "to_resized": {"accuracy": gain},
+    }  # fmt: skip
+    names = ("resized@16", "visionzip@16", "miniqwen@16", "autoprune-llava-1.5-7b-k16@16")
+    rows = [{"case": {"name": name}, **figures} for name in names]
+    policies.measure(folder, {"questions": 9, "rows": rows})
+    state = load_state(folder / "visionzip.json")
+    assert state.digest == load_state("visionzip").digest
+    expected = {
+        "budget": 16, "accuracy": 40.0, "accuracy_plus": 25.0, "prompt_tokens": 36.0,
+        "resized": 40.0, "less_resized": {"value": 40.0, "low": 30.0, "high": 50.0},
+    }  # fmt: skip
+    assert policies.read_evidence(folder / "visionzip.json")["rows"] == [expected]
+    assert "policies measure" in (state.provenance.evaluated_on or "")
+    changed = [path.name for path in folder.glob("*.json")
+               if path.read_text() != (policies.POLICIES / path.name).read_text()]  # fmt: skip
+    assert changed == ["visionzip.json"], "other models have other evidence"

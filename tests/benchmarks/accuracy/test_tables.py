@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -42,8 +43,8 @@ class SampleYardstick(Yardstick):
         """The second question is right with all tokens only."""
 
         def score(case: Case) -> Scores:
-            first, second = case.name not in self.wrong, case.name == "full"
-            right = [first if example.kind == "a" else second for example in batch]
+            rights = {"a": case.name not in self.wrong, "b": case.name == "full"}
+            right = [rights[example.kind] for example in batch]
             return Scores(torch.tensor(right), torch.zeros(len(batch)), case.budget.tokens(16))
 
         return SimpleNamespace(score=score)
@@ -74,6 +75,16 @@ def test_a_yardstick_has_the_cases_whose_inputs_its_server_provides() -> None:
     cases = names_of(llava, "cdpruner", "ablation-quota-8")
     assert list(cases) == ["full", "resized", "cdpruner", "ablation-quota-8"]
     assert cases["ablation-quota-8"].base == "cdpruner"
+
+
+def test_no_base_policy_keeps_the_tokens_of_another() -> None:
+    yardstick, picks = MiniLlava(), {}
+    tokens = yardstick.encode(yardstick.draw("test", 1)).tokens
+    for name in BASE_POLICIES.keys() - set(yardstick.equal_policies):
+        policy = BASE_POLICIES[name]
+        picks[name] = policy.select(policy.default_params, tokens, 18).picks.sort(1).values.tolist()
+    assert len(picks) > 10
+    assert [pair for pair in combinations(picks, 2) if picks[pair[0]] == picks[pair[1]]] == []
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,20 @@
-"""Training of the small models, and the task of lmms-eval that they are asked by."""
+"""Training of the small models."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-import runpy
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 import torch
-import yaml  # type: ignore[import-untyped]
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import Qwen3VLForConditionalGeneration
 
 from benchmarks.yardsticks import train_minillava, train_miniqwen, training
-from benchmarks.yardsticks.examples import CHECKPOINTS, LLAVA, draw_examples, is_right, png
-from benchmarks.yardsticks.lmms import TASK, write_task
+from benchmarks.yardsticks.examples import CHECKPOINTS, LLAVA
 from benchmarks.yardsticks.pages import MERGE, Size
 from benchmarks.yardsticks.scenes import PATCHES
 
@@ -123,34 +119,3 @@ def test_one_seed_gives_one_checkpoint(
         digests.append([hashlib.sha256(path.read_bytes()).hexdigest() for path in files])
         assert files and list(out.rglob("tokenizer.json")), "transformers and vLLM load the folder"
     assert digests[0] == digests[1]
-
-
-def test_a_task_folder_has_all_that_lmms_eval_reads(tmp_path: Path) -> None:
-    class Loader(yaml.SafeLoader):
-        """YAML as lmms-eval reads it: `!function file.name` stays a name."""
-
-    Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
-    examples = draw_examples("test", 3)
-    write_task(tmp_path, examples)
-    functions = runpy.run_path(str(tmp_path / "utils.py"))
-    fields = yaml.load((tmp_path / f"{TASK}.yaml").read_text(), Loader=Loader)
-    assert fields["task"] == TASK and fields["dataset_path"] == "json"
-    (metric,) = fields["metric_list"]
-    visual, text, process, accuracy = (
-        functions[name.removeprefix("utils.")]
-        for name in (
-            *(fields[name] for name in ("doc_to_visual", "doc_to_text", "process_results")),
-            metric["aggregation"],
-        )
-    )
-    path = Path(fields["dataset_kwargs"]["data_files"][fields["test_split"]])
-    lines = [yaml.safe_load(line) for line in path.read_text().splitlines()]
-    answers = [example.answer if number % 3 else "no" for number, example in enumerate(examples)]
-    rows = []
-    for line, example, answer in zip(lines, examples, answers, strict=True):
-        assert text(line) == example.question and line["answer"] == example.answer
-        assert (tmp_path / line["image"]).read_bytes() == png(example.image)
-        rows.append(process(line, [answer])[metric["metric"]])
-    assert visual(lines[0])[0].size == (168, 168)
-    rights = [is_right(answer, e.answer) for answer, e in zip(answers, examples, strict=True)]
-    assert accuracy(rows) == fmean(rights)
