@@ -93,9 +93,8 @@ class AutopruneHfRenderer(HfRenderer):
         # Fields are not checked yet: what is none that counts, the processor refuses.
         fields = entry if isinstance(entry, Mapping) else {}
         recall = self._served.rules.recall if fields.get("recall") is None else fields["recall"]
-        if fields.get("enabled") is False or not isinstance(recall, int) or not recall:
-            return messages, []
-        if token is None:
+        recalls = isinstance(recall, int) and recall and fields.get("enabled") is not False
+        if token is None or not recalls:
             return messages, []
         space = self._space_after_image(token, params.chat_template)
         return mark_recall_turns(messages, token, space)
