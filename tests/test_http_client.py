@@ -94,8 +94,7 @@ def test_a_server_that_cannot_be_used_says_why(models: str | Answer, text: str) 
 
 
 def test_a_model_that_is_not_served_is_named() -> None:
-    assert choose_model("http://h", {"a": 0, "b": 0}) == "a"
-    assert choose_model("http://h", {"a": 0, "b": 0}, "b") == "b"
+    assert [choose_model("http://h", {"a": 0, "b": 0}, name) for name in (None, "b")] == ["a", "b"]
     with pytest.raises(ConfigError, match="serves a, b -> serve c, or name a served model"):
         choose_model("http://h", {"a": 0, "b": 0}, "c")
 

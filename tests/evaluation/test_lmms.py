@@ -74,8 +74,9 @@ def answers_of(folder: Path, benchmark: _Benchmark) -> tuple[list[Scored], Total
 
 def test_real_files_are_parsed() -> None:
     answers, total = answers_of(FILES / "answered", OWN)
-    assert [answer.text for answer in answers] == ["5", "blue", "cross", "1247"]
-    assert [answer.prompt_tokens for answer in answers] == [157, 158, 162, 161]
+    assert [(answer.text, answer.prompt_tokens) for answer in answers] == [
+        ("5", 157), ("blue", 158), ("cross", 162), ("1247", 161),
+    ]  # fmt: skip
     assert all(answer.score == 1.0 and answer.failure is None for answer in answers)
     assert total == Total(
         case="full", benchmark="minillava", metric="minillava_accuracy", value=100.0, count=4
@@ -90,41 +91,33 @@ def test_real_files_are_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    "failed",
+    ("pattern", "change", "message"),
     [
         # A task's filter may have made an answer of the words of the failure.
-        {"filtered_resps": "A", "resps": [["[LMMS_EVAL_BUDGET_EXCEEDED]"]]},
-        {"token_counts": [{"input_tokens": 0, "output_tokens": 0}]},
-        {"token_counts": [None]},
-        {"filtered_resps": [], "resps": []},
-    ],
-)
-def test_a_failed_request_leaves_no_total(tmp_path: Path, failed: dict[str, Any]) -> None:
-    output = shutil.copytree(FILES / "answered", tmp_path / "run")
-    (samples,) = output.rglob("*_samples_minillava.jsonl")
-    lines = list(map(json.loads, samples.read_text().splitlines()))
-    lines[1] |= failed
-    samples.write_text("\n".join(map(json.dumps, lines)))
-    answers, total = answers_of(output, OWN)
-    assert total is None and answers[1].failure and answers[1].score is None
-    assert [answer.failure for answer in answers if answer is not answers[1]] == [None] * 3
-
-
-@pytest.mark.parametrize(
-    ("pattern", "text", "message"),
-    [
+        ("*_samples_*", {"filtered_resps": "A", "resps": [["[LMMS_EVAL_BUDGET_EXCEEDED]"]]}, ""),
+        ("*_samples_*", {"token_counts": [{"input_tokens": 0, "output_tokens": 0}]}, ""),
+        ("*_samples_*", {"token_counts": [None]}, ""),
+        ("*_samples_*", {"filtered_resps": [], "resps": []}, ""),
         ("*_samples_*", None, "its output is incomplete"),
         ("images.jsonl", None, "its output is incomplete .*images.jsonl"),
         ("*_samples_*", '{"doc_id": 0}\n', "1 samples, but lmms-eval reports 4"),
         ("*_results.json", '{"results": {"minillava": {}}}', "its output is incomplete"),
     ],
 )
-def test_incomplete_output_is_refused(
-    tmp_path: Path, pattern: str, text: str | None, message: str
+def test_a_failed_request_leaves_no_total_and_incomplete_output_is_refused(
+    tmp_path: Path, pattern: str, change: dict[str, Any] | str | None, message: str
 ) -> None:
     output = shutil.copytree(FILES / "answered", tmp_path / "run")
     (path,) = output.rglob(pattern)
-    path.unlink() if text is None else path.write_text(text)
+    if isinstance(change, dict):
+        lines = list(map(json.loads, path.read_text().splitlines()))
+        lines[1] |= change
+        path.write_text("\n".join(map(json.dumps, lines)))
+        answers, total = answers_of(output, OWN)
+        assert total is None and answers[1].failure and answers[1].score is None
+        assert [answer.failure for answer in answers if answer is not answers[1]] == [None] * 3
+        return
+    path.unlink() if change is None else path.write_text(change)
     with pytest.raises(EvaluationError, match=message):
         answers_of(output, OWN)
 
