@@ -22,33 +22,32 @@ _Names = Mapping[str, str]
 """Flags that are not named like their field."""
 
 
+_AddsArgument = Callable[[argparse.ArgumentParser], object]
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """A sub-command: help text, arguments, and ``run``, which returns the exit status."""
 
     help: str
-    arguments: Callable[[argparse.ArgumentParser], object]
+    arguments: Sequence[_AddsArgument]
     run: Callable[[argparse.Namespace], int]
-    epilog: str = ""
+    epilog: str
 
 
-def argument(*flags: str, **keywords: Any) -> Callable[[argparse.ArgumentParser], object]:
-    """What adds an argument to a parser, which takes the same."""
+def argument(*flags: str, **keywords: Any) -> _AddsArgument:
+    """An argument of a command, as ``add_argument`` takes it."""
     return lambda parser: parser.add_argument(*flags, **keywords)
 
 
 def command(
-    *arguments: Callable[[argparse.ArgumentParser], object], epilog: str = ""
+    *arguments: _AddsArgument, epilog: str = ""
 ) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
-    """Make a function that runs a command the command; its help is the function's docstring."""
-
-    def add_all(parser: argparse.ArgumentParser) -> None:
-        for add in arguments:
-            add(parser)
+    """Make a function the command that it runs; its docstring is the help."""
 
     def make(run: Callable[[argparse.Namespace], int]) -> Command:
         text = (run.__doc__ or "").partition("\n")[0].rstrip(".")
-        return Command(text[:1].lower() + text[1:], add_all, run, epilog)
+        return Command(text[:1].lower() + text[1:], arguments, run, epilog)
 
     return make
 

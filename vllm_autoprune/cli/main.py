@@ -25,10 +25,10 @@ COMMANDS: dict[str, Command] = {
     "explain": explain.explain,
     "cost": costs.cost,
     "advise": costs.advise,
-    "search": search.COMMAND,
+    "search": search.search,
     "eval": eval.evaluate_states,
     "doctor": doctor.doctor,
-    "selftest": selftest.COMMAND,
+    "selftest": selftest.selftest,
 }
 
 
@@ -73,7 +73,8 @@ def parser() -> argparse.ArgumentParser:
         entry = commands.add_parser(
             name, help=command.help, description=description, epilog=command.epilog
         )
-        command.arguments(entry)
+        for add in command.arguments:
+            add(entry)
         entry.add_argument("--json", action="store_true", help="print machine-readable output")
         entry.set_defaults(run=command.run)
     return top

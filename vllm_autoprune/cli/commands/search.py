@@ -20,7 +20,7 @@ from offline_search.settings import (
     SearchChoices,
     Settings,
 )
-from vllm_autoprune.cli.flags import Command, add_flags, flag_problems, read_flags
+from vllm_autoprune.cli.flags import add_flags, command, flag_problems, read_flags
 from vllm_autoprune.cli.output import format_paragraphs, print_result, write_file
 from vllm_autoprune.errors import ConfigError, Problem, SearchError
 
@@ -37,7 +37,29 @@ class _Flags(ProposerOptions, EvaluationOptions, SearchChoices):
     """The flags of a command."""
 
 
-def _run(options: argparse.Namespace) -> int:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add, actions = parser.add_argument, ("run", "report", "mme")
+    text = "run a search (the default), report on a ledger, or write MME's files as --data"
+    add("action", nargs="?", choices=actions, default="run", help=text)
+    text = "file that holds the search"
+    add("--ledger", type=Path, default=Path("search.jsonl"), help=text)
+    add("--resume", action="store_true", help="resume the ledger's search")
+    text = "replay a recorded search without network"
+    add("--replay", type=Path, metavar="LEDGER", help=text)
+    text = "print the prompt and the estimated cost, and stop"
+    add("--dry-run", action="store_true", help=text)
+    text = "write the state, or the report as HTML"
+    add("-o", "--output", type=Path, metavar="FILE", help=text)
+    text = "with `mme`: the folder of MME's categories"
+    add("--mme", type=Path, metavar="FOLDER", help=text)
+    add_flags(parser.add_argument_group("search"), SearchChoices, _NAMES)
+    add_flags(parser.add_argument_group("evaluation"), EvaluationOptions, _NAMES)
+    add_flags(parser.add_argument_group("proposer"), ProposerOptions, _NAMES)
+
+
+@command(_add_arguments, epilog="Guide and format of the data folder: docs/search.md.")
+def search(options: argparse.Namespace) -> int:
+    """Find a state offline, with a language model, on a served model."""
     from offline_search.ledger import read_ledger
     from offline_search.report import as_html, as_markdown, read_report
 
@@ -196,31 +218,3 @@ def _estimate(
     record |= {"answers": estimate.answers}
     print_result(options, record, *prompts, format_paragraphs([about]))
     return 0
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add, actions = parser.add_argument, ("run", "report", "mme")
-    text = "run a search (the default), report on a ledger, or write MME's files as --data"
-    add("action", nargs="?", choices=actions, default="run", help=text)
-    text = "file that holds the search"
-    add("--ledger", type=Path, default=Path("search.jsonl"), help=text)
-    add("--resume", action="store_true", help="resume the ledger's search")
-    text = "replay a recorded search without network"
-    add("--replay", type=Path, metavar="LEDGER", help=text)
-    text = "print the prompt and the estimated cost, and stop"
-    add("--dry-run", action="store_true", help=text)
-    text = "write the state, or the report as HTML"
-    add("-o", "--output", type=Path, metavar="FILE", help=text)
-    text = "with `mme`: the folder of MME's categories"
-    add("--mme", type=Path, metavar="FOLDER", help=text)
-    add_flags(parser.add_argument_group("search"), SearchChoices, _NAMES)
-    add_flags(parser.add_argument_group("evaluation"), EvaluationOptions, _NAMES)
-    add_flags(parser.add_argument_group("proposer"), ProposerOptions, _NAMES)
-
-
-COMMAND = Command(
-    "find a state offline, with a language model, on a served model",
-    _add_arguments,
-    _run,
-    "Guide and format of the data folder: docs/search.md.",
-)

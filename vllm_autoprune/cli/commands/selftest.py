@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from vllm_autoprune.cli.flags import Command
+from vllm_autoprune.cli.flags import command
 from vllm_autoprune.cli.output import format_table, print_result
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.selftest.backbones import NEEDED_PACKAGES, TINY_MODELS
@@ -69,7 +69,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(options: argparse.Namespace) -> int:
+@command(_arguments)
+def selftest(options: argparse.Namespace) -> int:
+    """Serve tiny models of all backbones but LLaVA-1.5 here, and check the results."""
     names: Sequence[str] = options.backbones or (GPU_BACKBONES if options.gpu else [*TINY_MODELS])
     if unknown := [name for name in names if name not in TINY_MODELS]:
         raise _refusal(", ".join(unknown), "no such backbone", f"use: {', '.join(TINY_MODELS)}")
@@ -182,8 +184,3 @@ def _format_results(results: Mapping[str, _Verdicts], runners: Sequence[str]) ->
             failures += (f"{name}, {runner}, {label}: {by[runner]}" for runner in broken)
         rows.append(cells)
     return "\n".join([format_table(["check", *results], rows), *failures])
-
-
-COMMAND = Command(
-    "serve tiny models of all backbones but LLaVA-1.5 here, and check the results", _arguments, _run
-)
