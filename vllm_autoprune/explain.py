@@ -164,7 +164,7 @@ def keep_engine_in_process() -> None:
 @contextmanager
 def record_selections() -> Iterator[list[_Selection]]:
     """Record every selection of an engine in this process while the context is open."""
-    from vllm_autoprune.serving.worker import regions
+    from vllm_autoprune.serving.worker import batch
     from vllm_autoprune.serving.worker.selection import select_with_fallback
 
     selections: list[_Selection] = []
@@ -174,11 +174,11 @@ def record_selections() -> Iterator[list[_Selection]]:
         selections.append((policy, tokens, refined))
         return refined
 
-    regions.select_with_fallback = select_and_record  # type: ignore[assignment, attr-defined]
+    batch.select_with_fallback = select_and_record  # type: ignore[assignment, attr-defined]
     try:
         yield selections
     finally:
-        regions.select_with_fallback = select_with_fallback  # type: ignore[attr-defined]
+        batch.select_with_fallback = select_with_fallback  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -28,9 +28,9 @@ from vllm_autoprune.serving.api.endpoint import NAME, PATH
 from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.models import BACKBONES, check_clip_inputs
 from vllm_autoprune.serving.settings import LEVELS, add_flags
-from vllm_autoprune.serving.worker.features import FeatureCache
+from vllm_autoprune.serving.worker.features import ImageFeatures, TensorCache
 from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
-from vllm_autoprune.serving.worker.selection import FallbackMeter
+from vllm_autoprune.serving.worker.selection import FallbackReporter
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -86,11 +86,11 @@ def test_serving_lists_every_flag_level_and_field() -> None:
 
 
 def test_serving_and_the_dashboard_show_every_metric_and_no_other(tmp_path: Path) -> None:
-    meter = FallbackMeter()
-    meter.errors["ValueError"] = 1
-    meter.add(torch.zeros(1, dtype=torch.uint8))
+    reporter = FallbackReporter()
+    reporter.errors["ValueError"] = 1
+    reporter.report(torch.zeros(1, dtype=torch.uint8))
     with closing(WorkerMetrics(str(tmp_path))) as worker:
-        worker.publish(Stopwatch(torch.device("cpu")), meter, FeatureCache(1), 0)
+        worker.publish(Stopwatch(torch.device("cpu")), reporter, TensorCache[ImageFeatures](1), 0)
     workers = CollectorRegistry()
     MultiProcessCollector(workers, path=str(tmp_path))  # type: ignore[no-untyped-call]
     assert engine_requests.__doc__  # its counters are in the registry by now

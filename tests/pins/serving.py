@@ -27,9 +27,9 @@ from vllm_autoprune.serving.api.engine_requests import count_request
 from vllm_autoprune.serving.api.request import REFUSED, PruningRequest
 from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
 from vllm_autoprune.serving.settings import DetailBudgets, RequestRules
-from vllm_autoprune.serving.worker.features import FeatureCache
+from vllm_autoprune.serving.worker.features import ImageFeatures, TensorCache
 from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
-from vllm_autoprune.serving.worker.selection import FallbackMeter
+from vllm_autoprune.serving.worker.selection import FallbackReporter
 
 Request = dict[str, Any]
 """``entry`` has the pruning fields of a request, ``brings`` names the state that it holds in full;
@@ -141,12 +141,12 @@ def metrics() -> Table:
     """Type, labels and help of each metric of the API server and of a worker."""
     count_request("autoprune", "state", [64], [ItemPlan(8, NO_KEY)], 2)
     REFUSED.inc()
-    meter, watch = FallbackMeter(), Stopwatch(torch.device("cpu"))
-    meter.add(torch.tensor([1], dtype=torch.uint8))
-    meter.add_error(ValueError())
+    reporter, watch = FallbackReporter(), Stopwatch(torch.device("cpu"))
+    reporter.report(torch.tensor([1], dtype=torch.uint8))
+    reporter.report_error(ValueError())
     worker = CollectorRegistry()
     with tempfile.TemporaryDirectory() as folder:
-        WorkerMetrics(folder).publish(watch, meter, FeatureCache(1), 1)
+        WorkerMetrics(folder).publish(watch, reporter, TensorCache[ImageFeatures](1), 1)
         MultiProcessCollector(worker, path=folder)  # type: ignore[no-untyped-call]
         pages = [generate_latest(registry).decode() for registry in (REGISTRY, worker)]
     return {

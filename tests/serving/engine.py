@@ -27,7 +27,8 @@ from vllm_autoprune.selftest import serve
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving.models import pruned_model
 from vllm_autoprune.serving.plan import ItemPlan
-from vllm_autoprune.serving.worker import batch, regions, selection
+from vllm_autoprune.serving.worker import batch, selection
+from vllm_autoprune.serving.worker.batch import RegionBatch
 from vllm_autoprune.tpdsl.loading import load_state
 
 ROOT = Path(os.environ.get("MINILLAVA", CHECKPOINTS["minillava"]))
@@ -254,17 +255,22 @@ class Watch:
 def watch() -> Watch:
     """Start recording, until the function of the test ends (:mod:`tests.serving.runners`)."""
     record = Watch()
-    prune, select = batch.prune_images, regions.select_region
+    prune, select = batch.prune_images, RegionBatch.select
     broadcast = selection._broadcast_selection
+
+    within: list[RegionBatch] = []
 
     def record_budgets(context: Any, plans: Sequence[ItemPlan], images: Any) -> list[Tensor]:
         record.budgets.append([plan.budget for plan in plans])
         return prune(context, plans, images)
 
-    def record_selection(context: Any, plans: Sequence[ItemPlan], *more: Any) -> Any:
-        tokens = select(context, plans, *more)
-        record.kept.update(zip(plans, tokens.indices.tolist(), strict=True))
-        record.rows.update(zip(plans, tokens.features, strict=True))
+    def record_selection(regions: RegionBatch) -> Any:
+        within.append(regions)
+        tokens = select(regions)
+        within.pop()
+        if not within:  # not one of an item that another one stands beside
+            record.kept.update(zip(regions.plans, tokens.indices.tolist(), strict=True))
+            record.rows.update(zip(regions.plans, tokens.features, strict=True))
         return tokens
 
     def record_choice(chosen: Any) -> Any:
@@ -272,7 +278,7 @@ def watch() -> Watch:
         return broadcast(chosen)
 
     patch.object(pruned_model, "prune_images", record_budgets).start()
-    patch.object(batch, "select_region", record_selection).start()
+    patch.object(RegionBatch, "select", record_selection).start()
     patch.object(selection, "_broadcast_selection", record_choice).start()
     return record
 

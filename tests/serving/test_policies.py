@@ -47,8 +47,11 @@ BUDGETS = (8, 16)
 
 def _count(engine: Engine) -> Counter[str]:
     """Selections by their fallback, and errors, so far."""
-    meter = engine.model.autoprune_reporter.meter
-    return Counter({**meter.counts(), "errors": sum(meter.errors.values())})
+    reporter = engine.model.autoprune_reporter
+    counts = Counter({"errors": sum(reporter.errors.values())})
+    for (kind, _), images in reporter.counts().items():
+        counts[kind] += images
+    return counts
 
 
 def serve_base_policies() -> Result:

@@ -35,9 +35,8 @@ from vllm_autoprune.selftest.run import (
 )
 from vllm_autoprune.serving.models import BACKBONES, pruned_model
 from vllm_autoprune.serving.plan import ItemPlan
-from vllm_autoprune.serving.worker.batch import prune_images
+from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
 from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
-from vllm_autoprune.serving.worker.regions import SelectionContext
 from vllm_autoprune.tpdsl.loading import load_state
 
 # ---- what is asked ----
@@ -376,9 +375,9 @@ def serve_folder(folder: Path) -> Report:
             name: engine.ask((text, pictures), budgets, uuid=uuid)
             for name, (text, pictures, budgets) in _NAMED_QUESTIONS.items()
         }
-    meter = engine.model.autoprune_reporter.meter
-    results["fallbacks"] = sum(n for kind, n in meter.counts().items() if kind != "none")
-    results["errors"] = dict(meter.errors)
+    reporter = engine.model.autoprune_reporter
+    results["fallbacks"] = sum(n for (kind, _), n in reporter.counts().items() if kind != "none")
+    results["errors"] = dict(reporter.errors)
     engine.stop()
 
     settings = _settings(SMALL_BUDGET)

@@ -35,10 +35,9 @@ from vllm_autoprune.serving.plan import FIELD, REQUEST_FIELD, Ids, ItemPlan
 from vllm_autoprune.serving.served_state import ATTRIBUTE, KV_CACHE, ServedState
 from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules, TextTower
 from vllm_autoprune.serving.startup import resolve_settings
-from vllm_autoprune.serving.worker.batch import prune_images
-from vllm_autoprune.serving.worker.features import ImageFeatures, Region
-from vllm_autoprune.serving.worker.regions import ModelParts, SelectionContext
-from vllm_autoprune.serving.worker.selection import FallbackReporter
+from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
+from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, Region
+from vllm_autoprune.serving.worker.selection import FallbackReporter, FirstImageCheck
 from vllm_autoprune.tpdsl.tokens import Grid
 
 LLAVA = "LlavaForConditionalGeneration"
@@ -211,14 +210,10 @@ class Space:
 
     sign = 1
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[Ids, ...]] = []
-
     def patches(self, hidden: Tensor) -> None:
         return None
 
     def instructions(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
-        self.asked.append(tuple(ids))
         rows = [torch.randn(16, generator=torch.Generator().manual_seed(sum(i))) for i in ids]
         return torch.stack(rows)[:, None], torch.ones(len(ids), 1, dtype=torch.bool)
 
@@ -228,9 +223,9 @@ def plan(budget: int, key: int = 0, ids: Ids = (7,), **fields: Any) -> ItemPlan:
     return ItemPlan(budget, (key, key), ids, **fields)
 
 
-def parts(space: Space | None = None) -> ModelParts:
+def parts() -> ModelParts:
     """Model parts with an identity projector."""
-    return ModelParts(lambda rows: rows, space or Space())
+    return ModelParts(lambda rows: rows, Space())
 
 
 def images(count: int) -> list[ImageFeatures]:
@@ -245,13 +240,20 @@ def blind(base: str = "cdpruner") -> ServedState:
     return served({"/base_policy": {"name": base}, **no_exchange})
 
 
-def pruned(
-    plans: Sequence[ItemPlan], image_list: Sequence[ImageFeatures], state: ServedState | None = None
+def prune(
+    plans: Sequence[ItemPlan],
+    image_list: Sequence[ImageFeatures],
+    state: ServedState | None = None,
+    cores: CoreCache | None = None,
+    errors: Mapping[str, int] = MappingProxyType({}),
+    check: FirstImageCheck | None = None,
 ) -> list[Tensor]:
-    """The rows of each image; fails if a policy raised."""
+    """The rows of each image; policies raise so many exceptions of each type."""
     reporter = FallbackReporter()
-    rows = prune_images(SelectionContext(state or served(), parts(), reporter), plans, image_list)
-    assert reporter.meter.errors == {}, "the policy failed"
+    memory = CoreCache(1 << 20) if cores is None else cores
+    context = SelectionContext(state or served(), parts(), reporter, check, memory)
+    rows = prune_images(context, plans, image_list)
+    assert reporter.errors == errors
     return rows
 
 

@@ -1,8 +1,7 @@
-"""Backbones: pruned classes, encoded images, rows and placeholders of tiles."""
+"""Backbones: cached features, what a pruned class keeps of stock, tiles joined by the model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,118 +10,115 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import SmolVLMImageProcessor
+from vllm.model_executor.models.llava import LlavaForConditionalGeneration as Stock
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
-from tests.serving.unit.samples import Sender, image, served
+from tests.serving.unit.samples import Sender, served
 from vllm_autoprune.backbones import find_backbone
-from vllm_autoprune.selftest.backbones import build
+from vllm_autoprune.selftest.backbones import TINY_MODELS, build
 from vllm_autoprune.selftest.checks import count_between
 from vllm_autoprune.serving.api.layout import shorten_placeholders
-from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.models import BACKBONES, pruned_model
 from vllm_autoprune.serving.models.llava import (
-    Join,
-    Tiles,
-    compute_joined_layout,
-    join_features,
-    split_joined_images,
+    AutopruneLlavaForConditionalGeneration,
+    LlavaVision,
+    _JoinedVision,
 )
-from vllm_autoprune.serving.models.tiled import IDEFICS3_PLACEHOLDERS
+from vllm_autoprune.serving.models.pruned_model import PrunedModel, describe_geometry
 from vllm_autoprune.serving.plan import NO_KEY
-from vllm_autoprune.serving.worker.features import FeatureCache, ImageFeatures
+from vllm_autoprune.serving.worker.features import ImageFeatures
+from vllm_autoprune.serving.worker.metrics import Stopwatch
 from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.tokens import Grid
+
+PLAIN: dict[str, object] = {
+    "/base_policy": {"name": "divprune"},
+    "/constraints/selector/q_e": 0,
+}
 
 
 class Tower(nn.Module):
     """A vision tower whose states are the pixels themselves, with a [CLS] row before them."""
 
+    vision_model = SimpleNamespace(encoder=SimpleNamespace(layers=[None]))
+
     def __init__(self) -> None:
         super().__init__()
-        layer = SimpleNamespace(self_attn=None)
-        self.vision_model = SimpleNamespace(encoder=SimpleNamespace(layers=[layer]))
-        self.shown: list[list[float]] = []
+        self.encoded: list[list[float]] = []
 
     def forward(self, pixels: Tensor) -> Tensor:
-        self.shown.append(pixels[:, 0, 0, 0].tolist())
+        self.encoded.append(pixels[:, 0, 0, 0].tolist())
         return nn.functional.pad(pixels[:, 0].flatten(1)[..., None], (0, 0, 1, 0), value=-1.0)
 
 
-def _vision(cache_bytes: int) -> tuple[Any, list[list[float]]]:
-    """The vision side with a tower that records the images it encodes."""
-    from vllm_autoprune.serving.models.llava import LlavaVision
+class Vision(LlavaVision):
+    """LLaVA's vision side with that tower."""
 
-    state = served(
-        {"/base_policy": {"name": "divprune"}, "/constraints/selector/q_e": 0},
-        cache_bytes=cache_bytes,
-    )
-    tower = Tower()
-    model = SimpleNamespace(
-        config=SimpleNamespace(vision_config=SimpleNamespace(image_size=6, patch_size=1)),
-        vision_tower=tower,
-        multi_modal_projector=nn.Identity(),
-    )
-    return LlavaVision(model, state), tower.shown
+    sample_weight = torch.zeros(1)
+
+    def __init__(self, cache_bytes: int = 1 << 20) -> None:
+        self.shown = Tower()
+        sizes = SimpleNamespace(image_size=6, patch_size=1)
+        model: Any = SimpleNamespace(
+            config=SimpleNamespace(vision_config=sizes),
+            vision_tower=self.shown,
+            multi_modal_projector=nn.Identity(),
+        )
+        super().__init__(model, served(PLAIN, cache_bytes=cache_bytes))
+
+    def encode_values(self, keys: list[int], *values: float, channels: int = 3) -> list[float]:
+        """The first number of each image's features, by key; 0 is none."""
+        images = [{"pixel_values": torch.full((channels, 6, 6), float(value))} for value in values]
+        features = self.features([(key, key) if key else NO_KEY for key in keys], images)
+        return [image.rows()[0, 0].item() for image in features]
 
 
-def _pixels(*values: float) -> list[dict[str, Tensor]]:
-    return [{"pixel_values": torch.full((3, 6, 6), float(value))} for value in values]
-
-
-def _keys(*keys: int) -> list[tuple[int, int]]:
-    return [(key, key) for key in keys]
+# ---- cached features ----
 
 
 def test_each_image_is_encoded_once() -> None:
-    vision, encoded = _vision(cache_bytes=1 << 20)
-    before = vision.features(_keys(1, 2, 1), _pixels(1, 2, 1))
-    assert encoded == [[1.0, 2.0]]
-    assert [f.rows()[0, 0].item() for f in before] == [1, 2, 1]
-    again = vision.features(_keys(2, 3), _pixels(2, 3))
-    assert encoded[1:] == [[3.0]]
-    assert [f.rows()[0, 0].item() for f in again] == [2, 3]
+    vision = Vision()
+    assert vision.encode_values([1, 2, 1], 1, 2, 1) == [1, 2, 1]
+    assert vision.encode_values([2, 3], 2, 3) == [2, 3]
+    assert vision.shown.encoded == [[1, 2], [3]]
 
 
 def test_features_of_another_geometry_are_not_used() -> None:
     """Two shapes of pixels under one key: a plan may be forged, and keys are digests."""
-    vision, encoded = _vision(cache_bytes=1 << 20)
-    before, other = _pixels(1), [{"pixel_values": torch.full((4, 6, 6), 2.0)}]
-    vision.features(_keys(1), before)
-    (features,) = vision.features(_keys(1), other)
-    assert encoded == [[1.0], [2.0]]
-    assert features.rows()[0, 0].item() == 2
-    assert [f.rows()[0, 0].item() for f in vision.features(_keys(1), before)] == [1]
-    assert len(encoded) == 2
-
-
-@pytest.mark.compat
-def test_geometry_is_shapes_and_the_numbers_on_the_cpu() -> None:
-    from vllm_autoprune.serving.models.pruned_model import describe_geometry
-
-    wide = {"pixel_values": torch.zeros(16, 4), "image_grid_thw": torch.tensor([1, 2, 8])}
-    high = {**wide, "image_grid_thw": torch.tensor([1, 8, 2])}
-    assert describe_geometry(wide) != describe_geometry(high)
-    assert describe_geometry(wide) == describe_geometry({**wide, "pixel_values": torch.ones(16, 4)})
-    assert describe_geometry(wide) != describe_geometry({"pixel_values": torch.zeros(16, 4)})
-    on_device = [
-        {name: part.to("meta") for name, part in inputs.items()} for inputs in (wide, high)
-    ]
-    assert describe_geometry(on_device[0]) == describe_geometry(on_device[1])
+    vision = Vision()
+    vision.encode_values([1], 1)
+    assert vision.encode_values([1], 2, channels=4) == [2]
+    assert vision.encode_values([1], 1) == [1]
+    assert vision.shown.encoded == [[1], [2]]
 
 
 def test_images_without_a_key_are_encoded_and_not_kept() -> None:
-    vision, encoded = _vision(cache_bytes=1 << 20)
+    vision = Vision()
     for _ in range(2):
-        features = vision.features([NO_KEY, NO_KEY, (1, 1)], _pixels(4, 5, 6))
-        assert [f.rows()[0, 0].item() for f in features] == [4, 5, 6]
-    assert encoded == [[4.0, 5.0, 6.0], [4.0, 5.0]]
-    assert len(vision.cache) == 1
-    assert (vision.cache.hits, vision.cache.misses) == (1, 5)
+        assert vision.encode_values([0, 0, 1], 4, 5, 6) == [4, 5, 6]
+    assert vision.shown.encoded == [[4, 5, 6], [4, 5]]
+    assert (len(vision.cache), vision.cache.hits, vision.cache.misses) == (1, 1, 5)
 
 
 def test_cached_rows_do_not_keep_their_batch_alive() -> None:
-    vision, _ = _vision(cache_bytes=1 << 20)
-    for features in vision.features(_keys(1, 2), _pixels(1, 2)):
+    pixels = [{"pixel_values": torch.full((3, 6, 6), value)} for value in (1.0, 2.0)]
+    for features in Vision().features([(1, 1), (2, 2)], pixels):
         assert sum(p.untyped_storage().nbytes() for p in features.tensors()) == features.nbytes
+
+
+def test_geometry_is_shapes_and_the_numbers_on_the_cpu() -> None:
+    wide, high = (
+        {"pixel_values": torch.zeros(16, 4), "image_grid_thw": torch.tensor(grid)}
+        for grid in ([1, 2, 8], [1, 8, 2])
+    )
+    assert describe_geometry(wide) != describe_geometry(high)
+    assert describe_geometry(wide) == describe_geometry({**wide, "pixel_values": torch.ones(16, 4)})
+    assert describe_geometry(wide) != describe_geometry({"pixel_values": torch.zeros(16, 4)})
+    on_device = [{name: part.to("meta") for name, part in i.items()} for i in (wide, high)]
+    assert describe_geometry(on_device[0]) == describe_geometry(on_device[1])
+
+
+# ---- pruned classes ----
 
 
 @pytest.mark.compat
@@ -130,18 +126,13 @@ def test_cached_rows_do_not_keep_their_batch_alive() -> None:
 def test_times_of_selections_are_kept_by_the_rank_that_publishes_them(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_autoprune.serving.models import pruned_model
-    from vllm_autoprune.serving.worker.metrics import Stopwatch
-
     published: list[list[float]] = []
     monkeypatch.setattr(pruned_model, "is_rank_zero", lambda: rank == 0)
     monkeypatch.setattr(pruned_model, "prune_images", lambda *_: [])
-    vision, _ = _vision(cache_bytes=0)
+    vision = Vision(cache_bytes=0)
     monkeypatch.setattr(vision, "images", lambda _: [])
-    monkeypatch.setattr(type(vision), "sample_weight", torch.zeros(1))
     model: Any = SimpleNamespace(
         autoprune=vision,
-        autoprune_state=vision.served,
         autoprune_reporter=FallbackReporter(),
         autoprune_first_check=SimpleNamespace(unsafe=0),
         autoprune_watch=Stopwatch(torch.device("cpu")),
@@ -150,7 +141,7 @@ def test_times_of_selections_are_kept_by_the_rank_that_publishes_them(
         ),
     )
     for _ in range(3):
-        pruned_model.PrunedModel.autoprune_rows(model, [], {})
+        PrunedModel.autoprune_rows(model, [], {})
     assert [len(times) for times in published] == ([1, 1, 1] if rank == 0 else [])
     assert model.autoprune_watch.collect() == []
 
@@ -158,36 +149,30 @@ def test_times_of_selections_are_kept_by_the_rank_that_publishes_them(
 @pytest.mark.compat
 def test_new_weights_clear_cached_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reloads weights into a running engine without building the model anew."""
-    from vllm.model_executor.models.llava import LlavaForConditionalGeneration
-
-    from vllm_autoprune.serving.models.llava import AutopruneLlavaForConditionalGeneration
-
-    monkeypatch.setattr(LlavaForConditionalGeneration, "load_weights", lambda *_: {"w"})
-    model = AutopruneLlavaForConditionalGeneration.__new__(AutopruneLlavaForConditionalGeneration)
+    monkeypatch.setattr(Stock, "load_weights", lambda *_: {"w"})
+    model: Any = AutopruneLlavaForConditionalGeneration.__new__(
+        AutopruneLlavaForConditionalGeneration
+    )
     nn.Module.__init__(model)
-    cache = FeatureCache(1 << 20)
-    cache.put((1, 1), image(0))
-    vision = SimpleNamespace(capture_weights=lambda weights: weights, finish_loading=cache.clear)
+    vision = Vision()
+    vision.encode_values([1], 1)
     model.__dict__["autoprune"] = vision
     assert model.load_weights([]) == {"w"}
-    assert cache.get((1, 1)) is None
+    assert len(vision.cache) == 0
 
 
 @pytest.mark.compat
 def test_server_without_images_has_no_vision_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--limit-mm-per-prompt '{"image": 0}'` leaves the tower out; text is served as ever."""
-    from vllm.model_executor.models.llava import LlavaForConditionalGeneration
     from vllm.model_executor.models.utils import StageMissingLayer
-
-    from vllm_autoprune.serving.models.llava import AutopruneLlavaForConditionalGeneration
 
     def stock(self: nn.Module, **_: object) -> None:
         nn.Module.__init__(self)
         self.vision_tower = StageMissingLayer("image_tower", nn.Linear(1, 1))
 
-    monkeypatch.setattr(LlavaForConditionalGeneration, "__init__", stock)
-    monkeypatch.setattr(LlavaForConditionalGeneration, "load_weights", lambda *_: set())
-    config = SimpleNamespace(model_config=SimpleNamespace(autoprune=served()))
+    monkeypatch.setattr(Stock, "__init__", stock)
+    monkeypatch.setattr(Stock, "load_weights", lambda *_: set())
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(autoprune=served()))
     model = AutopruneLlavaForConditionalGeneration(vllm_config=config)
     assert model.autoprune is None
     assert model.load_weights([]) == set()
@@ -196,9 +181,82 @@ def test_server_without_images_has_no_vision_side(monkeypatch: pytest.MonkeyPatc
 
 def test_every_backbone_has_a_tiny_model() -> None:
     """Engine tests are parametrised by these; LLaVA-1.5 has the trained mini-LLaVA."""
-    from vllm_autoprune.selftest.backbones import TINY_MODELS
-
     assert {backbone.name for backbone in BACKBONES.values()} == {"llava", *TINY_MODELS}
+
+
+# ---- any-resolution images ----
+
+SIDE, SIZE, WIDTH = 4, 16, 8
+
+
+class Joined(_JoinedVision):
+    """Tiles that are their own features; two rows of two crops, ``cut`` rows less at both ends."""
+
+    def __init__(self, cut: int) -> None:
+        sizes = SimpleNamespace(image_size=SIDE, patch_size=1)
+        # Every image is cut into a base view and four crops.
+        pinpoints = [[2 * SIDE, 2 * SIDE]]
+        self.model: Any = SimpleNamespace(
+            config=SimpleNamespace(image_grid_pinpoints=pinpoints, vision_config=sizes),
+            image_newline=torch.full((WIDTH,), 9.0),
+            _parse_and_validate_image_input=lambda **_: None,
+        )
+        super().__init__(self.model, served(PLAIN))
+        self.cut = cut
+
+    def find_attention(self) -> Any:
+        raise AssertionError("the state does not read it")
+
+    def encode_tiles(self, pixels: Tensor) -> Any:
+        return pixels, {"cls_attention": pixels[:, :, 0].exp(), "tower_cls": pixels[:, :1]}
+
+    def merge(self, model: Any, size: Any, tiles: Tensor, newline: Tensor) -> Tensor:
+        """LLaVA-NeXT's order: base view, then the stitched map with a newline a row."""
+        stitched = tiles[1:5].reshape(2, 2, SIDE, SIDE, -1).permute(0, 2, 1, 3, 4)
+        canvas = stitched.reshape(2 * SIDE, 2 * SIDE, -1)[self.cut : 2 * SIDE - self.cut]
+        rows = torch.cat([canvas, newline.expand(len(canvas), 1, -1)], dim=1)
+        return torch.cat([tiles[0], rows.flatten(0, 1)])
+
+
+TILES = torch.randn(5, SIZE, WIDTH, generator=torch.Generator().manual_seed(5))
+
+
+def join_tiles(cut: int, blank: int = 0) -> tuple[ImageFeatures, int]:
+    """Features of an image and its N; blank tiles of a larger image of the same call behind it."""
+    vision = Joined(cut)
+    tiles = nn.functional.pad(TILES, (0, 0, 0, 0, 0, blank))
+    sizes = torch.tensor([2 * SIDE, 2 * SIDE])
+    (image,) = vision.images({"pixel_values": tiles[None], "image_sizes": sizes[None]})
+    # Beside another image, whose tiles are encoded before.
+    other = {"pixel_values": torch.zeros(5, SIZE, WIDTH), "image_sizes": sizes}
+    return vision.encode([other, image.inputs])[1], image.tokens
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize("blank", [0, 4])
+def test_joined_tiles_are_the_model_s_rows_and_regions_share_like_tiles(
+    cut: int, blank: int
+) -> None:
+    """Without padding base view and crops are equal tiles, else the crops are one region.
+
+    As the model cuts blank tiles off, neither layout nor shares of the budget count them.
+    """
+    vision, (features, tokens) = Joined(cut), join_tiles(cut, blank)
+    height = 2 * SIDE - 2 * cut
+    assert torch.equal(features.rows(), vision.merge(None, None, TILES, vision.model.image_newline))
+    assert tokens == features.tokens == SIZE + height * (2 * SIDE + 1)
+    assert (features.candidates, features.gaps) == (tokens - height, height)
+    square, crops = Grid(SIDE, SIDE), Grid(height, 2 * SIDE)
+    expected = [(square, 1), (crops, 4)] if cut else [(Grid(SIDE, SIDE, 5), 5)]
+    assert [(region.grid, region.share) for region in features.regions] == expected
+    for region in features.regions:
+        assert torch.equal(region.signals["cls_attention"], region.projected[:, 0].exp())
+    cls = [region.signals["tower_cls"] for region in features.regions]
+    if cut:  # crops that form one grid share one [CLS]
+        torch.testing.assert_close(torch.cat(cls)[1], TILES[1:, 0].mean(dim=0))
+    else:
+        assert torch.equal(features.regions[0].projected, TILES.flatten(0, 1)), "tile after tile"
+    assert torch.equal(cls[0][0], TILES[0, 0])
 
 
 # ---- tiles with text between them ----
@@ -209,7 +267,7 @@ def test_a_square_has_most_tokens(kind: str, tmp_path: Path) -> None:
     folder = build(kind.lower(), tmp_path)
     architecture = f"{kind}ForConditionalGeneration"
     sender = Sender(folder, 7, architecture=architecture, placeholder="<image>")
-    assert IDEFICS3_PLACEHOLDERS.count_largest(sender.info).tokens == 9 * 5
+    assert sender._processor._placeholders.count_largest(sender.info).tokens == 9 * 5
 
 
 @pytest.mark.parametrize(
@@ -227,82 +285,6 @@ def test_shapes_have_the_tokens_of_a_square_image(
     assert find_backbone(name).tokens == tiles * (tile // patch // scale) ** 2
 
 
-# ---- any-resolution images ----
-
-SIDE, SIZE = 4, 16
-
-
-def join_of(rows: int, columns: int, cut: int = 0) -> Join:
-    """LLaVA-NeXT's order: base view, then the stitched map without ``cut`` rows at both ends."""
-
-    def join(tiles: Tensor, newline: Tensor) -> Tensor:
-        base, crops = tiles[0], tiles[1 : 1 + rows * columns]
-        stitched = crops.reshape(rows, columns, SIDE, SIDE, -1).permute(0, 2, 1, 3, 4)
-        canvas = stitched.reshape(rows * SIDE, columns * SIDE, -1)
-        canvas = canvas[cut : len(canvas) - cut]
-        ends = newline.expand(len(canvas), 1, -1)
-        return torch.cat([base, torch.cat([canvas, ends], dim=1).flatten(0, 1)])
-
-    return join
-
-
-def tiled_image(
-    join: Join, tiles: int, width: int = 8, blank: int = 0
-) -> tuple[Tensor, ImageFeatures]:
-    """Random tiles: the rows of the stock model, and the joined features.
-
-    ``blank`` tiles stand behind them, as where a larger image was processed in the same call.
-    """
-    source = torch.Generator().manual_seed(tiles)
-    projected = torch.randn(tiles, SIZE, width, generator=source)
-    attention = projected[:, :, 0].exp()
-    newline = torch.full((width,), 9.0)
-    padded: Tiles = (
-        nn.functional.pad(projected, (0, 0, 0, 0, 0, blank)),
-        {"cls_attention": nn.functional.pad(attention, (0, 0, 0, blank))},
-    )
-    inputs = {"image_sizes": torch.tensor([SIDE, SIDE * (tiles - 1)])}
-    joined = join_features(padded, inputs, lambda _: join, newline, config_of(tiles))
-    return join(projected, newline), joined
-
-
-def config_of(tiles: int) -> Any:
-    """Of a model that cuts every image into so many tiles, the base view among them."""
-    return SimpleNamespace(
-        image_grid_pinpoints=[[SIDE, SIDE * (tiles - 1)]],
-        vision_config=SimpleNamespace(image_size=SIDE, patch_size=1),
-    )
-
-
-def test_without_padding_base_view_and_crops_are_equal_tiles() -> None:
-    join = join_of(2, 2)
-    (place,) = compute_joined_layout(join, 5, SIDE).places
-    assert (place.grid, place.share) == (Grid(SIDE, SIDE, 5), 5)
-    rows, joined = tiled_image(join, 5)
-    assert (joined.tokens, joined.candidates, joined.gaps) == (len(rows), 80, 8)
-    assert torch.equal(joined.rows(), rows)
-    source = torch.Generator().manual_seed(5)
-    tiles = torch.randn(5, SIZE, 8, generator=source)
-    assert torch.equal(joined.regions[0].projected, tiles.flatten(0, 1)), "tile after tile"
-
-
-@pytest.mark.parametrize("cut", [0, 1])
-def test_blank_tiles_of_a_batch_change_nothing(cut: int) -> None:
-    """As the model cuts them off: neither layout nor shares of the budget count them."""
-    join = join_of(2, 2, cut)
-    (_, alone), (_, padded) = tiled_image(join, 5), tiled_image(join, 5, blank=4)
-    assert torch.equal(padded.rows(), alone.rows())
-    for region, expected in zip(padded.regions, alone.regions, strict=True):
-        assert (region.grid, region.share) == (expected.grid, expected.share)
-        assert torch.equal(region.signals["cls_attention"], expected.signals["cls_attention"])
-    tiles = torch.zeros(1, 9, 3, SIDE, SIDE)
-    inputs = {"pixel_values": tiles, "image_sizes": torch.tensor([[SIDE, 4 * SIDE]])}
-    (split,) = split_joined_images(inputs, lambda _: join, config_of(5))
-    assert split.tokens == alone.tokens
-
-
-# ---- placeholders ----
-
 IMAGE, OTHER = 7, 1
 
 
@@ -311,18 +293,17 @@ def test_tokens_around_placeholders_are_kept() -> None:
     cut = shorten_placeholders(content, 2)
     assert cut.full == [OTHER, IMAGE, IMAGE, OTHER, OTHER]
     assert cut.is_embed is not None
-    assert torch.equal(cut.is_embed(cut.full), torch.tensor([False, True, True, False, False]))
+    assert cut.is_embed(cut.full).tolist() == [False, True, True, False, False]
 
 
-def test_each_tile_keeps_its_share() -> None:
+@pytest.mark.parametrize(
+    ("budget", "rest_at", "runs"),
+    [(5, 0, [2, 2, 1]), (5, -1, [2, 1, 2]), (1, -1, [0, 0, 1]), (9, 0, [3, 3, 3])],
+)
+def test_each_tile_keeps_its_share(budget: int, rest_at: int, runs: list[int]) -> None:
     """What does not divide goes to the first tile, or to the one that shows the whole image."""
     tiles = [OTHER, *[IMAGE] * 3, OTHER, *[IMAGE] * 3, OTHER, *[IMAGE] * 3, OTHER]
     content = PromptUpdateDetails.select_token_id(tiles, IMAGE)
-    assert _runs(shorten_placeholders(content, 5).full) == [2, 2, 1]
-    assert _runs(shorten_placeholders(content, 5, rest_at=-1).full) == [2, 1, 2]
-    assert _runs(shorten_placeholders(content, 1, rest_at=-1).full) == [0, 0, 1]
-    assert shorten_placeholders(content, 9) is content
-
-
-def _runs(ids: Sequence[int]) -> list[int]:
-    return count_between(list(ids), IMAGE)[1:-1]
+    shortened: Any = shorten_placeholders(content, budget, rest_at=rest_at)
+    assert count_between(shortened.full, IMAGE)[1:-1] == runs
+    assert (shortened is content) == (budget == 9)

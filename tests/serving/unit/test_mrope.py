@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,191 +22,137 @@ from vllm_autoprune.serving.worker.mrope import (
 )
 from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
 
-IMAGE, TEXT = 9, 1
+IMAGE, TEXT, CPU = 9, 1, torch.device("cpu")
+
+Shapes = Sequence[tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class Place:
-    offset: int
-    length: int
+def make_prompt(shapes: Shapes, budget: int = 1000) -> tuple[list[int], Any]:
+    """Text, then images of at most K placeholders with two words between them, then text."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-
-@dataclass(frozen=True)
-class Feature:
-    """The part of vLLM's ``MultiModalFeatureSpec`` that is read."""
-
-    mm_position: Place
-    height: int
-    width: int
+    ids, features = [TEXT] * 3, []
+    for height, width in shapes:
+        place = PlaceholderRange(len(ids), min(budget, height * width))
+        features.append(MultiModalFeatureSpec(None, "image", f"{height} x {width}", place))
+        ids += [IMAGE] * place.length + [TEXT] * 2
+    return ids, features
 
 
 def stock(ids: list[int], features: list[Any]) -> tuple[Tensor, int]:
     """Text one by one; an image's tokens by row and column; text goes on past the longer side."""
-    positions, at, next_one = [], 0, 0
+    positions, following = list[tuple[int, int, int]](), 0
     for feature in sorted(features, key=lambda f: f.mm_position.offset):
-        while at < feature.mm_position.offset:
-            positions.append((next_one,) * 3)
-            at, next_one = at + 1, next_one + 1
-        assert feature.mm_position.length == feature.height * feature.width
-        positions += [
-            (next_one, next_one + y, next_one + x)
-            for y in range(feature.height)
-            for x in range(feature.width)
-        ]
-        at += feature.height * feature.width
-        next_one += max(feature.height, feature.width)
-    while at < len(ids):
-        positions.append((next_one,) * 3)
-        at, next_one = at + 1, next_one + 1
-    return torch.tensor(positions).T, next_one - len(ids)
+        height, width = map(int, feature.identifier.split(" x "))
+        texts = feature.mm_position.offset - len(positions)
+        positions += [(following + i,) * 3 for i in range(texts)]
+        following += texts
+        assert feature.mm_position.length == height * width
+        for cell in range(height * width):
+            row, column = divmod(cell, width)
+            positions.append((following, following + row, following + column))
+        following += max(height, width)
+    texts = len(ids) - len(positions)
+    positions += [(following + i,) * 3 for i in range(texts)]
+    return torch.tensor(positions).T, following + texts - len(ids)
 
 
-SHAPES = [[(4, 3)], [(3, 5)], [(6, 2), (2, 3)], [(2, 2), (5, 4), (1, 7)]]
-
-
-def _prompt(shapes: list[tuple[int, int]], kept: int | None) -> tuple[list[int], list[Feature]]:
-    """Text, then images of ``kept`` placeholders with two words between them, then text."""
-    ids, features = [TEXT] * 3, []
-    for height, width in shapes:
-        length = height * width if kept is None else min(kept, height * width)
-        features.append(Feature(Place(len(ids), length), height, width))
-        ids += [IMAGE] * length + [TEXT] * 2
-    return ids, features
-
-
-@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize(
+    "shapes", [[(4, 3)], [(3, 5)], [(6, 2), (2, 3)], [(2, 2), (5, 4), (1, 7)]], ids=str
+)
 @pytest.mark.parametrize("step", [1, 3, 100])
-def test_a_pruned_prompt_has_a_gather_of_the_full_positions(
-    shapes: list[tuple[int, int]], step: int
-) -> None:
+def test_a_pruned_prompt_has_a_gather_of_the_full_positions(shapes: Shapes, step: int) -> None:
     source = torch.Generator().manual_seed(len(shapes))
-    full_ids, full_features = _prompt(shapes, None)
+    full_ids, full_features = make_prompt(shapes)
     full, full_delta = stock(full_ids, full_features)
-    ids, features = _prompt(shapes, 3)
+    ids, features = make_prompt(shapes, 3)
     unpruned = {i: h * w for i, (h, w) in enumerate(shapes)}
     positions, delta = compute_input_positions(stock, ids, features, unpruned, {})
     assert delta + len(ids) == full_delta + len(full_ids), "decoding goes on at the same position"
 
-    kept, channels = [], []
-    for height, width in shapes:
-        rows = torch.randperm(height * width, generator=source)[:3].sort().values
-        kept.append(rows)
-        channels.append(position_channels(height, width, torch.device("cpu"))[rows].bfloat16())
-    survivors = []
-    unread = iter(kept)
-    starts = {f.mm_position.offset: f for f in full_features}
-    inside = 0
-    for at in range(len(full_ids)):
-        if at in starts:
-            survivors += (at + next(unread)).tolist()
-            inside = starts[at].mm_position.length
-        if inside:
-            inside -= 1
-        else:
-            survivors.append(at)
-    expected = full[:, survivors]
+    dropped, channels = set[int](), []
+    for (height, width), feature in zip(shapes, full_features, strict=True):
+        kept = torch.randperm(height * width, generator=source)[:3].sort().values
+        channels.append(position_channels(height, width, CPU)[kept].bfloat16())
+        missing = {*range(height * width)} - {*kept.tolist()}
+        dropped |= {feature.mm_position.offset + token for token in missing}
     # Chunked prefill; each chunk is computed twice, as after a preemption.
     for start in range(0, len(ids), step):
-        now = [
-            rows[max(0, start - f.mm_position.offset) : max(0, start + step - f.mm_position.offset)]
-            for f, rows in zip(features, channels, strict=True)
-        ]
-        now = [rows for rows in now if len(rows)]
-        for _ in range(2 if now else 0):
-            positions = place_image_tokens(torch.tensor(ids), positions, now, IMAGE, start)
-    assert torch.equal(positions, expected)
+        rows = []
+        for feature, of_image in zip(features, channels, strict=True):
+            begin = start - feature.mm_position.offset
+            rows.append(of_image[max(0, begin) : max(0, begin + step)])
+        rows = [part for part in rows if len(part)]
+        for _ in range(2 if rows else 0):
+            positions = place_image_tokens(torch.tensor(ids), positions, rows, IMAGE, start)
+    assert torch.equal(positions, full[:, [i for i in range(len(full_ids)) if i not in dropped]])
 
 
-def test_deltas_belong_to_the_cores_of_their_image_in_order() -> None:
-    def part(name: Part, key: int) -> ItemPlan:
-        return ItemPlan(2, (key, key), part=name, core=2)
-
-    plans = {
-        0: part("core", 1),
-        1: part("core", 2),
-        2: part("core", 1),
-        3: ItemPlan(4, (3, 3)),
-        4: part("delta", 1),
-        5: part("delta", 2),
-        6: part("delta", 1),
+def plans_of(items: Sequence[tuple[Part, int]]) -> dict[int, ItemPlan]:
+    return {
+        i: ItemPlan(
+            2,
+            (key, key),
+            part=part,
+            core=2 if part in ("core", "delta") else 0,
+            earlier=(Choice(4),) if part == "recall" else (),
+        )
+        for i, (part, key) in enumerate(items)
     }
-    assert match_items(plans) == {4: 0, 5: 1, 6: 2}
 
 
-FORGED: list[list[tuple[Part, int]]] = [
-    [("delta", 1)],
-    [("delta", 1), ("core", 1)],
-    [("core", 1), ("delta", 1), ("delta", 1)],
-    [("core", 1), ("core", 1), ("delta", 2)],
-    [("core", 1), ("whole", 1), ("delta", 1), ("delta", 2)],
-]
+def test_deltas_and_recalls_stand_where_their_image_does() -> None:
+    """Deltas in the order of the cores of their image; a recall in the last place of its image."""
+    pairs: list[tuple[Part, int]] = [("core", 1), ("core", 2), ("core", 1), ("whole", 3)]
+    pairs += [("delta", 1), ("delta", 2), ("delta", 1)]
+    assert match_items(plans_of(pairs)) == {4: 0, 5: 1, 6: 2}
+    turns: list[tuple[Part, int]] = [("core", 1), ("delta", 1), ("whole", 2), ("recall", 1)]
+    turns += [("recall", 2), ("whole", 1), ("recall", 1), ("recall", 3)]
+    assert match_items(plans_of(turns)) == {1: 0, 3: 0, 4: 2, 6: 5}
 
 
-def test_a_recall_stands_in_the_last_place_of_its_image() -> None:
-    def recall(key: int) -> ItemPlan:
-        return ItemPlan(2, (key, key), part="recall", earlier=(Choice(4),))
-
-    def part(kind: Part, key: int) -> ItemPlan:
-        return ItemPlan(2, (key, key), part=kind, core=2 if kind != "whole" else 0)
-
-    plans = {
-        0: part("core", 1),
-        1: part("delta", 1),
-        2: part("whole", 2),
-        3: recall(1),
-        4: recall(2),
-        5: part("whole", 1),
-        6: recall(1),
-        7: recall(3),
-    }
-    assert match_items(plans) == {1: 0, 3: 0, 4: 2, 6: 5}
+FORGED: dict[str, list[tuple[Part, int]]] = {
+    "no core": [("delta", 1)],
+    "before its core": [("delta", 1), ("core", 1)],
+    "second of one core": [("core", 1), ("delta", 1), ("delta", 1)],
+    "of another image": [("core", 1), ("core", 1), ("delta", 2)],
+    "mixed": [("core", 1), ("whole", 1), ("delta", 1), ("delta", 2)],
+}
 
 
-@pytest.mark.parametrize("parts", FORGED)
-def test_forged_parts_have_a_position_for_every_token(parts: list[tuple[Part, int]]) -> None:
+@pytest.mark.parametrize("parts", FORGED.values(), ids=FORGED)
+def test_forged_parts_have_a_position_for_every_token(parts: Sequence[tuple[Part, int]]) -> None:
     """Without its core, or as the second of one core, a delta stands as an image of its own."""
-    plans = {i: ItemPlan(2, (k, k), part=part, core=2) for i, (part, k) in enumerate(parts)}
+    plans = plans_of(parts)
     cores = match_items(plans)
     assert len(set(cores.values())) == len(cores)
     assert all(plans[core].part == "core" and core < delta for delta, core in cores.items())
-    ids, features = _prompt([(4, 3)] * len(parts), 2)
+    ids, features = make_prompt([(4, 3)] * len(parts), 2)
     unpruned = dict.fromkeys(plans, 12)
     positions, delta = compute_input_positions(stock, ids, features, unpruned, cores)
     assert positions.shape == (3, len(ids))
-    start, last = int(positions[0, 0]), int(positions[0, -1])
-    assert 0 <= start < last
-    own_images = len(parts) - len(cores)
+    last = int(positions[0, -1])
     assert last + 1 - len(ids) == delta
-    assert last + 1 == 3 + 2 * len(parts) + 4 * own_images
-    rows = [position_channels(4, 3, torch.device("cpu"))[:2] for _ in parts]
+    assert last + 1 == 3 + 2 * len(parts) + 4 * (len(parts) - len(cores))
+    rows = [position_channels(4, 3, CPU)[:2] for _ in parts]
     placed = place_image_tokens(torch.tensor(ids), positions, rows, IMAGE, 0)
-    assert placed.shape == positions.shape
-    assert torch.equal(
-        placed[:, torch.tensor(ids) == TEXT], positions[:, torch.tensor(ids) == TEXT]
-    )
+    text = torch.tensor(ids) == TEXT
+    assert torch.equal(placed[:, text], positions[:, text])
 
 
-def test_image_token_in_user_text_keeps_its_position() -> None:
-    """vLLM takes the first ones for images, so what is typed comes after all kept tokens."""
-    image = 9
-    ids = torch.tensor([5, image, image, 7, image, image, 6])
+@pytest.mark.parametrize("video", [0, 2])
+def test_tokens_without_a_row_of_an_image_stay_where_they_are(video: int) -> None:
+    """Image tokens in user text, which come after all kept ones; frames of GLM's videos before."""
+    ids = torch.tensor([5, IMAGE, IMAGE, 7, IMAGE, IMAGE, 6])
     positions = torch.arange(7).expand(3, -1)
-    kept = position_channels(4, 4, torch.device("cpu"))[[2, 13]]
-    placed = place_image_tokens(ids, positions, [kept], image, 0)
-    assert placed[:, 3:].tolist() == positions[:, 3:].tolist()
-    assert placed[:, 1].tolist() == [1, 1, 3]
-
-
-def test_frames_of_videos_with_the_images_token_stay_where_they_are() -> None:
-    """GLM-4.xV: the rows of a video before an image take its tokens' turn, and move nothing."""
-    ids = torch.tensor([5, 9, 9, 7, 9, 9, 6])
-    positions = torch.arange(7).expand(3, -1)
-    video = unplaced_channels(torch.zeros(2, 16, dtype=torch.bfloat16))
-    kept = position_channels(4, 4, torch.device("cpu"))[[2, 13]].bfloat16()
-    placed = place_image_tokens(ids, positions, [video, kept], 9, 0)
-    assert placed[:, :4].tolist() == positions[:, :4].tolist()
-    assert placed[:, 4:6].T.tolist() == [[4, 4, 6], [5, 8, 6]]
-    assert placed[:, 6].tolist() == [6, 6, 6]
+    frames = unplaced_channels(torch.zeros(video, 16, dtype=torch.bfloat16))
+    rows = position_channels(4, 4, CPU)[[2, 13]].bfloat16()
+    placed = place_image_tokens(ids, positions, [frames, rows], IMAGE, 0).T.tolist()
+    start = 4 if video else 1
+    moved = [[start, start, start + 2], [start + 1, start + 1 + 3, start + 1 + 1]]
+    expected = [[at] * 3 for at in range(7)]
+    expected[start : start + 2] = moved
+    assert placed == expected
 
 
 # ---- payloads that the worker drops (vLLM 0.33) ----
@@ -215,23 +161,12 @@ START, END = 7, 8
 HEIGHT, WIDTH, KEPT, ROW = 4, 6, 5, 16
 
 
-def _item() -> Any:
-    from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
-    from vllm.multimodal.inputs import MultiModalKwargsItem as Item
-
-    field = MultiModalBatchedField(keep_on_cpu=True)
-    plan = ItemPlan(KEPT, (1, 2), tokens=HEIGHT * WIDTH)
-    grid = torch.tensor([1, 2 * HEIGHT, 2 * WIDTH])
-    parts = {FIELD: plan.encode(), "image_grid_thw": grid}
-    return Item({name: MultiModalFieldElem(data=part, field=field) for name, part in parts.items()})
-
-
-def _model() -> Any:
+def make_model() -> Any:
     """A Qwen3-VL without weights, as far as positions and plans go."""
     from vllm_autoprune.serving.models.qwen import AutopruneQwen3VLForConditionalGeneration as Model
     from vllm_autoprune.serving.models.qwen import QwenVision
 
-    model = Model.__new__(Model)
+    model: Any = Model.__new__(Model)
     nn.Module.__init__(model)
     model.config = SimpleNamespace(
         image_token_id=IMAGE,
@@ -240,26 +175,35 @@ def _model() -> Any:
         vision_end_token_id=END,
         vision_config=SimpleNamespace(spatial_merge_size=2),
     )
-    vision = QwenVision.__new__(QwenVision)
+    model.autoprune = vision = QwenVision.__new__(QwenVision)
     vision.row_width = ROW
-    model.autoprune = vision
-    rules, reporter = PlanRules(served(), 100), FallbackReporter()
-    model.autoprune_plan_reader = PlanReader(rules, reporter, torch.device("cpu"))
+    model.autoprune_plan_reader = PlanReader(PlanRules(served(), 100), FallbackReporter(), CPU)
     return model
 
 
 @pytest.mark.compat
 def test_a_dropped_payload_is_asked_for_nothing() -> None:
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFeatureSpec,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
     from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
     from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
     if not hasattr(EncoderCache, "update_encoder_inputs"):
         pytest.skip("vLLM 0.32 keeps payloads: `make test-next` runs this against 0.33")
-    model, item = _model(), _item()
+    fields = {
+        FIELD: ItemPlan(KEPT, (1, 2), tokens=HEIGHT * WIDTH).encode(),
+        "image_grid_thw": torch.tensor([1, 2 * HEIGHT, 2 * WIDTH]),
+    }
+    field = MultiModalBatchedField(keep_on_cpu=True)
+    parts = {name: MultiModalFieldElem(data=part, field=field) for name, part in fields.items()}
     place = PlaceholderRange(offset=3, length=KEPT)
-    feature = MultiModalFeatureSpec(item, "image", "identity", place)
-    cache = EncoderCache()
+    feature = MultiModalFeatureSpec(MultiModalKwargsItem(parts), "image", "identity", place)
+    model, cache = make_model(), EncoderCache()
     runner: Any = SimpleNamespace(encoder_cache=cache)
     ids = [TEXT, TEXT, START, *[IMAGE] * KEPT, END, TEXT]
 
@@ -275,11 +219,11 @@ def test_a_dropped_payload_is_asked_for_nothing() -> None:
     cache.update_encoder_inputs("request", {0: None})
     assert cache.mm_features["request"][0].data is None
     assert EncoderRunner.prepare_mm_inputs(runner, {"request": [0]}) == ([], [])
-    channels = position_channels(HEIGHT, WIDTH, torch.device("cpu"))[:KEPT]
+    channels = position_channels(HEIGHT, WIDTH, CPU)[:KEPT]
     rows = [torch.cat([torch.zeros(KEPT, ROW), channels], dim=1)]
     _, placed, _ = model.recompute_mrope_positions(torch.tensor(ids), rows, positions, 0)
-    of_image: Tensor = placed[:, 3 : 3 + KEPT]
-    assert of_image.tolist() == [[3] * KEPT, [3] * KEPT, [3, 4, 5, 6, 7]]
+    of_image = placed[:, 3 : 3 + KEPT].tolist()
+    assert of_image == [[3] * KEPT, [3] * KEPT, [3, 4, 5, 6, 7]]
 
     # A rollback restores it for encoding anew; the engine core's own copy was never changed.
     cache.update_encoder_inputs("request", {0: feature.data})

@@ -30,8 +30,7 @@ from vllm_autoprune.serving.plan import (
 )
 from vllm_autoprune.serving.served_state import PlanRules
 from vllm_autoprune.serving.settings import LEVELS, DetailBudgets, RequestRules, TextTower
-from vllm_autoprune.serving.worker.batch import prune_images
-from vllm_autoprune.serving.worker.regions import SelectionContext
+from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
 from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.state import PruningState
@@ -284,8 +283,8 @@ BY_BASE = ItemPlan(8, NO_KEY, keep="reference")
 def test_a_worker_takes_out_what_is_not_allowed(row: object, by: PlanRules, made: ItemPlan) -> None:
     reporter = FallbackReporter()
     assert PlanReader(by, reporter, torch.device("cpu")).read([row]) == [made]
-    assert reporter.meter.errors == {"RequestError": 1}
-    assert reporter.meter.counts_on_host()["reference", "plan"] == 1
+    assert reporter.errors == {"RequestError": 1}
+    assert reporter.counts()["reference", "plan"] == 1
 
 
 @pytest.mark.parametrize(

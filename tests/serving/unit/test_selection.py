@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,7 @@ from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize
 from vllm_autoprune.ops.rowwise import evenly_spaced
 from vllm_autoprune.serving.worker import selection
-from vllm_autoprune.serving.worker.features import (
-    FeatureCache,
-    ImageFeatures,
-    Region,
-    Signals,
-)
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region, TensorCache
 from vllm_autoprune.serving.worker.metrics import SELECTION, Stopwatch, WorkerMetrics
 from vllm_autoprune.serving.worker.selection import (
     FallbackReporter,
@@ -34,54 +30,43 @@ from vllm_autoprune.tpdsl import safety
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord, Verdict
 from vllm_autoprune.tpdsl.refine import keep_reference
 
-# ---- selection with its fallbacks, the check on the first image, and the cache of features ----
+POLICY = materialize(state({"/constraints/selector/q_e": 4}), 8)
 
 
-@pytest.fixture
-def policy() -> PruningPolicy:
-    return materialize(state(), 8)
+# ---- fallbacks ----
 
 
-def failing(*names: str) -> Any:
-    def fail(*_: object) -> Any:
-        raise RuntimeError(f"broken: {names}")
-
-    return fail
+def fail(*_: object) -> Any:
+    raise RuntimeError("broken")
 
 
-def test_exception_falls_back_to_the_reference(
-    policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["reference", "uniform"])
+def test_an_exception_falls_back_to_the_reference_and_then_to_evenly_spaced_tokens(
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reporter, tokens = FallbackReporter(), images()
-    monkeypatch.setattr(selection, "select_tokens", failing("refine"))
-    result = select_with_fallback(policy, tokens, reporter)
-    assert torch.equal(result.indices, keep_reference(policy, tokens).indices)
-    assert reporter.meter.counts() == {"none": 0, "reference": 2, "uniform": 0}
-    assert reporter.meter.errors == {"RuntimeError": 1}
+    expected = keep_reference(POLICY, tokens).indices
+    monkeypatch.setattr(selection, "select_tokens", fail)
+    if kind == "uniform":
+        monkeypatch.setattr(selection, "keep_reference", fail)
+        expected = evenly_spaced(2, tokens.count, 8, tokens.features.device)
+    result = select_with_fallback(POLICY, tokens, reporter)
+    assert torch.equal(result.indices, expected)
+    assert {key: n for key, n in reporter.counts().items() if n} == {(kind, "error"): 2}
+    assert reporter.errors == {"RuntimeError": 1 + (kind == "uniform")}
 
 
-def test_failing_base_policy_gives_evenly_spaced_tokens(
-    policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reporter, tokens = FallbackReporter(), images()
-    monkeypatch.setattr(selection, "select_tokens", failing("refine"))
-    monkeypatch.setattr(selection, "keep_reference", failing("base"))
-    result = select_with_fallback(policy, tokens, reporter)
-    assert torch.equal(result.indices, evenly_spaced(2, tokens.count, 8, tokens.features.device))
-    assert reporter.meter.counts() == {"none": 0, "reference": 0, "uniform": 2}
-    assert reporter.meter.errors == {"RuntimeError": 2}
-
-
-def test_meter_adds_up_and_each_kind_is_logged_once(logged: pytest.LogCaptureFixture) -> None:
+def test_fallbacks_add_up_and_each_kind_is_logged_once(logged: pytest.LogCaptureFixture) -> None:
     reporter = FallbackReporter()
-    assert reporter.meter.counts() == {"none": 0, "reference": 0, "uniform": 0}
+    assert set(reporter.counts().values()) == {0}
     for codes in ([0, 0], [1, 0], [1, 1], [0], [2], [2], [1], [0]):
         reporter.report(torch.tensor(codes, dtype=torch.uint8))
-    assert reporter.meter.counts() == {"none": 5, "reference": 4, "uniform": 2}
-    messages = [record.getMessage() for record in logged.records]
-    assert [("reference" in line, "uniform" in line) for line in messages] == [
-        (True, False),
-        (False, True),
+    kinds = "none", "reference", "uniform"
+    assert [reporter.counts()[kind, "scores"] for kind in kinds] == [5, 4, 2]
+    lines = [record.getMessage() for record in logged.records]
+    assert [[kind in line for kind in kinds[1:]] for line in lines] == [
+        [True, False],
+        [False, True],
     ]
 
 
@@ -91,82 +76,60 @@ def test_errors_are_logged_once_a_type_with_their_traceback(
     reporter = FallbackReporter()
     for error in (ValueError("a"), ValueError("b"), KeyError("c")):
         reporter.report_error(error)
-    assert reporter.meter.errors == {"ValueError": 2, "KeyError": 1}
+    assert reporter.errors == {"ValueError": 2, "KeyError": 1}
     assert [r.exc_info[0] for r in logged.records if r.exc_info] == [ValueError, KeyError]
 
 
 # ---- the check on the first image ----
 
 
-@pytest.fixture
-def refining() -> PruningPolicy:
-    return materialize(state({"/constraints/selector/q_e": 4}), 8)
-
-
-def test_safe_state_is_checked_once(
-    refining: PruningPolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check = FirstImageCheck()
-    assert check.replace_unsafe(refining, images()) is refining
-    monkeypatch.setattr(selection, "safety_check", None)
-    assert check.replace_unsafe(refining, images()) is refining
-    assert check.unsafe == 0
-
-
-def test_non_finite_images_fail_no_state(
-    refining: PruningPolicy, logged: pytest.LogCaptureFixture
-) -> None:
+def test_non_finite_images_fail_no_state(logged: pytest.LogCaptureFixture) -> None:
     check, tokens = FirstImageCheck(), images()
-    spoilt = VisualTokens(
-        tokens.features * float("nan"), tokens.grid, tokens.cls_attention, tokens.instruction
-    )
-    assert check.replace_unsafe(refining, spoilt) is refining
+    spoilt = replace(tokens, features=tokens.features * float("nan"))
+    for shown in (spoilt, tokens):
+        assert check.replace_unsafe(POLICY, shown) is POLICY
     assert (check.unsafe, logged.records) == (0, [])
-    assert check.replace_unsafe(refining, tokens) is refining
-    assert check.unsafe == 0
 
 
-def fails_at(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[int]:
+def fail_at(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[int]:
     """Make every state fail its safety check at one budget; return the list of checked budgets."""
     checked: list[int] = []
     stock = safety.safety_check
 
-    def at_one_budget(refining: PruningPolicy, probes: list[VisualTokens]) -> SafetyRecord:
-        checked.append(refining.budget)
-        if refining.budget == budget:
+    def check(policy: PruningPolicy, probes: list[VisualTokens]) -> SafetyRecord:
+        checked.append(policy.budget)
+        if policy.budget == budget:
             return SafetyRecord((Verdict("shapes", False, "made to fail"),))
-        return stock(refining, probes)
+        return stock(policy, probes)
 
-    monkeypatch.setattr(selection, "safety_check", at_one_budget)
+    monkeypatch.setattr(selection, "safety_check", check)
     return checked
 
 
 @pytest.mark.parametrize("budgets", [(8, 5), (5, 8)])
-def test_verdict_applies_to_one_budget(
-    refining: PruningPolicy, monkeypatch: pytest.MonkeyPatch, budgets: tuple[int, int]
+def test_a_verdict_is_of_one_budget_and_is_reached_once(
+    monkeypatch: pytest.MonkeyPatch, budgets: tuple[int, int], logged: pytest.LogCaptureFixture
 ) -> None:
     """In either order, the verdict at one budget does not affect the other."""
-    checked = fails_at(monkeypatch, 5)
+    checked = fail_at(monkeypatch, 5)
     check, tokens = FirstImageCheck(), images()
     for _ in range(2):
         for budget in budgets:
-            requested = materialize(refining.state, budget)
+            requested = materialize(POLICY.state, budget)
             replacement = check.replace_unsafe(requested, tokens)
             assert (replacement is requested) == (budget != 5)
             assert replacement.quota == (0 if budget == 5 else requested.quota)
-    assert checked == list(budgets)
-    assert check.unsafe == 1
+    assert (checked, check.unsafe) == (list(budgets), 1)
+    (record,) = logged.records
+    assert "K = 5: shapes: made to fail" in record.getMessage()
 
 
-def test_verdict_applies_to_one_number_of_tiles(
-    refining: PruningPolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checked = fails_at(monkeypatch, 0)
+def test_a_verdict_is_of_one_number_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = fail_at(monkeypatch, 0)
     check, square = FirstImageCheck(), images()
-    grid = square.grid
-    tiled = replace(square, grid=Grid(grid.height // 2, grid.width, 2))
+    tiled = replace(square, grid=Grid(square.grid.height // 2, square.grid.width, 2))
     for tokens in (square, tiled, square, tiled):
-        check.replace_unsafe(refining, tokens)
+        check.replace_unsafe(POLICY, tokens)
     assert len(checked) == 2
 
 
@@ -175,43 +138,51 @@ def test_verdict_applies_to_one_number_of_tiles(
 
 def sized(units: int) -> ImageFeatures:
     """Features of ``16 * units`` bytes."""
-    signals: Signals = {"encoder": torch.zeros(units, 2, dtype=torch.bfloat16)}
-    return ImageFeatures((Region(Grid(1, units), torch.zeros(units, 3), signals),))
+    encoder = torch.zeros(units, 2, dtype=torch.bfloat16)
+    region = Region(Grid(1, units), torch.zeros(units, 3), {"encoder": encoder})
+    return ImageFeatures((region,))
 
 
 @given(st.integers(0, 10), st.lists(st.tuples(st.integers(0, 8), st.integers(1, 12)), max_size=60))
 def test_cache_never_exceeds_its_bound(limit: int, puts: list[tuple[int, int]]) -> None:
-    cache = FeatureCache(16 * limit)
+    cache = TensorCache[ImageFeatures](16 * limit)
     for key, units in puts:
-        cache.put((key, 0), sized(units))
-        assert cache.used_bytes <= cache.limit
-        inside = [features for k in range(9) if (features := cache.get((k, 0))) is not None]
-        assert cache.used_bytes == sum(features.nbytes for features in inside)
+        cache.put(key, sized(units))
+        inside = [features for k in range(9) if (features := cache.get(k)) is not None]
+        assert cache.used_bytes == sum(features.nbytes for features in inside) <= cache.limit
         assert len(cache) == len(inside)
 
 
 def test_the_least_recently_used_entry_is_evicted_first() -> None:
-    cache = FeatureCache(3 * 16)
+    cache = TensorCache[ImageFeatures](3 * 16)
     for key in (1, 2, 3):
-        cache.put((key, 0), sized(1))
-    cache.get((1, 0))
-    cache.put((4, 0), sized(1))
-    assert [cache.get((key, 0)) is not None for key in (1, 2, 3, 4)] == [True, False, True, True]
-    cache.put((5, 0), sized(2))  # evicts as many as needed
-    assert [cache.get((key, 0)) is not None for key in (1, 3, 4, 5)] == [False, False, True, True]
+        cache.put(key, sized(1))
+    cache.get(1)
+    cache.put(4, sized(1))
+    assert [cache.get(key) is not None for key in (1, 2, 3, 4)] == [True, False, True, True]
+    cache.put(5, sized(2))  # evicts as many as needed
+    assert [cache.get(key) is not None for key in (1, 3, 4, 5)] == [False, False, True, True]
+    assert (cache.hits, cache.misses) == (6, 3)
 
 
 def test_profiling_reserves_the_bound_where_memory_is_measured() -> None:
-    assert FeatureCache(64).reserve(torch.device("cpu")) is None
-    buffer = FeatureCache(64).reserve(torch.device("meta"))
-    assert buffer is not None
-    assert buffer.nbytes == 64
+    cache = TensorCache[ImageFeatures](64)
+    assert cache.reserve(torch.device("cpu")) is None
+    buffer = cache.reserve(torch.device("meta"), more=32)
+    assert buffer is not None and buffer.nbytes == 96
 
 
-# ---- metrics of workers, shown by api servers ----
+# ---- metrics of workers, shown by API servers ----
 
 
-def shown(folder: Path) -> dict[str, float]:
+def publish(worker: WorkerMetrics, seconds: tuple[float, ...] = (), hits: int = 0) -> None:
+    watch: Any = SimpleNamespace(collect=lambda: seconds)
+    cache = TensorCache[ImageFeatures](64)
+    cache.hits = hits
+    worker.publish(watch, FallbackReporter(), cache, 0)
+
+
+def read_metrics(folder: Path) -> dict[str, float]:
     """Metrics that an API server exports from a folder."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=str(folder))  # type: ignore[no-untyped-call]
@@ -222,12 +193,11 @@ def shown(folder: Path) -> dict[str, float]:
 
 def test_seconds_fall_into_buckets(tmp_path: Path) -> None:
     with closing(WorkerMetrics(str(tmp_path))) as worker:
-        worker.add_selections([0.0005, 0.001, 0.3])
-        worker.add_selections([99.0])
-    metrics = shown(tmp_path)
-    edges = {f'{SELECTION}_bucket{{le="{edge}"}}': n for edge, n in
-             (("0.001", 2), ("0.25", 2), ("0.5", 3), ("2.5", 3), ("+Inf", 4))}  # fmt: skip
-    assert {name: metrics[name] for name in edges} == edges
+        publish(worker, (0.0005, 0.001, 0.3))
+        publish(worker, (99.0,))
+    metrics = read_metrics(tmp_path)
+    buckets = {"0.001": 2, "0.25": 2, "0.5": 3, "2.5": 3, "+Inf": 4}
+    assert {edge: metrics[f'{SELECTION}_bucket{{le="{edge}"}}'] for edge in buckets} == buckets
     assert metrics[f"{SELECTION}_sum"] == pytest.approx(99.3015)
 
 
@@ -237,23 +207,17 @@ def test_workers_add_up_also_after_a_restart(
     for process, hits in ((10, 3), (11, 4)):
         monkeypatch.setattr("os.getpid", lambda process=process: process)
         with closing(WorkerMetrics(str(tmp_path))) as worker:
-            worker.set_counter("autoprune_feature_cache_hits", hits)
-    assert shown(tmp_path)["autoprune_feature_cache_hits_total"] == 7
+            publish(worker, hits=hits)
+    assert read_metrics(tmp_path)["autoprune_feature_cache_hits_total"] == 7
 
 
 def test_missing_folder_is_logged_once(tmp_path: Path, logged: pytest.LogCaptureFixture) -> None:
     """The API server is on another machine."""
     worker = WorkerMetrics(str(tmp_path / "elsewhere"))
     for _ in range(3):
-        worker.set_counter("autoprune_feature_cache_hits", 1)
+        publish(worker)
     (record,) = logged.records
     assert "elsewhere" in record.getMessage()
-
-
-# ---- the folder of metrics ----
-
-
-# ---- times ----
 
 
 @pytest.mark.gpu

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm.model_executor.models.utils import StageMissingLayer
@@ -23,6 +22,7 @@ from vllm_autoprune.serving.compat.worker import (
     bound_encoder_calls,
     clear_with_worker_caches,
     embed_without_lora,
+    is_rank_zero,
     prune_after_encoder_graphs,
 )
 from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan, Key
@@ -31,25 +31,27 @@ from vllm_autoprune.serving.served_state import (
     ServedState,
     served_state,
 )
-from vllm_autoprune.serving.worker.batch import prune_images
+from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
 from vllm_autoprune.serving.worker.features import (
     CoreCache,
-    FeatureCache,
     ImageFeatures,
     Region,
     Signal,
     Signals,
+    TensorCache,
 )
 from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
 from vllm_autoprune.serving.worker.question import ClipTower, InputEmbeddings, RelevanceSpace
-from vllm_autoprune.serving.worker.regions import ModelParts, SelectionContext
 from vllm_autoprune.serving.worker.selection import FallbackReporter, FirstImageCheck, PlanReader
-from vllm_autoprune.serving.worker.tensor_parallel import is_rank_zero
-from vllm_autoprune.serving.worker.tower_hooks import AttentionHook, MergerHook
+from vllm_autoprune.serving.worker.tower_hooks import (
+    InputHook,
+    Merger,
+    QueriesAndKeys,
+    hook_attention,
+    hook_merger_norms,
+    hook_merger_rows,
+)
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
-
-# Vision side that all backbones share: cached features of images, and inputs of policies.
-
 
 EncoderInputs = Mapping[str, Tensor | list[Tensor]]
 """Arguments of one call of ``embed_multimodal``."""
@@ -67,7 +69,7 @@ class ModelImage:
 
 
 class Vision(ABC):
-    """The vision side of one served model.
+    """The vision side of one served model: cached features of images, and inputs of policies.
 
     Not a submodule of the model: its text tower and cached features are not in the checkpoint, and
     vLLM's loader must not look for them.
@@ -76,20 +78,28 @@ class Vision(ABC):
     tower_name: ClassVar[str] = "vision_tower"
     """Dotted name of the vision tower within the model."""
 
-    attention_hook: AttentionHook | None = None
-    merger_hook: MergerHook | None = None
-    """What reads the tower where the state does, while :meth:`recording`."""
-
     def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
-        self.cores = CoreCache(served.cache_bytes // 8 if served.splits else 0)
-        self.cache = FeatureCache(served.cache_bytes - self.cores.limit)
-        self.runs = 0
         self.served = served
         self.needs = served.needs
-        self._model = model
+        core_bytes = served.cache_bytes // 8 if served.splits else 0
+        self.cores = CoreCache(core_bytes)
+        self.cache = TensorCache[ImageFeatures](served.cache_bytes - core_bytes)
+        self.runs = 0
         self.graphs: Encode | None = None
         """The encoder as vLLM's CUDA graphs run it, for the images of the present call."""
+        self._model = model
         self._relevance: RelevanceSpace | None = None
+        # What reads the tower where the state does, while `recording`.
+        self.attention: InputHook[QueriesAndKeys] | None = None
+        self.merger: dict[Signal, InputHook[Tensor]] = {}
+        if not self.needs.isdisjoint({"cls_attention", "tower", "next_layer"}):
+            self.attention = hook_attention(self.find_attention())
+        before_merger = not self.needs.isdisjoint({"encoder", "merger_input"})
+        merger = self.find_merger() if before_merger else None
+        if merger is not None:
+            self.merger["encoder"] = hook_merger_rows(merger)
+            if "merger_input" in self.needs:
+                self.merger["merger_norms"] = hook_merger_norms(merger)
 
     @classmethod
     def tower(cls, model: SupportsMultiModal) -> nn.Module:
@@ -105,51 +115,55 @@ class Vision(ABC):
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images in one pass of the vision tower."""
 
-    def project(self, rows: Tensor) -> Tensor:
-        """Rows of the vision tower ``(..., Dv)`` through the model's projector, ``(..., D)``."""
-        raise NotImplementedError(f"{type(self).__name__} gives policies no rows of its tower")
+    @abstractmethod
+    def find_attention(self) -> Any:
+        """Attention module of the last layer that the model reads."""
+
+    def find_merger(self) -> Merger | None:
+        """The patch merger; None where the model has none."""
+        return None
 
     @property
     def sample_weight(self) -> Tensor:
         """A parameter of the vision tower: its device and dtype."""
         return next(self.tower(self._model).parameters())
 
-    def relevance(self) -> RelevanceSpace | None:
+    def load_relevance(self) -> RelevanceSpace | None:
         """Embedding space of relevance, loaded at first use.
 
         That is at the end of weight loading, or while profiling where weights are dummies; both
         times vLLM counts its memory.
         """
         if self._relevance is None and "instruction" in self.needs:
-            tower = self.served.tower
-            if tower is not None:
-                self._relevance = ClipTower(tower, self.sample_weight.device)
+            device = self.sample_weight.device
+            if self.served.tower is not None:
+                self._relevance = ClipTower(self.served.tower, device)
             else:
                 embed = embed_without_lora(self._model.get_language_model())
-                self._relevance = InputEmbeddings(embed, self.sample_weight.device)
+                self._relevance = InputEmbeddings(embed, device)
         return self._relevance
 
     def model_parts(self) -> ModelParts:
         """Parts of the model that policies read in addition to image features."""
-        return ModelParts(self.project, self.relevance(), embed=self.word_embedding())
 
-    def recording(self) -> ExitStack:
+        def project(rows: Tensor) -> Tensor:
+            raise NotImplementedError(f"{type(self).__name__} gives policies no rows of its tower")
+
+        embed = None
+        if "words" in self.needs:
+            embed = embed_without_lora(self._model.get_language_model())
+        return ModelParts(project, self.load_relevance(), embed=embed)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
         """Let the hooks read the calls of the vision tower within."""
-        stack = ExitStack()
-        for hook in (self.attention_hook, self.merger_hook):
-            if hook is not None:
-                stack.enter_context(hook.recording())
-        return stack
+        with ExitStack() as stack:
+            for hook in (self.attention, *self.merger.values()):
+                if hook is not None:
+                    stack.enter_context(hook.recording())
+            yield
 
-    def take_merger_input(self) -> dict[Signal, Tensor]:
-        """What entered the merger: tokens ``(N, Dv)``, and norms ``(N, 2)`` where they are read."""
-        if self.merger_hook is None:
-            return {}
-        rows, norms = self.merger_hook.take()
-        read: dict[Signal, Tensor] = {"encoder": rows}
-        return read | {"merger_norms": norms} if "merger_input" in self.needs else read
-
-    def region(self, grid: Grid, tokens: Tensor, signals: Signals, **fields: Any) -> Region:
+    def make_region(self, grid: Grid, tokens: Tensor, signals: Signals, **fields: Any) -> Region:
         """A region with the cosines by which the server's own state compares its tokens.
 
         Of the projected ``(N, D)``, or of the encoder's ``(N, Dv)`` where it ranks those.
@@ -158,12 +172,6 @@ class Vision(ABC):
         ranked = signals["encoder"] if before else tokens
         cosine: Signals = {"cosine": VisualTokens(ranked[None], grid).cosine[0]}
         return Region(grid, tokens, {**signals, **cosine}, **fields)
-
-    def word_embedding(self) -> Callable[[Tensor], Tensor] | None:
-        """The language model's input embedding, None where the state reads no words."""
-        if "words" not in self.needs:
-            return None
-        return embed_without_lora(self._model.get_language_model())
 
     def capture_weights(
         self, weights: Iterable[tuple[str, Tensor]]
@@ -177,7 +185,7 @@ class Vision(ABC):
         Raises :class:`ConfigError` where the checkpoint lacks what the state reads.
         """
         self.clear()
-        self.relevance()
+        self.load_relevance()
 
     def clear(self) -> None:
         """Drop what is kept of images, as when weights are replaced."""
@@ -194,7 +202,8 @@ class Vision(ABC):
         """
         if profile:
             # All dummy images are equal; caching them would measure too little memory.
-            return self._encoded(images)
+            self.runs += 1
+            return self.encode(images)
         entries: list[Hashable] = [
             at if key == NO_KEY else (key, describe_geometry(image))
             for at, (key, image) in enumerate(zip(keys, images, strict=True))
@@ -210,16 +219,13 @@ class Vision(ABC):
             else:
                 known[entry] = features
         if missing:
-            encoded = self._encoded(list(missing.values()))
+            self.runs += 1
+            encoded = self.encode(list(missing.values()))
             for entry, features in zip(missing, encoded, strict=True):
                 known[entry] = features
                 if not isinstance(entry, int):  # those without a key are counted, not kept
                     self.cache.put(entry, features)
         return [known[entry] for entry in entries]
-
-    def _encoded(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        self.runs += 1
-        return self.encode(images)
 
 
 def group_by_tokens(sizes: Sequence[int], bound: int) -> Iterator[slice]:
@@ -240,25 +246,17 @@ def describe_geometry(image: ImageInputs) -> Hashable:
     vLLM keeps these integers on the CPU, so nothing is read from a device. They are one row; masks
     of pixels, which have more dimensions, are described by their shape alone.
     """
-    return tuple((name, tuple(part.shape), _grid(part)) for name, part in sorted(image.items()))
+    described: list[Hashable] = []
+    for name, part in sorted(image.items()):
+        row = part.dim() <= 1 and part.device.type == "cpu" and not part.is_floating_point()
+        described.append((name, tuple(part.shape), str(part.tolist()) if row else None))
+    return tuple(described)
 
 
-def _grid(part: Tensor) -> str | None:
-    """A row of integers on the CPU as text; None for any other tensor."""
-    if part.is_floating_point() or part.dim() > 1 or part.device.type != "cpu":
-        return None
-    return str(part.tolist())
-
-
-def split_by_image(inputs: EncoderInputs) -> list[dict[str, Tensor]]:
+def split_by_image(inputs: EncoderInputs, *names: str) -> list[dict[str, Tensor]]:
     """Fields that hold one entry an image, stacked or in a list, as one mapping an image."""
-    names = list(inputs)
-    return [dict(zip(names, parts, strict=True)) for parts in zip(*inputs.values(), strict=True)]
-
-
-def stack_field(images: Sequence[ImageInputs], name: str) -> Tensor:
-    """One field of images of one shape, ``(B, ...)``."""
-    return torch.stack([image[name] for image in images])
+    entries = zip(*(inputs[name] for name in names), strict=True)
+    return [dict(zip(names, parts, strict=True)) for parts in entries]
 
 
 # Mixin that prunes the images of a stock model class, the same for all backbones.
@@ -288,42 +286,37 @@ class PrunedModel(_Stock):
         # `--limit-mm-per-prompt '{"image": 0}'` leaves the tower's weights out.
         if served is None or isinstance(self.autoprune_vision.tower(self), StageMissingLayer):
             return
-        self.autoprune_state: ServedState = served
+        self.autoprune = self.autoprune_vision(self, served)
         self.autoprune_reporter = FallbackReporter()
         self.autoprune_first_check = FirstImageCheck()
-        self.autoprune = self.autoprune_vision(self, served)
-        clear_with_worker_caches(_clear_features)
         rules = PlanRules(served, vllm_config.model_config.get_vocab_size())
         device = self.autoprune.sample_weight.device
         self.autoprune_plan_reader = PlanReader(rules, self.autoprune_reporter, device)
-        self.autoprune_watch = Stopwatch(self.autoprune.sample_weight.device)
+        self.autoprune_watch = Stopwatch(device)
         folder = served.metrics_folder
         self.autoprune_metrics = WorkerMetrics(folder) if folder else None
         self.autoprune_budget: int = vllm_config.scheduler_config.max_num_encoder_input_tokens
         self.autoprune_profiled = 0
+        clear_with_worker_caches(_clear_features)
         bound_encoder_calls()
         prune_after_encoder_graphs()
 
-    @property
-    def autoprune_bound(self) -> int:
-        """Maximum number of unpruned tokens of one call, as in memory profiling.
-
-        It is vLLM's own encoder budget, rounded down to whole images of the largest size.
-        """
-        return self.autoprune_profiled or self.autoprune_budget
-
     def autoprune_split(self, items: Sequence[MultiModalKwargsItem | None]) -> list[slice]:
-        """Runs of neighbouring items whose images have at most ``autoprune_bound`` tokens, N.
+        """Runs of neighbouring items whose images have as many tokens, N, as memory profiling saw.
 
-        An image with more than that is a run of its own. Counted from the pixels while they are on
+        That is vLLM's own encoder budget, rounded down to whole images of the largest size. An
+        image with more than that is a run of its own. Counted from the pixels while they are on
         the CPU, because a count sent with the request could be forged.
         """
         vision = self.autoprune
         if vision is None:
             return [slice(0, len(items))]
-        return list(
-            group_by_tokens([_unpruned(vision, item) for item in items], self.autoprune_bound)
-        )
+        sizes = [0] * len(items)  # of inputs without a plan, which vLLM counts itself
+        for i, item in enumerate(items):
+            if item is not None and FIELD in item:
+                ((_, inputs),) = group_and_batch_mm_items([item])
+                sizes[i] = vision.images(_tensor_fields(inputs))[0].tokens
+        return list(group_by_tokens(sizes, self.autoprune_profiled or self.autoprune_budget))
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """Rows of every image: ``[(K_i, D)]`` (``SupportsMultiModal.embed_multimodal``).
@@ -354,33 +347,26 @@ class PrunedModel(_Stock):
 
     def autoprune_rows(self, plans: list[ItemPlan], inputs: Mapping[str, object]) -> list[Tensor]:
         """Encode the images and select their tokens: rows ``(K_i, D)`` for each image."""
-        vision = self.autoprune
+        vision, reporter = self.autoprune, self.autoprune_reporter
         assert vision is not None
         images = vision.images(_tensor_fields(inputs))
-        profile = any(plan.profile for plan in plans)
+        profile, reserved = any(plan.profile for plan in plans), None
         if profile:
             tokens = sum(image.tokens for image in images)
             self.autoprune_profiled = max(self.autoprune_profiled, tokens)
-        device = vision.sample_weight.device
-        reserved = vision.cache.reserve(device, vision.cores.limit) if profile else None
-        keys = [plan.key for plan in plans]
-        encoder_inputs = [image.inputs for image in images]
+            cores = vision.cores.conditioned.limit
+            reserved = vision.cache.reserve(vision.sample_weight.device, cores)
+        keys, encoder_inputs = [plan.key for plan in plans], [image.inputs for image in images]
         features, parts = vision.features(keys, encoder_inputs, profile), vision.model_parts()
-        context = SelectionContext(
-            self.autoprune_state,
-            parts,
-            self.autoprune_reporter,
-            self.autoprune_first_check,
-            vision.cores,
-        )
+        check = self.autoprune_first_check
+        context = SelectionContext(vision.served, parts, reporter, check, vision.cores)
         # Times that are not published would be kept forever.
         metrics = self.autoprune_metrics if not profile and is_rank_zero() else None
         with nullcontext() if metrics is None else self.autoprune_watch.measure():
             rows = prune_images(context, plans, features)
         del reserved
         if metrics is not None:
-            meter, unsafe = self.autoprune_reporter.meter, self.autoprune_first_check.unsafe
-            metrics.publish(self.autoprune_watch, meter, vision.cache, unsafe)
+            metrics.publish(self.autoprune_watch, reporter, vision.cache, check.unsafe)
         return rows
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -422,14 +408,6 @@ def _clear_features(model: nn.Module) -> None:
     vision = model.autoprune if isinstance(model, PrunedModel) else None
     if vision is not None:
         vision.clear()
-
-
-def _unpruned(vision: Vision, item: MultiModalKwargsItem | None) -> int:
-    """N of an image with a plan; 0 for inputs that vLLM counts itself."""
-    if item is None or FIELD not in item:
-        return 0
-    ((_, inputs),) = group_and_batch_mm_items([item])
-    return vision.images(_tensor_fields(inputs))[0].tokens
 
 
 def _tensor_fields(inputs: Mapping[str, object]) -> EncoderInputs:

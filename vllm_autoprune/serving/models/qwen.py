@@ -37,7 +37,7 @@ from vllm_autoprune.serving.models.pruned_model import (
 )
 from vllm_autoprune.serving.plan import FIELD
 from vllm_autoprune.serving.served_state import served_state
-from vllm_autoprune.serving.worker.features import ImageFeatures, Signal, map_signals
+from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
 from vllm_autoprune.serving.worker.mrope import (
     CHANNELS,
     compute_input_positions,
@@ -46,17 +46,21 @@ from vllm_autoprune.serving.worker.mrope import (
     position_channels,
     unplaced_channels,
 )
-from vllm_autoprune.serving.worker.tower_hooks import AttentionHook, MergerHook
+from vllm_autoprune.serving.worker.tower_hooks import Merger
 from vllm_autoprune.tpdsl.tokens import Grid
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.model_executor.models.glm4_1v import Glm4vProcessingInfo
+    from vllm.model_executor.models.interfaces import MultiModalEmbeddings
+    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as _Stock
+    from vllm.model_executor.models.qwen2_vl import Qwen2VLProcessingInfo
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.multimodal.parse import ImageSize
 
     from vllm_autoprune.serving.served_state import ServedState
-
-# Vision side of Qwen-VL models: image features, attention, merger input.
-
+else:
+    _Stock = object
 
 _DEEPSTACK = Qwen3VLForConditionalGeneration
 """Has rows for later layers beside those of the first; they are pruned alike."""
@@ -74,30 +78,29 @@ class QwenVision(Vision):
         self._width: int = model.get_language_model().config.hidden_size
         levels = model.deepstack_num_level if isinstance(model, _DEEPSTACK) else 0
         self.row_width = self._width * (1 + levels)
-        if "cls_attention" in self.needs:
-            self.attention_hook = AttentionHook(_last_whole(model.visual).attn.attn)
-        if not self.needs.isdisjoint({"encoder", "merger_input"}):
-            self.merger_hook = self.make_merger_hook(self._merge**2)
 
-    def make_merger_hook(self, patches: int) -> MergerHook:
-        """Hook on the merger of the last block; norms are taken at the first deepstack merger."""
-        visual = self._model.visual
+    def find_attention(self) -> Any:
+        """Attention of the last block in which every patch of an image sees every other."""
+        tower = self._model.visual
+        return tower.blocks[max(vars(tower).get("fullatt_block_indexes", [-1]))].attn.attn
+
+    def find_merger(self) -> Merger:
+        """The merger of the last block; norms are taken at the first deepstack merger."""
+        visual, patches = self._model.visual, self._model.config.vision_config.spatial_merge_size**2
         if isinstance(self._model, _DEEPSTACK):
             scored = next(iter(visual.deepstack_merger_list), visual.merger)
-            return MergerHook(visual.merger, patches, scored)
+            return Merger(visual.merger, patches, scored)
         # vLLM calls Qwen2.5-VL's merger past its hooks; its norm comes first, and sees the same.
-        norm = visual.merger.ln_q
-        return MergerHook(norm, patches, norm)
+        return Merger(visual.merger.ln_q, patches, visual.merger.ln_q)
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """Split the images of one call, whose patches come in one tensor."""
         grids = inputs["image_grid_thw"]
         assert isinstance(grids, Tensor)
-        sizes = grids.prod(-1).tolist()
+        sizes, unit = grids.prod(-1).tolist(), self._merge**2
         field = "pixel_values" if "pixel_values" in inputs else "image_embeds"
         rows = inputs[field]
         assert isinstance(rows, Tensor)
-        unit = self._merge**2
         counts = sizes if field == "pixel_values" else [size // unit for size in sizes]
         return [
             ModelImage({field: part, "image_grid_thw": grid}, size // unit)
@@ -108,32 +111,42 @@ class QwenVision(Vision):
         """Encode images; tokens are selected by the first D channels of each row."""
         grids = torch.stack([image["image_grid_thw"] for image in images])
         pixels = torch.cat([image["pixel_values"] for image in images])
+        rows: Sequence[Tensor]
         with self.recording():
-            rows = self._encode_patches(pixels, grids)
-        signals = self._take_signals(grids)
-        features = []
-        for of_image, of_model, (_, height, width) in zip(
-            signals, rows, grids.tolist(), strict=True
-        ):
-            grid = Grid(height // self._merge, width // self._merge)
-            tokens, levels = of_model[:, : self._width].clone(), of_model[:, self._width :]
-            places = position_channels(grid.height, grid.width, of_model.device).to(of_model.dtype)
-            channels = torch.cat([levels, places], dim=1)
-            features.append(
-                ImageFeatures((self.region(grid, tokens, of_image, extra_channels=channels),))
-            )
-        return features
+            if self.graphs is not None:
+                rows = self.graphs({"pixel_values": pixels, "image_grid_thw": grids})
+            else:
+                checked = self._model._parse_and_validate_image_input(
+                    pixel_values=pixels, image_grid_thw=grids
+                )
+                assert checked is not None
+                rows = self._model._process_image_input(checked)
 
-    def _encode_patches(self, pixels: Tensor, grids: Tensor) -> Sequence[Tensor]:
-        """Rows of each image ``(N, D + E)``, by the stock model or its CUDA graphs."""
-        if self.graphs is not None:
-            return self.graphs({"pixel_values": pixels, "image_grid_thw": grids})
-        checked = self._model._parse_and_validate_image_input(
-            pixel_values=pixels, image_grid_thw=grids
-        )
-        assert checked is not None
-        rows: Sequence[Tensor] = self._model._process_image_input(checked)
-        return rows
+        # What the hooks read, the tokens of each image in raster order.
+        patches, unit = grids.prod(-1).tolist(), self._merge**2
+        signals = {signal: hook.take() for signal, hook in self.merger.items()}
+        if self.attention is not None:
+            # A merged token gets the mean of what its patches get.
+            received = torch.cat(self.attention.take().received(patches))
+            signals["cls_attention"] = received.view(-1, unit).mean(dim=1)
+        if signals and isinstance(self._model, Qwen2_5_VLForConditionalGeneration):
+            # This tower processes patches in window order.
+            metadata = self._model.visual.prepare_encoder_metadata(grids.tolist())
+            back = metadata["reverse_indices"].to(self.sample_weight.device, non_blocking=True)
+            signals = {signal: part[back] for signal, part in signals.items()}
+        sizes = [count // unit for count in patches]
+        split = {signal: part.split(sizes) for signal, part in signals.items()}
+
+        features = []
+        for i, (_, height, width) in enumerate(grids.tolist()):
+            image_rows, grid = rows[i], Grid(height // self._merge, width // self._merge)
+            tokens, levels = image_rows[:, : self._width].clone(), image_rows[:, self._width :]
+            places = position_channels(grid.height, grid.width, tokens.device).to(tokens.dtype)
+            channels = torch.cat([levels, places], dim=1)
+            of_image: dict[Signal, Tensor] = {s: parts[i].clone() for s, parts in split.items()}
+            region = self.make_region(grid, tokens, of_image, extra_channels=channels)
+            features.append(ImageFeatures((region,)))
+        return features
 
     def embeddings_with_positions(self, inputs: EncoderInputs) -> list[Tensor]:
         """Precomputed embeddings, unpruned, with positions appended."""
@@ -145,94 +158,9 @@ class QwenVision(Vision):
             all_rows.append(torch.cat([rows, places.to(rows.dtype)], dim=1))
         return all_rows
 
-    def _take_signals(self, grids: Tensor) -> list[dict[Signal, Tensor]]:
-        """What the hooks read of each image, its tokens in raster order."""
-        patches, signals = grids.prod(-1), self.take_merger_input()
-        if self.attention_hook is not None:
-            # A merged token gets the mean of what its patches get.
-            received = torch.cat(self.attention_hook.take(patches.tolist()))
-            signals["cls_attention"] = received.view(-1, self._merge**2).mean(dim=1)
-        if signals and isinstance(self._model, Qwen2_5_VLForConditionalGeneration):
-            # This tower processes patches in window order.
-            metadata = self._model.visual.prepare_encoder_metadata(grids.tolist())
-            back = metadata["reverse_indices"].to(self.sample_weight.device, non_blocking=True)
-            signals = map_signals(signals, lambda part: part[back])
-        sizes = (patches // self._merge**2).tolist()
-        split = {signal: part.split(sizes) for signal, part in signals.items()}
-        return [
-            {signal: parts[i].clone() for signal, parts in split.items()} for i in range(len(sizes))
-        ]
-
-
-def _last_whole(tower: Any) -> Any:
-    """The last block in which every patch of an image sees every other."""
-    if "fullatt_block_indexes" in vars(tower):
-        return tower.blocks[max(tower.fullatt_block_indexes)]
-    return tower.blocks[-1]
-
-
-# Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5: images of any size, patches merged four to one, M-RoPE.
-#
-# Videos are left as they are.
-
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.model_executor.models.interfaces import MultiModalEmbeddings
-    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as _Stock
-    from vllm.model_executor.models.qwen2_vl import Qwen2VLProcessingInfo
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
-    from vllm.multimodal.parse import ImageSize
-else:
-    _Stock = object
-
-
-def count_image_tokens(
-    info: Qwen2VLProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
-) -> TokenCount:
-    """Merged tokens of an image, resized as the processor resizes it."""
-    processor = info.get_image_processor(**kwargs)
-    tokens = info.get_num_image_tokens(
-        image_width=size.width,
-        image_height=size.height,
-        image_processor=processor,
-        mm_kwargs=kwargs,
-    )
-    return TokenCount(tokens)
-
-
-def _count_largest(info: Qwen2VLProcessingInfo | Glm4vProcessingInfo) -> TokenCount:
-    """Count the tokens of the largest image that the processor accepts."""
-    return TokenCount(info.get_max_image_tokens())
-
-
-def _image_token(info: Qwen2VLProcessingInfo | Glm4vProcessingInfo) -> int:
-    """The id of ``<|image_pad|>``, in GLM ``<|image|>``."""
-    token: int = info.get_hf_config().image_token_id
-    return token
-
-
-def shrink_to_budget(info: Qwen2VLProcessingInfo, size: ImageSize, budget: int) -> ImageSize:
-    """The size that the processor's own arithmetic gives an image of at most K merged tokens.
-
-    It leaves a very long and narrow image more than K tokens; the longer side of such an image is
-    shortened further.
-    """
-    vision = info.get_hf_config().vision_config
-    unit = vision.patch_size * vision.spatial_merge_size
-    height, width = smart_resize(
-        size.height, size.width, factor=unit, min_pixels=unit**2, max_pixels=budget * unit**2
-    )
-    return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
-
-
-PLACEHOLDERS = Placeholders(
-    count_image_tokens, _count_largest, _image_token, resize=shrink_to_budget
-)
-
 
 class PrunedQwen(PrunedModel, _Stock):
-    """Mixin before the stock classes."""
+    """Mixin before the stock classes: rows carry the positions of their tokens."""
 
     autoprune_vision: ClassVar[type[QwenVision]] = QwenVision
     supports_multimodal_pruning: ClassVar[Literal[True]] = True
@@ -313,10 +241,37 @@ class PrunedQwen(PrunedModel, _Stock):
         return rows, positions, int(positions.max()) + 1 - len(input_ids)
 
 
-# GLM-4.1V, GLM-4.5V and GLM-4.6V: images of any size, patches merged four to one, M-RoPE.
-#
-# As Qwen-VL, but for the processor's arithmetic and for videos, whose frames have the images'
-# token.
+# GLM-4.1V, GLM-4.5V and GLM-4.6V: as Qwen-VL, but for the processor's arithmetic and for videos,
+# whose frames have the images' token.
+
+
+class _GlmVision(QwenVision):
+    """The vision side of GLM-4.xV."""
+
+    def find_merger(self) -> Merger:
+        """The norm before the merger's convolution, which sees the last block's output."""
+        norm = self._model.visual.post_layernorm
+        return Merger(norm, self._model.config.vision_config.spatial_merge_size**2, norm)
+
+
+class _PrunedGlm(PrunedQwen):
+    """Mixin before the stock classes."""
+
+    autoprune_vision = _GlmVision
+    videos_share_token = True
+
+
+def _count_tokens(
+    info: Qwen2VLProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
+) -> TokenCount:
+    """Merged tokens of an image, resized as the processor resizes it."""
+    tokens = info.get_num_image_tokens(
+        image_width=size.width,
+        image_height=size.height,
+        image_processor=info.get_image_processor(**kwargs),
+        mm_kwargs=kwargs,
+    )
+    return TokenCount(tokens)
 
 
 def _count_glm_tokens(
@@ -327,6 +282,20 @@ def _count_glm_tokens(
     options: dict[str, Any] = dict(info.ctx.get_merged_mm_kwargs(kwargs))
     patches = processor.get_number_of_image_patches(size.height, size.width, options)
     return TokenCount(patches // processor.merge_size**2)
+
+
+def shrink_to_budget(info: Qwen2VLProcessingInfo, size: ImageSize, budget: int) -> ImageSize:
+    """The size that the processor's own arithmetic gives an image of at most K merged tokens.
+
+    It leaves a very long and narrow image more than K tokens; the longer side of such an image is
+    shortened further.
+    """
+    vision = info.get_hf_config().vision_config
+    unit = vision.patch_size * vision.spatial_merge_size
+    height, width = smart_resize(
+        size.height, size.width, factor=unit, min_pixels=unit**2, max_pixels=budget * unit**2
+    )
+    return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
 
 
 def shrink_glm_to_budget(info: Glm4vProcessingInfo, size: ImageSize, budget: int) -> ImageSize:
@@ -349,33 +318,25 @@ def shrink_glm_to_budget(info: Glm4vProcessingInfo, size: ImageSize, budget: int
     return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
 
 
-_GLM_PLACEHOLDERS = Placeholders(
-    _count_glm_tokens, _count_largest, _image_token, resize=shrink_glm_to_budget
-)
+def _count_largest(info: Qwen2VLProcessingInfo | Glm4vProcessingInfo) -> TokenCount:
+    """Count the tokens of the largest image that the processor accepts."""
+    return TokenCount(info.get_max_image_tokens())
 
 
-class _GlmVision(QwenVision):
-    """The vision side of GLM-4.xV."""
-
-    def make_merger_hook(self, patches: int) -> MergerHook:
-        """Hook on the norm before the merger's convolution, which sees the last block's output."""
-        norm = self._model.visual.post_layernorm
-        return MergerHook(norm, patches, norm)
-
-
-class _PrunedGlm(PrunedQwen):
-    """Mixin before the stock classes."""
-
-    autoprune_vision = _GlmVision
-    videos_share_token = True
+def _image_token(info: Qwen2VLProcessingInfo | Glm4vProcessingInfo) -> int:
+    """The id of ``<|image_pad|>``, in GLM ``<|image|>``."""
+    return int(info.get_hf_config().image_token_id)
 
 
 def _prune(stock: Any, *positions: str, merger: str = "", glm: bool = False) -> type[PrunedModel]:
     """The pruned form of one class; ``positions`` are names of its own beyond those of all."""
     calls = ("_parse_and_validate_image_input", "_process_image_input", "get_mrope_input_positions")
-    kind = (PLACEHOLDERS, QwenVision, PrunedQwen)
-    parts = (_GLM_PLACEHOLDERS, _GlmVision, _PrunedGlm) if glm else kind
-    return prune_class(stock, *parts, methods=(*calls, *positions), merger=merger)
+    count = _count_glm_tokens if glm else _count_tokens
+    resize = shrink_glm_to_budget if glm else shrink_to_budget
+    placeholders = Placeholders(count, _count_largest, _image_token, resize=resize)
+    parts = (_GlmVision, _PrunedGlm) if glm else (QwenVision, PrunedQwen)
+    names = (*calls, *positions)
+    return prune_class(stock, placeholders, *parts, methods=names, merger=merger)
 
 
 _ANEW = "recompute_mrope_positions"

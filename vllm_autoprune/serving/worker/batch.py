@@ -2,25 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.serving.plan import ItemPlan, plan_error, runs_policy
+from vllm_autoprune.ops.greedy import Conditioned
+from vllm_autoprune.ops.rowwise import upload
+from vllm_autoprune.serving.plan import NO_KEY, Choice, Ids, ItemPlan, plan_error, runs_policy
 from vllm_autoprune.serving.served_state import ServedState
-from vllm_autoprune.serving.worker.features import ImageFeatures, Region, stack
-from vllm_autoprune.serving.worker.regions import (
-    SelectionContext,
-    select_region,
-    share_over_regions,
+from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, Region, stack
+from vllm_autoprune.serving.worker.question import RelevanceSpace
+from vllm_autoprune.serving.worker.selection import (
+    FallbackReporter,
+    FirstImageCheck,
+    select_at_random,
+    select_with_fallback,
 )
-from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
-from vllm_autoprune.tpdsl.base_policy import RefinedTokens
-from vllm_autoprune.tpdsl.tokens import Need
+from vllm_autoprune.tpdsl.atoms.selectors import compares_greedily
+from vllm_autoprune.tpdsl.base_policy import Given, RefinedTokens
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, delta_policy
+from vllm_autoprune.tpdsl.prefix import LanguagePrefix
+from vllm_autoprune.tpdsl.refine import (
+    condition_exchange,
+    give_core,
+    give_kept,
+    join_parts,
+    keep_evenly,
+    pool_tokens,
+)
+from vllm_autoprune.tpdsl.tokens import (
+    Instruction,
+    MergerInput,
+    Need,
+    NextLayer,
+    TowerStates,
+    VisualTokens,
+    Words,
+)
+
+T = TypeVar("T")
+
+_VARIABLE_LENGTH: frozenset[Need] = frozenset({"language", "words"})
+"""Inputs whose length depends on the instruction: images that need them are selected one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """Parts of the model that a policy's inputs are made with, beside the image features.
+
+    project maps rows of the vision tower ``(..., Dv)`` to ``(..., D)``; language reads the
+    language model's first layers over one image ``(N, D)`` and its instruction; embed maps token
+    ids ``(W,)`` to the language model's input embeddings ``(W, D)``. None where the served state
+    needs none.
+    """
+
+    project: Callable[[Tensor], Tensor]
+    relevance: RelevanceSpace | None = None
+    language: Callable[[Tensor, Ids], LanguagePrefix] | None = None
+    embed: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionContext:
+    """State, model parts and reporter for the selection of one batch.
+
+    ``first_check`` is the safety check on a state's first real images; None skips it. ``cores``
+    keeps what further questions about an image need.
+    """
+
+    served: ServedState
+    parts: ModelParts
+    reporter: FallbackReporter
+    first_check: FirstImageCheck | None = None
+    cores: CoreCache = field(default_factory=lambda: CoreCache(0))
 
 
 def prune_images(
@@ -29,102 +90,94 @@ def prune_images(
     """``(K_i, D + E)`` rows of every image, in the order given.
 
     Images of one budget and one shape are selected together; others make selections of their own.
+    A row is there for each of the image's placeholders, whatever its plan says.
     """
-    plans = [
-        _replace_impossible(*item, context.reporter) for item in zip(plans, images, strict=True)
-    ]
-    rows: list[Tensor | None] = [None] * len(plans)
-    for members in _groups(context.served, plans, images):
-        plan, image = plans[members[0]], images[members[0]]
-        if _all_kept(plan, image):
-            for i in members:
-                rows[i] = images[i].rows(plan.budget)
-            continue
-        kept = _select_rows(context, [plans[i] for i in members], [images[i] for i in members])
-        for row, i in enumerate(members):
-            # Profiling gets the unpruned size, after the selection has used its memory.
-            rows[i] = images[i].rows() if plans[i].profile else kept[row]
-    selected = [row for row in rows if row is not None]
-    return [
-        _fit_rows(*item, context.reporter) for item in zip(selected, plans, images, strict=True)
-    ]
-
-
-def _replace_impossible(
-    plan: ItemPlan, image: ImageFeatures, reporter: FallbackReporter
-) -> ItemPlan:
-    """The plan, or a random draw where the items before it keep all tokens of the image.
-
-    Only a forged plan is like that: the API server, which checks it, does not know N for certain.
-    """
-    most = image.tokens if plan.part == "recall" else image.candidates
-    if plan.kept_before < most:
-        return plan
-    error = plan_error(f"comes after {plan.kept_before} tokens, and its image has {most}")
-    reporter.report_refused_plan(error, image.regions[0].projected.device)
-    return replace(plan, keep="random", state=b"", part="whole", core=0, earlier=())
-
-
-_VARIABLE_LENGTH: frozenset[Need] = frozenset({"language", "words"})
-"""Inputs whose length depends on the instruction: images that need them are selected one by one."""
-
-
-def _groups(
-    served: ServedState, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
-) -> Iterator[list[int]]:
-    """Positions of the images that are selected together, in the order of their parts.
-
-    What an item is chosen after is then remembered when its own turn comes.
-    """
+    plans, reporter = list(plans), context.reporter
     groups: dict[object, list[int]] = {}
     for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
-        groups.setdefault((plan.group, _shape(image)), []).append(i)
-    for members in sorted(groups.values(), key=lambda group: plans[group[0]].kept_before):
-        plan = plans[members[0]]
-        selects = not _all_kept(plan, images[members[0]]) and runs_policy(plan.keep)
-        if selects and _VARIABLE_LENGTH & served.policy_for_plan(plan).needs:
-            # Instructions differ in length, and neither padding nor a batch may change a selection.
-            yield from ([i] for i in members)
+        most = image.tokens if plan.part == "recall" else image.candidates
+        if plan.kept_before >= most:
+            # Forged: the API server, which checks plans, does not know N for certain.
+            error = plan_error(f"comes after {plan.kept_before} tokens, and its image has {most}")
+            reporter.report_refused_plan(error, image.regions[0].projected.device)
+            plan = replace(plan, keep="random", state=b"", part="whole", core=0, earlier=())
+            plans[i] = plan
+        selects = not _keeps_all(plan, image) and runs_policy(plan.keep)
+        policy = context.served.policy_for_plan(plan) if selects else None
+        # Instructions differ in length, and neither padding nor a batch may change a selection.
+        alone = policy is not None and not _VARIABLE_LENGTH.isdisjoint(policy.needs)
+        shape = (image.gaps, *((region.grid, region.share) for region in image.regions))
+        groups.setdefault((plan.group, shape, i if alone else None), []).append(i)
+
+    # In the order of their parts: what an item is chosen after is then remembered when its own turn
+    # comes.
+    rows = dict[int, Tensor]()
+    for members in sorted(groups.values(), key=lambda members: plans[members[0]].kept_before):
+        group = [plans[i] for i in members], [images[i] for i in members]
+        if _keeps_all(plans[members[0]], images[members[0]]):
+            selected: Sequence[Tensor] = [image.rows(group[0][0].budget) for image in group[1]]
         else:
-            yield members
+            selected = _select_rows(context, *group).unbind()
+        for i, rows_of_image in zip(members, selected, strict=True):
+            # Profiling gets the unpruned size, after the selection has used its memory.
+            rows[i] = images[i].rows() if plans[i].profile else rows_of_image
+
+    # vLLM silently drops surplus rows, and its engine crashes where rows are missing. Neither
+    # happens while the API server predicts N correctly.
+    for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
+        count, wanted = len(rows[i]), image.tokens if plan.profile else plan.budget
+        if count != wanted:
+            mismatch = SelectionError(f"{count} rows for a placeholder of {wanted}")
+            reporter.report_error(mismatch, "cutting its rows off, or repeating the last one")
+            places = torch.arange(wanted, device=rows[i].device).clamp(max=count - 1)
+            rows[i] = rows[i][places]
+    return [rows[i] for i in range(len(plans))]
 
 
-def _all_kept(plan: ItemPlan, image: ImageFeatures) -> bool:
+def _keeps_all(plan: ItemPlan, image: ImageFeatures) -> bool:
     return plan.kept_before == 0 and plan.budget >= image.candidates
-
-
-def _shape(image: ImageFeatures) -> tuple[object, ...]:
-    return (image.gaps, *((region.grid, region.share) for region in image.regions))
 
 
 def _select_rows(
     context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
 ) -> Tensor:
     """Select ``(B, K, D + E)`` rows of images of one group and shape, of which not all are kept."""
-    plan = plans[0]
-    rows, positions = [], []
-    for at, share in enumerate(share_over_regions(context.served, plan, images[0])):
-        if share.rows == 0:
+    plan, image = plans[0], images[0]
+    ordered = image.regions[0].order is not None
+    parts, positions = [], []
+    for number in range(len(image.regions)):
+        batch = RegionBatch(context, plans, images, number)
+        if batch.rows == 0:
             continue
-        regions = [image.regions[at] for image in images]
-        refined = select_region(context, plans, images, at, share)
-        rows.append(_append_extra_channels(refined, regions))
-        positions.append(_row_positions(refined, regions))
-    if not rows:  # all tokens are kept already
-        return _append_fillers(torch.stack([image.rows()[:0] for image in images]), plan, images)
-    joined = torch.cat(rows, dim=1)
+        refined = batch.select()
+        features = refined.features
+        channels = [r.extra_channels for r in batch.regions if r.extra_channels is not None]
+        if channels:
+            # A row that stands for no single token takes the channels of the last that is kept.
+            last = refined.indices[:, -1:].expand(-1, refined.extra)
+            sources = torch.cat([refined.indices, last], dim=1)[:, :, None]
+            extra = stack(channels)
+            extra = extra.gather(1, sources.expand(-1, -1, extra.shape[2]))
+            features = torch.cat([features, extra.to(features.dtype)], dim=2)
+        parts.append(features)
+        if ordered:
+            # Positions among all rows of the image; rows that stand for no token come last.
+            orders = stack([r.order for r in batch.regions if r.order is not None])
+            places = orders.gather(1, refined.indices)
+            end = torch.iinfo(places.dtype).max
+            positions += [places, places.new_full((len(plans), refined.extra), end)]
+
+    if not parts:  # all tokens are kept already
+        parts = [torch.stack([image.rows()[:0] for image in images])]
+    rows = torch.cat(parts, dim=1)
     by_quality = runs_policy(plan.keep) and orders_by_quality(
         context.served.policy_for_plan(plan).state.reassembly
     )
-    if images[0].regions[0].order is not None and not by_quality:
+    if positions and not by_quality:
         order = torch.cat(positions, dim=1).argsort(dim=1, stable=True)
-        joined = joined.gather(1, order[:, :, None].expand(-1, -1, joined.shape[2]))
-    return _append_fillers(joined, plan, images)
+        rows = rows.gather(1, order[:, :, None].expand(-1, -1, rows.shape[2]))
 
-
-def _append_fillers(rows: Tensor, plan: ItemPlan, images: Sequence[ImageFeatures]) -> Tensor:
-    """Rows ``(B, K, D)``, with fillers where all tokens are kept and the plan asks for more."""
-    image = images[0]
+    # Fillers, where all tokens are kept and the plan asks for more.
     missing = min(plan.image_budget - image.candidates, image.gaps)
     missing -= max(0, plan.kept_before - image.candidates)
     fillers = [image.filler for image in images if image.filler is not None]
@@ -134,43 +187,213 @@ def _append_fillers(rows: Tensor, plan: ItemPlan, images: Sequence[ImageFeatures
     return torch.cat([rows, added.to(rows.dtype)], dim=1)
 
 
-def _append_extra_channels(refined: RefinedTokens, regions: Sequence[Region]) -> Tensor:
-    """``(B, K, D + E)``: selected rows with the extra channels of their tokens appended.
+@dataclass(frozen=True)
+class RegionBatch:
+    """One region of images, number ``number``, whose plans are of one group.
 
-    A row that stands for no single token takes the channels of the last one that is kept.
+    An image may be several items of its prompt: the core before the delta, both before what later
+    turns recall. Each is chosen given those before it, whose indices are remembered, or chosen
+    anew: the same tokens, since they follow from the image and from the questions in the plan.
     """
-    channels = [r.extra_channels for r in regions if r.extra_channels is not None]
-    if not channels:
-        return refined.features
-    extra_channels = stack(channels)
-    last = refined.indices[:, -1:].expand(-1, refined.extra)
-    sources = torch.cat([refined.indices, last], dim=1)[:, :, None]
-    extra = extra_channels.gather(1, sources.expand(-1, -1, extra_channels.shape[2]))
-    return torch.cat([refined.features, extra.to(refined.features.dtype)], dim=2)
+
+    context: SelectionContext
+    plans: Sequence[ItemPlan]
+    images: Sequence[ImageFeatures]
+    number: int
+
+    @cached_property
+    def regions(self) -> list[Region]:
+        """The region of each image."""
+        return [image.regions[self.number] for image in self.images]
+
+    @cached_property
+    def rows(self) -> int:
+        """Tokens of the region that each of the items keeps (:attr:`ItemPlan.part`)."""
+        return self._share(self.plans[0].image_budget) - self._share(self.plans[0].kept_before)
+
+    def select(self) -> RefinedTokens:
+        """Select the region's share of every image's tokens.
+
+        An image keeps the tokens that it was given first, as long as they are remembered: features
+        differ in their last bits from batch to batch, and KV of those tokens may be left.
+        """
+        plan, reporter, cores = self.plans[0], self.context.reporter, self.context.cores
+        bare = VisualTokens(stack([r.projected for r in self.regions]), self.regions[0].grid)
+        if plan.keep == "resized":
+            return pool_tokens(self.rows, bare)
+        if plan.keep == "random":
+            keys = [plan.key for plan in self.plans]
+            return select_at_random(self.rows, bare, keys, self._share(plan.kept_before))
+        policy, image_core = self._make_policy()
+        if plan.part == "whole" and policy.core and self.rows < bare.count:
+            # An image that is one item keeps what its core and its delta keep as two.
+            parts = self._take_items([plan.split(image_core) for plan in self.plans])
+            core, *delta = [part.select() for part in parts if part.rows > 0]
+            return join_parts(core, delta[0]) if delta else core
+
+        before, earlier = list[Tensor](), None
+        try:
+            items = self._take_items([[*plan.items_before()] for plan in self.plans])
+            before += (item._recall() for item in items if item.rows > 0)
+            tokens = self._make_tokens(policy, bare)
+            if self.context.first_check is not None and not plan.profile:
+                policy = self.context.first_check.replace_unsafe(policy, tokens)
+            if before and plan.part == "recall":
+                earlier = give_kept(tokens, torch.cat(before, dim=1))
+            elif before:
+                earlier = items[0]._give_core(policy, tokens, before[0])
+        except Exception as error:  # as in select_with_fallback(): the engine has to live
+            reporter.report_error(error)
+            earlier = give_kept(bare, torch.cat(before, dim=1)) if before else None
+            refined = keep_evenly(self.rows, bare, earlier)
+            reporter.report(refined.fallback, "error")
+            return refined
+        if earlier is not None and plan.part == "delta":
+            policy = delta_policy(policy)
+        known = [cores.indices.get(key) for key in self._keys]
+        errors = dict(reporter.errors)
+        refined = select_with_fallback(policy, tokens, reporter, earlier, known)
+        # After an exception a later selection may succeed, so its tokens are remembered only where
+        # other items are chosen after them. Values that are not finite lead to the same ones each
+        # time.
+        precedes = plan.part in ("core", "recall") or self.context.served.rules.recall > 0
+        if precedes or reporter.errors == errors:
+            self._remember(refined.indices)
+        return refined
+
+    def _share(self, count: int) -> int:
+        """The region's part of so many tokens of an image."""
+        return self.images[0].split(count)[self.number]
+
+    def _take_items(self, plans: Sequence[Sequence[ItemPlan]]) -> list[RegionBatch]:
+        """The same region for other items of the images, given by image."""
+        return [replace(self, plans=items) for items in zip(*plans, strict=True)]
+
+    def _make_policy(self) -> tuple[PruningPolicy, int]:
+        """The policy with the region's share of K, core and exchange quota; the image's core."""
+        plan = self.plans[0]
+        policy = self.context.served.policy_for_plan(plan)
+        # The policy of a delta is that of both parts, the policy of a recall its own alone.
+        budget = self.rows if plan.part == "recall" else self._share(plan.image_budget)
+        core = self._share(policy.core)
+        quota = min(self._share(policy.quota), budget - core)
+        # The image's r_min is at most K - q_e, which is what these add up to.
+        r_min = min(policy.r_min, budget - quota)
+        share = replace(policy, budget=budget, quota=quota, r_min=r_min, varies=False, core=core)
+        return share, policy.core
+
+    @cached_property
+    def _keys(self) -> list[Hashable]:
+        """Keys of the tokens that the items keep: which image, and what chooses them.
+
+        None for an image without a key, and in profiling: nothing of it is remembered.
+        """
+        state = self.context.served.state_for_plan(self.plans[0])
+        keys: list[Hashable] = []
+        for plan, region in zip(self.plans, self.regions, strict=True):
+            choices = (Choice(plan.budget, *plan.read), *plan.earlier)
+            text = repr((plan.group, [_digest(choice) for choice in choices]))
+            chooser: Hashable = (state.digest, hashlib.sha256(text.encode()).digest())
+            if plan.part == "core" and state.core is not None:
+                chooser = (state.core_digest, plan.core)  # states with the same core share it
+            key = (plan.key, chooser, self.number, region.grid)
+            keys.append(None if plan.key == NO_KEY or plan.profile else key)
+        return keys
+
+    def _remember(self, indices: Sequence[Tensor] | Tensor) -> None:
+        for key, indices_of_item in zip(self._keys, indices, strict=True):
+            if key is not None:
+                self.context.cores.indices.put(key, indices_of_item)
+
+    def _recall(self) -> Tensor:
+        """Indices ``(B, K)`` as they were chosen when the items were computed, or chosen anew."""
+        known = [self.context.cores.indices.get(key) for key in self._keys]
+        if any(indices is None for indices in known):
+            anew = self.select().indices
+            known = [anew[i] if indices is None else indices for i, indices in enumerate(known)]
+            self._remember(_present(known))
+        return torch.stack(_present(known))
+
+    def _give_core(self, policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Given:
+        """These items, kept at ``(B, A)``, as cores, with what further questions need of them."""
+        state, base = policy.state, policy.base
+        start = give_core(policy, tokens, core)
+        conditioned, exchange = None, None
+        # Another policy or selector compares tokens in another way, upon the same core.
+        if base.condition is not None:
+            by = state.base_policy.model_dump_json()
+            ranked = state.ranked(tokens)
+            condition = partial(base.condition, state.base_policy.params, ranked, core)
+            conditioned = self._condition(by, condition)
+        if policy.refines and compares_greedily(state.constraints.selector):
+            by = repr((state.source.tokens, state.scoring.kernel, state.constraints.selector.atom))
+            exchange = self._condition(by, partial(condition_exchange, policy, tokens, core))
+        return replace(start, conditioned=conditioned, exchange=exchange)
+
+    def _condition(self, by: str, condition: Callable[[], Conditioned]) -> Conditioned:
+        """Similarities of the batch conditioned on its cores, from the cache or computed."""
+        cache = self.context.cores.conditioned
+        keys = [None if key is None else (key, by) for key in self._keys]
+        known = [cache.get(key) for key in keys]
+        if any(part is None for part in known):
+            fresh = condition()
+            for i, key in enumerate(keys):
+                if known[i] is None:
+                    known[i] = conditioned = fresh.select(i, len(keys))
+                    if key is not None:
+                        cache.put(key, conditioned)
+        return Conditioned.join(_present(known))
+
+    def _make_tokens(self, policy: PruningPolicy, bare: VisualTokens) -> VisualTokens:
+        """The tokens with every input that the policy reads and the images or the model have."""
+        parts, features = self.context.parts, bare.features
+        signals = {
+            signal: stack([region.signals[signal] for region in self.regions])
+            for signal in self.regions[0].signals
+            if all(signal in region.signals for region in self.regions)
+        }
+        instruction, language, words, tower, merger_input = None, None, None, None, None
+        if "instruction" in policy.needs and parts.relevance is not None:
+            text, segments = parts.relevance.instructions([plan.instruction for plan in self.plans])
+            patches = signals.get("relevance", features)
+            instruction = Instruction(patches, text, segments, parts.relevance.sign)
+        if "language" in policy.needs and parts.language is not None:
+            (plan,) = self.plans
+            language = parts.language(features[0], plan.language)
+        if "words" in policy.needs and parts.embed is not None:
+            (plan,) = self.plans
+            # Looked up in any case: under tensor parallelism every lookup is a collective.
+            ids = upload(torch.tensor(plan.language or (0,)), features.device)
+            rows = parts.embed(ids)[None, : len(plan.language)]
+            words = Words(rows, torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device))
+        if "tower_keys" in signals:
+            next_layer = None
+            if "next_keys" in signals:
+                next_layer = NextLayer(signals["next_attention"], signals["next_keys"])
+            states = signals["encoder"], signals["tower_keys"]
+            tower = TowerStates(*states, parts.project, signals.get("tower_cls"), next_layer)
+        cosine = signals.get("cosine")
+        before = self.context.served.state.rank_at == "merger_in"
+        if "merger_norms" in signals:
+            merger_input = MergerInput(signals["merger_norms"], cosine if before else None)
+        return replace(
+            bare,
+            cls_attention=signals.get("cls_attention"),
+            instruction=instruction,
+            known_cosine=None if before else cosine,
+            tower=tower,
+            language=language,
+            encoder=signals.get("encoder"),
+            words=words,
+            merger_input=merger_input,
+        )
 
 
-def _row_positions(refined: RefinedTokens, regions: Sequence[Region]) -> Tensor:
-    """``(B, K)``: position of each row among all rows of its image; rows without a token last."""
-    orders = [region.order for region in regions if region.order is not None]
-    positions = stack(orders).gather(1, refined.indices) if orders else refined.indices
-    shape, end = (positions.shape[0], refined.extra), torch.iinfo(positions.dtype).max
-    return torch.cat([positions, positions.new_full(shape, end)], dim=1)
+@lru_cache(maxsize=256)
+def _digest(choice: Choice) -> bytes:
+    """Digest of one question: the plan of every later recall of an image repeats it."""
+    return hashlib.sha256(repr(choice).encode()).digest()
 
 
-def _fit_rows(
-    rows: Tensor, plan: ItemPlan, image: ImageFeatures, reporter: FallbackReporter
-) -> Tensor:
-    """Cut or extend rows to the number of the image's placeholders, the budget of its plan.
-
-    vLLM silently drops surplus rows, and its engine crashes where rows are missing. Neither happens
-    while the API server predicts N correctly; otherwise rows are dropped at the end or the last one
-    is repeated, and the mismatch is counted.
-    """
-    wanted = image.tokens if plan.profile else plan.budget
-    if rows.shape[0] == wanted:
-        return rows
-    reporter.report_error(
-        SelectionError(f"{rows.shape[0]} rows for a placeholder of {wanted}"),
-        "cutting its rows off, or repeating the last one",
-    )
-    return rows[torch.arange(wanted, device=rows.device).clamp(max=rows.shape[0] - 1)]
+def _present(parts: Sequence[T | None]) -> list[T]:
+    return [part for part in parts if part is not None]

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from functools import lru_cache
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from vllm_autoprune.ops.greedy import Conditioned
 from vllm_autoprune.serving.plan import split_over_parts
 from vllm_autoprune.tpdsl.tokens import Grid
-
-# Vision features of an image, and their cache, which lets further questions skip the tower.
-#
-# Features and cache keys depend on pixels only, never on a question, a budget or a uuid.
-
 
 Signal = Literal[
     "cosine",
@@ -45,20 +42,12 @@ Signals = Mapping[Signal, Tensor]
 """Signals of one image or region; of a batch or of tiles, with their number in front."""
 
 
-def map_signals(signals: Signals, function: Callable[[Tensor], Tensor]) -> dict[Signal, Tensor]:
-    """Every signal through a function, such as one that takes some images of a batch."""
-    return {signal: function(part) for signal, part in signals.items()}
-
-
-def stack_signals(parts: Sequence[Signals]) -> dict[Signal, Tensor]:
-    """The signals that all of these have, as a batch."""
-    common = [signal for signal in parts[0] if all(signal in part for part in parts)]
-    return {signal: stack([part[signal] for part in parts]) for signal in common}
-
-
 def stack(parts: Sequence[Tensor]) -> Tensor:
     """``torch.stack``; a single image is not copied, because a selection only reads its inputs."""
     return parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
+
+
+_split = lru_cache(maxsize=256)(split_over_parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +107,8 @@ class ImageFeatures:
 
     def split(self, budget: int) -> tuple[int, ...]:
         """K split over the regions in proportion to their shares."""
-        sizes = [region.grid.tokens for region in self.regions]
-        return split_over_parts(budget, sizes, [r.share for r in self.regions], self.rest_at)
+        sizes = tuple(region.grid.tokens for region in self.regions)
+        return _split(budget, sizes, tuple(region.share for region in self.regions), self.rest_at)
 
     def rows(self, count: int | None = None) -> Tensor:
         """``(N, D + E)`` as the unpruned model has them; the first fillers only where count < N."""
@@ -150,43 +139,52 @@ class ImageFeatures:
         return sum(part.numel() * part.element_size() for part in self.tensors())
 
 
-class FeatureCache:
-    """LRU cache of image features, bounded in bytes."""
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=_Sized)
+
+
+class TensorCache(Generic[T]):
+    """LRU cache of records of tensors, bounded in bytes.
+
+    Of image features, which let further questions skip the tower, and of similarities conditioned
+    on a core. Keys and values depend on pixels and states, never on a question or a uuid.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.used_bytes = 0
         self.hits = 0
         self.misses = 0
-        self._entries: OrderedDict[Hashable, ImageFeatures] = OrderedDict()
+        self._entries = LRUCache[Hashable, T](limit, getsizeof=lambda entry: entry.nbytes)
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: Hashable) -> ImageFeatures | None:
-        """The features of an image, now the most recently used, or None."""
-        features = self._entries.get(key)
-        if features is None:
-            self.misses += 1
-            return None
-        self._entries.move_to_end(key)
-        self.hits += 1
-        return features
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all entries."""
+        return int(self._entries.currsize)
 
-    def put(self, key: Hashable, features: ImageFeatures) -> None:
-        """Keep an image's features, dropping the least recently used ones beyond the bound."""
-        if features.nbytes > self.limit or key in self._entries:
-            return
-        self._entries[key] = features
-        self.used_bytes += features.nbytes
-        while self.used_bytes > self.limit:
-            _, dropped = self._entries.popitem(last=False)
-            self.used_bytes -= dropped.nbytes
+    def get(self, key: Hashable) -> T | None:
+        """The entry, now the most recently used, or None."""
+        entry = self._entries.get(key)
+        if entry is None:
+            self.misses += 1
+        else:
+            self.hits += 1
+        return entry
+
+    def put(self, key: Hashable, entry: T) -> None:
+        """Keep an entry, dropping the least recently used ones beyond the bound."""
+        if entry.nbytes <= self.limit and key not in self._entries:
+            self._entries[key] = entry
 
     def clear(self) -> None:
-        """Drop all images, as when the weights that they were made with are replaced."""
+        """Drop all entries, as when the weights that they were made with are replaced."""
         self._entries.clear()
-        self.used_bytes = 0
 
     def reserve(self, device: torch.device, more: int = 0) -> Tensor | None:
         """Allocate a buffer of the bound's size, for the time that vLLM profiles device memory.
@@ -222,8 +220,10 @@ class _Span(NamedTuple):
     written: int
 
 
-class _IndexRing:
-    """Ring buffer of the indices of items: the oldest ones are overwritten.
+class IndexRing:
+    """Ring buffer of the indices ``(K,)`` of items in the order of their rows.
+
+    The oldest ones are overwritten.
 
     A small tensor of its own for each item would outlive the temporary tensors around it, whose
     memory an allocator could then not join: on a CPU it grew by tens of megabytes.
@@ -250,7 +250,10 @@ class _IndexRing:
         return indices
 
     def put(self, key: Hashable, indices: Tensor) -> None:
-        """Write the indices ``(K,)`` of an item that is not kept yet."""
+        """Write the indices ``(K,)`` of an item, unless some are there.
+
+        The first ones are those that its KV blocks were made of.
+        """
         if key in self._spans or len(indices) > MAX_INDICES:
             return
         if self._buffer is None:
@@ -284,42 +287,10 @@ class CoreCache:
     """Indices of items, and within ``limit`` bytes the similarities conditioned on cores."""
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used_bytes = 0
-        self._indices = _IndexRing()
-        self._conditioned: OrderedDict[Hashable, Conditioned] = OrderedDict()
-
-    def indices(self, key: Hashable) -> Tensor | None:
-        """Indices ``(K,)`` of an item in the order of its rows, or None."""
-        return self._indices.get(key)
-
-    def put_indices(self, key: Hashable, indices: Tensor) -> None:
-        """Keep the indices ``(K,)`` of an item: the first ones, which its KV blocks were made of.
-
-        Images without a key (None) are not kept, here and below.
-        """
-        if key is not None:
-            self._indices.put(key, indices)
-
-    def conditioned(self, key: Hashable) -> Conditioned | None:
-        """Similarity of an image conditioned on its core, or None; now the most recently used."""
-        conditioned = self._conditioned.get(key)
-        if conditioned is not None:
-            self._conditioned.move_to_end(key)
-        return conditioned
-
-    def put_conditioned(self, key: Hashable, conditioned: Conditioned) -> None:
-        """Keep the similarity of one image conditioned on a core, where there is room for it."""
-        if key is None or key in self._conditioned or conditioned.nbytes > self.limit:
-            return
-        self._conditioned[key] = conditioned
-        self.used_bytes += conditioned.nbytes
-        while self.used_bytes > self.limit:
-            _, dropped = self._conditioned.popitem(last=False)
-            self.used_bytes -= dropped.nbytes
+        self.indices = IndexRing()
+        self.conditioned = TensorCache[Conditioned](limit)
 
     def clear(self) -> None:
         """Drop everything, as when the weights that features are made with are replaced."""
-        self._indices.clear()
-        self._conditioned.clear()
-        self.used_bytes = 0
+        self.indices.clear()
+        self.conditioned.clear()

@@ -7,7 +7,7 @@ import os
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,10 +15,8 @@ from pathlib import Path
 import torch
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 
-from vllm_autoprune.serving.worker.features import FeatureCache
-from vllm_autoprune.serving.worker.selection import FallbackMeter
-
-# Timer of device work that does not wait for the device.
+from vllm_autoprune.serving.worker.features import ImageFeatures, TensorCache
+from vllm_autoprune.serving.worker.selection import FallbackReporter
 
 
 class Stopwatch:
@@ -78,7 +76,7 @@ HELP: Mapping[str, str] = {
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, float("inf"))
 _EDGES = tuple("+Inf" if edge == float("inf") else repr(edge) for edge in _BUCKETS)
 
-Labels = tuple[tuple[str, str], ...]
+_Labels = tuple[tuple[str, str], ...]
 
 
 class WorkerMetrics:
@@ -96,18 +94,29 @@ class WorkerMetrics:
         self._sum = 0.0
 
     def publish(
-        self, watch: Stopwatch, meter: FallbackMeter, cache: FeatureCache, unsafe_states: int
+        self,
+        watch: Stopwatch,
+        reporter: FallbackReporter,
+        cache: TensorCache[ImageFeatures],
+        unsafe_states: int,
     ) -> None:
-        """Write all totals so far."""
-        self.add_selections(watch.collect())
-        for (kind, reason), count in meter.counts_on_host().items():
-            self.set_counter(FALLBACKS, count, (("fallback", kind), ("reason", reason)))
-        for error, count in meter.errors.items():
-            self.set_counter(_ERRORS, count, (("error", error),))
-        self.set_counter(_UNSAFE, unsafe_states)
-        self.set_counter(HITS, cache.hits)
-        self.set_counter(MISSES, cache.misses)
-        self.set_gauge(_CACHE_BYTES, cache.used_bytes)
+        """Write all totals so far; gauges of several workers are summed."""
+        for duration in watch.collect():
+            self._seconds[bisect_left(_BUCKETS, duration)] += 1
+            self._sum += duration
+        for edge, count in zip(_EDGES, self._seconds, strict=True):
+            self._write("histogram", SELECTION, count, (("le", edge),), "_bucket")
+        self._write("histogram", SELECTION, self._sum, suffix="_sum")
+        for (kind, reason), count in reporter.counts().items():
+            if kind != "none":
+                labels = ("fallback", kind), ("reason", reason)
+                self._write("counter", FALLBACKS, count, labels)
+        for error, count in reporter.errors.items():
+            self._write("counter", _ERRORS, count, (("error", error),))
+        self._write("counter", _UNSAFE, unsafe_states)
+        self._write("counter", HITS, cache.hits)
+        self._write("counter", MISSES, cache.misses)
+        self._write("gauge_livesum", _CACHE_BYTES, cache.used_bytes)
 
     def close(self) -> None:
         """Close the files; a worker's are closed by its exit."""
@@ -115,48 +124,27 @@ class WorkerMetrics:
             file.close()  # type: ignore[no-untyped-call]
         self._files.clear()
 
-    def add_selections(self, seconds: Iterable[float]) -> None:
-        """Add durations of selections to the histogram."""
-        for duration in seconds:
-            self._seconds[bisect_left(_BUCKETS, duration)] += 1
-            self._sum += duration
-        for edge, count in zip(_EDGES, self._seconds, strict=True):
-            self._write("histogram", SELECTION, count, (("le", edge),), "_bucket")
-        self._write("histogram", SELECTION, self._sum, suffix="_sum")
-
-    def set_counter(self, name: str, count: float, labels: Labels = ()) -> None:
-        """Write a counter's total."""
-        self._write("counter", name, count, labels, "_total")
-
-    def set_gauge(self, name: str, value: float) -> None:
-        """Write a gauge; those of several workers are summed."""
-        self._write("gauge_livesum", name, value)
-
     def _write(
-        self, kind: str, name: str, value: float, labels: Labels = (), suffix: str = ""
+        self, kind: str, name: str, value: float, labels: _Labels = (), suffix: str = ""
     ) -> None:
         if not self._writes:
             return
         try:
-            self._file(kind).write_value(  # type: ignore[no-untyped-call]
-                _key(name, suffix, labels), float(value), 0.0
-            )
+            if kind not in self._files:
+                # Apart from prometheus_client's own files of this process, should it have any.
+                path = self._folder / f"{kind}_autoprune-{os.getpid()}.db"
+                self._files[kind] = MmapedDict(str(path))  # type: ignore[no-untyped-call]
+            key = _key(name, suffix or "_total" * (kind == "counter"), labels)
+            self._files[kind].write_value(key, float(value), 0.0)  # type: ignore[no-untyped-call]
         except OSError as error:
             self._writes = False
             logger.warning(
                 "This worker's metrics cannot be written to %s: %s.", self._folder, error
             )
 
-    def _file(self, kind: str) -> MmapedDict:
-        if kind not in self._files:
-            # Apart from prometheus_client's own files of this process, should it have any.
-            path = self._folder / f"{kind}_autoprune-{os.getpid()}.db"
-            self._files[kind] = MmapedDict(str(path))  # type: ignore[no-untyped-call]
-        return self._files[kind]
-
 
 @cache
-def _key(name: str, suffix: str, labels: Labels) -> str:
+def _key(name: str, suffix: str, labels: _Labels) -> str:
     """Key in prometheus_client's file; cached, because each is written every step."""
     keys, values = [key for key, _ in labels], [text for _, text in labels]
     return mmap_key(name, name + suffix, keys, values, HELP[name])

@@ -40,13 +40,6 @@ def unplaced_channels(rows: Tensor) -> Tensor:
     return rows.new_full((rows.shape[0], CHANNELS), -1, dtype=torch.float32)
 
 
-def _position_offsets(channels: Tensor) -> Tensor:
-    """``(3, M)`` int64 from channels ``(M, 4)``: time, height and width from the image's first."""
-    digits = channels.long()
-    rows, columns = digits[:, 0] * _BASE + digits[:, 1], digits[:, 2] * _BASE + digits[:, 3]
-    return torch.stack([torch.zeros_like(rows), rows, columns])
-
-
 def compute_input_positions(
     stock: Stock,
     ids: Sequence[int],
@@ -127,7 +120,10 @@ def place_image_tokens(
     below 0 (:func:`unplaced_channels`) leave their tokens where they are. No host sync.
     """
     joined = torch.cat([part.float() for part in channels])
-    offsets = _position_offsets(joined).to(positions.device)
+    digits = joined.long()
+    rows, columns = digits[:, 0] * _BASE + digits[:, 1], digits[:, 2] * _BASE + digits[:, 3]
+    # Time, height and width from the image's first position, (3, M).
+    offsets = torch.stack([torch.zeros_like(rows), rows, columns]).to(positions.device)
     at = torch.arange(len(ids), device=positions.device)
     is_image = (ids.to(positions.device) == image) & (at >= computed)
     rank = is_image.cumsum(0) - 1

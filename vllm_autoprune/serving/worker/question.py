@@ -9,19 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from vllm_autoprune.ops.rowwise import upload
+from vllm_autoprune.serving.compat.worker import gather_over_ranks, world_size
 from vllm_autoprune.serving.plan import Ids
 from vllm_autoprune.serving.settings import TextTower
-from vllm_autoprune.serving.worker.tensor_parallel import gather_over_ranks, world_size
 from vllm_autoprune.tpdsl.prefix import DecoderLayer, DecoderPrefix, PrefixOutput
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaModel
 
-# Embedding spaces in which relevance is measured: CLIP's, or the language model's own.
-
 
 class RelevanceSpace(Protocol):
-    """Space into which visual tokens and instructions are embedded."""
+    """Space into which visual tokens and instructions are embedded, to measure relevance."""
 
     sign: int
 
@@ -87,75 +85,51 @@ class ClipTower:
         return projected
 
     def instructions(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
-        """One row for each segment; all segments of a batch go through the tower at once."""
-        # Nothing is kept of a text: its time would tell another tenant that it was asked before.
-        cut = {row: split_segments(row, self._segment) for row in ids}
-        pooled = self._pooled([segment for row in cut.values() for segment in row])
-        rows = dict(zip(cut, pooled.split([len(row) for row in cut.values()]), strict=True))
-        parts = [rows[row] for row in ids]
-        text = nn.utils.rnn.pad_sequence(parts, batch_first=True)
-        counts = upload(torch.tensor([len(part) for part in parts]), self._device)
-        used = torch.arange(text.shape[1], device=self._device)[None] < counts[:, None]
-        return text, used
+        """One row for each segment; all segments of a batch go through the tower at once.
 
-    def _pooled(self, rows: Sequence[Ids]) -> Tensor:
+        CDPruner pads the whole to a multiple of the tower's length instead of truncating; later
+        segments have no start token and pool where the tower finds its end token, faithfully so.
+        """
+        # Nothing is kept of a text: its time would tell another tenant that it was asked before.
+        size = self._segment
+        segments = {
+            row: [row[i : i + size] for i in range(0, max(len(row), 1), size)] for row in ids
+        }
+        rows = [segment for row in segments.values() for segment in row]
         # The tower is causal and pools at the end token, so padding behind changes nothing: neither
         # its length nor a mask, whose values transformers would read from the device.
         length = max(1, *map(len, rows))  # some tokenizers return no ids for an empty instruction
-        ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], dtype=torch.int64)
-        output = self._text["model"](input_ids=upload(ids, self._device))
-        projected: Tensor = self._text["projection"](output.pooler_output)
-        return projected
-
-
-def split_segments(ids: Ids, size: int) -> list[Ids]:
-    """Token ids cut into segments of the tower's length, the last one shorter.
-
-    CDPruner pads the whole to a multiple of the length instead of truncating; later segments
-    have no start token and pool where the tower finds its end token, faithfully so.
-    """
-    return [ids[i : i + size] for i in range(0, max(len(ids), 1), size)]
-
-
-# First layers of the served language model over [start, image, instruction], before prefill.
-#
-# The layers' own projections, norms and MLP are called with plain attention: no KV cache, no
-# attention metadata, outside of the compiled graph. One image at a time and without padding, so an
-# image's selection cannot depend on its batch, and memory is that of one sequence.
-
-
-class FirstLanguageLayers:
-    """The first layers of a Llama, as they are served."""
-
-    def __init__(self, model: LlamaModel, start: Ids, device: torch.device) -> None:
-        self._model = model
-        self._start = start
-        self._device = device
-
-    def read(self, image: Tensor, instruction: Ids) -> LlamaPrefix:
-        """The prefix of one image ``(N, D)``; nothing but the embeddings is computed yet.
-
-        An empty instruction is the start token once more: policies ask for at least one word.
-        """
-        words = instruction or self._start
-        ids = upload(torch.tensor([*self._start, *words]), self._device)
-        embedded = self._model.embed_tokens(ids)
-        before, after = embedded.split([len(self._start), len(words)])
-        sequence = torch.cat([before, image.to(embedded.dtype), after])
-        return LlamaPrefix(self._model, sequence, len(self._start), len(words))
+        padded = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows]).long()
+        output = self._text["model"](input_ids=upload(padded, self._device))
+        pooled: Tensor = self._text["projection"](output.pooler_output)
+        counts = [len(row) for row in segments.values()]
+        embedded = dict(zip(segments, pooled.split(counts), strict=True))
+        parts = [embedded[row] for row in ids]
+        text = nn.utils.rnn.pad_sequence(parts, batch_first=True)
+        lengths = upload(torch.tensor([len(part) for part in parts]), self._device)
+        used = torch.arange(text.shape[1], device=self._device)[None] < lengths[:, None]
+        return text, used
 
 
 class LlamaPrefix(DecoderPrefix):
-    """Prefix of one image, layer by layer.
+    """First layers of the served Llama over [start, image, instruction], before prefill.
 
-    Every tensor-parallel rank must make the same calls in the same order; results are bit-identical
-    on all ranks.
+    The layers' own projections, norms and MLP are called with plain attention: no KV cache, no
+    attention metadata, outside of the compiled graph. One image ``(N, D)`` at a time and without
+    padding, so an image's selection cannot depend on its batch, and memory is that of one sequence.
+    Nothing but the embeddings is computed before a layer is read. Every tensor-parallel rank must
+    make the same calls in the same order; results are bit-identical on all ranks.
     """
 
-    def __init__(self, model: LlamaModel, sequence: Tensor, start: int, words: int) -> None:
+    def __init__(self, model: LlamaModel, start: Ids, image: Tensor, instruction: Ids) -> None:
+        # An empty instruction is the start token once more: policies ask for at least one word.
+        words = instruction or start
+        embedded = model.embed_tokens(upload(torch.tensor([*start, *words]), image.device))
+        before, after = embedded.split([len(start), len(words)])
+        sequence = torch.cat([before, image.to(embedded.dtype), after])
         positions = torch.arange(len(sequence), device=sequence.device)
-        layers = [_decoder_layer(block, positions) for block in model.layers]
-        super().__init__(layers, model.norm, sequence, start, words)
+        layers = [_make_layer(block, positions) for block in model.layers]
+        super().__init__(layers, model.norm, sequence, len(start), len(words))
         self._model = model
 
     def read(self, output: PrefixOutput, layer: int) -> Tensor:
@@ -171,7 +145,7 @@ class LlamaPrefix(DecoderPrefix):
         return heads[:, ::copies]
 
 
-def _decoder_layer(block: LlamaDecoderLayer, positions: Tensor) -> DecoderLayer:
+def _make_layer(block: LlamaDecoderLayer, positions: Tensor) -> DecoderLayer:
     """The layer as it is served; norms are called without a residual, into which they write."""
     attention = block.self_attn
 

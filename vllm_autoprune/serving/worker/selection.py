@@ -13,9 +13,9 @@ from torch import Tensor
 
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.ops.rowwise import upload
+from vllm_autoprune.serving.compat.worker import broadcast_rank_zero, world_size
 from vllm_autoprune.serving.plan import NO_KEY, Choice, ItemPlan, Key
 from vllm_autoprune.serving.served_state import PlanRules
-from vllm_autoprune.serving.worker.tensor_parallel import broadcast_rank_zero, world_size
 from vllm_autoprune.tpdsl.base_policy import FALLBACKS, Given, RefinedTokens, TokenSelection
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.refine import (
@@ -30,9 +30,6 @@ from vllm_autoprune.tpdsl.refine import (
 from vllm_autoprune.tpdsl.safety import safety_check
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
-# Counters of images whose selection fell back, and the log message for the first of each kind.
-
-
 logger = logging.getLogger("vllm.autoprune")
 
 _FallbackReason = Literal["scores", "error", "plan"]
@@ -42,93 +39,71 @@ _FallbackReason = Literal["scores", "error", "plan"]
 _FALLBACK_REASONS: tuple[_FallbackReason, ...] = get_args(_FallbackReason)
 
 
-class FallbackMeter:
-    """Fallbacks by kind and reason, and exceptions by type; counting never waits for the device."""
+class FallbackReporter:
+    """Counts fallbacks by kind and reason and exceptions by type, and logs the first of each.
+
+    Counting never waits for the device. ``errors`` are exceptions by the name of their type.
+    """
 
     def __init__(self) -> None:
         self.errors: dict[str, int] = {}
-        """Exceptions by the name of their type."""
+        self._logged = {"none"}
         self._counts: Tensor | None = None
         self._on_host: Tensor | None = None
 
-    def add(self, codes: Tensor, reason: _FallbackReason = "scores") -> None:
-        """Count fallback codes ``(B,)``, and start copying the totals to the host."""
+    def report(self, codes: Tensor, reason: _FallbackReason = "scores") -> None:
+        """Count fallback codes ``(B,)``; logs the totals of the previous call."""
+        for (kind, _), count in self.counts().items():
+            if count and kind not in self._logged:
+                self._logged.add(kind)
+                logger.warning("An image fell back to %s tokens; more are only counted.", kind)
         kinds = torch.arange(len(FALLBACKS), device=codes.device)
-        added = torch.zeros(
-            len(_FALLBACK_REASONS), len(FALLBACKS), dtype=torch.int64, device=codes.device
-        )
+        shape = len(_FALLBACK_REASONS), len(FALLBACKS)
+        added = torch.zeros(*shape, dtype=torch.int64, device=codes.device)
         added[_FALLBACK_REASONS.index(reason)] = (codes[:, None] == kinds).sum(dim=0)
         self._counts = added if self._counts is None else self._counts + added
         if self._on_host is None:
             pinned = codes.device.type == "cuda"
-            self._on_host = torch.zeros(added.shape, dtype=torch.int64, pin_memory=pinned)
+            self._on_host = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
         self._on_host.copy_(self._counts, non_blocking=True)
 
-    def add_error(self, error: Exception) -> int:
-        """Count an exception; returns how many of its type there were, this one included."""
-        name = type(error).__name__
-        self.errors[name] = self.errors.get(name, 0) + 1
-        return self.errors[name]
-
-    def counts(self) -> dict[str, int]:
-        """Images by fallback kind so far; waits for the device, so not for the hot path."""
-        totals = [0] * len(FALLBACKS)
-        if self._counts is not None:
-            totals = self._counts.sum(dim=0).tolist()
-        return dict(zip(FALLBACKS, totals, strict=True))
-
-    def counts_on_host(self) -> dict[tuple[str, _FallbackReason], int]:
-        """Images that fell back, by kind and reason, from the copies that have reached the host."""
+    def counts(self) -> dict[tuple[str, _FallbackReason], int]:
+        """Images by fallback kind, "none" among them, and reason, as far as the host knows."""
         rows = [[0] * len(FALLBACKS)] * len(_FALLBACK_REASONS)
         if self._on_host is not None:
             rows = self._on_host.tolist()
         return {
             (kind, reason): count
             for reason, row in zip(_FALLBACK_REASONS, rows, strict=True)
-            for kind, count in zip(FALLBACKS[1:], row[1:], strict=True)
+            for kind, count in zip(FALLBACKS, row, strict=True)
         }
-
-
-class FallbackReporter:
-    """Counts fallbacks and exceptions in ``meter``, and logs the first of each kind."""
-
-    def __init__(self) -> None:
-        self.meter = FallbackMeter()
-        self._logged: set[str] = set()
-
-    def report(self, codes: Tensor, reason: _FallbackReason = "scores") -> None:
-        """Count fallback codes ``(B,)``; logs the totals of the previous call."""
-        for (kind, _), count in self.meter.counts_on_host().items():
-            if count and kind not in self._logged:
-                self._logged.add(kind)
-                logger.warning("An image fell back to %s tokens; more are only counted.", kind)
-        self.meter.add(codes, reason)
 
     def report_error(
         self, error: Exception, outcome: str = "keeping its base policy's tokens"
     ) -> None:
         """Count an exception of selection; the first of its type is logged with its traceback."""
-        if self.meter.add_error(error) == 1:
+        if self._count_error(error) == 1:
             logger.error("Pruning of an image failed; %s.", outcome, exc_info=error)
 
     def report_refused_plan(self, error: Exception, device: torch.device) -> None:
         """Count a plan that is replaced by another one, and log the first."""
-        count = self.meter.add_error(error)
+        count = self._count_error(error)
         self.report(torch.ones(1, dtype=torch.uint8, device=device), "plan")
         if count == 1:
             logger.error("A plan is not carried out as it came: %s", error)
 
-
-# Decoding of the plans that reach a worker; a plan that is not allowed is replaced, never raised.
-#
-# The worker has to survive whatever a client sends through vLLM's ``/inference/v1/generate``.
+    def _count_error(self, error: Exception) -> int:
+        name = type(error).__name__
+        self.errors[name] = self.errors.get(name, 0) + 1
+        return self.errors[name]
 
 
 class PlanReader:
     """Decoder of plans in the worker; no input makes it raise.
 
-    A malformed plan becomes the server's own budget with the base policy alone; settings that a
-    plan may not have are removed. Both are counted, and the first is logged.
+    A client may send anything through vLLM's ``/inference/v1/generate``. A malformed plan becomes
+    the server's own budget with the base policy alone; settings that a plan may not have are
+    removed. Both are counted, and the first is logged.
     """
 
     def __init__(self, rules: PlanRules, reporter: FallbackReporter, device: torch.device) -> None:
@@ -151,15 +126,9 @@ class PlanReader:
         except AutopruneError as error:
             self._reporter.report_refused_plan(error, self._device)
             unread = tuple(Choice(choice.budget) for choice in plan.earlier)
-            plan = replace(plan.ask(), earlier=unread)
-            plan = replace(plan, keep="state", state=b"")
-        return self._replace_refused(plan)
-
-    def _replace_refused(self, plan: ItemPlan) -> ItemPlan:
-        """The plan, or a control plan if the state does not allow its budget.
-
-        An image that keeps every token may have such a plan, because nothing is selected then.
-        """
+            plan = replace(plan.ask(), earlier=unread, keep="state", state=b"")
+        # A control plan where the state does not allow the budget. An image that keeps every token
+        # may have such a plan, because nothing is selected then.
         for candidate in (plan, replace(plan, keep="reference")):
             try:
                 self._rules.served.policy_for_plan(candidate)
@@ -168,11 +137,6 @@ class PlanReader:
             return candidate
         return replace(plan, keep="random", state=b"", part="whole", core=0, earlier=())
 
-
-# Safety check of a served state on its first real images; start-up has only synthetic ones.
-
-
-logger = logging.getLogger("vllm.autoprune")
 
 _MAX_VERDICTS = 4096
 """Verdicts that are cached, the least recently used dropped first."""
@@ -184,9 +148,9 @@ _VerdictKey = tuple[str, int, int, int, int]
 class FirstImageCheck:
     """Checks a state on the first images that it selects from, at each budget and tile count.
 
-    A state that fails at K = 1 may be valid at K = 64, and the budget of one client must not change
-    the results of others. ``unsafe`` counts the states that failed at any budget;
-    where they did, their base policy serves.
+    Start-up has only synthetic ones. A state that fails at K = 1 may be valid at K = 64, and the
+    budget of one client must not change the results of others. ``unsafe`` counts the states that
+    failed at any budget; where they did, their base policy serves.
     """
 
     def __init__(self) -> None:
@@ -200,7 +164,7 @@ class FirstImageCheck:
         key = (state.digest, here.budget, here.quota, here.r_min, tiles)
         safe = self._safe.get(key)
         if safe is None:
-            safe = self._check(policy, tokens)
+            safe = self._check(policy, tokens, here.budget)
             if safe is not None:
                 self._safe[key] = safe
         if safe is not False:
@@ -209,10 +173,14 @@ class FirstImageCheck:
             policy, state=state.without_exchange(), quota=0, r_min=policy.budget, varies=False
         )
 
-    def _check(self, policy: PruningPolicy, tokens: VisualTokens) -> bool | None:
+    def _check(self, policy: PruningPolicy, tokens: VisualTokens, budget: int) -> bool | None:
         """Whether the state is safe; None where these images cannot tell."""
         record = safety_check(policy, [tokens])
-        if _verdict_of_rank_zero(record.valid, tokens.features.device):
+        valid = record.valid
+        if world_size() > 1:  # ranks that disagreed would serve different tokens
+            verdict = torch.tensor([int(valid)], device=tokens.features.device)
+            valid = bool(broadcast_rank_zero(verdict).item())
+        if valid:
             return True
         ranked = policy.state.ranked(tokens).features
         if not bool(tokens.features.isfinite().all() & ranked.isfinite().all()):
@@ -226,22 +194,11 @@ class FirstImageCheck:
             "budget, and any other at which it fails, its base policy %s serves alone.",
             policy.state.name,
             digest[:12],
-            policy.at(tokens.count, tokens.grid.tiles).budget,
+            budget,
             "; ".join(f"{v.name}: {v.detail}" for v in record.failures()) or "on rank 0",
             policy.base.name,
         )
         return False
-
-
-def _verdict_of_rank_zero(valid: bool, device: torch.device) -> bool:
-    """Rank 0's verdict: ranks that disagreed would serve different tokens."""
-    if world_size() == 1:
-        return valid
-    verdict = broadcast_rank_zero(torch.tensor([int(valid)], device=device))
-    return bool(verdict.item())
-
-
-# Selection with fallback: a policy over a batch, whose failure never stops the engine.
 
 
 @torch.no_grad()
