@@ -171,18 +171,18 @@ def parse_proposal(text: str, settings: Settings, default: Draft) -> Draft:
 def _parse_object(text: str) -> JsonObject:
     """The outermost JSON object of a text; raises :class:`StateError`."""
     begin, end = text.find("{"), text.rfind("}")
-    what = kind = ""
+    what = ""
     if not text.strip():
-        what, kind = "the reply is empty", "reply.empty"
+        what = "the reply is empty"
     elif len(text) > MAX_REPLY_CHARACTERS:
-        what, kind = f"the reply has {len(text)} characters", "reply.long"
+        what = f"the reply has {len(text)} characters"
     elif begin < 0:
-        what, kind = "the reply holds no JSON object", "reply.no_object"
+        what = "the reply holds no JSON object"
     elif end < begin:
-        what, kind = "the reply ends within its JSON object", "reply.cut"
+        what = "the reply ends within its JSON object"
     if what:
         fix = f"write one JSON object with {', '.join(COMPONENTS)}"
-        raise StateError("proposal", [Problem("", what, fix, kind)])
+        raise StateError("proposal", [Problem("", what, fix)])
     data, problems = parse_json(text[begin : end + 1], "proposal")
     if problems or not isinstance(data, dict):
         raise StateError("proposal", problems)
@@ -207,7 +207,7 @@ def parse_list(
     if not drafts:  # the reply as a whole has the problem
         drafts = [parse_proposal(text, settings, default)]
     what = f"the reply has {len(texts)} of {count} proposals"
-    missing = Problem("", what, "write all of them", "reply.missing")
+    missing = Problem("", what, "write all of them")
     return drafts + [replace(default, problems=(missing,))] * (count - len(drafts))
 
 
@@ -278,15 +278,13 @@ def paper_state(settings: Settings, quota: int = 2) -> PruningState:
     return assemble_state(components_json(changed), settings)
 
 
-def minimal_state(settings: Settings) -> PruningState:
-    """The simplest state that exchanges tokens, which is the example of the first prompt."""
-    return _one_signal_state("visual_token_norm_saliency", 1, settings)
-
-
-def _one_signal_state(name: str, quota: int, settings: Settings) -> PruningState:
+def minimal_state(
+    settings: Settings, signal: str = "visual_token_norm_saliency", quota: int = 1
+) -> PruningState:
+    """A state of one signal: by default the simplest, which is the example of the first prompt."""
     components: JsonObject = {
         "scoring": {
-            "signals": [{"atom": name, "weight": 1.0}],
+            "signals": [{"atom": signal, "weight": 1.0}],
             "kernel": {"atom": "pairwise_cosine_kernel"},
             "fusion": {"atom": "weighted_sum_fusion"},
         },
@@ -323,7 +321,7 @@ def warm_start_states(settings: Settings) -> list[PruningState]:
         *(assemble_state({**components, **variant}, settings) for variant in variants),
         paper_state(settings, largest_quota),
         *(
-            _one_signal_state(name, largest_quota, settings)
+            minimal_state(settings, name, largest_quota)
             for name in atom_names("scoring", settings.library)
         ),
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 
 from pydantic import JsonValue
@@ -74,17 +73,8 @@ def compact_json(state: PruningState, bases: bool = False) -> JsonObject:
     if state.source != Source():
         body = {"source": state.source.model_dump(mode="json", exclude_defaults=True), **body}
     body |= {"constraints": compact, "reassembly": state.reassembly.model_dump(mode="json")}
-    return {**body, BASE: base_choice(state)} if bases else body
-
-
-def compact_text(state: PruningState, bases: bool = False) -> str:
-    """:func:`compact_json` as text without spaces."""
-    return json.dumps(compact_json(state, bases), separators=(",", ":"))
-
-
-def base_choice(state: PruningState) -> JsonObject:
-    """The base policy as a proposal names it, without its parameters, which are not searched."""
-    return {"name": state.base_policy.name}
+    # By its name, because its parameters are not searched.
+    return {**body, BASE: {"name": state.base_policy.name}} if bases else body
 
 
 def atom_calls(state: PruningState) -> list[AtomCall]:

@@ -43,10 +43,6 @@ _DECIMALS = 5
 """Recorded decimals of a log-probability; bfloat16 is less precise than that."""
 
 
-class BaselineFailed(SearchError):
-    """The unpruned model or the base policy could not be measured, which ends a search."""
-
-
 @dataclass(frozen=True, slots=True)
 class EvaluationJob:
     """Examples ``start`` to ``stop`` of a split at K = ``budget``; unpruned without a candidate."""
@@ -91,7 +87,8 @@ class RecordedEvaluator:
     async def evaluate(self, job: EvaluationJob) -> Answers:
         """The answers to a job.
 
-        Raises :class:`EvaluationFailed`, also for a recorded failure, and :class:`BaselineFailed`.
+        Raises :class:`EvaluationFailed`, also for a recorded failure, and :class:`SearchError` for
+        one of the unpruned model or the base policy, which ends a search.
         """
         if job.start == job.stop:
             return Answers()
@@ -115,7 +112,7 @@ class RecordedEvaluator:
                 right = "".join("01"[correct] for correct in answers.right)
             except EvaluationFailed as error:
                 if baseline := self._baselines.get(digest):
-                    raise BaselineFailed(
+                    raise SearchError(
                         f"{baseline} cannot be measured on the {job.split} split: {error} -> mend "
                         "the server and resume, or mend the questions and begin a new ledger"
                     ) from None

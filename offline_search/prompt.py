@@ -7,6 +7,7 @@ thousandths, with their standard error where they are compared.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -16,13 +17,7 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 from offline_search.candidates import BASE_PARENT, MAX_HYPOTHESIS, PROPOSALS, PURPOSES
-from offline_search.components import (
-    BASE,
-    base_choice,
-    compact_text,
-    components_json,
-    searched_components,
-)
+from offline_search.components import BASE, compact_json, components_json, searched_components
 from offline_search.history import History, Trial, paired_error
 from offline_search.programs import SIGNALS
 from offline_search.search_space import describe_space, excluded_atoms, numbers_at_upper_end
@@ -34,14 +29,14 @@ from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.transfer import list_changes
 
 
-class Message(TypedDict):
+class _Message(TypedDict):
     """One chat message."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-Messages = tuple[Message, ...]
+Messages = tuple[_Message, ...]
 
 _MAX_SHOWN_REPLY = 4000
 """Characters of an invalid proposal that are sent back with its problems."""
@@ -175,7 +170,7 @@ def crossover_prompt(settings: Settings, parents: Sequence[Trial]) -> Messages:
         + (
             _fence(parent.proposal.program)
             if settings.writes_code
-            else compact_text(parent.require_state(), bool(settings.bases))
+            else _dump_compactly(parent.require_state(), bool(settings.bases))
         )
         for parent in parents
     )
@@ -221,8 +216,12 @@ def extract_program(reply: str) -> str:
 
 
 def _show_history(settings: Settings, summary: str, example: PruningState) -> str:
-    text = compact_text(example, bool(settings.bases))
+    text = _dump_compactly(example, bool(settings.bases))
     return f"{summary}\n\nA valid candidate looks like this:\n{text}\n\n"
+
+
+def _dump_compactly(state: PruningState, bases: bool) -> str:
+    return json.dumps(compact_json(state, bases), separators=(",", ":"))
 
 
 def _fence(code: str) -> str:
@@ -317,14 +316,15 @@ def _origin(trial: Trial, history: History) -> str:
     parent = history.find(trial.proposal.parents[0]) if trial.proposal.parents else None
     if parent is not None and parent.state is not None:
         before, after = (
-            {**components_json(each), **({BASE: base_choice(each)} if history.names_bases else {})}
+            components_json(each)
+            | ({BASE: {"name": each.base_policy.name}} if history.names_bases else {})
             for each in (parent.state, state)
         )
         changes = list_changes(before, after)
         if len(changes) <= _MAX_CHANGES:
             listed = [f"{c.where} {_value(c.before)} -> {_value(c.after)}" for c in changes]
             return f"{parent.name} with {', '.join(listed) or 'no change'}"
-    return compact_text(state, history.names_bases)
+    return _dump_compactly(state, history.names_bases)
 
 
 def _describe_last_round(history: History, listed: set[str]) -> Iterator[str]:

@@ -73,7 +73,7 @@ class ProposalRequest:
     parents: tuple[str, ...] = ()
 
     def draft(self, *problem: str) -> Draft:
-        """A draft without a state, for which a reply is read; or with a problem: what, fix, kind.
+        """A draft without a state, for which a reply is read; or with a problem: what, and the fix.
 
         The problem is of the reply as a whole.
         """
@@ -151,7 +151,7 @@ class ProposalClient:
         try:
             code = extract_code(reply.text)
         except ValueError as error:
-            return request.draft(str(error), "change the program", "reply.program")
+            return request.draft(str(error), "change the program")
         if self._settings.writes_code:
             return replace(request.draft(), program=code, selection=SelectionProgram(code))
         record = ProgramRecord(
@@ -164,7 +164,7 @@ class ProposalClient:
             program = self._ledger.put(record.model_copy(update=result))
         if program.failure:
             fix = "write a program that defines policy(budget)"
-            draft = request.draft(program.failure, fix, "reply.program")
+            draft = request.draft(program.failure, fix)
         else:
             draft = parse_proposal(program.output, self._settings, request.draft())
         return replace(draft, program=program.code)
@@ -217,7 +217,7 @@ class ProposalClient:
 
 
 def _failed_draft(request: ProposalRequest, reply: ReplyRecord) -> Draft:
-    return request.draft(reply.failure, "look at the endpoint", "reply.failure")
+    return request.draft(reply.failure, "look at the endpoint")
 
 
 @dataclass(frozen=True, slots=True)

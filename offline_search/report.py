@@ -65,7 +65,7 @@ _EXPLANATIONS = (
 
 
 @dataclass(frozen=True)
-class CandidateRow:
+class _CandidateRow:
     """One candidate; ``spent`` counts answers of the search split up to and including it."""
 
     proposal: ProposalRecord
@@ -89,7 +89,7 @@ class CandidateRow:
 
 
 @dataclass(frozen=True)
-class SearchReport:
+class _SearchReport:
     """What a ledger says.
 
     ``base_objective`` is that of the base policy alone on the search split, if it was measured;
@@ -97,7 +97,7 @@ class SearchReport:
     """
 
     settings: Settings
-    rows: Sequence[CandidateRow]
+    rows: Sequence[_CandidateRow]
     base_objective: float | None
     winner: WinnerRecord | None
     replies: Sequence[ReplyRecord]
@@ -105,7 +105,7 @@ class SearchReport:
     duration: float
 
     @property
-    def ranked(self) -> list[CandidateRow]:
+    def ranked(self) -> list[_CandidateRow]:
         """Fully evaluated candidates, best first."""
         evaluated = [row for row in self.rows if row.result.score is not None]
         return sorted(evaluated, key=lambda row: -(row.result.score or 0.0))
@@ -132,7 +132,7 @@ class SearchReport:
         return points
 
 
-def read_report(records: Iterable[Record]) -> SearchReport:
+def read_report(records: Iterable[Record]) -> _SearchReport:
     """The report on a ledger's records; raises :class:`SearchError` for an empty ledger."""
     known = list(records)
     opened = _of_type(known, SettingsRecord)
@@ -144,10 +144,10 @@ def read_report(records: Iterable[Record]) -> SearchReport:
     for proposal in _of_type(known, ProposalRecord):
         if proposal.name in results:
             spent += results[proposal.name].examples
-            rows.append(CandidateRow(proposal, results[proposal.name], spent))
+            rows.append(_CandidateRow(proposal, results[proposal.name], spent))
     clocks = [record.clock for record in known if record.clock.at]
     begin = min((clock.at for clock in clocks), default=0.0)
-    return SearchReport(
+    return _SearchReport(
         settings=settings,
         rows=rows,
         base_objective=_measure_base(evaluations, settings),
@@ -179,19 +179,19 @@ def _measure_base(evaluations: Sequence[EvaluationRecord], settings: Settings) -
     return round(float(np.mean([(values - full[: len(values)]).mean() for values in base])), 6)
 
 
-def as_html(report: SearchReport) -> str:
+def as_html(report: _SearchReport) -> str:
     """The page, with every candidate."""
     return render_document(_make_document(report))
 
 
-def as_markdown(report: SearchReport) -> str:
+def as_markdown(report: _SearchReport) -> str:
     """The report without its chart, and with the best candidates only."""
     document = _make_document(report)
     sections = [section for section in document.sections if not section.entries]
     return render_markdown(replace(document, sections=sections))
 
 
-def _make_document(report: SearchReport) -> Document:
+def _make_document(report: _SearchReport) -> Document:
     """Who won and why, the progress of the search, its candidates, and what it cost."""
     settings, winner, ranked = report.settings, report.winner, report.ranked
     leader = ranked[0].name if ranked else None
@@ -225,7 +225,7 @@ def _make_document(report: SearchReport) -> Document:
     return Document(f"Search for a state: {title}", answer, tone, facts=facts, sections=sections)
 
 
-def _describe_winner(report: SearchReport, winner: WinnerRecord) -> tuple[str, Tone]:
+def _describe_winner(report: _SearchReport, winner: WinnerRecord) -> tuple[str, Tone]:
     """Whether the winner is better than the base policy on the test split, and the verdict."""
     gain, base = winner.test.gain, report.settings.base_policy
     tone: Tone = "good" if gain.low > 0 else "bad" if gain.high < 0 else "open"
@@ -253,7 +253,7 @@ def describe_leader(winner: WinnerRecord, leader: str | None) -> str:
     )
 
 
-def _format_objectives(report: SearchReport, *values: float | None) -> list[str]:
+def _format_objectives(report: _SearchReport, *values: float | None) -> list[str]:
     """Objectives with as many decimals as the width of the winner's interval supports.
 
     Without a winner, the spread of the candidates stands for it.
@@ -293,7 +293,7 @@ def _result_table(winner: WinnerRecord) -> Table:
     return Table("Winner and base policy", head, rows, "lrrrr")
 
 
-def _finalist_table(report: SearchReport, winner: WinnerRecord) -> Table:
+def _finalist_table(report: _SearchReport, winner: WinnerRecord) -> Table:
     """Search, validation and test of the finalists and of the base policy, side by side."""
     scores = {row.name: row.result.objective for row in report.rows}
 
@@ -317,7 +317,7 @@ def _finalist_table(report: SearchReport, winner: WinnerRecord) -> Table:
     return Table("Objectives of the finalists", head, rows, "lrrrrrr")
 
 
-def _draw_progress(report: SearchReport) -> list[Chart]:
+def _draw_progress(report: _SearchReport) -> list[Chart]:
     """Every candidate at the answers spent until it was measured, and the best so far.
 
     Empty until something is measured.
@@ -354,7 +354,7 @@ def _link(name: str) -> str:
     return f"#candidate-{name}"
 
 
-def _candidate_sections(report: SearchReport) -> list[Section]:
+def _candidate_sections(report: _SearchReport) -> list[Section]:
     """The best candidates and why others failed; then every candidate."""
     rows, ranked = report.rows, report.ranked
     statuses = ", ".join(f"{count} {status}" for status, count in report.statuses.items())
@@ -393,7 +393,7 @@ def _candidate_sections(report: SearchReport) -> list[Section]:
 
 
 def _describe_candidate(
-    report: SearchReport, row: CandidateRow, proposals: Mapping[str, ProposalRecord]
+    report: _SearchReport, row: _CandidateRow, proposals: Mapping[str, ProposalRecord]
 ) -> Details:
     """Origin and result in one line; folded, its hypothesis, problems, changes and components."""
     result, proposal = row.result, row.proposal
@@ -429,7 +429,7 @@ def _components(proposal: ProposalRecord) -> JsonObject:
     return {name: state[name] for name in (*COMPONENTS, CORE, RANK_AT, BASE) if name in state}
 
 
-def _describe_cost(report: SearchReport) -> list[str]:
+def _describe_cost(report: _SearchReport) -> list[str]:
     """Sentences on the cost of the proposer and of the evaluator."""
     replies, evaluations = report.replies, report.evaluations
     cost = sum((reply.cost for reply in replies), Cost())

@@ -141,7 +141,7 @@ def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}{where}"
 
 
-def main() -> int:
+def _main() -> int:
     """Read the request, enter the sandbox, run the program and write its output."""
     request = json.load(sys.stdin)
     if folder := request["numpy"]:
@@ -172,6 +172,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    exit_code = main()
+    exit_code = _main()
     sys.stderr.flush()
     os._exit(exit_code)  # run no exit handlers that the program registered

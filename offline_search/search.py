@@ -342,7 +342,7 @@ _REPLY_TOKENS = 300
 
 
 @dataclass(frozen=True)
-class CostEstimate:
+class _CostEstimate:
     """Upper bounds of requests and answers without repairs; rough averages of tokens and money."""
 
     messages: Messages
@@ -351,7 +351,9 @@ class CostEstimate:
     answers: Mapping[Split, int]
 
 
-def estimate_cost(settings: Settings, dataset: Dataset, price: tuple[float, float]) -> CostEstimate:
+def estimate_cost(
+    settings: Settings, dataset: Dataset, price: tuple[float, float]
+) -> _CostEstimate:
     """Cost of a search on a data set at the price of a million tokens of prompts and replies."""
     history, example = "(the history comes here)", minimal_state(settings)
     listed, total = settings.proposals_per_reply, settings.per_round
@@ -374,7 +376,7 @@ def estimate_cost(settings: Settings, dataset: Dataset, price: tuple[float, floa
     # The unpruned model and the base policy are measured as well as the candidates.
     measured = {"search": settings.total_candidates, "validation": settings.confirmed, "test": 1}
     budgets = len(settings.budgets)
-    return CostEstimate(
+    return _CostEstimate(
         messages=messages,
         calls=calls,
         cost=Cost.at(price, prompt_tokens, rounds * proposals * _REPLY_TOKENS),

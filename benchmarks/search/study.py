@@ -144,7 +144,7 @@ def asks_model(arm: str, settings: Settings) -> bool:
     return "none" not in options and STRATEGIES[strategy](settings).uses_proposer
 
 
-def run_comparison(
+def _run_comparison(
     folder: Path,
     arms: Sequence[str],
     seeds: Sequence[int],
@@ -230,7 +230,7 @@ def _read_result(folder: Path, name: str) -> _SearchResult:
     )
 
 
-def confirm(
+def _confirm(
     folder: Path, evaluator: Evaluator, states: Mapping[str, Candidate], budget: int
 ) -> None:
     """Measure what was not measured yet, every winner and other ``states``, with K = ``budget``.
@@ -281,8 +281,8 @@ def run_study(
     folder.mkdir(parents=True, exist_ok=True)
     yardstick, base = open_yardstick(yardstick_name), settings.base_policy
     evaluator = YardstickEvaluator(yardstick, _IMAGES, each=1, base_policy=base)
-    run_comparison(folder, arms, seeds, settings, evaluator, connect, at_once)
+    _run_comparison(folder, arms, seeds, settings, evaluator, connect, at_once)
     confirming = YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1, base_policy=base)
     states = {f"q_e = {q}": paper_state(settings, q) for q in quotas}
-    confirm(folder, confirming, {BASE: base_state(settings), **states}, settings.source_budget)
+    _confirm(folder, confirming, {BASE: base_state(settings), **states}, settings.source_budget)
     return yardstick.name

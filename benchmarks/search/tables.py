@@ -43,7 +43,7 @@ def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> st
         tables += [_format_winners(confirmed, g, seeds, arm) for arm, g in groups.items()]
     base = confirmed.get(BASE)
     states = [
-        (name, f"{s.objective:.2f}", f"{100 * s.accuracy:.1f}", format_difference([(s, base)]))
+        (name, f"{s.objective:.2f}", f"{100 * s.accuracy:.1f}", _format_difference([(s, base)]))
         for name, s in confirmed.items()
         if base and name.startswith("q_e = ")
     ]
@@ -110,8 +110,8 @@ def _format_winners(
             str(len(by_seed)),
             format_mean([score.objective for score in by_seed.values()], 2),
             format_mean([100 * score.accuracy for score in by_seed.values()], 1),
-            format_difference(pairs) if pairs and arm != reference else "-",
-            *([format_difference([(score, base) for score in by_seed.values()])] if base else []),
+            _format_difference(pairs) if pairs and arm != reference else "-",
+            *([_format_difference([(score, base) for score in by_seed.values()])] if base else []),
         ])  # fmt: skip
     questions = sorted({score.questions for score in confirmed.values()})
     note = f"{', '.join(map(str, questions))} questions; \u00b1 is Student's t over seeds"
@@ -143,7 +143,7 @@ def _t_quantile(freedom: int) -> float:
     return z + linear / freedom + square / freedom**2 + cubic / freedom**3
 
 
-def format_difference(pairs: Sequence[tuple[Confirmed, Confirmed]]) -> str:
+def _format_difference(pairs: Sequence[tuple[Confirmed, Confirmed]]) -> str:
     """Mean difference over pairs, one a seed, with its 95 % interval over seeds and questions.
 
     The variance of the mean is bounded by the sum of those over seeds and over blocks of questions

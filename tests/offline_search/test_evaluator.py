@@ -23,8 +23,7 @@ from tests.offline_search.synthetic import (
 )
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.errors import ConfigError, EvaluationFailed, Problem, SearchError
-from vllm_autoprune.evaluation.questions import read_lines
+from vllm_autoprune.errors import ConfigError, EvaluationFailed, SearchError
 
 # ---- dataset ----
 
@@ -64,14 +63,6 @@ def test_all_problems_are_reported_together(data: Dataset, tmp_path: Path) -> No
     same = "the same image is in search and in validation"
     assert problems["validation-0.png"] == same, "under any name"
     assert all(problem.fix for problem in caught.value.problems)
-
-
-def test_files_of_windows_editors_are_read(tmp_path: Path) -> None:
-    path, problems = tmp_path / "mine.jsonl", list[Problem]()
-    line = '{"image": "a.png", "question": "q\u2028r", "answer": "a"}'
-    path.write_bytes(f"\ufeff{line}\r\n\r\n{line}\r\n".encode())
-    assert [number for number, _ in read_lines(path, problems, "")] == [1, 3]
-    assert problems == []
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import re
 import time
@@ -107,17 +106,6 @@ def test_the_summary_of_a_history(history: History) -> None:
     twice = dropped.result.model_copy(update={"examples": 4})
     history.trials[2:] = [dataclasses.replace(dropped, result=twice)]
     assert "2.1 was dropped after 2 questions at about " in summarize(history)
-
-
-def test_differences_have_an_error_and_ties_are_named(history: History) -> None:
-    history.trials = history.trials[:1]
-    assert "by round" not in summarize(history), "one round is no trend"
-    assert "\n- 1.0: -1750; {" in summarize(history)
-    values = [-1.6] * 4 + [-1.3] * 6 + [-2.6] * 6
-    history.trials.append(trial("3.0", values, minimal_state(SETTINGS)))
-    text = summarize(history)
-    assert re.search(r"- 3\.0: -186\d \(-11\d ± \d+, tied\)", text)
-    assert "\n- 1.0: -1750; {" in text, "the best of another structure, of an earlier round"
 
 
 def test_the_summary_of_failures() -> None:
@@ -274,23 +262,6 @@ async def test_a_refused_schema_is_omitted_from_then_on(
         replies = await replies_to(fast_settings(server), 1, 2)
     assert ["response_format" in body for body in server.requests] == schemas
     assert replies[1].text == "{}" and (replies[0].text or "content filter" in replies[0].failure)
-
-
-async def test_requests_in_flight_are_limited_and_sent_again_without_a_refused_schema() -> None:
-    running, most = 0, 0
-
-    def answer(body: Body, number: int) -> Answer:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        time.sleep(0.05)
-        running -= 1
-        return error(400, "format?") if "response_format" in body else completion("{}")
-
-    with endpoint(answer) as server:
-        async with EndpointProposer(fast_settings(server, max_in_flight=2)) as proposer:
-            replies = await asyncio.gather(*(proposer.reply(HELLO, SCHEMA, n) for n in range(6)))
-    assert [reply.text for reply in replies] == ["{}"] * 6 and most == 2
 
 
 @pytest.mark.parametrize(

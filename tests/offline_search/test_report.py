@@ -55,7 +55,8 @@ async def test_markdown_and_page_have_the_result(ledger: Path, search: Searches)
     text, gain = as_markdown(report), winner.test.gain
     digits = count_decimals(gain.low, gain.high)
     figures = [f"{value:+.{digits}f}" for value in (gain.value, gain.low, gain.high)]
-    assert f"Candidate {winner.winner} won" in text and "Evaluator: " in text
+    assert f"Candidate {winner.winner} won" in text and 0 < report.duration < 600
+    assert f"The whole search: {report.duration:,.0f} s." in text
     assert f"| {report.ranked[0].name} | {best[-1]:+.4f} |" in text
     assert f"| gain, paired | {figures[0]} ({figures[1]} to {figures[2]}) |" in text
     written = sum(reply.text is not None for reply in report.replies)

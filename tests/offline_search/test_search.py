@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import pytest
 
 from offline_search.candidates import base_state, paper_state
 from offline_search.components import JsonObject, compact_json
-from offline_search.dataset import read_dataset
-from offline_search.evaluator import BaselineFailed, EvaluationJob
+from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers
 from offline_search.ledger import (
     Ledger,
@@ -132,18 +130,10 @@ async def test_a_search_for_mmes_total_finds_what_log_probability_hides(search: 
 # ---- resuming and replaying ----
 
 
-@pytest.mark.parametrize("changes", [{"seed": 3}, {"proposals_per_reply": 3}, {"core": True}])
-async def test_resuming_with_another_setting_names_it(
-    changes: dict[str, Any], search: Searches
-) -> None:
-    (name,) = changes
-    plain: dict[str, Any] = {}
-    for before, after in ((plain, changes), (changes, plain)):
-        ledger = str(len(before))
-        with suppress(NothingMeasured):
-            await search(ledger=ledger, rounds=1, **before)
-        with pytest.raises(SearchError, match=f"{name} is .*, was .* -> give"):
-            await search(ledger=ledger, rounds=1, **after)
+async def test_resuming_with_another_setting_names_it(search: Searches) -> None:
+    await search(rounds=1)
+    with pytest.raises(SearchError, match=r"seed is 3, was 0; core is True, was False\) -> give"):
+        await search(rounds=1, seed=3, core=True)
 
 
 RESUMED: dict[str, dict[str, Any]] = {
@@ -247,23 +237,6 @@ async def test_a_recording_is_only_read_and_what_is_missing_in_it_is_an_error(
     assert not (tmp_path / "typo").exists()
 
 
-@pytest.mark.parametrize("change", ["images", "questions"])
-async def test_other_data_than_the_recorded_are_named_as_the_cause(
-    change: str, search: Searches, tmp_path: Path
-) -> None:
-    evaluator = SyntheticEvaluator(search.data)
-    evaluator.name = f"m through vLLM, data {search.data.digest[:12]}"
-    await search(evaluator=evaluator, rounds=1)
-    other = read_dataset(search.data.folder, limit=5)
-    if change == "questions":
-        path = search.data.folder / "test.jsonl"
-        path.write_text(path.read_text().replace("Is it", "Could it be"))
-        other = read_dataset(search.data.folder)
-    with pytest.raises(SearchError, match=r"other questions .* -> give the data folder and the --"):
-        await replay(search.path, tmp_path / "replayed", other)
-    assert not (tmp_path / "replayed").exists()
-
-
 # ---- failures ----
 
 
@@ -344,7 +317,7 @@ async def test_duplicates_of_a_failed_candidate_are_evaluated_later(
 async def test_a_baseline_that_fails_ends_the_search_at_its_start_and_can_be_resumed(
     baseline: str, split: str, search: Searches
 ) -> None:
-    with pytest.raises(BaselineFailed, match=f"the {split} split: cannot identify.* -> "):
+    with pytest.raises(SearchError, match=f"the {split} split: cannot identify.* -> "):
         await search(change=failing(baseline, [split]))
     assert not search.records(TrialRecord)
     await search()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offline_search.candidates import PROPOSALS, PURPOSES, warm_start_states
+from offline_search.candidates import PROPOSALS, PURPOSES, assemble_state, warm_start_states
 from offline_search.components import SelectionProgram
 from offline_search.dataset import read_dataset
 from offline_search.evaluator import EvaluationJob
@@ -98,23 +98,6 @@ async def test_any_strategy_can_race(search: Searches) -> None:
     dropped = [trial for trial in trials if trial.status == "dropped"]
     assert dropped and {trial.examples for trial in dropped} <= {3, 12}
     assert sum(trial.examples for trial in trials) <= 13 * SIZE
-
-
-async def test_warm_starts_that_have_no_slot_in_a_round_are_next_in_the_following(
-    search: Searches,
-) -> None:
-    """They fill the first round, then at most half of one."""
-    changes: dict[str, Any] = {"strategy": "autoprune+", "proposer": ""}
-    changes["other_bases"] = ("dart", "trim")
-    await search(rounds=4, **changes)
-    starts = [each for each in search.records(ProposalRecord) if each.origin == "warm start"]
-    counts = Counter(record.round for record in starts)
-    slots, expected = 9, warm_start_states(settings_of(**changes))
-    half = slots // 2
-    remaining = len(expected) - slots - half
-    assert [counts[1], counts[2], counts[3]] == [slots, half, min(half, remaining)]
-    assert {record.digest for record in starts} == {state.digest for state in expected}
-    assert not search.records(ReplyRecord), "there is no language model"
 
 
 def test_two_parents_are_drawn_by_rank() -> None:
@@ -218,15 +201,11 @@ async def test_programs_are_evolved_and_evaluated_on_five_islands(search: Search
     names = {record.name for record in proposed}
     assert all(child.origin == "openevolve" and {*child.parents} <= names for child in children)
     outputs = {record.name: record.output for record in search.records(ProgramRecord)}
-    results = {record.name: record.status for record in search.records(TrialRecord)}
-    for child in children:
-        if child.state is None:
-            assert results[child.name] == "invalid"
-        else:
-            written, read = json.loads(outputs[child.name]), load_state(child.state)
-            atoms = [call.atom for call in read.scoring.signals]
-            assert atoms == [call["atom"] for call in written["scoring"]["signals"]]
-    assert any(child.state is not None for child in children)
+    evolved = [child for child in children if child.state is not None]
+    for child in evolved:
+        written = json.loads(outputs[child.name])
+        assert child.digest == assemble_state(written, settings_of()).digest
+    assert evolved and all(child.problems for child in children if child not in evolved)
     system, user = ("\n".join(m[place]["content"] for m in search.proposer.requests)
                     for place in (0, 1))  # fmt: skip
     assert "def policy(budget)" in user and "combined_score" in user

@@ -18,14 +18,14 @@ from benchmarks.search.study import (
     CURVE_SHARES,
     WITHOUT_PROPOSER,
     Confirmed,
+    _confirm,
+    _run_comparison,
     asks_model,
-    confirm,
     read_confirmed,
     read_results,
-    run_comparison,
     run_study,
 )
-from benchmarks.search.tables import format_difference, format_mean, format_tables
+from benchmarks.search.tables import _format_difference, format_mean, format_tables
 from offline_search.components import JsonObject
 from offline_search.dataset import Dataset
 from offline_search.ledger import (
@@ -78,19 +78,19 @@ def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
     data: Dataset, tmp_path: Path
 ) -> None:
     evaluator, confirming = SyntheticEvaluator(data), SyntheticEvaluator(data)
-    run_comparison(tmp_path, TWO, [0], SMALL, evaluator, None)
+    _run_comparison(tmp_path, TWO, [0], SMALL, evaluator, None)
     asked = len(evaluator.jobs)
-    run_comparison(tmp_path, TWO, [0], SMALL, evaluator, None)
+    _run_comparison(tmp_path, TWO, [0], SMALL, evaluator, None)
     assert len(evaluator.jobs) == asked, "nothing is measured again"
-    run_comparison(tmp_path, TWO, [0, 1], SMALL, evaluator, None)
+    _run_comparison(tmp_path, TWO, [0, 1], SMALL, evaluator, None)
     assert list(read_results(tmp_path)) == ["random-0", "random-1", "tpe-0", "tpe-1"]
     with pytest.raises(SearchError, match="tpe-0 has other settings"):
-        run_comparison(tmp_path, TWO, [0], Settings(rounds=3), evaluator, None)
+        _run_comparison(tmp_path, TWO, [0], Settings(rounds=3), evaluator, None)
 
-    confirm(tmp_path, confirming, {}, 8)
+    _confirm(tmp_path, confirming, {}, 8)
     confirmed, jobs = read_confirmed(tmp_path), len(confirming.jobs)
     assert confirmed.keys() == read_results(tmp_path).keys()
-    confirm(tmp_path, confirming, {}, 8)
+    _confirm(tmp_path, confirming, {}, 8)
     assert len(confirming.jobs) == jobs and {job.split for job in confirming.jobs} == {"test"}
     text = format_tables(tmp_path, TWO, range(3))
     gaps = [confirmed[f"random-{n}"].objective - confirmed[f"tpe-{n}"].objective for n in (0, 1)]
@@ -99,7 +99,7 @@ def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
 
 
 def test_a_result_has_what_the_ledger_says_and_outlives_it(data: Dataset, tmp_path: Path) -> None:
-    run_comparison(tmp_path, ["random"], [0], SMALL, SyntheticEvaluator(data), None)
+    _run_comparison(tmp_path, ["random"], [0], SMALL, SyntheticEvaluator(data), None)
     records = read_ledger(tmp_path / "random-0.jsonl")
     (tmp_path / "random-0.jsonl").unlink()
     trials = [record for record in records if isinstance(record, TrialRecord)]
@@ -118,23 +118,19 @@ def test_concurrent_searches_have_the_same_ledgers(data: Dataset, tmp_path: Path
     arms, seeds, evaluator = ("autoprune", "random"), (0, 1), SyntheticEvaluator(data)
     alone = ScriptedProposer(VALID_REPLIES[:20])
 
-    class Waiting(ScriptedProposer):
-        """Replies once two searches have sent the requests of a round."""
-
-        enough = asyncio.Event()
+    class Slow(ScriptedProposer):
+        """Replies after the others have asked."""
 
         async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
-            reply = await super().reply(messages, schema, seed)
-            if len(self.requests) == 2 * ASKING.per_round:
-                self.enough.set()
-            await asyncio.wait_for(self.enough.wait(), 30)
-            return reply
+            await asyncio.sleep(0.01)
+            return await super().reply(messages, schema, seed)
 
-    together = Waiting(VALID_REPLIES[:20])
-    run_comparison(tmp_path / "a", arms, seeds, ASKING, evaluator, lambda: nullcontext(alone))
-    run_comparison(
+    together = Slow(VALID_REPLIES[:20])
+    _run_comparison(tmp_path / "a", arms, seeds, ASKING, evaluator, lambda: nullcontext(alone))
+    _run_comparison(
         tmp_path / "b", arms, seeds, ASKING, evaluator, lambda: nullcontext(together), at_once=4
     )
+    assert alone.requests != together.requests, "in another order"
     for name in (f"{arm}-{seed}.jsonl" for arm in arms for seed in seeds):
         digests = (digest_records(read_ledger(tmp_path / folder / name)) for folder in "ab")
         assert len(set(digests)) == 1
@@ -145,7 +141,7 @@ def test_a_model_that_writes_nothing_valid_does_not_stop_other_arms(
 ) -> None:
     settings = Settings(rounds=6, per_round=5, budgets=(8,), proposer="m")
     arms, model = ("autoprune", "random"), ScriptedProposer(["no"])
-    run_comparison(
+    _run_comparison(
         tmp_path, arms, [0], settings, SyntheticEvaluator(data), lambda: nullcontext(model)
     )
     results = read_results(tmp_path)
@@ -174,9 +170,9 @@ def test_intervals_of_differences_are_over_seeds_and_questions() -> None:
         )
 
     base = score(0.0, 0.0)
-    assert format_difference([(score(1.0, 3.0), base)]) == "2.00 ± 12.71"
+    assert _format_difference([(score(1.0, 3.0), base)]) == "2.00 ± 12.71"
     both = [(score(1.0, 3.0), base), (score(2.0, 2.0), base)]
-    assert format_difference(both) == "2.00 ± 6.36", "the seeds agree in their means"
+    assert _format_difference(both) == "2.00 ± 6.36", "the seeds agree in their means"
 
 
 @pytest.mark.parametrize(
