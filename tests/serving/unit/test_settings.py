@@ -61,7 +61,7 @@ def test_each_setting_is_read_from_text_and_numbers(tiny_clip: TinyClip) -> None
         assert resolve(feature_cache_gb=size).cache_bytes == count
     assert (resolve().rules.cost, resolve(request_cost="750").rules.cost) == (DEFAULT_COST, 750.0)
     for recall in (8, "8"):
-        assert resolve(recall=recall).rules.recall == 8
+        assert resolve(recall=recall, requests="budget:1-8").rules.recall == 8
     for detail in ("low=16,high=64", {"low": 16, "high": "64"}):
         for requests in (None, "none", "budget:32-64"):
             rules = resolve(requests=requests, detail=detail).rules
