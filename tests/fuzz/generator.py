@@ -187,59 +187,6 @@ def _field_names() -> list[str]:
     return [*known, "atom", "name", "limit", "Weight"]
 
 
-def _mutate_at_random_place(how: str, state: Json, random: Random) -> None:
-    """Apply one of :data:`_MUTATIONS` where it is possible, if it is anywhere."""
-    root = [(state, "schema")]  # every field may have been dropped
-    if how == "reversion":
-        state["schema"] = random.choice(
-            ("autoprune-state/2", "autoprune-state/1 ", 1, None, "", [])
-        )
-        return
-    if how == "graft":  # a part in place of another one
-        part = copy.deepcopy(_get(*random.choice(list(_places(state)) or root)))
-        container, key = random.choice(list(_places(state)) or root)
-        container[key] = part
-        return
-    places = [place for place in _places(state) if _is_possible(how, *place)]
-    if not places and how not in ("drop", "retype", "nest"):
-        return
-    container, key = random.choice(places or root)
-    value = _get(container, key)
-    match how:
-        case "drop":
-            container.pop(key, None) if isinstance(container, dict) else container.pop(key)
-        case "rename":
-            container.pop(key)
-            container[_misspell(key, random)] = value
-        case "misspell":
-            container[key] = _misspell(value, random)
-        case "retype":
-            plain: tuple[Any, ...] = (None, True, False, 0, 1.5, "", [], {})
-            nested = ([value], {"atom": value}, str(value), draw_json(random))
-            container[key] = random.choice((*plain, *nested))
-        case "nest":
-            for _ in range(random.choice((1, 2, 20, 40, 300))):
-                value = [value] if random.random() < 0.5 else {"atom": value}
-            container[key] = value
-        case "repeat":
-            times = random.choice((1, 2, 8, 40))
-            container[key:key] = [copy.deepcopy(value) for _ in range(times)]
-        case "intrude":  # a field of another part of the language, or an unknown one
-            intruder = draw_json(random)
-            container[random.choice(_field_names())] = intruder
-        case "renumber":
-            near: tuple[float, ...] = (-value,)
-            if abs(value) < 2**63:  # others may be whole numbers that no float holds
-                near = (value + 1, value - 1, -value, value * 1.001, value * 10, float(value))
-            container[key] = random.choice((*near, *_ODD_NUMBERS))
-        case "swap_atom":  # the name of another atom of any group
-            container[key] = random.choice([*_atoms(), *sorted(BASE_POLICIES)])
-        case "odd_text":
-            container[key] = random.choice(_ODD_TEXTS)
-        case "odd_key":
-            container[random.choice(_ODD_TEXTS)] = value
-
-
 def _misspell(text: str, random: Random) -> str:
     if not text:
         return "x"
@@ -259,11 +206,62 @@ def _misspell(text: str, random: Random) -> str:
 
 
 def mutate(state: Json, random: Random) -> list[str]:
-    """Apply one to four mutations to a state in place; returns their names."""
+    """Apply one to four mutations in place, each where it is possible, if it is anywhere.
+
+    Returns their names.
+    """
     names = []
     for _ in range(random.choice((1, 1, 1, 2, 3, 4))):
-        names.append(random.choice(_MUTATIONS))
-        _mutate_at_random_place(names[-1], state, random)
+        names.append(how := random.choice(_MUTATIONS))
+        root = [(state, "schema")]  # every field may have been dropped
+        if how == "reversion":
+            state["schema"] = random.choice(
+                ("autoprune-state/2", "autoprune-state/1 ", 1, None, "", [])
+            )
+            continue
+        if how == "graft":  # a part in place of another one
+            part = copy.deepcopy(_get(*random.choice(list(_places(state)) or root)))
+            container, key = random.choice(list(_places(state)) or root)
+            container[key] = part
+            continue
+        places = [place for place in _places(state) if _is_possible(how, *place)]
+        if not places and how not in ("drop", "retype", "nest"):
+            continue
+        container, key = random.choice(places or root)
+        value = _get(container, key)
+        match how:
+            case "drop":
+                container.pop(key, None) if isinstance(container, dict) else container.pop(key)
+            case "rename":
+                container.pop(key)
+                container[_misspell(key, random)] = value
+            case "misspell":
+                container[key] = _misspell(value, random)
+            case "retype":
+                plain: tuple[Any, ...] = (None, True, False, 0, 1.5, "", [], {})
+                nested = ([value], {"atom": value}, str(value), draw_json(random))
+                container[key] = random.choice((*plain, *nested))
+            case "nest":
+                for _ in range(random.choice((1, 2, 20, 40, 300))):
+                    value = [value] if random.random() < 0.5 else {"atom": value}
+                container[key] = value
+            case "repeat":
+                times = random.choice((1, 2, 8, 40))
+                container[key:key] = [copy.deepcopy(value) for _ in range(times)]
+            case "intrude":  # a field of another part of the language, or an unknown one
+                intruder = draw_json(random)
+                container[random.choice(_field_names())] = intruder
+            case "renumber":
+                near: tuple[float, ...] = (-value,)
+                if abs(value) < 2**63:  # others may be whole numbers that no float holds
+                    near = (value + 1, value - 1, -value, value * 1.001, value * 10, float(value))
+                container[key] = random.choice((*near, *_ODD_NUMBERS))
+            case "swap_atom":  # the name of another atom of any group
+                container[key] = random.choice([*_atoms(), *sorted(BASE_POLICIES)])
+            case "odd_text":
+                container[key] = random.choice(_ODD_TEXTS)
+            case "odd_key":
+                container[random.choice(_ODD_TEXTS)] = value
     return names
 
 

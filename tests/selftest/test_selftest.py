@@ -76,7 +76,7 @@ def good() -> Report:
         "again": pruned.model_copy(update={"cached": 32}),
         **dict.fromkeys(("pruned", "alone", "unnamed", "renamed", "chunked", "preempted"), pruned),
     }
-    others = {"video": stock, "embeddings": stock}
+    unpruned = {"video": stock, "embeddings": stock}
     split = {
         "first": start,
         "second": second,
@@ -90,8 +90,8 @@ def good() -> Report:
         completions={
             **{setting: {SPLIT_QUESTION: completion} for setting, completion in settings.items()},
             "split": split,
-            "stock others": others,
-            "others": others,
+            "stock others": unpruned,
+            "others": unpruned,
         },
         predicted={SPLIT_QUESTION: [N]},
         kept={SPLIT_QUESTION: [KEPT]},

@@ -40,8 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in ends:
         name = item.callspec.id if isinstance(item, pytest.Function) else ""
         items.remove(item)
-        same = [i for i, other in enumerate(items) if name in other.nodeid.partition("[")[2]]
-        items.insert(max(same, default=len(items) - 1) + 1, item)
+        of_runner = [i for i, other in enumerate(items) if name in other.nodeid.partition("[")[2]]
+        items.insert(max(of_runner, default=len(items) - 1) + 1, item)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -48,9 +48,9 @@ def test_no_pruning_is_the_stock_answer(stock: Server, pruned: Server) -> None:
     example = examples(1)[1]
     full = ask(stock, example, logprobs=True)
     for fields in ({"enabled": False}, {"budget": TOKENS}, {"budget": 4096}):
-        same = ask(pruned, example, logprobs=True, **entry(**fields))
-        assert same["choices"][0]["logprobs"] == full["choices"][0]["logprobs"]
-        assert prompt_tokens(same) == prompt_tokens(full)
+        unpruned = ask(pruned, example, logprobs=True, **entry(**fields))
+        assert unpruned["choices"][0]["logprobs"] == full["choices"][0]["logprobs"]
+        assert prompt_tokens(unpruned) == prompt_tokens(full)
 
 
 def test_both_front_ends_answer_alike(stock: Server, two_front_ends: Server) -> None:
