@@ -120,8 +120,8 @@ def estimate_cost(
         raise ConfigError(f"cost on {shape.name}", problems)
     visual = [tokens] * layers
     if full_layers and tokens < shape.tokens:
-        rest = math.ceil((allowed - used) / (layers - full_layers))
-        visual = [shape.tokens] * full_layers + [rest] * (layers - full_layers)
+        remaining = math.ceil((allowed - used) / (layers - full_layers))
+        visual = [shape.tokens] * full_layers + [remaining] * (layers - full_layers)
     schedule = [n + text for n in visual]
     cached = [n for layer, n in enumerate(schedule) if shape.linear_attention(layer) is None]
     return Cost(

@@ -107,12 +107,12 @@ def probe_server(
     visual = _solve_rounds(results, selection, client.url, inputs)
     # Mean visual tokens of an image before pruning and after it.
     images = probed.total("autoprune_images_total")
-    tokens, kept = (
+    unpruned, pruned = (
         round((probed.total("autoprune_visual_tokens_total", stage=stage) or 0.0) / (images or 1))
         for stage in ("before", "after")
     )
     # A server without a state keeps all tokens, which is no budget.
-    inputs.fill(tokens=tokens or visual, budget=kept if 0 < kept < tokens else None)
+    inputs.fill(tokens=unpruned or visual, budget=pruned if 0 < pruned < unpruned else None)
 
 
 def _solve_rounds(

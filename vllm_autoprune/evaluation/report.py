@@ -238,7 +238,7 @@ def _compare_with_resizing(
     controls = {case.budget: case for case in cases if case.arm == "resized"}
     bases = {case.base for case in cases}
     questions = contents.questions.values()
-    several = len({question.topic for question in questions}) > 1
+    kinds_differ = len({question.topic for question in questions}) > 1
     for case in cases:
         control = controls.get(case.budget)
         if control is None or case.arm not in ("base", "autoprune", "found"):
@@ -246,7 +246,7 @@ def _compare_with_resizing(
         tokens, fewer = _mean_length(contents, case), _mean_length(contents, control)
         for kind, right in figures[case.name].topics.items():
             resized = figures[control.name].topics.get(kind)
-            if resized is None or (kind is not None and not several):
+            if resized is None or (kind is not None and not kinds_differ):
                 continue
             asked = [question for question in questions if kind in (None, question.topic)]
             images = len({question.image for question in asked})
@@ -387,11 +387,11 @@ def _result_tables(report: Report) -> Iterator[Table]:
     has_acc = any(differences.acc for differences in to_full)
     metrics = [("acc", "Acc.", 1) if has_acc else ("accuracy", "samples", 1)]
     metrics += [("logprob", "ln p", 3)] if any(row.logprob for row in to_full) else []
-    others = ["full", "base"]
-    others += ["resized"] if any(row.case.arm == "resized" for row in report.rows) else []
+    references = ["full", "base"]
+    references += ["resized"] if any(row.case.arm == "resized" for row in report.rows) else []
     benchmarks = list(report.rows[0].benchmarks)
     head = ["method", *benchmarks, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
-    head += [f"{name} less {other}" for _, name, _ in metrics for other in others]
+    head += [f"{name} less {other}" for _, name, _ in metrics for other in references]
     for budget in sorted({row.case.budget for row in report.rows} - {0}, reverse=True):
         rows = []
         for row in report.rows:
@@ -401,7 +401,7 @@ def _result_tables(report: Report) -> Iterator[Table]:
             figures += [row.all.acc, row.all.ratio_of_means, row.all.mean_of_ratios]
             cells = [_NONE if figure is None else f"{figure:.1f}" for figure in figures]
             for metric, _, digits in metrics:
-                for other in (row.to_full, row.to_base, row.to_resized)[: len(others)]:
+                for other in (row.to_full, row.to_base, row.to_resized)[: len(references)]:
                     cells.append(_format(dict(other)[metric] if other else None, digits))
             rows.append([row.case.label, *cells])
         yield Table(f"K = {budget}", head, rows, "l" + "r" * (len(head) - 1))

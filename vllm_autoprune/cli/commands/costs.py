@@ -98,10 +98,10 @@ def _parse_pair(
     separator: str, form: str, number: type[int] | type[float], text: str
 ) -> tuple[int, int | float]:
     """A whole number and another one, both above 0; ``form`` says how they are written."""
-    first, _, second = text.partition(separator)
+    count, _, value = text.partition(separator)
     with contextlib.suppress(ValueError):
-        if int(first) >= 1 and 0 < number(second) < math.inf:
-            return int(first), number(second)
+        if int(count) >= 1 and 0 < number(value) < math.inf:
+            return int(count), number(value)
     raise argparse.ArgumentTypeError(f"{text!r} is not {form}")
 
 

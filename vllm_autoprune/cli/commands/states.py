@@ -203,9 +203,8 @@ def diff(options: argparse.Namespace) -> int:
     before, after = load_state(options.first), load_state(options.second)
     # With default values written out, which are no difference.
     changes = list_changes(state_document(before), state_document(after))
-    same = before.digest == after.digest
     verdict = f"digests differ: {before.digest[:12]} and {after.digest[:12]}"
-    if same:
+    if before.digest == after.digest:
         verdict = f"same digest {before.digest[:12]}: both keep the same tokens"
     rows = [
         [change.where, "-" if change.kind == "added" else format_value(change.before),
@@ -213,7 +212,10 @@ def diff(options: argparse.Namespace) -> int:
         for change in changes
     ]  # fmt: skip
     table = format_table(["field", options.first, options.second], rows, wrap=WIDTH)
-    record = {"digests": (before.digest, after.digest), "same_behaviour": same}
+    record = {
+        "digests": (before.digest, after.digest),
+        "same_behaviour": before.digest == after.digest,
+    }
     record |= {"changes": [asdict(change) for change in changes]}
     print_result(options, record, verdict, table if changes else "no field differs")
     return 0
