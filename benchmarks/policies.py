@@ -63,7 +63,7 @@ _UNUSED_SCORING: _JsonObject = {
 }
 
 
-def build_states(folder: Path = POLICIES) -> list[PruningState]:
+def _build_states(folder: Path = POLICIES) -> list[PruningState]:
     """Every shipped state, the source first; it and search results are read."""
     source, *results = (load_state(folder / f"{name}.json") for name in (SOURCE, *SEARCH_RESULTS))
     document: _JsonObject = json.loads(source.dumps())
@@ -131,14 +131,14 @@ def _carries_evidence(name: str) -> bool:
     )
 
 
-def read_evidence(path: Path) -> _JsonObject:
+def _read_evidence(path: Path) -> _JsonObject:
     """What `measure` wrote into a state's file; empty where there is none, or of another form."""
     state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"provenance": {}}
     scores: _JsonObject = state["provenance"].get("scores", {})
     return scores if "behaviour" in scores else {}
 
 
-def write_state(state: PruningState, path: Path, evidence: _JsonObject | None = None) -> None:
+def _write_state(state: PruningState, path: Path, evidence: _JsonObject | None = None) -> None:
     """Write a state with all of its defaults, so that later releases serve the same policy.
 
     Evidence goes into the provenance, which is outside the digest.
@@ -169,12 +169,12 @@ def _format_json(value: object, indent: int = 0, key: str = "") -> str:
 
 def build(folder: Path) -> None:
     """Write every shipped state and delete the files of states that no longer exist."""
-    states = {f"{state.name}.json": state for state in build_states(folder)}
+    states = {f"{state.name}.json": state for state in _build_states(folder)}
     for name, state in states.items():
         path = folder / name
-        evidence = read_evidence(path)
+        evidence = _read_evidence(path)
         valid = evidence.get("behaviour") == _behaviour(state) and _carries_evidence(state.name)
-        write_state(state, path, evidence if valid else None)
+        _write_state(state, path, evidence if valid else None)
     for path in folder.glob("*.json"):
         if path.name not in states:
             path.unlink()
@@ -194,7 +194,7 @@ def measure(folder: Path, report: Mapping[str, Any]) -> None:
     less the control; ``behaviour`` is the digest of the state that was measured.
     """
     rows = {row["case"]["name"]: row for row in report["rows"]}
-    for state in build_states(folder):
+    for state in _build_states(folder):
         measured: list[_JsonObject] = []
         for budget in _MEASURED:
             row, control = (rows.get(f"{name}@{budget}") for name in (state.name, "resized"))
@@ -215,14 +215,14 @@ def measure(folder: Path, report: Mapping[str, Any]) -> None:
                 "behaviour": _behaviour(state),
                 "rows": measured,
             }
-            write_state(state, folder / f"{state.name}.json", evidence)
+            _write_state(state, folder / f"{state.name}.json", evidence)
             print(state.name)
 
 
 def as_markdown() -> str:
     """One row per state; the transferred states behave as their source and share its row."""
-    states = build_states()
-    files = {state.name: read_evidence(POLICIES / f"{state.name}.json") for state in states}
+    states = _build_states()
+    files = {state.name: _read_evidence(POLICIES / f"{state.name}.json") for state in states}
     evidence = {name: scores for name, scores in files.items() if scores}
     accuracy: dict[tuple[str, int], float] = {}
     for name, scores in evidence.items():

@@ -34,7 +34,7 @@ class _Row(FrozenModel):
     rel_follows: _Follows
 
 
-class PublishedTable(FrozenModel):
+class _PublishedTable(FrozenModel):
     """A table, or a part of one whose rows share a full model; ``decimals`` are of its Acc."""
 
     table: str
@@ -79,10 +79,10 @@ def _rounds_to(value: float | None, printed: float, decimals: int) -> bool:
     return value is not None and bool(abs(value - printed) <= 0.5 * 10**-decimals + 1e-9)
 
 
-def read_published() -> list[PublishedTable]:
+def read_published() -> list[_PublishedTable]:
     """The published tables as printed."""
     tables = json.loads(Path(__file__).with_name("published.json").read_text())["tables"]
-    return [PublishedTable.model_validate_json(json.dumps(table)) for table in tables]
+    return [_PublishedTable.model_validate_json(json.dumps(table)) for table in tables]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

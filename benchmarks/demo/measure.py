@@ -32,7 +32,7 @@ from benchmarks.common.shapes import (
     count_kv_bytes,
     count_visual_tokens,
     draw_words,
-    write_shape,
+    write_llava,
 )
 from benchmarks.server import serve
 from benchmarks.yardsticks.examples import (
@@ -86,7 +86,7 @@ def _serve(name: str, model: Path, flags: Sequence[str], log: Path) -> Iterator[
         yield server.url
 
 
-def ask_together(url: str, bodies: Sequence[bytes], advance: Callable[[], None]) -> list[Record]:
+def _ask_together(url: str, bodies: Sequence[bytes], advance: Callable[[], None]) -> list[Record]:
     """Send all requests, eight at a time; their answers in the same order.
 
     Raises :class:`BenchmarkError` where one is not answered; no text is an answer too.
@@ -141,7 +141,7 @@ def measure_answers(examples: Sequence[Example], out: Path) -> dict[str, _Score]
                     for content in contents
                 ]
                 with show_stage(f"mini-LLaVA, {arm}: questions", len(bodies)) as advance:
-                    answers = ask_together(url, bodies, advance)
+                    answers = _ask_together(url, bodies, advance)
                 rights = [
                     (example.image_id, is_right(answer.text, example.answer))
                     for example, answer in zip(examples, answers, strict=True)
@@ -229,7 +229,7 @@ def _time_requests(url: str, arm: str, start: int) -> _Timing:
         alone = [send(build(number, number)) for number in range(10, 10 + _ALONE)]
         bodies = [build(number, number) for number in range(100, 100 + _TOGETHER)]
         begin = time.perf_counter()
-        together = ask_together(url, bodies, advance)
+        together = _ask_together(url, bodies, advance)
         seconds = time.perf_counter() - begin
         # Image by image, so that the second question finds what the first one left.
         questions = [
@@ -314,8 +314,7 @@ def run_demo(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     examples = draw_examples("test", _SCENES)
     scores = measure_answers(examples, out)
-    sizes = {"tower_layers": _TOWER_LAYERS, "width": _WIDTH}
-    large = write_shape("llava-1.5-7b", out / "shape", _LAYERS, **sizes)
+    large = write_llava(out / "shape", _LAYERS, tower_layers=_TOWER_LAYERS, width=_WIDTH)
     table = _format_table(measure_times(large, out), scores, large, len(examples))
     (out / "table.md").write_text(table)
     console = Console()

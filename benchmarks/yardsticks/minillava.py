@@ -101,7 +101,7 @@ class MiniLlava(Yardstick):
             tokens,
             instruction=Instruction(image, text[:, None], segments, sign),
             words=Words(embed(words), used),
-            language=LlamaPrefix(model, torch.cat(embeds, 1), len(before), present),
+            language=_LlamaPrefix(model, torch.cat(embeds, 1), len(before), present),
         )
         return EncodedBatch(
             batch,
@@ -112,7 +112,7 @@ class MiniLlava(Yardstick):
         )
 
 
-class LlamaPrefix(LanguagePrefix):
+class _LlamaPrefix(LanguagePrefix):
     """Layers of the language model over prompt, image and question, computed at the first use.
 
     B sequences with text padded on the right. Unlike a server's it runs a batch as one.

@@ -36,7 +36,7 @@ from vllm_autoprune.tpdsl.tokens import Grid, Instruction, MergerInput, VisualTo
 
 
 @dataclass(frozen=True)
-class EncodedImage:
+class _EncodedImage:
     """An image after the vision tower.
 
     rows (N, D) are for the first layer of the language model, levels (N, D) each for the next ones.
@@ -117,7 +117,7 @@ class MiniQwen(Yardstick):
         )
 
     @torch.no_grad()
-    def encode_image(self, image: Tensor, budget: int | None = None) -> EncodedImage:
+    def encode_image(self, image: Tensor, budget: int | None = None) -> _EncodedImage:
         """Encode an image (3, H, W) uint8, resized to at most `budget` tokens if given."""
         images = self.processor.image_processor
         size = dict(images.size)
@@ -146,7 +146,7 @@ class MiniQwen(Yardstick):
             for part in apply_rotary_pos_emb_vision(query, key, *outputs["rotary_pos_emb"])
         )
         scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
-        return EncodedImage(
+        return _EncodedImage(
             Size(rows // MERGE, columns // MERGE),
             encoded.pooler_output,
             tuple(encoded.deepstack_features),
@@ -158,7 +158,7 @@ class MiniQwen(Yardstick):
     def score_image(
         self,
         examples: Sequence[Example],
-        image: EncodedImage,
+        image: _EncodedImage,
         kept: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Scores:

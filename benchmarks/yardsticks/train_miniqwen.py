@@ -73,7 +73,7 @@ _NAMES: dict[str, Sequence[str]] = {
 
 
 @dataclass(frozen=True)
-class Pictures:
+class _Pictures:
     """Pictures of one size, and the size at which the model sees them.
 
     patches (B, N, MERGE², 3 · PATCH²) and labels (fields, B, N · MERGE²) are of the latter.
@@ -119,7 +119,7 @@ def shrink_size(size: Size, budget: int) -> Size:
     return Size(height // TOKEN, width // TOKEN)
 
 
-def draw_pictures(
+def _draw_pictures(
     seed: int,
     scene_count: int,
     page_count: int,
@@ -127,7 +127,7 @@ def draw_pictures(
     seen: Size,
     plain: bool = False,
     most: int | None = None,
-) -> Pictures:
+) -> _Pictures:
     """Draw scenes and then pages; `plain` pages are full of unrelated words and numbers.
 
     `most` makes them easier: scenes of at most so many shapes, pages of at most so many words.
@@ -164,7 +164,7 @@ def draw_pictures(
             items.append([index, *place, TOKEN / 2, PATCH / 2, *named, *[UNLABELLED] * 5])
     joined = pages.resize_images(torch.cat((images, page_images)), seen)
     labels = _label_patches(torch.tensor(items), len(joined), size, seen)
-    return Pictures(size, seen, pages.split_patches(joined), labels, [*scenes, *texts])
+    return _Pictures(size, seen, pages.split_patches(joined), labels, [*scenes, *texts])
 
 
 def _label_patches(items: Tensor, count: int, size: Size, seen: Size) -> Tensor:
@@ -264,7 +264,7 @@ def _naming_loss(tokenizer: Tokenizer, rows: Tensor, table: Tensor, labels: Tens
 
 
 @dataclass(frozen=True)
-class LanguageBatch:
+class _LanguageBatch:
     """Texts behind a prefix: ids `before` (P,), image tokens `kept` (B, K), ids `after` (Q,).
 
     `positions` (3, B, T) of M-RoPE are of the whole sequence.
@@ -280,12 +280,12 @@ class LanguageBatch:
 def draw_batch(
     seed: int,
     tokenizer: Tokenizer,
-    pictures: Pictures,
+    pictures: _Pictures,
     budget: int,
     questions: int,
     phrases: int,
     shown_first: bool = False,
-) -> LanguageBatch:
+) -> _LanguageBatch:
     """Draw `questions` and `phrases` about every picture.
 
     Tokens are only dropped at full size: as far as the evidence of the questions allows or, if
@@ -331,13 +331,13 @@ def draw_batch(
         (behind_image + torch.arange(len(after))).expand(3, count, -1),
         batch.positions.expand(3, -1, -1),
     )
-    return LanguageBatch(before, after, tokens, torch.cat(positions, 2), batch)
+    return _LanguageBatch(before, after, tokens, torch.cat(positions, 2), batch)
 
 
 def language_states(
     model: Qwen3VLForConditionalGeneration,
-    batch: LanguageBatch,
-    pictures: Pictures,
+    batch: _LanguageBatch,
+    pictures: _Pictures,
 ) -> tuple[Tensor, Tensor]:
     """Normed states (B, L, D) of the last layer at the texts of a batch.
 
@@ -375,16 +375,16 @@ def train(run: training.Run) -> None:
 
     def dense_loss(stage: training.Stage, plain: bool, seed: int, step: int) -> Tensor:
         scenes, sizes = stage.images // 3, _draw_sizes(seed, stage.views)
-        pictures = draw_pictures(seed, scenes, stage.images - scenes, *sizes, plain)
+        pictures = _draw_pictures(seed, scenes, stage.images - scenes, *sizes, plain)
         return heads.loss(pictures.encode(tower)[0], pictures.labels, _FIELD_WEIGHTS)
 
     def naming_loss(seed: int, step: int) -> Tensor:
         """The mergers' rows become those of the words that a picture shows."""
         sizes = _draw_sizes(seed, naming.views)
-        pictures = draw_pictures(seed, naming.images, naming.images, *sizes)
+        pictures = _draw_pictures(seed, naming.images, naming.images, *sizes)
         return _naming_loss(words, pictures.encode(tower)[1], table, pictures.labels)
 
-    def answer_loss(batch: LanguageBatch, pictures: Pictures) -> Tensor:
+    def answer_loss(batch: _LanguageBatch, pictures: _Pictures) -> Tensor:
         hidden, rows = language_states(model, batch, pictures)
         loss = batch.texts.loss(model.lm_head, hidden)
         return loss + _NAMING_WEIGHT * _naming_loss(words, rows, table, pictures.labels)
@@ -394,7 +394,7 @@ def train(run: training.Run) -> None:
         progress = min(1.0, step / (_CURRICULUM_STEPS * run.steps_scale)) ** 2
         most = _FEWEST + round((len(WORDS) - _FEWEST) * progress)
         scenes, budget = phrases.images // 2, seen.tokens
-        pictures = draw_pictures(seed, scenes, phrases.images - scenes, size, seen, most=most)
+        pictures = _draw_pictures(seed, scenes, phrases.images - scenes, size, seen, most=most)
         if seen == size:
             budget = _FEWEST_TOKENS + round((budget - _FEWEST_TOKENS) * progress)
         batch = draw_batch(seed, words, pictures, budget, 0, 40, shown_first=seen == size)
@@ -406,7 +406,7 @@ def train(run: training.Run) -> None:
         if seen == size and rng.random() < _DROPOUT:
             budget = max(1, int(math.exp(rng.uniform(math.log(2), math.log(budget)))))
         scenes = questions.images // 2
-        pictures = draw_pictures(seed, scenes, questions.images - scenes, size, seen)
+        pictures = _draw_pictures(seed, scenes, questions.images - scenes, size, seen)
         return answer_loss(draw_batch(seed, words, pictures, budget, 12, 12), pictures)
 
     rows, language = (tower.merger, mergers), model.model.language_model

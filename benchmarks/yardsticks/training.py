@@ -52,7 +52,7 @@ class Stage(FrozenModel):
     views: tuple[float, ...] = ()
 
 
-class Recipe(FrozenModel):
+class _Recipe(FrozenModel):
     """Stages, and relative frequencies of kinds by what a picture shows."""
 
     stages: tuple[Stage, ...]
@@ -60,10 +60,10 @@ class Recipe(FrozenModel):
     phrases: Mapping[str, Mapping[str, int]]
 
 
-def read_recipe(model: Model) -> Recipe:
+def read_recipe(model: Model) -> _Recipe:
     """The recipe of a model."""
     path = Path(__file__).with_name("recipes.toml")
-    return Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))[model])
+    return _Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))[model])
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def start(description: str, train: Callable[[Run], None]) -> None:
 
 def run_stage(
     run: Run,
-    recipe: Recipe,
+    recipe: _Recipe,
     number: int,
     modules: Mapping[str, nn.Module],
     loss: Callable[[int, int], Tensor],
@@ -102,7 +102,7 @@ def run_stage(
     stage, started = recipe.stages[number], time.monotonic()
     steps = max(1, round(stage.steps * run.steps_scale))
     warmup = min(stage.warmup, max(1, steps // 10))
-    optimiser, workers = Optimiser(modules, stage.peak), ThreadPoolExecutor(PARTS)
+    optimiser, workers = _Optimiser(modules, stage.peak), ThreadPoolExecutor(PARTS)
     recent: list[tuple[float, float]] = []
 
     def add_gradients(step: int, part: int) -> float:
@@ -130,7 +130,7 @@ def run_stage(
             recent = []
 
 
-class Optimiser:
+class _Optimiser:
     """Muon for matrices and AdamW for the rest, on float32 copies of weights that become bf16.
 
     Muon: Jordan et al. 2024, kellerjordan.github.io/posts/muon; its step is scaled as in Liu et

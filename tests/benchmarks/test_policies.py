@@ -95,7 +95,7 @@ def test_a_report_of_eval_becomes_evidence_outside_the_digest(tmp_path: Path) ->
         "budget": 16, "accuracy": 40.0, "accuracy_plus": 25.0, "prompt_tokens": 36.0,
         "resized": 40.0, "less_resized": {"value": 40.0, "low": 30.0, "high": 50.0},
     }  # fmt: skip
-    assert policies.read_evidence(folder / "visionzip.json")["rows"] == [expected]
+    assert policies._read_evidence(folder / "visionzip.json")["rows"] == [expected]
     assert "policies measure" in (state.provenance.evaluated_on or "")
     changed = [path.name for path in folder.glob("*.json")
                if path.read_text() != (policies.POLICIES / path.name).read_text()]  # fmt: skip

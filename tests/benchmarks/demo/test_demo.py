@@ -21,7 +21,7 @@ from benchmarks import BenchmarkError
 from benchmarks.common.fake_server import Body, Reply, fake_server
 from benchmarks.demo import measure
 from benchmarks.demo.__main__ import main
-from benchmarks.demo.measure import ask_together, half_width
+from benchmarks.demo.measure import _ask_together, half_width
 from benchmarks.server import ServerDied
 from benchmarks.yardsticks.examples import draw_examples
 
@@ -141,10 +141,10 @@ def test_a_failed_question_ends_the_demo_and_an_empty_answer_does_not(
     body = b'{"stream": true}'
     with fake_server(reply, model=None) as server:
         if not message:
-            assert ask_together(server.url, [body], lambda: None)[0].text == ""
+            assert _ask_together(server.url, [body], lambda: None)[0].text == ""
             return
         with pytest.raises(BenchmarkError, match=message) as caught:
-            ask_together(server.url, [body] * 3, lambda: None)
+            _ask_together(server.url, [body] * 3, lambda: None)
     assert "\n" not in str(caught.value)
 
 

@@ -22,7 +22,7 @@ from benchmarks.yardsticks.examples import (
     image_token_id,
     weights_digest,
 )
-from benchmarks.yardsticks.minillava import LlamaPrefix, MiniLlava
+from benchmarks.yardsticks.minillava import MiniLlava, _LlamaPrefix
 from benchmarks.yardsticks.miniqwen import MiniQwen
 from benchmarks.yardsticks.pages import TOKEN, Size
 from benchmarks.yardsticks.scenes import PATCHES, normalize_pixels
@@ -170,7 +170,7 @@ def test_the_prefix_is_what_the_language_model_computes(
     served = tokens.require_language()
     embeds = served.read("embeddings", 0).float()
     model = MiniLlava().network.model.language_model.float()
-    prefix = LlamaPrefix(model, embeds, served.start, served.text)
+    prefix = _LlamaPrefix(model, embeds, served.start, served.text)
     output = model(
         inputs_embeds=embeds, output_hidden_states=True, output_attentions=True, use_cache=False
     )

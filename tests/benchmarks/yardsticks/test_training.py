@@ -24,7 +24,7 @@ QWEN = CHECKPOINTS["miniqwen"]
 def test_steps_lower_the_loss_but_not_by_a_gradient_that_is_not_finite() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 8))
-    optimiser, losses = training.Optimiser({"model": model}, peak=0.01), []
+    optimiser, losses = training._Optimiser({"model": model}, peak=0.01), []
     for step in range(150):
         inputs = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
         loss = (model(inputs.bfloat16()).float() - inputs[:, :8].sin()).square().mean()
@@ -66,7 +66,7 @@ def test_a_block_has_the_logits_of_the_models_own_forward_pass(seen: Size) -> No
     model = Qwen3VLForConditionalGeneration.from_pretrained(
         QWEN, dtype=torch.float32, attn_implementation="eager"
     )
-    pictures = train_miniqwen.draw_pictures(5, 1, 1, Size(6, 9), seen)
+    pictures = train_miniqwen._draw_pictures(5, 1, 1, Size(6, 9), seen)
     batch = train_miniqwen.draw_batch(5, words, pictures, seen.tokens, 3, 2)
     logits = model.lm_head(train_miniqwen.language_states(model, batch, pictures)[0])
     frames = pictures.patches.float().flatten(1, 2).unflatten(2, (3, 1, -1))
