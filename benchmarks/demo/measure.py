@@ -32,7 +32,7 @@ from benchmarks.common.shapes import (
     count_kv_bytes,
     count_visual_tokens,
     draw_words,
-    write_llava,
+    write_shape,
 )
 from benchmarks.server import serve
 from benchmarks.yardsticks.examples import (
@@ -314,7 +314,8 @@ def run_demo(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     examples = draw_examples("test", _SCENES)
     scores = measure_answers(examples, out)
-    large = write_llava(out / "shape", _LAYERS, tower_layers=_TOWER_LAYERS, width=_WIDTH)
+    sizes = {"tower_layers": _TOWER_LAYERS, "width": _WIDTH}
+    large = write_shape("llava-1.5-7b", out / "shape", _LAYERS, **sizes)
     table = _format_table(measure_times(large, out), scores, large, len(examples))
     (out / "table.md").write_text(table)
     console = Console()

@@ -28,7 +28,6 @@ from benchmarks.yardsticks.questions import (
     UNSEEN,
     Model,
     Questions,
-    Wordings,
 )
 
 _WEIGHTS = Path(__file__).resolve().parent / "weights"
@@ -93,16 +92,16 @@ def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -
     """
     if not 0 < images <= _MAX_IMAGES:
         raise ValueError(f"images must lie in 1..{_MAX_IMAGES}, got {images}")
-    draw = _draw_scene if model == "minillava" else _draw_picture
     examples: list[Example] = []
-    pairs = 0
+    pairs, attempts = 0, _ATTEMPTS[model]
     for image_id in range(images):
         # mini-Qwen3-VL's scenes and pages alternate.
         turn = (image_id if model == "minillava" else image_id // 2) % 4 if split == "test" else 0
         unseen_style, unseen_wording = turn == 1, turn == 3
+        seed = SEEDS[split][image_id]
+        image, content, cells, kinds = _draw_picture(model, seed, image_id, unseen_style)
         wordings = UNSEEN if unseen_wording else SEEN
-        image, source, kinds = draw(SEEDS[split][image_id], image_id, unseen_style, wordings)
-        attempts = _ATTEMPTS[model]
+        source = Questions(random.Random(seed + 1), content, cells, wordings)
         groups = [source.generate(kind) for kind in kinds for _ in range(attempts.get(kind, 1))]
         # Without repetitions of a text.
         for group in {group[0].text: group for group in groups if group}.values():
@@ -118,31 +117,25 @@ def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -
     return examples
 
 
-def _draw_scene(
-    seed: int, image_id: int, unseen_style: bool, wordings: Wordings
-) -> tuple[Tensor, Questions, Sequence[str]]:
-    """The image of a scene of mini-LLaVA, and questions about it of these kinds."""
-    rng, cells = random.Random(seed), scenes.CELLS
-    style = rng.choice(scenes.UNSEEN_STYLES if unseen_style else scenes.TRAINING_STYLES)
-    images, (scene,) = scenes.render_scenes([scenes.draw_scene(rng, style)], cells, seed)
-    return images[0], Questions(random.Random(seed + 1), scene, (cells, cells), wordings), KINDS
-
-
 def _draw_picture(
-    seed: int, image_id: int, unseen_size: bool, wordings: Wordings
-) -> tuple[Tensor, Questions, Sequence[str]]:
-    """The image of a scene or a page of mini-Qwen3-VL, and questions about it of these kinds."""
-    sizes = pages.UNSEEN_SIZES if unseen_size else pages.SIZES
-    size, rng = random.Random(seed + 2).choice(sizes), random.Random(seed)
-    content: scenes.Scene | pages.Page
+    model: Model, seed: int, image_id: int, unseen_style: bool
+) -> tuple[Tensor, scenes.Scene | pages.Page, tuple[int, int], Sequence[str]]:
+    """A picture, what it shows in how many rows and columns of cells, and what it is asked."""
+    rng = random.Random(seed)
+    if model == "minillava":
+        styles = scenes.UNSEEN_STYLES if unseen_style else scenes.TRAINING_STYLES
+        drawn = scenes.draw_scene(rng, rng.choice(styles))
+        images, (scene,) = scenes.render_scenes([drawn], scenes.CELLS, seed)
+        return images[0], scene, (scenes.CELLS, scenes.CELLS), KINDS
+    sizes = pages.UNSEEN_SIZES if unseen_style else pages.SIZES
+    size = random.Random(seed + 2).choice(sizes)
     if image_id % 2:
-        content = pages.draw_page(rng, rng.choice(pages.PAGE_STYLES), size)
-        images, _ = pages.render_pages([content], seed)
-    else:
-        scene = pages.draw_rectangle(rng, size)
-        images, (content,) = pages.render_rectangles([scene], size, seed)
-    questions = Questions(random.Random(seed + 1), content, size.cells, wordings)
-    return images[0], questions, CATEGORIES["miniqwen"]["pages" if image_id % 2 else "scenes"]
+        page = pages.draw_page(rng, rng.choice(pages.PAGE_STYLES), size)
+        images, _ = pages.render_pages([page], seed)
+        return images[0], page, size.cells, CATEGORIES[model]["pages"]
+    drawn = pages.draw_rectangle(rng, size)
+    images, (scene,) = pages.render_rectangles([drawn], size, seed)
+    return images[0], scene, size.cells, CATEGORIES[model]["scenes"]
 
 
 def format_prompt(question: str, model: Model = "minillava") -> str:

@@ -50,9 +50,6 @@ _MAX_COUNT = 5
 _RELATIONS = ("left of", "right of", "above", "below")
 _OPPOSITE = {"left": "right", "right": "left", "upper": "lower", "lower": "upper"}
 
-Wordings = Mapping[str, Sequence[str]]
-"""Texts of every kind, with slots."""
-
 _WORDINGS = tomllib.loads(Path(__file__).with_name("wordings.toml").read_text(encoding="utf-8"))
 SEEN, UNSEEN, BRIEF = (
     {kind: tuple(texts[use]) for kind, texts in _WORDINGS.items()}
@@ -76,12 +73,15 @@ _Fact = tuple[Sequence[int], str, Mapping[str, str | int]]
 
 @dataclass(frozen=True)
 class Questions:
-    """Random questions about a page, or about a scene of `cells` (rows, columns)."""
+    """Random questions about a page, or about a scene of `cells` (rows, columns).
+
+    `wordings` are texts of every kind, with slots.
+    """
 
     rng: random.Random
     content: Scene | Page
     cells: tuple[int, int]
-    wordings: Wordings
+    wordings: Mapping[str, Sequence[str]]
 
     def draw_texts(self, weights: Mapping[str, int], number: int, form: str) -> list[Question]:
         """Draw questions of a training, or phrases; one of each pair, with its text in a form.
