@@ -86,7 +86,7 @@ materialize cdpruner --budget 64 -o state.json
 cost --backbone qwen3-vl-8b
 advise --questions 1 --tokens 576 --budget 64 --tower-ms 50 --prefill-ms-per-token 1
 search --help
-eval --suite lmms:mme --served-name m --arm full=http://h:1 --dry-run
+eval --suite lmms:mme --served-name m --server-url http://h:1 --dry-run
 selftest --help
 """
 """The smallest form of every command that needs neither a server, a network nor seconds."""
