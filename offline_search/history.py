@@ -108,18 +108,6 @@ def paired_error(examples: Sequence[Example], gaps: Floats) -> float:
     return math.sqrt(len(sums) / (len(sums) - 1) * float(sums @ sums)) / len(gaps)
 
 
-def significantly_below(examples: Sequence[Example], values: Floats, reference: Floats) -> bool:
-    """Whether the paired mean difference to a reference is more than three standard errors below 0.
-
-    Three instead of two, because a race tests every candidate several times. Never with fewer than
-    four images.
-    """
-    gaps = values - reference[: len(values)]
-    if len({example.image for example in examples[: len(gaps)]}) < 4:
-        return False
-    return bool(gaps.mean() + 3 * paired_error(examples, gaps) < 0)
-
-
 FAILURES_TO_GIVE_UP = 25
 """Invalid or unsafe candidates in a row after which a search ends: more would only cost."""
 

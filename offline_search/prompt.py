@@ -8,7 +8,6 @@ thousandths, with their standard error where they are compared.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from statistics import median
@@ -40,8 +39,6 @@ Messages = tuple[_Message, ...]
 
 _MAX_SHOWN_REPLY = 4000
 """Characters of an invalid proposal that are sent back with its problems."""
-
-_FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 INITIAL_PROGRAM = """import numpy as np
 
@@ -205,14 +202,6 @@ def _correct(request: Messages, reply: str, correction: str) -> Messages:
         {"role": "assistant", "content": reply},
         {"role": "user", "content": correction},
     )
-
-
-def extract_program(reply: str) -> str:
-    """The program in a reply, fenced or not; raises :class:`ValueError` if there is none."""
-    for block in _FENCED.findall(reply) or [reply]:
-        if "def select(" in block:
-            return f"{block.strip()}\n"
-    raise ValueError("the reply defines no function select(features, signals, K)")
 
 
 def _show_history(settings: Settings, summary: str, example: PruningState) -> str:

@@ -17,7 +17,7 @@ from offline_search.candidates import Draft
 from offline_search.components import Candidate, SelectionProgram
 from offline_search.dataset import Dataset
 from offline_search.evaluator import EvaluationJob, RecordedEvaluator
-from offline_search.history import Answers, History, Trial, significantly_below
+from offline_search.history import Answers, History, Trial, paired_error
 from offline_search.ledger import Ledger, ProposalRecord, Status, TrialRecord, VerdictRecord
 from offline_search.programs import select_with_program
 from offline_search.settings import Settings
@@ -274,7 +274,7 @@ class RoundEvaluator:
         """Drop those clearly worse than the best so far, then all but one in ``divisor``."""
         after = f"after {stop} of {len(self._examples)} examples"
         for candidate in _unfinished(candidates):
-            if significantly_below(self._examples, self._values(candidate), reference):
+            if _is_clearly_below(self._examples, self._values(candidate), reference):
                 candidate.result = self._record(candidate, "dropped", reason=f"behind {after}")
         ranked = sorted(_unfinished(candidates), key=lambda c: -float(self._values(c).mean()))
         for candidate in ranked[-(-len(ranked) // divisor) :]:
@@ -314,3 +314,15 @@ class RoundEvaluator:
 
 def _unfinished(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     return [candidate for candidate in candidates if candidate.result is None]
+
+
+def _is_clearly_below(examples: Sequence[Example], values: Floats, reference: Floats) -> bool:
+    """Whether the paired mean difference to a reference is more than three standard errors below 0.
+
+    Three instead of two, because a race tests every candidate several times. Never with fewer than
+    four images.
+    """
+    gaps = values - reference[: len(values)]
+    if len({example.image for example in examples[: len(gaps)]}) < 4:
+        return False
+    return bool(gaps.mean() + 3 * paired_error(examples, gaps) < 0)

@@ -7,6 +7,7 @@ A baseline of the paper evolves states, or as it was published Python code: a pr
 from __future__ import annotations
 
 import asyncio
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from offline_search.candidates import PURPOSES, Draft, list_purposes, minimal_st
 from offline_search.history import History, Trial
 from offline_search.prompt import (
     crossover_prompt,
-    extract_program,
     list_prompt,
     program_prompt,
     proposal_prompt,
@@ -123,11 +123,22 @@ class EvoPrompting(Strategy):
             names = tuple(parent.name for parent in parents)
             request = ProposalRequest(current.number, index, messages, origin, names)
             drafts.append(
-                client.request_program(request, extract_program)
+                client.request_program(request, _extract_program)
                 if settings.writes_code
                 else client.request_proposal(request)
             )
         return list(await asyncio.gather(*drafts))
+
+
+_FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def _extract_program(reply: str) -> str:
+    """The program in a reply, fenced or not; raises :class:`ValueError` if there is none."""
+    for block in _FENCED.findall(reply) or [reply]:
+        if "def select(" in block:
+            return f"{block.strip()}\n"
+    raise ValueError("the reply defines no function select(features, signals, K)")
 
 
 def draw_parents(

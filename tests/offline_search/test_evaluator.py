@@ -60,8 +60,8 @@ def test_all_problems_are_reported_together(data: Dataset, tmp_path: Path) -> No
     problems = {problem.where: problem.what for problem in caught.value.problems}
     assert {f"search.jsonl:{line}" for line in (25, 26, 27)} <= problems.keys()
     assert {"test.jsonl", "validation-2.png"} <= problems.keys()
-    same = "the same image is in search and in validation"
-    assert problems["validation-0.png"] == same, "under any name"
+    shared = "the same image is in search and in validation"
+    assert problems["validation-0.png"] == shared, "under any name"
     assert all(problem.fix for problem in caught.value.problems)
 
 

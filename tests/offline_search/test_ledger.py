@@ -20,7 +20,6 @@ from offline_search.history import (
     bootstrap_mean,
     gave_up,
     paired_error,
-    significantly_below,
 )
 from offline_search.ledger import (
     Clock,
@@ -34,6 +33,7 @@ from offline_search.ledger import (
     digest_records,
     read_ledger,
 )
+from offline_search.rounds import _is_clearly_below
 from offline_search.settings import Settings
 from tests.offline_search.synthetic import answer_search, endpoint, trial
 from vllm_autoprune.errors import SearchError
@@ -184,17 +184,17 @@ def test_intervals_and_errors_are_over_images_not_questions() -> None:
     assert paired_error(rows, constant) == pytest.approx(0.0), "however many questions an image has"
 
 
-def test_only_clearly_worse_candidates_are_significantly_below() -> None:
+def test_only_clearly_worse_candidates_are__is_clearly_below() -> None:
     generator = np.random.default_rng(1)
     rows = [example(i // 2) for i in range(80)]
     rival, noise = generator.normal(size=80), 0.1 * generator.normal(size=80)
-    assert significantly_below(rows, rival - 0.5 + noise, rival)
-    assert not significantly_below(rows, rival + noise, rival)
-    assert not significantly_below(rows, rival + 0.5 + noise, rival)
-    assert not significantly_below(rows[:6], rival[:6] - 0.5, rival), "three images tell nothing"
+    assert _is_clearly_below(rows, rival - 0.5 + noise, rival)
+    assert not _is_clearly_below(rows, rival + noise, rival)
+    assert not _is_clearly_below(rows, rival + 0.5 + noise, rival)
+    assert not _is_clearly_below(rows[:6], rival[:6] - 0.5, rival), "three images tell nothing"
     rows = [example(i) for i in range(40)]
     rivals = [generator.normal(size=40) for _ in range(500)]
-    equal = (significantly_below(rows, each + generator.normal(size=40), each) for each in rivals)
+    equal = (_is_clearly_below(rows, each + generator.normal(size=40), each) for each in rivals)
     assert sum(equal) / 500 < 0.01, "equal candidates are rarely dropped"
 
 

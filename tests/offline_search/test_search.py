@@ -200,9 +200,9 @@ async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
             return Reply(record.text, record.failure, record.cost)
 
     (opened,) = (record for record in records if isinstance(record, SettingsRecord))
-    others = [record for record in records if not isinstance(record, ReplyRecord)]
+    unanswered = [record for record in records if not isinstance(record, ReplyRecord)]
     evaluator = SyntheticEvaluator(search.data)
-    with Ledger(tmp_path / "sent", others) as ledger:
+    with Ledger(tmp_path / "sent", unanswered) as ledger:
         await Search(opened.settings, ledger, evaluator, RecordedProposer()).run()
         assert digest_records(ledger) == after
     assert not evaluator.jobs

@@ -30,10 +30,10 @@ from offline_search.ledger import (
     TrialRecord,
     VerdictRecord,
 )
-from offline_search.prompt import INITIAL_PROGRAM, extract_program
+from offline_search.prompt import INITIAL_PROGRAM
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
-from offline_search.strategies.language_model import draw_parents
+from offline_search.strategies.language_model import _extract_program, draw_parents
 from offline_search.strategies.openevolve import _apply_change, _build_database
 from tests.offline_search.synthetic import (
     REPLIES_OF,
@@ -276,12 +276,12 @@ async def test_programs_are_candidates(strategy: str, search: Searches) -> None:
 
 
 def test_a_program_is_taken_from_its_fence() -> None:
-    assert extract_program(f"Sure:\n```python\n{INITIAL_PROGRAM}```\nbye") == INITIAL_PROGRAM
-    assert extract_program(f"```\nx = 1\n```\n```py\n{INITIAL_PROGRAM}") == INITIAL_PROGRAM
-    assert extract_program(INITIAL_PROGRAM) == INITIAL_PROGRAM
+    assert _extract_program(f"Sure:\n```python\n{INITIAL_PROGRAM}```\nbye") == INITIAL_PROGRAM
+    assert _extract_program(f"```\nx = 1\n```\n```py\n{INITIAL_PROGRAM}") == INITIAL_PROGRAM
+    assert _extract_program(INITIAL_PROGRAM) == INITIAL_PROGRAM
     for reply in ("", "```python\nx = 1\n```", "{}"):
         with pytest.raises(ValueError, match="defines no function select"):
-            extract_program(reply)
+            _extract_program(reply)
 
 
 if __name__ == "__main__":
