@@ -11,8 +11,7 @@ import asyncio
 import base64
 import io
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -27,7 +26,6 @@ from vllm_autoprune.evaluation.journal import (
     Answer,
     Arm,
     Case,
-    Contents,
     EvaluationError,
     Journal,
     Question,
@@ -103,10 +101,6 @@ class Suite(Protocol):
         continue; the journal keeps the answers until then.
         """
 
-    def objections(self, contents: Contents) -> Iterable[str]:
-        """Reasons against complete answers, beyond those that every suite has."""
-        return ()
-
 
 def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) -> Report:
     """Measure what is missing and write the report files.
@@ -128,7 +122,7 @@ def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) ->
             if not (contents.answers or contents.totals):
                 path.unlink()  # else the corrected command would have to say --resume
             raise
-        report = build_report(contents, [*interruptions, *suite.objections(contents)])
+        report = build_report(contents, interruptions)
     try:
         (folder / "report.json").write_text(format_json(report))
         (folder / "report.md").write_text(format_markdown(report))
@@ -141,19 +135,16 @@ def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) ->
 FULL = Case(name="full", arm="full", label="full", pruning={"enabled": False})
 """The unpruned model, which every other case is compared with."""
 
-SOURCE = "autoprune"
+_SOURCE = "autoprune"
 """The shipped state whose exchange is applied to every base policy."""
 
-
-def control_case(keep: Literal["random", "resized"], budget: int) -> Case:
-    """A control of K tokens without a policy: chosen at random, or of the image resized to K."""
-    label = RESIZED if keep == "resized" else "random keep"
-    pruning: dict[str, JsonValue] = {"keep": keep, "budget": budget}
-    name = f"{keep}@{budget}"
-    return Case(name=name, arm=keep, label=label, budget=budget, pruning=pruning)
+_CONTROLS: tuple[tuple[Literal["random", "resized"], str], ...] = (
+    ("random", "random keep"),
+    ("resized", RESIZED),
+)
 
 
-def prune_case(
+def _prune_case(
     name: str, arm: Arm, label: str, state: PruningState, budget: int, base: str = ""
 ) -> Case:
     """A case that sends a state in every request; refused if the state cannot have K = budget."""
@@ -175,13 +166,13 @@ def prune_case(
     )
 
 
-def residual_on(policy: str) -> PruningState:
+def _residual_on(policy: str) -> PruningState:
     """The shipped state with another base policy."""
-    source = load_state(SOURCE)
+    source = load_state(_SOURCE)
     if policy == source.base_policy.name:
         return source
     data = source.model_dump(mode="json")
-    data |= {"name": f"{SOURCE}-on-{policy}", "base_policy": {"name": policy, "params": {}}}
+    data |= {"name": f"{_SOURCE}-on-{policy}", "base_policy": {"name": policy, "params": {}}}
     return load_state(data | {"provenance": {}})
 
 
@@ -197,7 +188,7 @@ def build_cases(names: Sequence[str], budgets: Sequence[int]) -> list[Case]:
     states = [
         state
         for name in names
-        for state in (map(residual_on, BASE_POLICIES) if name == "all" else [load_state(name)])
+        for state in (map(_residual_on, BASE_POLICIES) if name == "all" else [load_state(name)])
     ]
     cases = {FULL.name: FULL}
 
@@ -205,19 +196,22 @@ def build_cases(names: Sequence[str], budgets: Sequence[int]) -> list[Case]:
         return cases.setdefault(case.name, case)
 
     for budget in budgets:
-        add(control_case("random", budget))
-        add(control_case("resized", budget))
+        # Controls of K tokens without a policy: chosen at random, or of the image resized to K.
+        for keep, label in _CONTROLS:
+            pruning: dict[str, JsonValue] = {"keep": keep, "budget": budget}
+            name = f"{keep}@{budget}"
+            add(Case(name=name, arm=keep, label=label, budget=budget, pruning=pruning))
         for state in states:
             # The base policy of the state with the same parameters, and no exchange.
             policy = state.base_policy
             data = load_state(policy.name).model_dump(mode="json")
             alone = load_state(data | {"base_policy": policy.model_dump(mode="json")})
-            base = add(prune_case(f"{alone.name}@{budget}", "base", alone.name, alone, budget))
+            base = add(_prune_case(f"{alone.name}@{budget}", "base", alone.name, alone, budget))
             if state.digest != alone.digest:
-                shipped = state.digest == residual_on(policy.name).digest
+                shipped = state.digest == _residual_on(policy.name).digest
                 arm: Arm = "autoprune" if shipped else "found"
                 name = f"{state.name}@{budget}"
-                add(prune_case(name, arm, state.name, state, budget, base.name))
+                add(_prune_case(name, arm, state.name, state, budget, base.name))
     return list(cases.values())
 
 
@@ -275,27 +269,21 @@ class QuestionSuite(Suite):
         url: str,
         served_name: str | None,
         max_in_flight: int,
-        suite: str,
-        model: str,
         data: str,
     ) -> None:
-        """``suite``, ``model`` and ``data`` are names for the report."""
+        """``data`` is the name of the questions in the report."""
         self.cases, self.url = cases, url
         self._served_name, self._max_in_flight = served_name, max_in_flight
         self._questions = {question.record.id: question for question in questions}
         records = [question.record for question in questions]
         categories = {record.category for record in records if record.benchmark == MME}
         self.setup = Setup(
-            suite=suite,
-            model=model,
-            data=f"{data}, {questions_digest(questions)}",
+            suite="data",
+            model=served_name or "the first model of the server",
+            data=f"{data}, {len(questions)} questions, {questions_digest(questions)}",
             scorer=f"vllm-autoprune {__version__}: greedy decoding gives the reference answer",
             mme_divisor=2.0 * max(len(categories), 1),
         )
-
-    def open_server(self, progress: Progress) -> AbstractContextManager[str]:
-        """Address of the server, while the context is open."""
-        return nullcontext(self.url)
 
     def plan(self) -> Sequence[str]:
         """The server, and the number of requests."""
@@ -304,7 +292,7 @@ class QuestionSuite(Suite):
         return [f"(served at {self.url})", count]
 
     def measure(self, journal: Journal, progress: Progress) -> None:
-        """Score the unanswered questions; the server is opened only if there are any."""
+        """Score the unanswered questions."""
         records = [question.record for question in self._questions.values()]
         journal.append(records)
         pairs = [
@@ -315,19 +303,16 @@ class QuestionSuite(Suite):
         ]
         if not pairs:
             return
-        with self.open_server(progress) as url:
-            model, refused = check_server(url, self._served_name, self.cases)
-            journal.append(refused)
-            names = {case.name for case in self.cases if case.refused} | {c.name for c in refused}
-            pairs = [pair for pair in pairs if pair[0].name not in names]
-            total = (len(self.cases) - len(names)) * len(records)
-            # Only now, so that the speed does not include the start of a server.
-            progress.begin(total, total - len(pairs))
-            asyncio.run(self._ask(url, model, pairs, journal, progress))
+        model, refused = check_server(self.url, self._served_name, self.cases)
+        journal.append(refused)
+        names = {case.name for case in self.cases if case.refused} | {c.name for c in refused}
+        pairs = [pair for pair in pairs if pair[0].name not in names]
+        total = (len(self.cases) - len(names)) * len(records)
+        progress.begin(total, total - len(pairs))
+        asyncio.run(self._ask(model, pairs, journal, progress))
 
     async def _ask(
         self,
-        url: str,
         model: str,
         pairs: Sequence[tuple[Case, Question]],
         journal: Journal,
@@ -337,7 +322,7 @@ class QuestionSuite(Suite):
 
         Raises :class:`EvaluationError` if the server has stopped answering.
         """
-        server = AsyncServerClient(url, self._max_in_flight)
+        server = AsyncServerClient(self.url, self._max_in_flight)
         # One queue for all workers, so that requests about one image stay close to each other.
         queue, answers = iter(pairs), list[Answer]()
 

@@ -19,16 +19,6 @@ if TYPE_CHECKING:
     from vllm_autoprune.evaluation.run import Suite
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of every suite."""
-    add = parser.add_argument
-    add("--resume", action="store_true", help="continue the evaluation in --out")
-    add("--dry-run", action="store_true", help="print what would be run, and stop")
-    text = "concurrent requests; default: by the suite"
-    add("--at-once", type=int, dest="concurrency", metavar="N", help=text)
-    add("--served-name", metavar="NAME", help="the model's name on its server")
-
-
 def _arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     text = "your own images, questions and answers: one JSON object a line"
@@ -36,7 +26,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--suite", metavar="SUITE", help="lmms:TASK,TASK,... through lmms-eval")
     text = "default: out/eval/data or out/eval/lmms"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
-    add_run_arguments(parser)
+    add = parser.add_argument
+    add("--resume", action="store_true", help="continue the evaluation in --out")
+    add("--dry-run", action="store_true", help="print what would be run, and stop")
+    text = "concurrent requests; default: by the suite"
+    add("--at-once", type=int, dest="concurrency", metavar="N", help=text)
+    add("--served-name", metavar="NAME", help="the model's name on its server")
     text = "maximum number of questions, for lmms of each task"
     parser.add_argument("--limit", type=int, help=text)
 
@@ -67,7 +62,8 @@ def evaluate_states(options: argparse.Namespace) -> int:
     """Measure accuracy on your questions, and whether pruning beats resizing images."""
     from vllm_autoprune.evaluation.lmms import LmmsSuite, select_benchmarks
     from vllm_autoprune.evaluation.questions import read_questions
-    from vllm_autoprune.evaluation.run import QuestionSuite, build_cases
+    from vllm_autoprune.evaluation.report import format_json, format_markdown
+    from vllm_autoprune.evaluation.run import Progress, QuestionSuite, build_cases, evaluate
 
     kind, _, tasks = (options.suite or "data").partition(":")
     folder = options.out or Path("out/eval") / kind
@@ -77,49 +73,38 @@ def evaluate_states(options: argparse.Namespace) -> int:
     if options.server_url is None:
         fix = "give the address of a vllm serve with --autoprune-requests states"
         raise ConfigError("eval", [Problem("--server-url", "is missing", fix)])
+    if options.data is None and options.served_name is None:
+        fix = "give the name that the server has for the model"
+        raise ConfigError("eval", [Problem("--served-name", "is missing", fix)])
     cases = build_cases(options.state or ["autoprune"], options.budgets)
     if options.data is not None:
-        questions = read_questions(options.data, options.limit)
         suite: Suite = QuestionSuite(
-            questions,
+            read_questions(options.data, options.limit),
             cases,
             url=options.server_url,
             served_name=options.served_name,
             max_in_flight=options.concurrency or MAX_IN_FLIGHT,
-            suite="data",
-            model=options.served_name or "the first model of the server",
-            data=f"{options.data.name}, {len(questions)} questions",
+            data=options.data.name,
         )
-        return run_suite(suite, folder, options)
-    if options.served_name is None:
-        fix = "give the name that the server has for the model"
-        raise ConfigError("eval", [Problem("--served-name", "is missing", fix)])
-    qwen = options.backbone.startswith("qwen")
-    suite = LmmsSuite(
-        cases,
-        select_benchmarks(tasks, cognition=qwen, with_tasks=options.include_path is not None),
-        server_address(options.server_url),
-        options.served_name,
-        options.lmms_eval,
-        folder / "lmms-eval",
-        options.backbone,
-        mme_divisor=28.0 if qwen else 20.0,
-        max_in_flight=options.concurrency or 32,
-        limit=options.limit,
-        include=options.include_path,
-        judge_url=options.judge_url,
-    )
-    return run_suite(suite, folder, options)
-
-
-def run_suite(suite: Suite, folder: Path, options: argparse.Namespace) -> int:
-    """Evaluate, print the report, and return the exit status: 1 if the report is not valid."""
+    else:
+        qwen = options.backbone.startswith("qwen")
+        suite = LmmsSuite(
+            cases,
+            select_benchmarks(tasks, cognition=qwen, with_tasks=options.include_path is not None),
+            server_address(options.server_url),
+            options.served_name,
+            options.lmms_eval,
+            folder / "lmms-eval",
+            options.backbone,
+            mme_divisor=28.0 if qwen else 20.0,
+            max_in_flight=options.concurrency or 32,
+            limit=options.limit,
+            include=options.include_path,
+            judge_url=options.judge_url,
+        )
     if options.dry_run:
         print("\n".join(suite.plan()))
         return 0
-    from vllm_autoprune.evaluation.report import format_json, format_markdown
-    from vllm_autoprune.evaluation.run import Progress, evaluate
-
     progress = Progress(lambda line: print(line, file=sys.stderr, flush=True))
     report = evaluate(suite, folder, resume=options.resume, progress=progress)
     print(format_json(report) if options.json else format_markdown(report), end="")
