@@ -8,6 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.multimodal.cache import (
+    LruKeyReplicatedReceiverCache,
+    LruKeyReplicatedSenderCache,
+    MultiModalCacheMissError,
+)
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+)
 
 from vllm_autoprune.serving.api.engine_requests import (
     RenderedItem,
@@ -19,54 +29,50 @@ from vllm_autoprune.serving.plan import FIELD, ItemPlan
 
 pytestmark = pytest.mark.compat
 
-
 IMAGE_BYTES = 400
+
+
+def element(data: torch.Tensor) -> Any:
+    return MultiModalFieldElem(data, MultiModalBatchedField())
+
+
+def plan_element(budget: int) -> Any:
+    return element(ItemPlan(budget, (1, 1)).encode())
 
 
 class Server:
     """vLLM's two caches with room for ``images``, and the steps of a request between them."""
 
     def __init__(self, images: int = 100) -> None:
-        from vllm.multimodal.cache import (
-            LruKeyReplicatedReceiverCache,
-            LruKeyReplicatedSenderCache,
-        )
-
-        gigabytes = images * IMAGE_BYTES / (1 << 30)
-        config: Any = SimpleNamespace(
-            get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=gigabytes)
-        )
+        room = SimpleNamespace(mm_processor_cache_gb=images * IMAGE_BYTES / (1 << 30))
+        config: Any = SimpleNamespace(get_multimodal_config=lambda: room)
         self.sender = LruKeyReplicatedSenderCache(config)
         self.engine = LruKeyReplicatedReceiverCache(config)
         cache_without_plans()
         self.waiting = Waiting()
-        self.processed: list[str] = []
 
     def render(self, *keys: str, by_name: bool = False) -> Any:
         """A request with images of these keys, as vLLM's processor renders it."""
+
+        def process(key: str) -> Any:
+            name = torch.tensor([ord(letter) for letter in key.ljust(IMAGE_BYTES // 4)])
+            return MultiModalKwargsItem({"pixel_values": element(name.to(torch.int32))})
+
         rendering = Rendering(self.sender, self.waiting)
         cached = rendering.is_cached(list(keys))
         items = [
-            rendering.get_and_update_item(None if known else (self._process(key), []), key)[0]
+            rendering.get_and_update_item(None if known else (process(key), []), key)[0]
             for key, known in zip(keys, cached, strict=True)
         ]
         if not by_name:
-            rendering.process_again = lambda: {
-                key: RenderedItem(self._process(key), []) for key in keys
-            }
-        plan = element(torch.zeros(13, dtype=torch.int64))
+            rendering.process_again = lambda: {key: RenderedItem(process(key), []) for key in keys}
         features = [
-            SimpleNamespace(mm_hash=key, identifier="i", data={**(item or {}), FIELD: plan})
+            SimpleNamespace(
+                mm_hash=key, identifier="i", data={**(item or {}), FIELD: plan_element(4)}
+            )
             for key, item in zip(keys, items, strict=True)
         ]
         return SimpleNamespace(features=features, rendering=rendering)
-
-    def _process(self, key: str) -> Any:
-        from vllm.multimodal.inputs import MultiModalKwargsItem
-
-        self.processed.append(key)
-        name = torch.tensor([ord(letter) for letter in key.ljust(IMAGE_BYTES // 4)]).to(torch.int32)
-        return MultiModalKwargsItem({"pixel_values": element(name)})
 
     def send(self, request: Any) -> list[bool]:
         """Which items had tensors; raises MultiModalCacheMissError, which vLLM answers by 500."""
@@ -77,20 +83,8 @@ class Server:
             assert (key, FIELD in feature.data) == (feature.mm_hash, True)
         return had
 
-    @property
-    def agree(self) -> bool:
-        return list(self.sender._cache.order) == list(self.engine._cache.order)
-
-
-def element(data: Any) -> Any:
-    from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
-
-    return MultiModalFieldElem(data, MultiModalBatchedField())
-
 
 def test_an_image_that_came_by_name_and_was_dropped_fails_its_request_alone() -> None:
-    from vllm.multimodal.cache import MultiModalCacheMissError
-
     server = Server(images=1)
     server.send(server.render("a"))
     waits = server.render("a", by_name=True)
@@ -102,50 +96,41 @@ def test_an_image_that_came_by_name_and_was_dropped_fails_its_request_alone() ->
 
 @pytest.mark.parametrize("seed", range(20))
 def test_caches_agree_whatever_is_refused_and_overtaken(seed: int) -> None:
-    rng = random.Random(seed)
-    server, waiting = Server(images=4), list[Any]()
+    source, server, waiting = random.Random(seed), Server(images=4), list[Any]()
     for _ in range(300):
-        waiting.append(server.render(*rng.choices("abcdefgh", k=rng.randint(1, 5))))
-        if rng.random() < 0.3:
-            waiting.pop(rng.randrange(len(waiting)))
-        while len(waiting) > rng.randint(0, 4):
-            server.send(waiting.pop(rng.randrange(len(waiting))))
-            assert server.agree
+        waiting.append(server.render(*source.choices("abcdefgh", k=source.randint(1, 5))))
+        if source.random() < 0.3:
+            waiting.pop(source.randrange(len(waiting)))
+        while len(waiting) > source.randint(0, 4):
+            server.send(waiting.pop(source.randrange(len(waiting))))
+            assert list(server.sender._cache.order) == list(server.engine._cache.order)
 
 
-def feature(key: str, pixels: float | None, budget: int | None = 4) -> Any:
-    """An item as it reaches the engine: tensors where this one brings them, and its plan."""
-    from vllm.multimodal.inputs import MultiModalKwargsItem
-
-    parts = {}
-    if pixels is not None:
-        parts["pixel_values"] = element(torch.full((4,), pixels))
-    if budget is not None:
-        parts[FIELD] = element(ItemPlan(budget, (1, 1)).encode())
-    data = MultiModalKwargsItem(parts) if parts else None
-    return SimpleNamespace(mm_hash=key, identifier=f"{key} asked {budget}", data=data)
-
-
-def received(server: Server, *features: Any) -> list[tuple[float, int | None]]:
-    """Pixel and K of each item, after the engine's cache."""
+def receive(server: Server, *items: tuple[str, float | None, int | None]) -> list[object]:
+    """Pixel and K of items after the engine's cache, given as key, pixel if any, and K if any."""
+    features: list[Any] = []
+    for key, pixel, budget in items:
+        parts = {} if pixel is None else {"pixel_values": element(torch.full((4,), pixel))}
+        parts |= {} if budget is None else {FIELD: plan_element(budget)}
+        data, name = MultiModalKwargsItem(parts) if parts else None, f"{key} asked {budget}"
+        features.append(SimpleNamespace(mm_hash=key, identifier=name, data=data))
     return [
         (
             float(item.data["pixel_values"].data[0]),
             ItemPlan.decode(item.data[FIELD].data).budget if FIELD in item.data else None,
         )
-        for item in server.engine.get_and_update_features(list(features))
+        for item in server.engine.get_and_update_features(features)
     ]
 
 
 def test_an_image_is_kept_once_and_without_a_plan() -> None:
     server = Server()
-    received(server, *(feature("cat", 1.0 if k == 1 else None, k) for k in range(1, 9)))
-    assert received(server, feature("cat", None, 9)) == [(1, 9)]
-    assert received(server, feature("cat", None, None)) == [(1, None)]
+    receive(server, *(("cat", 1.0 if k == 1 else None, k) for k in range(1, 9)))
+    assert receive(server, ("cat", None, 9)) == [(1, 9)]
+    assert receive(server, ("cat", None, None)) == [(1, None)]
     assert list(server.engine._cache) == ["cat"]
     assert set(server.engine._cache["cat"]) == {"pixel_values"}
 
 
 def test_two_images_that_a_peer_sends_under_one_key_keep_their_tensors() -> None:
-    both = feature("x", 1.0), feature("x", 2.0)
-    assert received(Server(), *both) == [(1, 4), (2, 4)]
+    assert receive(Server(), ("x", 1.0, 4), ("x", 2.0, 4)) == [(1, 4), (2, 4)]

@@ -17,10 +17,38 @@ from vllm_autoprune.tpdsl.tokens import Need
 if TYPE_CHECKING:
     from transformers import LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig, PreTrainedConfig
 
-# Start-up checks of a backbone's configuration, text tower and state inputs.
-
-
 _FIX = "serve another state, or another checkpoint"
+
+_INPUTS: dict[Need, str] = {
+    "tower": "the vision tower's states, one a token",
+    "next_layer": "the vision tower's next layer",
+    "language": "the language model's first layers",
+    "encoder": "the tokens before the projector or the merger",
+}
+
+
+def _refuse_inputs(*missing: Need) -> Callable[[PreTrainedConfig, Collection[Need]], list[Problem]]:
+    """Start-up check of a backbone that cannot give states some inputs."""
+
+    def check(config: PreTrainedConfig, needs: Collection[Need]) -> list[Problem]:
+        kind = f"{config.model_type!r}"
+        problems = [
+            Problem("model", f"{kind} gives states no {what}", _FIX)
+            for need, what in _INPUTS.items()
+            if need in missing and need in needs
+        ]
+        if "merger_input" in missing and "merger_input" in needs:
+            what = f"rank_at merger_in: {kind} has no patch merger to rank tokens before"
+            fix = "set rank_at to merger_out, or serve another checkpoint"
+            problems.append(Problem("model", what, fix))
+        return problems
+
+    return check
+
+
+_refuse_tower_inputs = _refuse_inputs("tower", "next_layer", "language", "encoder", "merger_input")
+_refuse_layers = _refuse_inputs("tower", "next_layer", "language")
+"""Of a model with a patch merger, whose input states may read."""
 
 
 def _accept_checkpoint(config: PreTrainedConfig) -> Sequence[Problem]:
@@ -33,38 +61,6 @@ def _refuse_text_tower(config: PreTrainedConfig, tower: TextTower) -> Sequence[P
     what = f"the vision tower of {config.model_type!r} has no text tower beside it"
     fix = "leave the flag out: relevance is then measured by the model's own embeddings"
     return (Problem(f"{TOWER_FLAG} {tower.path}", what, fix),)
-
-
-_LAYERS: dict[Need, str] = {
-    "tower": "the vision tower's states, one a token",
-    "next_layer": "the vision tower's next layer",
-    "language": "the language model's first layers",
-}
-
-
-def _check_merger_inputs(config: PreTrainedConfig, needs: Collection[Need]) -> Sequence[Problem]:
-    """Refuse states that read layers; those that read what enters the patch merger are served."""
-    return [_refusal(config, what) for need, what in _LAYERS.items() if need in needs]
-
-
-def _refuse_tower_inputs(config: PreTrainedConfig, needs: Collection[Need]) -> Sequence[Problem]:
-    """Refuse states that read the vision tower or the language model's layers."""
-    problems = list(_check_merger_inputs(config, needs))
-    if "encoder" in needs:
-        problems.append(_refusal(config, "the tokens before the projector or the merger"))
-    return problems + _refuse_merger_input(config, needs)
-
-
-def _refusal(config: PreTrainedConfig, what: str) -> Problem:
-    return Problem("model", f"{config.model_type!r} gives states no {what}", _FIX)
-
-
-def _refuse_merger_input(config: PreTrainedConfig, needs: Collection[Need]) -> list[Problem]:
-    """Refuse states that rank tokens before a patch merger, which this model does not have."""
-    if "merger_input" not in needs:
-        return []
-    what = f"rank_at merger_in: {config.model_type!r} has no patch merger to rank tokens before"
-    return [Problem("model", what, "set rank_at to merger_out, or serve another checkpoint")]
 
 
 def _check_clip_checkpoint(config: LlavaConfig) -> Sequence[Problem]:
@@ -110,36 +106,29 @@ def check_clip_inputs(
     config: LlavaConfig | LlavaNextConfig, needs: Collection[Need]
 ) -> Sequence[Problem]:
     """Refuse states that read inputs which this checkpoint cannot provide."""
-    problems = _refuse_merger_input(config, needs)
+    problems = _refuse_inputs("merger_input")(config, needs)
     vision, text = config.vision_config, config.text_config
-    if "next_layer" in needs:
-        layers, reads = vision.num_hidden_layers, config.vision_feature_layer
-        if reads in (-1, layers):
-            what = "the model reads the vision tower's last layer, and the state the one after it"
-            problems.append(Problem("model", what, _FIX))
-    if "language" in needs:
-        if text.model_type != "llama":
-            what = f"the state reads the first layers of a llama, not of {text.model_type!r}"
-            problems.append(Problem("model", what, _FIX))
-        elif not isinstance(text.bos_token_id, int):
-            what = f"bos_token_id {text.bos_token_id!r} is no token to begin a sequence with"
-            problems.append(Problem("model", what, _FIX))
-        longest = 1 + _most_tokens(config) + LANGUAGE_IDS
-        if text.max_position_embeddings < longest:
-            what = f"max_position_embeddings {text.max_position_embeddings} is below {longest}"
-            problems.append(Problem("model", what, _FIX))
+    if "next_layer" in needs and config.vision_feature_layer in (-1, vision.num_hidden_layers):
+        what = "the model reads the vision tower's last layer, and the state the one after it"
+        problems.append(Problem("model", what, _FIX))
+    if "language" not in needs:
+        return problems
+    if text.model_type != "llama":
+        what = f"the state reads the first layers of a llama, not of {text.model_type!r}"
+        problems.append(Problem("model", what, _FIX))
+    elif not isinstance(text.bos_token_id, int):
+        what = f"bos_token_id {text.bos_token_id!r} is no token to begin a sequence with"
+        problems.append(Problem("model", what, _FIX))
+    # Tokens of the largest image: one tile, or a base view and the largest grid of crops.
+    tokens, crops = (vision.image_size // vision.patch_size) ** 2, 0
+    if config.model_type == "llava_next":
+        pinpoints: list[list[int]] = config.image_grid_pinpoints
+        crops = max(height * width for height, width in pinpoints) // vision.image_size**2
+    longest = 1 + (1 + crops) * tokens + LANGUAGE_IDS
+    if text.max_position_embeddings < longest:
+        what = f"max_position_embeddings {text.max_position_embeddings} is below {longest}"
+        problems.append(Problem("model", what, _FIX))
     return problems
-
-
-def _most_tokens(config: LlavaConfig | LlavaNextConfig) -> int:
-    """Tokens of the largest image: one tile, or a base view and the largest grid of crops."""
-    vision = config.vision_config
-    side = vision.image_size // vision.patch_size
-    if config.model_type != "llava_next":
-        return side * side
-    pinpoints: list[list[int]] = config.image_grid_pinpoints
-    crops = max(height * width for height, width in pinpoints) // vision.image_size**2
-    return (1 + crops) * side * side
 
 
 # Architectures that vLLM serves, that users ask for, and that cannot be served pruned; and why.
@@ -206,13 +195,13 @@ def _clip(name: str, stock: str) -> Backbone:
 
 def _qwen(name: str, stock: str) -> Backbone:
     """A model of Qwen-VL's kind, whose merger makes a token of four patches."""
-    return Backbone(name, "qwen", stock, input_problems=_check_merger_inputs, mrope=True)
+    return Backbone(name, "qwen", stock, input_problems=_refuse_layers, mrope=True)
 
 
 def _tiled(name: str, stock: str, why: str) -> Backbone:
     """A model whose tiles have a patch merger; its processor writes ``why`` around them."""
-    checks = _check_merger_inputs
-    return Backbone(name, "tiled", stock, input_problems=checks, unsplittable=f"writes {why}")
+    why = f"writes {why}"
+    return Backbone(name, "tiled", stock, input_problems=_refuse_layers, unsplittable=why)
 
 
 _TEXT = "text around the tiles of every item"
