@@ -122,11 +122,8 @@ def clear_with_worker_caches(clear: Callable[[nn.Module], None]) -> None:
         patch(Worker, name)(reset)
 
 
-SPLIT = "autoprune_split"
-"""Method of a model that says which images of a step its encoder runs on together."""
-
-Split = Callable[[Sequence["MultiModalKwargsItem | None"]], list[slice]]
-"""Type of that method: runs of neighbouring items, together all of them."""
+_Split = Callable[[Sequence["MultiModalKwargsItem | None"]], list[slice]]
+"""``autoprune_split`` of a model: runs of neighbouring images that its encoder runs on together."""
 
 
 @depends_on("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "_execute_mm_encoder", only=WORKER)
@@ -150,7 +147,7 @@ def bound_encoder_calls() -> None:
         self: GPUModelRunner,
         scheduler_output: SchedulerOutput,
     ) -> list[Tensor]:
-        split: Split | None = getattr(self.get_model(), SPLIT, None)
+        split: _Split | None = getattr(self.get_model(), "autoprune_split", None)
         scheduled = scheduler_output.scheduled_encoder_inputs
         places = [(request, i) for request, inputs in scheduled.items() for i in inputs]
         if split is None or len(places) < 2:
@@ -174,15 +171,12 @@ def bound_encoder_calls() -> None:
         self: EncoderRunner,
         mm_kwargs: list[tuple[str, MultiModalKwargsItem]],
     ) -> list[Tensor]:
-        split: Split | None = getattr(self.model, SPLIT, None)
+        split: _Split | None = getattr(self.model, "autoprune_split", None)
         if split is None or len(mm_kwargs) < 2:
             return stock(self, mm_kwargs)
         groups = split([item for _, item in mm_kwargs])
         return [output for some in groups for output in stock(self, mm_kwargs[some])]
 
-
-_PRUNE_BY_GRAPHS = "autoprune_prune_by_graphs"
-"""Method of a model that prunes the images of one call, encoded by the graphs it is given."""
 
 Encode = Callable[[Mapping[str, object]], Sequence["Tensor"]]
 """From the inputs of one call to the encoder's rows of each item, unpruned."""
@@ -190,8 +184,6 @@ Encode = Callable[[Mapping[str, object]], Sequence["Tensor"]]
 
 _RECALLS_A_STEP = 2
 """Recalls that one step of the scheduler takes, of all requests together."""
-
-_RECALLS = "_autoprune_recalls"
 
 
 @depends_on(
@@ -219,7 +211,7 @@ def spread_recalls(
         is_recall, _ = peek_plan(request.mm_features[input_id].data) or (False, 0)
         if not is_recall:
             return stock(self, request, input_id, *rest)
-        taken: set[tuple[str, int]] = self.__dict__.setdefault(_RECALLS, set())
+        taken: set[tuple[str, int]] = self.__dict__.setdefault("_autoprune_recalls", set())
         recall = request.request_id, input_id
         if recall not in taken and len(taken) >= _RECALLS_A_STEP:
             return False
@@ -232,7 +224,8 @@ def spread_recalls(
     def get_freed_mm_hashes(
         stock: Callable[..., list[str]], self: EncoderCacheManager
     ) -> list[str]:
-        self.__dict__.pop(_RECALLS, None)  # the scheduler asks once, at the end of each step
+        # The scheduler asks once, at the end of each step.
+        self.__dict__.pop("_autoprune_recalls", None)
         return stock(self)
 
 
@@ -253,18 +246,15 @@ def prune_after_encoder_graphs() -> None:
         mm_kwargs: Mapping[str, object],
     ) -> Sequence[Tensor]:
         encode: Encode = functools.partial(stock, self)
+        # The method prunes the images of one call, encoded by the graphs that it is given.
         prune: Callable[[Mapping[str, object], Encode], Sequence[Tensor]] | None
-        prune = getattr(self.model, _PRUNE_BY_GRAPHS, None)
+        prune = getattr(self.model, "autoprune_prune_by_graphs", None)
         return encode(mm_kwargs) if prune is None else prune(mm_kwargs, encode)
 
 
-Embed = Callable[["Tensor"], "Tensor"]
-"""From token ids ``(T,)`` to input embeddings ``(T, D)``."""
-
-
 @depends_on("vllm.model_executor.models.interfaces:SupportsMultiModal", "get_language_model")
-def embed_without_lora(language_model: nn.Module) -> Embed:
-    """The language model's input embedding, without the adapters of whatever batch is running.
+def embed_without_lora(language_model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Input embeddings ``(T, D)`` of token ids ``(T,)``, without the adapters of any batch.
 
     Why: ``VocabParallelEmbeddingWithLoRA.forward`` looks up one adapter for each token of the
     scheduled batch, and adds it to whatever tokens it is given: instructions are other tokens,
