@@ -137,8 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             message = {"role": "assistant", "content": "".join(reply.texts(body))}
             choice = {"index": 0, "finish_reason": "stop", "message": message}
-            whole = {"object": "chat.completion", "usage": reply.count_tokens(body)}
-            self._write(200, json.dumps({**_chunk(choice), **whole}).encode())
+            answer = {"object": "chat.completion", "usage": reply.count_tokens(body)}
+            self._write(200, json.dumps({**_chunk(choice), **answer}).encode())
 
     def _stream(self, reply: Reply, body: Body, begin: float) -> None:
         def write(data: bytes) -> None:

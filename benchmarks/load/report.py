@@ -163,12 +163,12 @@ def _build_figures(points: Sequence[Point]) -> Section:
             return "no answer"
         return format_estimate(estimate, unit, 0 if unit * estimate.value > 100 else 1) + few
 
-    first = [("TTFT", level) for level in LEVELS]
+    first_tokens = [("TTFT", level) for level in LEVELS]
     later = [(name, level) for name in ("ITL", "TPOT", "E2E") for level in (50, 99)]
     tables = []
-    for figures in (first, later):
-        sizes = ["requests", "prompt tokens"] if figures is first else []
-        rates = ["offered/s", "achieved/s", "goodput, %"] if figures is first else []
+    for figures in (first_tokens, later):
+        sizes = ["requests", "prompt tokens"] if figures is first_tokens else []
+        rates = ["offered/s", "achieved/s", "goodput, %"] if figures is first_tokens else []
         rows: list[Row] = []
         for point in points:
             summary, offered = point.summary, _offered(point)
@@ -176,7 +176,7 @@ def _build_figures(points: Sequence[Point]) -> Section:
                 describe(summary.percentile(name, level), 1000, summary.mark_few(level))
                 for name, level in figures
             ]
-            if figures is first:
+            if figures is first_tokens:
                 due = "–" if offered is None else f"{offered:.2f}"
                 cells = [f"{summary.requests}", f"{summary.prompt_tokens:.1f}", *cells, due]
                 cells += [f"{summary.request_rate:.2f}", describe(summary.goodput, 100)]

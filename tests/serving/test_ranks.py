@@ -107,9 +107,9 @@ def answer_on_ranks(ranks: int, policies: Sequence[str] = (), **options: object)
                 for policy in policies
             },
         }
-        whole = _watched(engine, lambda: [engine.ask(example) for example in examples(4)])
+        of_images = _watched(engine, lambda: [engine.ask(example) for example in examples(4)])
         return {
-            "whole": whole,
+            "whole": of_images,
             "actors": engine.llm.collective_rpc(find_actor),
             **{
                 name: _watched(engine, partial(engine.generate_each, prompts))
