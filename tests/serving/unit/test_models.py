@@ -57,11 +57,11 @@ class Vision(LlavaVision):
     sample_weight = torch.zeros(1)
 
     def __init__(self, cache_bytes: int = 1 << 20) -> None:
-        self.shown = Tower()
+        self.clip = Tower()
         sizes = SimpleNamespace(image_size=6, patch_size=1)
         model: Any = SimpleNamespace(
             config=SimpleNamespace(vision_config=sizes),
-            vision_tower=self.shown,
+            vision_tower=self.clip,
             multi_modal_projector=nn.Identity(),
         )
         super().__init__(model, served(PLAIN, cache_bytes=cache_bytes))
@@ -80,7 +80,7 @@ def test_each_image_is_encoded_once() -> None:
     vision = Vision()
     assert vision.encode_values([1, 2, 1], 1, 2, 1) == [1, 2, 1]
     assert vision.encode_values([2, 3], 2, 3) == [2, 3]
-    assert vision.shown.encoded == [[1, 2], [3]]
+    assert vision.clip.encoded == [[1, 2], [3]]
 
 
 def test_features_of_another_geometry_are_not_used() -> None:
@@ -89,14 +89,14 @@ def test_features_of_another_geometry_are_not_used() -> None:
     vision.encode_values([1], 1)
     assert vision.encode_values([1], 2, channels=4) == [2]
     assert vision.encode_values([1], 1) == [1]
-    assert vision.shown.encoded == [[1], [2]]
+    assert vision.clip.encoded == [[1], [2]]
 
 
 def test_images_without_a_key_are_encoded_and_not_kept() -> None:
     vision = Vision()
     for _ in range(2):
         assert vision.encode_values([0, 0, 1], 4, 5, 6) == [4, 5, 6]
-    assert vision.shown.encoded == [[4, 5, 6], [4, 5]]
+    assert vision.clip.encoded == [[4, 5, 6], [4, 5]]
     assert (len(vision.cache), vision.cache.hits, vision.cache.misses) == (1, 1, 5)
 
 

@@ -72,9 +72,9 @@ def test_a_pruned_prompt_has_a_gather_of_the_full_positions(shapes: Shapes, step
 
     dropped, channels = set[int](), []
     for (height, width), feature in zip(shapes, full_features, strict=True):
-        kept = torch.randperm(height * width, generator=source)[:3].sort().values
-        channels.append(position_channels(height, width, CPU)[kept].bfloat16())
-        missing = {*range(height * width)} - {*kept.tolist()}
+        cells = torch.randperm(height * width, generator=source)[:3].sort().values
+        channels.append(position_channels(height, width, CPU)[cells].bfloat16())
+        missing = {*range(height * width)} - {*cells.tolist()}
         dropped |= {feature.mm_position.offset + token for token in missing}
     # Chunked prefill; each chunk is computed twice, as after a preemption.
     for start in range(0, len(ids), step):

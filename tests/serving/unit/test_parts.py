@@ -110,12 +110,12 @@ def test_a_recall_keeps_new_tokens_as_they_are(base: str, core: int, keep: Choos
 def test_what_a_recall_keeps_depends_on_every_question_before_it() -> None:
     asked = recall_plan()
     question, second = asked.earlier
-    others = [
+    other_questions = [
         recall_plan(10),
         replace(asked, earlier=(replace(question, instruction=(11,)), second)),
         replace(asked, earlier=(question, replace(second, instruction=(12,)))),
     ]
-    rows = prune([asked, *others], [FIRST] * 4, with_core())
+    rows = prune([asked, *other_questions], [FIRST] * 4, with_core())
     assert len({tuple(rows_of(FIRST, part)) for part in rows}) == 4
 
 
@@ -237,5 +237,5 @@ def test_indices_are_kept_inside_and_outside_of_inference_mode() -> None:
     ring.put("outside", torch.arange(3))
     with torch.inference_mode():
         ring.put("inside again", torch.arange(2))
-    kept = [ring.get(key) for key in ("inside", "outside", "inside again")]
-    assert [None if indices is None else len(indices) for indices in kept] == [4, 3, 2]
+    items = [ring.get(key) for key in ("inside", "outside", "inside again")]
+    assert [None if indices is None else len(indices) for indices in items] == [4, 3, 2]

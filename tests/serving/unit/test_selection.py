@@ -86,8 +86,8 @@ def test_errors_are_logged_once_a_type_with_their_traceback(
 def test_non_finite_images_fail_no_state(logged: pytest.LogCaptureFixture) -> None:
     check, tokens = FirstImageCheck(), images()
     spoilt = replace(tokens, features=tokens.features * float("nan"))
-    for shown in (spoilt, tokens):
-        assert check.replace_unsafe(POLICY, shown) is POLICY
+    for image in (spoilt, tokens):
+        assert check.replace_unsafe(POLICY, image) is POLICY
     assert (check.unsafe, logged.records) == (0, [])
 
 
