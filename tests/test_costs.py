@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.fake_server import Body, FakeServer, Reply, fake_server
+from benchmarks.common.fake_server import Answer, Body, FakeServer, Reply, fake_server
 from vllm_autoprune.advise import (
     Inputs,
     Timings,
@@ -348,6 +348,22 @@ def test_a_server_is_probed_with_new_images(
     assert any("no /metrics" in note for note in inputs.notes)
 
 
+def test_the_first_token_of_a_model_that_thinks_is_a_thought(pruned: FakeServer) -> None:
+    note, respond = "The model thinks before it answers", pruned.respond
+    assert not any(note in text for text in probe(pruned).notes)
+
+    def think(body: Body) -> Reply:
+        reply = respond(body)
+        assert isinstance(reply, Reply)
+        return replace(reply, thoughts=2)
+
+    pruned.respond = think
+    inputs = probe(pruned)
+    assert any(text.startswith(note) for text in inputs.notes)
+    # The gap between two thoughts is one between tokens.
+    assert inputs.values["decode"] == pytest.approx(0.01, abs=0.005)
+
+
 def make_round(noise: float = 0.0, metrics: bool = True) -> _Round:
     """One round of a server with a HTTP time of 5 ms and a selection of 50 ms."""
 
@@ -399,14 +415,16 @@ def ever_faster(body: Body) -> Reply:
         (Reply(ttft=0.0, usage={"prompt_tokens": 7}), None, "an image adds no tokens to a prompt"),
         (ever_faster, None, "takes no longer"),
         (Reply(drop=True), None, "does not answer"),
-        (Reply(usage=None), None, "no token or no usage"),
+        (Reply(usage=None), None, "a streamed answer cannot be timed: it has no usage -> give a"),
+        ((200, b"<html>", {}), None, "cannot be timed: the answer is not a stream: <html> -> give"),
         (Reply(), "other", "serves mock -> serve other"),
     ],
-    ids=["image", "key", "blind", "faster", "drop", "usage", "model"],
+    ids=["image", "key", "blind", "faster", "drop", "usage", "page", "model"],
 )  # fmt: skip
 def test_a_server_that_cannot_be_measured(
-    reply: Reply | Callable[[Body], Reply], model: str | None, text: str
+    reply: Reply | Answer | Callable[[Body], Reply], model: str | None, text: str
 ) -> None:
-    with fake_server(reply) as server, pytest.raises(ConfigError) as caught:
+    respond = (lambda body: reply) if isinstance(reply, tuple) else reply
+    with fake_server(respond) as server, pytest.raises(ConfigError) as caught:
         probe(server, model)
     assert text in str(caught.value)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from benchmarks.common.fake_server import Answer, Body
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error, model_list
 from vllm_autoprune.errors import ConfigError, EvaluationFailed
 from vllm_autoprune.http_client import (
-    EMPTY,
     AsyncServerClient,
     Metrics,
     RequestRefused,
@@ -18,7 +15,6 @@ from vllm_autoprune.http_client import (
     ServerLost,
     chat_with_retries,
     choose_model,
-    parse_stream,
     reporting_failures,
     server_address,
 )
@@ -130,42 +126,3 @@ async def test_servers_that_stopped_are_told_from_a_failed_request() -> None:
 
     with endpoint(dying) as server, pytest.raises(ServerLost, match="stopped answering"):
         await ask(server.url)
-
-
-def event(**chunk: object) -> bytes:
-    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
-
-
-def delta(**fields: str) -> bytes:
-    return event(choices=[{"index": 0, "delta": fields}])
-
-
-ROLE, A, B = delta(role="assistant", content=""), delta(content="a"), delta(content="b")
-USAGE = event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 2})
-DONE = b"data: [DONE]\n\n"
-
-
-@pytest.mark.parametrize(
-    ("reads", "deltas", "text", "error"),
-    [
-        # The chunk that only names the role is no first token.
-        ([(1.0, ROLE), (2.0, A), (3.0, B), (4.0, USAGE), (5.0, DONE)], (2.0, 3.0), "ab", None),
-        # An event that is cut in two has the time of its last byte; two in one read have one time.
-        *([[(1.0, A[:cut]), (2.0, A[cut:] + DONE)], (2.0,), "a", None] for cut in range(1, 60, 9)),
-        ([(1.0, ROLE + A + B), (2.0, USAGE + DONE)], (1.0, 1.0), "ab", None),
-        # Reasoning is no text of the answer, and its first token is the first token.
-        ([(1.0, delta(reasoning_content="hm")), (2.0, A + DONE)], (1.0, 2.0), "a", None),
-        # Comments, and line ends of the other kind.
-        ([(1.0, b": ping\r\n\r\n" + A.replace(b"\n", b"\r\n") + DONE)], (1.0,), "a", None),
-        ([(1.0, A)], (1.0,), "a", "the answer was cut short: the stream ended without [DONE]"),
-        ([(1.0, DONE)], (), "", EMPTY),
-        ([(1.0, event(error={"message": "engine is dead"}))], (), "", "engine is dead"),
-        ([(1.0, b"data: {oops\n\n")], (), "", "an event is not a JSON object: {oops"),
-        ([(1.0, b"data: [1]\n\n")], (), "", "an event is not a JSON object: [1]"),
-    ],
-)
-def test_a_stream_is_parsed(
-    reads: list[tuple[float, bytes]], deltas: tuple[float, ...], text: str, error: str | None
-) -> None:
-    usage = (9, 2) if any(USAGE in piece for _, piece in reads) else (None, None)
-    assert tuple(parse_stream(reads)) == (deltas, text, *usage, error)

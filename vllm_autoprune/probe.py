@@ -30,6 +30,7 @@ from vllm_autoprune.advise import Inputs
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import (
     CHAT,
+    EMPTY,
     Metrics,
     ServerClient,
     choose_model,
@@ -57,6 +58,8 @@ class _Answer(NamedTuple):
     prompt_tokens: int
     outside: float | None
     """TTFT less the engine's queue and prefill; None without ``/metrics``."""
+    thinks: bool = False
+    """Whether it begins with thoughts."""
 
 
 _Round = tuple[_Answer, _Answer, _Answer, _Answer]
@@ -98,6 +101,8 @@ def probe_server(
         f"question {new:.1f} ms, another question {another:.1f} ms.",
         block=block,
     )
+    if any(answer.thinks for each in results for answer in each):
+        inputs.fill("The model thinks before it answers: its first token is one of its thoughts.")
     if before is None:
         inputs.fill("The server has no /metrics: front end, selection and tower count as tower.")
     elif before.total("vllm:num_requests_running"):
@@ -195,9 +200,9 @@ def _ask_round(
             for piece in response.iter_bytes():
                 reads.append((time.perf_counter() - start, piece))
         stream = parse_stream(reads)
-        if not reads or not stream.prompt_tokens:
-            what = "a streamed answer has no token or no usage"
-            raise _error(client.url, what, "give a vllm serve")
+        if stream.error not in (None, EMPTY) or not stream.prompt_tokens:
+            what = f"a streamed answer cannot be timed: {stream.error or 'it has no usage'}"
+            raise _error(client.url, what, "give a vllm serve, or look into its log")
         # The only token may be the end of the answer, which has no text.
         ttft = stream.deltas[0] if stream.deltas else reads[-1][0]
         after, outside = client.read_metrics(), None
@@ -208,7 +213,7 @@ def _ask_round(
                       for stage in ("queue", "prefill"))  # fmt: skip
             outside = max(ttft - sum(stages), 0.0)
         gaps = tuple(late - early for early, late in itertools.pairwise(stream.deltas))
-        return _Answer(ttft, gaps, stream.prompt_tokens, outside)
+        return _Answer(ttft, gaps, stream.prompt_tokens, outside, stream.thoughts > 0)
 
     # A word may be more than one token.
     many, few = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS, _QUESTION_WORDS

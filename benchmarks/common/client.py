@@ -27,7 +27,9 @@ class Record(FrozenModel):
     """One request. Times are seconds of a monotonic clock since the start of the schedule."""
 
     deltas: tuple[float, ...] = ()
-    """Arrival of each delta with text; the first of them ends the time to first token."""
+    """Arrival of each delta with output; the first of them ends the time to first token."""
+    thoughts: int = 0
+    """How many of them come before the first of the answer."""
     text: str = ""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -48,7 +50,7 @@ class Record(FrozenModel):
 
     @property
     def ok(self) -> bool:
-        """Whether the request was answered with text; only then it has latencies."""
+        """Whether the request was answered; only then it has latencies."""
         return self.error is None
 
     @property
@@ -58,12 +60,18 @@ class Record(FrozenModel):
 
     @property
     def ttft(self) -> float:
-        """Seconds from the moment the request was due to its first text."""
+        """Seconds from the moment the request was due to its first token, of thoughts or not."""
         return self.deltas[0] - self.scheduled
 
     @property
+    def ttfat(self) -> float | None:
+        """The same to the first token of the answer; None where it has thoughts only."""
+        answer = self.deltas[self.thoughts :]
+        return answer[0] - self.scheduled if answer else None
+
+    @property
     def e2e(self) -> float:
-        """Seconds from the moment the request was due to its last text."""
+        """Seconds from the moment the request was due to its last token."""
         return self.deltas[-1] - self.scheduled
 
     @property
@@ -96,7 +104,7 @@ class Client:
 
         ``labels``: other fields of the record, such as its index.
         """
-        started, status, failure = self.clock(), 0, ""
+        started, status, failure, end = self.clock(), 0, "", "the stream ended without [DONE]"
         reads: list[tuple[float, bytes]] = []
         parts = urlsplit(self.url)
         secure = parts.scheme == "https"
@@ -114,10 +122,11 @@ class Client:
                 while status == 200 and (piece := response.read1(_READ_SIZE)):
                     reads.append((self.clock(), piece))
         except (OSError, http.client.HTTPException) as error:
-            when = "the answer was cut short" if reads else "no answer"
-            failure = f"{when}: {type(error).__name__}: {error}"
+            # A connection that breaks behind the whole answer does not matter.
+            end = f"{type(error).__name__}: {error}"
+            failure = "" if reads else f"no answer: {end}"
         done = self.clock()
-        answer = parse_stream(reads)._asdict()
+        answer = parse_stream(reads, end)._asdict()
         return Record(
             scheduled=started if scheduled is None else scheduled,
             started=started,

@@ -32,6 +32,8 @@ class Reply:
 
     deltas: tuple[str, ...] | None = None
     """Texts, one a chunk; None: as many numbers as tokens are requested."""
+    thoughts: int = 0
+    """How many of them come first as thoughts."""
     ttft: float = 0.1
     """Seconds from the request to the first text."""
     gaps: tuple[float, ...] = (0.02,)
@@ -157,7 +159,8 @@ class _Handler(BaseHTTPRequestHandler):
         for number, (text, at) in enumerate(zip(texts, reply.times(len(texts)), strict=True)):
             if self.server.stop.wait(max(begin + at - time.perf_counter(), 0)):
                 return
-            write_delta(number + 1, content=text)
+            field = "reasoning" if number < reply.thoughts else "content"
+            write_delta(number + 1, **{field: text})
             if reply.cut and number >= len(texts) // 2:
                 return
         if reply.usage is not None:

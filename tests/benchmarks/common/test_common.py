@@ -72,6 +72,14 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
     assert record.index == 3 and record.delay == record.ttft == record.e2e == 2.5
 
 
+def test_the_first_token_may_be_a_thought() -> None:
+    record = send(Reply(thoughts=4, ttft=0.01, gaps=(0.01,)))
+    assert record.ok and record.text == "4 5 6 7 8 9 " and len(record.deltas) == 10
+    assert record.ttfat == record.deltas[4] - record.scheduled > record.ttft
+    thoughts = send(Reply(thoughts=10, ttft=0.01, gaps=(0.001,)))
+    assert thoughts.ok and thoughts.ttfat is None and thoughts.ttft > 0
+
+
 @pytest.mark.parametrize(
     ("reply", "model", "message"),
     [
