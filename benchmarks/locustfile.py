@@ -41,6 +41,7 @@ from benchmarks.load.result import (
     ClientFacts,
     Result,
     format_result,
+    list_interference,
     list_reasons,
     summarize,
     write_result,
@@ -238,6 +239,7 @@ class _Coordinator:
 
     def _on_record(self, environment: Environment, msg: Message, **_: object) -> None:
         self._records.append(Record.model_validate(msg.data))
+        print(f"answered {len(self._records)} of {len(self._prepared.measured)}", flush=True)
 
     def _on_done(self, environment: Environment, msg: Message, **_: object) -> None:
         self._clients.append(ClientFacts.model_validate(msg.data))
@@ -260,8 +262,9 @@ class _Coordinator:
             broken=self._broken or ("stopped before its end" if unfinished else None),
             environment=self._environment,
         )
-        reasons = tuple(list_reasons(result, records))
-        result = result.model_copy(update={"reasons": reasons})
+        accepted = list_interference(result, records) if options.shared else ()
+        update = {"reasons": tuple(list_reasons(result, records)), "accepted": tuple(accepted)}
+        result = result.model_copy(update=update)
         print("\n".join(format_result(result)), flush=True)
         self._locust.process_exit_code = 0 if result.valid else 1
         try:

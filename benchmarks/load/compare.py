@@ -237,6 +237,12 @@ def list_limits(points: Sequence[Point], broken: str | None) -> Iterator[str]:
         yield f"The experiment ended early: {broken}"
     runs = [run for point in points for run in point.runs]
     invalid = [run for run in runs if not run.result.valid]
+    disturbed = [run.result.accepted[0] for run in runs if run.result.accepted]
+    if disturbed:
+        yield (
+            f"Other work disturbed {len(disturbed)} of {len(runs)} runs, which --shared accepts. "
+            f"The first: {disturbed[0]}."
+        )
     if invalid:
         yield (
             f"{len(invalid)} of {len(runs)} runs are not valid. They are hollow in the charts, and "

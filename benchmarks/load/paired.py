@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from benchmarks import BenchmarkError
-from benchmarks.common.report import command_line, log_progress
+from benchmarks.common.report import command_line, log_progress, show_stage
 from benchmarks.common.shapes import write_shape
 from benchmarks.load.compare import Point, Run
 from benchmarks.load.result import RESULT, read_result
@@ -40,6 +41,8 @@ _STEPS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.7, 3.6)
 """Rates of a sweep, as multiples of the first arm's capacity in a closed loop."""
 _PROBE = Load(users=16)
 """The closed loop that measures the capacity, where none is asked for."""
+_SILENCE = 15.0
+"""Seconds between two lines on the progress of a run."""
 _LOCUSTFILE = Path(__file__).resolve().parents[1] / "locustfile.py"
 
 
@@ -141,12 +144,15 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
     workload = make_workload(options, options.served_name, loads)
     if options.model.startswith(f"{SHAPE}:"):
         workload = workload.model_copy(update={"vocabulary": "numbered"})
+    total, at_most = options.passes * len(arms) * loads, "at most " if finds else ""
     folders: dict[Load, Path] = {}
     entries, broken = list[tuple[str, int, str]](), None
 
     def send(load: Load, arm: Arm, number: int, url: str) -> Run:
         """Send one load to an arm, each load with images of its own."""
+        log_progress(f"run {len(entries) + 1} of {at_most}{total}: {arm.name}, {load.describe()}")
         if load not in folders:
+            log_progress(f"  draw {workload.requests + workload.warm_up} requests")
             changes = {
                 "seed": workload.seed + (load.users or 10_000 + round(1000 * (load.rate or 0)))
             }
@@ -171,14 +177,13 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
         run = Run(*entries[-1], *read_result(out / folder))
         median = run.result.summary.percentile("TTFT", 50)
         latency = f"TTFT p50 {1000 * median.value:.0f} ms" if median else "no answer"
-        log_progress(f"  {load.describe()}: {latency}, {run.result.verdict}")
+        log_progress(f"  {latency}, {run.result.verdict}")
         return run
 
     try:
         # ABBA order (ABCCBA), so that drift affects all arms alike.
         order = [(n, arm) for n in range(options.passes) for arm in arms[:: -1 if n % 2 else 1]]
         for number, arm in order:
-            log_progress(f"pass {number + 1} of {options.passes}, {arm.name}: serve")
             log = out / "servers" / f"{number}-{arm.name.replace(' ', '-')}.log"
             with _serve(arm, log) as url:
                 served = (arm, number, url)
@@ -219,7 +224,10 @@ def _serve(arm: Arm, log: Path) -> Iterator[str]:
         return
     log.parent.mkdir(parents=True, exist_ok=True)
     kv = {"VLLM_CPU_KVCACHE_SPACE": str(arm.kv_cache_gb)}
-    with serve(arm.model, *arm.flags, env=kv, log=log, patience=600) as server:
+    with contextlib.ExitStack() as stack:
+        with show_stage(f"{arm.name}: start the server, whose log is {log}"):
+            serving = serve(arm.model, *arm.flags, env=kv, log=log, patience=600)
+            server = stack.enter_context(serving)
         yield server.url
 
 
@@ -230,9 +238,11 @@ def _run(options: RunOptions, workers: int = 0) -> None:
     :class:`BenchmarkError` where there is no result at all.
     """
     values = options.model_dump(mode="json", exclude_none=True)
+    switches = ["--shared"] if values.pop("shared") else []
     command = [
         *(sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE), "--headless", "--only-summary"),
         *(f"--{name.replace('_', '-')}={value}" for name, value in values.items()),
+        *switches,
     ]
     if workers:
         port = str(free_port())
@@ -251,7 +261,10 @@ def _run(options: RunOptions, workers: int = 0) -> None:
                 preexec_fn=_raise_priority,
             )
             try:
-                status = process.wait()
+                while (status := _wait(process)) is None:
+                    text = (options.out / _LOG).read_text(errors="replace")
+                    answered = re.findall("^answered (.*)$", text, re.MULTILINE)
+                    log_progress(f"  answered: {answered[-1] if answered else 'none yet'}")
             finally:
                 end_group(process)
     except OSError as error:
@@ -262,6 +275,13 @@ def _run(options: RunOptions, workers: int = 0) -> None:
         raise BenchmarkError(
             f"{options.out}: locust ended with {status} and no result: {' | '.join(causes)}"
         )
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int | None:
+    """Exit status of a process; None where it still runs after a while."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(_SILENCE)
+    return None
 
 
 def _raise_priority() -> None:

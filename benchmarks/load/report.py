@@ -84,7 +84,8 @@ def write_report(folder: Path) -> tuple[str, int]:
         sections=[chart, *(s for s in tables if any(table.rows for table in s.tables))],
     )
     (folder / REPORT).write_text(render_document(document))
-    described = [_describe_point(point) for point in points]
+    names = _list_latencies(points)
+    described = [_describe_point(point, names) for point in points]
     with (folder / _POINTS).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(described[0]) if described else [], lineterminator="\n")
         writer.writeheader()
@@ -92,7 +93,13 @@ def write_report(folder: Path) -> tuple[str, int]:
     return sentence, invalid
 
 
-def _describe_point(point: Point) -> dict[str, object]:
+def _list_latencies(points: Sequence[Point]) -> list[str]:
+    """The kinds of latency; TTFAT only where some model thinks."""
+    thinks = any(point.summary.thinks for point in points)
+    return [name for name in LATENCIES if thinks or name != "TTFAT"]
+
+
+def _describe_point(point: Point, latencies: Sequence[str]) -> dict[str, object]:
     """One arm at one load, times in milliseconds, each estimate with its interval."""
     summary = point.summary
     row: dict[str, object] = {
@@ -105,7 +112,7 @@ def _describe_point(point: Point) -> dict[str, object]:
         "achieved_rate": summary.request_rate,
     }
     estimates = {"goodput": (summary.goodput, 1.0)}
-    for name in LATENCIES:
+    for name in latencies:
         for level in LEVELS:
             estimates[f"{name.lower()}_p{level}_ms"] = (summary.percentile(name, level), 1000.0)
     for name, (estimate, unit) in estimates.items():
@@ -164,6 +171,8 @@ def _build_figures(points: Sequence[Point]) -> Section:
         return format_estimate(estimate, unit, 0 if unit * estimate.value > 100 else 1) + few
 
     first_tokens = [("TTFT", level) for level in LEVELS]
+    if "TTFAT" in _list_latencies(points):
+        first_tokens += [("TTFAT", level) for level in (50, 99)]
     later = [(name, level) for name in ("ITL", "TPOT", "E2E") for level in (50, 99)]
     tables = []
     for figures in (first_tokens, later):
@@ -186,9 +195,10 @@ def _build_figures(points: Sequence[Point]) -> Section:
         tables.append(Table("", ["load", "arm", *heads], rows, "ll"))
     text = (
         "All passes together; in an open loop from the scheduled time, which a closed loop does "
-        "not have. Goodput: the share of requests within the objective. †: too few requests for "
-        "this percentile. ITL: gaps between deltas, which may contain more than one token. TPOT: "
-        "by the server's count of tokens. E2E: to the last text."
+        "not have. TTFAT: to the first token after thoughts. Goodput: the share of requests within "
+        "the objective. †: too few requests for this percentile. ITL: gaps between deltas, which "
+        "may contain more than one token. TPOT: "
+        "by the server's count of tokens. E2E: to the last token."
     )
     return Section("Rates and latencies", [text], tables=tables)
 

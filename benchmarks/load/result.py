@@ -47,6 +47,7 @@ _FAILED_SHARE = 0.01
 
 _LATENCIES: Mapping[str, Callable[[Record], Sequence[float]]] = {
     "TTFT": lambda record: (record.ttft,),
+    "TTFAT": lambda record: () if record.ttfat is None else (record.ttfat,),
     "ITL": lambda record: record.gaps,
     "TPOT": lambda record: () if record.tpot is None else (record.tpot,),
     "E2E": lambda record: (record.e2e,),
@@ -141,6 +142,11 @@ class Summary(FrozenModel):
     prompt_tokens: float
     """Mean, as the server counts them."""
 
+    @property
+    def thinks(self) -> bool:
+        """Whether thoughts came before an answer, so that TTFAT is not TTFT."""
+        return self.latencies["TTFAT"] != self.latencies["TTFT"]
+
     def percentile(self, latency: str, level: int) -> Estimate | None:
         """Seconds; None where nothing was answered."""
         return self.latencies[latency].get(level)
@@ -209,6 +215,8 @@ class Result(FrozenModel):
     """Of the client."""
     reasons: tuple[str, ...] = ()
     """Why the run is not valid."""
+    accepted: tuple[str, ...] = ()
+    """What would be a reason without ``--shared``."""
 
     @property
     def load(self) -> Load:
@@ -232,7 +240,8 @@ class Result(FrozenModel):
         if not self.valid:
             return f"not valid: {'; '.join(self.reasons)}"
         unread = "" if self.counters is not None else "the server's /metrics could not be read"
-        limits = [limit for limit in (describe_few(self.summary.requests), unread) if limit]
+        limits = [*self.accepted, describe_few(self.summary.requests), unread]
+        limits = [limit for limit in limits if limit]
         return f"valid, but {', and '.join(limits)}" if limits else "valid"
 
 
@@ -265,7 +274,7 @@ def describe_few(requests: int, where: str = "") -> str:
 
 def list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
     """Every reason why a run is not valid; no figure of such a run is compared."""
-    workload, summary, counters = result.workload, result.summary, result.counters or {}
+    workload, counters = result.workload, result.counters or {}
     # Requests that were not sent or recorded, failed, or were answered at another length.
     yield from result.early
     if len(records) < workload.requests:
@@ -283,22 +292,12 @@ def list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
             f"{len(wrong)} answers are not of {workload.output_tokens} tokens (one: {wrong[0]}): "
             "a shorter answer would be taken for a faster one"
         )
-    # A client that used up its core, or was late itself.
+    if not result.options.shared:
+        yield from list_interference(result, records)
     for client in [client for client in result.clients if client.cpu > _BUSY][:1]:
         yield (
             f"client {client.worker} used {100 * client.cpu:.0f} % of a core: it was the "
             "bottleneck; give it more workers"
-        )
-    # A closed loop has no schedule, so there it is the lag of the clients' idle greenlets.
-    late, lag = summary.percentile("delay", 99), max((c.lag for c in result.clients), default=0.0)
-    name, delay = "schedule delay", late.value if late else 0.0
-    if result.load.rate is None:
-        name, delay = "wake-up lag", lag
-    median = summary.percentile("TTFT", 50)
-    if median and delay > (bound := _DELAY_SHARE * median.value):
-        yield (
-            f"the client was the bottleneck: its {name} is {1000 * delay:.1f} ms at p99, above "
-            f"{100 * _DELAY_SHARE:.0f} % of the median TTFT ({1000 * bound:.1f} ms)"
         )
     # Cache hits that the declared state of the caches excludes. Requests with unique images share
     # the tokens before them, so these may hit the prefix cache.
@@ -307,9 +306,26 @@ def list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
         yield f"cache state is {workload.cache!r}, but {images:.0f} images came from a cache"
     if workload.cache == "off" and prefix:
         yield f"cache state is 'off', but {prefix:.0f} prompt tokens came from the prefix cache"
-    foreign = counters.get("finished", 0.0) - len(records)
+
+
+def list_interference(result: Result, records: Sequence[Record]) -> Iterator[str]:
+    """What other work on the client's machine or on the server did to a run."""
+    fix = "use an idle one, or accept it with --shared"
+    # A closed loop has no schedule, so there it is the lag of the clients' idle greenlets.
+    summary = result.summary
+    late, lag = summary.percentile("delay", 99), max((c.lag for c in result.clients), default=0.0)
+    name, delay = "schedule delay", late.value if late else 0.0
+    if result.load.rate is None:
+        name, delay = "wake-up lag", lag
+    median = summary.percentile("TTFT", 50)
+    if median and delay > (bound := _DELAY_SHARE * median.value):
+        yield (
+            f"the client was the bottleneck: its {name} is {1000 * delay:.1f} ms at p99, above "
+            f"{100 * _DELAY_SHARE:.0f} % of the median TTFT ({1000 * bound:.1f} ms); {fix}"
+        )
+    foreign = (result.counters or {}).get("finished", 0.0) - len(records)
     if foreign > max(_FOREIGN_REQUESTS * len(records), 2):
-        yield f"the server also answered {foreign:.0f} requests of other clients"
+        yield f"the server also answered {foreign:.0f} requests of other clients; {fix}"
 
 
 def format_result(result: Result) -> Iterator[str]:
@@ -327,7 +343,7 @@ def format_result(result: Result) -> Iterator[str]:
         f"{summary.seconds:.1f} s: {rates} requests/s"
     )
     for name, percentiles in summary.latencies.items():
-        if percentiles:
+        if percentiles and (name != "TTFAT" or summary.thinks):
             text = "  ".join(
                 f"p{level} {format_estimate(figure, 1000)}{summary.mark_few(level)}"
                 for level, figure in percentiles.items()

@@ -180,6 +180,7 @@ class SendingOptions(FrozenModel):
     slo_e2e: _Limit = _option(0.0, "end-to-end limit, ms; 0: none")
     burstiness: _Positive = _option(1.0, "1: Poisson arrivals; less: burstier")
     most: _Count = _option(512, "requests in flight per worker that end the run")
+    shared: bool = _option(False, "accept delays of the client and requests of other clients")
 
     @property
     def limits(self) -> dict[str, float]:

@@ -25,6 +25,7 @@ def record(
     tokens: int = 4,
     error: str | None = None,
     measured: bool = True,
+    thoughts: int = 0,
 ) -> Record:
     """An answered request with even gaps, or a failed one."""
     deltas = tuple(scheduled + ttft + gap * number for number in range(tokens))
@@ -34,6 +35,7 @@ def record(
         scheduled=scheduled,
         started=scheduled + delay,
         deltas=() if error else deltas,
+        thoughts=0 if error else thoughts,
         done=deltas[-1],
         prompt_tokens=600,
         completion_tokens=None if error else tokens,
@@ -58,13 +60,16 @@ def result(records: Sequence[Record], load: Load, **changes: object) -> Result:
 
 def point(
     arm: str, load: Load, passes: Sequence[Sequence[float]], *, every: float = 0.1,
-    valid: bool = True,
+    valid: bool = True, thoughts: int = 0,
 ) -> Point:  # fmt: skip
     """An arm whose passes have these times to the first token, one request ``every`` seconds."""
     reasons = () if valid else ("the client was the bottleneck",)
     runs = []
     for number, times in enumerate(passes):
-        records = [record(i, scheduled=i * every, ttft=ttft) for i, ttft in enumerate(times)]
+        records = [
+            record(i, scheduled=i * every, ttft=ttft, thoughts=thoughts)
+            for i, ttft in enumerate(times)
+        ]
         folder = f"runs/{number}-{arm}/{load.label}"
         runs.append(Run(arm, number, folder, result(records, load, reasons=reasons), records))
     return Point(arm, load, tuple(runs))

@@ -121,11 +121,11 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def send(
-    url: str, workload: Path, out: Path, load: Load = LOAD, *, workers: int = 0, most: int = 64
+    url: str, workload: Path, out: Path, load: Load = LOAD, *, workers: int = 0, **more: object
 ) -> tuple[Result, list[Record]]:
-    rate, users = load.rate or 0.0, load.users
-    options = RunOptions(host=url, workload=workload, out=out, rate=rate, users=users, most=most)
-    module._run(options, workers)
+    places = {"host": url, "workload": workload, "out": out}
+    sending = {"rate": load.rate or 0.0, "users": load.users, "most": 64, **more}
+    module._run(RunOptions.model_validate({**places, **sending}), workers)
     return read_result(out)
 
 
@@ -134,7 +134,14 @@ def only_of_a_busy_machine(result: Result) -> bool:
     return all(reason.startswith("the client was the bottleneck") for reason in result.reasons)
 
 
-def test_an_open_loop_sends_everything_by_its_schedule(workload: Path, tmp_path: Path) -> None:
+def test_an_open_loop_sends_everything_by_its_schedule(
+    workload: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(module, "_SILENCE", 0.3)
+
     def count() -> str:
         engines = (len(server.requests), 7)
         name = 'vllm:request_success_total{engine="%d"} %d\n'
@@ -152,6 +159,8 @@ def test_an_open_loop_sends_everything_by_its_schedule(workload: Path, tmp_path:
     assert result.load == LOAD and result.workload == WORKLOAD
     assert result.counters == {"finished": 40}
     assert only_of_a_busy_machine(result)
+    progress = re.findall(r"  answered: (.*)", capsys.readouterr().err)
+    assert progress[0] == "none yet" and any(re.fullmatch(r"\d+ of 40", p) for p in progress)
     # Gaps are right within 3 ms in the quietest quarter of the answers: a busy machine delays
     # some, a wrong clock all.
     gaps = [b - a for a, b in pairwise(REPLY.times(6))]
@@ -164,10 +173,10 @@ def test_an_open_loop_sends_everything_by_its_schedule(workload: Path, tmp_path:
 
 def test_two_workers_share_the_schedule_of_one(workload: Path, tmp_path: Path) -> None:
     with fake_server(REPLY) as server:
-        result, records = send(server.url, workload, tmp_path, workers=2)
+        result, records = send(server.url, workload, tmp_path, workers=2, shared=True)
     assert [record.scheduled for record in records] == pytest.approx(LOAD.due(40))
     assert {(record.index % 2, record.worker) for record in records} == {(0, 0), (1, 1)}
-    assert len(result.clients) == 2 and only_of_a_busy_machine(result)
+    assert len(result.clients) == 2 and result.options.shared and result.valid
 
 
 def test_a_server_that_dies_ends_the_run_and_keeps_its_records(
@@ -236,7 +245,9 @@ def measured(out: Path, *arms: str, **options: object) -> Paired:
     return measure(PairedOptions.model_validate({**small, "out": out, **options}), served)
 
 
-def test_arms_alternate_and_loads_share_no_images(seen: list[RunOptions], tmp_path: Path) -> None:
+def test_arms_alternate_and_loads_share_no_images(
+    seen: list[RunOptions], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     experiment = measured(tmp_path, users="1,2", rates="1")
     order = [(options.host[-1], options.load.label) for options in seen]
     loads = ["users-1", "users-2", "rate-1"]
@@ -246,6 +257,10 @@ def test_arms_alternate_and_loads_share_no_images(seen: list[RunOptions], tmp_pa
     assert len({options.out for options in seen}) == 12
     assert [arm for arm, _, _ in experiment.runs] == [arm for arm in "abba" for _ in loads]
     assert read_paired(tmp_path)[0] == experiment and experiment.broken is None
+    lines = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines[:2] == ["run 1 of 12: a, closed loop, 1 user", "  draw 10 requests"]
+    assert lines[2].startswith("  TTFT p50 100 ms, valid")
+    assert lines[-2] == "run 12 of 12: a, open loop, Poisson arrivals at 1 request/s"
 
 
 def test_loads_share_no_image_of_ones_own_data(seen: list[RunOptions], tmp_path: Path) -> None:

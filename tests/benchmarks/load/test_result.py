@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 from benchmarks.load.__main__ import main
-from benchmarks.load.compare import Point, answer_question, compare_arms, find_limits, group_runs
+from benchmarks.load.compare import (
+    Point,
+    Run,
+    answer_question,
+    compare_arms,
+    find_limits,
+    group_runs,
+    list_limits,
+)
 from benchmarks.load.paired import Arm, Paired, write_paired
 from benchmarks.load.report import REPORT
 from benchmarks.load.result import (
@@ -20,6 +28,7 @@ from benchmarks.load.result import (
     _estimate_percentiles,
     estimate_ratio,
     format_result,
+    list_interference,
     list_reasons,
     summarize,
     write_result,
@@ -77,7 +86,7 @@ def test_rates_are_over_the_whole_time_and_latencies_over_answers() -> None:
         assert (summary.requests, summary.failed) == (11 * passes, passes)
         assert summary.request_rate == pytest.approx(10 / 5.35)
         assert summary.offered_rate == pytest.approx(10 / 5.0)
-        wanted = {"TTFT": 0.2, "ITL": 0.1, "TPOT": 0.1, "E2E": 0.5, "delay": 0.0}
+        wanted = {"TTFT": 0.2, "TTFAT": 0.2, "ITL": 0.1, "TPOT": 0.1, "E2E": 0.5, "delay": 0.0}
         medians = {name: figures[50].value for name, figures in summary.latencies.items()}
         assert medians == pytest.approx(wanted)
         assert summary.prompt_tokens == 600
@@ -149,6 +158,27 @@ def test_a_run_is_valid_or_has_every_reason_against_it(case: str) -> None:
     reasons = [*list_reasons(result(records, load, **changes), records)]
     assert len(reasons) == len(wanted)
     assert all(part in reason for part, reason in zip(wanted, reasons, strict=True))
+
+
+def test_other_work_is_accepted_where_the_user_knows_of_it() -> None:
+    known = {"a late client", "a lagging client", "other clients"}
+    for case, (records, load, changes, wanted) in VERDICTS.items():
+        run = result(records, load, **changes)
+        accepted = tuple(list_interference(run, records))
+        options = run.options.model_copy(update={"shared": True})
+        run = run.model_copy(update={"options": options, "accepted": accepted})
+        reasons = [*list_reasons(run, records)]
+        assert len(reasons) == len(wanted) - len(accepted)
+        if case in known:
+            assert run.verdict.startswith("valid, but ") and wanted[0] in run.verdict
+            (warning,) = list_limits(
+                [Point("stock", load, (Run("stock", 0, "", run, records),))], ""
+            )
+            assert warning.startswith("Other work disturbed 1 of 1 runs, which --shared accepts.")
+            assert wanted[0] in warning
+    late, load, _, _ = VERDICTS["a late client"]
+    (reason,) = list_reasons(result(late, load), late)
+    assert reason.endswith("; use an idle one, or accept it with --shared")
 
 
 def test_a_run_is_printed_with_its_verdict_and_a_warning_of_a_busy_machine() -> None:
@@ -260,15 +290,21 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as ``measure`` would have written it; AutoPrune's last run is not valid."""
     folder = tmp_path_factory.mktemp("experiment")
     times = [0.1 + 0.001 * n for n in range(60)]
-    runs = []
+    points = []
     for arm, share in (("stock", 1.0), ("AutoPrune", 0.5)):
         mine = [share * t for t in times]
-        points = [
+        points += [
             point(arm, CLOSED, [mine, mine]),
             point(arm, Load(rate=2.0), [mine, mine], every=0.5),
             point(arm, Load(rate=4.0), [mine], every=0.25, valid=arm == "stock"),
         ]
-        runs += [run for each in points for run in each.runs]
+    write_experiment(folder, points, broken="AutoPrune: no <state>")
+    return folder
+
+
+def write_experiment(folder: Path, points: list[Point], broken: str | None = None) -> None:
+    """Runs, and the index that ``measure`` writes."""
+    runs = [run for point in points for run in point.runs]
     for run in runs:
         write_result(folder / run.folder, run.result, run.records)
     arms = (Arm(name=name, url="http://x", digest="d" * 64) for name in ("stock", "AutoPrune"))
@@ -277,10 +313,30 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
         arms=tuple(arms),
         runs=tuple((run.arm, run.number, run.folder) for run in runs),
         command=("python", "-m", "benchmarks.load", "paired", "--state", "<b>"),
-        broken="AutoPrune: no <state>",
+        broken=broken,
     )
     write_paired(folder, paired)
-    return folder
+
+
+def test_thoughts_have_columns_of_their_own(experiment: Path, tmp_path: Path) -> None:
+    """But not where no model thinks; without thoughts the first token is of the answer."""
+    times = [0.1 + 0.001 * n for n in range(20)]
+    arms = {"stock": 2, "AutoPrune": 0, "endless": 4}
+    points = [point(arm, CLOSED, [times], thoughts=count) for arm, count in arms.items()]
+    write_experiment(tmp_path, points)
+    for folder in (experiment, tmp_path):
+        main(["report", str(folder)])
+    assert "TTFAT p50, ms" in (tmp_path / REPORT).read_text()
+    assert "TTFAT p50, ms" not in (experiment / REPORT).read_text()
+    assert "ttfat" not in (experiment / "points.csv").read_text()
+    with (tmp_path / "points.csv").open() as file:
+        rows = {row["arm"]: row for row in csv.DictReader(file)}
+    answers = {arm: row["ttfat_p50_ms"] for arm, row in rows.items()}
+    assert answers == {"stock": "209.0", "AutoPrune": "109.0", "endless": ""}
+    assert {row["ttft_p50_ms"] for row in rows.values()} == {"109.0"}
+    printed = "\n".join(format_result(points[0].runs[0].result))
+    assert "  TTFAT        ms: p50 209.0" in printed
+    assert "TTFAT" not in "\n".join(format_result(points[1].runs[0].result))
 
 
 def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(experiment: Path) -> None:
