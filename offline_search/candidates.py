@@ -6,8 +6,11 @@ A proposal in a list has a hypothesis: what its change is for, and the differenc
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import cycle, islice
 from typing import Literal, get_args
@@ -156,16 +159,73 @@ def _refuse_extensions(value: JsonValue | Mapping[str, JsonValue], where: str = 
             _refuse_extensions(item, f"{where}/{name}")
 
 
+PROPOSALS = "proposals"
+"""The only field of a reply with a list."""
+
+UNFINISHED = "<think>"
+"""Stands for thoughts that no answer follows."""
+
+_TAG = r"(?:\w+:)?(?:think(?:ing)?|thoughts?|reasoning)"
+_THOUGHTS = re.compile(
+    rf"<{_TAG}>|\[THINK\]|◁think▷|<\|START_THINKING\|>|<\|channel\|>analysis<\|message\|>"
+    rf"|(?P<end></{_TAG}>|\[/THINK\]|◁/think▷|<\|END_THINKING\|>"
+    r"|<\|channel\|>final\b[^{]{0,40}?<\|message\|>|assistantfinal(?:json)?)",
+    re.IGNORECASE,
+)
+"""Where thoughts begin or end: Qwen and DeepSeek, Mistral, Kimi, Cohere; gpt-oss in both forms."""
+
+
+def remove_thoughts(text: str) -> str:
+    """A reply without its thoughts; ends with :data:`UNFINISHED` where the last have no end."""
+    answer, begin, thinking = list[str](), 0, False
+    for tag in _THOUGHTS.finditer(text):
+        if tag["end"]:
+            if not thinking:  # they began in the prompt
+                answer.clear()
+            begin, thinking = tag.end(), False
+        elif not thinking:
+            answer.append(text[begin : tag.start()])
+            thinking = True
+    return "".join([*answer, UNFINISHED if thinking else text[begin:]])
+
+
 def parse_proposal(text: str, settings: Settings, default: Draft) -> Draft:
     """The draft in a reply: its JSON object, whatever text surrounds it.
 
     Origin and parents are those of ``default``. Never raises: an invalid reply gives a draft with
     problems.
     """
+    answer = remove_thoughts(text)
+    return _parse_item(next(iter(_split_proposals(answer, 1)), answer), settings, default)[0]
+
+
+def parse_list(
+    text: str, settings: Settings, count: int, default: Draft, names: Collection[str]
+) -> list[Draft]:
+    """The ``count`` drafts in a reply; what it has beyond them is ignored.
+
+    Each proposal is read by itself, so that one that is invalid or cut off spoils no other. Origin
+    and parents are those of ``default``, unless a proposal names one of ``names`` as its parent.
+    Never raises: missing proposals are drafts with a problem.
+    """
+    answer = remove_thoughts(text)
+    texts = _split_proposals(answer, count)
+    # Without one the reply as a whole has the problem.
+    parsed = [_parse_item(item, settings, default) for item in texts or [answer]]
+    drafts = [_add_hypothesis(draft, item, names) if item else draft for draft, item in parsed]
+    what = f"the reply has {len(texts)} of {count} proposals"
+    missing = Problem("", what, "write all of them")
+    return drafts + [replace(default, problems=(missing,))] * (count - len(drafts))
+
+
+def _parse_item(text: str, settings: Settings, default: Draft) -> tuple[Draft, JsonObject]:
+    """The draft in a text, and its JSON object; empty where it has none that can be read."""
+    item: JsonObject = {}
     try:
-        return replace(default, state=assemble_state(_parse_object(text), settings))
+        item = _parse_object(text)
+        return replace(default, state=assemble_state(item, settings)), item
     except StateError as error:
-        return replace(default, problems=error.problems)
+        return replace(default, problems=error.problems), item
 
 
 def _parse_object(text: str) -> JsonObject:
@@ -178,6 +238,8 @@ def _parse_object(text: str) -> JsonObject:
         what = f"the reply has {len(text)} characters"
     elif begin < 0:
         what = "the reply holds no JSON object"
+        if text.endswith(UNFINISHED):
+            what = "the reply holds thoughts and no answer"
     elif end < begin:
         what = "the reply ends within its JSON object"
     if what:
@@ -189,35 +251,8 @@ def _parse_object(text: str) -> JsonObject:
     return data
 
 
-PROPOSALS = "proposals"
-"""The only field of a reply with a list."""
-
-
-def parse_list(
-    text: str, settings: Settings, count: int, default: Draft, names: Collection[str]
-) -> list[Draft]:
-    """The ``count`` drafts in a reply; what it has beyond them is ignored.
-
-    Each proposal is read by itself, so that one that is invalid or cut off spoils no other. Origin
-    and parents are those of ``default``, unless a proposal names one of ``names`` as its parent.
-    Never raises: missing proposals are drafts with a problem.
-    """
-    texts = list(islice(_split_objects(text), count))
-    drafts = [_parse_item(item, settings, default, names) for item in texts]
-    if not drafts:  # the reply as a whole has the problem
-        drafts = [parse_proposal(text, settings, default)]
-    what = f"the reply has {len(texts)} of {count} proposals"
-    missing = Problem("", what, "write all of them")
-    return drafts + [replace(default, problems=(missing,))] * (count - len(drafts))
-
-
-def _parse_item(text: str, settings: Settings, default: Draft, names: Collection[str]) -> Draft:
-    """A proposal of a list; fields beside the policy with other values than asked for count not."""
-    draft = parse_proposal(text, settings, default)
-    try:
-        item = _parse_object(text)
-    except StateError:
-        return draft
+def _add_hypothesis(draft: Draft, item: JsonObject, names: Collection[str]) -> Draft:
+    """The draft with what its item says beside the policy; other values count as left out."""
     fields = ("parent", "purpose", "hypothesis", "expect")
     parent, purpose, reason, expect = (item.get(name) for name in fields)
     if parent == BASE_PARENT:
@@ -234,29 +269,77 @@ def _parse_item(text: str, settings: Settings, default: Draft, names: Collection
     return replace(draft, hypothesis=hypothesis)
 
 
-def _split_objects(text: str) -> Iterator[str]:
-    """Texts of the complete objects of a list, or of those that stand without one."""
-    wrapped = text.find(f'"{PROPOSALS}"')
-    begin = text.find("[", max(0, wrapped))
-    if wrapped < 0 and (begin < 0 or 0 <= text.find("{") < begin):
-        begin = -1  # the first bracket is within an object
-    depth, start, quoted, escaped = 0, 0, False, False
-    for place in range(begin + 1, len(text)):
-        character = text[place]
-        if quoted:
-            quoted = escaped or character != '"'
-            escaped = character == "\\" and not escaped
-        elif character == '"':
-            quoted = depth > 0
-        elif character == "{":
-            start = start if depth else place
-            depth += 1
-        elif character == "}" and depth:
-            depth -= 1
-            if not depth:
-                yield text[start : place + 1]
-        elif character == "]" and not depth and begin >= 0:
-            return
+@dataclass(slots=True)
+class _Bracket:
+    """An open bracket of a reply: its keys that are looked for, and the objects found inside."""
+
+    mark: str
+    place: int
+    keys: set[str] = field(default_factory=set)
+    found: list[tuple[str, bool]] = field(default_factory=list)
+    """Texts, and whether each is a proposal or stands in a list with one."""
+
+
+_MARKS = re.compile(rf'"({"|".join((*COMPONENTS, PROPOSALS))})"\s*:|\\.|["\n{{}}\[\]]')
+_QUOTED_JSON = re.compile(r'"\s*[\[{](?:\\[nrt]|[\s\[{])*\\"')
+_OPENING = {"}": "{", "]": "["}
+
+
+def _split_proposals(text: str, count: int) -> list[str]:
+    """Texts of at most ``count`` proposals in a text, complete or not valid JSON.
+
+    A proposal is the innermost object with a component, in whatever it is wrapped. Of several lists
+    the last that is long enough counts, without one the last objects: earlier ones are drafts.
+    Without a proposal, all objects are returned.
+    """
+    opened, lists = [_Bracket("", 0)], list[list[str]]()
+    numbers, quoted = Counter[str](), False
+    for match in _MARKS.finditer(text):
+        mark, bracket = match[0], opened[-1]
+        if mark == '"':
+            quoted = not quoted and len(opened) > 1
+        elif mark == "\n":
+            quoted = False  # no string has one, so that a quote in prose ends with its line
+        elif quoted or mark[0] == "\\":
+            continue
+        elif match[1]:
+            bracket.keys.add(match[1])
+        elif mark in "{[":
+            opened.append(_Bracket(mark, match.start()))
+            numbers[mark] += 1
+        elif numbers[_OPENING[mark]]:
+            while opened[-1].mark != _OPENING[mark]:
+                numbers[opened[-1].mark] -= 1
+                _drop_unclosed(opened)
+            numbers[_OPENING[mark]] -= 1
+            bracket = opened.pop()
+            found, proposes = bracket.found, any(valid for _, valid in bracket.found)
+            if mark == "]" and proposes:
+                found = [(item, True) for item, _ in found]
+                lists.append([item for item, _ in found])
+            elif mark == "}" and (component := bracket.keys - {PROPOSALS}):
+                found = [(text[bracket.place : match.end()], bool(component))]
+            elif mark == "}" and not proposes and PROPOSALS not in bracket.keys:
+                found = [(text[bracket.place : match.end()], False)]
+            opened[-1].found += found
+    while len(opened) > 1:
+        _drop_unclosed(opened)
+    for items in reversed(lists):
+        if len(items) >= count:
+            return items[:count]
+    proposals = [item for item, valid in opened[0].found if valid]
+    if not proposals:
+        for literal in islice(_QUOTED_JSON.finditer(text), 20):
+            with suppress(json.JSONDecodeError):
+                unquoted, _ = json.JSONDecoder().raw_decode(text, literal.start())
+                proposals += _split_proposals(unquoted, count)
+    return proposals[-count:] or [item for item, _ in opened[0].found[:count]]
+
+
+def _drop_unclosed(opened: list[_Bracket]) -> None:
+    """Take the last bracket for prose, or for what a reply was cut off in."""
+    unclosed = opened.pop()
+    opened[-1].found += [(item, valid) for item, valid in unclosed.found if valid]
 
 
 _CORE_SHARES = (0.5, 0.75)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from random import Random
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from offline_search.candidates import (
@@ -53,10 +57,78 @@ def test_invalid_replies_give_problems(name: str) -> None:
     assert sum(len(str(problem)) for problem in draft.problems) < 20_000
 
 
-@pytest.mark.parametrize("around", ["{}", "Here it is:\n```json\n{}\n```\nDone.", "\n\n {} "])
-def test_a_proposal_is_found_in_surrounding_text(around: str) -> None:
-    draft = parse_proposal(around.replace("{}", VALID_REPLIES[0]), PLAIN, DEFAULT)
+A, B, C, D = VALID_REPLIES[:4]
+QUOTED = json.dumps(A)
+SURROUNDED = {
+    "alone": A,
+    "a fence": f"Here it is:\n```json\n{A}\n```\nDone.",
+    "a fence that does not end": f"```\n{A}",
+    "blanks": f"\n\n {A} ",
+    "a byte order mark": f"\ufeff{A}",
+    "a set before": f"Atoms of {{pool, kernel}} matter.\n{A}",
+    "a set after": f"{A}\nAll weights are from {{0.5, 1}}.",
+    "an object that is no proposal": f'{{"note": {{"a": 1}}}} {A} {{"done": true}}',
+    "a bracket that does not close": f"Write {{ to begin, [ for a list: {A}",
+    "a bracket that does not open": f"}} ]] {A} }} ]",
+    "a quote in prose": f'{{ 5" wide\n{A}',
+    "a formula": f"K \\in \\{{1, 2\\}}, \\frac{{1}}{{2}}: {A}",
+    "a link": f"[1](x) [0, 1) {A} [2]",
+    "another script": f"提案は{{これ}}です。{A}。",
+    "thoughts": f"<think>No braces.</think>{A}",
+    "braces in thoughts": f'<think>A set {{a}} or {{"atom": "y"}}? [</think>\n{A}',
+    "a draft in thoughts": f"<think>{B} is too large.</think>\n\n{A}",
+    "thoughts of the prompt": f"{B} { {B} } </think> {A}",
+    "thoughts in thoughts": f"<think>I write <think>{B}</think> {C}</think>{A}",
+    "thoughts after": f"{A}<think>Was {B} better?</think>",
+    "thoughts after that do not end": f"{A}<think>Was {B} better?",
+    "thoughts of two times": f"<think>{B}</think>{A}<think>{C}</think>",
+    "THINKING": f"<THINKING>{B}</THINKING>{A}",
+    "reasoning": f"<reasoning>{B}</reasoning>{A}",
+    "Mistral": f"[THINK]{B}[/THINK]{A}",
+    "Kimi": f"◁think▷{B}◁/think▷{A}",
+    "Seed": f"<seed:think>{B}</seed:think>{A}",
+    "Cohere": f"<|START_THINKING|>{B}<|END_THINKING|>{A}",
+    "gpt-oss": f"<|channel|>analysis<|message|>{B}<|end|><|start|>assistant<|channel|>final"
+    f" <|constrain|>json<|message|>{A}<|return|>",
+    "gpt-oss without its marks": f"analysis{B}assistantfinal{A}",
+    "a draft in prose": f"First I had {B}, but this is better:\n{A}",
+    "JSON in a string": QUOTED,
+    "JSON in a string in a fence": f"```json\n{QUOTED}\n```",
+    "indented JSON in a string": json.dumps(json.dumps(json.loads(A), indent=2)),
+    "an object around it": f'{{"proposal": {A}}}',
+    "objects around it": f'{{"result": {{"reason": "a }} or {{", "policy": {A}}}}}',
+    "a list around it": f'{{"proposals": [{A}]}}',
+    "a bare list around it": f"[{A}]",
+    "a tool call": f'{{"name": "propose", "arguments": {A}}}',
+    "a tool call with a string": f'{{"name": "propose", "arguments": {QUOTED}}}',
+}
+"""Replies whose proposal is A."""
+
+
+@pytest.mark.parametrize("name", SURROUNDED)
+def test_a_proposal_is_found_in_surrounding_text(name: str) -> None:
+    draft = parse_proposal(SURROUNDED[name], PLAIN, DEFAULT)
     assert draft.problems == () and draft.state == assemble_state(BODY, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        (f"<think>Let me see. {A}", "the reply holds thoughts and no answer"),
+        (f"[THINK]{A} or\n{B}", "the reply holds thoughts and no answer"),
+        (f"<think>{A}</think>", "the reply is empty"),
+        (f"<think>{A}</think>I cannot help.", "the reply holds no JSON object"),
+        (f"{A}</think>Done {{", "the reply ends within its JSON object"),
+        (f"<think>{A}</think>{B[: len(B) // 2]}", "not JSON"),
+        (f"Not {{this}}: {A[:-1]},}}", "not JSON"),
+        (str(BODY), "not JSON"),
+        (A.replace('"', "“"), "not JSON"),
+    ],
+    ids=str,
+)
+def test_what_is_only_thought_or_broken_is_no_proposal(reply: str, problem: str) -> None:
+    draft = parse_proposal(reply, PLAIN, DEFAULT)
+    assert draft.state is None and problem in draft.problems[0].what
 
 
 def test_settings_decide_base_policy_budget_and_safety() -> None:
@@ -211,12 +283,27 @@ def digests(drafts: list[Draft]) -> list[str]:
 SINGLE = digests([parse_proposal(text, PLAIN, DEFAULT) for text in VALID_REPLIES[:5]])
 
 
+FENCED = "\n".join(f"### {name}\n```json\nITEM\n```" for name in "12345")
+
+
 @pytest.mark.parametrize(
     "around",
-    ['{"proposals": LIST}', "LIST", 'Sure:\n```json\n{"proposals": LIST}\n```\n[1] {}',
-     '{"notes": "[{", "proposals": LIST, "more": {}}'],
+    [
+        '{"proposals": LIST}', "LIST", 'Sure:\n```json\n{"proposals": LIST}\n```\n[1] {}',
+        '{"notes": "[{", "proposals": LIST, "more": {}}', '{"proposals": LIST', "[1] LIST",
+        "ITEM\nITEM\nITEM\nITEM\nITEM", FENCED, "A set {a}.\nFirst, ITEM\nthen ITEM, ITEM;"
+        "\n4. ITEM\n- ITEM\n{b}", '[{"proposal": ITEM}, ITEM, ITEM, [ITEM], {"x": {"y": ITEM}}]',
+        '{"a": ITEM, "b": ITEM, "c": ITEM, "d": ITEM, "e": ITEM}',
+        '<think>I fill "proposals": [ ... ] with {five}.</think>{"proposals": LIST}',
+        "<think>DRAFT; DRAFT</think>LIST", "<think>[DRAFT, DRAFT]</think>\n" + FENCED,
+        'DRAFT</think>{"proposals": LIST}', "I had DRAFT and DRAFT. Now: LIST",
+        "I had [DRAFT, DRAFT]. Now: LIST", "DRAFT\nDRAFT\nITEM\nITEM\nITEM\nITEM\nITEM",
+    ],
 )  # fmt: skip
 def test_a_list_is_found_in_surrounding_text(around: str) -> None:
+    around = around.replace("DRAFT", VALID_REPLIES[9])
+    for item in items(5):
+        around = around.replace("ITEM", json.dumps(item), 1)
     drafts = parse(around.replace("LIST", json.dumps(items(5), indent=1)))
     assert digests(drafts) == SINGLE
     for draft in drafts:
@@ -237,6 +324,22 @@ def test_missing_and_cut_proposals_are_problems_and_further_ones_ignored() -> No
     parts = [digests(parse(text[:length])) for length in range(0, len(text), 97)]
     assert {5 - part.count("") for part in parts} == {0, 1, 2, 3, 4}
     assert all(part[:3] == SINGLE[:3] for part in parts if part.count("") == 2)
+
+
+@pytest.mark.parametrize("text", ["{" * 9000 + "]" * 9000, '"{\\"' * 9000, "<think>" * 9000])
+def test_a_reply_of_brackets_is_read_in_linear_time(text: str) -> None:
+    begin = time.monotonic()
+    assert not any(digests(parse(text))) and time.monotonic() - begin < 2
+
+
+@given(st.text('{}[]"\\\n,: a', max_size=40), st.text('{}[]" a\n', max_size=40))
+def test_no_text_around_a_proposal_raises(before: str, after: str) -> None:
+    """Text on other lines hides no proposal, unless it is quoted, escaped or a list of its own."""
+    text = f"{before}\n{A}\n{after}"
+    drafts = [parse_proposal(text, PLAIN, DEFAULT), *parse(text), *parse(before + after)]
+    assert all(draft.state or draft.problems for draft in drafts)
+    if not re.search(r'[\\"\[\]]', before + after):
+        assert digests(drafts[:1]) == SINGLE[:1]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
