@@ -18,10 +18,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import gevent
 from gevent.event import Event
@@ -66,11 +65,6 @@ _HEAD_START = 0.5
 """Seconds from the start message to the start of the schedule, for it to reach all workers."""
 
 
-def _connect(url: str, clock: Callable[[], float] = time.perf_counter) -> Client:
-    key = os.environ.get("OPENAI_API_KEY")
-    return Client(url, clock, headers={"Authorization": f"Bearer {key}"} if key else {})
-
-
 class _Sender:
     """Waits for the start message, sends its share, and reports when it is done."""
 
@@ -96,13 +90,13 @@ class _Sender:
         assert environment.parsed_options is not None
         environment.parsed_options.host = environment.host or environment.parsed_options.host
         self._options = _read_options(environment.parsed_options)
-        self._client = _connect(self._options.host, self._now)
         try:
+            self._client = Client(self._options.host, self._now, connection=self._options)
             prepared = load_prepared(self._options.workload)
             self._bodies, self._digest = [*prepared.measured], prepared.digest
             self._measured = self._options.load.select_measured(len(self._bodies))
-        except BenchmarkError as error:
-            self._broken = str(error)
+        except AutopruneError as error:
+            self._broken = format_error(error)
         # Garbage collection of what exists by now would delay time stamps.
         gc.collect()
         gc.freeze()
@@ -204,6 +198,7 @@ class _Coordinator:
         assert locust.runner is not None
         self._locust, self._runner, self._options = locust, locust.runner, options
         self._prepared = load_prepared(options.workload)
+        self._client = Client(options.host, connection=options)
         # Before the run, whose own load is not to be taken for that of other programs.
         self._environment = environment("locust", "gevent")
         self._counters: dict[str, float] | None = None
@@ -218,11 +213,11 @@ class _Coordinator:
 
     def _conduct(self) -> None:
         """Start the run, and watch its workers: locust has started all users."""
-        client, pool = _connect(self._options.host), Pool(_WARM_UP_AT_ONCE)
+        client, pool = self._client, Pool(_WARM_UP_AT_ONCE)
         for body in self._prepared.warm_up:
             pool.spawn(client.send, body)
         pool.join()
-        self._counters = _read_counters(self._options.host)
+        self._counters = _read_counters(self._options)
         workers = getattr(self._runner, "clients", None)  # of a master
         ids = ["local"] if workers is None else [*workers]
         self._workers = len(ids)
@@ -249,7 +244,7 @@ class _Coordinator:
     def _on_quitting(self, **_: object) -> None:
         """Judge the run, write and print its result, and set the exit status."""
         options, records, before = self._options, self._records, self._counters
-        after = None if before is None else _read_counters(options.host)
+        after = None if before is None else _read_counters(options)
         unfinished = len(self._clients) < self._workers
         result = Result(
             workload=self._prepared.workload,
@@ -274,9 +269,9 @@ class _Coordinator:
             self._locust.process_exit_code = 1
 
 
-def _read_counters(url: str) -> dict[str, float] | None:
+def _read_counters(options: RunOptions) -> dict[str, float] | None:
     """:data:`COUNTERS` of all engines since their start; None where the server does not answer."""
-    with contextlib.suppress(*FAILURES), ServerClient(url) as client:
+    with contextlib.suppress(*FAILURES), ServerClient(options.host, options) as client:
         client.http.timeout = 10.0
         if metrics := client.read_metrics():
             totals = {name: metrics.total(metric) for name, metric in COUNTERS.items()}

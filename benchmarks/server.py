@@ -21,6 +21,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks import BenchmarkError
+from vllm_autoprune.connection import Connection, make_client
 from vllm_autoprune.ops.dtype import choose_dtype
 
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
@@ -31,7 +32,10 @@ CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 def _connect() -> httpx.Client:
     """One client, because it takes 60 ms to make, with a new connection for each request."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.Client(headers={"Connection": "close"}, limits=limits)
+    headers = {"Connection": "close"}
+    return make_client(
+        httpx.Client, "http://127.0.0.1", Connection(), headers=headers, limits=limits
+    )
 
 
 class ServerDied(BenchmarkError):
@@ -135,6 +139,9 @@ def serve(
     Raises :class:`ServerDied` where it does not come up.
     """
     port = free_port()
+    # A proxy of the environment does not reach this machine's servers.
+    exempt = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    os.environ["no_proxy"] = ",".join(sorted({"127.0.0.1", *filter(None, exempt.split(","))}))
     with contextlib.ExitStack() as stack:
         if log is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-server-"))

@@ -20,6 +20,7 @@ from offline_search.components import Candidate, SelectionProgram
 from offline_search.dataset import Dataset, Split
 from offline_search.history import Answers
 from offline_search.ledger import ALL_TOKENS, Clock, EvaluationRecord, Ledger
+from vllm_autoprune.connection import Connection
 from vllm_autoprune.errors import ConfigError, EvaluationFailed, Problem, SearchError
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.evaluation.scoring_request import (
@@ -33,6 +34,7 @@ from vllm_autoprune.http_client import (
     MAX_IN_FLIGHT,
     AsyncServerClient,
     RequestRefused,
+    ServerClient,
     ServerLost,
     describe_failure,
 )
@@ -139,13 +141,15 @@ class ServedEvaluator:
         *,
         model: str | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
+        connection: Connection | None = None,
         first_wait: float = 1.0,
         probes: Sequence[VisualTokens] = (),
     ) -> None:
         """``probes`` from the served model's checkpoint; ``first_wait``: seconds before a retry."""
         self.dataset = dataset
         self.name = ""
-        self._servers = [AsyncServerClient(url, max_in_flight) for url in urls]
+        self._urls, self._connection = urls, connection
+        self._servers = [AsyncServerClient(url, max_in_flight, connection) for url in urls]
         self._model = model or ""
         self._first_wait = first_wait
         self._probes = probes
@@ -163,25 +167,26 @@ class ServedEvaluator:
         """
         problems: list[Problem] = []
         named = bool(self._model)
-        for server in self._servers:
-            try:
-                models = list(await server.list_models())
-            except FAILURES as error:
-                problems.append(describe_failure(server.url, error))
-                continue
-            self._model = self._model or models[0]
-            if self._model not in models:
-                fix = "serve that model" + (", or correct --server-model" if named else
-                      " on all, or name one that all serve with --server-model")  # fmt: skip
-                what = f"serves {', '.join(models)}, not {self._model}"
-                problems.append(Problem(server.url, what, fix))
-                continue
-            problems += await self._try_state(server)
+        for url in self._urls:
+            with ServerClient(url, self._connection) as server:
+                try:
+                    models = list(server.list_models())
+                except FAILURES as error:
+                    problems.append(describe_failure(server.url, error))
+                    continue
+                self._model = self._model or models[0]
+                if self._model not in models:
+                    fix = "serve that model" + (", or correct --server-model" if named else
+                          " on all, or name one that all serve with --server-model")  # fmt: skip
+                    what = f"serves {', '.join(models)}, not {self._model}"
+                    problems.append(Problem(server.url, what, fix))
+                    continue
+                problems += self._try_state(server)
         if problems:
             raise ConfigError("servers", problems)
         self.name = f"{self._model} through vLLM, data {self.dataset.digest[:12]}"
 
-    async def _try_state(self, server: AsyncServerClient) -> list[Problem]:
+    def _try_state(self, server: ServerClient) -> list[Problem]:
         """Why a server cannot measure states, if so."""
         example = self.dataset.examples("search")[0]
         pruning = pruning_options(load_state("cdpruner"), 1)
@@ -189,11 +194,13 @@ class ServedEvaluator:
             self._model, self._image_url(example), example.question, example.answer, pruning
         )
         try:
-            answer = await server.chat(body)
+            answer = server.chat(body)
             score_reference_answer(answer["prompt_logprobs"], example.answer)
         except RequestRefused as error:
             fix = "serve the model with --autoprune-requests states --autoprune-state {NAME}"
             return [Problem(server.url, str(error), fix)]
+        except ServerLost as error:
+            return [Problem(server.url, str(error), "start it again")]
         except EvaluationFailed as error:
             fix = "serve the model with a chat template that ends with the answer that it is given"
             return [Problem(server.url, str(error), fix)]

@@ -7,12 +7,13 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
+import httpx
 import openai
 from openai import AsyncOpenAI
+from pydantic import SecretStr
 
 from offline_search.candidates import (
     MAX_REPLY_CHARACTERS,
@@ -27,7 +28,9 @@ from offline_search.ledger import Attempt, Clock, Cost, Ledger, ProgramRecord, R
 from offline_search.programs import run_program
 from offline_search.prompt import Messages, repair_list_prompt, repair_prompt
 from offline_search.settings import Settings
+from vllm_autoprune.connection import Connection, api_address, find_address, make_client
 from vllm_autoprune.errors import ConfigError, Problem, SearchError
+from vllm_autoprune.http_client import describe_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +229,7 @@ class EndpointSettings:
 
     url: str
     model: str
-    key: str = "none"
+    connection: Connection = field(default_factory=lambda: Connection(api_key=SecretStr("")))
     temperature: float = 1.0
     reply_tokens: int = 1024
     price: tuple[float, float] = (0.0, 0.0)
@@ -260,11 +263,18 @@ class EndpointProposer:
     """
 
     def __init__(self, endpoint: EndpointSettings) -> None:
-        self._endpoint, retries = endpoint, endpoint.retries
+        self._endpoint, connection = endpoint, endpoint.connection
+        self._url = api_address(endpoint.url)
+        # By its type, because openai 3 takes a client of httpx only for its successor's sake.
+        http: Any = make_client(httpx.AsyncClient, endpoint.url, connection)
         self._client = AsyncOpenAI(
-            base_url=endpoint.url, api_key=endpoint.key, max_retries=retries,
+            base_url=self._url,
+            api_key="none",
+            max_retries=endpoint.retries,
             timeout=endpoint.timeout,
-        )  # fmt: skip
+            default_headers={k.title(): v for k, v in connection.headers(endpoint.url).items()},
+            http_client=http,
+        )
         self._slots = asyncio.Semaphore(endpoint.max_in_flight)
         self._supports_schema = True
 
@@ -292,13 +302,17 @@ class EndpointProposer:
                 where, fix = "--proposer-key-env", "name a variable that holds a valid key"
             elif status == 404:
                 where, fix = "--proposer-model", "name a model that the endpoint has"
-                with suppress(openai.OpenAIError):
+                try:
                     names = [model.id async for model in self._client.models.list()]
                     fix += f": {', '.join(names[:8])}"
+                except (openai.OpenAIError, AttributeError, TypeError):
+                    if other := find_address(self._url):
+                        where, fix = "--proposer-url", f"give {other}, which answers"
             what = f"refused with status {status} ({_error_text(error)})"
         except openai.OpenAIError as error:
-            what = f"{self._endpoint.url} does not answer ({_error_text(error)})"
-            fix = "start the endpoint, or correct its address"
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            problem = describe_failure(self._url, cause)
+            what, fix = f"{problem.where} {problem.what}", problem.fix
         raise ConfigError("proposer", [Problem(where, what, fix)])
 
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
+from vllm_autoprune.connection import Header
 from vllm_autoprune.http_client import MAX_IN_FLIGHT
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -247,13 +248,18 @@ class ProposerOptions(FrozenModel):
     proposer_url: str | None = Field(
         default=None,
         title="URL",
-        description="OpenAI-compatible endpoint, ends in /v1; default: no language model",
+        description="OpenAI-compatible endpoint; default: no language model",
     )
     proposer_model: str | None = Field(
         default=None, title="NAME", description="model at --proposer-url"
     )
     proposer_key_env: str = Field(
         default="OPENAI_API_KEY", description="environment variable that holds the API key"
+    )
+    proposer_header: list[Header] = Field(
+        default=[],
+        title="NAME=VALUE",
+        description="header of every request to the proposer; repeatable",
     )
     temperature: _Temperature = 1.0
     proposals_per_reply: _ListLength | None = Field(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from email.utils import formatdate
+
+import httpx
 import pytest
 
-from benchmarks.common.fake_server import Answer, Body
+from benchmarks.common.fake_server import Answer, Body, fake_server
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error, model_list
 from vllm_autoprune.errors import ConfigError, EvaluationFailed
 from vllm_autoprune.http_client import (
     AsyncServerClient,
+    Failures,
     Metrics,
     RequestRefused,
     ServerClient,
@@ -16,9 +21,9 @@ from vllm_autoprune.http_client import (
     chat_with_retries,
     choose_model,
     reporting_failures,
-    server_address,
 )
 
+Printed = pytest.CaptureFixture[str]
 PAGE = """\
 # HELP images Images.
 # TYPE images counter
@@ -46,35 +51,34 @@ def test_metrics_are_summed_over_the_samples_with_a_label() -> None:
     assert metrics.label("info", "block_size") == "16" and metrics.label("info", "other") is None
 
 
-@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
-def test_an_address_may_end_in_v1_and_the_key_is_sent(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert server_address(url) == "http://h:1"
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
-    with ServerClient(url) as client:
-        assert client.url == "http://h:1"
-        assert client.http.headers["authorization"] == "Bearer secret"
-
-
-NO_ADDRESS = "is not the address of a server -> give it as http://HOST:PORT"
-
-
 @pytest.mark.parametrize(
     ("models", "text"),
     [
-        ("localhost:8000", NO_ADDRESS),
-        ("127.0.0.1:8000", NO_ADDRESS),
-        ("http://h:port", NO_ADDRESS),
-        ("http://127.0.0.1:9", "does not answer (ConnectError) -> start the server"),
-        (error(401, "who are\nyou"), "status 401: who are you -> set VLLM_API_KEY"),
-        (error(503, "down"), "status 503: down -> look into the server's log"),
+        ("http://127.0.0.1:9", "does not answer (ConnectError: [Errno 111] Connection refused)"),
+        (error(401, "who are\nyou"), "status 401: who are you -> give the key"),
         (error(404), "status 404: no -> give the address of a vllm serve"),
-        ((200, b"<html>", {}), "answers in an unknown format"),
-        ((200, b"[]", {}), "answers in an unknown format"),
+        (error(418, "tea"), "status 418: tea -> look into the server's log"),
+        ((404, b'{"detail": "Not Found"}', {}), "status 404: Not Found -> "),
+        ((404, b'{"error": "no route"}', {}), "status 404: no route -> "),
+        ((502, b"<html><style>b {}</style><h1>Bad\ngateway</h1>", {}), "status 502: Bad gateway"),
+        ((403, b"", {}), "status 403: no text -> give the key"),
+        ((307, b"", {"Location": "/openai/v1/models"}), "/openai -> give that address"),
+        ((301, b"", {"Location": "https://h/v1/models"}), "redirects to https://h -> give"),
+        ((200, b"<html>log in</html>", {"Content-Type": "text/html"}),
+         "in an unknown format (no JSON object but text/html: <html>log in</html>)"),
+        ((200, b"", {}), "no JSON object but application/json: nothing"),
+        ((200, b"[]", {}), "no JSON object but application/json: []"),
+        ((200, b'{"data": [{"id": "m"', {}), 'no JSON object but application/json: {"data": ['),
+        ((200, b'{"data": [{"name": "m"}]}', {}), "no list of models: {"),
+        ((200, b'{"data": ["m"]}', {}), "no list of models: {"),
+        ((200, b'{"data": 7}', {}), "no list of models: {"),
+        ((200, b"[" * 100_000, {}), "no JSON object but application/json: [[["),
+        ((200, b'{"error": {"message": "no credit"}}', {}), "status 200 with an error: no credit"),
+        ((200, b"{}", {"Content-Encoding": "gzip"}), "a body that is not encoded as its headers"),
+        ((200, b"\xff\xfe\xfa", {}), "no JSON object but application/json"),
         (model_list(), "lists no model"),
     ],
-)
+)  # fmt: skip
 def test_a_server_that_cannot_be_used_says_why(models: str | Answer, text: str) -> None:
     with endpoint(lambda body, number: error(500)) as server:
         url = models if isinstance(models, str) else server.url
@@ -86,7 +90,41 @@ def test_a_server_that_cannot_be_used_says_why(models: str | Answer, text: str) 
         ):
             client.list_models()
     (problem,) = caught.value.problems
-    assert problem.where == url and text in str(problem)
+    assert problem.where == url and text in str(problem) and "\n" not in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("header", "wait"),
+    [
+        ("2", 2.0), ("0.5", 0.5), ("+30", 30.0),
+        ("3600", 60.0), ("inf", 60.0), ("+90000", 60.0),
+        *((text, 7.0) for text in ("", "nan", "-5", "0", "soon", "-inf", "1e", "2020-01-01",
+                                   formatdate(0, usegmt=True), "Thu, 99 Foo 2026 00:00:00 GMT")),
+    ],
+)  # fmt: skip
+def test_a_server_says_how_long_to_wait(header: str, wait: float, capsys: Printed) -> None:
+    if header.startswith("+"):
+        header = formatdate(time.time() + float(header), usegmt=True)
+    with endpoint(lambda body, number: error(429, **{"Retry-After": header})) as server:
+        response = httpx.post(server.url, json={})
+    failures = Failures(server.url)
+    refused = httpx.HTTPStatusError("", request=response.request, response=response)
+    assert failures.wait(refused, 7.0) == pytest.approx(wait, abs=2)
+    failures.wait(refused, 7.0)
+    failures.report()
+    said = [line.removeprefix(server.url) for line in capsys.readouterr().err.splitlines()]
+    assert said[-1] == " limited this run, by 2 x status 429: asked again"
+    assert len(said) == 1 + (wait == 60.0), "a longer wait is said once"
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 529])
+def test_the_first_question_is_asked_again(status: int, capsys: Printed) -> None:
+    answers = iter([error(status, **{"Retry-After": "0.01"}), model_list("m")])
+    with fake_server(pages={MODELS: model_list("m")}) as server:
+        server.pages[MODELS] = lambda: next(answers)
+        with ServerClient(server.url) as client:
+            assert client.list_models() == {"m": 0}
+    assert f"limited this run, by 1 x status {status}" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_served_is_named() -> None:
@@ -116,7 +154,10 @@ async def test_failures_that_may_pass_are_retried_and_refusals_are_not() -> None
 
 
 async def test_servers_that_stopped_are_told_from_a_failed_request() -> None:
-    failed = pytest.raises(EvaluationFailed, match=r"JSONDecodeError.*, after 3 attempts")
+    failed = pytest.raises(
+        EvaluationFailed,
+        match="an unknown format: no JSON object but application/json: no JSON, after 3",
+    )
     with endpoint(lambda body, number: (200, b"no JSON", {})) as server, failed:
         await ask(server.url)
 

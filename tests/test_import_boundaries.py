@@ -43,11 +43,12 @@ SERVING = {
 # All packages of the repository, lowest first: a package imports itself and those of lower layers.
 LAYERS = (
     {"vllm_autoprune.errors"},
+    {"vllm_autoprune.record_file"},
+    {"vllm_autoprune.connection"},
     {"vllm_autoprune.http_client"},
     {"vllm_autoprune.backbones"},
     {"vllm_autoprune.cost"},
     {"vllm_autoprune.statistics"},
-    {"vllm_autoprune.record_file"},
     {"vllm_autoprune.report"},
     {"vllm_autoprune.advise"},
     {"vllm_autoprune.probe"},

@@ -1,7 +1,7 @@
 """HTTP clients of a running `vllm serve`: models, metrics, chat requests, streams, and what failed.
 
 Everything that a request to a server can raise becomes a :class:`Problem` that names the server and
-says what to do (:func:`describe_failure`). ``VLLM_API_KEY`` is sent where it is set.
+says what to do (:func:`describe_failure`).
 """
 
 from __future__ import annotations
@@ -9,16 +9,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
+import re
+import sys
+import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_autoprune.connection import (
+    Connection,
+    find_address,
+    make_client,
+    proxy_variables,
+    server_address,
+)
 from vllm_autoprune.errors import AutopruneError, ConfigError, EvaluationFailed, Problem
+
+_T = TypeVar("_T")
 
 MAX_IN_FLIGHT = 128
 """Concurrent requests a server. On two cores an answer took 16 ms of processor time with 128, 23 ms
@@ -26,12 +39,10 @@ with 32 and 45 ms with one, because requests share the cost of an engine step.""
 
 CHAT = "/v1/chat/completions"
 _MODELS = "/v1/models"
-_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
-"""Long, because a request may wait for all others that are in flight."""
 _CHECK_TIMEOUT = 30.0
 """For the list of models, which tells whether a server is alive."""
-_RETRIED = (408, 429)
-"""Client errors that another attempt may not meet."""
+_LONGEST_WAIT = 60.0
+"""Seconds that a server may ask for before the next attempt."""
 
 _FORMAT = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 """What reading an answer raises that is not JSON, or has other fields."""
@@ -44,7 +55,7 @@ class RequestRefused(EvaluationFailed):
 
 
 class ServerLost(AutopruneError):
-    """No server answers any more, so that no further request can succeed."""
+    """No server answers any more, or its answers are wrong: no further request can succeed."""
 
 
 class Metrics:
@@ -242,34 +253,59 @@ def _list_objects(value: object) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def server_address(url: str) -> str:
-    """The address without ``/v1`` and closing slashes."""
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+class Failures:
+    """What a server made a run wait for; said aloud, because a limited server measures slowly."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._counts, self._longest = url, Counter[str](), _LONGEST_WAIT
+
+    def wait(self, error: Exception, planned: float) -> float:
+        """Seconds until the next attempt, by Retry-After up to a minute, else as planned."""
+        self._counts[_describe_error(error).partition(":")[0]] += 1
+        asked = 0.0
+        if isinstance(error, httpx.HTTPStatusError):
+            asked = _read_retry_after(error.response.headers.get("retry-after", ""))
+        if asked > self._longest:
+            self._longest = asked
+            wait = f"asks to wait {asked:,.0f} s, and is asked again after {_LONGEST_WAIT:.0f} s"
+            print(f"{self._url} {wait}", file=sys.stderr, flush=True)
+        return min(asked, _LONGEST_WAIT) if asked > 0 else planned
+
+    def report(self) -> None:
+        """Print how many requests had to be repeated."""
+        if self._counts:
+            causes = ", ".join(f"{count} x {name}" for name, count in self._counts.most_common())
+            print(f"{self._url} limited this run, by {causes}: asked again", file=sys.stderr)
 
 
-def _settings() -> dict[str, Any]:
-    """Timeouts and headers of every client."""
-    key = os.environ.get("VLLM_API_KEY")
-    return {"timeout": _TIMEOUT, "headers": {"Authorization": f"Bearer {key}"} if key else {}}
+def _read_retry_after(text: str) -> float:
+    """Seconds of a Retry-After header, which has seconds or a date; 0 for any other text."""
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        return float(text) if float(text) > 0 else 0.0
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        return parsedate_to_datetime(text).timestamp() - time.time()
+    return 0.0
 
 
 class ServerClient:
     """Client of one server; a context manager whose errors are of :data:`FAILURES`."""
 
-    def __init__(self, url: str) -> None:
-        """``url`` with or without ``/v1``."""
-        self.url = server_address(url)
-        self.http = httpx.Client(**_settings())
+    def __init__(self, url: str, connection: Connection | None = None) -> None:
+        """``url`` as people write it; raises :class:`ConfigError` for what is no address."""
+        self.url, self._failures = server_address(url), Failures(server_address(url))
+        self.http = make_client(httpx.Client, url, connection or Connection())
 
     def __enter__(self) -> ServerClient:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.http.close()
+        self._failures.report()
 
     def list_models(self) -> dict[str, int]:
         """Names of the served models, at least one, with the context each has; 0: not told."""
-        return _read_models(self.http.get(self.url + _MODELS, timeout=_CHECK_TIMEOUT))
+        request = self.http.build_request("GET", self.url + _MODELS, timeout=_CHECK_TIMEOUT)
+        return self._ask(request, _read_models)
 
     def read_metrics(self) -> Metrics | None:
         """``/metrics``; None where the server has none."""
@@ -278,29 +314,46 @@ class ServerClient:
 
     def chat(self, body: Mapping[str, object]) -> dict[str, Any]:
         """The answer to a chat request; :class:`RequestRefused` where the server refuses it."""
-        return _read_answer(self.http.post(self.url + CHAT, json=body))
+        request = self.http.build_request("POST", self.url + CHAT, json=body)
+        return self._ask(request, _read_answer)
+
+    def _ask(self, request: httpx.Request, read: Callable[[httpx.Response], _T]) -> _T:
+        """What is read of the answer, at the third attempt where a failure may pass."""
+        for planned in (0.5, 1.0):
+            try:
+                return read(self.http.send(request))
+            except httpx.HTTPStatusError as error:
+                if not _may_pass(error.response):
+                    raise
+                wait = self._failures.wait(error, planned)
+            except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+                wait = self._failures.wait(error, planned)
+            time.sleep(wait)
+        return read(self.http.send(request))
 
 
 class AsyncServerClient:
     """Client of one server for many concurrent requests; its errors are of :data:`FAILURES`."""
 
-    def __init__(self, url: str, max_in_flight: int = MAX_IN_FLIGHT) -> None:
-        """``url`` with or without ``/v1``; requests beyond ``max_in_flight`` wait in order."""
-        self.url = server_address(url)
+    def __init__(
+        self, url: str, max_in_flight: int = MAX_IN_FLIGHT, connection: Connection | None = None
+    ) -> None:
+        """As :class:`ServerClient`; requests beyond ``max_in_flight`` wait in order."""
+        self.url, self.failures = server_address(url), Failures(server_address(url))
         # One connection a client: httpx scans all connections of a client for every request, which
         # took longer than the model with 128 of them.
         self._free: asyncio.LifoQueue[httpx.AsyncClient] = asyncio.LifoQueue()
-        settings = _settings() | {"verify": httpx.create_ssl_context()}
         for _ in range(max_in_flight):
-            self._free.put_nowait(httpx.AsyncClient(**settings))
+            client = make_client(httpx.AsyncClient, url, connection or Connection())
+            self._free.put_nowait(client)
 
     async def list_models(self) -> dict[str, int]:
-        """As :meth:`ServerClient.list_models`."""
+        """As :meth:`ServerClient.list_models`, asked once."""
         async with self._client() as client:
             return _read_models(await client.get(self.url + _MODELS, timeout=_CHECK_TIMEOUT))
 
     async def chat(self, body: Mapping[str, object]) -> dict[str, Any]:
-        """As :meth:`ServerClient.chat`."""
+        """As :meth:`ServerClient.chat`, asked once."""
         async with self._client() as client:
             return _read_answer(await client.post(self.url + CHAT, json=body))
 
@@ -308,6 +361,7 @@ class AsyncServerClient:
         """Close all connections that are not in use."""
         while not self._free.empty():
             await self._free.get_nowait().aclose()
+        self.failures.report()
 
     @contextlib.asynccontextmanager
     async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
@@ -326,18 +380,20 @@ async def chat_with_retries(
 ) -> dict[str, Any]:
     """The answer to a chat request, from the next of the servers after each failure.
 
-    Waits ``first_wait`` seconds before the second attempt, twice as long before each further one.
-    Raises :class:`RequestRefused`, :class:`EvaluationFailed` after the last attempt, and
-    :class:`ServerLost` where no server answers any more.
+    Waits as Retry-After says, else ``first_wait`` seconds before the second attempt, twice as long
+    before each further one. Raises :class:`RequestRefused`, :class:`EvaluationFailed` after the
+    last attempt, and :class:`ServerLost` where no server answers any more.
     """
     failure = ""
     for attempt in range(attempts):
-        if attempt:
-            await asyncio.sleep(first_wait * 2 ** (attempt - 1))
+        server = servers[attempt % len(servers)]
         try:
-            return await servers[attempt % len(servers)].chat(body)
+            return await server.chat(body)
         except FAILURES as error:
-            failure = f"{type(error).__name__}: {error}"[:300]
+            failure = _describe_error(error)
+            wait = server.failures.wait(error, first_wait * 2**attempt)
+        if attempt < attempts - 1:
+            await asyncio.sleep(wait)
     for server in servers:
         with contextlib.suppress(*FAILURES):
             await server.list_models()
@@ -366,45 +422,103 @@ def reporting_failures(url: str) -> Iterator[None]:
 def describe_failure(url: str, error: Exception) -> Problem:
     """Why a server cannot be used, by what a request to it raised, and what to do."""
     fix = "give the address of a vllm serve, such as http://localhost:8000"
+    guess, text = False, " ".join(str(error).split())[:200]
     match error:
-        case httpx.InvalidURL() | httpx.UnsupportedProtocol():
-            what, fix = "is not the address of a server", "give it as http://HOST:PORT"
-        case httpx.HTTPStatusError():
-            what = f"answers with {describe_rejection(error.response)}"
-            if error.response.status_code in (401, 403):
-                fix = "set VLLM_API_KEY to the key that the server asks for"
-            elif error.response.is_server_error:
+        case httpx.HTTPStatusError(response=response):
+            what, status = f"answers with {describe_rejection(response)}", response.status_code
+            guess = status in (400, 404, 405)
+            if status in (401, 403):
+                fix = "give the key that the server asks for as --api-key or VLLM_API_KEY"
+            elif response.has_redirect_location:
+                target = server_address(str(response.url.join(response.headers["location"])))
+                what, fix = f"redirects to {target}", "give that address"
+            elif status == 407:
+                fix = f"give {', '.join(proxy_variables())} as http://USER:PASSWORD@HOST:PORT"
+            elif not guess:
                 fix = "look into the server's log"
+        case httpx.ProxyError():
+            what = f"cannot be reached by the proxy of {', '.join(proxy_variables())} ({text})"
+            fix = "correct the proxy, or name the server's host in NO_PROXY"
+        case httpx.DecodingError():
+            what = f"sends a body that is not encoded as its headers say ({text})"
+            fix = "switch off compression in what is before the server"
+        case httpx.HTTPError() if "CERTIFICATE_VERIFY_FAILED" in text:
+            what = f"has a certificate that is not trusted ({text.partition('failed: ')[2]})"
+            fix = "name the certificate of its authority with --ca-file"
         case httpx.HTTPError():
-            what = f"does not answer ({type(error).__name__})"
-            fix = "start the server, or correct its address"
+            what = f"does not answer ({type(error).__name__}: {text})".replace(": )", ")")
+            fix, guess = "start the server, or correct its address", True
+            if proxies := proxy_variables():
+                what += f", asked as {', '.join(proxies)} and NO_PROXY say"
         case RequestRefused():
             what = f"refuses a chat request: {error}"
-            fix = "set VLLM_API_KEY where the server asks for a key, or look into its log"
+            fix = "give the key that the server asks for as --api-key, or look into its log"
         case _:
-            what = f"answers in an unknown format ({type(error).__name__}: {error})"[:200]
+            what, guess = f"answers in an unknown format ({text})", True
+    if guess and (other := find_address(f"{url}/v1")):
+        fix = f"give {other}, which answers"
     return Problem(url, what, fix)
 
 
 def describe_rejection(response: httpx.Response) -> str:
     """Status and message of a response that is an error, on one line."""
     text = response.text
-    with contextlib.suppress(*_FORMAT):
-        text = str(response.json()["error"]["message"])
-    return f"status {response.status_code}: {' '.join(text.split())[:400]}"
+    with contextlib.suppress(ValueError, RecursionError):
+        text = read_error(response.json()) or text
+    text = re.sub(r"<style.*?</style>|<[^>]*>", " ", text, flags=re.DOTALL)
+    return f"status {response.status_code}: {' '.join(text.split())[:400] or 'no text'}"
+
+
+def read_error(content: object) -> str:
+    """The message of an error in the format of OpenAI, FastAPI or a gateway; empty without one."""
+    if not isinstance(content, Mapping):
+        return ""
+    for error in (content.get("error"), content.get("detail"), content.get("message")):
+        if error:
+            return str((isinstance(error, Mapping) and error.get("message")) or error)
+    return ""
+
+
+def _describe_error(error: Exception) -> str:
+    """What a request raised, on one line that begins with its kind."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return describe_rejection(error.response)
+    kind = type(error).__name__ if isinstance(error, httpx.HTTPError) else "an unknown format"
+    return f"{kind}: {' '.join(str(error).split())[:300]}"
+
+
+def _may_pass(response: httpx.Response) -> bool:
+    """Whether another attempt may not meet this failure."""
+    return response.is_server_error or response.status_code in (408, 425, 429)
+
+
+def _read_object(response: httpx.Response) -> dict[str, Any]:
+    """The JSON object of an answer; raises one of :data:`FAILURES` that says what came instead."""
+    response.raise_for_status()
+    content = None
+    with contextlib.suppress(ValueError, RecursionError):
+        content = response.json()
+    message = read_error(content)
+    if isinstance(content, dict) and not message:
+        return content
+    kind = response.headers.get("content-type", "no type").partition(";")[0]
+    text = " ".join(response.text.split())[:80] or "nothing"
+    what = f"status {response.status_code} with an error: {message}"[:300]
+    raise ValueError(what if message else f"no JSON object but {kind}: {text}")
 
 
 def _read_models(response: httpx.Response) -> dict[str, int]:
-    data = response.raise_for_status().json()["data"]
-    if not data:
+    data = _read_object(response).get("data")
+    try:
+        models = {str(model["id"]): int(model.get("max_model_len") or 0) for model in data or ()}
+    except _FORMAT:
+        raise ValueError(f"no list of models: {response.text[:80]}") from None
+    if not models:
         raise ValueError("lists no model at /v1/models")
-    return {str(model["id"]): int(model.get("max_model_len") or 0) for model in data}
+    return models
 
 
 def _read_answer(response: httpx.Response) -> dict[str, Any]:
-    if response.is_client_error and response.status_code not in _RETRIED:
+    if 300 <= response.status_code < 500 and not _may_pass(response):
         raise RequestRefused(describe_rejection(response))
-    answer = response.raise_for_status().json()
-    if not isinstance(answer, dict):
-        raise TypeError("an answer is no JSON object")
-    return answer
+    return _read_object(response)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
@@ -22,7 +23,7 @@ Body = dict[str, Any]
 """A chat request, as JSON."""
 Answer = tuple[int, bytes, dict[str, str]]
 """Status, body and headers of an answer that is written as it is."""
-_Pages = Mapping[str, str | Answer | Callable[[], str] | None]
+_Pages = Mapping[str, str | Answer | Callable[[], str | Answer] | None]
 """Answers to GET requests by path, or functions that write them; None: status 404."""
 
 
@@ -74,7 +75,7 @@ _Respond = Callable[[Body], Reply | Answer]
 class FakeServer(socketserver.ThreadingTCPServer):
     """A running server with a thread for each connection.
 
-    ``url``: its address; ``requests``: the bodies it got, in order.
+    ``url``: its address; ``requests``: the bodies it got, in order; ``headers``: of all requests.
     """
 
     allow_reuse_address = True
@@ -87,6 +88,7 @@ class FakeServer(socketserver.ThreadingTCPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.respond, self.model, self.serves = respond, model, serves
         self.pages, self.requests = dict(pages), list[Body]()
+        self.headers = list[Message]()
         self.stop, self.lock = threading.Event(), threading.Lock()
 
 
@@ -105,11 +107,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing."""
 
     def do_GET(self) -> None:
+        self.server.headers.append(self.headers)
         page = self.server.pages.get(self.path)
+        page = page() if callable(page) else page
         if page is None:
             page = (404, b"not found", {})
-        elif not isinstance(page, tuple):
-            page = (200, (page() if callable(page) else page).encode(), {})
+        elif isinstance(page, str):
+            page = (200, page.encode(), {})
         self._write(*page)
 
     def do_POST(self) -> None:
@@ -118,6 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         body: Body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with server.lock:
             server.requests.append(body)
+            server.headers.append(self.headers)
             count = len(server.requests)
         if server.serves is not None and count > server.serves:
             # Accept no further connection.

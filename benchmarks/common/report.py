@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -54,11 +55,11 @@ def format_environment(values: Mapping[str, str]) -> str:
 
 
 def command_line() -> tuple[str, ...]:
-    """The command line of this process."""
+    """The command line of this process, without keys."""
     spec = sys.modules["__main__"].__spec__
-    if spec is None:
-        return tuple(sys.argv)
-    return ("python", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:])
+    program = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else sys.argv[:1]
+    text = "\0".join([*program, *sys.argv[1:]])
+    return tuple(re.sub("(\0--(?:api-key|header)[\0=])[^\0]*", r"\1***", text).split("\0"))
 
 
 def format_estimate(

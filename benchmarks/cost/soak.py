@@ -37,6 +37,7 @@ from benchmarks.common.shapes import count_kv_bytes, count_visual_tokens
 from benchmarks.server import serve
 from benchmarks.yardsticks.adapters import ADAPTERS, adapter_flags, write_adapters
 from benchmarks.yardsticks.examples import CLIP, LLAVA, image_token_id
+from vllm_autoprune.connection import Connection, make_client
 from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.api.layout import align_core
 from vllm_autoprune.tpdsl.loading import load_state
@@ -238,7 +239,9 @@ def _connect(url: str) -> httpx.Client:
     """A client with a new connection for each request, so that every API server gets some."""
     headers = {"Content-Type": "application/json", "Connection": "close"}
     limits = httpx.Limits(max_connections=None)
-    return httpx.Client(base_url=url, headers=headers, timeout=300.0, limits=limits)
+    return make_client(
+        httpx.Client, url, Connection(), base_url=url, headers=headers, timeout=300.0, limits=limits
+    )
 
 
 _Sample = Mapping[str, int]

@@ -94,7 +94,7 @@ def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
     """
     if options.attach:
         pairs = [server.partition("=") for server in options.attach]
-        return tuple(Arm(name=name, url=url.rstrip("/")) for name, _, url in pairs)
+        return tuple(Arm(name=name, url=url) for name, _, url in pairs)
     model, tower = Path(options.model), options.text_tower
     flags = ["--served-model-name", options.served_name, *shlex.split(options.server_flags)]
     shape, _, layers = options.model.partition(":")
@@ -163,7 +163,7 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
         folder = f"runs/{number}-{arm.name.replace(' ', '-')}/{load.label}"
         _run(
             RunOptions(
-                **options.model_dump(include=set(SendingOptions.model_fields)),
+                **{name: v for name, v in options if name in SendingOptions.model_fields},
                 host=url,
                 workload=folders[load],
                 out=out / folder,
@@ -237,12 +237,15 @@ def _run(options: RunOptions, workers: int = 0) -> None:
     Where there are workers, locust starts so many, and a master, on this machine. Raises
     :class:`BenchmarkError` where there is no result at all.
     """
+    # The key is nobody's who lists processes.
+    key = options.api_key and {"VLLM_API_KEY": options.api_key.get_secret_value()}
     values = options.model_dump(mode="json", exclude_none=True)
-    switches = ["--shared"] if values.pop("shared") else []
+    switches = [name for name in ("shared", "insecure") if values.pop(name)]
     command = [
         *(sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE), "--headless", "--only-summary"),
         *(f"--{name.replace('_', '-')}={value}" for name, value in values.items()),
-        *switches,
+        *(f"--{name}" for name in switches),
+        *(f"--header={header}" for header in options.header),
     ]
     if workers:
         port = str(free_port())
@@ -256,7 +259,7 @@ def _run(options: RunOptions, workers: int = 0) -> None:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": str(_LOCUSTFILE.parents[1])},
+                env={**os.environ, **(key or {}), "PYTHONPATH": str(_LOCUSTFILE.parents[1])},
                 start_new_session=True,
                 preexec_fn=_raise_priority,
             )

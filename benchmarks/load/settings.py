@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +12,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from benchmarks.common.client import Record
 from benchmarks.common.shapes import TOWER_LAYERS, WIDTH
 from benchmarks.yardsticks.examples import LLAVA
+from vllm_autoprune.connection import Connection, server_address
+from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.record_file import FrozenModel
 
 CACHES = {
@@ -117,8 +118,11 @@ def _check_quotes(text: str) -> str:
 
 def _check_servers(servers: tuple[str, ...]) -> tuple[str, ...]:
     for server in servers:
-        if not re.match("[^=]+=https?://.", server):
-            raise ValueError(f"{server!r} is no server: give NAME=http://HOST:PORT")
+        name, _, url = server.partition("=")
+        try:
+            server_address(url if name else "")
+        except ConfigError:
+            raise ValueError(f"{server!r} is no server: give NAME=http://HOST:PORT") from None
     if len({server.partition("=")[0] for server in servers}) < len(servers):
         raise ValueError("two servers have the same name: give each its own")
     return servers
@@ -172,7 +176,7 @@ class PrepareOptions(RequestOptions):
     out: Path = Field(description="folder to write")
 
 
-class SendingOptions(FrozenModel):
+class SendingOptions(Connection):
     """Sending, and the service-level objective: the highest latencies of a good request."""
 
     slo_ttft: _Limit = _option(1000.0, "TTFT limit, ms; 0: none")

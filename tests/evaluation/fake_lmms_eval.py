@@ -23,7 +23,8 @@ def ask(base_url: str, model: str, question: str) -> tuple[str, int]:
     if pruning := json.loads(os.environ["AUTOPRUNE_PRUNING"]):
         body["mm_processor_kwargs"] = {"autoprune": pruning}
     try:
-        reply = httpx.post(f"{base_url}/chat/completions", json=body, timeout=10)
+        headers = json.loads(os.environ["AUTOPRUNE_HEADERS"])
+        reply = httpx.post(f"{base_url}/chat/completions", json=body, headers=headers, timeout=10)
         content = reply.raise_for_status().json()
     except httpx.HTTPError as error:
         return f"[LMMS_EVAL_REQUEST_FAILED after 3 retries] {error}", 0

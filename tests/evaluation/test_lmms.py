@@ -128,6 +128,9 @@ class Model:
     def __init__(self) -> None:
         completions = SimpleNamespace(create=partial(dict[str, object], model="m"))
         self.client = SimpleNamespace(chat=SimpleNamespace(completions=completions))
+        self.client.with_options = lambda default_headers: SimpleNamespace(
+            **vars(self.client), headers=default_headers
+        )
 
     def generate_until(self, requests: Sequence[SimpleNamespace]) -> list[str]:
         return [str(request.arguments[1](request.arguments[3])) for request in requests]
@@ -161,9 +164,13 @@ def test_the_plugin_sends_the_options_of_its_case_and_records_images(
     name = "autoprune_lmms.model.OpenAIWithImages"
     assert entry.load()() == ("openai", {"chat_class_path": name})
     monkeypatch.setenv(plugin.FILE, str(tmp_path / "images.jsonl"))
+    headers = {"Authorization": "Bearer k"}
+    monkeypatch.setenv(plugin.HEADERS, json.dumps(headers))
     for pruning in ({"budget": 8, "state": "visionzip"}, {}):
         monkeypatch.setenv(plugin.PRUNING, json.dumps(pruning))
-        request = plugin.OpenAIWithImages().client.chat.completions.create(temperature=0)
+        client = plugin.OpenAIWithImages().client
+        assert client.headers == headers
+        request = client.chat.completions.create(temperature=0)
         extra = {"extra_body": {"mm_processor_kwargs": {"autoprune": pruning}}} if pruning else {}
         assert request == {"model": "m", "temperature": 0, **extra}
 

@@ -14,7 +14,8 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
-from vllm_autoprune.errors import Problem
+from vllm_autoprune.connection import Connection
+from vllm_autoprune.errors import ConfigError, Problem
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -84,6 +85,19 @@ def add_flags(
         elif shape is list:
             keywords["action"] = "append"
         group.add_argument(_flag(name, names), help=text.replace("%", "%%"), **keywords)
+
+
+def add_connection_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a command that asks a server: key, headers and certificates."""
+    add_flags(parser.add_argument_group("connection"), Connection, {})
+
+
+def read_connection(options: argparse.Namespace) -> Connection:
+    """What the flags of :func:`add_connection_flags` say; raises :class:`ConfigError`."""
+    try:
+        return read_flags(Connection, options)
+    except ValidationError as error:
+        raise ConfigError("connection", flag_problems(error, {})) from None
 
 
 def read_flags(model: type[_M], options: argparse.Namespace) -> _M:

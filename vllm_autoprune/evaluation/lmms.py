@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from vllm_autoprune.connection import Connection, server_address
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import (
     MME,
@@ -120,7 +121,8 @@ class LmmsSuite(Suite):
     cases: Sequence[Case]
     benchmarks: Sequence[_Benchmark]
     url: str
-    """The address of the server, without ``/v1``."""
+    """The address of the server."""
+    connection: Connection
     served_name: str
     program: str
     folder: Path
@@ -166,14 +168,14 @@ class LmmsSuite(Suite):
             return
         # Before the first task, which may take hours.
         self._check_version()
-        _, refused = check_server(self.url, self.served_name, self.cases)
+        _, refused = check_server(self.url, self.connection, self.served_name, self.cases)
         journal.append(refused)
         names = {case.name for case in refused}
         runs = [run for run in runs if run[0].name not in names]
         progress.begin(len(runs))
         for case, benchmark in runs:
             # lmms-eval would ask a dead one every question.
-            check_server(self.url, self.served_name, [])
+            check_server(self.url, self.connection, self.served_name, [])
             progress.write(f"{case.name}: {benchmark.task} ...")
             folder = self._new_folder(case, benchmark)
             self._run(case, benchmark, folder)
@@ -193,7 +195,7 @@ class LmmsSuite(Suite):
         """
         arguments = {
             "model_version": self.served_name,
-            "base_url": f"{self.url}/v1",
+            "base_url": f"{server_address(self.url)}/v1",
             "num_concurrent": self.max_in_flight,
             "adaptive_max_concurrency": self.max_in_flight,
             "max_retries": 3,
@@ -235,7 +237,13 @@ class LmmsSuite(Suite):
             "PYTHONPATH": os.pathsep.join(path),
             "AUTOPRUNE_IMAGES": str(folder / _IMAGES),
             "AUTOPRUNE_PRUNING": json.dumps(case.pruning),
+            # Not OPENAI_API_KEY, which is the judge's.
+            "AUTOPRUNE_HEADERS": json.dumps(
+                {name.title(): v for name, v in self.connection.headers(self.url).items()}
+            ),
         }
+        if ca_file := self.connection.ca_file:
+            variables["SSL_CERT_FILE"] = str(ca_file.absolute())
         judge = self.judge_url or os.environ.get("OPENAI_API_URL")
         if judge and benchmark.judge != "none":
             variables["OPENAI_API_URL"] = benchmark.judge_address(judge)

@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 from pydantic import JsonValue
 
 from vllm_autoprune import __version__
+from vllm_autoprune.connection import Connection, server_address
 from vllm_autoprune.errors import AutopruneError, ConfigError, EvaluationFailed, Problem
 from vllm_autoprune.evaluation.journal import (
     JOURNAL,
@@ -49,7 +50,6 @@ from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
 _SECONDS_BETWEEN_LINES = 10.0
-_ATTEMPTS = 3
 _DIGITS = 5
 """Decimals of log-probabilities; bfloat16 has less precision."""
 _WRITE_EVERY = 64
@@ -216,7 +216,7 @@ def build_cases(names: Sequence[str], budgets: Sequence[int]) -> list[Case]:
 
 
 def check_server(
-    url: str, served_name: str | None, cases: Sequence[Case]
+    url: str, connection: Connection, served_name: str | None, cases: Sequence[Case]
 ) -> tuple[str, list[Case]]:
     """The model of a server, and the cases that it refuses, by a small request each.
 
@@ -230,10 +230,10 @@ def check_server(
     image = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": "?"}]
     refused = []
-    with ServerClient(url) as client:
-        with reporting_failures(url):
+    with ServerClient(url, connection) as client:
+        with reporting_failures(client.url):
             models = client.list_models()
-        model = choose_model(url, models, served_name)
+        model = choose_model(client.url, models, served_name)
         for case in cases:
             if not case.pruning or case.refused:
                 continue
@@ -254,7 +254,7 @@ def check_server(
     if FULL.name in names or (states and states <= names):
         what = f"refuses every state: {refused[0].refused}"
         fix = "start it with --autoprune-requests states, or name states that its model serves"
-        raise ConfigError("eval", [Problem(url, what, fix)])
+        raise ConfigError("eval", [Problem(client.url, what, fix)])
     return model, refused
 
 
@@ -267,12 +267,13 @@ class QuestionSuite(Suite):
         cases: Sequence[Case],
         *,
         url: str,
+        connection: Connection,
         served_name: str | None,
         max_in_flight: int,
         data: str,
     ) -> None:
         """``data`` is the name of the questions in the report."""
-        self.cases, self.url = cases, url
+        self.cases, self.url, self._connection = cases, url, connection
         self._served_name, self._max_in_flight = served_name, max_in_flight
         self._questions = {question.record.id: question for question in questions}
         records = [question.record for question in questions]
@@ -289,7 +290,7 @@ class QuestionSuite(Suite):
         """The server, and the number of requests."""
         cases, questions = sum(not case.refused for case in self.cases), len(self._questions)
         count = f"{cases} cases x {questions} questions: {cases * questions:,} requests"
-        return [f"(served at {self.url})", count]
+        return [f"(served at {server_address(self.url)})", count]
 
     def measure(self, journal: Journal, progress: Progress) -> None:
         """Score the unanswered questions."""
@@ -303,7 +304,7 @@ class QuestionSuite(Suite):
         ]
         if not pairs:
             return
-        model, refused = check_server(self.url, self._served_name, self.cases)
+        model, refused = check_server(self.url, self._connection, self._served_name, self.cases)
         journal.append(refused)
         names = {case.name for case in self.cases if case.refused} | {c.name for c in refused}
         pairs = [pair for pair in pairs if pair[0].name not in names]
@@ -322,7 +323,7 @@ class QuestionSuite(Suite):
 
         Raises :class:`EvaluationError` if the server has stopped answering.
         """
-        server = AsyncServerClient(self.url, self._max_in_flight)
+        server = AsyncServerClient(self.url, self._max_in_flight, self._connection)
         # One queue for all workers, so that requests about one image stay close to each other.
         queue, answers = iter(pairs), list[Answer]()
 
@@ -333,7 +334,7 @@ class QuestionSuite(Suite):
                 try:
                     scored = await score_answer(
                         [server], model, question.image, question.text, question.answer,
-                        case.pruning, attempts=_ATTEMPTS,
+                        case.pruning,
                     )  # fmt: skip
                     # Greedy decoding gives the answer, and then stops or starts another word.
                     right = scored.right and not scored.following[:1].isalnum()

@@ -5,6 +5,9 @@ The answer is part of the prompt, so that its log-probability costs a prefill an
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +15,16 @@ from typing import Any
 from pydantic import JsonValue
 
 from vllm_autoprune.errors import EvaluationFailed
-from vllm_autoprune.http_client import AsyncServerClient, chat_with_retries
+from vllm_autoprune.http_client import (
+    AsyncServerClient,
+    ServerLost,
+    chat_with_retries,
+    read_message,
+)
 from vllm_autoprune.tpdsl.state import PruningState
+
+_ROUNDING = 1e-3
+"""By which a log-probability may be too high."""
 
 
 def pruning_options(state: PruningState | None, budget: int) -> dict[str, JsonValue]:
@@ -76,19 +87,24 @@ async def score_answer(
 ) -> _ScoredAnswer:
     """Score a reference answer, as :func:`chat_with_retries` asks and raises.
 
-    Raises :class:`EvaluationFailed` too for an answer without the log-probabilities of the prompt.
+    Raises :class:`EvaluationFailed` too for an answer without the log-probabilities of the prompt
+    or without a message. Where the usage is missing, those are as many as the prompt has tokens.
     """
     body = scoring_request(model, image, question, answer, pruning)
     content = await chat_with_retries(servers, body, attempts, first_wait)
+    what = "the log-probabilities of the prompt"
     try:
-        logprob, right = score_reference_answer(content["prompt_logprobs"], answer)
-        following = str(content["choices"][0]["message"]["content"] or "")
-        return _ScoredAnswer(logprob, right, following, int(content["usage"]["prompt_tokens"]))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"[:200]
-        raise EvaluationFailed(
-            f"answers without the log-probabilities of the prompt ({reason})"
-        ) from None
+        prompt = content["prompt_logprobs"]
+        logprob, right = score_reference_answer(prompt, answer)
+        what = "a message"
+        following, _ = read_message(content["choices"][0]["message"])
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        received = json.dumps(content)[:120]
+        raise EvaluationFailed(f"answers without {what}: {received}") from None
+    tokens = len(prompt)
+    with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+        tokens = int(content["usage"]["prompt_tokens"])
+    return _ScoredAnswer(logprob, right, following, tokens)
 
 
 def score_reference_answer(
@@ -96,7 +112,8 @@ def score_reference_answer(
 ) -> tuple[float, bool]:
     """Log-probability of the answer at the end of a prompt, and whether greedy decoding gives it.
 
-    The tokens of the answer are found by decoding the prompt backwards from its end.
+    The tokens of the answer are found by decoding the prompt backwards from its end. Raises
+    :class:`EvaluationFailed` for another end, :class:`ServerLost` for impossible values.
     """
     total, right, text = 0.0, True, ""
     for position in reversed(prompt):
@@ -105,8 +122,13 @@ def score_reference_answer(
         # With ``prompt_logprobs: 0`` the only entry is the token of the prompt itself.
         (token,) = position.values()
         text = str(token["decoded_token"]) + text
-        total += float(token["logprob"])
-        right = right and token["rank"] == 1
+        logprob, rank = float(token["logprob"]), int(token["rank"])
+        # No token has more than 1 / rank of the probability.
+        if not logprob <= _ROUNDING - math.log(max(rank, 1)):
+            what = f"log-probability {logprob:g} and rank {rank} contradict each other"
+            raise ServerLost(f"the server's caches are broken: {what}")
+        total += logprob
+        right = right and rank == 1
         if text.strip() == answer.strip():
             return total, right
     raise EvaluationFailed(f"the prompt ends in {text!r}, not in the reference answer {answer!r}")

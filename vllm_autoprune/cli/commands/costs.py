@@ -24,7 +24,14 @@ from vllm_autoprune.advise import (
     judge,
 )
 from vllm_autoprune.backbones import BACKBONE_SHAPES, find_backbone
-from vllm_autoprune.cli.flags import add_flags, argument, command, flag_problems
+from vllm_autoprune.cli.flags import (
+    add_connection_flags,
+    add_flags,
+    argument,
+    command,
+    flag_problems,
+    read_connection,
+)
 from vllm_autoprune.cli.output import format_paragraphs, format_table, print_result
 from vllm_autoprune.cost import estimate_cost, list_assumptions
 from vllm_autoprune.errors import ConfigError, Problem
@@ -126,11 +133,11 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--layer-ms", type=_parse_layer, nargs="+", metavar="TOKENS=MS", help=text)
     group = parser.add_argument_group("a running server")
-    text = "its address, for --probe; with an API key in VLLM_API_KEY"
-    group.add_argument("--server", metavar="URL", help=text)
+    group.add_argument("--server", metavar="URL", help="its address, for --probe")
     text = "measure what is not given with 24 requests, 12 of them with images of that size"
     group.add_argument("--probe", type=_parse_size, metavar="WIDTHxHEIGHT", help=text)
     group.add_argument("--model", metavar="NAME", help="the model's name on the server")
+    add_connection_flags(parser)
 
 
 @command(
@@ -205,7 +212,7 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, list[st
             problem = Problem("--probe", "needs --server", "give the address of a running server")
         raise ConfigError("inputs", [problem])
     if options.server is not None:
-        with ServerClient(options.server) as client:
+        with ServerClient(options.server, read_connection(options)) as client:
             report = partial(print, "probe:", file=sys.stderr, flush=True)
             probe_server(client, options.probe, inputs, options.model, report)
     if state is not None:

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.cli.flags import command
+from vllm_autoprune.cli.flags import add_connection_flags, command, read_connection
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.http_client import MAX_IN_FLIGHT, server_address
+from vllm_autoprune.http_client import MAX_IN_FLIGHT
 
 if TYPE_CHECKING:
     from vllm_autoprune.evaluation.run import Suite
@@ -52,6 +52,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--include-path", type=Path, metavar="FOLDER", help=text)
     text = "the model, such as qwen2.5-vl-7b: on Qwen MME includes its cognition half"
     add("--backbone", default="llava-1.5-7b", help=text)
+    add_connection_flags(parser)
 
 
 @command(
@@ -76,12 +77,17 @@ def evaluate_states(options: argparse.Namespace) -> int:
     if options.data is None and options.served_name is None:
         fix = "give the name that the server has for the model"
         raise ConfigError("eval", [Problem("--served-name", "is missing", fix)])
+    connection = read_connection(options)
+    if options.data is None and connection.insecure:
+        fix = "name the certificate of the server's authority with --ca-file"
+        raise ConfigError("eval", [Problem("--insecure", "is no option of lmms-eval", fix)])
     cases = build_cases(options.state or ["autoprune"], options.budgets)
     if options.data is not None:
         suite: Suite = QuestionSuite(
             read_questions(options.data, options.limit),
             cases,
             url=options.server_url,
+            connection=connection,
             served_name=options.served_name,
             max_in_flight=options.concurrency or MAX_IN_FLIGHT,
             data=options.data.name,
@@ -91,7 +97,8 @@ def evaluate_states(options: argparse.Namespace) -> int:
         suite = LmmsSuite(
             cases,
             select_benchmarks(tasks, cognition=qwen, with_tasks=options.include_path is not None),
-            server_address(options.server_url),
+            options.server_url,
+            connection,
             options.served_name,
             options.lmms_eval,
             folder / "lmms-eval",

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from offline_search.settings import (
     DEFAULT_LIST,
@@ -20,8 +20,15 @@ from offline_search.settings import (
     SearchChoices,
     Settings,
 )
-from vllm_autoprune.cli.flags import add_flags, command, flag_problems, read_flags
+from vllm_autoprune.cli.flags import (
+    add_connection_flags,
+    add_flags,
+    command,
+    flag_problems,
+    read_flags,
+)
 from vllm_autoprune.cli.output import format_paragraphs, print_result, write_file
+from vllm_autoprune.connection import Connection
 from vllm_autoprune.errors import ConfigError, Problem, SearchError
 
 if TYPE_CHECKING:
@@ -33,7 +40,7 @@ _SERVER = "give the address of a vllm serve with --autoprune-requests states"
 _FOLDER = "name a folder with search.jsonl, validation.jsonl and test.jsonl"
 
 
-class _Flags(ProposerOptions, EvaluationOptions, SearchChoices):
+class _Flags(ProposerOptions, EvaluationOptions, SearchChoices, Connection):
     """The flags of a command."""
 
 
@@ -55,6 +62,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser.add_argument_group("search"), SearchChoices, _NAMES)
     add_flags(parser.add_argument_group("evaluation"), EvaluationOptions, _NAMES)
     add_flags(parser.add_argument_group("proposer"), ProposerOptions, _NAMES)
+    add_connection_flags(parser)
 
 
 @command(_add_arguments, epilog="Guide and format of the data folder: docs/search.md.")
@@ -155,7 +163,7 @@ async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Datase
         ledger = stack.enter_context(Ledger(path))
         evaluator = ServedEvaluator(
             flags.server_url, dataset, model=flags.server_model, max_in_flight=flags.at_once,
-            probes=probes,
+            connection=flags, probes=probes,
         )  # fmt: skip
         stack.push_async_callback(evaluator.close)
         await evaluator.prepare()
@@ -165,7 +173,12 @@ async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Datase
             endpoint = EndpointSettings(
                 flags.proposer_url,
                 settings.proposer,
-                os.environ.get(flags.proposer_key_env) or "none",
+                Connection(
+                    api_key=SecretStr(os.environ.get(flags.proposer_key_env, "")),
+                    header=flags.proposer_header,
+                    ca_file=flags.ca_file,
+                    insecure=flags.insecure,
+                ),
                 settings.temperature,
                 settings.reply_tokens * settings.proposals_per_reply,
                 flags.price,

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lmms_eval.api.instance import GenerationResult, Instance
 from lmms_eval.models.chat.openai import OpenAICompatible
@@ -25,6 +26,9 @@ FILE = "AUTOPRUNE_IMAGES"
 PRUNING = "AUTOPRUNE_PRUNING"
 """Environment variable with the ``autoprune`` entry of every request, as JSON; empty for none."""
 
+HEADERS = "AUTOPRUNE_HEADERS"
+"""Environment variable with the headers of every request, as JSON: the key among them."""
+
 Messages = Sequence[Mapping[str, Sequence[Mapping[str, object]]]]
 Key = tuple[str, int]
 
@@ -34,6 +38,8 @@ class OpenAIWithImages(OpenAICompatible):  # type: ignore[misc]  # untyped here
 
     def __init__(self, *args: object, **settings: object) -> None:
         super().__init__(*args, **settings)
+        headers = json.loads(os.environ[HEADERS])
+        self.client: Any = self.client.with_options(default_headers=headers)
         if pruning := json.loads(os.environ[PRUNING]):
             completions = self.client.chat.completions
             body = {"mm_processor_kwargs": {"autoprune": pruning}}
