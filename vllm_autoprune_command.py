@@ -14,6 +14,11 @@ def main() -> int:
     if sys.argv[1:] == ["--version"]:
         print(version("vllm-autoprune"))
         return 0
-    from vllm_autoprune.cli.main import main as run
+    try:
+        from vllm_autoprune.cli.main import main as run
 
-    return run()
+        return run()
+    except ImportError as error:
+        from vllm_autoprune.errors import report_missing
+
+        return report_missing(error)

@@ -48,7 +48,6 @@ from benchmarks.load.result import (
 from benchmarks.load.settings import LOCUST_FIELDS, RunOptions
 from benchmarks.load.workload import load_prepared
 from vllm_autoprune.cli.flags import add_flags, flag_problems
-from vllm_autoprune.cli.output import format_error
 from vllm_autoprune.errors import AutopruneError, ConfigError
 from vllm_autoprune.http_client import FAILURES, ServerClient
 
@@ -96,7 +95,7 @@ class _Sender:
             self._bodies, self._digest = [*prepared.measured], prepared.digest
             self._measured = self._options.load.select_measured(len(self._bodies))
         except AutopruneError as error:
-            self._broken = format_error(error)
+            self._broken = str(error)
         # Garbage collection of what exists by now would delay time stamps.
         gc.collect()
         gc.freeze()
@@ -324,6 +323,6 @@ def _init(environment: Environment, **_: object) -> None:
         if not isinstance(runner, MasterRunner):
             ChatUser.sender = _Sender(environment)
     except AutopruneError as error:
-        print(f"load: {' '.join(format_error(error).split())}", file=sys.stderr)
+        print(f"load: {' '.join(str(error).split())}", file=sys.stderr)
         runner.quit()
         sys.exit(2)

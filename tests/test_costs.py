@@ -26,9 +26,13 @@ from vllm_autoprune.advise import (
     fit_layers,
     judge,
 )
-from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
+from vllm_autoprune.backbones import (
+    BACKBONE_SHAPES,
+    BackboneShape,
+    _prefill_flops,
+    estimate_cost,
+)
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.cost import _prefill_flops, estimate_cost
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.http_client import ServerClient
 from vllm_autoprune.probe import _Answer, _Round, _solve_rounds, probe_server
@@ -269,7 +273,7 @@ def test_what_flags_and_states_say_is_used_and_the_rest_is_assumed(
 @pytest.mark.parametrize(
     ("call", "texts"),
     [
-        ("advise", ["4 problem(s)", "--questions: is not known", "--probe WIDTHxHEIGHT"]),
+        ("advise", ["4 problems", "--questions: is not known", "--probe WIDTHxHEIGHT"]),
         ("advise --layer-ms 10=1", ["--layer-ms: needs --layers"]),
         ("advise --server http://h", ["--server: needs --probe"]),
         ("advise --server http://127.0.0.1:1 --probe 8x8", ["does not answer"]),

@@ -47,7 +47,6 @@ LAYERS = (
     {"vllm_autoprune.connection"},
     {"vllm_autoprune.http_client"},
     {"vllm_autoprune.backbones"},
-    {"vllm_autoprune.cost"},
     {"vllm_autoprune.statistics"},
     {"vllm_autoprune.report"},
     {"vllm_autoprune.advise"},
@@ -62,6 +61,7 @@ LAYERS = (
     {"vllm_autoprune.evaluation"},
     {"offline_search"},
     {"vllm_autoprune.cli"},
+    {"vllm_autoprune.__main__"},
     {"benchmarks"},
 )
 HEAVY = ("vllm", "transformers")
@@ -215,7 +215,7 @@ def test_the_tree_of_errors_is_the_one_that_is_drawn() -> None:
 def test_a_message_lists_every_problem_and_survives_pickling(error: type[ProblemsError]) -> None:
     sent = error("state s.json", list(PROBLEMS))
     assert str(sent).splitlines() == [
-        "state s.json: 2 problem(s)",
+        "state s.json: 2 problems",
         "  - /budget/atom: unknown atom 'x' -> did you mean 'y'?",
         "  - /: empty -> add it",
     ]

@@ -3,7 +3,8 @@
 Importing this package does not import vLLM; the plugin is :mod:`vllm_autoprune.serving`.
 """
 
-from vllm_autoprune import base_policies  # noqa: F401  (registers the base policies)
+import sys
+
 from vllm_autoprune.errors import (
     AutopruneError,
     BudgetError,
@@ -13,14 +14,21 @@ from vllm_autoprune.errors import (
     StateError,
     UnsupportedModelError,
 )
-from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
-from vllm_autoprune.tpdsl.base_policy import RefinedTokens
-from vllm_autoprune.tpdsl.loading import load_state
-from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
-from vllm_autoprune.tpdsl.refine import refine
-from vllm_autoprune.tpdsl.safety import safety_check
-from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
+
+try:
+    from vllm_autoprune import base_policies  # noqa: F401  (registers the base policies)
+    from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
+    from vllm_autoprune.tpdsl.base_policy import RefinedTokens
+    from vllm_autoprune.tpdsl.loading import load_state
+    from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
+    from vllm_autoprune.tpdsl.refine import refine
+    from vllm_autoprune.tpdsl.safety import safety_check
+    from vllm_autoprune.tpdsl.state import PruningState
+    from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
+except ImportError:
+    # The command goes on without torch, to say what is missing; `-m` runs `__main__` after this.
+    if "vllm_autoprune_command" not in sys.modules and sys.argv[0] != "-m":
+        raise
 
 __version__ = "0.1.0"
 

@@ -1,9 +1,15 @@
-"""Dimensions of the backbones that a state can be transferred between."""
+"""Backbones: their dimensions, and the cost of a prompt, FLOPs of prefill and bytes of KV cache.
+
+The formulas are those of the efficiency table of the AutoPrune paper; :data:`ASSUMPTIONS` lists
+what they count and what they leave out.
+"""
 
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -109,3 +115,126 @@ def find_backbone(name: str) -> BackboneShape:
         fix += known + (")" if near else "")
         raise ConfigError("backbone", [Problem(name, "not a known backbone", fix)])
     return BACKBONE_SHAPES[name]
+
+
+# Cost of a prompt.
+
+TERA = 10**12
+MIB = 2**20
+
+ASSUMPTIONS = (
+    "FLOPs = sum over layers of 2 x (n d (2 q + 2 k) + 2 n^2 q + 3 n d m): q, k, v and o "
+    "projections, full n x n attention (no causal halving), three gated feed-forward matrices; "
+    "a multiply-accumulate is 2 FLOPs.",
+    "KV cache = sum over layers of n x 2 (key, value) x k x 2 bytes (16-bit); MiB = 2^20 bytes.",
+    "n: tokens of one prompt in that layer; d: width, m: feed-forward width, k: key-value width, "
+    "q: query width, which is d unless said otherwise.",
+    "Language model only, prefill only: no vision tower, projector, embedding or output head. Of "
+    "the selection, the layers of the language model that a policy runs over all tokens to rank "
+    "them; nothing else.",
+)
+
+
+_LINEAR_LAYERS = (
+    "A layer of linear attention (gated delta net) has 2 x (n d (2 a + 3 v) + 3 n v h + 3 n d m): "
+    "q, k, v, gate and output projections, and three products with a state of v x h a token, where "
+    "a and v are the widths of keys and values and h that of one key head. Its state does not grow "
+    "with the prompt and is not counted as KV cache. Gates of full attention are left out."
+)
+
+
+def list_assumptions(shape: BackboneShape) -> tuple[str, ...]:
+    """What is counted for a backbone and what is left out."""
+    return ASSUMPTIONS if shape.linear is None else (*ASSUMPTIONS, _LINEAR_LAYERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Cost of one prompt."""
+
+    tokens: float
+    """Visual tokens, averaged over layers."""
+    after: int
+    """Visual tokens in the last layer, which decoding attends to."""
+    text: int
+    """Text tokens of the prompt."""
+    flops: int
+    """Floating-point operations of prefill."""
+    kv_bytes: int
+    """Bytes of KV cache."""
+
+    @property
+    def teraflops(self) -> float:
+        """FLOPs in units of 10^12."""
+        return self.flops / TERA
+
+    @property
+    def kv_mib(self) -> float:
+        """KV cache in MiB."""
+        return self.kv_bytes / MIB
+
+
+def _prefill_flops(shape: BackboneShape, schedule: Sequence[int]) -> int:
+    """FLOPs of prefilling ``schedule[i]`` tokens in layer i."""
+    d, m, k, q = shape.width, shape.feed_forward, shape.kv_width, shape.query_width or shape.width
+    macs = 0  # multiply-accumulates
+    for layer, n in enumerate(schedule):
+        linear = shape.linear_attention(layer)
+        if linear is None:
+            macs += n * d * (2 * q + 2 * k) + 2 * n * n * q
+        else:
+            a, v = linear.key_width, linear.value_width
+            macs += n * d * (2 * a + 3 * v) + 3 * n * v * linear.key_head
+        macs += 3 * n * d * m
+    return 2 * macs
+
+
+def estimate_cost(
+    shape: BackboneShape,
+    tokens: int,
+    *,
+    text: int = 0,
+    full_layers: int = 0,
+    ranking_layers: int = 0,
+) -> Cost:
+    """Cost of K = ``tokens`` visual tokens and ``text`` text tokens.
+
+    With ``full_layers`` = 0 every layer sees K visual tokens. With F > 0 it is the cost of a method
+    that prunes inside the language model: F layers see all N tokens and the others R, the smallest
+    number for which the mean over layers is at least K: ``F N + (L - F) R >= L K``. Raises
+    :class:`ConfigError` where the F full layers alone exceed a mean of K.
+
+    ``ranking_layers`` run over all N tokens before the selection, in addition to the prefill.
+    """
+    layers, problems = shape.layers, []
+    for flag, value, least in (("--tokens", tokens, 1), ("--text", text, 0)):
+        if value < least:
+            what = f"{value} is not a number of tokens"
+            problems.append(Problem(flag, what, f"give {least} or more"))
+    used, allowed = full_layers * shape.tokens, layers * tokens
+    if not 0 <= full_layers < layers:
+        what, fix = f"{full_layers} of {layers} layers", f"give 0 to {layers - 1}"
+        problems.append(Problem("--full-layers", what, fix))
+    elif full_layers and tokens < shape.tokens and used >= allowed:
+        what = (
+            f"{full_layers} layers of all {shape.tokens} tokens are {used} token-layers, but "
+            f"{tokens} tokens on average over {layers} layers are {allowed}"
+        )
+        fix = "give fewer full layers or more tokens"
+        problems.append(Problem("--full-layers", what, fix))
+    if problems:
+        raise ConfigError(f"cost on {shape.name}", problems)
+    visual = [tokens] * layers
+    if full_layers and tokens < shape.tokens:
+        remaining = math.ceil((allowed - used) / (layers - full_layers))
+        visual = [shape.tokens] * full_layers + [remaining] * (layers - full_layers)
+    schedule = [n + text for n in visual]
+    cached = [n for layer, n in enumerate(schedule) if shape.linear_attention(layer) is None]
+    return Cost(
+        tokens=sum(visual) / layers,
+        after=visual[-1],
+        text=text,
+        flops=_prefill_flops(shape, schedule)
+        + _prefill_flops(shape, [shape.tokens + text] * ranking_layers),
+        kv_bytes=sum(n * 2 * shape.kv_width * 2 for n in cached),  # keys and values of 16 bits
+    )

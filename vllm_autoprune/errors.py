@@ -13,8 +13,14 @@ AutopruneError
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires
+from importlib.util import find_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,8 @@ class Problem:
     kind: str = ""
 
     def __str__(self) -> str:
-        return f"{self.where or '/'}: {self.what} -> {self.fix}"
+        # In one line, whatever a library's message contains.
+        return " ".join(f"{self.where or '/'}: {self.what} -> {self.fix}".splitlines())
 
 
 class AutopruneError(Exception):
@@ -38,12 +45,15 @@ class AutopruneError(Exception):
 
 
 class ProblemsError(AutopruneError):
-    """An error that lists all problems, not only the first."""
+    """An error that lists all problems, not only the first; one line if there is one problem."""
 
     def __init__(self, subject: str, problems: Sequence[Problem]) -> None:
         self.subject = subject
         self.problems = tuple(problems)
-        lines = [f"{subject}: {len(self.problems)} problem(s)"]
+        if len(self.problems) == 1:
+            super().__init__(f"{subject}: {self.problems[0]}")
+            return
+        lines = [f"{subject}: {len(self.problems)} problems"]
         lines += [f"  - {problem}" for problem in self.problems]
         super().__init__("\n".join(lines))
 
@@ -73,6 +83,40 @@ class ConfigError(ProblemsError):
 
 class UnsupportedModelError(ProblemsError):
     """The plugin does not support the served architecture."""
+
+
+def report_missing(error: ImportError) -> int:
+    """Print what the command cannot import, and what to install, in one line; exit status 1.
+
+    Raises the error where it is a fault of this package.
+    """
+    module = (error.name or "").partition(".")[0]
+    if module in ("", "vllm_autoprune", "offline_search"):
+        raise error
+    missing = {module: module}
+    if isinstance(error, ModuleNotFoundError):
+        what = f"not installed for {sys.executable}"
+        # All that a user would run into one after the other.
+        for requirement in _list_requirements():
+            name = re.split(r"\W", requirement)[0]
+            with suppress(ImportError):
+                if name == module or not find_spec(name):
+                    missing[name] = requirement
+    else:
+        what = f"cannot be imported ({error})"
+    fix = "install vllm-autoprune into the environment that vLLM is in, or: pip install "
+    fix += " ".join(f"'{requirement}'" for requirement in missing.values())
+    message = str(Problem(", ".join(missing), what, fix))
+    if "--json" in sys.argv:
+        print(json.dumps({"error": type(error).__name__, "message": message, "problems": []}))
+    print(f"vllm-autoprune: {message}", file=sys.stderr)
+    return 1
+
+
+def _list_requirements() -> list[str]:
+    with suppress(PackageNotFoundError):
+        return [text for text in requires("vllm-autoprune") or () if "extra ==" not in text]
+    return []
 
 
 class SelectionError(AutopruneError, ValueError):

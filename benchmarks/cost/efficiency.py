@@ -38,8 +38,13 @@ from benchmarks.common.shapes import draw_words, write_clip, write_shape
 from benchmarks.server import Server, ServerDied, serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples, png_url
 from vllm_autoprune import load_state
-from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
-from vllm_autoprune.cost import ASSUMPTIONS, Cost, estimate_cost
+from vllm_autoprune.backbones import (
+    ASSUMPTIONS,
+    BACKBONE_SHAPES,
+    BackboneShape,
+    Cost,
+    estimate_cost,
+)
 from vllm_autoprune.http_client import Metrics
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Table

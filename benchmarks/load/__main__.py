@@ -16,7 +16,7 @@ from benchmarks.load.settings import PairedOptions, PrepareOptions, RequestOptio
 from benchmarks.load.workload import make_workload, prepare
 from benchmarks.server import end_servers_on_sigterm
 from vllm_autoprune.cli.flags import add_flags, flag_problems, read_flags
-from vllm_autoprune.cli.output import CommandParser, format_error
+from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError, ConfigError
 
 _COMMANDS: Mapping[str, tuple[str, type[RequestOptions] | None]] = {
@@ -45,7 +45,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[str, RequestOptions | argparse
         return flags.command, flags if model is None else read_flags(model, flags)
     except ValidationError as error:
         problems = ConfigError("options", flag_problems(error, {}))
-        parser.error(" ".join(format_error(problems).split()))
+        parser.error(" ".join(str(problems).split()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"load: ended early: {broken}", file=sys.stderr)
         return 1 if broken or invalid else 0
     except (AutopruneError, OSError) as error:
-        text = format_error(error) if isinstance(error, AutopruneError) else str(error)
-        print(f"load: {' '.join(text.split())}", file=sys.stderr)
+        print(f"load: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("load: stopped, no server is left running", file=sys.stderr)

@@ -33,7 +33,6 @@ from benchmarks.load.workload import make_workload, prepare
 from benchmarks.server import end_group, free_port, serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA
 from vllm_autoprune import AutopruneError, load_state
-from vllm_autoprune.cli.output import format_error
 from vllm_autoprune.record_file import FrozenModel
 
 _PAIRED, _LOG = "paired.json", "locust.log"
@@ -202,7 +201,7 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
                     if finds and Point(arm.name, load, (latest,)).past_saturation:
                         break
     except AutopruneError as error:
-        broken = format_error(error)
+        broken = str(error)
     except KeyboardInterrupt:
         broken = "stopped before its end"
     paired = Paired(

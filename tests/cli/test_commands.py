@@ -32,6 +32,9 @@ from vllm_autoprune.tpdsl.state import required_inputs
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text()
 
+PHOTO = ROOT / "docs/images/kept-tokens.png"
+MINIQWEN = ROOT / "benchmarks/yardsticks/weights/miniqwen"
+
 Captured = pytest.CaptureFixture[str]
 
 
@@ -90,7 +93,7 @@ def test_starting_loads_nothing_heavy(code: str, heavy: set[str]) -> None:
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    call = f"{sys.executable} -m vllm_autoprune.cli.main schema | head -c 10"
+    call = f"{sys.executable} -m vllm_autoprune schema | head -c 10"
     ran = subprocess.run(call, shell=True, capture_output=True, text=True, timeout=120)
     assert (ran.stdout, ran.stderr) == ('{\n  "$defs"'[:10], "")
 
@@ -104,14 +107,39 @@ def test_a_table_is_aligned_and_its_widest_columns_are_broken_into_lines() -> No
     assert max(map(len, text.splitlines())) <= 80 and text.count("word") == 60
 
 
-def test_an_error_is_one_line_or_a_record(capsys: Captured) -> None:
-    call = ["materialize", "autoprune", "--budget", "0", "--json"]
-    assert main(call) == 1
+@pytest.mark.parametrize(
+    ("call", "kind", "where", "message"),
+    [
+        ("materialize autoprune --budget 0", "BudgetError", "/budget", "K = 0 is not a number"),
+        ("show nowhere", "StateError", "", "no shipped state of that name"),
+        ("advise --layer-ms 10=1", "ConfigError", "--layer-ms", "needs --layers"),
+        ("lst", "ConfigError", "", "no command 'lst': did you mean 'list'?"),
+        ("show", "ConfigError", " show", "the following arguments are required: state"),
+        ("show norm --budget", "ConfigError", " show", "argument --budget: expected one argument"),
+        ("show norm --bugdet 8", "ConfigError", "", "unrecognized arguments: --bugdet 8"),
+        ("atoms --group all", "ConfigError", " atoms", "argument --group: invalid choice: 'all'"),
+        ("cost", "ConfigError", " cost", "the following arguments are required: --backbone"),
+    ],
+)
+def test_an_error_is_one_line_or_a_record(
+    call: str, kind: str, where: str, message: str, capsys: Captured
+) -> None:
+    def status(*words: str) -> object:
+        try:
+            return main(words)
+        except SystemExit as ended:
+            return ended.code
+
+    typed = kind == "ConfigError" and not where.startswith("--")
+    assert status(*call.split()) == (2 if typed else 1)
     printed = capsys.readouterr()
-    record = json.loads(printed.out)
+    assert not printed.out and printed.err.count("\n") == 1 and message in printed.err
+    assert status(*call.split(), "--json") == (2 if typed else 1)
+    record = json.loads(capsys.readouterr().out)
     (problem,) = record["problems"]
-    assert record["error"] == "BudgetError" and problem.keys() == {"where", "what", "fix"}
-    assert printed.err == f"vllm-autoprune materialize: {record['message']}\n"
+    assert record["error"] == kind and problem.keys() == {"where", "what", "fix"}
+    assert problem["where"] == (f"vllm-autoprune{where}" if typed else where) and problem["fix"]
+    assert printed.err.endswith(f"{record['message'].removeprefix('arguments: ')}\n")
 
 
 def test_the_lists_say_what_a_choice_depends_on(capsys: Captured) -> None:
@@ -281,6 +309,49 @@ raise SystemExit(main(["doctor", "--json"]))
     assert {what for what, status in statuses.items() if status == "fail"} == {
         "vllm", "transformers", "hooks",
     }  # fmt: skip
+
+
+BLOCK = """
+import runpy, sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent!r}:
+            raise ImportError(*{reason!r}, name=name)
+sys.meta_path.insert(0, Block())
+sys.argv = [{start!r}, *{words!r}]
+if sys.argv[0] == "-m":
+    runpy.run_module("vllm_autoprune", run_name="__main__", alter_sys=True)
+import vllm_autoprune_command
+raise SystemExit(vllm_autoprune_command.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("absent", "start", "words", "message"),
+    [
+        (["torch", "vllm"], "vllm-autoprune", "doctor", "not installed for "),
+        (["torch"], "vllm-autoprune", "--help", "pip install 'torch'"),
+        (["torch"], "-m", "list --json", "install vllm-autoprune into the environment that vLLM"),
+        (["pydantic"], "vllm-autoprune", "list", "pip install 'pydantic<3,>=2.12'"),
+        (["httpx"], "-m", "doctor", "pip install 'httpx'"),
+        (["vllm"], "vllm-autoprune", f"explain {PHOTO} x --checkpoint {MINIQWEN}",
+         "pip install 'vllm<0.34,>=0.32'"),
+        (["torch"], "vllm-autoprune", "atoms broken", "cannot be imported (libc10.so: no such"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_imported_is_said_in_one_line(
+    absent: list[str], start: str, words: str, message: str
+) -> None:
+    code = BLOCK.format(absent=absent, start=start, words=words.split(), reason=["missing"])
+    code = code.replace("ImportError", "ModuleNotFoundError")
+    if "broken" in words:
+        code = code.replace("ModuleNotFoundError", "ImportError").replace(
+            "missing", "libc10.so: no such file"
+        )
+    ran = run_python(code)
+    assert ran.returncode == 1 and ran.stderr.startswith(f"vllm-autoprune: {absent[0]}")
+    assert message in ran.stderr and ran.stderr.count("\n") == 1
+    assert not ran.stdout or json.loads(ran.stdout)["message"] in ran.stderr
 
 
 @pytest.mark.parametrize("fix", ["environment", "versions"])

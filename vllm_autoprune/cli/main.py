@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from vllm_autoprune import AutopruneError, __version__
 from vllm_autoprune.cli.commands import costs, doctor, eval, explain, search, selftest, states
 from vllm_autoprune.cli.flags import Command
-from vllm_autoprune.cli.output import CommandParser, as_json, format_error
-from vllm_autoprune.errors import ProblemsError
+from vllm_autoprune.cli.output import CommandParser, error_as_json
 from vllm_autoprune.tpdsl.loading import suggest_name
 
 COMMANDS: dict[str, Command] = {
@@ -35,21 +34,19 @@ COMMANDS: dict[str, Command] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; exit status 0 on success, 1 on failure, 2 for wrong arguments."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        fix = suggest_name(words[0], list(COMMANDS))
-        print(f"vllm-autoprune: no command {words[0]!r}: {fix}", file=sys.stderr)
-        return 2
-    options = parser().parse_args(words)
     try:
+        if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+            parser().error(f"no command {words[0]!r}: {suggest_name(words[0], list(COMMANDS))}")
+        options = parser().parse_args(words)
         return int(options.run(options))
+    except SystemExit as ended:
+        if "--json" in words and isinstance(ended.__cause__, AutopruneError):
+            print(error_as_json(ended.__cause__))
+        raise
     except AutopruneError as error:
-        message = format_error(error)
-        if options.json:
-            problems = error.problems if isinstance(error, ProblemsError) else ()
-            fixes = [{"where": p.where, "what": p.what, "fix": p.fix} for p in problems]
-            kind = type(error).__name__
-            print(as_json({"error": kind, "message": message, "problems": fixes}))
-        print(f"vllm-autoprune {options.command}: {message}", file=sys.stderr)
+        if "--json" in words:
+            print(error_as_json(error))
+        print(f"vllm-autoprune {words[0]}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         # The reader has closed the pipe; without this, Python reports the error again at exit.

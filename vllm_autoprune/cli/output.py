@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -35,8 +36,10 @@ class CommandParser(argparse.ArgumentParser):
         return _HelpFormatter(self.prog)
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong and end with status 2."""
-        self.exit(2, f"{self.prog}: {message}; options: {self.prog} --help\n")
+        """Print what is wrong and end with status 2; the exit has the error as its cause."""
+        problem = Problem(self.prog, message, f"see {self.prog} --help")
+        print(problem, file=sys.stderr)
+        raise SystemExit(2) from ConfigError("arguments", [problem])
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -100,8 +103,8 @@ def format_value(value: JsonValue) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def format_error(error: AutopruneError) -> str:
-    """An error as text; one line if it has one problem."""
-    if isinstance(error, ProblemsError) and len(error.problems) == 1:
-        return f"{error.subject}: {error.problems[0]}"
-    return str(error)
+def error_as_json(error: AutopruneError) -> str:
+    """The record of an error: its kind, its message, and its problems, if it lists any."""
+    problems = error.problems if isinstance(error, ProblemsError) else ()
+    fixes = [{"where": p.where, "what": p.what, "fix": p.fix} for p in problems]
+    return as_json({"error": type(error).__name__, "message": str(error), "problems": fixes})

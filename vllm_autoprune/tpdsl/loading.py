@@ -332,7 +332,7 @@ def _validate(data: JsonValue, problems: list[Problem], subject: str) -> Pruning
 def _refuse(subject: str, problems: list[Problem], omitted: int = 0) -> NoReturn:
     omitted += len(problems[MAX_PROBLEMS:])
     if omitted:
-        more = Problem("", f"{omitted} more problem(s)", "fix the ones above first", "more")
+        more = Problem("", f"{omitted} more problems", "fix the ones above first", "more")
         problems = [*problems[:MAX_PROBLEMS], more]
     raise StateError(subject, problems)
 

@@ -14,8 +14,7 @@ from benchmarks.common.report import format_estimate
 from benchmarks.cost import efficiency
 from benchmarks.cost.__main__ import main
 from benchmarks.server import ServerDied
-from vllm_autoprune.backbones import BACKBONE_SHAPES
-from vllm_autoprune.cost import estimate_cost
+from vllm_autoprune.backbones import BACKBONE_SHAPES, estimate_cost
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_a_mistake_ends_the_command_line_with_one_message_and_raises_in_python(
     with pytest.raises(SystemExit) as caught:
         apply_settings(config)
     message = str(caught.value.code)
-    assert message.startswith("\nvllm-autoprune: cannot serve pruned: 2 problem(s)")
+    assert message.startswith("\nvllm-autoprune: cannot serve pruned: 2 problems")
     assert "--autoprune-state nowhere" in message and "--autoprune-budget" in message
     assert caught.value.__suppress_context__
     assert served_state(config.model_config) is None

@@ -23,7 +23,12 @@ from vllm_autoprune.advise import (
     format_advantage,
     judge,
 )
-from vllm_autoprune.backbones import BACKBONE_SHAPES, find_backbone
+from vllm_autoprune.backbones import (
+    BACKBONE_SHAPES,
+    estimate_cost,
+    find_backbone,
+    list_assumptions,
+)
 from vllm_autoprune.cli.flags import (
     add_connection_flags,
     add_flags,
@@ -33,7 +38,6 @@ from vllm_autoprune.cli.flags import (
     read_connection,
 )
 from vllm_autoprune.cli.output import format_paragraphs, format_table, print_result
-from vllm_autoprune.cost import estimate_cost, list_assumptions
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import ServerClient
 from vllm_autoprune.probe import probe_server

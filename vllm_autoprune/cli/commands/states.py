@@ -332,8 +332,7 @@ def validate(options: argparse.Namespace) -> int:
             policy = materialize(load_state(source), options.budget)
         except (StateError, BudgetError) as error:
             record["problems"] = [[p.where, p.what, p.fix] for p in error.problems]
-            lines.append(f"{source}: {len(error.problems)} problem(s)")
-            lines += [f"  {problem}" for problem in error.problems]
+            lines.append(str(error))
             continue
         safety, digest = safety_check(policy), policy.state.digest
         warnings = list(_find_losses(policy.state))
