@@ -10,6 +10,15 @@ COPY offline_search ./offline_search
 COPY policies ./policies
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /dist .
 
+# The load test, which needs no vLLM: docker build --target load -t vllm-autoprune-load .
+FROM python:3.12-slim AS load
+WORKDIR /src
+RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch
+RUN pip install --no-cache-dir locust matplotlib jinja2 rich numpy pydantic pillow httpx prometheus-client
+COPY --from=build /dist /dist
+RUN pip install --no-cache-dir --no-deps /dist/*.whl && rm -r /dist
+COPY benchmarks ./benchmarks
+
 # hadolint ignore=DL3006
 FROM vllm/vllm-openai:${VLLM_VERSION}
 COPY --from=build /dist /dist

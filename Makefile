@@ -84,6 +84,7 @@ policies: venv ## shipped states, loaded and safety-checked
 docs: venv ## build the documentation site in out/site, links checked
 	@echo "docs: mkdocs"
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	@echo "docs: out/site/index.html"
 
 format: venv ## fix style and format where a machine can
 	@echo "format: ruff"
