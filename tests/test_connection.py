@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import ssl
 import subprocess
+from base64 import b64decode
 from pathlib import Path
 
 import httpx
@@ -16,8 +18,12 @@ from pydantic import SecretStr, ValidationError
 from benchmarks.common.client import Client
 from benchmarks.common.fake_server import FakeServer, fake_server
 from benchmarks.common.report import command_line
+from benchmarks.common.requests import build_body, build_content
+from benchmarks.server import serve
+from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples, png_url
 from tests.offline_search.synthetic import error, model_list
 from tests.test_import_boundaries import SOURCES, imported_modules
+from vllm_autoprune.cli.main import main
 from vllm_autoprune.connection import Connection, api_address, make_client, server_address
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.http_client import ServerClient, reporting_failures
@@ -295,3 +301,33 @@ def test_every_http_client_is_made_in_one_place() -> None:
     }
     others = {"http.client", "urllib.request", "requests", "aiohttp", "urllib3", "httpx2"}
     assert not {name for name, path in SOURCES.items() if imported_modules(path) & others}
+
+
+# ---- a real server ----
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(500)
+def test_a_real_server_is_asked_with_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question, picture = draw_examples("test", 1)[0], tmp_path / "scene.png"
+    picture.write_bytes(b64decode(png_url(question.image).partition(",")[2]))
+    data = tmp_path / "questions.jsonl"
+    line = {"image": picture.name, "question": question.question, "answer": question.answer}
+    data.write_text(json.dumps(line))
+    flags = ("--autoprune-state", "minillava", "--autoprune-text-tower", str(CLIP))
+    limits = ("--enforce-eager", "--max-model-len", "1024", "--autoprune-requests", "states")
+    with serve(LLAVA, *flags, *limits, "--api-key", "k1") as server:
+        assert "status 401: Unauthorized -> give the key that the server" in refuse(server.url)
+        content = build_content(question.question, [png_url(question.image)])
+        body = build_body(str(LLAVA), content, tokens=4)
+        assert "status 401" in str(Client(server.url).send(body).error)
+        evaluation = ["eval", "--data", str(data), "--server-url", f"{server.url}/v1"]
+        evaluation += ["--state", "minillava", "--budgets", "16", "--out", str(tmp_path / "out")]
+        assert main(evaluation) == 1, "refused for the key"
+        assert main([*evaluation, "--api-key", "k1"]) == 0
+        monkeypatch.setenv("OPENAI_API_KEY", "k1")
+        assert Client(server.url).send(body).ok
+        probe = ["advise", "--questions", "4", "--server", server.url, "--probe", "336x336"]
+        assert main(probe) == 0

@@ -44,7 +44,7 @@ SERVING = {
 LAYERS = (
     {"vllm_autoprune.errors"},
     {"vllm_autoprune.record_file"},
-    {"vllm_autoprune.connection"},
+    {"vllm_autoprune.connection", "vllm_autoprune.stream"},
     {"vllm_autoprune.http_client"},
     {"vllm_autoprune.backbones"},
     {"vllm_autoprune.statistics"},

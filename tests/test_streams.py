@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.common.client import Client
 from benchmarks.common.fake_server import fake_server
-from vllm_autoprune.http_client import EMPTY, parse_stream, read_message
+from vllm_autoprune.stream import EMPTY, parse_stream, read_message
 
 Figures = tuple[int, int, str, int | None, int | None, str | None]
 """Deltas, those of thoughts before the answer, text, prompt and completion tokens, error."""

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 import sys
 import time
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
-from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -92,165 +89,6 @@ class Metrics:
     def label(self, name: str, label: str) -> str | None:
         """A label's value in the first sample of a metric."""
         return next((labels.get(label) for labels, _ in self._samples.get(name, ())), None)
-
-
-EMPTY = "the answer contains no text"
-"""Error of a stream without output: a failure where a first token is timed, else a wrong answer."""
-_KEPT_TEXT = 400
-"""Characters of an answer that a stream keeps."""
-_THOUGHTS = ("reasoning", "reasoning_content")
-"""Fields of thoughts: of vLLM 0.32, and of others."""
-
-
-class _Stream(NamedTuple):
-    """What a streamed answer contains."""
-
-    deltas: tuple[float, ...]
-    """Arrival of each delta with output: thoughts, text, a refusal or a tool call."""
-    thoughts: int
-    """How many of them come before the first of the answer."""
-    text: str
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    error: str | None
-    """What is wrong with it, in a line."""
-
-
-def parse_stream(
-    reads: Sequence[tuple[float, bytes]], end: str = "the stream ended without [DONE]"
-) -> _Stream:
-    """The server-sent events in the pieces of an answer, and the times they were read at.
-
-    To be called after the stream has ended, because parsing between two reads would delay the time
-    stamp of the next. A delta counts from its output: the first chunk of a chat, which only names
-    the role, does not. ``end``: how the stream ended, for one that was not finished.
-    """
-    events, framed, stray = _split_events(reads)
-    if stray and not framed:
-        body = b"".join(piece for _, piece in reads).decode(errors="replace")
-        events = [(reads[-1][0], body, _parse_object(body))]
-    deltas, text, errors, usage = list[float](), list[str](), list[str](), dict[str, int]()
-    thoughts, answered, finished = 0, False, False
-    for arrived, data, chunk in events:
-        if data.strip() in ("", "[DONE]"):
-            finished = finished or bool(data.strip())
-            continue
-        if chunk is None:
-            what = "an event is not a JSON object" if framed else "the answer is not a stream"
-            errors.append(f"{what}: {data[:80]}")
-            continue
-        choices = _list_objects(chunk.get("choices"))
-        # Only a chunk without choices is an error as vLLM and FastAPI write it.
-        names = ("error",) if choices else ("error", "message", "detail")
-        for failure in filter(None, map(chunk.get, names)):
-            message = failure.get("message") if isinstance(failure, dict) else failure
-            errors.append(str(message or failure))
-        # Most servers count in the last chunk, some in every one, some in the choice.
-        for counts in _list_objects([holder.get("usage") for holder in (chunk, *choices)]):
-            for name in ("prompt_tokens", "completion_tokens"):
-                with contextlib.suppress(ValueError, TypeError, OverflowError):
-                    usage[name] = int(counts.get(name, ""))
-            finished = finished or not choices
-        thinks = answers = False
-        for choice in choices:
-            finished = finished or bool(choice.get("finish_reason"))
-            if choice.get("finish_reason") in ("error", "abort"):
-                errors.append(f"the server ended the answer: {choice['finish_reason']}")
-            message = choice.get("delta") or (None if deltas else choice.get("message"))
-            if isinstance(message, dict):
-                answer, thought = read_message(message)
-                thinks = thinks or bool(thought)
-                answers = answers or any((answer, message.get("tool_calls")))
-                text.append("" if choice.get("index") else answer)
-        if thinks or answers:
-            deltas.append(arrived)
-            answered = answered or answers
-            thoughts += not answered
-    if deltas and not framed:
-        errors.append("the answer is not a stream, so that its first token cannot be timed")
-    if not finished:
-        errors.append(f"the answer was cut short: {end}{stray and f', after: {stray[:80]}'}")
-    error = [*errors, None if deltas else EMPTY][0]
-    return _Stream(
-        tuple(deltas),
-        thoughts,
-        "".join(text)[:_KEPT_TEXT].encode(errors="replace").decode(),
-        usage.get("prompt_tokens"),
-        usage.get("completion_tokens"),
-        error and " ".join(error.split())[:200].encode(errors="replace").decode(),
-    )
-
-
-def read_message(message: Mapping[str, object]) -> tuple[str, str]:
-    """Answer and thoughts of a chat message or of a delta of one; a refusal is an answer.
-
-    Content may be a list of parts, where some servers put the thoughts too.
-    """
-    content = message.get("content")
-    thoughts = [next((message[name] for name in _THOUGHTS if message.get(name)), None)]
-    answer = list[object]()
-    for part in content if isinstance(content, list) else [content]:
-        thinks = isinstance(part, dict) and part.get("type") in ("thinking", "reasoning")
-        (thoughts if thinks else answer).append(part)
-    return _join_text(answer) or _join_text(message.get("refusal")), _join_text(thoughts)
-
-
-def _join_text(value: object, depth: int = 4) -> str:
-    """Text of a field: the field itself, a part, or a list of either."""
-    if isinstance(value, dict):
-        value = value.get("text") or value.get("thinking")
-    if isinstance(value, list) and depth:
-        return "".join(_join_text(item, depth - 1) for item in value)
-    return value if isinstance(value, str) else ""
-
-
-def _split_events(
-    reads: Sequence[tuple[float, bytes]],
-) -> tuple[list[tuple[float, str, dict[str, Any] | None]], bool, str]:
-    """Arrival, data and JSON object of each event; whether there is data; a line that has none.
-
-    Lines end in LF, CR or CRLF, also between reads, and arrive with the read that completes them.
-    Lines of data which are no JSON together are events of their own, and what is left at the end
-    is an event unless it was cut.
-    """
-    ends = [*accumulate(len(piece) for _, piece in reads)]
-    events = list[tuple[float, str, dict[str, Any] | None]]()
-    lines, framed, stray, offset = list[tuple[float, str]](), False, "", 0
-    body = b"".join(piece for _, piece in reads)
-    for line in (*body.splitlines(keepends=True), b""):
-        content = line.rstrip(b"\r\n")
-        field, _, value = content.decode("utf-8-sig", errors="replace").partition(":")
-        if field == "data":
-            completed = min(bisect_right(ends, offset + len(content)), len(reads) - 1)
-            lines.append((reads[completed][0], value.removeprefix(" ")))
-            framed = True
-        elif field not in ("", "event", "id", "retry"):
-            stray = stray or content.decode(errors="replace")
-        elif not content and lines:
-            data = "\n".join(value for _, value in lines)
-            chunk = _parse_object(data)
-            if chunk is not None or len(lines) == 1:
-                lines = [(lines[-1][0], data)]
-            split = [(arrived, value, chunk or _parse_object(value)) for arrived, value in lines]
-            if not line and split[-1][2] is None and split[-1][1].strip() != "[DONE]":
-                stray = split.pop()[1]
-            events += split
-            lines = []
-        offset += len(line)
-    return events, framed, stray
-
-
-def _parse_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is, if it is one."""
-    with contextlib.suppress(ValueError, RecursionError):
-        value = json.loads(text)
-        return value if isinstance(value, dict) else None
-    return None
-
-
-def _list_objects(value: object) -> list[dict[str, Any]]:
-    """The JSON objects in a list, if it is one."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 class Failures:

@@ -30,14 +30,13 @@ from vllm_autoprune.advise import Inputs
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import (
     CHAT,
-    EMPTY,
     Metrics,
     ServerClient,
     choose_model,
     describe_rejection,
-    parse_stream,
     reporting_failures,
 )
+from vllm_autoprune.stream import EMPTY, parse_stream
 
 _ANSWER_TOKENS = 8
 _QUESTION_WORDS, _LONG_WORDS = 16, 600
@@ -191,7 +190,7 @@ def _ask_round(
         with client.http.stream("POST", client.url + CHAT, json=body) as response:
             if not response.is_success:
                 response.read()
-                what, fix = "a chat request", "set VLLM_API_KEY where it asks for a key"
+                what, fix = "a chat request", "look into the log of the server"
                 if images:
                     what = "a request with an image"
                     fix = "serve a model that takes images, and allow one of this size"

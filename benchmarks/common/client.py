@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 
 from vllm_autoprune.connection import Connection, make_client, server_address
-from vllm_autoprune.http_client import CHAT, describe_rejection, parse_stream
+from vllm_autoprune.http_client import CHAT, describe_rejection
 from vllm_autoprune.record_file import FrozenModel
+from vllm_autoprune.stream import parse_stream
 
 
 class Record(FrozenModel):

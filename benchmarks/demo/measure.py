@@ -44,10 +44,10 @@ from benchmarks.yardsticks.examples import (
     is_right,
     png_url,
 )
-from vllm_autoprune.http_client import EMPTY
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Spread, spread
+from vllm_autoprune.stream import EMPTY
 
 _INTRODUCTION = """\
 This demo serves two models with `vllm serve`, stock and pruned, on this machine, and compares both

@@ -19,8 +19,8 @@ from vllm_autoprune.http_client import (
     AsyncServerClient,
     ServerLost,
     chat_with_retries,
-    read_message,
 )
+from vllm_autoprune.stream import read_message
 from vllm_autoprune.tpdsl.state import PruningState
 
 _ROUNDING = 1e-3

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
@@ -173,7 +174,11 @@ def test_an_open_loop_sends_everything_by_its_schedule(
 
 def test_two_workers_share_the_schedule_of_one(workload: Path, tmp_path: Path) -> None:
     with fake_server(REPLY) as server:
-        result, records = send(server.url, workload, tmp_path, workers=2, shared=True)
+        key: dict[str, Any] = {"api_key": "secret", "header": ["X-Team=blue"]}
+        result, records = send(server.url, workload, tmp_path, workers=2, shared=True, **key)
+    sent = {(headers["Authorization"], headers["X-Team"]) for headers in server.headers}
+    assert sent == {("Bearer secret", "blue")}, "the question for its metrics too"
+    assert not any("secret" in path.read_text() for path in tmp_path.iterdir())
     assert [record.scheduled for record in records] == pytest.approx(LOAD.due(40))
     assert {(record.index % 2, record.worker) for record in records} == {(0, 0), (1, 1)}
     assert len(result.clients) == 2 and result.options.shared and result.valid

@@ -1,0 +1,114 @@
+"""Bodies that answer the request for a reference answer: what is read, or the line that is said."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from benchmarks.common.fake_server import Answer
+from tests.offline_search.synthetic import completion, endpoint, token
+from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.evaluation.scoring_request import score_answer
+from vllm_autoprune.http_client import AsyncServerClient
+
+PROMPT = [None, token("USER:", -3.0, 5), token(" y", -0.5), token("es", -1.5, 3)]
+
+
+def answer(prompt: object = PROMPT, message: object = None, **fields: Any) -> Answer:
+    """A chat completion with these log-probabilities of its prompt and this message."""
+    status, body, headers = completion(".", prompt_logprobs=prompt, **fields)
+    content = json.loads(body)
+    if message is not None:
+        content["choices"][0]["message"] = message
+    return status, json.dumps(content).encode(), headers
+
+
+def scored(logprob: float, rank: int = 1) -> Answer:
+    return answer([None, token(" yes", logprob, rank)])
+
+
+async def score(body: Answer, attempts: int = 1) -> Any:
+    with endpoint(lambda _, number: body) as server:
+        client = AsyncServerClient(server.url, 1)
+        try:
+            return await score_answer([client], "m", "i", "q", "yes", {}, attempts=attempts)
+        finally:
+            await client.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "following", "tokens"),
+    [
+        (answer(), ".", 10),
+        (answer(usage=None), ".", 4),
+        (answer(usage={}), ".", 4),
+        (answer(usage={"prompt_tokens": None}), ".", 4),
+        (answer(usage="ten"), ".", 4),
+        (answer(usage={"prompt_tokens": "11"}), ".", 11),
+        (answer(usage=[{"prompt_tokens": 11}]), ".", 4),
+        (answer(message={"role": "assistant"}), "", 10),
+        (answer(message={"content": None}), "", 10),
+        (answer(message={"content": [{"type": "text", "text": "7"}]}), "7", 10),
+        (answer(message={"content": [{"type": "text", "text": None}, "x"]}), "x", 10),
+        (answer(message={"content": None, "refusal": "No."}), "No.", 10),
+        (answer(message={"content": "", "tool_calls": [{"function": {"name": "f"}}]}), "", 10),
+        (answer(message={"content": "7", "reasoning": "hm"}), "7", 10),
+        (answer(error=None, detail=None), ".", 10),
+    ],
+)
+async def test_an_answer_is_read_as_servers_send_it(
+    body: Answer, following: str, tokens: int
+) -> None:
+    result = await score(body)
+    assert (result.logprob, result.right) == (-2.0, False)
+    assert (result.following, result.prompt_tokens) == (following, tokens)
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ((200, b"{}", {}), "answers without the log-probabilities of the prompt: {}"),
+        (answer(None), "answers without the log-probabilities of the prompt: {"),
+        (answer("text"), "answers without the log-probabilities of the prompt: {"),
+        (answer([None, {}]), "the prompt ends in ''"),
+        (answer([None, "yes"]), "answers without the log-probabilities of the prompt: {"),
+        (answer([{"1": {"decoded_token": "yes"}}]), "answers without the log-probabilities of"),
+        (answer(choices=[]), "answers without a message: {"),
+        (answer(choices=None), "answers without a message: {"),
+        (answer(message="yes"), "answers without a message: {"),
+        ((200, b"<html>log in", {"Content-Type": "text/html; charset=utf-8"}),
+         "an unknown format: no JSON object but text/html: <html>log in, after 1 attempts"),
+        ((200, b"", {}), "an unknown format: no JSON object but application/json: nothing"),
+        ((200, answer()[1][:40], {}), "an unknown format: no JSON object but application/json: {"),
+        ((200, answer()[1], {"Content-Encoding": "gzip"}), "DecodingError: "),
+        ((200, answer()[1], {"Content-Length": "99999"}), "RemoteProtocolError: peer closed"),
+        ((200, b'{"error": {"message": "no\\ncredit", "code": 402}}', {}),
+         "an unknown format: status 200 with an error: no credit"),
+        ((200, b'{"detail": [{"msg": "extra"}]}', {}), "status 200 with an error: [{'msg'"),
+        ((307, b"", {"Location": "/v1/elsewhere"}), "status 307: no text"),
+        ((402, b'{"error": "Insufficient Balance"}', {}), "status 402: Insufficient Balance"),
+        ((422, b'{"detail": [{"loc": ["body"], "msg": "extra"}]}', {}), "status 422: [{'loc'"),
+        ((529, b'{"error": {"message": "overloaded"}}', {}), "status 529: overloaded, after 1"),
+        # A server whose caches were broken answered so; a rank says how likely a token may be.
+        *((scored(logprob, rank), f"log-probability {logprob:g} and rank {rank} contradict")
+          for logprob, rank in ((-1e-6, 2), (0.0, 7), (-0.5, 2), (0.5, 1), (-3.0, 30))),
+    ],
+)  # fmt: skip
+async def test_what_is_no_answer_is_said_in_one_line(body: Answer, line: str) -> None:
+    with pytest.raises(AutopruneError) as caught:
+        await score(body)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("logprob", "rank"), [(-1e-9, 1), (0.0, 1), (-math.log(2), 2), (-9.0, 9)])
+async def test_values_that_can_be_are_accepted(logprob: float, rank: int) -> None:
+    assert (await score(scored(logprob, rank))).logprob == logprob
+
+
+async def test_not_a_number_is_refused() -> None:
+    body = json.dumps({"prompt_logprobs": [token("yes", math.nan)]}).encode()
+    with pytest.raises(AutopruneError, match="nan and rank 1 contradict"):
+        await score((200, body, {}))
