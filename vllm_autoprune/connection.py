@@ -45,7 +45,8 @@ def _check_ca_file(path: Path) -> Path:
         ssl.create_default_context(cafile=path)
     except OSError as error:  # ssl.SSLError is one
         reason = "it holds no certificate" if isinstance(error, ssl.SSLError) else error.strerror
-        raise ValueError(f"{path}: {reason}: name a file of certificates in PEM format") from None
+        what = f"{path} cannot be read ({reason})"
+        raise ValueError(f"{what}: name a file of certificates in PEM format") from None
     return path
 
 

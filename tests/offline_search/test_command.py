@@ -202,6 +202,16 @@ def test_a_language_model_takes_part_only_where_it_is_named(
     assert message in printed and (not more or re.search(r"give --proposer-url", printed))
 
 
+def test_server_and_proposer_get_the_key_and_the_headers_that_are_theirs(
+    run_command: Run, served: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROPOSER_KEY", "p")
+    flags = ["--api-key", "k", "--header", "X-Who=server", "--proposer-key-env", "PROPOSER_KEY"]
+    assert run_command(*flags, "--proposer-header", "X-Who=proposer") == 0
+    sent = {(headers["Authorization"], headers["X-Who"]) for headers in served.headers}
+    assert sent == {("Bearer k", "server"), ("Bearer p", "proposer")}
+
+
 def refuse_key(body: Body, number: int) -> Answer:
     served = "mm_processor_kwargs" in body
     return answer_search(body, number) if served else error(401, "bad key")
