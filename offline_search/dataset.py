@@ -13,13 +13,20 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.questions import Example, read_lines
+from vllm_autoprune.evaluation.questions import (
+    Example,
+    find_contradictions,
+    read_examples,
+    read_lines,
+    read_picture,
+    refuse,
+)
 
 Split = Literal["search", "validation", "test"]
 
@@ -32,6 +39,8 @@ class Dataset:
 
     folder: Path
     splits: Mapping[Split, Sequence[Example]]
+    images: Mapping[str, str] = field(default_factory=dict)
+    """Data URLs by the examples' ``image``."""
 
     @cached_property
     def digest(self) -> str:
@@ -43,50 +52,35 @@ class Dataset:
         """The examples of one split."""
         return self.splits[split]
 
-    def image_bytes(self, example: Example) -> bytes:
-        """Content of an example's image file."""
-        return (self.folder / example.image).read_bytes()
-
 
 def read_dataset(folder: Path, seed: int = 0, limit: int | None = None) -> Dataset:
     """Read and validate the splits, shuffle each by image, and keep at most ``limit`` images.
 
     Shuffled, because early stopping looks at the first examples only; whole images, because a
     server computes an image's features once. Raises :class:`ConfigError` that lists every problem:
-    unreadable files, invalid lines, images that are missing or in two splits.
+    those of ``vllm-autoprune eval``, and images in two splits.
     """
     problems: list[Problem] = []
     splits: dict[Split, Sequence[Example]] = {}
+    images: dict[str, str] = {}
+    split_of_url: dict[str, Split] = {}
     for split in SPLITS:
         fix = "a data folder has search.jsonl, validation.jsonl and test.jsonl"
-        lines = read_lines(folder / f"{split}.jsonl", problems, fix)
-        examples: Sequence[Example] = [example for _, example in lines]
+        examples, urls = read_examples(folder / f"{split}.jsonl", problems, fix)
         by_image: dict[str, list[Example]] = {}
         for example in examples:
             by_image.setdefault(example.image, []).append(example)
         groups = list(by_image.values())
         random.Random(seed).shuffle(groups)
         splits[split] = [example for group in groups[:limit] for example in group]
-        if not examples and not problems:
-            fix = "give it at least one example"
-            problems.append(Problem(f"{split}.jsonl", "contains no example", fix))
-    # Images that are missing, or whose content is in two splits under any file name.
-    split_by_content: dict[str, Split] = {}
-    for split, examples in splits.items():
-        for name in dict.fromkeys(example.image for example in examples):
-            try:
-                content = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-            except OSError as error:
-                fix = "paths are relative to the data folder"
-                problems.append(Problem(name, f"cannot be read ({error.strerror})", fix))
-                continue
-            other = split_by_content.setdefault(content, split)
+        images |= {e.image: urls[e.image] for e in splits[split] if e.image in urls}
+        for name, url in urls.items():
+            other = split_of_url.setdefault(url, split)
             if other != split:
                 what = f"the same image is in {other} and in {split}"
                 problems.append(Problem(name, what, "splits must share no image"))
-    if problems:
-        raise ConfigError(f"data {folder}", problems[:20])
-    return Dataset(folder, splits)
+    refuse("data", problems)
+    return Dataset(folder, splits, images)
 
 
 def write_split(path: Path, examples: Sequence[Example]) -> None:
@@ -108,7 +102,8 @@ class _TextFile:
     category: str
     image: Path
     content: str
-    questions: Sequence[tuple[str, str]]
+    examples: Sequence[tuple[int, Example]]
+    """With the numbers of their lines; ``image`` and ``pair`` are not those of a split."""
 
 
 def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
@@ -127,8 +122,7 @@ def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
     if not problems and set(split_of.values()) != set(SPLITS):
         what = f"has too few images for three splits ({len(split_of)})"
         problems.append(Problem(str(source), what, "give more categories, or more of their files"))
-    if problems:
-        raise ConfigError(f"MME {source}", problems[:20])
+    refuse("MME", problems)
     splits: dict[Split, list[Example]] = {split: [] for split in SPLITS}
     names: dict[str, str] = {}
     try:
@@ -137,11 +131,10 @@ def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
                 name = names[file.content] = f"images/{file.category}/{file.image.name}"
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file.image, target / name)
+            update = {"image": names[file.content], "pair": pair}
             splits[split_of[file.content]] += [
-                Example(image=names[file.content], question=question, answer=answer,
-                        category=file.category, pair=pair)
-                for question, answer in file.questions
-            ]  # fmt: skip
+                example.model_copy(update=update) for _, example in file.examples
+            ]
         for split, examples in splits.items():
             write_split(target / f"{split}.jsonl", examples)
     except OSError as error:
@@ -155,33 +148,34 @@ def _read_category(folder: Path, problems: list[Problem]) -> Iterator[_TextFile]
     separate = (folder / _QUESTIONS).is_dir()
     texts, images = (folder / _QUESTIONS, folder / "images") if separate else (folder, folder)
     for path in sorted(texts.glob("*.txt")):
-        count, where = len(problems), str(path.relative_to(folder.parent))
+        count, where = len(problems), str(path)
         files = (images / f"{path.stem}{ending}" for ending in (".png", ".jpg", ".jpeg"))
         image = next((file for file in files if file.exists()), None)
         if image is None:
             fix = f"put {path.stem}.png or .jpg beside it"
             problems.append(Problem(where, "has no image", fix))
             continue
+        lines = read_lines(path, problems, "make it readable")
         try:
-            content = hashlib.sha256(image.read_bytes()).hexdigest()
-            # Editors on Windows put a byte order mark before the first line.
-            lines = path.read_text("utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            fix = "make it and its image readable, the text as UTF-8"
-            problems.append(Problem(where, f"cannot be read ({error})", fix))
+            picture = read_picture(str(image), images, image.name)
+        except ConfigError as error:
+            problems += error.problems
             continue
-        questions: list[tuple[str, str]] = []
-        for number, line in enumerate(lines, 1):
+        content = hashlib.sha256(picture.url.encode()).hexdigest()
+        examples: list[tuple[int, Example]] = []
+        for number, line in lines:
             question, _, answer = (part.strip() for part in line.partition("\t"))
             if question and answer and "\t" not in answer:
-                questions.append((question, answer))
-            elif line.strip():
+                asked = {"question": question, "answer": answer, "category": folder.name}
+                examples.append((number, Example(image=image.name, pair=0, **asked)))
+            else:
                 fix = "a line is a question, a tab and the answer"
                 what = "is no question with an answer"
                 problems.append(Problem(f"{where}:{number}", what, fix))
-        if not questions and len(problems) == count:
+        problems += find_contradictions(path, examples)
+        if not examples and len(problems) == count:
             problems.append(Problem(where, "has no question", "write them, or remove the file"))
-        yield _TextFile(folder.name, image, content, questions)
+        yield _TextFile(folder.name, image, content, examples)
 
 
 def _draw_splits(files: Sequence[_TextFile], seed: int) -> dict[str, Split]:

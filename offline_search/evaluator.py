@@ -8,7 +8,6 @@ log-probabilities: an example costs one prefill of K tokens and no decoding.
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import math
 import time
@@ -153,7 +152,6 @@ class ServedEvaluator:
         self._model = model or ""
         self._first_wait = first_wait
         self._probes = probes
-        self._image_urls: dict[str, str] = {}
 
     def probes(self) -> Sequence[VisualTokens]:
         """The probes given at construction; they cannot be read over HTTP."""
@@ -190,9 +188,8 @@ class ServedEvaluator:
         """Why a server cannot measure states, if so."""
         example = self.dataset.examples("search")[0]
         pruning = pruning_options(load_state("cdpruner"), 1)
-        body = scoring_request(
-            self._model, self._image_url(example), example.question, example.answer, pruning
-        )
+        image = self.dataset.images[example.image]
+        body = scoring_request(self._model, image, example.question, example.answer, pruning)
         try:
             answer = server.chat(body)
             score_reference_answer(answer["prompt_logprobs"], example.answer)
@@ -218,7 +215,7 @@ class ServedEvaluator:
         return Answers(tuple(value for value, _ in scores), tuple(right for _, right in scores))
 
     async def _score(self, example: Example, pruning: Mapping[str, object]) -> tuple[float, bool]:
-        image = self._image_url(example)
+        image = self.dataset.images[example.image]
         place = int.from_bytes(hashlib.sha256(example.image.encode()).digest()[:4], "big")
         place %= len(self._servers)
         servers = [*self._servers[place:], *self._servers[:place]]
@@ -231,12 +228,6 @@ class ServedEvaluator:
             # Not the candidate's fault: every further candidate would fail as well.
             raise SearchError(f"{error} -> start it and resume: nothing is lost") from None
         return scored.logprob, scored.right
-
-    def _image_url(self, example: Example) -> str:
-        if example.image not in self._image_urls:
-            content = base64.b64encode(self.dataset.image_bytes(example)).decode()
-            self._image_urls[example.image] = f"data:image/png;base64,{content}"
-        return self._image_urls[example.image]
 
     async def close(self) -> None:
         """Close all connections."""

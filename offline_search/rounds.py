@@ -22,7 +22,7 @@ from offline_search.ledger import Ledger, ProposalRecord, Status, TrialRecord, V
 from offline_search.programs import select_with_program
 from offline_search.settings import Settings
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed, ProblemsError, SelectionError
-from vllm_autoprune.evaluation.questions import Example
+from vllm_autoprune.evaluation.questions import Example, read_picture
 from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.materialize import materialize
@@ -110,16 +110,14 @@ def probes_from_checkpoint(
     Raises :class:`ConfigError` or :class:`UnsupportedModelError`.
     """
     # Imported here, because it loads transformers.
-    from PIL import Image
-
     from vllm_autoprune.checkpoint import LlavaVision
 
     vision = LlavaVision(checkpoint, text_tower)
     by_image = {example.image: example for example in reversed(dataset.examples("search"))}
     probes = []
     for example in islice(reversed(by_image.values()), _PROBE_IMAGES):
-        with Image.open(dataset.folder / example.image) as image:
-            probes.append(vision.encode(image, example.question))
+        picture = read_picture(example.image, dataset.folder, dataset.images[example.image])
+        probes.append(vision.encode(picture.image, example.question))
     return probes
 
 

@@ -14,7 +14,6 @@ from benchmarks.yardsticks.examples import CLIP, LLAVA
 from tests.serving.unit.samples import image as region_image
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, materialize, refine
-from vllm_autoprune.cli.commands.explain import _read_image
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.explain import (
     Explanation,
@@ -195,24 +194,13 @@ Captured = pytest.CaptureFixture[str]
 MODEL = ["--checkpoint", str(LLAVA), "--text-tower", str(CLIP)]
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "L", "P", "I;16"])
-def test_any_mode_of_image_and_transparent_pixels_become_white(tmp_path: Path, mode: str) -> None:
-    path = tmp_path / "wide.png"
-    source = Image.new("L", (400, 120), 90)
-    (source if mode == "I;16" else source.convert(mode)).save(path)
-    image = _read_image(path)
-    assert (image.mode, image.size) == ("RGB", (400, 120))
-    Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(path)
-    assert _read_image(path).getpixel((0, 0)) == (255, 255, 255)
-
-
 def test_files_that_cannot_be_read(tmp_path: Path, capsys: Captured) -> None:
     text, scene = tmp_path / "text.png", tmp_path / "scene.png"
     text.write_text("no image")
     Image.new("RGB", (8, 8)).save(scene)
     for image, options, message in (
-        (text, MODEL, "cannot be read"),
-        (tmp_path, MODEL, "cannot be read"),
+        (text, MODEL, "text.png: is not a picture that vLLM reads -> "),
+        (tmp_path, MODEL, "cannot be read (not a file)"),
         (scene, ["--checkpoint", str(tmp_path)], "has no config.json"),
         (scene, ["--checkpoint", "org/llava"], "or the id of one on the Hub"),
         (scene, ["--checkpoint", str(CLIP)], "is not supported here"),

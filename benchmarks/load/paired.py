@@ -79,7 +79,7 @@ def write_paired(out: Path, paired: Paired) -> None:
 def read_paired(out: Path) -> tuple[Paired, list[Run]]:
     """The experiment in a folder; raises :class:`BenchmarkError` where there is none."""
     try:
-        paired = Paired.model_validate_json((out / _PAIRED).read_text())
+        paired = Paired.model_validate_json((out / _PAIRED).read_bytes())
     except (OSError, ValidationError) as error:
         raise BenchmarkError(f"{out / _PAIRED}: {str(error).splitlines()[0]}") from error
     return paired, [Run(*entry, *read_result(out / entry[-1])) for entry in paired.runs]

@@ -256,7 +256,7 @@ def write_result(folder: Path, result: Result, records: Sequence[Record]) -> Non
 def read_result(folder: Path) -> tuple[Result, list[Record]]:
     """A run and its records, by index; raises :class:`BenchmarkError` where there is none."""
     try:
-        result = Result.model_validate_json((folder / RESULT).read_text())
+        result = Result.model_validate_json((folder / RESULT).read_bytes())
     except (OSError, ValidationError) as error:
         raise BenchmarkError(f"{folder / RESULT}: {str(error).splitlines()[0]}") from error
     fix = "name the folder of a finished run"

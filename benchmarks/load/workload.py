@@ -6,33 +6,39 @@ measured, then those of the warm-up. All servers that are compared are sent the 
 Own images and questions come from
 
 * a folder: its images, in order of their names; questions from ``prompts.txt`` in it, one a line;
-* a JSONL file: one object a line, with ``image`` (a path relative to the file) or ``images``, and
-  with ``question`` or ``prompt``.
+* a JSONL file: one object a line, with ``image`` (a path relative to the file, or base64) or
+  ``images``, and with ``question`` or ``prompt``.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from benchmarks import BenchmarkError
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
 from benchmarks.load.settings import RequestOptions, Workload
+from vllm_autoprune.errors import Problem
+from vllm_autoprune.evaluation.questions import (
+    Text,
+    read_lines,
+    read_objects,
+    read_picture,
+    refuse,
+)
 
 _T = TypeVar("_T")
 
 _WORKLOAD, _BODIES = "workload.json", "bodies.jsonl"
-_KINDS = {".jpg": "jpeg", ".jpeg": "jpeg", ".png": "png", ".webp": "webp", ".gif": "gif"}
-"""Image formats by the end of a file's name."""
+_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif")
+"""Of the names of files that are sent from a folder."""
 _ASPECTS = {"4/3": 4, "3/4": 2, "1/1": 2, "16/9": 1}
 """Width over height, with weights."""
 _FORMATS: Mapping[Literal["jpeg", "png"], float] = {"jpeg": 4, "png": 1}
@@ -60,11 +66,18 @@ class _Picture(NamedTuple):
     format: Literal["jpeg", "png"]
 
 
+class _File(NamedTuple):
+    """One picture of one's own data, as ``read_picture`` takes it."""
+
+    where: str
+    folder: Path
+    text: str
+
+
 class _Request(NamedTuple):
     """One request; requests with equal pictures and question have identical bodies."""
 
-    pictures: tuple[_Picture | Path, ...]
-    """Pictures to be drawn, or files of one's own data."""
+    pictures: tuple[_Picture | _File, ...]
     question: str
 
 
@@ -121,7 +134,7 @@ def prepare(workload: Workload, folder: Path) -> Prepared:
 def load_prepared(folder: Path) -> Prepared:
     """Read a prepared folder; raises :class:`BenchmarkError` where it is none, or incomplete."""
     try:
-        workload = Workload.model_validate_json((folder / _WORKLOAD).read_text())
+        workload = Workload.model_validate_json((folder / _WORKLOAD).read_bytes())
         content = (folder / _BODIES).read_bytes()
     except (OSError, ValidationError) as error:
         reason = str(error).splitlines()[0]
@@ -129,7 +142,7 @@ def load_prepared(folder: Path) -> Prepared:
             f"workload {folder}: {reason} -> create one: "
             "python -m benchmarks.load prepare --out DIR"
         ) from error
-    bodies, count = content.splitlines(), workload.requests
+    bodies, count = content.split(b"\n")[:-1], workload.requests
     if len(bodies) != count + workload.warm_up or not content.endswith(b"\n"):
         raise BenchmarkError(
             f"workload {folder}: {_BODIES} is incomplete -> delete the folder, prepare it again"
@@ -139,13 +152,12 @@ def load_prepared(folder: Path) -> Prepared:
 
 
 @lru_cache(maxsize=64)
-def _encode(picture: _Picture | Path) -> str:
+def _encode(picture: _Picture | _File) -> str:
     """An image as a data URL, as chat clients send it."""
     if isinstance(picture, _Picture):
         image = draw_picture(picture.seed, picture.width, picture.height)
         return encode_picture(image, picture.format)
-    content = base64.b64encode(picture.read_bytes()).decode()
-    return f"data:image/{_KINDS[picture.suffix.lower()]};base64,{content}"
+    return read_picture(*picture).url
 
 
 def _draw_requests(workload: Workload) -> list[_Request]:
@@ -213,41 +225,41 @@ def _generator(workload: Workload, stream: int, number: int) -> np.random.Genera
     return np.random.default_rng([workload.seed, stream, number])
 
 
+class _Line(BaseModel):
+    """One line of one's own data; what else it has is not read."""
+
+    image: Text | None = None
+    images: tuple[Text, ...] = ()
+    question: str | None = None
+    prompt: str | None = None
+
+
+_LINE = TypeAdapter(_Line)
+
+
 @lru_cache(maxsize=2)
 def _open_data(data: str) -> Sequence[_Request]:
-    """The items at a path, whose question may be empty; BenchmarkError for what is no data."""
-    path, items = Path(data), list[_Request]()
-    if path.suffix == ".jsonl" and path.is_file():
-        items = list(_read_lines(path))
-    elif path.is_dir():
+    """The items at a path, whose question may be empty; ConfigError for what is no data."""
+    path, items, problems = Path(data), list[_Request](), list[Problem]()
+    fix = f"give a folder of {', '.join(_ENDINGS)} files, or a .jsonl file"
+    if path.is_dir():
         prompts = path / "prompts.txt"
-        lines = prompts.read_text(encoding="utf-8").splitlines() if prompts.is_file() else []
-        questions = [line.strip() for line in lines if line.strip()] or [""]
-        files = sorted(file for file in path.iterdir() if file.suffix.lower() in _KINDS)
-        items = [_Request((file,), questions[n % len(questions)]) for n, file in enumerate(files)]
-    if not items:
-        raise BenchmarkError(
-            f"--data {path}: has no images -> give a folder of {', '.join(_KINDS)} files, or a "
-            ".jsonl file"
-        )
+        lines = read_lines(prompts, problems, "make it readable") if prompts.exists() else []
+        questions = [line.strip() for _, line in lines] or [""]
+        names = sorted(file.name for file in path.iterdir() if file.suffix.lower() in _ENDINGS)
+        items = [
+            _Request((_File(str(path / name), path, name),), questions[number % len(questions)])
+            for number, name in enumerate(names)
+        ]
+    else:
+        form = 'give an object with a path as "image", or a list as "images"'
+        for number, line in read_objects(path, _LINE, problems, fix, form):
+            texts = line.images or tuple(filter(None, [line.image]))
+            files = [_File(f"{path}:{number}: image {t[:80]!r}", path.parent, t) for t in texts]
+            items.append(_Request(tuple(files), line.question or line.prompt or ""))
+            if not texts:
+                problems.append(Problem(f"{path}:{number}", "has no image", form))
+    if not items and not problems:
+        problems.append(Problem(str(path), "has no images", fix))
+    refuse("--data", problems)
     return items
-
-
-def _read_lines(path: Path) -> Iterator[_Request]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            content = json.loads(line)
-            files = [path.parent / name for name in content.get("images") or [content["image"]]]
-            for file in files:
-                if file.suffix.lower() not in _KINDS:
-                    raise ValueError(f"{file.name} is no {', '.join(_KINDS)} file")
-                file.stat()
-            question = content.get("question") or content.get("prompt") or ""
-        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
-            raise BenchmarkError(
-                f"--data {path} line {number}: {type(error).__name__}: {error} -> give an object "
-                'with a path as "image", or a list as "images"'
-            ) from None
-        yield _Request(tuple(files), str(question))

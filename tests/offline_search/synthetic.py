@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from pydantic import JsonValue
 
 from benchmarks.common.fake_server import Answer, Body, FakeServer, fake_server
@@ -127,13 +129,23 @@ def list_reply(begin: int, length: int, **changes: JsonValue) -> str:
     return json.dumps({"proposals": [fields | changes | json.loads(text) for text in chosen]})
 
 
+def draw_pixel() -> bytes:
+    """A PNG file."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+PIXEL = draw_pixel()
+
+
 def dataset(folder: Path, images: int = SIZE // 2) -> Dataset:
-    """Data set with two questions per image; the content of an image file is its name."""
+    """Data set with two questions per image; what tells images apart is behind their pixels."""
     for split in SPLITS:
         examples = []
         for number in range(images):
             name = f"{split}-{number}.png"
-            (folder / name).write_text(name)
+            (folder / name).write_bytes(PIXEL + name.encode())
             examples += [
                 Example(image=name, question=f"Is it {n}?", answer=("yes", "no")[n],
                         category=("digit", "colour")[number % 2], pair=number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,7 @@ from offline_search.dataset import SPLITS, Dataset, convert_mme, read_dataset
 from offline_search.evaluator import EvaluationJob, ServedEvaluator
 from tests.offline_search.synthetic import (
     MODELS,
+    PIXEL,
     completion,
     endpoint,
     error,
@@ -57,9 +59,11 @@ def test_all_problems_are_reported_together(data: Dataset, tmp_path: Path) -> No
     (folder / "validation-0.png").write_bytes((folder / "search-3.png").read_bytes())
     with pytest.raises(ConfigError) as caught:
         read_dataset(folder)
-    problems = {problem.where: problem.what for problem in caught.value.problems}
+    problems = {
+        problem.where.removeprefix(f"{folder}/"): problem.what for problem in caught.value.problems
+    }
     assert {f"search.jsonl:{line}" for line in (25, 26, 27)} <= problems.keys()
-    assert {"test.jsonl", "validation-2.png"} <= problems.keys()
+    assert {"test.jsonl", "validation.jsonl:5: image 'validation-2.png'"} <= problems.keys()
     shared = "the same image is in search and in validation"
     assert problems["validation-0.png"] == shared, "under any name"
     assert all(problem.fix for problem in caught.value.problems)
@@ -73,9 +77,9 @@ def mme(tmp_path: Path) -> Path:
         folder.mkdir(parents=True)
     for number in range(10):
         (beside / f"{number}.txt").write_text("Is it red?\tYes\nIs it blue?\tNo\n")
-        (beside / f"{number}.jpg").write_text(f"color {number}")
+        (beside / f"{number}.jpg").write_bytes(PIXEL + f"color {number}".encode())
         (apart / "questions_answers_YN" / f"{number}.txt").write_text("A cat?\tNo\nA dog?\tYes")
-        (apart / "images" / f"{number}.png").write_text(f"scene {number}")
+        (apart / "images" / f"{number}.png").write_bytes(PIXEL + f"scene {number}".encode())
     return tmp_path / "mme"
 
 
@@ -93,8 +97,8 @@ def test_files_of_both_layouts_become_a_data_folder(
     }  # fmt: skip
     assert Counter(example.pair for example in examples) == dict.fromkeys(range(20), 2)
     for example in examples:
-        content = data.image_bytes(example).decode()
-        assert content == f"{example.category} {Path(example.image).stem}"
+        content = base64.b64decode(data.images[example.image].partition(",")[2])
+        assert content == PIXEL + f"{example.category} {Path(example.image).stem}".encode()
 
 
 def test_an_image_of_two_categories_is_in_one_split(mme: Path, tmp_path: Path) -> None:
@@ -103,7 +107,8 @@ def test_an_image_of_two_categories_is_in_one_split(mme: Path, tmp_path: Path) -
     category.mkdir()
     for number in range(10):
         (category / f"{number}.txt").write_text("Left of it?\tYes\nRight of it?\tNo\n")
-        (category / f"{number}.jpg").write_text(f"{'color' if number < 6 else 'position'} {number}")
+        content = f"{'color' if number < 6 else 'position'} {number}"
+        (category / f"{number}.jpg").write_bytes(PIXEL + content.encode())
     drawn = []
     for draw, seed in enumerate((0, 1, 2, 3, 3)):
         target = tmp_path / f"data-{draw}"
@@ -129,13 +134,23 @@ def test_every_problem_of_the_files_is_listed_and_nothing_written(
     (mme / "color" / "4.jpg").unlink()
     (mme / "color" / "4.jpg").mkdir()
     (mme / "color" / "5.jpg").unlink()
+    (mme / "color" / "6.txt").write_text("Is it\u2028red?\tYes\nIs it blue?\tYes\n")
+    (mme / "color" / "7.txt").write_text("Is it red?\tYes\nIs it red?\tNo\n")
+    (mme / "color" / "8.jpg").write_text("no picture")
     with pytest.raises(ConfigError) as caught:
         convert_mme(mme, tmp_path / "data")
-    problems = {problem.where: problem.what for problem in caught.value.problems}
-    assert list(problems) == ["color/1.txt:2", *(f"color/{n}.txt" for n in range(2, 6))]
-    for where, words in {"2.txt": "utf-8", "3.txt": "no question", "4.txt": "Is a directory",
-                         "5.txt": "no image"}.items():  # fmt: skip
-        assert words in problems[f"color/{where}"]
+    problems = {
+        Path(problem.where).relative_to(mme / "color").as_posix(): problem.what
+        for problem in caught.value.problems
+    }
+    words = {
+        "1.txt:2": "is no question with an answer", "1.txt:1": 'is not one "yes" and one "no"',
+        "2.txt:1": "is not UTF-8", "3.txt": "has no question", "4.jpg": "not a file",
+        "5.txt": "has no image", "6.txt:1": 'is not one "yes" and one "no"',
+        "7.txt:2": "has another answer than line 1", "8.jpg": "is not a picture",
+    }  # fmt: skip
+    assert list(problems) == list(words)
+    assert [where for where in words if words[where] not in problems[where]] == []
     assert all(problem.fix for problem in caught.value.problems)
     assert not (tmp_path / "data").exists()
 

@@ -63,7 +63,8 @@ def print_result(options: argparse.Namespace, record: object, *blocks: str) -> N
 
 def as_json(value: object) -> str:
     """Indented JSON; tuples become lists."""
-    return json.dumps(value, indent=2, ensure_ascii=False)
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    return text.encode(errors="backslashreplace").decode()  # a path may be any bytes
 
 
 def format_table(

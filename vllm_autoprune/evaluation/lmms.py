@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from pydantic import TypeAdapter
+
 from vllm_autoprune.connection import Connection, server_address
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import (
@@ -33,6 +35,7 @@ from vllm_autoprune.evaluation.journal import (
     Setup,
     Total,
 )
+from vllm_autoprune.evaluation.questions import parse_json, read_objects, refuse
 from vllm_autoprune.evaluation.run import Progress, Suite, check_server
 
 PINNED = "0.7.3"
@@ -179,7 +182,7 @@ class LmmsSuite(Suite):
             progress.write(f"{case.name}: {benchmark.task} ...")
             folder = self._new_folder(case, benchmark)
             self._run(case, benchmark, folder)
-            journal.append(list(_read_output(folder, benchmark, case.name)))
+            journal.append(_read_output(folder, benchmark, case.name))
             progress.advance()
 
     def _new_folder(self, case: Case, benchmark: _Benchmark) -> Path:
@@ -278,31 +281,47 @@ same, and most of it is nowhere else."""
 
 def _read_output(
     folder: Path, benchmark: _Benchmark, case: str
-) -> Iterator[Question | Answer | Total]:
+) -> Sequence[Question | Answer | Total]:
     """The files of one run: questions, answers, and last the total, unless a request failed.
 
     Raises :class:`EvaluationError` if something is missing.
     """
+    try:
+        return list(_parse_output(folder, benchmark, case))
+    except (
+        ConfigError, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError
+    ) as error:  # fmt: skip
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        what = f"{benchmark.task}: its output is incomplete ({reason})"
+        raise EvaluationError(f"{what} -> see {folder / _LOG}, fix that and add --resume") from None
+
+
+_LINE = TypeAdapter(dict[str, Any])
+
+
+def _parse_output(
+    folder: Path, benchmark: _Benchmark, case: str
+) -> Iterator[Question | Answer | Total]:
+    """The records of :func:`_read_output`; raises various errors for files of another form."""
     task = benchmark.task
 
-    def read_lines(path: Path) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
+    def read(path: Path) -> list[dict[str, Any]]:
+        problems: list[Problem] = []
+        lines = read_objects(path, _LINE, problems, "run the task again", "run the task again")
+        refuse("files", problems)
+        return [line for _, line in lines]
 
-    try:
-        (samples,) = folder.rglob(f"*_samples_{task}.jsonl")
-        # Tasks write more such files, as MMBench its submissions/mmbench_en_dev_results.json.
-        stamp = samples.name.removesuffix(f"_samples_{task}.jsonl")
-        summary = json.loads(samples.with_name(f"{stamp}_results.json").read_text("utf-8"))
-        lines = read_lines(samples)
-        images = {line["doc_id"]: line["image"] for line in read_lines(folder / _IMAGES)}
-        metrics = benchmark.metrics or (summary["configs"][task]["metric_list"][0]["metric"],)
-        # Keys of the results have the form ``metric,filter``.
-        scores = {key.partition(",")[0]: score for key, score in summary["results"][task].items()}
-        points = sum(float(scores[metric]) for metric in metrics)
-        expected = summary["n-samples"][task]["effective"]
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        what = f"{task}: its output is incomplete ({type(error).__name__}: {error})"
-        raise EvaluationError(f"{what} -> see {folder / _LOG}, fix that and add --resume") from None
+    (samples,) = folder.rglob(f"*_samples_{task}.jsonl")
+    # Tasks write more such files, as MMBench its submissions/mmbench_en_dev_results.json.
+    stamp = samples.name.removesuffix(f"_samples_{task}.jsonl")
+    summary = parse_json(samples.with_name(f"{stamp}_results.json").read_text("utf-8"))
+    lines = read(samples)
+    images = {line["doc_id"]: line["image"] for line in read(folder / _IMAGES)}
+    metrics = benchmark.metrics or (summary["configs"][task]["metric_list"][0]["metric"],)
+    # Keys of the results have the form ``metric,filter``.
+    scores = {key.partition(",")[0]: score for key, score in summary["results"][task].items()}
+    points = sum(float(scores[metric]) for metric in metrics)
+    expected = summary["n-samples"][task]["effective"]
     if len({line["doc_id"] for line in lines}) != expected:
         what = f"{task}: {len(lines)} samples, but lmms-eval reports {expected}"
         raise EvaluationError(f"{what} -> some are missing; run it again with --resume")
@@ -326,16 +345,16 @@ def _read_output(
         texts = [*_list_texts(line.get("filtered_resps")), *_list_texts(line.get("resps"))]
         marked = [text[:300] for text in texts if text.startswith(_FAILURE_MARKS)]
         tokens = ((line.get("token_counts") or [None])[0] or {}).get("input_tokens")
-        answer = Answer(case=case, question=question.id)
         if not texts or marked or not tokens:
             reason = [*marked, "no answer, or no prompt tokens were counted: the request failed"][0]
-            answer = answer.model_copy(update={"failure": reason})
-        else:
-            score = judgement.get("score")
-            value = float(score) if isinstance(score, bool | int | float) else None
-            about = {"score": value, "prompt_tokens": int(tokens), "text": texts[0]}
-            answer = answer.model_copy(update=about)
-        answers.append(answer)
+            answers.append(Answer(case=case, question=question.id, failure=reason))
+            continue
+        score = judgement.get("score")
+        value = float(score) if isinstance(score, bool | int | float) else None
+        answers.append(
+            Answer(case=case, question=question.id, score=value, prompt_tokens=tokens,
+                   text=texts[0])
+        )  # fmt: skip
     log = "" if benchmark.judge == "none" else (folder / _LOG).read_text(errors="replace")
     if unjudged := len(_UNJUDGED.findall(log)):
         failure = (

@@ -1,67 +1,310 @@
-"""Questions of a JSONL file, checked before the first request: lines, images, kinds, pairs."""
+"""Questions of one's own, read from files: lines, JSON, pictures, pairs.
+
+Whatever a file holds, its problems are told with their lines, and nothing else is raised.
+"""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
-import mimetypes
+import io
+import json
 import re
+import shlex
+import stat
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, ValidationError
+from PIL import Image, ImageOps, UnidentifiedImageError
+from pydantic import StringConstraints, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import MME, Question
 from vllm_autoprune.record_file import FrozenModel
 
+_T = TypeVar("_T")
+
+Text = Annotated[str, StringConstraints(pattern=r"\S")]
+"""Text that is not blank."""
+
+_MAX_PROBLEMS = 20
+
+
+def refuse(subject: str, problems: Sequence[Problem]) -> None:
+    """Raise :class:`ConfigError` with the first twenty of these problems, if there are any."""
+    if (more := len(problems) - _MAX_PROBLEMS) > 0:
+        count = Problem(subject, f"{more} more problems", "fix those above first")
+        problems = [*problems[:_MAX_PROBLEMS], count]
+    if problems:
+        raise ConfigError(subject, problems)
+
+
+# ---- lines and JSON ----
+
+_TABLE = (
+    "python -c 'import csv, json, sys; [print(json.dumps(row)) for row in "
+    'csv.DictReader(sys.stdin, delimiter="{}")]\' < {{}} > questions.jsonl'
+)
+_NOT_JSONL = {
+    rb"\x1f\x8b": ("gzip", "gunzip {}"),
+    rb"PK\x03\x04|PAR1": ("an archive, a spreadsheet or Parquet", "export it as text"),
+    rb"version https://git-lfs": ("a Git LFS pointer", "git lfs pull"),
+    rb"\[\s*([{\]]|$)": ("one JSON array", "jq -c '.[]' {} > questions.jsonl"),
+    rb"[\[{]([^\]}]*[\[{,])?$": ("JSON over several lines", "jq -c . {} > questions.jsonl"),
+    rb"[\w ]+(,[\w ]+)+$": ("CSV", _TABLE.format(",")),
+    rb"[\w ]+(\t[\w ]+)+$": ("TSV", _TABLE.format(r"\t")),
+    rb"[^\0]*\r[^\0]": ("text whose lines end in CR", r"tr '\r' '\n' < {} > questions.jsonl"),
+    rb"<": ("HTML or XML", "download the file itself"),
+}
+"""Other kinds of files by the beginning of their first line, and what makes JSON lines of them."""
+_UTF_16 = re.compile(rb"\A(\xff\xfe|\xfe\xff)|([^\0]\0){4}|(\0[^\0]){4}")
+
+
+def read_lines(
+    path: Path,
+    problems: list[Problem],
+    fix: str,
+    other_kinds: Mapping[bytes, tuple[str, str]] = MappingProxyType({}),
+) -> list[tuple[int, str]]:
+    """The lines of a UTF-8 file that are not blank, with their numbers; ``\\n`` alone ends one.
+
+    Problems are added to ``problems``; ``fix`` is for a file that cannot be opened.
+    """
+    try:
+        content = path.read_bytes()
+        # Editors on Windows put a byte order mark before the first line.
+        line = content.removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n\t ").split(b"\n", 1)[0].rstrip()
+        for pattern, (kind, command) in other_kinds.items():
+            if re.match(pattern, line):
+                advice = command.format(shlex.quote(str(path)))
+                problems.append(Problem(str(path), f"is {kind}, not one object a line", advice))
+                return []
+        if (place := content.find(b"\0")) >= 0:
+            raise UnicodeDecodeError("utf-8", content, place, place + 1, "a NUL byte")
+        lines = enumerate(content.decode("utf-8-sig").split("\n"), 1)
+        return [(number, text) for number, text in lines if text.strip()]
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        what, advice = f"is not UTF-8 ({error.reason})", "save it as UTF-8"
+        if content[error.start] == 0xED:  # as UTF-8 would begin it
+            what = "holds half of a surrogate pair"
+        else:
+            encoding = "UTF-16" if _UTF_16.search(content) else "LATIN1"
+            what += f": {encoding}?"
+            advice += f": iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > utf-8.jsonl"
+        problems.append(Problem(f"{path}:{number}", what, advice))
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        problems.append(Problem(str(path), f"cannot be read ({_reason(error)})", fix))
+    return []
+
+
+_MEANINGS = {
+    "missing": "is missing",
+    "extra_forbidden": "is not a known field",
+    "string_type": "is not text",
+    "string_pattern_mismatch": "is blank",
+    "model_type": "is not an object",
+    "dict_type": "is not an object",
+}
+
+
+def read_objects(
+    path: Path, adapter: TypeAdapter[_T], problems: list[Problem], fix: str, form: str
+) -> list[tuple[int, _T]]:
+    """What a JSONL file has on each line that is not blank, with its number.
+
+    Problems are added as by :func:`read_lines`, one a line; ``form`` says how a line is written.
+    """
+    objects = []
+    for number, line in read_lines(path, problems, fix, _NOT_JSONL):
+        try:
+            objects.append((number, adapter.validate_python(parse_json(line))))
+        except ValidationError as error:
+            what = "; ".join(
+                f"{'.'.join(map(str, detail['loc']))[:40]!r} ".removeprefix("'' ")
+                + _MEANINGS.get(detail["type"], detail["msg"])
+                for detail in error.errors(include_url=False)
+            )
+            problems.append(Problem(f"{path}:{number}", what, form))
+        except ValueError as error:
+            what = f"is not JSON ({error})".replace(" at line 1 column ", " at column ")
+            problems.append(Problem(f"{path}:{number}", what, form))
+    return objects
+
+
+def parse_json(text: str) -> Any:
+    """The value of JSON text; raises ValueError, and no other error.
+
+    Refused as well: a key that occurs twice, half of a surrogate pair, lists hundreds deep.
+    """
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if len(values := dict(pairs)) < len(pairs):
+            ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+            raise ValueError(f"key {key[:40]!r} occurs twice")
+        return values
+
+    from_json(text)  # stricter than Python's parser, which alone tells keys that occur twice
+    return json.loads(text, object_pairs_hook=unique)
+
+
+# ---- pictures ----
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture that was decoded once, whole; ``image`` is what a model sees of it, in RGB.
+
+    ``name`` is its path as written, or a digest where base64 was written; ``url`` is its content
+    as a data URL, the same for the same content.
+    """
+
+    name: str
+    url: str
+    image: Image.Image
+
+
+_NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
+"""Formats that vLLM does not open, because they need other programs (vllm/multimodal/image.py)."""
+
+
+def read_picture(where: str, folder: Path, text: str) -> Picture:
+    """The picture at a path relative to ``folder``, or that a data URL or base64 holds.
+
+    It is read as vLLM reads it. Raises :class:`ConfigError` with one problem, which is at
+    ``where``.
+    """
+
+    def refusal(what: str, fix: str) -> ConfigError:
+        return ConfigError("image", [Problem(where, what, fix)])
+
+    name, encoded = text, text.partition(",")[2] if text[:5].lower() == "data:" else ""
+    if not encoded:
+        try:
+            if not stat.S_ISREG((folder / text).stat().st_mode):  # a pipe might never end
+                raise OSError(0, "not a file")
+            content = (folder / text).read_bytes()
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            fix = "give the path of a PNG or JPEG file"
+            fix += "" if folder == Path() else f", relative to {folder}"
+            if re.match(r"\w+://", text):
+                fix = "download it, and give the path of the file"
+            elif "\\" in text or text.startswith("~"):
+                fix = 'write the path with "/", and without "~"'
+            elif len(text) > 40 and "." not in text and "not a file" not in str(error):
+                encoded = text
+            if not encoded:
+                raise refusal(f"cannot be read ({_reason(error)})", fix) from None
+    if encoded:
+        encoded = "".join(encoded.split())
+        try:
+            content = base64.b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True)
+        except ValueError:
+            fix = "give the path of a PNG or JPEG file, or its content in base64"
+            raise refusal("is neither a file nor base64", fix) from None
+        name = f"sha256:{hashlib.sha256(content).hexdigest()[:16]}"
+    try:
+        kind, image = _decode(content)
+    except Image.DecompressionBombError:
+        limit = f"{2 * (Image.MAX_IMAGE_PIXELS or 0):,}"
+        raise refusal(f"has more pixels than vLLM takes ({limit})", "make it smaller") from None
+    except UnidentifiedImageError:
+        if content.startswith(b"version https://git-lfs"):
+            raise refusal("is a Git LFS pointer", "git lfs pull") from None
+        kind = "is neither a file nor base64 of" if encoded else "is not"
+        raise refusal(f"{kind} a picture that vLLM reads", "convert it to PNG or JPEG") from None
+    except Exception as error:  # decoders raise anything for a broken file
+        what = f"is cut off or broken ({_reason(error)})"
+        raise refusal(what, "copy or export it again") from None
+    data = base64.b64encode(content).decode()
+    return Picture(name, f"data:{Image.MIME.get(kind, 'image/png')};base64,{data}", image)
+
+
+def _decode(content: bytes) -> tuple[str, Image.Image]:
+    """Format of a picture, and its first frame in RGB, as in vllm/multimodal/media/image.py."""
+    Image.init()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of many pixels, and of odd metadata
+        image: Image.Image = Image.open(
+            io.BytesIO(content), formats=[name for name in Image.ID if name not in _NOT_DECODED]
+        )
+        kind = image.format or ""
+        image.load()  # whole: `verify` looks at no pixel
+        with contextlib.suppress(Exception):
+            image = ImageOps.exif_transpose(image)
+        if image.mode == "RGB":  # where vLLM leaves a transparent colour as it is
+            return kind, image
+        if not (image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info):
+            return kind, image.convert("RGB")
+        white = Image.new("RGB", image.size, "white")
+        image = image.convert("RGBA")
+        white.paste(image, mask=image.getchannel("A"))
+        return kind, white
+
+
+def _reason(error: Exception) -> str:
+    """An exception's message in one short line."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(reason.split())[:160] or type(error).__name__
+
+
+# ---- questions ----
+
 
 class Example(FrozenModel):
-    """One question about one image; ``image`` is a path relative to the data folder."""
+    """One question about one image.
 
-    image: str = Field(min_length=1)
-    question: str = Field(min_length=1)
-    answer: str = Field(min_length=1)
-    category: str = Field(default="all", min_length=1)
+    A file has the image's path, relative to itself, or its content in base64; once read, it has
+    one name for each content.
+    """
+
+    image: Text
+    question: Text
+    answer: Text
+    category: Text = "all"
     pair: int | None = None
 
 
+_EXAMPLE = TypeAdapter(Example)
 _FORM = (
     'write one object a line: {"image": "a.png", "question": "...", "answer": "..."}, with '
     '"category" as text and "pair" as a whole number where wanted'
 )
 
 
-def read_lines(path: Path, problems: list[Problem], fix: str) -> list[tuple[int, Example]]:
-    """The examples of one JSONL file with their line numbers; empty lines are left out.
+def read_examples(
+    path: Path, problems: list[Problem], fix: str
+) -> tuple[list[Example], dict[str, str]]:
+    """The examples of one JSONL file, and their images as data URLs by name.
 
     Problems are added to ``problems``; ``fix`` is for a file that cannot be read.
     """
-    try:
-        # Editors on Windows put a byte order mark before the first line.
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        problems.append(Problem(path.name or str(path), f"cannot be read ({reason})", fix))
-        return []
-    if re.match(r"\s*\[\s*[{\]]", text):  # else each line would be a problem
-        fix = f"write each object on one line: jq -c '.[]' {path.name} > questions.jsonl"
-        problems.append(Problem(path.name, "is one JSON array", fix))
-        return []
-    examples = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            examples.append((number, Example.model_validate_json(line)))
-        except ValidationError as error:
-            for detail in error.errors(include_url=False):
-                field = ".".join(map(str, detail["loc"]))
-                what = f'"{field[:40]}": {detail["msg"]}' if field else detail["msg"]
-                problems.append(Problem(f"{path.name}:{number}", what, _FORM))
-    return examples
+    earlier = len(problems)
+    numbered = []
+    # Names of images by their text in the file, and by content.
+    names, name_of_url = dict[str, str](), dict[str, str]()
+    for number, example in read_objects(path, _EXAMPLE, problems, fix, _FORM):
+        if example.image not in names:
+            names[example.image] = ""
+            where = f"{path}:{number}: image {example.image[:80]!r}"
+            try:
+                picture = read_picture(where, path.parent, example.image)
+                names[example.image] = name_of_url.setdefault(picture.url, picture.name)
+            except ConfigError as error:
+                problems += error.problems
+        numbered.append((number, example.model_copy(update={"image": names[example.image]})))
+    if not numbered and len(problems) == earlier:
+        problems.append(Problem(str(path), "contains no example", "give it at least one example"))
+    if len(problems) == earlier:
+        problems += find_contradictions(path, numbered)
+    return [example for _, example in numbered], {name: url for url, name in name_of_url.items()}
 
 
 @dataclass(frozen=True)
@@ -83,48 +326,19 @@ def questions_digest(questions: Sequence[PreparedQuestion]) -> str:
     return digest.hexdigest()[:12]
 
 
-_MAX_PROBLEMS = 20
-
-
 def read_questions(path: Path, limit: int | None = None) -> Sequence[PreparedQuestion]:
     """The first ``limit`` questions of a JSONL file, ordered by image; raises ConfigError.
 
-    A line is as in a data folder of ``vllm-autoprune search``; image paths are relative to the
-    file. The error lists every problem with its line. A pair that the limit cuts is left out.
+    A line is as in a data folder of ``vllm-autoprune search``. The error lists every problem with
+    its line. A pair that the limit cuts is left out.
     """
-    from PIL import Image
-
     problems: list[Problem] = []
     fix = "give the path of a JSONL file in UTF-8, one question a line"
-    numbered = read_lines(path, problems, fix)
-    lines = {example.image: line for line, example in reversed(numbered)}
-    images = {}
-    for image in dict.fromkeys(example.image for _, example in numbered):
-        try:
-            with Image.open(path.parent / image) as content:
-                content.verify()
-        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for broken files
-            reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
-            what = f"image {image[:80]!r} cannot be read ({reason[:160]})"
-            fix = f"give the path of a PNG or JPEG file; it is relative to {path.parent.resolve()}"
-            problems.append(Problem(f"{path.name}:{lines[image]}", what, fix))
-            continue
-        kind = mimetypes.guess_type(image)[0] or "image/png"
-        data = base64.b64encode((path.parent / image).read_bytes()).decode()
-        images[image] = f"data:{kind};base64,{data}"
-    if not numbered and not problems:
-        problems.append(Problem(path.name, "contains no example", "give it at least one example"))
-    problems = problems or list(_check_pairs(path.name, numbered))
-    if (more := len(problems) - _MAX_PROBLEMS) > 0:
-        fix = "fix those above first"
-        problems[_MAX_PROBLEMS:] = [Problem(path.name, f"{more} more problems", fix)]
-    if problems:
-        raise ConfigError(f"data {path}", problems)
+    unordered, images = read_examples(path, problems, fix)
+    refuse("data", problems)
     # Questions about one image follow each other, so that its features are computed once.
     order = {name: place for place, name in enumerate(images)}
-    examples = sorted(
-        enumerate(example for _, example in numbered), key=lambda pair: order[pair[1].image]
-    )[:limit]
+    examples = sorted(enumerate(unordered), key=lambda pair: order[pair[1].image])[:limit]
     sizes = Counter((example.image, example.pair) for _, example in examples)
     questions = []
     for number, example in examples:
@@ -143,16 +357,24 @@ def read_questions(path: Path, limit: int | None = None) -> Sequence[PreparedQue
     return questions
 
 
-def _check_pairs(name: str, numbered: Sequence[tuple[int, Example]]) -> Iterator[Problem]:
-    """Pairs that are not two questions about one image, of which one answer is yes and one no."""
+def find_contradictions(path: Path, numbered: Sequence[tuple[int, Example]]) -> Iterator[Problem]:
+    """Questions about one image with two answers; else pairs that are not one yes and one no."""
+    answers: dict[tuple[str, str], tuple[int, str]] = {}
     pairs: dict[tuple[str, int], list[tuple[int, str]]] = {}
+    contradicts = False
     for line, example in numbered:
+        answer = example.answer.strip().lower()
+        asked = (example.image, example.question.strip())
+        earlier, expected = answers.setdefault(asked, (line, answer))
+        if answer != expected:
+            contradicts = True
+            what = f"has another answer than line {earlier} to the same question about one image"
+            yield Problem(f"{path}:{line}", what, "keep one of them: only one can be exact")
         if example.pair is not None:
-            answer = example.answer.strip().lower()
             pairs.setdefault((example.image, example.pair), []).append((line, answer))
-    for (image, pair), members in pairs.items():
+    for (image, pair), members in () if contradicts else pairs.items():
         if sorted(answer for _, answer in members) != ["no", "yes"]:
             lines = ", ".join(str(line) for line, _ in members)
             what = f'"pair": {pair} about {image!r} is not one "yes" and one "no" (lines {lines})'
             fix = "give a pair two questions about one image with these answers, or leave it out"
-            yield Problem(f"{name}:{members[0][0]}", what, fix)
+            yield Problem(f"{path}:{members[0][0]}", what, fix)

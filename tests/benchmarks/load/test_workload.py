@@ -189,15 +189,19 @@ def test_images_and_questions_of_ones_own_are_sent(
     assert urls == [[f"data:image/png;base64,{encoded[n]}" for n in row] for row in images]
 
 
+BEFORE = "\n".join(map(json.dumps, LINES[:3]))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
         ("few", None, "has 3 items, but --cache unique needs 4 (with the warm-up)"),
-        ("none", None, "has no images -> give a folder"),
-        ("a.jsonl", "{", "line 1: JSONDecodeError"),
-        ("b.jsonl", '{"question": "?"}', "line 1: KeyError: 'image' -> give an object"),
-        ("c.jsonl", '{"image": "none.png"}', "line 1: FileNotFoundError"),
-        ("d.jsonl", '{"image": "paper"}', "line 1: ValueError: paper is no .jpg, .jpeg, .png,"),
+        ("none", None, "none: cannot be read (No such file or directory) -> give a folder of .jpg"),
+        (".", None, "has no images -> give a folder of .jpg"),
+        ("a.jsonl", "{", "a.jsonl: is JSON over several lines"),
+        ("b.jsonl", '{"question": "?"}', "b.jsonl:1: has no image -> give an object"),
+        ("c.jsonl", BEFORE + '\n{"image": "none.png"}', "c.jsonl:4: image 'none.png': cannot be"),
+        ("d.jsonl", BEFORE + '\n{"image": "d.jsonl"}', "d.jsonl:4: image 'd.jsonl': is not a pi"),
     ],
 )
 def test_a_mistake_in_the_data_is_answered_in_one_line(
@@ -205,6 +209,7 @@ def test_a_mistake_in_the_data_is_answered_in_one_line(
 ) -> None:
     write_images(tmp_path / "few", 3)
     if content is not None:
+        write_images(tmp_path, 4)
         (tmp_path / name).write_text(content)
     out = str(tmp_path / "w")
     assert main([*PREPARE, "--data", str(tmp_path / name), "--out", out]) == 1

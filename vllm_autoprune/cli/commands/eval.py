@@ -90,7 +90,7 @@ def evaluate_states(options: argparse.Namespace) -> int:
             connection=connection,
             served_name=options.served_name,
             max_in_flight=options.concurrency or MAX_IN_FLIGHT,
-            data=options.data.name,
+            data=options.data.name.encode(errors="replace").decode(),  # a name may be any bytes
         )
     else:
         qwen = options.backbone.startswith("qwen")

@@ -5,16 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_autoprune.cli.flags import argument, command
 from vllm_autoprune.cli.output import print_result, write_file
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 
 @command(
@@ -43,8 +39,10 @@ def explain(options: argparse.Namespace) -> int:
     if output is not None and output.suffix.lower() != ".png":
         problem = Problem(f"-o {output}", "not a known format", "end it in .png")
         raise ConfigError("explain", [problem])
+    from vllm_autoprune.evaluation.questions import read_picture
+
     policy = materialize(load_state(options.state), options.budget)
-    image = _read_image(options.image)
+    image = read_picture(str(options.image), Path(), str(options.image)).image
 
     from vllm_autoprune.explain import explain_image
     from vllm_autoprune.picture import encode_picture
@@ -59,21 +57,3 @@ def explain(options: argparse.Namespace) -> int:
     wrote = "no -o FILE: nothing written" if output is None else f"wrote {output}"
     print_result(options, {"summary": summary, "regions": regions}, f"{summary}\n{wrote}")
     return 0
-
-
-def _read_image(path: Path) -> Image.Image:
-    """Read an image file as vLLM does; raises :class:`ConfigError`."""
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path) as image:
-            # As vLLM: rotated by its EXIF orientation, transparency on white.
-            upright = ImageOps.exif_transpose(image)
-            if not upright.has_transparency_data:
-                return upright.convert("RGB")
-            white = Image.new("RGBA", upright.size, "white")
-            return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "not an image"
-        what = f"cannot be read ({reason})"
-        raise ConfigError("image", [Problem(str(path), what, "give an image file")]) from None

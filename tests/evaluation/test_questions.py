@@ -1,0 +1,502 @@
+"""Questions and pictures of one's own files: what is read, and what is said of every mistake."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import io
+import json
+import os
+import re
+import struct
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from vllm.multimodal.media.image import ImageMediaIO
+
+from benchmarks.load.workload import _encode, _open_data
+from offline_search.dataset import SPLITS, convert_mme, read_dataset
+from tests.evaluation.test_lmms import FILES, OWN
+from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
+from vllm_autoprune.evaluation.journal import MME
+from vllm_autoprune.evaluation.lmms import _read_output
+from vllm_autoprune.evaluation.questions import read_picture, read_questions
+
+LINE = {"image": "a.png", "question": "?", "answer": "x"}
+
+# ---- pictures ----
+
+
+def draw(mode: str = "RGB") -> Image.Image:
+    """A picture in a mode of Pillow, whose columns, rows and transparency differ."""
+    levels = (np.arange(24 * 16).reshape(16, 24) * 5 % 256).astype(np.uint8)
+    if mode in ("I;16", "I", "F"):
+        return Image.fromarray(levels.astype({"I;16": "u2", "I": "i4", "F": "f4"}[mode]) * 3)
+    channels = [np.roll(levels, 3 * shift, axis=shift % 2) for shift in range(4)]
+    return Image.fromarray(np.stack(channels, axis=-1)).convert(mode)
+
+
+def save(kind: str = "PNG", mode: str = "RGB", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    draw(mode).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_header(width: int, height: int) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 9))
+
+
+FRAMES: dict[str, Any] = {
+    "save_all": True,
+    "append_images": [draw().rotate(90), draw().rotate(180)],
+}
+ROTATED = Image.Exif()
+ROTATED[0x0112] = 6
+PICTURES = {
+    **{f"{mode} PNG": save(mode=mode) for mode in ("RGB", "L", "1", "P", "RGBA", "LA", "I;16")},
+    **{f"{mode} TIFF": save("TIFF", mode)
+       for mode in ("RGB", "RGBA", "CMYK", "YCbCr", "LAB", "I;16", "I", "F", "P", "1")},
+    **{f"{mode} JPEG": save("JPEG", mode) for mode in ("RGB", "L", "CMYK", "YCbCr")},
+    **{kind: save(kind) for kind in ("BMP", "GIF", "WEBP", "PPM", "TGA", "JPEG2000", "AVIF", "MPO",
+                                     "PCX", "SGI", "DDS", "DIB", "QOI")},
+    **{f"RGBA {kind}": save(kind, "RGBA") for kind in ("WEBP", "ICO", "TGA", "JPEG2000", "ICNS")},
+    "a transparent colour of a palette": save(mode="P", transparency=7),
+    "alpha of a palette": save(mode="P", transparency=bytes(range(256))),
+    "a transparent GIF": save("GIF", "P", transparency=7),
+    "a transparent colour": save(transparency=draw().getpixel((3, 3))),
+    "a transparent grey": save(mode="L", transparency=40),
+    "a progressive JPEG": save("JPEG", progressive=True),
+    "a rotated JPEG": save("JPEG", exif=ROTATED),
+    "a rotated, transparent PNG": save(mode="RGBA", exif=ROTATED),
+    "a broken EXIF": save("JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\x01"),
+    "bytes behind it": save("JPEG") + b"\0" * 300 + b"<html>",
+    **{f"an animated {kind}": save(kind, **FRAMES) for kind in ("GIF", "WEBP", "PNG", "TIFF")},
+}  # fmt: skip
+
+
+def vllm_reads(content: bytes) -> Image.Image:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        image: Image.Image = ImageMediaIO().load_bytes(content).media
+    return image
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_what_vllm_makes_of_it(tmp_path: Path, name: str) -> None:
+    content = PICTURES[name]
+    (tmp_path / "any-name").write_bytes(content)
+    picture = read_picture("", tmp_path, "any-name")
+    assert picture.image.mode == "RGB" and picture.image.size == vllm_reads(content).size
+    assert picture.image.tobytes() == vllm_reads(content).tobytes()
+    kind, _, data = picture.url.partition(";base64,")
+    assert kind.startswith("data:image/") and base64.b64decode(data) == content
+
+
+NO_PICTURES = {
+    "empty": (b"", "is not a picture"),
+    "text": (b"no picture", "is not a picture"),
+    "HTML": (b"<!doctype html><title>404</title>", "is not a picture"),
+    "SVG": (b'<svg xmlns="http://www.w3.org/2000/svg"/>', "-> convert it to PNG or JPEG"),
+    "PDF": (b"%PDF-1.7\n", "is not a picture"),
+    "HEIC": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + b"\0" * 64, "-> convert it to PNG or JPEG"),
+    "PostScript": (save("EPS"), "is not a picture that vLLM reads"),
+    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "-> git lfs pull"),
+    "179 megapixels": (png_header(17_900, 10_000), "has more pixels than vLLM takes (178,956,970)"),
+    "a cut JPEG": (save("JPEG")[:-150], "is cut off or broken (image file is truncated"),
+    "a cut PNG": (save()[:-60], "is cut off or broken"),
+    "a cut GIF": (save("GIF")[:-90], "is cut off or broken"),
+    "a cut WEBP": (save("WEBP")[:-40], ""),
+    "only a header": (png_header(24, 16), "is cut off or broken"),
+    "a wrong checksum": (save().replace(b"IDAT", b"IDAT\1"), "is cut off or broken"),
+    "no width": (save("PPM").replace(b"24 16", b"0 16"), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_PICTURES)
+def test_what_is_no_picture_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    content, said = NO_PICTURES[name]
+    (tmp_path / "a.png").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        read_picture("WHERE", tmp_path, "a.png")
+    (problem,) = caught.value.problems
+    assert problem.where == "WHERE" and said in str(problem) and len(str(problem).splitlines()) == 1
+
+
+def test_a_large_picture_below_the_limit_is_read_without_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 24 * 16 - 1)
+    (tmp_path / "a.png").write_bytes(save())
+    assert read_picture("", tmp_path, "a.png").image.size == (24, 16)
+
+
+INLINE = base64.b64encode(save()).decode()
+FORMS = {
+    "a data URL": f"data:image/png;base64,{INLINE}",
+    "a data URL of another type": f"DATA:;base64,{INLINE}",
+    "base64": INLINE,
+    "base64 in lines": "\n".join(re.findall(".{1,76}", INLINE)),
+    "base64 without padding": base64.b64encode(save("JPEG")).decode().rstrip("="),
+    "base64 for URLs": base64.urlsafe_b64encode(save("WEBP")).decode(),
+    "an absolute path": "FOLDER/a.png",
+    "a path that goes up": "../data/a.png",
+    "a path with a dot": "./a.png",
+    "an image of no suffix": "3f2a" * 16,
+    "spaces and other scripts": "naïve 图像 (1).png",
+    "a link": "link.png",
+}
+NO_FORMS = {
+    "a missing file": ("b.png", "cannot be read (No such file or directory) -> give the path"),
+    "an address": ("https://x/y.png", "-> download it, and give the path of the file"),
+    "a file's address": ("file:///a.png", "-> download it, and give the path of the file"),
+    "a bucket": ("s3://bucket/a.png", "-> download it, and give the path of the file"),
+    "a path of Windows": ("images\\a.png", '-> write the path with "/"'),
+    "a home": ("~/a.png", 'without "~"'),
+    "a folder": (".", "cannot be read (not a file)"),
+    "a pipe": ("pipe", "cannot be read (not a file)"),
+    "a device": ("/dev/zero", "cannot be read (not a file)"),
+    "a loop of links": ("loop.png", "cannot be read (Too many levels of symbolic links)"),
+    "a NUL": ("a.png\0", "cannot be read (embedded null byte)"),
+    "a long path": ("x." * 2500, "cannot be read (File name too long)"),
+    "another form of Unicode": ("nai\u0308ve 图像 (1).png", "cannot be read (No such file"),
+    "base64 of nothing": ("iVBORw0KGgo=" * 10, "is neither a file nor base64"),
+    "base64 of text": (base64.b64encode(b"no picture at all" * 9).decode(), "base64 of a picture"),
+    "base64 that is cut": (INLINE[:120], "is cut off or broken"),
+    "a data URL that is cut": ("data:image/png;base64,iVBORw0KGgo=", "base64 of a picture"),
+    "a data URL of text": ("data:image/svg+xml,%3Csvg/%3E", "is neither a file nor base64"),
+    "a data URL of nothing": ("data:image/png;base64,", "cannot be read"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with pictures, and with what only looks like one."""
+    folder = tmp_path_factory.mktemp("x") / "data"
+    folder.mkdir()
+    for name in ("a.png", "copy of a.png", "3f2a" * 16, "naïve 图像 (1).png"):
+        (folder / name).write_bytes(save())
+    (folder / "b.jpg").write_bytes(save("JPEG"))
+    (folder / "cut.jpg").write_bytes(save("JPEG")[:-150])
+    (folder / "text.png").write_text("no picture")
+    (folder / "link.png").symlink_to("a.png")
+    (folder / "loop.png").symlink_to("loop.png")
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_image_is_a_path_or_the_picture_itself(folder: Path, name: str) -> None:
+    text = FORMS[name].replace("FOLDER", str(folder))
+    picture = read_picture("", folder, text)
+    assert picture.image.size == (24, 16) and len(picture.name) <= max(len(str(folder)) + 6, 64)
+    assert picture.name == text or picture.name.startswith("sha256:")
+
+
+@pytest.mark.parametrize("name", NO_FORMS)
+def test_what_names_no_picture_is_refused_in_one_line(folder: Path, name: str) -> None:
+    text, said = NO_FORMS[name]
+    with pytest.raises(ConfigError) as caught:
+        read_picture("WHERE", folder, text)
+    (problem,) = caught.value.problems
+    assert said in str(problem) and len(str(problem)) < 400
+
+
+# ---- lines ----
+
+
+def lines(*changes: Mapping[str, object], **options: Any) -> str:
+    return "".join(json.dumps({**LINE, **change}, **options) + "\n" for change in changes)
+
+
+PAIR = (
+    {"question": "1?", "answer": "Yes", "pair": 1},
+    {"question": "2?", "answer": " NO", "pair": 1},
+)
+READ: Mapping[str, tuple[str | bytes, list[str]]] = {
+    "a byte order mark": ("\ufeff" + lines({}), ["?"]),
+    "ends of lines of Windows": (lines({}, {"question": "2?"}).replace("\n", "\r\n"), ["?", "2?"]),
+    "no end of the last line": (lines({}).rstrip(), ["?"]),
+    "empty lines": ("\n\n" + lines({}) + "\n \t\n", ["?"]),
+    **{f"U+{ord(char):04X} in a question": (lines({"question": f"a{char}b"}, ensure_ascii=False),
+                                           [f"a{char}b"])
+       for char in "\u2028\u2029\x85\x7f\ufeff\xa0\u200b\u202e"},
+    **{f"{char!r} in a question": (lines({"question": f"a{char}b"}), [f"a{char}b"])
+       for char in "\f\v\x1c\x1d\x1e\r\n\t\0"},
+    "an escaped emoji": (lines({"question": "👩‍👩‍👧?"}), ["👩‍👩‍👧?"]),
+    "other scripts": (lines({"question": "数字 ما هو؟"}, ensure_ascii=False), ["数字 ما هو؟"]),
+    "a long line": (lines({"question": "x" * 300_000}), ["x" * 300_000]),
+    "a line twice": (lines({}, {}), ["?", "?"]),
+    "a pair": (lines(*PAIR), ["1?", "2?"]),
+    "a pair as text": (lines(*({**line, "pair": "3"} for line in PAIR)), ["1?", "2?"]),
+    "a pair of two names of an image": (lines(PAIR[0], {**PAIR[1], "image": "copy of a.png"}),
+                                        ["1?", "2?"]),
+    "base64": (lines({"image": INLINE}), ["?"]),
+}  # fmt: skip
+REFUSED: Mapping[str, tuple[str | bytes, str]] = {
+    "UTF-16": (lines({}).encode("utf-16"), ": UTF-16? -> save it as UTF-8: iconv -f UTF-16 "),
+    "UTF-16 without a mark": (lines({}).encode("utf-16-be"), ":1: is not UTF-8 (a NUL byte"),
+    "UTF-16 behind UTF-8": (lines({}).encode() + lines({}).encode("utf-16-le"),
+                            ":2: is not UTF-8 (a NUL byte): UTF-16? -> "),
+    "Latin-1": (lines({}).encode() + '{"answer": "café"}'.encode("latin-1"),
+                ":2: is not UTF-8 (invalid continuation byte): LATIN1? -> "),
+    "half a surrogate in bytes": (b'\n{"question": "\xed\xa0\xbd"}', ":2: holds half of a sur"),
+    "half a surrogate, escaped": (lines({"question": "a\ud83d?"}), "hex escape"),
+    "a NUL": (lines({}).encode() + b"\0", ":2: is not UTF-8 (a NUL byte)"),
+    "gzip": (gzip.compress(lines({}).encode()), "is gzip, not one object a line -> gunzip "),
+    "a zip archive": (b"PK\x03\x04", "is an archive, a spreadsheet or Parquet"),
+    "Git LFS": ("version https://git-lfs.github.com/spec/v1\n", "-> git lfs pull"),
+    "HTML": ("\n<!doctype html>\n<p>404\n", "is HTML or XML"),
+    "an array": (json.dumps([LINE, LINE]), "is one JSON array, not one object a line -> jq"),
+    "an array in lines": (json.dumps([LINE], indent=1), "is one JSON array"),
+    "an empty array": ("[]", "is one JSON array"),
+    "an object in lines": (json.dumps(LINE, indent=1), "is JSON over several lines"),
+    "an object below another": ('{"data": [\n' + json.dumps(LINE) + "]}", "is JSON over several"),
+    "CSV": ("image,question,answer\na.png,?,4\n", 'is CSV, not one object a line -> python -c'),
+    "TSV": ("index\timage\tquestion\n0\tiVBOR\t?\n", r'delimiter="\t")'),
+    "ends of lines of a Mac": (lines({}, {}).replace("\n", "\r"), "whose lines end in CR"),
+    "nothing": ("", "contains no example"),
+    "only blanks": (" \n\t\n", "contains no example"),
+    "a comma behind a line": (lines({}).rstrip() + ",\n", "is not JSON (trailing characters"),
+    "a comma in a line": ('{"image": "a.png",}', "is not JSON (trailing comma at column 19)"),
+    "a comment": ("# mine\n" + lines({}), ":1: is not JSON (expected value at column 1)"),
+    "single quotes": (str(LINE), "is not JSON (key must be a string"),
+    "a control character": ('{"image": "\t"}', "is not JSON (control character"),
+    "two objects in a line": (lines({}).rstrip() + lines({}), "is not JSON (trailing characters"),
+    "a cut line": (lines({})[:-9], "is not JSON (EOF while parsing a string"),
+    "a key twice": ('{"image": "a.png", "image": "b.jpg"}', "(key 'image' occurs twice)"),
+    "a deep value": ('{"pair": ' + "[" * 5000 + "]" * 5000 + "}", "recursion limit exceeded"),
+    "NaN": ('{"image": "a.png", "question": "?", "answer": "x", "pair": NaN}', "'pair' Input"),
+    "a huge number": ('{"pair": ' + "9" * 9000 + "}", "is not JSON (number out of range"),
+    "a large number": (lines({"pair": 10**400}), 'is not one "yes" and one "no"'),
+    "half a number": (lines({"pair": 1.5}), "'pair' Input should be a valid integer"),
+    "a list": ('["a.png", "?", "x"]\n', ":1: is not an object -> write one object a line"),
+    "a text": ('"a.png"\n', ":1: is not an object"),
+    "null": ("null\n", ":1: is not an object"),
+    **{f"{answer!r} as answer": (lines({"answer": answer}), "'answer' is not text -> ")
+       for answer in (4, 4.5, True, None, ["4", "four"], {"text": "4"})},
+    **{f"{field} is blank": (lines({field: " \u2003"}), f"'{field}' is blank -> ")
+       for field in ("image", "question", "answer", "category")},
+    "an empty answer": (lines({"answer": ""}), "'answer' is blank"),
+    "a category of null": (lines({"category": None}), "'category' is not text"),
+    "a list of images": (lines({"image": ["a.png"]}), "'image' is not text"),
+    "TextVQA": (json.dumps({"image": "a.png", "question": "?", "answers": ["4"] * 10}),
+                ":1: 'answer' is missing; 'answers' is not a known field -> write one object"),
+    "POPE": (json.dumps({"question_id": 1, "image": "a.png", "text": "?", "label": "yes"}),
+             "'question' is missing; 'answer' is missing; 'question_id' is not a known field;"),
+    "LLaVA": (json.dumps({"image": "a.png", "conversations": [{"from": "human", "value": "?"}]}),
+              "'conversations' is not a known field"),
+    "a field in two lines": (json.dumps({**LINE, "a\nb\u2028c": 1}), r"'a\nb\u2028c' is not"),
+    "a missing image": (lines({}, {"image": "c.png"}, {"image": "c.png"}),
+                        ":2: image 'c.png': cannot be read (No such file or directory) -> "),
+    "a broken image": (lines({"image": "cut.jpg"}), ":1: image 'cut.jpg': is cut off or broken"),
+    "text for an image": (lines({"image": "text.png"}), "'text.png': is not a picture"),
+    "base64 of no image": (lines({"image": "iVBORw0KGgo=" * 10}), "is neither a file nor base64"),
+    "a pair of one": (lines(PAIR[0]), '"pair": 1 about \'a.png\' is not one "yes" and one "no"'),
+    "a pair of three": (lines(*PAIR, {**PAIR[0], "question": "3?"}), "(lines 1, 2, 3)"),
+    "a pair of two yes": (lines(PAIR[0], {**PAIR[1], "answer": "yes"}), "(lines 1, 2)"),
+    "a pair of other answers": (lines({**PAIR[0], "answer": "Yes."}, PAIR[1]), "(lines 1, 2)"),
+    "a pair of two images": (lines(PAIR[0], {**PAIR[1], "image": "b.jpg"}), ""),
+    "two answers": (lines({}, {"question": "2?"}, {"answer": "y"}),
+                    ":3: has another answer than line 1 to the same question about one image -> "),
+    "two answers, two names": (lines({}, {"image": "./copy of a.png", "answer": "y"}), ":2: has"),
+}  # fmt: skip
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+@pytest.mark.parametrize("name", READ)
+def test_only_a_line_feed_ends_a_line(folder: Path, name: str) -> None:
+    content, asked = READ[name]
+    path = write(folder / "q.jsonl", content)
+    questions = read_questions(path)
+    assert [question.text for question in questions] == asked
+    assert all(question.image.startswith("data:image/png;base64,") for question in questions)
+    assert {question.record.image for question in questions} <= {"a.png"} or name == "base64"
+    _open_data.cache_clear()
+    assert [request.question for request in _open_data(str(path))] == asked
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_eval_and_search_refuse_the_same_in_one_line(folder: Path, name: str) -> None:
+    content, said = REFUSED[name]
+    path = write(folder / "validation.jsonl", content)
+    with pytest.raises(ConfigError) as caught:
+        read_questions(path)
+    texts = [str(problem) for problem in caught.value.problems]
+    assert len(texts) == (2 if name == "a pair of two images" else 1) and said in texts[0]
+    assert texts[0].startswith(str(path)) and len(texts[0].splitlines()) == 1
+    for split in ("search", "test"):
+        write(folder / f"{split}.jsonl", "")
+    with pytest.raises(ConfigError) as caught:
+        read_dataset(folder)
+    assert [*map(str, caught.value.problems)][1:-1] == texts, "the other two have no example"
+
+
+def test_a_load_test_refuses_what_its_requests_cannot_be_made_of(folder: Path) -> None:
+    path = folder / "load.jsonl"
+    for name, (content, said) in REFUSED.items():
+        _open_data.cache_clear()
+        with suppress(ConfigError):
+            list(map(_encode, (p for item in _open_data(str(write(path, content)))
+                               for p in item.pictures)))  # fmt: skip
+            assert not re.search("UTF|image '|not JSON|not an object|one object a", said), name
+    for content, said in (("{}", ":1: has no image"), (lines({"images": [""]}), "is blank")):
+        _open_data.cache_clear()
+        with pytest.raises(ConfigError, match=said):
+            _open_data(str(write(path, content)))
+
+
+def test_questions_are_ordered_by_image_and_pairs_are_scored_as_mme(folder: Path) -> None:
+    pair = {"image": "b.jpg", "category": "colour", "pair": 7}
+    content = lines({"question": "1?"}, {**pair, "question": "2?", "answer": "yes"},
+                    {"question": "3?", "category": "shape", "image": "./copy of a.png"},
+                    {**pair, "question": "4?", "answer": "No "})  # fmt: skip
+    path = write(folder / "q.jsonl", content)
+    questions = read_questions(path)
+    assert [question.text for question in questions] == ["1?", "3?", "2?", "4?"]
+    assert [question.record.benchmark for question in questions] == ["all", "shape", MME, MME]
+    assert [question.record.image for question in questions] == ["a.png", "a.png", "b.jpg", "b.jpg"]
+    assert {question.record.pair for question in questions} == {"", "b.jpg/7"}
+    assert questions[2].image.startswith("data:image/jpeg;base64,")
+    # A limit leaves no half of a pair.
+    assert [len(read_questions(path, limit)) for limit in (1, 2, 3, 4)] == [1, 2, 2, 4]
+
+
+def test_many_problems_are_counted_and_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    for missing in (path, tmp_path, Path("a\0b")):
+        with pytest.raises(ConfigError, match=r"cannot be read .* -> give the path of a JSONL"):
+            read_questions(missing)
+    write(path, lines(*({"answer": ""} for _ in range(30))))
+    with pytest.raises(ConfigError, match="10 more problems") as caught:
+        read_questions(path)
+    assert len(caught.value.problems) == 21
+
+
+# ---- nothing that a file holds ends in another exception ----
+
+RECORDS = st.dictionaries(
+    st.sampled_from(["image", "images", "question", "answer", "category", "pair", "doc_id", "x"])
+    | st.text(max_size=3),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+        | st.sampled_from(["a.png", "yes", "no", "cut.jpg", INLINE, "data:,", "\ud83d"]),
+        lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=2),
+        max_leaves=4,
+    ),
+)  # fmt: skip
+SEEDS = [content.encode() if isinstance(content, str) else content
+         for content in [*(c for c, _ in READ.values()), *(c for c, _ in REFUSED.values())]
+         if len(content) < 2000]  # fmt: skip
+
+
+@st.composite
+def mutants(draw: st.DrawFn, seeds: list[bytes]) -> bytes:
+    """One of the seeds, parts of which are replaced, cut or repeated."""
+    content = draw(st.sampled_from(seeds))
+    for _ in range(draw(st.integers(1, 4))):
+        start, stop = sorted(draw(st.integers(0, len(content))) for _ in range(2))
+        middle = draw(st.binary(max_size=6) | st.just(content[start:stop] * 2))
+        content = content[:start] + middle + content[stop if draw(st.booleans()) else start :]
+    return content
+
+
+FILE = (
+    st.binary() | mutants(SEEDS) | st.lists(RECORDS | st.none(), max_size=4).map(
+        lambda records: "\n".join(map(json.dumps, records)).encode()
+    )
+)  # fmt: skip
+QUICK = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@QUICK
+@given(FILE)
+def test_any_file_is_read_or_refused_in_words(folder: Path, content: bytes) -> None:
+    path = write(folder / "any.jsonl", content)
+    category = folder / "mme" / "colour"
+    category.mkdir(parents=True, exist_ok=True)
+    write(category / "1.png", save())
+    write(category / "1.txt", content)
+    _open_data.cache_clear()
+    for read in (
+        lambda: read_questions(path),
+        lambda: [_encode(p) for item in _open_data(str(path)) for p in item.pictures],
+        lambda: convert_mme(folder / "mme", folder / "converted"),
+    ):
+        problems: Sequence[Problem] = ()
+        try:
+            read()
+        except ConfigError as error:
+            problems = error.problems
+        for problem in problems:
+            assert len(str(problem).encode().decode().splitlines()) == 1 and problem.fix
+
+
+@QUICK
+@given(mutants([content for content in PICTURES.values() if len(content) < 4000]))
+@example(b"")
+def test_any_bytes_are_a_picture_or_refused_in_words(folder: Path, content: bytes) -> None:
+    write(folder / "any.png", content)
+    with suppress(ConfigError):
+        picture = read_picture("", folder, "any.png")
+        assert picture.image.tobytes() == vllm_reads(content).tobytes()
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> dict[str, Path]:
+    """The files of one run of lmms-eval, by the end of their names."""
+    for path in (FILES / "answered").rglob("*.json*"):
+        write(tmp_path / path.name, path.read_bytes())
+    return {re.sub(r".*(samples|results|images).*", r"\1", path.name): path
+           for path in tmp_path.iterdir()}  # fmt: skip
+
+
+@QUICK
+@given(st.data(), st.sampled_from(["samples", "results", "images"]))
+def test_any_output_of_lmms_eval_is_read_or_refused_in_words(
+    output: dict[str, Path], data: st.DataObject, name: str
+) -> None:
+    earlier = output[name].read_bytes()
+    text = json.loads(earlier.partition(b"\n")[0] if name != "results" else earlier)
+    values = st.none() | st.floats() | st.integers() | st.text(max_size=3) | st.just([None])
+    changed = text | data.draw(st.dictionaries(st.sampled_from(sorted(text)), values, max_size=2))
+    write(output[name], data.draw(st.just(json.dumps(changed).encode()) | mutants([earlier])))
+    try:
+        with suppress(AutopruneError):
+            _read_output(next(iter(output.values())).parent, OWN, "full")
+    finally:
+        write(output[name], earlier)
+
+
+def test_a_search_finds_one_image_in_two_splits_under_any_name(folder: Path) -> None:
+    for split, image in zip(SPLITS, ("a.png", "b.jpg", INLINE), strict=True):
+        write(folder / f"{split}.jsonl", lines({"image": image}))
+    with pytest.raises(ConfigError) as caught:
+        read_dataset(folder)
+    (problem,) = caught.value.problems
+    assert problem.what == "the same image is in search and in test"
+    write(
+        folder / "test.jsonl",
+        lines({"image": f"data:;base64,{base64.b64encode(save('BMP')).decode()}"}),
+    )
+    dataset = read_dataset(folder)
+    assert [url[:15] for url in dataset.images.values()] == [
+        "data:image/png;", "data:image/jpeg", "data:image/bmp;",
+    ]  # fmt: skip
