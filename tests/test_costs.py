@@ -31,6 +31,7 @@ from vllm_autoprune.backbones import (
     BackboneShape,
     _prefill_flops,
     estimate_cost,
+    find_backbone,
 )
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError
@@ -101,6 +102,56 @@ def test_every_served_family_has_a_backbone() -> None:
     families = {backbone.name for backbone in BACKBONES.values()}
     assert families == {shape.family for shape in BACKBONE_SHAPES.values()}
     assert [BACKBONE_SHAPES[name].sign for name in ("llava-1.5-7b", "qwen2.5-vl-7b")] == ["-", "+"]
+
+
+def test_a_backbone_is_named_by_its_hub_id_or_read_from_its_config(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    """A config.json with the numbers of a row of the table gives the costs of that row."""
+    for name, shape in BACKBONE_SHAPES.items():
+        assert find_backbone(re.split("[:;]", shape.source)[0]) == shape
+        heads = (shape.query_width or shape.width) // 128
+        text: dict[str, object] = {
+            "hidden_size": shape.width, "num_hidden_layers": shape.layers, "head_dim": 128,
+            "intermediate_size": shape.feed_forward, "num_attention_heads": heads,
+            "num_key_value_heads": shape.kv_width // 128,
+        }  # fmt: skip
+        if shape.family.endswith("moe"):
+            shared = {"qwen3_vl_moe": 0, "qwen3_5_moe": 1, "glm4v_moe": 1}[shape.family]
+            width = shape.feed_forward // (8 + shared)
+            text |= {"moe_intermediate_size": width, "num_experts_per_tok": 8}
+            text |= {"n_shared_experts": 1} if shape.family == "glm4v_moe" else {}
+            text |= {"shared_expert_intermediate_size": width} if "5" in shape.family else {}
+        if shape.family in ("llava", "llava_next", "idefics3", "smolvlm"):
+            text["model_type"] = "llama"
+        folder = tmp_path / name
+        folder.mkdir()
+        config = {"model_type": shape.family, "text_config": text}
+        (folder / "config.json").write_text(json.dumps(config))
+        if shape.width % 128 == 0 and shape.kv_width % 128 == 0:
+            read = find_backbone(str(folder))
+            assert estimate_cost(read, 64, text=9) == estimate_cost(shape, 64, text=9), name
+    record = run_json(capsys, "cost --backbone benchmarks/yardsticks/weights/minillava/llava")
+    assert [row["budget"] for row in record["rows"]] == [144, 16]
+
+
+@pytest.mark.parametrize(
+    ("backbone", "text"),
+    [
+        ("nobody/nothing", "nobody/nothing: has no config.json of a served family, here or on the"),
+        ("docs", "docs: has no config.json of a served family"),
+        ("benchmarks/yardsticks/weights/minillava/clip", "model_type 'clip' is not served pruned"),
+        ("qwen2.5vl-7b", "not a known backbone -> did you mean 'qwen2.5-vl-7b'?"),
+        ("", "backbone: /: has no config.json of a served family"),
+    ],
+)
+def test_a_backbone_that_cannot_be_read_is_refused_in_one_line(
+    backbone: str, text: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["cost", "--backbone", backbone]) == 1
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_autoprune.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class BackboneShape:
     merger: bool
     """Whether a patch merger makes a visual token of several patches."""
     source: str
-    """Checkpoint and image size that these numbers are taken from."""
+    """Checkpoint, by its id on the Hugging Face Hub, and image size that the numbers are of."""
     query_width: int = 0
     """Width of the queries (heads x head width); 0: it is ``width``."""
     linear: _LinearAttention | None = None
@@ -107,14 +111,73 @@ BACKBONE_SHAPES = _read_shapes()
 
 
 def find_backbone(name: str) -> BackboneShape:
-    """Look up a backbone by name; :class:`ConfigError` lists the known names."""
-    if name not in BACKBONE_SHAPES:
-        known = ", ".join(BACKBONE_SHAPES)
-        near = difflib.get_close_matches(name.lower(), list(BACKBONE_SHAPES), n=1, cutoff=0.75)
-        fix = f"did you mean {near[0]!r}? (" if near else "use one of "
-        fix += known + (")" if near else "")
-        raise ConfigError("backbone", [Problem(name, "not a known backbone", fix)])
-    return BACKBONE_SHAPES[name]
+    """A backbone by its name, by its id on the Hub, or by the config.json of a checkpoint.
+
+    ``name`` may be a folder, or the id of any checkpoint that the Hub, or its cache, has. Raises
+    :class:`ConfigError`, which lists the known names.
+    """
+    for shape in BACKBONE_SHAPES.values():
+        if name == shape.name or re.split("[:;]", shape.source)[0] == name:
+            return shape
+    known = ", ".join(BACKBONE_SHAPES)
+    near = difflib.get_close_matches(name.lower(), list(BACKBONE_SHAPES), n=1, cutoff=0.75)
+    what = "not a known backbone"
+    fix = f"did you mean {near[0]!r}? ({known})" if near else f"use one of {known}"
+    if "/" in name or Path(name).is_dir():
+        from transformers import AutoConfig
+
+        try:
+            return _read_shape(name, AutoConfig.from_pretrained(name))
+        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+            what = f"has no config.json of a served family, here or on the Hub ({error})"
+            what = " ".join(what.split())[:200]
+            fix = f"give a folder with one, the id of a checkpoint that can be fetched, or {fix}"
+    raise ConfigError("backbone", [Problem(name, what, fix)])
+
+
+def _read_shape(name: str, config: PretrainedConfig) -> BackboneShape:
+    """The language model of a checkpoint, with the visual tokens of its family.
+
+    LLaVA-1.5's and LLaVA-NeXT's grid follows from their vision tower; others take images of any
+    size, or have the same grid in every checkpoint. Raises LookupError for another family.
+    """
+    shapes = {shape.family: shape for shape in reversed(BACKBONE_SHAPES.values())}
+    like = shapes.get(config.model_type)
+    if like is None:
+        raise LookupError(f"model_type {config.model_type!r} is not served pruned")
+    text = config.get_text_config()
+    heads, width = text.num_attention_heads, text.hidden_size
+    head = getattr(text, "head_dim", None) or width // heads
+    feed_forward = text.intermediate_size
+    if experts := getattr(text, "num_experts_per_tok", None):
+        # The experts of a token, and those that all tokens share.
+        routed = experts + getattr(text, "n_shared_experts", 0)
+        feed_forward = routed * text.moe_intermediate_size
+        feed_forward += getattr(text, "shared_expert_intermediate_size", 0)
+    linear = like.linear
+    if linear is not None:
+        linear = _LinearAttention(
+            every=linear.every,
+            key_width=text.linear_num_key_heads * text.linear_key_head_dim,
+            value_width=text.linear_num_value_heads * text.linear_value_head_dim,
+            key_head=text.linear_key_head_dim,
+        )
+    side = like.grid_height
+    if like.has_cls:
+        side = config.vision_config.image_size // config.vision_config.patch_size
+    return replace(
+        like,
+        name=name,
+        layers=text.num_hidden_layers,
+        width=width,
+        feed_forward=feed_forward,
+        kv_width=(getattr(text, "num_key_value_heads", None) or heads) * head,
+        query_width=heads * head,
+        grid_height=side,
+        grid_width=side,
+        linear=linear,
+        source=f"{name}: its config.json; images as of {like.name}",
+    )
 
 
 # Cost of a prompt.

@@ -144,7 +144,13 @@ def test_an_error_is_one_line_or_a_record(
 
 def test_the_lists_say_what_a_choice_depends_on(capsys: Captured) -> None:
     lines = run(capsys, "list").splitlines()
-    assert {line.split()[0] for line in lines[2:-2]} == set(shipped_states())
+    names = [line.split()[0] for line in lines[2 : len(shipped_states()) + 2]]
+    assert set(names) == set(shipped_states())
+    # What to try comes first: found by a search, as published, others, ablations; the best first.
+    assert names[:5] == ["minillava", "minillava-split", "miniqwen", "divprune", "cdpruner"]
+    assert all(name.startswith("ablation") for name in names[-7:])
+    assert names.index("visionzip") < names.index("autoprune") < names.index("norm")
+    assert re.search(r"^miniqwen +divprune +N / 8, 4 to 640 +all +no", "\n".join(lines), re.M)
     records = {record["name"]: record for record in run_json(capsys, "list")}
     columns = ("base_policy", "exchanges", "reads_instruction")
     for name, expected in (("autoprune", ["cdpruner", 2, True]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -46,13 +47,13 @@ _STATE = argument("state", help="file, or name of a shipped state")
 @command()
 def list_states(options: argparse.Namespace) -> int:
     """List the states that ship."""
-    policies = [materialize(load_state(name)) for name in sorted(shipped_states())]
+    policies = sorted((materialize(load_state(n)) for n in shipped_states()), key=_order_to_try)
     records = [
         {
             "name": policy.state.name,
             "base_policy": policy.base.name,
-            "budget": policy.budget,
-            "exchanges": policy.quota,
+            "budget": policy.state.budget.rule(),
+            "exchanges": "all" if policy.quota == policy.budget else policy.quota,
             "reads_instruction": policy.reads_instruction,
             "core": policy.core,
             "digest": policy.state.digest,
@@ -62,11 +63,27 @@ def list_states(options: argparse.Namespace) -> int:
     head = ["state", "base policy", "K", "exchanges", "reads the question", "tokens of the core"]
     rows = [list(record.values())[:-1] for record in records]
     about = (
-        f"{len(policies)} states. K is each state's own; --autoprune-budget serves another one. "
-        "More: vllm-autoprune show NAME"
+        f"{len(policies)} states: found here, published, the paper's, ablations; of each the best "
+        f"at K = {_TRIED} on mini-LLaVA first. K is each state's own; --autoprune-budget serves "
+        "another one. More: vllm-autoprune show NAME"
     )
-    print_result(options, records, format_table(head, rows, "<<>><>"), about)
+    print_result(options, records, format_table(head, rows, "<<>><>"), format_paragraphs([about]))
     return 0
+
+
+_TRIED = 16
+"""K at which the evidence in shipped states orders them."""
+
+
+def _order_to_try(policy: PruningPolicy) -> tuple[int, float, str]:
+    """Sort key of `list`: what searches found here, methods as published, others, ablations."""
+    state = policy.state
+    found = re.search(r"\bsearch\b", state.provenance.found_by) is not None
+    kinds = (found, state.name in BASE_POLICIES,
+             not state.name.startswith("ablation"))  # fmt: skip
+    rows = _read_scores(state)
+    accuracy = max((row.accuracy for row in rows if row.budget == _TRIED), default=0.0)
+    return (kinds.index(True) if any(kinds) else len(kinds), -accuracy, state.name)
 
 
 @command(
@@ -356,6 +373,7 @@ class _Row(BaseModel):
     budget: int | str
     """K, or a share of N such as "N/8" where images differ in size."""
     model: str = ""
+    accuracy: float = 0.0
     less_resized: Estimate | None = None
 
 
@@ -363,13 +381,17 @@ class _Scores(BaseModel):
     rows: tuple[_Row, ...] = ()
 
 
+def _read_scores(state: PruningState) -> tuple[_Row, ...]:
+    """The scores in a state's provenance; none where they have another form."""
+    try:
+        return _Scores.model_validate(state.provenance.scores).rows
+    except ValidationError:
+        return ()
+
+
 def _find_losses(state: PruningState) -> Iterator[Problem]:
     """Budgets at which resizing beats the state, by the scores in its own provenance."""
-    try:
-        scores = _Scores.model_validate(state.provenance.scores)
-    except ValidationError:  # scores of another form, which say nothing about resizing
-        scores = _Scores()
-    for number, row in enumerate(scores.rows):
+    for number, row in enumerate(_read_scores(state)):
         if row.less_resized is not None and row.less_resized.high < 0:
             points, low, high = (-x for x in (row.less_resized.value, row.less_resized.high,
                                               row.less_resized.low))  # fmt: skip

@@ -17,10 +17,10 @@ from vllm_autoprune.tpdsl.tokens import Need
 if TYPE_CHECKING:
     from transformers import LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig, PreTrainedConfig
 
-_FIX = "serve another state, or another checkpoint"
+_FIX = "serve another state, such as cen_divprune, or another checkpoint"
 
 _INPUTS: dict[Need, str] = {
-    "tower": "the vision tower's states, one a token",
+    "tower": "the vision tower's output for each token",
     "next_layer": "the vision tower's next layer",
     "language": "the language model's first layers",
     "encoder": "the tokens before the projector or the merger",
@@ -33,7 +33,7 @@ def _refuse_inputs(*missing: Need) -> Callable[[PreTrainedConfig, Collection[Nee
     def check(config: PreTrainedConfig, needs: Collection[Need]) -> list[Problem]:
         kind = f"{config.model_type!r}"
         problems = [
-            Problem("model", f"{kind} gives states no {what}", _FIX)
+            Problem("model", f"the state reads {what}, which {kind} does not give", _FIX)
             for need, what in _INPUTS.items()
             if need in missing and need in needs
         ]

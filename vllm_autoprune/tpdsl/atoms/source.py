@@ -221,6 +221,11 @@ class BudgetCall(AtomCall):
         """Smallest and largest K of any image."""
         return _fixed_budget(self, 0, 1), _fixed_budget(self, 0, 1)
 
+    def rule(self) -> str:
+        """How K follows from an image, in a few characters."""
+        least, most = self.range()
+        return f"{most}" if least == most else f"{least} to {most}"
+
 
 class RatioBudget(BudgetCall):
     """Parameters of ratio_budget."""
@@ -234,6 +239,10 @@ class RatioBudget(BudgetCall):
     def range(self) -> tuple[int, int]:
         """Floor and ceiling; a floor above the ceiling is cut to it."""
         return min(self.floor, self.ceiling), self.ceiling
+
+    def rule(self) -> str:
+        """Share of N, and its bounds."""
+        return f"N / {1 / self.ratio:.3g}, {super().rule()}"
 
 
 class _TileBudget(BudgetCall):
