@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -50,6 +51,9 @@ from benchmarks.load.workload import load_prepared
 from vllm_autoprune.cli.flags import add_flags, flag_problems
 from vllm_autoprune.errors import AutopruneError, ConfigError
 from vllm_autoprune.http_client import FAILURES, ServerClient
+
+# A line for each request would be written before its first token is stamped.
+logging.getLogger("httpx").setLevel(logging.WARNING)
 
 _START, _RECORD, _DONE = "load-start", "load-record", "load-done"
 """Messages: when to start and which share to send; one record; the facts of a client at its end."""

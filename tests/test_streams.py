@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ from hypothesis import strategies as st
 
 from benchmarks.common.client import Client
 from benchmarks.common.fake_server import fake_server
+from benchmarks.common.requests import build_body, build_content
+from benchmarks.server import serve
+from benchmarks.yardsticks.examples import LLAVA, draw_examples, png_url
 from vllm_autoprune.stream import EMPTY, parse_stream, read_message
 
 Figures = tuple[int, int, str, int | None, int | None, str | None]
@@ -312,3 +317,24 @@ def test_an_answer_and_its_thoughts_are_told_apart(
     message: dict[str, object], expected: tuple[str, str]
 ) -> None:
     assert read_message(message) == expected
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(500)
+def test_thoughts_of_a_real_server_are_read(tmp_path: Path) -> None:
+    """mini-LLaVA with a tokenizer that takes the end of its answer for that of its thoughts."""
+    shutil.copytree(LLAVA, model := tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (model / name).read_text().replace("</s>", "</think>").replace("<unk>", "<think>")
+        (model / name).write_text(text)
+    example = draw_examples("test", 1)[1]
+    content = build_content(example.question, [png_url(example.image)])
+    fields = {"ignore_eos": True, "skip_special_tokens": False}
+    limits = ("--enforce-eager", "--max-model-len", "1024", "--block-size", "32")
+    with serve(model, *limits, "--reasoning-parser", "deepseek_r1") as server:
+        bodies = [build_body(str(model), content, tokens=n, fields=fields) for n in (8, 1)]
+        record, cut = map(Client(server.url).send, bodies)
+    assert record.ok and record.text.strip() and record.completion_tokens == 8
+    assert 0 < record.thoughts < len(record.deltas)
+    assert record.ttfat is not None and record.ttfat > record.ttft
+    assert cut.ok and cut.thoughts == len(cut.deltas) == 1 and cut.ttfat is None

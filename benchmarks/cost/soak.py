@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -40,6 +39,7 @@ from benchmarks.yardsticks.examples import CLIP, LLAVA, image_token_id
 from vllm_autoprune.connection import Connection, make_client
 from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.api.layout import align_core
+from vllm_autoprune.stream import parse_stream
 from vllm_autoprune.tpdsl.loading import load_state
 
 _STATE, _BUDGET, _RECALL, _BLOCK = "autoprune", 32, 4, 32
@@ -195,29 +195,32 @@ class _Tally:
 
 
 def _send(
-    client: httpx.Client, request: _Request, tally: _Tally, events: int | None = None
+    client: httpx.Client, request: _Request, tally: _Tally, deltas: int | None = None
 ) -> bool:
     """Send a request and count its answer; returns whether there was a server.
 
-    ``events``: hang up after so many events of a stream, and count what they said.
+    ``deltas``: hang up after so many deltas of a stream, and count what they said.
     """
     usage: Mapping[str, int] | None = None
+    reads = list[tuple[float, bytes]]()
     error, status = "", 0
     try:
         with client.stream("POST", CHAT, content=request.body) as answer:
             status = answer.status_code
             if status != (expected := 400 if _REFUSED in request.counts else 200):
                 error = f"HTTP {status}, not {expected}: {answer.read()[:200]!r}"
-            elif events is None:
+            elif deltas is None:
                 content = answer.read()
                 usage = json.loads(content)["usage"] if status == 200 else None
             else:
-                lines = (line for line in answer.iter_lines() if line.startswith("data:"))
-                for line in islice(lines, events):
-                    if line == "data: [DONE]":
-                        error = "the answer ended before its client hung up"
+                for piece in answer.iter_bytes():
+                    reads.append((0.0, piece))
+                    stream = parse_stream(reads)
+                    if len(stream.deltas) >= deltas:
+                        usage = stream._asdict()
                         break
-                    usage = json.loads(line.removeprefix("data:"))["usage"]
+                else:
+                    error = "the answer ended before its client hung up"
     except (httpx.HTTPError, ValueError, KeyError) as failure:
         error = repr(failure)
     with tally.lock:
@@ -231,7 +234,7 @@ def _send(
             return True
         tally.counts[_PROMPT] += usage["prompt_tokens"]
         tally.counts[_GENERATED] += usage["completion_tokens"]
-        tally.outcomes["answered" if events is None else "hung up"] += 1
+        tally.outcomes["answered" if deltas is None else "hung up"] += 1
     return True
 
 
@@ -261,9 +264,9 @@ def _keep_busy(
     def use(number: int) -> None:
         random = Random(f"{seed}/{number}")
         while time.monotonic() < end:
-            events = random.randint(1, 10) if random.random() < _HANGING_UP else None
-            request = _draw_request(random, start, stream=events is not None)
-            if not _send(client, request, tally, events):
+            deltas = random.randint(0, 9) if random.random() < _HANGING_UP else None
+            request = _draw_request(random, start, stream=deltas is not None)
+            if not _send(client, request, tally, deltas):
                 time.sleep(1.0)  # no server: do not retry in a busy loop
 
     with _connect(url) as client, ThreadPoolExecutor(users) as pool:

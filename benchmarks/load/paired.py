@@ -263,10 +263,14 @@ def _run(options: RunOptions, workers: int = 0) -> None:
                 preexec_fn=_raise_priority,
             )
             try:
-                while (status := _wait(process)) is None:
+                while process.poll() is None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(_SILENCE)
+                        break
                     text = (options.out / _LOG).read_text(errors="replace")
                     answered = re.findall("^answered (.*)$", text, re.MULTILINE)
                     log_progress(f"  answered: {answered[-1] if answered else 'none yet'}")
+                status = process.returncode
             finally:
                 end_group(process)
     except OSError as error:
@@ -277,13 +281,6 @@ def _run(options: RunOptions, workers: int = 0) -> None:
         raise BenchmarkError(
             f"{options.out}: locust ended with {status} and no result: {' | '.join(causes)}"
         )
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int | None:
-    """Exit status of a process; None where it still runs after a while."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(_SILENCE)
-    return None
 
 
 def _raise_priority() -> None:

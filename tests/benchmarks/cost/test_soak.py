@@ -151,10 +151,9 @@ def test_every_kind_of_request_is_answered_as_planned() -> None:
 def test_a_client_that_hangs_up_is_counted_by_what_it_has_read() -> None:
     request, tally = soak._draw_request(Random(5), START, stream=True), soak._Tally()
     with planned() as url, soak._connect(url) as client:
-        soak._send(client, request, tally, events=4)
+        soak._send(client, request, tally, deltas=3)
         counts = soak._compare_counts({}, read(url), tally)
     assert tally.outcomes == {"hung up": 1}
-    # The first event names the role.
     assert counts["vllm:generation_tokens_total"] == (3, soak._LONG_ANSWER, soak._LONG_ANSWER)
     assert soak._format_report(1.0, tally, counts, {})[1] == ["nothing was answered"]
 
