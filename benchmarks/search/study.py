@@ -123,7 +123,7 @@ _CONFIRMED = TypeAdapter(dict[str, Confirmed])
 def read_results(folder: Path) -> dict[str, _SearchResult]:
     """Results of the searches that have ended, by arm and seed, such as ``tpe-0``."""
     path = folder / "results.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
     return {result.name: result for result in map(_SearchResult.model_validate_json, lines)}
 
 

@@ -161,9 +161,9 @@ FORMS = {
 }
 NO_FORMS = {
     "a missing file": ("b.png", "cannot be read (No such file or directory) -> give the path"),
-    "an address": ("https://x/y.png", "-> download it, and give the path of the file"),
-    "a file's address": ("file:///a.png", "-> download it, and give the path of the file"),
-    "a bucket": ("s3://bucket/a.png", "-> download it, and give the path of the file"),
+    "an address": ("https://x/y.png", "-> give the path of a file on this machine"),
+    "a file's address": ("file:///a.png", "-> give the path of a file on this machine"),
+    "a bucket": ("s3://bucket/a.png", "-> give the path of a file on this machine"),
     "a path of Windows": ("images\\a.png", '-> write the path with "/"'),
     "a home": ("~/a.png", 'without "~"'),
     "a folder": (".", "cannot be read (not a file)"),
@@ -254,7 +254,8 @@ REFUSED: Mapping[str, tuple[str | bytes, str]] = {
     "Latin-1": (lines({}).encode() + '{"answer": "café"}'.encode("latin-1"),
                 ":2: is not UTF-8 (invalid continuation byte): LATIN1? -> "),
     "half a surrogate in bytes": (b'\n{"question": "\xed\xa0\xbd"}', ":2: holds half of a sur"),
-    "half a surrogate, escaped": (lines({"question": "a\ud83d?"}), "hex escape"),
+    "half a surrogate, escaped": (lines({"question": "a\ud83d?"}), "(half of a surrogate pair)"),
+    "the other half": (lines({"question": "a\udc00?"}), "JSON (half of a surrogate pair)"),
     "a NUL": (lines({}).encode() + b"\0", ":2: is not UTF-8 (a NUL byte)"),
     "gzip": (gzip.compress(lines({}).encode()), "is gzip, not one object a line -> gunzip "),
     "a zip archive": (b"PK\x03\x04", "is an archive, a spreadsheet or Parquet"),
@@ -375,6 +376,9 @@ def test_questions_are_ordered_by_image_and_pairs_are_scored_as_mme(folder: Path
     assert [question.record.image for question in questions] == ["a.png", "a.png", "b.jpg", "b.jpg"]
     assert {question.record.pair for question in questions} == {"", "b.jpg/7"}
     assert questions[2].image.startswith("data:image/jpeg;base64,")
+    write(folder / "mme.jsonl", lines({"category": MME}, *PAIR))
+    kinds = [question.record.benchmark for question in read_questions(folder / "mme.jsonl")]
+    assert kinds == ["MME without pairs", MME, MME], "which has no points"
     # A limit leaves no half of a pair.
     assert [len(read_questions(path, limit)) for limit in (1, 2, 3, 4)] == [1, 2, 2, 4]
 

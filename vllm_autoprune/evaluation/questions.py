@@ -151,7 +151,11 @@ def parse_json(text: str) -> Any:
             raise ValueError(f"key {key[:40]!r} occurs twice")
         return values
 
-    from_json(text)  # stricter than Python's parser, which alone tells keys that occur twice
+    try:
+        from_json(text)  # stricter than Python's parser, which alone tells keys that occur twice
+    except ValueError as error:
+        half = "half of a surrogate pair" if "hex escape" in str(error) else error
+        raise ValueError(half) from None
     return json.loads(text, object_pairs_hook=unique)
 
 
@@ -195,7 +199,7 @@ def read_picture(where: str, folder: Path, text: str) -> Picture:
             fix = "give the path of a PNG or JPEG file"
             fix += "" if folder == Path() else f", relative to {folder}"
             if re.match(r"\w+://", text):
-                fix = "download it, and give the path of the file"
+                fix = "give the path of a file on this machine"
             elif "\\" in text or text.startswith("~"):
                 fix = 'write the path with "/", and without "~"'
             elif len(text) > 40 and "." not in text and "not a file" not in str(error):
@@ -345,9 +349,11 @@ def read_questions(path: Path, limit: int | None = None) -> Sequence[PreparedQue
         paired = example.pair is not None
         if paired and sizes[example.image, example.pair] < 2:
             continue
+        # Without pairs there is no score of MME.
+        category = "MME without pairs" if example.category == MME else example.category
         record = Question(
             id=str(number),
-            benchmark=MME if paired else example.category,
+            benchmark=MME if paired else category,
             image=example.image,
             category=example.category if paired else "",
             pair=f"{example.image}/{example.pair}" if paired else "",
@@ -375,6 +381,7 @@ def find_contradictions(path: Path, numbered: Sequence[tuple[int, Example]]) -> 
     for (image, pair), members in () if contradicts else pairs.items():
         if sorted(answer for _, answer in members) != ["no", "yes"]:
             lines = ", ".join(str(line) for line, _ in members)
-            what = f'"pair": {pair} about {image!r} is not one "yes" and one "no" (lines {lines})'
+            about = f'"pair": {str(pair)[:40]} about {image!r}'
+            what = f'{about} is not one "yes" and one "no" (lines {lines})'
             fix = "give a pair two questions about one image with these answers, or leave it out"
             yield Problem(f"{path}:{members[0][0]}", what, fix)
