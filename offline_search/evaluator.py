@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from offline_search.components import Candidate, SelectionProgram
@@ -40,6 +41,7 @@ from vllm_autoprune.http_client import (
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
+_CHECKED_IMAGES = 8
 _DECIMALS = 5
 """Recorded decimals of a log-probability; bfloat16 is less precise than that."""
 
@@ -205,6 +207,23 @@ class ServedEvaluator:
             return [describe_failure(server.url, error)]
         return []
 
+    async def check_budget(self, budget: int) -> None:
+        """Raise :class:`ConfigError` for a K at which the first search images keep all tokens."""
+        state, lengths = load_state("cdpruner"), dict[int, int]()
+        examples = {example.image: example for example in self.dataset.examples("search")}
+        for example in islice(examples.values(), _CHECKED_IMAGES):
+            for tokens in (0, budget, 1):
+                pruning = pruning_options(state if tokens else None, tokens)
+                try:
+                    *_, lengths[tokens] = await self._score(example, pruning)
+                except EvaluationFailed:
+                    return  # measuring the base policy has the reason
+                if tokens == budget and lengths[budget] < lengths[0]:
+                    return
+        count = lengths[0] - lengths[1] + 1
+        what = f"{budget} keeps all tokens: an image has {count}"
+        raise ConfigError("search", [Problem("--budget", what, f"give less than {count}")])
+
     async def evaluate(self, job: EvaluationJob) -> Answers:
         """Answers to a job; every example goes to the server that its image is assigned to."""
         if isinstance(job.candidate, SelectionProgram):
@@ -212,9 +231,13 @@ class ServedEvaluator:
         pruning = pruning_options(job.candidate, job.budget)
         examples = self.dataset.examples(job.split)[job.start : job.stop]
         scores = await asyncio.gather(*(self._score(example, pruning) for example in examples))
-        return Answers(tuple(value for value, _ in scores), tuple(right for _, right in scores))
+        logprobs, right, _ = zip(*scores, strict=True)
+        return Answers(logprobs, right)
 
-    async def _score(self, example: Example, pruning: Mapping[str, object]) -> tuple[float, bool]:
+    async def _score(
+        self, example: Example, pruning: Mapping[str, object]
+    ) -> tuple[float, bool, int]:
+        """Log-probability of the answer, whether it is right, and the tokens of the prompt."""
         image = self.dataset.images[example.image]
         place = int.from_bytes(hashlib.sha256(example.image.encode()).digest()[:4], "big")
         place %= len(self._servers)
@@ -227,7 +250,7 @@ class ServedEvaluator:
         except ServerLost as error:
             # Not the candidate's fault: every further candidate would fail as well.
             raise SearchError(f"{error} -> start it and resume: nothing is lost") from None
-        return scored.logprob, scored.right
+        return scored.logprob, scored.right, scored.prompt_tokens
 
     async def close(self) -> None:
         """Close all connections."""

@@ -107,6 +107,9 @@ class ReplyRecord(_CandidateRecord):
     text: str | None = None
     failure: str = ""
     cost: Cost = Cost()
+    cut: bool = Field(
+        default=False, exclude_if=lambda cut: not cut, description="it ended at the maximum length"
+    )
 
 
 class ProgramRecord(_CandidateRecord):

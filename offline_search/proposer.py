@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 import httpx
 import openai
 from openai import AsyncOpenAI
-from pydantic import SecretStr
+from pydantic import JsonValue, SecretStr
 
 from offline_search.candidates import (
     MAX_REPLY_CHARACTERS,
+    UNFINISHED,
     Draft,
     list_schema,
     parse_list,
     parse_proposal,
     proposal_schema,
+    remove_thoughts,
 )
 from offline_search.components import JsonObject, SelectionProgram
 from offline_search.ledger import Attempt, Clock, Cost, Ledger, ProgramRecord, ReplyRecord
@@ -30,16 +34,21 @@ from offline_search.prompt import Messages, repair_list_prompt, repair_prompt
 from offline_search.settings import Settings
 from vllm_autoprune.connection import Connection, api_address, find_address, make_client
 from vllm_autoprune.errors import ConfigError, Problem, SearchError
-from vllm_autoprune.http_client import describe_failure
+from vllm_autoprune.http_client import describe_failure, describe_rejection, read_error
+from vllm_autoprune.stream import read_message
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Text of a reply, or the failure that remains after all retries."""
+    """Text of a reply, or the failure that remains after all retries.
+
+    ``cut``: it ends where it reached the maximum of tokens.
+    """
 
     text: str | None
     failure: str = ""
     cost: Cost = field(default_factory=Cost)
+    cut: bool = False
 
 
 class Proposer(Protocol):
@@ -106,14 +115,12 @@ class ProposalClient:
         reply = await self._reply(request, "first", request.messages, schema)
         if reply.text is None:
             return _failed_draft(request, reply)
-        draft = parse_proposal(reply.text, self._settings, request.draft())
+        (draft,) = self._read_drafts(request, reply)
         if draft.state is not None:
             return draft
         messages = repair_prompt(request.messages, reply.text, list(map(str, draft.problems)))
         reply = await self._reply(request, "repair", messages, schema)
-        if reply.text is None:
-            return draft
-        return parse_proposal(reply.text, self._settings, request.draft())
+        return draft if reply.text is None else self._read_drafts(request, reply)[0]
 
     async def request_list(
         self, request: ProposalRequest, count: int, names: Collection[str]
@@ -126,7 +133,7 @@ class ProposalClient:
         reply = await self._reply(request, "first", messages, list_schema(settings, count))
         if reply.text is None:
             return [_failed_draft(request, reply)] * count
-        drafts = parse_list(reply.text, settings, count, request.draft(), names)
+        drafts = self._read_drafts(request, reply, count, names)
         invalid = [index for index, draft in enumerate(drafts) if draft.state is None]
         if not invalid:
             return drafts
@@ -135,10 +142,34 @@ class ProposalClient:
         schema = list_schema(settings, len(invalid))
         reply = await self._reply(request, "repair", messages, schema)
         if reply.text is not None:
-            repaired = parse_list(reply.text, settings, len(invalid), request.draft(), names)
+            repaired = self._read_drafts(request, reply, len(invalid), names)
             for index, draft in zip(invalid, repaired, strict=True):
                 drafts[index] = drafts[index] if draft.state is None else draft
         return drafts
+
+    def _read_drafts(
+        self,
+        request: ProposalRequest,
+        reply: ReplyRecord,
+        count: int = 0,
+        names: Collection[str] = (),
+    ) -> list[Draft]:
+        """The drafts of a list of ``count`` proposals, or the only one."""
+        settings, text, default = self._settings, reply.text or "", request.draft()
+        drafts = (
+            parse_list(text, settings, count, default, names)
+            if count
+            else [parse_proposal(text, settings, default)]
+        )
+        if not reply.cut:
+            return drafts
+        tokens = settings.reply_tokens * settings.proposals_per_reply
+        fix = "write less, or raise --reply-tokens"
+        cut = Problem("", f"the reply was cut off after {tokens} tokens", fix)
+        return [
+            draft if draft.state else replace(draft, problems=(cut, *draft.problems))
+            for draft in drafts
+        ]
 
     async def request_program(
         self, request: ProposalRequest, extract_code: Callable[[str], str]
@@ -203,7 +234,7 @@ class ProposalClient:
         text, failure = (
             # "?" for halves of surrogate pairs, which UTF-8 cannot hold.
             None if value is None else value.encode(errors="replace").decode()
-            for value in (reply.text and reply.text[:length], reply.failure)
+            for value in (reply.text and remove_thoughts(reply.text)[:length], reply.failure)
         )
         return self._ledger.put(
             ReplyRecord(
@@ -214,6 +245,7 @@ class ProposalClient:
                 text=text,
                 failure=failure or "",
                 cost=reply.cost,
+                cut=reply.cut,
                 clock=Clock(at=started_at, seconds=round(time.monotonic() - start, 3)),
             )
         )
@@ -240,31 +272,34 @@ class EndpointSettings:
     seeded: bool = True
     """False for vLLM on a CPU, at least up to 0.32: a request with a seed whose prompt is prefilled
     in chunks crashes its engine ("CPU Generator does not use offset")."""
+    options: Mapping[str, JsonValue] = field(default_factory=dict)
+    """More fields of every request."""
 
 
-_REFUSALS = (openai.BadRequestError, openai.UnprocessableEntityError)
-"""Refused requests; the JSON Schema may be the reason."""
+_TEMPORARY = (408, 409, 425, 429)
+"""Refusals that pass, beside all errors of the server."""
+_LONGEST_WAIT = 120.0
+"""Seconds of a ``Retry-After`` that OpenAI's client waits; it takes what is no number for none."""
+_CHECK_TOKENS = 16
+"""Length of the reply to the first check: some endpoints refuse less."""
 
-_PERMANENT_ERRORS = (
-    openai.AuthenticationError,
-    openai.PermissionDeniedError,
-    openai.NotFoundError,
-    *_REFUSALS,
-)
-"""Errors that a retry cannot change."""
+_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+"""What reading a response raises that is no chat completion."""
 
 
 class EndpointProposer:
     """Proposer behind any OpenAI-compatible endpoint: a service, or a model served by vLLM.
 
-    OpenAI's client retries what may pass, after ``Retry-After`` of two minutes at most or growing
-    waits with jitter; a failure that remains is a reply. JSON Schemas are no longer sent once they
-    are refused.
+    OpenAI's client retries what may pass, after ``Retry-After`` or growing waits with jitter; a
+    failure that remains is a reply. Fields of a request that the endpoint refuses are no longer
+    sent once a request without them has succeeded; ``report`` is told which.
     """
 
-    def __init__(self, endpoint: EndpointSettings) -> None:
-        self._endpoint, connection = endpoint, endpoint.connection
-        self._url = api_address(endpoint.url)
+    def __init__(
+        self, endpoint: EndpointSettings, report: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self._endpoint, self._report = endpoint, report
+        self._url, connection = api_address(endpoint.url), endpoint.connection
         # By its type, because openai 3 takes a client of httpx only for its successor's sake.
         http: Any = make_client(httpx.AsyncClient, endpoint.url, connection)
         self._client = AsyncOpenAI(
@@ -276,7 +311,7 @@ class EndpointProposer:
             http_client=http,
         )
         self._slots = asyncio.Semaphore(endpoint.max_in_flight)
-        self._supports_schema = True
+        self._refused = frozenset[str]()
 
     async def __aenter__(self) -> Self:
         return self
@@ -287,83 +322,146 @@ class EndpointProposer:
     async def prepare(self) -> None:
         """Send one short chat; raises :class:`ConfigError` for a wrong key, model or address."""
         where, fix = "--proposer-url", "look at what the endpoint says"
+        fields = self._fields(({"role": "user", "content": "Say yes."},), None, 0, _CHECK_TOKENS)
         try:
-            await self._client.with_options(max_retries=0).chat.completions.create(
-                model=self._endpoint.model,
-                messages=[{"role": "user", "content": "Say yes."}],
-                max_tokens=1,
-            )
+            _read_completion(await self._send(fields, retries=0))
             return
         except openai.APIStatusError as error:
-            status = error.status_code
-            if status == 429 or status >= 500:
-                return  # temporarily overloaded; requests of the search are retried
+            status, what = error.status_code, f"{self._url} answers with {_error_text(error)}"
+            if error.code != "insufficient_quota" and _may_pass(error):
+                return  # requests of the search are retried
             if status in (401, 403):
                 where, fix = "--proposer-key-env", "name a variable that holds a valid key"
+            elif status < 400:
+                fix = f"give the address of {error.response.headers.get('location')}"
             elif status == 404:
                 where, fix = "--proposer-model", "name a model that the endpoint has"
                 try:
-                    names = [model.id async for model in self._client.models.list()]
-                    fix += f": {', '.join(names[:8])}"
-                except (openai.OpenAIError, AttributeError, TypeError):
+                    names = [str(model.id) async for model in self._client.models.list()]
+                    fix += f": {', '.join(names[:8]) or 'it lists none'}"
+                except (openai.OpenAIError, *_FORMAT):
                     if other := find_address(self._url):
                         where, fix = "--proposer-url", f"give {other}, which answers"
-            what = f"refused with status {status} ({_error_text(error)})"
         except openai.OpenAIError as error:
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            problem = describe_failure(self._url, cause)
+            problem = describe_failure(self._url.removesuffix("/v1"), cause)
             what, fix = f"{problem.where} {problem.what}", problem.fix
+        except _FORMAT as error:
+            what, other = f"{self._url} sends no chat completion: {error}", find_address(self._url)
+            other = other or "an OpenAI-compatible address, such as http://HOST:PORT/v1"
+            fix = f"look at what it says, or give {other}"
         raise ConfigError("proposer", [Problem(where, what, fix)])
 
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
         """Reply to a chat; without the schema where the endpoint refuses one."""
+        fields = self._fields(messages, schema, seed, self._endpoint.reply_tokens)
         async with self._slots:
-            used = schema if self._supports_schema else None
             try:
-                try:
-                    return await self._send(messages, used, seed)
-                except _REFUSALS:
-                    if used is None:
-                        raise
-                reply = await self._send(messages, None, seed)
-                # Only now is it known that the schema was what the endpoint refused.
-                self._supports_schema = False
-                return reply
+                text = await self._send(fields, self._endpoint.retries)
             except openai.OpenAIError as error:
-                failure = f"{type(error).__name__}: {_error_text(error)}"
-                permanent = isinstance(error, _PERMANENT_ERRORS)
-                retries = "" if permanent else f", after at most {self._endpoint.retries} retries"
-                return Reply(None, failure + retries)
-            except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
-                # The client does not validate responses, so any of these can come from one.
-                return Reply(None, f"the response is no chat completion: {_shorten(error)}")
+                failure = _error_text(error)
+                if not isinstance(error, openai.APIStatusError) or _may_pass(error):
+                    failure += f", after at most {self._endpoint.retries} retries"
+                return Reply(None, failure)
+        try:
+            return _read_completion(text, self._endpoint.price)
+        except _FORMAT as error:
+            return Reply(None, f"the response is no chat completion: {_shorten(error)}")
 
-    async def _send(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+    def _fields(
+        self, messages: Messages, schema: JsonObject | None, seed: int, tokens: int
+    ) -> dict[str, object]:
+        """The fields of a request that an endpoint may refuse, and those that it may not."""
         endpoint = self._endpoint
-        extra: dict[str, Any] = {"seed": seed} if endpoint.seeded else {}
+        fields: dict[str, object] = {"model": endpoint.model, "messages": list(messages)}
+        fields |= {"max_tokens": tokens, "temperature": endpoint.temperature}
+        if endpoint.seeded:
+            fields["seed"] = seed
         if schema is not None:
             named = {"name": "proposal", "schema": schema}
-            extra["response_format"] = {"type": "json_schema", "json_schema": named}
-        create: Callable[..., Any] = self._client.chat.completions.create
-        completion = await create(
-            model=endpoint.model,
-            messages=list(messages),
-            temperature=endpoint.temperature,
-            max_tokens=endpoint.reply_tokens,
-            **extra,
-        )
-        usage = completion.usage
-        counts = (int(usage.prompt_tokens), int(usage.completion_tokens)) if usage else (0, 0)
-        cost = Cost.at(endpoint.price, *counts)
-        message = completion.choices[0].message
-        text = message.content or message.refusal
-        return Reply(text if isinstance(text, str) else "", "", cost)
+            fields["response_format"] = {"type": "json_schema", "json_schema": named}
+        return {**fields, **endpoint.options}
+
+    async def _send(self, fields: Mapping[str, object], retries: int) -> str:
+        """The text of the response to a request, without the fields that the endpoint refuses."""
+        refused, reasons = self._refused, dict[str, str]()
+        client = self._client.with_options(max_retries=retries)
+        while True:
+            body = {name: value for name, value in fields.items() if name not in refused}
+            if "max_tokens" in refused:  # its name since OpenAI's o-series
+                body["max_completion_tokens"] = fields["max_tokens"]
+            try:
+                text = await client.post("/chat/completions", cast_to=str, body=body)
+            except openai.APIStatusError as error:
+                droppable = [name for name in _DROPPABLE if name in body]
+                name = _find_refused_field(error, droppable)
+                if name is None:
+                    raise
+                reasons[name] = _error_text(error)
+                refused |= {name}
+                continue
+            # Only now is it known that these fields were what the endpoint refused.
+            for name in sorted(reasons.keys() - self._refused):
+                instead = "max_completion_tokens is sent instead" if name == "max_tokens" else (
+                    "it is no longer sent")  # fmt: skip
+                self._report(f"the proposer refuses {name} ({reasons[name]}): {instead}")
+            self._refused |= refused
+            return text
+
+
+_DROPPABLE = ("max_tokens", "temperature", "seed", "response_format")
+"""Fields that an endpoint may refuse; the last by any words, or by failing on the schema."""
+
+
+def _find_refused_field(error: openai.APIStatusError, names: Sequence[str]) -> str | None:
+    """Which of a request's fields an error refuses, if any."""
+    if error.status_code not in (400, 422, 500):
+        return None
+    if error.status_code != 500:
+        named = [n for n in names if re.search(rf"\b{n}\b", error.response.text)]
+        if error.param in named or named:
+            return error.param if error.param in named else named[0]
+    return "response_format" if "response_format" in names else None
+
+
+def _may_pass(error: openai.APIStatusError) -> bool:
+    return error.status_code in _TEMPORARY or error.status_code >= 500
+
+
+def _read_completion(text: str, price: tuple[float, float] = (0.0, 0.0)) -> Reply:
+    """The reply in a chat completion; raises one of :data:`_FORMAT` for anything else."""
+    try:
+        body = json.loads(text)
+    except json.JSONDecodeError:
+        raise ValueError(f"{_shorten(text)[:120]!r}") from None
+    if not isinstance(body, dict) or not body.get("choices"):
+        raise ValueError(_shorten(read_error(body) or json.dumps(body)))
+    choice, usage = body["choices"][0], body.get("usage")
+    answer, thoughts = read_message(choice["message"])
+    if not answer and (calls := choice["message"].get("tool_calls")):
+        answer = str(calls[0]["function"]["arguments"])
+    if not answer and thoughts:
+        answer = UNFINISHED
+    counts = [0, 0]
+    if isinstance(usage, dict):
+        texts = [str(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
+        counts = [int(count) if count.isdecimal() else 0 for count in texts]
+    cut = choice.get("finish_reason") == "length"
+    return Reply(answer, cost=Cost.at(price, *counts), cut=cut)
 
 
 def _error_text(error: openai.OpenAIError) -> str:
-    if isinstance(error, openai.APIStatusError) and isinstance(error.body, dict):
-        return _shorten(error.body.get("message") or json.dumps(error.body))
-    return _shorten(error)
+    """What an endpoint says, or why it says nothing, in one line."""
+    if not isinstance(error, openai.APIStatusError):
+        cause = error.__cause__ or error
+        return f"{type(cause).__name__}: {_shorten(cause)}".removesuffix(": ")
+    response: Any = error.response
+    text = describe_rejection(response)
+    with suppress(ValueError):
+        seconds = float(response.headers.get("retry-after", ""))
+        if seconds > _LONGEST_WAIT:
+            text += f"; it asks to wait {seconds:.0f} s, {_LONGEST_WAIT:.0f} s are the most"
+    return text
 
 
 def _shorten(text: object) -> str:

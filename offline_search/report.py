@@ -212,6 +212,9 @@ def _make_document(report: _SearchReport) -> Document:
             Section("Result on the test split", [test], tables=[_result_table(winner)]),
         ]
     elif leader is not None:
+        base = report.base_objective
+        if base is not None and base >= (ranked[0].result.score or 0.0):
+            leader = f"{settings.base_policy} alone"
         answer = f"The search has not ended; {leader} leads on the search split."
     charts, texts = _draw_progress(report), ["Nothing has been measured yet."]
     if charts:

@@ -82,6 +82,10 @@ class ProgressLog:
         if best is not None:
             self._leader, origin = best.name, best.proposal.origin
             leader = f"{best.name} by {origin} leads on the search split, {best.score:+.4f}"
+            base = history.base.result.objective
+            if base is not None and base >= best.score:
+                behind = f"{best.name} by {origin} has {best.score:+.4f}"
+                leader = f"the base policy leads on the search split, {base:+.4f}; {behind}"
         counts = Counter(trial.result.status for trial in trials)
         statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
         tokens = f", {cost.tokens} proposer tokens" if cost.tokens else ""

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    JsonValue,
+    PositiveInt,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.connection import Header
@@ -64,8 +72,44 @@ _Budget = Annotated[int, Field(ge=1, le=MAX_BUDGET)]
 _Temperature = Annotated[
     float, Field(ge=0.0, le=2.0, description="sampling temperature of the proposer")
 ]
+_ReplyTokens = Annotated[
+    int, Field(ge=64, le=32768, description="maximum tokens of a proposal, thoughts among them")
+]
 _ListLength = Annotated[int, Field(ge=1, le=20)]
 _Amount = Annotated[float, Field(ge=0)]
+
+
+_OWN_FIELDS = {
+    "model": "--proposer-model", "temperature": "--temperature", "seed": "--seed",
+    "max_tokens": "--reply-tokens", "max_completion_tokens": "--reply-tokens",
+    "messages": "", "stream": "", "n": "",
+}  # fmt: skip
+"""Fields of a request that the search sets, and their flags."""
+
+
+def _read_options(text: object) -> object:
+    """JSON, as text or in a file."""
+    if not isinstance(text, str):
+        return text
+    fix = """give an object, such as '{"reasoning_effort": "high"}', or a file that holds one"""
+    try:
+        is_file = not text.lstrip().startswith(("{", "["))
+        options = json.loads(Path(text).read_text("utf-8-sig") if is_file else text)
+    except json.JSONDecodeError as error:
+        what = f"{text[:80]!r} is not JSON in line {error.lineno} ({error.msg})"
+        raise _problem(f"{what}: {fix}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+        raise _problem(f"{text[:80]!r} cannot be read ({reason}): {fix}") from None
+    if not isinstance(options, dict):
+        raise _problem(f"{text[:80]!r} is no JSON object: {fix}")
+    for name in _OWN_FIELDS.keys() & options.keys():
+        flag = _OWN_FIELDS[name]
+        raise _problem(f"{name} is set by the search: {f'give {flag}' if flag else 'leave it out'}")
+    return options
+
+
+_Options = Annotated[dict[str, JsonValue], BeforeValidator(_read_options)]
 
 
 class SearchChoices(FrozenModel):
@@ -135,9 +179,7 @@ class Settings(SearchChoices):
         default=1, description="proposals that a language model writes at once"
     )
     temperature: _Temperature = 1.0
-    reply_tokens: int = Field(
-        default=1024, ge=64, le=32768, description="maximum tokens of a proposal"
-    )
+    reply_tokens: _ReplyTokens = 1024
     evaluator: str = Field(default="", description="model and data that candidates are measured on")
 
     @model_validator(mode="after")
@@ -261,7 +303,14 @@ class ProposerOptions(FrozenModel):
         title="NAME=VALUE",
         description="header of every request to the proposer; repeatable",
     )
+    proposer_options: _Options | None = Field(
+        default=None,
+        title="JSON",
+        description="more fields of every request to the proposer, or a file that holds them: "
+        """'{"reasoning_effort": "high"}'""",
+    )
     temperature: _Temperature = 1.0
+    reply_tokens: _ReplyTokens = 1024
     proposals_per_reply: _ListLength | None = Field(
         default=None,
         title="N",

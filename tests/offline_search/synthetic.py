@@ -52,6 +52,7 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 MODELS = "/v1/models"
 BUDGET = 8
+IMAGE_TOKENS = 64
 SIZE = 24
 """Examples of each split."""
 
@@ -243,10 +244,10 @@ def answer_search(body: Body, number: int) -> Answer:
         if items := schema.get("properties", {}).get("proposals"):
             return completion(list_reply(reply, items["minItems"]) if reply else "no proposal")
         return completion(VALID_REPLIES[reply] if reply else "no proposal")
-    answer = body["messages"][-1]["content"]
-    signals = body["mm_processor_kwargs"]["autoprune"].get("state", {}).get("scoring", {})
-    value = -0.1 - 0.1 * (len(json.dumps(signals)) % 7)
-    return completion(".", prompt_logprobs=[None, token(f" {answer}", value)])
+    answer, options = body["messages"][-1]["content"], body["mm_processor_kwargs"]["autoprune"]
+    value = -0.1 - 0.1 * (len(json.dumps(options.get("state", {}).get("scoring", {}))) % 7)
+    usage = {"prompt_tokens": 9 + min(options.get("budget", IMAGE_TOKENS), IMAGE_TOKENS)}
+    return completion(".", prompt_logprobs=[None, token(f" {answer}", value)], usage=usage)
 
 
 def token(text: str, logprob: float, rank: int = 1) -> dict[str, Any]:

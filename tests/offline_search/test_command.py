@@ -11,13 +11,22 @@ from typing import Any
 import pytest
 
 from benchmarks.common.fake_server import Answer, Body, FakeServer
-from offline_search.dataset import Dataset
-from offline_search.ledger import SettingsRecord, read_ledger
-from offline_search.search import estimate_cost
+from offline_search.dataset import SPLITS, Dataset
+from offline_search.ledger import ReplyRecord, SettingsRecord, read_ledger
+from offline_search.search import ProgressLog, estimate_cost
 from offline_search.settings import Settings
-from tests.offline_search.synthetic import SIZE, answer_search, endpoint, error, settings_of
+from tests.offline_search.synthetic import (
+    IMAGE_TOKENS,
+    SIZE,
+    answer_search,
+    completion,
+    endpoint,
+    error,
+    list_reply,
+    settings_of,
+)
 from vllm_autoprune import load_state
-from vllm_autoprune.cli.main import main
+from vllm_autoprune.cli.main import main, parser
 
 Printed = pytest.CaptureFixture[str]
 
@@ -126,6 +135,88 @@ def test_a_dry_run_prints_an_estimate_and_sends_no_request(
     assert not served.requests and not (tmp_path / "l.jsonl").exists()
 
 
+def test_a_reply_that_was_cut_names_the_flag_that_gives_it_room(
+    run_command: Run, served: FakeServer, tmp_path: Path, capsys: Printed
+) -> None:
+    def respond(body: Body) -> Answer:
+        if "mm_processor_kwargs" in body:
+            return answer_search(body, 0)
+        thinks = body["messages"][0]["content"] == "Say yes." or body["max_tokens"] < 2000
+        text = "<think>Well," if thinks else f"<think>Well,</think>{list_reply(1, 2)}"
+        choice = {"message": {"content": text}, "finish_reason": "length"}
+        return completion("", choices=[choice])
+
+    served.respond = respond
+    more = ["--strategy", "autoprune+", "--rounds", "1", "--per-round", "3"]
+    assert run_command(*more, "--reply-tokens", "100") == 0
+    printed = "the reply was cut off after 500 tokens -> write less, or raise --reply-tokens"
+    assert printed in capsys.readouterr().err.replace("invalid: /: ", "")
+    path = tmp_path / "enough.jsonl"
+    assert run_command(*more, "--reply-tokens", "400", "--ledger", str(path)) == 0
+    assert "cut off" not in capsys.readouterr().err
+    texts = [record.text for record in read_ledger(path) if isinstance(record, ReplyRecord)]
+    assert texts == [list_reply(1, 2)], "without thoughts"
+
+
+OBJECT = '{"reasoning_effort": "high", "top_p": 0.9}'
+
+
+@pytest.mark.parametrize("text", [OBJECT, f"\n {OBJECT}", f"\ufeff{OBJECT}"])
+def test_options_of_the_proposer_are_text_or_a_file(
+    text: str, run_command: Run, served: FakeServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "options.json"
+    file.write_text(text, encoding="utf-8")
+    for place, value in enumerate([str(file), *([text] if text[0] != "\ufeff" else [])]):
+        ledger = ["--ledger", str(tmp_path / str(place)), "--rounds", "1"]
+        assert run_command("--proposer-options", value, *ledger) == 0
+        bodies = [body for body in served.requests if "mm_processor_kwargs" not in body]
+        assert all(json.loads(OBJECT).items() <= body.items() for body in bodies)
+        served.requests.clear()
+
+
+@pytest.mark.parametrize(("budget", "status"), [(IMAGE_TOKENS - 1, 0), (IMAGE_TOKENS, 1), (500, 1)])
+def test_a_budget_that_keeps_every_token_is_refused_before_the_search(
+    budget: int, status: int, run_command: Run, served: FakeServer, capsys: Printed
+) -> None:
+    assert run_command("--budget", "8", str(budget), "--rounds", "1") == status
+    message = f"--budget: {budget} keeps all tokens: an image has 64 -> give less than 64"
+    assert (message in capsys.readouterr().err) == bool(status)
+    assert len(served.requests) < 40 or not status
+
+
+def test_an_interrupted_search_says_how_to_go_on(
+    run_command: Run, served: FakeServer, tmp_path: Path, capsys: Printed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def interrupt(*values: object) -> None:
+        raise KeyboardInterrupt
+
+    for more in ([], ["--resume"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(ProgressLog, "on_round", interrupt)
+            assert run_command(*more) == 130
+        line = f"stopped; {tmp_path / 'l.jsonl'} keeps what was measured, --resume goes on from it"
+        assert line in capsys.readouterr().err
+    assert run_command("--resume") == 0
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [("none/s.json", "there is no folder"), ("", "is a folder -> name a file in it")],
+)
+def test_where_a_state_cannot_be_written_is_found_first(
+    output: str, message: str, run_command: Run, served: FakeServer, tmp_path: Path, capsys: Printed
+) -> None:
+    assert run_command("-o", f"{tmp_path}/{output}") == 1 and not served.requests
+    assert message in capsys.readouterr().err
+
+
+def test_the_ledger_is_not_named_like_the_questions() -> None:
+    options = parser().parse_args(["search"])
+    assert options.ledger not in [Path(f"{split}.jsonl") for split in SPLITS]
+
+
 @pytest.mark.parametrize(
     ("strategy", "equal", "calls", "tokens"),
     [("autoprune", False, 50, 15_000), ("autoprune", True, 200, 60_000),
@@ -157,6 +248,16 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(
         (["--data", "/nowhere"], "search.jsonl"),
         (["--proposals-per-reply", "5", "--strategy", "tpe"],
          "search: --proposals-per-reply: only autoprune and autoprune+ ask for lists"),
+        (["--reply-tokens", "1"], "--reply-tokens: '1' is refused"),
+        *((["--proposer-options", text], f"--proposer-options: {what}") for text, what in (
+            ("{", "'{' is not JSON in line 1 (Expecting property name enclosed in double"),
+            ("[1]", "'[1]' is no JSON object -> give an object, such as '{"),
+            ("none.json", "'none.json' cannot be read (No such file or directory) -> give an"),
+            ("/", "'/' cannot be read (Is a directory)"), ("a\0", "'a\\x00' cannot be read"),
+            ('{"temperature": 2}', "temperature is set by the search -> give --temperature"),
+            ('{"max_tokens": 2}', "max_tokens is set by the search -> give --reply-tokens"),
+            ('{"stream": true}', "stream is set by the search -> leave it out"),
+        )),
     ],
 )  # fmt: skip
 def test_wrong_options_give_one_error_with_a_fix(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import time
 from collections.abc import Callable
@@ -226,7 +227,7 @@ def fail_first(status: int, times: int = 1, **headers: str) -> Answering:
         *((fail_first(status, 2, retry_after_ms="5"), 3, "") for status in (429, 500, 503, 408)),
         (fail_first(503, 99, retry_after_ms="5"), 4, "after at most 3 retries"),
         *((fail_first(status, 99), 1, "busy") for status in (401, 403, 404)),
-        (fail_first(429, 99, retry_after="1000"), 0, "RateLimitError"),
+        (fail_first(429, 99, retry_after="1000"), 0, "it asks to wait 1000 s"),
         (fail_first(400, 99), 2, "busy"),  # with the schema and without it
         (lambda body, n: completion(None, refusal="I will not."), 1, ""),
     ],
@@ -242,26 +243,110 @@ async def test_what_may_pass_is_retried_and_what_remains_is_reported(
     assert reply.text in (None, "{}", "I will not."), "a refusal is a reply to repair"
 
 
-@pytest.mark.parametrize(
-    ("refused", "status", "schemas"),
-    [
-        (lambda body: "response_format" in body, 400, [True, False, False]),
-        (lambda body: "response_format" in body, 422, [True, False, False]),
-        # Refused for another reason: the schema stays on.
-        (lambda body: body["seed"] == 1, 400, [True, False, True]),
-    ],
-    ids=["400", "422", "another reason"],
-)
-async def test_a_refused_schema_is_omitted_from_then_on(
-    refused: Callable[[Body], bool], status: int, schemas: list[bool]
-) -> None:
-    def answer(body: Body, number: int) -> Answer:
-        return error(status, "content filter") if refused(body) else completion("{}")
+def refusing(*names: str, status: int = 400, text: str = "{} is unsupported") -> Answering:
+    """An endpoint that refuses each of these fields."""
 
+    def answer(body: Body, number: int) -> Answer:
+        refused = [name for name in names if name in body]
+        return error(status, text.format(*refused), retry_after_ms="1") if refused else (
+            completion("{}"))  # fmt: skip
+
+    return answer
+
+
+SENT = {"model", "messages", "max_tokens", "temperature", "seed", "response_format"}
+RENAMED = SENT - {"max_tokens"} | {"max_completion_tokens"}
+FORBIDDEN = json.dumps({"detail": [{"loc": ["body", "seed"], "msg": "extra"}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "fields", "refused"),
+    [
+        (lambda body, n: completion("{}"), SENT, []),
+        (refusing("max_tokens", text="use 'max_completion_tokens', not '{}'"), RENAMED, [0]),
+        (refusing("temperature"), SENT - {"temperature"}, [0]),
+        (refusing("seed", status=422), SENT - {"seed"}, [0]),
+        (refusing("seed", "temperature", "max_tokens"), RENAMED - {"temperature", "seed"}, [0] * 3),
+        (refusing("response_format"), SENT - {"response_format"}, [1]),
+        *((refusing("response_format", status=status, text="grammar"), SENT - {"response_format"},
+           [1]) for status in (422, 500)),
+        (lambda body, n: (422, FORBIDDEN, {}) if "seed" in body else completion("{}"),
+         SENT - {"seed"}, [0]),
+        # Not the field's fault: nothing is left out from then on.
+        (lambda body, n: error(400, "seed 1") if body["seed"] == 1 else completion("{}"), SENT, []),
+    ],
+)  # fmt: skip
+async def test_refused_fields_are_left_out_from_then_on(
+    answer: Answering, fields: set[str], refused: list[int]
+) -> None:
+    lines = list[str]()
     with endpoint(answer) as server:
-        replies = await replies_to(fast_settings(server), 1, 2)
-    assert ["response_format" in body for body in server.requests] == schemas
-    assert replies[1].text == "{}" and (replies[0].text or "content filter" in replies[0].failure)
+        async with EndpointProposer(fast_settings(server), lines.append) as proposer:
+            await proposer.prepare()
+            checked, length = len(lines), len(server.requests)
+            await proposer.reply(HELLO, SCHEMA, 1)
+            reply = await proposer.reply(HELLO, SCHEMA, 2)
+    assert reply.text == "{}" and set(server.requests[-1]) == fields
+    assert server.requests[-1].get("max_completion_tokens", 1024) == 1024
+    assert checked == refused.count(0) == length - 1, "found by the first check"
+    assert len(lines) == len(refused) and len({line.split()[3] for line in lines}) == len(lines)
+
+
+async def test_options_are_part_of_every_request() -> None:
+    with endpoint(lambda body, n: completion("{}")) as server:
+        options = {"reasoning_effort": "high", "response_format": {"type": "json_object"}}
+        async with EndpointProposer(fast_settings(server, options=options)) as proposer:
+            await proposer.prepare()
+            await proposer.reply(HELLO, SCHEMA, 1)
+    assert [options.items() <= body.items() for body in server.requests] == [True, True]
+
+
+THOUGHT = {"role": "assistant", "content": None, "reasoning": "{}"}
+PARTS = [{"type": "thinking", "thinking": [{"type": "text", "text": "{}"}]},
+         {"type": "text", "text": "[1, "}, {"type": "output_text", "text": "2]"}]  # fmt: skip
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{1}"}}
+
+
+def choices(message: object, finish: object = "stop") -> Answer:
+    return completion("", choices=[{"message": message, "finish_reason": finish}])
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "failure", "cost"),
+    [
+        (choices(THOUGHT), "<think>", "", (10, 5)),
+        (choices(THOUGHT | {"reasoning": "", "reasoning_content": "{}"}), "<think>", "", (10, 5)),
+        (choices(THOUGHT | {"content": "{2}"}), "{2}", "", (10, 5)),
+        (choices({"content": PARTS}), "[1, 2]", "", (10, 5)),
+        (choices({"content": None, "refusal": "No."}), "No.", "", (10, 5)),
+        (choices({"content": None, "tool_calls": [CALL]}), "{1}", "", (10, 5)),
+        (choices({"content": None}, "content_filter"), "", "", (10, 5)),
+        (choices({}, None), "", "", (10, 5)),
+        (completion("{}", usage=None), "{}", "", (0, 0)),
+        (completion("{}", usage="many"), "{}", "", (0, 0)),
+        (completion("{}", usage={"prompt_tokens": "7"}), "{}", "", (7, 0)),
+        (completion("{}", usage={"prompt_tokens": None, "completion_tokens": 3}), "{}", "", (0, 3)),
+        (completion("{}", usage={"prompt_tokens": "ten", "completion_tokens": -1}), "{}", "",
+         (0, 0)),
+        (completion("", choices=None, error={"message": "no credit"}), None, "no credit", (0, 0)),
+        (completion("", choices=[]), None, '"choices": []', (0, 0)),
+        (choices(None), None, "no chat completion", (0, 0)),
+        (completion("", choices=["x"]), None, "no chat completion", (0, 0)),
+        ((200, b"<html>sign in</html>", {}), None, "<html>sign in", (0, 0)),
+        ((200, b'data: {"choices": []}\n\ndata: [DONE]\n\n', {"Content-Type": "text/event-stream"}),
+         None, "data: {", (0, 0)),
+        ((200, completion("{}")[1][:50], {}), None, "no chat completion", (0, 0)),
+        ((200, completion("{}")[1], {"Content-Encoding": "gzip"}), None, "DecodingError", (0, 0)),
+        ((307, b"", {"Location": "/v2"}), None, "status 307", (0, 0)),
+    ],
+)  # fmt: skip
+async def test_what_a_response_holds(
+    answer: Answer, text: str | None, failure: str, cost: tuple[int, int]
+) -> None:
+    with endpoint(lambda body, n: answer) as server:
+        (reply,) = await replies_to(fast_settings(server, retries=0))
+    assert reply.text == text and failure in reply.failure and "\n" not in reply.failure
+    assert (reply.cost.prompt_tokens, reply.cost.completion_tokens) == cost and not reply.cut
 
 
 @pytest.mark.parametrize(
@@ -307,8 +392,14 @@ async def test_an_unreachable_or_silent_endpoint_fails() -> None:
         (error(403, "not yours"), "--proposer-key-env"),
         (error(404, "no such model"), "--proposer-model"),
         (error(400, "what?"), "--proposer-url"),
+        (error(402, "no money"), "--proposer-url"),
+        ((307, b"", {"Location": "/v2"}), "--proposer-url"),
+        ((429, b'{"error": {"code": "insufficient_quota"}}', {}), "--proposer-url"),
+        (completion("", choices=None, error={"message": "no credit"}), "--proposer-url"),
+        ((200, b"<html>sign in</html>", {}), "--proposer-url"),
         (completion("yes"), ""),
         (error(429), ""),  # it is busy now
+        (error(503), ""),
     ],
 )
 async def test_a_wrong_key_or_model_is_found_before_the_search(answer: Answer, where: str) -> None:

@@ -121,7 +121,7 @@ async def test_a_search_that_runs_or_gave_up_can_be_reported(
 
 def test_progress_shows_share_best_and_remaining_time() -> None:
     lines: list[str] = []
-    now = iter([0.0, 10.0, 10.0, 70.0])
+    now = iter([0.0, 10.0, 10.0, 70.0, 70.0])
     progress = ProgressLog(lines.append, lambda: next(now))
     base = TrialRecord(round=0, index=0, status="evaluated", objective=-0.2)
     history = History(Trial(trial("0.0").proposal, base, values=np.zeros(2)))
@@ -133,6 +133,10 @@ def test_progress_shows_share_best_and_remaining_time() -> None:
     leader = "1.0 by llm leads on the search split, -0.1000"
     assert f"25% round 1: 1 evaluated, 1 invalid; {leader}" in lines[1]
     assert "3 min left" in lines[1] and "no such atom" in lines[2]
+    history.trials[0] = trial("1.0", [-0.3])
+    progress.on_round(history.trials, history, 0.25, Cost())
+    behind = "the base policy leads on the search split, -0.2000; 1.0 by llm has -0.3000"
+    assert f"{behind}, 3 min left" in lines[3]
 
 
 async def test_progress_and_last_line_name_the_same_winner(search: Searches) -> None:

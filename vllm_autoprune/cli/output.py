@@ -56,6 +56,19 @@ def write_file(path: Path, content: str | bytes) -> None:
         raise ConfigError("output", [Problem(str(path), what, "choose another path")]) from None
 
 
+def check_writable(path: Path) -> None:
+    """Raise :class:`ConfigError`, before long work, where :func:`write_file` would at its end."""
+    what = ""
+    if path.is_dir():
+        what, fix = "is a folder", "name a file in it"
+    elif not path.parent.is_dir():
+        what, fix = f"cannot be written: there is no folder {path.parent}", "make it"
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        what, fix = "cannot be written (Permission denied)", "choose another path"
+    if what:
+        raise ConfigError("output", [Problem(str(path), what, fix)])
+
+
 def print_result(options: argparse.Namespace, record: object, *blocks: str) -> None:
     """Print the record with ``--json``, else the blocks of text, an empty line between them."""
     print(as_json(record) if options.json else "\n\n".join(blocks))

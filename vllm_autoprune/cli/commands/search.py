@@ -27,7 +27,7 @@ from vllm_autoprune.cli.flags import (
     flag_problems,
     read_flags,
 )
-from vllm_autoprune.cli.output import format_paragraphs, print_result, write_file
+from vllm_autoprune.cli.output import check_writable, format_paragraphs, print_result, write_file
 from vllm_autoprune.connection import Connection
 from vllm_autoprune.errors import ConfigError, Problem, SearchError
 
@@ -49,7 +49,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "run a search (the default), report on a ledger, or write MME's files as --data"
     add("action", nargs="?", choices=actions, default="run", help=text)
     text = "file that holds the search"
-    add("--ledger", type=Path, default=Path("search.jsonl"), help=text)
+    add("--ledger", type=Path, default=Path("ledger.jsonl"), help=text)
     add("--resume", action="store_true", help="resume the ledger's search")
     text = "replay a recorded search without network"
     add("--replay", type=Path, metavar="LEDGER", help=text)
@@ -71,6 +71,8 @@ def search(options: argparse.Namespace) -> int:
     from offline_search.ledger import read_ledger
     from offline_search.report import as_html, as_markdown, read_report
 
+    if options.output is not None:
+        check_writable(options.output)
     if options.action == "report":
         report = read_report(read_ledger(options.ledger))
         if options.output is not None:
@@ -107,7 +109,12 @@ def search(options: argparse.Namespace) -> int:
             raise _refusal(str(options.ledger), "holds a search already", fix)
         if not flags.server_url:
             raise _refusal("--server-url", "is missing", _SERVER)
-        winner = asyncio.run(_search(options.ledger, flags, settings, dataset))
+        try:
+            winner = asyncio.run(_search(options.ledger, flags, settings, dataset))
+        except KeyboardInterrupt:
+            text = f"stopped; {options.ledger} keeps what was measured, --resume goes on from it"
+            print(f"vllm-autoprune search: {text}", file=sys.stderr)
+            raise
     if options.output is not None and winner.state is not None:
         from vllm_autoprune.tpdsl.loading import load_state
 
@@ -145,6 +152,7 @@ def _build_settings(flags: _Flags) -> Settings:
             proposer=name if uses_proposer else "",
             proposals_per_reply=flags.proposals_per_reply or (DEFAULT_LIST if lists else 1),
             temperature=flags.temperature,
+            reply_tokens=flags.reply_tokens,
         )
     except ValidationError as error:
         raise ConfigError("search", flag_problems(error, _NAMES)) from None
@@ -157,6 +165,9 @@ async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Datase
     from offline_search.rounds import probes_from_checkpoint
     from offline_search.search import ProgressLog, Search
 
+    def write(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
     checkpoint, tower = flags.checkpoint, flags.text_tower
     probes = probes_from_checkpoint(checkpoint, tower, dataset) if checkpoint is not None else ()
     async with contextlib.AsyncExitStack() as stack:
@@ -167,6 +178,8 @@ async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Datase
         )  # fmt: skip
         stack.push_async_callback(evaluator.close)
         await evaluator.prepare()
+        if not ledger.records:
+            await evaluator.check_budget(max(settings.budgets))
         settings = settings.model_copy(update={"evaluator": evaluator.name})
         proposer: EndpointProposer | None = None
         if settings.proposer and flags.proposer_url is not None:
@@ -183,11 +196,12 @@ async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Datase
                 settings.reply_tokens * settings.proposals_per_reply,
                 flags.price,
                 seeded=not flags.no_seeds,
+                options=flags.proposer_options or {},
             )
-            proposer = await stack.enter_async_context(EndpointProposer(endpoint))
+            proposer = await stack.enter_async_context(EndpointProposer(endpoint, write))
             await proposer.prepare()
         limits = SpendingLimits(flags.most_tokens, flags.most_money)
-        progress = ProgressLog(lambda line: print(line, file=sys.stderr, flush=True))
+        progress = ProgressLog(write)
         return await Search(settings, ledger, evaluator, proposer, limits, progress).run()
 
 
