@@ -35,6 +35,7 @@ WRITE = '"mm_processor_kwargs": {"autoprune": {"budget"'
 SEND = "send the header x-autoprune-budget"
 BUDGET, SHIPPED = "x-autoprune-budget", "x-autoprune-state"
 GRID = [1, 4, 12]
+UNFIT = "are not the rows of one image"
 
 IMAGE, URL = as_picture(examples(1)[0].image), png_url(examples(1)[0].image)
 
@@ -77,6 +78,8 @@ INPUTS: dict[str, tuple[str | None, Input]] = {
     "embeds with a budget": (None, generate(EMBEDS, **RIGHT)),
     "two in one": (None, generate(TWO, prompt=TWICE)),
     "rows alone": (None, generate(EMBEDDED[None])),
+    "rows of its width": ("for this model (KeyError", generate(EMBEDDED[None, :, :192])),
+    "narrow": (UNFIT, generate({**EMBEDS, "image_embeds": EMBEDDED[:, :192]})),
     "no grid": (None, generate({"image_embeds": EMBEDDED})),
     "K above N": (None, generate(**{KWARGS: {"autoprune": {"budget": 4000}}})),
     "off": (None, chat_offline(**OFF)),
@@ -136,9 +139,10 @@ def noise(*shape: int) -> str:
     return encoded(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
 
 
-def rows_on(grid: object) -> dict[str, object]:
+def rows_on(grid: object, *shape: int) -> dict[str, object]:
     """Embeddings of an image and their grid."""
-    fields = {"image_embeds": noise(12, 576), "image_grid_thw": encoded(torch.tensor(grid))}
+    rows = noise(*(shape or (12, 576)))
+    fields = {"image_embeds": rows, "image_grid_thw": encoded(torch.tensor(grid))}
     return {"type": "image_embeds", "image_embeds": fields}
 
 
@@ -210,6 +214,17 @@ CHATS: dict[str, Case] = {
     "embeds beside a picture": Case(CHAT, chat(ROWS, PICTURE)),
     "embeds without a grid": Case(CHAT, chat({**ROWS, "image_embeds": noise(12, 576)})),
     "embeds with a budget": Case(CHAT, chat(ROWS, **RIGHT), 0),
+    # Of shapes at which the engine would end, and those that vLLM answers by 500.
+    "embeds of another width": Case(CHAT, chat(rows_on(GRID, 12, 192)), UNFIT),
+    "embeds above their rows": Case(CHAT, chat(rows_on([1, 4, 16])), UNFIT),
+    "embeds of half tokens": Case(CHAT, chat(rows_on([1, 3, 16])), UNFIT),
+    "embeds of two frames": Case(CHAT, chat(rows_on([2, 4, 12], 24, 576)), UNFIT),
+    "embeds on a negative grid": Case(CHAT, chat(rows_on([-1, -4, 12])), UNFIT),
+    "embeds on fractions": Case(CHAT, chat(rows_on([1.0, 4.0, 12.0])), "for this model"),
+    "embeds as rows": Case(
+        CHAT, chat({"type": "image_embeds", "image_embeds": noise(12, 192)}), "for this model"
+    ),
+    "embeds after all of them": Case(CHAT, chat(ROWS)),
     "embeds with a header": Case(CHAT, chat(ROWS), 0, TWELVE),
     "prompt embeds": Case(CHAT, chat({"type": "prompt_embeds", "data": noise(4, 192)})),
     "no picture": Case(CHAT, chat(TEXT)),
@@ -255,6 +270,7 @@ PAIR = {"text_1": "What?", "text_2": {"content": [PICTURE]}}
 POOLS: dict[str, Case] = {
     "embed": Case(EMBED, pooled()),
     "embed rows": Case(EMBED, pooled({"type": "image_embeds", "image_embeds": noise(144, 192)})),
+    "embed rows on a grid": Case(EMBED, pooled(rows_on(GRID, 12, 192))),
     "pool": Case(POOL, pooled(task="embed")),
     "score a picture": Case("/v1/score", PAIR),
     "classify": Case("/classify", pooled()),

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.glm4v.image_processing_glm4v import smart_resize
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.parse import ImageSize
 from vllm.multimodal.processing import ProcessorInputs
 from vllm.multimodal.processing.context import TimingContext
@@ -28,12 +30,14 @@ from tests.serving.unit.samples import (
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import TINY_MODELS, build
 from vllm_autoprune.serving.api import planner
+from vllm_autoprune.serving.api.engine_requests import _check_embeddings
 from vllm_autoprune.serving.api.layout import Placeholders, Slot
 from vllm_autoprune.serving.api.planner import RequestPlanner
+from vllm_autoprune.serving.api.renderer import _refuse_unread_embeddings
 from vllm_autoprune.serving.api.request import SALT, PruningRequest
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.qwen import shrink_glm_to_budget, shrink_to_budget
-from vllm_autoprune.serving.plan import NO_KEY, REQUEST_FIELD, ItemPlan
+from vllm_autoprune.serving.plan import FIELD, NO_KEY, REQUEST_FIELD, ItemPlan
 from vllm_autoprune.serving.settings import RequestRules
 
 pytestmark = pytest.mark.compat
@@ -138,6 +142,17 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, object]]] = {
 """Backbone -> processor options of servers, where those make other tiles of an image."""
 
 
+def tiny_sender(
+    name: str, folders: pytest.TempPathFactory, options: Mapping[str, object]
+) -> Sender:
+    """The processor of a tiny model, which is written once."""
+    folder = folders.getbasetemp() / f"tiny-{name}"
+    if not folder.exists():
+        build(name, folder)
+    (architecture,) = (at for at, backbone in BACKBONES.items() if backbone.name == name)
+    return Sender(folder, 5, architecture=architecture, placeholder="", options=options)
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of GLM's image processor
 @pytest.mark.parametrize("gigabytes", [0, 4])
 @pytest.mark.parametrize(
@@ -151,15 +166,11 @@ def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Processors pad a call to its largest image; with and without caches of processed images."""
-    folder = tmp_path_factory.getbasetemp() / f"beside-{name}"
-    if not folder.exists():
-        build(name, folder)
-    (architecture,) = (at for at, backbone in BACKBONES.items() if backbone.name == name)
     small, large = picture(100, 48), picture(330, 300, 1)
 
     def send(*calls: Sequence[Any]) -> dict[int, set[str]]:
         """By image, everything that one processor sends of it in these calls."""
-        sender = Sender(folder, 5, architecture=architecture, placeholder="", options=options)
+        sender = tiny_sender(name, tmp_path_factory, options)
         sender._config.get_multimodal_config().mm_processor_cache_gb = gigabytes
         sender = sender.with_cache() if gigabytes else sender
         made: dict[int, set[str]] = {}
@@ -184,6 +195,79 @@ def test_another_question_or_k_sends_a_plan_alone(sender: Sender) -> None:
     assert (before.sent, again.sent, fewer.sent) == ([True], [False], [False])
     assert len({*before.identities, *again.identities, *fewer.identities}) == 3
     assert (again.lengths, fewer.lengths) == ([8], [4])
+
+
+# ---- embeddings made elsewhere ----
+
+
+def embedded(rows: int, width: int, *grid: float) -> dict[str, Any]:
+    return {"image_embeds": torch.ones(rows, width), "image_grid_thw": torch.tensor([grid])}
+
+
+def list_embeddings(width: int) -> dict[str, Any]:
+    """What clients send as an image of 12 tokens: right as rows or with a grid, and wrong."""
+    right = embedded(12, width, 1, 4, 12)
+    return {
+        "rows": torch.ones(1, 12, width),
+        "list of rows": [torch.ones(12, width)],
+        "grid": right,
+        "rows of no batch": torch.ones(12, width),
+        "rows of another width": torch.ones(1, 12, width + 1),
+        "no rows": torch.ones(1, 0, width),
+        "a row": torch.ones(width),
+        "no grid": {"image_embeds": torch.ones(12, width)},
+        "sizes": {"image_embeds": torch.ones(1, 12, width), "image_sizes": torch.ones(1, 2)},
+        "grid above the rows": embedded(12, width, 1, 4, 16),
+        "wide": embedded(12, width + 1, 1, 4, 12),
+        "narrow": embedded(12, width // 2, 1, 4, 12),
+        "three dimensions": {**right, "image_embeds": torch.ones(12, 1, width)},
+        "odd grid": embedded(12, width, 1, 3, 16),
+        "negative grid": embedded(12, width, -1, -4, 12),
+        "empty grid": embedded(0, width, 1, 0, 12),
+        "two frames": embedded(24, width, 2, 4, 12),
+        "grid of fractions": embedded(12, width, 1.0, 4.0, 12.0),
+        "grid of two sides": {**right, "image_grid_thw": torch.tensor([[4, 12]])},
+        "grid as a list": {**right, "image_grid_thw": [[1, 4, 12]]},
+        "null": {"image_embeds": None, "image_grid_thw": None},
+        "pixels instead": {"pixel_values": torch.ones(48, 24), "image_grid_thw": [[1, 4, 12]]},
+        "pixels beside": {**right, "pixel_values": torch.ones(48, 24)},
+    }
+
+
+@pytest.mark.filterwarnings("ignore")  # of processors that are handed what is no picture
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_embeddings_are_served_whole_or_refused(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Before the engine, which would end at a shape that its model does not expect."""
+    sender = tiny_sender(name, tmp_path_factory, {})
+    config: Any = sender._config
+    config.get_multimodal_config().enable_mm_embeds = True
+    vision = vars(config.hf_config.vision_config)
+    levels = 1 + len(vision.get("deepstack_visual_indexes", ()))
+    served_forms, refusals = set(), []
+    for form, image in list_embeddings(config.get_inputs_embeds_size() * levels).items():
+        prompt: Any = {"multi_modal_data": {"image": image}}
+        ids = sender.info.get_tokenizer().encode(f"user {sender._placeholder} what")
+        try:
+            with _refuse_unread_embeddings(served(), prompt):
+                items = sender.info.parse_mm_data(prompt["multi_modal_data"])
+                made = sender._processor.apply(
+                    ProcessorInputs(ids, items, hf_processor_mm_kwargs={}),
+                    TimingContext(enabled=False),
+                )
+            parts = [made[key]["image"] for key in ("mm_kwargs", "mm_hashes", "mm_placeholders")]
+            for item, identity, place in zip(*parts, strict=True):
+                feature = MultiModalFeatureSpec(item, "image", identity, place, identity)
+                _check_embeddings(feature, config)
+                assert (place.get_num_embeds(), set(item) & {FIELD}) == (12, set())
+            served_forms.add(form)
+        except ValueError as error:
+            refusals.append(str(error))
+    qwen, rows = name.startswith("qwen"), name.startswith("llava") or name == "internvl"
+    assert served_forms == ({"grid"} if qwen else {"rows", "list of rows"} if rows else set())
+    if name.startswith("glm"):
+        assert [text for text in refusals if "for this model (KeyError" in text]
 
 
 # ---- images in two items ----
