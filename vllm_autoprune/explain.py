@@ -64,10 +64,13 @@ class Trace:
     extra: int
     """Merged rows of the base policy, which are not single tokens."""
     signals: tuple[_SignalTrace, ...]
+    """Those that quality is fused from, where it decides."""
     quality: tuple[float, ...] | None
-    """g of all tokens; None if the state does not score."""
+    """g of all tokens; None where it decides none of them: it may order their rows."""
     fallback: str
     """One of ``tpdsl.base_policy.FALLBACKS``."""
+    decided_by: str
+    """What chose the tokens, and the layers of the model that it read."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,10 @@ class Explanation:
         summary += f"{trace.grid.tokens} visual tokens"
         if trace.fallback != "none":
             return f"{summary}; its scores were not finite, {trace.fallback} selection instead"
-        core = f"; {len(trace.core)} of them are the core" if trace.core else ""
-        return f"{summary}{core}; {len(trace.entered)} exchanged"
+        if trace.core and state.core is not None:
+            core = f"; {len(trace.core)} of them are the core, by {state.core.policy.name}"
+            summary += core
+        return f"{summary}; {len(trace.entered)} exchanged; decided by {trace.decided_by}"
 
 
 def explain_image(
@@ -113,9 +118,12 @@ def explain_image(
     keep_engine_in_process()
     from transformers import AutoConfig
     from vllm import LLM, SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     state = policy.state.model_dump(mode="json")
-    settings: dict[str, object] = {"state": state, "budget": policy.budget}
+    settings: dict[str, object] = {"state": state}
+    if not policy.varies:  # else K follows from each image's N
+        settings["budget"] = policy.budget
     if text_tower is not None:
         settings["text_tower"] = str(text_tower)
     config = AutoConfig.from_pretrained(checkpoint).get_text_config()
@@ -138,9 +146,14 @@ def explain_image(
     content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": question}]
     message = {"role": "user", "content": content}
     with record_selections() as selections, _record_tiles(llm) as tiles:
-        llm.chat([message], SamplingParams(max_tokens=1), use_tqdm=False)
+        try:
+            llm.chat([message], SamplingParams(max_tokens=1), use_tqdm=False)
+        except VLLMValidationError as error:
+            what = str(error).partition("\n")[0]
+            raise ConfigError("explain", [Problem("question", what, "ask a shorter one")]) from None
     if not selections:
-        what = f"K = {policy.budget} keeps every token of this image"
+        rule = "the state's rule" if policy.varies else f"K = {policy.budget}"
+        what = f"{rule} keeps every token of this image"
         raise ConfigError("explain", [Problem("--budget", what, "give a smaller K")])
     pictures = _draw_regions(selections, image, tiles, checkpoint)
     explanations = []
@@ -254,7 +267,9 @@ def _restore_picture(pixels: Tensor, mean: Sequence[float], std: Sequence[float]
 def _trace_image(policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens) -> Trace:
     """Trace one image, of which ``refined`` is the result of ``policy``."""
     policy = policy.at(tokens.count, tokens.grid.tiles)
-    quality = None if refined.quality is None else tuple(refined.quality[0].tolist())
+    fallback, quality = FALLBACKS[int(refined.fallback[0])], None
+    if policy.refines and refined.quality is not None and fallback == "none":
+        quality = tuple(refined.quality[0].tolist())
     signals = []
     if quality is not None:
         ranked = policy.state.ranked(tokens)
@@ -274,5 +289,20 @@ def _trace_image(policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTo
         extra=refined.extra,
         signals=tuple(signals),
         quality=quality,
-        fallback=FALLBACKS[int(refined.fallback[0])],
+        fallback=fallback,
+        decided_by=_name_deciders(policy, tokens, quality is not None),
     )
+
+
+def _name_deciders(policy: PruningPolicy, tokens: VisualTokens, scored: bool) -> str:
+    """Base policy, the layers that it reads of both towers, and quality, where it decides."""
+    base, params = policy.base, policy.state.base_policy.params
+    needs, layers = base.needs_of(params), []
+    if "tower" in needs:
+        layers.append("the vision tower's layer before the projector")
+    if "next_layer" in needs:
+        layers.append("the layer after it")
+    if tokens.language is not None and (count := base.layers_read(params, tokens.language.layers)):
+        layers.append(f"the first {count} of {tokens.language.layers} language model layers")
+    reads = f" (reads {' and '.join(layers)})" if layers else ""
+    return f"{base.name}{reads}, then quality g" if scored else f"{base.name} alone{reads}"

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from unicodedata import bidirectional, category, east_asian_width
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageEnhance, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageEnhance, ImageFont, ImageOps, features
+from PIL.ImageFont import FreeTypeFont
 
 from vllm_autoprune.explain import Explanation, Trace
 from vllm_autoprune.tpdsl.tokens import Grid
@@ -68,27 +75,141 @@ class _Panel:
 
 
 def _list_panels(trace: Trace, base: str) -> list[_Panel]:
-    """Picture, reference of the base policy, exchange, quality, signals; what there is."""
+    """Picture, tokens of the base policy, exchange, and the maps that decide it; what there is."""
     core = dict.fromkeys(trace.core, CORE)
     extra = f" + {trace.extra} merged rows" if trace.extra else ""
+    title = "kept tokens" if trace.quality is None else "reference selection"
     reference = f"{base}: {len(trace.reference)} tokens{extra}"
     panels = [
         _Panel("image", f"{trace.grid.tokens} tokens, as the model sees it"),
-        _Panel("reference selection", reference, marks=dict.fromkeys(trace.reference, KEPT) | core),
+        _Panel(title, reference, marks=dict.fromkeys(trace.reference, KEPT) | core),
     ]
     if trace.quality is not None:
         swaps = f"{len(trace.left)} out, {len(trace.entered)} in"
         marks = dict.fromkeys(trace.kept, KEPT) | core
         marks |= dict.fromkeys(trace.left, LEFT) | dict.fromkeys(trace.entered, ENTERED)
-        panels += [
-            _Panel("after exchange", swaps, marks=marks),
-            _Panel("quality g", "all signals fused", trace.quality),
-        ]
-        panels += [
+        panels.append(_Panel("after exchange", swaps, marks=marks))
+        maps = [_Panel("quality g", "decides the exchange", trace.quality)]
+        maps += [
             _Panel(signal.atom.replace("_", " "), f"weight {signal.weight:.3g}", signal.values)
             for signal in trace.signals
         ]
+        # What is the same for all tokens decides nothing.
+        panels += [panel for panel in maps if len(set(panel.heat)) > 1]
     return panels
+
+
+# Words of any script, in the fonts of this machine.
+
+_UNDRAWN = "[...]"
+"""Stands for characters that no font has."""
+
+_NO_CHARACTER = "\U0010ffff"
+
+
+@cache
+def _load_default() -> FreeTypeFont:
+    """Pillow's own font, which has the letters of English."""
+    font = ImageFont.load_default(_QUESTION)
+    assert isinstance(font, FreeTypeFont)
+    return font
+
+
+@cache
+def _list_fonts() -> list[FreeTypeFont]:
+    """Fonts of this machine, and matplotlib's DejaVu Sans; plain styles first."""
+    data = os.environ.get("XDG_DATA_DIRS") or "/usr/local/share:/usr/share"
+    home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    folders = [f"{folder}/fonts" for folder in (home, *data.split(":"))]
+    folders += ["~/.fonts", "~/Library/Fonts", "/Library/Fonts", "/System/Library/Fonts"]
+    paths = [p for f in folders for p in Path(f).expanduser().rglob("*.[OoTt][Tt][CcFf]")]
+    if (matplotlib := find_spec("matplotlib")) is not None and matplotlib.origin:
+        paths.append(Path(matplotlib.origin).with_name("mpl-data") / "fonts/ttf/DejaVuSans.ttf")
+    fonts = []
+    for path in sorted(paths):
+        if path.name.startswith("LastResort"):  # has a box for every character
+            continue
+        try:
+            # Of one character alone; the other layout writes a circle below a mark.
+            fonts.append(ImageFont.truetype(path, _QUESTION, layout_engine=ImageFont.Layout.BASIC))
+        except OSError:  # damaged, or made of pictures of another size
+            continue
+    return sorted(fonts, key=lambda font: font.getname()[1] not in ("Regular", "Book", "Roman"))
+
+
+def _has_glyph(font: FreeTypeFont, character: str) -> bool:
+    """Whether a font draws a character otherwise than one that does not exist."""
+    drawn, missing = font.getmask(character), font.getmask(_NO_CHARACTER)
+    return (drawn.size, bytes(drawn)) != (missing.size, bytes(missing))
+
+
+def _needs_glyph(character: str) -> bool:
+    """False for spaces, and for what only changes the character before it."""
+    unseen = category(character) in ("Cc", "Cf", "Zl", "Zp", "Zs")
+    return not (unseen or "\ufe00" <= character <= "\ufe0f")
+
+
+@cache
+def _choose_fonts(text: str) -> Mapping[str, FreeTypeFont]:
+    """A font for each character that some font has, the same one for all where it can be."""
+    characters = {c for c in text if _needs_glyph(c) and category(c) != "Cs"}
+    fonts = [_load_default()]
+    if not all(_has_glyph(fonts[0], c) for c in characters):
+        fonts += _list_fonts()
+    glyphs = [({c for c in characters if _has_glyph(font, c)}, font) for font in reversed(fonts)]
+    glyphs.sort(key=lambda pair: len(pair[0]))  # who has most comes last, and is taken
+    return {c: font for has, font in glyphs for c in has}
+
+
+def list_undrawn(text: str) -> str:
+    """Characters of a text that no font on this machine has."""
+    fonts = _choose_fonts(text)
+    return "".join(c for c in dict.fromkeys(text) if _needs_glyph(c) and c not in fonts)
+
+
+_resize = cache(FreeTypeFont.font_variant)
+
+
+def _split_by_font(text: str, size: int) -> list[tuple[str, FreeTypeFont]]:
+    """Pieces of a line of one font each, in the order in which they are read."""
+    fonts, pieces = _choose_fonts(text), list[tuple[str, FreeTypeFont]]()
+    last = next((fonts[c] for c in text if c in fonts), _load_default())
+    for character in text:
+        font = fonts.get(character, last)
+        if pieces and font is last:
+            character = pieces.pop()[0] + character
+        pieces.append((character, font))
+        last = font
+    raqm = ImageFont.Layout.RAQM  # joins letters
+    return [(piece, _resize(font, size=size, layout_engine=raqm)) for piece, font in pieces]
+
+
+def _write(pen: ImageDraw.ImageDraw, x: int, y: int, text: str, size: int = _NOTE) -> int:
+    """Write one line, and return where it ends."""
+    pieces, direction = _split_by_font(text, size), None
+    if features.check("raqm"):  # as the script of its first letter, which Pillow takes for a piece
+        letters = (kind for kind in map(bidirectional, text) if kind in ("L", "R", "AL"))
+        direction = "ltr" if next(letters, "L") == "L" else "rtl"
+    for piece, font in pieces if direction != "rtl" else reversed(pieces):
+        pen.text((x, y + size), piece, _INK, font, anchor="ls", direction=direction)
+        x += round(font.getlength(piece, direction=direction))
+    return x
+
+
+def _wrap(text: str, size: int, width: int) -> list[str]:
+    """Lines of a text, which fit into a width in pixels; six at most."""
+    undrawn = set(list_undrawn(text))
+    words = " ".join("".join(c for c in text if c.isspace() or category(c) != "Cc").split())
+    words = "".join(
+        _UNDRAWN if missing else "".join(piece)
+        for missing, piece in groupby(words, key=undrawn.__contains__)
+    )
+    length = sum(font.getlength(piece) for piece, font in _split_by_font(words, size))
+    # A wide character counts twice, and lines are as long as their average.
+    padded = "".join(c + "\0" * (east_asian_width(c) in "FW") for c in words)
+    fits = max(20, int(len(padded) * 0.95 * width / max(1, length)))
+    lines = textwrap.wrap(padded, fits, max_lines=6, placeholder=" ...")
+    return [line.replace("\0", "") for line in lines] or [""]
 
 
 def encode_picture(explanations: Sequence[Explanation]) -> bytes:
@@ -113,40 +234,33 @@ def _draw_sheet(explanation: Explanation) -> Image.Image:
     columns = max(1, min(_COLUMNS // grid.tiles, len(panels)))
     rows, step = -(-len(panels) // columns), _NOTE + 12 + height + _GAP
     sheet_width = _GAP + columns * (width + _GAP)
-    lines = []
-    for text, font in ((explanation.question, _QUESTION), (explanation.summary, _NOTE)):
-        # A letter is about half as wide as the font size.
-        fits = max(20, int((sheet_width - 2 * _GAP) / (font * 0.52)))
-        words = " ".join(text.split())
-        wrapped = textwrap.wrap(words, fits, max_lines=6, placeholder=" ...") or [""]
-        lines += [(line, font) for line in wrapped]
+    texts = [(explanation.question, _QUESTION), (explanation.summary, _NOTE)]
+    if undrawn := list_undrawn(explanation.question):
+        codes = " ".join(f"U+{ord(c):04X}" for c in undrawn)
+        texts.append((f"{_UNDRAWN}: no font on this machine has {codes}", _NOTE))
+    lines = [
+        (line, font) for text, font in texts for line in _wrap(text, font, sheet_width - 2 * _GAP)
+    ]
     top = _GAP + sum(font + 8 for _, font in lines) + 18
     sheet = Image.new("RGB", (sheet_width, top + rows * step + _NOTE + 12 + _GAP), _PAPER)
-    pen = ImageDraw.Draw(sheet)
-
-    def write(x: int, y: int, words: str, size: int = _NOTE) -> int:
-        """Write one line, and return where the next may begin."""
-        pen.text((x, y), words, _INK, ImageFont.load_default(size))
-        return x + int(pen.textlength(words, ImageFont.load_default(size))) + _GAP
-
-    y = _GAP - 6
+    pen, y = ImageDraw.Draw(sheet), _GAP - 6
     for line, font in lines:
-        write(_GAP, y, line, font)
+        _write(pen, _GAP, y, line, font)
         y += font + 8
     base = explanation.picture.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
     for number, panel in enumerate(panels):
         row, column = divmod(number, columns)
         x, y = _GAP + column * (width + _GAP), top + row * step
-        write(x, y, f"{panel.title}: {panel.detail}", _NOTE - 1)
+        _write(pen, x, y, f"{panel.title}: {panel.detail}", _NOTE - 1)
         sheet.paste(_draw_panel(base, panel, grid, size), (x, y + _NOTE + 12))
     # The legend of the marks and colours that the panels use.
     x, y, side = _GAP, top + rows * step, _NOTE + 6
     for mark in dict.fromkeys(mark for panel in panels for mark in panel.marks.values()):
         pen.rectangle((x - 3, y - 3, x + side + 2, y + side + 2), _INK)
         mark.draw(pen, (x, y, x + side, y + side), 3)
-        x = write(x + side + 10, y + 1, mark.words)
+        x = _write(pen, x + side + 10, y + 1, mark.words) + _GAP
     if any(panel.heat for panel in panels):
-        write(x, y + 1, "maps: from dark (low) to light (high), each on its own scale")
+        _write(pen, x, y + 1, "maps: from dark (low) to light (high), each on its own scale")
     return sheet
 
 

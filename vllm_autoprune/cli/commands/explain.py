@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 
 from vllm_autoprune.cli.flags import argument, command
@@ -39,19 +40,25 @@ def explain(options: argparse.Namespace) -> int:
     if output is not None and output.suffix.lower() != ".png":
         problem = Problem(f"-o {output}", "not a known format", "end it in .png")
         raise ConfigError("explain", [problem])
-    from vllm_autoprune.evaluation.questions import read_picture
-
+    question: str = options.question
+    half = next((c for c in question if "\ud800" <= c <= "\udfff"), None)
+    if half is not None:
+        what = f"character {question.index(half) + 1} (U+{ord(half):04X}) is half of a character"
+        problem = Problem("question", what, "write the whole character, in UTF-8")
+        raise ConfigError("explain", [problem])
     policy = materialize(load_state(options.state), options.budget)
-    image = read_picture(str(options.image), Path(), str(options.image)).image
 
+    from vllm_autoprune.evaluation.questions import read_picture
     from vllm_autoprune.explain import explain_image
-    from vllm_autoprune.picture import encode_picture
+    from vllm_autoprune.picture import encode_picture, list_undrawn
 
-    explanations = explain_image(
-        options.checkpoint, options.text_tower, policy, image, options.question
-    )
+    image = read_picture(str(options.image), Path(), str(options.image)).image
+    explanations = explain_image(options.checkpoint, options.text_tower, policy, image, question)
     if output is not None:
         write_file(output, encode_picture(explanations))
+        if undrawn := list_undrawn(question):
+            fix = "install one that has, such as a Noto font, and draw it again"
+            print(f"{output}: no font on this machine has {undrawn!r} -> {fix}", file=sys.stderr)
     summary = "\n".join(explanation.summary for explanation in explanations)
     regions = [dataclasses.asdict(explanation.trace) for explanation in explanations]
     wrote = "no -o FILE: nothing written" if output is None else f"wrote {output}"
