@@ -335,3 +335,5 @@ def test_files_that_cannot_be_read(tmp_path: Path, capsys: Captured) -> None:
     for question, character in (("Wh\ud83d?", "character 3 (U+D83D)"), ("\udcff", "character 1")):
         assert main(["explain", str(scene), question, *MODEL]) == 1
         assert f"question: {character}" in capsys.readouterr().err
+    assert main(["explain", "caf\udce9.png", "?", *MODEL, "--json"]) == 1
+    assert "caf\\udce9.png: cannot be read" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from vllm_autoprune import AutopruneError, __version__
 from vllm_autoprune.cli.commands import costs, doctor, eval, explain, search, selftest, states
@@ -34,6 +35,9 @@ COMMANDS: dict[str, Command] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; exit status 0 on success, 1 on failure, 2 for wrong arguments."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # names of files may be no text
+            stream.reconfigure(errors="backslashreplace")
     try:
         if words and not words[0].startswith("-") and words[0] not in COMMANDS:
             parser().error(f"no command {words[0]!r}: {suggest_name(words[0], list(COMMANDS))}")
