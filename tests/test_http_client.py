@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import time
 from email.utils import formatdate
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.common.fake_server import Answer, Body, fake_server
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error, model_list
 from vllm_autoprune.errors import ConfigError, EvaluationFailed
 from vllm_autoprune.http_client import (
+    FAILURES,
     AsyncServerClient,
     Failures,
     Metrics,
     RequestRefused,
     ServerClient,
     ServerLost,
+    _describe_error,
+    _read_answer,
+    _read_models,
     chat_with_retries,
     choose_model,
     reporting_failures,
@@ -62,6 +69,8 @@ def test_metrics_are_summed_over_the_samples_with_a_label() -> None:
         ((404, b'{"error": "no route"}', {}), "status 404: no route -> "),
         ((502, b"<html><style>b {}</style><h1>Bad\ngateway</h1>", {}), "status 502: Bad gateway"),
         ((403, b"", {}), "status 403: no text -> give the key"),
+        ((418, b'{"error": "\\u001b[31m\\ud83d"}', {}), "status 418: [31m -> look into"),
+        ((418, b"\0\0", {"Content-Type": "text/html; charset=utf-16"}), "status 418: no text"),
         ((307, b"", {"Location": "/openai/v1/models"}), "/openai -> give that address"),
         ((301, b"", {"Location": "https://h/v1/models"}), "redirects to https://h -> give"),
         ((200, b"<html>log in</html>", {"Content-Type": "text/html"}),
@@ -125,6 +134,35 @@ def test_the_first_question_is_asked_again(status: int, capsys: Printed) -> None
         with ServerClient(server.url) as client:
             assert client.list_models() == {"m": 0}
     assert f"limited this run: 1 x status {status}" in capsys.readouterr().err
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(
+        st.sampled_from(["data", "id", "max_model_len", "error", "message", "detail", "choices"]),
+        values, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(
+    st.sampled_from([200, 201, 204, 302, 400, 404, 429, 500, 599]),
+    st.binary(max_size=40) | _JSON.map(lambda value: json.dumps(value).encode()),
+    st.sampled_from(["application/json", "text/html; charset=utf-16", "text/event-stream", ";"]),
+)
+def test_any_answer_is_read_or_said_in_one_line(status: int, content: bytes, kind: str) -> None:
+    response = httpx.Response(
+        status, content=content, headers={"Content-Type": kind}, request=httpx.Request("GET", "h:")
+    )
+    for read in (_read_models, _read_answer):
+        line = "read"
+        try:
+            read(response)
+        except RequestRefused as refusal:
+            line = str(refusal)
+        except FAILURES as failure:
+            line = _describe_error(failure)
+        assert line.isprintable() and len(line) < 500
 
 
 def test_a_model_that_is_not_served_is_named() -> None:

@@ -19,11 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
 
-from vllm_autoprune.connection import Connection, server_address
+from vllm_autoprune.connection import Connection, api_address, server_address
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import (
     MME,
@@ -62,8 +61,7 @@ class _Benchmark:
 
     def judge_address(self, url: str) -> str:
         """The value of OPENAI_API_URL for a judge whose address was given in either form."""
-        base = url.rstrip("/").removesuffix("/chat/completions")
-        base = base if urlsplit(base).path else f"{base}/v1"
+        base = api_address(url)
         return base if self.judge == "base" else f"{base}/chat/completions"
 
 
