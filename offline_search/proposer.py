@@ -34,8 +34,8 @@ from offline_search.prompt import Messages, repair_list_prompt, repair_prompt
 from offline_search.settings import Settings
 from vllm_autoprune.connection import Connection, api_address, find_address, make_client
 from vllm_autoprune.errors import ConfigError, Problem, SearchError
-from vllm_autoprune.http_client import describe_failure, describe_rejection, read_error
-from vllm_autoprune.stream import read_message
+from vllm_autoprune.http_client import describe_failure, describe_rejection
+from vllm_autoprune.stream import read_error, read_message
 
 
 @dataclass(frozen=True, slots=True)

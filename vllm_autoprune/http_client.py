@@ -27,6 +27,7 @@ from vllm_autoprune.connection import (
     server_address,
 )
 from vllm_autoprune.errors import AutopruneError, ConfigError, EvaluationFailed, Problem
+from vllm_autoprune.stream import read_error
 
 _T = TypeVar("_T")
 
@@ -307,16 +308,6 @@ def describe_rejection(response: httpx.Response) -> str:
         text = read_error(response.json()) or text
     text = re.sub(r"<style.*?</style>|<[^>]*>", " ", text, flags=re.DOTALL)
     return f"status {response.status_code}: {_one_line(text, 400) or 'no text'}"
-
-
-def read_error(content: object) -> str:
-    """The message of an error in the format of OpenAI, FastAPI or a gateway; empty without one."""
-    if not isinstance(content, Mapping):
-        return ""
-    for error in (content.get("error"), content.get("detail"), content.get("message")):
-        if error:
-            return str((isinstance(error, Mapping) and error.get("message")) or error)
-    return ""
 
 
 def _describe_error(error: Exception) -> str:

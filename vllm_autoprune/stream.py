@@ -55,11 +55,9 @@ def parse_stream(
             errors.append(f"{what}: {data[:80]}")
             continue
         choices = _list_objects(chunk.get("choices"))
-        # Only a chunk without choices is an error as vLLM and FastAPI write it.
-        names = ("error",) if choices else ("error", "message", "detail")
-        for failure in filter(None, map(chunk.get, names)):
-            message = failure.get("message") if isinstance(failure, dict) else failure
-            errors.append(str(message or failure))
+        # A chunk with choices may have other fields of these names.
+        if failure := read_error({"error": chunk.get("error")} if choices else chunk):
+            errors.append(failure)
         # Most servers count in the last chunk, some in every one, some in the choice.
         for counts in _list_objects([holder.get("usage") for holder in (chunk, *choices)]):
             for name in ("prompt_tokens", "completion_tokens"):
@@ -108,6 +106,16 @@ def read_message(message: Mapping[str, object]) -> tuple[str, str]:
         thinks = isinstance(part, dict) and part.get("type") in ("thinking", "reasoning")
         (thoughts if thinks else answer).append(part)
     return _join_text(answer) or _join_text(message.get("refusal")), _join_text(thoughts)
+
+
+def read_error(content: object) -> str:
+    """The message of an error in the format of OpenAI, FastAPI or a gateway; empty without one."""
+    if not isinstance(content, Mapping):
+        return ""
+    for error in (content.get("error"), content.get("detail"), content.get("message")):
+        if error:
+            return str((isinstance(error, Mapping) and error.get("message")) or error)
+    return ""
 
 
 def _join_text(value: object, depth: int = 4) -> str:
