@@ -18,6 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
+from pydantic import ValidationError
+
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.questions import (
     Example,
@@ -167,7 +169,12 @@ def _read_category(folder: Path, problems: list[Problem]) -> Iterator[_TextFile]
             question, _, answer = (part.strip() for part in line.partition("\t"))
             if question and answer and "\t" not in answer:
                 asked = {"question": question, "answer": answer, "category": folder.name}
-                examples.append((number, Example(image=image.name, pair=0, **asked)))
+                try:
+                    examples.append((number, Example(image=image.name, pair=0, **asked)))
+                except ValidationError:
+                    fix = "rename its folder and its image"
+                    problems.append(Problem(where, "has a name that is not text", fix))
+                    break
             else:
                 fix = "a line is a question, a tab and the answer"
                 what = "is no question with an answer"

@@ -170,6 +170,13 @@ def test_the_core_names_and_loads_no_server() -> None:
     assert ran.stdout.strip() == "[]"
 
 
+def test_pictures_are_opened_in_one_place() -> None:
+    """Which decodes them whole, as vLLM does, and refuses what is none."""
+    text = {name: path.read_text(encoding="utf-8") for name, path in SOURCES.items()}
+    readers = {name for name, source in text.items() if re.search(r"Image\.open\(", source)}
+    assert readers == {"vllm_autoprune.evaluation.questions"}
+
+
 # ---- public surface ----
 
 PROBLEMS = (

@@ -137,6 +137,8 @@ def test_every_problem_of_the_files_is_listed_and_nothing_written(
     (mme / "color" / "6.txt").write_text("Is it\u2028red?\tYes\nIs it blue?\tYes\n")
     (mme / "color" / "7.txt").write_text("Is it red?\tYes\nIs it red?\tNo\n")
     (mme / "color" / "8.jpg").write_text("no picture")
+    for ending in (".txt", ".jpg"):
+        (mme / "color" / f"9{ending}").rename(mme / "color" / f"caf\udce9{ending}")
     with pytest.raises(ConfigError) as caught:
         convert_mme(mme, tmp_path / "data")
     problems = {
@@ -148,6 +150,7 @@ def test_every_problem_of_the_files_is_listed_and_nothing_written(
         "2.txt:1": "is not UTF-8", "3.txt": "has no question", "4.jpg": "not a file",
         "5.txt": "has no image", "6.txt:1": 'is not one "yes" and one "no"',
         "7.txt:2": "has another answer than line 1", "8.jpg": "is not a picture",
+        "caf\udce9.txt": "has a name that is not text",
     }  # fmt: skip
     assert list(problems) == list(words)
     assert [where for where in words if words[where] not in problems[where]] == []

@@ -15,10 +15,9 @@ import shlex
 import stat
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -68,20 +67,18 @@ _UTF_16 = re.compile(rb"\A(\xff\xfe|\xfe\xff)|([^\0]\0){4}|(\0[^\0]){4}")
 
 
 def read_lines(
-    path: Path,
-    problems: list[Problem],
-    fix: str,
-    other_kinds: Mapping[bytes, tuple[str, str]] = MappingProxyType({}),
+    path: Path, problems: list[Problem], fix: str, *, jsonl: bool = False
 ) -> list[tuple[int, str]]:
     """The lines of a UTF-8 file that are not blank, with their numbers; ``\\n`` alone ends one.
 
-    Problems are added to ``problems``; ``fix`` is for a file that cannot be opened.
+    Problems are added to ``problems``, for ``jsonl`` also that it is a file of another kind;
+    ``fix`` is for a file that cannot be opened.
     """
     try:
         content = path.read_bytes()
         # Editors on Windows put a byte order mark before the first line.
         line = content.removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n\t ").split(b"\n", 1)[0].rstrip()
-        for pattern, (kind, command) in other_kinds.items():
+        for pattern, (kind, command) in _NOT_JSONL.items() if jsonl else ():
             if re.match(pattern, line):
                 advice = command.format(shlex.quote(str(path)))
                 problems.append(Problem(str(path), f"is {kind}, not one object a line", advice))
@@ -123,7 +120,7 @@ def read_objects(
     Problems are added as by :func:`read_lines`, one a line; ``form`` says how a line is written.
     """
     objects = []
-    for number, line in read_lines(path, problems, fix, _NOT_JSONL):
+    for number, line in read_lines(path, problems, fix, jsonl=True):
         try:
             objects.append((number, adapter.validate_python(parse_json(line))))
         except ValidationError as error:
@@ -182,8 +179,7 @@ _NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 def read_picture(where: str, folder: Path, text: str) -> Picture:
     """The picture at a path relative to ``folder``, or that a data URL or base64 holds.
 
-    It is read as vLLM reads it. Raises :class:`ConfigError` with one problem, which is at
-    ``where``.
+    Raises :class:`ConfigError` with one problem, which is at ``where``.
     """
 
     def refusal(what: str, fix: str) -> ConfigError:
