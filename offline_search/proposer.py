@@ -156,20 +156,19 @@ class ProposalClient:
     ) -> list[Draft]:
         """The drafts of a list of ``count`` proposals, or the only one."""
         settings, text, default = self._settings, reply.text or "", request.draft()
-        drafts = (
-            parse_list(text, settings, count, default, names)
-            if count
-            else [parse_proposal(text, settings, default)]
-        )
-        if not reply.cut:
-            return drafts
-        tokens = settings.reply_tokens * settings.proposals_per_reply
+        if not count:
+            return [self._explain(parse_proposal(text, settings, default), reply)]
+        drafts = parse_list(text, settings, count, default, names)
+        return [self._explain(draft, reply) for draft in drafts]
+
+    def _explain(self, draft: Draft, reply: ReplyRecord) -> Draft:
+        """The draft, with the likely reason first where it is invalid and its reply was cut off."""
+        if draft.state or not reply.cut:
+            return draft
+        tokens = self._settings.reply_tokens * self._settings.proposals_per_reply
         fix = "write less, or raise --reply-tokens"
         cut = Problem("", f"the reply was cut off after {tokens} tokens", fix)
-        return [
-            draft if draft.state else replace(draft, problems=(cut, *draft.problems))
-            for draft in drafts
-        ]
+        return replace(draft, problems=(cut, *draft.problems))
 
     async def request_program(
         self, request: ProposalRequest, extract_code: Callable[[str], str]
@@ -185,7 +184,7 @@ class ProposalClient:
         try:
             code = extract_code(reply.text)
         except ValueError as error:
-            return request.draft(str(error), "change the program")
+            return self._explain(request.draft(str(error), "change the program"), reply)
         if self._settings.writes_code:
             return replace(request.draft(), program=code, selection=SelectionProgram(code))
         record = ProgramRecord(

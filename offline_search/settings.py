@@ -96,13 +96,15 @@ def _read_options(text: object) -> object:
         is_file = not text.lstrip().startswith(("{", "["))
         options = json.loads(Path(text).read_text("utf-8-sig") if is_file else text)
     except json.JSONDecodeError as error:
-        what = f"{text[:80]!r} is not JSON in line {error.lineno} ({error.msg})"
-        raise _problem(f"{what}: {fix}") from None
+        what = f"{text}:{error.lineno} is" if is_file else "is"
+        raise _problem(f"{what} not JSON ({error.msg} at column {error.colno}): {fix}") from None
     except (OSError, ValueError, RecursionError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
-        raise _problem(f"{text[:80]!r} cannot be read ({reason}): {fix}") from None
+        # Without ": ", which ends what is wrong.
+        name = ascii(text[:80]).replace(": ", ":")
+        raise _problem(f"{name} cannot be read ({reason}): {fix}") from None
     if not isinstance(options, dict):
-        raise _problem(f"{text[:80]!r} is no JSON object: {fix}")
+        raise _problem(f"is no JSON object: {fix}")
     for name in _OWN_FIELDS.keys() & options.keys():
         flag = _OWN_FIELDS[name]
         raise _problem(f"{name} is set by the search: {f'give {flag}' if flag else 'leave it out'}")

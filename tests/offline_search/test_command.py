@@ -163,7 +163,7 @@ OBJECT = '{"reasoning_effort": "high", "top_p": 0.9}'
 
 @pytest.mark.parametrize("text", [OBJECT, f"\n {OBJECT}", f"\ufeff{OBJECT}"])
 def test_options_of_the_proposer_are_text_or_a_file(
-    text: str, run_command: Run, served: FakeServer, tmp_path: Path
+    text: str, run_command: Run, served: FakeServer, tmp_path: Path, capsys: Printed
 ) -> None:
     file = tmp_path / "options.json"
     file.write_text(text, encoding="utf-8")
@@ -173,6 +173,9 @@ def test_options_of_the_proposer_are_text_or_a_file(
         bodies = [body for body in served.requests if "mm_processor_kwargs" not in body]
         assert all(json.loads(OBJECT).items() <= body.items() for body in bodies)
         served.requests.clear()
+    file.write_text("{\n\n1}")
+    assert run_command("--proposer-options", str(file)) == 1
+    assert f"--proposer-options: {file}:3 is not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("budget", "status"), [(IMAGE_TOKENS - 1, 0), (IMAGE_TOKENS, 1), (500, 1)])
@@ -250,8 +253,9 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(
          "search: --proposals-per-reply: only autoprune and autoprune+ ask for lists"),
         (["--reply-tokens", "1"], "--reply-tokens: '1' is refused"),
         *((["--proposer-options", text], f"--proposer-options: {what}") for text, what in (
-            ("{", "'{' is not JSON in line 1 (Expecting property name enclosed in double"),
-            ("[1]", "'[1]' is no JSON object -> give an object, such as '{"),
+            ('{"top_p": 1', "is not JSON (Expecting ',' delimiter at column 12) -> give an object"),
+            ('[{"top_p": 1}]', "is no JSON object -> give an object, such as '{"),
+            ("top_p: 1", "'top_p:1' cannot be read (No such file or directory) -> give an"),
             ("none.json", "'none.json' cannot be read (No such file or directory) -> give an"),
             ("/", "'/' cannot be read (Is a directory)"), ("a\0", "'a\\x00' cannot be read"),
             ('{"temperature": 2}', "temperature is set by the search -> give --temperature"),
