@@ -189,7 +189,10 @@ STREAMS: dict[str, tuple[bytes, Figures]] = {
                          (0, 0, "", None, None, "too long")),
     "an error of FastAPI": (stream({"detail": "Not Found"}), (0, 0, "", None, None, "Not Found")),
     "two errors": (stream({"error": "A"}, {"error": "B"}), (0, 0, "", None, None, "A")),
-    "half of a pair in an error": (stream({"error": "a\ud83d"}), (0, 0, "", None, None, "a?")),
+    "an error with control characters": (stream({"error": "\ud83da\x1b[2Jb\0\u2028c"}),
+                                         (0, 0, "", None, None, "a [2Jb c")),
+    "an error of spaces": (stream({"error": " "}),
+                           (0, 0, "", None, None, "an error without text")),
     "given up": (stream(*HI, choice({}, "error")),
                  (*UNCOUNTED[:5], "the server ended the answer: error")),
     "text for an event": (stream(*HI, "upstream timed out", done=False),
@@ -298,7 +301,7 @@ def test_whatever_a_server_sends_is_read_or_said_in_one_line(events: list[str], 
     for reads in ([(0.0, body)], [(0.0, raw), (1.0, body)], [(0.0, raw)]):
         answer = parse_stream(reads)
         json.dumps(answer._asdict()).encode()
-        assert len((answer.error or "").splitlines()) <= 1
+        assert answer.error is None or (answer.error.strip() and answer.error.isprintable())
         assert 0 <= answer.thoughts <= len(answer.deltas)
 
 

@@ -27,7 +27,7 @@ from vllm_autoprune.connection import (
     server_address,
 )
 from vllm_autoprune.errors import AutopruneError, ConfigError, EvaluationFailed, Problem
-from vllm_autoprune.stream import read_error
+from vllm_autoprune.stream import one_line, read_error
 
 _T = TypeVar("_T")
 
@@ -263,7 +263,7 @@ def reporting_failures(url: str) -> Iterator[None]:
 def describe_failure(url: str, error: Exception) -> Problem:
     """Why a server cannot be used, by what a request to it raised, and what to do."""
     fix = "give the address of a vllm serve, such as http://localhost:8000"
-    guess, text = False, _one_line(error, 200)
+    guess, text = False, one_line(error, 200)
     match error:
         case httpx.HTTPStatusError(response=response):
             what, status = f"answers with {describe_rejection(response)}", response.status_code
@@ -307,7 +307,7 @@ def describe_rejection(response: httpx.Response) -> str:
     with contextlib.suppress(ValueError, RecursionError):
         text = read_error(response.json()) or text
     text = re.sub(r"<style.*?</style>|<[^>]*>", " ", text, flags=re.DOTALL)
-    return f"status {response.status_code}: {_one_line(text, 400) or 'no text'}"
+    return f"status {response.status_code}: {one_line(text, 400) or 'no text'}"
 
 
 def _describe_error(error: Exception) -> str:
@@ -315,13 +315,7 @@ def _describe_error(error: Exception) -> str:
     if isinstance(error, httpx.HTTPStatusError):
         return describe_rejection(error.response)
     kind = type(error).__name__ if isinstance(error, httpx.HTTPError) else "an unknown format"
-    return f"{kind}: {_one_line(error, 300)}"
-
-
-def _one_line(text: object, length: int) -> str:
-    """The beginning of a text, without what a terminal, or UTF-8, does not take."""
-    printable = "".join(letter if letter.isprintable() else " " for letter in str(text))
-    return " ".join(printable.split())[:length]
+    return f"{kind}: {one_line(error, 300)}"
 
 
 def _may_pass(response: httpx.Response) -> bool:
@@ -339,7 +333,7 @@ def _read_object(response: httpx.Response) -> dict[str, Any]:
     if isinstance(content, dict) and not message:
         return content
     kind = response.headers.get("content-type", "no type").partition(";")[0]
-    text = _one_line(response.content.decode(errors="replace"), 80) or "nothing"
+    text = one_line(response.content.decode(errors="replace"), 80) or "nothing"
     what = f"status {response.status_code} with an error: {message}"
     raise ValueError(what if message else f"no JSON object but {kind}: {text}")
 
@@ -350,7 +344,7 @@ def _read_models(response: httpx.Response) -> dict[str, int]:
         models = {str(model["id"]): int(model.get("max_model_len") or 0) for model in data or ()}
     except _FORMAT:
         raise ValueError(
-            f"no list of models: {_one_line(response.content.decode(errors='replace'), 80)}"
+            f"no list of models: {one_line(response.content.decode(errors='replace'), 80)}"
         ) from None
     if not models:
         raise ValueError("lists no model at /v1/models")

@@ -90,7 +90,7 @@ def parse_stream(
         "".join(text)[:_KEPT_TEXT].encode(errors="replace").decode(),
         usage.get("prompt_tokens"),
         usage.get("completion_tokens"),
-        error and " ".join(error.split())[:200].encode(errors="replace").decode(),
+        error and (one_line(error, 200) or "an error without text"),
     )
 
 
@@ -116,6 +116,12 @@ def read_error(content: object) -> str:
         if error:
             return str((isinstance(error, Mapping) and error.get("message")) or error)
     return ""
+
+
+def one_line(text: object, length: int) -> str:
+    """The beginning of a text, without what a terminal, or UTF-8, does not take."""
+    printable = "".join(letter if letter.isprintable() else " " for letter in str(text))
+    return " ".join(printable.split())[:length]
 
 
 def _join_text(value: object, depth: int = 4) -> str:
