@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -195,6 +196,15 @@ def test_another_question_or_k_sends_a_plan_alone(sender: Sender) -> None:
     assert (before.sent, again.sent, fewer.sent) == ([True], [False], [False])
     assert len({*before.identities, *again.identities, *fewer.identities}) == 3
     assert (again.lengths, fewer.lengths) == ([8], [4])
+
+
+def test_a_request_that_is_only_rendered_keeps_nothing_of_its_images(sender: Sender) -> None:
+    gc.disable()  # at once, not at some later collection
+    try:
+        sender.send([LARGE, SMALL], hands_over=False)
+        assert not sender._processor._waiting
+    finally:
+        gc.enable()
 
 
 # ---- embeddings made elsewhere ----

@@ -175,9 +175,11 @@ class PrunedProcessor(_Stock):
             content["mm_data_items"] = _with_images(inputs, images)
         result = super()._cached_apply_hf_processor(_Inputs(**content), timing_ctx)
         if isinstance(cache, Rendering):
+            # Without the cache, which holds the function: of a request that is only rendered, the
+            # cycle would keep pictures and tensors until the next garbage collection.
+            uncached = _Inputs(**{**content, "cache": None})
 
             def process_again() -> dict[str, RenderedItem]:
-                uncached = _Inputs(**{**content, "cache": None})
                 data = super(PrunedProcessor, self)._cached_apply_hf_processor(uncached, timing_ctx)
                 return {
                     key: RenderedItem(tensors, updates)
