@@ -179,8 +179,14 @@ def replace_unsafe_state(state: PruningState, budget: int) -> PruningState:
     A failing state is replaced where it lists ``fallback_to_selection``, with a warning in the
     log; otherwise :class:`StateError` is raised.
     """
-    least = state.constraints.selector.insists_on or 0
-    policy = materialize(state, max(min(budget, MAX_PROBED_BUDGET), least))
+    probed, selector = state, state.constraints.selector
+    if (selector.insists_on or 0) > budget:
+        # Of a request, checked at fewer tokens than it would keep unchanged: these then follow from
+        # q_e, as without r_min, since the check takes seconds at hundreds of tokens.
+        selector = selector.model_copy(update={"r_min": None})
+        constraints = state.constraints.model_copy(update={"selector": selector})
+        probed = state.model_copy(update={"constraints": constraints})
+    policy = materialize(probed, min(budget, MAX_PROBED_BUDGET))
     record = safety_check(policy)
     if record.valid:
         return state

@@ -236,3 +236,14 @@ def test_a_state_is_checked_at_its_own_budget_up_to_the_largest_quota(
     large = {"/budget/atom": "fixed_budget@512", "/constraints/selector/r_min": 512}
     resolve_settings({"state": edited(sample(), large), "budget": 4096}, vllm_config())
     assert [policy.budget for policy in checked] == [16, 320, 640, 640]
+    # A request's at 64, where 512 tokens that stay would make it wait for seconds.
+    assert load_request_state(edited(sample(), large)).constraints.selector.insists_on is None
+    strict = edited(sample(), {**large, "/safety": ["preserve_budget"]})
+    assert "made to fail" in refused(strict)
+    assert [policy.budget for policy in checked[4:]] == [64, 64]
+
+
+def test_a_state_of_a_request_keeps_its_r_min_when_it_is_checked_at_fewer_tokens() -> None:
+    large = {"/budget/atom": "fixed_budget@512", "/constraints/selector/r_min": 500}
+    document = edited(sample(), large)
+    assert load_request_state(document).digest == load_state(json.dumps(document)).digest
