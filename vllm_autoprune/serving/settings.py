@@ -24,6 +24,7 @@ from pydantic import (
     PlainValidator,
     ValidationError,
     ValidationInfo,
+    field_validator,
 )
 
 from vllm_autoprune.errors import BudgetError, ConfigError, Problem, ProblemsError, StateError
@@ -47,10 +48,18 @@ Detail = Literal["low", "high"]
 DETAIL_LEVELS: tuple[Detail, ...] = get_args(Detail)
 
 
+def _refuse_boolean(value: object) -> object:
+    """Refuse ``true``, which pydantic reads as 1; flags are texts, so strict mode is no way."""
+    if isinstance(value, bool):
+        raise ValueError("no number")
+    return value
+
+
 class DetailBudgets(BaseModel):
     """K of an image whose detail is ``low`` or ``high``; None where the operator gives no K."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    _numbers = field_validator("*", mode="before")(_refuse_boolean)
 
     low: int | None = Field(default=None, ge=1)
     high: int | None = Field(default=None, ge=1)
@@ -262,16 +271,19 @@ def _read_detail(value: object, info: ValidationInfo) -> DetailBudgets:
     """Budgets by ``"low=64,high=256"``, or a mapping: possible with the state and the rules."""
     if value is None:
         return DetailBudgets()
-    levels = value
+    levels, repeats = value, False
     if isinstance(value, str):
-        parts = (entry.partition("=") for entry in value.split(","))
+        parts = [entry.partition("=") for entry in value.split(",")]
         levels = {name.strip(): budget for name, _, budget in parts}
+        repeats = len(levels) < len(parts)
     try:
         detail = DetailBudgets.model_validate(levels)
     except ValidationError:
-        what = f"{str(value)[:80]!r} gives no number of tokens to low, high or both"
-        raise _refuse(DETAIL_FLAG, what, "give low=64,high=256, or one of the two") from None
+        detail = DetailBudgets()
     budgets = detail.as_dict()
+    if repeats or not budgets:
+        what = f"{str(value)[:80]!r} is not one number of tokens for low, high or both"
+        raise _refuse(DETAIL_FLAG, what, "give low=64,high=256, or one of the two")
     if budgets.get("low", 0) > budgets.get("high", MAX_BUDGET):
         what = f"low = {detail.low} keeps more tokens than high = {detail.high}"
         raise _refuse(DETAIL_FLAG, what, "give low the smaller budget")
@@ -308,6 +320,9 @@ class Settings(BaseModel):
     """Settings of a server, each given as text by its flag or as a value from Python."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    _numbers = field_validator(
+        *("budget", "feature_cache_gb", "recall", "request_cost"), mode="before"
+    )(_refuse_boolean)
 
     state: Annotated[PruningState, PlainValidator(_read_state)] = _flag(
         "PATH|NAME",
@@ -360,7 +375,7 @@ class Settings(BaseModel):
     request_cost: float = _flag(
         "MS",
         "Bound on a state that a request brings: predicted milliseconds of one CPU core for one "
-        "selection from an image of 576 tokens. Default: 200, six times the shipped `autoprune`.",
+        "selection from an image of 576 tokens. Default: 200, four times the shipped `autoprune`.",
         DEFAULT_COST,
         fix="give a number of milliseconds above 0, at most a million",
         gt=0,

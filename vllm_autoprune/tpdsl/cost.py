@@ -25,7 +25,7 @@ from vllm_autoprune.tpdsl.state import PruningState
 FLAG = "--autoprune-request-cost"
 
 DEFAULT_COST = 200.0
-"""Milliseconds that a state of a request may cost; those that ship cost 1 to 86."""
+"""Milliseconds that a state of a request may cost; those that ship cost 2 to 85."""
 
 POLICY_COSTS = {
     "cdpruner": 8.5,

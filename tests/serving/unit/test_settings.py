@@ -94,7 +94,9 @@ LIMITED = edited(sample(), {"/budget": {"atom": "fixed_budget@32", "limit": 48}}
 STATE: Config = {"state": "autoprune"}
 TO_64: Config = {**STATE, "requests": "budget:1-64"}
 RULES = ("all", "", "Budget", "budget:16", "budget:-3-8", "budget:0-8", "budget:9-8", "budget,none")
-DETAILS = ("auto=64", "", 64, ["low=64"], {1: 64}, "low", "low=0", "low=6.5")
+DETAILS: tuple[object, ...] = (
+    *("auto=64", "", 64, ["low=64"], {1: 64}, {}, {"low": True}, "low", "low=0", "low=6.5"),
+)
 ABOVE = "low = 65, and --autoprune-requests allows 64 at most"
 
 
@@ -115,21 +117,25 @@ ABOVE = "low = 65, and --autoprune-requests allows 64 at most"
         ),
         *(
             ({**STATE, "budget": value}, "--autoprune-budget", f"{str(value)!r} is not a number")
-            for value in (0, "-1", 65537, "x", 1.5, "", [8])
+            for value in (0, "-1", 65537, "x", 1.5, "", [8], True)
         ),
         ({"state": LIMITED, "budget": 64}, "--autoprune-budget#/budget/limit", ""),
         ({"state": FIXED, "budget": 16}, "--autoprune-budget#/constraints/selector/r_min", "32"),
         *(
             ({**STATE, "feature_cache_gb": value}, "--autoprune-feature-cache-gb", "")
-            for value in (-1, "nan", float("nan"), "inf", "much", 1025)
+            for value in (-1, "nan", float("nan"), "inf", "much", 1025, True)
         ),
         *(
             ({**STATE, "request_cost": value}, "--autoprune-request-cost", "")
-            for value in ("much", 0, "nan", "inf", 1e9)
+            for value in ("much", 0, "nan", "inf", 1e9, True)
         ),
         *(({**STATE, "requests": value}, "--autoprune-requests", "") for value in (*RULES, 3)),
-        *(({**TO_64, "recall": value}, "--autoprune-recall", "") for value in ("x", -1, 1.5, 65)),
+        *(
+            ({**TO_64, "recall": value}, "--autoprune-recall", "")
+            for value in ("x", -1, 1.5, 65, True)
+        ),
         *(({**STATE, "detail": value}, "--autoprune-detail", "") for value in DETAILS),
+        ({**STATE, "detail": "low=8,low=4"}, "--autoprune-detail", "one number"),
         ({**STATE, "detail": "low=8,high=4"}, "--autoprune-detail", "keeps more tokens than"),
         ({**STATE, "detail": "high=99999"}, "--autoprune-detail", "high = 99999"),
         ({**TO_64, "detail": "low=65"}, "--autoprune-detail", ABOVE),
