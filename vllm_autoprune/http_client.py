@@ -153,6 +153,11 @@ class ServerClient:
         answer = self.http.get(f"{self.url}/metrics")
         return Metrics(answer.text) if answer.is_success else None
 
+    def read_served(self) -> dict[str, Any]:
+        """``/v1/autoprune``; empty where the server's plugin is not named."""
+        answer = self.http.get(f"{self.url}/v1/autoprune")
+        return _read_object(answer) if answer.is_success else {}
+
     def chat(self, body: Mapping[str, object]) -> dict[str, Any]:
         """The answer to a chat request; :class:`RequestRefused` where the server refuses it."""
         request = self.http.build_request("POST", self.url + CHAT, json=body)

@@ -96,7 +96,7 @@ def test_every_case_is_asked_every_question_once(
     report = json.loads(capsys.readouterr().out)
     rows = {row["case"]["name"]: row for row in report["rows"]}
     assert set(rows) == {"full", *(f"{name}@8" for name in CASES[1:])}
-    assert rows["full"]["benchmarks"] == {"colour": 100.0, "shape": 100.0, "MME": 200.0}
+    assert rows["full"]["benchmarks"] == {"colour": 100.0, "shape": 100.0, "yes/no pairs": 100.0}
     assert rows["random@8"]["all"]["acc"] == 0.0 and "pruning" not in rows["random@8"]["case"]
     assert rows["random@8"]["to_full"]["logprob"]["value"] == pytest.approx(-2.9)
     files = {path.name for path in (tmp_path / "out").iterdir()}
@@ -198,11 +198,76 @@ def test_a_server_that_cannot_be_measured_leaves_nothing_to_resume(
         assert not asked(server.requests)
     message = capsys.readouterr().err
     assert "refuses every state: status 400: needs inputs that this model has not -> " in message
-    assert "--autoprune-requests states" in message
+    assert "-> name states that its model serves" in message
     with endpoint(answering) as server:
         assert call(server.url, "--served-name", "llava") == 1
         assert "serves m -> serve llava" in capsys.readouterr().err
         assert call(server.url) == 0
+
+
+SERVES: dict[str, Any] = {
+    "state": "autoprune", "digest": load_state("autoprune").digest, "requests": "any state",
+    "allows": {"level": "states", "tokens": [1, 64]},
+}  # fmt: skip
+UNTRUSTED = (
+    "Per-request mm_processor_kwargs are disabled by default because they can change multimodal "
+    "preprocessing resource usage. Start the server with --trust-request-mm-kwargs only when "
+    "clients are trusted."
+)
+UNALLOWED = "request: mm_processor_kwargs/autoprune: may set nothing -> serve with B budget"
+START = "-> start it with --autoprune-state NAME --autoprune-requests states"
+
+
+@pytest.mark.parametrize(
+    ("page", "refusal", "message"),
+    [
+        ({"state": None}, "", f"serves no state {START}"),
+        ({**SERVES, "requests": "nothing, because", "allows": {"level": "none", "tokens": [1, 9]}},
+         "", f"lets requests set nothing, because {START}"),
+        ({**SERVES, "requests": "their budget", "allows": {"level": "budget", "tokens": [1, 9]}},
+         "", f"lets requests set their budget {START}"),
+        ({**SERVES, "allows": {"level": "states", "tokens": [1, 4]}}, "",
+         "lets requests ask for 1 to 4 tokens of an image -> give --budgets in this range, or"),
+        ({**SERVES, "allows": {"level": "shipped-states", "tokens": [16, 64]}}, "", "for 16 to 64"),
+        (None, UNTRUSTED, f"can change multimodal preprocessing resource usage.) {START}"),
+        (None, UNALLOWED, f"mm_processor_kwargs/autoprune: may set nothing) {START}"),
+    ],
+)  # fmt: skip
+def test_a_server_whose_requests_may_not_choose_is_refused_by_the_flag_to_give(
+    call: Callable[..., int], capsys: Captured, page: object, refusal: str, message: str
+) -> None:
+    with endpoint(lambda body, number: error(400, refusal)) as server:
+        server.pages["/v1/autoprune"] = (
+            None if page is None else (200, json.dumps(page).encode(), {})
+        )
+        assert call(server.url) == 1
+        assert len(server.requests) == (page is None)
+    printed = capsys.readouterr().err
+    assert message in printed and "--trust" not in printed and printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("page", "marked"),
+    [
+        (json.dumps(SERVES), True),
+        (json.dumps({**SERVES, "digest": "0"}), False),
+        (json.dumps({"state": "x", "version": "0.0"}), False),  # of an older plugin
+        ("<html>here is a gateway</html>", False),
+        ("[]", False),
+        ('{"allows": {"level": 3, "tokens": "many"}}', False),
+    ],
+)
+def test_rows_of_the_servers_own_state_are_marked(
+    call: Callable[..., int], capsys: Captured, page: str, marked: bool
+) -> None:
+    with endpoint(answering) as server:
+        server.pages["/v1/autoprune"] = (200, page.encode(), {})
+        assert call(server.url) == 0
+        assert call("http://h:1", "--resume") == 0  # nothing is left to ask
+    printed = capsys.readouterr()
+    assert printed.out.count("| autoprune (the server's own) |") == 2 * marked
+    assert ("no row is the server's own state" in printed.err) == (not marked)
+    assert "MME" not in printed.out
 
 
 def test_a_dry_run_starts_nothing(

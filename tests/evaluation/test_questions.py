@@ -27,7 +27,7 @@ from benchmarks.load.workload import _encode, _open_data
 from offline_search.dataset import SPLITS, convert_mme, read_dataset
 from tests.evaluation.test_lmms import FILES, OWN
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
-from vllm_autoprune.evaluation.journal import MME
+from vllm_autoprune.evaluation.journal import MME, PAIRS
 from vllm_autoprune.evaluation.lmms import _read_output
 from vllm_autoprune.evaluation.questions import read_picture, read_questions
 
@@ -372,13 +372,14 @@ def test_questions_are_ordered_by_image_and_pairs_are_scored_as_mme(folder: Path
     path = write(folder / "q.jsonl", content)
     questions = read_questions(path)
     assert [question.text for question in questions] == ["1?", "3?", "2?", "4?"]
-    assert [question.record.benchmark for question in questions] == ["all", "shape", MME, MME]
+    assert [question.record.benchmark for question in questions] == ["all", "shape", PAIRS, PAIRS]
     assert [question.record.image for question in questions] == ["a.png", "a.png", "b.jpg", "b.jpg"]
     assert {question.record.pair for question in questions} == {"", "b.jpg/7"}
     assert questions[2].image.startswith("data:image/jpeg;base64,")
-    write(folder / "mme.jsonl", lines({"category": MME}, *PAIR))
+    named = {"category": PAIRS, "question": "named so?"}
+    write(folder / "mme.jsonl", lines({"category": MME}, named, *PAIR))
     kinds = [question.record.benchmark for question in read_questions(folder / "mme.jsonl")]
-    assert kinds == ["MME without pairs", MME, MME], "which has no points"
+    assert kinds == ["MME without pairs", "yes/no pairs without pairs", PAIRS, PAIRS]
     # A limit leaves no half of a pair.
     assert [len(read_questions(path, limit)) for limit in (1, 2, 3, 4)] == [1, 2, 2, 4]
 

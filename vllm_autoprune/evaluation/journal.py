@@ -21,6 +21,9 @@ JOURNAL = "samples.jsonl"
 MME = "MME"
 """The benchmark of yes/no pairs by category, which is scored in points."""
 
+PAIRS = "yes/no pairs"
+"""Pairs of other data, scored as MME's but in per cent."""
+
 RESIZED = "resize control"
 """Name in tables of the case that resizes images."""
 
@@ -45,7 +48,9 @@ class Setup(FrozenModel):
     data: str = Field(description="the questions, with a digest where there is one")
     scorer: str = Field(description="the scorer of answers, with its version")
     backbone: str = Field(default="", description="the backbone whose published rows are compared")
-    mme_divisor: float = Field(description="divides points of MME to give per cent, in Acc.")
+    mme_divisor: float = Field(
+        default=1.0, description="divides points of MME to give per cent, in Acc."
+    )
 
 
 class Case(FrozenModel):
@@ -63,6 +68,12 @@ class Case(FrozenModel):
         default_factory=dict, description="the plugin's field in every request"
     )
     refused: str = Field(default="", description="why the case cannot be served, if it cannot")
+    served: bool = Field(default=False, description="whether its state is the server's own")
+
+    @property
+    def title(self) -> str:
+        """Its name in tables, marked where the server prunes so without being asked."""
+        return f"{self.label} (the server's own)" if self.served else self.label
 
 
 class Question(FrozenModel):
@@ -172,8 +183,8 @@ class Journal(RecordFile[Record]):
         """Append the records that are new, in one write.
 
         Raises :class:`EvaluationError` if the set-up, a case or a question differs from its earlier
-        record, or if the file cannot be written. Whether a server refuses a case may differ:
-        another start of the server may serve it.
+        record, or if the file cannot be written. Whether a server refuses a case or has its state
+        may differ: another start of the server may serve it.
         """
         new = []
         for record in records:
@@ -185,7 +196,7 @@ class Journal(RecordFile[Record]):
             if existing is None or isinstance(record, Answer | Total):
                 continue
             differ = sorted(field for field, value in record if dict(existing)[field] != value)
-            if differ != ["refused"]:
+            if not {"refused", "served"}.issuperset(differ):
                 raise EvaluationError(
                     f"{self.path}: contains another evaluation ({record.kind} {name}: "
                     f"{', '.join(differ)} differ) -> name another folder with --out"

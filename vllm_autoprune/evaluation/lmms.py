@@ -169,9 +169,9 @@ class LmmsSuite(Suite):
             return
         # Before the first task, which may take hours.
         self._check_version()
-        _, refused = check_server(self.url, self.connection, self.served_name, self.cases)
-        journal.append(refused)
-        names = {case.name for case in refused}
+        _, changed = check_server(self.url, self.connection, self.served_name, self.cases)
+        journal.append([*self.cases, *changed])
+        names = {case.name for case in changed if case.refused}
         runs = [run for run in runs if run[0].name not in names]
         progress.begin(len(runs))
         for case, benchmark in runs:

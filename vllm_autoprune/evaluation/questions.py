@@ -25,7 +25,7 @@ from pydantic import StringConstraints, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.journal import MME, Question
+from vllm_autoprune.evaluation.journal import MME, PAIRS, Question
 from vllm_autoprune.record_file import FrozenModel
 
 _T = TypeVar("_T")
@@ -345,11 +345,12 @@ def read_questions(path: Path, limit: int | None = None) -> Sequence[PreparedQue
         paired = example.pair is not None
         if paired and sizes[example.image, example.pair] < 2:
             continue
-        # Without pairs there is no score of MME.
-        category = "MME without pairs" if example.category == MME else example.category
+        # Names of what is scored in pairs.
+        taken = example.category in (MME, PAIRS)
+        category = f"{example.category} without pairs" if taken else example.category
         record = Question(
             id=str(number),
-            benchmark=MME if paired else category,
+            benchmark=PAIRS if paired else category,
             image=example.image,
             category=example.category if paired else "",
             pair=f"{example.image}/{example.pair}" if paired else "",

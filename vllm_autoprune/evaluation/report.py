@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from vllm_autoprune.evaluation.journal import Arm, Case, Contents, EvaluationError, Setup
+from vllm_autoprune.evaluation.journal import MME, Arm, Case, Contents, EvaluationError, Setup
 from vllm_autoprune.evaluation.scoring import Aggregates, Figures, Scoring, aggregate
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Table
@@ -41,7 +41,7 @@ _FEW_RIGHT = 50
 """Per cent right with all tokens below which the answers are probably written in another way."""
 
 _NOTES = (
-    "Acc. is the mean over benchmarks, with MME divided by {divisor:g} first. Rel. is given by "
+    "Acc. is the mean over benchmarks{mme}. Rel. is given by "
     "both definitions in use: 100 x Acc. over the full model's Acc., and 100 x the mean over "
     "benchmarks of a score over the full model's.",
     "Differences are paired on the same questions, each with its 95 % interval ({images:,} images "
@@ -303,7 +303,9 @@ def format_markdown(report: Report) -> str:
             verdicts.insert(0, sentence)
         lines += [f"- {verdict}" for verdict in verdicts]
     if report.rows:
-        notes = [note.format(divisor=setup.mme_divisor, images=report.images) for note in _NOTES]
+        has_mme = MME in report.rows[0].benchmarks
+        mme = f", with MME divided by {setup.mme_divisor:g} first" if has_mme else ""
+        notes = [note.format(mme=mme, images=report.images) for note in _NOTES]
         lines += ["\n## Tables\n", *(f"- {note}" for note in notes)]
         tables = list(_result_tables(report))
         if refused := [[case.label, str(case.budget), case.refused] for case in report.refused]:
@@ -403,5 +405,5 @@ def _result_tables(report: Report) -> Iterator[Table]:
             for metric, _, digits in metrics:
                 for other in (row.to_full, row.to_base, row.to_resized)[: len(references)]:
                     cells.append(_format(dict(other)[metric] if other else None, digits))
-            rows.append([row.case.label, *cells])
+            rows.append([row.case.title, *cells])
         yield Table(f"K = {budget}", head, rows, "l" + "r" * (len(head) - 1))

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue
 
 from vllm_autoprune import __version__
 from vllm_autoprune.connection import Connection, server_address
 from vllm_autoprune.errors import AutopruneError, ConfigError, EvaluationFailed, Problem
 from vllm_autoprune.evaluation.journal import (
     JOURNAL,
-    MME,
     RESIZED,
     Answer,
     Arm,
@@ -50,6 +50,7 @@ from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
 _SECONDS_BETWEEN_LINES = 10.0
+_REQUESTS_FLAG = "--autoprune-requests"
 _DIGITS = 5
 """Decimals of log-probabilities; bfloat16 has less precision."""
 _WRITE_EVERY = 64
@@ -112,8 +113,11 @@ def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) ->
         what, fix = "already contains an evaluation", "add --resume, or name another folder"
         raise ConfigError("eval", [Problem(f"--out {folder}", what, fix)])
     with Journal(path) as journal:
-        journal.append([suite.setup, *suite.cases])
         contents, interruptions = journal.contents, list[str]()
+        # A server that need not be asked again was asked whose state is its own.
+        marks = {name: case.served for name, case in contents.cases.items()}
+        cases = [c.model_copy(update={"served": marks.get(c.name, False)}) for c in suite.cases]
+        journal.append([suite.setup, *cases])
         try:
             suite.measure(journal, progress)
         except EvaluationError as error:
@@ -215,13 +219,28 @@ def build_cases(names: Sequence[str], budgets: Sequence[int]) -> list[Case]:
     return list(cases.values())
 
 
+class _Allows(BaseModel):
+    level: str
+    tokens: tuple[int, int]
+
+
+class _Served(BaseModel):
+    """What is read of ``/v1/autoprune``; as it is here where the server has no such page."""
+
+    state: str | None = ""
+    digest: str = ""
+    requests: str = ""
+    allows: _Allows | None = None
+
+
 def check_server(
     url: str, connection: Connection, served_name: str | None, cases: Sequence[Case]
 ) -> tuple[str, list[Case]]:
-    """The model of a server, and the cases that it refuses, by a small request each.
+    """The model of a server, and the cases that it refuses or that are its own state.
 
-    Cases without pruning options are not asked. Raises :class:`ConfigError` for a server that does
-    not answer, serves another model, or refuses all tokens or every state.
+    What requests may choose is asked first, where the server says it, then a small request for each
+    case with pruning options. Raises :class:`ConfigError` for a server that does not answer, serves
+    another model, or refuses all tokens or every state.
     """
     from PIL import Image
 
@@ -229,14 +248,20 @@ def check_server(
     Image.new("RGB", (224, 224), "grey").save(buffer, "PNG")
     image = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": "?"}]
-    refused = []
+    changed = dict[str, Case]()
     with ServerClient(url, connection) as client:
         with reporting_failures(client.url):
-            models = client.list_models()
+            models, served = client.list_models(), _Served()
+        with contextlib.suppress(*FAILURES, RequestRefused):  # another page has that address
+            served = _Served.model_validate(client.read_served())
         model = choose_model(client.url, models, served_name)
+        if any(case.pruning for case in cases):
+            _check_level(client.url, served, [case.budget for case in cases if case.budget])
         for case in cases:
             if not case.pruning or case.refused:
                 continue
+            if case.digest and case.digest == served.digest:
+                changed[case.name] = case.model_copy(update={"served": True})
             body = {
                 "model": model,
                 "messages": [{"role": "user", "content": content}],
@@ -246,16 +271,44 @@ def check_server(
             try:
                 client.chat(body)
             except RequestRefused as error:
-                refused.append(case.model_copy(update={"refused": str(error)}))
+                if case.name == FULL.name:
+                    raise _refuse(client.url, f"lets requests choose nothing ({error})") from None
+                changed[case.name] = case.model_copy(update={"refused": str(error)})
             except FAILURES:  # the server fails in the evaluation as well, which tells how
                 pass
-    names = {case.name for case in refused}
-    states = {case.name for case in cases if "state" in case.pruning and not case.refused}
-    if FULL.name in names or (states and states <= names):
-        what = f"refuses every state: {refused[0].refused}"
-        fix = "start it with --autoprune-requests states, or name states that its model serves"
-        raise ConfigError("eval", [Problem(client.url, what, fix)])
-    return model, refused
+    reasons = [
+        case.refused for case in changed.values() if "state" in case.pruning and case.refused
+    ]
+    states = [case for case in cases if "state" in case.pruning and not case.refused]
+    if states and len(states) == len(reasons):
+        fix = "name states that its model serves, such as --state cen_divprune"
+        if _REQUESTS_FLAG in reasons[0]:
+            raise _refuse(client.url, f"refuses every state ({reasons[0]})")
+        raise ConfigError("eval", [Problem(client.url, f"refuses every state: {reasons[0]}", fix)])
+    return model, list(changed.values())
+
+
+def _check_level(url: str, served: _Served, budgets: Sequence[int]) -> None:
+    """Refuse a server whose ``/v1/autoprune`` says that a request may not choose state and K."""
+    if served.state is None:
+        raise _refuse(url, "serves no state")
+    if served.allows is None:
+        return
+    if served.allows.level in ("none", "budget"):
+        raise _refuse(url, f"lets requests set {served.requests}")
+    least, most = served.allows.tokens
+    if budgets and not least <= min(budgets) <= max(budgets) <= most:
+        what = f"lets requests ask for {least} to {most} tokens of an image"
+        fix = f"give --budgets in this range, or start it with {_REQUESTS_FLAG} states"
+        raise ConfigError("eval", [Problem(url, what, fix)])
+
+
+def _refuse(url: str, what: str) -> ConfigError:
+    """The error of a server that serves no request's choice; without its own advice, for others."""
+    what = what.partition(" -> ")[0].partition(" Start the server")[0]
+    what += ")" * (what.count("(") - what.count(")"))
+    fix = f"start it with --autoprune-state NAME {_REQUESTS_FLAG} states"
+    return ConfigError("eval", [Problem(url, what, fix)])
 
 
 class QuestionSuite(Suite):
@@ -276,14 +329,11 @@ class QuestionSuite(Suite):
         self.cases, self.url, self._connection = cases, url, connection
         self._served_name, self._max_in_flight = served_name, max_in_flight
         self._questions = {question.record.id: question for question in questions}
-        records = [question.record for question in questions]
-        categories = {record.category for record in records if record.benchmark == MME}
         self.setup = Setup(
             suite="data",
             model=served_name or "the first model of the server",
             data=f"{data}, {len(questions)} questions, {questions_digest(questions)}",
             scorer=f"vllm-autoprune {__version__}: greedy decoding gives the reference answer",
-            mme_divisor=2.0 * max(len(categories), 1),
         )
 
     def plan(self) -> Sequence[str]:
@@ -304,9 +354,11 @@ class QuestionSuite(Suite):
         ]
         if not pairs:
             return
-        model, refused = check_server(self.url, self._connection, self._served_name, self.cases)
-        journal.append(refused)
-        names = {case.name for case in self.cases if case.refused} | {c.name for c in refused}
+        model, changed = check_server(self.url, self._connection, self._served_name, self.cases)
+        journal.append([*self.cases, *changed])
+        if not any(case.served for case in changed):
+            progress.write("no row is the server's own state by GET /v1/autoprune: see --state")
+        names = {case.name for case in (*self.cases, *changed) if case.refused}
         pairs = [pair for pair in pairs if pair[0].name not in names]
         total = (len(self.cases) - len(names)) * len(records)
         progress.begin(total, total - len(pairs))

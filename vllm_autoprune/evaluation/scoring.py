@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_autoprune.evaluation.journal import MME, Answer, Question
+from vllm_autoprune.evaluation.journal import MME, PAIRS, Answer, Question
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.statistics import ClusterBootstrap, Floats
 
@@ -119,10 +119,13 @@ class Scoring:
         for name, members in self._split([question.benchmark for question in self._questions]):
             if not scored[members].all():
                 continue
-            if name == MME:  # accuracy and accuracy+ of each category
+            if name in (MME, PAIRS):  # accuracy and accuracy+ of each category
                 parts = [part for _, mask in categories if (part := mask & members).any()]
                 benchmarks[name] = np.sum([mean(part) + plus(part) for part in parts], axis=0)
-                metrics["mme"] = benchmarks[name]
+                if name == MME:
+                    metrics["mme"] = benchmarks[name]
+                else:
+                    benchmarks[name] = benchmarks[name] / (2 * len(parts))
             else:
                 benchmarks[name] = mean(members)
         if benchmarks.keys() == {question.benchmark for question in self._questions}:

@@ -70,6 +70,10 @@ def describe_as_json(served: ServedState, private: bool = True) -> dict[str, Jso
         "reads": [*sorted(policy.needs)],
         "relevance": relevance,
         "requests": requests,
+        "allows": {
+            "level": rules.level if rules.explicit else "none",
+            "tokens": [rules.minimum, rules.maximum],
+        },
         "detail": {str(level): budget for level, budget in rules.detail.as_dict().items()} or None,
         "recall": rules.recall,
         "evidence": state.provenance.model_dump(mode="json"),
