@@ -299,7 +299,7 @@ class EndpointProposer:
     ) -> None:
         self._endpoint, self._report = endpoint, report
         self._url, connection = api_address(endpoint.url), endpoint.connection
-        # By its type, because openai 3 takes a client of httpx only for its successor's sake.
+        # Untyped: openai 3 declares a client of httpx2, and takes one of httpx too.
         http: Any = make_client(httpx.AsyncClient, endpoint.url, connection)
         self._client = AsyncOpenAI(
             base_url=self._url,
