@@ -395,7 +395,11 @@ def test_a_server_is_probed_with_new_images(
     record = run_json(capsys, call, split)
     traffic = record["traffic"]
     assert (traffic["tokens"], traffic["budget"], traffic["core"]) == (N, N // 8, N // 16)
-    assert any("Measured with images of 64 x 48" in note for note in record["notes"])
+    times = r"[\d.]+ ms \([\d.]+ to [\d.]+\)"
+    pattern = (
+        rf"Measured with images of 64 x 48 .* first question {times}, another question {times}"
+    )
+    assert any(re.match(pattern, note) for note in record["notes"])
     pruned.pages["/metrics"] = None
     inputs = probe(pruned)
     assert inputs.values["tokens"] == VISUAL
@@ -417,6 +421,18 @@ def test_the_first_token_of_a_model_that_thinks_is_a_thought(pruned: FakeServer)
     assert any(text.startswith(note) for text in inputs.notes)
     # The gap between two thoughts is one between tokens.
     assert inputs.values["decode"] == pytest.approx(0.01, abs=0.005)
+
+
+def test_the_tokens_of_an_image_do_not_depend_on_the_words_of_a_question() -> None:
+    """Words of a few letters are one token here, longer ones two."""
+
+    def reply(body: Body) -> Reply:
+        *images, text = body["messages"][0]["content"]
+        tokens = sum(1 + (len(word) > 4) for word in text["text"].split()) + 147 * len(images)
+        return Reply(deltas=("a", "b"), ttft=TOKEN * tokens, usage={"prompt_tokens": tokens})
+
+    with fake_server(reply) as server:
+        assert probe(server).values["tokens"] == 147
 
 
 def make_round(noise: float = 0.0, metrics: bool = True) -> _Round:

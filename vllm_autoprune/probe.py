@@ -94,10 +94,10 @@ def probe_server(
         block = int(digits) if digits.isdigit() else None
         if before.label(config, "enable_prefix_caching") == "False":
             block = 0
-    new, another = (1000 * median(each[kind].ttft for each in results) for kind in (2, 3))
+    new, another = (_format_times([each[kind].ttft for each in results]) for kind in (2, 3))
     inputs.fill(
-        f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds: first "
-        f"question {new:.1f} ms, another question {another:.1f} ms.",
+        f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds (all "
+        f"between): first question {new}, another question {another}.",
         block=block,
     )
     if any(answer.thinks for each in results for answer in each):
@@ -117,6 +117,12 @@ def probe_server(
     )
     # A server without a state keeps all tokens, which is no budget.
     inputs.fill(tokens=unpruned or visual, budget=pruned if 0 < pruned < unpruned else None)
+
+
+def _format_times(seconds: Sequence[float]) -> str:
+    """Median, and the fastest and the slowest time."""
+    low, high = 1000 * min(seconds), 1000 * max(seconds)
+    return f"{1000 * median(seconds):.1f} ms ({low:.1f} to {high:.1f})"
 
 
 def _solve_rounds(
@@ -174,9 +180,12 @@ def _ask_round(
     url = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     image: dict[str, object] = {"type": "image_url", "image_url": {"url": url}}
 
-    def ask(words: int, *images: dict[str, object]) -> _Answer:
+    def draw(words: int) -> str:
+        return " ".join(source.choices(_WORDS.split(), k=words))
+
+    def ask(question: str, *images: dict[str, object]) -> _Answer:
         """One streamed answer."""
-        text = {"type": "text", "text": " ".join(source.choices(_WORDS.split(), k=words))}
+        text = {"type": "text", "text": question}
         body = {
             "model": model,
             "messages": [{"role": "user", "content": [*images, text]}],
@@ -216,7 +225,8 @@ def _ask_round(
 
     # A word may be more than one token.
     many, few = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS, _QUESTION_WORDS
-    return ask(few), ask(many), ask(few, image), ask(few, image)
+    question = draw(few)  # without the image too, so that it alone makes the difference in tokens
+    return ask(question), ask(draw(many)), ask(question, image), ask(draw(few), image)
 
 
 def _error(url: str, what: str, fix: str) -> ConfigError:
