@@ -205,11 +205,13 @@ def _make_document(report: _SearchReport) -> Document:
         answer, tone = _describe_winner(report, winner)
         facts += [f"{winner.test.examples} test examples", f"digest {winner.digest[:12]}"]
         why, test = _EXPLANATIONS
+        mme = report.settings.objective == "mme"
+        test = test if mme else test.partition(" MME total")[0]
         texts = [why.format(count=len(winner.confirmed)), describe_leader(winner, leader)]
         finalists = _finalist_table(report, winner)
         sections += [
             Section("Why this candidate", texts, tables=[finalists]),
-            Section("Result on the test split", [test], tables=[_result_table(winner)]),
+            Section("Result on the test split", [test], tables=[_result_table(winner, mme)]),
         ]
     elif leader is not None:
         base = report.base_objective
@@ -282,8 +284,8 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f}"
 
 
-def _result_table(winner: WinnerRecord) -> Table:
-    """The winner on the test split, the base policy, and the difference."""
+def _result_table(winner: WinnerRecord, mme: bool) -> Table:
+    """The winner on the test split, the base policy, and the difference; MME's total if asked."""
     test, base = winner.test, winner.base
     rows = [
         [name, format_interval(scores.objective), _percent(scores.accuracy),
@@ -293,7 +295,9 @@ def _result_table(winner: WinnerRecord) -> Table:
     gains = [format_interval(test.gain), format_interval(test.accuracy_gain, 100), ""]
     rows.append(["gain, paired", *gains, f"{test.mme_total - base.mme_total:+.1f}"])
     head = ["", "objective", "accuracy %", "accuracy+ %", "MME total"]
-    return Table("Winner and base policy", head, rows, "lrrrr")
+    columns = 5 if mme else 4
+    cells = [row[:columns] for row in rows]
+    return Table("Winner and base policy", head[:columns], cells, "lrrrr"[:columns])
 
 
 def _finalist_table(report: _SearchReport, winner: WinnerRecord) -> Table:
