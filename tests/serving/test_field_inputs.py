@@ -109,7 +109,9 @@ def test_offline_inputs_are_answered_as_by_stock_or_told_what_to_write() -> None
         options: dict[str, Any] = {"max_model_len": 512, "enable_mm_embeds": True}
         engine = start(settings, CHECKPOINTS["miniqwen"], **options)
         replies.append({})
-        for name, (_, send) in INPUTS.items():
+        for name, (expected, send) in INPUTS.items():
+            if settings is None and expected is not None:
+                continue  # stock's answer is not compared, and its engine may not survive
             try:
                 (output,) = send(engine)
                 end, ids = output.outputs[0].finish_reason, output.outputs[0].token_ids
