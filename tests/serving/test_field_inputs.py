@@ -223,9 +223,7 @@ CHATS: dict[str, Case] = {
     "embeds of two frames": Case(CHAT, chat(rows_on([2, 4, 12], 24, 576)), UNFIT),
     "embeds on a negative grid": Case(CHAT, chat(rows_on([-1, -4, 12])), UNFIT),
     "embeds on fractions": Case(CHAT, chat(rows_on([1.0, 4.0, 12.0])), "for this model"),
-    "embeds as rows": Case(
-        CHAT, chat({"type": "image_embeds", "image_embeds": noise(12, 192)}), "for this model"
-    ),
+    "embeds as rows": Case(CHAT, chat({"type": "image_embeds", "image_embeds": noise(12, 192)})),
     "embeds after all of them": Case(CHAT, chat(ROWS)),
     "embeds with a header": Case(CHAT, chat(ROWS), 0, TWELVE),
     "prompt embeds": Case(CHAT, chat({"type": "prompt_embeds", "data": noise(4, 192)})),
