@@ -155,40 +155,44 @@ def test_mutated_requests_do_not_affect_the_server(stock: Server, pruned: Server
 
 
 PATIENCE = 120.0
-SETTLED = 3.0
-"""Seconds in which answers that a worker has already made are delivered."""
 
 
 def kill_worker(server: Server) -> tuple[set[int], bool]:
-    """Statuses of the requests that ran (0: no answer), and whether the server ended."""
+    """Statuses of requests that were running (0: no answer), and whether the server ended.
 
-    def ask_for_long(number: int) -> int:
-        long = {"max_tokens": 1800, "ignore_eos": True}
+    The worker is stopped before they are sent, so that no machine answers them before the kill.
+    """
+
+    def ask(number: int) -> int:
         try:
-            sent = body(server, examples(2)[number], **long)
-            return server.post(CHAT, sent)[0]
+            return server.post(CHAT, body(server, examples(2)[number]))[0]
         except httpx.HTTPError:
             return 0
 
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    titles = {" ".join(process.cmdline()): process for process in processes}
+    engine = ("VLLM::Worker", "VLLM::EngineCore")  # of one rank, both are one process
+    worker = next(titles[t] for title in engine for t in titles if t.startswith(title))
+    worker.suspend()
     deadline = time.monotonic() + PATIENCE
     with ThreadPoolExecutor(4) as pool:
-        requests = [pool.submit(ask_for_long, i) for i in range(4)]
-        while not Metrics(server.get("/metrics")).total("vllm:num_requests_running"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        processes = psutil.Process(server.process.pid).children(recursive=True)
-        titles = {" ".join(process.cmdline()): process for process in processes}
-        engine = ("VLLM::Worker", "VLLM::EngineCore")  # of one rank, both are one process
-        worker = next(titles[t] for title in engine for t in titles if t.startswith(title))
-        worker.suspend()
-        time.sleep(SETTLED)
-        running = [request for request in requests if not request.done()]
-        assert running, "every request was answered before the kill"
+        requests = [pool.submit(ask, number) for number in range(4)]
+        wait_until_idle(server.process.pid, deadline)  # all four are with the engine
+        assert not any(request.done() for request in requests)
         worker.kill()
-        statuses = {request.result() for request in running}
+        statuses = {request.result() for request in requests}
         while server.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
     return statuses, server.process.poll() is not None
+
+
+def wait_until_idle(pid: int, deadline: float) -> None:
+    """Wait for a process to use less than 2 % of a processor for three seconds."""
+    process, used = psutil.Process(pid), -1.0
+    while (now := sum(process.cpu_times()[:2])) - used > 0.06:
+        assert time.monotonic() < deadline
+        used = now
+        time.sleep(3)
 
 
 @pytest.mark.ends_servers
