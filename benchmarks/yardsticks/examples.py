@@ -138,6 +138,12 @@ def _draw_picture(
     return images[0], scene, size.cells, CATEGORIES[model]["scenes"]
 
 
+def keep_first(rng: random.Random, evidence: Sequence[int], budget: int, count: int) -> list[int]:
+    """`budget` of `count` raster tokens, ascending: the evidence first, the others at random."""
+    order = dict.fromkeys((*evidence, *rng.sample(range(count), count)))
+    return sorted([*order][:budget])
+
+
 def format_prompt(question: str, model: Model = "minillava") -> str:
     """The prompt of one question about one image, with a single image token."""
     return "".join(PROMPT[model]).format(question=question)

@@ -13,13 +13,13 @@ from dataclasses import replace
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPModel, LlamaForCausalLM, LlavaConfig
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from benchmarks.yardsticks import scenes, training
-from benchmarks.yardsticks.examples import CLIP, LLAVA, PROMPT
+from benchmarks.yardsticks.examples import CLIP, LLAVA, PROMPT, keep_first
 from benchmarks.yardsticks.questions import BRIEF, SEEN, Questions, with_article
 from benchmarks.yardsticks.scenes import (
     CELL_PATCHES,
@@ -32,9 +32,7 @@ from benchmarks.yardsticks.scenes import (
     Sign,
     Thing,
 )
-from benchmarks.yardsticks.training import UNLABELLED, TextBatch
-
-RECIPE = training.read_recipe("minillava")
+from benchmarks.yardsticks.training import UNLABELLED, Recipe, TextBatch
 
 # Scenes of the phrase stage start with two shapes in few tokens and are complete at this step.
 _CURRICULUM_STEPS, _CURRICULUM_TOKENS = 700, 12
@@ -62,21 +60,6 @@ repeat it; near: colour and form of the shapes on the left, on the right, above 
 class where there is none.
 """
 _FIELD_WEIGHTS = {name: 0.5 for name in _FIELDS if name.startswith("near")} | {"digit": 2.0}
-
-
-def build_models() -> tuple[
-    CLIPModel, training.DenseHeads, LlavaMultiModalProjector, LlamaForCausalLM
-]:
-    """Untrained models; the position table starts as waves over rows and columns."""
-    clip = CLIPModel(CLIPConfig.from_pretrained(CLIP, attn_implementation="eager"))
-    clip.vision_model.config._attn_implementation = training.IN_PLACE
-    width = clip.config.vision_config.hidden_size
-    with torch.no_grad():
-        table = clip.vision_model.embeddings.position_embedding.weight
-        table[1:] = training.position_waves(scenes.GRID, width) * _POSITION_SCALE
-    heads, llava = training.DenseHeads(width, _FIELDS), LlavaConfig.from_pretrained(LLAVA)
-    llava.text_config._attn_implementation = training.IN_PLACE
-    return clip, heads, LlavaMultiModalProjector(llava), LlamaForCausalLM(llava.text_config)
 
 
 def _penultimate_states(clip: CLIPModel, images: Tensor) -> Tensor:
@@ -173,71 +156,51 @@ def _draw_phrases(seed: int, drawn: Sequence[Scene]) -> tuple[list[str], Tensor]
     return texts, targets
 
 
-def draw_batch(
-    seed: int, size: int, words: Tokenizer, max_shapes: int | None = None, budget: int = PATCHES
-) -> tuple[Tensor, Tensor, TextBatch]:
-    """Images, raster patches (B, K) that are kept, and texts of one batch.
+def _draw_texts(
+    seed: int, recipe: Recipe, words: Tokenizer, drawn: Sequence[Scene], budget: int | None = None
+) -> tuple[Tensor, TextBatch]:
+    """Raster patches (B, K) that are kept, and texts about every scene.
 
-    Questions and phrases are asked; with `max_shapes` phrases only, about easier scenes, whose
-    first `budget` patches are shapes' middles and whole signs. Phrases go on beside the questions,
-    for what they have not taught yet and against forgetting.
+    Questions and phrases are asked; with a `budget` phrases only, and as many patches are kept:
+    shapes' middles and whole signs first. Phrases go on beside the questions, for what they have
+    not taught yet and against forgetting.
     """
-    images, drawn = _draw_scenes(seed, size, max_shapes)
-    rng, phrases = random.Random(seed + 1), RECIPE.phrases["scenes"]
+    rng, phrases = random.Random(seed + 1), recipe.phrases["scenes"]
     pictures, kept = [], []
     for scene in drawn:
         source = Questions(rng, scene, (CELLS, CELLS), BRIEF)
-        if max_shapes is None:
-            asking, weights = replace(source, wordings=SEEN), RECIPE.questions["scenes"]
+        if budget is None:
+            asking, weights = replace(source, wordings=SEEN), recipe.questions["scenes"]
             texts = asking.draw_texts(weights, 12, _BEHIND_IMAGE)
             texts += source.draw_texts(phrases, 14, " {question}")
-            kept.append(list(range(budget)))
+            kept.append(list(range(PATCHES)))
         else:
             texts = source.draw_texts(phrases, 40, " {question}")
-            shown = [scene.patches[thing][0] for thing in scene.things]
-            shown += [patch for sign in scene.signs for patch in scene.patches[sign]]
-            kept.append(training.keep_shown_tokens(rng, shown, budget, PATCHES))
+            evidence = [scene.patches[thing][0] for thing in scene.things]
+            evidence += [patch for sign in scene.signs for patch in scene.patches[sign]]
+            kept.append(keep_first(rng, evidence, budget, PATCHES))
         pictures.append(texts)
-    start = len(words.encode(_BEFORE_IMAGE).ids) + budget
-    batch = training.build_texts(words, pictures, start, "</s>", "<pad>")
-    return images, torch.tensor(kept), batch
+    start = len(words.encode(_BEFORE_IMAGE).ids) + len(kept[0])
+    return torch.tensor(kept), training.build_texts(words, pictures, start, "</s>", "<pad>")
 
 
-def language_loss(
-    model: LlamaForCausalLM,
-    projector: nn.Module,
-    patches: Tensor,
-    kept: Tensor,
-    before: Tensor,
-    texts: TextBatch,
-) -> Tensor:
-    """Cross entropy on answer tokens; `patches` (B, N, Dv) come from the frozen tower.
-
-    Sequences begin with the ids `before` (P,) and the image tokens `kept` (B, K).
-    """
-    count, prefix = len(kept), len(before) + kept.shape[1]
-    embed = model.get_input_embeddings()
-    image = projector(patches[torch.arange(count)[:, None], kept])
-    embeds = (embed(before).expand(count, -1, -1), image, embed(texts.texts))
-    positions = torch.arange(prefix).expand(count, prefix)
-    hidden = model.model(
-        inputs_embeds=torch.cat(embeds, 1),
-        attention_mask=texts.mask(prefix),
-        position_ids=torch.cat((positions, texts.positions), 1),
-        use_cache=False,
-    ).last_hidden_state
-    return texts.loss(model.lm_head, hidden[:, prefix:])
-
-
-def train(run: training.Run) -> None:
+def train(run: training.Training) -> None:
     """Train all stages and write both checkpoints."""
     clip_words, words = (
         Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (CLIP, LLAVA)
     )
     torch.manual_seed(run.seed)
-    clip, heads, projector, model = build_models()
+    clip = CLIPModel(CLIPConfig.from_pretrained(CLIP, attn_implementation="eager"))
+    clip.vision_model.config._attn_implementation = training.IN_PLACE
+    width = clip.config.vision_config.hidden_size
+    with torch.no_grad():
+        table = clip.vision_model.embeddings.position_embedding.weight
+        table[1:] = training.position_waves(scenes.GRID, width) * _POSITION_SCALE
+    heads, config = training.DenseHeads(width, _FIELDS), LlavaConfig.from_pretrained(LLAVA)
+    config.text_config._attn_implementation = training.IN_PLACE
+    projector, model = LlavaMultiModalProjector(config), LlamaForCausalLM(config.text_config)
     before = torch.tensor(words.encode(_BEFORE_IMAGE).ids)
-    reading, towers, phrases, questions = RECIPE.stages
+    reading, towers, phrases, questions = run.recipe.stages
 
     def reading_loss(seed: int, step: int) -> Tensor:
         """The digit and the colour of every patch of images of digits."""
@@ -273,26 +236,38 @@ def train(run: training.Run) -> None:
         return dense + 0.5 * pointing + 0.1 * contrast
 
     def answer_loss(images: Tensor, kept: Tensor, texts: TextBatch) -> Tensor:
+        """Cross entropy on answer tokens behind `before` and the image tokens `kept` (B, K)."""
+        count, prefix = len(kept), len(before) + kept.shape[1]
+        embed = model.get_input_embeddings()
         patches = _penultimate_states(clip, images)[:, 1:]
-        return language_loss(model, projector, patches, kept, before, texts)
+        image = projector(patches[torch.arange(count)[:, None], kept])
+        embeds = (embed(before).expand(count, -1, -1), image, embed(texts.texts))
+        positions = torch.arange(prefix).expand(count, prefix)
+        hidden = model.model(
+            inputs_embeds=torch.cat(embeds, 1),
+            attention_mask=texts.mask(prefix),
+            position_ids=torch.cat((positions, texts.positions), 1),
+            use_cache=False,
+        ).last_hidden_state
+        return texts.loss(model.lm_head, hidden[:, prefix:])
 
     def phrase_loss(seed: int, step: int) -> Tensor:
         # A low rate at first: among many tokens, attention joins the words of a name only slowly.
         progress = min(1.0, step / (_CURRICULUM_STEPS * run.steps_scale)) ** 2
         shapes = 2 + round((scenes.MAX_SHAPES - 2) * progress)
         budget = _CURRICULUM_TOKENS + round((PATCHES - _CURRICULUM_TOKENS) * progress)
-        return answer_loss(*draw_batch(seed, phrases.images, words, shapes, budget))
+        images, drawn = _draw_scenes(seed, phrases.images, shapes)
+        return answer_loss(images, *_draw_texts(seed, run.recipe, words, drawn, budget))
 
     def question_loss(seed: int, step: int) -> Tensor:
-        return answer_loss(*draw_batch(seed, questions.images, words))
+        images, drawn = _draw_scenes(seed, questions.images)
+        return answer_loss(images, *_draw_texts(seed, run.recipe, words, drawn))
 
-    vision: dict[str, nn.Module] = {"clip": clip, "heads": heads}
-    training.run_stage(run, RECIPE, 0, vision, reading_loss)
-    training.run_stage(run, RECIPE, 1, vision, tower_loss)
+    run.run_stage(0, {"clip": clip, "heads": heads}, reading_loss)
+    run.run_stage(1, {"clip": clip, "heads": heads}, tower_loss)
     clip.requires_grad_(False)
-    language: dict[str, nn.Module] = {"projector": projector, "model": model}
-    training.run_stage(run, RECIPE, 2, language, phrase_loss)
-    training.run_stage(run, RECIPE, 3, language, question_loss)
+    run.run_stage(2, {"projector": projector, "model": model}, phrase_loss)
+    run.run_stage(3, {"projector": projector, "model": model}, question_loss)
     training.write_checkpoint(run.out / "clip", CLIP, {"": clip})
     parts = {
         "vision_tower.vision_model.": clip.vision_model,
@@ -303,4 +278,4 @@ def train(run: training.Run) -> None:
 
 
 if __name__ == "__main__":
-    training.start("Train mini-LLaVA and its CLIP from scratch.", train)
+    training.start("minillava", train)

@@ -20,17 +20,16 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from benchmarks.yardsticks import pages, training
-from benchmarks.yardsticks.examples import CHECKPOINTS, PROMPT
+from benchmarks.yardsticks.examples import CHECKPOINTS, PROMPT, keep_first
 from benchmarks.yardsticks.pages import MERGE, TOKEN, Number, Page, Size, Word
-from benchmarks.yardsticks.questions import BRIEF, SEEN, Questions
+from benchmarks.yardsticks.questions import BRIEF, SEEN, Question, Questions
 from benchmarks.yardsticks.scenes import CELL, COLOURS, PATCH, SHAPES, WORDS, Scene
-from benchmarks.yardsticks.training import UNLABELLED
+from benchmarks.yardsticks.training import UNLABELLED, Recipe
 
 _QWEN = CHECKPOINTS["miniqwen"]
 _LEAD, _, _REST = PROMPT["miniqwen"]
 _BETWEEN, _BEHIND = _REST.split("{question}")
 
-RECIPE = training.read_recipe("miniqwen")
 # Share of the steps of the last stage in which tokens are dropped, at full size.
 _DROPOUT = 0.3
 # The phrase stage starts with few shapes, words and tokens, and has all of them at this step.
@@ -101,18 +100,6 @@ class _Pictures:
         return states, merged, levels
 
 
-def _draw_sizes(seed: int, shares: Sequence[float]) -> tuple[Size, Size]:
-    """Draw the size of pictures, and the one at which they are seen.
-
-    `shares` are of all tokens, and of a half, fourth, eighth and sixteenth. All batches of a step
-    have the same.
-    """
-    rng = random.Random(seed // training.PARTS)
-    size = rng.choice(pages.SIZES)
-    divisor = rng.choices((1, 2, 4, 8, 16), shares)[0]
-    return size, size if divisor == 1 else shrink_size(size, size.tokens // divisor)
-
-
 def shrink_size(size: Size, budget: int) -> Size:
     """The size that the image processor gives an image of `size` limited to `budget` tokens."""
     height, width = smart_resize(*size.pixels, TOKEN, TOKEN * TOKEN, budget * TOKEN * TOKEN)
@@ -121,17 +108,23 @@ def shrink_size(size: Size, budget: int) -> Size:
 
 def _draw_pictures(
     seed: int,
+    views: Sequence[float],
     scene_count: int,
     page_count: int,
-    size: Size,
-    seen: Size,
     plain: bool = False,
     most: int | None = None,
 ) -> _Pictures:
     """Draw scenes and then pages; `plain` pages are full of unrelated words and numbers.
 
+    `views` are shares of pictures seen with all tokens, a half, fourth, eighth and sixteenth.
     `most` makes them easier: scenes of at most so many shapes, pages of at most so many words.
     """
+    # All batches of a step have the same sizes.
+    rng = random.Random(seed // training.PARTS)
+    size = seen = rng.choice(pages.SIZES)
+    divisor = rng.choices((1, 2, 4, 8, 16), views)[0]
+    if divisor > 1:
+        seen = shrink_size(size, size.tokens // divisor)
     rng, most_shapes = random.Random(seed), most or pages.MOST_SHAPES
     scenes = [pages.draw_rectangle(rng, size, most_shapes) for _ in range(scene_count)]
     images, scenes = pages.render_rectangles(scenes, size, seed)
@@ -263,153 +256,117 @@ def _naming_loss(tokenizer: Tokenizer, rows: Tensor, table: Tensor, labels: Tens
     return -(shares[shows] * logits.log_softmax(-1)).sum(-1).mean()
 
 
-@dataclass(frozen=True)
-class _LanguageBatch:
-    """Texts behind a prefix: ids `before` (P,), image tokens `kept` (B, K), ids `after` (Q,).
+def _draw_texts(
+    seed: int, recipe: Recipe, pictures: _Pictures, budget: int, phrases_only: bool
+) -> tuple[Tensor, list[list[Question]]]:
+    """Image tokens (B, K) that are kept, and questions and phrases about every picture.
 
-    `positions` (3, B, T) of M-RoPE are of the whole sequence.
-    """
-
-    before: Tensor
-    after: Tensor
-    kept: Tensor
-    positions: Tensor
-    texts: training.TextBatch
-
-
-def draw_batch(
-    seed: int,
-    tokenizer: Tokenizer,
-    pictures: _Pictures,
-    budget: int,
-    questions: int,
-    phrases: int,
-    shown_first: bool = False,
-) -> _LanguageBatch:
-    """Draw `questions` and `phrases` about every picture.
-
-    Tokens are only dropped at full size: as far as the evidence of the questions allows or, if
-    `shown_first`, those that show nothing before the others.
+    Tokens are only dropped at full size: those that show nothing before the others or, where
+    questions are asked, as far as their evidence allows.
     """
     rng, seen = random.Random(seed + 1), pictures.seen
-    before, after = (torch.tensor(tokenizer.encode(text).ids) for text in (_LEAD, _BETWEEN))
-    behind_image = len(before) + max(seen.rows, seen.columns)
-    asked, kept = [], []
+    kinds = recipe.phrases if phrases_only else recipe.questions
+    asked, kept = list[list[Question]](), list[list[int]]()
     for content in pictures.contents:
-        kinds = RECIPE.questions if questions else RECIPE.phrases
         weights = kinds["pages" if isinstance(content, Page) else "scenes"]
         source = Questions(rng, content, pictures.size.cells, SEEN)
-        texts = source.draw_texts(weights, questions, "{question}" + _BEHIND)
+        texts = source.draw_texts(weights, 0 if phrases_only else 12, "{question}" + _BEHIND)
         source = replace(source, wordings=BRIEF)
-        texts += source.draw_texts(weights, phrases, " {question}")
-        chosen = list(range(seen.tokens))
-        if shown_first:
+        texts += source.draw_texts(weights, 40 if phrases_only else 12, " {question}")
+        tokens, evidence = list(range(seen.tokens)), list[int]()
+        if phrases_only and seen == pictures.size:
             if isinstance(content, Page):
                 parts: list[Word | Number] = [*content.words, *content.numbers]
-                shown = [part.row * seen.columns + part.column for part in parts]
+                evidence = [part.row * seen.columns + part.column for part in parts]
             else:
-                shown = [content.patches[thing][0] for thing in content.things]
-            rng.shuffle(shown)
-            chosen = training.keep_shown_tokens(rng, shown, budget, seen.tokens)
+                evidence = [content.patches[thing][0] for thing in content.things]
+            rng.shuffle(evidence)
+            tokens = keep_first(rng, evidence, budget, seen.tokens)
         elif budget < seen.tokens:
             # The evidence of each question is kept as a whole as long as it fits.
-            shown = []
             for question in texts:
-                extended = list(dict.fromkeys((*shown, *question.evidence)))
-                shown = extended if len(extended) <= budget else shown
-            chosen = training.keep_shown_tokens(rng, shown, budget, seen.tokens)
-            texts = [text for text in texts if set(text.evidence) <= set(chosen)]
+                extended = list(dict.fromkeys((*evidence, *question.evidence)))
+                evidence = extended if len(extended) <= budget else evidence
+            tokens = keep_first(rng, evidence, budget, seen.tokens)
+            texts = [text for text in texts if set(text.evidence) <= set(tokens)]
         asked.append(texts)
-        kept.append(chosen)
-    start = behind_image + len(after)
-    batch = training.build_texts(tokenizer, asked, start, "<|im_end|>", "<|endoftext|>")
-    tokens, count = torch.tensor(kept), len(kept)
-    places = (torch.zeros_like(tokens), tokens // seen.columns, tokens % seen.columns)
-    positions = (
-        torch.arange(len(before)).expand(3, count, -1),
-        torch.stack(places) + len(before),
-        (behind_image + torch.arange(len(after))).expand(3, count, -1),
-        batch.positions.expand(3, -1, -1),
-    )
-    return _LanguageBatch(before, after, tokens, torch.cat(positions, 2), batch)
+        kept.append(tokens)
+    return torch.tensor(kept), asked
 
 
-def language_states(
-    model: Qwen3VLForConditionalGeneration,
-    batch: _LanguageBatch,
-    pictures: _Pictures,
-) -> tuple[Tensor, Tensor]:
-    """Normed states (B, L, D) of the last layer at the texts of a batch.
-
-    Also the rows (B, N, D) of all image tokens for the first layer.
-    """
-    language = model.model.language_model
-    _, image, levels = pictures.encode(model.model.visual)
-    rows, embed = torch.arange(len(batch.kept))[:, None], language.embed_tokens
-    before, after = (embed(ids).expand(len(rows), -1, -1) for ids in (batch.before, batch.after))
-    texts = embed(batch.texts.texts)
-    hidden = torch.cat((before, image[rows, batch.kept], after, texts), 1)
-    prefix, start = hidden.shape[1] - texts.shape[1], before.shape[1]
-    visual = torch.zeros(hidden.shape[:2], dtype=torch.bool)
-    visual[:, start : start + batch.kept.shape[1]] = True
-    states = language(
-        inputs_embeds=hidden,
-        attention_mask=batch.texts.mask(prefix),
-        position_ids=batch.positions,
-        visual_pos_masks=visual,
-        deepstack_visual_embeds=[level[rows, batch.kept].flatten(0, 1) for level in levels],
-        use_cache=False,
-    ).last_hidden_state
-    return states[:, prefix:], image
-
-
-def train(run: training.Run) -> None:
+def train(run: training.Training) -> None:
     """Train all stages and write the checkpoint."""
     words = Tokenizer.from_file(str(_QWEN / "tokenizer.json"))
     torch.manual_seed(run.seed)
     model = _build_model()
-    tower, mergers = model.model.visual, model.model.visual.deepstack_merger_list
-    heads = training.DenseHeads(_VISION_WIDTH, _FIELDS)
-    table = model.get_input_embeddings().weight
-    reading, towers, naming, phrases, questions = RECIPE.stages
+    tower, language = model.model.visual, model.model.language_model
+    heads, embed = training.DenseHeads(_VISION_WIDTH, _FIELDS), model.get_input_embeddings()
+    reading, towers, naming, phrases, questions = run.recipe.stages
 
     def dense_loss(stage: training.Stage, plain: bool, seed: int, step: int) -> Tensor:
-        scenes, sizes = stage.images // 3, _draw_sizes(seed, stage.views)
-        pictures = _draw_pictures(seed, scenes, stage.images - scenes, *sizes, plain)
+        scenes = stage.images // 3
+        pictures = _draw_pictures(seed, stage.views, scenes, stage.images - scenes, plain)
         return heads.loss(pictures.encode(tower)[0], pictures.labels, _FIELD_WEIGHTS)
 
     def naming_loss(seed: int, step: int) -> Tensor:
         """The mergers' rows become those of the words that a picture shows."""
-        sizes = _draw_sizes(seed, naming.views)
-        pictures = _draw_pictures(seed, naming.images, naming.images, *sizes)
-        return _naming_loss(words, pictures.encode(tower)[1], table, pictures.labels)
+        pictures = _draw_pictures(seed, naming.views, naming.images, naming.images)
+        return _naming_loss(words, pictures.encode(tower)[1], embed.weight, pictures.labels)
 
-    def answer_loss(batch: _LanguageBatch, pictures: _Pictures) -> Tensor:
-        hidden, rows = language_states(model, batch, pictures)
-        loss = batch.texts.loss(model.lm_head, hidden)
-        return loss + _NAMING_WEIGHT * _naming_loss(words, rows, table, pictures.labels)
+    def answer_loss(seed: int, pictures: _Pictures, budget: int, phrases_only: bool) -> Tensor:
+        """Cross entropy on answer tokens behind image tokens of a budget, and naming's loss."""
+        seen = pictures.seen
+        kept, asked = _draw_texts(seed, run.recipe, pictures, budget, phrases_only)
+        before, after = (torch.tensor(words.encode(text).ids) for text in (_LEAD, _BETWEEN))
+        behind_image = len(before) + max(seen.rows, seen.columns)
+        start = behind_image + len(after)
+        texts = training.build_texts(words, asked, start, "<|im_end|>", "<|endoftext|>")
+        _, image, levels = pictures.encode(tower)
+        count = len(kept)
+        rows = torch.arange(count)[:, None]
+        leading, trailing = (embed(ids).expand(count, -1, -1) for ids in (before, after))
+        embeds = torch.cat((leading, image[rows, kept], trailing, embed(texts.texts)), 1)
+        prefix = embeds.shape[1] - texts.texts.shape[1]
+        visual = torch.zeros(embeds.shape[:2], dtype=torch.bool)
+        visual[:, len(before) : len(before) + kept.shape[1]] = True
+        # M-RoPE: text, kept tokens at their places in the whole image, text behind the image.
+        places = (torch.zeros_like(kept), kept // seen.columns, kept % seen.columns)
+        positions = (
+            torch.arange(len(before)).expand(3, count, -1),
+            torch.stack(places) + len(before),
+            torch.arange(behind_image, start).expand(3, count, -1),
+            texts.positions.expand(3, -1, -1),
+        )
+        states = language(
+            inputs_embeds=embeds,
+            attention_mask=texts.mask(prefix),
+            position_ids=torch.cat(positions, 2),
+            visual_pos_masks=visual,
+            deepstack_visual_embeds=[level[rows, kept].flatten(0, 1) for level in levels],
+            use_cache=False,
+        ).last_hidden_state
+        loss = texts.loss(model.lm_head, states[:, prefix:])
+        return loss + _NAMING_WEIGHT * _naming_loss(words, image, embed.weight, pictures.labels)
 
     def phrase_loss(seed: int, step: int) -> Tensor:
-        size, seen = _draw_sizes(seed, phrases.views)
         progress = min(1.0, step / (_CURRICULUM_STEPS * run.steps_scale)) ** 2
         most = _FEWEST + round((len(WORDS) - _FEWEST) * progress)
-        scenes, budget = phrases.images // 2, seen.tokens
-        pictures = _draw_pictures(seed, scenes, phrases.images - scenes, size, seen, most=most)
-        if seen == size:
+        scenes = phrases.images // 2
+        pictures = _draw_pictures(seed, phrases.views, scenes, phrases.images - scenes, most=most)
+        budget = pictures.seen.tokens
+        if pictures.seen == pictures.size:
             budget = _FEWEST_TOKENS + round((budget - _FEWEST_TOKENS) * progress)
-        batch = draw_batch(seed, words, pictures, budget, 0, 40, shown_first=seen == size)
-        return answer_loss(batch, pictures)
+        return answer_loss(seed, pictures, budget, phrases_only=True)
 
     def question_loss(seed: int, step: int) -> Tensor:
-        size, seen = _draw_sizes(seed, questions.views)
-        budget, rng = seen.tokens, random.Random(seed // training.PARTS)
-        if seen == size and rng.random() < _DROPOUT:
+        scenes, rng = questions.images // 2, random.Random(seed // training.PARTS)
+        pictures = _draw_pictures(seed, questions.views, scenes, questions.images - scenes)
+        budget = pictures.seen.tokens
+        if pictures.seen == pictures.size and rng.random() < _DROPOUT:
             budget = max(1, int(math.exp(rng.uniform(math.log(2), math.log(budget)))))
-        scenes = questions.images // 2
-        pictures = _draw_pictures(seed, scenes, questions.images - scenes, size, seen)
-        return answer_loss(draw_batch(seed, words, pictures, budget, 12, 12), pictures)
+        return answer_loss(seed, pictures, budget, phrases_only=False)
 
-    rows, language = (tower.merger, mergers), model.model.language_model
+    rows = (tower.merger, tower.deepstack_merger_list)
     patches = (tower.patch_embed, tower.pos_embed, tower.blocks)
     stages: Sequence[tuple[Sequence[nn.Module], Callable[[int, int], Tensor]]] = (
         (patches, partial(dense_loss, reading, True)),
@@ -423,10 +380,9 @@ def train(run: training.Run) -> None:
         heads.requires_grad_(number < 2)
         for part in trained:
             part.requires_grad_(True)
-        modules: dict[str, nn.Module] = {"model": model, "heads": heads}
-        training.run_stage(run, RECIPE, number, modules, loss)
+        run.run_stage(number, {"model": model, "heads": heads}, loss)
     training.write_checkpoint(run.out, _QWEN, {"": model})
 
 
 if __name__ == "__main__":
-    training.start("Train mini-Qwen3-VL from scratch.", train)
+    training.start("miniqwen", train)

@@ -7,9 +7,7 @@ weights.
 from __future__ import annotations
 
 import math
-import random
 import shutil
-import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from safetensors.torch import save_file
@@ -52,7 +51,7 @@ class Stage(FrozenModel):
     views: tuple[float, ...] = ()
 
 
-class _Recipe(FrozenModel):
+class Recipe(FrozenModel):
     """Stages, and relative frequencies of kinds by what a picture shows."""
 
     stages: tuple[Stage, ...]
@@ -60,86 +59,30 @@ class _Recipe(FrozenModel):
     phrases: Mapping[str, Mapping[str, int]]
 
 
-def read_recipe(model: Model) -> _Recipe:
-    """The recipe of a model."""
-    path = Path(__file__).with_name("recipes.toml")
-    return _Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))[model])
-
-
 @dataclass(frozen=True)
-class Run:
-    """One training; `out` receives the checkpoint."""
+class Training:
+    """One training; `out` receives the checkpoint, `steps_scale` shortens every stage."""
 
+    recipe: Recipe
     out: Path
     seed: int = 7
     steps_scale: float = 1.0
 
+    def run_stage(
+        self, number: int, modules: Mapping[str, nn.Module], loss: Callable[[int, int], Tensor]
+    ) -> None:
+        """Train what requires gradients of the modules in one stage, and leave them in bf16.
 
-def start(description: str, train: Callable[[Run], None]) -> None:
-    """Train as the command line says."""
-    parser = CommandParser(description=description)
-    parser.add_argument("--out", type=Path, required=True, help="folder for what is trained")
-    parser.add_argument("--seed", type=int, default=7, help="seed of the run")
-    parser.add_argument("--steps-scale", type=float, default=1.0, help="0.01 is a smoke test")
-    torch.set_flush_denormal(True)
-    # Two batches at once use two cores better than two threads do in a single one.
-    torch.set_num_threads(1)
-    train(Run(**vars(parser.parse_args())))
-
-
-def run_stage(
-    run: Run,
-    recipe: _Recipe,
-    number: int,
-    modules: Mapping[str, nn.Module],
-    loss: Callable[[int, int], Tensor],
-) -> None:
-    """Train what requires gradients of the modules in one stage.
-
-    `loss` is of a batch, by its seed and the number of the step. The rate warms up, stays, and
-    falls to 2 % at the end: after the kinds of question that are learnt late have begun to improve.
-    """
-    stage, started = recipe.stages[number], time.monotonic()
-    steps = max(1, round(stage.steps * run.steps_scale))
-    warmup = min(stage.warmup, max(1, steps // 10))
-    optimiser, workers = _Optimiser(modules, stage.peak), ThreadPoolExecutor(PARTS)
-    recent: list[tuple[float, float]] = []
-
-    def add_gradients(step: int, part: int) -> float:
-        # Always within the range of seeds that the held-out splits leave to the training.
-        seed = (((run.seed % 128) * 8 + number) * 2**17 + step) * PARTS + part
-        value = loss(seed, step)
-        (value / PARTS).backward()
-        return float(value.detach())
-
-    for step in range(steps):
-        # A sum of two gradients does not depend on which of them comes first.
-        losses = list(workers.map(partial(add_gradients, step), range(PARTS)))
-        progress = step / steps
-        share = 1.0 if progress < 1 - stage.fall else 0.02 + 0.98 * (1 - progress) / stage.fall
-        norm = optimiser.step((step + 1) / warmup if step < warmup else share)
-        recent.append((sum(losses) / PARTS, norm))
-        done, seconds = step + 1, time.monotonic() - started
-        if done % _LOG_EVERY == 0 or done == steps:
-            mean_loss, mean_norm = (sum(part) / len(recent) for part in zip(*recent, strict=True))
-            print(
-                f"[{stage.name}] {done}/{steps} loss={mean_loss:.3f} norm={mean_norm:.3f} "
-                f"{seconds:.0f}s ETA {seconds / done * (steps - done):.0f}s",
-                flush=True,
-            )
-            recent = []
-
-
-class _Optimiser:
-    """Muon for matrices and AdamW for the rest, on float32 copies of weights that become bf16.
-
-    Muon: Jordan et al. 2024, kellerjordan.github.io/posts/muon; its step is scaled as in Liu et
-    al., arXiv 2502.16982, so that both take the same learning rate.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module], peak: float) -> None:
-        self._peak, self._copies = peak, list[tuple[nn.Parameter, nn.Parameter]]()
-        matrices, tables = list[nn.Parameter](), list[nn.Parameter]()
+        `loss` is of a batch, by its seed and the number of the step. The rate warms up, stays, and
+        falls to 2 % at the end: after the kinds of question that are learnt late have begun to
+        improve. Matrices are updated by Muon, the rest by AdamW, on copies in float32. Muon: Jordan
+        et al. 2024, kellerjordan.github.io/posts/muon; its step is scaled as in Liu et al., arXiv
+        2502.16982, so that both take the same learning rate.
+        """
+        stage = self.recipe.stages[number]
+        steps = max(1, round(stage.steps * self.steps_scale))
+        warmup = min(stage.warmup, max(1, steps // 10))
+        pairs, matrices, tables = [], list[nn.Parameter](), list[nn.Parameter]()
         for prefix, module in modules.items():
             for name, parameter in module.named_parameters(prefix):
                 copy = nn.Parameter(parameter.detach().float().clone())
@@ -148,29 +91,59 @@ class _Optimiser:
                 if parameter.requires_grad:
                     table = parameter.dim() != 2 or any(word in name for word in _TABLES)
                     (tables if table else matrices).append(copy)
-                    self._copies.append((parameter, copy))
-        self._parts: tuple[torch.optim.Optimizer, ...] = (
+                    pairs.append((parameter, copy))
+        optimisers: tuple[torch.optim.Optimizer, ...] = (
             torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(tables, betas=(0.9, 0.98), weight_decay=0.01, fused=True),
         )
 
-    @torch.no_grad()
-    def step(self, share: float) -> float:
-        """Clip the gradients to norm 1 and update; returns the norm.
+        def add_gradients(step: int, part: int) -> float:
+            # Always within the range of seeds that the held-out splits leave to the training.
+            seed = (((self.seed % 128) * 8 + number) * 2**17 + step) * PARTS + part
+            value = loss(seed, step)
+            (value / PARTS).backward()
+            return float(value.detach())
 
-        `share` is of the peak learning rate. A gradient that is not finite changes nothing.
-        """
-        for parameter, copy in self._copies:
-            copy.grad = None if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
-        norm = float(nn.utils.clip_grad_norm_([copy for _, copy in self._copies], 1.0))
-        if math.isfinite(norm):
-            for part in self._parts:
-                part.param_groups[0]["lr"] = self._peak * share
-                part.step()
-            for parameter, copy in self._copies:
-                parameter.copy_(copy)
-        return norm
+        workers, losses = ThreadPoolExecutor(PARTS), list[float]()
+        for step in range(steps):
+            # A sum of two gradients does not depend on which of them comes first.
+            losses.append(fmean(workers.map(partial(add_gradients, step), range(PARTS))))
+            progress = step / steps
+            share = 1.0 if progress < 1 - stage.fall else 0.02 + 0.98 * (1 - progress) / stage.fall
+            if step < warmup:
+                share = (step + 1) / warmup
+            for parameter, copy in pairs:
+                copy.grad = None if parameter.grad is None else parameter.grad.float()
+                parameter.grad = None
+            norm = nn.utils.clip_grad_norm_([copy for _, copy in pairs], 1.0)
+            # A gradient that is not finite changes nothing.
+            if math.isfinite(norm):
+                for optimiser in optimisers:
+                    optimiser.param_groups[0]["lr"] = stage.peak * share
+                    optimiser.step()
+                with torch.no_grad():
+                    for parameter, copy in pairs:
+                        parameter.copy_(copy)
+            if (step + 1) % _LOG_EVERY == 0 or step + 1 == steps:
+                mean = fmean(losses[-_LOG_EVERY:])
+                print(f"[{stage.name}] {step + 1}/{steps} loss={mean:.3f}", flush=True)
+
+
+def start(model: Model, train: Callable[[Training], None]) -> None:
+    """Train a model as the command line says."""
+    parser = CommandParser(description=f"Train {model} from scratch.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for what is trained")
+    parser.add_argument("--seed", type=int, default=7, help="seed of the run")
+    torch.set_flush_denormal(True)
+    # Two batches at once use two cores better than two threads do in a single one.
+    torch.set_num_threads(1)
+    train(Training(read_recipe(model), **vars(parser.parse_args())))
+
+
+def read_recipe(model: Model) -> Recipe:
+    """The recipe of a model."""
+    path = Path(__file__).with_name("recipes.toml")
+    return Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))[model])
 
 
 def write_checkpoint(folder: Path, committed: Path, modules: Mapping[str, nn.Module]) -> None:
@@ -246,14 +219,6 @@ class DenseHeads(nn.Module):
             if (target >= 0).any()
         ]
         return torch.stack(losses).sum()
-
-
-def keep_shown_tokens(
-    rng: random.Random, shown: Sequence[int], budget: int, count: int
-) -> list[int]:
-    """`budget` of `count` raster tokens, ascending: those that show something first."""
-    order = dict.fromkeys((*shown, *rng.sample(range(count), count)))
-    return sorted([*order][:budget])
 
 
 @dataclass(frozen=True)

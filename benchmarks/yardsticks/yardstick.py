@@ -23,6 +23,7 @@ from benchmarks.yardsticks.examples import (
     Example,
     Split,
     draw_examples,
+    keep_first,
     weights_digest,
 )
 from benchmarks.yardsticks.questions import CATEGORIES, Model
@@ -224,8 +225,7 @@ def keep_tokens(
     for example in examples:
         rng = random.Random(f"{example.image_id} {example.question}")
         evidence = example.evidence if control == ORACLE else ()
-        order = dict.fromkeys((*evidence, *rng.sample(range(count), count)))
-        rows.append(sorted([*order][:budget]))
+        rows.append(keep_first(rng, evidence, budget, count))
     return torch.tensor(rows)
 
 
