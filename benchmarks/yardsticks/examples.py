@@ -49,7 +49,6 @@ MAX_ANSWER_TOKENS = 6
 """More than the longest answer and its end token."""
 
 Split = Literal["search", "validation", "test"]
-_MAX_IMAGES = 5000
 
 # torch's CPU generator keeps the low 32 bits of a seed, so all ranges stay below 2**32.
 SEEDS: Mapping[str, range] = {
@@ -80,8 +79,6 @@ class Example:
     kind: str
     pair: int | None  # the same number for both questions of a yes/no pair
     evidence: tuple[int, ...]  # raster indices of tokens, the most informative first
-    unseen_wording: bool = False
-    unseen_style: bool = False  # an arrangement, or a size, that training never uses
 
 
 def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -> list[Example]:
@@ -90,17 +87,30 @@ def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -
     Fewer images give a prefix of more. In the test split, one fourth of the images has an
     arrangement or a size, and another fourth has wordings, that training never uses.
     """
-    if not 0 < images <= _MAX_IMAGES:
-        raise ValueError(f"images must lie in 1..{_MAX_IMAGES}, got {images}")
     examples: list[Example] = []
     pairs, attempts = 0, _ATTEMPTS[model]
     for image_id in range(images):
         # mini-Qwen3-VL's scenes and pages alternate.
         turn = (image_id if model == "minillava" else image_id // 2) % 4 if split == "test" else 0
-        unseen_style, unseen_wording = turn == 1, turn == 3
         seed = SEEDS[split][image_id]
-        image, content, cells, kinds = _draw_picture(model, seed, image_id, unseen_style)
-        wordings = UNSEEN if unseen_wording else SEEN
+        rng = random.Random(seed)
+        content: scenes.Scene | pages.Page
+        if model == "minillava":
+            styles = scenes.UNSEEN_STYLES if turn == 1 else scenes.TRAINING_STYLES
+            drawn = scenes.draw_scene(rng, rng.choice(styles))
+            pixels, (content,) = scenes.render_scenes([drawn], scenes.CELLS, seed)
+            cells, kinds = (scenes.CELLS, scenes.CELLS), KINDS
+        else:
+            sizes = pages.UNSEEN_SIZES if turn == 1 else pages.SIZES
+            size = random.Random(seed + 2).choice(sizes)
+            cells, kinds = size.cells, CATEGORIES[model]["pages" if image_id % 2 else "scenes"]
+            if image_id % 2:
+                content = pages.draw_page(rng, rng.choice(pages.PAGE_STYLES), size)
+                pixels, _ = pages.render_pages([content], seed)
+            else:
+                drawn = pages.draw_rectangle(rng, size)
+                pixels, (content,) = pages.render_rectangles([drawn], size, seed)
+        wordings = UNSEEN if turn == 3 else SEEN
         source = Questions(random.Random(seed + 1), content, cells, wordings)
         groups = [source.generate(kind) for kind in kinds for _ in range(attempts.get(kind, 1))]
         # Without repetitions of a text.
@@ -108,34 +118,10 @@ def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -
             pair = pairs if len(group) == 2 else None
             pairs += len(group) == 2
             examples += [
-                Example(
-                    image_id, image, question.text, question.answer, question.kind, pair,
-                    question.evidence, unseen_wording, unseen_style,
-                )
-                for question in group
-            ]  # fmt: skip
+                Example(image_id, pixels[0], q.text, q.answer, q.kind, pair, q.evidence)
+                for q in group
+            ]
     return examples
-
-
-def _draw_picture(
-    model: Model, seed: int, image_id: int, unseen_style: bool
-) -> tuple[Tensor, scenes.Scene | pages.Page, tuple[int, int], Sequence[str]]:
-    """A picture, what it shows in how many rows and columns of cells, and what it is asked."""
-    rng = random.Random(seed)
-    if model == "minillava":
-        styles = scenes.UNSEEN_STYLES if unseen_style else scenes.TRAINING_STYLES
-        drawn = scenes.draw_scene(rng, rng.choice(styles))
-        images, (scene,) = scenes.render_scenes([drawn], scenes.CELLS, seed)
-        return images[0], scene, (scenes.CELLS, scenes.CELLS), KINDS
-    sizes = pages.UNSEEN_SIZES if unseen_style else pages.SIZES
-    size = random.Random(seed + 2).choice(sizes)
-    if image_id % 2:
-        page = pages.draw_page(rng, rng.choice(pages.PAGE_STYLES), size)
-        images, _ = pages.render_pages([page], seed)
-        return images[0], page, size.cells, CATEGORIES[model]["pages"]
-    drawn = pages.draw_rectangle(rng, size)
-    images, (scene,) = pages.render_rectangles([drawn], size, seed)
-    return images[0], scene, size.cells, CATEGORIES[model]["scenes"]
 
 
 def keep_first(rng: random.Random, evidence: Sequence[int], budget: int, count: int) -> list[int]:

@@ -10,6 +10,7 @@ import random
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +36,7 @@ CATEGORIES: dict[Model, dict[str, tuple[str, ...]]] = {
 }
 """Kinds that are reported together; every kind of a model is in exactly one category."""
 
-KINDS = (
+KINDS: tuple[str, ...] = (
     "digit", "colour", "shape", "text", "count", "quarter", "relation",
     "existence", "reading", "position", "counting",
 )  # fmt: skip
@@ -47,7 +48,7 @@ _PHRASES = {"beside": "shape {relation} the {name}", "half": "half {name}"}
 _MAX_COUNT = 5
 """The largest number that is ever asked for."""
 
-_RELATIONS = ("left of", "right of", "above", "below")
+_NEIGHBOURS = dict(zip(("left of", "right of", "above", "below"), NEIGHBOURS, strict=True))
 _OPPOSITE = {"left": "right", "right": "left", "upper": "lower", "lower": "upper"}
 
 _WORDINGS = tomllib.loads(Path(__file__).with_name("wordings.toml").read_text(encoding="utf-8"))
@@ -113,98 +114,95 @@ class Questions:
         assert isinstance(self.content, Scene)
         scene, rng, things = self.content, self.rng, self.content.things
         digits = [thing.digit for thing in things]
+
+        def patches(*parts: Thing | Sign) -> list[int]:
+            """Patches of all parts: the whole of every sign and the middle of every shape first."""
+            ranked = [
+                (0 if place == 0 or isinstance(part, Sign) else 1, index, place, patch)
+                for index, part in enumerate(parts)
+                for place, patch in enumerate(scene.patches[part])
+            ]
+            return [patch for *_, patch in sorted(ranked)]
+
+        def sides(thing: Thing) -> tuple[str, str]:
+            """The halves of the picture that a shape is in."""
+            rows, columns = self.cells
+            return (
+                "upper" if thing.row < rows // 2 else "lower",
+                "left" if thing.column < columns // 2 else "right",
+            )
+
         match kind:
-            case "digit":
+            case "digit" | "quarter" | "half":
                 thing = rng.choice(things)
-                yield _evidence(scene, thing), str(thing.digit), {"name": thing.name}
+                quarter = sides(thing)
+                answers = {"digit": str(thing.digit), "quarter": " ".join(quarter)}
+                yield patches(thing), answers.get(kind, quarter[1]), {"name": thing.name}
             case "colour" | "shape":
                 if unique := [thing for thing in things if digits.count(thing.digit) == 1]:
                     thing = rng.choice(unique)
                     answer = COLOURS[thing.colour] if kind == "colour" else SHAPES[thing.shape]
-                    yield _evidence(scene, thing), answer, {"digit": thing.digit}
+                    yield patches(thing), answer, {"digit": thing.digit}
             case "text":
                 if scene.signs:
                     sign = rng.choice(scene.signs)
-                    yield _evidence(scene, sign), sign.text, {"name": sign.name}
+                    yield patches(sign), sign.text, {"name": sign.name}
             case "count":
                 group, plural = self._pick_group(things)
-                yield _evidence(scene, *group), str(len(group)), {"plural": plural}
-            case "quarter":
-                thing = rng.choice(things)
-                yield _evidence(scene, thing), " ".join(self._sides(thing)), {"name": thing.name}
-            case "relation":
-                if neighbours := self._pick_neighbours(scene):
-                    anchor, relation, target = neighbours
+                yield patches(*group), str(len(group)), {"plural": plural}
+            case "relation" | "beside":
+                neighbours = [
+                    (anchor, relation, target)
+                    for anchor in things
+                    for relation, step in _NEIGHBOURS.items()
+                    if (target := scene.neighbour(anchor, *step)) is not None
+                ]
+                if neighbours:
+                    anchor, relation, target = rng.choice(neighbours)
+                    # Beside: the neighbour's name and then its digit, the steps of a relation.
+                    name = f"{target.name} " if kind == "beside" else ""
                     slots = {"name": anchor.name, "relation": relation}
-                    yield _evidence(scene, target, anchor), str(target.digit), slots
-            case "beside":  # a neighbour's name and then its digit, the steps of a relation
-                if neighbours := self._pick_neighbours(scene):
-                    anchor, relation, target = neighbours
-                    slots = {"name": anchor.name, "relation": relation}
-                    evidence = _evidence(scene, target, anchor)
-                    yield evidence, f"{target.name} {target.digit}", slots
-            case "half":
-                thing = rng.choice(things)
-                yield _evidence(scene, thing), self._sides(thing)[1], {"name": thing.name}
+                    yield patches(target, anchor), f"{name}{target.digit}", slots
             case "existence":
                 thing, absent = rng.choice(things), self._pick_absent_name(things)
-                yield _evidence(scene, thing), "yes", {"a_name": with_article(thing.name)}
+                yield patches(thing), "yes", {"a_name": with_article(thing.name)}
                 yield (), "no", {"a_name": with_article(absent)}
             case "reading":
                 thing = rng.choice(things)
                 likely = digits if rng.random() < 0.5 else list(range(10))
-                wrong = [digit for digit in likely if digit != thing.digit] or [9 - thing.digit]
-                evidence, digit = _evidence(scene, thing), rng.choice(wrong)
-                yield evidence, "yes", {"name": thing.name, "digit": thing.digit}
-                yield evidence, "no", {"name": thing.name, "digit": digit}
+                others = [digit for digit in likely if digit != thing.digit] or [9 - thing.digit]
+                wrong = rng.choice(others)  # before the draw of a wording, as for the weights
+                yield patches(thing), "yes", {"name": thing.name, "digit": thing.digit}
+                yield patches(thing), "no", {"name": thing.name, "digit": wrong}
             case "position":
                 thing = rng.choice(things)
-                evidence, side = _evidence(scene, thing), rng.choice(self._sides(thing))
-                yield evidence, "yes", {"name": thing.name, "side": side}
-                yield evidence, "no", {"name": thing.name, "side": _OPPOSITE[side]}
+                side = rng.choice(sides(thing))
+                yield patches(thing), "yes", {"name": thing.name, "side": side}
+                yield patches(thing), "no", {"name": thing.name, "side": _OPPOSITE[side]}
             case "counting":
                 group, plural = self._pick_group(things)
-                count, evidence = len(group), _evidence(scene, *group)
+                count = len(group)
                 near = rng.choice([n for n in (count - 1, count + 1) if 0 <= n <= _MAX_COUNT])
-                yield evidence, "yes", {"number": count, "plural": plural}
-                yield evidence, "no", {"number": near, "plural": plural}
-            case _:
-                raise ValueError(f"{kind!r} is not a kind of question about a scene")
-
-    def _pick_neighbours(self, scene: Scene) -> tuple[Thing, str, Thing] | None:
-        """A shape, the relation of its neighbour to it, and that neighbour."""
-        neighbours = [
-            (anchor, relation, target)
-            for anchor in scene.things
-            for relation, step in zip(_RELATIONS, NEIGHBOURS, strict=True)
-            if (target := scene.neighbour(anchor, *step)) is not None
-        ]
-        return self.rng.choice(neighbours) if neighbours else None
-
-    def _sides(self, thing: Thing) -> tuple[str, str]:
-        """The halves of the picture that a shape is in: upper or lower, left or right."""
-        rows, columns = self.cells
-        return (
-            "upper" if thing.row < rows // 2 else "lower",
-            "left" if thing.column < columns // 2 else "right",
-        )
+                yield patches(*group), "yes", {"number": count, "plural": plural}
+                yield patches(*group), "no", {"number": near, "plural": plural}
 
     def _pick_absent_name(self, things: Sequence[Thing]) -> str:
         """A name that no shape in the scene has; usually its colour and its form both occur."""
         taken = {(thing.colour, thing.shape) for thing in things}
         colours, shapes = (sorted(set(part)) for part in zip(*taken, strict=True))
-        absent = [(c, s) for c in colours for s in shapes if (c, s) not in taken]
+        absent = [pair for pair in product(colours, shapes) if pair not in taken]
         if not absent or self.rng.random() < 0.2:
-            pairs = [(c, s) for c in range(len(COLOURS)) for s in range(len(SHAPES))]
+            pairs = product(range(len(COLOURS)), range(len(SHAPES)))
             absent = [pair for pair in pairs if pair not in taken]
         colour, shape = self.rng.choice(absent)
         return f"{COLOURS[colour]} {SHAPES[shape]}"
 
     def _pick_group(self, things: Sequence[Thing]) -> tuple[list[Thing], str]:
         """All shapes of one colour or form, and their name; sizes that occur are equally likely."""
+        plurals = [f"{shape}es" if shape.endswith("s") else f"{shape}s" for shape in SHAPES]
         groups = [
             *(([t for t in things if t.colour == n], f"{c} shapes") for n, c in enumerate(COLOURS)),
-            *(([t for t in things if t.shape == n], plural_of(s)) for n, s in enumerate(SHAPES)),
+            *(([t for t in things if t.shape == n], name) for n, name in enumerate(plurals)),
         ]
         sizes = {len(group) for group, _ in groups if len(group) <= _MAX_COUNT}
         size = self.rng.choice(sorted(sizes))
@@ -247,21 +245,6 @@ class Questions:
                 yield (), "no", {"word": absent}
 
 
-def _evidence(scene: Scene, *parts: Thing | Sign) -> tuple[int, ...]:
-    """Patches of all parts: the whole of every sign and the middle of every shape first."""
-    ranked = [
-        (0 if place == 0 or isinstance(part, Sign) else 1, index, place, patch)
-        for index, part in enumerate(parts)
-        for place, patch in enumerate(scene.patches[part])
-    ]
-    return tuple(patch for *_, patch in sorted(ranked))
-
-
 def with_article(name: str) -> str:
     """The name with its indefinite article: "a red square", "an orange circle"."""
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-def plural_of(shape: str) -> str:
-    """All shapes of a form: "squares", "crosses"."""
-    return f"{shape}{'es' if shape.endswith('s') else 's'}"

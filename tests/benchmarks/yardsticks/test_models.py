@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers import AutoProcessor
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from benchmarks.yardsticks.examples import (
     CHECKPOINTS,
-    CLIP,
     LLAVA,
     Example,
     as_picture,
@@ -24,9 +22,8 @@ from benchmarks.yardsticks.examples import (
 )
 from benchmarks.yardsticks.minillava import MiniLlava, _LlamaPrefix
 from benchmarks.yardsticks.miniqwen import MiniQwen
-from benchmarks.yardsticks.pages import TOKEN, Size
+from benchmarks.yardsticks.pages import TOKEN
 from benchmarks.yardsticks.scenes import PATCHES, normalize_pixels
-from benchmarks.yardsticks.train_miniqwen import shrink_size
 from benchmarks.yardsticks.yardstick import (
     ALL_TOKENS,
     FULL,
@@ -39,10 +36,6 @@ from benchmarks.yardsticks.yardstick import (
     keep_tokens,
     record_outputs,
 )
-from vllm_autoprune import load_state, materialize
-from vllm_autoprune.tpdsl.refine import refine
-
-QWEN = CHECKPOINTS["miniqwen"]
 
 
 @pytest.fixture(scope="module")
@@ -65,24 +58,16 @@ def page() -> list[Example]:
     return [e for e in draw_examples("search", 2, "miniqwen") if e.image_id == 1]
 
 
-def test_weights_are_those_of_published_figures_under_the_names_of_the_hub() -> None:
+def test_weights_are_those_of_published_figures() -> None:
     digests = {name: weights_digest(folder) for name, folder in CHECKPOINTS.items()}
     assert digests == {"minillava": "88389577245b", "miniqwen": "e03ce4913f3b"}
-    tensors, clip = (load_file(folder / "model.safetensors") for folder in (LLAVA, CLIP))
-    shared = [name for name in clip if name.startswith("vision_model.")]
-    assert len(shared) > 80
-    assert all(torch.equal(clip[name], tensors[f"vision_tower.{name}"]) for name in shared)
-    config, tokenizer = AutoConfig.from_pretrained(CLIP), AutoTokenizer.from_pretrained(CLIP)
-    assert config.autoprune_relevance_sign == 1
-    ids = tokenizer("Is there a red square in the picture?").input_ids
-    assert ids.index(config.text_config.eos_token_id) == len(ids) - 1, "the text is pooled there"
 
 
 def test_processors_and_chat_templates_make_the_prompts_of_training() -> None:
     example = draw_examples("test", 1)[0]
     content = [{"type": "image"}, {"type": "text", "text": example.question}]
     chat = [{"role": "user", "content": content}]
-    processor, qwen = AutoProcessor.from_pretrained(LLAVA), AutoProcessor.from_pretrained(QWEN)
+    processor, qwen = (AutoProcessor.from_pretrained(f) for f in (LLAVA, CHECKPOINTS["miniqwen"]))
     text = processor.apply_chat_template(chat, add_generation_prompt=True)
     inputs = processor(images=example.image, text=text, return_tensors="pt")
     assert text == format_prompt(example.question)
@@ -92,9 +77,8 @@ def test_processors_and_chat_templates_make_the_prompts_of_training() -> None:
     text = qwen.apply_chat_template(chat, add_generation_prompt=True)
     assert text == format_prompt(example.question, "miniqwen")
     # An answer in a request has the tokens of training.
-    user = {"role": "user", "content": [{"type": "text", "text": "What number is next to bird?"}]}
     for answer in ("13", " 13"):
-        messages = [user, {"role": "assistant", "content": answer}]
+        messages = [*chat, {"role": "assistant", "content": answer}]
         text = qwen.apply_chat_template(messages, continue_final_message=True)
         ids = qwen.tokenizer(text, add_special_tokens=False).input_ids
         assert ids[-2:] == qwen.tokenizer(" 13", add_special_tokens=False).input_ids
@@ -121,10 +105,10 @@ def test_all_tokens_answer_right_and_fewer_do_not(llava: MiniLlava, qwen: MiniQw
     assert max(share["eighth"], share["random"]) < share["full"] - 0.2
 
 
-def score_answer(model: Any, answer: Tensor, **inputs: Tensor) -> float:
+def score_answer(model: Any, answer: list[int], **inputs: Tensor) -> float:
     """Log-probability of the last ids of a sequence, by the forward pass of the whole model."""
     logits = model(**inputs).logits[0, -len(answer) - 1 : -1].float().log_softmax(-1)
-    return float(logits.gather(1, answer[:, None]).sum())
+    return float(logits.gather(1, torch.tensor(answer)[:, None]).sum())
 
 
 @torch.no_grad()
@@ -136,7 +120,7 @@ def test_answers_score_as_in_the_whole_llava(llava: MiniLlava, scenes: list[Exam
         answer = [*tokenizer(f" {example.answer}").input_ids, tokenizer.eos_token_id]
         ids = torch.tensor([tokenizer(prompt).input_ids + answer])
         pixels = normalize_pixels(example.image[None])
-        expected = score_answer(model, ids[0, -len(answer) :], input_ids=ids, pixel_values=pixels)
+        expected = score_answer(model, answer, input_ids=ids, pixel_values=pixels)
         assert logprob == pytest.approx(expected, abs=0.05)
 
 
@@ -145,11 +129,9 @@ def test_answers_score_as_in_the_whole_llava(llava: MiniLlava, scenes: list[Exam
 def test_answers_score_as_in_the_whole_qwen(page: list[Example], divisor: int) -> None:
     qwen, image = MiniQwen(), page[0].image
     qwen.network.float()
-    size = Size(image.shape[1] // TOKEN, image.shape[2] // TOKEN)
-    budget = size.tokens // divisor
-    encoded = qwen.encode_image(image, budget)
-    assert encoded.size == shrink_size(size, budget)
-    scores = qwen.score_image(page, encoded)
+    budget = image.shape[1] * image.shape[2] // TOKEN**2 // divisor
+    scores = qwen.score_image(page, qwen.encode_image(image, budget))
+    assert scores.tokens <= budget
     for example, logprob in zip(page, scores.logprob.tolist(), strict=True):
         limits = {"shortest_edge": TOKEN**2, "longest_edge": budget * TOKEN**2}
         answer = f" {example.answer}<|im_end|>"
@@ -159,8 +141,8 @@ def test_answers_score_as_in_the_whole_qwen(page: list[Example], divisor: int) -
             images_kwargs={"size": limits},
             return_tensors="pt",
         )
-        ids = qwen.tokenizer(answer, return_tensors="pt").input_ids[0]
-        assert logprob == pytest.approx(score_answer(qwen.network, ids, **inputs), abs=0.01)
+        expected = score_answer(qwen.network, qwen.tokenizer(answer).input_ids, **inputs)
+        assert logprob == pytest.approx(expected, abs=0.01)
 
 
 def test_the_prefix_is_what_the_language_model_computes(
@@ -224,17 +206,11 @@ def test_an_image_is_what_its_patches_are_and_kept_rows_take_its_place(
         for rows in (None, image.rows[kept], image.rows[kept] * 0.5)
     )
     assert torch.equal(third, by_rows) and not torch.equal(third, halved)
-    assert not torch.allclose(third, qwen.score_image(page, image).logprob)
 
 
-def test_each_question_has_relevance_and_words_of_its_own(
-    qwen: MiniQwen, page: list[Example]
-) -> None:
+def test_each_question_has_relevance_of_its_own(qwen: MiniQwen, page: list[Example]) -> None:
     tokens = qwen.encode(page).tokens
-    assert tokens.batch == len(page) and tokens.instruction is not None
+    assert tokens.instruction is not None
     ids = qwen.tokenizer(page[2].question, add_special_tokens=False).input_ids
     mean = qwen.network.get_input_embeddings()(torch.tensor(ids)).float().mean(0)
     assert torch.allclose(tokens.instruction.text[2, 0], mean)
-    for name, per_question in (("cdpruner", True), ("divprune", False)):
-        kept = refine(materialize(load_state(name), 9), tokens).indices
-        assert (len({tuple(row) for row in kept.tolist()}) > 1) == per_question
