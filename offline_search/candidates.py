@@ -245,9 +245,8 @@ def _parse_object(text: str) -> JsonObject:
     if what:
         fix = f"write one JSON object with {', '.join(COMPONENTS)}"
         raise StateError("proposal", [Problem("", what, fix)])
-    data, problems = parse_json(text[begin : end + 1], "proposal")
-    if problems or not isinstance(data, dict):
-        raise StateError("proposal", problems)
+    data = parse_json(text[begin : end + 1], "proposal")
+    assert isinstance(data, dict)  # it begins with a brace
     return data
 
 

@@ -23,7 +23,7 @@ from offline_search.search_space import describe_space, excluded_atoms, numbers_
 from offline_search.settings import Settings
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.reference import render_proposer_text
+from vllm_autoprune.tpdsl.reference import render_language
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.transfer import list_changes
 
@@ -81,7 +81,7 @@ it has no files and no network, and returns the same indices each time."""
             f"A base policy picks {budget} of them, one of:\n{listed}\n"
             f'Scores of "base policy alone" are those of {policy.name}.'
         )
-    atoms = render_proposer_text(searched_components(settings), excluded_atoms(settings))
+    atoms = render_language(searched_components(settings), excluded_atoms(settings))
     library = ""
     if settings.library == "paper":
         library = (

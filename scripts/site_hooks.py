@@ -55,12 +55,15 @@ def on_files(files: Files, *, config: MkDocsConfig, **_: object) -> None:
 
 
 def generate_files() -> dict[str, str]:
-    """What ``vllm-autoprune atoms --markdown`` and ``vllm-autoprune schema`` print."""
-    from vllm_autoprune.tpdsl.reference import render_page
+    """What ``vllm-autoprune atoms --prompt`` and ``vllm-autoprune schema`` print."""
+    from vllm_autoprune.tpdsl.reference import render_language
     from vllm_autoprune.tpdsl.state import PruningState
 
     schema = json.dumps(PruningState.model_json_schema(), indent=2, ensure_ascii=False)
-    return {"atoms.md": render_page(), "autoprune-state-1.schema.json": schema + "\n"}
+    return {
+        "atoms.md": f"# Atoms\n\n{render_language()}",
+        "autoprune-state-1.schema.json": schema + "\n",
+    }
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: object) -> str:

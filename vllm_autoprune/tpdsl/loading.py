@@ -14,19 +14,18 @@ import os
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
 from vllm_autoprune.errors import Problem, StateError
-from vllm_autoprune.tpdsl.atoms.selectors import Selector, SelectorCall
-from vllm_autoprune.tpdsl.atoms.source import Budget, BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.materialize import find_budget_problems
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.state import SCHEMA, PruningState
 
@@ -71,19 +70,31 @@ def load_state(source: str | Path | Mapping[str, object]) -> PruningState:
         try:
             text = json.dumps(dict(source), ensure_ascii=False)
         except RecursionError:
-            raise StateError(subject, [_depth_problem(f"more than {MAX_DEPTH}")]) from None
+            _refuse_depth(subject, f"more than {MAX_DEPTH}")
         except (TypeError, ValueError) as error:
-            fix = "use a dictionary such as json.load returns"
-            raise StateError(subject, [Problem("", str(error), fix, "syntax")]) from None
+            _refuse(subject, "syntax", str(error), "use a dictionary such as json.load returns")
     elif isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith("{"):
         text, subject = source, "state text"
     else:
         subject = f"state {escape_unprintable(str(source), 200)}"
         text = _read_text(source, subject)
-    return _validate(*parse_json(text, subject), subject)
+    return _validate(parse_json(text, subject), subject)
 
 
-# Text, from the outside to the inside: file, limits, values.
+def _refuse(subject: str, kind: str, what: str, fix: str, where: str = "") -> NoReturn:
+    raise StateError(subject, [Problem(where, what, fix, kind)]) from None
+
+
+def _refuse_depth(subject: str, depth: str) -> NoReturn:
+    what = f"nested too deeply: {depth} levels, at most {MAX_DEPTH} are read"
+    _refuse(subject, "depth", what, "a state is five levels deep: reduce the nesting")
+
+
+def _refuse_size(subject: str, when: str = "", fix: str = "a state is a few kilobytes") -> NoReturn:
+    _refuse(subject, "size", f"larger than {MAX_BYTES} bytes{when}", fix)
+
+
+# Text, from the outside to the inside: file, limits, values. Each refusal is reported alone.
 
 
 def _read_text(source: str | Path, subject: str) -> str:
@@ -101,8 +112,7 @@ def _read_text(source: str | Path, subject: str) -> str:
         if mode == 0 or (stat.S_ISDIR(mode) and str(source) in shipped):
             if str(source) not in shipped:
                 what = "no such file, and no shipped state of that name"
-                fix = suggest_name(str(source), list(shipped))
-                raise StateError(subject, [Problem("", what, fix, "file")])
+                _refuse(subject, "file", what, suggest_name(str(source), list(shipped)))
             path = shipped[str(source)]
             mode = path.stat().st_mode
         _require_regular(mode, subject)
@@ -117,10 +127,9 @@ def _read_text(source: str | Path, subject: str) -> str:
             os.close(handle)
     except OSError as error:  # such as a name that is too long, or a missing permission
         what = f"cannot be read ({error.strerror or type(error).__name__})"
-        fix = "check the path and its permissions"
-        raise StateError(subject, [Problem("", what, fix, "file")]) from None
+        _refuse(subject, "file", what, "check the path and its permissions")
     if len(content) > MAX_BYTES:
-        raise StateError(subject, [_SIZE_PROBLEM])
+        _refuse_size(subject)
     try:
         # UTF-16 without a byte order mark may be valid UTF-8, but contains zero bytes.
         if not content.startswith(_WIDE_MARKS) and b"\0" not in content[:4]:
@@ -128,7 +137,7 @@ def _read_text(source: str | Path, subject: str) -> str:
         what = "not UTF-8 text (it looks like UTF-16 or UTF-32)"
     except UnicodeDecodeError as error:
         what = f"not UTF-8 text ({error.reason} at byte {error.start})"
-    raise StateError(subject, [Problem("", what, "save it as UTF-8", "encoding")])
+    _refuse(subject, "encoding", what, "save it as UTF-8")
 
 
 _WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
@@ -137,139 +146,80 @@ _WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 def _require_regular(mode: int, subject: str) -> None:
     if not stat.S_ISREG(mode):
         what = "is a folder" if stat.S_ISDIR(mode) else "is no regular file"
-        raise StateError(subject, [Problem("", what, "name a JSON file", "file")])
+        _refuse(subject, "file", what, "name a JSON file")
 
 
-_SIZE_PROBLEM = Problem(
-    "", f"larger than {MAX_BYTES} bytes", "a state is a few kilobytes of JSON", "size"
-)
 _ONE_OBJECT = "write one JSON object as `vllm-autoprune schema` describes it"
 
 
-def _depth_problem(depth: str) -> Problem:
-    what = f"nested too deeply: {depth} levels, at most {MAX_DEPTH} are read"
-    return Problem("", what, "a state is five levels deep: reduce the nesting", "depth")
-
-
-def _limit_problems(text: str) -> Iterator[Problem]:
+def _require_limits(text: str, subject: str) -> None:
     """Limits that are checked before the text is parsed.
 
     Depth and number of values among them: the parser's own recursion limit depends on the process
     and may end it.
     """
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
-        yield _SIZE_PROBLEM
-    elif text.startswith("\ufeff"):
+        _refuse_size(subject)
+    if text.startswith("\ufeff"):
         fix = "save it as UTF-8 without one"
-        yield Problem("", "begins with a byte order mark", fix, "encoding")
-    elif not text.strip():
-        yield Problem("", "is empty", "write one JSON object", "syntax")
-    else:
-        # Exact up to the first syntax error, where a parser would stop as well.
-        outside = "".join(text.replace("\\\\", "").replace('\\"', "").split('"')[::2])
-        steps = (1 if char in "[{" else -1 for char in outside if char in "[]{}")
-        depth = max(accumulate(steps), default=0)
-        if depth > MAX_DEPTH:
-            yield _depth_problem(str(depth))
-        values = 1 + sum(outside.count(char) for char in ",[{")
-        if values > MAX_VALUES:
-            what = f"about {values} values, at most {MAX_VALUES} are read"
-            yield Problem("", what, "a state has some dozens: shorten its lists", "values")
+        _refuse(subject, "encoding", "begins with a byte order mark", fix)
+    if not text.strip():
+        _refuse(subject, "syntax", "is empty", "write one JSON object")
+    # Exact up to the first syntax error, where a parser would stop as well.
+    outside = "".join(text.replace("\\\\", "").replace('\\"', "").split('"')[::2])
+    steps = (1 if char in "[{" else -1 for char in outside if char in "[]{}")
+    if (depth := max(accumulate(steps), default=0)) > MAX_DEPTH:
+        _refuse_depth(subject, str(depth))
+    values = 1 + sum(outside.count(char) for char in ",[{")
+    if values > MAX_VALUES:
+        what = f"about {values} values, at most {MAX_VALUES} are read"
+        _refuse(subject, "values", what, "a state has some dozens: shorten its lists")
 
 
-class _InvalidNumber(str):
-    """The text of a number that a 64-bit float cannot represent."""
+def parse_json(text: str, subject: str) -> JsonValue:
+    """Parse JSON text; raises :class:`StateError` for the first thing that is not strict JSON.
 
-
-class _Object(dict[str, object]):
-    """An object, and the keys that occur more than once in its text."""
-
-    duplicates: Sequence[str] = ()
-
-
-def parse_json(text: str, subject: str) -> tuple[JsonValue, list[Problem]]:
-    """Parse JSON text into a value and a list of problems.
-
-    Numbers without a fractional part become integers (``2.0`` is 2, as in JSON Schema). A duplicate
-    key keeps its last value and an invalid number becomes null; both are reported with their JSON
-    pointer. Raises :class:`StateError` if the text cannot be parsed at all.
+    Numbers without a fractional part become integers (``2.0`` is 2, as in JSON Schema).
     """
-    if violations := list(_limit_problems(text)):
-        raise StateError(subject, violations)
+    _require_limits(text, subject)
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            ((name, _),) = Counter(key for key, _ in pairs).most_common(1)
+            what = f"key {_format_value(name)} occurs twice in one object"
+            _refuse(subject, "duplicate_key", what, "keep one of them")
+        return value
+
+    def constant(text: str) -> NoReturn:
+        _refuse(subject, "syntax", f"{text} is not a JSON number", "write a finite number")
+
+    def number(text: str) -> float:
+        # int() is slow for, or refuses, very long texts.
+        integral = text.lstrip("-").isdigit() and len(text) <= 310
+        value = int(text) if integral else float(text)
+        if abs(value) > sys.float_info.max:
+            what = f"{escape_unprintable(text, 20)} is larger than any 64-bit float"
+            _refuse(subject, "number", what, "write a smaller number")
+        # Larger ones stay floats: no field of a state takes an integer of that size.
+        return int(value) if float(value).is_integer() and abs(value) < 2**63 else value
+
     try:
-        parsed: object = json.loads(
+        value: JsonValue = json.loads(
             text,
-            object_pairs_hook=_object,
-            parse_constant=_InvalidNumber,
-            parse_float=_number,
-            parse_int=_number,
+            object_pairs_hook=unique,
+            parse_constant=constant,
+            parse_float=number,
+            parse_int=number,
         )
+        json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         what = f"not JSON: {error.msg} at line {error.lineno} col {error.colno}"
-        raise StateError(subject, [Problem("", what, _ONE_OBJECT, "syntax")]) from None
-    problems: list[Problem] = []
-    value = _checked(parsed, "", problems)
-    if isinstance(parsed, _InvalidNumber):
-        raise StateError(subject, problems)
-    return value, problems
-
-
-def _object(pairs: list[tuple[str, object]]) -> _Object:
-    value = _Object(pairs)
-    if len(value) < len(pairs):
-        times = Counter(key for key, _ in pairs)
-        value.duplicates = [key for key, count in times.items() if count > 1]
-    return value
-
-
-def _number(text: str) -> float | _InvalidNumber:
-    # int() is slow for, or refuses, very long texts.
-    integral = text.lstrip("-").isdigit()
-    if integral and len(text) > 310:
-        return _InvalidNumber(text)
-    value = int(text) if integral else float(text)
-    if abs(value) > sys.float_info.max:
-        return _InvalidNumber(text)
-    # Larger ones stay floats: no field of a state takes an integer of that size.
-    return int(value) if float(value).is_integer() and abs(value) < 2**63 else value
-
-
-def _checked(value: object, where: str, problems: list[Problem]) -> JsonValue:
-    """The parsed value at a JSON pointer; what JSON cannot hold is null and a problem."""
-
-    def refuse_surrogates(text: str, where: str, key: str = "") -> None:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:  # half of a pair, which UTF-8 cannot encode
-            what = f"{key}{_format_value(text)} holds half of a surrogate pair"
-            problems.append(Problem(where, what, "write the whole character", "surrogate"))
-
-    if isinstance(value, _Object):
-        for name in value.duplicates:
-            what, below = (
-                f"key {_format_value(name)} occurs twice in one object",
-                child_pointer(where, name),
-            )
-            problems.append(Problem(below, what, "keep one of them", "duplicate_key"))
-        copied: dict[str, JsonValue] = {}
-        for key, item in value.items():
-            below = child_pointer(where, key)
-            refuse_surrogates(key, below, "key ")
-            copied[key] = _checked(item, below, problems)
-        return copied
-    if isinstance(value, list):
-        return [_checked(item, child_pointer(where, i), problems) for i, item in enumerate(value)]
-    if isinstance(value, _InvalidNumber):
-        text = value if len(value) <= 20 else f"{value[:17]}..."
-        what, fix, kind = f"{text} is not a JSON number", "write a finite number", "syntax"
-        if value.lstrip("-")[0].isdigit():
-            what, fix = f"{text} is larger than any 64-bit float", "write a smaller number"
-            kind = "number"
-        problems.append(Problem(where, what, fix, kind))
-        return None
-    if isinstance(value, str):
-        refuse_surrogates(value, where)
-    assert value is None or isinstance(value, str | int | float)
+        _refuse(subject, "syntax", what, _ONE_OBJECT)
+    except UnicodeEncodeError as error:  # in the text or escaped in it; UTF-8 cannot encode it
+        near = _format_value(error.object[max(0, error.start - 20) : error.end])
+        what = f"half of a surrogate pair at the end of {near}"
+        _refuse(subject, "surrogate", what, "write the whole character")
     return value
 
 
@@ -300,94 +250,39 @@ def _format_value(value: object, limit: int = 60) -> str:
 # Values: the grammar by pydantic, then the rules on two fields.
 
 
-def _validate(data: JsonValue, problems: list[Problem], subject: str) -> PruningState:
+def _validate(data: JsonValue, subject: str) -> PruningState:
     if not isinstance(data, dict):
         what = f"a state is a JSON object, not {_format_value(data)}"
-        _refuse(subject, [*problems, Problem("", what, _ONE_OBJECT, "value")])
-    # Invalid values were replaced by null; problems of the replacement are not reported.
-    replaced = {problem.where for problem in problems if problem.kind != "duplicate_key"}
+        _refuse(subject, "value", what, _ONE_OBJECT)
     version = data.get("schema")
     if version != SCHEMA:
         # Fields of another version may have another meaning, so they are not checked.
         status = "missing" if version is None else f"{_format_value(version)} is not known"
         what = f"schema version {status}; this version reads {SCHEMA!r}"
         fix = f'write "schema": "{SCHEMA}", or use the release that wrote the state'
-        unknown = [] if "/schema" in replaced else [Problem("/schema", what, fix, "version")]
-        _refuse(subject, [*problems, *unknown])
-    omitted = 0
+        _refuse(subject, "version", what, fix, "/schema")
     try:
         state = PruningState.model_validate(data)
     except ValidationError as error:
-        invalid, omitted = _diagnose(error, data)
-        problems += [problem for problem in invalid if problem.where not in replaced]
-    problems += _find_contradictions(data)
-    if problems:
-        _refuse(subject, problems, omitted)
+        raise StateError(subject, _diagnose(error, data)) from None
+    if problems := find_budget_problems(state, *state.budget.range()):
+        raise StateError(subject, problems)
     if len(state.dumps().encode()) > MAX_BYTES:
-        what = f"larger than {MAX_BYTES} bytes when written out with its defaults"
-        _refuse(subject, [Problem("", what, "shorten its provenance", "size")])
+        _refuse_size(subject, " when written out with its defaults", "shorten its provenance")
     return state
 
 
-def _refuse(subject: str, problems: list[Problem], omitted: int = 0) -> NoReturn:
-    omitted += len(problems[MAX_PROBLEMS:])
-    if omitted:
-        more = Problem("", f"{omitted} more problems", "fix the ones above first", "more")
-        problems = [*problems[:MAX_PROBLEMS], more]
-    raise StateError(subject, problems)
-
-
-T = TypeVar("T")
-_BUDGET: TypeAdapter[BudgetCall] = TypeAdapter(Budget)
-_SELECTOR: TypeAdapter[SelectorCall] = TypeAdapter(Selector)
-
-
-def _find_contradictions(data: Mapping[str, JsonValue]) -> Iterator[Problem]:
-    """Check the rules about two fields of a JSON object that may be invalid elsewhere.
-
-    Only the parts that a rule reads must be valid, so that contradictions are reported together
-    with all other problems.
-    """
-    budget = _part(_BUDGET, data.get("budget"))
-    if budget is None:
-        return
-    least, most = budget.range()
-    if budget.limit is not None and most > budget.limit:
-        what = f"limit {budget.limit} is below the state's own K = {most}"
-        fix = f"write {most} or more, or null for no limit"
-        yield Problem("/budget/limit", what, fix, "limit_below_budget")
-    constraints = data.get("constraints")
-    raw = constraints.get("selector") if isinstance(constraints, dict) else None
-    selector = _part(_SELECTOR, raw)
-    r_min = None if selector is None else selector.insists_on
-    if r_min is not None and r_min > least:
-        what = f"r_min = {r_min} reference tokens cannot be kept of K = {least}"
-        fix = f"write {least} or less, or null, which means K - q_e"
-        yield Problem("/constraints/selector/r_min", what, fix, "r_min_above_budget")
-
-
-def _part(adapter: TypeAdapter[T], data: JsonValue) -> T | None:
-    try:
-        return adapter.validate_python(data)
-    except ValidationError:
-        return None
-
-
-def _diagnose(error: ValidationError, data: JsonValue) -> tuple[list[Problem], int]:
-    """At most MAX_PROBLEMS problems in pydantic's order, and the number of errors left out."""
+def _diagnose(error: ValidationError, data: JsonValue) -> list[Problem]:
+    """At most MAX_PROBLEMS problems in pydantic's order, and the number of those left out."""
     details = error.errors(include_url=False, include_input=False)
     outer = {d["loc"][:size] for d in details for size in range(len(d["loc"]))}
     # A list whose items are all invalid is also reported as too short: a consequence, not a cause.
     details = [d for d in details if not (d["type"] == "too_short" and d["loc"] in outer)]
-    problems: dict[tuple[str, str], Problem] = {}
-    for detail in details[:MAX_PROBLEMS]:
-        problem = _problem(detail, data)
-        key = (problem.where, problem.what)
-        if key in problems:  # several branches of one union refused the value: list their fixes
-            fix = f"{problems[key].fix}, or {problem.fix}"
-            problem = Problem(problem.where, problem.what, fix, problem.kind)
-        problems[key] = problem
-    return list(problems.values()), len(details[MAX_PROBLEMS:])
+    problems = [_problem(detail, data) for detail in details[:MAX_PROBLEMS]]
+    if omitted := len(details[MAX_PROBLEMS:]):
+        fix = "fix the ones above first"
+        problems.append(Problem("", f"{omitted} more problems", fix, "more"))
+    return problems
 
 
 _MESSAGES = {
@@ -401,11 +296,11 @@ _MESSAGES = {
 
 def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
     kind, context = detail["type"], detail.get("ctx", {})
-    where, value = _place(detail["loc"], data)
+    where, value, parent = _place(detail["loc"], data)
     if kind == "missing":
         return Problem(where, "required but missing", "add it", "missing")
     if kind == "extra_forbidden":
-        return _extra(detail["loc"], data, where)
+        return _extra(str(detail["loc"][-1]), parent, where)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         field = str(context["discriminator"]).strip("'")
         if kind == "union_tag_not_found":
@@ -416,9 +311,8 @@ def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
         allowed = [tag.strip().strip("'") for tag in str(context["expected_tags"]).split(",")]
         return _unknown(field, value, allowed, where)
     message = _MESSAGES.get(kind, detail["msg"])
-    return Problem(
-        where, f"{_format_value(value)} is refused", message[:1].lower() + message[1:], "value"
-    )
+    what = f"{_format_value(value)} is refused"
+    return Problem(where, what, message[:1].lower() + message[1:], "value")
 
 
 def _unknown(field: str, name: JsonValue, allowed: Sequence[str], where: str) -> Problem:
@@ -435,9 +329,8 @@ def _unknown(field: str, name: JsonValue, allowed: Sequence[str], where: str) ->
     return Problem(where, what, fix, "unknown_name")
 
 
-def _extra(location: Sequence[int | str], data: JsonValue, where: str) -> Problem:
-    _, parent = _place(location[:-1], data)
-    name, atom = str(location[-1]), parent.get("atom") if isinstance(parent, dict) else None
+def _extra(name: str, parent: JsonValue, where: str) -> Problem:
+    atom = parent.get("atom") if isinstance(parent, dict) else None
     fields, of = _all_fields(), ""
     if isinstance(atom, str) and atom in ATOMS:
         fields, of = ATOMS[atom].call.parameters(), f" of {atom!r}"
@@ -454,27 +347,24 @@ def _all_fields() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for part in parts for name in part.get("properties", ())))
 
 
-def _place(location: Sequence[int | str], data: JsonValue) -> tuple[str, JsonValue]:
-    """JSON pointer and value of a pydantic location, whose union tags are not part of the JSON."""
-    where, value = "", data
+def _place(location: Sequence[int | str], data: JsonValue) -> tuple[str, JsonValue, JsonValue]:
+    """JSON pointer, value and parent of a pydantic location, whose union tags are not in the JSON.
+
+    The value is None where there is none.
+    """
+    where, value, parent = "", data, None
     for step in location:
-        if not isinstance(value, dict | list):
+        if isinstance(value, dict):
+            # The top level is not a union, so there a missing field may have the name of a tag.
+            if where and step not in value and step in (value.get("atom"), value.get("name")):
+                continue
+            below = value.get(str(step))
+        elif isinstance(value, list) and isinstance(step, int):
+            below = value[step] if step < len(value) else None
+        else:
             break  # a scalar has nothing below it: the step is the tag of a union
-        # The top level is not a union, so there a missing field may have the name of a tag.
-        tags = (value.get("atom"), value.get("name")) if where and isinstance(value, dict) else ()
-        if step in tags and step not in value:
-            continue
-        where = child_pointer(where, step)
-        value = _item(value, step)
-    return where, value
-
-
-def _item(value: JsonValue, step: int | str) -> JsonValue:
-    if isinstance(value, dict):
-        return value.get(str(step))
-    if isinstance(value, list) and isinstance(step, int) and step < len(value):
-        return value[step]
-    return None
+        where, value, parent = child_pointer(where, step), below, value
+    return where, value, parent
 
 
 def suggest_name(name: str, allowed: Sequence[str]) -> str:

@@ -94,8 +94,11 @@ def materialize(
     does not allow the budget.
     """
     least, most = state.budget.range() if budget is None else (budget, budget)
-    problems = _budget_problems(state, least, most)
-    if problems:
+    if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= MAX_BUDGET:
+        what = f"K = {most!r} is not a number of tokens"
+        fix = f"give a whole number from 1 to {MAX_BUDGET}"
+        raise BudgetError(f"budget of state {state.name!r}", [Problem("/budget", what, fix)])
+    if problems := find_budget_problems(state, least, most):
         raise BudgetError(f"budget of state {state.name!r}", problems)
     quota, r_min = state.constraints.selector.bounds(most)
     varies = budget is None and least != most
@@ -165,18 +168,17 @@ def _core_state(core: Core, rank_at: RankAt) -> PruningState:
     )
 
 
-def _budget_problems(state: PruningState, least: int, most: int) -> list[Problem]:
+def find_budget_problems(state: PruningState, least: int, most: int) -> list[Problem]:
+    """Rules of a state that K from ``least`` to ``most`` breaks."""
+    limit, r_min = state.budget.limit, state.constraints.selector.insists_on
     problems = []
-    if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= MAX_BUDGET:
-        what = f"K = {most!r} is not a number of tokens"
-        return [Problem("/budget", what, f"give a whole number from 1 to {MAX_BUDGET}")]
-    limit = state.budget.limit
     if limit is not None and most > limit:
-        what = f"K = {most} is above the limit of the state"
-        problems.append(Problem("/budget/limit", what, f"use {limit} or less"))
-    r_min = state.constraints.selector.insists_on
+        what = f"K = {most} is above the limit of the state, {limit}"
+        fix = f"use K = {limit} or less, or a larger limit"
+        problems.append(Problem("/budget/limit", what, fix, "limit_below_budget"))
     if r_min is not None and r_min > least:
         what = f"r_min = {r_min} reference tokens cannot be kept of K = {least}"
         fix = "set it to null, which means K - q_e, or use a larger K"
-        problems.append(Problem("/constraints/selector/r_min", what, fix))
+        where = "/constraints/selector/r_min"
+        problems.append(Problem(where, what, fix, "r_min_above_budget"))
     return problems

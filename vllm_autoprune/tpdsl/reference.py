@@ -1,14 +1,11 @@
-"""Reference of the language from its registry: the page on atoms, and the text for a proposer.
-
-Both list what is declared, so neither can fall behind the code.
-"""
+"""Reference of the language from its registry, as the site and an LLM proposer read it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import cast, get_args
+from typing import cast
 
 from pydantic import BaseModel, JsonValue, TypeAdapter
 
@@ -23,21 +20,11 @@ from vllm_autoprune.tpdsl.atoms.reassembly import (
 )
 from vllm_autoprune.tpdsl.atoms.source import PriorCall, ViewCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, AtomCall, Group
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Group
 from vllm_autoprune.tpdsl.state import Core
 from vllm_autoprune.tpdsl.tokens import RankAt
 
 _JSON: TypeAdapter[object] = TypeAdapter(object)
-
-_GROUPS: tuple[Group, ...] = get_args(Group)
-
-_AXES = {
-    "assignment": ASSIGNMENTS,
-    "aggregation": AGGREGATIONS,
-    "output": OUTPUTS,
-    "ordering": ORDERINGS,
-}
-
 
 CORE_POLICIES = tuple(name for name, policy in BASE_POLICIES.items() if policy.core is not None)
 """Base policies that may choose the core: those with a form that does not read the question."""
@@ -115,82 +102,6 @@ def _values(field: dict[str, JsonValue]) -> str:
     return f"{kind} {least:g}" if least == most else f"{kind} {least:g} to {most:g}"
 
 
-def render_page() -> str:
-    """Reference page of all atoms, in Markdown."""
-    extensions = [name for name in ATOMS.names() if ATOMS[name].origin == "extension"]
-    lines = [
-        "# Atoms",
-        "",
-        "An atom is one typed operation of TPDSL, the language of [states](states.md). Each is",
-        "declared once, in `vllm_autoprune/tpdsl`; this page, the JSON Schema, the loader and the",
-        "text for LLM proposers are generated from the declarations.",
-        f"{len(ATOMS) - len(extensions)} atoms form the language of the paper; "
-        f"{len(extensions)} are extensions of this project.",
-        "",
-        "- **Origin**: *printed*, the paper gives the atom's name; *listed*, the paper counts the",
-        "  atom in its group's size without naming it, so name and definition are this project's;",
-        "  *extension*, added by this project.",
-        "- **Reads**: optional inputs that have to be computed for states that use the atom, and",
-        "  for no others. An atom whose parameters disable it reads nothing.",
-        "",
-        "| group | component of alpha | atoms | extensions | fields of a state |",
-        "|---|---|---|---|---|",
-    ]
-    for group in _GROUPS:
-        ours = sum(ATOMS[name].origin == "extension" for name in ATOMS.names(group))
-        fields = ", ".join(f"`{place.pointer}`" for place in PLACES if place.group == group)
-        count = len(ATOMS.names(group)) - ours
-        lines.append(f"| [{group}](#{group}) | {ROLES[group]} | {count} | {ours} | {fields} |")
-    for group in _GROUPS:
-        lines += ["", f"## {group}", ""]
-        if group == "reassembly":
-            lines += [
-                "81 atoms: 3 assignments x 3 aggregations x 3 outputs x 3 orderings. The paper "
-                f"names {len(PRINTED)} of",
-                "them; the others are called `reassemble/ASSIGNMENT.AGGREGATION.OUTPUT.ORDERING`.",
-                "",
-                "| axis | level | effect |",
-                "|---|---|---|",
-            ]
-            for axis, levels in _AXES.items():
-                lines += [f"| {axis} | `{level.name}` | {level.description} |" for level in levels]
-            lines += [""]
-        lines += ["| atom | origin | reads | effect | parameters |", "|---|---|---|---|---|"]
-        for name in ATOMS.names(group):
-            atom = ATOMS[name]
-            reads = ", ".join(sorted(atom.needs)) or "-"
-            rows = "<br>".join(
-                f"`{p.name}`: {p.values}; default {p.default}; {p.description}"
-                for p in _list_parameters(atom.call)
-            )
-            lines.append(f"| `{name}` | {atom.origin} | {reads} | {atom.doc} | {rows or '-'} |")
-    lines += [
-        "",
-        "## core",
-        "",
-        "Extension, at `/core`: part of the K tokens is chosen without the question, so that all",
-        "questions about an image share its KV blocks",
-        "([Core and delta](states.md#core-and-delta)).",
-        "",
-        "| field | values | default | effect |",
-        "|---|---|---|---|",
-        *(
-            f"| `{p.name}` | {p.values} | {p.default} | {p.description} |"
-            for p in _list_parameters(Core)
-        ),
-        "",
-        "## rank_at",
-        "",
-        "Extension, at `/rank_at`: where tokens are scored and compared",
-        "([Ranking before the merger](states.md#ranking-before-the-merger)).",
-        "",
-        "| value | effect |",
-        "|---|---|",
-        *(f"| `{value}` | {effect} |" for value, effect in _RANK_PLACES.items()),
-    ]
-    return "\n".join(lines) + "\n"
-
-
 _RANK_PLACES: dict[RankAt, str] = {
     "merger_out": "default: by the tokens that the language model reads",
     "merger_in": "by the mean of the patches that the merger makes a token of; only on backbones "
@@ -199,23 +110,23 @@ _RANK_PLACES: dict[RankAt, str] = {
 """Values of a state's ``rank_at``, and what they mean."""
 
 
-def render_proposer_text(components: Collection[str] = (), left_out: Collection[str] = ()) -> str:
-    """Text of the language for an LLM proposer: base policies, fields, atoms and parameters.
+def render_language(components: Collection[str] = (), left_out: Collection[str] = ()) -> str:
+    """Base policies, fields of a state, their atoms and parameters, in Markdown.
 
     ``components``, such as ``("scoring",)``, limits it to the fields of a state below them. It has
     no atom that is ``left_out``.
     """
     lines = []
     if not components:
-        lines += ["Base policies (/base_policy/name):"]
+        lines += ["Base policies (/base_policy/name):", ""]
         lines += [f"- {policy.name}: {policy.doc}" for policy in BASE_POLICIES.values()]
     for place in PLACES:
         if components and place.pointer.split("/")[1] not in components:
             continue
         many = ", a list" if place.many else ""
-        lines += ["", f"{place.group} ({place.pointer}{many}):"]
+        lines += ["", f"{place.group} ({place.pointer}{many}):", ""]
         if place.group == "reassembly":
-            lines += _reassembly_axes()
+            lines += _describe_reassembly()
             continue
         # A parameter that several atoms share is described for the first one only.
         described: set[_Parameter] = set()
@@ -230,16 +141,13 @@ def render_proposer_text(components: Collection[str] = (), left_out: Collection[
             reads = f" Reads {', '.join(sorted(atom.needs))}." if atom.needs else ""
             lines.append(f"- {name}: {atom.doc}{reads}{f' {new}' if new else ''}{also}")
     if not components or "core" in components:
-        lines += [
-            "",
-            "core (/core), an extension, optional: part of the tokens is chosen without the",
-            "question, and shared by all questions about an image; the rest of the policy then",
-            "chooses the others given it:",
-            *(f"- {_describe([p])}" for p in _list_parameters(Core)),
-        ]
+        lines += ["", "core (/core), an extension, optional: part of the tokens is chosen without"]
+        lines += ["the question, and shared by all questions about an image; the rest of the"]
+        lines += ["policy then chooses the others given it:", ""]
+        lines += [f"- {_describe([p])}" for p in _list_parameters(Core)]
     if not components or "rank_at" in components:
         lines += ["", "rank_at (/rank_at), an extension, optional: where tokens are scored and"]
-        lines += ["compared; the tokens that are kept are those after the merger either way:"]
+        lines += ["compared; the tokens that are kept are those after the merger either way:", ""]
         lines += [f"- {value}: {effect}" for value, effect in _RANK_PLACES.items()]
     return "\n".join(lines) + "\n"
 
@@ -248,13 +156,15 @@ def _describe(parameters: Iterable[_Parameter]) -> str:
     return "; ".join(f"{p.name} = {p.default} ({p.values}: {p.description})" for p in parameters)
 
 
-def _reassembly_axes() -> Iterator[str]:
-    """The 81 reassembly atoms by their axes, which is shorter than one line per atom."""
-    yield "  reassemble/ASSIGNMENT.AGGREGATION.OUTPUT.ORDERING, or one of the names below; has no"
-    yield "  effect at strength 0 (for exchange: at margin 10), which is the default"
-    for axis, levels in _AXES.items():
+def _describe_reassembly() -> Iterator[str]:
+    """The 81 atoms by their axes, which is shorter than one line per atom."""
+    yield "reassemble/ASSIGNMENT.AGGREGATION.OUTPUT.ORDERING, or one of the names below; has no"
+    yield "effect at strength 0 (for exchange: at margin 10), which is the default"
+    yield ""
+    axes = {"ASSIGNMENT": ASSIGNMENTS, "AGGREGATION": AGGREGATIONS}
+    for axis, levels in {**axes, "OUTPUT": OUTPUTS, "ORDERING": ORDERINGS}.items():
         effects = "; ".join(f"{level.name}: {level.description}" for level in levels)
-        yield f"- {axis.upper()}: {effects}"
+        yield f"- {axis}: {effects}"
         for level in levels:
             if level.call is not None:
                 yield f"    {level.name} takes {_describe(_list_parameters(level.call))}"

@@ -28,7 +28,7 @@ from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
-from vllm_autoprune.tpdsl.reference import render_page, render_proposer_text
+from vllm_autoprune.tpdsl.reference import render_language
 from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, AtomCall
 from vllm_autoprune.tpdsl.safety import safety_check
 from vllm_autoprune.tpdsl.state import PruningState
@@ -240,13 +240,14 @@ def diff(options: argparse.Namespace) -> int:
 
 @command(
     argument("--group", choices=list(ROLES), help="atoms of one group only"),
-    argument("--markdown", action="store_true", help="the reference page, as on the site"),
-    argument("--prompt", action="store_true", help="the language as an LLM proposer reads it"),
+    argument(
+        "--prompt", action="store_true", help="the language as an LLM proposer and the site have it"
+    ),
 )
 def list_atoms(options: argparse.Namespace) -> int:
     """List the atoms of the language."""
-    if options.markdown or options.prompt:
-        print(render_page() if options.markdown else render_proposer_text(), end="")
+    if options.prompt:
+        print(render_language(), end="")
         return 0
     atoms = [ATOMS[name] for name in ATOMS.names(options.group)]
     records = [
