@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -101,11 +101,13 @@ class Timings(FrozenModel):
 class Inputs:
     """Values of :class:`Traffic` and :class:`Timings` by field, from one source after another.
 
-    ``notes`` say how they were found and what they leave out.
+    ``notes`` say how they were found and what they leave out; ``repeats`` are the times that each
+    round of a measurement gave, of which ``values`` has those of their medians.
     """
 
     values: dict[str, Any]
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)
+    repeats: list[dict[str, float]] = field(default_factory=list)
 
     def fill(self, *notes: str, **values: float | None) -> None:
         """Add the values of a further source that are not known yet; None: it does not know."""
@@ -254,19 +256,25 @@ def fit_layers(layers: int | None, points: Sequence[tuple[int, float]]) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """The advice to an operator; ``gain`` is that of the best pruned way."""
+    """The advice to an operator; ``gain`` is that of the best pruned way.
+
+    ``gain_range`` has the least and the greatest gain by one repeat alone; None without repeats.
+    """
 
     helps: bool
     gain: float
+    gain_range: tuple[float, float] | None
     lines: tuple[str, ...]
 
 
-def judge(traffic: Traffic, estimates: Mapping[Way, _Estimate]) -> _Verdict:
+def judge(
+    traffic: Traffic, estimates: Mapping[Way, _Estimate], repeats: Sequence[Timings] = ()
+) -> _Verdict:
     """The verdict on the traffic, with its reasons."""
     questions, stock = traffic.questions, estimates["stock"]
     if traffic.budget >= traffic.tokens:
         reason = f"K = {traffic.budget} keeps every token of an image: nothing is pruned."
-        return _Verdict(False, 1.0, ("Pruning will not help you here.", reason))
+        return _Verdict(False, 1.0, None, ("Pruning will not help you here.", reason))
     gains = {way: estimate.gain for way, estimate in estimates.items()}
     best = max(_PRUNED, key=lambda way: gains[way])
     helps = gains[best] >= _WORTHWHILE
@@ -292,6 +300,13 @@ def judge(traffic: Traffic, estimates: Mapping[Way, _Estimate]) -> _Verdict:
         largest = max(shares, key=lambda part: shares[part])
         lines.append(
             f"Most of the time, {shares[largest]:.0%}, is {largest}: {_REMEDIES[largest]}."
+        )
+    alone = [estimate_ways(traffic, timings)[best].gain for timings in repeats]
+    gain_range = (min(alone), max(alone)) if alone else None
+    if gain_range is not None:
+        lines.append(
+            f"Gain of {best}: {gains[best]:.2f}x; by each round of the probe alone "
+            f"{gain_range[0]:.2f}x to {gain_range[1]:.2f}x."
         )
     for way in _PRUNED:
         advantage = estimates[way].cheaper_than_stock
@@ -327,4 +342,4 @@ def judge(traffic: Traffic, estimates: Mapping[Way, _Estimate]) -> _Verdict:
             f"{1 / gains['resized']:.2f} of stock's time, because it shortens the tower too: "
             "compare its accuracy with that of pruning."
         )
-    return _Verdict(helps, gains[best], tuple(lines))
+    return _Verdict(helps, gains[best], gain_range, tuple(lines))

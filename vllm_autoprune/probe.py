@@ -108,7 +108,15 @@ def probe_server(
         inputs.fill("The server was busy while it was probed: times contain waiting for others.")
     probed = after.since(warm) if after is not None and warm is not None else Metrics("")
     selection = probed.mean("autoprune_selection_seconds")
-    visual = _solve_rounds(results, selection, client.url, inputs)
+    times = _solve_rounds(results, selection)
+    if times["tokens"] < 1:
+        fix = "serve a model that takes images"
+        raise _error(client.url, "an image adds no tokens to a prompt", fix)
+    if times["prefill"] <= 0:
+        what, fix = "a longer prompt takes no longer", "probe an idle server"
+        raise _error(client.url, what, f"{fix}, or give --prefill-ms-per-token")
+    if times["tower"] <= 0:
+        inputs.fill("The tower takes too little to be seen beside prefill; it counts as 0.")
     # Mean visual tokens of an image before pruning and after it.
     images = probed.total("autoprune_images_total")
     unpruned, pruned = (
@@ -116,7 +124,12 @@ def probe_server(
         for stage in ("before", "after")
     )
     # A server without a state keeps all tokens, which is no budget.
-    inputs.fill(tokens=unpruned or visual, budget=pruned if 0 < pruned < unpruned else None)
+    inputs.fill(tokens=unpruned or None, budget=pruned if 0 < pruned < unpruned else None)
+    alone = [_solve_rounds([each], selection) for each in results]
+    # What flags give is the same in every round.
+    unknown = times.keys() - inputs.values.keys() - {"tokens"}
+    inputs.repeats = [{name: each[name] for name in unknown & each.keys()} for each in alone]
+    inputs.fill(**times)
 
 
 def _format_times(seconds: Sequence[float]) -> str:
@@ -125,46 +138,35 @@ def _format_times(seconds: Sequence[float]) -> str:
     return f"{1000 * median(seconds):.1f} ms ({low:.1f} to {high:.1f})"
 
 
-def _solve_rounds(
-    rounds: Sequence[_Round], selection: float | None, url: str, inputs: Inputs
-) -> int:
-    """Fill in the times by the rounds, and return what an image adds to a prompt.
+def _solve_rounds(rounds: Sequence[_Round], selection: float | None) -> dict[str, float]:
+    """Seconds of each part by the medians of some rounds, and the ``tokens`` of an image.
 
-    That may be a few tokens of the chat template more than the image itself takes. Raises
-    :class:`ConfigError` for a server whose times say nothing.
+    These are what an image adds to a prompt, which may be a few tokens of the chat template more
+    than the image itself takes. ``prefill`` of 0 or less: a longer prompt took no longer.
     """
     kinds: list[tuple[_Answer, ...]] = list(zip(*rounds, strict=True))
     ttft = [median(answer.ttft for answer in answers) for answers in kinds]
     tokens = [median(answer.prompt_tokens for answer in answers) for answers in kinds]
-    visual, more, longer = tokens[2] - tokens[0], tokens[1] - tokens[0], ttft[1] - ttft[0]
-    if visual < 1:
-        raise _error(url, "an image adds no tokens to a prompt", "serve a model that takes images")
-    if more <= 0 or longer <= 0:
-        what = f"a prompt of {more:g} more tokens takes no longer"
-        raise _error(url, what, "probe an idle server, or give --prefill-ms-per-token")
     # Prompts without an image: what more tokens take is prefill, the rest every request takes.
-    per_token = longer / more
+    more = tokens[1] - tokens[0]
+    per_token = (ttft[1] - ttft[0]) / more if more > 0 else 0.0
     request = max(ttft[0] - per_token * tokens[0], 0.0)
+    times = {"tokens": round(tokens[2] - tokens[0]), "prefill": per_token, "request": request}
     # What an image adds outside the engine, a new one and one that was processed before.
     outside = [[answer.outside for answer in each if answer.outside is not None] for each in rounds]
     front_end = 0.0
-    if added := [(times[2] - times[0], times[3] - times[0]) for times in outside if len(times) > 3]:
+    if added := [(each[2] - each[0], each[3] - each[0]) for each in outside if len(each) > 3]:
         front_end = max(median(new for new, _ in added), 0.0)
         # The server keeps what its processor made of an image, but decodes each image again.
         decode_image = min(max(median(known for _, known in added), 0.0), front_end)
-        inputs.fill(decode_image=decode_image, processor=front_end - decode_image)
+        times |= {"decode_image": decode_image, "processor": front_end - decode_image}
+    if selection is not None:
+        times["selection"] = selection
     tower = ttft[2] - front_end - (selection or 0.0) - request - per_token * tokens[2]
-    if tower <= 0:
-        inputs.fill("The tower takes too little to be seen beside prefill; it counts as 0.")
-    gaps = [gap for each in rounds for answer in (each[0], each[2]) for gap in answer.gaps]
-    inputs.fill(
-        tower=max(tower, 0.0),
-        prefill=per_token,
-        selection=selection,
-        request=request,
-        decode=median(gaps) if gaps else None,
-    )
-    return round(visual)
+    times["tower"] = max(tower, 0.0)
+    if gaps := [gap for each in rounds for answer in (each[0], each[2]) for gap in answer.gaps]:
+        times["decode"] = median(gaps)
+    return times
 
 
 def _ask_round(

@@ -151,15 +151,18 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
 )
 def advise(options: argparse.Namespace) -> int:
     """Say which kind of state pays for your traffic, and whether pruning helps at all."""
-    traffic, timings, notes = _read_inputs(options)
+    traffic, timings, inputs = _read_inputs(options)
     estimates = estimate_ways(traffic, timings)
-    verdict = judge(traffic, estimates)
+    # Above 0, where a round alone shows nothing of a part.
+    repeats = [timings.model_copy(update={name: max(seconds, 1e-9) for name, seconds in r.items()})
+               for r in inputs.repeats]  # fmt: skip
+    verdict = judge(traffic, estimates, repeats)
     record = {
         "traffic": traffic.model_dump(),
         "seconds": timings.model_dump(),
         "ways": {way: asdict(estimate) for way, estimate in estimates.items()},
         "verdict": asdict(verdict),
-        "notes": notes,
+        "notes": inputs.notes,
         "assumptions": ASSUMPTIONS,
     }
     cache = f"KV blocks of {traffic.block}" if traffic.block else "no prefix cache"
@@ -190,12 +193,12 @@ def advise(options: argparse.Namespace) -> int:
         format_table((*head, "cheaper than stock"), costs, "<>>>>><"),
         "Where the time to first token goes:",
         format_table(("", *estimates["stock"].first.shares), shares, "<>>>>>>"),
-        format_paragraphs([*notes, *ASSUMPTIONS], "- "),
+        format_paragraphs([*inputs.notes, *ASSUMPTIONS], "- "),
     )
     return 0
 
 
-def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, list[str]]:
+def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, Inputs]:
     """Flags, then a probe, then what is assumed; with notes on these."""
     # Before a probe, so that a mistake in its name is answered at once.
     state = None if options.state is None else load_state(options.state)
@@ -209,7 +212,7 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, list[st
         values["prefill"], request = fit_layers(options.layers, points)
         if request:
             values["request"] = values.get("request", 0.0) + request
-    inputs = Inputs(values, [])
+    inputs = Inputs(values)
     if (options.server is None) != (options.probe is None):
         problem = Problem("--server", "needs --probe", "give the size of your images")
         if options.server is None:
@@ -237,7 +240,7 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, list[st
     if problems:
         measured = "inputs (times and --tokens: also by --server URL --probe WIDTHxHEIGHT)"
         raise ConfigError(measured, problems)
-    return models[0], models[1], inputs.notes
+    return models[0], models[1], inputs
 
 
 def _ms(seconds: float) -> str:
