@@ -78,8 +78,8 @@ types: venv ## types, checked
 
 policies: venv ## shipped states, loaded and safety-checked
 	@echo "policies: vllm-autoprune validate"
-	@$(PY) -m vllm_autoprune.cli.main validate policies/*.json > /dev/null || \
-	    $(PY) -m vllm_autoprune.cli.main validate policies/*.json
+	@$(PY) -m vllm_autoprune validate policies/*.json > /dev/null || \
+	    $(PY) -m vllm_autoprune validate policies/*.json
 
 docs: venv ## build the documentation site in out/site, links checked
 	@echo "docs: mkdocs"

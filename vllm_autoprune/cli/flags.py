@@ -28,9 +28,8 @@ _AddsArgument = Callable[[argparse.ArgumentParser], object]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A sub-command: help text, arguments, and ``run``, which returns the exit status."""
+    """A sub-command: its arguments, and ``run``, which returns the exit status."""
 
-    help: str
     arguments: Sequence[_AddsArgument]
     run: Callable[[argparse.Namespace], int]
     epilog: str
@@ -44,13 +43,8 @@ def argument(*flags: str, **keywords: Any) -> _AddsArgument:
 def command(
     *arguments: _AddsArgument, epilog: str = ""
 ) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
-    """Make a function the command that it runs; its docstring is the help."""
-
-    def make(run: Callable[[argparse.Namespace], int]) -> Command:
-        text = (run.__doc__ or "").partition("\n")[0].rstrip(".")
-        return Command(text[:1].lower() + text[1:], arguments, run, epilog)
-
-    return make
+    """Make a function the command that it runs."""
+    return lambda run: Command(arguments, run, epilog)
 
 
 def add_flags(

@@ -1,4 +1,4 @@
-"""Entry point of `vllm-autoprune`: run one sub-command, print errors without a traceback."""
+"""Run one sub-command of `vllm-autoprune`, print errors without a traceback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-from vllm_autoprune import AutopruneError, __version__
+import vllm_autoprune_command
+from vllm_autoprune import AutopruneError
 from vllm_autoprune.cli.commands import costs, doctor, eval, explain, search, selftest, states
 from vllm_autoprune.cli.flags import Command
 from vllm_autoprune.cli.output import CommandParser, error_as_json
@@ -61,25 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    top = CommandParser(
-        prog="vllm-autoprune",
-        description="Inspect, check, compare, search and evaluate pruning states.",
-        epilog="Exit status: 0 success, 1 failure, 2 wrong arguments.",
-    )
-    top.add_argument("--version", action="version", version=__version__)
+    """The parser of all commands; ``vllm_autoprune_command`` prints the help of them together."""
+    top = CommandParser(prog="vllm-autoprune", add_help=False)
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
-        description = command.help[:1].upper() + command.help[1:] + "."
+        text = vllm_autoprune_command.COMMANDS[name]
         entry = commands.add_parser(
-            name, help=command.help, description=description, epilog=command.epilog
+            name, description=f"{text[:1].upper()}{text[1:]}.", epilog=command.epilog
         )
         for add in command.arguments:
             add(entry)
         entry.add_argument("--json", action="store_true", help="print machine-readable output")
         entry.set_defaults(run=command.run)
     return top
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
