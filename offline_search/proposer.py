@@ -32,7 +32,7 @@ from offline_search.ledger import Attempt, Clock, Cost, Ledger, ProgramRecord, R
 from offline_search.programs import run_program
 from offline_search.prompt import Messages, repair_list_prompt, repair_prompt
 from offline_search.settings import Settings
-from vllm_autoprune.connection import Connection, api_address, make_client
+from vllm_autoprune.connection import Connection, api_address, find_address, make_client
 from vllm_autoprune.errors import ConfigError, Problem, SearchError
 from vllm_autoprune.http_client import describe_failure, describe_rejection
 from vllm_autoprune.stream import read_error, read_message
@@ -335,16 +335,20 @@ class EndpointProposer:
                 fix = f"give the address of {error.response.headers.get('location')}"
             elif status == 404:
                 where, fix = "--proposer-model", "name a model that the endpoint has"
-                with suppress(openai.OpenAIError, *_FORMAT):
+                try:
                     names = [str(model.id) async for model in self._client.models.list()]
                     fix += f": {', '.join(names[:8]) or 'it lists none'}"
+                except (openai.OpenAIError, *_FORMAT):
+                    if other := find_address(self._url):
+                        where, fix = "--proposer-url", f"give {other}, which answers"
         except openai.OpenAIError as error:
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             problem = describe_failure(self._url.removesuffix("/v1"), cause)
             what, fix = f"{problem.where} {problem.what}", problem.fix
         except _FORMAT as error:
-            what = f"{self._url} sends no chat completion: {error}"
-            fix = "give an OpenAI-compatible address, such as http://HOST:PORT/v1"
+            what, other = f"{self._url} sends no chat completion: {error}", find_address(self._url)
+            other = other or "an OpenAI-compatible address, such as http://HOST:PORT/v1"
+            fix = f"look at what it says, or give {other}"
         raise ConfigError("proposer", [Problem(where, what, fix)])
 
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:

@@ -116,6 +116,23 @@ def test_no_text_ends_in_a_traceback_or_in_v1_twice(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "served", "answer"),
+    [
+        ("/a/b", MODELS, model_list("m")), ("/v2", MODELS, model_list("m")),
+        ("/ui/chat", "/ui/v1/models", model_list("m")), ("/a", MODELS, error(401)),
+    ],
+)  # fmt: skip
+def test_the_advice_names_the_address_that_would_have_worked(
+    path: str, served: str, answer: Answer
+) -> None:
+    with fake_server(pages={MODELS: None, served: answer}) as server:
+        line = refuse(server.url + path, Connection(api_key=SecretStr("secret")))
+    assert line.endswith(f"-> give {server.url}{served.removesuffix('/models')}, which answers")
+    # The key is only for the address that was given.
+    assert "Authorization" not in server.headers[-1]
+
+
+@pytest.mark.parametrize(
     ("variables", "url", "fields", "sent"),
     [
         ({}, "http://h", {}, None),
@@ -243,7 +260,9 @@ def test_a_proxy_that_cannot_be_used_says_what_to_do(
 def test_every_http_client_is_made_in_one_place() -> None:
     calls = r"\bhttpx\.(?:(?:Async)?Client|get|post|stream|request)\("
     sources = {name: path.read_text() for name, path in SOURCES.items()}
-    assert not {name for name, text in sources.items() if re.search(calls, text)}
+    assert {name for name, text in sources.items() if re.search(calls, text)} == {
+        "vllm_autoprune.connection"
+    }
     assert {name for name, text in sources.items() if "OpenAI(" in text} == {
         "offline_search.proposer"
     }

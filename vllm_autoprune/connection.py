@@ -10,6 +10,7 @@ import re
 import ssl
 import sys
 from base64 import b64encode
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,9 @@ _KEYS = ("VLLM_API_KEY", "OPENAI_API_KEY")
 """Environment variables of the API key; the first that is set counts."""
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 """Long, because a request may wait for all others that are in flight."""
+_GUESS_TIMEOUT = 3.0
+_PORT = 8000
+"""Of `vllm serve`, where an address has none."""
 
 _Client = TypeVar("_Client", httpx.Client, httpx.AsyncClient)
 
@@ -171,3 +175,33 @@ def proxy_variables() -> list[str]:
     """Environment variables that name a proxy."""
     names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
     return [name for name in os.environ if name.upper() in names and os.environ[name]]
+
+
+def find_address(tried: str) -> str | None:
+    """Where an API is, of the places that may be meant by one where there is none.
+
+    They get neither key nor headers, because they may be those of somebody else.
+    """
+    with httpx.Client(verify=False, timeout=_GUESS_TIMEOUT) as client:
+        for other in _similar_addresses(tried):
+            with suppress(httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError, TypeError):
+                response = client.get(f"{other}/models")
+                # The OpenAI format, also of an error.
+                if {"data", "error"} & set(response.json()) and response.status_code != 404:
+                    return other
+    return None
+
+
+def _similar_addresses(tried: str) -> Iterator[str]:
+    """Without the last parts of the path, with the other scheme, with vLLM's port."""
+    base = httpx.URL(tried)
+    other = "http" if base.scheme == "https" else "https"
+    parts = base.path.removesuffix("/v1").split("/")
+    for scheme in (base.scheme, other):
+        for length in range(len(parts), 0, -1):
+            path = "/".join([*parts[:length], "v1"])
+            similar = base.copy_with(scheme=scheme, path=path)
+            if similar != base:
+                yield str(similar)
+    if base.port is None:
+        yield str(base.copy_with(scheme="http", port=_PORT, path="/v1"))

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_autoprune.connection import (
     Connection,
+    find_address,
     make_client,
     proxy_variables,
     server_address,
@@ -267,10 +268,11 @@ def reporting_failures(url: str) -> Iterator[None]:
 def describe_failure(url: str, error: Exception) -> Problem:
     """Why a server cannot be used, by what a request to it raised, and what to do."""
     fix = "give the address of a vllm serve, such as http://localhost:8000"
-    text = one_line(error, 200)
+    guess, text = False, one_line(error, 200)
     match error:
         case httpx.HTTPStatusError(response=response):
             what, status = f"answers with {describe_rejection(response)}", response.status_code
+            guess = status in (400, 404, 405)
             if status in (401, 403):
                 fix = "give the key that the server asks for as --api-key or VLLM_API_KEY"
             elif response.has_redirect_location:
@@ -278,7 +280,7 @@ def describe_failure(url: str, error: Exception) -> Problem:
                 what, fix = f"redirects to {target}", "give that address"
             elif status == 407:
                 fix = f"give {', '.join(proxy_variables())} as http://USER:PASSWORD@HOST:PORT"
-            elif status not in (400, 404, 405):
+            elif not guess:
                 fix = "look into the server's log"
         case httpx.ProxyError():
             what = f"cannot be reached by the proxy of {', '.join(proxy_variables())} ({text})"
@@ -291,14 +293,16 @@ def describe_failure(url: str, error: Exception) -> Problem:
             fix = "name the certificate of its authority with --ca-file"
         case httpx.HTTPError():
             what = f"does not answer ({type(error).__name__}: {text})".replace(": )", ")")
-            fix = "start the server, or correct its address"
+            fix, guess = "start the server, or correct its address", True
             if proxies := proxy_variables():
                 what += f", asked as {', '.join(proxies)} and NO_PROXY say"
         case RequestRefused():
             what = f"refuses a chat request: {error}"
             fix = "give the key that the server asks for as --api-key, or look into its log"
         case _:
-            what = f"answers in an unknown format ({text})"
+            what, guess = f"answers in an unknown format ({text})", True
+    if guess and (other := find_address(f"{url}/v1")):
+        fix = f"give {other}, which answers"
     return Problem(url, what, fix)
 
 
